@@ -1,0 +1,1 @@
+"""A typed batch of tensors and lists."""

@@ -1,0 +1,1 @@
+"""A policy worker on FSDP2 and DTensor."""

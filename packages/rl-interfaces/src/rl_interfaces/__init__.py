@@ -1,0 +1,76 @@
+"""The contracts of an LLM post-training policy. Importing this loads neither torch nor ray."""
+
+from rl_interfaces.cluster import Cluster
+from rl_interfaces.config import (
+    DTensorConfig,
+    DynamicBatchingConfig,
+    MegatronConfig,
+    MegatronDDPConfig,
+    MegatronOptimizerConfig,
+    MegatronSchedulerConfig,
+    PolicyConfig,
+    PytorchOptimizerConfig,
+    SchedulerMilestones,
+    SequencePackingConfig,
+    SinglePytorchSchedulerConfig,
+    TokenizerConfig,
+)
+from rl_interfaces.config_resolution import POLICY_DEFAULTS, check_typed_dict, resolve_policy_config
+from rl_interfaces.generation import (
+    ColocationConfig,
+    ColocationResources,
+    GenerationConfig,
+    GenerationDatumSpec,
+    GenerationInterface,
+    GenerationOutputSpec,
+)
+from rl_interfaces.loss import LossFunction, LossInput, LossType
+from rl_interfaces.policy import (
+    ColocatablePolicyInterface,
+    LogprobOutputSpec,
+    PolicyInterface,
+    ReferenceLogprobOutputSpec,
+)
+from rl_interfaces.residency import Residency, ResidencyError, ResidencyState
+from rl_interfaces.weights import TensorSpec, WeightReceiver, WeightSource
+from rl_interfaces.worker import ParallelLayout, PolicyWorker
+
+__all__ = [
+    "POLICY_DEFAULTS",
+    "Cluster",
+    "ColocatablePolicyInterface",
+    "ColocationConfig",
+    "ColocationResources",
+    "DTensorConfig",
+    "DynamicBatchingConfig",
+    "GenerationConfig",
+    "GenerationDatumSpec",
+    "GenerationInterface",
+    "GenerationOutputSpec",
+    "LogprobOutputSpec",
+    "LossFunction",
+    "LossInput",
+    "LossType",
+    "MegatronConfig",
+    "MegatronDDPConfig",
+    "MegatronOptimizerConfig",
+    "MegatronSchedulerConfig",
+    "ParallelLayout",
+    "PolicyConfig",
+    "PolicyInterface",
+    "PolicyWorker",
+    "PytorchOptimizerConfig",
+    "ReferenceLogprobOutputSpec",
+    "Residency",
+    "ResidencyError",
+    "ResidencyState",
+    "SchedulerMilestones",
+    "SequencePackingConfig",
+    "SinglePytorchSchedulerConfig",
+    "TensorSpec",
+    "TokenizerConfig",
+    "WeightReceiver",
+    "WeightSource",
+    "check_typed_dict",
+    "resolve_policy_config",
+]

@@ -1,0 +1,118 @@
+"""Generation: its configuration, what goes in, what comes out."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from typing import TYPE_CHECKING, Any, NotRequired
+
+from typing_extensions import TypedDict
+
+if TYPE_CHECKING:
+    import torch
+    from rl_batched_data import BatchedDataDict
+
+
+class ColocationResources(TypedDict):
+    """The devices of a generation engine that does not share the trainer's."""
+
+    gpus_per_node: int | None
+    """Devices per node."""
+    num_nodes: int | None
+    """Nodes."""
+
+
+class ColocationConfig(TypedDict):
+    """Whether generation shares the trainer's devices."""
+
+    enabled: bool
+    """True: trainer and engine take turns on the same devices."""
+    resources: NotRequired[ColocationResources]
+    """The engine's own devices, read when `enabled` is false."""
+
+
+class GenerationConfig(TypedDict):
+    """How completions are sampled."""
+
+    backend: str
+    """`hf`: the training worker's own sampler. Other names are engines of `rl-policy`'s extras."""
+    max_new_tokens: int
+    """Most tokens generated per row."""
+    temperature: float
+    """Divides the logits, here and in every log-probability of the policy. 0 is greedy decoding."""
+    top_p: float
+    """Keep the smallest set of tokens whose probability reaches this. 1.0 keeps all."""
+    top_k: int | None
+    """Keep the k most likely tokens. None keeps all."""
+    model_name: NotRequired[str]
+    """The engine's model; the policy's own when absent."""
+    stop_token_ids: list[int] | None
+    """Tokens that end a row. They are part of the output."""
+    stop_strings: list[str] | None
+    """Texts that end a row. They are part of the output."""
+    pad_token_id: NotRequired[int]
+    """Fills `output_ids` beyond each row's end; the tokenizer's when absent."""
+    colocated: NotRequired[ColocationConfig]
+    """Whether generation shares the trainer's devices."""
+    vllm_cfg: NotRequired[dict[str, Any]]
+    """Options of the vLLM engine."""
+
+
+class GenerationDatumSpec(TypedDict):
+    """What `generate` is given.
+
+    Example, two prompts of 3 and 2 tokens, pad id 0:
+        input_ids     = [[11, 12, 13], [21, 22, 0]]   int64 [2, 3], right-padded
+        input_lengths = [3, 2]                        int64 [2], tokens
+        stop_strings  = [["END"], None]              optional, a list of texts per row
+    """
+
+    input_ids: torch.Tensor
+    """`[batch, seq]` int64, right-padded."""
+    input_lengths: torch.Tensor
+    """`[batch]` int64, tokens per row."""
+    stop_strings: NotRequired[list[list[str] | None]]
+    """`[batch]` texts that end a row, besides the configured ones."""
+
+
+class GenerationOutputSpec(TypedDict):
+    """What `generate` returns.
+
+    Example, the two prompts above, which got 2 and 1 tokens:
+        output_ids                  = [[11, 12, 13, 14, 15], [21, 22, 23, 0, 0]]   int64 [2, 5]
+        generation_lengths          = [2, 1]                                       int64 [2]
+        unpadded_sequence_lengths   = [5, 3]                                       int64 [2]
+        logprobs                    = [[0, 0, 0, -0.1, -0.7], [0, 0, -0.3, 0, 0]]  float32 [2, 5]
+    """
+
+    output_ids: torch.Tensor
+    """`[batch, seq]` int64: prompt, then completion, then padding."""
+    generation_lengths: torch.Tensor
+    """`[batch]` int64, generated tokens."""
+    unpadded_sequence_lengths: torch.Tensor
+    """`[batch]` int64, prompt and generated tokens."""
+    logprobs: torch.Tensor
+    """`[batch, seq]` float32: of each generated token, under the distribution it was sampled from
+    (temperature and truncation applied); 0 elsewhere."""
+
+
+class GenerationInterface(ABC):
+    """What a source of completions offers."""
+
+    @abstractmethod
+    def generate(
+        self, data: BatchedDataDict[GenerationDatumSpec], greedy: bool = False
+    ) -> BatchedDataDict[GenerationOutputSpec]:
+        """Return a completion per row, in the caller's order.
+
+        Args:
+            data: The prompts, see `GenerationDatumSpec`.
+            greedy: Take the most likely token every time, whatever the configuration says.
+        """
+
+    @abstractmethod
+    def prepare_for_generation(self, *args: Any, **kwargs: Any) -> bool:
+        """Bring what generation needs onto the device; True when it is there."""
+
+    @abstractmethod
+    def finish_generation(self, *args: Any, **kwargs: Any) -> bool:
+        """Free what only generation needs; True when it is freed."""

@@ -1,0 +1,71 @@
+"""What a loss function looks like to a policy that trains with it."""
+
+from __future__ import annotations
+
+from enum import Enum
+from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+    import torch
+
+
+class LossType(Enum):
+    """What a loss is averaged over: decides which global count it is divided by."""
+
+    TOKEN_LEVEL = "token_level"
+    """Divided by the number of valid target tokens of the global batch."""
+    SEQUENCE_LEVEL = "sequence_level"
+    """Divided by the number of valid sequences of the global batch."""
+
+
+class LossInput(Enum):
+    """What a loss is given as its first argument."""
+
+    LOGITS = "logits"
+    """`[batch, seq, vocab]`, temperature applied: position `t` scores token `t + 1`."""
+    LOGPROBS = "logprobs"
+    """`[batch, seq]` float32: position `t` holds log p(token `t` | tokens before it); 0 at 0."""
+
+
+@runtime_checkable
+class LossFunction(Protocol):
+    """A loss over one micro-batch, normalised by the counts of the whole global batch.
+
+    The value is a sum over the micro-batch divided by a *global* count. The sum of the values over
+    all micro-batches and all data-parallel ranks is then the loss of the global batch, whatever its
+    division into micro-batches, packs or ranks.
+
+    Two attributes are optional: `input_type` (a `LossInput`; absent means `LOGITS`), and
+    `accepts_sharded_logits` (absent means False; True lets a tensor-parallel backend pass its own
+    vocabulary shard instead of gathering it).
+
+    Example, a token-level loss over two micro-batches with 3 and 1 valid tokens:
+        global_valid_toks = 4
+        micro-batch 1: values 1.0 + 2.0 + 3.0 -> 6.0 / 4 = 1.5
+        micro-batch 2: value  4.0             -> 4.0 / 4 = 1.0
+        loss of the global batch: 1.5 + 1.0 = 2.5, the mean of the four values
+    """
+
+    loss_type: LossType
+
+    def __call__(
+        self,
+        next_token_logits: torch.Tensor,
+        data: Mapping[str, Any],
+        global_valid_seqs: torch.Tensor,
+        global_valid_toks: torch.Tensor,
+    ) -> tuple[torch.Tensor, dict[str, Any]]:
+        """Return the micro-batch's share of the global loss, and its metrics.
+
+        Args:
+            next_token_logits: What `input_type` says: logits or token log-probabilities.
+            data: The micro-batch, rows as the caller gave them.
+            global_valid_seqs: 0-d; sum of `sample_mask` over the global batch.
+            global_valid_toks: 0-d; sum of `token_mask[:, 1:] * sample_mask[:, None]` over it.
+
+        Returns:
+            The 0-d loss, and a dict of numbers that contains `num_valid_samples`.
+        """
+        ...

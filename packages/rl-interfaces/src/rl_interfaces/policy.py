@@ -1,0 +1,138 @@
+"""The policy: what an RL algorithm may ask of the model that it trains."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from typing import TYPE_CHECKING, Any
+
+from typing_extensions import TypedDict
+
+if TYPE_CHECKING:
+    import ray
+    import torch
+    from rl_batched_data import BatchedDataDict
+
+    from rl_interfaces.generation import GenerationDatumSpec
+    from rl_interfaces.loss import LossFunction
+
+
+class LogprobOutputSpec(TypedDict):
+    """Token log-probabilities under the policy.
+
+    Example, `input_ids = [[5, 6, 7], [8, 9, 0]]` with `input_lengths = [3, 2]`:
+        logprobs = [[0, log p(6|5), log p(7|5,6)], [0, log p(9|8), 0]]
+    """
+
+    logprobs: torch.Tensor
+    """`[batch, seq]` float32 on the CPU; position 0 and padding are 0."""
+
+
+class ReferenceLogprobOutputSpec(TypedDict):
+    """Token log-probabilities under the frozen reference copy of the policy.
+
+    Example, before the first training step they equal the policy's own:
+        reference_logprobs = [[0, log p(6|5), log p(7|5,6)], [0, log p(9|8), 0]]
+    """
+
+    reference_logprobs: torch.Tensor
+    """`[batch, seq]` float32 on the CPU; position 0 and padding are 0."""
+
+
+class PolicyInterface(ABC):
+    """A language model that is trained by reinforcement learning."""
+
+    @abstractmethod
+    def get_logprobs(
+        self, data: BatchedDataDict[GenerationDatumSpec]
+    ) -> BatchedDataDict[LogprobOutputSpec]:
+        """Return the log-probability of every token of `data`, see `LogprobOutputSpec`.
+
+        Args:
+            data: `input_ids` `[batch, seq]` and `input_lengths` `[batch]`.
+        """
+
+    @abstractmethod
+    def get_reference_policy_logprobs(
+        self, data: BatchedDataDict[GenerationDatumSpec]
+    ) -> BatchedDataDict[ReferenceLogprobOutputSpec]:
+        """Return the same under the reference copy, see `ReferenceLogprobOutputSpec`.
+
+        Args:
+            data: `input_ids` `[batch, seq]` and `input_lengths` `[batch]`.
+        """
+
+    @abstractmethod
+    def train(self, data: BatchedDataDict[Any], loss_fn: LossFunction) -> dict[str, Any]:
+        """Take an optimizer step per global batch of `data`.
+
+        Args:
+            data: `input_ids` `[batch, seq]`, `input_lengths` `[batch]`, `sample_mask` `[batch]`,
+                `token_mask` `[batch, seq]` where the loss is token-level, and what the loss reads.
+            loss_fn: See `LossFunction`.
+
+        Returns:
+            `loss` and `grad_norm`, float32 with one entry per step, and `all_mb_metrics`, lists
+            with one entry per micro-batch.
+        """
+
+    @abstractmethod
+    def prepare_for_training(self, *args: Any, **kwargs: Any) -> None:
+        """Bring model, gradients and optimizer state onto the device."""
+
+    @abstractmethod
+    def finish_training(self, *args: Any, **kwargs: Any) -> None:
+        """Tell the policy that no training step follows for now."""
+
+    @abstractmethod
+    def save_checkpoint(self, *args: Any, **kwargs: Any) -> None:
+        """Write weights, and what else is asked for, to disk."""
+
+    @abstractmethod
+    def shutdown(self) -> bool:
+        """End every process of the policy; True when all of them ended in order."""
+
+
+class ColocatablePolicyInterface(PolicyInterface):
+    """A policy whose weights can be handed to an inference engine, on its own devices or others."""
+
+    @abstractmethod
+    def init_collective(self, ip: str, port: int, world_size: int) -> list[ray.ObjectRef]:
+        """Join the group over which weights are broadcast; the futures are not waited for.
+
+        Args:
+            ip: Address of the group's store.
+            port: Port of the group's store.
+            world_size: The number of inference ranks, plus one for the sender.
+        """
+
+    @abstractmethod
+    def offload_before_refit(self) -> None:
+        """Keep the model on the device and move the optimizer state off it."""
+
+    @abstractmethod
+    def offload_after_refit(self) -> None:
+        """Move everything off the device."""
+
+    @abstractmethod
+    def prepare_refit_info(self) -> dict[str, Any] | None:
+        """Return `{name: (shape, wire dtype)}` of every tensor that a refit sends."""
+
+    @abstractmethod
+    def prepare_weights_for_ipc(self, *args: Any, **kwargs: Any) -> list[list[str]]:
+        """Return the names of the tensors, grouped so that each group fits the transfer buffer."""
+
+    @abstractmethod
+    def get_weights_ipc_handles(self, keys: list[str]) -> dict[str, Any]:
+        """Return `{device id: handles}` of one group of tensors.
+
+        Args:
+            keys: One group of `prepare_weights_for_ipc`.
+        """
+
+    @abstractmethod
+    def prepare_info_for_collective(self) -> dict[str, Any]:
+        """Return what `prepare_refit_info` returns; its older name."""
+
+    @abstractmethod
+    def broadcast_weights_for_collective(self) -> list[ray.ObjectRef]:
+        """Broadcast every tensor over the group; the futures are not waited for."""

@@ -1,0 +1,162 @@
+"""The worker: what a policy may call on one rank of a training backend."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+    from rl_batched_data import BatchedDataDict
+
+    from rl_interfaces.generation import GenerationDatumSpec, GenerationOutputSpec
+    from rl_interfaces.loss import LossFunction
+    from rl_interfaces.policy import LogprobOutputSpec, ReferenceLogprobOutputSpec
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ParallelLayout:
+    """How a backend lays out its ranks: pipeline outermost, tensor innermost.
+
+    Example, 8 ranks as data_parallel=2, context_parallel=2, tensor_parallel=2:
+        rank 5 = data 1, context 0, tensor 1
+    """
+
+    data_parallel: int
+    pipeline_parallel: int = 1
+    context_parallel: int = 1
+    tensor_parallel: int = 1
+
+    @property
+    def world_size(self) -> int:
+        """The number of ranks."""
+        return (
+            self.pipeline_parallel
+            * self.data_parallel
+            * self.context_parallel
+            * self.tensor_parallel
+        )
+
+
+@runtime_checkable
+class PolicyWorker(Protocol):
+    """One rank of a training backend: a plain class, run by Ray, torchrun or multiprocessing.
+
+    The process is described by torchrun's environment variables (`RANK`, `WORLD_SIZE`,
+    `LOCAL_RANK`, `MASTER_ADDR`, `MASTER_PORT`). Every rank gets every call. A backend registers its
+    class in the entry-point group `rl_policy.workers` under a name, and is chosen by the config
+    section `<name>_cfg` whose `enabled` is true.
+
+    The constructor takes `(config, tokenizer, weights_path=None, optimizer_path=None,
+    init_optimizer=True, init_reference_model=True, **kwargs)`.
+    """
+
+    @staticmethod
+    def validate_config(
+        config: Mapping[str, Any], *, world_size: int, init_optimizer: bool = True
+    ) -> ParallelLayout:
+        """Return the layout of `world_size` ranks, before any of them starts.
+
+        Raises:
+            ValueError: What the config says cannot be done; the message names key and numbers.
+        """
+        ...
+
+    def train(
+        self,
+        data: BatchedDataDict[Any],
+        loss_fn: LossFunction,
+        eval_mode: bool = False,
+        gbs: int | None = None,
+        mbs: int | None = None,
+    ) -> dict[str, Any]:
+        """Take an optimizer step per global batch, of which `data` is this rank's share.
+
+        Args:
+            data: This rank's rows. Ranks may hold unlike numbers of rows.
+            loss_fn: See `LossFunction`.
+            eval_mode: Loss and metrics only: no parameter changes, and no optimizer is needed.
+            gbs: Samples per optimizer step over all data-parallel ranks, for this call.
+            mbs: Samples per forward on this rank, for this call.
+
+        Returns:
+            `global_loss` (float32 `[steps]`), `grad_norm` (float32 `[steps]`, None in eval mode),
+            `rank`, and `all_mb_metrics` (`{name: [value per micro-batch of this rank]}`).
+        """
+        ...
+
+    def get_logprobs(
+        self, data: BatchedDataDict[Any], micro_batch_size: int | None = None
+    ) -> BatchedDataDict[LogprobOutputSpec]:
+        """Return `logprobs`, `[batch, seq]` float32 on the CPU, of this rank's rows."""
+        ...
+
+    def get_reference_policy_logprobs(
+        self, data: BatchedDataDict[Any], micro_batch_size: int | None = None
+    ) -> BatchedDataDict[ReferenceLogprobOutputSpec]:
+        """Return `reference_logprobs`, `[batch, seq]` float32 on the CPU, of this rank's rows."""
+        ...
+
+    def generate(
+        self, data: BatchedDataDict[GenerationDatumSpec], greedy: bool = False
+    ) -> BatchedDataDict[GenerationOutputSpec]:
+        """Return a completion for each of this rank's rows."""
+        ...
+
+    def prepare_for_training(self, *args: Any, **kwargs: Any) -> None:
+        """Enter the state `training`."""
+        ...
+
+    def prepare_for_lp_inference(self) -> None:
+        """Enter the state `inference`."""
+        ...
+
+    def offload_before_refit(self) -> None:
+        """Enter the state `refitting`."""
+        ...
+
+    def offload_after_refit(self) -> None:
+        """Enter the state `offloaded`."""
+        ...
+
+    def save_checkpoint(
+        self,
+        weights_path: str,
+        optimizer_path: str | None = None,
+        tokenizer_path: str | None = None,
+    ) -> None:
+        """Write the weights, and optimizer and tokenizer where asked; all ranks together."""
+        ...
+
+    def load_checkpoint(self, weights_path: str, optimizer_path: str | None = None) -> None:
+        """Read what `save_checkpoint` wrote; all ranks together."""
+        ...
+
+    def save_hf_checkpoint(self, path: str) -> None:
+        """Write a directory that transformers' `from_pretrained` loads; all ranks together."""
+        ...
+
+    def is_alive(self) -> bool:
+        """Return True."""
+        ...
+
+    def get_gpu_info(self) -> dict[str, Any]:
+        """Return rank, device and memory figures of this process."""
+        ...
+
+    def report_device_id(self) -> str:
+        """Return an id that two processes share if they share the device."""
+        ...
+
+    def start_gpu_profiling(self) -> None:
+        """Open a profiling range."""
+        ...
+
+    def stop_gpu_profiling(self) -> None:
+        """Close the profiling range."""
+        ...
+
+    def shutdown(self) -> None:
+        """Leave the process group and free what the worker holds."""
+        ...
