@@ -29,8 +29,8 @@ class ClippedPGLoss:
     - `k3 = exp(d) - d - 1` with `d = reference_logprob - logprob`: the estimator of
       KL(policy || reference) that is never negative (Schulman 2020), as a term of the loss: GRPO
       (Shao et al. 2024);
-    - `w = min(exp(prev_logprob - generation_logprob), importance_cap)`, without gradient: truncated
-      importance sampling (Ionides 2008) for a sampler whose numbers differ from the trainer's.
+    - `w = min(exp(prev_logprob - generation_logprob), importance_cap)`: truncated importance
+      sampling (Ionides 2008), for a sampler whose numbers differ from the trainer's.
 
     The batch holds `token_mask`, `advantages` and `prev_logprobs` `[batch, seq]`, `sample_mask`
     `[batch]`, `reference_logprobs` `[batch, seq]` where `kl_coef > 0`, and `generation_logprobs`
@@ -117,7 +117,7 @@ class ClippedPGLoss:
         metrics = {"clip_fraction": is_cut.float(), "probs_ratio": ratio, "entropy": -logprobs}
         if "generation_logprobs" in data:
             sampler = _column(data, "generation_logprobs", logprobs)
-            weight = _masked_difference(prev, sampler, mask).exp().detach()
+            weight = _masked_difference(prev, sampler, mask).exp()
             metrics["sampler_trainer_ratio"] = weight
             if self.importance_cap is not None:
                 cost = cost * weight.clamp(max=self.importance_cap)
@@ -138,8 +138,8 @@ class ClippedPGLoss:
         cost, is_cut = torch.maximum(free, bounded), bounded > free
         if self.dual_clip is not None:
             ceiling = self.dual_clip * advantages.abs()
-            above = (advantages < 0) & (cost > ceiling)
-            cost, is_cut = torch.where(above, ceiling, cost), is_cut | above
+            # Where the advantage is positive the cost is negative, and never above the ceiling.
+            cost, is_cut = torch.minimum(cost, ceiling), is_cut | (cost > ceiling)
         return cost, is_cut
 
     def _reduce(
