@@ -191,7 +191,7 @@ class SinglePytorchSchedulerConfig(TypedDict):
 
 
 class PolicyConfig(TypedDict):
-    """A policy. Only `model_name`, and `optimizer` where it trains, have no default."""
+    """A policy. Only `model_name`, and `optimizer` where it trains, have to be given."""
 
     model_name: str
     """Hugging Face name or directory of the model."""
