@@ -1,0 +1,74 @@
+import pytest
+import torch
+from rl_batched_data import pad_right, round_up, verify_right_padding
+
+PAD = 9
+
+
+def batch(rows, lengths):
+    return {"input_ids": torch.tensor(rows), "input_lengths": torch.tensor(lengths)}
+
+
+@pytest.mark.parametrize(("value", "expected"), [(0, 0), (1, 8), (8, 8), (9, 16)])
+def test_round_up(value, expected):
+    assert round_up(value, 8) == expected
+
+
+def test_pad_right_fills_the_axis_with_the_value():
+    assert pad_right(torch.tensor([[1, 2]]), 4, value=7).tolist() == [[1, 2, 7, 7]]
+    assert pad_right(torch.tensor([1]), 2, dim=0).tolist() == [1, 0]
+    with pytest.raises(ValueError, match="dim 1 has size 2, longer than length=1"):
+        pad_right(torch.tensor([[1, 2]]), 1)
+
+
+@pytest.mark.parametrize("fill", [0, PAD, 5])
+@pytest.mark.parametrize("pad_token_id", [None, PAD])
+def test_a_tail_of_any_constant_is_right_padding(fill, pad_token_id):
+    rows = [[1, 2, fill, fill], [1, fill, fill, fill], [1, 2, 3, 4], [1, 2, 3, fill]]
+    verify_right_padding(batch(rows, [2, 1, 4, 3]), pad_token_id=pad_token_id)
+
+
+def test_a_batch_without_rows_is_right_padded():
+    verify_right_padding(
+        {"input_ids": torch.zeros(0, 4, dtype=torch.int64), "input_lengths": torch.zeros(0)}
+    )
+
+
+def test_left_padding_is_named_by_row_and_key():
+    data = batch([[1, 2, PAD, PAD], [PAD, PAD, 3, 4]], [2, 2])
+    with pytest.raises(ValueError, match=r"'input_ids'\[1\].*'input_lengths'\[1\]=2 of 4"):
+        verify_right_padding(data)
+
+
+def test_one_padding_token_on_the_left_shows_only_with_its_id():
+    data = batch([[PAD, 2, 3, 4]], [3])
+    verify_right_padding(data)
+    with pytest.raises(ValueError, match=r"'input_ids'\[0\] is not right-padded"):
+        verify_right_padding(data, pad_token_id=PAD)
+
+
+def test_a_first_token_that_is_the_padding_id_is_fine_where_padding_is_on_the_right():
+    verify_right_padding(batch([[PAD, 2, PAD], [PAD, 2, 3]], [2, 3]), pad_token_id=PAD)
+
+
+@pytest.mark.parametrize("length", [0, -1, 5])
+def test_lengths_outside_the_width_are_named(length):
+    data = batch([[1, 2, 3, 4], [1, 2, 3, 4]], [4, length])
+    with pytest.raises(ValueError, match=rf"'input_lengths'\[1\]={length} is not within 1..4"):
+        verify_right_padding(data)
+
+
+@pytest.mark.parametrize(
+    ("data", "message"),
+    [
+        ({"input_ids": torch.zeros(2, 3)}, "'input_lengths' is missing"),
+        ({"input_ids": torch.zeros(2), "input_lengths": torch.ones(2)}, r"'input_ids' has shape"),
+        (
+            {"input_ids": torch.zeros(2, 3), "input_lengths": torch.ones(3)},
+            "'input_lengths' has 3 rows, 'input_ids' has 2",
+        ),
+    ],
+)
+def test_missing_keys_and_wrong_shapes_are_named(data, message):
+    with pytest.raises(ValueError, match=message):
+        verify_right_padding(data)
