@@ -19,10 +19,8 @@ def merge_policy(base: Mapping[str, Any], given: Mapping[str, Any]) -> dict[str,
     of backend where `given` enables one.
     """
     kept = copy.deepcopy(dict(base))
-    optimizer, new = kept.get("optimizer"), given.get("optimizer")
-    if isinstance(optimizer, Mapping) and isinstance(new, Mapping) and "name" in new:
-        if new["name"] != optimizer.get("name"):
-            del kept["optimizer"]
+    if _optimizer_name(given) not in (None, _optimizer_name(kept)):
+        kept.pop("optimizer", None)
     if any(_is_enabled(key, value) for key, value in given.items()):
         kept = {
             key: {**value, "enabled": False} if _is_enabled(key, value) else value
@@ -49,6 +47,11 @@ def resolve_policy(policy: Mapping[str, Any], *, path: str = "policy") -> dict[s
     if policy.get("model_name") is None:
         policy = {**policy, "model_name": BUILTIN_MODEL}
     return resolve_policy_config(policy, path=path)
+
+
+def _optimizer_name(policy: Mapping[str, Any]) -> Any:
+    optimizer = policy.get("optimizer")
+    return optimizer.get("name") if isinstance(optimizer, Mapping) else None
 
 
 def _is_enabled(key: str, value: Any) -> bool:

@@ -47,7 +47,7 @@ class ProblemEncoder:
         text = self._tokenizer.apply_chat_template(
             [message], tokenize=False, add_generation_prompt=True
         )
-        return list(self._tokenizer(text, add_special_tokens=False)["input_ids"])
+        return list(self._tokenizer(str(text), add_special_tokens=False)["input_ids"])
 
     def answer_tokens(self, problem: Problem) -> list[int]:
         """Return the tokens of a completion that is the answer, with the end token."""

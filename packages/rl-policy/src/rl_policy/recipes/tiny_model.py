@@ -12,6 +12,7 @@ from rl_policy.config import TinyModelSection
 
 PAD, END = "<|endoftext|>", "<|im_end|>"
 """The special tokens, under the names that the Qwen2 tokenizer expects."""
+_SPECIAL_TOKENS = (PAD, END)
 
 
 def build_tokenizer() -> PreTrainedTokenizerFast:
@@ -20,7 +21,7 @@ def build_tokenizer() -> PreTrainedTokenizerFast:
     It is the byte-level tokenizer of Qwen2 without its merges, so that `AutoTokenizer`, which goes
     by the type of the model, loads the same.
     """
-    tokens = [PAD, END, *sorted(pre_tokenizers.ByteLevel.alphabet())]
+    tokens = [*_SPECIAL_TOKENS, *sorted(pre_tokenizers.ByteLevel.alphabet())]
     vocabulary = {token: index for index, token in enumerate(tokens)}
     tokenizer = Tokenizer(models.BPE(vocabulary, merges=[]))
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
@@ -57,8 +58,8 @@ def build_tiny_model(
         max_position_embeddings=max_sequence_length,
         initializer_range=sizes.initializer_range,
         tie_word_embeddings=True,
-        pad_token_id=tokenizer.pad_token_id,
-        eos_token_id=tokenizer.eos_token_id,
+        pad_token_id=_SPECIAL_TOKENS.index(PAD),
+        eos_token_id=_SPECIAL_TOKENS.index(END),
         bos_token_id=None,
         dtype=torch.float32,
     )
