@@ -266,3 +266,19 @@ def devices_in_each_state(*, config, batch):
             found[name] = devices(worker)
             memory[name] = worker.get_gpu_info()["memory_allocated_mb"]
     return found | {"memory": memory}
+
+
+def documented_moves(*, config, batch):
+    with worker_for(config, init_reference_model=False) as worker:
+        before = shards_of(worker)
+        moved = worker.move_to_cpu(worker.model)
+        devices = {tensor.device.type for tensor in (*moved.parameters(), *moved.buffers())}
+        back = worker.move_buffer_to_device(worker.move_to_cuda(moved), worker._device)
+        after = shards_of(worker)
+        result = worker.train(my_rows(batch, 4), make_loss("nll"))
+        return {
+            "same_model": moved is worker.model and back is worker.model,
+            "devices": devices,
+            "same_shards": all(torch.equal(before[n], after[n]) for n in before),
+            "still_trains": bool(torch.isfinite(result["grad_norm"]).all()),
+        }

@@ -50,9 +50,9 @@ def test_bfloat16_logprobs_are_near_float32(pools, tiny_model):
 @pytest.mark.parametrize(
     ("change", "words"),
     [
-        (lambda b: b.pop("input_lengths"), ["no input_lengths"]),
-        (lambda b: b.update(input_ids=b["input_ids"][0]), ["input_ids", "2-dimensional"]),
-        (lambda b: b.update(input_ids=b["input_ids"].flip(1)), ["input_ids"]),
+        (lambda b: b.pop("input_lengths"), ["'input_lengths' is missing"]),
+        (lambda b: b.update(input_ids=b["input_ids"][0]), ["input_ids", "[12]", "2 axes"]),
+        (lambda b: b.update(input_ids=b["input_ids"].flip(1)), ["input_ids", "not right-padded"]),
     ],
 )
 def test_bad_input_is_named(pools, tiny_model, change, words):

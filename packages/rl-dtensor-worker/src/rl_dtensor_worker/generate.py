@@ -97,6 +97,17 @@ def generate(
     return BatchedDataDict.from_batches(parts, pad_value_dict={"output_ids": pad_id})
 
 
+def check_room(data: BatchedDataDict[Any], *, longest: int) -> None:
+    """Raise `ValueError` unless every prompt leaves room for a new token in `longest` tokens."""
+    full = (data["input_lengths"] >= longest).nonzero().flatten()
+    if len(full):
+        row = int(full[0])
+        raise ValueError(
+            f"input_lengths[{row}]={int(data['input_lengths'][row])} leaves no room for a new "
+            f"token in {longest} tokens (policy.max_total_sequence_length, or the model's own)"
+        )
+
+
 def resolve_pad_id(sampling: SamplingConfig, tokenizer: PreTrainedTokenizerBase) -> int:
     """Return the configured padding token, else the tokenizer's, else its end token.
 

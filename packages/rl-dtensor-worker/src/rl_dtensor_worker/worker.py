@@ -8,18 +8,14 @@ from typing import TYPE_CHECKING, Any
 import torch
 import torch.distributed as dist
 from rl_batched_data import BatchedDataDict
+from rl_batched_data.batch_checks import check_scoring_batch, check_training_batch
 from rl_interfaces import LossType, ParallelLayout, Residency
 
 from rl_dtensor_worker import checkpoint, context_parallel, device, residency
-from rl_dtensor_worker.batch_checks import (
-    check_room,
-    check_scoring_batch,
-    check_training_batch,
-)
 from rl_dtensor_worker.config import WorkerConfig, load_model_config
 from rl_dtensor_worker.forward import score_rows
 from rl_dtensor_worker.fsdp import local_tensor, unshard_fsdp2_model
-from rl_dtensor_worker.generate import generate
+from rl_dtensor_worker.generate import check_room, generate
 from rl_dtensor_worker.microbatches import gather_row_counts, plan_spans, plan_steps
 from rl_dtensor_worker.model import build_model
 from rl_dtensor_worker.modes import evaluating, training_mode
