@@ -33,7 +33,7 @@ def test_good_batches_pass():
         ({"sample_mask": torch.ones(2, 3)}, ["'sample_mask'", "[2, 3]", "expected [2]"]),
         ({"advantages": torch.ones(2, 4)}, ["'advantages'", "[2, 4]", "[2, 3]"]),
         ({"text": ["a"]}, ["'text': 1", "'input_ids': 2"]),
-        ({"input_ids": torch.tensor([[0, 5, 6], [7, 8, 9]])}, ["'input_ids'[1]", "right-padded"]),
+        ({"input_ids": torch.tensor([[5, 6, 7], [0, 8, 9]])}, ["'input_ids'[1]", "right-padded"]),
     ],
 )
 def test_bad_batches_are_named(changes, words):
