@@ -209,6 +209,7 @@ class RunConfig(Section):
     @model_validator(mode="after")
     def _check(self) -> RunConfig:
         self.sft_policy()
+        _check_tokenizer(self)
         _check_sizes(self)
         _check_sampling(self)
         return self
@@ -231,6 +232,15 @@ class RunConfig(Section):
     def sft_policy(self) -> dict[str, Any]:
         """Return the complete section `policy` of the supervised part."""
         return resolve_policy(merge_policy(self.policy, self.sft.policy), path="sft.policy")
+
+
+def _check_tokenizer(config: RunConfig) -> None:
+    name = config.policy["tokenizer"]["name"]
+    if config.has_builtin_model and name != BUILTIN_MODEL:
+        raise ValueError(
+            f"policy.tokenizer.name={name!r} contradicts policy.model_name={BUILTIN_MODEL!r}: "
+            "the model that is built here has its own tokenizer"
+        )
 
 
 def _check_sizes(config: RunConfig) -> None:
