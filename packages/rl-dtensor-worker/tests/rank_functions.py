@@ -147,6 +147,7 @@ def train_save_train(*, config, batch, directory):
     with worker_for(config, init_reference_model=False) as worker:
         rows = my_rows(batch, 4)
         worker.train(rows, make_loss("nll"))
+        worker.generate(rows)  # the random state that is saved is not a new worker's
         worker.save_checkpoint(
             f"{directory}/weights", f"{directory}/optimizer", f"{directory}/tokenizer"
         )
