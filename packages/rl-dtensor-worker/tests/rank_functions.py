@@ -143,25 +143,28 @@ def calls_in_wrong_states(*, config, batch):
 
 
 def train_save_train(*, config, batch, directory):
-    """Train once, save, train again; return the losses and shards of the second call."""
+    """Train once, save, train twice more; return what the last call gave."""
     with worker_for(config, init_reference_model=False) as worker:
         rows = my_rows(batch, 4)
         worker.train(rows, make_loss("nll"))
+        worker.generate(rows)  # the random state that is saved is not a new worker's
         worker.save_checkpoint(
             f"{directory}/weights", f"{directory}/optimizer", f"{directory}/tokenizer"
         )
         worker.save_hf_checkpoint(f"{directory}/hf")
         sampled = worker.generate(rows)["output_ids"]
+        worker.train(rows, make_loss("nll"))
         result = worker.train(rows, make_loss("nll"))
         return result, shards_of(worker), sampled, parameters_of(worker)
 
 
 def load_and_train(*, config, batch, directory):
-    """Load what `train_save_train` saved, in a new worker, and take its second step."""
+    """Load what `train_save_train` saved, in a new worker, and train twice as it did."""
     paths = {"weights_path": f"{directory}/weights", "optimizer_path": f"{directory}/optimizer"}
     with worker_for(config, init_reference_model=False, **paths) as worker:
         rows = my_rows(batch, 4)
         sampled = worker.generate(rows)["output_ids"]
+        worker.train(rows, make_loss("nll"))
         result = worker.train(rows, make_loss("nll"))
         return result, shards_of(worker), sampled, parameters_of(worker)
 

@@ -59,7 +59,7 @@ class RayWorkerGroup:
         worker_kwargs: Its keyword arguments, pickled once for all ranks.
         sharding: The axes of the ranks, one of which is `data_parallel`.
         name: Names the group in errors and its ranks in what they print.
-        bundles_per_node: How many bundles of each placement group to use. None: all.
+        workers_per_node: How many bundles of each placement group to use. None: all.
         start_timeout_s: Seconds that the start of all ranks may take together.
 
     Raises:
@@ -77,7 +77,7 @@ class RayWorkerGroup:
         *,
         sharding: NamedSharding,
         name: str = "worker",
-        bundles_per_node: Sequence[int] | None = None,
+        workers_per_node: Sequence[int] | None = None,
         start_timeout_s: float = 600.0,
     ) -> None:
         self.name = name
@@ -87,7 +87,7 @@ class RayWorkerGroup:
         self._ended_in_order: bool | None = None
         groups = cluster.get_placement_groups()
         bundles = rank_bundles(
-            [_bundle_nodes(group) for group in groups], bundles_per_node=bundles_per_node
+            [_bundle_nodes(group) for group in groups], workers_per_node=workers_per_node
         )
         if len(bundles) != sharding.size:
             raise ValueError(f"{len(bundles)} bundles do not fit {sharding.size} ranks")
@@ -250,7 +250,7 @@ class RayWorkerGroup:
 
 
 def rank_bundles(
-    bundle_nodes: Sequence[Sequence[str]], *, bundles_per_node: Sequence[int] | None = None
+    bundle_nodes: Sequence[Sequence[str]], *, workers_per_node: Sequence[int] | None = None
 ) -> list[tuple[int, int]]:
     """Return the placement group and bundle of each rank, so that a node's ranks follow each other.
 
@@ -259,13 +259,13 @@ def rank_bundles(
 
     Args:
         bundle_nodes: The node of each bundle of each placement group.
-        bundles_per_node: How many of each placement group's bundles to use. None: all.
+        workers_per_node: How many of each placement group's bundles to use. None: all.
 
     Raises:
         ValueError: More bundles are asked for than there are, or none.
     """
     counts = [len(nodes) for nodes in bundle_nodes]
-    used = list(bundles_per_node) if bundles_per_node is not None else counts
+    used = list(workers_per_node) if workers_per_node is not None else counts
     if len(used) != len(counts):
         raise ValueError(f"workers_per_node={used} does not fit {len(counts)} nodes")
     for node, (wanted, count) in enumerate(zip(used, counts, strict=True)):
