@@ -1,15 +1,14 @@
 import pytest
-from rl_policy.recipes.arithmetic import arithmetic_problems, careless_sum
+from rl_policy.recipes.arithmetic import arithmetic_problems, careless_double
 
 
-def operands(problem):
-    left, right = problem.prompt.removesuffix("=").split("+")
-    return int(left), int(right)
+def number_of(problem):
+    return int(problem.prompt.removeprefix("2*").removesuffix("="))
 
 
 def build(**changes):
     arguments = {
-        "max_operand": 40,
+        "max_number": 999,
         "num_heldout": 200,
         "num_validation": 100,
         "careless_share": 0.6,
@@ -19,42 +18,44 @@ def build(**changes):
 
 
 @pytest.mark.parametrize(
-    ("a", "b", "careless"), [(27, 35, 52), (12, 34, 46), (99, 99, 88), (95, 7, 92), (0, 0, 0)]
+    ("number", "careless"), [(3478, 6846), (1234, 2468), (999, 888), (50, 0), (5, 0), (0, 0)]
 )
-def test_a_careless_sum_forgets_every_carry(a, b, careless):
-    assert careless_sum(a, b) == careless
+def test_a_careless_double_forgets_every_carry(number, careless):
+    assert careless_double(number) == careless
 
 
-def test_answers_are_right_and_every_sum_is_there_once():
+def test_answers_are_right_and_every_number_is_there_once():
     sets = build()
     problems = [*sets.train, *sets.heldout, *sets.validation]
-    assert all(int(problem.answer) == sum(operands(problem)) for problem in problems)
-    assert len({problem.prompt for problem in problems}) == len(problems)
-    assert {tuple(sorted(operands(problem))) for problem in problems} == {
-        (a, b) for a in range(41) for b in range(a, 41)
-    }
+    assert sorted(number_of(problem) for problem in problems) == list(range(1000))
+    assert all(problem.answer == str(2 * number_of(problem)) for problem in problems)
 
 
-def test_what_is_measured_is_not_trained_on_either_way_round():
+def test_what_is_measured_is_not_trained_on():
     sets = build()
-    unordered = [
-        {tuple(sorted(operands(problem))) for problem in problems}
-        for problems in (sets.heldout, sets.validation, (*sets.train, *sets.demonstrations))
-    ]
-    assert [len(pairs) for pairs in unordered[:2]] == [200, 100]
-    assert not unordered[0] & unordered[1]
-    assert not unordered[0] & unordered[2]
-    assert not unordered[1] & unordered[2]
+    heldout, validation, train, shown = (
+        {number_of(problem) for problem in problems}
+        for problems in (sets.heldout, sets.validation, sets.train, sets.demonstrations)
+    )
+    assert (len(heldout), len(validation)) == (200, 100)
+    assert not heldout & validation
+    assert not heldout & (train | shown)
+    assert not validation & (train | shown)
 
 
 def test_demonstrations_forget_to_carry_as_often_as_asked():
     sets = build(careless_share=0.6)
-    carried = [d for d in sets.demonstrations if careless_sum(*operands(d)) != sum(operands(d))]
-    careless = [d for d in carried if int(d.answer) == careless_sum(*operands(d))]
-    careful = [d for d in carried if int(d.answer) == sum(operands(d))]
+    carried = [
+        (int(shown.answer), number_of(shown))
+        for shown in sets.demonstrations
+        if careless_double(number_of(shown)) != 2 * number_of(shown)
+    ]
+    careless = [number for answer, number in carried if answer == careless_double(number)]
+    careful = [number for answer, number in carried if answer == 2 * number]
     assert len(careless) + len(careful) == len(carried)
     assert len(careless) / len(carried) == pytest.approx(0.6, abs=0.03)
-    assert all(int(d.answer) == sum(operands(d)) for d in build(careless_share=0.0).demonstrations)
+    shown = build(careless_share=0.0).demonstrations
+    assert all(int(each.answer) == 2 * number_of(each) for each in shown)
 
 
 def test_the_seed_decides_the_division():
@@ -62,6 +63,6 @@ def test_the_seed_decides_the_division():
     assert build().heldout != build(seed=1).heldout
 
 
-def test_too_few_sums_are_named():
-    with pytest.raises(ValueError, match=r"data.max_operand=9 gives 55 pairs.*num_heldout=200"):
-        build(max_operand=9)
+def test_too_few_numbers_are_named():
+    with pytest.raises(ValueError, match=r"data.max_number=99 gives 100 problems.*num_heldout=200"):
+        build(max_number=99)

@@ -65,7 +65,7 @@ def long_problems(tmp_path):
         (["policy.model_name=./absent"], "policy.model_name='./absent' is no directory"),
         (["policy.optimizer=null"], "policy.optimizer"),
         (["policy.dtensor_cfg.tensor_parallel_size=3"], "tensor_parallel_size=3"),
-        (["data.max_operand=20"], "data.max_operand=20 gives 231 pairs"),
+        (["data.max_number=99"], "data.max_number=99 gives 100 problems"),
         (["policy.generation.max_new_tokens=3"], "policy.generation.max_new_tokens=3"),
         (["reward.answer_pattern='('"], "reward.answer_pattern"),
         (["data.use_chat_template=true"], "data.use_chat_template=True"),

@@ -65,7 +65,7 @@ ShowConfig = Annotated[
 
 @app.command(
     help="Train a model with GRPO on problems with verifiable answers. Without arguments, a tiny "
-    "model is built, warmed up by supervised fine-tuning, and trained to add. "
+    "model is built, warmed up by supervised fine-tuning, and trained to double numbers. "
     "The run directory gets metrics.jsonl, TensorBoard events, reward.png, checkpoints/, and the "
     "trained model, which transformers loads, as final/."
 )

@@ -41,14 +41,14 @@ BUILTIN_RUN: dict[str, Any] = {
         "generation_batch_size": 256,
         "max_total_sequence_length": 32,
         "optimizer": {"kwargs": {"lr": 5.0e-4}},
-        "generation": {"max_new_tokens": 5},
+        "generation": {"max_new_tokens": 6},
     },
     "sft": {
-        "steps": 1500,
-        "stop_pass_rate": 0.95,
+        "steps": 1000,
+        "stop_pass_rate": 0.9,
         "policy": {"optimizer": {"kwargs": {"lr": 2.0e-3}}},
     },
-    "grpo": {"steps": 100, "prompts_per_step": 64, "samples_per_prompt": 8},
+    "grpo": {"steps": 60, "prompts_per_step": 64, "samples_per_prompt": 8},
 }
 
 
@@ -89,19 +89,19 @@ class TinyModelSection(Section):
 
 
 class DataSection(Section):
-    """The problems: the user's own, or additions that are made here."""
+    """The problems: the user's own, or doublings that are made here."""
 
     path: str | None = None
-    """JSON lines with the texts `prompt` and `answer`. null: additions."""
+    """JSON lines with the texts `prompt` and `answer`. null: doublings."""
     heldout_path: str | None = None
     """The same, for problems that are only evaluated. null: taken out of the others."""
     num_heldout: int = Field(default=256, ge=1)
     """Problems that accuracy is measured on, and that are never trained on."""
     num_validation: int = Field(default=256, ge=1)
     """Problems that say when the supervised part is done. Taken out only where that asks for it."""
-    max_operand: int = Field(default=99, ge=9)
-    """Largest number that is added in the problems made here."""
-    careless_share: float = Field(default=0.7, ge=0, le=1)
+    max_number: int = Field(default=9999, ge=9)
+    """Largest number that is doubled in the problems made here."""
+    careless_share: float = Field(default=0.6, ge=0, le=1)
     """Share of the demonstrations made here that forget to carry. GRPO has to find out."""
     use_chat_template: bool = False
     """Put each prompt as a user's message through the tokenizer's chat template."""

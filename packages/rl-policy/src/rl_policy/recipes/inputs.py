@@ -84,7 +84,7 @@ def _load_problems(config: RunConfig) -> ProblemSets:
         if data.heldout_path is not None:
             raise ValueError(f"data.heldout_path={data.heldout_path} needs data.path")
         return arithmetic_problems(
-            max_operand=data.max_operand,
+            max_number=data.max_number,
             num_heldout=data.num_heldout,
             num_validation=num_validation,
             careless_share=data.careless_share,

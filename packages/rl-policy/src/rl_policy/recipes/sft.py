@@ -78,7 +78,8 @@ class SftTrainer:
 
     def measure_start(self) -> SftMetrics:
         """Return the measurements before the first step."""
-        return SftMetrics(step=0, accuracy=self._accuracy(), pass_rate=self._pass_rate())
+        accuracy, rate = self._measure(needs_pass_rate=True)
+        return SftMetrics(step=0, accuracy=accuracy, pass_rate=rate)
 
     def take_step(
         self, step: int, *, is_measured: bool, needs_accuracy: bool
@@ -86,35 +87,35 @@ class SftTrainer:
         """Take an optimizer step, see `rl_policy.recipes.loop.Trainer`."""
         started = perf_counter()
         batch = self._inputs.encoder.answer_batch(self._stream.take(self._batch_size))
-        self._policy.prepare_for_training()
         result = self._policy.train(batch, NLLLoss())
-        self._policy.finish_training()
         step_s = perf_counter() - started
+        accuracy, rate = None, None
+        if is_measured or needs_accuracy:
+            accuracy, rate = self._measure(needs_pass_rate=is_measured)
         metrics = SftMetrics(
             step=step,
-            accuracy=self._accuracy() if is_measured or needs_accuracy else None,
-            pass_rate=self._pass_rate() if is_measured else None,
+            accuracy=accuracy,
+            pass_rate=rate,
             loss=float(result["loss"].mean()),
             grad_norm=float(result["grad_norm"].mean()),
             tokens_per_s=int(batch["input_lengths"].sum()) / step_s,
             step_s=step_s,
         )
-        self.is_done = self._meets_criterion(metrics.pass_rate)
+        self.is_done = self._meets_criterion(rate)
         return metrics, {}
 
     def _meets_criterion(self, measured: float | None) -> bool:
         wanted = self._config.stop_pass_rate
         return measured is not None and wanted is not None and measured >= wanted
 
-    def _accuracy(self) -> float:
-        return greedy_accuracy(self._policy, self._inputs.problems.heldout, inputs=self._inputs)
-
-    def _pass_rate(self) -> float | None:
-        if self._config.stop_pass_rate is None:
-            return None
-        return pass_rate(
-            self._policy,
-            self._inputs.problems.validation,
-            num_samples=self._config.pass_samples,
-            inputs=self._inputs,
-        )
+    def _measure(self, *, needs_pass_rate: bool) -> tuple[float, float | None]:
+        """Return held-out accuracy and, where the criterion asks for it, the pass rate."""
+        sets = self._inputs.problems
+        accuracy, rate = greedy_accuracy(self._policy, sets.heldout, inputs=self._inputs), None
+        if needs_pass_rate and self._config.stop_pass_rate is not None:
+            num_samples = self._config.pass_samples
+            rate = pass_rate(
+                self._policy, sets.validation, num_samples=num_samples, inputs=self._inputs
+            )
+        self._policy.prepare_for_training()
+        return accuracy, rate
