@@ -6,7 +6,8 @@ from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
-from rl_batched_data import BatchedDataDict, pad_right, verify_right_padding
+from rl_batched_data import BatchedDataDict, pad_right
+from rl_batched_data.batch_checks import check_scoring_batch, check_training_batch
 from rl_interfaces import LossType
 
 if TYPE_CHECKING:
@@ -26,12 +27,8 @@ def check_batch(
     Raises:
         ValueError: Names the key, the row and the numbers.
     """
-    verify_right_padding(data, pad_token_id=pad_token_id)
-    data.check_sizes()
-    if data.size == 0:
-        raise ValueError("'input_ids' has no rows")
-    if max_length is not None:
-        _check_lengths(data, max_length=max_length)
+    check_scoring_batch(data, pad_token_id=pad_token_id)
+    _check_size(data, max_length=max_length)
 
 
 def check_prompts(
@@ -75,16 +72,12 @@ def check_train_batch(
     Raises:
         ValueError: Names the key, the row and the numbers.
     """
-    check_batch(data, pad_token_id=pad_token_id, max_length=max_length)
-    shapes = {"sample_mask": data["input_ids"].shape[:1]}
-    if loss_fn.loss_type is LossType.TOKEN_LEVEL or "token_mask" in data:
-        shapes["token_mask"] = data["input_ids"].shape
-    for key, shape in shapes.items():
-        if key not in data:
-            loss = f"{type(loss_fn).__name__} ({loss_fn.loss_type.value})"
-            raise ValueError(f"{key!r} is missing, which {loss} needs; the batch has {list(data)}")
-        if data[key].shape != shape:
-            raise ValueError(f"{key!r} has shape {list(data[key].shape)}, expected {list(shape)}")
+    check_training_batch(
+        data,
+        pad_token_id=pad_token_id,
+        needs_token_mask=loss_fn.loss_type is LossType.TOKEN_LEVEL,
+    )
+    _check_size(data, max_length=max_length)
 
 
 def check_global_batch_size(gbs: int, *, data_parallel: int, name: str) -> None:
@@ -162,7 +155,11 @@ def merge_train_results(results: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
     }
 
 
-def _check_lengths(data: BatchedDataDict[Any], *, max_length: int) -> None:
+def _check_size(data: BatchedDataDict[Any], *, max_length: int | None) -> None:
+    if data.size == 0:
+        raise ValueError("'input_ids' has no rows")
+    if max_length is None:
+        return
     lengths, width = data["input_lengths"], data["input_ids"].shape[1]
     row = int(lengths.argmax())
     limit = f"policy.max_total_sequence_length={max_length}"
