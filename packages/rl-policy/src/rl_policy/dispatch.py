@@ -28,10 +28,7 @@ def check_batch(
         ValueError: Names the key, the row and the numbers.
     """
     check_scoring_batch(data, pad_token_id=pad_token_id)
-    if data.size == 0:
-        raise ValueError("'input_ids' has no rows")
-    if max_length is not None:
-        _check_lengths(data, max_length=max_length)
+    _check_size(data, max_length=max_length)
 
 
 def check_prompts(
@@ -75,12 +72,12 @@ def check_train_batch(
     Raises:
         ValueError: Names the key, the row and the numbers.
     """
-    check_batch(data, pad_token_id=pad_token_id, max_length=max_length)
     check_training_batch(
         data,
         pad_token_id=pad_token_id,
         needs_token_mask=loss_fn.loss_type is LossType.TOKEN_LEVEL,
     )
+    _check_size(data, max_length=max_length)
 
 
 def check_global_batch_size(gbs: int, *, data_parallel: int, name: str) -> None:
@@ -158,7 +155,11 @@ def merge_train_results(results: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
     }
 
 
-def _check_lengths(data: BatchedDataDict[Any], *, max_length: int) -> None:
+def _check_size(data: BatchedDataDict[Any], *, max_length: int | None) -> None:
+    if data.size == 0:
+        raise ValueError("'input_ids' has no rows")
+    if max_length is None:
+        return
     lengths, width = data["input_lengths"], data["input_ids"].shape[1]
     row = int(lengths.argmax())
     limit = f"policy.max_total_sequence_length={max_length}"

@@ -5,6 +5,8 @@ import signal
 import time
 from datetime import timedelta
 
+import ray
+
 ENVIRONMENT = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 
 
@@ -29,6 +31,7 @@ class ProbeWorker:
         keys = (*ENVIRONMENT, "CUDA_VISIBLE_DEVICES", "OMP_NUM_THREADS")
         return {
             "pid": os.getpid(),
+            "node_id": ray.get_runtime_context().get_node_id(),
             "greeting": self.greeting,
             **{key: os.environ.get(key) for key in keys},
         }
