@@ -40,11 +40,12 @@ BUILTIN_RUN: dict[str, Any] = {
         "logprob_batch_size": 256,
         "generation_batch_size": 256,
         "max_total_sequence_length": 32,
-        "optimizer": {"kwargs": {"lr": 5.0e-4}},
+        "optimizer": {"kwargs": {"lr": 2.0e-4}},
         "generation": {"max_new_tokens": 6},
     },
     "sft": {
         "steps": 1000,
+        "eval_every": 25,
         "stop_pass_rate": 0.9,
         "policy": {"optimizer": {"kwargs": {"lr": 2.0e-3}}},
     },
