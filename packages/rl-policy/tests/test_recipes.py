@@ -98,7 +98,7 @@ def test_a_run_leaves_its_metrics(run, workplace):
     assert [row["step"] for row in rows] == [0, 1, 2, 3, 4]
     assert [row["accuracy"] is not None for row in rows] == [True, False, True, False, True]
     before = {name for name, value in rows[0].items() if value is not None}
-    assert before == {"step", "accuracy", "refit_s"}
+    assert before == {"step", "accuracy", "reward_mean", "refit_s"}
     for row in rows[1:]:
         assert {name for name, value in row.items() if value is None} <= {"accuracy"}
         assert 0 <= row["reward_mean"] <= 1

@@ -3,6 +3,7 @@
 A group holds some items divided over all parts; groups are merged in pairs, the costliest part of
 one with the cheapest of the other, until one is left (the differencing method). Which pair is next
 decides the quality: all of them at once while groups are many, the widest apart when they are few.
+Swaps of single items between the costliest and the cheapest part then even out what is left.
 
 Shapes: `N` items, `G` groups, `P` parts.
 """
@@ -22,6 +23,9 @@ _Group = tuple[float, int, list[float], list[list[tuple[int, int]]]]
 
 # Merging one pair at a time is worth its time for this many groups.
 _FEW_GROUPS = 256
+# Swapping ends when the costliest part is this close to the mean, or after so many swaps per part.
+_CLOSE = 1e-4
+_SWAPS_PER_PART = 8
 
 
 def balance(costs: Sequence[float], *, parts: int) -> list[list[int]]:
@@ -44,15 +48,10 @@ def balance(costs: Sequence[float], *, parts: int) -> list[list[int]]:
     group_N, part_N = np.divmod(np.arange(len(costs_N), dtype=np.int64), parts)
     while len(sums_GP) > _FEW_GROUPS:
         sums_GP, group_N, part_N = _merge_all_pairs(sums_GP, group_N, part_N)
-    part_of_group_GP = _merge_widest_pairs(sums_GP)
-    part_N = part_of_group_GP[group_N, part_N]
-    divided: list[list[int]] = [[] for _ in range(parts)]
-    in_order: _Ints = np.empty_like(part_N)
-    in_order[order_N] = part_N
-    parts_in_order: list[int] = in_order.tolist()
-    for index, part in enumerate(parts_in_order):
-        divided[part].append(index)
-    return divided
+    part_N = _merge_widest_pairs(sums_GP)[group_N, part_N]
+    members = [np.sort(order_N[part_N == part]) for part in range(parts)]
+    _swap_items(costs_N, members)
+    return [np.sort(own).tolist() for own in members]
 
 
 def _merge_all_pairs(
@@ -101,3 +100,33 @@ def _sorted_group(serial: int, sums: list[float], members: list[list[tuple[int, 
     order = sorted(range(len(sums)), key=sums.__getitem__, reverse=True)
     spread = sums[order[0]] - sums[order[-1]]
     return -spread, serial, [sums[part] for part in order], [members[part] for part in order]
+
+
+def _swap_items(costs_N: _Floats, members: list[_Ints]) -> None:
+    """Swap items, in place, between the costliest and the cheapest part while that helps."""
+    sums_P = np.array([costs_N[own].sum() for own in members])
+    mean = float(sums_P.mean())
+    num_swaps = _SWAPS_PER_PART * len(members) if all(map(len, members)) else 0
+    for _ in range(num_swaps):
+        high, low = int(sums_P.argmax()), int(sums_P.argmin())
+        if sums_P[high] <= mean * (1 + _CLOSE):
+            return
+        wanted = min(sums_P[high] - mean, mean - sums_P[low])
+        from_high, from_low = _best_swap(costs_N[members[high]], costs_N[members[low]], wanted)
+        given, taken = int(members[high][from_high]), int(members[low][from_low])
+        moved = costs_N[given] - costs_N[taken]
+        if not 0 < moved < sums_P[high] - sums_P[low]:
+            return
+        members[high][from_high], members[low][from_low] = taken, given
+        sums_P[high] -= moved
+        sums_P[low] += moved
+
+
+def _best_swap(high_H: _Floats, low_L: _Floats, wanted: float) -> tuple[int, int]:
+    """Return the positions of the two costs whose difference is closest to `wanted`."""
+    order_L = np.argsort(low_L)
+    after_H = np.searchsorted(low_L[order_L], high_H - wanted)
+    nearest_2H = np.clip([after_H - 1, after_H], 0, len(low_L) - 1)
+    error_2H = np.abs(high_H - low_L[order_L][nearest_2H] - wanted)
+    side, from_high = np.unravel_index(int(error_2H.argmin()), error_2H.shape)
+    return int(from_high), int(order_L[nearest_2H[side, from_high]])

@@ -22,10 +22,10 @@ def split_to_count(
         ValueError: There are fewer sequences than `count`, and empty bins are not allowed.
     """
     num_sequences = sum(len(content) for content in bins)
-    missing = max(0, count - num_sequences)
-    if missing and not allow_empty:
+    if num_sequences < count and not allow_empty:
         raise ValueError(f"{num_sequences} sequences cannot fill {count} bins")
     bins = list(bins)
+    missing = max(0, count - max(num_sequences, len(bins)))
     fullest = [
         (-sum(lengths[i] for i in content), number)
         for number, content in enumerate(bins)

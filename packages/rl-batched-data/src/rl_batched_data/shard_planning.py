@@ -137,7 +137,8 @@ def read_lengths(
     highest = max(lengths, default=1) if input_key is None else int(entries[input_key].shape[1])
     for row, length in enumerate(lengths):
         if not 1 <= length <= highest:
-            limit = "at least 1" if input_key is None else f"within 1..{highest}, {input_key!r}'s"
+            within = f"within 1..{highest}, the width of {input_key!r}"
+            limit = "at least 1" if input_key is None else within
             raise ValueError(f"{lengths_key!r}[{row}]={length} must be {limit}")
     return lengths
 

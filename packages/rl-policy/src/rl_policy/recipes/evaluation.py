@@ -18,6 +18,12 @@ def greedy_accuracy(policy: Policy, problems: Sequence[Problem], *, inputs: RunI
     return sum(rewards) / len(rewards)
 
 
+def sampled_reward(policy: Policy, problems: Sequence[Problem], *, inputs: RunInputs) -> float:
+    """Return the mean reward of one sampled completion per problem."""
+    rewards = _rewards(policy, problems, inputs=inputs, greedy=False)
+    return sum(rewards) / len(rewards)
+
+
 def pass_rate(
     policy: Policy, problems: Sequence[Problem], *, num_samples: int, inputs: RunInputs
 ) -> float:

@@ -18,7 +18,7 @@ from rl_policy.policy import Policy
 from rl_policy.recipes.advantages import group_relative_advantages
 from rl_policy.recipes.batches import completion_batch
 from rl_policy.recipes.checkpoints import RunState
-from rl_policy.recipes.evaluation import greedy_accuracy
+from rl_policy.recipes.evaluation import greedy_accuracy, sampled_reward
 from rl_policy.recipes.loop import run_loop
 from rl_policy.recipes.metrics import GrpoMetrics, read_metrics, sum_micro_batches
 from rl_policy.recipes.plots import plot_reward
@@ -110,8 +110,10 @@ class GrpoTrainer:
         return self._stream.position
 
     def measure_start(self) -> GrpoMetrics:
-        """Return the measurements before the first update."""
-        return GrpoMetrics(step=0, accuracy=self._accuracy())
+        """Return the measurements before the first update, both on held-out problems."""
+        heldout = self._inputs.problems.heldout
+        reward_mean = sampled_reward(self._policy, heldout, inputs=self._inputs)
+        return GrpoMetrics(step=0, reward_mean=reward_mean, accuracy=self._accuracy())
 
     def take_step(
         self, step: int, *, is_measured: bool, needs_accuracy: bool

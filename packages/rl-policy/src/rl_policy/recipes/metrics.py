@@ -22,7 +22,7 @@ class GrpoMetrics:
 
     Attributes:
         step: The step.
-        reward_mean: Mean reward of the samples.
+        reward_mean: Mean reward of the samples; at step 0, of one per held-out problem.
         accuracy: Share of the held-out problems that greedy decoding solves after the step.
         loss: Mean over the optimizer steps.
         grad_norm: The same, before clipping.
