@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import replace
@@ -27,6 +28,7 @@ from rl_policy.recipes.run_directory import RunDirectory
 from rl_policy.recipes.session import Session, open_policy, save_final
 from rl_policy.recipes.sft import run_sft
 
+_LOGGER = logging.getLogger(__name__)
 _DIAGNOSTICS = ("clip_fraction", "policy_loss", "probs_ratio", "sampler_trainer_ratio")
 
 
@@ -38,6 +40,7 @@ def run_grpo(session: Session, *, model: str) -> None:
         model: Name or directory of the model to start from.
     """
     config = session.config
+    warn_of_truncation(config.policy["generation"])
     if config.has_warm_up:
         model = warm_up(session, model=model)
     checkpoint = session.checkpoints().latest()
@@ -74,6 +77,25 @@ def warm_up(session: Session, *, model: str) -> str:
         directory.path.mkdir(exist_ok=True)
         run_sft(replace(session, directory=directory), model=model)
     return str(directory.final)
+
+
+def warn_of_truncation(generation: Mapping[str, Any]) -> None:
+    """Log a warning where the sampler leaves tokens out that the trainer counts in.
+
+    Args:
+        generation: The section `policy.generation`.
+    """
+    truncations = [
+        f"policy.generation.{key}={generation[key]}"
+        for key in ("top_k", "top_p")
+        if key in generation and generation[key] != 1.0
+    ]
+    if truncations:
+        _LOGGER.warning(
+            "%s: completions come from a truncated distribution, whose log-probabilities are not "
+            "the trainer's; sampler_trainer_ratio in TensorBoard says by how much",
+            " and ".join(truncations),
+        )
 
 
 def build_loss(section: LossSection) -> ClippedPGLoss:

@@ -1,0 +1,39 @@
+import logging
+
+import pytest
+from rl_interfaces import LossType
+from rl_policy.config_loading import load_run_config
+from rl_policy.losses import ClippedPGLoss
+from rl_policy.recipes.grpo import build_loss, warn_of_truncation
+
+
+def test_the_section_loss_becomes_the_loss():
+    overrides = ["loss.clip_low=0.1", "loss.dual_clip=3", "loss.loss_type=sequence_level"]
+    section = load_run_config("grpo", overrides=overrides).loss
+    assert build_loss(section) == ClippedPGLoss(
+        clip_low=0.1,
+        clip_high=0.28,
+        dual_clip=3,
+        kl_coef=0.001,
+        importance_cap=2.0,
+        loss_type=LossType.SEQUENCE_LEVEL,
+    )
+
+
+@pytest.mark.parametrize(
+    ("overrides", "named"),
+    [
+        ([], []),
+        (["policy.generation.top_k=5"], ["policy.generation.top_k=5"]),
+        (
+            ["policy.generation.top_k=5", "policy.generation.top_p=0.9"],
+            ["policy.generation.top_k=5", "policy.generation.top_p=0.9"],
+        ),
+    ],
+)
+def test_a_truncating_sampler_is_warned_about_once(caplog, overrides, named):
+    generation = load_run_config("grpo", overrides=overrides).policy["generation"]
+    with caplog.at_level(logging.WARNING):
+        warn_of_truncation(generation)
+    assert len(caplog.records) == bool(named)
+    assert all(name in caplog.text for name in named)
