@@ -15,7 +15,12 @@ from rl_interfaces.config import (
     SinglePytorchSchedulerConfig,
     TokenizerConfig,
 )
-from rl_interfaces.config_resolution import POLICY_DEFAULTS, check_typed_dict, resolve_policy_config
+from rl_interfaces.config_resolution import (
+    GENERATION_DEFAULTS,
+    POLICY_DEFAULTS,
+    resolve_policy_config,
+)
+from rl_interfaces.config_schema import check_typed_dict
 from rl_interfaces.generation import (
     ColocationConfig,
     ColocationResources,
@@ -36,6 +41,7 @@ from rl_interfaces.weights import TensorSpec, WeightReceiver, WeightSource
 from rl_interfaces.worker import ParallelLayout, PolicyWorker
 
 __all__ = [
+    "GENERATION_DEFAULTS",
     "POLICY_DEFAULTS",
     "Cluster",
     "ColocatablePolicyInterface",

@@ -191,7 +191,7 @@ class SinglePytorchSchedulerConfig(TypedDict):
 
 
 class PolicyConfig(TypedDict):
-    """A policy. Only `model_name`, and `optimizer` where it trains, have no default."""
+    """A policy. Only `model_name`, and `optimizer` where it trains, have to be given."""
 
     model_name: str
     """Hugging Face name or directory of the model."""
@@ -236,7 +236,7 @@ class PolicyConfig(TypedDict):
         | SinglePytorchSchedulerConfig
         | SchedulerMilestones
     ]
-    """One scheduler, or a list of them with one `{"milestones": [...]}`. Absent: a constant rate."""
+    """One scheduler, or a list of them with one `{"milestones": [...]}`. Absent: constant rate."""
     seed: NotRequired[int]
     """Of sampling and of whatever else is random in a worker."""
     trust_remote_code: NotRequired[bool]

@@ -63,7 +63,7 @@ class GenerationDatumSpec(TypedDict):
     Example, two prompts of 3 and 2 tokens, pad id 0:
         input_ids     = [[11, 12, 13], [21, 22, 0]]   int64 [2, 3], right-padded
         input_lengths = [3, 2]                        int64 [2], tokens
-        stop_strings  = [["END"], None]              optional, a list of texts per row
+        stop_strings  = [["END"], None]               optional, a list of texts per row
     """
 
     input_ids: torch.Tensor
@@ -78,10 +78,10 @@ class GenerationOutputSpec(TypedDict):
     """What `generate` returns.
 
     Example, the two prompts above, which got 2 and 1 tokens:
-        output_ids                  = [[11, 12, 13, 14, 15], [21, 22, 23, 0, 0]]   int64 [2, 5]
-        generation_lengths          = [2, 1]                                       int64 [2]
-        unpadded_sequence_lengths   = [5, 3]                                       int64 [2]
-        logprobs                    = [[0, 0, 0, -0.1, -0.7], [0, 0, -0.3, 0, 0]]  float32 [2, 5]
+        output_ids                = [[11, 12, 13, 14, 15], [21, 22, 23, 0, 0]]   int64 [2, 5]
+        generation_lengths        = [2, 1]                                       int64 [2]
+        unpadded_sequence_lengths = [5, 3]                                       int64 [2]
+        logprobs                  = [[0, 0, 0, -0.1, -0.7], [0, 0, -0.3, 0, 0]]  float32 [2, 5]
     """
 
     output_ids: torch.Tensor

@@ -19,8 +19,10 @@ if TYPE_CHECKING:
 class LogprobOutputSpec(TypedDict):
     """Token log-probabilities under the policy.
 
-    Example, `input_ids = [[5, 6, 7], [8, 9, 0]]` with `input_lengths = [3, 2]`:
-        logprobs = [[0, log p(6|5), log p(7|5,6)], [0, log p(9|8), 0]]
+    Example, rows of 3 and 2 tokens, where p(6 | 5) = 0.5, p(7 | 5, 6) = 0.25, p(9 | 8) = 0.8:
+        input_ids     = [[5, 6, 7], [8, 9, 0]]
+        input_lengths = [3, 2]
+        logprobs      = [[0.0, -0.6931, -1.3863], [0.0, -0.2231, 0.0]]   float32 [2, 3]
     """
 
     logprobs: torch.Tensor
@@ -30,8 +32,9 @@ class LogprobOutputSpec(TypedDict):
 class ReferenceLogprobOutputSpec(TypedDict):
     """Token log-probabilities under the frozen reference copy of the policy.
 
-    Example, before the first training step they equal the policy's own:
-        reference_logprobs = [[0, log p(6|5), log p(7|5,6)], [0, log p(9|8), 0]]
+    Example, the same rows after training has moved p(6 | 5) from 0.4 to 0.5 and nothing else:
+        logprobs           = [[0.0, -0.6931, -1.3863], [0.0, -0.2231, 0.0]]   float32 [2, 3]
+        reference_logprobs = [[0.0, -0.9163, -1.3863], [0.0, -0.2231, 0.0]]   float32 [2, 3]
     """
 
     reference_logprobs: torch.Tensor
@@ -96,7 +99,7 @@ class ColocatablePolicyInterface(PolicyInterface):
     """A policy whose weights can be handed to an inference engine, on its own devices or others."""
 
     @abstractmethod
-    def init_collective(self, ip: str, port: int, world_size: int) -> list[ray.ObjectRef]:
+    def init_collective(self, ip: str, port: int, world_size: int) -> list[ray.ObjectRef[Any]]:
         """Join the group over which weights are broadcast; the futures are not waited for.
 
         Args:
@@ -134,5 +137,5 @@ class ColocatablePolicyInterface(PolicyInterface):
         """Return what `prepare_refit_info` returns; its older name."""
 
     @abstractmethod
-    def broadcast_weights_for_collective(self) -> list[ray.ObjectRef]:
+    def broadcast_weights_for_collective(self) -> list[ray.ObjectRef[Any]]:
         """Broadcast every tensor over the group; the futures are not waited for."""

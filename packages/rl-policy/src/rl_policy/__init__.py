@@ -1,1 +1,33 @@
-"""The policy over Ray."""
+"""The policy over Ray. The names below are imported when they are first used."""
+
+from __future__ import annotations
+
+import os
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from rl_policy.cluster import RayVirtualCluster
+    from rl_policy.named_sharding import NamedSharding
+    from rl_policy.policy import PathLike, Policy
+    from rl_policy.worker_group import RayWorkerGroup
+
+__all__ = ["NamedSharding", "PathLike", "Policy", "RayVirtualCluster", "RayWorkerGroup"]
+
+_HOMES = {
+    "NamedSharding": "rl_policy.named_sharding",
+    "PathLike": "rl_policy.policy",
+    "Policy": "rl_policy.policy",
+    "RayVirtualCluster": "rl_policy.cluster",
+    "RayWorkerGroup": "rl_policy.worker_group",
+}
+
+# Ray reads this when it is imported. Under `uv run` it would otherwise ship the working directory
+# to its workers and build a second environment for them; ours run in the driver's environment.
+os.environ.setdefault("RAY_ENABLE_UV_RUN_RUNTIME_ENV", "0")
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _HOMES:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    return getattr(import_module(_HOMES[name]), name)

@@ -1,0 +1,225 @@
+"""A policy config, parsed once into the values that the DTensor worker works with."""
+
+from __future__ import annotations
+
+import importlib
+import inspect
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+import torch
+from rl_interfaces import ParallelLayout, resolve_policy_config
+from transformers import AutoConfig
+
+from rl_dtensor_worker.parallel import plan_layout
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+_DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ClassConfig:
+    """A class by dotted name, and its keyword arguments."""
+
+    cls: type
+    kwargs: dict[str, Any]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class SchedulerConfig:
+    """Schedulers that follow each other; the next takes over at each milestone."""
+
+    parts: tuple[ClassConfig, ...]
+    milestones: tuple[int, ...]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class SamplingConfig:
+    """How the worker's own generation samples."""
+
+    max_new_tokens: int
+    temperature: float
+    top_p: float
+    top_k: int | None
+    stop_token_ids: tuple[int, ...]
+    stop_strings: tuple[str, ...]
+    pad_token_id: int | None
+    batch_size: int
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class WorkerConfig:
+    """Everything the worker reads from the policy config."""
+
+    model_name: str
+    layout: ParallelLayout
+    compute_dtype: torch.dtype
+    train_global_batch_size: int
+    train_micro_batch_size: int
+    logprob_batch_size: int
+    width_multiple: int
+    max_total_sequence_length: int | None
+    max_grad_norm: float | None
+    cpu_offload: bool
+    activation_checkpointing: bool
+    trust_remote_code: bool
+    timeout_s: float
+    profile_dir: str
+    seed: int
+    temperature: float
+    """Divides the logits of every log-probability; 1.0 where generation is greedy or absent."""
+    optimizer: ClassConfig | None
+    scheduler: SchedulerConfig | None
+    sampling: SamplingConfig | None = field(default=None)
+
+    @classmethod
+    def from_policy_config(
+        cls, config: Mapping[str, Any], *, world_size: int, init_optimizer: bool
+    ) -> WorkerConfig:
+        """Parse and check `config`.
+
+        Raises:
+            ValueError: What it says cannot be done; the message names key and numbers.
+        """
+        resolved = resolve_policy_config(config)
+        layout = plan_layout(resolved, world_size=world_size)
+        _refuse_unsupported(resolved)
+        _check_batch_sizes(resolved, layout=layout)
+        sampling = _parse_sampling(resolved)
+        return cls(
+            model_name=resolved["model_name"],
+            layout=layout,
+            compute_dtype=_DTYPES[resolved["precision"]],
+            train_global_batch_size=resolved["train_global_batch_size"],
+            train_micro_batch_size=resolved["train_micro_batch_size"],
+            logprob_batch_size=resolved["logprob_batch_size"],
+            width_multiple=resolved["make_sequence_length_divisible_by"],
+            max_total_sequence_length=resolved.get("max_total_sequence_length"),
+            max_grad_norm=resolved.get("max_grad_norm"),
+            cpu_offload=resolved["dtensor_cfg"]["cpu_offload"],
+            activation_checkpointing=resolved["dtensor_cfg"]["activation_checkpointing"],
+            trust_remote_code=resolved["trust_remote_code"],
+            timeout_s=resolved["timeout_s"],
+            profile_dir=resolved["profile_dir"],
+            seed=resolved["seed"],
+            temperature=(sampling.temperature if sampling else 0.0) or 1.0,
+            optimizer=_parse_optimizer(resolved, wanted=init_optimizer),
+            scheduler=_parse_scheduler(resolved),
+            sampling=sampling,
+        )
+
+
+def load_model_config(config: WorkerConfig) -> Any:
+    """Return the model's transformers config.
+
+    Raises:
+        ValueError: There is no such model.
+    """
+    try:
+        return AutoConfig.from_pretrained(
+            config.model_name, trust_remote_code=config.trust_remote_code
+        )
+    except (OSError, ValueError) as error:
+        raise ValueError(
+            f"policy.model_name={config.model_name!r} cannot be loaded: {error}"
+        ) from error
+
+
+def _refuse_unsupported(resolved: Mapping[str, Any]) -> None:
+    for section in ("dynamic_batching", "sequence_packing"):
+        if resolved[section]["enabled"]:
+            raise ValueError(
+                f"policy.{section}.enabled=True is not supported by this version of the "
+                "dtensor backend: set it to false"
+            )
+
+
+def _check_batch_sizes(resolved: Mapping[str, Any], *, layout: ParallelLayout) -> None:
+    global_size, ranks = resolved["train_global_batch_size"], layout.data_parallel
+    if global_size % ranks:
+        raise ValueError(
+            f"policy.train_global_batch_size={global_size} is not divisible by the "
+            f"{ranks} data-parallel ranks"
+        )
+
+
+def _parse_sampling(resolved: Mapping[str, Any]) -> SamplingConfig | None:
+    generation = resolved.get("generation")
+    if generation is None:
+        return None
+    longest = resolved.get("max_total_sequence_length")
+    if longest is not None and generation["max_new_tokens"] >= longest:
+        raise ValueError(
+            f"policy.generation.max_new_tokens={generation['max_new_tokens']} leaves no room for "
+            f"a prompt in policy.max_total_sequence_length={longest}"
+        )
+    return SamplingConfig(
+        max_new_tokens=generation["max_new_tokens"],
+        temperature=float(generation["temperature"]),
+        top_p=float(generation["top_p"]),
+        top_k=generation.get("top_k"),
+        stop_token_ids=tuple(generation.get("stop_token_ids") or ()),
+        stop_strings=tuple(generation.get("stop_strings") or ()),
+        pad_token_id=generation.get("pad_token_id"),
+        batch_size=resolved["generation_batch_size"],
+    )
+
+
+def _parse_optimizer(resolved: Mapping[str, Any], *, wanted: bool) -> ClassConfig | None:
+    if not wanted:
+        return None
+    if "optimizer" not in resolved:
+        raise ValueError(
+            "policy.optimizer is not set, and init_optimizer=True needs it: give "
+            "{name: torch.optim.AdamW, kwargs: {lr: ...}}, or pass init_optimizer=False"
+        )
+    return _parse_class(
+        resolved["optimizer"], base=torch.optim.Optimizer, argument=[], path="policy.optimizer"
+    )
+
+
+def _parse_scheduler(resolved: Mapping[str, Any]) -> SchedulerConfig | None:
+    given = resolved.get("scheduler")
+    if given is None:
+        return None
+    path = "policy.scheduler"
+    entries = given if isinstance(given, list) else [given]
+    milestones = [entry["milestones"] for entry in entries if "milestones" in entry]
+    parts = [entry for entry in entries if "milestones" not in entry]
+    flat = tuple(milestones[0]) if milestones else ()
+    if len(milestones) > 1:
+        raise ValueError(f"{path} has {len(milestones)} entries with milestones, at most 1 is read")
+    if len(parts) != len(flat) + 1:
+        raise ValueError(
+            f"{path} has {len(parts)} schedulers and milestones {list(flat)}: "
+            f"{len(parts)} schedulers need {max(len(parts) - 1, 0)} milestones"
+        )
+    if list(flat) != sorted(set(flat)):
+        raise ValueError(f"{path} milestones {list(flat)} must rise")
+    probe = torch.optim.SGD([torch.zeros(1)], lr=1.0)
+    base = torch.optim.lr_scheduler.LRScheduler
+    parsed = [_parse_class(part, base=base, argument=probe, path=path) for part in parts]
+    return SchedulerConfig(parts=tuple(parsed), milestones=flat)
+
+
+def _parse_class(
+    section: Mapping[str, Any], *, base: type, argument: Any, path: str
+) -> ClassConfig:
+    """Return the class behind a dotted name, once its signature accepts the keyword arguments."""
+    if "name" not in section:
+        raise ValueError(f"{path}.name is not set: a dotted name such as torch.optim.AdamW")
+    name, kwargs = section["name"], dict(section.get("kwargs", {}))
+    module_name, _, class_name = name.rpartition(".")
+    try:
+        cls = getattr(importlib.import_module(module_name), class_name)
+    except (ImportError, AttributeError, ValueError) as error:
+        raise ValueError(f"{path}.name={name!r} cannot be imported: {error}") from error
+    if not (inspect.isclass(cls) and issubclass(cls, base)):
+        raise ValueError(f"{path}.name={name!r} is not a {base.__name__}")
+    try:
+        inspect.signature(cls).bind(argument, **kwargs)
+    except TypeError as error:
+        raise ValueError(f"{path}.kwargs={kwargs} do not fit {name}: {error}") from error
+    return ClassConfig(cls=cls, kwargs=kwargs)

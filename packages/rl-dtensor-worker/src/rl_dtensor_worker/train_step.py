@@ -1,0 +1,175 @@
+"""The optimizer steps of one `train` call."""
+
+from __future__ import annotations
+
+import logging
+from collections import defaultdict
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+import torch
+import torch.distributed as dist
+
+from rl_dtensor_worker.forward import forward_for_loss
+from rl_dtensor_worker.microbatches import Span, take_rows
+from rl_dtensor_worker.optim import clip_gradients, total_grad_norm
+
+if TYPE_CHECKING:
+    from rl_batched_data import BatchedDataDict
+    from torch import nn
+    from torch.optim.lr_scheduler import LRScheduler
+
+    from rl_dtensor_worker.config import WorkerConfig
+    from rl_dtensor_worker.optim import LossScaler
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(kw_only=True, slots=True)
+class TrainingParts:
+    """What changes while a model is trained."""
+
+    optimizer: torch.optim.Optimizer
+    scheduler: LRScheduler
+    scaler: LossScaler
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class StepCounts:
+    """What the losses of one global batch are divided by, over all data-parallel ranks."""
+
+    valid_seqs: torch.Tensor
+    """0-d float32: sum of `sample_mask`."""
+    valid_toks: torch.Tensor
+    """0-d float32: sum of `token_mask[:, 1:] * sample_mask[:, None]`."""
+
+
+@dataclass(kw_only=True, slots=True)
+class TrainResult:
+    """What the steps of one `train` call have given on this rank."""
+
+    losses: list[torch.Tensor] = field(default_factory=list)
+    """Per step, 0-d float32: the loss over all data-parallel ranks."""
+    grad_norms: list[torch.Tensor] = field(default_factory=list)
+    """Per step, 0-d float32: before clipping."""
+    metrics: defaultdict[str, list[Any]] = field(default_factory=lambda: defaultdict(list))
+    """Per micro-batch of this rank that has a valid sample."""
+
+
+def run_steps(
+    model: nn.Module,
+    data: BatchedDataDict[Any],
+    loss_fn: Any,
+    *,
+    steps: list[list[Span]],
+    training: TrainingParts | None,
+    config: WorkerConfig,
+    group: dist.ProcessGroup,
+    device: torch.device,
+) -> TrainResult:
+    """Take one optimizer step per entry of `steps`; with `training=None`, losses alone."""
+    result = TrainResult()
+    num_skipped = 0
+    for spans in steps:
+        rows = data.slice(spans[0][0], spans[-1][1])
+        counts = count_valid(rows, group=group, device=device)
+        loss = torch.zeros((), device=device)
+        for span in spans:
+            batch = take_rows(data, span, device=device)
+            loss += run_microbatch(
+                model, batch, loss_fn, counts, training=training, config=config, result=result
+            )
+        dist.all_reduce(loss, group=group)
+        result.losses.append(loss)
+        if training is not None:
+            norm, stepped = apply_gradients(model, training, counts, config=config)
+            result.grad_norms.append(norm)
+            num_skipped += not stepped
+    if training is not None and dist.get_rank() == 0:
+        # From one rank alone: the sum over the ranks is then the count.
+        result.metrics["skipped_steps"].append(num_skipped)
+    return result
+
+
+def count_valid(
+    rows: BatchedDataDict[Any], *, group: dist.ProcessGroup, device: torch.device
+) -> StepCounts:
+    """Return the counts of one global batch, of which `rows` is this rank's share. Collective."""
+    sample_mask = rows["sample_mask"].float()
+    if "token_mask" in rows:
+        num_tokens = (rows["token_mask"][:, 1:].float() * sample_mask[:, None]).sum()
+    else:
+        num_tokens = sample_mask.sum() * (rows["input_ids"].shape[1] - 1)
+    counts = torch.stack([sample_mask.sum(), num_tokens]).to(device)
+    dist.all_reduce(counts, group=group)
+    return StepCounts(valid_seqs=counts[0], valid_toks=counts[1])
+
+
+def run_microbatch(
+    model: nn.Module,
+    batch: BatchedDataDict[Any],
+    loss_fn: Any,
+    counts: StepCounts,
+    *,
+    training: TrainingParts | None,
+    config: WorkerConfig,
+    result: TrainResult,
+) -> torch.Tensor:
+    """Return the micro-batch's share of the loss; add its gradients and metrics."""
+    inputs = forward_for_loss(
+        model,
+        batch,
+        loss_fn,
+        temperature=config.temperature,
+        width_multiple=config.width_multiple,
+    )
+    # A global batch in which nothing is valid has loss 0, not 0 / 0.
+    loss, metrics = loss_fn(
+        inputs, batch, counts.valid_seqs.clamp(min=1), counts.valid_toks.clamp(min=1)
+    )
+    if training is not None:
+        (loss * training.scaler.scale).backward()
+    if metrics["num_valid_samples"] > 0:
+        for name, value in metrics.items():
+            result.metrics[name].append(_to_number(value))
+        result.metrics["global_valid_seqs"].append(float(counts.valid_seqs))
+        result.metrics["global_valid_toks"].append(float(counts.valid_toks))
+        if training is not None:
+            result.metrics["lr"].append(training.optimizer.param_groups[0]["lr"])
+    return loss.detach().float()
+
+
+def apply_gradients(
+    model: nn.Module, training: TrainingParts, counts: StepCounts, *, config: WorkerConfig
+) -> tuple[torch.Tensor, bool]:
+    """Step the optimizer and clear the gradients; return the norm, and whether it stepped.
+
+    A step whose gradients are not finite, or whose batch has no valid sample, changes nothing.
+    """
+    parameters = [p for p in model.parameters() if p.grad is not None]
+    training.scaler.unscale(parameters)
+    norm = total_grad_norm(p.grad for p in parameters if p.grad is not None)
+    finite = bool(torch.isfinite(norm))
+    empty = float(counts.valid_seqs) == 0 or float(counts.valid_toks) == 0
+    if finite and not empty:
+        clip_gradients(parameters, max_norm=config.max_grad_norm, norm=norm)
+        training.optimizer.step()
+    elif not finite:
+        logger.warning(
+            "The gradient norm is %s: the step is skipped (loss scale %s)",
+            float(norm),
+            training.scaler.scale,
+        )
+    else:
+        logger.warning(
+            "The global batch has %g valid samples and %g valid tokens: the step is skipped",
+            float(counts.valid_seqs),
+            float(counts.valid_toks),
+        )
+    training.scaler.update(finite=finite)
+    training.optimizer.zero_grad(set_to_none=True)
+    return norm, finite and not empty
+
+
+def _to_number(value: Any) -> Any:
+    return value.item() if isinstance(value, torch.Tensor) else value

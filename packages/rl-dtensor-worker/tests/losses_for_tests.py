@@ -1,0 +1,69 @@
+"""Losses in the documented protocol, and the same numbers from plain transformers."""
+
+import torch
+from rl_interfaces import LossInput, LossType
+
+
+def _masked_mean(logprobs, data, global_valid_toks):
+    mask = data["token_mask"][:, 1:] * data["sample_mask"][:, None]
+    loss = -(logprobs * mask).sum() / global_valid_toks
+    return loss, {"num_valid_samples": int(data["sample_mask"].sum()), "nll": float(loss)}
+
+
+class LogprobLoss:
+    """Mean negative log-likelihood from log-probabilities."""
+
+    loss_type = LossType.TOKEN_LEVEL
+    input_type = LossInput.LOGPROBS
+
+    def __call__(self, next_token_logits, data, global_valid_seqs, global_valid_toks):
+        return _masked_mean(next_token_logits[:, 1:], data, global_valid_toks)
+
+
+class LogitLoss:
+    """The same from logits, as a loss of the reference's protocol has them."""
+
+    loss_type = LossType.TOKEN_LEVEL
+
+    def __call__(self, next_token_logits, data, global_valid_seqs, global_valid_toks):
+        logprobs = next_token_logits[:, :-1].log_softmax(-1)
+        chosen = logprobs.gather(-1, data["input_ids"][:, 1:, None]).squeeze(-1)
+        return _masked_mean(chosen, data, global_valid_toks)
+
+
+class NonFiniteLoss(LogprobLoss):
+    """A loss whose gradients are not finite."""
+
+    def __call__(self, next_token_logits, data, global_valid_seqs, global_valid_toks):
+        loss, metrics = super().__call__(
+            next_token_logits, data, global_valid_seqs, global_valid_toks
+        )
+        return loss * torch.tensor(float("inf")), metrics
+
+
+class DrawingLoss(LogprobLoss):
+    """Draws a random number, as a loss with dropout of its own would."""
+
+    def __call__(self, next_token_logits, data, global_valid_seqs, global_valid_toks):
+        torch.rand(1)
+        return super().__call__(next_token_logits, data, global_valid_seqs, global_valid_toks)
+
+
+class SequenceLoss(LogprobLoss):
+    """Needs no token mask."""
+
+    loss_type = LossType.SEQUENCE_LEVEL
+
+    def __call__(self, next_token_logits, data, global_valid_seqs, global_valid_toks):
+        loss = -(next_token_logits.sum(1) * data["sample_mask"]).sum() / global_valid_seqs
+        return loss, {"num_valid_samples": int(data["sample_mask"].sum())}
+
+
+def make_loss(name):
+    return {
+        "nll": LogprobLoss,
+        "logits": LogitLoss,
+        "nonfinite": NonFiniteLoss,
+        "drawing": DrawingLoss,
+        "sequence": SequenceLoss,
+    }[name]()

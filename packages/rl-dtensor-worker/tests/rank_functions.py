@@ -1,0 +1,287 @@
+"""What the tests let every rank do; each builds its own worker and leaves the group again."""
+
+import os
+from contextlib import contextmanager
+
+import torch
+from losses_for_tests import make_loss
+from rl_dtensor_worker import DTensorPolicyWorker
+from rl_dtensor_worker.fsdp import full_tensor, local_tensor
+from tiny_model import build_tokenizer, rows_for_rank
+
+
+def this_rank():
+    return int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+
+
+@contextmanager
+def worker_for(config, **options):
+    worker = DTensorPolicyWorker(config, build_tokenizer(), **options)
+    try:
+        yield worker
+    finally:
+        worker.shutdown()
+
+
+def parameters_of(worker):
+    """Return every parameter, whole, on the CPU. Collective."""
+    return {name: full_tensor(p).cpu().clone() for name, p in worker.model.named_parameters()}
+
+
+def shards_of(worker):
+    """Return this rank's shard of every parameter, copied."""
+    return {n: local_tensor(p).cpu().clone() for n, p in worker.model.named_parameters()}
+
+
+def my_rows(batch, global_batch_size=None):
+    rank, num_ranks = this_rank()
+    size = global_batch_size or batch["input_ids"].shape[0]
+    return rows_for_rank(batch, rank=rank, num_ranks=num_ranks, global_batch_size=size)
+
+
+def score(*, config, batch, micro_batch_size=None):
+    with worker_for(config, init_optimizer=False, init_reference_model=False) as worker:
+        return worker.get_logprobs(my_rows(batch), micro_batch_size)["logprobs"]
+
+
+def train(*, config, batch, num_calls=1, loss="nll", gbs=None, mbs=None):
+    """Return parameters, losses, norms and metrics after `num_calls` of `train`."""
+    with worker_for(config, init_reference_model=False) as worker:
+        size = gbs or config["train_global_batch_size"]
+        rows = my_rows(batch, size)
+        results = [worker.train(rows, make_loss(loss), gbs=gbs, mbs=mbs) for _ in range(num_calls)]
+        return parameters_of(worker), results
+
+
+def eval_leaves_no_trace(*, config, batch):
+    """Return whether shards and random state are as before, and the losses of both calls."""
+    with worker_for(config, init_optimizer=False, init_reference_model=False) as worker:
+        before, random_before = shards_of(worker), torch.get_rng_state()
+        training_before = worker.model.training
+        result = worker.train(my_rows(batch, 4), make_loss("drawing"), eval_mode=True)
+        after = shards_of(worker)
+        return {
+            "same_shards": all(torch.equal(before[n], after[n]) for n in before),
+            "same_random": torch.equal(random_before, torch.get_rng_state()),
+            "same_mode": worker.model.training == training_before,
+            "result": result,
+        }
+
+
+def reference_stays(*, config, batch):
+    """Return policy and reference log-probabilities before and after training."""
+    with worker_for(config) as worker:
+        rows = my_rows(batch, 4)
+        reference = [worker.get_reference_policy_logprobs(rows)["reference_logprobs"]]
+        policy = [worker.get_logprobs(rows)["logprobs"]]
+        for _ in range(2):
+            worker.train(rows, make_loss("nll"))
+            shards = shards_of(worker)
+            reference.append(worker.get_reference_policy_logprobs(rows)["reference_logprobs"])
+            restored = shards_of(worker)
+            assert all(torch.equal(shards[n], restored[n]) for n in shards)
+            policy.append(worker.get_logprobs(rows)["logprobs"])
+        return policy, reference
+
+
+def reference_context_restores_after_an_error(*, config):
+    with worker_for(config) as worker:
+        worker._add_noise_to_weights()
+        before = shards_of(worker)
+        inside = None
+        try:
+            with worker.use_reference_model():
+                inside = shards_of(worker)
+                raise KeyError("planted")
+        except KeyError:
+            pass
+        after = shards_of(worker)
+        return (
+            any(not torch.equal(before[n], inside[n]) for n in before),
+            all(torch.equal(before[n], after[n]) for n in before),
+        )
+
+
+def offload_and_reload(*, config, batch, offload):
+    """Return the parameters after train, (offload and reload,) train."""
+    with worker_for(config, init_reference_model=False) as worker:
+        rows = my_rows(batch, 4)
+        worker.train(rows, make_loss("nll"))
+        if offload:
+            worker.offload_before_refit()
+            worker.offload_after_refit()
+            worker.prepare_for_lp_inference()
+            worker.get_logprobs(rows)
+            worker.prepare_for_training()
+        worker.train(rows, make_loss("nll"))
+        return shards_of(worker)
+
+
+def calls_in_wrong_states(*, config, batch):
+    """Return the error text of each call that its state does not allow."""
+    errors = []
+    with worker_for(config) as worker:
+        rows = my_rows(batch, 4)
+
+        def attempt(call):
+            try:
+                call()
+            except RuntimeError as error:
+                errors.append(f"{type(error).__name__}: {error}")
+            else:
+                errors.append("allowed")
+
+        worker.prepare_for_lp_inference()
+        attempt(lambda: worker.train(rows, make_loss("nll")))
+        attempt(lambda: worker.train(rows, make_loss("nll"), eval_mode=True))
+        worker.offload_after_refit()
+        attempt(lambda: worker.get_logprobs(rows))
+        attempt(lambda: worker.generate(rows))
+        worker.prepare_for_training()
+        attempt(lambda: worker.train(rows, make_loss("nll")))
+    return errors
+
+
+def train_save_train(*, config, batch, directory):
+    """Train once, save, train twice more; return what the last call gave."""
+    with worker_for(config, init_reference_model=False) as worker:
+        rows = my_rows(batch, 4)
+        worker.train(rows, make_loss("nll"))
+        worker.generate(rows)  # the random state that is saved is not a new worker's
+        worker.save_checkpoint(
+            f"{directory}/weights", f"{directory}/optimizer", f"{directory}/tokenizer"
+        )
+        worker.save_hf_checkpoint(f"{directory}/hf")
+        sampled = worker.generate(rows)["output_ids"]
+        worker.train(rows, make_loss("nll"))
+        result = worker.train(rows, make_loss("nll"))
+        return result, shards_of(worker), sampled, parameters_of(worker)
+
+
+def load_and_train(*, config, batch, directory):
+    """Load what `train_save_train` saved, in a new worker, and train twice as it did."""
+    paths = {"weights_path": f"{directory}/weights", "optimizer_path": f"{directory}/optimizer"}
+    with worker_for(config, init_reference_model=False, **paths) as worker:
+        rows = my_rows(batch, 4)
+        sampled = worker.generate(rows)["output_ids"]
+        worker.train(rows, make_loss("nll"))
+        result = worker.train(rows, make_loss("nll"))
+        return result, shards_of(worker), sampled, parameters_of(worker)
+
+
+def load_only(*, config, weights_path, optimizer_path=None):
+    with worker_for(config, init_reference_model=False) as worker:
+        worker.load_checkpoint(weights_path, optimizer_path)
+        return parameters_of(worker)
+
+
+def save_twice(*, config, directory):
+    """Save, change the weights, save over it; return the parameters of the second save."""
+    with worker_for(config, init_reference_model=False) as worker:
+        worker.save_checkpoint(f"{directory}/weights")
+        worker._add_noise_to_weights()
+        worker.save_checkpoint(f"{directory}/weights")
+        return parameters_of(worker)
+
+
+def generate(*, config, batch, greedy=False, num_calls=1):
+    """Return each call's output, and `get_logprobs` of the last one's sequences."""
+    with worker_for(config, init_optimizer=False, init_reference_model=False) as worker:
+        rows = my_rows(batch)
+        outputs = [dict(worker.generate(rows, greedy=greedy)) for _ in range(num_calls)]
+        sequences = type(rows)(
+            {
+                "input_ids": outputs[-1]["output_ids"],
+                "input_lengths": outputs[-1]["unpadded_sequence_lengths"],
+            }
+        )
+        return outputs, worker.get_logprobs(sequences)["logprobs"]
+
+
+def unsharded_forwards(*, config, batch):
+    """Let only rank 0 run forwards inside `unshard_fsdp2_model`; all shards are as before."""
+    from rl_dtensor_worker import get_cpu_state_dict, unshard_fsdp2_model
+
+    with worker_for(config, init_reference_model=False) as worker:
+        before = shards_of(worker)
+        copies = get_cpu_state_dict(worker.model.state_dict().items())
+        worker.model.eval()
+        with unshard_fsdp2_model(worker.model), torch.no_grad():
+            num_forwards = 3 if this_rank()[0] == 0 else 0
+            logits = [worker.model(batch["input_ids"]).logits for _ in range(num_forwards)]
+        after = shards_of(worker)
+        worker.train(my_rows(batch, 4), make_loss("nll"))  # sharded passes still work
+        return (
+            all(torch.equal(before[n], after[n]) for n in before),
+            all(torch.equal(before[n], copies[n]) for n in before),
+            logits[-1] if logits else None,
+        )
+
+
+def describe(*, config, directory):
+    """Return information, and the traces that profiling leaves."""
+    os.chdir(directory)
+    with worker_for(config) as worker:
+        worker.reset_peak_memory_stats()
+        worker.start_gpu_profiling()
+        torch.ones(4).sum()
+        worker.stop_gpu_profiling()
+        return {
+            "repr": repr(worker),
+            "alive": worker.is_alive(),
+            "info": worker.get_gpu_info(),
+            "device_id": worker.report_device_id(),
+            "state": sorted(worker.return_state_dict()),
+        }
+
+
+def score_as_given(*, config, batch):
+    with worker_for(config, init_optimizer=False, init_reference_model=False) as worker:
+        return worker.get_logprobs(batch)["logprobs"]
+
+
+def train_as_given(*, config, batch, loss="nll", gbs=None, mbs=None, **options):
+    with worker_for(config, init_reference_model=False, **options) as worker:
+        return worker.train(batch, make_loss(loss), gbs=gbs, mbs=mbs)
+
+
+def devices_in_each_state(*, config, batch):
+    """Return, per residency state, the devices of parameters, optimizer state and buffers."""
+
+    def devices(worker):
+        state = worker._training.optimizer.state.values()
+        slots = [v for slots in state for v in slots.values() if v.ndim]
+        return tuple(
+            {tensor.device.type for tensor in tensors}
+            for tensors in (worker.model.parameters(), slots, worker.model.buffers())
+        )
+
+    found, memory = {}, {}
+    with worker_for(config) as worker:
+        worker.train(my_rows(batch, 4), make_loss("nll"))
+        for name, call in (
+            ("training", worker.prepare_for_training),
+            ("inference", worker.prepare_for_lp_inference),
+            ("refitting", worker.offload_before_refit),
+            ("offloaded", worker.offload_after_refit),
+        ):
+            call()
+            found[name] = devices(worker)
+            memory[name] = worker.get_gpu_info()["memory_allocated_mb"]
+    return found | {"memory": memory}
+
+
+def documented_moves(*, config, batch):
+    with worker_for(config, init_reference_model=False) as worker:
+        before = shards_of(worker)
+        moved = worker.move_to_cpu(worker.model)
+        devices = {tensor.device.type for tensor in (*moved.parameters(), *moved.buffers())}
+        back = worker.move_buffer_to_device(worker.move_to_cuda(moved), worker._device)
+        after = shards_of(worker)
+        result = worker.train(my_rows(batch, 4), make_loss("nll"))
+        return {
+            "same_model": moved is worker.model and back is worker.model,
+            "devices": devices,
+            "same_shards": all(torch.equal(before[n], after[n]) for n in before),
+            "still_trains": bool(torch.isfinite(result["grad_norm"]).all()),
+        }

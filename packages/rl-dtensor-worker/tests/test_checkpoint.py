@@ -1,0 +1,105 @@
+import shutil
+
+import pytest
+import rank_functions
+import torch
+from oracle import LOGPROB_TOLERANCE, largest_difference, load, plain_logprobs
+from rank_pool import RankFailure, RankPool
+from tiny_model import build_tiny_model, make_batch, make_config
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+
+@pytest.fixture(scope="module")
+def saved(pools, tiny_model, tmp_path_factory):
+    """A checkpoint of two ranks after one `train` call, and what the next call gave."""
+    directory = tmp_path_factory.mktemp("checkpoint")
+    arguments = {"config": _config(tiny_model), "batch": make_batch(8), "directory": str(directory)}
+    return arguments, pools(2).run(rank_functions.train_save_train, **arguments)
+
+
+def _config(model):
+    scheduler = {"name": "torch.optim.lr_scheduler.LinearLR", "kwargs": {"start_factor": 0.1}}
+    return make_config(model, scheduler=scheduler)
+
+
+def test_a_new_process_continues_bit_for_bit(saved):
+    arguments, uninterrupted = saved
+    fresh = RankPool(2)
+    try:
+        resumed = fresh.run(rank_functions.load_and_train, **arguments)
+    finally:
+        fresh.close()
+    for (result, shards, sampled, _), (result_2, shards_2, sampled_2, _) in zip(
+        uninterrupted, resumed, strict=True
+    ):
+        assert torch.equal(result["global_loss"], result_2["global_loss"])
+        assert torch.equal(result["grad_norm"], result_2["grad_norm"])
+        assert result["all_mb_metrics"]["lr"] == result_2["all_mb_metrics"]["lr"]
+        assert all(torch.equal(shards[name], shards_2[name]) for name in shards)
+        assert torch.equal(sampled, sampled_2)
+
+
+def test_another_layout_continues(saved, pools):
+    arguments, uninterrupted = saved
+    ((_, _, _, parameters),) = pools(1).run(rank_functions.load_and_train, **arguments)
+    # The same numbers in another order of summation.
+    assert largest_difference(parameters, uninterrupted[0][3]) < 1e-6
+
+
+def test_the_hugging_face_directory_loads_with_equal_logits(saved, pools):
+    arguments, _ = saved
+    hf = f"{arguments['directory']}/hf"
+    model = AutoModelForCausalLM.from_pretrained(hf, dtype=torch.float32)
+    batch = make_batch(5, seed=3)
+    weights = f"{arguments['directory']}/weights"
+    parameters = pools(2).run(
+        rank_functions.load_only, config=arguments["config"], weights_path=weights
+    )[0]
+    assert largest_difference(parameters, dict(model.named_parameters())) == 0
+    config = make_config(hf)
+    scores = torch.cat(pools(2).run(rank_functions.score, config=config, batch=batch))
+    expected = plain_logprobs(model.eval(), batch)
+    torch.testing.assert_close(scores, expected, atol=LOGPROB_TOLERANCE, rtol=0)
+    tokenizer = AutoTokenizer.from_pretrained(f"{arguments['directory']}/tokenizer")
+    assert tokenizer.eos_token == "<eos>"
+
+
+def test_saving_over_a_checkpoint_replaces_it_whole(pools, tiny_model, tmp_path):
+    config = make_config(tiny_model)
+    (tmp_path / "weights.partial").mkdir()  # what a crash leaves
+    (tmp_path / "weights.partial" / "junk.safetensors").write_bytes(b"half-written")
+    saved = pools(2).run(rank_functions.save_twice, config=config, directory=str(tmp_path))[0]
+    loaded = pools(2).run(
+        rank_functions.load_only, config=config, weights_path=str(tmp_path / "weights")
+    )[0]
+    assert largest_difference(saved, loaded) == 0
+    assert largest_difference(loaded, dict(load(tiny_model).named_parameters())) > 0
+    assert [path.name for path in tmp_path.iterdir()] == ["weights"]
+
+
+def test_what_is_no_checkpoint_is_named(saved, pools, tmp_path):
+    arguments, _ = saved
+    weights = f"{arguments['directory']}/weights"
+    empty = tmp_path / "empty"
+    empty.mkdir()
+    other = build_tiny_model(tmp_path / "other", tied=False)
+    without_state = tmp_path / "without_state"
+    shutil.copytree(f"{arguments['directory']}/optimizer", without_state)
+    (without_state / "state.pt").unlink()
+    cases = [
+        ({"config": arguments["config"], "weights_path": str(empty)}, ["empty", "safetensors"]),
+        ({"config": make_config(other), "weights_path": weights}, ["lacks", "lm_head.weight"]),
+        (
+            {
+                "config": arguments["config"],
+                "weights_path": weights,
+                "optimizer_path": str(without_state),
+            },
+            ["without_state", "state.pt"],
+        ),
+    ]
+    for kwargs, words in cases:
+        with pytest.raises(RankFailure) as failure:
+            pools(2).run(rank_functions.load_only, **kwargs)
+        assert failure.value.kind == "ValueError"
+        assert all(word in failure.value.text for word in words)

@@ -1,0 +1,87 @@
+import pytest
+import torch
+from rl_dtensor_worker import DTensorPolicyWorker
+from rl_dtensor_worker.config import WorkerConfig
+from tiny_model import make_config
+
+
+def _section(**values):
+    return {"dtensor_cfg": {"enabled": True} | values}
+
+
+_OPTIMIZER = "torch.optim.AdamW"
+_SCHEDULE = "torch.optim.lr_scheduler.LinearLR"
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        (_section(tensor_parallel_size=3), ["tensor_parallel_size=3", "world_size=4"]),
+        (_section(tensor_parallel_size=2), ["tensor_parallel_size=2", "not supported"]),
+        (_section(context_parallel_size=2), ["context_parallel_size=2", "not supported"]),
+        (_section(context_parallel_size=0), ["context_parallel_size=0", "at least 1"]),
+        (_section(sequence_parallel=True), ["sequence_parallel=True", "tensor_parallel_size"]),
+        (_section(custom_parallel_plan="a.b"), ["custom_parallel_plan='a.b'"]),
+        ({"train_global_batch_size": 6}, ["train_global_batch_size=6", "4 data-parallel"]),
+        ({"optimizer": None}, ["policy.optimizer is not set"]),
+        ({"optimizer": {"name": "torch.optim.Adamm"}}, ["policy.optimizer.name", "Adamm"]),
+        ({"optimizer": {"name": "torch.nn.Linear"}}, ["torch.nn.Linear", "Optimizer"]),
+        ({"optimizer": {"name": "AdamW"}}, ["policy.optimizer.name='AdamW'"]),
+        (
+            {"optimizer": {"name": _OPTIMIZER, "kwargs": {"lrr": 1.0}}},
+            ["policy.optimizer.kwargs", "lrr"],
+        ),
+        ({"scheduler": {"name": _SCHEDULE, "kwargs": {"speed": 1}}}, ["policy.scheduler", "speed"]),
+        (
+            {"scheduler": [{"name": _SCHEDULE}, {"name": _SCHEDULE}]},
+            ["2 schedulers", "1 milestones"],
+        ),
+        (
+            {
+                "scheduler": [
+                    {"name": _SCHEDULE},
+                    {"name": _SCHEDULE},
+                    {"name": _SCHEDULE},
+                    {"milestones": [5, 3]},
+                ]
+            },
+            ["[5, 3]", "rise"],
+        ),
+        ({"model_name": "/nowhere/at/all"}, ["policy.model_name", "/nowhere/at/all"]),
+        (
+            {"sequence_packing": {"enabled": True, "train_mb_tokens": 8, "logprob_mb_tokens": 8}},
+            ["policy.sequence_packing.enabled=True"],
+        ),
+        ({"max_total_sequence_length": 8}, ["max_new_tokens=8", "max_total_sequence_length=8"]),
+    ],
+)
+def test_a_wrong_config_is_named_before_anything_starts(tiny_model, change, words):
+    config = make_config(tiny_model) | change
+    with pytest.raises(ValueError, match=r".") as error:
+        DTensorPolicyWorker.validate_config(config, world_size=4)
+    assert all(word in str(error.value) for word in words), str(error.value)
+
+
+def test_the_layout_of_a_good_config(tiny_model):
+    layout = DTensorPolicyWorker.validate_config(make_config(tiny_model), world_size=4)
+    assert (layout.data_parallel, layout.world_size) == (4, 4)
+
+
+def test_learning_rate_stands_in_for_the_kwargs(tiny_model):
+    optimizer = {"name": _OPTIMIZER, "kwargs": {}}
+    given = make_config(tiny_model, learning_rate=3e-4, optimizer=optimizer)
+    config = WorkerConfig.from_policy_config(given, world_size=1, init_optimizer=True)
+    assert config.optimizer is not None
+    assert config.optimizer.cls is torch.optim.AdamW
+    assert config.optimizer.kwargs == {"lr": 3e-4}
+
+
+def test_an_optimizer_is_not_needed_where_none_is_wanted(tiny_model):
+    config = make_config(tiny_model, optimizer=None)
+    DTensorPolicyWorker.validate_config(config, world_size=1, init_optimizer=False)
+
+
+def test_greedy_generation_scores_at_temperature_one(tiny_model):
+    given = make_config(tiny_model, generation={"max_new_tokens": 4, "temperature": 0.0})
+    config = WorkerConfig.from_policy_config(given, world_size=1, init_optimizer=True)
+    assert config.temperature == 1.0

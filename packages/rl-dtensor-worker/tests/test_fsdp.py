@@ -1,0 +1,16 @@
+import rank_functions
+import torch
+from oracle import LOGPROB_TOLERANCE, load
+from tiny_model import make_batch, make_config
+
+
+def test_one_rank_may_run_alone_while_the_model_is_whole(pools, tiny_model):
+    batch = make_batch(4)
+    outcomes = pools(2).run(
+        rank_functions.unsharded_forwards, config=make_config(tiny_model), batch=batch
+    )
+    assert all(same_shards and same_copies for same_shards, same_copies, _ in outcomes)
+    with torch.no_grad():
+        expected = load(tiny_model)(batch["input_ids"]).logits
+    torch.testing.assert_close(outcomes[0][2], expected, atol=LOGPROB_TOLERANCE, rtol=0)
+    assert outcomes[1][2] is None

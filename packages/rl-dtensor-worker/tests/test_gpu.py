@@ -1,0 +1,125 @@
+"""The same worker on one CUDA device with NCCL, against the CPU oracle."""
+
+import pytest
+import rank_functions
+import torch
+from oracle import largest_difference, load, plain_logprobs, plain_training
+from tiny_model import make_batch, make_config
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
+]
+
+# TF32 is off by default in torch; what is left is another order of float32 sums.
+GPU_TOLERANCE = 2e-5
+
+
+def test_logprobs_equal_plain_transformers(pools, tiny_model):
+    batch = make_batch(7)
+    (scores,) = pools(1).run(rank_functions.score, config=make_config(tiny_model), batch=batch)
+    expected = plain_logprobs(load(tiny_model), batch)
+    assert scores.device.type == "cpu"
+    torch.testing.assert_close(scores, expected, atol=GPU_TOLERANCE, rtol=0)
+
+
+@pytest.mark.parametrize("cpu_offload", [False, True])
+def test_three_steps_equal_a_plain_loop(pools, tiny_model, cpu_offload):
+    parameters, losses, _ = plain_training(
+        tiny_model, make_batch(8), global_batch_size=4, num_calls=3
+    )
+    section = {"enabled": True, "cpu_offload": cpu_offload}
+    ((trained, results),) = pools(1).run(
+        rank_functions.train,
+        config=make_config(tiny_model, dtensor_cfg=section),
+        batch=make_batch(8),
+        num_calls=3,
+    )
+    assert largest_difference(trained, parameters) < GPU_TOLERANCE
+    reported = torch.cat([result["global_loss"] for result in results])
+    torch.testing.assert_close(reported, torch.tensor(losses), atol=1e-5, rtol=1e-5)
+
+
+def test_greedy_equals_transformers(pools, tiny_model):
+    batch = make_batch(5)
+    ((outputs, _),) = pools(1).run(
+        rank_functions.generate, config=make_config(tiny_model), batch=batch, greedy=True
+    )
+    model = load(tiny_model)
+    for row, length in enumerate(batch["input_lengths"].tolist()):
+        expected = model.generate(
+            batch["input_ids"][row : row + 1, :length], do_sample=False, max_new_tokens=8
+        )[0]
+        total = int(outputs[-1]["unpadded_sequence_lengths"][row])
+        assert outputs[-1]["output_ids"][row, :total].tolist() == expected.tolist()
+
+
+@pytest.mark.parametrize("cpu_offload", [False, True])
+def test_each_state_holds_what_it_says(pools, tiny_model, cpu_offload):
+    section = {"enabled": True, "cpu_offload": cpu_offload}
+    (states,) = pools(1).run(
+        rank_functions.devices_in_each_state,
+        config=make_config(tiny_model, dtensor_cfg=section),
+        batch=make_batch(4),
+    )
+    resident = "cpu" if cpu_offload else "cuda"
+    assert states["training"] == ({resident}, {resident}, {"cuda"})
+    assert states["inference"] == ({resident}, {"cpu"}, {"cuda"})
+    assert states["refitting"] == ({resident}, {"cpu"}, {"cuda"})
+    assert states["offloaded"] == ({"cpu"}, {"cpu"}, {"cpu"})
+    assert states["memory"]["offloaded"] < states["memory"]["training"]
+
+
+def test_offload_and_reload_is_bit_exact(pools, tiny_model):
+    arguments = {"config": make_config(tiny_model), "batch": make_batch(8)}
+    (stayed,) = pools(1).run(rank_functions.offload_and_reload, offload=False, **arguments)
+    (moved,) = pools(1).run(rank_functions.offload_and_reload, offload=True, **arguments)
+    assert all(torch.equal(stayed[name], moved[name]) for name in stayed)
+
+
+def test_reference_and_random_state(pools, tiny_model):
+    batch = make_batch(8)
+    ((policy, reference),) = pools(1).run(
+        rank_functions.reference_stays, config=make_config(tiny_model), batch=batch
+    )
+    assert torch.equal(reference[0], reference[2])
+    assert (policy[2] - policy[0]).abs().max() > 1e-3
+    (outcome,) = pools(1).run(
+        rank_functions.eval_leaves_no_trace, config=make_config(tiny_model), batch=batch
+    )
+    assert outcome["same_shards"]
+    assert outcome["same_random"]
+
+
+def test_a_checkpoint_continues_bit_for_bit(pools, tiny_model, tmp_path):
+    arguments = {
+        "config": make_config(tiny_model),
+        "batch": make_batch(8),
+        "directory": str(tmp_path),
+    }
+    ((_, shards, sampled, _),) = pools(1).run(rank_functions.train_save_train, **arguments)
+    ((_, resumed, sampled_again, _),) = pools(1).run(rank_functions.load_and_train, **arguments)
+    assert all(torch.equal(shards[name], resumed[name]) for name in shards)
+    assert torch.equal(sampled, sampled_again)
+
+
+def test_information(pools, tiny_model, tmp_path):
+    (outcome,) = pools(1).run(
+        rank_functions.describe, config=make_config(tiny_model), directory=str(tmp_path)
+    )
+    assert outcome["device_id"].startswith("GPU-")
+    assert outcome["info"]["memory_allocated_mb"] > 0
+    assert outcome["info"]["local_device_id"] == 0
+
+
+@pytest.mark.parametrize("precision", ["bfloat16", "float16"])
+def test_half_precision_trains(pools, tiny_model, precision):
+    ((_, results),) = pools(1).run(
+        rank_functions.train,
+        config=make_config(tiny_model, precision=precision),
+        batch=make_batch(8),
+        num_calls=3,
+    )
+    losses = torch.cat([result["global_loss"] for result in results])
+    assert torch.isfinite(losses).all()
+    assert losses[-1] < losses[1]  # the same rows, two calls later

@@ -1,0 +1,27 @@
+import rank_functions
+import torch
+from oracle import LOGPROB_TOLERANCE, load, plain_logprobs
+from tiny_model import make_batch, make_config, rows_for_rank
+
+
+def test_reference_stays_while_the_policy_moves(pools, tiny_model):
+    batch = make_batch(8)
+    expected = plain_logprobs(load(tiny_model), batch)
+    for rank, (policy, reference) in enumerate(
+        pools(2).run(rank_functions.reference_stays, config=make_config(tiny_model), batch=batch)
+    ):
+        mine = rows_for_rank({"input_ids": expected}, rank=rank, num_ranks=2, global_batch_size=4)
+        torch.testing.assert_close(reference[0], mine["input_ids"], atol=LOGPROB_TOLERANCE, rtol=0)
+        assert torch.equal(policy[0], reference[0])
+        assert torch.equal(reference[0], reference[1])
+        assert torch.equal(reference[0], reference[2])
+        assert (policy[1] - policy[0]).abs().max() > 1e-3
+        assert (policy[2] - policy[1]).abs().max() > 1e-3
+
+
+def test_the_policy_comes_back_bit_for_bit_even_after_an_error(pools, tiny_model):
+    for was_swapped, is_restored in pools(2).run(
+        rank_functions.reference_context_restores_after_an_error, config=make_config(tiny_model)
+    ):
+        assert was_swapped
+        assert is_restored

@@ -1,0 +1,234 @@
+import functools
+import math
+
+import pytest
+import rank_functions
+import torch
+from oracle import (
+    LOSS_TOLERANCE,
+    PARAMETER_TOLERANCE,
+    largest_difference,
+    load,
+    plain_training,
+)
+from rank_pool import RankFailure
+from tiny_model import build_tiny_model, make_batch, make_config
+
+
+@functools.cache
+def _plain(model_name, num_calls=3):
+    return plain_training(model_name, make_batch(8), global_batch_size=4, num_calls=num_calls)
+
+
+@pytest.mark.parametrize("num_ranks", [1, 2])
+@pytest.mark.parametrize("mbs", [1, 2, 4])
+def test_three_steps_equal_a_plain_loop(pools, tiny_model, num_ranks, mbs):
+    # 8 rows in global batches of 4: two optimizer steps in each of three calls.
+    parameters, losses, norms = _plain(tiny_model)
+    ranks = pools(num_ranks).run(
+        rank_functions.train,
+        config=make_config(tiny_model),
+        batch=make_batch(8),
+        num_calls=3,
+        mbs=mbs,
+    )
+    for trained, results in ranks:
+        assert largest_difference(trained, parameters) < PARAMETER_TOLERANCE
+        reported = torch.cat([result["global_loss"] for result in results])
+        torch.testing.assert_close(
+            reported, torch.tensor(losses), atol=LOSS_TOLERANCE, rtol=LOSS_TOLERANCE
+        )
+        measured = torch.cat([result["grad_norm"] for result in results])
+        torch.testing.assert_close(measured, torch.tensor(norms), atol=1e-5, rtol=1e-5)
+    moved = largest_difference(parameters, dict(load(tiny_model).named_parameters()))
+    assert moved > 100 * PARAMETER_TOLERANCE
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"dtensor_cfg": {"enabled": True, "activation_checkpointing": True}},
+        {"activation_checkpointing_enabled": True},
+        {"dtensor_cfg": {"enabled": True, "cpu_offload": True}},
+        {"fsdp_offload_enabled": True},
+        {"make_sequence_length_divisible_by": 8},
+    ],
+    ids=lambda change: next(iter(change)),
+)
+def test_options_that_save_memory_change_nothing(pools, tiny_model, change):
+    parameters, losses, _ = _plain(tiny_model)
+    config = make_config(tiny_model, **change)
+    trained, results = pools(2).run(
+        rank_functions.train, config=config, batch=make_batch(8), num_calls=3
+    )[0]
+    assert largest_difference(trained, parameters) < PARAMETER_TOLERANCE
+    assert float(results[-1]["global_loss"][-1]) == pytest.approx(losses[-1], abs=LOSS_TOLERANCE)
+
+
+def test_untied_model_and_a_loss_over_logits(pools, tmp_path):
+    model = build_tiny_model(tmp_path, tied=False)
+    parameters, losses, _ = plain_training(
+        model, make_batch(8), global_batch_size=4, num_calls=3, temperature=0.7
+    )
+    config = make_config(model, generation={"max_new_tokens": 8, "temperature": 0.7})
+    for loss in ("logits", "nll"):
+        trained, results = pools(2).run(
+            rank_functions.train, config=config, batch=make_batch(8), num_calls=3, loss=loss
+        )[0]
+        assert largest_difference(trained, parameters) < PARAMETER_TOLERANCE
+        last = float(results[-1]["global_loss"][-1])
+        assert last == pytest.approx(losses[-1], abs=LOSS_TOLERANCE)
+
+
+def test_rows_that_the_layout_does_not_divide(pools, tiny_model):
+    # 5 rows in global batches of 4: a step on 4, then one on the row that is left.
+    batch = make_batch(5)
+    parameters, losses, _ = plain_training(tiny_model, batch, global_batch_size=4, num_calls=2)
+    for num_ranks in (1, 2):
+        ranks = pools(num_ranks).run(
+            rank_functions.train, config=make_config(tiny_model), batch=batch, num_calls=2, mbs=1
+        )
+        for trained, results in ranks:
+            assert largest_difference(trained, parameters) < PARAMETER_TOLERANCE
+            reported = torch.cat([result["global_loss"] for result in results])
+            assert reported.tolist() == pytest.approx(losses, abs=LOSS_TOLERANCE)
+
+
+def test_masked_rows_and_gbs_of_one_call(pools, tiny_model):
+    batch = make_batch(6)
+    batch["sample_mask"][2] = 0.0
+    parameters, losses, _ = plain_training(tiny_model, batch, global_batch_size=6, num_calls=1)
+    trained, results = pools(2).run(
+        rank_functions.train, config=make_config(tiny_model), batch=batch, gbs=6, mbs=1
+    )[0]
+    assert largest_difference(trained, parameters) < PARAMETER_TOLERANCE
+    assert results[0]["global_loss"].tolist() == pytest.approx(losses, abs=LOSS_TOLERANCE)
+
+
+def test_metrics_are_those_of_the_micro_batches_that_count(pools, tiny_model):
+    batch = make_batch(6)
+    batch["sample_mask"][0] = 0.0
+    ranks = pools(2).run(
+        rank_functions.train, config=make_config(tiny_model), batch=batch, gbs=6, mbs=1
+    )
+    metrics = [results[0]["all_mb_metrics"] for _, results in ranks]
+    assert metrics[0]["num_valid_samples"] == [1, 1]
+    assert metrics[1]["num_valid_samples"] == [1, 1, 1]
+    shares = metrics[0]["nll"] + metrics[1]["nll"]
+    assert sum(shares) == pytest.approx(float(ranks[0][1][0]["global_loss"][0]), abs=1e-6)
+    assert metrics[0]["global_valid_seqs"] == [5.0, 5.0]
+    assert metrics[0]["skipped_steps"] == [0]
+    assert "skipped_steps" not in metrics[1]
+    assert [result["rank"] for _, (result,) in ranks] == [0, 1]
+
+
+def test_the_schedule_steps_once_per_call(pools, tiny_model):
+    scheduler = [
+        {
+            "name": "torch.optim.lr_scheduler.LinearLR",
+            "kwargs": {"start_factor": 0.5, "total_iters": 2},
+        },
+        {
+            "name": "torch.optim.lr_scheduler.ConstantLR",
+            "kwargs": {"factor": 1.0, "total_iters": 9},
+        },
+        {"milestones": [2]},
+    ]
+    config = make_config(tiny_model, scheduler=scheduler)
+    _, results = pools(1).run(
+        rank_functions.train, config=config, batch=make_batch(8), num_calls=3, mbs=4
+    )[0]
+    rates = [result["all_mb_metrics"]["lr"] for result in results]
+    # Two optimizer steps a call share one rate.
+    assert rates == [pytest.approx([rate] * 2) for rate in (5e-4, 7.5e-4, 1e-3)]
+
+
+def test_a_step_that_is_not_finite_changes_nothing(pools, tiny_model):
+    trained, results = pools(2).run(
+        rank_functions.train,
+        config=make_config(tiny_model),
+        batch=make_batch(8),
+        loss="nonfinite",
+    )[0]
+    assert largest_difference(trained, dict(load(tiny_model).named_parameters())) == 0
+    assert not any(math.isfinite(norm) for norm in results[0]["grad_norm"].tolist())
+    assert results[0]["all_mb_metrics"]["skipped_steps"] == [2]
+
+
+def test_a_batch_in_which_nothing_counts_changes_nothing(pools, tiny_model):
+    batch = make_batch(4)
+    batch["sample_mask"].zero_()
+    trained, results = pools(2).run(
+        rank_functions.train, config=make_config(tiny_model), batch=batch
+    )[0]
+    assert largest_difference(trained, dict(load(tiny_model).named_parameters())) == 0
+    assert results[0]["global_loss"].tolist() == [0.0]
+    assert results[0]["all_mb_metrics"]["skipped_steps"] == [1]
+
+
+@pytest.mark.parametrize("precision", ["bfloat16", "float16"])
+def test_half_precision_trains_near_float32(pools, tiny_model, precision):
+    _, losses, norms = _plain(tiny_model)
+    trained, results = pools(2).run(
+        rank_functions.train,
+        config=make_config(tiny_model, precision=precision),
+        batch=make_batch(8),
+        num_calls=3,
+    )[0]
+    assert all(tensor.dtype is torch.float32 for tensor in trained.values())
+    reported = torch.cat([result["global_loss"] for result in results])
+    measured = torch.cat([result["grad_norm"] for result in results])
+    # A relative step of bfloat16 is 2^-8; sums over tokens average it down.
+    torch.testing.assert_close(reported, torch.tensor(losses), atol=0, rtol=2e-2)
+    torch.testing.assert_close(measured, torch.tensor(norms), atol=0, rtol=5e-2)
+
+
+def test_eval_mode_leaves_no_trace_and_needs_no_optimizer(pools, tiny_model):
+    batch = make_batch(8)
+    _, trained = pools(2).run(rank_functions.train, config=make_config(tiny_model), batch=batch)[0]
+    config = make_config(tiny_model)
+    del config["optimizer"]
+    for outcome in pools(2).run(rank_functions.eval_leaves_no_trace, config=config, batch=batch):
+        assert outcome["same_shards"]
+        assert outcome["same_random"]
+        assert outcome["same_mode"]
+        assert outcome["result"]["grad_norm"] is None
+        first = float(outcome["result"]["global_loss"][0])
+        assert first == pytest.approx(float(trained[0]["global_loss"][0]), abs=LOSS_TOLERANCE)
+
+
+@pytest.mark.parametrize(
+    ("change", "loss", "options", "words"),
+    [
+        (lambda b: b.pop("sample_mask"), "nll", {}, ["sample_mask"]),
+        (lambda b: b.pop("token_mask"), "nll", {}, ["token_mask", "token-level"]),
+        (lambda b: b.update(token_mask=b["token_mask"][:, 1:]), "nll", {}, ["token_mask", "11"]),
+        (lambda b: None, "nll", {"gbs": 5}, ["gbs=5", "2 data-parallel"]),
+        (lambda b: None, "nll", {"mbs": 0}, ["mbs=0"]),
+    ],
+)
+def test_bad_batches_are_named(pools, tiny_model, change, loss, options, words):
+    batch = make_batch(4)
+    change(batch)
+    with pytest.raises(RankFailure) as failure:
+        pools(2).run(
+            rank_functions.train_as_given,
+            config=make_config(tiny_model),
+            batch=batch,
+            loss=loss,
+            **options,
+        )
+    assert failure.value.kind == "ValueError"
+    assert all(word in failure.value.text for word in words)
+
+
+def test_a_sequence_level_loss_needs_no_token_mask(pools, tiny_model):
+    batch = make_batch(4)
+    del batch["token_mask"]
+    (result,) = pools(1).run(
+        rank_functions.train_as_given,
+        config=make_config(tiny_model),
+        batch=batch,
+        loss="sequence",
+    )
+    assert torch.isfinite(result["global_loss"]).all()

@@ -1,0 +1,128 @@
+"""Holding a value that a user wrote against the types of a TypedDict."""
+
+from __future__ import annotations
+
+import difflib
+import types
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, NotRequired, Required, Union, cast, get_args, get_origin, get_type_hints
+
+from typing_extensions import is_typeddict
+
+
+@dataclass(frozen=True, slots=True)
+class _Problem:
+    path: str
+    text: str
+
+
+def check_typed_dict(value: Any, typed_dict: type, *, path: str) -> None:
+    """Raise `ValueError` unless `value` has only keys of `typed_dict`, with values of its types.
+
+    Keys may be missing or None, which both mean "not set". An int stands for a float; nothing else
+    is converted.
+
+    Args:
+        value: What the user gave.
+        typed_dict: The TypedDict class to hold it against.
+        path: How the errors name the value.
+    """
+    problem = _typed_dict_problem(value, typed_dict, path=path)
+    if problem is not None:
+        raise ValueError(f"{problem.path} {problem.text}")
+
+
+def as_mapping(value: Any, *, path: str) -> Mapping[str, Any]:
+    """Return `value`.
+
+    Raises:
+        ValueError: It is no mapping.
+    """
+    if not isinstance(value, Mapping):
+        raise ValueError(f"{path} must be a mapping, got {_describe(value)}")
+    return cast("Mapping[str, Any]", value)
+
+
+def _typed_dict_problem(value: Any, typed_dict: type, *, path: str) -> _Problem | None:
+    if not isinstance(value, Mapping):
+        return _wrong_type(value, "a mapping", path=path)
+    hints = get_type_hints(typed_dict, include_extras=True)
+    for key, entry in cast("Mapping[Any, Any]", value).items():
+        if key not in hints:
+            near = difflib.get_close_matches(str(key), hints, n=1)
+            hint = f"did you mean {near[0]!r}?" if near else f"the keys are {sorted(hints)}"
+            return _Problem(f"{path}.{key}", f"is not a known key, {hint}")
+        if entry is None:
+            continue
+        problem = _type_problem(entry, hints[key], path=f"{path}.{key}")
+        if problem is not None:
+            return problem
+    return None
+
+
+def _type_problem(value: Any, expected: Any, *, path: str) -> _Problem | None:
+    origin, arguments = get_origin(expected), get_args(expected)
+    if origin in (NotRequired, Required):
+        return _type_problem(value, arguments[0], path=path)
+    if origin in (Union, types.UnionType):
+        return _union_problem(value, arguments, path=path)
+    if is_typeddict(expected):
+        return _typed_dict_problem(value, expected, path=path)
+    if origin is list:
+        return _list_problem(value, arguments[0], path=path)
+    if origin is dict:
+        return _dict_problem(value, arguments[1], path=path)
+    if not _is_scalar(value, expected):
+        return _wrong_type(value, _type_name(expected), path=path)
+    return None
+
+
+def _list_problem(value: Any, expected: Any, *, path: str) -> _Problem | None:
+    if not isinstance(value, list):
+        return _wrong_type(value, "a list", path=path)
+    entries = enumerate(cast("list[Any]", value))
+    problems = (_type_problem(entry, expected, path=f"{path}[{i}]") for i, entry in entries)
+    return next((problem for problem in problems if problem is not None), None)
+
+
+def _dict_problem(value: Any, expected: Any, *, path: str) -> _Problem | None:
+    if not isinstance(value, Mapping):
+        return _wrong_type(value, "a mapping", path=path)
+    entries = cast("Mapping[Any, Any]", value).items()
+    problems = (_type_problem(entry, expected, path=f"{path}.{key}") for key, entry in entries)
+    return next((problem for problem in problems if problem is not None), None)
+
+
+def _union_problem(value: Any, members: tuple[Any, ...], *, path: str) -> _Problem | None:
+    problems = [_type_problem(value, member, path=path) for member in members]
+    if None in problems:
+        return None
+    # The member that fits furthest into the value is the one that was meant.
+    deepest = max((p for p in problems if p is not None), key=lambda problem: len(problem.path))
+    if deepest.path != path:
+        return deepest
+    names = " or ".join(_type_name(member) for member in members)
+    return _wrong_type(value, names, path=path)
+
+
+def _is_scalar(value: Any, expected: Any) -> bool:
+    if expected is Any:
+        return True
+    if expected is float:
+        return isinstance(value, (int, float)) and not isinstance(value, bool)
+    if expected is int:
+        return isinstance(value, int) and not isinstance(value, bool)
+    return isinstance(value, expected)
+
+
+def _type_name(expected: Any) -> str:
+    return "None" if expected is type(None) else str(getattr(expected, "__name__", expected))
+
+
+def _wrong_type(value: Any, expected: str, *, path: str) -> _Problem:
+    return _Problem(path, f"must be {expected}, got {_describe(value)}")
+
+
+def _describe(value: Any) -> str:
+    return "None" if value is None else f"{type(value).__name__} {value!r}"

@@ -1,0 +1,92 @@
+"""Training backends, found by entry point: this package imports none of them by name."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from importlib.metadata import EntryPoint, entry_points
+from typing import TYPE_CHECKING, Any
+
+from rl_interfaces import PolicyConfig
+
+if TYPE_CHECKING:
+    from rl_interfaces import PolicyWorker
+
+ENTRY_POINT_GROUP = "rl_policy.workers"
+_SUFFIX = "_cfg"
+
+
+class BackendNotInstalledError(ImportError, ValueError):
+    """No installed package registers the backend that the config enables.
+
+    An ImportError, as installing it is the remedy, and a ValueError, as the config names it.
+    """
+
+
+def installed_backends() -> list[str]:
+    """Return the names of the backends that installed packages register, sorted."""
+    return sorted({entry.name for entry in entry_points(group=ENTRY_POINT_GROUP)})
+
+
+def enabled_backend(config: Mapping[str, Any], *, path: str = "policy") -> str:
+    """Return the name of the backend whose section `<name>_cfg` has `enabled` true.
+
+    Args:
+        config: A `PolicyConfig`; a section that it does not document is a third party's backend.
+        path: How the errors name the config.
+
+    Raises:
+        ValueError: None is enabled, or more than one.
+    """
+    sections = {
+        key: section
+        for key, section in config.items()
+        if key.endswith(_SUFFIX) and isinstance(section, Mapping)
+    }
+    enabled = [key for key, section in sections.items() if section.get("enabled")]
+    if len(enabled) == 1:
+        return enabled[0].removesuffix(_SUFFIX)
+    if enabled:
+        names = " and ".join(f"{path}.{key}.enabled=True" for key in enabled)
+        raise ValueError(f"{names}: enable one backend")
+    known = [*_documented_sections(), *(key for key in sections if not _is_documented(key))]
+    names = " or ".join(f"{path}.{key}.enabled" for key in known)
+    raise ValueError(f"no backend is enabled: set {names} to true")
+
+
+def load(name: str) -> type[PolicyWorker]:
+    """Return the worker class that is registered under `name`.
+
+    Raises:
+        BackendNotInstalledError: No installed package registers it; the message says what to do.
+        ValueError: Two packages register it.
+        Exception: Whatever the import of a broken backend raises.
+    """
+    entries = list(entry_points(group=ENTRY_POINT_GROUP, name=name))
+    if not entries:
+        raise BackendNotInstalledError(_not_installed(name))
+    if len({entry.value for entry in entries}) > 1:
+        owners = ", ".join(_describe(entry) for entry in entries)
+        raise ValueError(f"The {name!r} backend is registered more than once: {owners}")
+    return entries[0].load()
+
+
+def _not_installed(name: str) -> str:
+    present = f"(installed backends: {', '.join(installed_backends()) or 'none'})"
+    if _is_documented(name + _SUFFIX):
+        install = f'Install it with: pip install "rl-policy[{name}]"'
+        return f'The "{name}" backend is not installed. {install} {present}'
+    group = f'Install the package that registers it in the entry-point group "{ENTRY_POINT_GROUP}"'
+    return f'The "{name}" backend is not installed. {group} {present}'
+
+
+def _describe(entry: EntryPoint) -> str:
+    owner = entry.dist.name if entry.dist is not None else "an unnamed package"
+    return f"{owner} ({entry.value})"
+
+
+def _documented_sections() -> list[str]:
+    return [key for key in PolicyConfig.__annotations__ if key.endswith(_SUFFIX)]
+
+
+def _is_documented(section: str) -> bool:
+    return section in PolicyConfig.__annotations__

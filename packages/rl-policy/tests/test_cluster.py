@@ -1,0 +1,195 @@
+import gc
+import os
+import signal
+import socket
+import subprocess
+import sys
+import textwrap
+import time
+from pathlib import Path
+
+import pytest
+import ray
+from rl_interfaces import Cluster
+from rl_policy import RayVirtualCluster
+from rl_policy import cluster as cluster_module
+
+pytestmark = pytest.mark.timeout(180)
+
+
+@pytest.fixture
+def no_ray():
+    """Start from a process without Ray, and leave none."""
+    ray.shutdown(wait_for_processes=True)
+    yield
+    ray.shutdown(wait_for_processes=True)
+
+
+def children_of(pid):
+    """Return the pids of every process below `pid`."""
+    below = {}
+    for stat in Path("/proc").glob("[0-9]*/stat"):
+        try:
+            fields = stat.read_text().rsplit(")", 1)[1].split()
+        except (FileNotFoundError, ProcessLookupError):
+            continue
+        below.setdefault(int(fields[1]), []).append(int(stat.parent.name))
+    found, todo = [], [pid]
+    while todo:
+        found += (new := below.get(todo.pop(), []))
+        todo += new
+    return found
+
+
+def test_a_local_ray_is_started_with_the_cpus_that_are_asked_for(no_ray, wait_until_gone):
+    before = set(children_of(os.getpid()))
+    asked = 2 * (os.cpu_count() or 1)
+    cluster = RayVirtualCluster([asked], use_gpus=False, name="local")
+    assert isinstance(cluster, Cluster)
+    assert cluster.world_size() == asked
+    assert not ray.is_initialized()  # nothing starts before it is needed
+
+    (group,) = cluster.get_placement_groups()
+    assert group.bundle_specs == [{"CPU": 1.0}] * asked
+    address, port = cluster.get_master_address_and_port()
+    with socket.socket() as probe:
+        probe.bind((address, port))
+    with pytest.raises(ValueError, match=rf"{asked + 1} CPU asked \(\d+ free of {asked}\)"):
+        RayVirtualCluster([asked + 1], use_gpus=False).get_placement_groups()
+
+    started = set(children_of(os.getpid())) - before
+    assert len(started) > 2
+    cluster.shutdown()
+    cluster.shutdown()
+    assert not ray.is_initialized()
+    wait_until_gone(started)
+    with pytest.raises(RuntimeError, match="the cluster is shut down"):
+        cluster.get_placement_groups()
+
+
+def test_a_ray_that_runs_is_joined_and_left_running(no_ray, monkeypatch):
+    ray.init(num_cpus=3, include_dashboard=False)
+    first = RayVirtualCluster([1, 1], use_gpus=False)
+    assert [group.bundle_count for group in first.get_placement_groups()] == [1, 1]
+
+    monkeypatch.setattr(cluster_module, "_RESERVE_LIMIT_S", 1.0)
+    second = RayVirtualCluster([2], use_gpus=False)
+    with pytest.raises(TimeoutError, match=r"2 CPU asked \(1 free of 3\)"):
+        second.get_placement_groups()
+
+    # What the first one gives back is enough for the second.
+    first.shutdown()
+    monkeypatch.undo()
+    assert len(second.get_placement_groups()) == 1
+    second.shutdown()
+    assert ray.is_initialized()
+    assert ray.cluster_resources()["CPU"] == 3
+
+
+def test_the_last_cluster_on_a_ray_that_was_started_ends_it(no_ray):
+    first = RayVirtualCluster([1], max_colocated_worker_groups=2, use_gpus=None)
+    (group,) = first.get_placement_groups()
+    gpus = {"GPU": 1.0} if ray.cluster_resources().get("GPU") else {}
+    assert group.bundle_specs == [{"CPU": 2.0} | gpus]
+    first.shutdown()
+    assert not ray.is_initialized()
+
+    second = RayVirtualCluster([1], max_colocated_worker_groups=2, use_gpus=False)
+    second.get_placement_groups()
+    with pytest.raises(ValueError, match="CPU asked"):
+        RayVirtualCluster([1000], use_gpus=False).get_placement_groups()
+    assert ray.is_initialized()  # the failure of one does not end what the other uses
+    second.shutdown()
+    assert not ray.is_initialized()
+
+    third = RayVirtualCluster([1], use_gpus=False)
+    third.get_placement_groups()
+    del third  # one that is forgotten gives back what it holds as well
+    gc.collect()  # Ray leaves a reference cycle through the frame of the call above
+    assert not ray.is_initialized()
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ({"bundle_ct_per_node_list": []}, "bundle_ct_per_node_list is empty"),
+        ({"bundle_ct_per_node_list": [2, 0]}, r"bundle_ct_per_node_list\[1\]=0 must be a positive"),
+        ({"bundle_ct_per_node_list": [True]}, r"bundle_ct_per_node_list\[0\]=True must be"),
+        (
+            {"bundle_ct_per_node_list": [1], "max_colocated_worker_groups": 0},
+            "max_colocated_worker_groups=0 must be positive",
+        ),
+        (
+            {"bundle_ct_per_node_list": [1], "placement_group_strategy": "spread"},
+            "placement_group_strategy='spread' must be one of",
+        ),
+        (
+            {"bundle_ct_per_node_list": [4, 9], "use_gpus": True},
+            r"bundle_ct_per_node_list\[1\]=9 is more than num_gpus_per_node=8",
+        ),
+    ],
+)
+def test_arguments_that_make_no_sense_are_refused(arguments, message):
+    with pytest.raises(ValueError, match=message):
+        RayVirtualCluster(**arguments)
+
+
+DRIVER = """
+    import pathlib, sys
+    import numpy as np
+    from probe_worker import ProbeWorker
+    from rl_policy import NamedSharding, RayVirtualCluster, RayWorkerGroup
+
+    cluster = RayVirtualCluster([2], use_gpus=False)
+    sharding = NamedSharding(np.arange(2), ["data_parallel"])
+    group = RayWorkerGroup(cluster, ProbeWorker, sharding=sharding)
+    group.run_all("describe")
+    pathlib.Path(sys.argv[1]).touch()
+    try:
+        group.run_all("sleep", 3600)
+    finally:
+        print("in order:", group.shutdown(timeout_s=1.0))
+        cluster.shutdown()
+"""
+
+
+def test_ctrl_c_leaves_nothing_running(stranger_path, tmp_path, wait_until_gone):
+    ready = tmp_path / "ready"
+    driver = subprocess.Popen(
+        [sys.executable, "-c", textwrap.dedent(DRIVER), str(ready)],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        start_new_session=True,
+    )
+    while not ready.exists():
+        assert driver.poll() is None, driver.communicate()
+        time.sleep(0.1)
+    processes = children_of(driver.pid)
+    assert len(processes) > 4
+    # A terminal sends Ctrl-C to the whole foreground process group.
+    os.killpg(driver.pid, signal.SIGINT)
+    output, errors = driver.communicate(timeout=60)
+    assert "in order: False" in output
+    assert "KeyboardInterrupt" in errors
+    wait_until_gone(processes)
+
+
+def test_importing_the_package_loads_nothing_heavy():
+    check = (
+        "import rl_policy, sys; print({'ray', 'torch', 'transformers', 'numpy'} & {*sys.modules})"
+    )
+    done = subprocess.run([sys.executable, "-c", check], capture_output=True, text=True, check=True)
+    assert done.stdout.strip() == "set()"
+
+
+def test_workers_run_in_the_drivers_environment_under_uv_run():
+    check = (
+        "import rl_policy.cluster, ray._private.ray_constants as constants;"
+        "print(constants.RAY_ENABLE_UV_RUN_RUNTIME_ENV)"
+    )
+    environment = {k: v for k, v in os.environ.items() if k != "RAY_ENABLE_UV_RUN_RUNTIME_ENV"}
+    done = subprocess.run(
+        [sys.executable, "-c", check], capture_output=True, text=True, check=True, env=environment
+    )
+    assert done.stdout.strip() == "False"

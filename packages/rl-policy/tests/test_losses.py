@@ -1,0 +1,315 @@
+import math
+import pickle
+
+import pytest
+import torch
+from rl_interfaces import LossFunction, LossInput, LossType
+from rl_policy.losses import ClippedPGLoss, NLLLoss
+
+# Hand-computed numbers are written in float64 and compared with float32 results.
+TOLERANCE = {"rtol": 1e-6, "atol": 1e-6}
+
+
+def one_token(*, ratio, advantage, **columns):
+    """Return log-probabilities and a batch of one row `[first token, target token]`."""
+    prev = math.log(0.25)
+    logprobs = torch.tensor([[0.0, prev + math.log(ratio)]], dtype=torch.float64)
+    batch = {
+        "token_mask": torch.tensor([[0, 1]]),
+        "sample_mask": torch.tensor([1.0]),
+        "prev_logprobs": torch.tensor([[0.0, prev]], dtype=torch.float64),
+        "advantages": torch.tensor([[advantage, advantage]], dtype=torch.float64),
+    }
+    for name, value in columns.items():
+        batch[name] = torch.tensor([[0.0, value]], dtype=torch.float64)
+    return logprobs.requires_grad_(), batch
+
+
+def evaluate(loss_fn, logprobs, batch, *, seqs=None, toks=None):
+    mask = batch["token_mask"][:, 1:] * batch["sample_mask"][:, None]
+    seqs = batch["sample_mask"].sum() if seqs is None else torch.tensor(seqs)
+    toks = mask.sum() if toks is None else torch.tensor(toks)
+    return loss_fn(logprobs, batch, seqs, toks)
+
+
+@pytest.mark.parametrize(
+    ("ratio", "advantage", "loss", "gradient"),
+    [
+        # Inside the bounds the loss is -r A and its gradient with respect to log p is -r A too.
+        (1.0, 2.0, -2.0, -2.0),
+        (1.1, 2.0, -2.2, -2.2),
+        (0.9, -1.0, 0.9, 0.9),
+        # Beyond a bound that would be an improvement, the loss stands still.
+        (1.5, 2.0, -2.4, 0.0),
+        (0.5, -1.0, 0.8, 0.0),
+        # Beyond a bound that makes matters worse, it does not.
+        (0.5, 2.0, -1.0, -1.0),
+        (1.5, -1.0, 1.5, 1.5),
+    ],
+)
+def test_clipping(ratio, advantage, loss, gradient):
+    logprobs, batch = one_token(ratio=ratio, advantage=advantage)
+    value, metrics = evaluate(ClippedPGLoss(clip_low=0.2, clip_high=0.2), logprobs, batch)
+    value.backward()
+    assert value.item() == pytest.approx(loss, rel=1e-6)
+    assert logprobs.grad[0, 1].item() == pytest.approx(gradient, rel=1e-6)
+    assert metrics["clip_fraction"] == (gradient == 0.0)
+
+
+@pytest.mark.parametrize(("ratio", "advantage"), [(1.25, 1.0), (0.75, -1.0)])
+def test_a_ratio_exactly_at_a_bound_is_not_clipped(ratio, advantage):
+    logprobs, batch = one_token(ratio=1.0, advantage=advantage)
+    # exp(log r) is not r in floating point: the bound is put where the ratio comes out.
+    logprobs = (batch["prev_logprobs"] + torch.tensor([[0.0, math.log(ratio)]])).requires_grad_()
+    exact = (logprobs - batch["prev_logprobs"]).exp()[0, 1].item()
+    loss_fn = ClippedPGLoss(clip_low=abs(1 - exact), clip_high=abs(exact - 1))
+    value, metrics = evaluate(loss_fn, logprobs, batch)
+    value.backward()
+    assert value.item() == pytest.approx(-exact * advantage, rel=1e-12)
+    assert logprobs.grad[0, 1].item() == pytest.approx(-exact * advantage, rel=1e-12)
+    assert metrics["clip_fraction"] == 0.0
+
+
+def test_the_two_bounds_are_independent():
+    loss_fn = ClippedPGLoss(clip_low=0.1, clip_high=0.4)
+    above, batch = one_token(ratio=2.0, advantage=1.0)
+    assert evaluate(loss_fn, above, batch)[0].item() == pytest.approx(-1.4, rel=1e-6)
+    below, batch = one_token(ratio=0.2, advantage=-1.0)
+    assert evaluate(loss_fn, below, batch)[0].item() == pytest.approx(0.9, rel=1e-6)
+
+
+@pytest.mark.parametrize(
+    ("ratio", "advantage", "loss", "gradient"),
+    [
+        (10.0, -2.0, 6.0, 0.0),  # -r A = 20 is above 3 * 2
+        (2.0, -2.0, 4.0, 4.0),  # 4 is not
+        (10.0, 2.0, -2.4, 0.0),  # a positive advantage is bounded by clip_high alone
+        (0.1, 2.0, -0.2, -0.2),
+    ],
+)
+def test_dual_clip_bounds_the_cost_of_a_negative_advantage(ratio, advantage, loss, gradient):
+    logprobs, batch = one_token(ratio=ratio, advantage=advantage)
+    value, metrics = evaluate(ClippedPGLoss(dual_clip=3.0), logprobs, batch)
+    value.backward()
+    assert value.item() == pytest.approx(loss, rel=1e-6)
+    assert logprobs.grad[0, 1].item() == pytest.approx(gradient, rel=1e-6)
+    assert metrics["clip_fraction"] == (gradient == 0.0)
+
+
+def test_kl_penalty_is_k3_against_the_reference():
+    # d = log q - log p = log 0.5: k3 = 0.5 + log 2 - 1, and dk3/dlog p = 1 - exp(d) = 0.5.
+    reference = math.log(0.25) + math.log(0.5)
+    logprobs, batch = one_token(ratio=1.0, advantage=0.0, reference_logprobs=reference)
+    value, metrics = evaluate(ClippedPGLoss(kl_coef=0.1), logprobs, batch)
+    value.backward()
+    k3 = 0.5 + math.log(2) - 1
+    assert value.item() == pytest.approx(0.1 * k3, rel=1e-6)
+    assert metrics["kl"] == pytest.approx(k3, rel=1e-6)
+    assert logprobs.grad[0, 1].item() == pytest.approx(0.1 * 0.5, rel=1e-6)
+
+
+def test_kl_is_measured_without_a_penalty_where_there_is_a_reference():
+    logprobs, batch = one_token(ratio=1.0, advantage=1.0, reference_logprobs=math.log(0.125))
+    value, metrics = evaluate(ClippedPGLoss(), logprobs, batch)
+    assert value.item() == pytest.approx(-1.0, rel=1e-6)
+    assert metrics["kl"] == pytest.approx(0.5 + math.log(2) - 1, rel=1e-6)
+
+
+@pytest.mark.parametrize(("trainer_over_sampler", "weight"), [(0.5, 0.5), (1.5, 1.5), (9.0, 2.0)])
+def test_importance_correction_is_truncated(trainer_over_sampler, weight):
+    sampler = math.log(0.25) - math.log(trainer_over_sampler)
+    logprobs, batch = one_token(ratio=1.1, advantage=1.0, generation_logprobs=sampler)
+    value, metrics = evaluate(ClippedPGLoss(importance_cap=2.0), logprobs, batch)
+    value.backward()
+    assert value.item() == pytest.approx(-1.1 * weight, rel=1e-6)
+    assert logprobs.grad[0, 1].item() == pytest.approx(-1.1 * weight, rel=1e-6)
+    assert metrics["sampler_trainer_ratio"] == pytest.approx(trainer_over_sampler, rel=1e-6)
+
+
+def test_the_penalty_is_not_weighted_by_the_importance():
+    logprobs, batch = one_token(
+        ratio=1.0,
+        advantage=1.0,
+        generation_logprobs=math.log(0.125),
+        reference_logprobs=math.log(0.125),
+    )
+    value, _ = evaluate(ClippedPGLoss(importance_cap=4.0, kl_coef=1.0), logprobs, batch)
+    assert value.item() == pytest.approx(-2.0 + 0.5 + math.log(2) - 1, rel=1e-6)
+
+
+def two_rows():
+    """Return two rows: targets 2 of row 0 (costs 1 and 2) and 4 of row 1 (cost 4 each)."""
+    mask = torch.tensor([[0, 0, 1, 1, 0], [0, 1, 1, 1, 1]])
+    advantages = -torch.tensor([[9.0, 9.0, 1.0, 2.0, 9.0], [9.0, 4.0, 4.0, 4.0, 4.0]])
+    logprobs = torch.tensor([[0.0, -1.0, -2.0, -3.0, 0.0], [0.0, -1.0, -1.0, -1.0, -1.0]])
+    batch = {
+        "token_mask": mask,
+        "sample_mask": torch.ones(2),
+        "prev_logprobs": logprobs.clone(),
+        "advantages": advantages,
+    }
+    return logprobs.requires_grad_(), batch
+
+
+def test_token_level_reduction_is_the_mean_over_tokens():
+    logprobs, batch = two_rows()
+    value, metrics = evaluate(ClippedPGLoss(), logprobs, batch)
+    assert value.item() == pytest.approx((1 + 2 + 4 * 4) / 6, rel=1e-6)
+    assert metrics["policy_loss"] == pytest.approx(19 / 6, rel=1e-6)
+    assert metrics["entropy"] == pytest.approx((2 + 3 + 4) / 6, rel=1e-6)
+    assert metrics["probs_ratio"] == pytest.approx(1.0)
+    assert metrics["num_valid_samples"] == 2
+
+
+def test_sequence_level_reduction_is_the_mean_over_sequences_of_the_mean_over_tokens():
+    logprobs, batch = two_rows()
+    loss_fn = ClippedPGLoss(loss_type=LossType.SEQUENCE_LEVEL)
+    value, metrics = evaluate(loss_fn, logprobs, batch)
+    assert value.item() == pytest.approx(((1 + 2) / 2 + 4) / 2, rel=1e-6)
+    assert metrics["policy_loss"] == pytest.approx(2.75, rel=1e-6)
+
+
+@pytest.mark.parametrize("loss_type", list(LossType))
+def test_masked_rows_and_tokens_have_no_value_and_no_gradient(loss_type):
+    logprobs, batch = two_rows()
+    batch["sample_mask"] = torch.tensor([1.0, 0.0])
+    wild = batch["prev_logprobs"].clone()
+    wild[batch["token_mask"] == 0] = -1e30  # an overflow if it were read
+    wild[1] = -1e30
+    batch["prev_logprobs"] = batch["generation_logprobs"] = batch["reference_logprobs"] = wild
+    loss_fn = ClippedPGLoss(loss_type=loss_type, kl_coef=0.1, importance_cap=2.0)
+    value, metrics = evaluate(loss_fn, logprobs, batch)
+    value.backward()
+    assert value.item() == pytest.approx(1.5, rel=1e-6)
+    assert metrics["num_valid_samples"] == 1
+    assert torch.equal(logprobs.grad[1], torch.zeros(5))
+    assert torch.equal(logprobs.grad[0] != 0, batch["token_mask"][0] == 1)
+
+
+def test_a_target_at_position_0_is_no_target():
+    logprobs, batch = two_rows()
+    batch["token_mask"][:, 0] = 1
+    value, _ = evaluate(ClippedPGLoss(), logprobs, batch)
+    assert value.item() == pytest.approx(19 / 6, rel=1e-6)
+
+
+def random_batch(rows=6, width=7):
+    generator = torch.Generator().manual_seed(3)
+
+    def normal(scale):
+        return scale * torch.randn(rows, width, generator=generator, dtype=torch.float64)
+
+    logprobs = -normal(1.0).abs()
+    batch = {
+        "token_mask": (torch.rand(rows, width, generator=generator) < 0.6).long(),
+        "sample_mask": torch.tensor([1.0, 1.0, 0.0, 1.0, 1.0, 1.0]),
+        "advantages": normal(1.0),
+        "prev_logprobs": logprobs + normal(0.3),
+        "generation_logprobs": logprobs + normal(0.3),
+        "reference_logprobs": logprobs + normal(0.3),
+    }
+    return logprobs, batch
+
+
+LOSSES = [
+    ClippedPGLoss(clip_high=0.28, dual_clip=3.0, kl_coef=0.1, importance_cap=2.0),
+    ClippedPGLoss(kl_coef=0.1, loss_type=LossType.SEQUENCE_LEVEL),
+    NLLLoss(),
+]
+
+
+@pytest.mark.parametrize("loss_fn", LOSSES, ids=["token", "sequence", "nll"])
+@pytest.mark.parametrize("rows_per_micro_batch", [1, 2, 4])
+def test_micro_batches_add_up_to_the_full_batch(loss_fn, rows_per_micro_batch):
+    logprobs, batch = random_batch()
+    logprobs.requires_grad_()
+    seqs = batch["sample_mask"].sum()
+    toks = (batch["token_mask"][:, 1:] * batch["sample_mask"][:, None]).sum()
+    full, full_metrics = loss_fn(logprobs, batch, seqs, toks)
+    (full_gradient,) = torch.autograd.grad(full, logprobs)
+    total, sums = torch.zeros((), dtype=torch.float64), dict.fromkeys(full_metrics, 0.0)
+    for start in range(0, 6, rows_per_micro_batch):
+        rows = slice(start, start + rows_per_micro_batch)
+        micro_batch = {key: value[rows] for key, value in batch.items()}
+        value, metrics = loss_fn(logprobs[rows], micro_batch, seqs, toks)
+        total = total + value
+        sums = {key: sums[key] + metrics[key] for key in sums}
+    (gradient,) = torch.autograd.grad(total, logprobs)
+    torch.testing.assert_close(total, full, rtol=1e-12, atol=0)
+    torch.testing.assert_close(gradient, full_gradient, rtol=1e-12, atol=0)
+    assert sums == pytest.approx(full_metrics, rel=1e-6)  # metrics are float32
+
+
+@pytest.mark.parametrize("loss_type", list(LossType))
+def test_gradient_against_finite_differences(loss_type):
+    logprobs, batch = random_batch()
+    loss_fn = ClippedPGLoss(kl_coef=0.1, importance_cap=2.0, dual_clip=3.0, loss_type=loss_type)
+    counts = torch.tensor(5.0), torch.tensor(20.0)
+    assert torch.autograd.gradcheck(
+        lambda values: loss_fn(values, batch, *counts)[0], logprobs.requires_grad_()
+    )
+
+
+def test_nll_is_the_mean_over_target_tokens():
+    logprobs, batch = two_rows()
+    value, metrics = evaluate(NLLLoss(), logprobs, batch)
+    value.backward()
+    assert value.item() == pytest.approx((2 + 3 + 4) / 6, rel=1e-6)
+    assert metrics == {"nll": pytest.approx(1.5, rel=1e-6), "num_valid_samples": 2}
+    torch.testing.assert_close(logprobs.grad, -batch["token_mask"] / 6, **TOLERANCE)
+
+
+@pytest.mark.parametrize("loss_fn", LOSSES, ids=["token", "sequence", "nll"])
+def test_a_batch_without_targets_costs_nothing(loss_fn):
+    logprobs, batch = random_batch()
+    batch["sample_mask"] = torch.zeros(6)
+    value, metrics = evaluate(loss_fn, logprobs.requires_grad_(), batch)
+    assert value.item() == 0.0
+    assert set(metrics.values()) == {0}
+
+
+@pytest.mark.parametrize("loss_fn", LOSSES, ids=["token", "sequence", "nll"])
+def test_losses_travel_and_keep_the_protocol(loss_fn):
+    assert isinstance(loss_fn, LossFunction)
+    assert loss_fn.input_type is LossInput.LOGPROBS
+    assert pickle.loads(pickle.dumps(loss_fn)) == loss_fn
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ({"clip_low": 1.0}, r"clip_low=1.0 must lie in \[0, 1\)"),
+        ({"clip_low": -0.1}, r"clip_low=-0.1 must lie in \[0, 1\)"),
+        ({"clip_high": -0.1}, "clip_high=-0.1 must not be negative"),
+        ({"dual_clip": 1.0}, "dual_clip=1.0 must be greater than 1"),
+        ({"kl_coef": -1.0}, "kl_coef=-1.0 must not be negative"),
+        ({"importance_cap": 0.5}, "importance_cap=0.5 must be at least 1"),
+    ],
+)
+def test_arguments_out_of_range_are_named(arguments, message):
+    with pytest.raises(ValueError, match=message):
+        ClippedPGLoss(**arguments)
+
+
+@pytest.mark.parametrize(
+    ("loss_fn", "key"),
+    [
+        (NLLLoss(), "token_mask"),
+        (NLLLoss(), "sample_mask"),
+        (ClippedPGLoss(), "prev_logprobs"),
+        (ClippedPGLoss(kl_coef=0.1), "reference_logprobs"),
+        (ClippedPGLoss(importance_cap=2.0), "generation_logprobs"),
+    ],
+)
+def test_a_missing_key_is_named(loss_fn, key):
+    logprobs, batch = random_batch()
+    del batch[key]
+    with pytest.raises(ValueError, match=f"needs the key '{key}'"):
+        loss_fn(logprobs, batch, torch.tensor(5), torch.tensor(20))
+
+
+def test_a_column_of_another_width_is_named():
+    logprobs, batch = random_batch()
+    batch["advantages"] = batch["advantages"][:, :-1]
+    with pytest.raises(ValueError, match=r"advantages has shape \(6, 6\).*\(6, 7\)"):
+        ClippedPGLoss()(logprobs, batch, torch.tensor(5), torch.tensor(20))

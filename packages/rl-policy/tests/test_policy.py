@@ -1,0 +1,231 @@
+"""The policy over the DTensor worker, against plain transformers."""
+
+import pytest
+import torch
+from rl_batched_data import BatchedDataDict
+from rl_interfaces import ResidencyError
+from rl_policy import Policy, RayVirtualCluster
+from rl_policy.losses import NLLLoss
+from tokenizers import Tokenizer
+from tokenizers.models import WordLevel
+from transformers import (
+    AutoModelForCausalLM,
+    PreTrainedTokenizerFast,
+    Qwen2Config,
+    Qwen2ForCausalLM,
+)
+
+pytestmark = pytest.mark.timeout(240)
+
+VOCABULARY, PAD, EOS = 64, 0, 1
+MAX_NEW_TOKENS = 5
+# float32 attention over rows of unlike width rounds differently.
+LOGPROB_TOLERANCE = {"rtol": 0, "atol": 1e-5}
+# One float32 sum, taken in another order.
+LOSS_TOLERANCE = {"rtol": 1e-6, "atol": 1e-6}
+
+
+@pytest.fixture(scope="module")
+def tokenizer():
+    words = {"<pad>": PAD, "<eos>": EOS, **{f"w{i}": i for i in range(2, VOCABULARY)}}
+    model = Tokenizer(WordLevel(words, unk_token="<pad>"))
+    return PreTrainedTokenizerFast(tokenizer_object=model, pad_token="<pad>", eos_token="<eos>")
+
+
+@pytest.fixture(scope="module")
+def model_path(tmp_path_factory, tokenizer):
+    path = tmp_path_factory.mktemp("model")
+    torch.manual_seed(0)
+    config = Qwen2Config(
+        vocab_size=VOCABULARY,
+        hidden_size=32,
+        intermediate_size=64,
+        num_hidden_layers=2,
+        num_attention_heads=2,
+        num_key_value_heads=1,
+        max_position_embeddings=64,
+        initializer_range=0.2,
+        pad_token_id=PAD,
+        eos_token_id=EOS,
+        bos_token_id=None,
+    )
+    Qwen2ForCausalLM(config).save_pretrained(path)
+    tokenizer.save_pretrained(path)
+    return str(path)
+
+
+@pytest.fixture(scope="module")
+def plain_model(model_path):
+    return AutoModelForCausalLM.from_pretrained(model_path, dtype=torch.float32).eval()
+
+
+@pytest.fixture(scope="module")
+def cluster():
+    cluster = RayVirtualCluster([2], use_gpus=False, max_colocated_worker_groups=2)
+    yield cluster
+    cluster.shutdown()
+
+
+def config(model_path, **changes):
+    return {
+        "model_name": model_path,
+        "precision": "float32",
+        "dtensor_cfg": {"enabled": True},
+        "train_global_batch_size": 4,
+        "train_micro_batch_size": 2,
+        "logprob_batch_size": 2,
+        "max_total_sequence_length": 32,
+        "optimizer": {"name": "torch.optim.SGD", "kwargs": {"lr": 0.1}},
+        "generation": {"max_new_tokens": MAX_NEW_TOKENS, "temperature": 1.0},
+        "timeout_s": 120,
+        **changes,
+    }
+
+
+@pytest.fixture(scope="module", params=[1, 2], ids=["one rank", "two ranks"])
+def policy(request, cluster, model_path, tokenizer):
+    policy = Policy(cluster, config(model_path), tokenizer, workers_per_node=request.param)
+    yield policy
+    assert policy.shutdown() is True
+
+
+def batch(lengths, width=9):
+    generator = torch.Generator().manual_seed(3)
+    ids = torch.randint(2, VOCABULARY, (len(lengths), width), generator=generator)
+    valid = torch.arange(width) < torch.tensor(lengths)[:, None]
+    token_mask = valid.float()
+    token_mask[:, 0] = 0
+    return BatchedDataDict(
+        {
+            "input_ids": torch.where(valid, ids, PAD),
+            "input_lengths": torch.tensor(lengths),
+            "token_mask": token_mask,
+            "sample_mask": torch.ones(len(lengths)),
+        }
+    )
+
+
+def plain_logprobs(model, data):
+    """Return the log-probabilities of each row, without any padding."""
+    out = torch.zeros(data["input_ids"].shape)
+    for row, length in enumerate(data["input_lengths"].tolist()):
+        tokens = data["input_ids"][row : row + 1, :length]
+        with torch.no_grad():
+            logits = model(tokens).logits[0]
+        scores = logits[:-1].log_softmax(-1).gather(-1, tokens[0, 1:, None])
+        out[row, 1:length] = scores[:, 0]
+    return out
+
+
+def test_logprobs_equal_plain_transformers(policy, plain_model):
+    data = batch([9, 2, 5, 7, 1])
+    expected = plain_logprobs(plain_model, data)
+    scores = policy.get_logprobs(data)["logprobs"]
+    torch.testing.assert_close(scores, expected, **LOGPROB_TOLERANCE)
+    reference = policy.get_reference_policy_logprobs(data)["reference_logprobs"]
+    torch.testing.assert_close(reference, expected, **LOGPROB_TOLERANCE)
+
+
+def test_a_single_row_leaves_a_rank_without_work(policy, plain_model):
+    data = batch([4])
+    scores = policy.get_logprobs(data)["logprobs"]
+    torch.testing.assert_close(scores, plain_logprobs(plain_model, data), **LOGPROB_TOLERANCE)
+    assert policy.generate(data, greedy=True)["output_ids"].shape[0] == 1
+
+
+def test_greedy_completions_equal_plain_transformers(policy, plain_model):
+    prompts = batch([3, 7, 1, 5, 9])
+    output = policy.generate(prompts, greedy=True)
+    for row, length in enumerate(prompts["input_lengths"].tolist()):
+        prompt = prompts["input_ids"][row : row + 1, :length]
+        expected = plain_model.generate(
+            prompt,
+            attention_mask=torch.ones_like(prompt),
+            max_new_tokens=MAX_NEW_TOKENS,
+            do_sample=False,
+        )[0].tolist()
+        assert output["unpadded_sequence_lengths"][row] == len(expected)
+        assert output["generation_lengths"][row] == len(expected) - length
+        assert output["output_ids"][row, : len(expected)].tolist() == expected
+        assert (output["output_ids"][row, len(expected) :] == PAD).all()
+
+
+@pytest.mark.parametrize("num_ranks", [1, 2])
+def test_training_equals_a_plain_loop(
+    cluster, model_path, tokenizer, plain_model, tmp_path, num_ranks
+):
+    data = batch([9, 2, 5, 7, 3, 8])  # a whole global batch, and half of one
+    model = AutoModelForCausalLM.from_pretrained(model_path, dtype=torch.float32)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    losses, norms = [], []
+    for rows in (data.slice(0, 4), data.slice(4, 6)):
+        ids, mask = rows["input_ids"], rows["token_mask"][:, 1:]
+        scores = model(ids).logits[:, :-1].log_softmax(-1).gather(-1, ids[:, 1:, None])[..., 0]
+        loss = -(scores * mask).sum() / mask.sum()
+        optimizer.zero_grad()
+        loss.backward()
+        norms.append(torch.nn.utils.get_total_norm([p.grad for p in model.parameters()]))
+        losses.append(loss.detach())
+        optimizer.step()
+
+    policy = Policy(cluster, config(model_path), tokenizer, workers_per_node=num_ranks)
+    try:
+        evaluated = policy.train(data, NLLLoss(), eval_mode=True)
+        result = policy.train(data, NLLLoss())
+        trained = policy.get_logprobs(data)["logprobs"]
+        reference = policy.get_reference_policy_logprobs(data)["reference_logprobs"]
+        policy.save_hf_checkpoint(tmp_path / "final")
+    finally:
+        policy.shutdown()
+
+    assert set(result) == {"loss", "grad_norm", "all_mb_metrics"}
+    torch.testing.assert_close(result["loss"], torch.stack(losses), **LOSS_TOLERANCE)
+    torch.testing.assert_close(result["grad_norm"], torch.stack(norms), **LOSS_TOLERANCE)
+    torch.testing.assert_close(evaluated["loss"][0], losses[0], **LOSS_TOLERANCE)
+    assert evaluated["grad_norm"] is None
+    assert sum(result["all_mb_metrics"]["num_valid_samples"]) == data.size
+    torch.testing.assert_close(trained, plain_logprobs(model, data), **LOGPROB_TOLERANCE)
+    torch.testing.assert_close(reference, plain_logprobs(plain_model, data), **LOGPROB_TOLERANCE)
+    reloaded = AutoModelForCausalLM.from_pretrained(tmp_path / "final", dtype=torch.float32)
+    torch.testing.assert_close(plain_logprobs(reloaded, data), trained, **LOGPROB_TOLERANCE)
+
+
+def test_a_checkpoint_brings_weights_and_optimizer_back(policy, tmp_path):
+    data = batch([9, 2, 5, 7])
+    policy.save_checkpoint(tmp_path / "weights", tmp_path / "optimizer", tmp_path / "tokenizer")
+    before = policy.get_logprobs(data)["logprobs"]
+    first = policy.train(data, NLLLoss())
+    assert not torch.equal(policy.get_logprobs(data)["logprobs"], before)
+    policy.load_checkpoint(tmp_path / "weights", tmp_path / "optimizer")
+    assert torch.equal(policy.get_logprobs(data)["logprobs"], before)
+    again = policy.train(data, NLLLoss())
+    assert torch.equal(first["loss"], again["loss"])
+    policy.load_checkpoint(tmp_path / "weights")
+
+
+def test_states_hold_and_offloading_changes_nothing(policy):
+    data = batch([9, 2, 5, 7])
+    before = policy.get_logprobs(data)["logprobs"]
+    policy.offload_before_refit()
+    policy.offload_after_refit()
+    with pytest.raises(ResidencyError, match="offloaded"):
+        policy.get_logprobs(data)
+    policy.prepare_for_lp_inference()
+    assert torch.equal(policy.get_logprobs(data)["logprobs"], before)
+    policy.prepare_for_training()
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"train_global_batch_size": 3}, "policy.train_global_batch_size=3"),
+        ({"model_name": "./nowhere"}, "policy.model_name='./nowhere'"),
+        ({"dtensor_cfg": {"enabled": True, "tensor_parallel_size": 3}}, "does not divide"),
+        ({"optimizer": None}, "policy.optimizer is not set"),
+    ],
+)
+def test_a_config_that_the_worker_refuses_starts_nothing(model_path, tokenizer, changes, message):
+    untouched = RayVirtualCluster([2], use_gpus=False)
+    with pytest.raises(ValueError, match=message):
+        Policy(untouched, config(model_path, **changes), tokenizer)
+    assert untouched._placement_groups is None
