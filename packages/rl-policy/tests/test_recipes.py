@@ -194,13 +194,13 @@ def test_the_supervised_part_alone_on_a_model_of_the_user(run, workplace, enviro
     (workplace / "own.yaml").write_text(
         "policy:\n"
         "  generation: {max_new_tokens: 2}\n"
-        "  optimizer: {kwargs: {lr: 1.0e-2}}\n"
+        "  optimizer: {kwargs: {lr: 3.0e-3}}\n"
         "data: {num_heldout: 16}\n"
     )
     result = rl_policy(
         "sft",
         *("--config", "own.yaml", "--out", "own"),
-        *("policy.model_name=first/warm_up/final", "data.path=problems.jsonl"),
+        *("policy.model_name=first/tiny_model", "data.path=problems.jsonl"),
         *("sft.steps=3", "sft.eval_every=3"),
         workplace=workplace,
         environment=environment,
