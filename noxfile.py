@@ -69,7 +69,7 @@ def group(name: str) -> list[str]:
 
 
 def install(session: nox.Session, *requirements: str) -> None:
-    """Install into the session's environment, under the pinned versions."""
+    """Install into the nox session's environment, under the pinned versions."""
     session.install("--constraint", constraints(), *requirements)
 
 
@@ -84,7 +84,7 @@ def editable(requirement: str) -> list[str]:
 
 
 def run_pytest(session: nox.Session, *arguments: str) -> None:
-    """Run pytest with the session's own arguments after `arguments`."""
+    """Run pytest with the nox session's own arguments after `arguments`."""
     session.run("pytest", *arguments, *session.posargs, env=ENVIRONMENT)
 
 

@@ -178,6 +178,8 @@ def test_megatron_takes_the_learning_rate_too():
             "policy.max_grad_norm=nan must not be negative or infinite",
         ),
         ({"max_grad_norm": "1"}, "policy.max_grad_norm must be float or int or None, got str '1'"),
+        ({"timeout_s": 0}, "policy.timeout_s=0 must be positive and finite"),
+        ({"timeout_s": float("inf")}, "policy.timeout_s=inf must be positive and finite"),
         (
             {"dtensor_cfg": DTENSOR, "megatron_cfg": {"enabled": True}},
             "policy.dtensor_cfg.enabled=True and policy.megatron_cfg.enabled=True: "
@@ -189,11 +191,11 @@ def test_megatron_takes_the_learning_rate_too():
         ),
         (
             {"dtensor_cfg": {**DTENSOR, "tensor_parallel_size": 0}},
-            "policy.dtensor_cfg.tensor_parallel_size=0 must be positive and finite",
+            "policy.dtensor_cfg.tensor_parallel_size=0 must be at least 1",
         ),
         (
             {"megatron_cfg": {"enabled": True, "pipeline_model_parallel_size": -2}},
-            "policy.megatron_cfg.pipeline_model_parallel_size=-2 must be positive and finite",
+            "policy.megatron_cfg.pipeline_model_parallel_size=-2 must be at least 1",
         ),
         (
             {
@@ -205,7 +207,7 @@ def test_megatron_takes_the_learning_rate_too():
         ),
         (
             {"dynamic_batching": {"enabled": True, **BUDGETS, "sequence_length_round": 0}},
-            "policy.dynamic_batching.sequence_length_round=0 must be positive and finite",
+            "policy.dynamic_batching.sequence_length_round=0 must be at least 1",
         ),
         (
             {"dtensr_cfg": {"tensor_parallel_size": 2}},
@@ -229,10 +231,10 @@ def test_megatron_takes_the_learning_rate_too():
         ),
         ({"generation": {"top_p": 0.0}}, "policy.generation.top_p=0.0 must lie in (0, 1]"),
         ({"generation": {"top_p": 1.5}}, "policy.generation.top_p=1.5 must lie in (0, 1]"),
-        ({"generation": {"top_k": 0}}, "policy.generation.top_k=0 must be positive and finite"),
+        ({"generation": {"top_k": 0}}, "policy.generation.top_k=0 must be at least 1"),
         (
             {"generation": {"max_new_tokens": 0}},
-            "policy.generation.max_new_tokens=0 must be positive and finite",
+            "policy.generation.max_new_tokens=0 must be at least 1",
         ),
         (
             {"generation": {"colocated": {"enabled": False}}},
@@ -245,21 +247,20 @@ def test_what_cannot_be_meant_is_refused_by_name(config, message):
     assert refusal({"model_name": "tiny", **config} if config else {}).startswith(message)
 
 
-POSITIVE = [
+COUNTS = [
     "train_global_batch_size",
     "train_micro_batch_size",
     "logprob_batch_size",
     "generation_batch_size",
     "make_sequence_length_divisible_by",
     "max_total_sequence_length",
-    "timeout_s",
 ]
 
 
-@pytest.mark.parametrize("key", POSITIVE)
+@pytest.mark.parametrize("key", COUNTS)
 @pytest.mark.parametrize("value", [0, -3])
-def test_sizes_are_positive(key, value):
-    message = f"policy.{key}={value} must be positive and finite"
+def test_a_count_is_at_least_one(key, value):
+    message = f"policy.{key}={value} must be at least 1"
     assert refusal({"model_name": "tiny", key: value}) == message
     assert resolve(**{key: 1})[key] == 1
 
@@ -272,7 +273,7 @@ def test_a_budget_is_given_and_positive(section, key):
     missing = f"policy.{section}.{key} is not set: the tokens of a micro-batch"
     assert refusal(base) == missing
     base[section][key] = 0
-    assert refusal(base) == f"policy.{section}.{key}=0 must be positive and finite"
+    assert refusal(base) == f"policy.{section}.{key}=0 must be at least 1"
 
 
 @pytest.mark.parametrize("section", ["dtensor_cfg", "megatron_cfg"])

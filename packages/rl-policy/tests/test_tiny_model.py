@@ -1,14 +1,22 @@
 import pytest
 import torch
 from rl_policy.config import TinyModelSection
-from rl_policy.recipes.tiny_model import END, PAD, build_tiny_model, build_tokenizer
+from rl_policy.recipes.tiny_model import (
+    END,
+    PAD,
+    build_tiny_model,
+    build_tokenizer,
+    tiny_model_config,
+)
 from transformers import AutoModelForCausalLM, AutoTokenizer
+
+CONFIG = tiny_model_config(TinyModelSection(), max_sequence_length=32)
 
 
 @pytest.fixture(scope="module")
 def directory(tmp_path_factory):
     path = tmp_path_factory.mktemp("model") / "tiny"
-    build_tiny_model(path, sizes=TinyModelSection(), max_sequence_length=32, seed=3)
+    build_tiny_model(path, config=CONFIG, seed=3)
     return path
 
 
@@ -39,9 +47,7 @@ def test_the_seed_alone_decides_the_weights(directory, tmp_path):
     torch.manual_seed(99)
     before = torch.random.get_rng_state()
     for seed in (3, 4):
-        build_tiny_model(
-            tmp_path / str(seed), sizes=TinyModelSection(), max_sequence_length=32, seed=seed
-        )
+        build_tiny_model(tmp_path / str(seed), config=CONFIG, seed=seed)
     assert torch.equal(torch.random.get_rng_state(), before)
     first, same, other = (
         AutoModelForCausalLM.from_pretrained(path).state_dict()

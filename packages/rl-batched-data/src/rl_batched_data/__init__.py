@@ -1,16 +1,41 @@
 """A typed batch of tensors and lists: sharding, micro-batches and token log-probabilities."""
 
 from rl_batched_data.batched_data_dict import BatchedDataDict, SlicedDataDict
+from rl_batched_data.cost import SequenceCost
+from rl_batched_data.dynamic_batching import DynamicBatchingArgs
+from rl_batched_data.packed_sequences import PackedSequences
 from rl_batched_data.packed_tensor import PackedTensor
+from rl_batched_data.packers import SequencePacker, get_packer
+from rl_batched_data.packing_metrics import PackingMetrics
 from rl_batched_data.padding import pad_right, round_up, verify_right_padding
-from rl_batched_data.token_logprobs import token_logprobs
+from rl_batched_data.sequence_packing import SequencePackingArgs
+from rl_batched_data.shard_planning import BalancingArgs
+from rl_batched_data.token_logprobs import (
+    ScoringOptions,
+    TokenScores,
+    target_scores,
+    token_logprobs,
+    token_scores,
+)
 
 __all__ = [
+    "BalancingArgs",
     "BatchedDataDict",
+    "DynamicBatchingArgs",
+    "PackedSequences",
     "PackedTensor",
+    "PackingMetrics",
+    "ScoringOptions",
+    "SequenceCost",
+    "SequencePacker",
+    "SequencePackingArgs",
     "SlicedDataDict",
+    "TokenScores",
+    "get_packer",
     "pad_right",
     "round_up",
+    "target_scores",
     "token_logprobs",
+    "token_scores",
     "verify_right_padding",
 ]

@@ -2,25 +2,36 @@
 
 from __future__ import annotations
 
-from collections import UserDict
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any, Generic, Self, TypeVar
+from collections.abc import Iterator, Sequence
+from typing import Any, Generic, Self, TypeVar, overload
 
 import torch
-import torch.distributed as dist
 
 from rl_batched_data import columns
-from rl_batched_data.columns import Column
-from rl_batched_data.gathering import gather_columns
-from rl_batched_data.packed_tensor import PackedTensor
-from rl_batched_data.sharding import ShardPlan, balanced_bounds, check_positive, plan_shards
+from rl_batched_data.dynamic_batching import DynamicBatching, DynamicBatchingArgs
+from rl_batched_data.packed_sequences import PackedSequences
+from rl_batched_data.row_dict import RowDict
+from rl_batched_data.sequence_packing import SequencePacking, SequencePackingArgs
+from rl_batched_data.shard_planning import (
+    Balancing,
+    BalancingArgs,
+    ShardingOptions,
+    parse_options,
+    plan_batch,
+)
+from rl_batched_data.sharding import ShardPlan, balanced_bounds, check_positive
 
 SpecT = TypeVar("SpecT")
 
-_PLAN_ATTRIBUTES = ("elem_counts_per_gb", "micro_batch_indices", "micro_batch_lengths")
+_PLAN_ATTRIBUTES = (
+    "elem_counts_per_gb",
+    "micro_batch_indices",
+    "micro_batch_lengths",
+    "micro_batch_options",
+)
 
 
-class BatchedDataDict(UserDict[str, Any], Generic[SpecT]):
+class BatchedDataDict(RowDict, Generic[SpecT]):
     """A mapping of names to tensors, lists and `PackedTensor`s with one entry per row.
 
     The type parameter names the TypedDict of the keys: `BatchedDataDict[GenerationDatumSpec]`.
@@ -33,77 +44,6 @@ class BatchedDataDict(UserDict[str, Any], Generic[SpecT]):
         batch.size           -> 2
         batch.slice(1, 2)    -> SlicedDataDict(size=1, input_ids=int64[1, 2], text=list[1])
     """
-
-    def __setitem__(self, key: str, item: Any) -> None:
-        if not isinstance(item, torch.Tensor | list | PackedTensor):
-            raise TypeError(
-                f"{key!r} is a {type(item).__name__}, expected a tensor, a list or a PackedTensor"
-            )
-        super().__setitem__(key, item)
-
-    def __eq__(self, other: object) -> bool:
-        if not isinstance(other, BatchedDataDict):
-            return NotImplemented
-        theirs: dict[str, Column] = other.data
-        return self.keys() == theirs.keys() and all(
-            columns.equal(column, theirs[key]) for key, column in self.data.items()
-        )
-
-    __hash__ = None  # type: ignore[assignment]
-
-    def __repr__(self) -> str:
-        described = [f"{key}={columns.describe(column)}" for key, column in self.data.items()]
-        return f"{type(self).__name__}({', '.join([f'size={self.size}', *described])})"
-
-    def __reduce__(self) -> tuple[Callable[..., Any], tuple[Any, ...]]:
-        views = {key: columns.to_picklable_column(column) for key, column in self.data.items()}
-        return _rebuild, (type(self), views, self._plan_attributes())
-
-    def _plan_attributes(self) -> dict[str, Any]:
-        return {}
-
-    @property
-    def size(self) -> int:
-        """The number of rows; 0 without keys."""
-        return next((columns.num_rows(column) for column in self.data.values()), 0)
-
-    def check_sizes(self) -> None:
-        """Raise a `ValueError` that names keys and sizes, unless all entries have `size` rows."""
-        sizes = {key: columns.num_rows(column) for key, column in self.data.items()}
-        if len(set(sizes.values())) > 1:
-            raise ValueError(f"entries of a batch differ in their number of rows: {sizes}")
-
-    @classmethod
-    def from_batches(
-        cls,
-        batches: Sequence[Mapping[str, Any]],
-        pad_value_dict: Mapping[str, float] | None = None,
-    ) -> Self:
-        """Return the rows of all `batches`, in order; an empty batch when there are none.
-
-        Tensors with two or more axes are padded on the right, in every axis but the first, to the
-        widest of the batches.
-
-        Args:
-            batches: Batches, or plain dicts, with the same keys and dtypes.
-            pad_value_dict: The value to pad with per key; 0 where it names none.
-
-        Raises:
-            ValueError: Keys, kinds or dtypes differ; names the key.
-        """
-        if not batches:
-            return cls()
-        keys = list(batches[0])
-        for position, batch in enumerate(batches):
-            if odd := set(keys) ^ set(batch):
-                raise ValueError(f"batch {position} differs from batch 0 in the keys {sorted(odd)}")
-        pad_values = dict(pad_value_dict or {})
-        return cls(
-            {
-                key: columns.concat(key, [batch[key] for batch in batches], pad_values.get(key, 0))
-                for key in keys
-            }
-        )
 
     def slice(self, start: int, end: int) -> SlicedDataDict[SpecT]:
         """Return rows `start` to `end`, sharing the memory of their tensors.
@@ -128,69 +68,6 @@ class BatchedDataDict(UserDict[str, Any], Generic[SpecT]):
         return SlicedDataDict(
             self._map(lambda column: columns.clone(columns.slice_rows(column, start, end)))
         )
-
-    def select_indices(self, indices: Sequence[int] | torch.Tensor) -> BatchedDataDict[SpecT]:
-        """Return a copy of the rows at `indices`, in that order; an index may come repeatedly.
-
-        Raises:
-            ValueError: An index is not within the rows.
-        """
-        index = torch.as_tensor(indices, device="cpu").to(torch.int64)
-        outside = index[(index < 0) | (index >= self.size)]
-        if len(outside):
-            raise ValueError(f"index {int(outside[0])} is not within the {self.size} rows")
-        return BatchedDataDict(self._map(lambda column: columns.select_rows(column, index)))
-
-    def repeat_interleave(self, num_repeats: int) -> BatchedDataDict[SpecT]:
-        """Return every row `num_repeats` times in a row; what lists hold is copied deeply."""
-        return BatchedDataDict(self._map(lambda column: columns.repeat_rows(column, num_repeats)))
-
-    def reorder_data(self, order: Sequence[int]) -> Self:
-        """Put row `j` at position `order[j]`, in place, and return self.
-
-        With the `order` that `shard_by_batch_size` returned, this restores the caller's order. A
-        micro-batch plan does not survive it.
-
-        Raises:
-            ValueError: `order` is no permutation of the rows.
-        """
-        if sorted(order) != list(range(self.size)):
-            raise ValueError(
-                f"order, of {len(order)} numbers, is not a permutation of the {self.size} rows"
-            )
-        inverse = torch.empty(len(order), dtype=torch.int64)
-        inverse[torch.as_tensor(order, dtype=torch.int64)] = torch.arange(len(order))
-        self.data.update(self._map(lambda column: columns.select_rows(column, inverse)))
-        return self
-
-    def truncate_tensors(self, dim: int, truncated_len: int) -> None:
-        """Cut every tensor that has an axis `dim` to at most `truncated_len` there, in place.
-
-        Raises:
-            ValueError: `dim` is the batch axis.
-        """
-        if dim < 1:
-            raise ValueError(f"dim={dim} must be at least 1: axis 0 is the batch")
-        for key, column in self.data.items():
-            if isinstance(column, torch.Tensor) and column.ndim > dim:
-                self.data[key] = column.narrow(dim, 0, min(truncated_len, column.shape[dim]))
-
-    def to(self, device: torch.device | str, *, non_blocking: bool = False) -> Self:
-        """Move every tensor to `device` and return self."""
-        for key, column in self.data.items():
-            if not isinstance(column, list):
-                self.data[key] = column.to(device, non_blocking=non_blocking)
-        return self
-
-    def writable(self) -> Self:
-        """Return a copy that shares no memory and may be written to."""
-        copied = self.copy()
-        copied.data.update(self._map(columns.clone))
-        return copied
-
-    def get_dict(self) -> dict[str, Any]:
-        """Return a plain dict of the same values."""
-        return dict(self.data)
 
     def get_batch(self, batch_idx: int, batch_size: int) -> SlicedDataDict[SpecT]:
         """Return global batch `batch_idx`, the last of which may be short, without copying.
@@ -220,10 +97,49 @@ class BatchedDataDict(UserDict[str, Any], Generic[SpecT]):
         starts = range(0, self.size, micro_batch_size)
         return (self.slice(low, min(low + micro_batch_size, self.size)) for low in starts)
 
+    # Calls without any of the three are the first overload's, the rest are the second's.
+    @overload
+    def shard_by_batch_size(  # pyright: ignore[reportOverlappingOverload]
+        self,
+        shards: int,
+        batch_size: int | None = None,
+        allow_uneven_shards: bool = False,
+        dynamic_batching_args: None = None,
+        sequence_packing_args: None = None,
+        *,
+        balancing_args: None = None,
+        rows_per_group: int = 1,
+    ) -> list[SlicedDataDict[SpecT]]: ...
+
+    @overload
     def shard_by_batch_size(
-        self, shards: int, batch_size: int | None = None, allow_uneven_shards: bool = False
-    ) -> list[SlicedDataDict[SpecT]]:
+        self,
+        shards: int,
+        batch_size: int | None = None,
+        allow_uneven_shards: bool = False,
+        dynamic_batching_args: DynamicBatchingArgs | None = None,
+        sequence_packing_args: SequencePackingArgs | None = None,
+        *,
+        balancing_args: BalancingArgs | None = None,
+        rows_per_group: int = 1,
+    ) -> tuple[list[SlicedDataDict[SpecT]], list[int]]: ...
+
+    def shard_by_batch_size(
+        self,
+        shards: int,
+        batch_size: int | None = None,
+        allow_uneven_shards: bool = False,
+        dynamic_batching_args: DynamicBatchingArgs | None = None,
+        sequence_packing_args: SequencePackingArgs | None = None,
+        *,
+        balancing_args: BalancingArgs | None = None,
+        rows_per_group: int = 1,
+    ) -> list[SlicedDataDict[SpecT]] | tuple[list[SlicedDataDict[SpecT]], list[int]]:
         """Return the rows of each shard: a part of every global batch, in the order of those.
+
+        Without further arguments the parts are consecutive rows. `dynamic_batching_args`,
+        `sequence_packing_args` and `balancing_args`, of which at most one is given, change the
+        order of the rows; the new order is then returned too, and `reorder_data` takes it back.
 
         Example, rows [0..7], shards=2, batch_size=4:
             [0, 1, 4, 5] and [2, 3, 6, 7]
@@ -233,51 +149,54 @@ class BatchedDataDict(UserDict[str, Any], Generic[SpecT]):
             batch_size: Rows of a global batch; the whole batch when None.
             allow_uneven_shards: Take any number of rows. The parts of a global batch then differ
                 by at most one row, and may be empty: 9 rows over 8 shards are 2,1,1,1,1,1,1,1.
+                Dynamic batching and packing always do.
+            dynamic_batching_args: Plan micro-batches under a budget of padded tokens, see
+                `plan_dynamic_shards`.
+            sequence_packing_args: Plan micro-batches of concatenated sequences, see
+                `plan_packed_shards`.
+            balancing_args: Balance the rows over the shards by their cost.
+            rows_per_group: Consecutive rows that stay on one shard and in one micro-batch.
+
+        Returns:
+            The shards, and where the order changed, the shards and the rows of all shards, one
+            shard after the other.
 
         Raises:
-            ValueError: The entries differ in size, or the numbers do not divide.
+            ValueError: Entries differ in size, a key is missing, or numbers are out of range or do
+                not divide; before any tensor is touched.
         """
         self.check_sizes()
-        plans = plan_shards(
+        options = parse_options(
+            dynamic_batching_args=dynamic_batching_args,
+            sequence_packing_args=sequence_packing_args,
+            balancing_args=balancing_args,
+        )
+        plans = plan_batch(
+            self.data,
             self.size,
             shards=shards,
             batch_size=batch_size,
             allow_uneven_shards=allow_uneven_shards,
+            options=options,
+            rows_per_group=rows_per_group,
         )
-        return [self._apply(plan) for plan in plans]
+        parts = [self._apply(plan, options) for plan in plans]
+        if options is None:
+            return parts
+        return parts, [row for plan in plans for row in plan.rows]
 
-    def all_gather(
-        self,
-        group: dist.ProcessGroup | None = None,
-        pad_value_dict: Mapping[str, float] | None = None,
-    ) -> BatchedDataDict[SpecT]:
-        """Return the rows of all ranks of `group`, in rank order, on every rank.
-
-        Ranks may differ in their number of rows and in widths, see `from_batches`.
-
-        Args:
-            group: The ranks that take part; the default group when None. Tensors lie on a device
-                that its backend can send from.
-            pad_value_dict: The value to pad with per key; 0 where it names none.
-        """
-        parts = gather_columns(self.data, group)
-        return BatchedDataDict[SpecT].from_batches(parts, pad_value_dict)
-
-    def _map(self, operation: Callable[[Column], Column]) -> dict[str, Column]:
-        self.check_sizes()
-        return {key: operation(column) for key, column in self.data.items()}
-
-    def _apply(self, plan: ShardPlan) -> SlicedDataDict[SpecT]:
-        rows = plan.rows
-        if rows == list(range(rows[0], rows[0] + len(rows)) if rows else []):
-            start = rows[0] if rows else 0
-            entries = self._map(lambda column: columns.slice_rows(column, start, start + len(rows)))
+    def _apply(self, plan: ShardPlan, options: ShardingOptions | None) -> SlicedDataDict[SpecT]:
+        start = plan.rows[0] if plan.rows else 0
+        end = start + len(plan.rows)
+        if plan.rows == list(range(start, end)):
+            shard = self.slice(start, end)
         else:
-            index = torch.tensor(rows, dtype=torch.int64)
-            entries = self._map(lambda column: columns.select_rows(column, index))
-        shard: SlicedDataDict[SpecT] = SlicedDataDict(entries)
-        for name in _PLAN_ATTRIBUTES:
-            setattr(shard, name, getattr(plan, name))
+            index = torch.tensor(plan.rows, dtype=torch.int64)
+            shard = SlicedDataDict[SpecT](self._map(lambda c: columns.select_rows(c, index)))
+        shard.elem_counts_per_gb = plan.elem_counts_per_gb
+        shard.micro_batch_indices = plan.micro_batch_indices
+        shard.micro_batch_lengths = plan.micro_batch_lengths
+        shard.micro_batch_options = None if isinstance(options, Balancing) else options
         return shard
 
 
@@ -293,8 +212,10 @@ class SlicedDataDict(BatchedDataDict[SpecT]):
     """Per global batch, `[start, end)` of each micro-batch, counted from that global batch."""
     micro_batch_lengths: list[list[int]] | None = None
     """Per global batch, the width (dynamic) or the tokens (packed) of each micro-batch."""
+    micro_batch_options: DynamicBatching | SequencePacking | None = None
+    """What the micro-batches were planned with."""
 
-    def _plan_attributes(self) -> dict[str, Any]:
+    def _own_attributes(self) -> dict[str, Any]:
         return {name: getattr(self, name) for name in _PLAN_ATTRIBUTES}
 
     def reorder_data(self, order: Sequence[int]) -> Self:
@@ -309,12 +230,13 @@ class SlicedDataDict(BatchedDataDict[SpecT]):
 
         Args:
             batch_idx: Which one, from 0.
-            batch_size: Rows of a global batch; None follows the plan.
+            batch_size: Rows of a global batch, where no micro-batches are planned; None follows
+                the plan.
 
         Raises:
             ValueError: There is no such global batch, or neither a plan nor a `batch_size`.
         """
-        if batch_size is not None:
+        if batch_size is not None and self.micro_batch_indices is None:
             return super().get_batch(batch_idx, batch_size)
         counts = self.elem_counts_per_gb
         if counts is None:
@@ -324,13 +246,77 @@ class SlicedDataDict(BatchedDataDict[SpecT]):
         start = sum(counts[:batch_idx])
         batch = self.slice(start, start + counts[batch_idx])
         batch.elem_counts_per_gb = [counts[batch_idx]]
+        if self.micro_batch_indices is not None and self.micro_batch_lengths is not None:
+            batch.micro_batch_indices = [self.micro_batch_indices[batch_idx]]
+            batch.micro_batch_lengths = [self.micro_batch_lengths[batch_idx]]
+            batch.micro_batch_options = self.micro_batch_options
         return batch
 
+    def make_microbatch_iterator_with_dynamic_shapes(self) -> Iterator[SlicedDataDict[SpecT]]:
+        """Yield the planned micro-batches, each cut or zero-padded to its planned width.
 
-def _rebuild(
-    cls: type[BatchedDataDict[Any]], views: dict[str, Any], plan: dict[str, Any]
-) -> BatchedDataDict[Any]:
-    batch = cls({key: columns.from_picklable_column(view) for key, view in views.items()})
-    for name, value in plan.items():
-        setattr(batch, name, value)
-    return batch
+        Entries are as wide as `input_key` was, or stay as they are. A micro-batch has no rows only
+        where a shard has fewer rows than micro-batches.
+
+        Raises:
+            ValueError: The batch was not sharded with `dynamic_batching_args`.
+        """
+        options = self.micro_batch_options
+        if not isinstance(options, DynamicBatching):
+            raise ValueError("the batch carries no plan of dynamic micro-batches")
+        return (
+            micro_batch.fit_width(options.input_key, length)
+            for micro_batch, length in self._planned()
+        )
+
+    def make_microbatch_iterator_for_packable_sequences(self) -> Iterator[SlicedDataDict[SpecT]]:
+        """Yield the rows of each planned bin; `packed_sequences` of them says how to concatenate.
+
+        Raises:
+            ValueError: The batch was not sharded with `sequence_packing_args`.
+        """
+        if not isinstance(self.micro_batch_options, SequencePacking):
+            raise ValueError("the batch carries no plan of packed micro-batches")
+        return (micro_batch for micro_batch, _ in self._planned())
+
+    def packed_sequences(self) -> PackedSequences:
+        """Return the layout of this packed micro-batch, padded as planned.
+
+        Raises:
+            ValueError: The batch is not one packed micro-batch.
+        """
+        options, lengths = self.micro_batch_options, self.micro_batch_lengths
+        if not isinstance(options, SequencePacking) or lengths is None or len(lengths[0]) != 1:
+            raise ValueError("the batch is not one packed micro-batch")
+        return PackedSequences.of(
+            self[options.input_lengths_key],
+            self[options.input_key].shape[1],
+            pad_multiple=options.sequence_length_pad_multiple,
+            total_length=lengths[0][0],
+        )
+
+    def fit_width(self, input_key: str, width: int) -> SlicedDataDict[SpecT]:
+        """Return the batch with all entries that are as wide as `input_key` made `width` wide.
+
+        They are cut, or padded with zeros.
+        """
+        given = self[input_key].shape[1]
+        return SlicedDataDict(
+            self._map(lambda column: columns.fit_width(column, given=given, width=width))
+        )
+
+    def _planned(self) -> Iterator[tuple[SlicedDataDict[SpecT], int]]:
+        assert self.elem_counts_per_gb is not None, "a plan counts its rows"
+        for batch_idx in range(len(self.elem_counts_per_gb)):
+            batch = self.get_batch(batch_idx)
+            assert batch.micro_batch_indices is not None, "a plan has micro-batches"
+            assert batch.micro_batch_lengths is not None, "a plan has micro-batches"
+            for (start, end), length in zip(
+                batch.micro_batch_indices[0], batch.micro_batch_lengths[0], strict=True
+            ):
+                micro_batch = batch.slice(start, end)
+                micro_batch.elem_counts_per_gb = [end - start]
+                micro_batch.micro_batch_indices = [[[0, end - start]]]
+                micro_batch.micro_batch_lengths = [[length]]
+                micro_batch.micro_batch_options = self.micro_batch_options
+                yield micro_batch, length

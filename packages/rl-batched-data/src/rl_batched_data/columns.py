@@ -12,6 +12,7 @@ from typing import Any, TypeAlias, cast
 import torch
 
 from rl_batched_data.packed_tensor import PackedTensor
+from rl_batched_data.padding import pad_right
 from rl_batched_data.tensor_pickling import TensorView, from_picklable, to_picklable
 
 Column: TypeAlias = torch.Tensor | list[Any] | PackedTensor
@@ -38,6 +39,13 @@ def select_rows(column: Column, index: torch.Tensor) -> Column:
     if isinstance(column, PackedTensor):
         return column.slice(index)
     return [column[i] for i in cast(list[int], index.tolist())]
+
+
+def fit_width(column: Column, *, given: int, width: int) -> Column:
+    """Return a tensor whose second axis is `given` wide cut or zero-padded to `width` there."""
+    if not isinstance(column, torch.Tensor) or column.ndim < 2 or column.shape[1] != given:
+        return column
+    return pad_right(column.narrow(1, 0, min(width, given)), width)
 
 
 def repeat_rows(column: Column, num_repeats: int) -> Column:

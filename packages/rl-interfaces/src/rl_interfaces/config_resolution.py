@@ -70,14 +70,13 @@ GENERATION_DEFAULTS: dict[str, Any] = {
 }
 """The defaults of the section `generation`, where there is one."""
 
-_POSITIVE = (
+_COUNTS = (
     "train_global_batch_size",
     "train_micro_batch_size",
     "logprob_batch_size",
     "generation_batch_size",
     "make_sequence_length_divisible_by",
     "max_total_sequence_length",
-    "timeout_s",
 )
 _NOT_NEGATIVE = ("learning_rate", "max_grad_norm")
 _PRECISIONS = ("float32", "bfloat16", "float16")
@@ -210,8 +209,10 @@ def _optimizer_arguments(given: dict[str, Any]) -> Iterator[tuple[str, dict[str,
 
 
 def _check_values(config: Mapping[str, Any], *, path: str) -> None:
-    for key in _POSITIVE:
-        _check_positive(config, key, path=path)
+    for key in _COUNTS:
+        _check_count(config, key, path=path)
+    if not 0 < config["timeout_s"] < math.inf:
+        raise ValueError(f"{path}.timeout_s={config['timeout_s']} must be positive and finite")
     for key in _NOT_NEGATIVE:
         if key in config and not 0 <= config[key] < math.inf:
             raise ValueError(f"{path}.{key}={config[key]} must not be negative or infinite")
@@ -233,7 +234,7 @@ def _check_parallel_sizes(section: Mapping[str, Any], *, path: str) -> None:
         return
     for key in section:
         if key.endswith("_parallel_size"):
-            _check_positive(section, key, path=path)
+            _check_count(section, key, path=path)
 
 
 def _check_budgets(section: Mapping[str, Any], *, path: str) -> None:
@@ -243,12 +244,12 @@ def _check_budgets(section: Mapping[str, Any], *, path: str) -> None:
         if key not in section:
             raise ValueError(f"{path}.{key} is not set: the tokens of a micro-batch")
     for key in ("train_mb_tokens", "logprob_mb_tokens", "sequence_length_round"):
-        _check_positive(section, key, path=path)
+        _check_count(section, key, path=path)
 
 
 def _check_generation(generation: Mapping[str, Any], *, path: str) -> None:
     for key in ("max_new_tokens", "top_k"):
-        _check_positive(generation, key, path=path)
+        _check_count(generation, key, path=path)
     if not 0 <= generation["temperature"] < math.inf:
         raise ValueError(
             f"{path}.temperature={generation['temperature']} must not be negative or infinite"
@@ -263,6 +264,6 @@ def _check_generation(generation: Mapping[str, Any], *, path: str) -> None:
         )
 
 
-def _check_positive(section: Mapping[str, Any], key: str, *, path: str) -> None:
-    if key in section and not 0 < section[key] < math.inf:
-        raise ValueError(f"{path}.{key}={section[key]} must be positive and finite")
+def _check_count(section: Mapping[str, Any], key: str, *, path: str) -> None:
+    if key in section and section[key] < 1:
+        raise ValueError(f"{path}.{key}={section[key]} must be at least 1")

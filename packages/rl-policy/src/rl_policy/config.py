@@ -40,15 +40,16 @@ BUILTIN_RUN: dict[str, Any] = {
         "logprob_batch_size": 256,
         "generation_batch_size": 256,
         "max_total_sequence_length": 32,
-        "optimizer": {"kwargs": {"lr": 5.0e-4}},
-        "generation": {"max_new_tokens": 5},
+        "optimizer": {"kwargs": {"lr": 2.0e-4}},
+        "generation": {"max_new_tokens": 6},
     },
     "sft": {
-        "steps": 1500,
-        "stop_pass_rate": 0.95,
+        "steps": 1000,
+        "eval_every": 25,
+        "stop_pass_rate": 0.9,
         "policy": {"optimizer": {"kwargs": {"lr": 2.0e-3}}},
     },
-    "grpo": {"steps": 100, "prompts_per_step": 64, "samples_per_prompt": 8},
+    "grpo": {"steps": 60, "prompts_per_step": 64, "samples_per_prompt": 8},
 }
 
 
@@ -89,19 +90,19 @@ class TinyModelSection(Section):
 
 
 class DataSection(Section):
-    """The problems: the user's own, or additions that are made here."""
+    """The problems: the user's own, or doublings that are made here."""
 
     path: str | None = None
-    """JSON lines with the texts `prompt` and `answer`. null: additions."""
+    """JSON lines with the texts `prompt` and `answer`. null: doublings."""
     heldout_path: str | None = None
     """The same, for problems that are only evaluated. null: taken out of the others."""
     num_heldout: int = Field(default=256, ge=1)
     """Problems that accuracy is measured on, and that are never trained on."""
     num_validation: int = Field(default=256, ge=1)
     """Problems that say when the supervised part is done. Taken out only where that asks for it."""
-    max_operand: int = Field(default=99, ge=9)
-    """Largest number that is added in the problems made here."""
-    careless_share: float = Field(default=0.7, ge=0, le=1)
+    max_number: int = Field(default=9999, ge=9)
+    """Largest number that is doubled in the problems made here."""
+    careless_share: float = Field(default=0.6, ge=0, le=1)
     """Share of the demonstrations made here that forget to carry. GRPO has to find out."""
     use_chat_template: bool = False
     """Put each prompt as a user's message through the tokenizer's chat template."""
@@ -209,6 +210,7 @@ class RunConfig(Section):
     @model_validator(mode="after")
     def _check(self) -> RunConfig:
         self.sft_policy()
+        _check_tokenizer(self)
         _check_sizes(self)
         _check_sampling(self)
         return self
@@ -231,6 +233,15 @@ class RunConfig(Section):
     def sft_policy(self) -> dict[str, Any]:
         """Return the complete section `policy` of the supervised part."""
         return resolve_policy(merge_policy(self.policy, self.sft.policy), path="sft.policy")
+
+
+def _check_tokenizer(config: RunConfig) -> None:
+    name = config.policy["tokenizer"]["name"]
+    if config.has_builtin_model and name != BUILTIN_MODEL:
+        raise ValueError(
+            f"policy.tokenizer.name={name!r} contradicts policy.model_name={BUILTIN_MODEL!r}: "
+            "the model that is built here has its own tokenizer"
+        )
 
 
 def _check_sizes(config: RunConfig) -> None:

@@ -48,6 +48,26 @@ def parse_run_config(given: Mapping[str, Any]) -> RunConfig:
         raise ValueError(_describe(error)) from None
 
 
+def override_resumed(config: RunConfig, overrides: Sequence[str]) -> RunConfig:
+    """Return the configuration of a run that goes on, with what may change without consequences.
+
+    Args:
+        config: Of the run.
+        overrides: `section.key=value`; `grpo.steps`, `sft.steps` and `checkpoint.*`.
+
+    Raises:
+        ValueError: Another key, or a wrong value.
+    """
+    for override in overrides:
+        key = override.partition("=")[0]
+        if key not in ("grpo.steps", "sft.steps") and not key.startswith("checkpoint."):
+            raise ValueError(
+                f"{key} cannot change in a run that goes on: only grpo.steps, sft.steps and "
+                "checkpoint.* can"
+            )
+    return parse_run_config(merge_sections(config.model_dump(), parse_overrides(overrides)))
+
+
 def read_yaml(path: Path) -> dict[str, Any]:
     """Return the mapping that a YAML file holds.
 

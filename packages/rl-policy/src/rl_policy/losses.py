@@ -8,14 +8,14 @@ batch. So do the metrics, which are numbers of the global batch once they are ad
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, ClassVar
 
 import torch
 from rl_interfaces import LossInput, LossType
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
+@dataclass(kw_only=True, slots=True)
 class ClippedPGLoss:
     """The clipped policy-gradient loss of PPO, with the terms that GRPO and its successors add.
 
@@ -168,14 +168,14 @@ class ClippedPGLoss:
         _require(data, reasons, loss=type(self).__name__)
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
+@dataclass(kw_only=True, slots=True)
 class NLLLoss:
     """The negative log-likelihood of the target tokens, the loss of supervised fine-tuning.
 
     The batch holds `token_mask` `[batch, seq]` and `sample_mask` `[batch]`.
     """
 
-    loss_type: ClassVar[LossType] = LossType.TOKEN_LEVEL
+    loss_type: LossType = field(default=LossType.TOKEN_LEVEL, init=False)
     input_type: ClassVar[LossInput] = LossInput.LOGPROBS
 
     def __call__(

@@ -1,4 +1,4 @@
-"""The built-in task: sums of two numbers, with demonstrations that often forget to carry."""
+"""The built-in task: doubling a number, with demonstrations that often forget to carry."""
 
 from __future__ import annotations
 
@@ -11,61 +11,52 @@ DEMONSTRATIONS_PER_PROBLEM = 4
 
 
 def arithmetic_problems(
-    *, max_operand: int, num_heldout: int, num_validation: int, careless_share: float, seed: int
+    *, max_number: int, num_heldout: int, num_validation: int, careless_share: float, seed: int
 ) -> ProblemSets:
-    """Return all sums of two numbers up to `max_operand`, divided at random.
+    """Return the doublings of all numbers up to `max_number`, divided at random.
 
-    A sum and its mirror (`3+5=` and `5+3=`) always stand in the same set, so that none that is
-    measured has been trained on the other way round. What is measured holds one of the two.
+    Each number stands in one set. The right answer takes a rule that covers all of them: a digit of
+    it depends on one digit of the number, and on whether the next one carries.
 
     Example:
-        Problem("27+35=", "62")
+        Problem("2*3478=", "6956")
 
     Args:
-        max_operand: Largest number that is added.
+        max_number: Largest number that is doubled.
         num_heldout: Problems to measure accuracy on.
         num_validation: Problems to stop the supervised part by.
-        careless_share: Share of the demonstrations that forget to carry, see `careless_sum`.
+        careless_share: Share of the demonstrations that forget to carry, see `careless_double`.
         seed: Of the division.
 
     Raises:
-        ValueError: There are too few sums; the message names keys and numbers.
+        ValueError: There are too few numbers; the message names keys and numbers.
     """
-    pairs = [(a, b) for a in range(max_operand + 1) for b in range(a, max_operand + 1)]
+    numbers = list(range(max_number + 1))
     num_measured = num_heldout + num_validation
-    if num_measured >= len(pairs):
+    if num_measured >= len(numbers):
         raise ValueError(
-            f"data.max_operand={max_operand} gives {len(pairs)} pairs of numbers: data.num_heldout="
+            f"data.max_number={max_number} gives {len(numbers)} problems: data.num_heldout="
             f"{num_heldout} and data.num_validation={num_validation} leave none to train on"
         )
     generator = random.Random(f"{seed}/arithmetic")
-    generator.shuffle(pairs)
-    measured = [_sum(*generator.sample(pair, 2)) for pair in pairs[:num_measured]]
-    ordered = [order for a, b in pairs[num_measured:] for order in dict.fromkeys([(a, b), (b, a)])]
+    generator.shuffle(numbers)
+    train = numbers[num_measured:]
     return ProblemSets(
-        train=tuple(_sum(a, b) for a, b in ordered),
-        heldout=tuple(measured[:num_heldout]),
-        validation=tuple(measured[num_heldout:]),
+        train=tuple(_problem(number) for number in train),
+        heldout=tuple(_problem(number) for number in numbers[:num_heldout]),
+        validation=tuple(_problem(number) for number in numbers[num_heldout:num_measured]),
         demonstrations=tuple(
-            _demonstration(a, b, is_careless=generator.random() < careless_share)
-            for a, b in ordered
+            _problem(number, is_careless=generator.random() < careless_share)
+            for number in train
             for _ in range(DEMONSTRATIONS_PER_PROBLEM)
         ),
     )
 
 
-def careless_sum(a: int, b: int) -> int:
-    """Return the sum of someone who forgets to carry: 27 + 35 gives 52."""
-    total, place = 0, 1
-    while a or b:
-        total += (a % 10 + b % 10) % 10 * place
-        a, b, place = a // 10, b // 10, place * 10
-    return total
+def careless_double(number: int) -> int:
+    """Return the double by someone who forgets to carry: 3478 gives 6846, not 6956."""
+    return int("".join(str(2 * int(digit) % 10) for digit in str(number)))
 
 
-def _demonstration(a: int, b: int, *, is_careless: bool) -> Problem:
-    return Problem(f"{a}+{b}=", str(careless_sum(a, b) if is_careless else a + b))
-
-
-def _sum(a: int, b: int) -> Problem:
-    return Problem(f"{a}+{b}=", str(a + b))
+def _problem(number: int, *, is_careless: bool = False) -> Problem:
+    return Problem(f"2*{number}=", str(careless_double(number) if is_careless else 2 * number))

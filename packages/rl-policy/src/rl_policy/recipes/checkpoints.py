@@ -23,12 +23,14 @@ class RunState:
         data_position: Problems drawn.
         accuracy: Measured after that step, by which the best checkpoint is known.
         best_accuracy: The best up to then.
+        is_done: Whether no step follows, whatever the configuration says.
     """
 
-    step: int
-    data_position: int
-    accuracy: float
-    best_accuracy: float
+    step: int = 0
+    data_position: int = 0
+    accuracy: float = 0.0
+    best_accuracy: float = 0.0
+    is_done: bool = False
 
 
 @dataclass(frozen=True, slots=True)

@@ -22,7 +22,7 @@ class GrpoMetrics:
 
     Attributes:
         step: The step.
-        reward_mean: Mean reward of the samples.
+        reward_mean: Mean reward of the samples; at step 0, of one per held-out problem.
         accuracy: Share of the held-out problems that greedy decoding solves after the step.
         loss: Mean over the optimizer steps.
         grad_norm: The same, before clipping.
@@ -50,6 +50,10 @@ class GrpoMetrics:
     train_s: float | None = None
     refit_s: float = 0.0
 
+    def headline(self) -> dict[str, float | None]:
+        """Return what a progress bar shows."""
+        return {"reward": self.reward_mean, "accuracy": self.accuracy}
+
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class SftMetrics:
@@ -72,6 +76,10 @@ class SftMetrics:
     grad_norm: float | None = None
     tokens_per_s: float | None = None
     step_s: float | None = None
+
+    def headline(self) -> dict[str, float | None]:
+        """Return what a progress bar shows."""
+        return {"loss": self.loss, "accuracy": self.accuracy, "pass rate": self.pass_rate}
 
 
 class MetricsLog(AbstractContextManager["MetricsLog"]):

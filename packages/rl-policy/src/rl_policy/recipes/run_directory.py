@@ -28,16 +28,23 @@ class RunDirectory:
         self.tiny_model = path / "tiny_model"
         self.warm_up = path / "warm_up"
 
+    def require_new(self) -> None:
+        """Raise `ValueError` if the directory exists."""
+        if self.path.exists():
+            raise ValueError(f"the run directory {self.path} exists, and is not overwritten")
+
     def create(self, config: RunConfig) -> None:
         """Create the directory, with the configuration in it.
 
         Raises:
             ValueError: It exists.
         """
-        try:
-            self.path.mkdir(parents=True)
-        except FileExistsError:
-            raise ValueError(f"the run directory {self.path} exists") from None
+        self.require_new()
+        self.path.mkdir(parents=True)
+        self.write_config(config)
+
+    def write_config(self, config: RunConfig) -> None:
+        """Write the configuration."""
         write_durably(self.config, render_run_config(config))
 
     def read_config(self) -> RunConfig:

@@ -35,21 +35,16 @@ def build_tokenizer() -> PreTrainedTokenizerFast:
     )
 
 
-def build_tiny_model(
-    path: Path, *, sizes: TinyModelSection, max_sequence_length: int, seed: int
-) -> None:
-    """Write a Hugging Face directory: a Qwen2 with random weights in float32, and its tokenizer.
+def tiny_model_config(sizes: TinyModelSection, *, max_sequence_length: int) -> Qwen2Config:
+    """Return the shape of the tiny model.
 
     Args:
-        path: The directory, which is created.
-        sizes: The shape of the model.
+        sizes: The user's part of it.
         max_sequence_length: Most tokens of a sequence.
-        seed: Of the weights; the process's random state is left as it is.
     """
-    tokenizer = build_tokenizer()
     num_heads = sizes.hidden_size // sizes.head_size
-    config = Qwen2Config(
-        vocab_size=len(tokenizer),
+    return Qwen2Config(
+        vocab_size=len(build_tokenizer()),
         hidden_size=sizes.hidden_size,
         intermediate_size=sizes.intermediate_size,
         num_hidden_layers=sizes.num_layers,
@@ -63,8 +58,18 @@ def build_tiny_model(
         bos_token_id=None,
         dtype=torch.float32,
     )
+
+
+def build_tiny_model(path: Path, *, config: Qwen2Config, seed: int) -> None:
+    """Write a Hugging Face directory: a Qwen2 with random weights in float32, and its tokenizer.
+
+    Args:
+        path: The directory, which is created.
+        config: The shape.
+        seed: Of the weights; the process's random state is left as it is.
+    """
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
         model = Qwen2ForCausalLM(config)
     model.save_pretrained(path)
-    tokenizer.save_pretrained(path)
+    build_tokenizer().save_pretrained(path)

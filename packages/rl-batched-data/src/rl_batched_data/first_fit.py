@@ -1,0 +1,187 @@
+"""First-fit bin packing in O(n log n): each sequence goes to the first bin that has room for it.
+
+Functions take lengths that lie in 1..capacity and return bins of indices into them.
+"""
+
+from __future__ import annotations
+
+import random
+from bisect import bisect_right
+from collections.abc import Sequence
+from itertools import groupby
+
+Bins = list[list[int]]
+
+
+class _Bins:
+    """Bins under first fit: a tree over their free room finds the first that is roomy enough.
+
+    Node `i` holds the most free room below it, its children are `2i` and `2i + 1`, and the leaves
+    are the bins. Bins not yet opened are there already, as empty ones on the right.
+    """
+
+    def __init__(self, capacity: int, total: int, count: int) -> None:
+        # First fit leaves no two bins half empty, so it opens fewer than 2 * total / capacity + 1.
+        most = min(count, 2 * total // capacity + 1)
+        self._first_leaf = 1 << (most - 1).bit_length()
+        self._room = [capacity] * (2 * self._first_leaf)
+        self.bins: Bins = []
+
+    def place(self, length: int, indices: list[int]) -> None:
+        """Put equally long sequences, one after the other, into the first bins with room."""
+        room, first_leaf = self._room, self._first_leaf
+        placed = 0
+        while placed < len(indices):
+            node = 1
+            while node < first_leaf:
+                node *= 2
+                if room[node] < length:
+                    node += 1
+            number = node - first_leaf
+            if number == len(self.bins):
+                self.bins.append([])
+            fitting = indices[placed : placed + room[node] // length]
+            self.bins[number].extend(fitting)
+            placed += len(fitting)
+            self._shrink(node, length * len(fitting))
+
+    def _shrink(self, node: int, tokens: int) -> None:
+        room = self._room
+        room[node] -= tokens
+        node //= 2
+        while node:
+            left, right = room[2 * node], room[2 * node + 1]
+            most = left if left > right else right
+            if room[node] == most:
+                return
+            room[node] = most
+            node //= 2
+
+
+def decreasing(lengths: Sequence[int]) -> list[int]:
+    """Return the indices of `lengths`, longest first, ties in their own order."""
+    return sorted(range(len(lengths)), key=lengths.__getitem__, reverse=True)
+
+
+def first_fit_decreasing(lengths: Sequence[int], capacity: int) -> Bins:
+    """Return first-fit bins of the sequences taken longest first.
+
+    At most 11/9 of the optimum plus 6/9 (Dosa 2007, doi:10.1007/978-3-540-74450-4_1).
+    """
+    return _first_fit(lengths, decreasing(lengths), capacity)
+
+
+def first_fit_shuffle(lengths: Sequence[int], capacity: int, *, seed: int) -> Bins:
+    """Return first-fit bins of the sequences taken in a random order that `seed` fixes."""
+    order = list(range(len(lengths)))
+    random.Random(seed).shuffle(order)
+    return _first_fit(lengths, order, capacity)
+
+
+def concatenative(lengths: Sequence[int], capacity: int) -> Bins:
+    """Return bins of consecutive sequences; one that has no room left closes its bin."""
+    bins: Bins = []
+    room = 0
+    for index, length in enumerate(lengths):
+        if length > room:
+            bins.append([])
+            room = capacity
+        bins[-1].append(index)
+        room -= length
+    return bins
+
+
+def modified_first_fit_decreasing(lengths: Sequence[int], capacity: int) -> Bins:
+    """Return bins in which medium and small sequences fill what the large ones leave.
+
+    At most 71/60 of the optimum plus 1 (Johnson and Garey 1985,
+    doi:10.1016/0885-064X(85)90022-6). Large is more than half the capacity, medium more than a
+    third, small more than a sixth.
+    """
+    order = decreasing(lengths)
+    large = [i for i in order if 2 * lengths[i] > capacity]
+    rest = _Sorted(lengths, [i for i in order if 2 * lengths[i] <= capacity])
+    bins: Bins = [[i] for i in large]
+    room = [capacity - lengths[i] for i in large]
+
+    def put(number: int, index: int) -> None:
+        bins[number].append(index)
+        room[number] -= lengths[index]
+
+    for number in range(len(bins)):
+        medium = rest.take_largest(at_most=room[number], above=capacity / 3)
+        if medium is not None:
+            put(number, medium)
+    without_medium = [number for number in reversed(range(len(bins))) if len(bins[number]) == 1]
+    for number in without_medium:
+        pair = rest.smallest_two(above=capacity / 6, at_most=capacity / 3)
+        if pair and lengths[pair[0]] + lengths[pair[1]] <= room[number]:
+            rest.take(pair[0])
+            put(number, pair[0])
+            largest = rest.take_largest(at_most=min(room[number], capacity / 3))
+            assert largest is not None, "the second smallest fits beside the smallest"
+            put(number, largest)
+    for number in range(len(bins)):
+        while (index := rest.take_largest(at_most=room[number])) is not None:
+            put(number, index)
+    return bins + _first_fit(lengths, rest.left(), capacity)
+
+
+class _Sorted:
+    """Sequences by length, from which the largest below a limit is taken in O(log n)."""
+
+    def __init__(self, lengths: Sequence[int], descending: list[int]) -> None:
+        self._indices = descending[::-1]
+        self._lengths = [lengths[i] for i in self._indices]
+        self._position = {index: position for position, index in enumerate(self._indices)}
+        # The nearest position at or below that is not taken, shifted by one; 0 is the end.
+        self._below = list(range(len(self._indices) + 1))
+        self._above = list(range(len(self._indices) + 1))
+
+    def take_largest(self, *, at_most: float, above: float = 0) -> int | None:
+        """Remove and return the longest sequence within the limits, or None."""
+        position = _follow(self._below, bisect_right(self._lengths, at_most)) - 1
+        if position < 0 or self._lengths[position] <= above:
+            return None
+        index = self._indices[position]
+        self.take(index)
+        return index
+
+    def smallest_two(self, *, above: float, at_most: float) -> list[int] | None:
+        """Return the two shortest sequences within the limits, or None if there are no two."""
+        first = _follow(self._above, bisect_right(self._lengths, above))
+        if first >= len(self._indices):
+            return None
+        second = _follow(self._above, first + 1)
+        if second >= len(self._indices) or self._lengths[second] > at_most:
+            return None
+        return [self._indices[first], self._indices[second]]
+
+    def take(self, index: int) -> None:
+        """Remove a sequence."""
+        position = self._position.pop(index)
+        self._below[position + 1] = position
+        self._above[position] = position + 1
+
+    def left(self) -> list[int]:
+        """Return what has not been taken, longest first."""
+        return [index for index in reversed(self._indices) if index in self._position]
+
+
+def _follow(links: list[int], start: int) -> int:
+    """Return where the links from `start` end, and shorten the way there."""
+    end = start
+    while links[end] != end:
+        end = links[end]
+    while links[start] != end:
+        links[start], start = end, links[start]
+    return end
+
+
+def _first_fit(lengths: Sequence[int], order: list[int], capacity: int) -> Bins:
+    if not order:
+        return []
+    packed = _Bins(capacity, sum(lengths[i] for i in order), len(order))
+    for length, run in groupby(order, key=lengths.__getitem__):
+        packed.place(length, list(run))
+    return packed.bins

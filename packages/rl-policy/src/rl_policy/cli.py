@@ -1,0 +1,188 @@
+"""The command line: `rl-policy grpo` and `rl-policy sft`.
+
+What is heavy is imported by the commands, so that `--help` is there at once.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+if TYPE_CHECKING:
+    from rl_policy.config import Recipe, RunConfig
+    from rl_policy.recipes.inputs import RunInputs
+    from rl_policy.recipes.run_directory import RunDirectory
+
+_BAD_INPUT, _INTERRUPTED = 2, 130
+
+app = typer.Typer(
+    help="Train a language model by reinforcement learning, on one machine or many.",
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+)
+
+Overrides = Annotated[
+    list[str] | None,
+    typer.Argument(
+        metavar="SECTION.KEY=VALUE",
+        help="Configuration, over that of the file; the value is YAML. For example "
+        "policy.train_global_batch_size=32 data.path=problems.jsonl policy.model_name=DIR. "
+        "--show-config lists the keys.",
+        show_default="none",
+    ),
+]
+ConfigFile = Annotated[
+    Path | None,
+    typer.Option("--config", help="YAML file with the configuration.", show_default="none"),
+]
+Out = Annotated[
+    Path | None,
+    typer.Option(
+        help="Run directory, which must not exist.", show_default="runs/COMMAND-DATE-TIME, new"
+    ),
+]
+Resume = Annotated[
+    Path | None,
+    typer.Option(
+        help="Continue the run of this directory from its newest checkpoint, with its "
+        "configuration; only the number of steps and checkpoint.* can be overridden.",
+        show_default="none",
+    ),
+]
+ShowConfig = Annotated[
+    bool,
+    typer.Option(
+        "--show-config",
+        help="Print the whole configuration as it would be used, with what each key means, "
+        "and stop.",
+        show_default="off",
+    ),
+]
+
+
+@app.command(
+    help="Train a model with GRPO on problems with verifiable answers. Without arguments, a tiny "
+    "model is built, warmed up by supervised fine-tuning, and trained to double numbers. "
+    "The run directory gets metrics.jsonl, TensorBoard events, reward.png, checkpoints/, and the "
+    "trained model, which transformers loads, as final/."
+)
+def grpo(
+    overrides: Overrides = None,
+    config: ConfigFile = None,
+    out: Out = None,
+    resume: Resume = None,
+    show_config: ShowConfig = False,
+) -> None:
+    """Carry out the command `grpo`."""
+    _command("grpo", overrides or [], config, out, resume, show_config=show_config)
+
+
+@app.command(
+    help="Fine-tune a model on problems and their answers. The run directory gets metrics.jsonl, "
+    "TensorBoard events, checkpoints/, and the trained model, which transformers loads, as final/."
+)
+def sft(
+    overrides: Overrides = None,
+    config: ConfigFile = None,
+    out: Out = None,
+    resume: Resume = None,
+    show_config: ShowConfig = False,
+) -> None:
+    """Carry out the command `sft`."""
+    _command("sft", overrides or [], config, out, resume, show_config=show_config)
+
+
+def main() -> None:
+    """Run the command line."""
+    app()
+
+
+def _command(
+    recipe: Recipe,
+    overrides: list[str],
+    config: Path | None,
+    out: Path | None,
+    resume: Path | None,
+    *,
+    show_config: bool,
+) -> None:
+    try:
+        directory, resolved = _resolve(recipe, overrides, config=config, out=out, resume=resume)
+        if show_config:
+            _show(resolved)
+            return
+        inputs = _prepare(resolved, directory, is_new=resume is None)
+    except ValueError as error:
+        typer.echo(f"error: {' '.join(str(error).split())}", err=True)
+        raise typer.Exit(_BAD_INPUT) from None
+    try:
+        _execute(inputs, directory)
+    except KeyboardInterrupt:
+        typer.echo(
+            f"interrupted; continue with: rl-policy {recipe} --resume {directory.path}", err=True
+        )
+        raise typer.Exit(_INTERRUPTED) from None
+
+
+def _resolve(
+    recipe: Recipe,
+    overrides: list[str],
+    *,
+    config: Path | None,
+    out: Path | None,
+    resume: Path | None,
+) -> tuple[RunDirectory, RunConfig]:
+    """Return directory and configuration; nothing is written."""
+    from rl_policy.config_loading import load_run_config, override_resumed
+    from rl_policy.recipes.run_directory import RunDirectory, new_run_path
+
+    if resume is None:
+        resolved = load_run_config(recipe, path=config, overrides=overrides)
+        directory = RunDirectory(new_run_path(recipe) if out is None else out)
+        directory.require_new()
+        return directory, resolved
+    for flag, value in (("--config", config), ("--out", out)):
+        if value is not None:
+            raise ValueError(f"{flag} {value} contradicts --resume {resume}: the run has its own")
+    directory = RunDirectory(resume)
+    resolved = directory.read_config()
+    if resolved.recipe != recipe:
+        raise ValueError(
+            f"--resume {resume} is a run of {resolved.recipe!r}: use rl-policy {resolved.recipe}"
+        )
+    return directory, override_resumed(resolved, overrides)
+
+
+def _show(config: RunConfig) -> None:
+    from rl_policy.config_loading import render_run_config
+
+    typer.echo(render_run_config(config), nl=False)
+
+
+def _prepare(config: RunConfig, directory: RunDirectory, *, is_new: bool) -> RunInputs:
+    """Return what the run works with, once its directory holds its configuration."""
+    from transformers.utils import logging as transformers_logging
+
+    from rl_policy.recipes.inputs import prepare_inputs
+
+    transformers_logging.disable_progress_bar()
+    inputs = prepare_inputs(config)
+    if is_new:
+        directory.create(config)
+    else:
+        directory.write_config(config)
+    return inputs
+
+
+def _execute(inputs: RunInputs, directory: RunDirectory) -> None:
+    from rich.console import Console
+
+    from rl_policy.recipes.progress import RunDisplay
+    from rl_policy.recipes.run import execute
+
+    display = RunDisplay(Console(stderr=True))
+    display.note(f"Run directory: {directory.path}")
+    typer.echo(str(execute(inputs, directory, display=display)))

@@ -1,0 +1,97 @@
+import os
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+import yaml
+from rl_policy.config_loading import parse_run_config
+
+MODULE = [sys.executable, "-c", "from rl_policy.cli import main; main()"]
+
+
+def rl_policy(*arguments, cwd):
+    return subprocess.run(
+        [*MODULE, *map(str, arguments)],
+        cwd=cwd,
+        capture_output=True,
+        text=True,
+        timeout=120,
+        env={**os.environ, "COLUMNS": "200"},
+        check=False,
+    )
+
+
+def test_help_explains_every_flag_and_loads_nothing_heavy(tmp_path):
+    started = time.monotonic()
+    result = rl_policy("grpo", "--help", cwd=tmp_path)
+    assert result.returncode == 0, result.stderr
+    for flag in ("--config", "--out", "--resume", "--show-config", "SECTION.KEY=VALUE"):
+        assert flag in result.stdout
+    assert result.stdout.count("default:") == 5
+    code = "import sys, rl_policy.cli; print({'torch', 'ray', 'transformers'} & set(sys.modules))"
+    loaded = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    assert loaded.stdout.strip() == "set()", loaded.stderr
+    assert time.monotonic() - started < 60
+
+
+@pytest.mark.parametrize("recipe", ["grpo", "sft"])
+def test_the_configuration_is_shown_and_nothing_is_written(tmp_path, recipe):
+    result = rl_policy(recipe, "--show-config", "grpo.steps=3", cwd=tmp_path)
+    assert result.returncode == 0, result.stderr
+    config = parse_run_config(yaml.safe_load(result.stdout))
+    assert (config.recipe, config.grpo.steps) == (recipe, 3)
+    assert list(tmp_path.iterdir()) == []
+
+
+def malformed_problems(tmp_path):
+    path = tmp_path / "problems.jsonl"
+    path.write_text('{"prompt": "1+1=", "answer": "2"}\n{"prompt": "2+2="}\n')
+    return f"data.path={path}"
+
+
+def long_problems(tmp_path):
+    path = tmp_path / "problems.jsonl"
+    path.write_text("".join(f'{{"prompt": "{n:040}", "answer": "1"}}\n' for n in range(600)))
+    return f"data.path={path}"
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["grpo.stepz=3"], "grpo.stepz is not a known key"),
+        (["policy.train_global_batch_size=33"], "policy.train_global_batch_size=33"),
+        (["policy.model_name=./absent"], "policy.model_name='./absent' is no directory"),
+        (["policy.optimizer=null"], "policy.optimizer"),
+        (["policy.dtensor_cfg.tensor_parallel_size=3"], "tensor_parallel_size=3"),
+        (["data.max_number=99"], "data.max_number=99 gives 100 problems"),
+        (["policy.generation.max_new_tokens=3"], "policy.generation.max_new_tokens=3"),
+        (["reward.answer_pattern='('"], "reward.answer_pattern"),
+        (["data.use_chat_template=true"], "data.use_chat_template=True"),
+        ([malformed_problems], "problems.jsonl:2: 'answer' must be a text"),
+        ([long_problems], "has 40 tokens"),
+        (["--config", "absent.yaml"], "absent.yaml"),
+        (["--out", "."], "the run directory . exists"),
+        (["--resume", "."], "config.yaml"),
+        (["--resume", "a", "--out", "b"], "--out b contradicts --resume a"),
+    ],
+)
+def test_bad_input_ends_in_one_line_before_anything_starts(tmp_path, arguments, message):
+    given = [each(tmp_path) if callable(each) else each for each in arguments]
+    before = sorted(tmp_path.iterdir())
+    result = rl_policy("grpo", *given, cwd=tmp_path)
+    assert result.returncode == 2, result.stderr
+    (line,) = result.stderr.splitlines()
+    assert line.startswith("error: ")
+    assert message in line
+    assert result.stdout == ""
+    assert sorted(tmp_path.iterdir()) == before
+
+
+def test_a_run_of_the_other_recipe_is_not_resumed(tmp_path):
+    shown = rl_policy("sft", "--show-config", cwd=tmp_path)
+    Path(tmp_path / "config.yaml").write_text(shown.stdout)
+    result = rl_policy("grpo", "--resume", ".", cwd=tmp_path)
+    assert result.returncode == 2
+    assert "use rl-policy sft" in result.stderr

@@ -1,0 +1,161 @@
+import pytest
+import yaml
+from rl_interfaces import LossType
+from rl_policy.config import RunConfig
+from rl_policy.config_loading import (
+    load_run_config,
+    override_resumed,
+    parse_run_config,
+    render_run_config,
+)
+from rl_policy.losses import ClippedPGLoss
+
+OWN_MODEL = "policy.model_name=some/model"
+
+
+def test_overrides_go_over_the_file_and_the_file_over_the_defaults(tmp_path):
+    path = tmp_path / "run.yaml"
+    path.write_text("grpo: {steps: 7, eval_every: 3}\npolicy: {train_micro_batch_size: 2}\n")
+    config = load_run_config("grpo", path=path, overrides=["grpo.steps=9", "loss.kl_coef=1e-2"])
+    assert (config.grpo.steps, config.grpo.eval_every) == (9, 3)
+    assert config.policy["train_micro_batch_size"] == 2
+    assert config.loss.kl_coef == 0.01
+    assert config.checkpoint.keep_last == 2
+
+
+def test_the_built_in_model_has_settings_that_a_model_of_the_user_does_not_get():
+    builtin = load_run_config("grpo")
+    own = load_run_config("grpo", overrides=[OWN_MODEL])
+    rates = [config.policy["optimizer"]["kwargs"]["lr"] for config in (builtin, own)]
+    assert rates[0] > 100 * rates[1]
+    assert (builtin.has_builtin_model, own.has_builtin_model) == (True, False)
+    assert (builtin.has_warm_up, own.has_warm_up) == (True, False)
+    assert own.sft.policy == {}
+
+
+def test_warm_up_can_be_asked_for_and_declined():
+    assert load_run_config("grpo", overrides=[OWN_MODEL, "grpo.warm_up=true"]).has_warm_up
+    assert not load_run_config("grpo", overrides=["grpo.warm_up=false"]).has_warm_up
+
+
+def test_the_supervised_part_has_its_own_policy_keys():
+    config = load_run_config(
+        "grpo", overrides=["sft.policy.optimizer.kwargs.lr=0.5", "policy.max_grad_norm=3"]
+    )
+    assert config.sft_policy()["optimizer"]["kwargs"]["lr"] == 0.5
+    assert config.policy["optimizer"]["kwargs"]["lr"] != 0.5
+    assert config.sft_policy()["max_grad_norm"] == 3
+
+
+def test_another_optimizer_does_not_inherit_keyword_arguments():
+    config = load_run_config(
+        "grpo",
+        overrides=["policy.optimizer.name=torch.optim.SGD", "policy.optimizer.kwargs.lr=0.1"],
+    )
+    assert config.policy["optimizer"] == {"name": "torch.optim.SGD", "kwargs": {"lr": 0.1}}
+
+
+def test_a_backend_that_is_enabled_takes_the_place_of_the_default():
+    config = load_run_config("grpo", overrides=["policy.megatron_cfg.enabled=true"])
+    assert config.policy["megatron_cfg"]["enabled"]
+    assert not config.policy["dtensor_cfg"]["enabled"]
+
+
+def test_the_seed_is_the_workers_too_unless_they_have_their_own():
+    assert load_run_config("grpo", overrides=["seed=5"]).policy["seed"] == 5
+    assert load_run_config("grpo", overrides=["seed=5", "policy.seed=6"]).policy["seed"] == 6
+
+
+@pytest.mark.parametrize("overrides", [[], [OWN_MODEL, "policy.scheduler=null"]])
+def test_the_rendered_configuration_is_the_same_when_it_is_read(overrides):
+    config = load_run_config("grpo", overrides=overrides)
+    text = render_run_config(config)
+    assert parse_run_config(yaml.safe_load(text)) == config
+
+
+def test_the_rendered_configuration_says_what_each_key_means():
+    lines = render_run_config(load_run_config("sft")).splitlines()
+    at = lines.index("  keep_last: 2")
+    assert lines[at - 1].strip().startswith("# Newest checkpoints that are kept")
+    sections = [RunConfig, *(f.annotation for f in RunConfig.model_fields.values())]
+    for section in sections:
+        for name, field in getattr(section, "model_fields", {}).items():
+            assert field.description or hasattr(field.annotation, "model_fields"), name
+
+
+def test_the_keys_of_the_loss_are_its_arguments():
+    section = load_run_config("grpo").loss.model_dump()
+    section["loss_type"] = LossType(section["loss_type"])
+    ClippedPGLoss(**section)
+
+
+@pytest.mark.parametrize(
+    ("overrides", "message"),
+    [
+        (["grpo.stepz=3"], "grpo.stepz is not a known key, did you mean 'steps'?"),
+        (["grpoo.steps=3"], "grpoo is not a known key, did you mean 'grpo'?"),
+        (["policy.train_global_batchsize=3"], "policy.train_global_batchsize is not a known key"),
+        (["grpo.steps=many"], "grpo.steps='many': input should be a valid integer"),
+        (["grpo.steps=1.5"], "grpo.steps=1.5"),
+        (["grpo=3"], "grpo=3"),
+        (["policy=3"], "policy must be a mapping, got int 3"),
+        (["policy.train_micro_batch_size=x"], "policy.train_micro_batch_size must be int"),
+        (["loss.clip_low=1.0"], "loss.clip_low=1.0: input should be less than 1"),
+        (["loss.dual_clip=1"], "loss.dual_clip=1"),
+        (["grpo.samples_per_prompt=1"], "grpo.samples_per_prompt=1"),
+        (["tiny_model.hidden_size=48"], "tiny_model.head_size=32 does not divide"),
+        (["tiny_model.head_size=16"], "tiny_model.head_size=16"),
+        (["cluster.bundle_ct_per_node_list=[0]"], "cluster.bundle_ct_per_node_list=[0]"),
+        (
+            ["policy.train_global_batch_size=33", "grpo.prompts_per_step=4"],
+            "policy.train_global_batch_size=33 does not divide the 32 samples of a step "
+            "(grpo.prompts_per_step=4 * grpo.samples_per_prompt=8)",
+        ),
+        (["policy.generation=null"], "policy.generation is not set"),
+        (["policy.generation.temperature=0"], "policy.generation.temperature=0"),
+        (
+            ["policy.generation.max_new_tokens=32"],
+            "policy.generation.max_new_tokens=32 leaves no room for a prompt in "
+            "policy.max_total_sequence_length=32",
+        ),
+        (["sft.policy.precision=int8"], "sft.policy.precision='int8'"),
+        (["grpo.old_logprobs=sampler"], "contradicts loss.importance_cap=2.0"),
+        (
+            ["grpo.old_logprobs=sampler", "loss.importance_cap=null", "policy.generation.top_k=5"],
+            "grpo.old_logprobs='sampler' contradicts policy.generation.top_k=5",
+        ),
+        (["policy.tokenizer.name=other"], "policy.tokenizer.name='other' contradicts"),
+        (["recipe=sft"], "recipe='sft' contradicts the command 'grpo'"),
+        (["grpo.steps"], "cannot read 'grpo.steps': expected section.key=value"),
+        (["data.path=[1"], "cannot read data.path=[1"),
+    ],
+)
+def test_bad_input_is_one_line_that_names_the_key(overrides, message):
+    with pytest.raises(ValueError) as raised:  # noqa: PT011 - the message is checked below
+        load_run_config("grpo", overrides=overrides)
+    assert message in str(raised.value)
+    assert "\n" not in str(raised.value)
+
+
+def test_several_errors_are_all_named():
+    with pytest.raises(ValueError, match=r"grpo.steps=0.*; checkpoint.every='x'"):
+        load_run_config("grpo", overrides=["grpo.steps=0", "checkpoint.every=x"])
+
+
+@pytest.mark.parametrize("content", ["a: [1", "- 1\n- 2\n", "a: ${missing}"])
+def test_a_broken_file_is_named(tmp_path, content):
+    path = tmp_path / "run.yaml"
+    path.write_text(content)
+    with pytest.raises(ValueError, match=r"run\.yaml"):
+        load_run_config("grpo", path=path)
+    with pytest.raises(ValueError, match=r"absent\.yaml"):
+        load_run_config("grpo", path=tmp_path / "absent.yaml")
+
+
+def test_a_run_that_goes_on_may_change_its_length_and_its_checkpoints_alone():
+    config = load_run_config("grpo")
+    changed = override_resumed(config, ["grpo.steps=500", "checkpoint.keep_last=9"])
+    assert (changed.grpo.steps, changed.checkpoint.keep_last) == (500, 9)
+    assert changed.policy == config.policy
+    with pytest.raises(ValueError, match="seed cannot change in a run that goes on"):
+        override_resumed(config, ["seed=1"])

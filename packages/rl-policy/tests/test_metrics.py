@@ -1,0 +1,90 @@
+import json
+
+import pytest
+from rl_policy.recipes.metrics import (
+    GrpoMetrics,
+    MetricsLog,
+    SftMetrics,
+    read_metrics,
+    sum_micro_batches,
+)
+from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+KEYS = [
+    "step",
+    "reward_mean",
+    "accuracy",
+    "loss",
+    "grad_norm",
+    "kl",
+    "entropy",
+    "tokens_per_s",
+    "step_s",
+    "generate_s",
+    "logprob_s",
+    "train_s",
+    "refit_s",
+]
+
+
+def scalars(directory, name):
+    events = EventAccumulator(str(directory))
+    events.Reload()
+    return {event.step: event.value for event in events.Scalars(name)}
+
+
+def paths(tmp_path):
+    return tmp_path / "metrics.jsonl", tmp_path / "tensorboard"
+
+
+def test_an_object_per_step_and_the_same_as_events(tmp_path):
+    with MetricsLog(*paths(tmp_path)) as log:
+        log.write(GrpoMetrics(step=0, accuracy=0.25))
+        log.write(GrpoMetrics(step=1, reward_mean=0.5, kl=0.125), {"clip_fraction": 0.75})
+    rows = read_metrics(tmp_path / "metrics.jsonl")
+    assert [list(row) for row in rows] == [KEYS, KEYS]
+    assert (rows[0]["accuracy"], rows[0]["reward_mean"], rows[0]["refit_s"]) == (0.25, None, 0.0)
+    assert (rows[1]["reward_mean"], rows[1]["kl"], rows[1]["accuracy"]) == (0.5, 0.125, None)
+    assert scalars(tmp_path / "tensorboard", "accuracy") == {0: 0.25}
+    assert scalars(tmp_path / "tensorboard", "reward_mean") == {1: 0.5}
+    assert scalars(tmp_path / "tensorboard", "clip_fraction") == {1: 0.75}
+
+
+def test_a_line_is_on_disk_as_soon_as_it_is_written(tmp_path):
+    with MetricsLog(*paths(tmp_path)) as log:
+        log.write(SftMetrics(step=0))
+        assert [row["step"] for row in read_metrics(tmp_path / "metrics.jsonl")] == [0]
+
+
+@pytest.mark.parametrize("value", [float("nan"), float("inf")])
+def test_what_is_not_finite_is_null(tmp_path, value):
+    with MetricsLog(*paths(tmp_path)) as log:
+        log.write(SftMetrics(step=3, grad_norm=value))
+    (line,) = (tmp_path / "metrics.jsonl").read_text().splitlines()
+    assert json.loads(line, parse_constant=pytest.fail)["grad_norm"] is None
+
+
+def test_a_run_that_goes_on_drops_what_came_after_its_checkpoint(tmp_path):
+    path, events = paths(tmp_path)
+    with MetricsLog(path, events) as log:
+        for step in range(5):
+            log.write(SftMetrics(step=step, loss=1.0))
+    with path.open("a") as file:
+        file.write('{"step": 5, "lo')  # the process died while it wrote
+    with MetricsLog(path, events, resumed_step=2) as log:
+        log.write(SftMetrics(step=3, loss=0.5))
+    assert [(row["step"], row["loss"]) for row in read_metrics(path)] == [
+        (0, 1.0),
+        (1, 1.0),
+        (2, 1.0),
+        (3, 0.5),
+    ]
+    assert scalars(events, "loss") == {0: 1.0, 1: 1.0, 2: 1.0, 3: 0.5}
+
+
+def test_metrics_add_up_over_micro_batches_and_are_averaged_over_steps():
+    metrics = {"kl": [0.1, 0.2, 0.3, 0.4], "num_valid_samples": [2, 2, 2, 2]}
+    assert sum_micro_batches(metrics, num_steps=2) == {
+        "kl": pytest.approx(0.5),
+        "num_valid_samples": 4.0,
+    }

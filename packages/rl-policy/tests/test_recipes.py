@@ -1,0 +1,246 @@
+"""The recipes through the command line: real processes, a real Ray, a real model."""
+
+import json
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import time
+
+import pytest
+import ray
+import torch
+import yaml
+from rl_policy.recipes.metrics import read_metrics
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
+
+MODULE = [sys.executable, "-c", "from rl_policy.cli import main; main()"]
+CONFIG = {
+    "data": {"num_heldout": 16, "num_validation": 16},
+    "policy": {
+        "train_global_batch_size": 8,
+        "train_micro_batch_size": 4,
+        "logprob_batch_size": 8,
+        "optimizer": {"kwargs": {"lr": 1.0e-3}},
+        "generation": {"max_new_tokens": 2},
+        "timeout_s": 120,
+    },
+    "sft": {
+        "steps": 40,
+        "eval_every": 10,
+        "stop_pass_rate": 0.7,
+        "pass_samples": 2,
+        "policy": {"train_global_batch_size": 32, "optimizer": {"kwargs": {"lr": 3.0e-3}}},
+    },
+    "grpo": {"steps": 4, "prompts_per_step": 4, "samples_per_prompt": 4, "eval_every": 2},
+    "checkpoint": {"every": 2, "keep_last": 2},
+}
+# What a step measures by a clock differs from run to run.
+TIMES = {"tokens_per_s", "step_s", "generate_s", "logprob_s", "train_s"}
+
+
+@pytest.fixture(scope="module")
+def workplace(tmp_path_factory):
+    """Return a directory with a configuration, and problems that are learnt in a few steps."""
+    path = tmp_path_factory.mktemp("recipes")
+    problems = [{"prompt": f"{number}?", "answer": str(number % 2)} for number in range(200)]
+    (path / "problems.jsonl").write_text("".join(json.dumps(each) + "\n" for each in problems))
+    (path / "run.yaml").write_text(yaml.safe_dump(CONFIG))
+    return path
+
+
+@pytest.fixture(scope="module")
+def environment():
+    """Return the environment of commands that join a Ray which is started once."""
+    ray.init("local", num_cpus=2, include_dashboard=False, logging_level="ERROR")
+    yield {**os.environ, "RAY_ADDRESS": ray.get_runtime_context().gcs_address}
+    ray.shutdown()
+
+
+def rl_policy(*arguments, workplace, environment):
+    return subprocess.run(
+        [*MODULE, *map(str, arguments)],
+        cwd=workplace,
+        env=environment,
+        capture_output=True,
+        text=True,
+        timeout=400,
+        check=False,
+    )
+
+
+def start(out, *, workplace, environment):
+    arguments = ["grpo", "--config", "run.yaml", "--out", out, "data.path=problems.jsonl"]
+    result = rl_policy(*arguments, workplace=workplace, environment=environment)
+    assert result.returncode == 0, result.stderr
+    return result
+
+
+@pytest.fixture(scope="module")
+def run(workplace, environment):
+    """Return the output of a whole run; its directory is `first`."""
+    return start("first", workplace=workplace, environment=environment)
+
+
+def measured(directory):
+    """Return all metrics but the times."""
+    return [
+        {name: value for name, value in row.items() if name not in TIMES}
+        for row in read_metrics(directory / "metrics.jsonl")
+    ]
+
+
+def test_a_run_leaves_its_metrics(run, workplace):
+    rows = read_metrics(workplace / "first" / "metrics.jsonl")
+    assert [row["step"] for row in rows] == [0, 1, 2, 3, 4]
+    assert [row["accuracy"] is not None for row in rows] == [True, False, True, False, True]
+    before = {name for name, value in rows[0].items() if value is not None}
+    assert before == {"step", "accuracy", "reward_mean", "refit_s"}
+    for row in rows[1:]:
+        assert {name for name, value in row.items() if value is None} <= {"accuracy"}
+        assert 0 <= row["reward_mean"] <= 1
+        assert row["entropy"] > 0
+        assert row["kl"] >= 0
+        parts = row["generate_s"] + row["logprob_s"] + row["train_s"]
+        assert 0.9 * row["step_s"] < parts <= row["step_s"]
+    rewards = [row["reward_mean"] for row in rows[1:]]
+    assert 0 < sum(rewards) < 4, "rewards that are all equal would prove nothing here"
+    assert f"-> {rows[-1]['accuracy']:.3f} in 4 steps" in run.stdout
+
+
+def test_a_run_leaves_its_files(run, workplace):
+    path = workplace / "first"
+    assert {each.name for each in path.iterdir()} == {
+        "config.yaml",
+        "metrics.jsonl",
+        "tensorboard",
+        "reward.png",
+        "checkpoints",
+        "final",
+        "tiny_model",
+        "warm_up",
+    }
+    assert yaml.safe_load((path / "config.yaml").read_text())["grpo"]["prompts_per_step"] == 4
+    assert {each.name for each in (path / "checkpoints").iterdir()} == {"step_2", "step_4"}
+    assert {each.name for each in (path / "checkpoints" / "step_4").iterdir()} == {
+        "weights",
+        "optimizer",
+        "tokenizer",
+        "state.json",
+    }
+    state = json.loads((path / "checkpoints" / "step_4" / "state.json").read_text())
+    assert (state["step"], state["data_position"]) == (4, 16)
+    assert any((path / "tensorboard").iterdir())
+
+
+def test_the_warm_up_stops_by_its_criterion(run, workplace):
+    rows = read_metrics(workplace / "first" / "warm_up" / "metrics.jsonl")
+    rates = [row["pass_rate"] for row in rows if row["pass_rate"] is not None]
+    assert all(rate < 0.7 for rate in rates[:-1])
+    assert rates[-1] >= 0.7
+    assert rows[-1]["step"] < 40
+
+
+def test_the_model_loads_with_transformers_alone(run, workplace):
+    model = AutoModelForCausalLM.from_pretrained(workplace / "first" / "final")
+    warm = AutoModelForCausalLM.from_pretrained(workplace / "first" / "warm_up" / "final")
+    tokenizer = AutoTokenizer.from_pretrained(workplace / "first" / "final")
+    tokens = torch.tensor([tokenizer("7?")["input_ids"]])
+    assert (model(tokens).logits - warm(tokens).logits).abs().max() > 1e-3
+    # Held-out accuracy of the last step, computed anew: every number answers 0 or 1.
+    likely = tokenizer.decode(model(tokens).logits[0, -1].argmax())
+    assert likely in ("0", "1")
+
+
+def test_a_run_directory_is_not_overwritten(run, workplace, environment):
+    before = measured(workplace / "first")
+    arguments = ["grpo", "--config", "run.yaml", "--out", "first", "data.path=problems.jsonl"]
+    result = rl_policy(*arguments, workplace=workplace, environment=environment)
+    assert result.returncode == 2
+    assert "the run directory first exists" in result.stderr
+    assert measured(workplace / "first") == before
+
+
+def test_the_same_seed_gives_the_same_run(run, workplace, environment):
+    start("second", workplace=workplace, environment=environment)
+    assert measured(workplace / "second") == measured(workplace / "first")
+    supervised = [measured(workplace / name / "warm_up") for name in ("first", "second")]
+    assert supervised[0] == supervised[1]
+
+
+def test_a_run_that_was_interrupted_goes_on_as_if_it_had_not_been(run, workplace, environment):
+    source, path = workplace / "first", workplace / "interrupted"
+    shutil.copytree(source, path)
+    for name in ("final", "checkpoints/step_4"):
+        shutil.rmtree(path / name)
+    # What a process leaves that dies while it saves, and while it writes a line.
+    shutil.copytree(path / "checkpoints" / "step_2", path / "checkpoints" / "step_3.partial")
+    with (path / "metrics.jsonl").open("a") as file:
+        file.write('{"step": 5, "rew')
+    resumed = rl_policy("grpo", "--resume", path, workplace=workplace, environment=environment)
+    assert resumed.returncode == 0, resumed.stderr
+    assert measured(path) == measured(source)
+    assert not (path / "checkpoints" / "step_3.partial").exists()
+    models = [
+        AutoModelForCausalLM.from_pretrained(each / "final").state_dict() for each in (source, path)
+    ]
+    assert all(torch.equal(models[0][name], models[1][name]) for name in models[0])
+
+
+def test_the_supervised_part_alone_on_a_model_of_the_user(run, workplace, environment):
+    (workplace / "own.yaml").write_text(
+        "policy:\n"
+        "  generation: {max_new_tokens: 2}\n"
+        "  optimizer: {kwargs: {lr: 3.0e-3}}\n"
+        "data: {num_heldout: 16}\n"
+    )
+    result = rl_policy(
+        "sft",
+        *("--config", "own.yaml", "--out", "own"),
+        *("policy.model_name=first/tiny_model", "data.path=problems.jsonl"),
+        *("sft.steps=3", "sft.eval_every=3"),
+        workplace=workplace,
+        environment=environment,
+    )
+    assert result.returncode == 0, result.stderr
+    rows = read_metrics(workplace / "own" / "metrics.jsonl")
+    assert [row["step"] for row in rows] == [0, 1, 2, 3]
+    assert rows[3]["loss"] < rows[1]["loss"]
+    assert {each.name for each in (workplace / "own").iterdir()} == {
+        "config.yaml",
+        "metrics.jsonl",
+        "tensorboard",
+        "checkpoints",
+        "final",
+    }
+    AutoModelForCausalLM.from_pretrained(workplace / "own" / "final")
+
+
+def test_an_interrupted_run_leaves_nothing_behind(workplace, environment):
+    arguments = ["grpo", "--config", "run.yaml", "--out", "stopped", "data.path=problems.jsonl"]
+    process = subprocess.Popen(
+        [*MODULE, *arguments],
+        cwd=workplace,
+        env=environment,
+        stderr=subprocess.PIPE,
+        text=True,
+        start_new_session=True,
+    )
+    metrics = workplace / "stopped" / "warm_up" / "metrics.jsonl"
+    wait_until(lambda: metrics.exists() and metrics.read_text(), limit_s=300)
+    os.killpg(process.pid, signal.SIGINT)
+    _, errors = process.communicate(timeout=120)
+    assert process.returncode == 130, errors
+    assert "interrupted; continue with: rl-policy grpo --resume stopped" in errors
+    assert "Traceback" not in errors
+    wait_until(lambda: ray.available_resources().get("CPU") == 2, limit_s=30)
+
+
+def wait_until(condition, *, limit_s):
+    deadline = time.monotonic() + limit_s
+    while not condition():
+        assert time.monotonic() < deadline, "the condition did not come true"
+        time.sleep(0.1)
