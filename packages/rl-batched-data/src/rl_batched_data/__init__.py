@@ -10,7 +10,13 @@ from rl_batched_data.packing_metrics import PackingMetrics
 from rl_batched_data.padding import pad_right, round_up, verify_right_padding
 from rl_batched_data.sequence_packing import SequencePackingArgs
 from rl_batched_data.shard_planning import BalancingArgs
-from rl_batched_data.token_logprobs import token_logprobs
+from rl_batched_data.token_logprobs import (
+    ScoringOptions,
+    TokenScores,
+    target_scores,
+    token_logprobs,
+    token_scores,
+)
 
 __all__ = [
     "BalancingArgs",
@@ -19,13 +25,17 @@ __all__ = [
     "PackedSequences",
     "PackedTensor",
     "PackingMetrics",
+    "ScoringOptions",
     "SequenceCost",
     "SequencePacker",
     "SequencePackingArgs",
     "SlicedDataDict",
+    "TokenScores",
     "get_packer",
     "pad_right",
     "round_up",
+    "target_scores",
     "token_logprobs",
+    "token_scores",
     "verify_right_padding",
 ]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import socket
 import sys
 from collections.abc import Sequence
@@ -15,9 +16,13 @@ from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 from rl_policy.ray_session import SESSION
 
+logger = logging.getLogger(__name__)
+
 _STRATEGIES = ("SPREAD", "PACK", "STRICT_SPREAD", "STRICT_PACK")
 # Long enough for a node that is just joining, short enough not to look like a hang.
 _RESERVE_LIMIT_S = 60.0
+# After which a user wants to know what is being waited for.
+_PATIENCE_S = 3.0
 
 
 class RayVirtualCluster:
@@ -140,8 +145,10 @@ class RayVirtualCluster:
             for node, count in enumerate(self._bundle_counts)
         ]
         try:
-            if not _all_ready(groups):
-                raise TimeoutError(self._shortage(asked))
+            if not _all_ready(groups, limit_s=_PATIENCE_S):
+                logger.warning("waiting for devices: %s", self._shortage(asked))
+                if not _all_ready(groups, limit_s=_RESERVE_LIMIT_S):
+                    raise TimeoutError(self._shortage(asked))
         except BaseException:
             _remove(groups)
             raise
@@ -182,8 +189,8 @@ def _check_bundle_counts(counts: Sequence[int]) -> None:
             )
 
 
-def _all_ready(groups: Sequence[PlacementGroup]) -> bool:
-    deadline = monotonic() + _RESERVE_LIMIT_S
+def _all_ready(groups: Sequence[PlacementGroup], *, limit_s: float) -> bool:
+    deadline = monotonic() + limit_s
     return all(group.wait(max(0.0, deadline - monotonic())) for group in groups)
 
 

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import os
 import sys
-from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any, NoReturn
 
 from rl_batched_data import BatchedDataDict
@@ -18,6 +16,14 @@ from rl_interfaces import (
 
 from rl_policy import backends, dispatch
 from rl_policy.named_sharding import NamedSharding
+from rl_policy.policy_inputs import (
+    PathLike,
+    absolute,
+    bundles_per_node,
+    check_generation_backend,
+    existing,
+    with_absolute_paths,
+)
 from rl_policy.worker_group import RayWorkerGroup
 
 if TYPE_CHECKING:
@@ -32,9 +38,6 @@ if TYPE_CHECKING:
         ReferenceLogprobOutputSpec,
     )
     from transformers import PreTrainedTokenizerBase
-
-PathLike = str | os.PathLike[str]
-"""A path in a file system that every rank sees."""
 
 # Room for the processes to start in, besides what the ranks may wait for one another.
 _START_MARGIN_S = 120.0
@@ -80,14 +83,14 @@ class Policy(ColocatablePolicyInterface, GenerationInterface):
         init_reference_model: bool = True,
     ) -> None:
         self.worker_group: RayWorkerGroup | None = None
-        self.config = _absolute_paths(resolve_policy_config(config))
-        _check_generation_backend(self.config)
+        self.config = with_absolute_paths(resolve_policy_config(config))
+        check_generation_backend(self.config)
         worker_class = backends.load(backends.enabled_backend(self.config))
-        weights = _existing("weights_path", weights_path)
-        optimizer = _existing("optimizer_path", optimizer_path)
+        weights = existing("weights_path", weights_path)
+        optimizer = existing("optimizer_path", optimizer_path)
         if optimizer is not None and not init_optimizer:
             raise ValueError(f"optimizer_path={optimizer!r} contradicts init_optimizer=False")
-        per_node = _bundles_per_node(cluster, workers_per_node)
+        per_node = bundles_per_node(cluster, workers_per_node)
         layout = worker_class.validate_config(
             self.config,
             world_size=cluster.world_size() if per_node is None else sum(per_node),
@@ -238,9 +241,9 @@ class Policy(ColocatablePolicyInterface, GenerationInterface):
             raise ValueError(f"optimizer_path={optimizer_path!r}, and init_optimizer was False")
         self._group.run_all(
             "save_checkpoint",
-            weights_path=_absolute(weights_path),
-            optimizer_path=_absolute(optimizer_path),
-            tokenizer_path=_absolute(tokenizer_path),
+            weights_path=absolute(weights_path),
+            optimizer_path=absolute(optimizer_path),
+            tokenizer_path=absolute(tokenizer_path),
         )
 
     def load_checkpoint(
@@ -255,13 +258,13 @@ class Policy(ColocatablePolicyInterface, GenerationInterface):
             raise ValueError(f"optimizer_path={optimizer_path!r}, and init_optimizer was False")
         self._group.run_all(
             "load_checkpoint",
-            weights_path=_existing("weights_path", weights_path),
-            optimizer_path=_existing("optimizer_path", optimizer_path),
+            weights_path=existing("weights_path", weights_path),
+            optimizer_path=existing("optimizer_path", optimizer_path),
         )
 
     def save_hf_checkpoint(self, path: PathLike) -> None:
         """Write a directory that `AutoModelForCausalLM.from_pretrained` loads."""
-        self._group.run_all("save_hf_checkpoint", path=_absolute(path))
+        self._group.run_all("save_hf_checkpoint", path=absolute(path))
 
     # Weight transfer
 
@@ -355,40 +358,6 @@ class Policy(ColocatablePolicyInterface, GenerationInterface):
             if candidate is not None:
                 return candidate
         raise ValueError("policy.generation.pad_token_id is not set, and the tokenizer has none")
-
-
-def _absolute(path: PathLike | None) -> str | None:
-    return None if path is None else os.path.abspath(path)
-
-
-def _existing(name: str, path: PathLike | None) -> str | None:
-    if path is not None and not os.path.exists(path):
-        raise ValueError(f"{name}={os.fspath(path)!r} does not exist")
-    return _absolute(path)
-
-
-def _absolute_paths(config: dict[str, Any]) -> dict[str, Any]:
-    """Return `config` with paths that mean the same in whatever directory a worker runs."""
-    paths = {"profile_dir": os.path.abspath(config["profile_dir"])}
-    if os.path.isdir(config["model_name"]):
-        paths["model_name"] = os.path.abspath(config["model_name"])
-    return config | paths
-
-
-def _check_generation_backend(config: Mapping[str, Any]) -> None:
-    if "generation" in config and config["generation"]["backend"] != "hf":
-        raise ValueError(
-            f"policy.generation.backend={config['generation']['backend']!r} is not available: "
-            "this version generates with 'hf', the training worker's own sampler"
-        )
-
-
-def _bundles_per_node(
-    cluster: Cluster, workers_per_node: int | Sequence[int] | None
-) -> list[int] | None:
-    if isinstance(workers_per_node, int):
-        return [workers_per_node] * len(cluster.get_placement_groups())
-    return None if workers_per_node is None else list(workers_per_node)
 
 
 def _refuse_transfer(method: str) -> NoReturn:
