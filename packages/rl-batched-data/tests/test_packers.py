@@ -230,6 +230,8 @@ def test_empty_bins_make_up_for_missing_sequences_when_allowed(algorithm):
     packer = get_packer(algorithm, 10, bin_count_multiple=4, allow_empty_bins=True)
     bins = packer.pack([9, 8])
     assert sorted(bins) == [[], [], [0], [1]]
+    with pytest.raises(ValueError, match="2 sequences cannot fill 4 bins"):
+        get_packer(algorithm, 10, bin_count_multiple=4).pack([9, 8])
 
 
 def log_normal(count, seed=0):

@@ -21,6 +21,8 @@ def split_to_count(
     Raises:
         ValueError: There are fewer sequences than `count`, and empty bins are not allowed.
     """
+    if len(bins) >= count and all(bins):
+        return bins
     num_sequences = sum(len(content) for content in bins)
     if num_sequences < count and not allow_empty:
         raise ValueError(f"{num_sequences} sequences cannot fill {count} bins")
