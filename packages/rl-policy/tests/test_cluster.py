@@ -153,6 +153,11 @@ DRIVER = """
 """
 
 
+def restore_ctrl_c():
+    """Take SIGINT as under a terminal; a background job inherits that it is ignored."""
+    signal.signal(signal.SIGINT, signal.SIG_DFL)
+
+
 def test_ctrl_c_leaves_nothing_running(stranger_path, tmp_path, wait_until_gone):
     ready = tmp_path / "ready"
     driver = subprocess.Popen(
@@ -161,6 +166,7 @@ def test_ctrl_c_leaves_nothing_running(stranger_path, tmp_path, wait_until_gone)
         stderr=subprocess.PIPE,
         text=True,
         start_new_session=True,
+        preexec_fn=restore_ctrl_c,
     )
     while not ready.exists():
         assert driver.poll() is None, driver.communicate()

@@ -228,6 +228,8 @@ def test_an_interrupted_run_leaves_nothing_behind(workplace, environment):
         stderr=subprocess.PIPE,
         text=True,
         start_new_session=True,
+        # As under a terminal: a job in a shell's background inherits that SIGINT is ignored.
+        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
     )
     metrics = workplace / "stopped" / "warm_up" / "metrics.jsonl"
     wait_until(lambda: metrics.exists() and metrics.read_text(), limit_s=300)
