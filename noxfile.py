@@ -143,7 +143,7 @@ def build_wheels(session: nox.Session, packages: set[str], *, into: Path) -> dic
     """Build each package's sdist and the wheel from that; return the wheels' paths by package."""
     wheels: dict[str, str] = {}
     for name in sorted(packages):
-        session.run_install("uv", "build", "--quiet", "--package", name, "--out-dir", str(into))
+        session.run("uv", "build", "--quiet", "--package", name, "--out-dir", str(into))
         (path,) = into.glob(f"{name.replace('-', '_')}-*.whl")
         wheels[name] = str(path)
     return wheels
