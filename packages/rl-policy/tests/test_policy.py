@@ -190,6 +190,39 @@ def test_training_equals_a_plain_loop(
     torch.testing.assert_close(plain_logprobs(reloaded, data), trained, **LOGPROB_TOLERANCE)
 
 
+@pytest.mark.parametrize("section", ["dynamic_batching", "sequence_packing"])
+def test_planned_micro_batches_give_what_fixed_ones_give(
+    cluster, model_path, tokenizer, plain_model, section
+):
+    data = batch([9, 2, 5, 7, 1, 8, 3])
+    before = data.writable()
+    budgets = {"enabled": True, "train_mb_tokens": 20, "logprob_mb_tokens": 12}
+    if section == "dynamic_batching":
+        budgets["sequence_length_round"] = 4
+    losses = []
+    for changes in ({}, {section: budgets}):
+        policy = Policy(cluster, config(model_path, **changes), tokenizer)
+        try:
+            scores = policy.get_logprobs(data)["logprobs"]
+            reference = policy.get_reference_policy_logprobs(data)["reference_logprobs"]
+            losses.append([policy.train(data, NLLLoss())["loss"] for _ in range(2)])
+            if changes:
+                with pytest.raises(ValueError, match=f"mbs=2 contradicts policy.{section}.train"):
+                    policy.train(data, NLLLoss(), mbs=2)
+                with pytest.raises(
+                    ValueError, match=rf"policy.{section}.logprob_mb_tokens: .*_tokens.*=12"
+                ):
+                    policy.get_logprobs(batch([13], width=14))
+        finally:
+            policy.shutdown()
+        expected = plain_logprobs(plain_model, data)
+        torch.testing.assert_close(scores, expected, **LOGPROB_TOLERANCE)
+        torch.testing.assert_close(reference, expected, **LOGPROB_TOLERANCE)
+    fixed, planned = (torch.cat(each) for each in losses)
+    torch.testing.assert_close(planned, fixed, rtol=1e-5, atol=1e-5)
+    assert data == before
+
+
 def test_a_checkpoint_brings_weights_and_optimizer_back(policy, tmp_path):
     data = batch([9, 2, 5, 7])
     policy.save_checkpoint(tmp_path / "weights", tmp_path / "optimizer", tmp_path / "tokenizer")

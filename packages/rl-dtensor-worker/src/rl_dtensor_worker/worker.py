@@ -16,10 +16,11 @@ from rl_dtensor_worker.config import WorkerConfig, load_model_config
 from rl_dtensor_worker.forward import score_rows
 from rl_dtensor_worker.fsdp import local_tensor, unshard_fsdp2_model
 from rl_dtensor_worker.generate import check_room, generate
-from rl_dtensor_worker.microbatches import gather_row_counts, plan_spans, plan_steps
+from rl_dtensor_worker.microbatches import Step, steps_of
 from rl_dtensor_worker.model import build_model
 from rl_dtensor_worker.modes import evaluating, training_mode
 from rl_dtensor_worker.optim import LossScaler, build_optimizer, build_scheduler
+from rl_dtensor_worker.packing import check_packing
 from rl_dtensor_worker.parallel import RankEnvironment, build_mesh, init_process_group
 from rl_dtensor_worker.randomness import RandomState
 from rl_dtensor_worker.reference import ReferenceModel
@@ -89,6 +90,11 @@ class DTensorPolicyWorker:
         self._random = RandomState(self._config.seed + self._dp_rank, device=self._device)
         if weights_path is not None:
             self.load_checkpoint(weights_path, optimizer_path)
+        if self._config.planned_by == "sequence_packing":
+            with evaluating(self.model, self._device):
+                check_packing(
+                    self.model, compute_dtype=self._config.compute_dtype, device=self._device
+                )
         self.model.train(init_optimizer)
 
     def __repr__(self) -> str:
@@ -133,18 +139,17 @@ class DTensorPolicyWorker:
             pad_token_id=self._pad_token_id,
             needs_token_mask=loss_fn.loss_type is LossType.TOKEN_LEVEL,
         )
-        steps = plan_steps(
-            self._row_counts(data),
-            rank=self._dp_rank,
+        steps = self._steps(
+            data,
             local_batch_size=self._local_batch_size(gbs),
-            micro_batch_size=_positive("mbs", mbs, self._config.train_micro_batch_size),
+            given=_positive("mbs", mbs),
+            default=self._config.train_micro_batch_size,
         )
         training = None if eval_mode else self._training
         mode = evaluating(self.model, self._device) if eval_mode else training_mode(self.model)
         with mode:
             result = run_steps(
                 self.model,
-                data,
                 loss_fn,
                 steps=steps,
                 training=training,
@@ -397,17 +402,30 @@ class DTensorPolicyWorker:
 
     def _score(self, data: BatchedDataDict[Any], micro_batch_size: int | None) -> torch.Tensor:
         check_scoring_batch(data, pad_token_id=self._pad_token_id)
-        size = _positive("micro_batch_size", micro_batch_size, self._config.logprob_batch_size)
-        spans = plan_spans(self._row_counts(data), rank=self._dp_rank, size=size)
+        steps = self._steps(
+            data,
+            local_batch_size=None,
+            given=_positive("micro_batch_size", micro_batch_size),
+            default=self._config.logprob_batch_size,
+        )
         with evaluating(self.model, self._device):
             return score_rows(
                 self.model,
                 data,
-                spans=spans,
+                steps=steps,
                 temperature=self._config.temperature,
                 width_multiple=self._config.width_multiple,
                 device=self._device,
             )
+
+    def _steps(self, data: BatchedDataDict[Any], **sizes: Any) -> list[Step]:
+        return steps_of(
+            data,
+            **sizes,
+            planned_by=self._config.planned_by,
+            group=self._dp_group,
+            device=self._device,
+        )
 
     def _place(self, *, on_device: bool, training_on_device: bool) -> None:
         cpu = torch.device("cpu")
@@ -420,11 +438,8 @@ class DTensorPolicyWorker:
         residency.place_model(self.model, self._device if on_device else cpu, cpu_offload=offload)
         residency.free_cached_memory(self._device)
 
-    def _row_counts(self, data: BatchedDataDict[Any]) -> list[int]:
-        return gather_row_counts(data.size, group=self._dp_group, device=self._device)
-
     def _local_batch_size(self, gbs: int | None) -> int:
-        global_size = _positive("gbs", gbs, self._config.train_global_batch_size)
+        global_size = _positive("gbs", gbs) or self._config.train_global_batch_size
         ranks = self._config.layout.data_parallel
         if global_size % ranks:
             raise ValueError(
@@ -438,8 +453,7 @@ class DTensorPolicyWorker:
         return min(limits, default=2**31)
 
 
-def _positive(name: str, given: int | None, default: int) -> int:
-    value = default if given is None else given
-    if value <= 0:
+def _positive(name: str, value: int | None) -> int | None:
+    if value is not None and value <= 0:
         raise ValueError(f"{name}={value} must be positive")
     return value

@@ -148,7 +148,12 @@ class Policy(ColocatablePolicyInterface, GenerationInterface):
         self._residency.require("train(eval_mode=True)" if eval_mode else "train")
         size = self._global_batch_size(gbs)
         dispatch.check_train_batch(data, loss_fn, **self._limits())
-        shards = dispatch.shard_for_training(data, data_parallel=self._data_parallel, gbs=size)
+        shards = dispatch.shard_for_training(
+            data,
+            data_parallel=self._data_parallel,
+            gbs=size,
+            micro_batching=self._micro_batching("train_mb_tokens", mbs=mbs),
+        )
         results = self._group.run_sharded(
             "train", shards, loss_fn=loss_fn, eval_mode=eval_mode, gbs=size, mbs=mbs
         )
@@ -324,13 +329,26 @@ class Policy(ColocatablePolicyInterface, GenerationInterface):
         return self.worker_group
 
     def _score(
-        self, method: str, data: BatchedDataDict[GenerationDatumSpec], **kwargs: Any
+        self,
+        method: str,
+        data: BatchedDataDict[GenerationDatumSpec],
+        micro_batch_size: int | None = None,
     ) -> BatchedDataDict[Any]:
         self._residency.require(method)
+        planned = self._micro_batching("logprob_mb_tokens", micro_batch_size=micro_batch_size)
         dispatch.check_batch(data, **self._limits())
-        shards = dispatch.shard_in_order(data, data_parallel=self._data_parallel)
-        parts = self._group.run_sharded(method, shards, **kwargs)
-        return dispatch.gather_scores(parts, width=data["input_ids"].shape[1])
+        shards, order = dispatch.shard_for_scoring(
+            data, data_parallel=self._data_parallel, micro_batching=planned
+        )
+        parts = self._group.run_sharded(method, shards, micro_batch_size=micro_batch_size)
+        return dispatch.gather_scores(parts, width=data["input_ids"].shape[1], order=order)
+
+    def _micro_batching(self, budget: str, **sizes: int | None) -> dispatch.MicroBatching | None:
+        planned = dispatch.MicroBatching.of(self.config, budget)
+        for name, size in sizes.items():
+            if planned is not None:
+                planned.refuse_size(name, size)
+        return planned
 
     def _move(self, call: str) -> None:
         self._group.run_all(call)
