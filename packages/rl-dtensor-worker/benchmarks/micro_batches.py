@@ -6,7 +6,6 @@ import os
 import socket
 import tempfile
 import time
-from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -14,9 +13,10 @@ from report import Row, parse_options, report
 from rl_batched_data import BatchedDataDict
 from rl_dtensor_worker import DTensorPolicyWorker
 from rl_interfaces import LossInput, LossType
+from tokenizers import Tokenizer, models
 from transformers import PreTrainedTokenizerFast, Qwen2Config, Qwen2ForCausalLM
 
-ROWS, VOCABULARY = 64, 1024
+ROWS, VOCABULARY, RUNS = 64, 1024, 4
 WAYS = ("padded", "dynamic_batching", "sequence_packing")
 
 
@@ -65,36 +65,50 @@ def make_config(model: str, way: str, *, width: int, budget: int) -> dict[str, A
     return config
 
 
-def measure(model: str, way: str, *, width: int, budget: int) -> Row:
-    """Return the times of the fastest of three runs."""
+def start(model: str, way: str, *, width: int, budget: int) -> tuple[DTensorPolicyWorker, Any]:
+    """Return a worker, and the batch with the plan by which it goes through it."""
     batch = make_batch(width)
     config = make_config(model, way, width=width, budget=budget)
-    worker = DTensorPolicyWorker(config, PreTrainedTokenizerFast(), init_reference_model=False)
-    rows: Any = batch
-    if way != "padded":
-        arguments = {f"{way}_args": {"max_tokens_per_microbatch": budget}}
-        (rows,), _ = batch.shard_by_batch_size(1, batch_size=ROWS, **arguments)
-    try:
-        return {
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=Tokenizer(models.WordLevel({"<pad>": 0})))
+    worker = DTensorPolicyWorker(config, tokenizer, init_reference_model=False)
+    if way == "padded":
+        return worker, batch
+    arguments = {f"{way}_args": {"max_tokens_per_microbatch": budget}}
+    (rows,), _ = batch.shard_by_batch_size(1, batch_size=ROWS, **arguments)
+    return worker, rows
+
+
+def measure(model: str, *, width: int, budget: int) -> list[Row]:
+    """Return the fastest of some runs of each way, which take turns."""
+    started = {way: start(model, way, width=width, budget=budget) for way in WAYS}
+    times: dict[str, list[tuple[float, float]]] = {way: [] for way in WAYS}
+    for _ in range(RUNS):
+        for way, (worker, rows) in started.items():
+            begin = time.perf_counter()
+            worker.train(rows, NextTokenLoss())
+            trained = time.perf_counter()
+            worker.get_logprobs(rows)
+            times[way].append((trained - begin, time.perf_counter() - trained))
+    # The first worker owns the process group, so it leaves last.
+    for worker, _ in reversed(started.values()):
+        worker.shutdown()
+    real = float(make_batch(width)["input_lengths"].sum())
+    fastest = {
+        way: [min(column) for column in zip(*own, strict=True)] for way, own in times.items()
+    }
+    return [
+        {
             "width": width,
             "tokens per micro-batch": budget,
             "way": way,
-            "real tokens %": 100 * float(batch["input_lengths"].sum()) / (ROWS * width),
-            "train s": fastest(lambda: worker.train(rows, NextTokenLoss())),
-            "logprobs s": fastest(lambda: worker.get_logprobs(rows)),
+            "real tokens %": 100 * real / (ROWS * width),
+            "train s": train_s,
+            "logprobs s": logprobs_s,
+            "train, padded / this": fastest["padded"][0] / train_s,
+            "logprobs, padded / this": fastest["padded"][1] / logprobs_s,
         }
-    finally:
-        worker.shutdown()
-
-
-def fastest(call: Callable[[], object], runs: int = 3) -> float:
-    """Return the seconds of the fastest of some runs."""
-    times: list[float] = []
-    for _ in range(runs):
-        start = time.perf_counter()
-        call()
-        times.append(time.perf_counter() - start)
-    return min(times)
+        for way, (train_s, logprobs_s) in fastest.items()
+    ]
 
 
 def main() -> None:
@@ -119,11 +133,7 @@ def main() -> None:
         )
         Qwen2ForCausalLM(architecture).save_pretrained(model)
         for width, budget in sizes:
-            measured = [measure(model, way, width=width, budget=budget) for way in WAYS]
-            for row in measured:
-                row["train, padded / this"] = measured[0]["train s"] / row["train s"]
-                row["logprobs, padded / this"] = measured[0]["logprobs s"] / row["logprobs s"]
-            rows += measured
+            rows += measure(model, width=width, budget=budget)
     report("micro_batches", f"{ROWS} rows of log-normal lengths, one rank", rows, options.out)
 
 
