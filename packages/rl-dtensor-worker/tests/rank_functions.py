@@ -375,3 +375,11 @@ def generate_then_score(*, config, batch, section, num_tokens):
     with worker_for(config, init_optimizer=False, init_reference_model=False) as worker:
         output = worker.generate(my_rows(batch), greedy=True)
         return output["output_ids"], worker.get_logprobs(rows)["logprobs"], order
+
+
+def gather_weights(*, config):
+    """Return metadata, and two passes over the weights."""
+    with worker_for(config, init_reference_model=False) as worker:
+        source = worker.weight_source
+        passes = [[(name, tensor.clone()) for name, tensor in source] for _ in range(2)]
+        return source.metadata(), passes

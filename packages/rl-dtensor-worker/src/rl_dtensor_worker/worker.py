@@ -25,6 +25,7 @@ from rl_dtensor_worker.parallel import RankEnvironment, build_mesh, init_process
 from rl_dtensor_worker.randomness import RandomState
 from rl_dtensor_worker.reference import ReferenceModel
 from rl_dtensor_worker.train_step import TrainingParts, run_steps
+from rl_dtensor_worker.weights import ModelWeights
 
 if TYPE_CHECKING:
     from collections.abc import Generator, Iterable, Mapping
@@ -356,6 +357,11 @@ class DTensorPolicyWorker:
         self._owns_group = False
 
     # Weight transfer
+
+    @property
+    def weight_source(self) -> ModelWeights:
+        """The weights as they leave this worker: whole, in the dtype of `precision`."""
+        return ModelWeights(self.model, wire_dtype=self._config.compute_dtype, device=self._device)
 
     def init_collective(self, ip: str, port: int, world_size: int) -> None:
         """Not in this version."""
