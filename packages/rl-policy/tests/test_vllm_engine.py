@@ -1,12 +1,25 @@
 """Real vLLM engines over Ray: what they sample, held against plain transformers."""
 
+import os
+import re
+import signal
+from dataclasses import replace
+from pathlib import Path
+
 import pytest
 import torch
 from rl_batched_data import BatchedDataDict
 from rl_policy import RayVirtualCluster
 from rl_policy.generation.engine_state import EngineStateError
-from rl_policy.recipes.tiny_model import build_tokenizer
-from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
+from rl_policy.generation.vllm import VllmGeneration
+from rl_policy.rank_calls import WorkerDiedError, WorkerGroupError
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+from transformers import (
+    AutoModelForCausalLM,
+    LlamaConfig,
+    LlamaForCausalLM,
+    PreTrainedTokenizerFast,
+)
 
 pytestmark = pytest.mark.vllm
 
@@ -17,7 +30,18 @@ MAX_MODEL_LEN = 48
 
 @pytest.fixture(scope="module")
 def tokenizer():
-    return build_tokenizer()
+    """Return a tokenizer with a token per printable ASCII character, so that all text is clean."""
+    characters = ["Ġ", *(chr(code) for code in range(33, 127))]
+    vocabulary = {token: index for index, token in enumerate(["<pad>", "<end>", *characters])}
+    core = Tokenizer(models.BPE(vocabulary, merges=[]))
+    core.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+    core.decoder = decoders.ByteLevel()
+    return PreTrainedTokenizerFast(
+        tokenizer_object=core,
+        pad_token="<pad>",
+        eos_token="<end>",
+        clean_up_tokenization_spaces=False,
+    )
 
 
 @pytest.fixture(scope="module")
@@ -49,36 +73,31 @@ def model(model_path):
     return AutoModelForCausalLM.from_pretrained(model_path, dtype=torch.float32).eval()
 
 
-def generation_config(model_path, **changes):
-    config = {
-        "backend": "vllm",
-        "model_name": str(model_path),
-        "max_new_tokens": 8,
-        "temperature": 0.7,
-        "vllm_cfg": {
-            "precision": "float32",
-            "max_model_len": MAX_MODEL_LEN,
-            "max_num_seqs": 8,
-            "kv_cache_memory_bytes": 16 << 20,
-            "enforce_eager": True,
-            "weight_transfer_backend": None,
-        },
-    }
-    return config | changes
-
-
 @pytest.fixture(scope="module")
 def start_engines(model_path, tokenizer):
-    """Return a function that starts engines on bundles of their own; all end with the module."""
-    from rl_policy.generation.vllm import VllmGeneration
+    """Return a function that starts engines on shared bundles; all end with the module."""
+    cluster = RayVirtualCluster([2], max_colocated_worker_groups=2)
+    started = [cluster]
 
-    started = []
-
-    def start(num_bundles=1, seed=0, **changes):
-        cluster = RayVirtualCluster([num_bundles])
-        started.append(cluster)
-        config = generation_config(model_path, **changes)
-        engines = VllmGeneration(cluster, config, tokenizer, seed=seed, timeout_s=240.0)
+    def start(num_engines, **engine_kwargs):
+        config = {
+            "backend": "vllm",
+            "model_name": str(model_path),
+            "max_new_tokens": 8,
+            "temperature": 0.7,
+            "vllm_cfg": {
+                "precision": "float32",
+                "max_model_len": MAX_MODEL_LEN,
+                "max_num_seqs": 8,
+                "kv_cache_memory_bytes": 16 << 20,
+                "enforce_eager": True,
+                "weight_transfer_backend": None,
+                "engine_kwargs": engine_kwargs,
+            },
+        }
+        engines = VllmGeneration(
+            cluster, config, tokenizer, workers_per_node=num_engines, timeout_s=240.0
+        )
         started.append(engines)
         return engines
 
@@ -89,7 +108,23 @@ def start_engines(model_path, tokenizer):
 
 @pytest.fixture(scope="module")
 def engines(start_engines):
-    return start_engines(num_bundles=2)
+    return start_engines(2)
+
+
+@pytest.fixture(scope="module")
+def first_sample(engines, tokenizer):
+    """Return what fresh engines sample in their first call."""
+    return engines.generate(prompts_of(tokenizer, TEXTS))
+
+
+@pytest.fixture
+def change_sampling(engines, monkeypatch):
+    """Return a function that changes how the running engines sample, for one test."""
+
+    def change(**changes):
+        monkeypatch.setattr(engines, "_sampling", replace(engines._sampling, **changes))
+
+    return change
 
 
 def prompts_of(tokenizer, texts, **keys):
@@ -101,7 +136,7 @@ def prompts_of(tokenizer, texts, **keys):
     return BatchedDataDict({"input_ids": input_ids, "input_lengths": lengths, **keys})
 
 
-def expected_logprobs(model, output, *, temperature=1.0):
+def expected_logprobs(model, output, *, temperature=1.0, truncate=lambda logits: logits):
     """Return the log-probability of every token behind the prompt, by plain transformers."""
     expected = torch.zeros_like(output["logprobs"])
     lengths, generated = output["unpadded_sequence_lengths"], output["generation_lengths"]
@@ -109,22 +144,33 @@ def expected_logprobs(model, output, *, temperature=1.0):
         end, count = int(lengths[row]), int(generated[row])
         with torch.no_grad():
             logits = model(ids[None, :end]).logits[0].float() / temperature
-        logprobs = logits.log_softmax(-1)[:-1].gather(-1, ids[1:end, None])[:, 0]
+        logprobs = truncate(logits).log_softmax(-1)[:-1].gather(-1, ids[1:end, None])[:, 0]
         expected[row, end - count : end] = logprobs[end - count - 1 :]
     return expected
+
+
+def keep_nucleus(logits, *, top_k, top_p):
+    """Return `logits` without all but the top k, and then without all but the nucleus."""
+    out = torch.full_like(logits, float("-inf"))
+    for position, row in enumerate(logits):
+        best = row.argsort(descending=True)[:top_k]
+        probabilities = row[best].double().softmax(-1)
+        before = probabilities.cumsum(-1) - probabilities
+        kept = best[before < top_p]
+        out[position, kept] = row[kept]
+    return out
 
 
 TEXTS = ["the first prompt", "ab", "a third, which is longer", "x", "one more"]
 
 
-def test_logprobs_are_those_of_the_distribution_that_was_sampled_from(engines, model, tokenizer):
-    output = engines.generate(prompts_of(tokenizer, TEXTS))
-    assert (output["generation_lengths"] >= 1).all()
-    expected = expected_logprobs(model, output, temperature=0.7)
-    torch.testing.assert_close(output["logprobs"], expected, atol=TOLERANCE, rtol=0)
-    untempered = expected_logprobs(model, output)
+def test_logprobs_are_those_of_the_distribution_that_was_sampled_from(first_sample, model):
+    assert (first_sample["generation_lengths"] >= 1).all()
+    expected = expected_logprobs(model, first_sample, temperature=0.7)
+    torch.testing.assert_close(first_sample["logprobs"], expected, atol=TOLERANCE, rtol=0)
+    untempered = expected_logprobs(model, first_sample)
     assert (untempered - expected).abs().max() > 0.1
-    assert output["weight_version"].tolist() == [-1] * len(TEXTS)
+    assert first_sample["weight_version"].tolist() == [-1] * len(TEXTS)
 
 
 def completion_of(output, row):
@@ -177,6 +223,14 @@ def test_two_calls_and_two_engines_sample_differently(engines, tokenizer):
     assert len({tuple(tokens) for tokens in first + second}) == 16
 
 
+def test_the_order_is_the_callers_over_two_engines(engines, tokenizer):
+    assert engines.num_engines == 2
+    forward = completions_of(engines.generate(prompts_of(tokenizer, TEXTS), greedy=True))
+    backward = completions_of(engines.generate(prompts_of(tokenizer, TEXTS[::-1]), greedy=True))
+    assert backward == forward[::-1]
+    assert len({tuple(tokens) for tokens in forward}) == len(TEXTS)
+
+
 def test_a_row_stops_at_its_own_string_and_includes_it(engines, model, tokenizer):
     prompts = prompts_of(tokenizer, TEXTS[:2])
     free = completions_of(engines.generate(prompts, greedy=True))
@@ -190,6 +244,42 @@ def test_a_row_stops_at_its_own_string_and_includes_it(engines, model, tokenizer
     assert stopped == text[: text.index(text[2:4]) + 2]
     expected = expected_logprobs(model, output)
     torch.testing.assert_close(output["logprobs"], expected, atol=TOLERANCE, rtol=0)
+
+
+def test_a_configured_stop_token_ends_a_row_and_is_part_of_it(engines, tokenizer, change_sampling):
+    prompts = prompts_of(tokenizer, TEXTS)
+    free = completions_of(engines.generate(prompts, greedy=True))
+    stop = free[0][3]
+    change_sampling(stop_token_ids=(tokenizer.eos_token_id, stop))
+    stopped = completions_of(engines.generate(prompts, greedy=True))
+    assert stopped == [
+        tokens[: tokens.index(stop) + 1] if stop in tokens else tokens for tokens in free
+    ]
+    assert stopped[0][-1] == stop
+
+
+def test_a_configured_stop_string_may_span_tokens(engines, tokenizer, change_sampling):
+    prompts = prompts_of(tokenizer, TEXTS[:1])
+    (free,) = completions_of(engines.generate(prompts, greedy=True))
+    text = tokenizer.decode(free)
+    change_sampling(stop_strings=(text[1:4],))
+    (stopped,) = completions_of(engines.generate(prompts, greedy=True))
+    assert tokenizer.decode(stopped) == text[: text.index(text[1:4]) + 3]
+
+
+@pytest.mark.parametrize(("top_k", "top_p"), [(3, 1.0), (None, 0.6), (10, 0.5)])
+def test_truncation_counts_in_logprobs(engines, model, tokenizer, change_sampling, top_k, top_p):
+    change_sampling(top_k=top_k, top_p=top_p)
+    output = engines.generate(prompts_of(tokenizer, TEXTS * 3))
+    expected = expected_logprobs(
+        model,
+        output,
+        temperature=0.7,
+        truncate=lambda logits: keep_nucleus(logits, top_k=top_k, top_p=top_p),
+    )
+    torch.testing.assert_close(output["logprobs"], expected, atol=TOLERANCE, rtol=0)
+    whole = expected_logprobs(model, output, temperature=0.7)
+    assert (whole - expected).abs().max() > 0.05
 
 
 def test_a_prompt_grows_to_the_longest_row_and_a_full_one_is_refused(engines, tokenizer):
@@ -225,4 +315,68 @@ def test_an_engine_whose_weights_are_lost_does_not_sample_until_all_are_back(eng
     with pytest.raises(RuntimeError, match="Weight transfer not configured"):
         engines.begin_update(3)
     with pytest.raises(EngineStateError, match="the refit to version 3 failed"):
+        engines.generate(prompts_of(tokenizer, TEXTS))
+
+
+def descendants(pid):
+    """Return the processes under `pid`, with their command lines."""
+    children = {}
+    for path in Path("/proc").glob("[0-9]*/stat"):
+        try:
+            parent = int(path.read_text().rsplit(")", 1)[1].split()[1])
+        except (FileNotFoundError, ProcessLookupError):
+            continue
+        children.setdefault(parent, []).append(int(path.parent.name))
+    found, queue = set(), [pid]
+    while queue:
+        below = children.get(queue.pop(), [])
+        found.update(below)
+        queue.extend(below)
+    return found
+
+
+def hosts():
+    """Return the processes of this test's Ray that hold a worker."""
+
+    def title(pid):
+        try:
+            return Path(f"/proc/{pid}/cmdline").read_text()
+        except (FileNotFoundError, ProcessLookupError):
+            return ""
+
+    return {pid for pid in descendants(os.getpid()) if "ray::WorkerHost" in title(pid)}
+
+
+def test_a_failed_start_leaves_nothing(engines, start_engines, wait_until_gone):
+    before = hosts()
+    assert {facts.process_id for facts in engines.facts} <= before
+    with pytest.raises(TypeError, match="nonsense"):
+        start_engines(1, nonsense=True)
+    wait_until_gone(hosts() - before)
+
+
+def test_samples_repeat_on_another_number_of_engines_and_shutdown_ends_all(
+    first_sample, start_engines, tokenizer, wait_until_gone
+):
+    before = hosts()
+    one = start_engines(1)
+    again = one.generate(prompts_of(tokenizer, TEXTS))
+    assert torch.equal(again["output_ids"], first_sample["output_ids"])
+    own = hosts() - before
+    processes = own.union(*(descendants(pid) for pid in own))
+    assert one.facts[0].process_id in processes
+    assert one.shutdown()
+    wait_until_gone(processes)
+    assert one.shutdown()
+    with pytest.raises(WorkerGroupError, match="it was shut down"):
+        one.generate(prompts_of(tokenizer, TEXTS))
+
+
+def test_a_dead_engine_is_named_and_the_others_end(engines, tokenizer, wait_until_gone):
+    processes = [facts.process_id for facts in engines.facts]
+    os.kill(processes[1], signal.SIGKILL)
+    with pytest.raises(WorkerDiedError, match="rank 1 of vllm died during"):
+        engines.generate(prompts_of(tokenizer, TEXTS))
+    wait_until_gone(processes)
+    with pytest.raises(WorkerGroupError, match=re.escape("vllm has ended")):
         engines.generate(prompts_of(tokenizer, TEXTS))

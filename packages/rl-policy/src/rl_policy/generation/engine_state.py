@@ -4,7 +4,7 @@ call                      memory needed   weights needed      leads to
 generate                  weights, cache  committed           same
 sleep                     any             not updating        asleep; level 2: weights lost
 wake(tags)                any             any                 these tags awake
-begin_update(version)     weights         any, not newer      updating
+begin_update(version)     weights         any, and older      updating
 commit_update(version)    weights         updating, received  committed
 a failed update           -               -                   lost, until a full resend
 """
@@ -101,15 +101,17 @@ class EngineState:
 
         Raises:
             EngineStateError: The weights sleep.
-            ValueError: `version` is older than what the engine has.
+            ValueError: `version` is not newer than what the engine has.
         """
         if "weights" not in self._awake:
             raise EngineStateError(
                 "begin_update is not allowed while the weights sleep: "
                 'call prepare_for_generation(tags=["weights"]) first'
             )
-        if version < max(self.version, 0):
-            raise ValueError(f"version={version} is stale: the engine has version {self.version}")
+        if version <= self.version:
+            raise ValueError(
+                f"version={version} is not newer than version {self.version}, which the engine has"
+            )
         self.weights = WeightState.UPDATING
         self.has_received = False
         self._incoming = version

@@ -101,7 +101,7 @@ class VllmGeneration(GenerationInterface):
         self._group = RayWorkerGroup(
             cluster,
             start_on_rank,
-            (engine, self._sampling, tokenizer),
+            (engine, tokenizer),
             sharding=sharding,
             name=name_prefix,
             workers_per_node=per_node,
@@ -152,7 +152,9 @@ class VllmGeneration(GenerationInterface):
         rows = {key: data[key] for key in _ROW_KEYS if key in data}
         batch = BatchedDataDict(rows | {"sampling_seeds": seeds})
         shards = dispatch.shard_in_order(batch, data_parallel=self.num_engines)
-        call = self._engines.submit_sharded("generate", shards, greedy=greedy)
+        call = self._engines.submit_sharded(
+            "generate", shards, sampling=self._sampling, greedy=greedy
+        )
         parts = self._engines.wait(call, timeout_s=self._generate_timeout_s)
         self._calls_since_version += 1
         return dispatch.gather_generations(parts, pad_token_id=self._sampling.pad_token_id)
@@ -192,7 +194,7 @@ class VllmGeneration(GenerationInterface):
         """Open a transaction on every engine: none samples until `commit_update`.
 
         Raises:
-            ValueError: `version` is older than what an engine has.
+            ValueError: `version` is not newer than what an engine has.
             EngineStateError: The weights of an engine sleep.
         """
         self._on_engines("begin_update", version)

@@ -87,7 +87,6 @@ class VllmEngine:
 
     Args:
         config: How it runs.
-        sampling: How completions are sampled.
         tokenizer: Finds stop strings in the text of a completion.
         engine_index: Which of the engines this is, from 0.
 
@@ -98,7 +97,6 @@ class VllmEngine:
     def __init__(
         self,
         config: EngineConfig,
-        sampling: SamplingConfig,
         tokenizer: PreTrainedTokenizerBase,
         *,
         engine_index: int = 0,
@@ -106,7 +104,6 @@ class VllmEngine:
         require_vllm()
         _prepare_environment(config.tensor_parallel_size)
         self._config = config
-        self._sampling = sampling
         self._first_receiver = engine_index * config.tensor_parallel_size
         self._state = EngineState()
         self._is_session_open = False
@@ -134,12 +131,15 @@ class VllmEngine:
             vocab_size=model.get_vocab_size(),
         )
 
-    def generate(self, data: BatchedDataDict[Any], *, greedy: bool) -> BatchedDataDict[Any]:
+    def generate(
+        self, data: BatchedDataDict[Any], *, sampling: SamplingConfig, greedy: bool
+    ) -> BatchedDataDict[Any]:
         """Return a completion per row, see `assemble_output`.
 
         Args:
             data: `input_ids`, `input_lengths`, `sampling_seeds` (`[rows]` int64) and, where rows
                 have stop strings of their own, `stop_strings`.
+            sampling: How completions are sampled.
             greedy: Take the most likely token.
 
         Raises:
@@ -151,7 +151,7 @@ class VllmEngine:
             row[:length].tolist() for row, length in zip(data["input_ids"], lengths, strict=True)
         ]
         arguments = request_arguments(
-            self._sampling,
+            sampling,
             prompt_lengths=lengths,
             seeds=data["sampling_seeds"].tolist(),
             stop_strings=data.get("stop_strings") or [None] * len(lengths),
@@ -161,7 +161,7 @@ class VllmEngine:
         return assemble_output(
             prompts,
             self._complete(prompts, arguments),
-            pad_token_id=self._sampling.pad_token_id,
+            pad_token_id=sampling.pad_token_id,
             weight_version=self._state.version,
         )
 
