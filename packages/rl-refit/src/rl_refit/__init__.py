@@ -1,0 +1,34 @@
+"""Hand a trainer's weights to an inference engine: planned, pipelined, verified, transactional."""
+
+from rl_refit.errors import (
+    AuthenticationError,
+    PlanMismatchError,
+    PoisonedError,
+    RefitError,
+    RefitInProgress,
+    RefitTimeoutError,
+    StaleVersionError,
+    VerificationError,
+)
+from rl_refit.plan import RefitPlan, TensorSpec
+from rl_refit.receiver import RefitReceiver
+from rl_refit.report import RefitReport
+from rl_refit.sender import RefitSender
+from rl_refit.source import TensorSource
+
+__all__ = [
+    "AuthenticationError",
+    "PlanMismatchError",
+    "PoisonedError",
+    "RefitError",
+    "RefitInProgress",
+    "RefitPlan",
+    "RefitReceiver",
+    "RefitReport",
+    "RefitSender",
+    "RefitTimeoutError",
+    "StaleVersionError",
+    "TensorSource",
+    "TensorSpec",
+    "VerificationError",
+]

@@ -1,0 +1,60 @@
+"""What can go wrong in a refit. Every error can be pickled, and so crosses an actor's border."""
+
+from __future__ import annotations
+
+
+class RefitError(RuntimeError):
+    """A refit failed; no version was committed.
+
+    Attributes:
+        rank: The receiver's rank, where one is concerned.
+        bucket: Index of the bucket in the plan.
+        tensor: Name of the tensor, or of the first and last one of the bucket.
+    """
+
+    def __init__(
+        self,
+        message: str,
+        *,
+        rank: int | None = None,
+        bucket: int | None = None,
+        tensor: str | None = None,
+    ) -> None:
+        where = [
+            f"{label} {value}"
+            for label, value in (("receiver", rank), ("bucket", bucket), ("tensor", tensor))
+            if value is not None
+        ]
+        super().__init__(f"{', '.join(where)}: {message}" if where else message)
+        self.reason = message
+        self.rank = rank
+        self.bucket = bucket
+        self.tensor = tensor
+
+
+class PlanMismatchError(RefitError):
+    """The two sides do not agree on what is sent."""
+
+
+class VerificationError(RefitError):
+    """What arrived, or what was loaded, is not what was sent."""
+
+
+class RefitTimeoutError(RefitError):
+    """The other side did not answer within the time limit."""
+
+
+class AuthenticationError(RefitError):
+    """The other side could not prove that it knows the token."""
+
+
+class StaleVersionError(RefitError):
+    """The version is not newer than the committed one."""
+
+
+class RefitInProgress(RefitError):
+    """A refit has begun and is not committed yet."""
+
+
+class PoisonedError(RefitError):
+    """The last refit failed: the weights are undefined until a full one succeeds."""

@@ -1,0 +1,378 @@
+"""The inference engine's end of a refit."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from types import TracebackType
+from typing import Literal, NoReturn, Self
+
+import torch
+
+from rl_refit import endpoint
+from rl_refit.control import Channel, ChannelClosed, connect
+from rl_refit.deadline import Deadline
+from rl_refit.errors import (
+    PlanMismatchError,
+    PoisonedError,
+    RefitError,
+    RefitInProgress,
+    StaleVersionError,
+)
+from rl_refit.failures import raise_failure
+from rl_refit.live_weights import LiveWeights
+from rl_refit.messages import Begin, Commit, Failure, Message, Offer, Ready, Start
+from rl_refit.plan import RefitPlan, TensorSpec, differences
+from rl_refit.report import RefitReport, Stopwatch
+from rl_refit.sender import make_report
+from rl_refit.stream import InboundStream, Load
+from rl_refit.transports import ReceiverContext, ReceivingSide, find_transport
+
+ReadBack = Callable[[], Iterable[tuple[str, torch.Tensor]]]
+State = Literal["empty", "in progress", "loaded", "ready", "poisoned"]
+
+_GOODBYE_S = 1.0
+_DEATH_S = 0.1
+"""How long the kernel may take to close the files of a killed process, one after the other."""
+
+
+class RefitReceiver:
+    """Loads what a sender streams, and knows which version is the committed one.
+
+    Not to be used from two threads at once. A commit of the sender is noticed at the next call.
+
+    Args:
+        address: The sender's `address`.
+        rank: This receiver's rank, unlike that of any other receiver of the sender.
+        device: Where `load` wants its tensors.
+        timeout_s: The most seconds that `receive` waits in all.
+        expected: Name, dtype and shape of what the engine needs; an offer that differs is refused.
+    """
+
+    def __init__(
+        self,
+        address: Mapping[str, str | int],
+        rank: int = 0,
+        *,
+        device: torch.device | str = "cpu",
+        timeout_s: float = 300.0,
+        expected: Iterable[tuple[str, torch.dtype, Sequence[int]]] | None = None,
+    ) -> None:
+        Deadline(timeout_s)
+        self._endpoint = str(address["endpoint"])
+        self._token = bytes.fromhex(str(address["token"]))
+        self._transport = find_transport(str(address["transport"]))
+        if self._endpoint == "none":
+            raise ValueError("the address is of a sender with num_receivers=0")
+        self._rank = rank
+        self._device = torch.device(device)
+        self._timeout_s = timeout_s
+        self._expected = (
+            None
+            if expected is None
+            else [TensorSpec(name, dtype, tuple(shape)) for name, dtype, shape in expected]
+        )
+        self._channel: Channel | None = None
+        self._early: list[Message] = []
+        self._offer: Offer | None = None
+        self._plan: RefitPlan | None = None
+        self._side: ReceivingSide | None = None
+        self._state: State = "empty"
+        self._reason = ""
+        self._begun: int | None = None
+        self._version: int | None = None
+        self._live: LiveWeights | None = None
+
+    @property
+    def version(self) -> int | None:
+        """The committed version; None before the first."""
+        self._catch_up()
+        return self._version
+
+    def begin(self, version: int) -> None:
+        """Open a refit: until it is committed, `require_ready` raises.
+
+        Raises:
+            StaleVersionError: The version is not newer than the committed one. Nothing changes.
+        """
+        self._catch_up()
+        if self._version is not None and version <= self._version:
+            raise StaleVersionError(
+                f"version {version} is not newer than the committed {self._version}",
+                rank=self._rank,
+            )
+        self._begun = version
+        self._state = "in progress"
+
+    def receive(
+        self, version: int, load: Load, *, read_back: ReadBack | None = None
+    ) -> RefitReport:
+        """Load the version that was begun; return when every receiver of the sender has.
+
+        Args:
+            version: The one given to `begin`.
+            load: Called once per bucket with the names and tensors that it completes. A tensor is
+                valid until `load` returns, longer only while its layer is not complete, and in
+                read-only memory where the transport shares it.
+            read_back: For `verify="weights"`: yields every name with the live parameter.
+
+        Raises:
+            RefitError: Something failed, here, at the sender or at another receiver. The receiver
+                is poisoned until a refit succeeds.
+        """
+        if self._state != "in progress" or self._begun != version:
+            raise RefitError(f"version {version} was not begun ({self._status()})", rank=self._rank)
+        deadline, watch = Deadline(self._timeout_s), Stopwatch()
+        try:
+            report = self._receive(version, load, read_back, deadline, watch)
+        except BaseException as error:
+            self._fail(error)
+            if isinstance(error, ChannelClosed):
+                raise RefitError(f"the sender is gone: {error}", rank=self._rank) from error
+            raise
+        self._state = "loaded"
+        return report
+
+    def check_weights(self, tensors: Iterable[tuple[str, torch.Tensor]]) -> None:
+        """Hold live parameters against what was received; for `verify="weights"`.
+
+        For an engine whose parameters are only complete after `receive`: call it before `commit`.
+
+        Raises:
+            VerificationError: A parameter is missing or differs. The receiver is poisoned.
+            RefitError: There is nothing to compare with.
+        """
+        if self._live is None:
+            raise RefitError('nothing was received with verify="weights"', rank=self._rank)
+        try:
+            self._live.check(tensors, rank=self._rank)
+        except BaseException as error:
+            self._fail(error)
+            raise
+
+    def commit(self, version: int) -> None:
+        """Make the loaded version the committed one; does nothing if it is already.
+
+        Raises:
+            PoisonedError: The refit failed.
+            RefitError: That version is not loaded.
+        """
+        self._catch_up()
+        if self._state == "ready" and self._version == version:
+            return
+        if self._state == "poisoned":
+            self._refuse()
+        if self._state != "loaded" or self._begun != version:
+            raise RefitError(
+                f"version {version} cannot be committed: {self._status()}", rank=self._rank
+            )
+        self._commit(version)
+
+    def require_ready(self) -> int:
+        """Return the committed version, if the engine's weights are exactly that version's.
+
+        Raises:
+            PoisonedError: The last refit failed.
+            RefitInProgress: One has begun and is not committed.
+            RefitError: None was ever committed.
+        """
+        self._catch_up()
+        if self._state == "poisoned":
+            self._refuse()
+        if self._state in ("in progress", "loaded"):
+            raise RefitInProgress(self._status(), rank=self._rank)
+        if self._version is None:
+            raise RefitError("no version was committed yet", rank=self._rank)
+        return self._version
+
+    def close(self) -> None:
+        """Let go of the connection and the buffers. May be called again."""
+        self._disconnect()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        self.close()
+
+    def _receive(
+        self,
+        version: int,
+        load: Load,
+        read_back: ReadBack | None,
+        deadline: Deadline,
+        watch: Stopwatch,
+    ) -> RefitReport:
+        with watch.phase("pause"):
+            self._meet(version, deadline)
+        assert self._channel is not None
+        assert self._plan is not None
+        assert self._side is not None
+        assert self._offer is not None
+        self._live = LiveWeights() if self._offer.verify == "weights" else None
+        stream = InboundStream(
+            self._plan,
+            self._side,
+            self._channel,
+            version=version,
+            digest=None if self._offer.verify == "none" else self._offer.digest,
+            rank=self._rank,
+            num_buffers=self._offer.num_buffers,
+            deadline=deadline,
+            watch=watch,
+        )
+        stream.run(load if self._live is None else self._live.remember(load, watch))
+        if self._live is not None and read_back is not None:
+            with watch.phase("verify"):
+                self._live.check(read_back(), rank=self._rank)
+        stream.finish()
+        return make_report(version, self._plan, watch, slowest_rank=self._rank)
+
+    def _meet(self, version: int, deadline: Deadline) -> None:
+        """Wait until the sender begins, over the connection there is or a new one."""
+        while True:
+            try:
+                return self._take_part(self._channel or self._connect(deadline), version, deadline)
+            except ChannelClosed:
+                # The sender has dropped all connections, to begin afresh. It is dead if the next
+                # attempt to connect fails.
+                self._disconnect()
+
+    def _take_part(self, channel: Channel, version: int, deadline: Deadline) -> None:
+        begin = self._await_begin(channel, deadline)
+        assert self._plan is not None
+        if begin.version != version:
+            told = f"the sender sends version {begin.version} where {version} was begun"
+            raise RefitError(told, rank=self._rank)
+        if begin.plan_hash != self._plan.hash:
+            raise PlanMismatchError(
+                f"the sender's plan is {begin.plan_hash}, this one {self._plan.hash}",
+                rank=self._rank,
+            )
+        channel.send(Ready(version), deadline)
+        start = channel.receive(deadline, "start: not all receivers are ready")
+        if isinstance(start, Failure):
+            raise_failure(start, origin="the sender")
+        if start != Start(version):
+            told = f"{type(start).__name__} came where the start was due"
+            raise RefitError(told, rank=self._rank)
+
+    def _connect(self, deadline: Deadline) -> Channel:
+        """Return a new connection, over which the plan and the buffers have come."""
+        sock = endpoint.dial(self._endpoint, deadline)
+        try:
+            channel = connect(sock, token=self._token, rank=self._rank, deadline=deadline)
+        except BaseException:
+            sock.close()
+            raise
+        self._channel = channel
+        offer = channel.receive(deadline, "offer of the sender")
+        if isinstance(offer, Failure):
+            raise_failure(offer, origin="the sender")
+        if not isinstance(offer, Offer):
+            raise RefitError(f"{type(offer).__name__} came where an offer was due", rank=self._rank)
+        descriptors: list[int] = []
+        if offer.num_fds:
+            descriptors = channel.receive_descriptors(offer.num_fds, deadline)
+        self._offer = offer
+        self._side = self._transport.open_receiver(
+            ReceiverContext(
+                num_buffers=offer.num_buffers,
+                buffer_bytes=self._agree(offer).largest_bucket,
+                grant=offer.grant,
+                descriptors=descriptors,
+                rank=self._rank,
+                device=self._device,
+                timeout_s=self._timeout_s,
+            )
+        )
+        self._side.join(deadline)
+        return channel
+
+    def _agree(self, offer: Offer) -> RefitPlan:
+        try:
+            self._plan = RefitPlan.from_wire(offer.plan)
+        except (ValueError, KeyError, TypeError) as error:
+            raise PlanMismatchError(str(error), rank=self._rank) from error
+        found = differences(self._expected, self._plan.specs) if self._expected is not None else []
+        if found:
+            told = "; ".join(found[:8]) + (f"; {len(found) - 8} more" if len(found) > 8 else "")
+            raise PlanMismatchError(f"the sender's tensors differ: {told}", rank=self._rank)
+        return self._plan
+
+    def _await_begin(self, channel: Channel, deadline: Deadline) -> Begin:
+        while True:
+            if self._early:
+                message = self._early.pop(0)
+            else:
+                message = channel.receive(deadline, "beginning of the refit")
+            match message:
+                case Begin():
+                    return message
+                case Failure():
+                    raise_failure(message, origin="the sender")
+                case Commit():
+                    continue
+                case _:
+                    told = f"{type(message).__name__} came where a refit was to begin"
+                    raise RefitError(told, rank=self._rank)
+
+    def _catch_up(self) -> None:
+        """Take in what the sender has said since the last call."""
+        while self._channel is not None and self._channel.has_input():
+            try:
+                message = self._channel.receive(Deadline(_GOODBYE_S))
+            except ChannelClosed:
+                self._disconnect()
+                return
+            except RefitError as error:
+                self._fail(error)
+                return
+            match message:
+                case Commit(version) if self._state == "loaded" and version == self._begun:
+                    self._commit(version)
+                case Failure() if self._state == "loaded":
+                    self._state, self._reason = "poisoned", f"the sender reports: {message.reason}"
+                case _:
+                    self._early.append(message)
+                    return
+
+    def _commit(self, version: int) -> None:
+        self._version = version
+        self._state = "ready"
+
+    def _fail(self, error: BaseException) -> None:
+        self._state, self._reason = "poisoned", str(error) or repr(error)
+        if self._channel is not None:
+            self._channel.leave(error, rank=self._rank)
+        self._disconnect()
+        if isinstance(error, ChannelClosed):
+            self._clean_up_after_sender()
+
+    def _clean_up_after_sender(self) -> None:
+        give_up = time.monotonic() + _DEATH_S
+        while not endpoint.forget(self._endpoint) and time.monotonic() < give_up:
+            time.sleep(0.005)
+
+    def _disconnect(self) -> None:
+        self._early.clear()
+        if self._channel is not None:
+            self._channel.close()
+            self._channel = None
+        if self._side is not None:
+            self._side.close()
+            self._side = None
+
+    def _status(self) -> str:
+        if self._state == "poisoned":
+            return f"the last refit failed: {self._reason}"
+        return f"state {self._state}, begun {self._begun}, committed {self._version}"
+
+    def _refuse(self) -> NoReturn:
+        told = f"{self._status()}; the weights are undefined until a full refit succeeds"
+        raise PoisonedError(told, rank=self._rank)

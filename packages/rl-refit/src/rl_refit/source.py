@@ -1,0 +1,49 @@
+"""A weight source over tensors that lie in this process."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from typing import Protocol
+
+import torch
+
+NamedTensors = Mapping[str, torch.Tensor] | Iterable[tuple[str, torch.Tensor]]
+
+
+class WeightSource(Protocol):
+    """The tensors of a model, in a fixed order, as often as wanted."""
+
+    def metadata(self) -> Sequence[tuple[str, torch.dtype, Sequence[int]]]:
+        """Return name, wire dtype and full shape of every tensor, without moving any."""
+        ...
+
+    def __iter__(self) -> Iterator[tuple[str, torch.Tensor]]:
+        """Yield name and full tensor in the order of `metadata`."""
+        ...
+
+
+class TensorSource:
+    """The tensors of a state dict or of `model.named_parameters()`.
+
+    Tied tensors, that is names for the same elements of the same storage, are sent once, under the
+    first of their names: the engine ties them again.
+    """
+
+    def __init__(self, tensors: NamedTensors) -> None:
+        pairs = dict(tensors)
+        self._tensors: dict[str, torch.Tensor] = {}
+        seen: set[tuple[object, ...]] = set()
+        for name, tensor in pairs.items():
+            identity = (tensor.data_ptr(), tensor.dtype, tensor.shape, tensor.stride())
+            if tensor.numel() and identity in seen:
+                continue
+            seen.add(identity)
+            self._tensors[name] = tensor.detach()
+
+    def metadata(self) -> list[tuple[str, torch.dtype, tuple[int, ...]]]:
+        """Return name, dtype and shape of every tensor."""
+        return [(name, t.dtype, tuple(t.shape)) for name, t in self._tensors.items()]
+
+    def __iter__(self) -> Iterator[tuple[str, torch.Tensor]]:
+        """Yield name and tensor."""
+        return iter(self._tensors.items())

@@ -1,0 +1,107 @@
+"""Files in the safetensors format in a private directory: slow, and easily seen to be right."""
+
+from __future__ import annotations
+
+import json
+import os
+import struct
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from rl_refit.deadline import Deadline
+from rl_refit.transports.base import (
+    ReceiverContext,
+    ReceivingSide,
+    SenderContext,
+    SendingSide,
+    Transport,
+)
+from rl_refit.transports.shm import split_buffers
+
+_KEY = "bucket"
+
+
+class GoldenTransport(Transport):
+    """One file per buffer, written anew for every bucket. The others are tested against it."""
+
+    def open_sender(self, context: SenderContext) -> SendingSide:
+        """Return buffers in this process's memory, and files next to them."""
+        return _GoldenSender(context)
+
+    def open_receiver(self, context: ReceiverContext) -> ReceivingSide:
+        """Return the sender's files, read as they are announced."""
+        return _GoldenReceiver(context)
+
+
+class _GoldenSender(SendingSide):
+    def __init__(self, context: SenderContext) -> None:
+        memory = torch.zeros(context.num_buffers * context.buffer_bytes, dtype=torch.uint8)
+        self.buffers = split_buffers(memory, context.num_buffers, context.buffer_bytes)
+        assert context.directory is not None
+        self._directory = context.directory
+
+    def grant(self) -> tuple[dict[str, Any], list[int]]:
+        return {"directory": str(self._directory)}, []
+
+    def publish(self, bucket: int, nbytes: int, deadline: Deadline) -> None:
+        index = bucket % len(self.buffers)
+        write_tensors(_path(self._directory, index), {_KEY: self.buffers[index][:nbytes]})
+
+    def close(self) -> None:
+        for index in range(len(self.buffers)):
+            _path(self._directory, index).unlink(missing_ok=True)
+        self.buffers = []
+
+
+class _GoldenReceiver(ReceivingSide):
+    def __init__(self, context: ReceiverContext) -> None:
+        self._directory = Path(str(context.grant["directory"]))
+        self._num_buffers = context.num_buffers
+
+    def fetch(self, bucket: int, nbytes: int, deadline: Deadline) -> torch.Tensor:
+        path = _path(self._directory, bucket % self._num_buffers)
+        data = read_tensors(path)[_KEY]
+        if len(data) != nbytes:
+            raise ValueError(f"{path.name} has {len(data)} bytes, {nbytes} were announced")
+        return data
+
+
+def write_tensors(path: Path, tensors: dict[str, torch.Tensor]) -> None:
+    """Write uint8 tensors as a safetensors file that only this user can read."""
+    header: dict[str, Any] = {}
+    end = 0
+    for name, tensor in tensors.items():
+        start, end = end, end + tensor.nbytes
+        header[name] = {"dtype": "U8", "shape": list(tensor.shape), "data_offsets": [start, end]}
+    text = json.dumps(header).encode()
+    text += b" " * (-len(text) % 8)
+    descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, 0o600)
+    with open(descriptor, "wb") as file:
+        file.write(struct.pack("<Q", len(text)) + text)
+        for tensor in tensors.values():
+            file.write(tensor.numpy().data)
+
+
+def read_tensors(path: Path) -> dict[str, torch.Tensor]:
+    """Return the uint8 tensors of a safetensors file."""
+    with path.open("rb") as file:
+        (length,) = struct.unpack("<Q", file.read(8))
+        header: dict[str, Any] = json.loads(file.read(length))
+        data = bytearray(file.read())
+    tensors: dict[str, torch.Tensor] = {}
+    for name, entry in header.items():
+        start, end = entry["data_offsets"]
+        if entry["dtype"] != "U8" or end > len(data):
+            raise ValueError(f"{path.name} is not a complete file of bytes: {name} is {entry}")
+        size = end - start
+        raw = torch.frombuffer(data, dtype=torch.uint8, offset=start, count=size) if size else None
+        tensors[name] = (torch.empty(0, dtype=torch.uint8) if raw is None else raw).view(
+            entry["shape"]
+        )
+    return tensors
+
+
+def _path(directory: Path, index: int) -> Path:
+    return directory / f"buffer-{index}.safetensors"

@@ -1,0 +1,70 @@
+"""Shared memory between processes of one machine, passed as a descriptor."""
+
+from __future__ import annotations
+
+import os
+from typing import Any
+
+import torch
+
+from rl_refit.deadline import Deadline
+from rl_refit.transports.base import (
+    ReceiverContext,
+    ReceivingSide,
+    SenderContext,
+    SendingSide,
+    Transport,
+)
+from rl_refit.transports.memory import create_memory, open_memory
+
+
+class ShmTransport(Transport):
+    """All receivers read the same memory, and can only read it.
+
+    A receiver on a GPU copies each bucket to its device, whole.
+    """
+
+    def open_sender(self, context: SenderContext) -> SendingSide:
+        """Return newly created shared memory."""
+        return _ShmSender(context)
+
+    def open_receiver(self, context: ReceiverContext) -> ReceivingSide:
+        """Return the sender's memory, mapped into this process."""
+        return _ShmReceiver(context)
+
+
+class _ShmSender(SendingSide):
+    def __init__(self, context: SenderContext) -> None:
+        self._descriptor, memory = create_memory(context.num_buffers * context.buffer_bytes)
+        self.buffers = split_buffers(memory, context.num_buffers, context.buffer_bytes)
+
+    def grant(self) -> tuple[dict[str, Any], list[int]]:
+        return {}, [self._descriptor]
+
+    def close(self) -> None:
+        if self._descriptor >= 0:
+            os.close(self._descriptor)
+        self._descriptor = -1
+        self.buffers = []
+
+
+class _ShmReceiver(ReceivingSide):
+    def __init__(self, context: ReceiverContext) -> None:
+        (descriptor,) = context.descriptors
+        try:
+            memory = open_memory(descriptor, context.num_buffers * context.buffer_bytes)
+        finally:
+            os.close(descriptor)
+        self._buffers = split_buffers(memory, context.num_buffers, context.buffer_bytes)
+        self._device = context.device
+
+    def fetch(self, bucket: int, nbytes: int, deadline: Deadline) -> torch.Tensor:
+        return self._buffers[bucket % len(self._buffers)][:nbytes]
+
+    def close(self) -> None:
+        self._buffers = []
+
+
+def split_buffers(memory: torch.Tensor, count: int, size: int) -> list[torch.Tensor]:
+    """Return `count` consecutive buffers of `size` bytes."""
+    return [memory[index * size : (index + 1) * size] for index in range(count)]

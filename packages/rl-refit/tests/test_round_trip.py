@@ -1,0 +1,210 @@
+import gc
+import mmap
+import os
+from pathlib import Path
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from refit_pairs import Engine, make_sender, must, outcomes, refit, same, some_tensors
+from rl_refit import RefitReport, TensorSource
+
+TRANSPORTS = ["shm", "golden"]
+every_transport = pytest.mark.parametrize("transport", TRANSPORTS)
+
+
+def round_trip(tensors, transport="shm", num_receivers=1, refits=1, **options):
+    with make_sender(tensors, transport, num_receivers, **options) as sender:
+        engines = [Engine(sender.address, rank) for rank in range(num_receivers)]
+        for version in range(refits):
+            must(refit(sender, engines, version))
+        for engine in engines:
+            engine.receiver.close()
+    return engines
+
+
+@every_transport
+@pytest.mark.parametrize("num_receivers", [1, 2, 3, 4])
+def test_every_receiver_gets_every_bit(transport, num_receivers):
+    tensors = some_tensors()
+    for engine in round_trip(tensors, transport, num_receivers, refits=3):
+        assert same(engine.weights, tensors)
+
+
+@every_transport
+@pytest.mark.parametrize(
+    "tensor",
+    [
+        torch.randn(17, 31),
+        torch.randn(17, 31).bfloat16(),
+        torch.randn(17, 31).half(),
+        torch.randint(-(2**62), 2**62, (9, 5)),
+        torch.tensor([True, False, True]),
+        torch.tensor(3.5),
+        torch.tensor(7),
+        torch.randn(6, 5, 4).permute(2, 0, 1),
+        torch.randn(40, 40)[::3, 5:30],
+        torch.randn(1).expand(8, 9),
+        torch.empty(0, 4),
+        torch.tensor([float("nan"), float("-inf"), -0.0]),
+        torch.randn(100_000),
+        torch.randn(301, 401).T,
+        torch.randint(0, 255, (70_001,), dtype=torch.uint8),
+    ],
+    ids=lambda t: f"{t.dtype}-{tuple(t.shape)}",
+)
+def test_any_tensor_arrives_bit_by_bit(transport, tensor):
+    tensors = {"first": torch.ones(3), "it": tensor, "last": torch.ones(5)}
+    (engine,) = round_trip(tensors, transport)
+    assert same(engine.weights, tensors)
+
+
+@settings(max_examples=25)
+@given(
+    st.lists(
+        st.tuples(
+            st.integers(0, 3),
+            st.lists(st.integers(0, 60), max_size=2),
+            st.sampled_from([torch.float32, torch.bfloat16, torch.int64, torch.bool]),
+        ),
+        max_size=10,
+    ),
+    st.integers(256, 8192),
+    st.integers(1, 3),
+)
+def test_any_plan_arrives_bit_by_bit(entries, bucket_bytes, num_buffers):
+    tensors = {
+        f"layers.{layer}.w{index}": torch.randint(0, 2, shape).to(dtype)
+        for index, (layer, shape, dtype) in enumerate(entries)
+    }
+    options = {"bucket_bytes": bucket_bytes, "num_buffers": num_buffers}
+    (engine,) = round_trip(tensors, refits=2, **options)
+    assert same(engine.weights, tensors)
+    assert engine.order == list(tensors)
+
+
+def test_tied_tensors_are_sent_once():
+    shared = torch.randn(8, 4)
+    tensors = {
+        "embed.weight": shared,
+        "half": shared[:4],
+        "turned": shared.T,
+        "head.weight": shared,
+    }
+    source = TensorSource(tensors)
+    assert [name for name, *_ in source.metadata()] == ["embed.weight", "half", "turned"]
+    (engine,) = round_trip(tensors)
+    del tensors["head.weight"]
+    assert same(engine.weights, tensors)
+
+
+@pytest.mark.parametrize("num_senders", [1, 2, 3, 4])
+def test_senders_with_receivers_of_their_own_and_without(num_senders):
+    # Rank 0 and 2 have receivers; the others only take part in the gathers.
+    tensors = some_tensors()
+    senders = [
+        make_sender(tensors, num_receivers=(rank + 1) % 2 * 2) for rank in range(num_senders)
+    ]
+    engines = [
+        Engine(sender.address, 10 * index + rank)
+        for index, sender in enumerate(senders)
+        for rank in range(sender.address["num_receivers"])
+    ]
+    calls = [lambda s=sender: s.send(1) for sender in senders]
+    results = must(outcomes(*calls, *[lambda e=engine: e.refit(1) for engine in engines]))
+    assert all(isinstance(result, RefitReport) for result in results)
+    assert all(same(engine.weights, tensors) for engine in engines)
+    for sender in senders:
+        sender.commit(1)
+    assert {engine.receiver.require_ready() for engine in engines} == {1}
+    for end in [*senders, *(engine.receiver for engine in engines)]:
+        end.close()
+
+
+def test_the_senders_buffer_size_is_everybodys():
+    # A receiver is given nothing else than the address, and takes plan and buffers as offered.
+    tensors = some_tensors()
+    for bucket_bytes, num_buffers in [(256, 1), (5000, 2), (1 << 20, 3)]:
+        options = {"bucket_bytes": bucket_bytes, "num_buffers": num_buffers}
+        with make_sender(tensors, **options) as sender:
+            engine = Engine(sender.address)
+            must(refit(sender, [engine], 0))
+            assert engine.receiver._plan.bucket_bytes == bucket_bytes // 256 * 256
+            assert same(engine.weights, tensors)
+            engine.receiver.close()
+
+
+def test_no_tensors_at_all_is_a_refit_too():
+    (engine,) = round_trip({}, refits=2)
+    assert engine.weights == {}
+
+
+def test_new_values_arrive_in_the_next_refit():
+    tensors = some_tensors()
+    with make_sender(tensors) as sender:
+        engine = Engine(sender.address)
+        for version in range(4):
+            must(refit(sender, [engine], version))
+            assert same(engine.weights, tensors)
+            for tensor in tensors.values():
+                tensor += 1
+        engine.receiver.close()
+
+
+def test_a_tensor_is_a_view_only_if_its_layer_is_complete():
+    tensors = {f"layers.{i // 2}.w{i}": torch.full((64,), float(i)) for i in range(6)}
+    kept = {}
+    with make_sender(tensors, bucket_bytes=256, num_buffers=1) as sender:
+        engine = Engine(sender.address)
+        engine.load = lambda pairs: kept.update(pairs)
+        must(refit(sender, [engine], 0))
+        # No bucket holds a layer of two, so that a loader may keep every tensor.
+        assert same(kept, tensors)
+        engine.receiver.close()
+
+
+def test_what_is_shared_cannot_be_mapped_for_writing():
+    tensors = some_tensors()
+    with make_sender(tensors) as sender:
+        engine = Engine(sender.address)
+        must(refit(sender, [engine], 0))
+        maps = Path("/proc/self/maps").read_text().splitlines()
+        modes = [line.split()[1] for line in maps if "memfd:rl-refit" in line]
+        assert sorted(modes) == ["r--s", "rw-s"]
+        descriptor = sender._session.side._descriptor
+        with pytest.raises(PermissionError):
+            mmap.mmap(descriptor, 256)
+        engine.receiver.close()
+
+
+def test_closing_both_ends_leaves_nothing_behind():
+    def open_files():
+        gc.collect()
+        shared = [
+            line for line in Path("/proc/self/maps").read_text().splitlines() if "rl-refit" in line
+        ]
+        return sorted(os.listdir("/proc/self/fd")), shared
+
+    before = open_files()
+    for transport in TRANSPORTS:
+        round_trip(some_tensors(), transport, 2, refits=2)
+    assert open_files() == before
+
+
+def test_the_report_adds_up():
+    tensors = some_tensors()
+    with make_sender(tensors, num_receivers=2) as sender:
+        engines = [Engine(sender.address, rank) for rank in (4, 7)]
+        sent, *received = must(refit(sender, engines, 5))
+        for engine in engines:
+            engine.receiver.close()
+    assert sent.bytes == sum(tensor.nbytes for tensor in tensors.values())
+    assert sent.slowest_rank in (4, 7)
+    assert sent.version == 5
+    for report in (sent, *received):
+        metrics = report.as_metrics()
+        assert {"refit_s", "refit_bytes", "refit_gb_per_s", "refit_load_s"} <= metrics.keys()
+        phases = ("gather", "pack", "wire", "pause", "resume")
+        assert sum(metrics[f"refit_{phase}_s"] for phase in phases) <= report.seconds
+        assert metrics["refit_gb_per_s"] == report.bytes / report.seconds / 1e9

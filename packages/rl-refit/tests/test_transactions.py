@@ -1,0 +1,297 @@
+import pickle
+import threading
+
+import pytest
+import torch
+from refit_pairs import Engine, make_sender, must, outcomes, refit, same, some_tensors
+from rl_refit import (
+    AuthenticationError,
+    PlanMismatchError,
+    PoisonedError,
+    RefitError,
+    RefitInProgress,
+    RefitTimeoutError,
+    StaleVersionError,
+    VerificationError,
+)
+
+
+@pytest.fixture
+def tensors():
+    return some_tensors()
+
+
+@pytest.fixture
+def pair(tensors):
+    with make_sender(tensors) as sender:
+        engine = Engine(sender.address)
+        yield sender, engine
+        engine.receiver.close()
+
+
+def test_a_version_counts_from_its_commit_on(pair):
+    sender, engine = pair
+    receiver = engine.receiver
+    assert receiver.version is None
+    with pytest.raises(RefitError, match="no version"):
+        receiver.require_ready()
+    must(refit(sender, [engine], 3))
+    with pytest.raises(RefitInProgress):
+        receiver.require_ready()
+    receiver.commit(3)
+    assert receiver.require_ready() == receiver.version == 3
+    receiver.begin(4)
+    with pytest.raises(RefitInProgress):
+        receiver.require_ready()
+    assert receiver.version == 3
+
+
+def test_the_senders_commit_is_noticed(pair):
+    sender, engine = pair
+    must(refit(sender, [engine], 1))
+    sender.commit(1)
+    assert engine.receiver.require_ready() == 1
+    engine.receiver.commit(1)
+    must(refit(sender, [engine], 2))
+    sender.commit(2)
+    sender.close()
+    assert engine.receiver.version == 2
+
+
+def test_the_next_refit_may_start_before_the_commit_is_noticed(pair):
+    sender, engine = pair
+    must(refit(sender, [engine], 1))
+    sender.commit(1)
+    thread = threading.Thread(target=sender.send, args=(2,))
+    thread.start()
+    assert engine.receiver.require_ready() == 1
+    engine.refit(2)
+    thread.join()
+    engine.receiver.commit(2)
+    assert engine.receiver.version == 2
+
+
+def test_what_was_not_sent_cannot_be_committed(pair):
+    sender, engine = pair
+    with pytest.raises(RefitError, match="version 1 was not sent"):
+        sender.commit(1)
+    with pytest.raises(RefitError, match="version 1 cannot be committed"):
+        engine.receiver.commit(1)
+    must(refit(sender, [engine], 1))
+    with pytest.raises(RefitError, match="version 2"):
+        engine.receiver.commit(2)
+    with pytest.raises(RefitError, match="not begun"):
+        engine.receiver.receive(2, engine.load)
+
+
+@pytest.mark.parametrize("version", [5, 4, 0])
+def test_a_stale_version_is_refused_and_changes_nothing(pair, version):
+    sender, engine = pair
+    must(refit(sender, [engine], 5))
+    engine.receiver.commit(5)
+    with pytest.raises(StaleVersionError):
+        engine.receiver.begin(version)
+    assert engine.receiver.require_ready() == 5
+
+
+def test_a_sender_of_another_version_is_refused(pair):
+    sender, engine = pair
+    results = outcomes(lambda: sender.send(1), lambda: engine.refit(2))
+    assert all(isinstance(result, RefitError) for result in results)
+    assert "version 1 where 2" in str(results[0])
+    with pytest.raises(PoisonedError):
+        engine.receiver.require_ready()
+
+
+def test_a_receiver_whose_load_fails_stops_all_and_a_full_resend_heals(tensors):
+    with make_sender(tensors, num_receivers=2) as sender:
+        engines = [Engine(sender.address, rank) for rank in range(2)]
+        must(refit(sender, engines, 1))
+        load = engines[1].load
+        engines[1].load = lambda pairs: 1 / 0
+        sent, first, second = refit(sender, engines, 2)
+        assert sent.rank == second.rank == 1
+        assert sent.bucket == second.bucket == 0
+        assert "embed.weight" in sent.tensor
+        for error in (sent, first, second):
+            assert "ZeroDivisionError" in str(error)
+            assert str(pickle.loads(pickle.dumps(error))) == str(error)
+        for engine in engines:
+            with pytest.raises(PoisonedError, match="ZeroDivisionError"):
+                engine.receiver.require_ready()
+            with pytest.raises(PoisonedError):
+                engine.receiver.commit(2)
+        with pytest.raises(RefitError, match="not sent"):
+            sender.commit(2)
+        engines[1].load = load
+        must(refit(sender, engines, 2))
+        sender.commit(2)
+        assert [engine.receiver.require_ready() for engine in engines] == [2, 2]
+        assert all(same(engine.weights, tensors) for engine in engines)
+        for engine in engines:
+            engine.receiver.close()
+
+
+@pytest.mark.parametrize("fault", ["raises", "ends early", "too long", "shape", "dtype", "order"])
+def test_a_source_that_breaks_its_word_fails_at_both_ends(tensors, fault):
+    sender = make_sender(tensors)
+
+    class Source:
+        def __iter__(self):
+            pairs = list(tensors.items())
+            if fault == "raises":
+                yield from pairs[:4]
+                raise OSError("no such shard")
+            if fault == "ends early":
+                pairs.pop()
+            elif fault == "too long":
+                pairs.append(("extra", torch.ones(1)))
+            elif fault == "shape":
+                pairs[3] = (pairs[3][0], pairs[3][1][:-1])
+            elif fault == "dtype":
+                pairs[3] = (pairs[3][0], pairs[3][1].double())
+            else:
+                pairs.insert(0, pairs.pop())
+            yield from pairs
+
+    sender._source = Source()
+    engine = Engine(sender.address)
+    sent, received = refit(sender, [engine], 1)
+    assert isinstance(sent, OSError if fault == "raises" else RefitError)
+    assert isinstance(received, RefitError)
+    assert getattr(sent, "reason", str(sent)) in str(received)
+    with pytest.raises(PoisonedError):
+        engine.receiver.require_ready()
+    sender.close()
+
+
+def test_the_source_is_gone_through_to_its_end_though_a_receiver_fails(tensors):
+    # Other trainer ranks would else wait in a gather for this one.
+    taken = []
+    sender = make_sender(tensors)
+
+    class Source:
+        def __iter__(self):
+            for pair in tensors.items():
+                taken.append(pair[0])
+                yield pair
+
+    sender._source = Source()
+    engine = Engine(sender.address)
+    engine.load = lambda pairs: 1 / 0
+    sent, _ = refit(sender, [engine], 1)
+    assert isinstance(sent, RefitError)
+    assert taken == list(tensors)
+    sender.close()
+
+
+def test_an_offer_that_the_engine_does_not_expect_is_refused(tensors):
+    expected = [(name, t.dtype, tuple(t.shape)) for name, t in tensors.items()]
+    expected[0] = ("embed.weight", torch.float64, (64, 48))
+    expected.append(("bias", torch.float32, (4,)))
+    with make_sender(tensors) as sender:
+        engine = Engine(sender.address, expected=expected)
+        sent, received = refit(sender, [engine], 1)
+        for error in (sent, received):
+            assert isinstance(error, PlanMismatchError)
+            assert "bias float32[4] is missing" in str(error)
+            assert "embed.weight float32[64, 48] comes where" in str(error)
+        assert engine.weights == {}
+        engine.receiver.close()
+
+
+def test_a_receiver_that_does_not_come_is_waited_for_as_long_as_said(tensors):
+    with make_sender(tensors, num_receivers=2, timeout_s=0.4) as sender:
+        engine = Engine(sender.address)
+        sent, received = refit(sender, [engine], 1)
+        assert isinstance(sent, RefitTimeoutError)
+        assert "[0] of 2 receivers" in str(sent)
+        assert isinstance(received, RefitError)
+
+
+def test_a_sender_that_does_not_come_is_waited_for_as_long_as_said(tensors):
+    with make_sender(tensors) as sender:
+        engine = Engine(sender.address, timeout_s=0.3)
+        with pytest.raises(RefitTimeoutError):
+            engine.refit(1)
+
+
+def test_a_load_that_takes_too_long_is_named(tensors):
+    release = threading.Event()
+    with make_sender(tensors, timeout_s=0.5) as sender:
+        engine = Engine(sender.address)
+
+        def load(pairs):
+            release.wait(5)
+
+        engine.load = load
+        receiving = threading.Thread(target=outcomes, args=(lambda: engine.refit(1),))
+        receiving.start()
+        with pytest.raises(RefitTimeoutError, match=r"receiver 0, bucket 0, tensor embed\.weight"):
+            sender.send(1)
+        release.set()
+        receiving.join()
+        with pytest.raises(PoisonedError):
+            engine.receiver.require_ready()
+
+
+def test_a_wrong_token_gets_nothing(tensors):
+    with make_sender(tensors, timeout_s=1.0) as sender:
+        engine = Engine({**sender.address, "token": "00" * 32})
+        sent, received = refit(sender, [engine], 1)
+        assert isinstance(received, AuthenticationError)
+        assert isinstance(sent, RefitTimeoutError)
+        assert engine.weights == {}
+
+
+def test_a_new_receiver_of_a_rank_takes_the_place_of_the_old_one(tensors):
+    with make_sender(tensors, num_receivers=2) as sender:
+        old, other = Engine(sender.address, 0), Engine(sender.address, 1)
+        must(refit(sender, [old, other], 1))
+        new = Engine(sender.address, 0)
+        must(refit(sender, [new, other], 2))
+        assert same(new.weights, tensors)
+        for engine in (old, other, new):
+            engine.receiver.close()
+
+
+@pytest.mark.parametrize("when", ["while receiving", "after"])
+def test_live_weights_are_compared_on_demand(tensors, when):
+    with make_sender(tensors, verify="weights") as sender:
+        engine = Engine(sender.address)
+
+        def receive(version, read_back):
+            engine.receiver.begin(version)
+            if when == "while receiving":
+                return engine.receiver.receive(version, engine.load, read_back=read_back)
+            report = engine.receiver.receive(version, engine.load)
+            engine.receiver.check_weights(read_back())
+            return report
+
+        def spoilt():
+            broken = {name: tensor.clone() for name, tensor in engine.weights.items()}
+            broken["layers.1.norm.weight"][7] += 1
+            return broken.items()
+
+        must(outcomes(lambda: sender.send(1), lambda: receive(1, lambda: engine.weights.items())))
+        engine.receiver.commit(1)
+        _, received = outcomes(lambda: sender.send(2), lambda: receive(2, spoilt))
+        assert isinstance(received, VerificationError)
+        assert received.tensor == "layers.1.norm.weight"
+        with pytest.raises(PoisonedError):
+            engine.receiver.commit(2)
+        partly = dict(list(tensors.items())[1:])
+        _, received = outcomes(lambda: sender.send(2), lambda: receive(2, partly.items))
+        assert "embed.weight: it was received and is not live" in str(received)
+        engine.receiver.close()
+
+
+def test_arguments_are_checked_before_anything_starts(tensors):
+    for options in ({"verify": "no"}, {"num_buffers": 0}, {"timeout_s": 0}, {"bucket_bytes": 1}):
+        with pytest.raises(ValueError, match=next(iter(options))):
+            make_sender(tensors, **options)
+    with pytest.raises(ValueError, match=r"transport='rdma' is not among .*'golden'.*'shm'"):
+        make_sender(tensors, "rdma")
+    idle = make_sender(tensors, num_receivers=0)
+    with pytest.raises(ValueError, match="num_receivers=0"):
+        Engine(idle.address)
