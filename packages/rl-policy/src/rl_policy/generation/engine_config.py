@@ -28,8 +28,8 @@ VLLM_DEFAULTS: dict[str, Any] = {
     "trust_remote_code": False,
     # Weights wait on the CPU, so that an engine that sleeps needs no refit to go on.
     "sleep_level": 1,
-    # The plug-in that comes with the extra `vllm`.
-    "weight_transfer_backend": "rl_refit",
+    # An engine of a policy gets new weights after every step.
+    "weight_transfer": True,
     # An hour: longer than a healthy batch, shorter than a night.
     "generate_timeout_s": 3600.0,
     "engine_kwargs": {},
@@ -54,7 +54,7 @@ _OWN_ARGUMENTS = {
     "logprobs_mode": "the contract: log-probabilities are those of the sampled distribution",
     "generation_config": "the keys of generation",
     "enable_sleep_mode": "generation.colocated.enabled",
-    "weight_transfer_config": "vllm_cfg.weight_transfer_backend",
+    "weight_transfer_config": "vllm_cfg.weight_transfer",
     "data_parallel_size": "the number of bundles",
     "distributed_executor_backend": "vllm_cfg.tensor_parallel_size",
 }
@@ -83,8 +83,8 @@ class VllmSection(TypedDict):
     """Whether code that comes with the model may run."""
     sleep_level: NotRequired[int]
     """What `finish_generation` does: 1 keeps the weights on the CPU, 2 drops them until a refit."""
-    weight_transfer_backend: NotRequired[str | None]
-    """vLLM's weight-transfer engine. None: the weights never change."""
+    weight_transfer: NotRequired[bool]
+    """Whether the engine can get new weights, through the plug-in of `rl-refit`."""
     generate_timeout_s: NotRequired[float]
     """Most seconds that one call of `generate` may take."""
     engine_kwargs: NotRequired[dict[str, Any]]
@@ -139,12 +139,12 @@ class EngineConfig:
     """Whether a trainer shares the devices, so that the engine has to sleep."""
     seed: int
     """Of everything random."""
+    weight_transfer: bool
+    """Whether it can get new weights."""
     max_model_len: int | None = None
     """Most tokens per row; None is the model's own limit."""
     kv_cache_memory_bytes: int | None = None
     """Bytes of the key-value cache."""
-    weight_transfer_backend: str | None = None
-    """vLLM's weight-transfer engine; None for none."""
     engine_kwargs: dict[str, Any] = field(default_factory=dict)
     """Further arguments of vLLM's `LLM`."""
 
@@ -168,10 +168,8 @@ def parse_engine_config(
     path = f"{path}.vllm_cfg"
     given: dict[str, Any] = config.get("vllm_cfg") or {}
     check_typed_dict(given, VllmSection, path=path)
-    # None is a value of its own where the engine may go without, and "not set" elsewhere.
-    optional = {"weight_transfer_backend"}
     section: dict[str, Any] = VLLM_DEFAULTS | {
-        key: value for key, value in given.items() if value is not None or key in optional
+        key: value for key, value in given.items() if value is not None
     }
     _check_section(section, path=path)
     colocated = config.get("colocated") or {}

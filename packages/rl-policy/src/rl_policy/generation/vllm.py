@@ -35,6 +35,8 @@ if TYPE_CHECKING:
     )
     from transformers import PreTrainedTokenizerBase
 
+# A receiver that gives up says why, which is worth the wait.
+_MARGIN_S = 10.0
 _ROW_KEYS = ("input_ids", "input_lengths", "stop_strings")
 
 
@@ -179,16 +181,23 @@ class VllmGeneration(GenerationInterface):
 
     # Weights
 
-    def init_transfer(self, address: Mapping[str, Any]) -> RankCall:
-        """Let every engine connect to the sender at `address`, at the same time as the sender.
+    def init_transfer(self, address: Mapping[str, Any] | Sequence[Mapping[str, Any]]) -> None:
+        """Tell the engines where weights are going to come from; a new sender replaces an old one.
 
         Args:
-            address: What the sender gives out.
+            address: The `address` of an `rl_refit.RefitSender` for all `num_receivers` receivers,
+                or one address for each of them. Receivers are ranked from 0, engine by engine.
 
-        Returns:
-            A running call for `wait`, as the sender has to run meanwhile.
+        Raises:
+            ValueError: There are not as many addresses as receivers.
         """
-        return self._engines.submit_all("init_transfer", dict(address))
+        single = isinstance(address, Mapping)
+        addresses = [address] * self.num_receivers if single else list(address)
+        if len(addresses) != self.num_receivers:
+            raise ValueError(
+                f"{len(addresses)} addresses do not fit {self.num_receivers} receivers"
+            )
+        self._on_engines("init_transfer", addresses, timeout_s=self._timeout_s)
 
     def begin_update(self, version: int) -> None:
         """Open a transaction on every engine: none samples until `commit_update`.
@@ -202,9 +211,14 @@ class VllmGeneration(GenerationInterface):
     def update(self, version: int) -> RankCall:
         """Let every engine receive and load all weights, at the same time as the sender sends.
 
+        Example, with a sender in this process:
+            call = engines.update(3)
+            sender.send(3)
+            reports = engines.wait_for_update(call)
+
         Returns:
-            A running call for `wait`. Where it fails, the engines refuse to sample until a full
-            resend is committed.
+            A running call for `wait_for_update`. Where it fails, the engines refuse to sample until
+            a full resend is committed.
         """
         return self._engines.submit_all("update", version)
 
@@ -218,9 +232,10 @@ class VllmGeneration(GenerationInterface):
         if version != self._version:
             self._version, self._calls_since_version = version, 0
 
-    def wait(self, call: RankCall) -> None:
-        """Wait for what `init_transfer` or `update` has started; raise what made it fail."""
-        self._engines.wait(call, timeout_s=self._timeout_s)
+    def wait_for_update(self, call: RankCall) -> list[dict[str, float]]:
+        """Return a report per receiver of what `update` has started, or raise what made it fail."""
+        results = self._engines.wait(call, timeout_s=self._timeout_s + _MARGIN_S)
+        return [report for reports in self._of_engines(results) for report in reports]
 
     def init_collective(self, ip: str, port: int, world_size: int) -> list[Any]:
         """Not in this version: see `init_transfer`."""
@@ -256,11 +271,14 @@ class VllmGeneration(GenerationInterface):
         assert self._group is not None
         return self._group
 
-    def _on_engines(self, method: str, *args: Any) -> list[Any]:
+    def _on_engines(self, method: str, *args: Any, **kwargs: Any) -> list[Any]:
         """Call `method` on every engine; return one result per engine."""
-        call = self._engines.submit_all(method, *args)
-        results = self._engines.wait(call, timeout_s=self._timeout_s)
-        return results[:: self.num_receivers // self.num_engines]
+        call = self._engines.submit_all(method, *args, **kwargs)
+        return self._of_engines(self._engines.wait(call, timeout_s=self._timeout_s))
+
+    def _of_engines(self, results: Sequence[Any]) -> list[Any]:
+        """Return the results of the ranks that have an engine, each the first of its group."""
+        return list(results[:: self.num_receivers // self.num_engines])
 
     def _check_prompts(self, data: BatchedDataDict[Any]) -> None:
         check_scoring_batch(data, pad_token_id=_token_id(self._tokenizer, "pad"))

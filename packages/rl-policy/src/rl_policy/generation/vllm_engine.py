@@ -180,9 +180,19 @@ class VllmEngine:
             self._llm.wake_up(woken)
         return self._state.is_awake
 
-    def init_transfer(self, address: Mapping[str, Any]) -> None:
-        """Connect to the sender at `address`, which has to be waiting."""
-        info = {"address": dict(address), "first_receiver": self._first_receiver}
+    def init_transfer(self, addresses: Sequence[Mapping[str, Any]], *, timeout_s: float) -> None:
+        """Learn where weights are going to come from.
+
+        Args:
+            addresses: The sender's address for each receiver of each engine.
+            timeout_s: Most seconds that a refit may wait.
+        """
+        last = self._first_receiver + self._config.tensor_parallel_size
+        info = {
+            "address": [dict(address) for address in addresses[self._first_receiver : last]],
+            "rank_offset": self._first_receiver,
+            "timeout_s": timeout_s,
+        }
         self._llm.init_weight_transfer_engine({"init_info": info})
 
     def begin_update(self, version: int) -> None:
@@ -198,15 +208,17 @@ class VllmEngine:
                 self._llm.start_weight_update()
                 self._is_session_open = True
 
-    def update(self, version: int) -> None:
-        """Receive and load every tensor, which the sender has to be sending."""
+    def update(self, version: int) -> list[dict[str, float]]:
+        """Receive and load every tensor, while the sender sends; return a report per receiver."""
         self._state.require_update("update", version)
         with self._losing_weights_on_error(version):
             # vLLM ends the session itself where this fails.
             self._is_session_open = False
             self._llm.update_weights({"update_info": {"version": version}})
             self._is_session_open = True
+            reports = self._llm.collective_rpc(import_module("rl_refit.vllm").last_report)
         self._state.receive()
+        return reports
 
     def commit_update(self, version: int) -> None:
         """Sample from the weights that arrived, from now on."""
@@ -214,6 +226,8 @@ class VllmEngine:
         with self._losing_weights_on_error(version):
             self._llm.finish_weight_update(weight_version=str(version))
             self._is_session_open = False
+            commit = import_module("rl_refit.vllm").commit
+            self._llm.collective_rpc(commit, args=(version,))
             # What the cache holds was computed with other weights.
             self._llm.reset_prefix_cache()
         self._state.commit()
@@ -286,8 +300,8 @@ def engine_arguments(
         # Sampling is the config's alone, whatever the model recommends.
         "generation_config": "vllm",
     }
-    if config.weight_transfer_backend is not None:
-        arguments["weight_transfer_config"] = {"backend": config.weight_transfer_backend}
+    if config.weight_transfer:
+        arguments["weight_transfer_config"] = {"backend": "rl_refit"}
     return arguments | config.engine_kwargs
 
 
