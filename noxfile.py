@@ -48,7 +48,7 @@ import importlib, pkgutil, sys
 package = importlib.import_module(sys.argv[1])
 assert "site-packages" in package.__file__, f"not the installed wheel: {package.__file__}"
 for module in pkgutil.walk_packages(package.__path__, package.__name__ + "."):
-    if not module.name.endswith(".__main__"):
+    if not module.name.endswith((".__main__", ".vllm")):  # vLLM is an extra, and not here
         importlib.import_module(module.name)
 """
 
