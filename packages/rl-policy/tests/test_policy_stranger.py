@@ -280,9 +280,9 @@ def test_a_policy_may_use_a_part_of_the_bundles_and_other_weights(
             'The "megatron" backend is not installed',
         ),
         (
-            {"generation": {"backend": "vllm"}},
+            {"generation": {"backend": "nowhere"}},
             {},
-            "policy.generation.backend='vllm' is not available",
+            "policy.generation.backend='nowhere' is not installed: there are 'hf', 'vllm'",
         ),
         ({}, {"weights_path": "nowhere.pt"}, "weights_path='nowhere.pt' does not exist"),
         (

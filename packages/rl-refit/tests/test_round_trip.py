@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from refit_pairs import Engine, make_sender, must, outcomes, refit, same, some_tensors
 from rl_refit import RefitReport, TensorSource
 
-TRANSPORTS = ["shm", "golden"]
+TRANSPORTS = ["shm", "golden", "collective"]
 every_transport = pytest.mark.parametrize("transport", TRANSPORTS)
 
 

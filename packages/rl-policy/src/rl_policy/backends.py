@@ -61,13 +61,23 @@ def load(name: str) -> type[PolicyWorker]:
         ValueError: Two packages register it.
         Exception: Whatever the import of a broken backend raises.
     """
-    entries = list(entry_points(group=ENTRY_POINT_GROUP, name=name))
-    if not entries:
+    entry = find_entry(ENTRY_POINT_GROUP, name)
+    if entry is None:
         raise BackendNotInstalledError(_not_installed(name))
+    return entry.load()
+
+
+def find_entry(group: str, name: str) -> EntryPoint | None:
+    """Return the one entry point of `group` called `name`; None where there is none.
+
+    Raises:
+        ValueError: Two packages register it.
+    """
+    entries = list(entry_points(group=group, name=name))
     if len({entry.value for entry in entries}) > 1:
         owners = ", ".join(_describe(entry) for entry in entries)
         raise ValueError(f"The {name!r} backend is registered more than once: {owners}")
-    return entries[0].load()
+    return entries[0] if entries else None
 
 
 def _not_installed(name: str) -> str:

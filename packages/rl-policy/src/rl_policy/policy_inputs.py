@@ -6,6 +6,8 @@ import os
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
+from rl_policy.generation.backends import WORKERS_OWN, installed_engines
+
 if TYPE_CHECKING:
     from rl_interfaces import Cluster
 
@@ -34,11 +36,14 @@ def with_absolute_paths(config: dict[str, Any]) -> dict[str, Any]:
 
 
 def check_generation_backend(config: Mapping[str, Any]) -> None:
-    """Raise `ValueError` unless a resolved config generates with what this version has."""
-    if "generation" in config and config["generation"]["backend"] != "hf":
+    """Raise `ValueError` unless a resolved config generates with what is installed."""
+    name = config["generation"]["backend"] if "generation" in config else WORKERS_OWN
+    known = [WORKERS_OWN, *installed_engines()]
+    if name not in known:
         raise ValueError(
-            f"policy.generation.backend={config['generation']['backend']!r} is not available: "
-            "this version generates with 'hf', the training worker's own sampler"
+            f"policy.generation.backend={name!r} is not installed: there are "
+            f"{', '.join(map(repr, known))}, where {WORKERS_OWN!r} is the training worker's own "
+            "sampler"
         )
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, NoReturn
 
@@ -71,7 +71,7 @@ class RayWorkerGroup:
     def __init__(
         self,
         cluster: Cluster,
-        worker_class: type,
+        worker_class: Callable[..., Any],
         worker_args: Sequence[Any] = (),
         worker_kwargs: Mapping[str, Any] | None = None,
         *,
@@ -87,7 +87,7 @@ class RayWorkerGroup:
         self._ended_in_order: bool | None = None
         groups = cluster.get_placement_groups()
         bundles = rank_bundles(
-            [_bundle_nodes(group) for group in groups], workers_per_node=workers_per_node
+            [bundle_nodes(group) for group in groups], workers_per_node=workers_per_node
         )
         if len(bundles) != sharding.size:
             raise ValueError(f"{len(bundles)} bundles do not fit {sharding.size} ranks")
@@ -142,11 +142,21 @@ class RayWorkerGroup:
         ]
         return self._submit(method, args, kwargs, result_ranks=leaders)
 
-    def wait(self, call: RankCall) -> list[Any]:
-        """Return the results of a call, or raise what made it fail."""
-        outcome = wait_for_ranks(dict(enumerate(call.refs)))
+    def wait(self, call: RankCall, timeout_s: float | None = None) -> list[Any]:
+        """Return the results of a call, or raise what made it fail.
+
+        Args:
+            call: What `submit_all` or `submit_sharded` has returned.
+            timeout_s: Most seconds to wait; a group that takes longer is ended. None: as long as
+                every rank is alive.
+        """
+        outcome = wait_for_ranks(dict(enumerate(call.refs)), timeout_s=timeout_s)
         if outcome.failures:
             self._fail(outcome, call.method)
+        if outcome.unfinished:
+            self._failure = self._lateness(outcome, call.method, timeout_s)
+            self._kill()
+            raise self._failure
         return [outcome.results[rank] for rank in call.result_ranks]
 
     def shutdown(self, timeout_s: float = 10.0) -> bool:
@@ -168,7 +178,7 @@ class RayWorkerGroup:
         return self._ended_in_order
 
     def _start(
-        self, cluster: Cluster, construction: tuple[type, Any, Any], *, limit_s: float
+        self, cluster: Cluster, construction: tuple[Callable[..., Any], Any, Any], *, limit_s: float
     ) -> None:
         placements = self._collect(
             "locate", [host.locate.remote() for host in self._hosts], limit_s
@@ -192,10 +202,7 @@ class RayWorkerGroup:
         if outcome.failures:
             self._fail(outcome, method)
         if outcome.unfinished:
-            raise TimeoutError(
-                f"ranks {sorted(outcome.unfinished)} of {self.name} did not finish {method} "
-                f"within {limit_s:.0f} s"
-            )
+            raise self._lateness(outcome, method, limit_s)
         return [outcome.results[rank] for rank in range(self.world_size)]
 
     def _submit(
@@ -231,6 +238,12 @@ class RayWorkerGroup:
             self._failure = error
             self._kill()
         raise error
+
+    def _lateness(self, outcome: Outcome, method: str, limit_s: float | None) -> TimeoutError:
+        ranks = sorted(outcome.unfinished)
+        return TimeoutError(
+            f"ranks {ranks} of {self.name} did not finish {method} within {limit_s:.0f} s"
+        )
 
     def _leave(self, timeout_s: float) -> bool:
         if not ray.is_initialized():
@@ -280,7 +293,8 @@ def rank_bundles(
     return sorted(bundles, key=lambda place: order[bundle_nodes[place[0]][place[1]]])
 
 
-def _bundle_nodes(group: PlacementGroup) -> list[str]:
+def bundle_nodes(group: PlacementGroup) -> list[str]:
+    """Return Ray's id of the node that each bundle of `group` is on."""
     nodes = placement_group_table(group)["bundles_to_node_id"]
     return [nodes[bundle] for bundle in range(group.bundle_count)]
 

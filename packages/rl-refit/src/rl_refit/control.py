@@ -56,9 +56,9 @@ class Channel:
         return self._socket.fileno()
 
     @property
-    def carries_descriptors(self) -> bool:
-        """Whether both sides are on one machine, and descriptors can be passed."""
-        return self._socket.family == socket.AF_UNIX
+    def host(self) -> str | None:
+        """The address by which this machine reaches the other; None for a Unix socket."""
+        return None if self._socket.family == socket.AF_UNIX else self._socket.getsockname()[0]
 
     def send(self, message: Message, deadline: Deadline) -> None:
         """Send a message.

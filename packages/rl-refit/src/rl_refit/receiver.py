@@ -288,6 +288,7 @@ class RefitReceiver:
                 descriptors=descriptors,
                 rank=self._rank,
                 device=self._device,
+                host=channel.host,
                 timeout_s=self._timeout_s,
             )
         )

@@ -266,10 +266,9 @@ class RefitSender:
         )
         session = _Session(channels, side)
         try:
-            grant, descriptors = side.grant()
-            offer = self._offer(side, grant, len(descriptors))
-            for channel in channels.values():
-                channel.send(offer, deadline)
+            for rank, channel in channels.items():
+                grant, descriptors = side.grant(rank)
+                channel.send(self._offer(side, grant, len(descriptors)), deadline)
                 if descriptors:
                     channel.send_descriptors(descriptors, deadline)
             side.join(deadline)

@@ -53,6 +53,7 @@ class ReceiverContext:
         descriptors: The files that the sender passed; the receiving side closes them.
         rank: This receiver's rank.
         device: Where `load` wants its tensors.
+        host: The address of this machine that reaches the sender, where that is by TCP.
         timeout_s: Seconds that a wait may take.
     """
 
@@ -62,6 +63,7 @@ class ReceiverContext:
     descriptors: list[int]
     rank: int
     device: torch.device
+    host: str | None
     timeout_s: float
 
 
@@ -77,8 +79,11 @@ class SendingSide(ABC):
     digest: str = "xxh3"
 
     @abstractmethod
-    def grant(self) -> tuple[dict[str, Any], list[int]]:
-        """Return what a receiver needs to open its end: plain values, and open files to pass."""
+    def grant(self, rank: int) -> tuple[dict[str, Any], list[int]]:
+        """Return what a receiver needs to open its end: plain values, and open files to pass.
+
+        The files stay this side's to close.
+        """
 
     def join(self, deadline: Deadline) -> None:  # noqa: B027 - most have nothing to do
         """Meet the receivers, which have the grant by now. Called once."""

@@ -42,7 +42,7 @@ class _GoldenSender(SendingSide):
         assert context.directory is not None
         self._directory = context.directory
 
-    def grant(self) -> tuple[dict[str, Any], list[int]]:
+    def grant(self, rank: int) -> tuple[dict[str, Any], list[int]]:
         return {"directory": str(self._directory)}, []
 
     def publish(self, bucket: int, nbytes: int, deadline: Deadline) -> None:

@@ -33,18 +33,20 @@ def create_memory(num_bytes: int) -> tuple[int, torch.Tensor]:
     return descriptor, torch.frombuffer(mapped, dtype=torch.uint8)[:num_bytes]
 
 
-def open_memory(descriptor: int, num_bytes: int) -> torch.Tensor:
-    """Return the memory behind a descriptor (`[num_bytes]`, uint8).
+def open_memory(descriptor: int, num_bytes: int, *, offset: int = 0) -> torch.Tensor:
+    """Return the memory behind a descriptor (`[num_bytes]`, uint8), from whole pages on.
 
     It is mapped read-only: a write into it ends the process. It is unmapped with its last view.
 
     Raises:
         ValueError: The memory is smaller.
     """
+    if num_bytes == 0:
+        return torch.empty(0, dtype=torch.uint8)
     size = os.fstat(descriptor).st_size
-    if size < max(num_bytes, 1):
-        raise ValueError(f"the shared memory has {size} bytes, {num_bytes} were announced")
-    mapped = mmap.mmap(descriptor, max(num_bytes, 1), prot=mmap.PROT_READ)
+    if size < offset + num_bytes:
+        raise ValueError(f"the shared memory has {size} bytes, {offset + num_bytes} were announced")
+    mapped = mmap.mmap(descriptor, num_bytes, prot=mmap.PROT_READ, offset=offset)
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", message=".*not writable.*")
-        return torch.frombuffer(mapped, dtype=torch.uint8)[:num_bytes]
+        return torch.frombuffer(mapped, dtype=torch.uint8)

@@ -38,7 +38,7 @@ class _ShmSender(SendingSide):
         self._descriptor, memory = create_memory(context.num_buffers * context.buffer_bytes)
         self.buffers = split_buffers(memory, context.num_buffers, context.buffer_bytes)
 
-    def grant(self) -> tuple[dict[str, Any], list[int]]:
+    def grant(self, rank: int) -> tuple[dict[str, Any], list[int]]:
         return {}, [self._descriptor]
 
     def close(self) -> None:

@@ -1,0 +1,1 @@
+"""Inference engines over Ray, found by name. Importing this imports none of them."""

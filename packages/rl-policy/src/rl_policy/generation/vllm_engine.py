@@ -1,0 +1,321 @@
+"""One vLLM engine in this process. A plain class: Ray is not known here."""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+import tempfile
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+from rl_policy.generation.engine_state import EngineState
+from rl_policy.generation.outputs import Completion, assemble_output
+from rl_policy.generation.sampling import request_arguments
+
+if TYPE_CHECKING:
+    from rl_batched_data import BatchedDataDict
+    from transformers import PreTrainedTokenizerBase
+
+    from rl_policy.generation.engine_config import EngineConfig, SamplingConfig
+
+# vLLM would take its part of the whole machine, which other processes need as well.
+_CPU_CACHE_BYTES = 1 << 30
+# What torchrun's environment says of the worker group would mislead vLLM, which has groups of its
+# own.
+_FOREIGN_VARIABLES = (
+    "RANK",
+    "WORLD_SIZE",
+    "LOCAL_RANK",
+    "LOCAL_WORLD_SIZE",
+    "MASTER_ADDR",
+    "MASTER_PORT",
+)
+_ENVIRONMENT = {
+    # The engine's core in this process: one process fewer, and a schedule that repeats.
+    "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
+    # Engines and trainers share the cores; binding would put them on the same ones.
+    "VLLM_CPU_OMP_THREADS_BIND": "nobind",
+}
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class EngineFacts:
+    """What is known of an engine once it has started."""
+
+    process_id: int
+    """The process that holds it."""
+    max_model_len: int
+    """Most tokens per row, prompt and completion."""
+    vocab_size: int
+    """Tokens that a prompt may hold."""
+
+
+class BundleHolder:
+    """Keeps a device for an engine that runs from another rank: every call does nothing."""
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("_"):
+            raise AttributeError(name)
+        return _do_nothing
+
+
+def start_on_rank(config: EngineConfig, *args: Any) -> VllmEngine | BundleHolder:
+    """Return the engine on the first rank of each tensor-parallel group, a holder on the others.
+
+    Args:
+        config: How the engine runs.
+        args: What else `VllmEngine` takes.
+    """
+    index, position = divmod(int(os.environ["RANK"]), config.tensor_parallel_size)
+    return BundleHolder() if position else VllmEngine(config, *args, engine_index=index)
+
+
+def require_vllm() -> None:
+    """Raise `ImportError`, with the remedy, unless vLLM is installed. Does not import it."""
+    if importlib.util.find_spec("vllm") is None:
+        raise ImportError(
+            'The "vllm" generation backend is not installed. '
+            'Install it with: pip install "rl-policy[vllm]"'
+        )
+
+
+class VllmEngine:
+    """A vLLM engine: it samples, sleeps, and takes new weights.
+
+    Args:
+        config: How it runs.
+        tokenizer: Finds stop strings in the text of a completion.
+        engine_index: Which of the engines this is, from 0.
+
+    Raises:
+        ImportError: vLLM is not installed.
+    """
+
+    def __init__(
+        self,
+        config: EngineConfig,
+        tokenizer: PreTrainedTokenizerBase,
+        *,
+        engine_index: int = 0,
+    ) -> None:
+        require_vllm()
+        _prepare_environment(config.tensor_parallel_size)
+        self._config = config
+        self._first_receiver = engine_index * config.tensor_parallel_size
+        self._state = EngineState()
+        self._is_session_open = False
+        self._files = tempfile.TemporaryDirectory(prefix="rl-policy-vllm-")
+        tokenizer.save_pretrained(self._files.name)
+
+        vllm, platform = import_module("vllm"), import_module("vllm.platforms").current_platform
+        self._make_parameters = vllm.SamplingParams
+        self._can_sleep = config.is_colocated and platform.is_sleep_mode_available()
+        self._llm: Any = vllm.LLM(
+            **engine_arguments(
+                config,
+                tokenizer=self._files.name,
+                enable_sleep_mode=self._can_sleep,
+                is_cpu=platform.is_cpu(),
+            )
+        )
+
+    def describe(self) -> EngineFacts:
+        """Return what is known of the engine."""
+        model = self._llm.llm_engine.model_config
+        return EngineFacts(
+            process_id=os.getpid(),
+            max_model_len=model.max_model_len,
+            vocab_size=model.get_vocab_size(),
+        )
+
+    def generate(
+        self, data: BatchedDataDict[Any], *, sampling: SamplingConfig, greedy: bool
+    ) -> BatchedDataDict[Any]:
+        """Return a completion per row, see `assemble_output`.
+
+        Args:
+            data: `input_ids`, `input_lengths`, `sampling_seeds` (`[rows]` int64) and, where rows
+                have stop strings of their own, `stop_strings`.
+            sampling: How completions are sampled.
+            greedy: Take the most likely token.
+
+        Raises:
+            EngineStateError: The engine sleeps, or its weights are not whole.
+        """
+        self._state.require_generate()
+        lengths = data["input_lengths"].tolist()
+        prompts = [
+            row[:length].tolist() for row, length in zip(data["input_ids"], lengths, strict=True)
+        ]
+        arguments = request_arguments(
+            sampling,
+            prompt_lengths=lengths,
+            seeds=data["sampling_seeds"].tolist(),
+            stop_strings=data.get("stop_strings") or [None] * len(lengths),
+            max_length=self._llm.llm_engine.model_config.max_model_len,
+            greedy=greedy,
+        )
+        return assemble_output(
+            prompts,
+            self._complete(prompts, arguments),
+            pad_token_id=sampling.pad_token_id,
+            weight_version=self._state.version,
+        )
+
+    def sleep(self) -> None:
+        """Give the device's memory away, where the device lets vLLM do so."""
+        if self._state.is_awake and self._can_sleep:
+            self._state.sleep(level=self._config.sleep_level)
+            self._llm.sleep(level=self._config.sleep_level)
+        else:
+            self._state.sleep(level=self._config.sleep_level)
+
+    def wake(self, tags: Sequence[str] | None) -> bool:
+        """Take the memory behind `tags` back, None for all; True when all of it is there."""
+        woken = self._state.wake(tags)
+        if woken and self._can_sleep:
+            self._llm.wake_up(woken)
+        return self._state.is_awake
+
+    def init_transfer(self, addresses: Sequence[Mapping[str, Any]], *, timeout_s: float) -> None:
+        """Learn where weights are going to come from.
+
+        Args:
+            addresses: The sender's address for each receiver of each engine.
+            timeout_s: Most seconds that a refit may wait.
+        """
+        last = self._first_receiver + self._config.tensor_parallel_size
+        info = {
+            "address": [dict(address) for address in addresses[self._first_receiver : last]],
+            "rank_offset": self._first_receiver,
+            "timeout_s": timeout_s,
+        }
+        self._llm.init_weight_transfer_engine({"init_info": info})
+
+    def begin_update(self, version: int) -> None:
+        """Get ready for all weights of `version`; nothing is sampled until they are committed."""
+        was_received = self._state.has_received
+        self._state.begin_update(version)
+        with self._losing_weights_on_error(version):
+            if self._is_session_open and was_received:
+                # Weights that were never committed: vLLM starts anew only after it has finished.
+                self._llm.finish_weight_update()
+                self._is_session_open = False
+            if not self._is_session_open:
+                self._llm.start_weight_update()
+                self._is_session_open = True
+
+    def update(self, version: int) -> list[dict[str, float]]:
+        """Receive and load every tensor, while the sender sends; return a report per receiver."""
+        self._state.require_update("update", version)
+        with self._losing_weights_on_error(version):
+            # vLLM ends the session itself where this fails.
+            self._is_session_open = False
+            self._llm.update_weights({"update_info": {"version": version}})
+            self._is_session_open = True
+            reports = self._llm.collective_rpc(import_module("rl_refit.vllm").last_report)
+        self._state.receive()
+        return reports
+
+    def commit_update(self, version: int) -> None:
+        """Sample from the weights that arrived, from now on."""
+        self._state.require_commit(version)
+        with self._losing_weights_on_error(version):
+            self._llm.finish_weight_update(weight_version=str(version))
+            self._is_session_open = False
+            commit = import_module("rl_refit.vllm").commit
+            self._llm.collective_rpc(commit, args=(version,))
+            # What the cache holds was computed with other weights.
+            self._llm.reset_prefix_cache()
+        self._state.commit()
+
+    def shutdown(self) -> None:
+        """End vLLM's own processes and remove what was written. Calling it twice is fine."""
+        if self._llm is not None:
+            self._llm.llm_engine.engine_core.shutdown()
+            self._llm = None
+        self._files.cleanup()
+
+    def _complete(
+        self, prompts: list[list[int]], arguments: list[dict[str, Any]]
+    ) -> list[Completion]:
+        if not prompts:
+            return []
+        outputs = self._llm.generate(
+            [{"prompt_token_ids": prompt} for prompt in prompts],
+            [self._make_parameters(**row) for row in arguments],
+            use_tqdm=False,
+        )
+        completions = [output.outputs[0] for output in outputs]
+        for completion in completions:
+            assert len(completion.logprobs.logprobs) == len(completion.token_ids)
+        return [
+            Completion(token_ids=entry.token_ids, logprobs=entry.logprobs.logprobs)
+            for entry in completions
+        ]
+
+    @contextmanager
+    def _losing_weights_on_error(self, version: int) -> Iterator[None]:
+        try:
+            yield
+        except BaseException as error:
+            self._state.lose(f"the refit to version {version} failed ({error})")
+            raise
+
+
+def engine_arguments(
+    config: EngineConfig, *, tokenizer: str, enable_sleep_mode: bool, is_cpu: bool
+) -> dict[str, Any]:
+    """Return the arguments of vLLM's `LLM`.
+
+    Args:
+        config: How the engine runs.
+        tokenizer: The tokenizer's directory.
+        enable_sleep_mode: Whether its memory can be given away.
+        is_cpu: Whether the device is the CPU.
+    """
+    cache_bytes = config.kv_cache_memory_bytes
+    if cache_bytes is None and is_cpu:
+        cache_bytes = _CPU_CACHE_BYTES
+    arguments: dict[str, Any] = {
+        "model": config.model_name,
+        "tokenizer": tokenizer,
+        "dtype": config.precision,
+        "seed": config.seed,
+        "tensor_parallel_size": config.tensor_parallel_size,
+        "distributed_executor_backend": "mp" if config.tensor_parallel_size > 1 else "uni",
+        "gpu_memory_utilization": config.gpu_memory_utilization,
+        "max_model_len": config.max_model_len,
+        "max_num_seqs": config.max_num_seqs,
+        "kv_cache_memory_bytes": cache_bytes,
+        "enforce_eager": config.enforce_eager,
+        "load_format": config.load_format,
+        "trust_remote_code": config.trust_remote_code,
+        "enable_sleep_mode": enable_sleep_mode,
+        # Those of the distribution that was sampled from; vLLM's default ignores the temperature.
+        "logprobs_mode": "processed_logprobs",
+        # Sampling is the config's alone, whatever the model recommends.
+        "generation_config": "vllm",
+    }
+    if config.weight_transfer:
+        arguments["weight_transfer_config"] = {"backend": "rl_refit"}
+    return arguments | config.engine_kwargs
+
+
+def _prepare_environment(tensor_parallel_size: int) -> None:
+    visible = [gpu for gpu in os.environ.get("CUDA_VISIBLE_DEVICES", "").split(",") if gpu]
+    if visible:
+        first = int(os.environ.get("LOCAL_RANK", "0"))
+        own = visible[first : first + tensor_parallel_size]
+        os.environ["CUDA_VISIBLE_DEVICES"] = ",".join(own)
+    for name in _FOREIGN_VARIABLES:
+        os.environ.pop(name, None)
+    for name, value in _ENVIRONMENT.items():
+        os.environ.setdefault(name, value)
+
+
+def _do_nothing(*args: Any, **kwargs: Any) -> None:
+    """Take any arguments and return None."""

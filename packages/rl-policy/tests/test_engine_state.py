@@ -1,0 +1,108 @@
+"""What an engine may do in which state."""
+
+import pytest
+from rl_policy.generation.engine_state import EngineState, EngineStateError
+
+
+@pytest.fixture
+def state():
+    return EngineState()
+
+
+def refit(state, version):
+    state.begin_update(version)
+    state.receive()
+    state.require_commit(version)
+    state.commit()
+
+
+def test_an_engine_starts_awake_with_weights_of_its_own(state):
+    state.require_generate()
+    assert state.version == -1
+
+
+def test_an_engine_that_sleeps_says_what_sleeps_and_what_wakes_it(state):
+    state.sleep(level=1)
+    message = r"while weights and kv_cache sleep: call prepare_for_generation\(\) first"
+    with pytest.raises(EngineStateError, match=message):
+        state.require_generate()
+    assert state.wake(["weights"]) == ["weights"]
+    assert not state.is_awake
+    with pytest.raises(EngineStateError, match="while kv_cache sleep"):
+        state.require_generate()
+    assert state.wake(None) == ["kv_cache"]
+    state.require_generate()
+    assert state.wake(None) == []
+
+
+def test_an_unknown_tag_is_refused(state):
+    with pytest.raises(ValueError, match=r"tags=\['cache'\] are unknown"):
+        state.wake(["cache"])
+
+
+def test_the_deeper_sleep_loses_the_weights(state):
+    state.sleep(level=2)
+    state.wake(None)
+    with pytest.raises(EngineStateError, match=r"sleep_level=2.* dropped the weights"):
+        state.require_generate()
+    refit(state, 0)
+    state.require_generate()
+
+
+def test_a_refit_brings_a_version(state):
+    refit(state, 5)
+    assert state.version == 5
+    refit(state, 6)
+    assert state.version == 6
+
+
+def test_a_stale_version_is_refused_and_changes_nothing(state):
+    refit(state, 5)
+    for version in (4, 5):
+        with pytest.raises(ValueError, match=f"version={version} is not newer than version 5"):
+            state.begin_update(version)
+    state.require_generate()
+
+
+def test_a_version_is_not_negative(state):
+    with pytest.raises(ValueError, match="version=-1 is not newer"):
+        state.begin_update(-1)
+
+
+def test_nothing_is_sampled_while_weights_are_on_their_way(state):
+    state.begin_update(5)
+    with pytest.raises(EngineStateError, match="weights of version 5 are on their way"):
+        state.require_generate()
+    with pytest.raises(EngineStateError, match="cannot sleep while weights of version 5"):
+        state.sleep(level=1)
+
+
+def test_a_commit_needs_all_weights_of_its_own_version(state):
+    with pytest.raises(EngineStateError, match=r"call begin_update\(5\) first"):
+        state.require_commit(5)
+    state.begin_update(5)
+    with pytest.raises(EngineStateError, match=r"commit_update\(5\): no weights have arrived"):
+        state.require_commit(5)
+    state.receive()
+    with pytest.raises(EngineStateError, match=r"does not belong to begin_update\(5\)"):
+        state.require_commit(6)
+    state.require_commit(5)
+
+
+def test_a_failed_refit_stays_in_the_way_until_a_full_one(state):
+    state.begin_update(5)
+    state.lose("the refit to version 5 failed (a bucket is missing)")
+    with pytest.raises(EngineStateError, match=r"a bucket is missing.*Send all weights again"):
+        state.require_generate()
+    with pytest.raises(EngineStateError, match="while the weights are lost"):
+        state.require_commit(5)
+    refit(state, 5)
+    state.require_generate()
+
+
+def test_weights_that_sleep_take_no_update(state):
+    state.sleep(level=1)
+    with pytest.raises(EngineStateError, match="begin_update is not allowed while the weights sle"):
+        state.begin_update(0)
+    state.wake(["weights"])
+    state.begin_update(0)

@@ -1,0 +1,51 @@
+"""Engines by name, and what is said where one is missing."""
+
+import importlib.util
+import subprocess
+import sys
+
+import pytest
+from rl_policy import RayVirtualCluster
+from rl_policy.generation import backends
+from rl_policy.generation.vllm import VllmGeneration
+from rl_policy.policy_inputs import check_generation_backend
+
+
+def test_vllm_is_found_by_name():
+    assert backends.load_engine("vllm") is VllmGeneration
+    assert "vllm" in backends.installed_engines()
+
+
+def test_an_unknown_engine_names_the_entry_point_group_and_what_there_is():
+    with pytest.raises(ImportError, match=r'entry-point group "rl_policy\.generation".*vllm'):
+        backends.load_engine("nowhere")
+
+
+@pytest.mark.parametrize("name", ["hf", "vllm"])
+def test_a_policy_accepts_what_is_installed(name):
+    check_generation_backend({"generation": {"backend": name}})
+
+
+def test_a_policy_refuses_what_is_not():
+    with pytest.raises(ValueError, match=r"generation\.backend='sglang' is not installed"):
+        check_generation_backend({"generation": {"backend": "sglang"}})
+
+
+def test_without_vllm_nothing_starts_and_the_remedy_is_named(monkeypatch):
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
+    untouched = RayVirtualCluster([1], use_gpus=False)
+    with pytest.raises(ImportError, match=r'pip install "rl-policy\[vllm\]"'):
+        VllmGeneration(untouched, {"backend": "vllm", "model_name": "m"})
+    assert untouched._placement_groups is None
+
+
+def test_a_wrong_config_starts_nothing():
+    untouched = RayVirtualCluster([1], use_gpus=False)
+    with pytest.raises(ValueError, match="tensor_parallel_size=0"):
+        VllmGeneration(untouched, {"model_name": "m", "vllm_cfg": {"tensor_parallel_size": 0}})
+    assert untouched._placement_groups is None
+
+
+def test_the_driver_never_imports_vllm():
+    code = "import sys, rl_policy.generation.vllm; assert 'vllm' not in sys.modules"
+    subprocess.run([sys.executable, "-c", code], check=True)

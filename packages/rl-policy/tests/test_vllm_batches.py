@@ -1,0 +1,98 @@
+"""From a batch to requests, and from completions to a batch. No vLLM here."""
+
+import torch
+from rl_policy.generation.engine_config import parse_sampling_config
+from rl_policy.generation.outputs import Completion, assemble_output
+from rl_policy.generation.sampling import request_arguments, row_seeds
+
+
+def requests(lengths=(3,), stop_strings=None, greedy=False, max_length=100, **config):
+    sampling = parse_sampling_config(config, pad_token_id=0, end_token_id=1)
+    return request_arguments(
+        sampling,
+        prompt_lengths=lengths,
+        seeds=range(len(lengths)),
+        stop_strings=stop_strings or [None] * len(lengths),
+        max_length=max_length,
+        greedy=greedy,
+    )
+
+
+def test_a_row_may_grow_to_the_longest_that_the_model_takes():
+    rows = requests(lengths=(3, 9), max_new_tokens=5, max_length=10)
+    assert [row["max_tokens"] for row in rows] == [5, 1]
+
+
+def test_the_distribution_is_passed_on():
+    (row,) = requests(temperature=0.7, top_p=0.9, top_k=5)
+    assert (row["temperature"], row["top_p"], row["top_k"]) == (0.7, 0.9, 5)
+    (row,) = requests()
+    assert (row["temperature"], row["top_p"], row["top_k"]) == (1.0, 1.0, 0)
+
+
+def test_greedy_rows_are_neither_tempered_nor_truncated():
+    for row in requests(temperature=0.7, top_p=0.9, top_k=5, greedy=True) + requests(
+        temperature=0.0, top_k=5
+    ):
+        assert (row["temperature"], row["top_p"], row["top_k"]) == (0.0, 1.0, 0)
+
+
+def test_stops_of_the_row_come_on_top_of_the_configured_ones():
+    sampling = parse_sampling_config(
+        {"stop_strings": ["."], "stop_token_ids": [7]}, pad_token_id=0, end_token_id=1
+    )
+    rows = request_arguments(
+        sampling,
+        prompt_lengths=[1, 1],
+        seeds=[0, 1],
+        stop_strings=[["END"], None],
+        max_length=9,
+        greedy=False,
+    )
+    assert [row["stop"] for row in rows] == [[".", "END"], ["."]]
+    assert rows[0]["stop_token_ids"] == [1, 7]
+    assert all(row["include_stop_str_in_output"] for row in rows)
+
+
+def test_text_is_decoded_only_where_a_stop_string_needs_it():
+    rows = requests(lengths=(1, 1), stop_strings=[["END"], None])
+    assert [row["detokenize"] for row in rows] == [True, False]
+
+
+def test_seeds_repeat_for_the_same_numbers_and_for_no_others():
+    def seeds(seed=0, weight_version=0, call=0):
+        return row_seeds(50, seed=seed, weight_version=weight_version, call=call).tolist()
+
+    assert seeds() == seeds()
+    others = [seeds(), seeds(seed=1), seeds(weight_version=1), seeds(call=1)]
+    assert len({value for values in others for value in values}) == 200
+    assert all(value >= 0 for values in others for value in values)
+
+
+def test_a_batch_is_padded_behind_each_row():
+    output = assemble_output(
+        [[1, 2], [3]],
+        [
+            Completion(token_ids=[4], logprobs=[-0.5]),
+            Completion(token_ids=[5, 6, 7], logprobs=[-0.25, -1.0, -2.0]),
+        ],
+        pad_token_id=9,
+        weight_version=4,
+    )
+    assert output["output_ids"].tolist() == [[1, 2, 4, 9], [3, 5, 6, 7]]
+    assert output["logprobs"].tolist() == [[0, 0, -0.5, 0], [0, -0.25, -1.0, -2.0]]
+    assert output["generation_lengths"].tolist() == [1, 3]
+    assert output["unpadded_sequence_lengths"].tolist() == [3, 4]
+    assert output["weight_version"].tolist() == [4, 4]
+
+
+def test_no_rows_make_an_empty_batch_of_the_same_types():
+    output = assemble_output([], [], pad_token_id=9, weight_version=0)
+    assert output["output_ids"].shape == (0, 0)
+    assert {key: value.dtype for key, value in output.items()} == {
+        "output_ids": torch.int64,
+        "generation_lengths": torch.int64,
+        "unpadded_sequence_lengths": torch.int64,
+        "logprobs": torch.float32,
+        "weight_version": torch.int64,
+    }

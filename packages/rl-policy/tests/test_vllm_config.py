@@ -1,0 +1,137 @@
+"""The section `generation` for vLLM: defaults, refusals, and what vLLM is told. No vLLM here."""
+
+import re
+
+import pytest
+from rl_policy.generation.engine_config import (
+    count_engines,
+    parse_engine_config,
+    parse_sampling_config,
+)
+from rl_policy.generation.vllm_engine import engine_arguments
+
+
+def engine(vllm_cfg=None, **changes):
+    config = {"model_name": "m", "vllm_cfg": vllm_cfg or {}} | changes
+    return parse_engine_config(config, seed=3)
+
+
+def sampling(pad_token_id=0, end_token_id=1, **config):
+    return parse_sampling_config(config, pad_token_id=pad_token_id, end_token_id=end_token_id)
+
+
+def test_an_empty_section_takes_every_default():
+    config = engine()
+    assert (config.tensor_parallel_size, config.precision, config.sleep_level) == (
+        1,
+        "bfloat16",
+        1,
+    )
+    assert config.max_model_len is None
+    assert config.weight_transfer
+    assert config.is_colocated
+    assert config.seed == 3
+
+
+def test_none_means_not_set():
+    assert engine({"max_num_seqs": None}).max_num_seqs == 256
+
+
+@pytest.mark.parametrize(
+    ("vllm_cfg", "message"),
+    [
+        ({"tensor_parallel": 2}, "generation.vllm_cfg.tensor_parallel is not a known key"),
+        ({"tensor_parallel_size": 0}, "vllm_cfg.tensor_parallel_size=0 must be at least 1"),
+        ({"tensor_parallel_size": 1.5}, "tensor_parallel_size must be int, got float 1.5"),
+        ({"max_model_len": 0}, "vllm_cfg.max_model_len=0 must be at least 1"),
+        ({"kv_cache_memory_bytes": -1}, "kv_cache_memory_bytes=-1 must be at least 1"),
+        ({"gpu_memory_utilization": 1.2}, "gpu_memory_utilization=1.2 must lie in (0, 1]"),
+        ({"precision": "int3"}, "vllm_cfg.precision='int3' must be one of"),
+        ({"sleep_level": 3}, "vllm_cfg.sleep_level=3 must be 1 or 2"),
+        ({"generate_timeout_s": 0}, "generate_timeout_s=0 must be positive and finite"),
+        (
+            {"engine_kwargs": {"dtype": "float32"}},
+            "engine_kwargs.dtype is already set by vllm_cfg.precision",
+        ),
+        (
+            {"engine_kwargs": {"max_num_seqs": 4}},
+            "engine_kwargs.max_num_seqs is already set by vllm_cfg.max_num_seqs",
+        ),
+    ],
+)
+def test_a_wrong_section_is_refused_by_key_and_value(vllm_cfg, message):
+    with pytest.raises(ValueError, match=re.escape(message)):
+        engine(vllm_cfg)
+
+
+def test_a_model_is_needed():
+    with pytest.raises(ValueError, match=r"generation\.model_name is not set"):
+        parse_engine_config({"vllm_cfg": {}}, seed=0)
+
+
+def test_the_end_token_ends_rows_besides_the_configured_ones():
+    assert sampling(stop_token_ids=[7, 5]).stop_token_ids == (1, 5, 7)
+    assert sampling(end_token_id=None).stop_token_ids == ()
+
+
+@pytest.mark.parametrize(
+    ("configured", "pad", "end", "expected"), [(9, 0, 1, 9), (None, 0, 1, 0), (None, None, 1, 1)]
+)
+def test_the_padding_token_is_the_configured_one_first(configured, pad, end, expected):
+    given = {"pad_token_id": configured}
+    config = parse_sampling_config(given, pad_token_id=pad, end_token_id=end)
+    assert config.pad_token_id == expected
+
+
+def test_no_padding_token_at_all_is_refused():
+    with pytest.raises(ValueError, match="pad_token_id is not set, and the tokenizer has none"):
+        sampling(pad_token_id=None, end_token_id=None)
+
+
+@pytest.mark.parametrize(
+    ("config", "message"),
+    [
+        ({"max_new_tokens": 0}, "generation.max_new_tokens=0 must be at least 1"),
+        ({"top_k": 0}, "generation.top_k=0 must be at least 1"),
+        ({"top_p": 0.0}, "generation.top_p=0.0 must lie in (0, 1]"),
+        ({"temperature": -1.0}, "generation.temperature=-1.0 must not be negative"),
+        ({"temperature": 0.001}, "generation.temperature=0.001 is below 0.01"),
+        ({"stop_strings": [""]}, "generation.stop_strings holds an empty text"),
+        ({"stop_strings": "END"}, "generation.stop_strings must be"),
+        ({"temprature": 1.0}, "did you mean 'temperature'?"),
+    ],
+)
+def test_wrong_sampling_is_refused_by_key_and_value(config, message):
+    with pytest.raises(ValueError, match=re.escape(message)):
+        sampling(**config)
+
+
+def test_engines_stay_within_a_node():
+    assert count_engines({"a": 4, "b": 2}, tensor_parallel_size=2) == 3
+    with pytest.raises(ValueError, match="tensor_parallel_size=2 does not divide the 3 bundles"):
+        count_engines({"a": 3, "b": 1}, tensor_parallel_size=2)
+
+
+def arguments(is_cpu=False, **vllm_cfg):
+    return engine_arguments(
+        engine(vllm_cfg), tokenizer="t", enable_sleep_mode=not is_cpu, is_cpu=is_cpu
+    )
+
+
+def test_log_probabilities_are_those_of_the_sampled_distribution():
+    assert arguments()["logprobs_mode"] == "processed_logprobs"
+
+
+def test_the_cpu_gets_a_cache_of_its_own_size_unless_one_is_given():
+    assert arguments()["kv_cache_memory_bytes"] is None
+    assert arguments(is_cpu=True)["kv_cache_memory_bytes"] == 1 << 30
+    assert arguments(is_cpu=True, kv_cache_memory_bytes=5)["kv_cache_memory_bytes"] == 5
+
+
+def test_further_arguments_are_passed_on():
+    assert arguments(engine_kwargs={"block_size": 32})["block_size"] == 32
+
+
+def test_without_weight_transfer_vllm_is_told_nothing_of_it():
+    assert arguments()["weight_transfer_config"] == {"backend": "rl_refit"}
+    assert "weight_transfer_config" not in arguments(weight_transfer=False)

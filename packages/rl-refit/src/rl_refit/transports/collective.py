@@ -1,0 +1,206 @@
+"""Broadcast over a process group of its own, to engines that may be on other machines.
+
+The sender is rank 0 of the group, its receivers are the others in the order of their ranks. The
+default process group of neither side is touched. NCCL is used where the sender's tensors are on a
+GPU, gloo elsewhere. The control messages are authenticated; what the group itself sends is not.
+"""
+
+# torch annotates its distributed classes only in part.
+# pyright: reportUnknownMemberType=false, reportUnknownVariableType=false
+# pyright: reportUnknownArgumentType=false, reportPrivateUsage=false
+# pyright: reportAttributeAccessIssue=false, reportPrivateImportUsage=false
+
+from __future__ import annotations
+
+import datetime
+import secrets
+import socket
+import threading
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from rl_refit.deadline import Deadline
+from rl_refit.errors import RefitError
+from rl_refit.transports.base import (
+    ReceiverContext,
+    ReceivingSide,
+    SenderContext,
+    SendingSide,
+    Transport,
+)
+from rl_refit.transports.shm import split_buffers
+
+
+class CollectiveTransport(Transport):
+    """One broadcast per bucket; the next one is received while a bucket is loaded."""
+
+    crosses_hosts = True
+
+    def open_sender(self, context: SenderContext) -> SendingSide:
+        """Return the end that broadcasts."""
+        return _CollectiveSender(context)
+
+    def open_receiver(self, context: ReceiverContext) -> ReceivingSide:
+        """Return an end that receives."""
+        return _CollectiveReceiver(context)
+
+
+class _CollectiveSender(SendingSide):
+    def __init__(self, context: SenderContext) -> None:
+        assert context.host is not None
+        self._context = context
+        on_gpu = context.device.type == "cuda"
+        self._backend = "nccl" if on_gpu else "gloo"
+        self.digest = "keyed_sum" if on_gpu else "xxh3"
+        device = context.device if on_gpu else torch.device("cpu")
+        size = context.num_buffers * context.buffer_bytes
+        memory = torch.empty(size, dtype=torch.uint8, device=device)
+        self.buffers = split_buffers(memory, context.num_buffers, context.buffer_bytes)
+        listener = socket.create_server((context.host, 0))
+        self._port = listener.getsockname()[1]
+        # The store lets anybody in who reaches it; what is not known is where it keeps the keys.
+        self._prefix = secrets.token_hex(16)
+        self._store = dist.TCPStore(
+            context.host,
+            self._port,
+            is_master=True,
+            wait_for_workers=False,
+            timeout=_timedelta(context.timeout_s),
+            master_listen_fd=listener.detach(),
+        )
+        self._group: _Group | None = None
+
+    def grant(self, rank: int) -> tuple[dict[str, Any], list[int]]:
+        granted = {
+            "host": self._context.host,
+            "port": self._port,
+            "prefix": self._prefix,
+            "backend": self._backend,
+            "group_rank": self._context.ranks.index(rank) + 1,
+            "group_size": len(self._context.ranks) + 1,
+        }
+        return granted, []
+
+    def join(self, deadline: Deadline) -> None:
+        store = dist.PrefixStore(self._prefix, self._store)
+        size = len(self._context.ranks) + 1
+        host = str(self._context.host)
+        self._group = _Group(store, 0, size, self._backend, host, self._context.device, deadline)
+
+    def publish(self, bucket: int, nbytes: int, deadline: Deadline) -> None:
+        assert self._group is not None
+        self._group.broadcast(self.buffers[bucket % len(self.buffers)][:nbytes])
+
+    def close(self) -> None:
+        if self._group is not None:
+            self._group.close()
+            self._group = None
+        self.buffers = []
+
+
+class _CollectiveReceiver(ReceivingSide):
+    def __init__(self, context: ReceiverContext) -> None:
+        self._context = context
+        self._grant = context.grant
+        on_gpu = self._grant["backend"] == "nccl"
+        if on_gpu and context.device.type != "cuda":
+            raise RefitError(
+                f"the sender broadcasts over NCCL and this receiver is on {context.device}; give "
+                'the sender device="cpu" to broadcast over gloo',
+                rank=context.rank,
+            )
+        size = context.num_buffers * context.buffer_bytes
+        device = context.device if on_gpu else torch.device("cpu")
+        memory = torch.empty(size, dtype=torch.uint8, device=device)
+        self._buffers = split_buffers(memory, context.num_buffers, context.buffer_bytes)
+        self._expected: dict[int, Any] = {}
+        self._group: _Group | None = None
+
+    def join(self, deadline: Deadline) -> None:
+        assert self._context.host is not None
+        store = dist.TCPStore(
+            str(self._grant["host"]),
+            int(self._grant["port"]),
+            is_master=False,
+            timeout=_timedelta(deadline.remaining("store of the process group")),
+        )
+        self._group = _Group(
+            dist.PrefixStore(str(self._grant["prefix"]), store),
+            int(self._grant["group_rank"]),
+            int(self._grant["group_size"]),
+            str(self._grant["backend"]),
+            self._context.host,
+            self._context.device,
+            deadline,
+        )
+
+    def expect(self, bucket: int, nbytes: int, deadline: Deadline) -> None:
+        assert self._group is not None
+        if len(self._buffers) > 1 or bucket == 0:
+            buffer = self._buffers[bucket % len(self._buffers)][:nbytes]
+            self._expected[bucket] = self._group.broadcast(buffer)
+
+    def fetch(self, bucket: int, nbytes: int, deadline: Deadline) -> torch.Tensor:
+        assert self._group is not None
+        data = self._buffers[bucket % len(self._buffers)][:nbytes]
+        work = self._expected.pop(bucket, None) or self._group.broadcast(data)
+        if work is not None:
+            work.wait(_timedelta(deadline.remaining("broadcast", bucket=bucket)))
+        return data if data.device == self._context.device else data.to(self._context.device)
+
+    def release(self, bucket: int) -> None:
+        if self._context.device.type == "cuda":
+            torch.cuda.current_stream(self._context.device).synchronize()
+
+    def close(self) -> None:
+        self._expected.clear()
+        if self._group is not None:
+            self._group.close()
+            self._group = None
+
+
+class _Group:
+    """A process group that no other part of the process knows of."""
+
+    def __init__(
+        self,
+        store: dist.Store,
+        rank: int,
+        size: int,
+        backend: str,
+        host: str,
+        device: torch.device,
+        deadline: Deadline,
+    ) -> None:
+        limit = _timedelta(deadline.remaining("process group"))
+        if backend == "nccl":
+            options = dist.ProcessGroupNCCL.Options()
+            options._timeout = limit
+            with torch.cuda.device(device):
+                self._group: Any = dist.ProcessGroupNCCL(store, rank, size, options)
+        else:
+            options = dist.ProcessGroupGloo._Options()
+            options._timeout = limit
+            options._devices = [dist.ProcessGroupGloo.create_device(hostname=host)]
+            self._group = dist.ProcessGroupGloo(store, rank, size, options)
+
+    def broadcast(self, data: torch.Tensor) -> Any:
+        """Start a broadcast from rank 0; return its work, or None if there is nothing to send."""
+        return self._group.broadcast(data, 0) if len(data) else None
+
+    def close(self) -> None:
+        # Its end waits for a broadcast that no other side takes part in any more.
+        group, self._group = self._group, None
+        threading.Thread(target=_end, args=([group],), daemon=True).start()
+        del group
+
+
+def _end(groups: list[Any]) -> None:
+    group = groups.pop()
+    group.abort()
+
+
+def _timedelta(seconds: float) -> datetime.timedelta:
+    return datetime.timedelta(seconds=seconds)

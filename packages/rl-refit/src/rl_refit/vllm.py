@@ -1,0 +1,207 @@
+"""A weight-transfer engine for vLLM: `LLM(..., weight_transfer_config={"backend": "rl_refit"})`.
+
+vLLM imports `register` as a plug-in. Each of its workers is then a receiver:
+
+    llm.init_weight_transfer_engine({"init_info": {"address": sender.address}})
+    llm.start_weight_update()
+    llm.update_weights({"update_info": {"version": 3}})  # while sender.send(3) runs
+    llm.finish_weight_update("3")
+    sender.commit(3)
+    llm.collective_rpc(require_ready)  # [3, ...], one per worker
+
+Weights go through vLLM's own layerwise reload, never straight into live parameters. Run with vLLM
+0.32.
+"""
+
+# vLLM is no dependency of the checks.
+# pyright: basic, reportMissingImports=false
+
+from __future__ import annotations
+
+from dataclasses import asdict, dataclass
+from typing import Any
+
+import torch
+from vllm.distributed.weight_transfer import WeightTransferEngineFactory
+from vllm.distributed.weight_transfer.base import (
+    WeightTransferEngine,
+    WeightTransferInitInfo,
+    WeightTransferUpdateInfo,
+)
+from vllm.model_executor.model_loader.reload import (
+    finalize_layerwise_reload,
+    initialize_layerwise_reload,
+)
+from vllm.model_executor.model_loader.reload.layerwise import get_layerwise_info
+
+from rl_refit.errors import RefitError
+from rl_refit.receiver import RefitReceiver
+
+BACKEND = "rl_refit"
+
+
+@dataclass
+class RefitInitInfo(WeightTransferInitInfo):
+    """Where a worker finds its sender.
+
+    Attributes:
+        address: The sender's `address`, or one for each worker of this engine, by worker rank.
+        rank_offset: Added to the worker's rank over all data-parallel replicas of this engine,
+            so that the receivers of one sender have distinct ranks.
+        timeout_s: The most seconds that a refit may wait.
+    """
+
+    address: dict[str, Any] | list[dict[str, Any]]
+    rank_offset: int = 0
+    timeout_s: float = 300.0
+
+
+@dataclass
+class RefitUpdateInfo(WeightTransferUpdateInfo):
+    """Which version is sent."""
+
+    version: int
+
+
+class RefitWeightTransferEngine(WeightTransferEngine[RefitInitInfo, RefitUpdateInfo]):
+    """One worker's receiver.
+
+    Attributes:
+        receiver: Knows which version is committed; None before `init_transfer_engine`.
+        report: Of the last refit, as `RefitReport.as_metrics` gives it.
+    """
+
+    init_info_cls = RefitInitInfo
+    update_info_cls = RefitUpdateInfo
+
+    receiver: RefitReceiver | None = None
+    report: dict[str, float] | None = None
+    _reloading = False
+
+    def init_transfer_engine(self, init_info: RefitInitInfo) -> None:
+        """Take the sender's address. The connection is made when it first sends."""
+        self.shutdown()
+        layout = self.parallel_config
+        rank = layout.data_parallel_index * layout.world_size + layout.rank
+        address = init_info.address
+        if isinstance(address, list):
+            address = address[rank]
+        self.receiver = RefitReceiver(
+            address,
+            init_info.rank_offset + rank,
+            device=self.device,
+            timeout_s=init_info.timeout_s,
+        )
+
+    def start_weight_update(self) -> None:
+        """Do nothing yet: the version is not known, and the live weights are still good."""
+
+    def update_weights(self, update_info: dict[str, Any]) -> None:
+        """Receive a version and load it."""
+        # The inherited one synchronises an accelerator, and a CPU has none. `receive` returns
+        # when the device has read the last bucket.
+        self.receive_weights(self.parse_update_info(update_info))
+
+    def receive_weights(self, update_info: RefitUpdateInfo) -> None:
+        """Begin a refit to the version and load all of it.
+
+        Raises:
+            StaleVersionError: It is not newer than the committed one; nothing changes.
+            RefitError: The refit failed. The next full one heals the worker.
+        """
+        receiver = self._require_receiver()
+        receiver.begin(update_info.version)
+        try:
+            self.report = receiver.receive(update_info.version, self._load).as_metrics()
+        except BaseException:
+            _forget_partial_layers(self.model)
+            raise
+
+    def finish_weight_update(self) -> None:
+        """Let vLLM process what was loaded. The version counts once it is committed."""
+        if self._reloading:
+            finalize_layerwise_reload(self.model, self.model_config)
+            self._reloading = False
+
+    def shutdown(self) -> None:
+        """Close the connection to the sender."""
+        if self.receiver is not None:
+            self.receiver.close()
+
+    def _require_receiver(self) -> RefitReceiver:
+        if self.receiver is None:
+            raise RefitError("init_weight_transfer_engine was not called")
+        return self.receiver
+
+    def _load(self, tensors: list[tuple[str, torch.Tensor]]) -> None:
+        """Hand one bucket's tensors to vLLM's loader."""
+        if not self._reloading:
+            initialize_layerwise_reload(self.model)
+            self._reloading = True
+        self.model.load_weights(iter(tensors))
+        _own_what_is_kept(self.model, tensors)
+
+
+def _own_what_is_kept(model: torch.nn.Module, tensors: list[tuple[str, torch.Tensor]]) -> None:
+    """Copy what the loader keeps until a layer is complete, as the buffer will be filled again.
+
+    Attention layers and layers with padding keep their tensors to the very end, though all of
+    them have come.
+    """
+    lent = {tensor.untyped_storage().data_ptr() for _, tensor in tensors}
+    for layer in model.modules():
+        for _, call in get_layerwise_info(layer).loaded_weights:
+            for name, value in call.arguments.items():
+                is_tensor = isinstance(value, torch.Tensor) and value.device.type != "meta"
+                if is_tensor and value.untyped_storage().data_ptr() in lent:
+                    call.arguments[name] = value.clone()
+
+
+def _forget_partial_layers(model: torch.nn.Module) -> None:
+    """Drop what a failed refit has left in layers that are not complete.
+
+    vLLM does not start a layer afresh that is being loaded, so that the next refit would take the
+    old tensors for half of its own.
+    """
+    for layer in model.modules():
+        info = get_layerwise_info(layer)
+        if info.can_load():
+            info.loaded_weights.clear()
+            info.load_numel = 0
+
+
+def register() -> None:
+    """Make the engine known to vLLM; called by it in every process."""
+    if BACKEND not in WeightTransferEngineFactory._registry:
+        WeightTransferEngineFactory.register_engine(BACKEND, RefitWeightTransferEngine)
+
+
+def require_ready(worker: Any) -> int:
+    """Return a worker's committed version: `llm.collective_rpc(require_ready)`.
+
+    Raises:
+        PoisonedError: Its last refit failed.
+        RefitInProgress: A refit is not committed yet.
+    """
+    return _receiver_of(worker).require_ready()
+
+
+def commit(worker: Any, version: int) -> int:
+    """Commit a worker's loaded version: `llm.collective_rpc(commit, args=(3,))`."""
+    receiver = _receiver_of(worker)
+    receiver.commit(version)
+    return receiver.require_ready()
+
+
+def last_report(worker: Any) -> dict[str, float] | None:
+    """Return the metrics of a worker's last refit."""
+    return worker.weight_transfer_engine.report
+
+
+def init_info(address: dict[str, Any], *, rank_offset: int = 0) -> dict[str, Any]:
+    """Return the argument of `LLM.init_weight_transfer_engine`."""
+    return {"init_info": asdict(RefitInitInfo(address, rank_offset))}
+
+
+def _receiver_of(worker: Any) -> RefitReceiver:
+    return worker.weight_transfer_engine._require_receiver()

@@ -1,0 +1,124 @@
+import gc
+import json
+import os
+import pickle
+import subprocess
+import sys
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from rl_refit.handles import HandleOwner, group_keys, rebuild
+
+READER = """
+import pickle, sys, torch
+from rl_refit.handles import rebuild
+handles = pickle.load(sys.stdin.buffer)
+tensors = {name: rebuild(handle) for name, handle in handles.items()}
+if tensors["a"].is_cuda:
+    tensors = {name: tensor.cpu() for name, tensor in tensors.items()}
+torch.save({name: tensor.clone() for name, tensor in tensors.items()}, sys.stdout.buffer)
+"""
+
+SPECS = st.lists(st.tuples(st.text(max_size=3), st.integers(0, 50)), max_size=20)
+
+
+def in_another_process(handles):
+    """Return the tensors as another process has rebuilt them."""
+    import io
+
+    done = subprocess.run(
+        [sys.executable, "-c", READER],
+        input=pickle.dumps(handles),
+        capture_output=True,
+        timeout=120,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr.decode()
+    return torch.load(io.BytesIO(done.stdout))
+
+
+def some_tensors():
+    return {
+        "a": torch.randn(13, 7),
+        "b": torch.randn(5, 6).bfloat16().T,
+        "c": torch.tensor(4),
+        "d": torch.empty(0, 3),
+        "e": torch.randint(0, 255, (9001,), dtype=torch.uint8),
+    }
+
+
+@given(SPECS, st.integers(0, 60))
+def test_groups_keep_the_order_and_the_limit(specs, limit):
+    groups = group_keys(specs, limit)
+    sizes = iter(size for _, size in specs)
+    assert [name for group in groups for name in group] == [name for name, _ in specs]
+    totals = [[next(sizes) for _ in group] for group in groups]
+    for index, total in enumerate(totals):
+        assert sum(total) <= limit or len(total) == 1
+        if index + 1 < len(totals):  # no group ends too early
+            assert sum(total) + totals[index + 1][0] > limit
+
+
+def test_groups_as_in_the_example():
+    assert group_keys([("a", 4), ("b", 4), ("c", 9), ("d", 1)], 8) == [["a", "b"], ["c"], ["d"]]
+
+
+def test_another_process_rebuilds_every_bit():
+    tensors = some_tensors()
+    with HandleOwner() as owner:
+        handles = owner.export(tensors)
+        assert json.loads(json.dumps(handles)) == handles
+        rebuilt = in_another_process(handles)
+    assert list(rebuilt) == list(tensors)
+    for name, tensor in tensors.items():
+        assert rebuilt[name].dtype == tensor.dtype
+        assert torch.equal(rebuilt[name], tensor)
+
+
+def test_what_was_rebuilt_outlives_its_owner():
+    tensors = some_tensors()
+    owner = HandleOwner()
+    rebuilt = rebuild(owner.export(tensors)["a"])
+    owner.close()
+    gc.collect()
+    assert torch.equal(rebuilt, tensors["a"])
+
+
+def test_closing_drops_every_handle_and_leaves_no_descriptor():
+    before = sorted(os.listdir("/proc/self/fd"))
+    owner = HandleOwner()
+    handles = {**owner.export(some_tensors()), **owner.export({"f": torch.ones(3)})}
+    owner.close()
+    owner.close()
+    for handle in handles.values():
+        if torch.Size(handle["shape"]).numel():
+            with pytest.raises(RuntimeError, match="cannot be opened"):
+                rebuild(handle)
+    assert sorted(os.listdir("/proc/self/fd")) == before
+
+
+def test_a_descriptor_that_is_another_file_by_now_is_refused():
+    with HandleOwner() as owner, HandleOwner() as other:
+        handle = owner.export({"a": torch.ones(3)})["a"]
+        owner.close()
+        assert other.export({"b": torch.zeros(3)})["b"]["descriptor"] == handle["descriptor"]
+        with pytest.raises(RuntimeError, match="closed"):
+            rebuild(handle)
+
+
+def test_a_process_that_is_gone_is_named():
+    with HandleOwner() as owner:
+        handle = owner.export({"a": torch.ones(3)})["a"]
+        with pytest.raises(RuntimeError, match="process 4194305 cannot be opened"):
+            rebuild({**handle, "pid": 4194305})
+
+
+@pytest.mark.gpu
+def test_gpu_memory_is_rebuilt_in_another_process():
+    tensors = {name: tensor.cuda() for name, tensor in some_tensors().items()}
+    with HandleOwner() as owner:
+        rebuilt = in_another_process(owner.export(tensors))
+    for name, tensor in tensors.items():
+        assert torch.equal(rebuilt[name], tensor.cpu())
