@@ -24,6 +24,7 @@ from rl_dtensor_worker.packing import check_packing
 from rl_dtensor_worker.parallel import RankEnvironment, build_mesh, init_process_group
 from rl_dtensor_worker.randomness import RandomState
 from rl_dtensor_worker.reference import ReferenceModel
+from rl_dtensor_worker.refit import WeightTransfer
 from rl_dtensor_worker.train_step import TrainingParts, run_steps
 from rl_dtensor_worker.weights import ModelWeights
 
@@ -40,8 +41,6 @@ if TYPE_CHECKING:
     )
     from torch import nn
     from transformers import PreTrainedTokenizerBase
-
-_NO_TRANSFER = "this version of the dtensor backend does not transfer weights"
 
 
 class DTensorPolicyWorker:
@@ -87,6 +86,9 @@ class DTensorPolicyWorker:
         self._reference = ReferenceModel(self.model) if init_reference_model else None
         self._training = self._build_training()
         self._residency = Residency(has_optimizer=init_optimizer)
+        self._transfer = WeightTransfer(
+            self.weight_source, self._environment, timeout_s=self._config.timeout_s
+        )
         self._profiler = device.Profiler(self._environment, directory=self._config.profile_dir)
         self._random = RandomState(self._config.seed + self._dp_rank, device=self._device)
         if weights_path is not None:
@@ -247,6 +249,7 @@ class DTensorPolicyWorker:
 
     def offload_after_refit(self) -> None:
         """Move everything off the device."""
+        self._transfer.drop_handles()
         self._place(on_device=False, training_on_device=False)
         self.model.eval()
         self._residency.enter("offload_after_refit")
@@ -351,7 +354,11 @@ class DTensorPolicyWorker:
         self._profiler.stop()
 
     def shutdown(self) -> None:
-        """Leave the process group, if the worker joined it. Calling it twice is fine."""
+        """Let go of receivers and handles, and leave the process group if the worker joined it.
+
+        Calling it twice is fine.
+        """
+        self._transfer.close()
         if self._owns_group and dist.is_initialized():
             dist.destroy_process_group()
         self._owns_group = False
@@ -363,25 +370,53 @@ class DTensorPolicyWorker:
         """The weights as they leave this worker: whole, in the dtype of `precision`."""
         return ModelWeights(self.model, wire_dtype=self._config.compute_dtype, device=self._device)
 
-    def init_collective(self, ip: str, port: int, world_size: int) -> None:
-        """Not in this version."""
-        raise NotImplementedError(_NO_TRANSFER)
+    def prepare_refit_info(self) -> dict[str, tuple[tuple[int, ...], torch.dtype]]:
+        """Return `{name: (shape, wire dtype)}` of every tensor that is sent, in order."""
+        metadata = self.weight_source.metadata()
+        return {name: (shape, dtype) for name, dtype, shape in metadata}
+
+    def open_refit(self, **options: Any) -> dict[str, Any] | None:
+        """Return the address at which this rank's receivers find it, see `WeightTransfer.open`."""
+        return self._transfer.open(**options)
+
+    def send_weights(self, version: int) -> dict[str, float]:
+        """Stream the weights to the receivers; return the seconds of each phase, and the bytes.
+
+        Raises:
+            RefitError: A receiver failed or did not answer in time.
+            ResidencyError: The model is not on the device.
+        """
+        self._residency.require("send_weights")
+        return self._transfer.send(version)
 
     def prepare_weights_for_ipc(self) -> tuple[list[tuple[str, int]], float]:
-        """Not in this version."""
-        raise NotImplementedError(_NO_TRANSFER)
+        """Return name and bytes of every tensor as it is sent, and the device's free bytes."""
+        self._residency.require("send_weights")
+        return self._transfer.sizes()
 
     def get_weights_ipc_handles(self, keys: Iterable[str]) -> dict[str, Any]:
-        """Not in this version."""
-        raise NotImplementedError(_NO_TRANSFER)
+        """Return `{device id: {name: handle}}`; the handles of the call before expire.
+
+        `rl_refit.handles.rebuild` makes a tensor of a handle, in another process.
+
+        Raises:
+            ValueError: There is no tensor of a name.
+        """
+        self._residency.require("send_weights")
+        return self._transfer.export(keys)
+
+    def init_collective(self, ip: str, port: int, world_size: int) -> None:
+        """Meet `world_size - 1` inference ranks at an address of rank 0, which alone joins."""
+        self._transfer.join(ip, port, world_size)
 
     def prepare_info_for_collective(self) -> dict[str, Any]:
-        """Not in this version."""
-        raise NotImplementedError(_NO_TRANSFER)
+        """Return what `prepare_refit_info` returns."""
+        return self.prepare_refit_info()
 
     def broadcast_weights_for_collective(self) -> None:
-        """Not in this version."""
-        raise NotImplementedError(_NO_TRANSFER)
+        """Broadcast every tensor to the group of `init_collective`, in order."""
+        self._residency.require("send_weights")
+        self._transfer.broadcast()
 
     create_context_parallel_ctx = staticmethod(context_parallel.create_context_parallel_ctx)
     train_context = staticmethod(context_parallel.train_context)
