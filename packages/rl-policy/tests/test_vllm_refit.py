@@ -5,7 +5,6 @@ import torch
 from rl_policy import RayVirtualCluster
 from rl_policy.generation.engine_state import EngineStateError
 from rl_policy.generation.vllm import VllmGeneration
-from rl_refit import RefitError, RefitSender, TensorSource
 from transformers import AutoModelForCausalLM
 from vllm_oracles import (
     TEXTS,
@@ -17,6 +16,7 @@ from vllm_oracles import (
     save_llama,
 )
 
+rl_refit = pytest.importorskip("rl_refit", reason="comes with the extra vllm")
 pytestmark = pytest.mark.vllm
 
 # Not a coincidence of rounding: with the wrong weights a log-probability is off by far more.
@@ -64,7 +64,7 @@ def change(model, seed):
 
 
 def make_sender(engines, source, transport="shm"):
-    sender = RefitSender(
+    sender = rl_refit.RefitSender(
         source, transport=transport, num_receivers=engines.num_receivers, timeout_s=60.0
     )
     engines.init_transfer(sender.address)
@@ -113,7 +113,7 @@ def test_after_a_refit_samples_are_those_of_the_new_weights(
     before, versions = mismatch(engines, model, tokenizer)
     assert before > WRONG
     assert versions == {next_version - 1}
-    with make_sender(engines, TensorSource(model.state_dict()), transport) as sender:
+    with make_sender(engines, rl_refit.TensorSource(model.state_dict()), transport) as sender:
         reports = refit(engines, sender, next_version)
         after, versions = mismatch(engines, model, tokenizer)
         assert after < TOLERANCE
@@ -136,7 +136,7 @@ def test_what_was_computed_with_old_weights_is_not_reused(engines, model, tokeni
     prompts = prompts_of(tokenizer, ["a prompt that is longer than two blocks"])
     engines.generate(prompts, greedy=True)
     change(model, seed=7)
-    with make_sender(engines, TensorSource(model.state_dict())) as sender:
+    with make_sender(engines, rl_refit.TensorSource(model.state_dict())) as sender:
         refit(engines, sender, next_version)
     output = engines.generate(prompts, greedy=True)
     expected = expected_logprobs(model, output)
@@ -147,7 +147,7 @@ def test_nothing_is_sampled_until_the_weights_are_committed(
     engines, model, tokenizer, next_version
 ):
     prompts = prompts_of(tokenizer, TEXTS)
-    with make_sender(engines, TensorSource(model.state_dict())) as sender:
+    with make_sender(engines, rl_refit.TensorSource(model.state_dict())) as sender:
         engines.begin_update(next_version)
         with pytest.raises(EngineStateError, match="are on their way"):
             engines.generate(prompts)
@@ -168,13 +168,13 @@ def test_after_a_failed_refit_nothing_is_sampled_until_a_full_one(
     engines, model, tokenizer, next_version
 ):
     change(model, seed=9)
-    source = TensorSource(model.state_dict())
+    source = rl_refit.TensorSource(model.state_dict())
     with make_sender(engines, Faulty(source)) as sender:
         engines.begin_update(next_version)
         call = engines.update(next_version)
         with pytest.raises(RuntimeError, match="the trainer broke"):
             sender.send(next_version)
-        with pytest.raises(RefitError, match="the trainer broke"):
+        with pytest.raises(rl_refit.RefitError, match="the trainer broke"):
             engines.wait_for_update(call)
     with pytest.raises(EngineStateError, match=f"the refit to version {next_version} failed"):
         engines.generate(prompts_of(tokenizer, TEXTS))
