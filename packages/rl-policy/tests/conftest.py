@@ -5,6 +5,9 @@ from pathlib import Path
 
 import pytest
 
+# Tests import the modules beside them.
+sys.path.insert(0, str(Path(__file__).parent))
+
 STRANGER = Path(__file__).parent / "stranger"
 
 

@@ -5,6 +5,7 @@ import subprocess
 import sys
 
 import pytest
+from rl_interfaces import GenerationInterface, WeightReceiver
 from rl_policy import RayVirtualCluster
 from rl_policy.generation import backends
 from rl_policy.generation.vllm import VllmGeneration
@@ -14,6 +15,11 @@ from rl_policy.policy_inputs import check_generation_backend
 def test_vllm_is_found_by_name():
     assert backends.load_engine("vllm") is VllmGeneration
     assert "vllm" in backends.installed_engines()
+
+
+def test_an_engine_is_a_source_of_completions_and_a_receiver_of_weights():
+    assert issubclass(VllmGeneration, GenerationInterface)
+    assert issubclass(VllmGeneration, WeightReceiver)
 
 
 def test_an_unknown_engine_names_the_entry_point_group_and_what_there_is():

@@ -1,0 +1,197 @@
+"""New weights for real vLLM engines, from a sender in this process."""
+
+import pytest
+import torch
+from rl_policy import RayVirtualCluster
+from rl_policy.generation.engine_state import EngineStateError
+from rl_policy.generation.vllm import VllmGeneration
+from transformers import AutoModelForCausalLM
+from vllm_oracles import (
+    TEXTS,
+    TOLERANCE,
+    ascii_tokenizer,
+    expected_logprobs,
+    generation_config,
+    prompts_of,
+    save_llama,
+)
+
+rl_refit = pytest.importorskip("rl_refit", reason="comes with the extra vllm")
+pytestmark = pytest.mark.vllm
+
+# Not a coincidence of rounding: with the wrong weights a log-probability is off by far more.
+WRONG = 1e-2
+
+
+@pytest.fixture(scope="module")
+def tokenizer():
+    return ascii_tokenizer()
+
+
+@pytest.fixture(scope="module")
+def model_path(tmp_path_factory, tokenizer):
+    path = tmp_path_factory.mktemp("llama")
+    save_llama(path, tokenizer)
+    return path
+
+
+@pytest.fixture(scope="module")
+def engines(model_path, tokenizer):
+    cluster = RayVirtualCluster([2])
+    config = generation_config(model_path)
+    engines = VllmGeneration(cluster, config, tokenizer, timeout_s=120.0)
+    yield engines
+    engines.shutdown()
+    cluster.shutdown()
+
+
+@pytest.fixture
+def model(model_path):
+    return AutoModelForCausalLM.from_pretrained(model_path, dtype=torch.float32).eval()
+
+
+@pytest.fixture
+def next_version(engines):
+    return engines.weight_version + 1
+
+
+def change(model, seed):
+    """Change every parameter, as training steps would."""
+    generator = torch.Generator().manual_seed(seed)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.add_(torch.randn(parameter.shape, generator=generator) * 0.05)
+
+
+def make_sender(engines, source, transport="shm"):
+    sender = rl_refit.RefitSender(
+        source, transport=transport, num_receivers=engines.num_receivers, timeout_s=60.0
+    )
+    engines.init_transfer(sender.address)
+    return sender
+
+
+def refit(engines, sender, version):
+    engines.begin_update(version)
+    call = engines.update(version)
+    sender.send(version)
+    reports = engines.wait_for_update(call)
+    engines.commit_update(version)
+    sender.commit(version)
+    return reports
+
+
+def mismatch(engines, model, tokenizer):
+    """Return the largest error of the log-probabilities under `model`, and the versions."""
+    output = engines.generate(prompts_of(tokenizer, TEXTS))
+    expected = expected_logprobs(model, output, temperature=0.7)
+    error = (output["logprobs"] - expected).abs().max().item()
+    return error, set(output["weight_version"].tolist())
+
+
+class Faulty:
+    """A source whose pass breaks after the first tensors."""
+
+    def __init__(self, source):
+        self._source = source
+
+    def metadata(self):
+        return self._source.metadata()
+
+    def __iter__(self):
+        for count, pair in enumerate(self._source):
+            if count == 3:
+                raise RuntimeError("the trainer broke")
+            yield pair
+
+
+@pytest.mark.parametrize("transport", ["shm", "collective", "golden"])
+def test_after_a_refit_samples_are_those_of_the_new_weights(
+    engines, model, tokenizer, next_version, transport
+):
+    change(model, seed=next_version)
+    before, versions = mismatch(engines, model, tokenizer)
+    assert before > WRONG
+    assert versions == {next_version - 1}
+    with make_sender(engines, rl_refit.TensorSource(model.state_dict()), transport) as sender:
+        reports = refit(engines, sender, next_version)
+        after, versions = mismatch(engines, model, tokenizer)
+        assert after < TOLERANCE
+        assert versions == {next_version} == {engines.weight_version}
+        assert len(reports) == engines.num_receivers
+        total = sum(parameter.numel() * 4 for parameter in model.parameters())
+        assert all(report["refit_bytes"] >= total for report in reports)
+        # The same connection serves the next one.
+        change(model, seed=100 + next_version)
+        assert mismatch(engines, model, tokenizer)[0] > WRONG
+        refit(engines, sender, next_version + 1)
+        assert mismatch(engines, model, tokenizer) == (
+            pytest.approx(0, abs=TOLERANCE),
+            {next_version + 1},
+        )
+
+
+def test_what_was_computed_with_old_weights_is_not_reused(engines, model, tokenizer, next_version):
+    # Two blocks of a cache and more, so that a prefix could be taken from it.
+    prompts = prompts_of(tokenizer, ["a prompt that is longer than two blocks"])
+    engines.generate(prompts, greedy=True)
+    change(model, seed=7)
+    with make_sender(engines, rl_refit.TensorSource(model.state_dict())) as sender:
+        refit(engines, sender, next_version)
+    output = engines.generate(prompts, greedy=True)
+    expected = expected_logprobs(model, output)
+    torch.testing.assert_close(output["logprobs"], expected, atol=TOLERANCE, rtol=0)
+
+
+def test_nothing_is_sampled_until_the_weights_are_committed(
+    engines, model, tokenizer, next_version
+):
+    prompts = prompts_of(tokenizer, TEXTS)
+    with make_sender(engines, rl_refit.TensorSource(model.state_dict())) as sender:
+        engines.begin_update(next_version)
+        with pytest.raises(EngineStateError, match="are on their way"):
+            engines.generate(prompts)
+        with pytest.raises(EngineStateError, match="no weights have arrived"):
+            engines.commit_update(next_version)
+        call = engines.update(next_version)
+        sender.send(next_version)
+        engines.wait_for_update(call)
+        with pytest.raises(EngineStateError, match="are on their way"):
+            engines.generate(prompts)
+        # A driver that begins anew instead of committing.
+        change(model, seed=8)
+        refit(engines, sender, next_version + 1)
+    assert mismatch(engines, model, tokenizer)[0] < TOLERANCE
+
+
+def test_after_a_failed_refit_nothing_is_sampled_until_a_full_one(
+    engines, model, tokenizer, next_version
+):
+    change(model, seed=9)
+    source = rl_refit.TensorSource(model.state_dict())
+    with make_sender(engines, Faulty(source)) as sender:
+        engines.begin_update(next_version)
+        call = engines.update(next_version)
+        with pytest.raises(RuntimeError, match="the trainer broke"):
+            sender.send(next_version)
+        with pytest.raises(rl_refit.RefitError, match="the trainer broke"):
+            engines.wait_for_update(call)
+    with pytest.raises(EngineStateError, match=f"the refit to version {next_version} failed"):
+        engines.generate(prompts_of(tokenizer, TEXTS))
+    assert engines.weight_version == next_version - 1
+    with make_sender(engines, source) as sender:
+        refit(engines, sender, next_version)
+    error, versions = mismatch(engines, model, tokenizer)
+    assert error < TOLERANCE
+    assert versions == {next_version}
+
+
+def test_an_old_version_is_refused_and_the_engines_go_on(engines, tokenizer):
+    with pytest.raises(ValueError, match="is not newer than version"):
+        engines.begin_update(engines.weight_version)
+    engines.generate(prompts_of(tokenizer, TEXTS))
+
+
+def test_as_many_addresses_as_receivers_are_needed(engines):
+    with pytest.raises(ValueError, match="1 addresses do not fit 2 receivers"):
+        engines.init_transfer([{}])
