@@ -21,6 +21,8 @@ if TYPE_CHECKING:
 
 NamedTensors = list[tuple[str, torch.Tensor]]
 
+# Its name since torch 2.13, which warns of the other.
+_all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 _LAYER = re.compile(r"^.*?\.\d+\.")
 
 
@@ -144,9 +146,7 @@ class _Gather:
             shard = local_tensor(tensor)
             own[slot.start : slot.start + shard.numel()].view(shard.shape).copy_(shard)
         self.gathered = torch.empty(mesh.size(), num_elements, dtype=dtype, device=device)
-        self.work = dist.all_gather_into_tensor(
-            self.gathered.view(-1), own, group=mesh.get_group(), async_op=True
-        )
+        self.work = _all_gather(self.gathered.view(-1), own, group=mesh.get_group(), async_op=True)
 
     def finish(self) -> Iterator[tuple[str, torch.Tensor]]:
         """Wait for the collective, and yield name and whole tensor."""
