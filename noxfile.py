@@ -139,6 +139,14 @@ def vllm(session: nox.Session) -> None:
     run_pytest(session, "packages", "-m", "vllm")
 
 
+@nox.session(name="grpo-vllm", reuse_venv=True, default=False)
+def grpo_vllm(session: nox.Session) -> None:
+    """Run the main job with a real vLLM, on the CPU: `nox -s grpo-vllm -- --out DIR [settings]`."""
+    install_vllm(session, *editable("rl-policy[dtensor,vllm]"))
+    arguments = ["policy.generation.backend=vllm", *session.posargs]
+    session.run("rl-policy", "grpo", *arguments, env=ENVIRONMENT)
+
+
 def install_vllm(session: nox.Session, *requirements: str) -> None:
     """Install vLLM's build for the CPU, with what else the nox session needs.
 

@@ -11,7 +11,13 @@ from typing import Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
 
-from rl_policy.config_policy import BUILTIN_MODEL, merge_policy, resolve_policy
+from rl_policy.config_policy import (
+    BUILTIN_MODEL,
+    merge_policy,
+    merge_sections,
+    resolve_policy,
+)
+from rl_policy.generation.backends import WORKERS_OWN
 
 Recipe = Literal["grpo", "sft"]
 
@@ -41,7 +47,11 @@ BUILTIN_RUN: dict[str, Any] = {
         "generation_batch_size": 256,
         "max_total_sequence_length": 32,
         "optimizer": {"kwargs": {"lr": 3.0e-4}},
-        "generation": {"max_new_tokens": 6},
+        "generation": {
+            "max_new_tokens": 6,
+            # Nothing to compile or to capture for a model this small.
+            "vllm_cfg": {"enforce_eager": True, "kv_cache_memory_bytes": 64 * 2**20},
+        },
     },
     "sft": {
         "steps": 1000,
@@ -175,6 +185,18 @@ class GrpoSection(Section):
     """Start with supervised fine-tuning. null: where the model is built here, and knows nothing."""
 
 
+class RefitSection(Section):
+    """Handing weights to inference engines, where policy.generation.backend names some."""
+
+    transport: str | None = None
+    """`shm`, `cuda_ipc`, `collective`, `golden`, or a third party's. null: the fastest that reaches
+    the engines."""
+    bucket_mib: int = Field(default=256, ge=1)
+    """Size of each of two buffers, in MiB."""
+    verify: Literal["none", "digest", "weights"] = "digest"
+    """`digest` checks every buffer before it is loaded, `weights` the live parameters too."""
+
+
 class CheckpointSection(Section):
     """Checkpoints of a run, from which `--resume` continues it."""
 
@@ -200,6 +222,7 @@ class RunConfig(Section):
     sft: SftSection = SftSection()
     grpo: GrpoSection = GrpoSection()
     loss: LossSection = LossSection()
+    refit: RefitSection = RefitSection()
     checkpoint: CheckpointSection = CheckpointSection()
 
     @field_validator("policy")
@@ -230,9 +253,31 @@ class RunConfig(Section):
         """Completions per GRPO step."""
         return self.grpo.prompts_per_step * self.grpo.samples_per_prompt
 
+    @property
+    def has_engines(self) -> bool:
+        """Whether GRPO samples with inference engines."""
+        return self.recipe == "grpo" and self.policy["generation"]["backend"] != WORKERS_OWN
+
+    @property
+    def is_colocated(self) -> bool:
+        """Whether engines, where there are any, share the policy's devices."""
+        return self.policy["generation"].get("colocated", {}).get("enabled", True)
+
+    @property
+    def engine_bundles(self) -> list[int]:
+        """Devices on each node for engines that do not share the policy's; one by default."""
+        resources = self.policy["generation"].get("colocated", {}).get("resources", {})
+        return [resources.get("gpus_per_node", 1)] * resources.get("num_nodes", 1)
+
     def sft_policy(self) -> dict[str, Any]:
-        """Return the complete section `policy` of the supervised part."""
-        return resolve_policy(merge_policy(self.policy, self.sft.policy), path="sft.policy")
+        """Return the complete section `policy` of the supervised part.
+
+        Its few samples come from the training workers, whatever samples for GRPO.
+        """
+        own = merge_sections({"generation": {"backend": WORKERS_OWN}}, self.sft.policy)
+        merged = merge_policy(self.policy, own)
+        merged.get("generation", {}).pop("colocated", None)
+        return resolve_policy(merged, path="sft.policy")
 
 
 def _check_tokenizer(config: RunConfig) -> None:

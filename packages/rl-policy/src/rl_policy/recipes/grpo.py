@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 from rl_batched_data import BatchedDataDict
-from rl_interfaces import LossType
+from rl_interfaces import GenerationInterface, LossType
 
 from rl_policy.config import LossSection
 from rl_policy.losses import ClippedPGLoss
@@ -19,12 +19,14 @@ from rl_policy.policy import Policy
 from rl_policy.recipes.advantages import group_relative_advantages
 from rl_policy.recipes.batches import completion_batch
 from rl_policy.recipes.checkpoints import RunState
-from rl_policy.recipes.evaluation import greedy_accuracy, sampled_reward
+from rl_policy.recipes.evaluation import complete, greedy_accuracy
 from rl_policy.recipes.loop import run_loop
 from rl_policy.recipes.metrics import GrpoMetrics, read_metrics, sum_micro_batches
+from rl_policy.recipes.mismatch import sampler_mismatch
 from rl_policy.recipes.plots import plot_reward
 from rl_policy.recipes.problems import ProblemStream
 from rl_policy.recipes.run_directory import RunDirectory
+from rl_policy.recipes.samplers import Sampler, open_sampler
 from rl_policy.recipes.session import Session, open_policy, save_final
 from rl_policy.recipes.sft import run_sft
 
@@ -45,16 +47,17 @@ def run_grpo(session: Session, *, model: str) -> None:
         model = warm_up(session, model=model)
     checkpoint = session.checkpoints().latest()
     start = RunState() if checkpoint is None else checkpoint.state
-    with open_policy(
+    opened = open_policy(
         session,
         config.policy,
         model=model,
         has_reference=config.loss.kl_coef > 0,
         checkpoint=checkpoint,
-    ) as policy:
+    )
+    with opened as policy, open_sampler(session, policy, model=model) as sampler:
         run_loop(
             session,
-            GrpoTrainer(session, policy, start=start),
+            GrpoTrainer(session, policy, sampler, start=start),
             policy,
             name="GRPO",
             num_steps=config.grpo.steps,
@@ -110,16 +113,21 @@ class GrpoTrainer:
     Args:
         session: The run.
         policy: What is trained.
+        sampler: Where completions come from.
         start: Where the run stands.
     """
 
-    def __init__(self, session: Session, policy: Policy, *, start: RunState) -> None:
+    def __init__(
+        self, session: Session, policy: Policy, sampler: Sampler, *, start: RunState
+    ) -> None:
         self.is_done = False
         self._inputs = session.inputs
         self._config = session.config.grpo
         self._has_reference = session.config.loss.kl_coef > 0
         self._loss = build_loss(session.config.loss)
         self._policy = policy
+        self._sampler = sampler
+        self._has_engines = session.config.has_engines
         self._stream = ProblemStream(
             session.inputs.problems.train,
             seed=session.config.seed,
@@ -134,8 +142,18 @@ class GrpoTrainer:
     def measure_start(self) -> GrpoMetrics:
         """Return the measurements before the first update, both on held-out problems."""
         heldout = self._inputs.problems.heldout
-        reward_mean = sampled_reward(self._policy, heldout, inputs=self._inputs)
-        return GrpoMetrics(step=0, reward_mean=reward_mean, accuracy=self._accuracy())
+        with self._sampler.after_step(0) as source:
+            rewards, generated = complete(source, heldout, inputs=self._inputs)
+            accuracy = greedy_accuracy(source, heldout, inputs=self._inputs)
+            refit = self._sampler.report()
+        engines: dict[str, float] = {}
+        if self._has_engines:
+            self._policy.prepare_for_lp_inference()
+            batch = completion_batch(generated, advantages=torch.zeros(len(rewards)))
+            scores = self._policy.get_logprobs(batch)["logprobs"]
+            engines = {**refit, **sampler_mismatch(batch, scores)}
+        reward_mean = sum(rewards) / len(rewards)
+        return GrpoMetrics(step=0, reward_mean=reward_mean, accuracy=accuracy, engines=engines)
 
     def take_step(
         self, step: int, *, is_measured: bool, needs_accuracy: bool
@@ -143,33 +161,34 @@ class GrpoTrainer:
         """Sample, reward, score and train, see `rl_policy.recipes.loop.Trainer`."""
         watch = Stopwatch()
         with watch.measure("step_s"):
-            with watch.measure("generate_s"):
-                batch, reward_mean = self._sample()
+            with self._sampler.after_step(step - 1) as source:
+                engines = self._sampler.report()
+                with watch.measure("generate_s"):
+                    batch, reward_mean = self._sample(source)
             with watch.measure("logprob_s"):
-                self._score(batch)
+                engines |= self._score(batch)
             with watch.measure("train_s"):
                 trained = self._train(batch)
         metrics = GrpoMetrics(
             step=step,
             reward_mean=reward_mean,
-            accuracy=self._accuracy() if is_measured or needs_accuracy else None,
+            accuracy=self._accuracy(step) if is_measured or needs_accuracy else None,
             loss=trained["loss"],
             grad_norm=trained["grad_norm"],
             kl=trained.get("kl"),
             entropy=trained["entropy"],
             tokens_per_s=int(batch["input_lengths"].sum()) / watch.seconds["step_s"],
+            engines=engines,
             **watch.seconds,
         )
         return metrics, {name: trained[name] for name in _DIAGNOSTICS if name in trained}
 
-    def _sample(self) -> tuple[BatchedDataDict[Any], float]:
+    def _sample(self, source: GenerationInterface) -> tuple[BatchedDataDict[Any], float]:
         """Return a batch of completions with their advantages, and the mean reward."""
         group_size = self._config.samples_per_prompt
         problems = self._stream.take(self._config.prompts_per_step)
         prompts = self._inputs.encoder.prompt_batch(problems).repeat_interleave(group_size)
-        self._policy.prepare_for_generation()
-        generated = self._policy.generate(prompts)
-        self._policy.finish_generation()
+        generated = source.generate(prompts)
         texts = self._inputs.encoder.completion_texts(generated)
         repeated = [problem for problem in problems for _ in range(group_size)]
         rewards = torch.tensor(self._inputs.reward(texts, repeated))
@@ -181,17 +200,27 @@ class GrpoTrainer:
         )
         return completion_batch(generated, advantages=advantages), float(rewards.mean())
 
-    def _score(self, batch: BatchedDataDict[Any]) -> None:
-        """Add old and reference log-probabilities to the batch, where the loss reads them."""
-        if self._config.old_logprobs == "sampler":
-            batch["prev_logprobs"] = batch["generation_logprobs"]
-        if self._config.old_logprobs == "trainer" or self._has_reference:
+    def _score(self, batch: BatchedDataDict[Any]) -> dict[str, float]:
+        """Add old and reference log-probabilities to the batch, where the loss reads them.
+
+        Returns:
+            How far the engines' log-probabilities are from the trainer's, where there are any.
+        """
+        own = self._config.old_logprobs == "trainer"
+        mismatch: dict[str, float] = {}
+        if own or self._has_engines or self._has_reference:
             self._policy.prepare_for_lp_inference()
-        if self._config.old_logprobs == "trainer":
-            batch["prev_logprobs"] = self._policy.get_logprobs(batch)["logprobs"]
+        if own or self._has_engines:
+            scores = self._policy.get_logprobs(batch)["logprobs"]
+            batch["prev_logprobs"] = scores if own else batch["generation_logprobs"]
+            if self._has_engines:
+                mismatch = sampler_mismatch(batch, scores)
+        else:
+            batch["prev_logprobs"] = batch["generation_logprobs"]
         if self._has_reference:
             reference = self._policy.get_reference_policy_logprobs(batch)
             batch["reference_logprobs"] = reference["reference_logprobs"]
+        return mismatch
 
     def _train(self, batch: BatchedDataDict[Any]) -> dict[str, float]:
         """Pass over the batch, and return the means of what was measured."""
@@ -210,8 +239,9 @@ class GrpoTrainer:
         ]
         return {name: sum(each[name] for each in passes) / len(passes) for name in passes[0]}
 
-    def _accuracy(self) -> float:
-        return greedy_accuracy(self._policy, self._inputs.problems.heldout, inputs=self._inputs)
+    def _accuracy(self, step: int) -> float:
+        with self._sampler.after_step(step) as source:
+            return greedy_accuracy(source, self._inputs.problems.heldout, inputs=self._inputs)
 
 
 class Stopwatch:

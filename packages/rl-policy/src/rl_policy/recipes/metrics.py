@@ -7,7 +7,7 @@ import math
 import os
 from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -33,7 +33,11 @@ class GrpoMetrics:
         generate_s: Seconds of sampling.
         logprob_s: Seconds of old and reference log-probabilities.
         train_s: Seconds of optimizer steps.
-        refit_s: Seconds of handing weights to an inference engine; 0.0 where there is none.
+        refit_s: Seconds of handing weights to inference engines; 0.0 where there are none.
+        engines: With engines, and under names of their own: the report of the refit that brought
+            what was sampled from (`refit_bytes`, `refit_gb_per_s`, `refit_load_s` ...), its
+            `weight_version`, and how far the engines' log-probabilities are from the trainer's
+            (`mismatch_mean_abs` ..., see `sampler_mismatch`).
     """
 
     step: int
@@ -49,6 +53,7 @@ class GrpoMetrics:
     logprob_s: float | None = None
     train_s: float | None = None
     refit_s: float = 0.0
+    engines: Mapping[str, float] = field(default_factory=dict)
 
     def headline(self) -> dict[str, float | None]:
         """Return what a progress bar shows."""
@@ -110,7 +115,9 @@ class MetricsLog(AbstractContextManager["MetricsLog"]):
             metrics: For both files.
             diagnostics: Numbers for TensorBoard alone.
         """
-        row = {name: _finite_or_none(value) for name, value in asdict(metrics).items()}
+        measured = asdict(metrics)
+        measured |= measured.pop("engines", {})
+        row = {name: _finite_or_none(value) for name, value in measured.items()}
         self._file.write(json.dumps(row) + "\n")
         self._file.flush()
         del row["step"]

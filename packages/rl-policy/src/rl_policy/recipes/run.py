@@ -51,7 +51,7 @@ def execute(inputs: RunInputs, directory: RunDirectory, *, display: RunDisplay) 
     """
     started = perf_counter()
     config = inputs.config
-    with open_cluster(config.cluster) as cluster:
+    with open_cluster(config) as cluster:
         session = Session(inputs=inputs, directory=directory, cluster=cluster, display=display)
         recipe = run_grpo if config.recipe == "grpo" else run_sft
         recipe(session, model=base_model(session))

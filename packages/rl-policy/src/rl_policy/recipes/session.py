@@ -10,8 +10,9 @@ from pathlib import Path
 from typing import Any
 
 from rl_policy.cluster import RayVirtualCluster
-from rl_policy.config import ClusterSection, RunConfig
+from rl_policy.config import RunConfig
 from rl_policy.policy import Policy
+from rl_policy.ray_session import SESSION
 from rl_policy.recipes.checkpoints import Checkpoint, CheckpointManager
 from rl_policy.recipes.inputs import RunInputs
 from rl_policy.recipes.metrics import MetricsLog
@@ -55,13 +56,21 @@ class Session:
 
 
 @contextmanager
-def open_cluster(section: ClusterSection) -> Iterator[RayVirtualCluster]:
-    """Give the devices of a run, and take them back."""
-    cluster = RayVirtualCluster(**section.model_dump())
+def open_cluster(config: RunConfig) -> Iterator[RayVirtualCluster]:
+    """Give the devices of the policy, and take them back; leave room for engines beside them."""
+    shares = config.has_engines and config.is_colocated
+    cluster = RayVirtualCluster(
+        **config.cluster.model_dump(), max_colocated_worker_groups=2 if shares else 1
+    )
+    apart = config.engine_bundles if config.has_engines and not shares else []
+    # A Ray that is started here has the logical CPUs that its first user asks for.
+    num_cpus = sum(config.cluster.bundle_ct_per_node_list) * (2 if shares else 1) + sum(apart)
+    SESSION.enter(id(config), num_cpus=num_cpus)
     try:
         yield cluster
     finally:
         cluster.shutdown()
+        SESSION.leave(id(config))
 
 
 @contextmanager

@@ -111,11 +111,13 @@ class SftTrainer:
     def _measure(self, *, needs_pass_rate: bool) -> tuple[float, float | None]:
         """Return held-out accuracy and, where the criterion asks for it, the pass rate."""
         sets = self._inputs.problems
+        self._policy.prepare_for_generation()
         accuracy, rate = greedy_accuracy(self._policy, sets.heldout, inputs=self._inputs), None
         if needs_pass_rate and self._config.stop_pass_rate is not None:
             num_samples = self._config.pass_samples
             rate = pass_rate(
                 self._policy, sets.validation, num_samples=num_samples, inputs=self._inputs
             )
+        self._policy.finish_generation()
         self._policy.prepare_for_training()
         return accuracy, rate

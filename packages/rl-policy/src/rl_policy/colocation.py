@@ -1,0 +1,43 @@
+"""Who holds the device when, where a policy and inference engines share it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+from rl_policy.generation.vllm import VllmGeneration
+from rl_policy.policy import Policy
+from rl_policy.refit import WeightLink
+
+
+@contextmanager
+def engines_on_device(
+    policy: Policy, engines: VllmGeneration, link: WeightLink, *, version: int | None
+) -> Iterator[dict[str, float] | None]:
+    """Give the device to the engines, which sample inside, and back to the policy.
+
+        policy   train, offload optimizer |              | send | offload model |        | reload
+        engines  asleep                   | wake weights | load | wake cache    | sample | sleep
+
+    The engines' weights wake before the refit, into which they are loaded, and their cache after
+    it, when the policy has given up its room.
+
+    Args:
+        policy: Holds the device before and after.
+        engines: Hold it inside.
+        link: Hands the weights over.
+        version: Of the weights that are handed over. None: the engines sample from what they have.
+
+    Yields:
+        The report of the refit, None where there was none.
+    """
+    policy.offload_before_refit()
+    engines.prepare_for_generation(tags=["weights"])
+    report = None if version is None else link.refit(version)
+    policy.offload_after_refit()
+    engines.prepare_for_generation(tags=["kv_cache"])
+    try:
+        yield report
+    finally:
+        engines.finish_generation()
+        policy.prepare_for_lp_inference()

@@ -1,0 +1,199 @@
+"""Where the completions of a recipe come from: the training workers, or inference engines."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from contextlib import AbstractContextManager, contextmanager
+from typing import Any, Protocol
+
+from rl_interfaces import GenerationInterface
+
+from rl_policy.cluster import RayVirtualCluster
+from rl_policy.colocation import engines_on_device
+from rl_policy.config import RunConfig
+from rl_policy.generation.backends import load_engine
+from rl_policy.generation.vllm import VllmGeneration
+from rl_policy.policy import Policy
+from rl_policy.recipes.session import Session
+from rl_policy.refit import WeightLink
+
+
+class Sampler(Protocol):
+    """A source of completions that follows the policy's weights."""
+
+    def after_step(self, step: int) -> AbstractContextManager[GenerationInterface]:
+        """Give what samples from the weights that the policy has after `step`."""
+        ...
+
+    def report(self) -> dict[str, float]:
+        """Return the numbers of the last refit, nothing where weights are not handed over."""
+        ...
+
+
+class WorkerSampler:
+    """The training workers' own sampler.
+
+    Args:
+        policy: Samples.
+    """
+
+    def __init__(self, policy: Policy) -> None:
+        self._policy = policy
+
+    @contextmanager
+    def after_step(self, step: int) -> Iterator[GenerationInterface]:
+        """Give the policy."""
+        self._policy.prepare_for_generation()
+        yield self._policy
+        self._policy.finish_generation()
+
+    def report(self) -> dict[str, float]:
+        """Return nothing."""
+        return {}
+
+
+class EngineSampler:
+    """Inference engines, which get the policy's weights when these have changed.
+
+    Args:
+        policy: Whose weights they are.
+        engines: Sample.
+        link: Hands the weights over.
+        is_colocated: Whether policy and engines take turns on the same devices.
+        keeps_weights: Whether engines that sleep still have their weights afterwards.
+    """
+
+    def __init__(
+        self,
+        policy: Policy,
+        engines: VllmGeneration,
+        link: WeightLink,
+        *,
+        is_colocated: bool,
+        keeps_weights: bool,
+    ) -> None:
+        self._policy = policy
+        self._engines = engines
+        self._link = link
+        self._is_colocated = is_colocated
+        self._keeps_weights = keeps_weights or not is_colocated
+        self._sent_step: int | None = None
+        self._report: dict[str, float] = {}
+
+    @contextmanager
+    def after_step(self, step: int) -> Iterator[GenerationInterface]:
+        """Give the engines, with the weights after `step` as that version.
+
+        Engines that have lost their weights get them under a version of their own: a version
+        counts once.
+        """
+        version = None
+        if step != self._sent_step or not self._keeps_weights:
+            version = max(step, self._engines.weight_version + 1)
+        if self._is_colocated:
+            with engines_on_device(
+                self._policy, self._engines, self._link, version=version
+            ) as report:
+                self._record(step, report)
+                yield self._engines
+        else:
+            self._record(step, None if version is None else self._link.refit(version))
+            yield self._engines
+
+    def report(self) -> dict[str, float]:
+        """Return `refit_s`, `refit_bytes` and the other numbers, and `weight_version`."""
+        return {**self._report, "weight_version": self._engines.weight_version}
+
+    def _record(self, step: int, report: dict[str, float] | None) -> None:
+        if report is not None:
+            self._sent_step, self._report = step, report
+
+
+@contextmanager
+def open_sampler(session: Session, policy: Policy, *, model: str) -> Iterator[Sampler]:
+    """Give the source of completions that the configuration asks for, and end its processes.
+
+    Args:
+        session: The run.
+        policy: What is trained.
+        model: Name or directory of the model that the engines start from.
+    """
+    config = session.config
+    if not config.has_engines:
+        yield WorkerSampler(policy)
+        return
+    with _open_engine_cluster(session) as cluster:
+        engine_class: Any = load_engine(config.policy["generation"]["backend"])
+        engines: VllmGeneration = engine_class(
+            cluster,
+            engine_section(config, model=model),
+            session.inputs.tokenizer,
+            seed=config.policy["seed"],
+            timeout_s=config.policy["timeout_s"],
+        )
+        try:
+            link = WeightLink(
+                policy,
+                engines,
+                is_paired=config.is_colocated,
+                transport=_transport(config, policy),
+                bucket_bytes=config.refit.bucket_mib * 2**20,
+                verify=config.refit.verify,
+            )
+            if config.is_colocated:
+                engines.finish_generation()
+            yield EngineSampler(
+                policy,
+                engines,
+                link,
+                is_colocated=config.is_colocated,
+                keeps_weights=_sleep_level(config) == 1,
+            )
+        finally:
+            engines.shutdown()
+
+
+def engine_section(config: RunConfig, *, model: str) -> Any:
+    """Return the `GenerationConfig` of the engines: the policy's, and what follows from it."""
+    generation: Mapping[str, Any] = config.policy["generation"]
+    own: Mapping[str, Any] = generation.get("vllm_cfg") or {}
+    return {
+        **generation,
+        "model_name": model,
+        "vllm_cfg": {
+            "precision": config.policy["precision"],
+            "max_model_len": config.policy["max_total_sequence_length"],
+            "trust_remote_code": config.policy["trust_remote_code"],
+            **own,
+        },
+    }
+
+
+@contextmanager
+def _open_engine_cluster(session: Session) -> Iterator[RayVirtualCluster]:
+    config = session.config
+    if config.is_colocated:
+        yield session.cluster
+        return
+    cluster = RayVirtualCluster(
+        config.engine_bundles, use_gpus=config.cluster.use_gpus, name="engines"
+    )
+    try:
+        yield cluster
+    finally:
+        cluster.shutdown()
+
+
+def _transport(config: RunConfig, policy: Policy) -> str:
+    """Return the configured transport, or the fastest that reaches the engines."""
+    if config.refit.transport is not None:
+        return config.refit.transport
+    if not config.is_colocated:
+        return "collective"
+    on_gpu = all(info["local_device_id"] is not None for info in policy.get_gpu_info())
+    return "cuda_ipc" if on_gpu else "shm"
+
+
+def _sleep_level(config: RunConfig) -> int:
+    section = config.policy["generation"].get("vllm_cfg") or {}
+    return section.get("sleep_level", 1)
