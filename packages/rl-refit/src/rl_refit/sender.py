@@ -266,12 +266,11 @@ class RefitSender:
         )
         session = _Session(channels, side)
         try:
-            for rank, channel in channels.items():
-                grant, descriptors = side.grant(rank)
-                channel.send(self._offer(side, grant, len(descriptors)), deadline)
-                if descriptors:
-                    channel.send_descriptors(descriptors, deadline)
             receivers = Receivers(channels, version, deadline)
+            for rank in channels:
+                grant, descriptors = side.grant(rank)
+                offer = self._offer(side, grant, len(descriptors))
+                receivers.offer(rank, offer, descriptors)
             receivers.wait_accepted()
             receivers.tell(Join())
             _join(side, deadline)

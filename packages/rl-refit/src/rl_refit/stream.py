@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import selectors
 import socket
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Generator, Iterator, Mapping
+from contextlib import contextmanager
 
 import torch
 
@@ -26,6 +27,7 @@ from rl_refit.messages import (
     Filled,
     Loaded,
     Message,
+    Offer,
     Ready,
 )
 from rl_refit.plan import Bucket, Piece, RefitPlan, TensorSpec
@@ -54,11 +56,15 @@ class Receivers:
     def tell(self, message: Message) -> None:
         """Send a message to all."""
         for rank, channel in self._channels.items():
-            try:
+            with _naming(rank):
                 channel.send(message, self._deadline)
-            except ChannelClosed as error:
-                self.hear_out()
-                raise RefitError(f"the receiver is gone: {error}", rank=rank) from error
+
+    def offer(self, rank: int, offer: Offer, descriptors: list[int]) -> None:
+        """Tell a receiver what it is going to be sent, and pass it files."""
+        with _naming(rank):
+            self._channels[rank].send(offer, self._deadline)
+            if descriptors:
+                self._channels[rank].send_descriptors(descriptors, self._deadline)
 
     def wait_accepted(self) -> None:
         """Wait until all have opened their ends."""
@@ -136,6 +142,14 @@ class Receivers:
                 self.done[rank] = message
             case _:
                 raise RefitError(f"unexpected {message}", rank=rank)
+
+
+@contextmanager
+def _naming(rank: int) -> Generator[None]:
+    try:
+        yield
+    except ChannelClosed as error:
+        raise RefitError(f"the receiver is gone: {error}", rank=rank) from error
 
 
 class OutboundStream:
@@ -288,7 +302,7 @@ class InboundStream:
             for following in self._plan.buckets[bucket.index + 1 : bucket.index + 2]:
                 self._side.expect(following.index, following.nbytes, self._deadline)
             self._load(bucket, data, load)
-            self._tell(Loaded(self._version, bucket.index))
+            self._channel.send(Loaded(self._version, bucket.index), self._deadline)
         message = self._receive("end of the refit")
         if message != End(self._version, len(self._plan.buckets)):
             raise RefitError(f"{_name(message)} came where the end was due", rank=self._rank)
@@ -296,19 +310,11 @@ class InboundStream:
     def finish(self) -> None:
         """Say that all is loaded here, and wait until it is everywhere."""
         spent = (self._watch.of("load"), self._watch.of("verify"))
-        self._tell(Done(self._version, *spent))
+        self._channel.send(Done(self._version, *spent), self._deadline)
         with self._watch.phase("resume"):
             message = self._receive("word that all receivers have loaded")
         if message != AllLoaded(self._version):
             raise RefitError(f"unexpected {_name(message)}", rank=self._rank)
-
-    def _tell(self, message: Message) -> None:
-        try:
-            self._channel.send(message, self._deadline)
-        except ChannelClosed:
-            # The sender may have said why before it went.
-            while True:
-                self._receive("word of the sender")
 
     def _receive(self, waited_for: str) -> Message:
         message = self._channel.receive(self._deadline, waited_for)
