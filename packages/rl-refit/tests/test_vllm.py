@@ -9,17 +9,17 @@ import pytest
 
 pytestmark = [pytest.mark.vllm, pytest.mark.slow]
 
-TRANSPORTS = ["shm", "golden", "collective"]
+CASES = [("shm", "untied"), ("shm", "tied"), ("golden", "tied"), ("collective", "untied")]
 SCRIPT = Path(__file__).with_name("vllm_refits.py")
 
 
-@pytest.mark.parametrize("transport", TRANSPORTS)
-def test_a_real_engine_follows_the_trainer(transport, tmp_path):
+@pytest.mark.parametrize(("transport", "ties"), CASES)
+def test_a_real_engine_follows_the_trainer(transport, ties, tmp_path):
     pytest.importorskip("vllm")
     # A process of its own, as an engine does not give back all that it takes.
     environment = {**os.environ, "VLLM_ENABLE_V1_MULTIPROCESSING": "0", "HF_HUB_OFFLINE": "1"}
     done = subprocess.run(
-        [sys.executable, str(SCRIPT), transport, str(tmp_path / "model")],
+        [sys.executable, str(SCRIPT), transport, ties, str(tmp_path / "model")],
         env=environment,
         capture_output=True,
         text=True,

@@ -1,6 +1,6 @@
 """Refit a real vLLM engine and compare it with transformers; run by `test_vllm.py`.
 
-Usage: python vllm_refits.py TRANSPORT DIRECTORY
+Usage: python vllm_refits.py TRANSPORT tied|untied DIRECTORY
 """
 
 # ruff: noqa: T201
@@ -20,7 +20,7 @@ OTHER = 1e-2
 PROMPTS = [[1, 5, 9, 30], [7, 8], [99, 3, 2, 1, 40, 41]]
 
 
-def build_model(directory):
+def build_model(directory, *, tied):
     torch.manual_seed(0)
     config = LlamaConfig(
         vocab_size=130,  # vLLM pads it to 192, and keeps the embedding's tensor to the end
@@ -30,6 +30,7 @@ def build_model(directory):
         num_attention_heads=4,
         num_key_value_heads=2,
         max_position_embeddings=128,
+        tie_word_embeddings=tied,
     )
     model = LlamaForCausalLM(config).eval()
     model.save_pretrained(directory)
@@ -107,8 +108,8 @@ def check_failure_and_resend(llm, sender, model, *, version, after):
 
 
 def main():
-    transport, directory = sys.argv[1:]
-    model = build_model(directory)
+    transport, ties, directory = sys.argv[1:]
+    model = build_model(directory, tied=ties == "tied")
     llm = vllm.LLM(
         directory,
         dtype="float32",

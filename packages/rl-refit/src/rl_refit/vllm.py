@@ -28,6 +28,7 @@ from vllm.distributed.weight_transfer.base import (
     WeightTransferInitInfo,
     WeightTransferUpdateInfo,
 )
+from vllm.model_executor.layers.vocab_parallel_embedding import UnquantizedEmbeddingMethod
 from vllm.model_executor.model_loader.reload import (
     finalize_layerwise_reload,
     initialize_layerwise_reload,
@@ -120,8 +121,11 @@ class RefitWeightTransferEngine(WeightTransferEngine[RefitInitInfo, RefitUpdateI
     def finish_weight_update(self) -> None:
         """Let vLLM process what was loaded. The version counts once it is committed."""
         if self._reloading:
+            tied = _tied_layers(self.model)
             finalize_layerwise_reload(self.model, self.model_config)
             self._reloading = False
+            for layer in tied:
+                layer.quant_method.process_weights_after_loading(layer)
 
     def shutdown(self) -> None:
         """Close the connection to the sender."""
@@ -168,6 +172,21 @@ def _own_what_is_kept(model: torch.nn.Module, tensors: list[tuple[str, torch.Ten
                 is_tensor = isinstance(value, torch.Tensor) and value.device.type != "meta"
                 if is_tensor and value.untyped_storage().data_ptr() in lent:
                     call.arguments[name] = value.clone()
+
+
+def _tied_layers(model: torch.nn.Module) -> list[Any]:
+    """Return the output layers that got no weight of their own in this reload.
+
+    What they have is the embedding's, which has come under its own name. On the CPU vLLM multiplies
+    with a copy in a layout of the kernel's, which a reload makes anew for the embedding alone.
+    """
+    return [
+        layer
+        for layer in model.modules()
+        if isinstance(getattr(layer, "quant_method", None), UnquantizedEmbeddingMethod)
+        and get_layerwise_info(layer).can_load()
+        and not get_layerwise_info(layer).load_numel
+    ]
 
 
 def register() -> None:
