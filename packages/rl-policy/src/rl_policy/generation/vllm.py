@@ -9,7 +9,6 @@ from typing import TYPE_CHECKING, Any, NoReturn
 
 import numpy as np
 from rl_batched_data import BatchedDataDict
-from rl_batched_data.batch_checks import check_scoring_batch
 from rl_interfaces import GenerationInterface
 from transformers import AutoTokenizer
 
@@ -20,7 +19,7 @@ from rl_policy.generation.engine_config import (
     parse_sampling_config,
 )
 from rl_policy.generation.engine_state import INITIAL_VERSION
-from rl_policy.generation.sampling import row_seeds
+from rl_policy.generation.sampling import check_prompts, row_seeds
 from rl_policy.generation.vllm_engine import EngineFacts, require_vllm, start_on_rank
 from rl_policy.named_sharding import NamedSharding
 from rl_policy.policy_inputs import bundles_per_node
@@ -143,7 +142,12 @@ class VllmGeneration(GenerationInterface):
             ValueError: A prompt leaves no room for a token, or holds one that the model lacks.
             EngineStateError: An engine sleeps, or its weights are not whole.
         """
-        self._check_prompts(data)
+        check_prompts(
+            data,
+            pad_token_id=_token_id(self._tokenizer, "pad"),
+            max_length=min(facts.max_model_len for facts in self.facts),
+            vocab_size=min(facts.vocab_size for facts in self.facts),
+        )
         num_rows = data["input_ids"].shape[0]
         seeds = row_seeds(
             num_rows,
@@ -279,25 +283,6 @@ class VllmGeneration(GenerationInterface):
     def _of_engines(self, results: Sequence[Any]) -> list[Any]:
         """Return the results of the ranks that have an engine, each the first of its group."""
         return list(results[:: self.num_receivers // self.num_engines])
-
-    def _check_prompts(self, data: BatchedDataDict[Any]) -> None:
-        check_scoring_batch(data, pad_token_id=_token_id(self._tokenizer, "pad"))
-        input_ids, lengths = data["input_ids"], data["input_lengths"]
-        if not len(lengths):
-            raise ValueError("'input_ids' has no rows")
-        limit = min(facts.max_model_len for facts in self.facts)
-        row = int(lengths.argmax())
-        if lengths[row] >= limit:
-            raise ValueError(
-                f"'input_lengths'[{row}]={int(lengths[row])} leaves no room for a token in "
-                f"{limit} tokens (generation.vllm_cfg.max_model_len, or the model's own)"
-            )
-        vocab_size = min(facts.vocab_size for facts in self.facts)
-        highest = int(input_ids.max())
-        if highest >= vocab_size:
-            raise ValueError(
-                f"'input_ids' holds the token {highest}: the model has {vocab_size} tokens"
-            )
 
 
 def _engine_grid(
