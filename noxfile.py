@@ -186,16 +186,18 @@ def build_wheels(session: nox.Session, packages: set[str], *, into: Path) -> dic
     return wheels
 
 
-@nox.session(default=False)
+@nox.session(default=False, reuse_venv=True)
 @per_package
 def bench(session: nox.Session, package: str) -> None:
     """Run a package's benchmarks, which print what they measure."""
     scripts = sorted(ROOT.glob(f"packages/{package}/benchmarks/*.py"))
     if not scripts:
         session.skip(f"packages/{package} has no benchmarks")
-    install(session, *editable(TESTED_AS.get(package, package)))
+    install(session, *editable(TESTED_AS.get(package, package)), *group("bench"))
+    # Where the table that every benchmark prints is made.
+    environment = ENVIRONMENT | {"PYTHONPATH": str(ROOT / "packages/rl-batched-data/benchmarks")}
     for script in scripts:
-        session.run("python", str(script), *session.posargs, env=ENVIRONMENT)
+        session.run("python", str(script), *session.posargs, env=environment)
 
 
 @nox.session(default=False)

@@ -5,9 +5,10 @@ from contextlib import contextmanager
 
 import torch
 from losses_for_tests import make_loss
+from rl_batched_data import BatchedDataDict
 from rl_dtensor_worker import DTensorPolicyWorker
 from rl_dtensor_worker.fsdp import full_tensor, local_tensor
-from tiny_model import build_tokenizer, rows_for_rank
+from tiny_model import build_tokenizer, make_batch, rows_for_rank
 
 
 def this_rank():
@@ -285,3 +286,192 @@ def documented_moves(*, config, batch):
             "same_shards": all(torch.equal(before[n], after[n]) for n in before),
             "still_trains": bool(torch.isfinite(result["grad_norm"]).all()),
         }
+
+
+def my_planned_rows(batch, section, num_tokens, *, global_batch_size=None, **options):
+    """Return this rank's shard of `batch`, with its plan, and the order of all shards' rows."""
+    rank, num_ranks = this_rank()
+    name = f"{section}_args"
+    shards, order = BatchedDataDict(batch).shard_by_batch_size(
+        num_ranks,
+        batch_size=global_batch_size,
+        **{name: {"max_tokens_per_microbatch": num_tokens, **options}},
+    )
+    return shards[rank], order
+
+
+def score_planned(*, config, batch, section, num_tokens, **options):
+    """Return this rank's log-probabilities, and the order of all ranks' rows."""
+    rows, order = my_planned_rows(batch, section, num_tokens, **options)
+    with worker_for(config, init_optimizer=False) as worker:
+        logprobs = worker.get_logprobs(rows)["logprobs"]
+        reference = worker.get_reference_policy_logprobs(rows)["reference_logprobs"]
+        assert torch.equal(logprobs, reference)
+        return logprobs, order
+
+
+def train_planned(*, config, batch, section, num_tokens, num_calls, loss="nll", **options):
+    rows, _ = my_planned_rows(
+        batch,
+        section,
+        num_tokens,
+        global_batch_size=config["train_global_batch_size"],
+        **options,
+    )
+    with worker_for(config, init_reference_model=False) as worker:
+        results = [worker.train(rows, make_loss(loss)) for _ in range(num_calls)]
+        return parameters_of(worker), results
+
+
+def train_as_planned(*, config, batch, section, num_tokens, mbs=None):
+    """Train with a plan of this rank's own, which needs not go with the others'."""
+    rows, _ = my_planned_rows(batch, section, num_tokens[this_rank()[0]])
+    with worker_for(config, init_reference_model=False) as worker:
+        return worker.train(rows, make_loss("nll"), mbs=mbs)
+
+
+def calls_leave_the_batch_alone(*, config, batch, section, num_tokens):
+    """Return whether each call left every entry, padding included, as it was."""
+    rows = my_rows(batch, 4)
+    if section is not None:
+        rows, _ = my_planned_rows(batch, section, num_tokens, global_batch_size=4)
+    before = rows.writable()
+    kept = {}
+    with worker_for(config) as worker:
+        calls = {
+            "get_logprobs": lambda: worker.get_logprobs(rows),
+            "get_reference_policy_logprobs": lambda: worker.get_reference_policy_logprobs(rows),
+            "generate": lambda: worker.generate(my_rows(batch)),
+            "train": lambda: worker.train(rows, make_loss("nll")),
+            "train over logits": lambda: worker.train(rows, make_loss("logits")),
+        }
+        for name, call in calls.items():
+            call()
+            kept[name] = rows == before
+    return kept
+
+
+def start_with_attention(*, config, attention):
+    """Start a worker whose model uses an attention that sees everything before a token."""
+    from transformers import AttentionInterface
+
+    def sees_everything(module, query, key, value, attention_mask, scaling, **kwargs):
+        groups = query.shape[1] // key.shape[1]
+        key, value = key.repeat_interleave(groups, 1), value.repeat_interleave(groups, 1)
+        output = torch.nn.functional.scaled_dot_product_attention(
+            query, key, value, is_causal=True, scale=scaling
+        )
+        return output.transpose(1, 2), None
+
+    AttentionInterface.register("sees_everything", sees_everything)
+    config = config | {"model_name": attention}
+    with worker_for(config, init_optimizer=False, init_reference_model=False) as worker:
+        return type(worker.model).__name__
+
+
+def generate_then_score(*, config, batch, section, num_tokens):
+    """Return greedy completions, and the planned log-probabilities of `batch` after them."""
+    rows, order = my_planned_rows(batch, section, num_tokens)
+    with worker_for(config, init_optimizer=False, init_reference_model=False) as worker:
+        output = worker.generate(my_rows(batch), greedy=True)
+        return output["output_ids"], worker.get_logprobs(rows)["logprobs"], order
+
+
+def gather_weights(*, config):
+    """Return metadata, and two passes over the weights."""
+    with worker_for(config, init_reference_model=False) as worker:
+        source = worker.weight_source
+        passes = [[(name, tensor.clone()) for name, tensor in source] for _ in range(2)]
+        return source.metadata(), passes
+
+
+def stream_weights(*, config, transport, pairs):
+    """Train, then stream to receivers in threads: one per rank, or all of them on rank 0.
+
+    Return what each receiver has loaded of both versions, beside the worker's own parameters.
+    """
+    from concurrent.futures import ThreadPoolExecutor
+
+    from rl_refit import RefitReceiver
+
+    rank, num_ranks = this_rank()
+    counts = [1] * num_ranks if pairs else [num_ranks, *[0] * (num_ranks - 1)]
+    batch = make_batch(4)
+    with worker_for(config, init_reference_model=False) as worker:
+        address = worker.open_refit(
+            receivers_per_rank=counts, transport=transport, bucket_bytes=1 << 14
+        )
+        receivers = [
+            RefitReceiver(address, rank if pairs else index, timeout_s=60)
+            for index in range(counts[rank])
+        ]
+
+        def receive(receiver, version):
+            loaded = {}
+            receiver.begin(version)
+            receiver.receive(
+                version, lambda tensors: loaded.update((n, t.clone()) for n, t in tensors)
+            )
+            receiver.commit(version)
+            return loaded
+
+        seen = []
+        with ThreadPoolExecutor(max(len(receivers), 1)) as pool:
+            for version in (1, 2):
+                worker.train(my_rows(batch, 4), make_loss("nll"))
+                running = [pool.submit(receive, each, version) for each in receivers]
+                report = worker.send_weights(version)
+                loaded = [future.result(timeout=60) for future in running]
+                own = parameters_of(worker)
+                seen.append((report, all(_same(each, own) for each in loaded), len(loaded)))
+        for receiver in receivers:
+            receiver.close()
+        return seen
+
+
+def _same(loaded, own):
+    return list(loaded) == list(own) and all(torch.equal(loaded[n], own[n]) for n in own)
+
+
+def broadcast_weights(*, config, port):
+    """Broadcast to two receivers in threads of rank 0; return whether they got the weights."""
+    from concurrent.futures import ThreadPoolExecutor
+
+    from rl_refit.broadcast import BroadcastGroup
+
+    rank, _ = this_rank()
+    with worker_for(config, init_reference_model=False) as worker:
+        info = worker.prepare_info_for_collective()
+        own = parameters_of(worker)
+
+        def receive(receiver_rank):
+            with BroadcastGroup(
+                "127.0.0.1", port, rank=receiver_rank, world_size=3, timeout_s=60
+            ) as group:
+                return _same(dict(group.receive(info)), own)
+
+        with ThreadPoolExecutor(2) as pool:
+            running = [pool.submit(receive, each) for each in (1, 2)] if rank == 0 else []
+            worker.init_collective("127.0.0.1", port, 3)
+            worker.broadcast_weights_for_collective()
+            return [future.result(timeout=60) for future in running]
+
+
+def transfers_in_wrong_states(*, config):
+    errors = []
+    with worker_for(config, init_reference_model=False) as worker:
+        for prepare in (worker.prepare_for_training, worker.offload_after_refit):
+            prepare()
+            for call in (
+                lambda: worker.send_weights(1),
+                lambda: worker.broadcast_weights_for_collective(),
+                lambda: worker.get_weights_ipc_handles(["no such tensor"]),
+                lambda: worker.prepare_weights_for_ipc(),
+            ):
+                try:
+                    call()
+                except (RuntimeError, ValueError) as error:
+                    errors.append(f"{type(error).__name__}: {error}")
+                else:
+                    errors.append("allowed")
+    return errors

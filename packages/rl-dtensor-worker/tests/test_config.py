@@ -49,8 +49,8 @@ _SCHEDULE = "torch.optim.lr_scheduler.LinearLR"
         ),
         ({"model_name": "/nowhere/at/all"}, ["policy.model_name", "/nowhere/at/all"]),
         (
-            {"sequence_packing": {"enabled": True, "train_mb_tokens": 8, "logprob_mb_tokens": 8}},
-            ["policy.sequence_packing.enabled=True"],
+            {"sequence_packing": {"enabled": True, "train_mb_tokens": 8}},
+            ["policy.sequence_packing.logprob_mb_tokens", "not set"],
         ),
         ({"max_total_sequence_length": 8}, ["max_new_tokens=8", "max_total_sequence_length=8"]),
     ],

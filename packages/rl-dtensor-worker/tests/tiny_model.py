@@ -9,12 +9,12 @@ VOCAB_SIZE = 64
 PAD, EOS = 0, 1
 
 
-def build_tiny_model(path, *, tied=True, seed=0):
+def build_tiny_model(path, *, tied=True, seed=0, width=64):
     """Write a randomly initialised Qwen2 and a character-level tokenizer to `path`."""
     torch.manual_seed(seed)
     config = Qwen2Config(
         vocab_size=VOCAB_SIZE,
-        hidden_size=64,
+        hidden_size=width,
         intermediate_size=96,
         num_hidden_layers=2,
         num_attention_heads=2,

@@ -4,7 +4,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from rl_batched_data import BatchedDataDict
-from rl_interfaces import LossType
+from rl_interfaces import LossType, resolve_policy_config
 from rl_policy import dispatch
 
 PAD = 0
@@ -51,6 +51,54 @@ def test_scores_come_back_in_the_callers_order_and_count(rows, ranks):
     parts = [{"logprobs": shard["input_ids"].float()} for shard in shards]
     gathered = dispatch.gather_scores(parts, width=data["input_ids"].shape[1])
     assert torch.equal(gathered["logprobs"], data["input_ids"].float())
+
+
+@given(
+    rows=st.integers(1, 40),
+    ranks=st.integers(1, 4),
+    section=st.sampled_from(["dynamic_batching", "sequence_packing"]),
+)
+def test_planned_scores_come_back_in_the_callers_order(rows, ranks, section):
+    data = batch([1 + (7 * row) % 5 for row in range(rows)])
+    data["row"] = torch.arange(rows)
+    config = resolve_policy_config(
+        {
+            "model_name": "any",
+            section: {"enabled": True, "train_mb_tokens": 1, "logprob_mb_tokens": 128},
+        }
+    )
+    planned = dispatch.MicroBatching.of(config, "logprob_mb_tokens")
+    shards, order = dispatch.shard_for_scoring(data, data_parallel=ranks, micro_batching=planned)
+    assert len(shards) == ranks
+    parts = [{"logprobs": shard["row"][:, None].float()} for shard in shards]
+    gathered = dispatch.gather_scores(parts, width=5, order=order)
+    assert gathered["logprobs"][:, 0].tolist() == list(range(rows))
+
+
+@pytest.mark.parametrize(
+    ("section", "arguments"),
+    [
+        ("dynamic_batching", {"sequence_length_round": 64}),
+        (
+            "sequence_packing",
+            {"algorithm": "modified_first_fit_decreasing", "sequence_length_pad_multiple": 8},
+        ),
+    ],
+)
+def test_the_section_becomes_the_arguments(section, arguments):
+    config = resolve_policy_config(
+        {
+            "model_name": "any",
+            "make_sequence_length_divisible_by": 8,
+            section: {"enabled": True, "train_mb_tokens": 32, "logprob_mb_tokens": 64},
+        }
+    )
+    for budget, tokens in (("train_mb_tokens", 32), ("logprob_mb_tokens", 64)):
+        planned = dispatch.MicroBatching.of(config, budget)
+        expected = {"max_tokens_per_microbatch": tokens, **arguments}
+        assert planned.arguments == {f"{section}_args": expected}
+        assert planned.key == f"policy.{section}.{budget}"
+    assert dispatch.MicroBatching.of(resolve_policy_config({"model_name": "any"}), budget) is None
 
 
 @given(rows=st.integers(1, 40), ranks=st.integers(1, 4), multiple=st.integers(1, 4))

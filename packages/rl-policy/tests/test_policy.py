@@ -1,11 +1,19 @@
 """The policy over the DTensor worker, against plain transformers."""
 
+import socket
+import tempfile
+from concurrent.futures import ThreadPoolExecutor
+
 import pytest
+import ray
 import torch
 from rl_batched_data import BatchedDataDict
 from rl_interfaces import ResidencyError
 from rl_policy import Policy, RayVirtualCluster
 from rl_policy.losses import NLLLoss
+from rl_refit import PoisonedError, RefitError, RefitInProgress, RefitReceiver
+from rl_refit.broadcast import BroadcastGroup
+from rl_refit.handles import rebuild
 from tokenizers import Tokenizer
 from tokenizers.models import WordLevel
 from transformers import (
@@ -190,6 +198,39 @@ def test_training_equals_a_plain_loop(
     torch.testing.assert_close(plain_logprobs(reloaded, data), trained, **LOGPROB_TOLERANCE)
 
 
+@pytest.mark.parametrize("section", ["dynamic_batching", "sequence_packing"])
+def test_planned_micro_batches_give_what_fixed_ones_give(
+    cluster, model_path, tokenizer, plain_model, section
+):
+    data = batch([9, 2, 5, 7, 1, 8, 3])
+    before = data.writable()
+    budgets = {"enabled": True, "train_mb_tokens": 20, "logprob_mb_tokens": 12}
+    if section == "dynamic_batching":
+        budgets["sequence_length_round"] = 4
+    losses = []
+    for changes in ({}, {section: budgets}):
+        policy = Policy(cluster, config(model_path, **changes), tokenizer)
+        try:
+            scores = policy.get_logprobs(data)["logprobs"]
+            reference = policy.get_reference_policy_logprobs(data)["reference_logprobs"]
+            losses.append([policy.train(data, NLLLoss())["loss"] for _ in range(2)])
+            if changes:
+                with pytest.raises(ValueError, match=f"mbs=2 contradicts policy.{section}.train"):
+                    policy.train(data, NLLLoss(), mbs=2)
+                with pytest.raises(
+                    ValueError, match=rf"policy.{section}.logprob_mb_tokens: .*_tokens.*=12"
+                ):
+                    policy.get_logprobs(batch([13], width=14))
+        finally:
+            policy.shutdown()
+        expected = plain_logprobs(plain_model, data)
+        torch.testing.assert_close(scores, expected, **LOGPROB_TOLERANCE)
+        torch.testing.assert_close(reference, expected, **LOGPROB_TOLERANCE)
+    fixed, planned = (torch.cat(each) for each in losses)
+    torch.testing.assert_close(planned, fixed, rtol=1e-5, atol=1e-5)
+    assert data == before
+
+
 def test_a_checkpoint_brings_weights_and_optimizer_back(policy, tmp_path):
     data = batch([9, 2, 5, 7])
     policy.save_checkpoint(tmp_path / "weights", tmp_path / "optimizer", tmp_path / "tokenizer")
@@ -201,6 +242,103 @@ def test_a_checkpoint_brings_weights_and_optimizer_back(policy, tmp_path):
     again = policy.train(data, NLLLoss())
     assert torch.equal(first["loss"], again["loss"])
     policy.load_checkpoint(tmp_path / "weights")
+
+
+@pytest.mark.parametrize("transport", ["shm", "collective"])
+def test_receivers_get_the_weights_by_stream(policy, transport):
+    expected = parameters(policy)
+    addresses = policy.open_refit(2, is_paired=True, transport=transport, bucket_bytes=1 << 14)
+    receivers = [
+        RefitReceiver(address, rank, timeout_s=60) for rank, address in enumerate(addresses)
+    ]
+    loaded = [{}, {}]
+
+    def receive(rank, version):
+        receivers[rank].begin(version)
+        receivers[rank].receive(
+            version, lambda tensors: loaded[rank].update((n, t.clone()) for n, t in tensors)
+        )
+
+    with ThreadPoolExecutor(2) as pool:
+        running = [pool.submit(receive, rank, 1) for rank in range(2)]
+        metrics = policy.send_weights(1)
+        for future in running:
+            future.result(timeout=60)
+        for receiver in receivers:
+            receiver.commit(1)
+        for tensors in loaded:
+            assert list(tensors) == list(expected)
+            assert all(torch.equal(tensors[name], expected[name]) for name in expected)
+        assert metrics["refit_bytes"] == sum(tensor.nbytes for tensor in expected.values())
+
+        # One that fails makes the refit fail for all, and the next one succeeds.
+        def fail(tensors):
+            raise OSError("planted")
+
+        receivers[0].begin(2)
+        running = [pool.submit(receivers[0].receive, 2, fail), pool.submit(receive, 1, 2)]
+        with pytest.raises(RefitError, match="planted"):
+            policy.send_weights(2)
+        with pytest.raises(RefitError, match="planted"):
+            running[0].result(timeout=60)
+        # With a sender of its own the other one has all of it; with the same one, it failed too.
+        assert running[1].exception(timeout=60) is None or policy.worker_group.world_size == 1
+        for receiver in receivers:
+            with pytest.raises((PoisonedError, RefitInProgress)):
+                receiver.require_ready()
+        running = [pool.submit(receive, rank, 3) for rank in range(2)]
+        policy.send_weights(3)
+        for future in running:
+            future.result(timeout=60)
+    for receiver in receivers:
+        receiver.commit(3)
+        assert receiver.require_ready() == 3
+        receiver.close()
+
+
+def test_handles_are_rebuilt_in_another_process(policy):
+    expected = parameters(policy)
+    info = policy.prepare_refit_info()
+    assert info == {name: (tuple(t.shape), t.dtype) for name, t in expected.items()}
+    assert policy.prepare_info_for_collective() == info
+    assert policy.prepare_weights_for_ipc(_refit_buffer_size_gb=1) == [list(expected)]
+    names = list(expected)
+    for group in (names[:3], names[3:]):
+        answer = policy.get_weights_ipc_handles(group)
+        assert set(answer) == {info["global_device_id"] for info in policy.get_gpu_info()}
+        (handles,) = answer.values()
+        assert list(handles) == group
+        for name, handle in handles.items():
+            assert torch.equal(rebuild(handle), expected[name])
+        kept = handles
+    policy.offload_after_refit()
+    with pytest.raises(RuntimeError, match=r"[Ii]ts owner has closed it"):
+        rebuild(next(iter(kept.values())))
+    policy.prepare_for_training()
+
+
+def test_a_group_that_the_driver_names_gets_the_weights(policy):
+    expected = parameters(policy)
+    info = policy.prepare_info_for_collective()
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    joining = policy.init_collective("127.0.0.1", port, 2)
+    with BroadcastGroup("127.0.0.1", port, rank=1, world_size=2, timeout_s=60) as group:
+        ray.get(joining, timeout=60)
+        sending = policy.broadcast_weights_for_collective()
+        received = dict(group.receive(info))
+        ray.get(sending, timeout=60)
+    assert list(received) == list(expected)
+    assert all(torch.equal(received[name], expected[name]) for name in expected)
+
+
+def parameters(policy):
+    """Return the policy's parameters by way of a checkpoint for transformers."""
+    with tempfile.TemporaryDirectory() as directory:
+        policy.save_hf_checkpoint(directory)
+        model = AutoModelForCausalLM.from_pretrained(directory, dtype=torch.float32)
+        return {name: tensor.detach() for name, tensor in model.named_parameters()}
 
 
 def test_states_hold_and_offloading_changes_nothing(policy):

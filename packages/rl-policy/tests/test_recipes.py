@@ -72,9 +72,9 @@ def rl_policy(*arguments, workplace, environment):
     )
 
 
-def start(out, *, workplace, environment):
+def start(out, *settings, workplace, environment):
     arguments = ["grpo", "--config", "run.yaml", "--out", out, "data.path=problems.jsonl"]
-    result = rl_policy(*arguments, workplace=workplace, environment=environment)
+    result = rl_policy(*arguments, *settings, workplace=workplace, environment=environment)
     assert result.returncode == 0, result.stderr
     return result
 
@@ -169,6 +169,24 @@ def test_the_same_seed_gives_the_same_run(run, workplace, environment):
     assert measured(workplace / "second") == measured(workplace / "first")
     supervised = [measured(workplace / name / "warm_up") for name in ("first", "second")]
     assert supervised[0] == supervised[1]
+
+
+@pytest.mark.parametrize("section", ["dynamic_batching", "sequence_packing"])
+def test_planned_micro_batches_train_to_the_same_losses(run, workplace, environment, section):
+    settings = [
+        f"policy.{section}.enabled=true",
+        f"policy.{section}.train_mb_tokens=32",
+        f"policy.{section}.logprob_mb_tokens=48",
+    ]
+    if section == "dynamic_batching":
+        settings.append("policy.dynamic_batching.sequence_length_round=2")
+    start(section, *settings, workplace=workplace, environment=environment)
+    for part in ("", "warm_up"):
+        planned, padded = (measured(workplace / name / part) for name in (section, "first"))
+        assert len(planned) == len(padded)
+        losses = [[row["loss"] for row in rows[1:]] for rows in (planned, padded)]
+        assert losses[0] == pytest.approx(losses[1], rel=0, abs=1e-5)
+        assert len(set(losses[1])) > 1, "losses that do not move would prove nothing here"
 
 
 def test_a_run_that_was_interrupted_goes_on_as_if_it_had_not_been(run, workplace, environment):

@@ -5,7 +5,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import accumulate
 from typing import cast
 
@@ -91,6 +91,16 @@ class PackedSequences:
     def total_length(self) -> int:
         """Tokens of the concatenation, padding included."""
         return self.position_ids.shape[1]
+
+    def to(self, device: torch.device | str) -> PackedSequences:
+        """Return the same layout with its tensors on `device`."""
+        return replace(
+            self,
+            position_ids=self.position_ids.to(device),
+            cu_seqlens=self.cu_seqlens.to(device),
+            packed_index=self.packed_index.to(device),
+            row_index=self.row_index.to(device),
+        )
 
     def pack(self, values: torch.Tensor, *, pad_value: float = 0) -> torch.Tensor:
         """Return per-token values concatenated, `pad_value` in the padding.

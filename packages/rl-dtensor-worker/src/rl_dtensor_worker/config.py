@@ -59,6 +59,8 @@ class WorkerConfig:
     train_global_batch_size: int
     train_micro_batch_size: int
     logprob_batch_size: int
+    planned_by: str | None
+    """The config section by which the driver plans micro-batches. None: they have fixed sizes."""
     width_multiple: int
     max_total_sequence_length: int | None
     max_grad_norm: float | None
@@ -85,7 +87,6 @@ class WorkerConfig:
         """
         resolved = resolve_policy_config(config)
         layout = plan_layout(resolved, world_size=world_size)
-        _refuse_unsupported(resolved)
         _check_batch_sizes(resolved, layout=layout)
         sampling = _parse_sampling(resolved)
         return cls(
@@ -95,6 +96,7 @@ class WorkerConfig:
             train_global_batch_size=resolved["train_global_batch_size"],
             train_micro_batch_size=resolved["train_micro_batch_size"],
             logprob_batch_size=resolved["logprob_batch_size"],
+            planned_by=_planned_by(resolved),
             width_multiple=resolved["make_sequence_length_divisible_by"],
             max_total_sequence_length=resolved.get("max_total_sequence_length"),
             max_grad_norm=resolved.get("max_grad_norm"),
@@ -127,13 +129,11 @@ def load_model_config(config: WorkerConfig) -> Any:
         ) from error
 
 
-def _refuse_unsupported(resolved: Mapping[str, Any]) -> None:
-    for section in ("dynamic_batching", "sequence_packing"):
-        if resolved[section]["enabled"]:
-            raise ValueError(
-                f"policy.{section}.enabled=True is not supported by this version of the "
-                "dtensor backend: set it to false"
-            )
+def _planned_by(resolved: Mapping[str, Any]) -> str | None:
+    enabled = [
+        name for name in ("dynamic_batching", "sequence_packing") if resolved[name]["enabled"]
+    ]
+    return enabled[0] if enabled else None
 
 
 def _check_batch_sizes(resolved: Mapping[str, Any], *, layout: ParallelLayout) -> None:

@@ -1,24 +1,79 @@
 """Which rows each forward takes: planned with integers, the same number on every rank.
 
 FSDP's collectives need every rank to make the same number of passes, and ranks may hold unlike
-numbers of rows. A rank that runs out of rows makes its remaining passes over an empty span, which
-`take_rows` turns into one masked row.
+numbers of rows. A rank that runs out of rows makes its remaining passes over an empty span, for
+which one masked row stands in. A batch that carries a plan of dynamic or packed micro-batches is
+gone through by that plan, see `BatchedDataDict.shard_by_batch_size`.
 """
 
 from __future__ import annotations
 
+import zlib
+from dataclasses import dataclass
 from itertools import pairwise
 from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
-from rl_batched_data import BatchedDataDict
+from rl_batched_data import BatchedDataDict, SlicedDataDict
+from rl_batched_data.dynamic_batching import DynamicBatching
+from rl_batched_data.sequence_packing import SequencePacking
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Iterator, Sequence
+
+    from rl_batched_data import PackedSequences
 
 Span = tuple[int, int]
-"""Rows `[start, end)` of this rank's batch; empty where it has none left."""
+"""Rows `[start, end)`; empty where a rank has none left."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class MicroBatch:
+    """What one forward takes."""
+
+    span: Span
+    """Rows of this rank's batch; empty where it has none left."""
+    rows: SlicedDataDict[Any]
+    """Those rows on the device; where there are none, one that counts for nothing."""
+    width: int | None = None
+    """How wide the forward is; None: as wide as the longest row."""
+    packed: PackedSequences | None = None
+    """Where the rows lie once they are concatenated; None: they are padded."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Step:
+    """This rank's share of one global batch."""
+
+    rows: SlicedDataDict[Any]
+    start: int
+    """First of `rows` in this rank's batch."""
+    spans: Sequence[Span]
+    """Rows of each micro-batch, counted from `start`."""
+
+    def micro_batches(self, device: torch.device) -> Iterator[MicroBatch]:
+        """Yield each micro-batch on `device`."""
+        options = self.rows.micro_batch_options
+        for (low, high), rows in zip(self.spans, self._cut(), strict=True):
+            # A copy-free view on the CPU: whoever needs to write takes a copy of its own.
+            taken = rows if low < high else _stand_in(rows)
+            packed = taken.packed_sequences() if isinstance(options, SequencePacking) else None
+            dynamic = isinstance(options, DynamicBatching)
+            yield MicroBatch(
+                span=(self.start + low, self.start + high),
+                width=taken["input_ids"].shape[1] if dynamic else None,
+                packed=None if packed is None else packed.to(device),
+                rows=taken.to(device),
+            )
+
+    def _cut(self) -> Iterator[SlicedDataDict[Any]]:
+        options = self.rows.micro_batch_options
+        if isinstance(options, DynamicBatching):
+            return self.rows.make_microbatch_iterator_with_dynamic_shapes()
+        if isinstance(options, SequencePacking):
+            return self.rows.make_microbatch_iterator_for_packable_sequences()
+        return (self.rows.slice(low, high) for low, high in self.spans)
 
 
 def plan_spans(rows_per_rank: Sequence[int], *, rank: int, size: int) -> list[Span]:
@@ -71,19 +126,121 @@ def gather_row_counts(
     return rows_per_rank
 
 
-def take_rows(
-    data: BatchedDataDict[Any], span: Span, *, device: torch.device
-) -> BatchedDataDict[Any]:
-    """Return the rows of `span` on `device`; for an empty span, one row that counts for nothing."""
-    start, end = span
-    if start < end:
-        # A copy-free view on the CPU: whoever needs to write takes a copy of its own.
-        return data.slice(start, end).to(device)
-    row: BatchedDataDict[Any] = BatchedDataDict()
-    for key, value in data.items():
-        if isinstance(value, torch.Tensor):
-            row[key] = torch.zeros((1, *value.shape[1:]), dtype=value.dtype, device=device)
-        else:
-            row[key] = [None]
+def steps_of(
+    data: BatchedDataDict[Any],
+    *,
+    local_batch_size: int | None = None,
+    given: int | None,
+    default: int,
+    planned_by: str | None,
+    group: dist.ProcessGroup,
+    device: torch.device,
+) -> list[Step]:
+    """Return how this rank goes through `data`: by its plan, or in micro-batches of one size.
+
+    Collective.
+
+    Args:
+        data: This rank's rows.
+        local_batch_size: Rows of each step on this rank; None: one step of all rows.
+        given: Rows of a micro-batch, as the call gives them.
+        default: Rows of a micro-batch, where the call gives none.
+        planned_by: The config section that plans micro-batches. None: they have one size.
+        group: The data-parallel ranks.
+        device: Where the group's tensors lie.
+
+    Raises:
+        ValueError: The batch has no rows, its plan is missing or contradicts `given`.
+    """
+    rows_per_rank = gather_row_counts(data.size, group=group, device=device)
+    if isinstance(data, SlicedDataDict) and data.micro_batch_options is not None:
+        if given is not None:
+            raise ValueError(
+                f"micro-batches of {given} rows contradict the plan that the batch carries"
+            )
+        return planned_steps(data, group=group, device=device)
+    if planned_by is not None:
+        raise ValueError(
+            f"policy.{planned_by}.enabled=True, and the batch carries no plan: "
+            "pass what shard_by_batch_size returns"
+        )
+    return fixed_steps(
+        data,
+        rows_per_rank,
+        rank=dist.get_rank(group),
+        local_batch_size=local_batch_size or max(rows_per_rank),
+        micro_batch_size=given or default,
+    )
+
+
+def fixed_steps(
+    data: BatchedDataDict[Any],
+    rows_per_rank: Sequence[int],
+    *,
+    rank: int,
+    local_batch_size: int,
+    micro_batch_size: int,
+) -> list[Step]:
+    """Return the steps of a batch without a plan, see `plan_steps`."""
+    steps: list[Step] = []
+    for spans in plan_steps(
+        rows_per_rank,
+        rank=rank,
+        local_batch_size=local_batch_size,
+        micro_batch_size=micro_batch_size,
+    ):
+        start, end = spans[0][0], spans[-1][1]
+        own = [(low - start, high - start) for low, high in spans]
+        steps.append(Step(rows=data.slice(start, end), start=start, spans=own))
+    return steps
+
+
+def planned_steps(
+    data: SlicedDataDict[Any], *, group: dist.ProcessGroup, device: torch.device
+) -> list[Step]:
+    """Return the steps of a batch that carries a plan. Collective.
+
+    Raises:
+        ValueError: The plan is not one of these rows, or the ranks' plans do not go together.
+    """
+    counts, indices = data.elem_counts_per_gb, data.micro_batch_indices
+    assert counts is not None, "a plan counts its rows"
+    assert indices is not None, "a plan has micro-batches"
+    if sum(counts) != data.size:
+        raise ValueError(f"the plan has elem_counts_per_gb={counts} for {data.size} rows")
+    _check_equal_passes([len(batch) for batch in indices], group=group, device=device)
+    starts = [sum(counts[:index]) for index in range(len(counts))]
+    return [
+        Step(
+            rows=data.get_batch(index),
+            start=starts[index],
+            spans=[(low, high) for low, high in indices[index]],
+        )
+        for index in range(len(counts))
+    ]
+
+
+def _check_equal_passes(
+    passes: list[int], *, group: dist.ProcessGroup, device: torch.device
+) -> None:
+    """Raise on every rank unless all make the same number of passes in each step. Collective."""
+    checksum = zlib.crc32(repr(passes).encode())
+    extremes = torch.tensor([checksum, -checksum], dtype=torch.int64, device=device)
+    dist.all_reduce(extremes, op=dist.ReduceOp.MAX, group=group)
+    if int(extremes[0]) != -int(extremes[1]):
+        raise ValueError(
+            f"the ranks' batches were not sharded together: rank {dist.get_rank(group)} has "
+            f"{passes} micro-batches per global batch, another rank has others"
+        )
+
+
+def _stand_in(rows: SlicedDataDict[Any]) -> SlicedDataDict[Any]:
+    """Return one masked row of the kind that `rows` has none of."""
+    row: SlicedDataDict[Any] = SlicedDataDict()
+    for key, value in rows.items():
+        is_tensor = isinstance(value, torch.Tensor)
+        row[key] = value.new_zeros((1, *value.shape[1:])) if is_tensor else [None]
     row["input_lengths"] = torch.ones_like(row["input_lengths"])
+    row.micro_batch_lengths = rows.micro_batch_lengths
+    row.micro_batch_options = rows.micro_batch_options
     return row

@@ -11,15 +11,17 @@ import torch
 import torch.distributed as dist
 
 from rl_dtensor_worker.forward import forward_for_loss
-from rl_dtensor_worker.microbatches import Span, take_rows
 from rl_dtensor_worker.optim import clip_gradients, total_grad_norm
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
+
     from rl_batched_data import BatchedDataDict
     from torch import nn
     from torch.optim.lr_scheduler import LRScheduler
 
     from rl_dtensor_worker.config import WorkerConfig
+    from rl_dtensor_worker.microbatches import MicroBatch, Step
     from rl_dtensor_worker.optim import LossScaler
 
 logger = logging.getLogger(__name__)
@@ -58,10 +60,9 @@ class TrainResult:
 
 def run_steps(
     model: nn.Module,
-    data: BatchedDataDict[Any],
     loss_fn: Any,
     *,
-    steps: list[list[Span]],
+    steps: Sequence[Step],
     training: TrainingParts | None,
     config: WorkerConfig,
     group: dist.ProcessGroup,
@@ -70,12 +71,10 @@ def run_steps(
     """Take one optimizer step per entry of `steps`; with `training=None`, losses alone."""
     result = TrainResult()
     num_skipped = 0
-    for spans in steps:
-        rows = data.slice(spans[0][0], spans[-1][1])
-        counts = count_valid(rows, group=group, device=device)
+    for step in steps:
+        counts = count_valid(step.rows, group=group, device=device)
         loss = torch.zeros((), device=device)
-        for span in spans:
-            batch = take_rows(data, span, device=device)
+        for batch in step.micro_batches(device):
             loss += run_microbatch(
                 model, batch, loss_fn, counts, training=training, config=config, result=result
             )
@@ -107,7 +106,7 @@ def count_valid(
 
 def run_microbatch(
     model: nn.Module,
-    batch: BatchedDataDict[Any],
+    micro_batch: MicroBatch,
     loss_fn: Any,
     counts: StepCounts,
     *,
@@ -118,14 +117,14 @@ def run_microbatch(
     """Return the micro-batch's share of the loss; add its gradients and metrics."""
     inputs = forward_for_loss(
         model,
-        batch,
+        micro_batch,
         loss_fn,
         temperature=config.temperature,
         width_multiple=config.width_multiple,
     )
     # A global batch in which nothing is valid has loss 0, not 0 / 0.
     loss, metrics = loss_fn(
-        inputs, batch, counts.valid_seqs.clamp(min=1), counts.valid_toks.clamp(min=1)
+        inputs, micro_batch.rows, counts.valid_seqs.clamp(min=1), counts.valid_toks.clamp(min=1)
     )
     if training is not None:
         (loss * training.scaler.scale).backward()

@@ -16,14 +16,17 @@ from rl_dtensor_worker.config import WorkerConfig, load_model_config
 from rl_dtensor_worker.forward import score_rows
 from rl_dtensor_worker.fsdp import local_tensor, unshard_fsdp2_model
 from rl_dtensor_worker.generate import check_room, generate
-from rl_dtensor_worker.microbatches import gather_row_counts, plan_spans, plan_steps
+from rl_dtensor_worker.microbatches import Step, steps_of
 from rl_dtensor_worker.model import build_model
 from rl_dtensor_worker.modes import evaluating, training_mode
 from rl_dtensor_worker.optim import LossScaler, build_optimizer, build_scheduler
+from rl_dtensor_worker.packing import check_packing
 from rl_dtensor_worker.parallel import RankEnvironment, build_mesh, init_process_group
 from rl_dtensor_worker.randomness import RandomState
 from rl_dtensor_worker.reference import ReferenceModel
+from rl_dtensor_worker.refit import WeightTransfer
 from rl_dtensor_worker.train_step import TrainingParts, run_steps
+from rl_dtensor_worker.weights import ModelWeights
 
 if TYPE_CHECKING:
     from collections.abc import Generator, Iterable, Mapping
@@ -38,8 +41,6 @@ if TYPE_CHECKING:
     )
     from torch import nn
     from transformers import PreTrainedTokenizerBase
-
-_NO_TRANSFER = "this version of the dtensor backend does not transfer weights"
 
 
 class DTensorPolicyWorker:
@@ -85,10 +86,18 @@ class DTensorPolicyWorker:
         self._reference = ReferenceModel(self.model) if init_reference_model else None
         self._training = self._build_training()
         self._residency = Residency(has_optimizer=init_optimizer)
+        self._transfer = WeightTransfer(
+            self.weight_source, self._environment, timeout_s=self._config.timeout_s
+        )
         self._profiler = device.Profiler(self._environment, directory=self._config.profile_dir)
         self._random = RandomState(self._config.seed + self._dp_rank, device=self._device)
         if weights_path is not None:
             self.load_checkpoint(weights_path, optimizer_path)
+        if self._config.planned_by == "sequence_packing":
+            with evaluating(self.model, self._device):
+                check_packing(
+                    self.model, compute_dtype=self._config.compute_dtype, device=self._device
+                )
         self.model.train(init_optimizer)
 
     def __repr__(self) -> str:
@@ -133,18 +142,17 @@ class DTensorPolicyWorker:
             pad_token_id=self._pad_token_id,
             needs_token_mask=loss_fn.loss_type is LossType.TOKEN_LEVEL,
         )
-        steps = plan_steps(
-            self._row_counts(data),
-            rank=self._dp_rank,
+        steps = self._steps(
+            data,
             local_batch_size=self._local_batch_size(gbs),
-            micro_batch_size=_positive("mbs", mbs, self._config.train_micro_batch_size),
+            given=_positive("mbs", mbs),
+            default=self._config.train_micro_batch_size,
         )
         training = None if eval_mode else self._training
         mode = evaluating(self.model, self._device) if eval_mode else training_mode(self.model)
         with mode:
             result = run_steps(
                 self.model,
-                data,
                 loss_fn,
                 steps=steps,
                 training=training,
@@ -241,6 +249,7 @@ class DTensorPolicyWorker:
 
     def offload_after_refit(self) -> None:
         """Move everything off the device."""
+        self._transfer.drop_handles()
         self._place(on_device=False, training_on_device=False)
         self.model.eval()
         self._residency.enter("offload_after_refit")
@@ -345,32 +354,69 @@ class DTensorPolicyWorker:
         self._profiler.stop()
 
     def shutdown(self) -> None:
-        """Leave the process group, if the worker joined it. Calling it twice is fine."""
+        """Let go of receivers and handles, and leave the process group if the worker joined it.
+
+        Calling it twice is fine.
+        """
+        self._transfer.close()
         if self._owns_group and dist.is_initialized():
             dist.destroy_process_group()
         self._owns_group = False
 
     # Weight transfer
 
-    def init_collective(self, ip: str, port: int, world_size: int) -> None:
-        """Not in this version."""
-        raise NotImplementedError(_NO_TRANSFER)
+    @property
+    def weight_source(self) -> ModelWeights:
+        """The weights as they leave this worker: whole, in the dtype of `precision`."""
+        return ModelWeights(self.model, wire_dtype=self._config.compute_dtype, device=self._device)
+
+    def prepare_refit_info(self) -> dict[str, tuple[tuple[int, ...], torch.dtype]]:
+        """Return `{name: (shape, wire dtype)}` of every tensor that is sent, in order."""
+        metadata = self.weight_source.metadata()
+        return {name: (shape, dtype) for name, dtype, shape in metadata}
+
+    def open_refit(self, **options: Any) -> dict[str, Any] | None:
+        """Return the address at which this rank's receivers find it, see `WeightTransfer.open`."""
+        return self._transfer.open(**options)
+
+    def send_weights(self, version: int) -> dict[str, float]:
+        """Stream the weights to the receivers; return the seconds of each phase, and the bytes.
+
+        Raises:
+            RefitError: A receiver failed or did not answer in time.
+            ResidencyError: The model is not on the device.
+        """
+        self._residency.require("send_weights")
+        return self._transfer.send(version)
 
     def prepare_weights_for_ipc(self) -> tuple[list[tuple[str, int]], float]:
-        """Not in this version."""
-        raise NotImplementedError(_NO_TRANSFER)
+        """Return name and bytes of every tensor as it is sent, and the device's free bytes."""
+        self._residency.require("send_weights")
+        return self._transfer.sizes()
 
     def get_weights_ipc_handles(self, keys: Iterable[str]) -> dict[str, Any]:
-        """Not in this version."""
-        raise NotImplementedError(_NO_TRANSFER)
+        """Return `{device id: {name: handle}}`; the handles of the call before expire.
+
+        `rl_refit.handles.rebuild` makes a tensor of a handle, in another process.
+
+        Raises:
+            ValueError: There is no tensor of a name.
+        """
+        self._residency.require("send_weights")
+        return self._transfer.export(keys)
+
+    def init_collective(self, ip: str, port: int, world_size: int) -> None:
+        """Meet `world_size - 1` inference ranks at an address of rank 0, which alone joins."""
+        self._transfer.join(ip, port, world_size)
 
     def prepare_info_for_collective(self) -> dict[str, Any]:
-        """Not in this version."""
-        raise NotImplementedError(_NO_TRANSFER)
+        """Return what `prepare_refit_info` returns."""
+        return self.prepare_refit_info()
 
     def broadcast_weights_for_collective(self) -> None:
-        """Not in this version."""
-        raise NotImplementedError(_NO_TRANSFER)
+        """Broadcast every tensor to the group of `init_collective`, in order."""
+        self._residency.require("send_weights")
+        self._transfer.broadcast()
 
     create_context_parallel_ctx = staticmethod(context_parallel.create_context_parallel_ctx)
     train_context = staticmethod(context_parallel.train_context)
@@ -397,17 +443,30 @@ class DTensorPolicyWorker:
 
     def _score(self, data: BatchedDataDict[Any], micro_batch_size: int | None) -> torch.Tensor:
         check_scoring_batch(data, pad_token_id=self._pad_token_id)
-        size = _positive("micro_batch_size", micro_batch_size, self._config.logprob_batch_size)
-        spans = plan_spans(self._row_counts(data), rank=self._dp_rank, size=size)
+        steps = self._steps(
+            data,
+            local_batch_size=None,
+            given=_positive("micro_batch_size", micro_batch_size),
+            default=self._config.logprob_batch_size,
+        )
         with evaluating(self.model, self._device):
             return score_rows(
                 self.model,
                 data,
-                spans=spans,
+                steps=steps,
                 temperature=self._config.temperature,
                 width_multiple=self._config.width_multiple,
                 device=self._device,
             )
+
+    def _steps(self, data: BatchedDataDict[Any], **sizes: Any) -> list[Step]:
+        return steps_of(
+            data,
+            **sizes,
+            planned_by=self._config.planned_by,
+            group=self._dp_group,
+            device=self._device,
+        )
 
     def _place(self, *, on_device: bool, training_on_device: bool) -> None:
         cpu = torch.device("cpu")
@@ -420,11 +479,8 @@ class DTensorPolicyWorker:
         residency.place_model(self.model, self._device if on_device else cpu, cpu_offload=offload)
         residency.free_cached_memory(self._device)
 
-    def _row_counts(self, data: BatchedDataDict[Any]) -> list[int]:
-        return gather_row_counts(data.size, group=self._dp_group, device=self._device)
-
     def _local_batch_size(self, gbs: int | None) -> int:
-        global_size = _positive("gbs", gbs, self._config.train_global_batch_size)
+        global_size = _positive("gbs", gbs) or self._config.train_global_batch_size
         ranks = self._config.layout.data_parallel
         if global_size % ranks:
             raise ValueError(
@@ -438,8 +494,7 @@ class DTensorPolicyWorker:
         return min(limits, default=2**31)
 
 
-def _positive(name: str, given: int | None, default: int) -> int:
-    value = default if given is None else given
-    if value <= 0:
+def _positive(name: str, value: int | None) -> int | None:
+    if value is not None and value <= 0:
         raise ValueError(f"{name}={value} must be positive")
     return value

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -94,14 +95,105 @@ def check_global_batch_size(gbs: int, *, data_parallel: int, name: str) -> None:
         raise ValueError(f"{name}={gbs} is not a multiple of data_parallel={data_parallel}")
 
 
+@dataclass(frozen=True, kw_only=True, slots=True)
+class MicroBatching:
+    """The token budget by which micro-batches are planned."""
+
+    key: str
+    """Its name in the config, for example `policy.sequence_packing.train_mb_tokens`."""
+    arguments: dict[str, Any]
+    """What `shard_by_batch_size` takes."""
+
+    @classmethod
+    def of(cls, config: Mapping[str, Any], budget: str) -> MicroBatching | None:
+        """Return what a resolved policy config asks for; None where micro-batches have one size.
+
+        Args:
+            config: A resolved policy config.
+            budget: `train_mb_tokens` or `logprob_mb_tokens`.
+        """
+        dynamic, packing = config["dynamic_batching"], config["sequence_packing"]
+        if dynamic["enabled"]:
+            arguments: dict[str, Any] = {
+                "max_tokens_per_microbatch": dynamic[budget],
+                "sequence_length_round": dynamic["sequence_length_round"],
+            }
+            return cls(
+                key=f"policy.dynamic_batching.{budget}",
+                arguments={"dynamic_batching_args": arguments},
+            )
+        if packing["enabled"]:
+            arguments = {
+                "max_tokens_per_microbatch": packing[budget],
+                "algorithm": packing["algorithm"],
+                "sequence_length_pad_multiple": config["make_sequence_length_divisible_by"],
+            }
+            return cls(
+                key=f"policy.sequence_packing.{budget}",
+                arguments={"sequence_packing_args": arguments},
+            )
+        return None
+
+    def refuse_size(self, name: str, size: int | None) -> None:
+        """Raise `ValueError` if a call gives micro-batches a size beside the budget."""
+        if size is not None:
+            raise ValueError(
+                f"{name}={size} contradicts {self.key}, which decides how many rows a "
+                "micro-batch has"
+            )
+
+    def shard(
+        self, data: BatchedDataDict[Any], *, data_parallel: int, batch_size: int | None = None
+    ) -> tuple[list[BatchedDataDict[Any]], list[int]]:
+        """Return the shards, which carry their plan, and the order of all shards' rows.
+
+        Raises:
+            ValueError: A row is longer than a micro-batch, or the packer is unknown.
+        """
+        try:
+            shards, order = data.shard_by_batch_size(
+                data_parallel, batch_size=batch_size, allow_uneven_shards=True, **self.arguments
+            )
+        except ValueError as error:
+            raise ValueError(f"{self.key}: {error}") from error
+        return [*shards], order
+
+
 def shard_for_training(
-    data: BatchedDataDict[Any], *, data_parallel: int, gbs: int
+    data: BatchedDataDict[Any],
+    *,
+    data_parallel: int,
+    gbs: int,
+    micro_batching: MicroBatching | None = None,
 ) -> list[BatchedDataDict[Any]]:
     """Return the rows of each data-parallel rank: its part of every global batch.
 
     The last global batch may be short; a rank may then have one row less than another, or none.
+
+    Raises:
+        ValueError: A row is longer than a micro-batch.
     """
+    if micro_batching is not None:
+        return micro_batching.shard(data, data_parallel=data_parallel, batch_size=gbs)[0]
     return [*data.shard_by_batch_size(data_parallel, batch_size=gbs, allow_uneven_shards=True)]
+
+
+def shard_for_scoring(
+    data: BatchedDataDict[Any],
+    *,
+    data_parallel: int,
+    micro_batching: MicroBatching | None = None,
+) -> tuple[list[BatchedDataDict[Any]], list[int] | None]:
+    """Return the rows of each data-parallel rank, and the order of all of them.
+
+    The order is None where it is the caller's. A rank may have no rows.
+
+    Raises:
+        ValueError: A row is longer than a micro-batch.
+    """
+    if micro_batching is not None:
+        return micro_batching.shard(data, data_parallel=data_parallel)
+    return shard_in_order(data, data_parallel=data_parallel), None
 
 
 def shard_in_order(data: BatchedDataDict[Any], *, data_parallel: int) -> list[BatchedDataDict[Any]]:
@@ -109,15 +201,19 @@ def shard_in_order(data: BatchedDataDict[Any], *, data_parallel: int) -> list[Ba
     return [*data.shard_by_batch_size(data_parallel, allow_uneven_shards=True)]
 
 
-def gather_scores(parts: Sequence[Mapping[str, Any]], *, width: int) -> BatchedDataDict[Any]:
-    """Return the scores of all parts, in order, in the caller's width and in memory of its own.
+def gather_scores(
+    parts: Sequence[Mapping[str, Any]], *, width: int, order: Sequence[int] | None = None
+) -> BatchedDataDict[Any]:
+    """Return the scores of all parts, in the caller's order and width, in memory of its own.
 
     Args:
-        parts: `[rows, seq]` tensors of consecutive rows, each at most `width` wide.
+        parts: `[rows, seq]` tensors of each shard's rows, each at most `width` wide.
         width: Columns of the caller's batch; what is missing is filled with 0.
+        order: Where the rows of all parts stood in the caller's batch. None: where they stand.
     """
     scores: BatchedDataDict[Any] = BatchedDataDict.from_batches(parts)
-    return BatchedDataDict({key: pad_right(scores[key], width) for key in scores})
+    gathered = BatchedDataDict({key: pad_right(scores[key], width) for key in scores})
+    return gathered if order is None else gathered.reorder_data(order)
 
 
 def gather_generations(

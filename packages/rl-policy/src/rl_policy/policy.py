@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from typing import TYPE_CHECKING, Any, NoReturn
+from typing import TYPE_CHECKING, Any
 
 from rl_batched_data import BatchedDataDict
 from rl_interfaces import (
@@ -14,7 +14,7 @@ from rl_interfaces import (
     resolve_policy_config,
 )
 
-from rl_policy import backends, dispatch
+from rl_policy import backends, dispatch, weight_transfer
 from rl_policy.named_sharding import NamedSharding
 from rl_policy.policy_inputs import (
     PathLike,
@@ -27,6 +27,8 @@ from rl_policy.policy_inputs import (
 from rl_policy.worker_group import RayWorkerGroup
 
 if TYPE_CHECKING:
+    from collections.abc import Mapping
+
     import ray
     from rl_interfaces import (
         Cluster,
@@ -100,6 +102,7 @@ class Policy(ColocatablePolicyInterface, GenerationInterface):
         self._has_optimizer = init_optimizer
         self._residency = Residency(has_optimizer=init_optimizer)
         self._data_parallel = layout.data_parallel
+        self._receivers: list[int] = []
         self.worker_group = RayWorkerGroup(
             cluster,
             worker_class,
@@ -148,7 +151,12 @@ class Policy(ColocatablePolicyInterface, GenerationInterface):
         self._residency.require("train(eval_mode=True)" if eval_mode else "train")
         size = self._global_batch_size(gbs)
         dispatch.check_train_batch(data, loss_fn, **self._limits())
-        shards = dispatch.shard_for_training(data, data_parallel=self._data_parallel, gbs=size)
+        shards = dispatch.shard_for_training(
+            data,
+            data_parallel=self._data_parallel,
+            gbs=size,
+            micro_batching=self._micro_batching("train_mb_tokens", mbs=mbs),
+        )
         results = self._group.run_sharded(
             "train", shards, loss_fn=loss_fn, eval_mode=eval_mode, gbs=size, mbs=mbs
         )
@@ -268,29 +276,87 @@ class Policy(ColocatablePolicyInterface, GenerationInterface):
 
     # Weight transfer
 
+    def open_refit(
+        self,
+        num_receivers: int,
+        *,
+        is_paired: bool = False,
+        transport: str = "shm",
+        **options: Any,
+    ) -> list[Mapping[str, Any]]:
+        """Return, for each receiver, the address at which it finds its sender.
+
+        An address is for that receiver alone: whoever has it can read the weights.
+
+        Args:
+            num_receivers: Ranks of the inference engines.
+            is_paired: Whether receiver `i` shares the device of rank `i`, which then sends to it.
+            transport: A name of the entry-point group `rl_refit.transports`.
+            options: What else `rl_refit.RefitSender` takes, `bucket_bytes` and `verify` for two.
+        """
+        self._receivers = weight_transfer.receivers_per_rank(
+            num_receivers, world_size=self._group.world_size, is_paired=is_paired
+        )
+        addresses = self._group.run_all(
+            "open_refit", receivers_per_rank=self._receivers, transport=transport, **options
+        )
+        return weight_transfer.address_per_receiver(addresses, self._receivers)
+
+    def send_weights(self, version: int) -> dict[str, float]:
+        """Stream the weights to the receivers of `open_refit`, which receive at the same time.
+
+        Returns:
+            `refit_s`, `refit_bytes`, `refit_gb_per_s`, `refit_slowest_rank`, and the seconds of
+            each phase, see `rl_refit.RefitReport`. The phases overlap.
+
+        Raises:
+            RefitError: A receiver failed or did not answer in time. Call again, for all of them.
+            ResidencyError: The model is not on the device.
+        """
+        self._residency.require("send_weights")
+        # A rank whose receiver fails still takes part in the others' gathers.
+        call = self._group.submit_all("send_weights", version)
+        reports = self._group.wait(call, grace_s=self.config["timeout_s"])
+        return weight_transfer.merge_reports(reports, self._receivers)
+
     def init_collective(self, ip: str, port: int, world_size: int) -> list[ray.ObjectRef]:
-        """Not in this version."""
-        _refuse_transfer("init_collective")
+        """Let rank 0 meet `world_size - 1` inference ranks; the futures are not waited for.
+
+        Args:
+            ip: Address of rank 0's node, see `RayVirtualCluster.get_master_address_and_port`.
+            port: A port that is free there.
+            world_size: The inference ranks plus one.
+        """
+        return self._group.submit_all("init_collective", ip, port, world_size).refs
 
     def prepare_refit_info(self) -> dict[str, Any] | None:
-        """Not in this version."""
-        _refuse_transfer("prepare_refit_info")
+        """Return `{name: (shape, wire dtype)}` of every tensor that is sent, in order."""
+        return self._group.run_all("prepare_refit_info")[0]
 
     def prepare_weights_for_ipc(self, _refit_buffer_size_gb: int | None = None) -> list[list[str]]:
-        """Not in this version."""
-        _refuse_transfer("prepare_weights_for_ipc")
+        """Return the names of all tensors, grouped so that each group fits a buffer.
+
+        Args:
+            _refit_buffer_size_gb: The buffer in GiB. None: the smallest free memory of any rank.
+        """
+        self._residency.require("send_weights")
+        answers = self._group.run_all("prepare_weights_for_ipc")
+        return weight_transfer.group_for_ipc(answers, limit_gib=_refit_buffer_size_gb)
 
     def get_weights_ipc_handles(self, keys: list[str]) -> dict[str, Any]:
-        """Not in this version."""
-        _refuse_transfer("get_weights_ipc_handles")
+        """Return `{device id: {name: handle}}` of one group; those of the call before expire."""
+        self._residency.require("send_weights")
+        answers = self._group.run_all("get_weights_ipc_handles", keys)
+        return {device: handles for answer in answers for device, handles in answer.items()}
 
     def prepare_info_for_collective(self) -> dict[str, Any]:
-        """Not in this version."""
-        _refuse_transfer("prepare_info_for_collective")
+        """Return what `prepare_refit_info` returns; its older name."""
+        return self._group.run_all("prepare_info_for_collective")[0]
 
     def broadcast_weights_for_collective(self) -> list[ray.ObjectRef]:
-        """Not in this version."""
-        _refuse_transfer("broadcast_weights_for_collective")
+        """Broadcast every tensor, in order; the futures are not waited for."""
+        self._residency.require("send_weights")
+        return self._group.submit_all("broadcast_weights_for_collective").refs
 
     # Information and the end
 
@@ -324,13 +390,26 @@ class Policy(ColocatablePolicyInterface, GenerationInterface):
         return self.worker_group
 
     def _score(
-        self, method: str, data: BatchedDataDict[GenerationDatumSpec], **kwargs: Any
+        self,
+        method: str,
+        data: BatchedDataDict[GenerationDatumSpec],
+        micro_batch_size: int | None = None,
     ) -> BatchedDataDict[Any]:
         self._residency.require(method)
+        planned = self._micro_batching("logprob_mb_tokens", micro_batch_size=micro_batch_size)
         dispatch.check_batch(data, **self._limits())
-        shards = dispatch.shard_in_order(data, data_parallel=self._data_parallel)
-        parts = self._group.run_sharded(method, shards, **kwargs)
-        return dispatch.gather_scores(parts, width=data["input_ids"].shape[1])
+        shards, order = dispatch.shard_for_scoring(
+            data, data_parallel=self._data_parallel, micro_batching=planned
+        )
+        parts = self._group.run_sharded(method, shards, micro_batch_size=micro_batch_size)
+        return dispatch.gather_scores(parts, width=data["input_ids"].shape[1], order=order)
+
+    def _micro_batching(self, budget: str, **sizes: int | None) -> dispatch.MicroBatching | None:
+        planned = dispatch.MicroBatching.of(self.config, budget)
+        for name, size in sizes.items():
+            if planned is not None:
+                planned.refuse_size(name, size)
+        return planned
 
     def _move(self, call: str) -> None:
         self._group.run_all(call)
@@ -358,7 +437,3 @@ class Policy(ColocatablePolicyInterface, GenerationInterface):
             if candidate is not None:
                 return candidate
         raise ValueError("policy.generation.pad_token_id is not set, and the tokenizer has none")
-
-
-def _refuse_transfer(method: str) -> NoReturn:
-    raise NotImplementedError(f"{method}: this version has no weight transfer")

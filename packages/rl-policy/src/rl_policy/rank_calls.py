@@ -14,7 +14,7 @@ from ray.exceptions import RayActorError, RayError, RayTaskError
 
 # How long the other ranks have to fail too, once one has: long enough for Ray to notice the death
 # that made a peer's connection break.
-_GRACE_S = 3.0
+GRACE_S = 3.0
 # What gloo and NCCL say on the ranks that outlive the one that failed.
 _PEER_ERROR = re.compile(r"gloo|nccl|closed by peer|reset by peer|broken pipe", re.IGNORECASE)
 _COLOR = re.compile(r"\x1b\[[0-9;]*m")
@@ -52,12 +52,18 @@ class Outcome:
         return not self.unfinished and not any(map(_is_death, self.failures.values()))
 
 
-def wait_for_ranks(refs: Mapping[int, ray.ObjectRef], *, timeout_s: float | None = None) -> Outcome:
+def wait_for_ranks(
+    refs: Mapping[int, ray.ObjectRef],
+    *,
+    timeout_s: float | None = None,
+    grace_s: float = GRACE_S,
+) -> Outcome:
     """Wait until every rank has answered, one has failed and the rest had time to, or time is up.
 
     Args:
         refs: What each rank's call is going to return.
         timeout_s: Most seconds to wait. None: as long as every rank is alive.
+        grace_s: Seconds that the other ranks have to answer too, once one has failed.
     """
     waiting = {ref: rank for rank, ref in refs.items()}
     deadline = float("inf") if timeout_s is None else monotonic() + timeout_s
@@ -70,7 +76,7 @@ def wait_for_ranks(refs: Mapping[int, ray.ObjectRef], *, timeout_s: float | None
                 outcome.results[rank] = ray.get(ref)
             except Exception as error:  # whatever the worker raised: it is recorded, not judged
                 outcome.failures[rank] = error
-                deadline = min(deadline, monotonic() + _GRACE_S)
+                deadline = min(deadline, monotonic() + grace_s)
     outcome.unfinished.extend(waiting.values())
     return outcome
 

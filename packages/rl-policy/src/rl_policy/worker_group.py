@@ -13,6 +13,7 @@ from ray.util.placement_group import placement_group_table
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 from rl_policy.rank_calls import (
+    GRACE_S,
     Outcome,
     WorkerGroupError,
     root_failure,
@@ -142,15 +143,20 @@ class RayWorkerGroup:
         ]
         return self._submit(method, args, kwargs, result_ranks=leaders)
 
-    def wait(self, call: RankCall, timeout_s: float | None = None) -> list[Any]:
+    def wait(
+        self, call: RankCall, timeout_s: float | None = None, *, grace_s: float = GRACE_S
+    ) -> list[Any]:
         """Return the results of a call, or raise what made it fail.
 
         Args:
             call: What `submit_all` or `submit_sharded` has returned.
             timeout_s: Most seconds to wait; a group that takes longer is ended. None: as long as
                 every rank is alive.
+            grace_s: Seconds that the other ranks have to answer too, once one has failed. What
+                has not by then is ended.
         """
-        outcome = wait_for_ranks(dict(enumerate(call.refs)), timeout_s=timeout_s)
+        refs = dict(enumerate(call.refs))
+        outcome = wait_for_ranks(refs, timeout_s=timeout_s, grace_s=grace_s)
         if outcome.failures:
             self._fail(outcome, call.method)
         if outcome.unfinished:

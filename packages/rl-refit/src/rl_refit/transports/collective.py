@@ -70,7 +70,7 @@ class _CollectiveSender(SendingSide):
             timeout=_timedelta(context.timeout_s),
             master_listen_fd=listener.detach(),
         )
-        self._group: _Group | None = None
+        self._group: ProcessGroup | None = None
 
     def grant(self, rank: int) -> tuple[dict[str, Any], list[int]]:
         granted = {
@@ -87,7 +87,9 @@ class _CollectiveSender(SendingSide):
         store = dist.PrefixStore(self._prefix, self._store)
         size = len(self._context.ranks) + 1
         host = str(self._context.host)
-        self._group = _Group(store, 0, size, self._backend, host, self._context.device, deadline)
+        self._group = ProcessGroup(
+            store, 0, size, self._backend, host, self._context.device, deadline
+        )
 
     def publish(self, bucket: int, nbytes: int, deadline: Deadline) -> None:
         assert self._group is not None
@@ -116,7 +118,7 @@ class _CollectiveReceiver(ReceivingSide):
         memory = torch.empty(size, dtype=torch.uint8, device=device)
         self._buffers = split_buffers(memory, context.num_buffers, context.buffer_bytes)
         self._expected: dict[int, Any] = {}
-        self._group: _Group | None = None
+        self._group: ProcessGroup | None = None
 
     def join(self, deadline: Deadline) -> None:
         assert self._context.host is not None
@@ -126,7 +128,7 @@ class _CollectiveReceiver(ReceivingSide):
             is_master=False,
             timeout=_timedelta(deadline.remaining("store of the process group")),
         )
-        self._group = _Group(
+        self._group = ProcessGroup(
             dist.PrefixStore(str(self._grant["prefix"]), store),
             int(self._grant["group_rank"]),
             int(self._grant["group_size"]),
@@ -161,7 +163,7 @@ class _CollectiveReceiver(ReceivingSide):
             self._group = None
 
 
-class _Group:
+class ProcessGroup:
     """A process group that no other part of the process knows of."""
 
     def __init__(
@@ -191,6 +193,7 @@ class _Group:
         return self._group.broadcast(data, 0) if len(data) else None
 
     def close(self) -> None:
+        """Leave the group; may not be called twice."""
         # Its end waits for a broadcast that no other side takes part in any more.
         group, self._group = self._group, None
         threading.Thread(target=_end, args=([group],), daemon=True).start()

@@ -1,0 +1,190 @@
+"""Dynamic and packed micro-batches, against plain transformers and a plain loop."""
+
+import json
+import shutil
+from pathlib import Path
+
+import pytest
+import rank_functions
+import torch
+from oracle import (
+    LOGPROB_TOLERANCE,
+    LOSS_TOLERANCE,
+    PARAMETER_TOLERANCE,
+    largest_difference,
+    load,
+    plain_logprobs,
+    plain_training,
+)
+from rank_pool import RankFailure
+from tiny_model import make_batch, make_config
+
+SECTIONS = ("dynamic_batching", "sequence_packing")
+
+
+def planned_config(model, section, **overrides):
+    budgets = {"enabled": True, "train_mb_tokens": 24, "logprob_mb_tokens": 24}
+    return make_config(model, **{section: budgets}, **overrides)
+
+
+@pytest.mark.parametrize("section", SECTIONS)
+@pytest.mark.parametrize("num_ranks", [1, 2])
+@pytest.mark.parametrize("num_rows", [1, 7])
+def test_logprobs_equal_plain_transformers(pools, tiny_model, section, num_ranks, num_rows):
+    # One row over two ranks: one of them makes its passes over a row that counts for nothing.
+    batch = make_batch(num_rows)
+    generation = {"max_new_tokens": 8, "temperature": 0.7}
+    parts = pools(num_ranks).run(
+        rank_functions.score_planned,
+        config=planned_config(tiny_model, section, generation=generation),
+        batch=batch,
+        section=section,
+        num_tokens=24,
+    )
+    order = parts[0][1]
+    scores = torch.zeros(batch["input_ids"].shape)
+    scores[order] = torch.cat([part for part, _ in parts])
+    expected = plain_logprobs(load(tiny_model), batch, temperature=0.7)
+    torch.testing.assert_close(scores, expected, atol=LOGPROB_TOLERANCE, rtol=0)
+    assert torch.count_nonzero(scores) == torch.count_nonzero(expected)
+
+
+@pytest.mark.parametrize(
+    ("section", "options"),
+    [
+        ("dynamic_batching", {"sequence_length_round": 5}),  # wider than the batch, too
+        ("sequence_packing", {"sequence_length_pad_multiple": 4}),
+        ("sequence_packing", {"max_shapes": 1}),
+    ],
+)
+def test_padding_inside_changes_nothing(pools, tiny_model, section, options):
+    batch = make_batch(6)
+    (scores, order), *_ = pools(1).run(
+        rank_functions.score_planned,
+        config=planned_config(tiny_model, section),
+        batch=batch,
+        section=section,
+        num_tokens=24,
+        **options,
+    )
+    expected = plain_logprobs(load(tiny_model), batch)[order]
+    torch.testing.assert_close(scores, expected, atol=LOGPROB_TOLERANCE, rtol=0)
+
+
+@pytest.mark.parametrize("section", SECTIONS)
+@pytest.mark.parametrize(("num_ranks", "loss"), [(1, "nll"), (2, "nll"), (2, "logits")])
+def test_three_calls_equal_a_plain_loop(pools, tiny_model, section, num_ranks, loss):
+    # 9 rows in global batches of 4: two whole ones, and a row that leaves a rank without any.
+    batch = make_batch(9)
+    parameters, losses, norms = plain_training(tiny_model, batch, global_batch_size=4, num_calls=3)
+    ranks = pools(num_ranks).run(
+        rank_functions.train_planned,
+        config=planned_config(tiny_model, section),
+        batch=batch,
+        section=section,
+        num_tokens=24,
+        num_calls=3,
+        loss=loss,
+    )
+    for trained, results in ranks:
+        assert largest_difference(trained, parameters) < PARAMETER_TOLERANCE
+        reported = torch.cat([result["global_loss"] for result in results])
+        torch.testing.assert_close(
+            reported, torch.tensor(losses), atol=LOSS_TOLERANCE, rtol=LOSS_TOLERANCE
+        )
+        measured = torch.cat([result["grad_norm"] for result in results])
+        torch.testing.assert_close(measured, torch.tensor(norms), atol=1e-5, rtol=1e-5)
+
+
+@pytest.mark.parametrize("section", [None, *SECTIONS])
+def test_no_call_writes_into_its_batch(pools, tiny_model, section):
+    config = planned_config(tiny_model, section) if section else make_config(tiny_model)
+    for kept in pools(2).run(
+        rank_functions.calls_leave_the_batch_alone,
+        config=config,
+        batch=make_batch(6),
+        section=section,
+        num_tokens=24,
+    ):
+        assert all(kept.values()), kept
+
+
+@pytest.mark.parametrize("section", SECTIONS)
+def test_a_batch_without_a_plan_is_refused(pools, tiny_model, section):
+    config = planned_config(tiny_model, section)
+    with pytest.raises(RankFailure) as error:
+        pools(2).run(rank_functions.train_as_given, config=config, batch=make_batch(4))
+    assert f"policy.{section}.enabled=True" in error.value.text
+    assert "shard_by_batch_size" in error.value.text
+
+
+def test_a_size_of_micro_batches_beside_a_plan_is_refused(pools, tiny_model):
+    with pytest.raises(RankFailure, match="micro-batches of 2 rows contradict the plan"):
+        pools(2).run(
+            rank_functions.train_as_planned,
+            config=planned_config(tiny_model, "sequence_packing"),
+            batch=make_batch(4),
+            section="sequence_packing",
+            num_tokens=[24, 24],
+            mbs=2,
+        )
+
+
+def test_plans_that_were_not_made_together_are_refused(pools, tiny_model):
+    with pytest.raises(RankFailure, match="were not sharded together"):
+        pools(2).run(
+            rank_functions.train_as_planned,
+            config=planned_config(tiny_model, "sequence_packing"),
+            batch=make_batch(12),
+            section="sequence_packing",
+            num_tokens=[12, 48],
+        )
+
+
+def test_an_attention_that_sees_other_sequences_is_refused_at_the_start(
+    pools, tiny_model, tmp_path
+):
+    leaking = shutil.copytree(tiny_model, tmp_path / "leaking")
+    path = Path(leaking) / "config.json"
+    path.write_text(
+        json.dumps(json.loads(path.read_text()) | {"attn_implementation": "sees_everything"})
+    )
+    start = {"attention": str(leaking)}
+    padded = make_config(tiny_model)
+    assert pools(1).run(rank_functions.start_with_attention, config=padded, **start)
+    packed = planned_config(tiny_model, "sequence_packing")
+    with pytest.raises(RankFailure) as error:
+        pools(1).run(rank_functions.start_with_attention, config=packed, **start)
+    assert error.value.kind == "ValueError"
+    assert "policy.sequence_packing.enabled=True" in error.value.text
+    assert "'sees_everything'" in error.value.text
+
+
+def test_generation_and_checkpointing_go_together_with_packing(pools, tiny_model):
+    batch = make_batch(6)
+    packed = planned_config(tiny_model, "sequence_packing")
+    output, scores, order = pools(1).run(
+        rank_functions.generate_then_score,
+        config=packed,
+        batch=batch,
+        section="sequence_packing",
+        num_tokens=24,
+    )[0]
+    (outputs, _), *_ = pools(1).run(
+        rank_functions.generate, config=make_config(tiny_model), batch=batch, greedy=True
+    )
+    assert torch.equal(output, outputs[0]["output_ids"])
+    expected = plain_logprobs(load(tiny_model), batch)[order]
+    torch.testing.assert_close(scores, expected, atol=LOGPROB_TOLERANCE, rtol=0)
+
+    parameters, _, _ = plain_training(tiny_model, make_batch(8), global_batch_size=4, num_calls=2)
+    recomputing = {"enabled": True, "activation_checkpointing": True}
+    trained, _ = pools(2).run(
+        rank_functions.train_planned,
+        config=packed | {"dtensor_cfg": recomputing},
+        batch=make_batch(8),
+        section="sequence_packing",
+        num_tokens=24,
+        num_calls=2,
+    )[0]
+    assert largest_difference(trained, parameters) < PARAMETER_TOLERANCE

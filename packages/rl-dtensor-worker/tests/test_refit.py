@@ -1,0 +1,43 @@
+"""The worker's end of a refit, with receivers of rl-refit beside it."""
+
+import pytest
+import rank_functions
+from rank_pool import free_port
+from tiny_model import make_config
+
+
+@pytest.mark.parametrize("transport", ["shm", "collective", "golden"])
+@pytest.mark.parametrize(("num_ranks", "pairs"), [(1, True), (2, True), (2, False)])
+def test_receivers_get_the_weights_of_each_version(pools, tiny_model, transport, num_ranks, pairs):
+    ranks = pools(num_ranks).run(
+        rank_functions.stream_weights,
+        config=make_config(tiny_model),
+        transport=transport,
+        pairs=pairs,
+    )
+    assert sum(count for seen in ranks for _, _, count in seen) == 2 * num_ranks
+    for seen in ranks:
+        assert [same for _, same, _ in seen] == [True, True]
+        for report, _, _ in seen:
+            assert report["refit_bytes"] > 0
+            assert report["refit_s"] >= report["refit_gather_s"] > 0
+
+
+def test_a_group_that_the_driver_names_gets_the_weights(pools, tiny_model):
+    received = pools(2).run(
+        rank_functions.broadcast_weights, config=make_config(tiny_model), port=free_port()
+    )
+    assert received == [[True, True], []]
+
+
+def test_transfers_in_the_wrong_state_say_what_is_missing(pools, tiny_model):
+    (errors,) = pools(1).run(
+        rank_functions.transfers_in_wrong_states, config=make_config(tiny_model)
+    )
+    assert errors[:4] == [
+        "RuntimeError: open_refit was not called: nobody receives the weights",
+        "RuntimeError: init_collective was not called: nobody receives the weights",
+        "ValueError: there is no tensor 'no such tensor' in the model",
+        "allowed",
+    ]
+    assert all("offloaded" in error and "offload_before_refit" in error for error in errors[4:])

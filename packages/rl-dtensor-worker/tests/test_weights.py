@@ -1,0 +1,48 @@
+"""The weights that leave the worker, against the checkpoint it was built from."""
+
+import pytest
+import rank_functions
+import torch
+from oracle import load
+from rl_dtensor_worker.weights import layer_of
+from tiny_model import build_tiny_model, make_config
+
+
+@pytest.fixture(scope="module", params=["tied", "untied"])
+def model(request, tmp_path_factory):
+    return build_tiny_model(
+        tmp_path_factory.mktemp(request.param), tied=request.param == "tied", width=48
+    )
+
+
+def expected_tensors(model, dtype):
+    return {name: tensor.detach().to(dtype) for name, tensor in load(model).named_parameters()}
+
+
+@pytest.mark.parametrize("num_ranks", [1, 2, 3])
+@pytest.mark.parametrize("precision", ["float32", "bfloat16"])
+def test_every_rank_gets_every_tensor_bit_for_bit(pools, model, num_ranks, precision):
+    # 48 and 64 rows over three ranks: the last shards are short, or empty.
+    expected = expected_tensors(model, getattr(torch, precision))
+    config = make_config(model, precision=precision, train_global_batch_size=6)
+    for metadata, passes in pools(num_ranks).run(rank_functions.gather_weights, config=config):
+        assert [name for name, _, _ in metadata] == list(expected)
+        for name, dtype, shape in metadata:
+            assert (dtype, shape) == (expected[name].dtype, tuple(expected[name].shape))
+        for tensors in passes:
+            assert [name for name, _ in tensors] == list(expected)
+            assert all(torch.equal(tensor, expected[name]) for name, tensor in tensors)
+
+
+def test_parameters_that_are_offloaded_are_gathered_too(pools, model):
+    config = make_config(model, dtensor_cfg={"enabled": True, "cpu_offload": True})
+    expected = expected_tensors(model, torch.float32)
+    for _, passes in pools(2).run(rank_functions.gather_weights, config=config):
+        assert all(torch.equal(tensor, expected[name]) for name, tensor in passes[0])
+
+
+def test_layers_are_told_by_their_number():
+    assert layer_of("model.layers.13.mlp.up_proj.weight") == "model.layers.13."
+    assert layer_of("transformer.h.0.attn.bias") == "transformer.h.0."
+    assert layer_of("model.layers.1.experts.7.w1.weight") == "model.layers.1."
+    assert layer_of("lm_head.weight") == layer_of("model.norm.weight") == ""

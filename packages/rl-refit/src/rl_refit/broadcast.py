@@ -1,0 +1,124 @@
+"""Every tensor as a broadcast of its own: the plainest way to engines on other machines.
+
+Trainer rank 0 and the inference ranks meet at an address that the driver names, and both sides go
+through the same tensors in the same order. Whoever reaches the address can take part, and nothing
+is verified: `RefitSender` with the transport `collective` is faster and does both.
+"""
+
+# torch annotates its distributed classes only in part.
+# pyright: reportUnknownMemberType=false, reportPrivateImportUsage=false
+
+from __future__ import annotations
+
+import datetime
+import socket
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from types import TracebackType
+from typing import Self
+
+import torch
+import torch.distributed as dist
+
+from rl_refit.deadline import Deadline
+from rl_refit.transports.collective import ProcessGroup
+
+Info = Mapping[str, tuple[Sequence[int], torch.dtype]]
+"""`{name: (shape, dtype)}`, in the order in which the tensors are sent."""
+
+
+class BroadcastGroup:
+    """A process group of its own: rank 0 sends, all others receive. Collective to construct.
+
+    NCCL is used where the device is a GPU, gloo elsewhere.
+
+    Args:
+        ip: Address of rank 0.
+        port: A port that is free there.
+        rank: This process's rank; 0 is the trainer.
+        world_size: The inference ranks plus one.
+        device: Where tensors are sent from and arrive.
+        timeout_s: The most seconds that the construction, or one broadcast, may wait.
+    """
+
+    def __init__(
+        self,
+        ip: str,
+        port: int,
+        *,
+        rank: int,
+        world_size: int,
+        device: torch.device | str = "cpu",
+        timeout_s: float = 300.0,
+    ) -> None:
+        if not 0 <= rank < world_size:
+            raise ValueError(f"rank={rank} is not within world_size={world_size}")
+        self._device = torch.device(device)
+        self._timeout = datetime.timedelta(seconds=timeout_s)
+        self._rank = rank
+        store = dist.TCPStore(
+            ip, port, is_master=rank == 0, wait_for_workers=False, timeout=self._timeout
+        )
+        self._group: ProcessGroup | None = ProcessGroup(
+            store,
+            rank,
+            world_size,
+            "nccl" if self._device.type == "cuda" else "gloo",
+            _address_towards(ip, port),
+            self._device,
+            Deadline(timeout_s),
+        )
+
+    def send(self, tensors: Iterable[tuple[str, torch.Tensor]]) -> None:
+        """Broadcast every tensor, in order; returns when all of them are on their way or sent.
+
+        Raises:
+            RuntimeError: The receivers did not take part in time.
+        """
+        for _, tensor in tensors:
+            self._broadcast(tensor.detach().to(self._device).contiguous())
+
+    def receive(self, info: Info) -> Iterator[tuple[str, torch.Tensor]]:
+        """Yield name and tensor of everything that rank 0 sends, each in memory of its own.
+
+        Args:
+            info: What is going to be sent.
+
+        Raises:
+            RuntimeError: The trainer did not take part in time.
+        """
+        for name, (shape, dtype) in info.items():
+            tensor = torch.empty(tuple(shape), dtype=dtype, device=self._device)
+            self._broadcast(tensor)
+            yield name, tensor
+
+    def close(self) -> None:
+        """Leave the group. May be called again."""
+        if self._group is not None:
+            self._group.close()
+            self._group = None
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        self.close()
+
+    def _broadcast(self, tensor: torch.Tensor) -> None:
+        if self._group is None:
+            raise RuntimeError("the group is closed")
+        # Bytes, as not every backend knows every dtype.
+        work = self._group.broadcast(tensor.flatten().view(torch.uint8))
+        if work is not None:
+            work.wait(self._timeout)
+
+
+def _address_towards(ip: str, port: int) -> str:
+    """Return the address of this machine by which `ip` reaches it."""
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+        probe.connect((ip, port))
+        return probe.getsockname()[0]

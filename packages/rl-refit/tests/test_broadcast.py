@@ -1,0 +1,64 @@
+"""Tensors over a group that a driver names, between threads that stand for processes."""
+
+import socket
+from concurrent.futures import ThreadPoolExecutor
+
+import pytest
+import torch
+from rl_refit.broadcast import BroadcastGroup
+
+
+def free_port():
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return probe.getsockname()[1]
+
+
+TENSORS = {
+    "matrix": torch.randn(5, 3),
+    "transposed": torch.randn(4, 6).T,
+    "half": torch.randn(7).bfloat16(),
+    "count": torch.tensor(3),
+    "flags": torch.tensor([True, False]),
+    "empty": torch.empty(0, 4),
+}
+
+
+def join(rank, world_size, port, **options):
+    return BroadcastGroup("127.0.0.1", port, rank=rank, world_size=world_size, **options)
+
+
+@pytest.mark.parametrize("num_receivers", [1, 3])
+def test_every_tensor_arrives_bit_for_bit_every_time(num_receivers):
+    port, world_size = free_port(), num_receivers + 1
+    info = {name: (tuple(tensor.shape), tensor.dtype) for name, tensor in TENSORS.items()}
+
+    def send():
+        with join(0, world_size, port, timeout_s=30) as group:
+            for _ in range(2):
+                group.send(TENSORS.items())
+
+    def receive(rank):
+        with join(rank, world_size, port, timeout_s=30) as group:
+            return [dict(group.receive(info)) for _ in range(2)]
+
+    with ThreadPoolExecutor(world_size) as pool:
+        sent = pool.submit(send)
+        received = [pool.submit(receive, rank) for rank in range(1, world_size)]
+        sent.result(timeout=60)
+        for passes in (future.result(timeout=60) for future in received):
+            for tensors in passes:
+                assert list(tensors) == list(TENSORS)
+                for name, tensor in tensors.items():
+                    assert tensor.dtype == TENSORS[name].dtype
+                    assert torch.equal(tensor, TENSORS[name])
+
+
+def test_a_receiver_that_never_comes_is_an_error():
+    with pytest.raises(RuntimeError):
+        join(0, 2, free_port(), timeout_s=1)
+
+
+def test_a_rank_outside_the_group_is_refused():
+    with pytest.raises(ValueError, match="rank=2 is not within world_size=2"):
+        join(2, 2, free_port())
