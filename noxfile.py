@@ -201,6 +201,15 @@ def bench(session: nox.Session, package: str) -> None:
 
 
 @nox.session(default=False)
+def drills(session: nox.Session) -> None:
+    """Run the fault drills of rl-refit with 300 random cases of each kind."""
+    install(session, *editable("rl-refit"), *group("test"))
+    tests = [f"packages/rl-refit/tests/test_{name}.py" for name in ("faults", "kills")]
+    environment = {**ENVIRONMENT, "REFIT_DRILLS": "300"}
+    session.run("pytest", *tests, "--timeout=1800", *session.posargs, env=environment)
+
+
+@nox.session(default=False)
 def gpu(session: nox.Session) -> None:
     """Run the tests that need a GPU, on a machine that has one."""
     everything = [part for name in PROJECTS for part in editable(TESTED_AS.get(name, name))]

@@ -22,9 +22,9 @@ from contextlib import suppress
 from dataclasses import dataclass, field
 
 from rl_refit.deadline import Deadline
-from rl_refit.errors import AuthenticationError, RefitError
-from rl_refit.failures import failure_of
-from rl_refit.messages import Message, decode, encode
+from rl_refit.errors import AuthenticationError, RefitError, RefitTimeoutError
+from rl_refit.failures import failure_of, raise_failure
+from rl_refit.messages import Failure, Message, decode, encode
 
 MAGIC = b"rlrefit1"
 MAX_MESSAGE = 64 << 20
@@ -41,11 +41,14 @@ class ChannelClosed(ConnectionError):
 class Channel:
     """A connection whose other side is known."""
 
-    def __init__(self, sock: socket.socket, *, send_key: bytes, receive_key: bytes) -> None:
+    def __init__(
+        self, sock: socket.socket, *, peer: str, send_key: bytes, receive_key: bytes
+    ) -> None:
         sock.setblocking(True)
         if sock.family != socket.AF_UNIX:
             sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         self._socket = sock
+        self._peer = peer
         self._send_key = send_key
         self._receive_key = receive_key
         self._sent = 0
@@ -64,7 +67,8 @@ class Channel:
         """Send a message.
 
         Raises:
-            ChannelClosed: The other side is gone.
+            RefitError: The other side has failed, and said so before it went.
+            ChannelClosed: It is gone.
             RefitTimeoutError: It does not read.
         """
         payload = encode(message)
@@ -75,10 +79,11 @@ class Channel:
         self._socket.settimeout(deadline.remaining("room for a message"))
         try:
             self._socket.sendall(_FRAME.pack(len(payload), mac) + payload)
-        except TimeoutError:
-            deadline.remaining("room for a message")
-            raise
+        except TimeoutError as error:
+            told = f"no room for a message within {deadline.seconds:g} s"
+            raise RefitTimeoutError(told) from error
         except OSError as error:
+            self._hear_last_words()
             raise ChannelClosed(str(error)) from error
 
     def receive(self, deadline: Deadline, waited_for: str = "message") -> Message:
@@ -110,6 +115,7 @@ class Channel:
         try:
             socket.send_fds(self._socket, [b"F"], descriptors)
         except OSError as error:
+            self._hear_last_words()
             raise ChannelClosed(str(error)) from error
 
     def receive_descriptors(self, count: int, deadline: Deadline) -> list[int]:
@@ -135,6 +141,14 @@ class Channel:
     def close(self) -> None:
         """Close the connection; what was sent before can still be read."""
         self._socket.close()
+
+    def _hear_last_words(self) -> None:
+        message: Message | None = None
+        with suppress(ChannelClosed, RefitError):
+            while not isinstance(message, Failure):
+                message = self.receive(Deadline(_GOODBYE_S))
+        if isinstance(message, Failure):
+            raise_failure(message, origin=self._peer)
 
     def _read(self, size: int, deadline: Deadline, waited_for: str) -> bytes:
         data = bytearray()
@@ -171,6 +185,7 @@ def connect(sock: socket.socket, *, token: bytes, rank: int, deadline: Deadline)
         raise AuthenticationError("the endpoint does not know the token")
     return Channel(
         sock,
+        peer="the sender",
         send_key=_prove(token, b"to server", transcript),
         receive_key=_prove(token, b"to client", transcript),
     )
@@ -285,6 +300,7 @@ def _admit(guest: _Guest, token: bytes) -> tuple[int, Channel] | None:
         return None
     channel = Channel(
         guest.socket,
+        peer=f"receiver {rank}",
         send_key=_prove(token, b"to client", transcript),
         receive_key=_prove(token, b"to server", transcript),
     )

@@ -16,6 +16,10 @@ class Deadline:
         self.seconds = seconds
         self._end = time.monotonic() + seconds
 
+    def extended(self, seconds: float) -> Deadline:
+        """Return a deadline that is not before `seconds` from now: what is there can be read."""
+        return Deadline(max(self._end - time.monotonic(), seconds))
+
     def remaining(
         self,
         waited_for: str,

@@ -3,6 +3,8 @@
 A refit, seen from the sender (S) and each of its receivers (R):
 
     S: Offer(plan, grant)   once per connection, with the buffers' descriptors
+    R: Accepted()
+    S: Join()               all have accepted: the transport's two ends may meet
     S: Begin(version)
     R: Ready(version)
     S: Start(version)       all are ready; from here on a lost connection is a failure
@@ -48,6 +50,16 @@ class Offer(Message):
     digest: str
     grant: dict[str, Any]
     num_fds: int
+
+
+@dataclass(frozen=True, slots=True)
+class Accepted(Message):
+    """The receiver has opened its end."""
+
+
+@dataclass(frozen=True, slots=True)
+class Join(Message):
+    """All receivers have."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -135,7 +147,21 @@ class Failure(Message):
 
 TYPES: dict[str, type[Any]] = {
     kind.__name__: kind
-    for kind in (Offer, Begin, Ready, Start, Filled, Loaded, End, Done, AllLoaded, Commit, Failure)
+    for kind in (
+        Offer,
+        Accepted,
+        Join,
+        Begin,
+        Ready,
+        Start,
+        Filled,
+        Loaded,
+        End,
+        Done,
+        AllLoaded,
+        Commit,
+        Failure,
+    )
 }
 
 

@@ -21,7 +21,7 @@ from rl_refit.errors import (
 )
 from rl_refit.failures import raise_failure
 from rl_refit.live_weights import LiveWeights
-from rl_refit.messages import Begin, Commit, Failure, Message, Offer, Ready, Start
+from rl_refit.messages import Accepted, Begin, Commit, Failure, Join, Message, Offer, Ready, Start
 from rl_refit.plan import RefitPlan, TensorSpec, differences
 from rl_refit.report import RefitReport, Stopwatch
 from rl_refit.sender import make_report
@@ -255,12 +255,7 @@ class RefitReceiver:
                 rank=self._rank,
             )
         channel.send(Ready(version), deadline)
-        start = channel.receive(deadline, "start: not all receivers are ready")
-        if isinstance(start, Failure):
-            raise_failure(start, origin="the sender")
-        if start != Start(version):
-            told = f"{type(start).__name__} came where the start was due"
-            raise RefitError(told, rank=self._rank)
+        self._expect(Start(version), channel.receive(deadline, "start: not all are ready"))
 
     def _connect(self, deadline: Deadline) -> Channel:
         """Return a new connection, over which the plan and the buffers have come."""
@@ -276,6 +271,8 @@ class RefitReceiver:
             raise_failure(offer, origin="the sender")
         if not isinstance(offer, Offer):
             raise RefitError(f"{type(offer).__name__} came where an offer was due", rank=self._rank)
+        # Before the descriptors are taken: those of a refused offer go with the connection.
+        plan = self._agree(offer)
         descriptors: list[int] = []
         if offer.num_fds:
             descriptors = channel.receive_descriptors(offer.num_fds, deadline)
@@ -283,7 +280,7 @@ class RefitReceiver:
         self._side = self._transport.open_receiver(
             ReceiverContext(
                 num_buffers=offer.num_buffers,
-                buffer_bytes=self._agree(offer).largest_bucket,
+                buffer_bytes=plan.largest_bucket,
                 grant=offer.grant,
                 descriptors=descriptors,
                 rank=self._rank,
@@ -292,8 +289,21 @@ class RefitReceiver:
                 timeout_s=self._timeout_s,
             )
         )
-        self._side.join(deadline)
+        channel.send(Accepted(), deadline)
+        self._expect(Join(), channel.receive(deadline, "acceptance by all receivers"))
+        try:
+            self._side.join(deadline)
+        except RuntimeError as error:
+            told = f"cannot join the sender: {error}"
+            raise RefitError(told, rank=self._rank) from error
         return channel
+
+    def _expect(self, due: Message, message: Message) -> None:
+        if isinstance(message, Failure):
+            raise_failure(message, origin="the sender")
+        if message != due:
+            told = f"{type(message).__name__} came where {due} was due"
+            raise RefitError(told, rank=self._rank)
 
     def _agree(self, offer: Offer) -> RefitPlan:
         try:

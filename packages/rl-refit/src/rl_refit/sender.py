@@ -16,7 +16,7 @@ from rl_refit.control import Channel, ChannelClosed, accept
 from rl_refit.deadline import Deadline
 from rl_refit.endpoint import Endpoint
 from rl_refit.errors import RefitError, RefitTimeoutError
-from rl_refit.messages import Begin, Commit, Offer, Start
+from rl_refit.messages import Begin, Commit, Join, Offer, Start
 from rl_refit.plan import RefitPlan
 from rl_refit.report import RefitReport, Stopwatch
 from rl_refit.source import WeightSource
@@ -219,7 +219,7 @@ class RefitSender:
         """
         assert self._endpoint is not None
         while True:
-            session = self._meet(deadline)
+            session = self._meet(version, deadline)
             receivers = Receivers(session.channels, version, deadline)
             receivers.tell(Begin(version, self.plan.hash))
             if receivers.are_ready(self._endpoint.listener):
@@ -227,7 +227,7 @@ class RefitSender:
                 return session, receivers
             self._admit_newcomer()
 
-    def _meet(self, deadline: Deadline) -> _Session:
+    def _meet(self, version: int, deadline: Deadline) -> _Session:
         assert self._endpoint is not None
         if self._session is not None and not self._session.is_whole():
             self._drop_session(None)
@@ -240,7 +240,7 @@ class RefitSender:
                 present=self._newcomers,
             )
             self._newcomers = {}
-            self._session = self._open(dict(sorted(channels.items())), deadline)
+            self._session = self._open(dict(sorted(channels.items())), version, deadline)
         return self._session
 
     def _admit_newcomer(self) -> None:
@@ -251,7 +251,7 @@ class RefitSender:
             self._newcomers = accept(self._endpoint.listener, 1, token=self._token, deadline=limit)
             self._drop_session(None)
 
-    def _open(self, channels: dict[int, Channel], deadline: Deadline) -> _Session:
+    def _open(self, channels: dict[int, Channel], version: int, deadline: Deadline) -> _Session:
         assert self._endpoint is not None
         side = self._transport.open_sender(
             SenderContext(
@@ -266,12 +266,14 @@ class RefitSender:
         )
         session = _Session(channels, side)
         try:
-            for rank, channel in channels.items():
+            receivers = Receivers(channels, version, deadline)
+            for rank in channels:
                 grant, descriptors = side.grant(rank)
-                channel.send(self._offer(side, grant, len(descriptors)), deadline)
-                if descriptors:
-                    channel.send_descriptors(descriptors, deadline)
-            side.join(deadline)
+                offer = self._offer(side, grant, len(descriptors))
+                receivers.offer(rank, offer, descriptors)
+            receivers.wait_accepted()
+            receivers.tell(Join())
+            _join(side, deadline)
         except BaseException as error:
             session.close(error)
             raise
@@ -287,6 +289,13 @@ class RefitSender:
             return
         self._session.close(error)
         self._session = None
+
+
+def _join(side: SendingSide, deadline: Deadline) -> None:
+    try:
+        side.join(deadline)
+    except RuntimeError as error:
+        raise RefitError(f"cannot join the receivers: {error}") from error
 
 
 def make_report(

@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import selectors
 import socket
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Generator, Iterator, Mapping
+from contextlib import contextmanager
 
 import torch
 
@@ -17,13 +18,27 @@ from rl_refit.deadline import Deadline
 from rl_refit.digest import DIGESTS, RunningDigest, bytes_of
 from rl_refit.errors import RefitError, VerificationError
 from rl_refit.failures import raise_failure
-from rl_refit.messages import AllLoaded, Done, End, Failure, Filled, Loaded, Message, Ready
+from rl_refit.messages import (
+    Accepted,
+    AllLoaded,
+    Done,
+    End,
+    Failure,
+    Filled,
+    Loaded,
+    Message,
+    Offer,
+    Ready,
+)
 from rl_refit.plan import Bucket, Piece, RefitPlan, TensorSpec
 from rl_refit.report import Stopwatch
 from rl_refit.transports.base import ReceivingSide, SendingSide
 
 Load = Callable[[list[tuple[str, torch.Tensor]]], object]
 NamedTensors = Iterator[tuple[str, torch.Tensor]]
+
+_GRACE_S = 1.0
+"""To read a message of which something has come."""
 
 
 class Receivers:
@@ -34,18 +49,26 @@ class Receivers:
         self._version = version
         self._deadline = deadline
         self._loaded = dict.fromkeys(channels, -1)
+        self._accepted: set[int] = set()
         self._ready: set[int] = set()
         self.done: dict[int, Done] = {}
 
     def tell(self, message: Message) -> None:
         """Send a message to all."""
         for rank, channel in self._channels.items():
-            try:
+            with _naming(rank):
                 channel.send(message, self._deadline)
-            except ChannelClosed as error:
-                # It may have said why before it went.
-                self._listen(rank)
-                raise RefitError(f"the receiver is gone: {error}", rank=rank) from error
+
+    def offer(self, rank: int, offer: Offer, descriptors: list[int]) -> None:
+        """Tell a receiver what it is going to be sent, and pass it files."""
+        with _naming(rank):
+            self._channels[rank].send(offer, self._deadline)
+            if descriptors:
+                self._channels[rank].send_descriptors(descriptors, self._deadline)
+
+    def wait_accepted(self) -> None:
+        """Wait until all have opened their ends."""
+        self._wait(lambda: self._channels.keys() - self._accepted, "answer to the offer")
 
     def are_ready(self, listener: socket.socket) -> bool:
         """Wait until all take part; return False if somebody knocks at the listener instead."""
@@ -92,19 +115,23 @@ class Receivers:
                     self._hear(key.data)
         return True
 
-    def _listen(self, rank: int) -> None:
-        while self._channels[rank].has_input():
-            self._hear(rank)
+    def hear_out(self) -> None:
+        """Take in what has come: a receiver that failed may have said why."""
+        for rank, channel in self._channels.items():
+            while channel.has_input():
+                self._hear(rank)
 
     def _hear(self, rank: int) -> None:
         try:
-            message = self._channels[rank].receive(self._deadline)
+            message = self._channels[rank].receive(self._deadline.extended(_GRACE_S))
         except ChannelClosed as error:
             bucket = self._loaded[rank] + 1
             raise RefitError(f"the receiver is gone: {error}", rank=rank, bucket=bucket) from error
         match message:
             case Failure():
                 raise_failure(message, origin=f"receiver {rank}")
+            case Accepted():
+                self._accepted.add(rank)
             case Ready(version) if version == self._version:
                 self._ready.add(rank)
             case Loaded(version, bucket) if version == self._version:
@@ -115,6 +142,14 @@ class Receivers:
                 self.done[rank] = message
             case _:
                 raise RefitError(f"unexpected {message}", rank=rank)
+
+
+@contextmanager
+def _naming(rank: int) -> Generator[None]:
+    try:
+        yield
+    except ChannelClosed as error:
+        raise RefitError(f"the receiver is gone: {error}", rank=rank) from error
 
 
 class OutboundStream:
@@ -146,13 +181,22 @@ class OutboundStream:
         for bucket in self._plan.buckets:
             digest = self._fill(bucket, tensors)
             with watch.phase("wire"):
-                self._side.publish(bucket.index, bucket.nbytes, self._deadline)
+                self._publish(bucket)
                 self.announce(bucket, digest)
         check_exhausted(tensors)
         with watch.phase("resume"):
             self._receivers.tell(End(self._version, len(self._plan.buckets)))
             self._receivers.wait_done()
             self._receivers.tell(AllLoaded(self._version))
+
+    def _publish(self, bucket: Bucket) -> None:
+        try:
+            self._side.publish(bucket.index, bucket.nbytes, self._deadline)
+        except Exception as error:
+            self._receivers.hear_out()
+            label = self._plan.label(bucket)
+            told = f"the bucket cannot be published: {error!r}"
+            raise RefitError(told, bucket=bucket.index, tensor=label) from error
 
     def announce(self, bucket: Bucket, digest: int) -> None:
         """Tell the receivers that a bucket may be read."""
@@ -258,7 +302,7 @@ class InboundStream:
             for following in self._plan.buckets[bucket.index + 1 : bucket.index + 2]:
                 self._side.expect(following.index, following.nbytes, self._deadline)
             self._load(bucket, data, load)
-            self._tell(Loaded(self._version, bucket.index))
+            self._channel.send(Loaded(self._version, bucket.index), self._deadline)
         message = self._receive("end of the refit")
         if message != End(self._version, len(self._plan.buckets)):
             raise RefitError(f"{_name(message)} came where the end was due", rank=self._rank)
@@ -266,19 +310,11 @@ class InboundStream:
     def finish(self) -> None:
         """Say that all is loaded here, and wait until it is everywhere."""
         spent = (self._watch.of("load"), self._watch.of("verify"))
-        self._tell(Done(self._version, *spent))
+        self._channel.send(Done(self._version, *spent), self._deadline)
         with self._watch.phase("resume"):
             message = self._receive("word that all receivers have loaded")
         if message != AllLoaded(self._version):
             raise RefitError(f"unexpected {_name(message)}", rank=self._rank)
-
-    def _tell(self, message: Message) -> None:
-        try:
-            self._channel.send(message, self._deadline)
-        except ChannelClosed:
-            # The sender may have said why before it went.
-            while True:
-                self._receive("word of the sender")
 
     def _receive(self, waited_for: str) -> Message:
         message = self._channel.receive(self._deadline, waited_for)
@@ -298,7 +334,7 @@ class InboundStream:
                     bucket.index,
                     bucket.nbytes,
                 ) and slot == index % self._num_buffers:
-                    data = self._side.fetch(index, nbytes, self._deadline)
+                    data = self._fetch(bucket)
                 case _:
                     told = f"{_name(message)} came where {bucket.nbytes} bytes were due"
                     raise VerificationError(told, **where, tensor=label)
@@ -309,6 +345,17 @@ class InboundStream:
                 told = f"its digest is {digest:016x}, the sender's is {message.digest:016x}"
                 raise VerificationError(told, **where, tensor=label)
         return data
+
+    def _fetch(self, bucket: Bucket) -> torch.Tensor:
+        try:
+            return self._side.fetch(bucket.index, bucket.nbytes, self._deadline)
+        except Exception as error:
+            # Where the sender has failed and taken its memory along, it has said so before.
+            while self._channel.has_input():
+                self._receive("word of the sender")
+            told = f"the bucket cannot be read: {error!r}"
+            label = self._plan.label(bucket)
+            raise RefitError(told, rank=self._rank, bucket=bucket.index, tensor=label) from error
 
     def _load(self, bucket: Bucket, data: torch.Tensor, load: Load) -> None:
         with self._watch.phase("load"):

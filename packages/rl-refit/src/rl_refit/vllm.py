@@ -114,7 +114,7 @@ class RefitWeightTransferEngine(WeightTransferEngine[RefitInitInfo, RefitUpdateI
         try:
             self.report = receiver.receive(update_info.version, self._load).as_metrics()
         except BaseException:
-            _forget_partial_layers(self.model)
+            self._forget_partial_layers()
             raise
 
     def finish_weight_update(self) -> None:
@@ -141,6 +141,19 @@ class RefitWeightTransferEngine(WeightTransferEngine[RefitInitInfo, RefitUpdateI
         self.model.load_weights(iter(tensors))
         _own_what_is_kept(self.model, tensors)
 
+    def _forget_partial_layers(self) -> None:
+        """Drop what a failed refit has left in layers that are not complete.
+
+        vLLM does not start a layer afresh that is being loaded, so that the next refit would take
+        the old tensors for half of its own.
+        """
+        for layer in self.model.modules():
+            info = get_layerwise_info(layer)
+            if info.can_load():
+                info.loaded_weights.clear()
+                info.load_numel = 0
+        self._reloading = False
+
 
 def _own_what_is_kept(model: torch.nn.Module, tensors: list[tuple[str, torch.Tensor]]) -> None:
     """Copy what the loader keeps until a layer is complete, as the buffer will be filled again.
@@ -155,19 +168,6 @@ def _own_what_is_kept(model: torch.nn.Module, tensors: list[tuple[str, torch.Ten
                 is_tensor = isinstance(value, torch.Tensor) and value.device.type != "meta"
                 if is_tensor and value.untyped_storage().data_ptr() in lent:
                     call.arguments[name] = value.clone()
-
-
-def _forget_partial_layers(model: torch.nn.Module) -> None:
-    """Drop what a failed refit has left in layers that are not complete.
-
-    vLLM does not start a layer afresh that is being loaded, so that the next refit would take the
-    old tensors for half of its own.
-    """
-    for layer in model.modules():
-        info = get_layerwise_info(layer)
-        if info.can_load():
-            info.loaded_weights.clear()
-            info.load_numel = 0
 
 
 def register() -> None:

@@ -1,19 +1,27 @@
 """Anonymous shared memory: it has no name, so nothing is left when its last user is gone."""
 
-# torch and mmap are annotated only in part.
+# torch is annotated only in part.
 # pyright: reportUnknownMemberType=false
 
 from __future__ import annotations
 
+import ctypes
 import fcntl
 import mmap
 import os
-import warnings
+import weakref
 
 import torch
 
 # From linux/fcntl.h (5.1): existing mappings may write, new ones may not.
 _F_SEAL_FUTURE_WRITE = 0x0010
+
+# Python's own mmap keeps a copy of the descriptor for every mapping, and there are only so many.
+_libc = ctypes.CDLL(None, use_errno=True)
+_libc.mmap.restype = ctypes.c_void_p
+_libc.mmap.argtypes = [ctypes.c_void_p, ctypes.c_size_t, *[ctypes.c_int] * 3, ctypes.c_long]
+_libc.munmap.argtypes = [ctypes.c_void_p, ctypes.c_size_t]
+_FAILED = ctypes.c_void_p(-1).value
 
 
 def create_memory(num_bytes: int) -> tuple[int, torch.Tensor]:
@@ -23,14 +31,14 @@ def create_memory(num_bytes: int) -> tuple[int, torch.Tensor]:
     """
     descriptor = os.memfd_create("rl-refit", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
     try:
-        os.ftruncate(descriptor, max(num_bytes, 1))
-        mapped = mmap.mmap(descriptor, max(num_bytes, 1))
+        os.ftruncate(descriptor, num_bytes)
+        memory = _map(descriptor, num_bytes, 0, mmap.PROT_READ | mmap.PROT_WRITE)
         seals = fcntl.F_SEAL_GROW | fcntl.F_SEAL_SHRINK | _F_SEAL_FUTURE_WRITE | fcntl.F_SEAL_SEAL
         fcntl.fcntl(descriptor, fcntl.F_ADD_SEALS, seals)
     except BaseException:
         os.close(descriptor)
         raise
-    return descriptor, torch.frombuffer(mapped, dtype=torch.uint8)[:num_bytes]
+    return descriptor, memory
 
 
 def open_memory(descriptor: int, num_bytes: int, *, offset: int = 0) -> torch.Tensor:
@@ -41,12 +49,20 @@ def open_memory(descriptor: int, num_bytes: int, *, offset: int = 0) -> torch.Te
     Raises:
         ValueError: The memory is smaller.
     """
-    if num_bytes == 0:
-        return torch.empty(0, dtype=torch.uint8)
     size = os.fstat(descriptor).st_size
     if size < offset + num_bytes:
         raise ValueError(f"the shared memory has {size} bytes, {offset + num_bytes} were announced")
-    mapped = mmap.mmap(descriptor, num_bytes, prot=mmap.PROT_READ, offset=offset)
-    with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", message=".*not writable.*")
-        return torch.frombuffer(mapped, dtype=torch.uint8)
+    return _map(descriptor, num_bytes, offset, mmap.PROT_READ)
+
+
+def _map(descriptor: int, num_bytes: int, offset: int, protection: int) -> torch.Tensor:
+    if num_bytes == 0:
+        return torch.empty(0, dtype=torch.uint8)
+    address = _libc.mmap(None, num_bytes, protection, mmap.MAP_SHARED, descriptor, offset)
+    if address == _FAILED:
+        number = ctypes.get_errno()
+        raise OSError(number, f"cannot map {num_bytes} bytes: {os.strerror(number)}")
+    buffer = (ctypes.c_ubyte * num_bytes).from_address(address)
+    # At the end of the process some tensors may still be there, and the kernel unmaps all.
+    weakref.finalize(buffer, _libc.munmap, address, num_bytes).atexit = False
+    return torch.frombuffer(buffer, dtype=torch.uint8)

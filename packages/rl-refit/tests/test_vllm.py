@@ -1,0 +1,30 @@
+"""The engine in a real vLLM, against plain transformers."""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+pytestmark = [pytest.mark.vllm, pytest.mark.slow]
+
+TRANSPORTS = ["shm", "golden", "collective"]
+SCRIPT = Path(__file__).with_name("vllm_refits.py")
+
+
+@pytest.mark.parametrize("transport", TRANSPORTS)
+def test_a_real_engine_follows_the_trainer(transport, tmp_path):
+    pytest.importorskip("vllm")
+    # A process of its own, as an engine does not give back all that it takes.
+    environment = {**os.environ, "VLLM_ENABLE_V1_MULTIPROCESSING": "0", "HF_HUB_OFFLINE": "1"}
+    done = subprocess.run(
+        [sys.executable, str(SCRIPT), transport, str(tmp_path / "model")],
+        env=environment,
+        capture_output=True,
+        text=True,
+        timeout=280,
+        check=False,
+    )
+    assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-6000:]
+    assert "all refits are as they should be" in done.stdout

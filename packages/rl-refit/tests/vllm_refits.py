@@ -1,0 +1,154 @@
+"""Refit a real vLLM engine and compare it with transformers; run by `test_vllm.py`.
+
+Usage: python vllm_refits.py TRANSPORT DIRECTORY
+"""
+
+# ruff: noqa: T201
+
+import sys
+import threading
+
+import pytest
+import torch
+import vllm
+from rl_refit import PoisonedError, RefitError, RefitSender, TensorSource
+from rl_refit.vllm import init_info, last_report, require_ready
+from transformers import LlamaConfig, LlamaForCausalLM
+
+SAME = 1e-4  # float32 on two implementations; 1e-6 is what is seen
+OTHER = 1e-2
+PROMPTS = [[1, 5, 9, 30], [7, 8], [99, 3, 2, 1, 40, 41]]
+
+
+def build_model(directory):
+    torch.manual_seed(0)
+    config = LlamaConfig(
+        vocab_size=130,  # vLLM pads it to 192, and keeps the embedding's tensor to the end
+        hidden_size=128,
+        intermediate_size=256,
+        num_hidden_layers=3,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        max_position_embeddings=128,
+    )
+    model = LlamaForCausalLM(config).eval()
+    model.save_pretrained(directory)
+    return model
+
+
+def worst_difference(llm, model):
+    """The largest |log-probability| difference over tokens that vLLM has sampled."""
+    params = vllm.SamplingParams(temperature=1.0, max_tokens=12, logprobs=0, seed=1)
+    prompts = [{"prompt_token_ids": prompt} for prompt in PROMPTS]
+    worst = 0.0
+    for prompt, request in zip(PROMPTS, llm.generate(prompts, params, use_tqdm=False), strict=True):
+        sampled = request.outputs[0]
+        tokens = torch.tensor([[*prompt, *sampled.token_ids]])
+        with torch.no_grad():
+            logprobs = model(tokens).logits.log_softmax(-1)
+        for index, (token, entry) in enumerate(
+            zip(sampled.token_ids, sampled.logprobs, strict=True)
+        ):
+            expected = logprobs[0, len(prompt) + index - 1, token].item()
+            worst = max(worst, abs(entry[token].logprob - expected))
+    return worst
+
+
+def change(model):
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter += 0.02 * torch.randn_like(parameter)
+
+
+def refit(llm, sender, version):
+    thread = threading.Thread(target=sender.send, args=(version,))
+    thread.start()
+    llm.start_weight_update()
+    llm.update_weights({"update_info": {"version": version}})
+    llm.finish_weight_update(str(version))
+    thread.join()
+
+
+def check_failure_and_resend(llm, sender, model, *, version, after):
+    """A refit that breaks off in the middle poisons the worker; a full one heals it."""
+    source = sender._source
+
+    class Breaking:
+        def __iter__(self):
+            for index, pair in enumerate(source):
+                if index == after:
+                    raise OSError("the trainer breaks off")
+                yield pair
+
+    sender._source = Breaking()
+    failed = []
+
+    def send():
+        try:
+            sender.send(version)
+        except OSError as error:
+            failed.append(error)
+
+    thread = threading.Thread(target=send)
+    thread.start()
+    llm.start_weight_update()
+    with pytest.raises(RefitError, match="breaks off"):
+        llm.update_weights({"update_info": {"version": version}})
+    thread.join()
+    assert failed
+    with pytest.raises(PoisonedError):
+        llm.collective_rpc(require_ready)
+    sender._source = source
+    change(model)
+    refit(llm, sender, version)
+    sender.commit(version)
+    assert llm.collective_rpc(require_ready) == [version]
+    assert worst_difference(llm, model) < SAME
+
+
+def main():
+    transport, directory = sys.argv[1:]
+    model = build_model(directory)
+    llm = vllm.LLM(
+        directory,
+        dtype="float32",
+        enforce_eager=True,
+        max_model_len=64,
+        max_num_seqs=4,
+        kv_cache_memory_bytes=16 << 20,
+        distributed_executor_backend="uni",
+        skip_tokenizer_init=True,
+        logprobs_mode="processed_logprobs",
+        weight_transfer_config={"backend": "rl_refit"},
+    )
+    assert worst_difference(llm, model) < SAME
+    source = TensorSource(model.named_parameters())
+    # A bucket holds one layer and not two, so that the buffers are filled again and again.
+    with RefitSender(source, transport, bucket_bytes=700_000, timeout_s=60) as sender:
+        print(sender.plan)
+        llm.init_weight_transfer_engine(init_info(sender.address))
+        for version in range(1, 4):
+            change(model)
+            before = worst_difference(llm, model)
+            assert before > OTHER, before
+            refit(llm, sender, version)
+            sender.commit(version)
+            assert llm.collective_rpc(require_ready) == [version]
+            after = worst_difference(llm, model)
+            print(version, before, after)
+            assert after < SAME, after
+        assert last_report(llm.llm_engine.model_executor.driver_worker)["refit_bytes"]
+        for version in range(4, 24):  # nothing changes any more, and nothing drifts
+            refit(llm, sender, version)
+            sender.commit(version)
+        assert worst_difference(llm, model) == after
+    # Buckets that cut layers and split tensors: a failure leaves parts of them in the loader.
+    with RefitSender(source, transport, bucket_bytes=50_000, timeout_s=60) as sender:
+        llm.init_weight_transfer_engine(init_info(sender.address))
+        for version, after in enumerate((2, 5, 13, 24), 1):
+            check_failure_and_resend(llm, sender, model, version=version, after=after)
+    print("all refits are as they should be")
+
+
+if __name__ == "__main__":
+    main()
