@@ -5,7 +5,7 @@ from __future__ import annotations
 import importlib.util
 import os
 import tempfile
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from importlib import import_module
@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 from transformers import AutoConfig
 
+from rl_policy.generation import worker_side
 from rl_policy.generation.engine_state import EngineState
 from rl_policy.generation.outputs import Completion, assemble_output
 from rl_policy.generation.sampling import request_arguments
@@ -91,6 +92,7 @@ class VllmEngine:
         self._first_receiver = engine_index * config.tensor_parallel_size
         self._state = EngineState()
         self._is_session_open = False
+        self._arrived: set[str] = set()
         vllm, platform = import_module("vllm"), import_module("vllm.platforms").current_platform
         self._make_parameters = vllm.SamplingParams
         self._can_sleep = config.is_colocated and platform.is_sleep_mode_available()
@@ -181,6 +183,10 @@ class VllmEngine:
         was_received = self._state.has_received
         self._state.begin_update(version)
         with self._losing_weights_on_error(version):
+            if self._arrived and not was_received:
+                # A transaction that was given up half-way.
+                self._llm.collective_rpc(import_module("rl_refit.vllm").abandon)
+            self._arrived.clear()
             if self._is_session_open and was_received:
                 # Weights that were never committed: vLLM starts anew only after it has finished.
                 self._llm.finish_weight_update()
@@ -201,14 +207,33 @@ class VllmEngine:
         self._state.receive()
         return reports
 
+    def init_collective(self, ip: str, port: int, world_size: int, *, timeout_s: float) -> None:
+        """Meet the trainer, which is rank 0, at an address of it."""
+        first_rank = 1 + self._first_receiver
+        arguments = (ip, port, world_size, first_rank, timeout_s)
+        self._llm.collective_rpc(worker_side.join_group, args=arguments)
+
+    def update_from_collective(self, info: Mapping[str, Any]) -> None:
+        """Receive and load every tensor of `info`, while the trainer broadcasts."""
+        self._load_by_name(worker_side.load_from_group, info, names=info, expected=info)
+
+    def update_from_handles(
+        self, handles: Mapping[str, Mapping[str, Any]], expected: Collection[str]
+    ) -> None:
+        """Load one group of tensors; all have arrived once each of `expected` has."""
+        names = {name for group in handles.values() for name in group}
+        self._load_by_name(worker_side.load_from_handles, handles, names=names, expected=expected)
+
     def commit_update(self, version: int) -> None:
         """Sample from the weights that arrived, from now on."""
         self._state.require_commit(version)
         with self._losing_weights_on_error(version):
             self._llm.finish_weight_update(weight_version=str(version))
             self._is_session_open = False
-            commit = import_module("rl_refit.vllm").commit
-            self._llm.collective_rpc(commit, args=(version,))
+            if not self._arrived:
+                commit = import_module("rl_refit.vllm").commit
+                self._llm.collective_rpc(commit, args=(version,))
+            self._arrived.clear()
             # What the cache holds was computed with other weights.
             self._llm.reset_prefix_cache()
         self._state.commit()
@@ -218,6 +243,22 @@ class VllmEngine:
         if self._llm is not None:
             self._llm.llm_engine.engine_core.shutdown()
             self._llm = None
+
+    def _load_by_name(
+        self,
+        load: Callable[..., None],
+        argument: Any,
+        *,
+        names: Collection[str],
+        expected: Collection[str],
+    ) -> None:
+        version = self._state.incoming
+        self._state.require_update("update_weights", version)
+        with self._losing_weights_on_error(version):
+            self._llm.collective_rpc(load, args=(argument,))
+        self._arrived.update(names)
+        if self._arrived.issuperset(expected):
+            self._state.receive()
 
     def _complete(
         self, prompts: list[list[int]], arguments: list[dict[str, Any]]
