@@ -81,7 +81,7 @@ def test_a_commit_needs_all_weights_of_its_own_version(state):
     with pytest.raises(EngineStateError, match=r"call begin_update\(5\) first"):
         state.require_commit(5)
     state.begin_update(5)
-    with pytest.raises(EngineStateError, match=r"commit_update\(5\): no weights have arrived"):
+    with pytest.raises(EngineStateError, match=r"commit_update\(5\): not all weights have arrived"):
         state.require_commit(5)
     state.receive()
     with pytest.raises(EngineStateError, match=r"does not belong to begin_update\(5\)"):

@@ -1,14 +1,17 @@
 """The section `generation` for vLLM: defaults, refusals, and what vLLM is told. No vLLM here."""
 
+import os
 import re
 
 import pytest
+from rl_interfaces import resolve_policy_config
 from rl_policy.generation.engine_config import (
     count_engines,
+    generation_of_policy,
     parse_engine_config,
     parse_sampling_config,
 )
-from rl_policy.generation.vllm_engine import engine_arguments
+from rl_policy.generation.vllm_arguments import engine_arguments, prepare_environment
 
 
 def engine(vllm_cfg=None, **changes):
@@ -135,3 +138,36 @@ def test_further_arguments_are_passed_on():
 def test_without_weight_transfer_vllm_is_told_nothing_of_it():
     assert arguments()["weight_transfer_config"] == {"backend": "rl_refit"}
     assert "weight_transfer_config" not in arguments(weight_transfer=False)
+
+
+@pytest.mark.parametrize(
+    ("local_rank", "size", "expected"), [("0", 1, "4"), ("2", 1, "6"), ("2", 2, "6,7")]
+)
+def test_an_engine_sees_its_own_gpus_and_not_the_ranks_of_its_group(
+    monkeypatch, local_rank, size, expected
+):
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "4,5,6,7")
+    monkeypatch.setenv("LOCAL_RANK", local_rank)
+    monkeypatch.setenv("MASTER_PORT", "1")
+    for name in ("VLLM_ENABLE_V1_MULTIPROCESSING", "VLLM_CPU_OMP_THREADS_BIND"):
+        monkeypatch.setenv(name, "theirs")
+    prepare_environment(size)
+    assert os.environ["CUDA_VISIBLE_DEVICES"] == expected
+    assert not {"LOCAL_RANK", "MASTER_PORT"} & set(os.environ)
+    assert os.environ["VLLM_CPU_OMP_THREADS_BIND"] == "theirs"
+
+
+def test_an_engine_takes_from_the_policy_what_it_is_not_told():
+    policy = {
+        "model_name": "m",
+        "precision": "float32",
+        "max_total_sequence_length": 40,
+        "generation": {"backend": "vllm", "vllm_cfg": {"max_model_len": 20}},
+    }
+    generation = generation_of_policy(resolve_policy_config(policy))
+    config = parse_engine_config(generation, seed=0)
+    assert (config.model_name, config.precision, config.max_model_len) == ("m", "float32", 20)
+    policy["generation"] = {"backend": "vllm", "model_name": "other"}
+    generation = generation_of_policy(resolve_policy_config(policy))
+    config = parse_engine_config(generation, seed=0)
+    assert (config.model_name, config.precision, config.max_model_len) == ("other", "float32", 40)

@@ -20,6 +20,7 @@ from vllm_oracles import (
     ascii_tokenizer,
     completion_of,
     completions_of,
+    descendants,
     expected_logprobs,
     generation_config,
     greedy_completion,
@@ -220,23 +221,6 @@ def test_an_engine_whose_weights_are_lost_does_not_sample_until_all_are_back(eng
         engines.begin_update(3)
     with pytest.raises(EngineStateError, match="the refit to version 3 failed"):
         engines.generate(prompts_of(tokenizer, TEXTS))
-
-
-def descendants(pid):
-    """Return the processes under `pid`, with their command lines."""
-    children = {}
-    for path in Path("/proc").glob("[0-9]*/stat"):
-        try:
-            parent = int(path.read_text().rsplit(")", 1)[1].split()[1])
-        except (FileNotFoundError, ProcessLookupError):
-            continue
-        children.setdefault(parent, []).append(int(path.parent.name))
-    found, queue = set(), [pid]
-    while queue:
-        below = children.get(queue.pop(), [])
-        found.update(below)
-        queue.extend(below)
-    return found
 
 
 def hosts():

@@ -1,6 +1,9 @@
 """New weights for real vLLM engines, from a sender in this process."""
 
+import socket
+
 import pytest
+import ray
 import torch
 from rl_policy import RayVirtualCluster
 from rl_policy.generation.engine_state import EngineStateError
@@ -17,6 +20,8 @@ from vllm_oracles import (
 )
 
 rl_refit = pytest.importorskip("rl_refit", reason="comes with the extra vllm")
+broadcast = pytest.importorskip("rl_refit.broadcast")
+handles = pytest.importorskip("rl_refit.handles")
 pytestmark = pytest.mark.vllm
 
 # Not a coincidence of rounding: with the wrong weights a log-probability is off by far more.
@@ -65,7 +70,11 @@ def change(model, seed):
 
 def make_sender(engines, source, transport="shm"):
     sender = rl_refit.RefitSender(
-        source, transport=transport, num_receivers=engines.num_receivers, timeout_s=60.0
+        source,
+        transport=transport,
+        num_receivers=engines.num_receivers,
+        timeout_s=60.0,
+        bucket_bytes=32 << 10,
     )
     engines.init_transfer(sender.address)
     return sender
@@ -90,7 +99,7 @@ def mismatch(engines, model, tokenizer):
 
 
 class Faulty:
-    """A source whose pass breaks after the first tensors."""
+    """A source whose pass breaks when a layer is complete and another is not."""
 
     def __init__(self, source):
         self._source = source
@@ -100,7 +109,7 @@ class Faulty:
 
     def __iter__(self):
         for count, pair in enumerate(self._source):
-            if count == 3:
+            if count == 14:
                 raise RuntimeError("the trainer broke")
             yield pair
 
@@ -151,7 +160,7 @@ def test_nothing_is_sampled_until_the_weights_are_committed(
         engines.begin_update(next_version)
         with pytest.raises(EngineStateError, match="are on their way"):
             engines.generate(prompts)
-        with pytest.raises(EngineStateError, match="no weights have arrived"):
+        with pytest.raises(EngineStateError, match="not all weights have arrived"):
             engines.commit_update(next_version)
         call = engines.update(next_version)
         sender.send(next_version)
@@ -184,6 +193,68 @@ def test_after_a_failed_refit_nothing_is_sampled_until_a_full_one(
     error, versions = mismatch(engines, model, tokenizer)
     assert error < TOLERANCE
     assert versions == {next_version}
+
+
+def info_of(model):
+    return {name: (tuple(t.shape), t.dtype) for name, t in model.state_dict().items()}
+
+
+def test_weights_arrive_by_handles_group_by_group(engines, model, tokenizer, next_version):
+    change(model, seed=10)
+    assert mismatch(engines, model, tokenizer)[0] > WRONG
+    state = model.state_dict()
+    names = list(state)
+    engines.prepare_refit_info(info_of(model))
+    with handles.HandleOwner() as owner:
+
+        def hand_over(group):
+            exported = owner.export({name: state[name] for name in group})
+            assert engines.update_weights({"this machine": exported})
+
+        engines.begin_update(next_version)
+        hand_over(names[:7])
+        with pytest.raises(EngineStateError, match="not all weights have arrived"):
+            engines.commit_update(next_version)
+        # Given up half-way, and begun anew.
+        engines.begin_update(next_version)
+        hand_over(names[:5])
+        hand_over(names[5:])
+        engines.commit_update(next_version)
+    error, versions = mismatch(engines, model, tokenizer)
+    assert error < TOLERANCE
+    assert versions == {next_version}
+
+
+def test_weights_arrive_over_a_group_of_the_drivers(engines, model, tokenizer, next_version):
+    change(model, seed=11)
+    engines.prepare_refit_info(info_of(model))
+    world_size = engines.num_receivers + 1
+    with pytest.raises(ValueError, match="world_size=2 does not fit 2 receivers"):
+        engines.init_collective("127.0.0.1", 1, 2)
+    port = free_port()
+    joining = engines.init_collective("127.0.0.1", port, world_size)
+    group = broadcast.BroadcastGroup(
+        "127.0.0.1", port, rank=0, world_size=world_size, timeout_s=60.0
+    )
+    with group:
+        ray.get(joining)
+        for version in (next_version, next_version + 1):
+            change(model, seed=20 + version)
+            assert mismatch(engines, model, tokenizer)[0] > WRONG
+            engines.begin_update(version)
+            receiving = engines.update_weights_from_collective()
+            group.send(model.state_dict().items())
+            ray.get(receiving)
+            engines.commit_update(version)
+            error, versions = mismatch(engines, model, tokenizer)
+            assert error < TOLERANCE
+            assert versions == {version}
+
+
+def free_port():
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return probe.getsockname()[1]
 
 
 def test_an_old_version_is_refused_and_the_engines_go_on(engines, tokenizer):

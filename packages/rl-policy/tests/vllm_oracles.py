@@ -1,5 +1,7 @@
 """A small model, prompts for it, and what plain transformers says of a sample."""
 
+from pathlib import Path
+
 import torch
 from rl_batched_data import BatchedDataDict
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
@@ -118,3 +120,20 @@ def greedy_completion(model, prompt, *, num_tokens, stops):
         if ids[-1] in stops:
             break
     return ids[len(prompt) :]
+
+
+def descendants(pid):
+    """Return the processes under `pid`, with their command lines."""
+    children = {}
+    for path in Path("/proc").glob("[0-9]*/stat"):
+        try:
+            parent = int(path.read_text().rsplit(")", 1)[1].split()[1])
+        except (FileNotFoundError, ProcessLookupError):
+            continue
+        children.setdefault(parent, []).append(int(path.parent.name))
+    found, queue = set(), [pid]
+    while queue:
+        below = children.get(queue.pop(), [])
+        found.update(below)
+        queue.extend(below)
+    return found

@@ -22,6 +22,7 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 import torch
+from vllm.config import set_current_vllm_config
 from vllm.distributed.weight_transfer import WeightTransferEngineFactory
 from vllm.distributed.weight_transfer.base import (
     WeightTransferEngine,
@@ -210,6 +211,21 @@ def commit(worker: Any, version: int) -> int:
     receiver = _receiver_of(worker)
     receiver.commit(version)
     return receiver.require_ready()
+
+
+def load(worker: Any, tensors: list[tuple[str, torch.Tensor]]) -> None:
+    """Load tensors that came another way, between `start_` and `finish_weight_update`."""
+    with set_current_vllm_config(worker.vllm_config):
+        try:
+            worker.weight_transfer_engine._load(tensors)
+        except BaseException:
+            abandon(worker)
+            raise
+
+
+def abandon(worker: Any) -> None:
+    """Forget tensors of layers that are not complete, before all are sent again."""
+    worker.weight_transfer_engine._forget_partial_layers()
 
 
 def last_report(worker: Any) -> dict[str, float] | None:

@@ -149,6 +149,25 @@ class EngineConfig:
     """Further arguments of vLLM's `LLM`."""
 
 
+def generation_of_policy(policy: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the section `generation` of a policy, with the policy's own values where it is silent.
+
+    The engine then has the policy's model, precision and longest row.
+
+    Args:
+        policy: A resolved `PolicyConfig` that has the section.
+    """
+    generation = policy["generation"]
+    inherited = {
+        "precision": policy["precision"],
+        "max_model_len": policy.get("max_total_sequence_length"),
+        "trust_remote_code": policy["trust_remote_code"],
+    }
+    given: dict[str, Any] = generation.get("vllm_cfg") or {}
+    section = inherited | {key: value for key, value in given.items() if value is not None}
+    return {"model_name": policy["model_name"], **generation, "vllm_cfg": section}
+
+
 def parse_engine_config(
     config: Mapping[str, Any], *, seed: int, path: str = "generation"
 ) -> EngineConfig:

@@ -45,7 +45,7 @@ class EngineState:
         self.has_received = False
         self._awake: set[str] = set(TAGS)
         self._why_lost = ""
-        self._incoming = INITIAL_VERSION
+        self.incoming = INITIAL_VERSION
 
     def require_generate(self) -> None:
         """Raise `EngineStateError` unless the engine may sample."""
@@ -57,7 +57,7 @@ class EngineState:
             )
         if self.weights is WeightState.UPDATING:
             raise EngineStateError(
-                f"generate is not allowed while weights of version {self._incoming} are on their "
+                f"generate is not allowed while weights of version {self.incoming} are on their "
                 "way: call commit_update() when all have arrived"
             )
         if self.weights is WeightState.LOST:
@@ -70,8 +70,7 @@ class EngineState:
         """Record that memory was given away; on level 2 the weights are gone for good."""
         if self.weights is WeightState.UPDATING:
             raise EngineStateError(
-                f"the engine cannot sleep while weights of version {self._incoming} are on their "
-                "way"
+                f"the engine cannot sleep while weights of version {self.incoming} are on their way"
             )
         self._awake.clear()
         if level == 2:
@@ -114,7 +113,7 @@ class EngineState:
             )
         self.weights = WeightState.UPDATING
         self.has_received = False
-        self._incoming = version
+        self.incoming = version
 
     def require_update(self, call: str, version: int) -> None:
         """Raise `EngineStateError` unless weights of `version` are on their way."""
@@ -123,9 +122,9 @@ class EngineState:
                 f"{call}({version}) is not allowed while the weights are {self.weights.value}: "
                 f"call begin_update({version}) first"
             )
-        if version != self._incoming:
+        if version != self.incoming:
             raise EngineStateError(
-                f"{call}({version}) does not belong to begin_update({self._incoming})"
+                f"{call}({version}) does not belong to begin_update({self.incoming})"
             )
 
     def receive(self) -> None:
@@ -136,11 +135,11 @@ class EngineState:
         """Raise `EngineStateError` unless weights of `version` have arrived in full."""
         self.require_update("commit_update", version)
         if not self.has_received:
-            raise EngineStateError(f"commit_update({version}): no weights have arrived")
+            raise EngineStateError(f"commit_update({version}): not all weights have arrived")
 
     def commit(self) -> None:
         """Record that the weights that arrived are the engine's own."""
-        self.version = self._incoming
+        self.version = self.incoming
         self.weights = WeightState.COMMITTED
         self.has_received = False
 

@@ -7,11 +7,45 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
+from rl_batched_data.batch_checks import check_scoring_batch
 
 if TYPE_CHECKING:
+    from rl_batched_data import BatchedDataDict
+
     from rl_policy.generation.engine_config import SamplingConfig
 
 _SEED_BYTES = 7  # of 8, so that the sign of an int64 is never touched
+
+
+def check_prompts(
+    data: BatchedDataDict[Any], *, pad_token_id: int | None, max_length: int, vocab_size: int
+) -> None:
+    """Raise unless an engine can continue every row of `data`, before anything is sent.
+
+    Args:
+        data: See `GenerationDatumSpec`.
+        pad_token_id: The tokenizer's padding token, by which left padding is told.
+        max_length: Most tokens per row, prompt and completion.
+        vocab_size: Tokens that the model has.
+
+    Raises:
+        ValueError: Names the key, the row and the numbers.
+    """
+    check_scoring_batch(data, pad_token_id=pad_token_id)
+    lengths = data["input_lengths"]
+    if not len(lengths):
+        raise ValueError("'input_ids' has no rows")
+    row = int(lengths.argmax())
+    if lengths[row] >= max_length:
+        raise ValueError(
+            f"'input_lengths'[{row}]={int(lengths[row])} leaves no room for a token in "
+            f"{max_length} tokens (generation.vllm_cfg.max_model_len, or the model's own)"
+        )
+    highest = int(data["input_ids"].max())
+    if highest >= vocab_size:
+        raise ValueError(
+            f"'input_ids' holds the token {highest}: the model has {vocab_size} tokens"
+        )
 
 
 def row_seeds(num_rows: int, *, seed: int, weight_version: int, call: int) -> torch.Tensor:

@@ -5,11 +5,10 @@ from __future__ import annotations
 import sys
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Any, NoReturn
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 from rl_batched_data import BatchedDataDict
-from rl_batched_data.batch_checks import check_scoring_batch
 from rl_interfaces import GenerationInterface
 from transformers import AutoTokenizer
 
@@ -20,7 +19,7 @@ from rl_policy.generation.engine_config import (
     parse_sampling_config,
 )
 from rl_policy.generation.engine_state import INITIAL_VERSION
-from rl_policy.generation.sampling import row_seeds
+from rl_policy.generation.sampling import check_prompts, row_seeds
 from rl_policy.generation.vllm_engine import EngineFacts, require_vllm, start_on_rank
 from rl_policy.named_sharding import NamedSharding
 from rl_policy.policy_inputs import bundles_per_node
@@ -98,6 +97,7 @@ class VllmGeneration(GenerationInterface):
         self._seed = seed
         self._version = INITIAL_VERSION
         self._calls_since_version = 0
+        self._refit_info: dict[str, Any] = {}
         per_node = bundles_per_node(cluster, workers_per_node)
         sharding = _engine_grid(cluster, per_node, engine.tensor_parallel_size)
         self._group = RayWorkerGroup(
@@ -143,7 +143,12 @@ class VllmGeneration(GenerationInterface):
             ValueError: A prompt leaves no room for a token, or holds one that the model lacks.
             EngineStateError: An engine sleeps, or its weights are not whole.
         """
-        self._check_prompts(data)
+        check_prompts(
+            data,
+            pad_token_id=_token_id(self._tokenizer, "pad"),
+            max_length=min(facts.max_model_len for facts in self.facts),
+            vocab_size=min(facts.vocab_size for facts in self.facts),
+        )
         num_rows = data["input_ids"].shape[0]
         seeds = row_seeds(
             num_rows,
@@ -237,20 +242,45 @@ class VllmGeneration(GenerationInterface):
         results = self._engines.wait(call, timeout_s=self._timeout_s + _MARGIN_S)
         return [report for reports in self._of_engines(results) for report in reports]
 
-    def init_collective(self, ip: str, port: int, world_size: int) -> list[Any]:
-        """Not in this version: see `init_transfer`."""
-        _refuse("init_collective", "init_transfer")
-
     def prepare_refit_info(self, info: dict[str, Any]) -> None:
-        """Do nothing: the sender tells the engines what it is going to send."""
+        """Learn `{name: (shape, wire dtype)}` of what the calls below are going to load."""
+        self._refit_info = dict(info)
 
-    def update_weights(self, handles: dict[str, Any]) -> bool:
-        """Not in this version: see `update`."""
-        _refuse("update_weights", "update")
+    def init_collective(self, ip: str, port: int, world_size: int) -> list[Any]:
+        """Join a trainer's group, whose rank 0 waits at an address; `update` needs none.
+
+        Args:
+            ip: The trainer's address.
+            port: A port there.
+            world_size: `num_receivers` and the trainer.
+
+        Returns:
+            Futures that are not waited for, as the trainer has to join meanwhile.
+        """
+        if world_size != self.num_receivers + 1:
+            raise ValueError(
+                f"world_size={world_size} does not fit {self.num_receivers} receivers and a trainer"
+            )
+        return self._engines.submit_all(
+            "init_collective", ip, port, world_size, timeout_s=self._timeout_s
+        ).refs
 
     def update_weights_from_collective(self) -> list[Any]:
-        """Not in this version: see `update`."""
-        _refuse("update_weights_from_collective", "update")
+        """Receive over the group of `init_collective` what `prepare_refit_info` has announced.
+
+        Returns:
+            Futures that are not waited for, as the trainer has to broadcast meanwhile.
+        """
+        return self._engines.submit_all("update_from_collective", self._known_info()).refs
+
+    def update_weights(self, handles: dict[str, Any]) -> bool:
+        """Load one group of the tensors that `prepare_refit_info` has announced; True when done.
+
+        Args:
+            handles: `{device id: {name: handle}}`, handles of `rl_refit.handles`.
+        """
+        self._on_engines("update_from_handles", handles, list(self._known_info()))
+        return True
 
     # The end
 
@@ -266,6 +296,11 @@ class VllmGeneration(GenerationInterface):
         if not sys.is_finalizing():
             self.shutdown()
 
+    def _known_info(self) -> dict[str, Any]:
+        if not self._refit_info:
+            raise RuntimeError("prepare_refit_info was not called: nobody knows what is to come")
+        return self._refit_info
+
     @property
     def _engines(self) -> RayWorkerGroup:
         assert self._group is not None
@@ -279,25 +314,6 @@ class VllmGeneration(GenerationInterface):
     def _of_engines(self, results: Sequence[Any]) -> list[Any]:
         """Return the results of the ranks that have an engine, each the first of its group."""
         return list(results[:: self.num_receivers // self.num_engines])
-
-    def _check_prompts(self, data: BatchedDataDict[Any]) -> None:
-        check_scoring_batch(data, pad_token_id=_token_id(self._tokenizer, "pad"))
-        input_ids, lengths = data["input_ids"], data["input_lengths"]
-        if not len(lengths):
-            raise ValueError("'input_ids' has no rows")
-        limit = min(facts.max_model_len for facts in self.facts)
-        row = int(lengths.argmax())
-        if lengths[row] >= limit:
-            raise ValueError(
-                f"'input_lengths'[{row}]={int(lengths[row])} leaves no room for a token in "
-                f"{limit} tokens (generation.vllm_cfg.max_model_len, or the model's own)"
-            )
-        vocab_size = min(facts.vocab_size for facts in self.facts)
-        highest = int(input_ids.max())
-        if highest >= vocab_size:
-            raise ValueError(
-                f"'input_ids' holds the token {highest}: the model has {vocab_size} tokens"
-            )
 
 
 def _engine_grid(
@@ -314,7 +330,3 @@ def _engine_grid(
 
 def _token_id(tokenizer: PreTrainedTokenizerBase, name: str) -> int | None:
     return getattr(tokenizer, f"{name}_token_id")
-
-
-def _refuse(method: str, instead: str) -> NoReturn:
-    raise NotImplementedError(f"{method}: this version moves weights by {instead} alone")

@@ -5,40 +5,25 @@ from __future__ import annotations
 import importlib.util
 import os
 import tempfile
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
+from transformers import AutoConfig
+
+from rl_policy.generation import worker_side
 from rl_policy.generation.engine_state import EngineState
 from rl_policy.generation.outputs import Completion, assemble_output
 from rl_policy.generation.sampling import request_arguments
+from rl_policy.generation.vllm_arguments import engine_arguments, prepare_environment
 
 if TYPE_CHECKING:
     from rl_batched_data import BatchedDataDict
     from transformers import PreTrainedTokenizerBase
 
     from rl_policy.generation.engine_config import EngineConfig, SamplingConfig
-
-# vLLM would take its part of the whole machine, which other processes need as well.
-_CPU_CACHE_BYTES = 1 << 30
-# What torchrun's environment says of the worker group would mislead vLLM, which has groups of its
-# own.
-_FOREIGN_VARIABLES = (
-    "RANK",
-    "WORLD_SIZE",
-    "LOCAL_RANK",
-    "LOCAL_WORLD_SIZE",
-    "MASTER_ADDR",
-    "MASTER_PORT",
-)
-_ENVIRONMENT = {
-    # The engine's core in this process: one process fewer, and a schedule that repeats.
-    "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
-    # Engines and trainers share the cores; binding would put them on the same ones.
-    "VLLM_CPU_OMP_THREADS_BIND": "nobind",
-}
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -102,25 +87,23 @@ class VllmEngine:
         engine_index: int = 0,
     ) -> None:
         require_vllm()
-        _prepare_environment(config.tensor_parallel_size)
+        prepare_environment(config.tensor_parallel_size)
         self._config = config
         self._first_receiver = engine_index * config.tensor_parallel_size
         self._state = EngineState()
         self._is_session_open = False
-        self._files = tempfile.TemporaryDirectory(prefix="rl-policy-vllm-")
-        tokenizer.save_pretrained(self._files.name)
-
+        self._arrived: set[str] = set()
         vllm, platform = import_module("vllm"), import_module("vllm.platforms").current_platform
         self._make_parameters = vllm.SamplingParams
         self._can_sleep = config.is_colocated and platform.is_sleep_mode_available()
-        self._llm: Any = vllm.LLM(
-            **engine_arguments(
+        with _saved_tokenizer(tokenizer, config) as directory:
+            arguments = engine_arguments(
                 config,
-                tokenizer=self._files.name,
+                tokenizer=directory,
                 enable_sleep_mode=self._can_sleep,
                 is_cpu=platform.is_cpu(),
             )
-        )
+            self._llm: Any = vllm.LLM(**arguments)
 
     def describe(self) -> EngineFacts:
         """Return what is known of the engine."""
@@ -200,6 +183,10 @@ class VllmEngine:
         was_received = self._state.has_received
         self._state.begin_update(version)
         with self._losing_weights_on_error(version):
+            if self._arrived and not was_received:
+                # A transaction that was given up half-way.
+                self._llm.collective_rpc(import_module("rl_refit.vllm").abandon)
+            self._arrived.clear()
             if self._is_session_open and was_received:
                 # Weights that were never committed: vLLM starts anew only after it has finished.
                 self._llm.finish_weight_update()
@@ -220,24 +207,58 @@ class VllmEngine:
         self._state.receive()
         return reports
 
+    def init_collective(self, ip: str, port: int, world_size: int, *, timeout_s: float) -> None:
+        """Meet the trainer, which is rank 0, at an address of it."""
+        first_rank = 1 + self._first_receiver
+        arguments = (ip, port, world_size, first_rank, timeout_s)
+        self._llm.collective_rpc(worker_side.join_group, args=arguments)
+
+    def update_from_collective(self, info: Mapping[str, Any]) -> None:
+        """Receive and load every tensor of `info`, while the trainer broadcasts."""
+        self._load_by_name(worker_side.load_from_group, info, names=info, expected=info)
+
+    def update_from_handles(
+        self, handles: Mapping[str, Mapping[str, Any]], expected: Collection[str]
+    ) -> None:
+        """Load one group of tensors; all have arrived once each of `expected` has."""
+        names = {name for group in handles.values() for name in group}
+        self._load_by_name(worker_side.load_from_handles, handles, names=names, expected=expected)
+
     def commit_update(self, version: int) -> None:
         """Sample from the weights that arrived, from now on."""
         self._state.require_commit(version)
         with self._losing_weights_on_error(version):
             self._llm.finish_weight_update(weight_version=str(version))
             self._is_session_open = False
-            commit = import_module("rl_refit.vllm").commit
-            self._llm.collective_rpc(commit, args=(version,))
+            if not self._arrived:
+                commit = import_module("rl_refit.vllm").commit
+                self._llm.collective_rpc(commit, args=(version,))
+            self._arrived.clear()
             # What the cache holds was computed with other weights.
             self._llm.reset_prefix_cache()
         self._state.commit()
 
     def shutdown(self) -> None:
-        """End vLLM's own processes and remove what was written. Calling it twice is fine."""
+        """End vLLM's own processes. Calling it twice is fine."""
         if self._llm is not None:
             self._llm.llm_engine.engine_core.shutdown()
             self._llm = None
-        self._files.cleanup()
+
+    def _load_by_name(
+        self,
+        load: Callable[..., None],
+        argument: Any,
+        *,
+        names: Collection[str],
+        expected: Collection[str],
+    ) -> None:
+        version = self._state.incoming
+        self._state.require_update("update_weights", version)
+        with self._losing_weights_on_error(version):
+            self._llm.collective_rpc(load, args=(argument,))
+        self._arrived.update(names)
+        if self._arrived.issuperset(expected):
+            self._state.receive()
 
     def _complete(
         self, prompts: list[list[int]], arguments: list[dict[str, Any]]
@@ -266,55 +287,16 @@ class VllmEngine:
             raise
 
 
-def engine_arguments(
-    config: EngineConfig, *, tokenizer: str, enable_sleep_mode: bool, is_cpu: bool
-) -> dict[str, Any]:
-    """Return the arguments of vLLM's `LLM`.
-
-    Args:
-        config: How the engine runs.
-        tokenizer: The tokenizer's directory.
-        enable_sleep_mode: Whether its memory can be given away.
-        is_cpu: Whether the device is the CPU.
-    """
-    cache_bytes = config.kv_cache_memory_bytes
-    if cache_bytes is None and is_cpu:
-        cache_bytes = _CPU_CACHE_BYTES
-    arguments: dict[str, Any] = {
-        "model": config.model_name,
-        "tokenizer": tokenizer,
-        "dtype": config.precision,
-        "seed": config.seed,
-        "tensor_parallel_size": config.tensor_parallel_size,
-        "distributed_executor_backend": "mp" if config.tensor_parallel_size > 1 else "uni",
-        "gpu_memory_utilization": config.gpu_memory_utilization,
-        "max_model_len": config.max_model_len,
-        "max_num_seqs": config.max_num_seqs,
-        "kv_cache_memory_bytes": cache_bytes,
-        "enforce_eager": config.enforce_eager,
-        "load_format": config.load_format,
-        "trust_remote_code": config.trust_remote_code,
-        "enable_sleep_mode": enable_sleep_mode,
-        # Those of the distribution that was sampled from; vLLM's default ignores the temperature.
-        "logprobs_mode": "processed_logprobs",
-        # Sampling is the config's alone, whatever the model recommends.
-        "generation_config": "vllm",
-    }
-    if config.weight_transfer:
-        arguments["weight_transfer_config"] = {"backend": "rl_refit"}
-    return arguments | config.engine_kwargs
-
-
-def _prepare_environment(tensor_parallel_size: int) -> None:
-    visible = [gpu for gpu in os.environ.get("CUDA_VISIBLE_DEVICES", "").split(",") if gpu]
-    if visible:
-        first = int(os.environ.get("LOCAL_RANK", "0"))
-        own = visible[first : first + tensor_parallel_size]
-        os.environ["CUDA_VISIBLE_DEVICES"] = ",".join(own)
-    for name in _FOREIGN_VARIABLES:
-        os.environ.pop(name, None)
-    for name, value in _ENVIRONMENT.items():
-        os.environ.setdefault(name, value)
+@contextmanager
+def _saved_tokenizer(tokenizer: PreTrainedTokenizerBase, config: EngineConfig) -> Iterator[str]:
+    """Yield a directory with the tokenizer, and with the model's config, which vLLM looks for."""
+    model = AutoConfig.from_pretrained(
+        config.model_name, trust_remote_code=config.trust_remote_code
+    )
+    with tempfile.TemporaryDirectory(prefix="rl-policy-vllm-") as directory:
+        tokenizer.save_pretrained(directory)
+        model.save_pretrained(directory)
+        yield directory
 
 
 def _do_nothing(*args: Any, **kwargs: Any) -> None:
