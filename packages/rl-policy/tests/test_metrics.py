@@ -50,6 +50,16 @@ def test_an_object_per_step_and_the_same_as_events(tmp_path):
     assert scalars(tmp_path / "tensorboard", "clip_fraction") == {1: 0.75}
 
 
+def test_what_engines_add_stands_beside_the_rest(tmp_path):
+    engines = {"refit_s": 1.5, "refit_bytes": 8, "weight_version": 3, "mismatch_kl": 0.25}
+    with MetricsLog(*paths(tmp_path)) as log:
+        log.write(GrpoMetrics(step=4, loss=0.5, engines=engines))
+    (row,) = read_metrics(tmp_path / "metrics.jsonl")
+    assert list(row) == [*KEYS, "refit_bytes", "weight_version", "mismatch_kl"]
+    assert {name: row[name] for name in engines} == engines
+    assert scalars(tmp_path / "tensorboard", "mismatch_kl") == {4: 0.25}
+
+
 def test_a_line_is_on_disk_as_soon_as_it_is_written(tmp_path):
     with MetricsLog(*paths(tmp_path)) as log:
         log.write(SftMetrics(step=0))

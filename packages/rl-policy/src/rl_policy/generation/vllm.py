@@ -111,6 +111,17 @@ class VllmGeneration(GenerationInterface):
         )
         self.facts: list[EngineFacts] = self._on_engines("describe")
 
+    @staticmethod
+    def validate_config(config: Mapping[str, Any]) -> None:
+        """Raise what the constructor would raise for `config`, before anything starts.
+
+        Raises:
+            ValueError: A key is unknown, or a value out of range; names key and value.
+            ImportError: vLLM is not installed.
+        """
+        parse_engine_config(config, seed=0, path="policy.generation")
+        require_vllm()
+
     @property
     def weight_version(self) -> int:
         """The version that samples carry: -1 before the first refit, see `commit_update`."""

@@ -15,6 +15,7 @@ from rl_policy import backends
 from rl_policy.config import RunConfig
 from rl_policy.recipes.arithmetic import arithmetic_problems
 from rl_policy.recipes.batches import ProblemEncoder
+from rl_policy.recipes.engines import check_engines
 from rl_policy.recipes.problems import Problem, ProblemSets, divide_problems, read_problems
 from rl_policy.recipes.rewards import ExactMatch
 from rl_policy.recipes.tiny_model import build_tokenizer, tiny_model_config
@@ -50,6 +51,7 @@ def prepare_inputs(config: RunConfig) -> RunInputs:
     problems = _load_problems(config)
     _check_lengths(config, problems, encoder=encoder)
     _check_backend(config)
+    check_engines(config)
     return RunInputs(
         config=config, tokenizer=tokenizer, encoder=encoder, problems=problems, reward=reward
     )

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager
 from typing import Any, Protocol
 
@@ -14,6 +14,7 @@ from rl_policy.config import RunConfig
 from rl_policy.generation.backends import load_engine
 from rl_policy.generation.vllm import VllmGeneration
 from rl_policy.policy import Policy
+from rl_policy.recipes.engines import engine_section, keeps_weights
 from rl_policy.recipes.session import Session
 from rl_policy.refit import WeightLink
 
@@ -147,26 +148,10 @@ def open_sampler(session: Session, policy: Policy, *, model: str) -> Iterator[Sa
                 engines,
                 link,
                 is_colocated=config.is_colocated,
-                keeps_weights=_sleep_level(config) == 1,
+                keeps_weights=keeps_weights(config),
             )
         finally:
             engines.shutdown()
-
-
-def engine_section(config: RunConfig, *, model: str) -> Any:
-    """Return the `GenerationConfig` of the engines: the policy's, and what follows from it."""
-    generation: Mapping[str, Any] = config.policy["generation"]
-    own: Mapping[str, Any] = generation.get("vllm_cfg") or {}
-    return {
-        **generation,
-        "model_name": model,
-        "vllm_cfg": {
-            "precision": config.policy["precision"],
-            "max_model_len": config.policy["max_total_sequence_length"],
-            "trust_remote_code": config.policy["trust_remote_code"],
-            **own,
-        },
-    }
 
 
 @contextmanager
@@ -192,8 +177,3 @@ def _transport(config: RunConfig, policy: Policy) -> str:
         return "collective"
     on_gpu = all(info["local_device_id"] is not None for info in policy.get_gpu_info())
     return "cuda_ipc" if on_gpu else "shm"
-
-
-def _sleep_level(config: RunConfig) -> int:
-    section = config.policy["generation"].get("vllm_cfg") or {}
-    return section.get("sleep_level", 1)

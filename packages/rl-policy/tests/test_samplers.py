@@ -1,0 +1,177 @@
+"""Who is asked for what, in which order, with recorders in place of policy and engines."""
+
+import pytest
+from rl_policy.config_loading import load_run_config
+from rl_policy.recipes.engines import check_engines, engine_section
+from rl_policy.recipes.samplers import EngineSampler, WorkerSampler
+from rl_policy.refit import WeightLink
+
+
+def load(*overrides):
+    return load_run_config("grpo", overrides=overrides)
+
+
+class Recorder:
+    """Writes down every call; some return or raise something."""
+
+    def __init__(self, name, calls, answers=()):
+        self._name, self._calls, self._answers = name, calls, dict(answers)
+
+    def __getattr__(self, method):
+        def call(*args, **kwargs):
+            shown = ", ".join([*map(repr, args), *(f"{k}={v!r}" for k, v in kwargs.items())])
+            self._calls.append(f"{self._name}.{method}({shown})")
+            answer = self._answers.get(method)
+            if isinstance(answer, Exception):
+                raise answer
+            return answer
+
+        return call
+
+
+class Engines(Recorder):
+    num_receivers = 2
+    weight_version = -1
+
+    def commit_update(self, version):
+        self._calls.append(f"engines.commit_update({version})")
+        self.weight_version = version
+
+
+def build(*, is_colocated, keeps_weights=True, answers=()):
+    calls = []
+    policy = Recorder("policy", calls, {"send_weights": {"refit_s": 1.5}, **dict(answers)})
+    engines = Engines("engines", calls)
+    link = WeightLink(policy, engines, is_paired=is_colocated, transport="shm")
+    calls.clear()
+    sampler = EngineSampler(
+        policy, engines, link, is_colocated=is_colocated, keeps_weights=keeps_weights
+    )
+    return calls, engines, sampler
+
+
+def refit(version):
+    return [
+        f"engines.begin_update({version})",
+        f"engines.update({version})",
+        f"policy.send_weights({version})",
+        "engines.wait_for_update(None)",
+        f"engines.commit_update({version})",
+    ]
+
+
+def test_policy_and_engines_take_turns_on_a_shared_device():
+    calls, engines, sampler = build(is_colocated=True)
+    with sampler.after_step(0) as source:
+        assert source is engines
+        calls.append("sample")
+    taken = [
+        "policy.offload_before_refit()",
+        "engines.prepare_for_generation(tags=['weights'])",
+        *refit(0),
+        "policy.offload_after_refit()",
+        "engines.prepare_for_generation(tags=['kv_cache'])",
+        "sample",
+        "engines.finish_generation()",
+        "policy.prepare_for_lp_inference()",
+    ]
+    assert calls == taken
+    assert sampler.report() == {"refit_s": 1.5, "weight_version": 0}
+
+    # The same weights again: nothing is sent.
+    calls.clear()
+    with sampler.after_step(0):
+        calls.append("sample")
+    assert calls == [call for call in taken if call not in refit(0)]
+
+
+def test_the_device_comes_back_also_after_an_error():
+    calls, _, sampler = build(is_colocated=True)
+    with pytest.raises(KeyError, match="planted"), sampler.after_step(0):
+        raise KeyError("planted")
+    assert calls[-2:] == ["engines.finish_generation()", "policy.prepare_for_lp_inference()"]
+
+
+def test_engines_of_their_own_neither_sleep_nor_make_room():
+    calls, _, sampler = build(is_colocated=False)
+    for step in (3, 3, 4):
+        with sampler.after_step(step):
+            calls.append("sample")
+    assert calls == [*refit(3), "sample", "sample", *refit(4), "sample"]
+
+
+def test_engines_that_lose_their_weights_get_them_again_as_a_new_version():
+    _, engines, sampler = build(is_colocated=True, keeps_weights=False)
+    versions = []
+    for step in (0, 0, 1):
+        with sampler.after_step(step):
+            versions.append(engines.weight_version)
+    assert versions == [0, 1, 2]
+
+
+def test_a_failed_refit_waits_for_the_receivers_and_commits_nothing():
+    failure = RuntimeError("planted")
+    calls, engines, sampler = build(is_colocated=False, answers={"send_weights": failure})
+    engines._answers["wait_for_update"] = OSError("gone")
+    with pytest.raises(RuntimeError, match="planted") as error, sampler.after_step(0):
+        pytest.fail("nothing may be sampled")
+    assert calls[-1] == "engines.wait_for_update(None)"
+    assert engines.weight_version == -1
+    assert error.value.__notes__ == ["the engines: OSError: gone"]
+
+
+def test_the_workers_own_sampler_is_the_policy():
+    calls = []
+    policy = Recorder("policy", calls)
+    sampler = WorkerSampler(policy)
+    with sampler.after_step(7) as source:
+        assert source is policy
+    assert calls == ["policy.prepare_for_generation()", "policy.finish_generation()"]
+    assert sampler.report() == {}
+
+
+def test_the_engines_follow_the_policy_where_they_say_nothing_themselves():
+    config = load("policy.generation.backend=vllm")
+    section = engine_section(config, model="a model")
+    assert section["model_name"] == "a model"
+    assert section["vllm_cfg"]["precision"] == config.policy["precision"]
+    assert section["vllm_cfg"]["max_model_len"] == config.policy["max_total_sequence_length"]
+    config = load("policy.generation.backend=vllm", "policy.generation.vllm_cfg.precision=bfloat16")
+    assert engine_section(config, model="a model")["vllm_cfg"]["precision"] == "bfloat16"
+
+
+def test_where_engines_run():
+    assert not load().has_engines
+    colocated = load("policy.generation.backend=vllm")
+    assert (colocated.has_engines, colocated.is_colocated) == (True, True)
+    apart = load("policy.generation.backend=vllm", "policy.generation.colocated.enabled=false")
+    assert (apart.is_colocated, apart.engine_bundles) == (False, [1])
+    several = load(
+        "policy.generation.backend=vllm",
+        "policy.generation.colocated.enabled=false",
+        "policy.generation.colocated.resources.gpus_per_node=2",
+        "policy.generation.colocated.resources.num_nodes=3",
+    )
+    assert several.engine_bundles == [2, 2, 2]
+
+
+def test_the_supervised_part_samples_with_the_workers():
+    config = load("policy.generation.backend=vllm", "policy.generation.colocated.enabled=false")
+    generation = config.sft_policy()["generation"]
+    assert generation["backend"] == "hf"
+    assert generation["max_new_tokens"] == config.policy["generation"]["max_new_tokens"]
+
+
+@pytest.mark.parametrize(
+    ("overrides", "error", "message"),
+    [
+        (["policy.generation.vllm_cfg.max_num_seqs=0"], ValueError, "vllm_cfg.max_num_seqs=0"),
+        (["policy.generation.vllm_cfg.sped=1"], ValueError, "sped"),
+        (["refit.transport=pigeon"], ValueError, "'pigeon' is not among .*'shm'"),
+        (["policy.generation.backend=none-such"], ImportError, "none-such"),
+    ],
+)
+def test_engines_that_cannot_be_are_refused_before_anything_starts(overrides, error, message):
+    config = load("policy.generation.backend=vllm", *overrides)
+    with pytest.raises(error, match=message):
+        check_engines(config)
