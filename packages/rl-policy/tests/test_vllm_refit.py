@@ -43,7 +43,8 @@ def model_path(tmp_path_factory, tokenizer):
 @pytest.fixture(scope="module")
 def engines(model_path, tokenizer):
     cluster = RayVirtualCluster([2])
-    config = generation_config(model_path)
+    # Small blocks, so that a prompt fills some and the cache of prefixes has something to give.
+    config = generation_config(model_path, engine_kwargs={"block_size": 32})
     engines = VllmGeneration(cluster, config, tokenizer, timeout_s=120.0)
     yield engines
     engines.shutdown()
@@ -141,8 +142,8 @@ def test_after_a_refit_samples_are_those_of_the_new_weights(
 
 
 def test_what_was_computed_with_old_weights_is_not_reused(engines, model, tokenizer, next_version):
-    # Two blocks of a cache and more, so that a prefix could be taken from it.
-    prompts = prompts_of(tokenizer, ["a prompt that is longer than two blocks"])
+    # More than a block of the cache, so that a prefix could be taken from it.
+    prompts = prompts_of(tokenizer, ["a prompt that is longer than its block"])
     engines.generate(prompts, greedy=True)
     change(model, seed=7)
     with make_sender(engines, rl_refit.TensorSource(model.state_dict())) as sender:
