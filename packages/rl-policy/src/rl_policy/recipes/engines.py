@@ -9,22 +9,12 @@ from rl_refit.transports import find_transport
 
 from rl_policy.config import RunConfig
 from rl_policy.generation.backends import load_engine
+from rl_policy.generation.engine_config import generation_of_policy
 
 
 def engine_section(config: RunConfig, *, model: str) -> Any:
     """Return the `GenerationConfig` of the engines: the policy's, and what follows from it."""
-    generation: Mapping[str, Any] = config.policy["generation"]
-    own: Mapping[str, Any] = generation.get("vllm_cfg") or {}
-    return {
-        **generation,
-        "model_name": model,
-        "vllm_cfg": {
-            "precision": config.policy["precision"],
-            "max_model_len": config.policy["max_total_sequence_length"],
-            "trust_remote_code": config.policy["trust_remote_code"],
-            **own,
-        },
-    }
+    return {**generation_of_policy(config.policy), "model_name": model}
 
 
 def keeps_weights(config: RunConfig) -> bool:
