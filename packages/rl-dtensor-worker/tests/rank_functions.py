@@ -475,3 +475,12 @@ def transfers_in_wrong_states(*, config):
                 else:
                     errors.append("allowed")
     return errors
+
+
+def gather_groups(*, config):
+    """Return metadata, a pass over the tensors, and one over the groups."""
+    with worker_for(config, init_reference_model=False) as worker:
+        source = worker.weight_source
+        passes = [(name, tensor.clone()) for name, tensor in source]
+        groups = [(names, [t.clone() for t in each]) for names, each in source.iter_groups()]
+        return source.metadata(), passes, groups

@@ -4,8 +4,9 @@ import pytest
 import rank_functions
 import torch
 from oracle import load
-from rl_dtensor_worker.weights import layer_of
+from rl_dtensor_worker.weights import ModelWeights, layer_of
 from tiny_model import build_tiny_model, make_config
+from transformers import Qwen2Config, Qwen2ForCausalLM
 
 
 @pytest.fixture(scope="module", params=["tied", "untied"])
@@ -39,6 +40,37 @@ def test_parameters_that_are_offloaded_are_gathered_too(pools, model):
     expected = expected_tensors(model, torch.float32)
     for _, passes in pools(2).run(rank_functions.gather_weights, config=config):
         assert all(torch.equal(tensor, expected[name]) for name, tensor in passes[0])
+
+
+def test_groups_are_what_is_gathered_at_a_time(pools, model):
+    ((metadata, passes, groups), *_) = pools(1).run(
+        rank_functions.gather_groups, config=make_config(model)
+    )
+    names = [name for name, _, _ in metadata]
+    assert [name for group, _ in groups for name in group] == names
+    blocks = [group for group, _ in groups if layer_of(group[0])]
+    assert [layer_of(block[0]) for block in blocks] == ["model.layers.0.", "model.layers.1."]
+    tensors = [tensor for _, each in groups for tensor in each]
+    assert all(torch.equal(a, b) for a, (_, b) in zip(tensors, passes, strict=True))
+
+
+@pytest.mark.vllm
+def test_it_has_all_that_vllm_asks_of_a_source():
+    base = pytest.importorskip("vllm.distributed.weight_transfer.base")
+    asked = {name for name in dir(base.WeightSource) if not name.startswith("_")}
+    assert asked == {"metadata", "held_names", "groups", "iter_groups"}
+    assert all(hasattr(ModelWeights, name) for name in asked)
+    module = Qwen2ForCausalLM(Qwen2Config(hidden_size=64, num_hidden_layers=3, vocab_size=64))
+    ours = ModelWeights(module, wire_dtype=torch.float32, device=torch.device("cpu"))
+    theirs = base.ModuleSource(module)
+    assert ours.groups() == theirs.groups()
+    for mine, other in zip(ours.metadata(), theirs.metadata(), strict=True):
+        assert (mine.name, mine.dtype, mine.shape) == (other.name, other.dtype, other.shape)
+    for (names, tensors), (other_names, other_tensors) in zip(
+        ours.iter_groups(), theirs.iter_groups(), strict=True
+    ):
+        assert names == other_names
+        assert all(torch.equal(a, b) for a, b in zip(tensors, other_tensors, strict=True))
 
 
 def test_layers_are_told_by_their_number():

@@ -200,10 +200,14 @@ def test_residency_is_the_documented_state_machine(policy, stranger):
         lambda policy: policy.get_weights_ipc_handles(["weight"]),
         lambda policy: policy.prepare_info_for_collective(),
         lambda policy: policy.broadcast_weights_for_collective(),
+        lambda policy: policy.open_refit(1),
+        lambda policy: policy.send_weights(1),
     ],
 )
-def test_weights_are_not_transferred_in_this_version(policy, call):
-    with pytest.raises(NotImplementedError, match="no weight transfer"):
+def test_a_backend_that_sends_no_weights_says_so(policy, call):
+    with pytest.raises(
+        NotImplementedError, match=r"'stranger' .*StrangerWorker lacks .*open_refit"
+    ):
         call(policy)
 
 

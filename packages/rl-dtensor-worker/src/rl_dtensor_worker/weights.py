@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import re
 from dataclasses import dataclass
-from itertools import groupby
-from typing import TYPE_CHECKING, TypeGuard
+from itertools import groupby, islice
+from typing import TYPE_CHECKING, NamedTuple, TypeGuard
 
 import torch
 import torch.distributed as dist
@@ -26,8 +26,20 @@ _all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_t
 _LAYER = re.compile(r"^.*?\.\d+\.")
 
 
+class WeightMeta(NamedTuple):
+    """What is known of a tensor before it is gathered."""
+
+    name: str
+    dtype: torch.dtype
+    """On the wire."""
+    shape: tuple[int, ...]
+    """Of the whole tensor."""
+
+
 class ModelWeights:
     """The tensors of a sharded model, as often as wanted: a `rl_interfaces.WeightSource`.
+
+    The trainer's side of vLLM's own weight-transfer engines takes it as well.
 
     What is shared between modules comes once, under its first name. Each tensor is cast to the
     wire dtype before it is gathered, so that no more than is sent crosses the network, and while
@@ -44,12 +56,26 @@ class ModelWeights:
         self._wire_dtype = wire_dtype
         self._device = device
 
-    def metadata(self) -> list[tuple[str, torch.dtype, tuple[int, ...]]]:
+    def metadata(self) -> list[WeightMeta]:
         """Return name, wire dtype and full shape of every tensor, without moving any."""
         return [
-            (name, self._dtype_of(tensor), tuple(tensor.shape))
+            WeightMeta(name, self._dtype_of(tensor), tuple(tensor.shape))
             for name, tensor in persistent_state(self._model).items()
         ]
+
+    def held_names(self) -> None:
+        """Return None: every rank has all tensors once they are gathered."""
+
+    def groups(self) -> list[list[str]]:
+        """Return the names of what is gathered at a time, in the order of `metadata`."""
+        names = (name for name, _, _ in self.metadata())
+        return [list(group) for _, group in groupby(names, key=layer_of)]
+
+    def iter_groups(self) -> Iterator[tuple[list[str], list[torch.Tensor]]]:
+        """Yield names and whole tensors of each of `groups`. Every rank takes part."""
+        tensors = iter(self)
+        for group in self.groups():
+            yield group, [tensor for _, tensor in islice(tensors, len(group))]
 
     def __iter__(self) -> Iterator[tuple[str, torch.Tensor]]:
         """Yield name and whole tensor in the order of `metadata`. Every rank takes part."""

@@ -38,7 +38,7 @@ from rl_interfaces.policy import (
 )
 from rl_interfaces.residency import Residency, ResidencyError, ResidencyState
 from rl_interfaces.weights import TensorSpec, WeightReceiver, WeightSource
-from rl_interfaces.worker import ParallelLayout, PolicyWorker
+from rl_interfaces.worker import ParallelLayout, PolicyWorker, WeightSendingWorker
 
 __all__ = [
     "GENERATION_DEFAULTS",
@@ -76,6 +76,7 @@ __all__ = [
     "TensorSpec",
     "TokenizerConfig",
     "WeightReceiver",
+    "WeightSendingWorker",
     "WeightSource",
     "check_typed_dict",
     "resolve_policy_config",

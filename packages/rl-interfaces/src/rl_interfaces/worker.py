@@ -160,3 +160,54 @@ class PolicyWorker(Protocol):
     def shutdown(self) -> None:
         """Leave the process group and free what the worker holds."""
         ...
+
+
+@runtime_checkable
+class WeightSendingWorker(Protocol):
+    """What a worker has besides, whose weights can be handed to inference engines.
+
+    A capability of its own: a backend without it trains, scores and generates all the same.
+    """
+
+    def prepare_refit_info(self) -> dict[str, Any]:
+        """Return `{name: (shape, wire dtype)}` of every tensor that is sent, in order."""
+        ...
+
+    def open_refit(
+        self, *, receivers_per_rank: list[int], transport: str, **options: Any
+    ) -> dict[str, Any] | None:
+        """Return the address at which this rank's receivers find it, None where it has none.
+
+        Args:
+            receivers_per_rank: How many receivers each trainer rank sends to.
+            transport: How the bytes get there, see `rl_refit.transports`.
+            options: What else `rl_refit.RefitSender` takes.
+        """
+        ...
+
+    def send_weights(self, version: int) -> dict[str, float]:
+        """Stream the weights; return the numbers of `rl_refit.RefitReport`. All ranks together.
+
+        A rank whose receiver fails still takes part in the gathers of the others.
+        """
+        ...
+
+    def prepare_weights_for_ipc(self) -> tuple[list[tuple[str, int]], float]:
+        """Return name and wire bytes of every tensor, and the device's free bytes."""
+        ...
+
+    def get_weights_ipc_handles(self, keys: list[str]) -> dict[str, Any]:
+        """Return `{device id: handles}`; those of the call before expire. All ranks together."""
+        ...
+
+    def init_collective(self, ip: str, port: int, world_size: int) -> None:
+        """Meet `world_size - 1` inference ranks at an address of rank 0, which alone joins."""
+        ...
+
+    def prepare_info_for_collective(self) -> dict[str, Any]:
+        """Return what `prepare_refit_info` returns."""
+        ...
+
+    def broadcast_weights_for_collective(self) -> None:
+        """Broadcast every tensor to that group, in order. All ranks together."""
+        ...

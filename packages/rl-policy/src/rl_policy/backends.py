@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from importlib.metadata import EntryPoint, entry_points
 from typing import TYPE_CHECKING, Any
 
-from rl_interfaces import PolicyConfig
+from rl_interfaces import PolicyConfig, WeightSendingWorker
 
 if TYPE_CHECKING:
     from rl_interfaces import PolicyWorker
@@ -65,6 +65,23 @@ def load(name: str) -> type[PolicyWorker]:
     if entry is None:
         raise BackendNotInstalledError(_not_installed(name))
     return entry.load()
+
+
+def require_sending(name: str) -> None:
+    """Raise unless the backend can hand its weights to inference engines.
+
+    Raises:
+        NotImplementedError: It cannot; the message says what it lacks.
+    """
+    worker_class = load(name)
+    wanted = [method for method in dir(WeightSendingWorker) if not method.startswith("_")]
+    missing = [method for method in wanted if not hasattr(worker_class, method)]
+    if missing:
+        raise NotImplementedError(
+            f"the backend {name!r} does not hand its weights to inference engines: "
+            f"{worker_class.__name__} lacks {', '.join(missing)} of "
+            "rl_interfaces.WeightSendingWorker"
+        )
 
 
 def find_entry(group: str, name: str) -> EntryPoint | None:

@@ -10,6 +10,8 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from rl_policy.backends import BackendNotInstalledError
+
 if TYPE_CHECKING:
     from rl_policy.config import Recipe, RunConfig
     from rl_policy.recipes.inputs import RunInputs
@@ -115,7 +117,7 @@ def _command(
             _show(resolved)
             return
         inputs = _prepare(resolved, directory, is_new=resume is None)
-    except ValueError as error:
+    except (ValueError, BackendNotInstalledError, NotImplementedError) as error:
         typer.echo(f"error: {' '.join(str(error).split())}", err=True)
         raise typer.Exit(_BAD_INPUT) from None
     try:

@@ -87,7 +87,8 @@ class Policy(ColocatablePolicyInterface, GenerationInterface):
         self.worker_group: RayWorkerGroup | None = None
         self.config = with_absolute_paths(resolve_policy_config(config))
         check_generation_backend(self.config)
-        worker_class = backends.load(backends.enabled_backend(self.config))
+        self._backend = backends.enabled_backend(self.config)
+        worker_class = backends.load(self._backend)
         weights = existing("weights_path", weights_path)
         optimizer = existing("optimizer_path", optimizer_path)
         if optimizer is not None and not init_optimizer:
@@ -294,6 +295,7 @@ class Policy(ColocatablePolicyInterface, GenerationInterface):
             transport: A name of the entry-point group `rl_refit.transports`.
             options: What else `rl_refit.RefitSender` takes, `bucket_bytes` and `verify` for two.
         """
+        self._require_sending()
         self._receivers = weight_transfer.receivers_per_rank(
             num_receivers, world_size=self._group.world_size, is_paired=is_paired
         )
@@ -313,6 +315,7 @@ class Policy(ColocatablePolicyInterface, GenerationInterface):
             RefitError: A receiver failed or did not answer in time. Call again, for all of them.
             ResidencyError: The model is not on the device.
         """
+        self._require_sending()
         self._residency.require("send_weights")
         # A rank whose receiver fails still takes part in the others' gathers.
         call = self._group.submit_all("send_weights", version)
@@ -327,10 +330,12 @@ class Policy(ColocatablePolicyInterface, GenerationInterface):
             port: A port that is free there.
             world_size: The inference ranks plus one.
         """
+        self._require_sending()
         return self._group.submit_all("init_collective", ip, port, world_size).refs
 
     def prepare_refit_info(self) -> dict[str, Any] | None:
         """Return `{name: (shape, wire dtype)}` of every tensor that is sent, in order."""
+        self._require_sending()
         return self._group.run_all("prepare_refit_info")[0]
 
     def prepare_weights_for_ipc(self, _refit_buffer_size_gb: int | None = None) -> list[list[str]]:
@@ -339,22 +344,26 @@ class Policy(ColocatablePolicyInterface, GenerationInterface):
         Args:
             _refit_buffer_size_gb: The buffer in GiB. None: the smallest free memory of any rank.
         """
+        self._require_sending()
         self._residency.require("send_weights")
         answers = self._group.run_all("prepare_weights_for_ipc")
         return weight_transfer.group_for_ipc(answers, limit_gib=_refit_buffer_size_gb)
 
     def get_weights_ipc_handles(self, keys: list[str]) -> dict[str, Any]:
         """Return `{device id: {name: handle}}` of one group; those of the call before expire."""
+        self._require_sending()
         self._residency.require("send_weights")
         answers = self._group.run_all("get_weights_ipc_handles", keys)
         return {device: handles for answer in answers for device, handles in answer.items()}
 
     def prepare_info_for_collective(self) -> dict[str, Any]:
         """Return what `prepare_refit_info` returns; its older name."""
+        self._require_sending()
         return self._group.run_all("prepare_info_for_collective")[0]
 
     def broadcast_weights_for_collective(self) -> list[ray.ObjectRef]:
         """Broadcast every tensor, in order; the futures are not waited for."""
+        self._require_sending()
         self._residency.require("send_weights")
         return self._group.submit_all("broadcast_weights_for_collective").refs
 
@@ -388,6 +397,9 @@ class Policy(ColocatablePolicyInterface, GenerationInterface):
     def _group(self) -> RayWorkerGroup:
         assert self.worker_group is not None
         return self.worker_group
+
+    def _require_sending(self) -> None:
+        backends.require_sending(self._backend)
 
     def _score(
         self,

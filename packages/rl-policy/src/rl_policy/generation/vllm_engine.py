@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 from transformers import AutoConfig
 
+from rl_policy.backends import BackendNotInstalledError
 from rl_policy.generation import worker_side
 from rl_policy.generation.engine_state import EngineState
 from rl_policy.generation.outputs import Completion, assemble_output
@@ -61,7 +62,7 @@ def start_on_rank(config: EngineConfig, *args: Any) -> VllmEngine | BundleHolder
 def require_vllm() -> None:
     """Raise `ImportError`, with the remedy, unless vLLM is installed. Does not import it."""
     if importlib.util.find_spec("vllm") is None:
-        raise ImportError(
+        raise BackendNotInstalledError(
             'The "vllm" generation backend is not installed. '
             'Install it with: pip install "rl-policy[vllm]"'
         )

@@ -7,6 +7,7 @@ from typing import Any
 
 from rl_refit.transports import find_transport
 
+from rl_policy import backends
 from rl_policy.config import RunConfig
 from rl_policy.generation.backends import load_engine
 from rl_policy.generation.engine_config import generation_of_policy
@@ -29,9 +30,11 @@ def check_engines(config: RunConfig) -> None:
     Raises:
         ValueError: What it says cannot be done; the message names key and numbers.
         ImportError: The engines are not installed.
+        NotImplementedError: The training backend does not hand its weights over.
     """
     if not config.has_engines:
         return
+    backends.require_sending(backends.enabled_backend(config.policy))
     if config.refit.transport is not None:
         find_transport(config.refit.transport)
     engine_class: Any = load_engine(config.policy["generation"]["backend"])
