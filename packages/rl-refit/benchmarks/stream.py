@@ -84,7 +84,7 @@ def serve(pipe: Connection) -> None:
             assert receiver is not None
             version += 1
             receiver.begin(version)
-            receiver.receive(version, copy_into(target))
+            receiver.receive(version, copy_into(target), load_keeps=False)
             receiver.commit(version)
         elif kind == "clear":
             target = {}

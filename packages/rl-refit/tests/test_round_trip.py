@@ -1,3 +1,4 @@
+import dataclasses
 import mmap
 from pathlib import Path
 
@@ -7,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from leftovers import nothing_left
 from refit_pairs import Engine, make_sender, must, outcomes, refit, same, some_tensors
-from rl_refit import RefitReport, TensorSource
+from rl_refit import RefitReport, RefitSender, TensorSource
 
 TRANSPORTS = ["shm", "golden", "collective"]
 every_transport = pytest.mark.parametrize("transport", TRANSPORTS)
@@ -200,3 +201,57 @@ def test_the_report_adds_up():
         phases = ("gather", "pack", "wire", "pause", "resume")
         assert sum(metrics[f"refit_{phase}_s"] for phase in phases) <= report.seconds
         assert metrics["refit_gb_per_s"] == report.bytes / report.seconds / 1e9
+
+
+def test_without_keeping_only_split_tensors_are_copied():
+    tensors = {f"layers.{i // 2}.w{i}": torch.full((64,), float(i)) for i in range(6)}
+    tensors["large"] = torch.randn(500)
+    seen = {}
+    with make_sender(tensors, bucket_bytes=256, num_buffers=2) as sender:
+        engine = Engine(sender.address)
+        receiver = engine.receiver
+
+        def load(pairs):
+            buffers = receiver._side._buffers
+            start = buffers[0].data_ptr()
+            inside = range(start, start + sum(len(buffer) for buffer in buffers))
+            seen.update({name: tensor.data_ptr() in inside for name, tensor in pairs})
+            engine.load(pairs)
+
+        def receive(version):
+            receiver.begin(version)
+            return receiver.receive(version, load, load_keeps=False)
+
+        for version in range(2):
+            must(outcomes(lambda v=version: sender.send(v), lambda v=version: receive(v)))
+        receiver.close()
+    assert same({name: engine.weights[name] for name in tensors}, tensors)
+    assert seen == {name: name != "large" for name in tensors}
+
+
+def test_the_bucket_size_follows_the_model_if_none_is_given():
+    with make_sender({"a": torch.ones(3)}, bucket_bytes=None) as sender:
+        assert sender.plan.bucket_bytes == 32 << 20
+
+
+def test_a_source_of_vllms_kind_is_accepted():
+    @dataclasses.dataclass(frozen=True)
+    class ParamMeta:
+        name: str
+        dtype: torch.dtype
+        shape: tuple[int, ...]
+
+    tensors = some_tensors()
+
+    class Source:
+        def metadata(self):
+            return [ParamMeta(name, t.dtype, tuple(t.shape)) for name, t in tensors.items()]
+
+        def __iter__(self):
+            return iter(tensors.items())
+
+    with RefitSender(Source(), timeout_s=20) as sender:
+        engine = Engine(sender.address)
+        must(refit(sender, [engine], 1))
+        assert same(engine.weights, tensors)
+        engine.receiver.close()

@@ -20,6 +20,15 @@ FORMAT = 1
 _NUMBERED_LAYER = re.compile(r"^(.*?\.\d+)\.")
 
 
+def default_bucket_bytes(num_bytes: int) -> int:
+    """Return the bucket size for a model of that many bytes: an eighth, within 32 and 256 MiB.
+
+    With fewer buckets the first fill and the last load, which overlap with nothing, take up too
+    much of the time; with smaller ones the messages do.
+    """
+    return min(max(num_bytes // 8, 32 << 20), 256 << 20)
+
+
 def align(num_bytes: int) -> int:
     """Return `num_bytes`, rounded up to the alignment."""
     return -(-num_bytes // ALIGNMENT) * ALIGNMENT
@@ -54,6 +63,22 @@ class TensorSpec:
 
     def __str__(self) -> str:
         return f"{self.name} {dtype_name(self.dtype)}{list(self.shape)}"
+
+
+Metadata = Iterable[tuple[str, torch.dtype, Sequence[int]] | TensorSpec]
+
+
+def read_specs(metadata: Metadata) -> tuple[TensorSpec, ...]:
+    """Return the specs of tensors; anything with a name, a dtype and a shape is one."""
+    return tuple(_read_spec(entry) for entry in metadata)
+
+
+def _read_spec(entry: tuple[str, torch.dtype, Sequence[int]] | TensorSpec) -> TensorSpec:
+    if isinstance(entry, tuple):
+        name, dtype, shape = entry
+        return TensorSpec(name, dtype, tuple(map(int, shape)))
+    # vLLM's sources have a class of their own with the same attributes.
+    return TensorSpec(entry.name, entry.dtype, tuple(map(int, entry.shape)))
 
 
 @dataclass(frozen=True, slots=True)
@@ -116,7 +141,7 @@ class RefitPlan:
     @classmethod
     def of(
         cls,
-        metadata: Iterable[tuple[str, torch.dtype, Sequence[int]] | TensorSpec],
+        metadata: Metadata,
         bucket_bytes: int = 256 << 20,
     ) -> RefitPlan:
         """Return the plan for the tensors of `metadata`, in that order.
@@ -130,12 +155,7 @@ class RefitPlan:
         """
         if bucket_bytes < ALIGNMENT:
             raise ValueError(f"bucket_bytes={bucket_bytes} is less than {ALIGNMENT}")
-        specs = tuple(
-            entry
-            if isinstance(entry, TensorSpec)
-            else TensorSpec(entry[0], entry[1], tuple(map(int, entry[2])))
-            for entry in metadata
-        )
+        specs = read_specs(metadata)
         _check_specs(specs)
         capacity = bucket_bytes // ALIGNMENT * ALIGNMENT
         buckets = _cut(specs, capacity)

@@ -17,7 +17,7 @@ from rl_refit.deadline import Deadline
 from rl_refit.endpoint import Endpoint
 from rl_refit.errors import RefitError, RefitTimeoutError
 from rl_refit.messages import Begin, Commit, Join, Offer, Start
-from rl_refit.plan import RefitPlan
+from rl_refit.plan import RefitPlan, default_bucket_bytes, read_specs
 from rl_refit.report import RefitReport, Stopwatch
 from rl_refit.source import WeightSource
 from rl_refit.stream import NamedTensors, OutboundStream, Receivers, check_exhausted, take_tensor
@@ -61,7 +61,8 @@ class RefitSender:
         transport: A name of the entry-point group `rl_refit.transports`.
         num_receivers: How many receivers take part, with distinct ranks. 0 only goes through the
             source, for a trainer rank that takes part in its gathers.
-        bucket_bytes: The most bytes of a bucket, and the size of each of `num_buffers` buffers.
+        bucket_bytes: The most bytes of a bucket, and so of each of `num_buffers` buffers; None for
+            an eighth of the model, within 32 and 256 MiB.
         verify: "none"; "digest", a digest of every bucket before it is loaded; "weights", also
             the live parameters after it, where a receiver can read them back.
         timeout_s: The most seconds that `send` waits in all.
@@ -76,7 +77,7 @@ class RefitSender:
         transport: str = "shm",
         num_receivers: int = 1,
         *,
-        bucket_bytes: int = 256 << 20,
+        bucket_bytes: int | None = None,
         verify: Verify = "digest",
         timeout_s: float = 300.0,
         device: torch.device | str = "cpu",
@@ -88,7 +89,7 @@ class RefitSender:
         if num_receivers < 0 or num_buffers < 1:
             raise ValueError(f"num_receivers={num_receivers}, num_buffers={num_buffers}")
         Deadline(timeout_s)
-        self.plan = RefitPlan.of(source.metadata(), bucket_bytes)
+        self.plan = _plan(source, bucket_bytes)
         self._source = source
         self._transport_name = transport
         self._transport = find_transport(transport)
@@ -289,6 +290,13 @@ class RefitSender:
             return
         self._session.close(error)
         self._session = None
+
+
+def _plan(source: WeightSource, bucket_bytes: int | None) -> RefitPlan:
+    specs = read_specs(source.metadata())
+    if bucket_bytes is None:
+        bucket_bytes = default_bucket_bytes(sum(spec.nbytes for spec in specs))
+    return RefitPlan.of(specs, bucket_bytes)
 
 
 def _join(side: SendingSide, deadline: Deadline) -> None:

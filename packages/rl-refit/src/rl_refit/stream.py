@@ -279,11 +279,13 @@ class InboundStream:
         digest: str | None,
         rank: int,
         num_buffers: int,
+        load_keeps: bool,
         deadline: Deadline,
         watch: Stopwatch,
     ) -> None:
         self._plan = plan
         self._side = side
+        self._load_keeps = load_keeps
         self._channel = channel
         self._version = version
         self._digest = None if digest is None else DIGESTS[digest]
@@ -376,22 +378,22 @@ class InboundStream:
     def _unpack(self, piece: Piece, data: torch.Tensor) -> Iterator[tuple[str, torch.Tensor]]:
         """Yield the tensor that a piece completes, if it does.
 
-        What a loader may hold on to, as its layer goes on in another bucket, is a copy.
+        Where the loader may hold on to it, as its layer goes on in another bucket, it is a copy.
         """
         spec = self._plan.specs[piece.tensor]
         place = data[piece.offset : piece.offset + piece.size]
         if piece.whole:
-            if not piece.in_place:
+            if self._load_keeps and not piece.in_place:
                 place = place.clone()
             yield spec.name, place.view(spec.dtype).view(spec.shape)
             return
-        if piece.start == 0:
+        if self._parts is None or len(self._parts) < spec.nbytes:
             self._parts = torch.empty(spec.nbytes, dtype=torch.uint8, device=data.device)
-        assert self._parts is not None
         self._parts[piece.start : piece.start + piece.size] = place
         if piece.start + piece.size == spec.nbytes:
-            yield spec.name, self._parts.view(spec.dtype).view(spec.shape)
-            self._parts = None
+            yield spec.name, self._parts[: spec.nbytes].view(spec.dtype).view(spec.shape)
+            if self._load_keeps:
+                self._parts = None
 
 
 def _name(message: Message) -> str:
