@@ -231,7 +231,12 @@ def test_without_keeping_only_split_tensors_are_copied():
 
 def test_the_bucket_size_follows_the_model_if_none_is_given():
     with make_sender({"a": torch.ones(3)}, bucket_bytes=None) as sender:
-        assert sender.plan.bucket_bytes == 32 << 20
+        assert sender.plan.bucket_bytes == 8 << 20
+    matrices = {f"w{i}": torch.empty(1 << 20, 10, dtype=torch.uint8) for i in range(16)}
+    with make_sender(matrices, bucket_bytes=None) as sender:
+        assert sender.plan.bucket_bytes == 20 << 20
+    with make_sender({"a": torch.empty(50 << 20, dtype=torch.uint8)}, bucket_bytes=None) as sender:
+        assert len(sender.plan.buckets) == 1
 
 
 def test_a_source_of_vllms_kind_is_accepted():

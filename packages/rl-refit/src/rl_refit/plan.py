@@ -20,15 +20,6 @@ FORMAT = 1
 _NUMBERED_LAYER = re.compile(r"^(.*?\.\d+)\.")
 
 
-def default_bucket_bytes(num_bytes: int) -> int:
-    """Return the bucket size for a model of that many bytes: an eighth, within 32 and 256 MiB.
-
-    With fewer buckets the first fill and the last load, which overlap with nothing, take up too
-    much of the time; with smaller ones the messages do.
-    """
-    return min(max(num_bytes // 8, 32 << 20), 256 << 20)
-
-
 def align(num_bytes: int) -> int:
     """Return `num_bytes`, rounded up to the alignment."""
     return -(-num_bytes // ALIGNMENT) * ALIGNMENT
@@ -217,6 +208,17 @@ def parse_dtype(name: str) -> torch.dtype:
     if not isinstance(dtype, torch.dtype):
         raise ValueError(f"torch has no dtype {name!r}")
     return dtype
+
+
+def default_bucket_bytes(specs: Sequence[TensorSpec]) -> int:
+    """Return the bucket size for these tensors: an eighth of all, within 8 and 256 MiB.
+
+    With fewer buckets the first fill and the last load, which overlap with nothing, take up too
+    much of the time; with smaller ones the messages do. A tensor is not split for it.
+    """
+    sizes = [spec.nbytes for spec in specs]
+    wanted = max(sum(sizes) // 8, align(max(sizes, default=0)), 8 << 20)
+    return min(wanted, 256 << 20)
 
 
 def differences(expected: Sequence[TensorSpec], offered: Sequence[TensorSpec]) -> list[str]:

@@ -62,7 +62,7 @@ class RefitSender:
         num_receivers: How many receivers take part, with distinct ranks. 0 only goes through the
             source, for a trainer rank that takes part in its gathers.
         bucket_bytes: The most bytes of a bucket, and so of each of `num_buffers` buffers; None for
-            an eighth of the model, within 32 and 256 MiB.
+            `default_bucket_bytes`: an eighth of the model, within 8 and 256 MiB.
         verify: "none"; "digest", a digest of every bucket before it is loaded; "weights", also
             the live parameters after it, where a receiver can read them back.
         timeout_s: The most seconds that `send` waits in all.
@@ -295,7 +295,7 @@ class RefitSender:
 def _plan(source: WeightSource, bucket_bytes: int | None) -> RefitPlan:
     specs = read_specs(source.metadata())
     if bucket_bytes is None:
-        bucket_bytes = default_bucket_bytes(sum(spec.nbytes for spec in specs))
+        bucket_bytes = default_bucket_bytes(specs)
     return RefitPlan.of(specs, bucket_bytes)
 
 
