@@ -18,9 +18,10 @@ from rl_refit.endpoint import Endpoint
 from rl_refit.errors import RefitError, RefitTimeoutError
 from rl_refit.messages import Begin, Commit, Join, Offer, Start
 from rl_refit.plan import RefitPlan, default_bucket_bytes, read_specs
+from rl_refit.receivers import Receivers
 from rl_refit.report import RefitReport, Stopwatch
 from rl_refit.source import WeightSource
-from rl_refit.stream import NamedTensors, OutboundStream, Receivers, check_exhausted, take_tensor
+from rl_refit.stream import NamedTensors, OutboundStream, check_exhausted, take_tensor
 from rl_refit.transports import SenderContext, SendingSide, find_transport
 
 logger = logging.getLogger(__name__)
