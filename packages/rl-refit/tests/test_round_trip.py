@@ -209,7 +209,7 @@ def test_the_report_adds_up():
 def test_without_keeping_only_split_tensors_are_copied():
     tensors = {f"layers.{i // 2}.w{i}": torch.full((64,), float(i)) for i in range(6)}
     # Each begins in the bucket in which the one before it ends.
-    tensors |= {f"large.w{i}": torch.randn(500 + 90 * i) for i in range(4)}
+    tensors |= {f"large.w{i}": torch.randn(900 - 90 * i) for i in range(4)}
     seen = {}
     with make_sender(tensors, bucket_bytes=1024, num_buffers=2) as sender:
         engine = Engine(sender.address)

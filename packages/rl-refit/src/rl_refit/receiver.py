@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import time
+import logging
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from types import TracebackType
 from typing import Literal, NoReturn, Self
@@ -27,6 +27,8 @@ from rl_refit.report import RefitReport, Stopwatch
 from rl_refit.sender import make_report
 from rl_refit.stream import InboundStream, Load
 from rl_refit.transports import ReceiverContext, ReceivingSide, find_transport
+
+logger = logging.getLogger(__name__)
 
 ReadBack = Callable[[], Iterable[tuple[str, torch.Tensor]]]
 State = Literal["empty", "in progress", "loaded", "ready", "poisoned"]
@@ -363,6 +365,8 @@ class RefitReceiver:
                     return
 
     def _commit(self, version: int) -> None:
+        if self._live is not None and not self._live.checked:
+            logger.warning("version %d is committed, its live weights not compared", version)
         self._version = version
         self._state = "ready"
 
@@ -372,12 +376,7 @@ class RefitReceiver:
             self._channel.leave(error, rank=self._rank)
         self._disconnect()
         if isinstance(error, ChannelClosed):
-            self._clean_up_after_sender()
-
-    def _clean_up_after_sender(self) -> None:
-        give_up = time.monotonic() + _DEATH_S
-        while not endpoint.forget(self._endpoint) and time.monotonic() < give_up:
-            time.sleep(0.005)
+            endpoint.forget(self._endpoint, within_s=_DEATH_S)
 
     def _disconnect(self) -> None:
         self._early.clear()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import secrets
+import weakref
 from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import dataclass
@@ -103,6 +104,8 @@ class RefitSender:
         self._endpoint = None
         if num_receivers:
             self._endpoint = Endpoint(host=host if self._transport.crosses_hosts else None)
+            # Also where nobody closes the sender, at the latest when the process ends.
+            weakref.finalize(self, self._endpoint.close)
         self._session: _Session | None = None
         self._newcomers: dict[int, Channel] = {}
         self._loaded: int | None = None
