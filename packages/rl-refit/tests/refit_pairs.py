@@ -15,6 +15,7 @@ class Engine:
         self.receiver = RefitReceiver(address, rank, **{"timeout_s": LIMIT_S, **options})
         self.weights = {}
         self.order = []
+        self.load_keeps = True
 
     def load(self, tensors):
         for name, tensor in tensors:
@@ -24,7 +25,7 @@ class Engine:
     def refit(self, version):
         self.order.clear()
         self.receiver.begin(version)
-        return self.receiver.receive(version, self.load)
+        return self.receiver.receive(version, self.load, load_keeps=self.load_keeps)
 
 
 def some_tensors(seed=0):

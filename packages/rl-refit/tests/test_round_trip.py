@@ -1,3 +1,4 @@
+import dataclasses
 import mmap
 from pathlib import Path
 
@@ -7,15 +8,17 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from leftovers import nothing_left
 from refit_pairs import Engine, make_sender, must, outcomes, refit, same, some_tensors
-from rl_refit import RefitReport, TensorSource
+from rl_refit import RefitReport, RefitSender, TensorSource
 
 TRANSPORTS = ["shm", "golden", "collective"]
 every_transport = pytest.mark.parametrize("transport", TRANSPORTS)
 
 
-def round_trip(tensors, transport="shm", num_receivers=1, refits=1, **options):
+def round_trip(tensors, transport="shm", num_receivers=1, refits=1, *, load_keeps=True, **options):
     with make_sender(tensors, transport, num_receivers, **options) as sender:
         engines = [Engine(sender.address, rank) for rank in range(num_receivers)]
+        for engine in engines:
+            engine.load_keeps = load_keeps
         for version in range(refits):
             must(refit(sender, engines, version))
         for engine in engines:
@@ -71,14 +74,15 @@ def test_any_tensor_arrives_bit_by_bit(transport, tensor):
     ),
     st.integers(256, 8192),
     st.integers(1, 3),
+    st.booleans(),
 )
-def test_any_plan_arrives_bit_by_bit(entries, bucket_bytes, num_buffers):
+def test_any_plan_arrives_bit_by_bit(entries, bucket_bytes, num_buffers, load_keeps):
     tensors = {
-        f"layers.{layer}.w{index}": torch.randint(0, 2, shape).to(dtype)
+        f"layers.{layer}.w{index}": torch.randint(0, 100, shape).to(dtype)
         for index, (layer, shape, dtype) in enumerate(entries)
     }
     options = {"bucket_bytes": bucket_bytes, "num_buffers": num_buffers}
-    (engine,) = round_trip(tensors, refits=2, **options)
+    (engine,) = round_trip(tensors, refits=2, load_keeps=load_keeps, **options)
     assert same(engine.weights, tensors)
     assert engine.order == list(tensors)
 
@@ -200,3 +204,63 @@ def test_the_report_adds_up():
         phases = ("gather", "pack", "wire", "pause", "resume")
         assert sum(metrics[f"refit_{phase}_s"] for phase in phases) <= report.seconds
         assert metrics["refit_gb_per_s"] == report.bytes / report.seconds / 1e9
+
+
+def test_without_keeping_only_split_tensors_are_copied():
+    tensors = {f"layers.{i // 2}.w{i}": torch.full((64,), float(i)) for i in range(6)}
+    # Each begins in the bucket in which the one before it ends.
+    tensors |= {f"large.w{i}": torch.randn(900 - 90 * i) for i in range(4)}
+    seen = {}
+    with make_sender(tensors, bucket_bytes=1024, num_buffers=2) as sender:
+        engine = Engine(sender.address)
+        receiver = engine.receiver
+
+        def load(pairs):
+            buffers = receiver._side._buffers
+            start = buffers[0].data_ptr()
+            inside = range(start, start + sum(len(buffer) for buffer in buffers))
+            seen.update({name: tensor.data_ptr() in inside for name, tensor in pairs})
+            engine.load(pairs)
+
+        def receive(version):
+            receiver.begin(version)
+            return receiver.receive(version, load, load_keeps=False)
+
+        for version in range(2):
+            must(outcomes(lambda v=version: sender.send(v), lambda v=version: receive(v)))
+        receiver.close()
+    assert same({name: engine.weights[name] for name in tensors}, tensors)
+    assert seen == {name: "large" not in name for name in tensors}
+
+
+def test_the_bucket_size_follows_the_model_if_none_is_given():
+    with make_sender({"a": torch.ones(3)}, bucket_bytes=None) as sender:
+        assert sender.plan.bucket_bytes == 8 << 20
+    matrices = {f"w{i}": torch.empty(1 << 20, 10, dtype=torch.uint8) for i in range(16)}
+    with make_sender(matrices, bucket_bytes=None) as sender:
+        assert sender.plan.bucket_bytes == 20 << 20
+    with make_sender({"a": torch.empty(50 << 20, dtype=torch.uint8)}, bucket_bytes=None) as sender:
+        assert len(sender.plan.buckets) == 1
+
+
+def test_a_source_of_vllms_kind_is_accepted():
+    @dataclasses.dataclass(frozen=True)
+    class ParamMeta:
+        name: str
+        dtype: torch.dtype
+        shape: tuple[int, ...]
+
+    tensors = some_tensors()
+
+    class Source:
+        def metadata(self):
+            return [ParamMeta(name, t.dtype, tuple(t.shape)) for name, t in tensors.items()]
+
+        def __iter__(self):
+            return iter(tensors.items())
+
+    with RefitSender(Source(), timeout_s=20) as sender:
+        engine = Engine(sender.address)
+        must(refit(sender, [engine], 1))
+        assert same(engine.weights, tensors)
+        engine.receiver.close()

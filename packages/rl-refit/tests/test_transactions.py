@@ -3,6 +3,7 @@ import threading
 
 import pytest
 import torch
+from leftovers import nothing_left
 from refit_pairs import Engine, make_sender, must, outcomes, refit, same, some_tensors
 from rl_refit import (
     AuthenticationError,
@@ -244,6 +245,11 @@ def test_a_wrong_token_gets_nothing(tensors):
         assert engine.weights == {}
 
 
+def test_a_sender_that_is_not_closed_leaves_nothing_either(tensors):
+    with nothing_left():
+        make_sender(tensors)
+
+
 def test_a_new_receiver_of_a_rank_takes_the_place_of_the_old_one(tensors):
     with make_sender(tensors, num_receivers=2) as sender:
         old, other = Engine(sender.address, 0), Engine(sender.address, 1)
@@ -283,6 +289,15 @@ def test_live_weights_are_compared_on_demand(tensors, when):
         partly = dict(list(tensors.items())[1:])
         _, received = outcomes(lambda: sender.send(2), lambda: receive(2, partly.items))
         assert "embed.weight: it was received and is not live" in str(received)
+        engine.receiver.close()
+
+
+def test_live_weights_that_nobody_compared_are_warned_about(tensors, caplog):
+    with make_sender(tensors, verify="weights") as sender:
+        engine = Engine(sender.address)
+        must(refit(sender, [engine], 1))
+        engine.receiver.commit(1)
+        assert "not compared" in caplog.text
         engine.receiver.close()
 
 

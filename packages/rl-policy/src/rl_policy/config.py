@@ -191,8 +191,8 @@ class RefitSection(Section):
     transport: str | None = None
     """`shm`, `cuda_ipc`, `collective`, `golden`, or a third party's. null: the fastest that reaches
     the engines."""
-    bucket_mib: int = Field(default=256, ge=1)
-    """Size of each of two buffers, in MiB."""
+    bucket_mib: int | None = Field(default=None, ge=1)
+    """Size of each of two buffers, in MiB. null: by the model's size."""
     verify: Literal["none", "digest", "weights"] = "digest"
     """`digest` checks every buffer before it is loaded, `weights` the live parameters too."""
 

@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import functools
+import time
 from collections.abc import Callable
 
 import numpy as np
@@ -51,7 +52,11 @@ DIGESTS: dict[str, Digest] = {"xxh3": xxh3_digest, "keyed_sum": keyed_sum_digest
 
 
 class RunningDigest:
-    """The xxh3 digest of a buffer that is being filled, taken while the bytes are in the cache."""
+    """The xxh3 digest of a buffer that is being filled, taken while the bytes are in the cache.
+
+    Attributes:
+        seconds: What it has taken so far.
+    """
 
     STEP = 1 << 20
 
@@ -59,6 +64,7 @@ class RunningDigest:
         self._data = data.numpy().data
         self._hash = xxhash.xxh3_64(seed=position)
         self._done = 0
+        self.seconds = 0.0
 
     def advance(self, end: int) -> None:
         """Take in the bytes up to `end`, once there are enough of them to be worth it."""
@@ -71,8 +77,10 @@ class RunningDigest:
         return self._hash.intdigest()
 
     def _update(self, end: int) -> None:
+        start = time.perf_counter()
         self._hash.update(self._data[self._done : end])
         self._done = end
+        self.seconds += time.perf_counter() - start
 
 
 def tensor_digest(tensor: torch.Tensor) -> int:

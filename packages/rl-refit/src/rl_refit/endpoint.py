@@ -14,6 +14,7 @@ import secrets
 import shutil
 import socket
 import tempfile
+import time
 from pathlib import Path
 
 from rl_refit.deadline import Deadline
@@ -31,6 +32,7 @@ class Endpoint:
         """Listen on a Unix socket, or on a free TCP port of `host` if one is given."""
         remove_abandoned()
         self.host = host
+        self._owner = os.getpid()
         self.directory: Path | None = None
         if host is None:
             self.directory = _private_directory()
@@ -44,7 +46,7 @@ class Endpoint:
     def close(self) -> None:
         """Stop listening and remove the directory."""
         self.listener.close()
-        if self.directory is not None:
+        if self.directory is not None and os.getpid() == self._owner:
             shutil.rmtree(self.directory, ignore_errors=True)
             os.close(self._lock)
             self.directory = None
@@ -72,13 +74,16 @@ def dial(address: str, deadline: Deadline) -> socket.socket:
         raise RefitError(f"no sender listens on {address}: {error}") from error
 
 
-def forget(address: str) -> bool:
-    """Remove what a sender left behind, if it is dead; return whether nothing is left."""
+def forget(address: str, *, within_s: float = 0.0) -> None:
+    """Remove what a sender left behind, if it is dead or dies within that time."""
     kind, _, path = address.partition(":")
     if kind != "unix":
-        return True
+        return
+    give_up = time.monotonic() + within_s
     _remove_if_abandoned(Path(path).parent)
-    return not Path(path).exists()
+    while Path(path).exists() and time.monotonic() < give_up:
+        time.sleep(0.005)
+        _remove_if_abandoned(Path(path).parent)
 
 
 def remove_abandoned() -> None:

@@ -14,10 +14,15 @@ from rl_refit.stream import Load
 
 
 class LiveWeights:
-    """The digests of the tensors that were handed to `load`."""
+    """The digests of the tensors that were handed to `load`.
+
+    Attributes:
+        checked: Whether the live weights were compared, and are equal.
+    """
 
     def __init__(self) -> None:
         self._digests: dict[str, tuple[TensorSpec, int, str]] = {}
+        self.checked = False
 
     def remember(self, load: Load, watch: Stopwatch) -> Load:
         """Return `load`, which also takes the digest of what it is given."""
@@ -51,3 +56,4 @@ class LiveWeights:
                 raise VerificationError("its live values differ", rank=rank, tensor=name)
         for name in missing:
             raise VerificationError("it was received and is not live", rank=rank, tensor=name)
+        self.checked = True

@@ -56,6 +56,22 @@ class TensorSpec:
         return f"{self.name} {dtype_name(self.dtype)}{list(self.shape)}"
 
 
+Metadata = Iterable[tuple[str, torch.dtype, Sequence[int]] | TensorSpec]
+
+
+def read_specs(metadata: Metadata) -> tuple[TensorSpec, ...]:
+    """Return the specs of tensors; anything with a name, a dtype and a shape is one."""
+    return tuple(_read_spec(entry) for entry in metadata)
+
+
+def _read_spec(entry: tuple[str, torch.dtype, Sequence[int]] | TensorSpec) -> TensorSpec:
+    if isinstance(entry, tuple):
+        name, dtype, shape = entry
+        return TensorSpec(name, dtype, tuple(map(int, shape)))
+    # vLLM's sources have a class of their own with the same attributes.
+    return TensorSpec(entry.name, entry.dtype, tuple(map(int, entry.shape)))
+
+
 @dataclass(frozen=True, slots=True)
 class Piece:
     """A run of bytes of one tensor in one bucket.
@@ -116,7 +132,7 @@ class RefitPlan:
     @classmethod
     def of(
         cls,
-        metadata: Iterable[tuple[str, torch.dtype, Sequence[int]] | TensorSpec],
+        metadata: Metadata,
         bucket_bytes: int = 256 << 20,
     ) -> RefitPlan:
         """Return the plan for the tensors of `metadata`, in that order.
@@ -130,12 +146,7 @@ class RefitPlan:
         """
         if bucket_bytes < ALIGNMENT:
             raise ValueError(f"bucket_bytes={bucket_bytes} is less than {ALIGNMENT}")
-        specs = tuple(
-            entry
-            if isinstance(entry, TensorSpec)
-            else TensorSpec(entry[0], entry[1], tuple(map(int, entry[2])))
-            for entry in metadata
-        )
+        specs = read_specs(metadata)
         _check_specs(specs)
         capacity = bucket_bytes // ALIGNMENT * ALIGNMENT
         buckets = _cut(specs, capacity)
@@ -197,6 +208,17 @@ def parse_dtype(name: str) -> torch.dtype:
     if not isinstance(dtype, torch.dtype):
         raise ValueError(f"torch has no dtype {name!r}")
     return dtype
+
+
+def default_bucket_bytes(specs: Sequence[TensorSpec]) -> int:
+    """Return the bucket size for these tensors: an eighth of all, within 8 and 256 MiB.
+
+    With fewer buckets the first fill and the last load, which overlap with nothing, take up too
+    much of the time; with smaller ones the messages do. A tensor is not split for it.
+    """
+    sizes = [spec.nbytes for spec in specs]
+    wanted = max(sum(sizes) // 8, align(max(sizes, default=0)), 8 << 20)
+    return min(wanted, 256 << 20)
 
 
 def differences(expected: Sequence[TensorSpec], offered: Sequence[TensorSpec]) -> list[str]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import time
+import logging
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from types import TracebackType
 from typing import Literal, NoReturn, Self
@@ -27,6 +27,8 @@ from rl_refit.report import RefitReport, Stopwatch
 from rl_refit.sender import make_report
 from rl_refit.stream import InboundStream, Load
 from rl_refit.transports import ReceiverContext, ReceivingSide, find_transport
+
+logger = logging.getLogger(__name__)
 
 ReadBack = Callable[[], Iterable[tuple[str, torch.Tensor]]]
 State = Literal["empty", "in progress", "loaded", "ready", "poisoned"]
@@ -105,15 +107,22 @@ class RefitReceiver:
         self._state = "in progress"
 
     def receive(
-        self, version: int, load: Load, *, read_back: ReadBack | None = None
+        self,
+        version: int,
+        load: Load,
+        *,
+        load_keeps: bool = True,
+        read_back: ReadBack | None = None,
     ) -> RefitReport:
         """Load the version that was begun; return when every receiver of the sender has.
 
         Args:
             version: The one given to `begin`.
             load: Called once per bucket with the names and tensors that it completes. A tensor is
-                valid until `load` returns, longer only while its layer is not complete, and in
-                read-only memory where the transport shares it.
+                valid until `load` returns, and in read-only memory where the transport shares it.
+            load_keeps: Whether `load` may keep a tensor until all of its layer has come. Those
+                whose layer goes on in another bucket are copies then. Without, nothing is copied
+                but tensors larger than a bucket.
             read_back: For `verify="weights"`: yields every name with the live parameter.
 
         Raises:
@@ -124,14 +133,18 @@ class RefitReceiver:
             raise RefitError(f"version {version} was not begun ({self._status()})", rank=self._rank)
         deadline, watch = Deadline(self._timeout_s), Stopwatch()
         try:
-            report = self._receive(version, load, read_back, deadline, watch)
+            with watch.phase("pause"):
+                self._meet(version, deadline)
+            stream = self._make_stream(version, load_keeps, deadline, watch)
+            self._load_all(stream, load, read_back, watch)
         except BaseException as error:
             self._fail(error)
             if isinstance(error, ChannelClosed):
                 raise RefitError(f"the sender is gone: {error}", rank=self._rank) from error
             raise
         self._state = "loaded"
-        return report
+        assert self._plan is not None
+        return make_report(version, self._plan, watch, slowest_rank=self._rank)
 
     def check_weights(self, tensors: Iterable[tuple[str, torch.Tensor]]) -> None:
         """Hold live parameters against what was received; for `verify="weights"`.
@@ -200,22 +213,14 @@ class RefitReceiver:
     ) -> None:
         self.close()
 
-    def _receive(
-        self,
-        version: int,
-        load: Load,
-        read_back: ReadBack | None,
-        deadline: Deadline,
-        watch: Stopwatch,
-    ) -> RefitReport:
-        with watch.phase("pause"):
-            self._meet(version, deadline)
+    def _make_stream(
+        self, version: int, load_keeps: bool, deadline: Deadline, watch: Stopwatch
+    ) -> InboundStream:
         assert self._channel is not None
         assert self._plan is not None
         assert self._side is not None
         assert self._offer is not None
-        self._live = LiveWeights() if self._offer.verify == "weights" else None
-        stream = InboundStream(
+        return InboundStream(
             self._plan,
             self._side,
             self._channel,
@@ -223,15 +228,21 @@ class RefitReceiver:
             digest=None if self._offer.verify == "none" else self._offer.digest,
             rank=self._rank,
             num_buffers=self._offer.num_buffers,
+            load_keeps=load_keeps,
             deadline=deadline,
             watch=watch,
         )
+
+    def _load_all(
+        self, stream: InboundStream, load: Load, read_back: ReadBack | None, watch: Stopwatch
+    ) -> None:
+        assert self._offer is not None
+        self._live = LiveWeights() if self._offer.verify == "weights" else None
         stream.run(load if self._live is None else self._live.remember(load, watch))
         if self._live is not None and read_back is not None:
             with watch.phase("verify"):
                 self._live.check(read_back(), rank=self._rank)
         stream.finish()
-        return make_report(version, self._plan, watch, slowest_rank=self._rank)
 
     def _meet(self, version: int, deadline: Deadline) -> None:
         """Wait until the sender begins, over the connection there is or a new one."""
@@ -354,6 +365,8 @@ class RefitReceiver:
                     return
 
     def _commit(self, version: int) -> None:
+        if self._live is not None and not self._live.checked:
+            logger.warning("version %d is committed, its live weights not compared", version)
         self._version = version
         self._state = "ready"
 
@@ -363,12 +376,7 @@ class RefitReceiver:
             self._channel.leave(error, rank=self._rank)
         self._disconnect()
         if isinstance(error, ChannelClosed):
-            self._clean_up_after_sender()
-
-    def _clean_up_after_sender(self) -> None:
-        give_up = time.monotonic() + _DEATH_S
-        while not endpoint.forget(self._endpoint) and time.monotonic() < give_up:
-            time.sleep(0.005)
+            endpoint.forget(self._endpoint, within_s=_DEATH_S)
 
     def _disconnect(self) -> None:
         self._early.clear()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import secrets
+import weakref
 from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import dataclass
@@ -17,10 +18,11 @@ from rl_refit.deadline import Deadline
 from rl_refit.endpoint import Endpoint
 from rl_refit.errors import RefitError, RefitTimeoutError
 from rl_refit.messages import Begin, Commit, Join, Offer, Start
-from rl_refit.plan import RefitPlan
+from rl_refit.plan import RefitPlan, default_bucket_bytes, read_specs
+from rl_refit.receivers import Receivers
 from rl_refit.report import RefitReport, Stopwatch
 from rl_refit.source import WeightSource
-from rl_refit.stream import NamedTensors, OutboundStream, Receivers, check_exhausted, take_tensor
+from rl_refit.stream import NamedTensors, OutboundStream, check_exhausted, take_tensor
 from rl_refit.transports import SenderContext, SendingSide, find_transport
 
 logger = logging.getLogger(__name__)
@@ -61,7 +63,8 @@ class RefitSender:
         transport: A name of the entry-point group `rl_refit.transports`.
         num_receivers: How many receivers take part, with distinct ranks. 0 only goes through the
             source, for a trainer rank that takes part in its gathers.
-        bucket_bytes: The most bytes of a bucket, and the size of each of `num_buffers` buffers.
+        bucket_bytes: The most bytes of a bucket, and so of each of `num_buffers` buffers; None for
+            `default_bucket_bytes`: an eighth of the model, within 8 and 256 MiB.
         verify: "none"; "digest", a digest of every bucket before it is loaded; "weights", also
             the live parameters after it, where a receiver can read them back.
         timeout_s: The most seconds that `send` waits in all.
@@ -76,7 +79,7 @@ class RefitSender:
         transport: str = "shm",
         num_receivers: int = 1,
         *,
-        bucket_bytes: int = 256 << 20,
+        bucket_bytes: int | None = None,
         verify: Verify = "digest",
         timeout_s: float = 300.0,
         device: torch.device | str = "cpu",
@@ -88,7 +91,7 @@ class RefitSender:
         if num_receivers < 0 or num_buffers < 1:
             raise ValueError(f"num_receivers={num_receivers}, num_buffers={num_buffers}")
         Deadline(timeout_s)
-        self.plan = RefitPlan.of(source.metadata(), bucket_bytes)
+        self.plan = _plan(source, bucket_bytes)
         self._source = source
         self._transport_name = transport
         self._transport = find_transport(transport)
@@ -101,6 +104,8 @@ class RefitSender:
         self._endpoint = None
         if num_receivers:
             self._endpoint = Endpoint(host=host if self._transport.crosses_hosts else None)
+            # Also where nobody closes the sender, at the latest when the process ends.
+            weakref.finalize(self, self._endpoint.close)
         self._session: _Session | None = None
         self._newcomers: dict[int, Channel] = {}
         self._loaded: int | None = None
@@ -289,6 +294,13 @@ class RefitSender:
             return
         self._session.close(error)
         self._session = None
+
+
+def _plan(source: WeightSource, bucket_bytes: int | None) -> RefitPlan:
+    specs = read_specs(source.metadata())
+    if bucket_bytes is None:
+        bucket_bytes = default_bucket_bytes(specs)
+    return RefitPlan.of(specs, bucket_bytes)
 
 
 def _join(side: SendingSide, deadline: Deadline) -> None:

@@ -6,150 +6,24 @@ gather, the copy into one buffer and the receivers' load of the other overlap.
 
 from __future__ import annotations
 
-import selectors
-import socket
-from collections.abc import Callable, Generator, Iterator, Mapping
-from contextlib import contextmanager
+import time
+from collections.abc import Callable, Iterable, Iterator
 
 import torch
 
-from rl_refit.control import Channel, ChannelClosed
+from rl_refit.control import Channel
 from rl_refit.deadline import Deadline
 from rl_refit.digest import DIGESTS, RunningDigest, bytes_of
 from rl_refit.errors import RefitError, VerificationError
 from rl_refit.failures import raise_failure
-from rl_refit.messages import (
-    Accepted,
-    AllLoaded,
-    Done,
-    End,
-    Failure,
-    Filled,
-    Loaded,
-    Message,
-    Offer,
-    Ready,
-)
+from rl_refit.messages import AllLoaded, Done, End, Failure, Filled, Loaded, Message
 from rl_refit.plan import Bucket, Piece, RefitPlan, TensorSpec
+from rl_refit.receivers import Receivers
 from rl_refit.report import Stopwatch
 from rl_refit.transports.base import ReceivingSide, SendingSide
 
 Load = Callable[[list[tuple[str, torch.Tensor]]], object]
 NamedTensors = Iterator[tuple[str, torch.Tensor]]
-
-_GRACE_S = 1.0
-"""To read a message of which something has come."""
-
-
-class Receivers:
-    """The receivers of a sender: what each has answered so far."""
-
-    def __init__(self, channels: Mapping[int, Channel], version: int, deadline: Deadline) -> None:
-        self._channels = channels
-        self._version = version
-        self._deadline = deadline
-        self._loaded = dict.fromkeys(channels, -1)
-        self._accepted: set[int] = set()
-        self._ready: set[int] = set()
-        self.done: dict[int, Done] = {}
-
-    def tell(self, message: Message) -> None:
-        """Send a message to all."""
-        for rank, channel in self._channels.items():
-            with _naming(rank):
-                channel.send(message, self._deadline)
-
-    def offer(self, rank: int, offer: Offer, descriptors: list[int]) -> None:
-        """Tell a receiver what it is going to be sent, and pass it files."""
-        with _naming(rank):
-            self._channels[rank].send(offer, self._deadline)
-            if descriptors:
-                self._channels[rank].send_descriptors(descriptors, self._deadline)
-
-    def wait_accepted(self) -> None:
-        """Wait until all have opened their ends."""
-        self._wait(lambda: self._channels.keys() - self._accepted, "answer to the offer")
-
-    def are_ready(self, listener: socket.socket) -> bool:
-        """Wait until all take part; return False if somebody knocks at the listener instead."""
-        return self._wait(
-            lambda: self._channels.keys() - self._ready, "answer to the beginning", until=listener
-        )
-
-    def wait_loaded(self, plan: RefitPlan, bucket: int) -> None:
-        """Wait until all have loaded that bucket and those before it."""
-        if bucket < 0:
-            return
-        self._wait(
-            lambda: {rank for rank, last in self._loaded.items() if last < bucket},
-            "word that the bucket is loaded",
-            bucket=bucket,
-            tensor=plan.label(plan.buckets[bucket]),
-        )
-
-    def wait_done(self) -> None:
-        """Wait until all have loaded everything."""
-        self._wait(lambda: self._channels.keys() - self.done.keys(), "word that all is loaded")
-
-    def _wait(
-        self,
-        missing: Callable[[], set[int]],
-        waited_for: str,
-        *,
-        bucket: int | None = None,
-        tensor: str | None = None,
-        until: socket.socket | None = None,
-    ) -> bool:
-        with selectors.DefaultSelector() as selector:
-            for rank, channel in self._channels.items():
-                selector.register(channel, selectors.EVENT_READ, rank)
-            if until is not None:
-                selector.register(until, selectors.EVENT_READ)
-            while ranks := missing():
-                left = self._deadline.remaining(
-                    waited_for, rank=min(ranks), bucket=bucket, tensor=tensor
-                )
-                for key, _ in selector.select(left):
-                    if key.fileobj is until:
-                        return False
-                    self._hear(key.data)
-        return True
-
-    def hear_out(self) -> None:
-        """Take in what has come: a receiver that failed may have said why."""
-        for rank, channel in self._channels.items():
-            while channel.has_input():
-                self._hear(rank)
-
-    def _hear(self, rank: int) -> None:
-        try:
-            message = self._channels[rank].receive(self._deadline.extended(_GRACE_S))
-        except ChannelClosed as error:
-            bucket = self._loaded[rank] + 1
-            raise RefitError(f"the receiver is gone: {error}", rank=rank, bucket=bucket) from error
-        match message:
-            case Failure():
-                raise_failure(message, origin=f"receiver {rank}")
-            case Accepted():
-                self._accepted.add(rank)
-            case Ready(version) if version == self._version:
-                self._ready.add(rank)
-            case Loaded(version, bucket) if version == self._version:
-                if bucket != self._loaded[rank] + 1:
-                    raise RefitError("loaded out of order", rank=rank, bucket=bucket)
-                self._loaded[rank] = bucket
-            case Done(version) if version == self._version:
-                self.done[rank] = message
-            case _:
-                raise RefitError(f"unexpected {message}", rank=rank)
-
-
-@contextmanager
-def _naming(rank: int) -> Generator[None]:
-    try:
-        yield
-    except ChannelClosed as error:
-        raise RefitError(f"the receiver is gone: {error}", rank=rank) from error
 
 
 class OutboundStream:
@@ -208,30 +82,46 @@ class OutboundStream:
         buffers = self._side.buffers
         buffer = buffers[bucket.index % len(buffers)][: bucket.nbytes]
         running: RunningDigest | None = None
+        gather_s = pack_s = 0.0
+        # Some buckets have thousands of pieces: no context managers in here.
         for piece in bucket.pieces:
-            tensor = self._next_tensor(piece, tensors) if piece.start == 0 else None
+            start = time.perf_counter()
+            spec = self._plan.specs[piece.tensor]
+            tensor = take_tensor(spec, tensors) if piece.start == 0 else None
+            taken = time.perf_counter()
+            gather_s += taken - start
             if piece is bucket.pieces[0]:
-                with self._watch.phase("wire"):
-                    self._receivers.wait_loaded(self._plan, bucket.index - len(buffers))
-                for start, end in bucket.gaps:
-                    buffer[start:end] = 0
-                if self._verify and self._side.digest == "xxh3":
-                    running = RunningDigest(buffer, position=bucket.index)
-            with self._watch.phase("pack"):
-                self._pack(piece, tensor, buffer)
+                running = self._make_room(bucket, buffer)
+                taken = time.perf_counter()
+            self._pack(piece, tensor, buffer)
+            pack_s += time.perf_counter() - taken
             if running is not None:
-                with self._watch.phase("verify"):
-                    running.advance(piece.offset + piece.size)
+                running.advance(piece.offset + piece.size)
+        self._watch.add("gather", gather_s)
+        self._watch.add("pack", pack_s)
+        return self._finish_digest(bucket, buffer, running)
+
+    def _make_room(self, bucket: Bucket, buffer: torch.Tensor) -> RunningDigest | None:
+        """Wait until the bucket's buffer may be filled; return its digest, if it is to have one."""
+        with self._watch.phase("wire"):
+            before = bucket.index - len(self._side.buffers)
+            self._receivers.wait_loaded(self._plan, before)
+        zero(buffer, bucket.gaps)
+        if self._verify and self._side.digest == "xxh3":
+            return RunningDigest(buffer, position=bucket.index)
+        return None
+
+    def _finish_digest(
+        self, bucket: Bucket, buffer: torch.Tensor, running: RunningDigest | None
+    ) -> int:
         if not self._verify:
             return 0
+        if running is not None:
+            digest = running.finish()
+            self._watch.add("verify", running.seconds)
+            return digest
         with self._watch.phase("verify"):
-            if running is not None:
-                return running.finish()
             return DIGESTS[self._side.digest](buffer, position=bucket.index)
-
-    def _next_tensor(self, piece: Piece, tensors: NamedTensors) -> torch.Tensor:
-        with self._watch.phase("gather"):
-            return take_tensor(self._plan.specs[piece.tensor], tensors)
 
     def _pack(self, piece: Piece, tensor: torch.Tensor | None, buffer: torch.Tensor) -> None:
         place = buffer[piece.offset : piece.offset + piece.size]
@@ -253,10 +143,18 @@ def take_tensor(spec: TensorSpec, tensors: NamedTensors) -> torch.Tensor:
     if entry is None:
         raise RefitError("the source ends before it", tensor=spec.name)
     name, tensor = entry
-    given = TensorSpec(name, tensor.dtype, tuple(tensor.shape))
-    if given != spec:
+    if name != spec.name or tensor.dtype != spec.dtype or tensor.shape != spec.shape:
+        given = TensorSpec(name, tensor.dtype, tuple(tensor.shape))
         raise RefitError(f"the source yields {given} where {spec} is planned", tensor=spec.name)
-    return tensor.detach()
+    return tensor.detach() if tensor.requires_grad else tensor
+
+
+def zero(buffer: torch.Tensor, gaps: Iterable[tuple[int, int]]) -> None:
+    """Set the `[start, end)` ranges of a buffer to zero."""
+    # numpy takes a fraction of the time, and there may be thousands.
+    data = buffer.numpy() if buffer.device.type == "cpu" else buffer
+    for start, end in gaps:
+        data[start:end] = 0
 
 
 def check_exhausted(tensors: NamedTensors) -> None:
@@ -279,11 +177,13 @@ class InboundStream:
         digest: str | None,
         rank: int,
         num_buffers: int,
+        load_keeps: bool,
         deadline: Deadline,
         watch: Stopwatch,
     ) -> None:
         self._plan = plan
         self._side = side
+        self._load_keeps = load_keeps
         self._channel = channel
         self._version = version
         self._digest = None if digest is None else DIGESTS[digest]
@@ -291,7 +191,8 @@ class InboundStream:
         self._num_buffers = num_buffers
         self._deadline = deadline
         self._watch = watch
-        self._parts: torch.Tensor | None = None
+        self._parts = torch.empty(0, dtype=torch.uint8)
+        self._rooms = [self._parts, self._parts]
 
     def run(self, load: Load) -> None:
         """Load every bucket; returns when all receivers of the sender have."""
@@ -376,22 +277,29 @@ class InboundStream:
     def _unpack(self, piece: Piece, data: torch.Tensor) -> Iterator[tuple[str, torch.Tensor]]:
         """Yield the tensor that a piece completes, if it does.
 
-        What a loader may hold on to, as its layer goes on in another bucket, is a copy.
+        Where the loader may hold on to it, as its layer goes on in another bucket, it is a copy.
         """
         spec = self._plan.specs[piece.tensor]
         place = data[piece.offset : piece.offset + piece.size]
         if piece.whole:
-            if not piece.in_place:
+            if self._load_keeps and not piece.in_place:
                 place = place.clone()
             yield spec.name, place.view(spec.dtype).view(spec.shape)
             return
         if piece.start == 0:
-            self._parts = torch.empty(spec.nbytes, dtype=torch.uint8, device=data.device)
-        assert self._parts is not None
+            self._parts = self._room_for_parts(spec.nbytes, data.device)
         self._parts[piece.start : piece.start + piece.size] = place
         if piece.start + piece.size == spec.nbytes:
             yield spec.name, self._parts.view(spec.dtype).view(spec.shape)
-            self._parts = None
+
+    def _room_for_parts(self, nbytes: int, device: torch.device) -> torch.Tensor:
+        if self._load_keeps:
+            return torch.empty(nbytes, dtype=torch.uint8, device=device)
+        # Two take turns: one may begin in the bucket in which another ends, before that is loaded.
+        self._rooms.reverse()
+        if len(self._rooms[0]) < nbytes:
+            self._rooms[0] = torch.empty(nbytes, dtype=torch.uint8, device=device)
+        return self._rooms[0][:nbytes]
 
 
 def _name(message: Message) -> str:

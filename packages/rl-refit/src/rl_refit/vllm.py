@@ -114,10 +114,11 @@ class RefitWeightTransferEngine(WeightTransferEngine[RefitInitInfo, RefitUpdateI
         receiver = self._require_receiver()
         receiver.begin(update_info.version)
         try:
-            self.report = receiver.receive(update_info.version, self._load).as_metrics()
+            report = receiver.receive(update_info.version, self._load, load_keeps=False)
         except BaseException:
             self._forget_partial_layers()
             raise
+        self.report = report.as_metrics()
 
     def finish_weight_update(self) -> None:
         """Let vLLM process what was loaded. The version counts once it is committed."""

@@ -138,7 +138,7 @@ def open_sampler(session: Session, policy: Policy, *, model: str) -> Iterator[Sa
                 engines,
                 is_paired=config.is_colocated,
                 transport=_transport(config, policy),
-                bucket_bytes=config.refit.bucket_mib * 2**20,
+                bucket_bytes=_bytes(config.refit.bucket_mib),
                 verify=config.refit.verify,
             )
             if config.is_colocated:
@@ -177,3 +177,7 @@ def _transport(config: RunConfig, policy: Policy) -> str:
         return "collective"
     on_gpu = all(info["local_device_id"] is not None for info in policy.get_gpu_info())
     return "cuda_ipc" if on_gpu else "shm"
+
+
+def _bytes(mib: int | None) -> int | None:
+    return None if mib is None else mib * 2**20

@@ -1,0 +1,94 @@
+"""Between two processes on one GPU. Not run on a machine without one."""
+
+import multiprocessing as mp
+import threading
+
+import pytest
+import torch
+from gpu_receiver import receive
+from refit_pairs import make_sender, same, some_tensors
+from rl_refit import RefitError, VerificationError
+from rl_refit.digest import keyed_sum_digest
+from rl_refit.stream import OutboundStream
+
+pytestmark = pytest.mark.gpu
+DEVICE = "cuda:0"
+
+
+class Pair:
+    """A sender of GPU tensors here, and a receiver on the same GPU in another process."""
+
+    def __init__(self, transport, tensors):
+        options = {"device": DEVICE, "timeout_s": 60}
+        self.sender = make_sender(tensors, transport, **options)
+        context = mp.get_context("spawn")
+        self.pipe, other = context.Pipe()
+        self.process = context.Process(
+            target=receive, args=(other, self.sender.address, DEVICE), daemon=True
+        )
+        self.process.start()
+
+    def refit(self, version):
+        self.pipe.send(version)
+        errors = []
+
+        def send():
+            try:
+                self.sender.send(version)
+            except RefitError as error:
+                errors.append(error)
+
+        thread = threading.Thread(target=send)
+        thread.start()
+        received = self.pipe.recv()
+        thread.join()
+        return errors, received
+
+    def close(self):
+        self.pipe.send(None)
+        self.process.join(60)
+        self.sender.close()
+
+
+def gpu_tensors():
+    tensors = {name: tensor.to(DEVICE) for name, tensor in some_tensors().items()}
+    return tensors | {"turned": torch.randn(30, 50, device=DEVICE).T}
+
+
+@pytest.mark.parametrize("transport", ["cuda_ipc", "shm", "golden"])
+def test_gpu_tensors_arrive_on_the_gpu_bit_by_bit(transport):
+    tensors = gpu_tensors()
+    pair = Pair(transport, tensors)
+    for version in range(1, 4):
+        for tensor in tensors.values():
+            tensor += 1
+        errors, received = pair.refit(version)
+        assert errors == []
+        assert same(received, {name: tensor.cpu() for name, tensor in tensors.items()})
+    pair.close()
+
+
+def test_a_flipped_bit_in_gpu_memory_is_found(monkeypatch):
+    pair = Pair("cuda_ipc", gpu_tensors())
+    original = OutboundStream._fill
+
+    def fill(self, bucket, tensors):
+        digest = original(self, bucket, tensors)
+        if bucket.index == 2:
+            self._side.buffers[bucket.index % 2][13] ^= 4
+        return digest
+
+    with monkeypatch.context() as patch:
+        patch.setattr(OutboundStream, "_fill", fill)
+        (sent,), received = pair.refit(1)
+    assert isinstance(sent, VerificationError)
+    assert isinstance(received, VerificationError)
+    assert sent.bucket == received.bucket == 2
+    errors, _ = pair.refit(1)
+    assert errors == []
+    pair.close()
+
+
+def test_the_digest_is_the_same_on_both_devices():
+    data = torch.randint(0, 255, ((9 << 20) + 256,), dtype=torch.uint8)
+    assert keyed_sum_digest(data.to(DEVICE), position=5) == keyed_sum_digest(data, position=5)
