@@ -150,6 +150,14 @@ def grpo_vllm(session: nox.Session) -> None:
     session.run("rl-policy", "grpo", *arguments, env=ENVIRONMENT)
 
 
+@nox.session(name="bench-vllm", reuse_venv=True, default=False)
+def bench_vllm(session: nox.Session) -> None:
+    """Measure a refit into a real vLLM, on the CPU."""
+    install_vllm(session, *editable("rl-refit[vllm]"))
+    script = ROOT / "packages/rl-refit/benchmarks/into_vllm.py"
+    session.run("python", str(script), *session.posargs, env=ENVIRONMENT)
+
+
 def install_vllm(session: nox.Session, *requirements: str) -> None:
     """Install vLLM's build for the CPU, with what else the nox session needs.
 
@@ -198,7 +206,8 @@ def build_wheels(session: nox.Session, packages: set[str], *, into: Path) -> dic
 @per_package
 def bench(session: nox.Session, package: str) -> None:
     """Run a package's benchmarks, which print what they measure."""
-    scripts = sorted(ROOT.glob(f"packages/{package}/benchmarks/*.py"))
+    found = sorted(ROOT.glob(f"packages/{package}/benchmarks/*.py"))
+    scripts = [script for script in found if not script.stem.endswith("_vllm")]
     if not scripts:
         session.skip(f"packages/{package} has no benchmarks")
     install(session, *editable(TESTED_AS.get(package, package)), *group("bench"))

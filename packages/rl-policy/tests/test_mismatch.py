@@ -2,7 +2,9 @@ import math
 
 import pytest
 import torch
-from rl_policy.recipes.mismatch import sampler_mismatch
+from rl_policy.config_loading import load_run_config
+from rl_policy.recipes.mismatch import check_mismatch, sampler_mismatch
+from rl_refit import VerificationError
 
 
 def test_measures_of_the_sampled_tokens_alone():
@@ -38,3 +40,18 @@ def test_a_batch_without_samples_is_an_error():
     batch = {"generation_logprobs": torch.zeros(1, 2), "token_mask": torch.zeros(1, 2)}
     with pytest.raises(ValueError, match="'token_mask' marks no token"):
         sampler_mismatch(batch, torch.zeros(1, 2))
+
+
+def test_a_mismatch_over_the_limit_is_an_error():
+    check_mismatch({"mismatch_max_abs": 0.25}, limit=0.25)
+    check_mismatch({"mismatch_max_abs": 9.0}, limit=None)
+    for worst in (0.26, float("nan")):
+        with pytest.raises(VerificationError, match=r"refit\.max_mismatch=0\.25"):
+            check_mismatch({"mismatch_max_abs": worst}, limit=0.25)
+
+
+def test_the_limit_and_its_check_are_asked_for_together():
+    load_run_config("grpo", overrides=["refit.verify=logprobs", "refit.max_mismatch=1e-3"])
+    for alone in ("refit.verify=logprobs", "refit.max_mismatch=1e-3"):
+        with pytest.raises(ValueError, match=r"refit\.max_mismatch"):
+            load_run_config("grpo", overrides=[alone])

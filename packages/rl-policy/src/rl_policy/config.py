@@ -193,8 +193,12 @@ class RefitSection(Section):
     the engines."""
     bucket_mib: int | None = Field(default=None, ge=1)
     """Size of each of two buffers, in MiB. null: by the model's size."""
-    verify: Literal["none", "digest", "weights"] = "digest"
-    """`digest` checks every buffer before it is loaded, `weights` the live parameters too."""
+    verify: Literal["none", "digest", "weights", "logprobs"] = "digest"
+    """`digest` checks every buffer before it is loaded; `weights` the live parameters too;
+    `logprobs`, besides the digest, ends the run where mismatch_max_abs is over max_mismatch."""
+    max_mismatch: float | None = Field(default=None, gt=0)
+    """Most nats between an engine's log-probability of a sampled token and the trainer's. Float32
+    stays under 1e-4; bfloat16 is off by some hundredths."""
 
 
 class CheckpointSection(Section):
@@ -330,6 +334,11 @@ def _check_sampling(config: RunConfig) -> None:
         )
     if config.grpo.old_logprobs == "sampler":
         _check_sampler_logprobs(config, generation)
+    if (config.refit.verify == "logprobs") != (config.refit.max_mismatch is not None):
+        raise ValueError(
+            f"refit.verify={config.refit.verify!r} and refit.max_mismatch="
+            f"{config.refit.max_mismatch}: give both or neither, verify='logprobs' and a limit"
+        )
 
 
 def _check_sampler_logprobs(config: RunConfig, generation: dict[str, Any]) -> None:

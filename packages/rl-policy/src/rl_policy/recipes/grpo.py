@@ -22,7 +22,7 @@ from rl_policy.recipes.checkpoints import RunState
 from rl_policy.recipes.evaluation import complete, greedy_accuracy
 from rl_policy.recipes.loop import run_loop
 from rl_policy.recipes.metrics import GrpoMetrics, read_metrics, sum_micro_batches
-from rl_policy.recipes.mismatch import sampler_mismatch
+from rl_policy.recipes.mismatch import check_mismatch, sampler_mismatch
 from rl_policy.recipes.plots import plot_reward
 from rl_policy.recipes.problems import ProblemStream
 from rl_policy.recipes.run_directory import RunDirectory
@@ -128,6 +128,7 @@ class GrpoTrainer:
         self._policy = policy
         self._sampler = sampler
         self._has_engines = session.config.has_engines
+        self._max_mismatch = session.config.refit.max_mismatch
         self._stream = ProblemStream(
             session.inputs.problems.train,
             seed=session.config.seed,
@@ -151,7 +152,7 @@ class GrpoTrainer:
             self._policy.prepare_for_lp_inference()
             batch = completion_batch(generated, advantages=torch.zeros(len(rewards)))
             scores = self._policy.get_logprobs(batch)["logprobs"]
-            engines = {**refit, **sampler_mismatch(batch, scores)}
+            engines = {**refit, **self._mismatch(batch, scores)}
         reward_mean = sum(rewards) / len(rewards)
         return GrpoMetrics(step=0, reward_mean=reward_mean, accuracy=accuracy, engines=engines)
 
@@ -214,13 +215,20 @@ class GrpoTrainer:
             scores = self._policy.get_logprobs(batch)["logprobs"]
             batch["prev_logprobs"] = scores if own else batch["generation_logprobs"]
             if self._has_engines:
-                mismatch = sampler_mismatch(batch, scores)
+                mismatch = self._mismatch(batch, scores)
         else:
             batch["prev_logprobs"] = batch["generation_logprobs"]
         if self._has_reference:
             reference = self._policy.get_reference_policy_logprobs(batch)
             batch["reference_logprobs"] = reference["reference_logprobs"]
         return mismatch
+
+    def _mismatch(
+        self, batch: BatchedDataDict[Any], trainer_logprobs: torch.Tensor
+    ) -> dict[str, float]:
+        measured = sampler_mismatch(batch, trainer_logprobs)
+        check_mismatch(measured, limit=self._max_mismatch)
+        return measured
 
     def _train(self, batch: BatchedDataDict[Any]) -> dict[str, float]:
         """Pass over the batch, and return the means of what was measured."""

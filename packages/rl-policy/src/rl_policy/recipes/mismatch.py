@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 import torch
+from rl_refit import VerificationError
 
 
 def sampler_mismatch(
@@ -31,3 +32,21 @@ def sampler_mismatch(
         "token_mult_prob_error": float(difference.abs().exp().mean()),
         "mismatch_kl": float((difference.exp() - 1 - difference).mean()),
     }
+
+
+def check_mismatch(measured: Mapping[str, float], *, limit: float | None) -> None:
+    """Raise where a refit has left the sampler with other weights than the trainer's.
+
+    Args:
+        measured: What `sampler_mismatch` returned.
+        limit: Most nats that one token may be off. None: any.
+
+    Raises:
+        VerificationError: One is off by more.
+    """
+    worst = measured["mismatch_max_abs"]
+    if limit is not None and not worst <= limit:
+        raise VerificationError(
+            f"the engines' log-probabilities are off by up to {worst:.3g} nats, more than "
+            f"refit.max_mismatch={limit:g}: their weights are not the trainer's"
+        )

@@ -139,7 +139,8 @@ def open_sampler(session: Session, policy: Policy, *, model: str) -> Iterator[Sa
                 is_paired=config.is_colocated,
                 transport=_transport(config, policy),
                 bucket_bytes=_bytes(config.refit.bucket_mib),
-                verify=config.refit.verify,
+                # That of log-probabilities is for whoever has the trainer's: see `check_mismatch`.
+                verify="digest" if config.refit.verify == "logprobs" else config.refit.verify,
             )
             if config.is_colocated:
                 engines.finish_generation()

@@ -1,0 +1,242 @@
+"""Measure a refit into a real vLLM, against vLLM's own load of tensors that it already has.
+
+All ways end with the same weights in the same engine, and take turns in one run:
+
+- own load: vLLM's start, load and finish with tensors of its own process, the limit;
+- shm, shm verified, golden: `RefitSender` in another process;
+- handles: a handle per tensor, group by group, stop and wait;
+- safetensors: written to a memory file system by the trainer's process, read and loaded by vLLM's.
+
+Needs vLLM: `nox -s bench-vllm`.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import multiprocessing as mp
+import os
+import statistics
+import tempfile
+import time
+from collections.abc import Callable
+from multiprocessing.connection import Connection
+from pathlib import Path
+from typing import Any
+
+os.environ.setdefault("VLLM_ENABLE_V1_MULTIPROCESSING", "0")
+os.environ.setdefault("VLLM_CPU_OMP_THREADS_BIND", "nobind")
+
+import torch
+from rl_refit import RefitSender, TensorSource
+from rl_refit.handles import HandleOwner, group_keys, rebuild
+from safetensors.torch import load_file, save_file
+from transformers import LlamaConfig, LlamaForCausalLM
+
+GROUP_BYTES = 1 << 28
+SENDERS = {
+    "shm": ("shm", "none"),
+    "shm, verified": ("shm", "digest"),
+    "golden": ("golden", "digest"),
+}
+
+
+def build(directory: str, megabytes: int) -> None:
+    """Write a Llama of about that size in float32."""
+    layer = 4 * 1024 * 1024 + 3 * 1024 * 4096
+    config = LlamaConfig(
+        vocab_size=1024,
+        hidden_size=1024,
+        intermediate_size=4096,
+        num_hidden_layers=max(1, round(megabytes * 1e6 / 4 / layer)),
+        num_attention_heads=16,
+        num_key_value_heads=16,
+        max_position_embeddings=128,
+    )
+    LlamaForCausalLM(config).save_pretrained(directory)
+
+
+def tensors_of(directory: str) -> dict[str, torch.Tensor]:
+    """Return the weights, layer by layer."""
+    model = LlamaForCausalLM.from_pretrained(directory, dtype=torch.float32)
+    return {name: parameter.detach() for name, parameter in model.named_parameters()}
+
+
+def trainer(pipe: Connection, directory: str) -> None:
+    """Hold the weights, and send them when told, until the pipe closes."""
+    torch.set_num_threads(1)
+    tensors = tensors_of(directory)
+    source = TensorSource(tensors)
+    senders = {
+        name: RefitSender(source, transport, 1, verify=verify)
+        for name, (transport, verify) in SENDERS.items()
+    }
+    groups = group_keys([(name, t.nbytes) for name, t in tensors.items()], GROUP_BYTES)
+    pipe.send({name: sender.address for name, sender in senders.items()})
+    owner = HandleOwner()
+    try:
+        while True:
+            kind, value = pipe.recv()
+            if kind in senders:
+                senders[kind].send(value)
+                senders[kind].commit(value)
+            elif kind == "handles":
+                owner.close()
+                more = value < len(groups)
+                pipe.send(owner.export({n: tensors[n] for n in groups[value]}) if more else None)
+            else:
+                save_file({name: t.clone() for name, t in tensors.items()}, value)
+                pipe.send(None)
+    except EOFError:
+        return
+    finally:
+        owner.close()
+        for sender in senders.values():
+            sender.close()
+
+
+class Engine:
+    """A real vLLM beside a trainer's process."""
+
+    def __init__(self, directory: str) -> None:
+        import vllm
+
+        self.llm: Any = vllm.LLM(
+            directory,
+            dtype="float32",
+            enforce_eager=True,
+            max_model_len=64,
+            max_num_seqs=4,
+            kv_cache_memory_bytes=16 << 20,
+            distributed_executor_backend="uni",
+            skip_tokenizer_init=True,
+            weight_transfer_config={"backend": "rl_refit"},
+        )
+        context = mp.get_context("spawn")
+        self.pipe, theirs = context.Pipe()
+        self.process = context.Process(target=trainer, args=(theirs, directory), daemon=True)
+        self.process.start()
+        theirs.close()
+        self.addresses: dict[str, Any] = self.pipe.recv()
+        self.version = 0
+        self.current = ""
+
+    def load(self, tensors: Callable[[], Any]) -> None:
+        """Let vLLM load `tensors` as it loads its own."""
+
+        def run(worker: Any) -> None:
+            from vllm.model_executor.model_loader.reload import (
+                finalize_layerwise_reload,
+                initialize_layerwise_reload,
+            )
+
+            model = worker.model_runner.model
+            initialize_layerwise_reload(model)
+            for group in tensors():
+                model.load_weights(iter(group.items()))
+            finalize_layerwise_reload(model, worker.model_config)
+
+        self.llm.collective_rpc(run)
+
+    def connect(self, way: str) -> None:
+        """Take a sender for the one that is used from now on."""
+        from rl_refit.vllm import init_info
+
+        self.llm.init_weight_transfer_engine(init_info(self.addresses[way]))
+        self.version, self.current = 0, way
+
+    def refit(self) -> None:
+        """Receive and load all weights from the current sender."""
+        self.version += 1
+        self.pipe.send((self.current, self.version))
+        self.llm.start_weight_update()
+        self.llm.update_weights({"update_info": {"version": self.version}})
+        self.llm.finish_weight_update(str(self.version))
+
+    def by_handles(self) -> None:
+        """Load group by group; the next is asked for when one is loaded."""
+
+        def groups() -> Any:
+            index = 0
+            while True:
+                self.pipe.send(("handles", index))
+                handles = self.pipe.recv()
+                if handles is None:
+                    return
+                # What the loader keeps must outlive the group's memory.
+                yield {name: rebuild(handle).clone() for name, handle in handles.items()}
+                index += 1
+
+        self.load(groups)
+
+    def by_files(self, path: str) -> None:
+        """Let the trainer write a file, and load that."""
+        self.pipe.send(("safetensors", path))
+        self.pipe.recv()
+        self.load(lambda: [load_file(path)])
+
+    def close(self) -> None:
+        """End the trainer's process."""
+        self.pipe.close()
+        self.process.join(30)
+
+
+def measure(directory: str, rounds: int) -> dict[str, float]:
+    """Return the median seconds of each way, of which the first round does not count."""
+    engine = Engine(directory)
+    own = tensors_of(directory)
+    seconds: dict[str, list[float]] = {}
+    with tempfile.TemporaryDirectory(dir="/dev/shm") as memory:
+        ways: dict[str, Callable[[], None]] = {
+            "own load": lambda: engine.load(lambda: [own]),
+            "handles": engine.by_handles,
+            "safetensors": lambda: engine.by_files(f"{memory}/weights.safetensors"),
+        }
+        try:
+            for name in SENDERS:
+                engine.connect(name)
+                engine.refit()
+                for _ in range(rounds):
+                    clock(seconds, f"own load beside {name}", ways["own load"])
+                    clock(seconds, name, engine.refit)
+            for round_ in range(rounds + 1):
+                for name, way in ways.items():
+                    clock(seconds if round_ else {}, name, way)
+        finally:
+            engine.close()
+    return {name: statistics.median(times) for name, times in seconds.items()}
+
+
+def clock(seconds: dict[str, list[float]], name: str, way: Callable[[], None]) -> None:
+    """Run `way` and keep how long it took."""
+    start = time.perf_counter()
+    way()
+    seconds.setdefault(name, []).append(time.perf_counter() - start)
+
+
+def main() -> None:
+    """Print and write the table."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--out", type=Path, default=Path("runs/benchmarks"))
+    parser.add_argument("--mb", type=int, default=300, help="size of the model")
+    parser.add_argument("--rounds", type=int, default=5)
+    options = parser.parse_args()
+    with tempfile.TemporaryDirectory() as directory:
+        build(directory, options.mb)
+        num_bytes = sum(t.nbytes for t in tensors_of(directory).values())
+        seconds = measure(directory, options.rounds)
+    print(f"\n{num_bytes / 1e9:.2f} GB of float32 into a real vLLM")
+    print(f"{'way':>16}  {'seconds':>8}  {'GB/s':>6}  {'times its own load':>18}")
+    for name, value in seconds.items():
+        if name.startswith("own load beside"):
+            continue
+        base = seconds.get(f"own load beside {name}", seconds["own load"])
+        print(f"{name:>16}  {value:8.3f}  {num_bytes / value / 1e9:6.2f}  {value / base:18.2f}")
+    options.out.mkdir(parents=True, exist_ok=True)
+    path = options.out / "into_vllm.json"
+    path.write_text(json.dumps({"bytes": num_bytes, "seconds": seconds}, indent=2))
+    print(f"written to {path}")
+
+
+if __name__ == "__main__":
+    main()
