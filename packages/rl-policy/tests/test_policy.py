@@ -296,6 +296,12 @@ def test_receivers_get_the_weights_by_stream(policy, transport):
         receiver.close()
 
 
+def test_engines_on_other_machines_find_the_sender(policy, cluster):
+    address, *_ = policy.open_refit(2, transport="collective")
+    node, _ = cluster.get_master_address_and_port()
+    assert address["endpoint"].rpartition(":")[0] == f"tcp:{node}"
+
+
 def test_handles_are_rebuilt_in_another_process(policy):
     expected = parameters(policy)
     info = policy.prepare_refit_info()

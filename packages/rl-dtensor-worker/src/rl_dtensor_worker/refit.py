@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from rl_refit import RefitSender
 from rl_refit.broadcast import BroadcastGroup
+from rl_refit.endpoint import address_towards
 from rl_refit.handles import HandleOwner
 
 from rl_dtensor_worker.device import device_id
@@ -54,6 +55,8 @@ class WeightTransfer:
             num_receivers=num_receivers,
             timeout_s=self._timeout_s,
             device=self._environment.device,
+            # As the other nodes of the job reach this one; read by transports that cross machines.
+            host=address_towards(os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])),
             **options,
         )
         return self._sender.address if num_receivers else None

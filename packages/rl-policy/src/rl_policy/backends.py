@@ -67,13 +67,16 @@ def load(name: str) -> type[PolicyWorker]:
     return entry.load()
 
 
-def require_sending(name: str) -> None:
+def require_sending(name: str, worker_class: type) -> None:
     """Raise unless the backend can hand its weights to inference engines.
+
+    Args:
+        name: The backend's.
+        worker_class: What `load` returned for it.
 
     Raises:
         NotImplementedError: It cannot; the message says what it lacks.
     """
-    worker_class = load(name)
     wanted = [method for method in dir(WeightSendingWorker) if not method.startswith("_")]
     missing = [method for method in wanted if not hasattr(worker_class, method)]
     if missing:

@@ -88,7 +88,7 @@ class Policy(ColocatablePolicyInterface, GenerationInterface):
         self.config = with_absolute_paths(resolve_policy_config(config))
         check_generation_backend(self.config)
         self._backend = backends.enabled_backend(self.config)
-        worker_class = backends.load(self._backend)
+        self._worker_class = worker_class = backends.load(self._backend)
         weights = existing("weights_path", weights_path)
         optimizer = existing("optimizer_path", optimizer_path)
         if optimizer is not None and not init_optimizer:
@@ -399,7 +399,7 @@ class Policy(ColocatablePolicyInterface, GenerationInterface):
         return self.worker_group
 
     def _require_sending(self) -> None:
-        backends.require_sending(self._backend)
+        backends.require_sending(self._backend, self._worker_class)
 
     def _score(
         self,

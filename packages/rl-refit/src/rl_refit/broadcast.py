@@ -11,14 +11,13 @@ is verified: `RefitSender` with the transport `collective` is faster and does bo
 from __future__ import annotations
 
 import datetime
-import socket
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from types import TracebackType
-from typing import Self
 
 import torch
 import torch.distributed as dist
 
+from rl_refit import endpoint
+from rl_refit.closing import Closing
 from rl_refit.deadline import Deadline
 from rl_refit.transports.collective import ProcessGroup
 
@@ -26,7 +25,7 @@ Info = Mapping[str, tuple[Sequence[int], torch.dtype]]
 """`{name: (shape, dtype)}`, in the order in which the tensors are sent."""
 
 
-class BroadcastGroup:
+class BroadcastGroup(Closing):
     """A process group of its own: rank 0 sends, all others receive. Collective to construct.
 
     NCCL is used where the device is a GPU, gloo elsewhere.
@@ -63,7 +62,7 @@ class BroadcastGroup:
             rank,
             world_size,
             "nccl" if self._device.type == "cuda" else "gloo",
-            _address_towards(ip, port),
+            endpoint.address_towards(ip, port),
             self._device,
             Deadline(timeout_s),
         )
@@ -97,17 +96,6 @@ class BroadcastGroup:
             self._group.close()
             self._group = None
 
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
-        self.close()
-
     def _broadcast(self, tensor: torch.Tensor) -> None:
         if self._group is None:
             raise RuntimeError("the group is closed")
@@ -115,10 +103,3 @@ class BroadcastGroup:
         work = self._group.broadcast(tensor.flatten().view(torch.uint8))
         if work is not None:
             work.wait(self._timeout)
-
-
-def _address_towards(ip: str, port: int) -> str:
-    """Return the address of this machine by which `ip` reaches it."""
-    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
-        probe.connect((ip, port))
-        return probe.getsockname()[0]

@@ -74,6 +74,13 @@ def dial(address: str, deadline: Deadline) -> socket.socket:
         raise RefitError(f"no sender listens on {address}: {error}") from error
 
 
+def address_towards(host: str, port: int) -> str:
+    """Return the address of this machine by which `host` reaches it. Nothing is sent."""
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+        probe.connect((host, port))
+        return probe.getsockname()[0]
+
+
 def forget(address: str, *, within_s: float = 0.0) -> None:
     """Remove what a sender left behind, if it is dead or dies within that time."""
     kind, _, path = address.partition(":")

@@ -12,12 +12,12 @@ from __future__ import annotations
 import mmap
 import os
 from collections.abc import Iterable, Mapping
-from types import TracebackType
-from typing import Any, Self
+from typing import Any
 
 import torch
 from torch.multiprocessing.reductions import rebuild_cuda_tensor, reduce_tensor
 
+from rl_refit.closing import Closing
 from rl_refit.plan import dtype_name, parse_dtype
 from rl_refit.transports.memory import create_memory, open_memory
 
@@ -47,7 +47,7 @@ def group_keys(specs: Iterable[tuple[str, int]], limit_bytes: int) -> list[list[
     return groups
 
 
-class HandleOwner:
+class HandleOwner(Closing):
     """Keeps alive what its handles name, until it is closed.
 
     On a GPU a handle names the tensor's own memory. Elsewhere the tensors are copied into memory
@@ -73,17 +73,6 @@ class HandleOwner:
         self._tensors.clear()
         while self._descriptors:
             os.close(self._descriptors.pop())
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
-        self.close()
 
     def _copy(self, tensors: Mapping[str, torch.Tensor]) -> dict[str, Handle]:
         offsets: dict[str, int] = {}

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from types import TracebackType
-from typing import Literal, NoReturn, Self
+from typing import Literal, NoReturn
 
 import torch
 
 from rl_refit import endpoint
+from rl_refit.closing import Closing
 from rl_refit.control import Channel, ChannelClosed, connect
 from rl_refit.deadline import Deadline
 from rl_refit.errors import (
@@ -38,7 +38,7 @@ _DEATH_S = 0.1
 """How long the kernel may take to close the files of a killed process, one after the other."""
 
 
-class RefitReceiver:
+class RefitReceiver(Closing):
     """Loads what a sender streams, and knows which version is the committed one.
 
     Not to be used from two threads at once. A commit of the sender is noticed at the next call.
@@ -201,17 +201,6 @@ class RefitReceiver:
     def close(self) -> None:
         """Let go of the connection and the buffers. May be called again."""
         self._disconnect()
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
-        self.close()
 
     def _make_stream(
         self, version: int, load_keeps: bool, deadline: Deadline, watch: Stopwatch

@@ -8,11 +8,11 @@ import weakref
 from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import dataclass
-from types import TracebackType
-from typing import Any, Literal, Self
+from typing import Any, Literal
 
 import torch
 
+from rl_refit.closing import Closing
 from rl_refit.control import Channel, ChannelClosed, accept
 from rl_refit.deadline import Deadline
 from rl_refit.endpoint import Endpoint
@@ -52,7 +52,7 @@ class _Session:
         self.side.close()
 
 
-class RefitSender:
+class RefitSender(Closing):
     """Streams a source's tensors to its receivers.
 
     Every wire parameter is the sender's: a receiver needs nothing but the `address`. Not to be
@@ -177,17 +177,6 @@ class RefitSender:
             self._session = None
         if self._endpoint is not None:
             self._endpoint.close()
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
-        self.close()
 
     def _stream(
         self, version: int, tensors: NamedTensors, deadline: Deadline, watch: Stopwatch

@@ -82,10 +82,12 @@ def load_from_handles(worker: Any, handles: Mapping[str, Mapping[str, Any]]) -> 
 def _load(worker: Any, tensors: Iterable[tuple[str, torch.Tensor]]) -> None:
     load = import_module("rl_refit.vllm").load
     batch: list[tuple[str, torch.Tensor]] = []
+    num_bytes = 0
     for name, tensor in tensors:
         batch.append((name, tensor))
-        if sum(entry.nbytes for _, entry in batch) >= _BATCH_BYTES:
+        num_bytes += tensor.nbytes
+        if num_bytes >= _BATCH_BYTES:
             load(worker, batch)
-            batch = []
+            batch, num_bytes = [], 0
     if batch:
         load(worker, batch)

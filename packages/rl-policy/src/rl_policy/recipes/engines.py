@@ -34,7 +34,8 @@ def check_engines(config: RunConfig) -> None:
     """
     if not config.has_engines:
         return
-    backends.require_sending(backends.enabled_backend(config.policy))
+    backend = backends.enabled_backend(config.policy)
+    backends.require_sending(backend, backends.load(backend))
     if config.refit.transport is not None:
         find_transport(config.refit.transport)
     engine_class: Any = load_engine(config.policy["generation"]["backend"])
