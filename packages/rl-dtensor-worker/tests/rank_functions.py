@@ -5,7 +5,7 @@ from contextlib import contextmanager
 
 import torch
 from losses_for_tests import make_loss
-from rl_batched_data import BatchedDataDict
+from rl_batched_data import BatchedDataDict, SlicedDataDict
 from rl_dtensor_worker import DTensorPolicyWorker
 from rl_dtensor_worker.fsdp import full_tensor, local_tensor
 from tiny_model import build_tokenizer, make_batch, rows_for_rank
@@ -484,3 +484,41 @@ def gather_groups(*, config):
         passes = [(name, tensor.clone()) for name, tensor in source]
         groups = [(names, [t.clone() for t in each]) for names, each in source.iter_groups()]
         return source.metadata(), passes, groups
+
+
+def score_over_a_split_vocabulary(*, name, batch, vocab_size):
+    """Return scores and gradients under a `DTensor` output matrix, beside the plain ones."""
+    import torch.distributed as dist
+    from head_models import FAMILIES, build
+    from rl_dtensor_worker.forward import Forward
+    from rl_dtensor_worker.head import find_token_head
+    from rl_dtensor_worker.microbatches import MicroBatch
+    from torch import nn
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.tensor import Shard, distribute_tensor
+
+    model_class, config_class, options = FAMILIES[name]
+    FAMILIES["split"] = (model_class, config_class, options | {"vocab_size": vocab_size})
+
+    def run(model):
+        forward = Forward(
+            model=model, head=find_token_head(model), temperature=1.0, width_multiple=1
+        )
+        assert forward.head.layer is not None
+        rows = SlicedDataDict(dict(batch))
+        scores = forward.logprobs(MicroBatch(span=(0, rows.size), rows=rows))
+        scores.sum().backward()
+        gradients = {n: full_tensor(p.grad) for n, p in model.named_parameters()}
+        return scores.detach(), gradients
+
+    dist.init_process_group("gloo")
+    try:
+        mesh = init_device_mesh("cpu", (dist.get_world_size(),), mesh_dim_names=("tp",))
+        plain, split = build("split"), build("split")
+        layer = split.get_output_embeddings()
+        for key, parameter in list(layer.named_parameters()):
+            sharded = distribute_tensor(parameter.detach(), mesh, [Shard(0)])
+            setattr(layer, key, nn.Parameter(sharded))
+        return *run(split), *run(plain)
+    finally:
+        dist.destroy_process_group()

@@ -7,11 +7,10 @@ from typing import TYPE_CHECKING, Any
 import torch
 from rl_batched_data import PackedSequences, SlicedDataDict
 
-from rl_dtensor_worker.forward import forward_logprobs
 from rl_dtensor_worker.microbatches import MicroBatch
 
 if TYPE_CHECKING:
-    from torch import nn
+    from rl_dtensor_worker.forward import Forward
 
 # The largest difference that rounding makes, relative to the largest log-probability. Attention
 # that sees the sequence before moves log-probabilities by about as much as they are.
@@ -20,7 +19,7 @@ _LENGTHS = (11, 7, 2)
 
 
 @torch.no_grad()
-def check_packing(model: nn.Module, *, compute_dtype: torch.dtype, device: torch.device) -> None:
+def check_packing(forward: Forward, *, compute_dtype: torch.dtype, device: torch.device) -> None:
     """Raise unless packed sequences get the log-probabilities that padded ones get. Collective.
 
     Which attention keeps sequences apart is not something that its name tells: custom kernels,
@@ -29,17 +28,12 @@ def check_packing(model: nn.Module, *, compute_dtype: torch.dtype, device: torch
     Raises:
         ValueError: They differ; the message names the attention and the difference.
     """
-    config: Any = model.config
+    config: Any = forward.model.config
     batch = _random_rows(config.get_text_config().vocab_size).to(device)
     span = (0, batch.size)
     packed = PackedSequences.of(batch["input_lengths"], batch["input_ids"].shape[1])
     scores = [
-        forward_logprobs(
-            model,
-            MicroBatch(span=span, rows=batch, packed=layout),
-            temperature=1.0,
-            width_multiple=1,
-        )
+        forward.logprobs(MicroBatch(span=span, rows=batch, packed=layout))
         for layout in (None, packed)
     ]
     difference = float((scores[0] - scores[1]).abs().max() / scores[0].abs().max())
@@ -47,9 +41,9 @@ def check_packing(model: nn.Module, *, compute_dtype: torch.dtype, device: torch
         attention = getattr(config, "_attn_implementation", "unknown")
         raise ValueError(
             f"policy.sequence_packing.enabled=True: with attention {attention!r}, "
-            f"{type(model).__name__} lets packed sequences see one another (log-probabilities "
-            f"differ by {difference:.2g} of the largest): use another attention, or "
-            "policy.dynamic_batching"
+            f"{type(forward.model).__name__} lets packed sequences see one another "
+            f"(log-probabilities differ by {difference:.2g} of the largest): use another "
+            "attention, or policy.dynamic_batching"
         )
 
 

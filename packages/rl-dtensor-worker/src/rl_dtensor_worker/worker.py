@@ -13,9 +13,10 @@ from rl_interfaces import LossType, ParallelLayout, Residency
 
 from rl_dtensor_worker import checkpoint, context_parallel, device, residency
 from rl_dtensor_worker.config import WorkerConfig, load_model_config
-from rl_dtensor_worker.forward import score_rows
+from rl_dtensor_worker.forward import Forward, score_rows
 from rl_dtensor_worker.fsdp import local_tensor, unshard_fsdp2_model
 from rl_dtensor_worker.generate import check_room, generate
+from rl_dtensor_worker.head import find_token_head
 from rl_dtensor_worker.microbatches import Step, steps_of
 from rl_dtensor_worker.model import build_model
 from rl_dtensor_worker.modes import evaluating, training_mode
@@ -93,11 +94,7 @@ class DTensorPolicyWorker:
         self._random = RandomState(self._config.seed + self._dp_rank, device=self._device)
         if weights_path is not None:
             self.load_checkpoint(weights_path, optimizer_path)
-        if self._config.planned_by == "sequence_packing":
-            with evaluating(self.model, self._device):
-                check_packing(
-                    self.model, compute_dtype=self._config.compute_dtype, device=self._device
-                )
+        self._forward = self._build_forward()
         self.model.train(init_optimizer)
 
     def __repr__(self) -> str:
@@ -152,7 +149,7 @@ class DTensorPolicyWorker:
         mode = evaluating(self.model, self._device) if eval_mode else training_mode(self.model)
         with mode:
             result = run_steps(
-                self.model,
+                self._forward,
                 loss_fn,
                 steps=steps,
                 training=training,
@@ -431,6 +428,20 @@ class DTensorPolicyWorker:
 
     # Inside
 
+    def _build_forward(self) -> Forward:
+        with evaluating(self.model, self._device):
+            forward = Forward(
+                model=self.model,
+                head=find_token_head(self.model),
+                temperature=self._config.temperature,
+                width_multiple=self._config.width_multiple,
+            )
+            if self._config.planned_by == "sequence_packing":
+                check_packing(
+                    forward, compute_dtype=self._config.compute_dtype, device=self._device
+                )
+        return forward
+
     def _build_training(self) -> TrainingParts | None:
         if self._config.optimizer is None:
             return None
@@ -450,14 +461,7 @@ class DTensorPolicyWorker:
             default=self._config.logprob_batch_size,
         )
         with evaluating(self.model, self._device):
-            return score_rows(
-                self.model,
-                data,
-                steps=steps,
-                temperature=self._config.temperature,
-                width_multiple=self._config.width_multiple,
-                device=self._device,
-            )
+            return score_rows(self._forward.logprobs, data, steps=steps, device=self._device)
 
     def _steps(self, data: BatchedDataDict[Any], **sizes: Any) -> list[Step]:
         return steps_of(

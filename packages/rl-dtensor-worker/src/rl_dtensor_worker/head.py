@@ -1,0 +1,209 @@
+"""From hidden states to scores of tokens, where the model's own forward makes logits.
+
+FSDP gathers the output matrix for the length of the model's own forward, so the scores are made
+inside it: for one forward, the model's output layer computes them from the hidden states that it
+is given, and the forward returns them in place of logits, which then exist only in tiles.
+"""
+
+from __future__ import annotations
+
+import logging
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import torch
+from rl_batched_data import ScoringOptions, TokenScores, target_scores
+from rl_batched_data.vocab_scores import LogitTransform
+from torch import nn
+from torch.distributed.tensor import DTensor, Replicate, Shard
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Generator
+
+logger = logging.getLogger(__name__)
+
+# What transformers' configs call that which happens to logits after the output layer.
+_FACTORS = ("logit_scale", "lm_head_multiplier", "output_multiplier")
+_DIVISORS = ("logits_scaling",)
+_SOFT_CAPS = ("final_logit_softcapping", "logits_soft_cap")
+
+# Logits between which any scale and any soft cap in use can be told apart.
+_PROBED_LOGITS = (-60.0, 60.0)
+# Relative to the largest logit: a few float32 operations on each.
+_PROBE_TOLERANCE = 1e-5
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class TokenHead:
+    """How a model's last hidden states become scores of tokens; made by `find_token_head`."""
+
+    layer: nn.Linear | None
+    """The output layer. None: logits come out of the model's own forward, all at once."""
+    logit_scale: float = 1.0
+    """The model's factor on the layer's products."""
+    soft_cap: float | None = None
+    """The model's soft cap on its logits."""
+
+    def target_scores(
+        self,
+        model: nn.Module,
+        tokens: torch.Tensor,
+        targets: torch.Tensor,
+        *,
+        temperature: float,
+        top_k: int = 0,
+        entropy: bool = False,
+        **arguments: Any,
+    ) -> TokenScores:
+        """Run the model's forward; return the scores of `targets`, each at its own position.
+
+        Args:
+            model: The model of this head.
+            tokens: `[rows, seq]` int64.
+            targets: `[rows, seq]` int64: at each position, the token to score, usually the next.
+            temperature: Divides the logits, last of all.
+            top_k: How many of the largest logits to return.
+            entropy: Whether to return the entropy.
+            arguments: What else the forward takes: `position_ids`, say.
+
+        Returns:
+            Fields `[rows, seq]`, and `[rows, seq, top_k]`; see `TokenScores`.
+        """
+        options: dict[str, Any] = {"temperature": temperature, "top_k": top_k, "entropy": entropy}
+        if self.layer is None:
+            logits = model(input_ids=tokens, use_cache=False, **arguments).logits
+            return target_scores(logits, targets, **options)
+
+        def score(layer: nn.Linear, hidden: torch.Tensor) -> TokenScores:
+            whole = _replicated(hidden)
+            return target_scores(whole, targets, **self._options(layer), **options)
+
+        with _output_layer_replaced(model, self.layer, score):
+            return model(input_ids=tokens, use_cache=False, **arguments)
+
+    def _options(self, layer: nn.Linear) -> ScoringOptions:
+        weight, bias = layer.weight, layer.bias
+        options = ScoringOptions(logit_scale=self.logit_scale, soft_cap=self.soft_cap)
+        if isinstance(weight, DTensor) and weight.placements == (Shard(0),):
+            mesh = weight.device_mesh
+            options["tp_group"] = mesh.get_group()
+            options["vocab_start"] = -(-weight.shape[0] // mesh.size()) * mesh.get_local_rank()
+        options["output_matrix"] = _local(weight)
+        options["output_bias"] = None if bias is None else _local(bias)
+        return options
+
+
+@torch.no_grad()
+def find_token_head(model: nn.Module) -> TokenHead:
+    """Return how `model` makes scores, once it is known that they are its own. Collective.
+
+    The model's forward is run once with known numbers in place of its output layer's products.
+    Where it changes them in a way that its config does not tell, or where the layer is no plain
+    linear one, the model's own forward makes the logits.
+    """
+    layer = model.get_output_embeddings()  # type: ignore[operator]
+    if type(layer) is not nn.Linear:
+        return _own_head(model, f"its output layer is a {type(layer).__name__}")
+    made = _logits_made_of(model, layer)
+    if made is None:
+        return _own_head(model, "it does not call its output layer once per forward")
+    given, logits = made
+    for scale, soft_cap in (_configured(model.config), (1.0, None)):
+        transform = LogitTransform(scale=scale, soft_cap=soft_cap, temperature=1.0)
+        if _close(logits, transform.apply_(given.clone())):
+            return TokenHead(layer=layer, logit_scale=scale, soft_cap=soft_cap)
+    return _own_head(model, "it changes its logits in a way that its config does not tell")
+
+
+def _own_head(model: nn.Module, reason: str) -> TokenHead:
+    if not torch.distributed.is_initialized() or torch.distributed.get_rank() == 0:
+        logger.warning(
+            "%s computes all logits of a micro-batch at once: %s", type(model).__name__, reason
+        )
+    return TokenHead(layer=None)
+
+
+def _logits_made_of(model: nn.Module, layer: nn.Linear) -> tuple[torch.Tensor, torch.Tensor] | None:
+    """Return known numbers, and what the forward makes of them; None unless it is given them."""
+    device = torch.device(layer.weight.device)
+    vocab_size = layer.weight.shape[0]
+    tokens = torch.arange(8, device=device)[None] % vocab_size
+    low, high = _PROBED_LOGITS
+    given = torch.linspace(low, high, tokens.numel() * vocab_size, device=device)
+    given = given.view(*tokens.shape, vocab_size)
+    calls: list[torch.Size] = []
+
+    def forward(hidden: torch.Tensor) -> torch.Tensor:
+        calls.append(hidden.shape[:-1])
+        return given.clone()
+
+    with _forward_replaced(layer, forward):
+        logits = model(input_ids=tokens, use_cache=False).logits
+    return (given, logits) if calls == [tokens.shape] else None
+
+
+def _configured(config: Any) -> tuple[float, float | None]:
+    """Return the factor and the soft cap that a model's config names."""
+    text = config.get_text_config()
+
+    def named(keys: tuple[str, ...]) -> list[float]:
+        return [float(value) for key in keys if (value := getattr(text, key, None))]
+
+    scale = 1.0
+    for factor in named(_FACTORS):
+        scale *= factor
+    for divisor in named(_DIVISORS):
+        scale /= divisor
+    return scale, next(iter(named(_SOFT_CAPS)), None)
+
+
+def _close(logits: torch.Tensor, expected: torch.Tensor) -> bool:
+    if logits.shape != expected.shape:
+        return False
+    tolerance = _PROBE_TOLERANCE * float(expected.abs().max())
+    return bool(torch.allclose(logits.float(), expected, rtol=0, atol=tolerance))
+
+
+@contextmanager
+def _output_layer_replaced(
+    model: nn.Module, layer: nn.Linear, score: Callable[[nn.Linear, torch.Tensor], TokenScores]
+) -> Generator[None, None, None]:
+    """Let `score` take the place of `layer`, and what it returns that of the model's output."""
+    found: list[TokenScores] = []
+
+    def forward(hidden: torch.Tensor) -> torch.Tensor:
+        found.append(score(layer, hidden))
+        # The rest of the forward goes on with something of the same kind as logits.
+        return torch.zeros((*found[-1].logprobs.shape, 1), device=hidden.device)
+
+    # In front of FSDP's own hook, which prepares the backward pass from the output's tensors.
+    hook = model.register_forward_hook(lambda *_: found.pop(), prepend=True)
+    try:
+        with _forward_replaced(layer, forward):
+            yield
+    finally:
+        hook.remove()
+
+
+@contextmanager
+def _forward_replaced(
+    layer: nn.Linear, forward: Callable[[torch.Tensor], torch.Tensor]
+) -> Generator[None, None, None]:
+    layer.forward = forward  # type: ignore[method-assign]
+    try:
+        yield
+    finally:
+        del layer.forward
+
+
+def _local(parameter: torch.Tensor) -> torch.Tensor:
+    return parameter.to_local() if isinstance(parameter, DTensor) else parameter
+
+
+def _replicated(hidden: torch.Tensor) -> torch.Tensor:
+    """Return hidden states whole; every rank's gradient of them is whole as well."""
+    if not isinstance(hidden, DTensor):
+        return hidden
+    everywhere = [Replicate()] * hidden.device_mesh.ndim
+    return hidden.redistribute(placements=everywhere).to_local(grad_placements=everywhere)
