@@ -2,23 +2,29 @@
 
 from __future__ import annotations
 
+import math
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import torch
 from rl_interfaces import LossInput
 
+from rl_dtensor_worker import collectives
+from rl_dtensor_worker.microbatches import Concatenation
 from rl_dtensor_worker.row_layout import lay_out
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
+    from collections.abc import Callable, Generator, Sequence
 
+    import torch.distributed as dist
     from rl_batched_data import BatchedDataDict, TokenScores
     from torch import nn
 
     from rl_dtensor_worker.head import TokenHead
     from rl_dtensor_worker.microbatches import MicroBatch, Step
     from rl_dtensor_worker.row_layout import RowLayout
+    from rl_dtensor_worker.tensor_parallel import TensorParallel
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -34,6 +40,40 @@ class Forward:
     """Divides the logits, in every call alike."""
     width_multiple: int
     """Padded rows are completed to a multiple of this, inside."""
+    tensor_parallel: TensorParallel | None = None
+    """The ranks that share each layer."""
+    context_group: dist.ProcessGroup | None = None
+    """The ranks that share each sequence."""
+
+    def concatenation(self) -> Concatenation:
+        """Return what micro-batches whose rows are concatenated are padded to."""
+        if self.context_group is None:
+            return Concatenation(total_multiple=self._sequence_parts)
+        ranks = self.context_group.size()
+        # Each rank has two chunks of every sequence.
+        return Concatenation(
+            always=True,
+            sequence_multiple=2 * ranks,
+            total_multiple=math.lcm(2 * ranks, ranks * self._sequence_parts),
+        )
+
+    def feature(self, *, packed: bool) -> str | None:
+        """Return the config key that asks for more of attention than padded rows do, if any."""
+        if self.context_group is not None:
+            return f"dtensor_cfg.context_parallel_size={self.context_group.size()}"
+        if self._sequence_parts > 1:
+            return "dtensor_cfg.sequence_parallel=True"
+        return "sequence_packing.enabled=True" if packed else None
+
+    @contextmanager
+    def whole_sequences(self) -> Generator[None, None, None]:
+        """Cut no sequence inside, for forwards without gradients of any length."""
+        with (
+            nullcontext()
+            if self.tensor_parallel is None
+            else (self.tensor_parallel.whole_sequences())
+        ):
+            yield
 
     def logprobs(self, micro_batch: MicroBatch) -> torch.Tensor:
         """Return each token's log-probability, `[batch, seq]` float32; 0 at 0 and at padding."""
@@ -44,8 +84,14 @@ class Forward:
         """Return all logits, `[batch, seq, vocab]` float32: those of position t are of t + 1."""
         layout = self._lay_out(micro_batch)
         output = self.model(input_ids=layout.tokens, use_cache=False, **layout.arguments)
-        logits = layout.to_rows(output.logits, masked=False).float()
+        logits = layout.to_rows(self.whole_logits(output.logits), masked=False).float()
         return logits if self.temperature == 1.0 else logits / self.temperature
+
+    def whole_logits(self, logits: torch.Tensor) -> torch.Tensor:
+        """Return the logits of all tokens, `[..., vocab]`, of which the model gives a part."""
+        if self.tensor_parallel is None:
+            return logits
+        return collectives.gather_alike(logits, self.tensor_parallel.group, -1)
 
     def for_loss(self, micro_batch: MicroBatch, loss_fn: Any) -> torch.Tensor:
         """Return what `loss_fn` asks for: all logits, or token log-probabilities."""
@@ -53,8 +99,19 @@ class Forward:
             return self.logprobs(micro_batch)
         return self.logits(micro_batch)
 
+    @property
+    def _sequence_parts(self) -> int:
+        ranks = self.tensor_parallel
+        return ranks.size if ranks is not None and ranks.cuts_sequence else 1
+
     def _lay_out(self, micro_batch: MicroBatch) -> RowLayout:
-        return lay_out(self.model, micro_batch, width_multiple=self.width_multiple)
+        return lay_out(
+            self.model,
+            micro_batch,
+            width_multiple=math.lcm(self.width_multiple, self._sequence_parts),
+            cuts_sequence=self._sequence_parts > 1,
+            context_group=self.context_group,
+        )
 
     def _scores(self, micro_batch: MicroBatch, **asked: Any) -> tuple[RowLayout, TokenScores]:
         layout = self._lay_out(micro_batch)

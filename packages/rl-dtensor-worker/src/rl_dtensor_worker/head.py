@@ -8,7 +8,7 @@ is given, and the forward returns them in place of logits, which then exist only
 from __future__ import annotations
 
 import logging
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -16,10 +16,14 @@ import torch
 from rl_batched_data import ScoringOptions, TokenScores, target_scores
 from rl_batched_data.vocab_scores import LogitTransform
 from torch import nn
-from torch.distributed.tensor import DTensor, Replicate, Shard
+from torch.distributed.tensor import DTensor
+
+from rl_dtensor_worker import collectives
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Generator
+
+    from rl_dtensor_worker.tensor_parallel import TensorParallel
 
 logger = logging.getLogger(__name__)
 
@@ -40,6 +44,8 @@ class TokenHead:
 
     layer: nn.Linear | None
     """The output layer. None: logits come out of the model's own forward, all at once."""
+    tensor_parallel: TensorParallel | None = None
+    """The ranks that share the vocabulary."""
     logit_scale: float = 1.0
     """The model's factor on the layer's products."""
     soft_cap: float | None = None
@@ -73,29 +79,35 @@ class TokenHead:
         options: dict[str, Any] = {"temperature": temperature, "top_k": top_k, "entropy": entropy}
         if self.layer is None:
             logits = model(input_ids=tokens, use_cache=False, **arguments).logits
-            return target_scores(logits, targets, **options)
+            group = None if self.tensor_parallel is None else self.tensor_parallel.group
+            return target_scores(logits, targets, tp_group=group, **options)
 
         def score(layer: nn.Linear, hidden: torch.Tensor) -> TokenScores:
-            whole = _replicated(hidden)
+            whole = self._whole(hidden)
             return target_scores(whole, targets, **self._options(layer), **options)
 
         with _output_layer_replaced(model, self.layer, score):
             return model(input_ids=tokens, use_cache=False, **arguments)
 
+    def _whole(self, hidden: torch.Tensor) -> torch.Tensor:
+        """Return hidden states of all positions; their gradient is that of all ranks already."""
+        ranks = self.tensor_parallel
+        if ranks is None or not ranks.cuts_sequence:
+            return hidden
+        return collectives.gather_alike(hidden, ranks.group, -2)
+
     def _options(self, layer: nn.Linear) -> ScoringOptions:
-        weight, bias = layer.weight, layer.bias
-        options = ScoringOptions(logit_scale=self.logit_scale, soft_cap=self.soft_cap)
-        if isinstance(weight, DTensor) and weight.placements == (Shard(0),):
-            mesh = weight.device_mesh
-            options["tp_group"] = mesh.get_group()
-            options["vocab_start"] = -(-weight.shape[0] // mesh.size()) * mesh.get_local_rank()
-        options["output_matrix"] = _local(weight)
-        options["output_bias"] = None if bias is None else _local(bias)
-        return options
+        return ScoringOptions(
+            logit_scale=self.logit_scale,
+            soft_cap=self.soft_cap,
+            tp_group=None if self.tensor_parallel is None else self.tensor_parallel.group,
+            output_matrix=_local(layer.weight),
+            output_bias=None if layer.bias is None else _local(layer.bias),
+        )
 
 
 @torch.no_grad()
-def find_token_head(model: nn.Module) -> TokenHead:
+def find_token_head(model: nn.Module, tensor_parallel: TensorParallel | None) -> TokenHead:
     """Return how `model` makes scores, once it is known that they are its own. Collective.
 
     The model's forward is run once with known numbers in place of its output layer's products.
@@ -104,24 +116,33 @@ def find_token_head(model: nn.Module) -> TokenHead:
     """
     layer = model.get_output_embeddings()  # type: ignore[operator]
     if type(layer) is not nn.Linear:
-        return _own_head(model, f"its output layer is a {type(layer).__name__}")
-    made = _logits_made_of(model, layer)
+        reason = f"its output layer is a {type(layer).__name__}"
+        return _own_head(model, tensor_parallel, reason)
+    with nullcontext() if tensor_parallel is None else tensor_parallel.whole_sequences():
+        made = _logits_made_of(model, layer)
     if made is None:
-        return _own_head(model, "it does not call its output layer once per forward")
+        reason = "it does not call its output layer once per forward"
+        return _own_head(model, tensor_parallel, reason)
     given, logits = made
     for scale, soft_cap in (_configured(model.config), (1.0, None)):
         transform = LogitTransform(scale=scale, soft_cap=soft_cap, temperature=1.0)
         if _close(logits, transform.apply_(given.clone())):
-            return TokenHead(layer=layer, logit_scale=scale, soft_cap=soft_cap)
-    return _own_head(model, "it changes its logits in a way that its config does not tell")
+            return TokenHead(
+                layer=layer,
+                tensor_parallel=tensor_parallel,
+                logit_scale=scale,
+                soft_cap=soft_cap,
+            )
+    reason = "it changes its logits in a way that its config does not tell"
+    return _own_head(model, tensor_parallel, reason)
 
 
-def _own_head(model: nn.Module, reason: str) -> TokenHead:
+def _own_head(model: nn.Module, tensor_parallel: TensorParallel | None, reason: str) -> TokenHead:
     if not torch.distributed.is_initialized() or torch.distributed.get_rank() == 0:
         logger.warning(
             "%s computes all logits of a micro-batch at once: %s", type(model).__name__, reason
         )
-    return TokenHead(layer=None)
+    return TokenHead(layer=None, tensor_parallel=tensor_parallel)
 
 
 def _logits_made_of(model: nn.Module, layer: nn.Linear) -> tuple[torch.Tensor, torch.Tensor] | None:
@@ -190,20 +211,13 @@ def _output_layer_replaced(
 def _forward_replaced(
     layer: nn.Linear, forward: Callable[[torch.Tensor], torch.Tensor]
 ) -> Generator[None, None, None]:
+    own = layer.forward
     layer.forward = forward  # type: ignore[method-assign]
     try:
         yield
     finally:
-        del layer.forward
+        layer.forward = own  # type: ignore[method-assign]
 
 
 def _local(parameter: torch.Tensor) -> torch.Tensor:
     return parameter.to_local() if isinstance(parameter, DTensor) else parameter
-
-
-def _replicated(hidden: torch.Tensor) -> torch.Tensor:
-    """Return hidden states whole; every rank's gradient of them is whole as well."""
-    if not isinstance(hidden, DTensor):
-        return hidden
-    everywhere = [Replicate()] * hidden.device_mesh.ndim
-    return hidden.redistribute(placements=everywhere).to_local(grad_placements=everywhere)

@@ -17,15 +17,17 @@ from rl_dtensor_worker.forward import Forward, score_rows
 from rl_dtensor_worker.fsdp import local_tensor, unshard_fsdp2_model
 from rl_dtensor_worker.generate import check_room, generate
 from rl_dtensor_worker.head import find_token_head
+from rl_dtensor_worker.layout_check import check_layout
 from rl_dtensor_worker.microbatches import Step, steps_of
 from rl_dtensor_worker.model import build_model
 from rl_dtensor_worker.modes import evaluating, training_mode
 from rl_dtensor_worker.optim import LossScaler, build_optimizer, build_scheduler
-from rl_dtensor_worker.packing import check_packing
-from rl_dtensor_worker.parallel import RankEnvironment, build_mesh, init_process_group
+from rl_dtensor_worker.parallel import Meshes, RankEnvironment, init_process_group
+from rl_dtensor_worker.plans import check_sizes, load_custom_plan
 from rl_dtensor_worker.randomness import RandomState
 from rl_dtensor_worker.reference import ReferenceModel
 from rl_dtensor_worker.refit import WeightTransfer
+from rl_dtensor_worker.tensor_parallel import TensorParallel
 from rl_dtensor_worker.train_step import TrainingParts, run_steps
 from rl_dtensor_worker.weights import ModelWeights
 
@@ -78,12 +80,20 @@ class DTensorPolicyWorker:
         )
         self._owns_group = init_process_group(self._environment, timeout_s=self._config.timeout_s)
         self._device = self._environment.device
-        self._mesh = build_mesh(self._config.layout, device_type=self._device.type)
-        self._dp_group = self._mesh["dp"].get_group()
-        self._dp_rank = self._mesh["dp"].get_local_rank()
+        self._meshes = Meshes.of(
+            self._config.layout, replicas=self._config.replicas, device_type=self._device.type
+        )
+        self._dp_group = self._meshes.data["dp"].get_group()
+        self._dp_rank = self._meshes.data["dp"].get_local_rank()
+        self._tensor_parallel = self._join_tensor_parallel()
         self._tokenizer = tokenizer
         self._pad_token_id: int | None = tokenizer.pad_token_id  # type: ignore[assignment]
-        self.model = build_model(self._config, mesh=self._mesh, device=self._device)
+        self.model = build_model(
+            self._config,
+            meshes=self._meshes,
+            tensor_parallel=self._tensor_parallel,
+            device=self._device,
+        )
         self._reference = ReferenceModel(self.model) if init_reference_model else None
         self._training = self._build_training()
         self._residency = Residency(has_optimizer=init_optimizer)
@@ -112,7 +122,9 @@ class DTensorPolicyWorker:
         parsed = WorkerConfig.from_policy_config(
             config, world_size=world_size, init_optimizer=init_optimizer
         )
-        load_model_config(parsed)
+        check_sizes(load_model_config(parsed), tensor_parallel_size=parsed.layout.tensor_parallel)
+        if parsed.custom_parallel_plan is not None:
+            load_custom_plan(parsed.custom_parallel_plan)
         return parsed.layout
 
     # Training and scoring
@@ -213,9 +225,13 @@ class DTensorPolicyWorker:
             raise ValueError("policy.generation is not set: the policy does not generate")
         check_scoring_batch(data, pad_token_id=self._pad_token_id)
         check_room(data, longest=self._longest_sequence())
-        with evaluating(self.model, self._device), unshard_fsdp2_model(self.model):
+        with (
+            evaluating(self.model, self._device),
+            unshard_fsdp2_model(self.model),
+            self._forward.whole_sequences(),
+        ):
             return generate(
-                self.model,
+                self._forward,
                 data,
                 sampling=sampling,
                 greedy=greedy,
@@ -365,7 +381,12 @@ class DTensorPolicyWorker:
     @property
     def weight_source(self) -> ModelWeights:
         """The weights as they leave this worker: whole, in the dtype of `precision`."""
-        return ModelWeights(self.model, wire_dtype=self._config.compute_dtype, device=self._device)
+        return ModelWeights(
+            self.model,
+            wire_dtype=self._config.compute_dtype,
+            group=self._meshes.shards,
+            device=self._device,
+        )
 
     def prepare_refit_info(self) -> dict[str, tuple[tuple[int, ...], torch.dtype]]:
         """Return `{name: (shape, wire dtype)}` of every tensor that is sent, in order."""
@@ -429,18 +450,29 @@ class DTensorPolicyWorker:
     # Inside
 
     def _build_forward(self) -> Forward:
+        context = self._config.layout.context_parallel
         with evaluating(self.model, self._device):
             forward = Forward(
                 model=self.model,
-                head=find_token_head(self.model),
+                head=find_token_head(self.model, self._tensor_parallel),
                 temperature=self._config.temperature,
                 width_multiple=self._config.width_multiple,
+                tensor_parallel=self._tensor_parallel,
+                context_group=self._meshes.data["cp"].get_group() if context > 1 else None,
             )
-            if self._config.planned_by == "sequence_packing":
-                check_packing(
-                    forward, compute_dtype=self._config.compute_dtype, device=self._device
+            if feature := forward.feature(packed=self._config.planned_by == "sequence_packing"):
+                check_layout(
+                    forward,
+                    feature=feature,
+                    compute_dtype=self._config.compute_dtype,
+                    device=self._device,
                 )
         return forward
+
+    def _join_tensor_parallel(self) -> TensorParallel | None:
+        if self._config.layout.tensor_parallel == 1:
+            return None
+        return TensorParallel(self._meshes.tp, sequence_parallel=self._config.sequence_parallel)
 
     def _build_training(self) -> TrainingParts | None:
         if self._config.optimizer is None:
@@ -468,6 +500,7 @@ class DTensorPolicyWorker:
             data,
             **sizes,
             planned_by=self._config.planned_by,
+            concatenation=self._forward.concatenation(),
             group=self._dp_group,
             device=self._device,
         )

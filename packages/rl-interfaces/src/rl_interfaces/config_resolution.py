@@ -41,6 +41,8 @@ POLICY_DEFAULTS: dict[str, Any] = {
         "activation_checkpointing": False,
         "tensor_parallel_size": 1,
         "context_parallel_size": 1,
+        # Sharded over all data-parallel ranks, which takes the least memory.
+        "data_parallel_replicate_size": 1,
     },
     "megatron_cfg": {
         "enabled": False,
@@ -233,7 +235,7 @@ def _check_parallel_sizes(section: Mapping[str, Any], *, path: str) -> None:
     if not section["enabled"]:
         return
     for key in section:
-        if key.endswith("_parallel_size"):
+        if key.endswith(("_parallel_size", "_replicate_size")):
             _check_count(section, key, path=path)
 
 
