@@ -1,5 +1,7 @@
 """Attention over sequences that are cut over ranks, against torch's over each whole sequence."""
 
+import itertools
+
 import pytest
 import torch
 import torch.nn.functional as F
@@ -58,7 +60,7 @@ def test_values_and_gradients_equal_whole_sequences(pools, num_ranks, window, ke
     weights = torch.randn(1, total, 2, 8)
     outputs = []
     edges = packed.cu_seqlens.tolist()
-    for start, end in zip(edges[:-1], edges[1:], strict=True):
+    for start, end in itertools.pairwise(edges):
         part = [states[:, :, start:end] for states in (query, key, value)]
         mask = causal_band(end - start, window, device=torch.device("cpu"))
         out = F.scaled_dot_product_attention(
