@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import torch
-import torch.distributed as dist
-from torch.distributed.checkpoint.state_dict import StateDictOptions, set_model_state_dict
 from transformers import AutoModelForCausalLM
 
 from rl_dtensor_worker.config import load_model_config
 from rl_dtensor_worker.fsdp import shard_model
+from rl_dtensor_worker.loading import ModelLoader
 
 if TYPE_CHECKING:
     from torch import nn
@@ -22,14 +21,14 @@ if TYPE_CHECKING:
 def build_model(config: WorkerConfig, *, mesh: DeviceMesh, device: torch.device) -> nn.Module:
     """Return the pretrained model, sharded over `mesh`, in float32 and in eval mode.
 
-    The first rank reads the checkpoint; the others get their shards from it.
+    Each rank reads its own shards from the checkpoint.
     """
     model_config = load_model_config(config)
-    pretrained = _load_pretrained(config, model_config) if dist.get_rank() == 0 else None
     with torch.device("meta"):
         model = AutoModelForCausalLM.from_config(
             model_config, dtype=torch.float32, trust_remote_code=config.trust_remote_code
         )
+    loader = ModelLoader(model, config)
     if config.activation_checkpointing:
         model.gradient_checkpointing_enable({"use_reentrant": False})
     shard_model(
@@ -40,8 +39,8 @@ def build_model(config: WorkerConfig, *, mesh: DeviceMesh, device: torch.device)
         cpu_offload=config.cpu_offload,
     )
     model.to_empty(device="cpu" if config.cpu_offload else device)
-    model.tie_weights()
-    _broadcast_weights(model, pretrained, device=device)
+    model.tie_weights(recompute_mapping=False)
+    loader.fill(model, device=device)
     return model.eval()
 
 
@@ -67,31 +66,3 @@ def persistent_state(model: nn.Module) -> dict[str, torch.Tensor]:
     persistent = set(model.state_dict())
     tensors.update((n, b) for n, b in model.named_buffers() if n in persistent)
     return tensors
-
-
-def _load_pretrained(config: WorkerConfig, model_config: Any) -> nn.Module:
-    return AutoModelForCausalLM.from_pretrained(
-        config.model_name,
-        config=model_config,
-        dtype=torch.float32,
-        trust_remote_code=config.trust_remote_code,
-    )
-
-
-def _broadcast_weights(
-    model: nn.Module, pretrained: nn.Module | None, *, device: torch.device
-) -> None:
-    """Fill `model`'s shards and buffers from the first rank's `pretrained`. Collective."""
-    full_state = {} if pretrained is None else pretrained.state_dict()
-    set_model_state_dict(
-        model,
-        full_state,
-        options=StateDictOptions(full_state_dict=True, broadcast_from_rank0=True),
-    )
-    sources = {} if pretrained is None else dict(pretrained.named_buffers())
-    for name, buffer in model.named_buffers():
-        value = buffer.detach().to(device)
-        if pretrained is not None:
-            value.copy_(sources[name])
-        dist.broadcast(value, src=0)
-        buffer.data = value
