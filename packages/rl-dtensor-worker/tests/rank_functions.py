@@ -5,10 +5,10 @@ from contextlib import contextmanager
 
 import torch
 from losses_for_tests import make_loss
-from rl_batched_data import BatchedDataDict, SlicedDataDict
+from rl_batched_data import BatchedDataDict
 from rl_dtensor_worker import DTensorPolicyWorker
 from rl_dtensor_worker.fsdp import full_tensor, local_tensor
-from tiny_model import build_tokenizer, make_batch, rows_for_rank
+from tiny_model import build_tokenizer, make_batch, make_config, rows_for_rank
 
 
 def this_rank():
@@ -486,39 +486,111 @@ def gather_groups(*, config):
         return source.metadata(), passes, groups
 
 
-def score_over_a_split_vocabulary(*, name, batch, vocab_size):
-    """Return scores and gradients under a `DTensor` output matrix, beside the plain ones."""
-    import torch.distributed as dist
-    from head_models import FAMILIES, build
-    from rl_dtensor_worker.forward import Forward
-    from rl_dtensor_worker.head import find_token_head
-    from rl_dtensor_worker.microbatches import MicroBatch
-    from torch import nn
-    from torch.distributed.device_mesh import init_device_mesh
-    from torch.distributed.tensor import Shard, distribute_tensor
+@contextmanager
+def process_group():
+    from rl_dtensor_worker.parallel import RankEnvironment, init_process_group
 
-    model_class, config_class, options = FAMILIES[name]
-    FAMILIES["split"] = (model_class, config_class, options | {"vocab_size": vocab_size})
-
-    def run(model):
-        forward = Forward(
-            model=model, head=find_token_head(model), temperature=1.0, width_multiple=1
-        )
-        assert forward.head.layer is not None
-        rows = SlicedDataDict(dict(batch))
-        scores = forward.logprobs(MicroBatch(span=(0, rows.size), rows=rows))
-        scores.sum().backward()
-        gradients = {n: full_tensor(p.grad) for n, p in model.named_parameters()}
-        return scores.detach(), gradients
-
-    dist.init_process_group("gloo")
+    environment = RankEnvironment.from_environment()
+    init_process_group(environment, timeout_s=60)
     try:
-        mesh = init_device_mesh("cpu", (dist.get_world_size(),), mesh_dim_names=("tp",))
-        plain, split = build("split"), build("split")
-        layer = split.get_output_embeddings()
-        for key, parameter in list(layer.named_parameters()):
-            sharded = distribute_tensor(parameter.detach(), mesh, [Shard(0)])
-            setattr(layer, key, nn.Parameter(sharded))
-        return *run(split), *run(plain)
+        yield environment
     finally:
-        dist.destroy_process_group()
+        torch.distributed.destroy_process_group()
+
+
+def tensors_of(model):
+    """Return every parameter, whole, and every buffer, on the CPU. Collective."""
+    tensors = (*model.named_parameters(), *model.named_buffers())
+    return {name: full_tensor(tensor).cpu().clone() for name, tensor in tensors}
+
+
+def load_models(*, model_names):
+    """Return the tensors of each model, sharded over the data-parallel axis."""
+    from rl_dtensor_worker.config import WorkerConfig
+    from rl_dtensor_worker.model import build_model
+    from rl_dtensor_worker.parallel import Meshes
+
+    loaded = []
+    with process_group() as environment:
+        for name in model_names:
+            config = WorkerConfig.from_policy_config(
+                make_config(name), world_size=environment.world_size, init_optimizer=True
+            )
+            device = environment.device
+            meshes = Meshes.of(config.layout, replicas=1, device_type=device.type)
+            model = build_model(config, meshes=meshes, tensor_parallel=None, device=device)
+            loaded.append(tensors_of(model))
+    return loaded if environment.rank == 0 else None
+
+
+def load_over_two_axes(*, model_names):
+    """Return each model's tensors and placements, on two data- by two tensor-parallel ranks."""
+    from rl_dtensor_worker.config import WorkerConfig
+    from rl_dtensor_worker.loading import ModelLoader
+
+    loaded = []
+    with process_group() as environment:
+        for name in model_names:
+            config = WorkerConfig.from_policy_config(
+                make_config(name), world_size=4, init_optimizer=True
+            )
+            model = model_on_meta(name)
+            loader = ModelLoader(model, config)
+            shard_over_two_axes(model)
+            loader.fill(model, device=environment.device)
+            placements = {repr(parameter.placements) for parameter in model.parameters()}
+            loaded.append((tensors_of(model), placements))
+    return loaded
+
+
+def model_on_meta(name):
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    with torch.device("meta"):
+        config = AutoConfig.from_pretrained(name)
+        return AutoModelForCausalLM.from_config(config, dtype=torch.float32)
+
+
+def shard_over_two_axes(model):
+    """Cut columns or rows over two tensor-parallel ranks, then rows over two data-parallel ones."""
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.fsdp import fully_shard
+    from torch.distributed.tensor.parallel import (
+        ColwiseParallel,
+        RowwiseParallel,
+        parallelize_module,
+    )
+
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
+    columns, rows = ("q_proj", "k_proj", "v_proj", "gate_proj", "up_proj"), ("o_proj", "down_proj")
+    styles = {name: ColwiseParallel() for name in columns}
+    styles |= {name: RowwiseParallel() for name in rows}
+    for layer in model.model.layers:
+        for name, module in layer.named_modules():
+            if name.rpartition(".")[2] in styles:
+                parallelize_module(module, mesh["tp"], styles[name.rpartition(".")[2]])
+        fully_shard(layer, mesh=mesh["dp"])
+    fully_shard(model, mesh=mesh["dp"])
+    model.to_empty(device="cpu")
+    model.tie_weights(recompute_mapping=False)
+
+
+def load_with_a_broken_rank(*, model_name):
+    """Let the last rank fail to read; return the error of each."""
+    from rl_dtensor_worker import loading
+    from rl_dtensor_worker.safetensors_files import SafetensorsFiles
+
+    class Unreadable(SafetensorsFiles):
+        def read(self, name, indices=None):
+            raise OSError("planted")
+
+    rank, num_ranks = this_rank()
+    if rank == num_ranks - 1:
+        loading.SafetensorsFiles = Unreadable
+    try:
+        load_models(model_names=[model_name])
+    except (RuntimeError, OSError) as error:
+        return f"{type(error).__name__}: {error}"
+    finally:
+        loading.SafetensorsFiles = SafetensorsFiles
+    return None

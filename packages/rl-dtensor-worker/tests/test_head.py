@@ -166,14 +166,3 @@ def test_sharded_models_train_as_plain_ones(pools, tmp_path, name):
     )[0]
     assert largest_difference(trained, parameters) < PARAMETER_TOLERANCE
     assert float(results[-1]["global_loss"]) == pytest.approx(losses[-1], abs=LOSS_TOLERANCE)
-
-
-@pytest.mark.parametrize("name", ["llama", "phi, bias"])
-def test_an_output_matrix_that_is_split_over_ranks(pools, name):
-    # 65 tokens over 2 ranks: the first holds one more than the second.
-    batch = make_batch(4)
-    for scores, gradients, expected, expected_gradients in pools(2).run(
-        rank_functions.score_over_a_split_vocabulary, name=name, batch=batch, vocab_size=65
-    ):
-        torch.testing.assert_close(scores, expected, atol=LOGPROB_TOLERANCE, rtol=0)
-        assert largest_difference(gradients, expected_gradients) < 1e-4

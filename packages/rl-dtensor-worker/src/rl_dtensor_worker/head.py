@@ -107,7 +107,7 @@ class TokenHead:
 
 
 @torch.no_grad()
-def find_token_head(model: nn.Module, tensor_parallel: TensorParallel | None) -> TokenHead:
+def find_token_head(model: nn.Module, tensor_parallel: TensorParallel | None = None) -> TokenHead:
     """Return how `model` makes scores, once it is known that they are its own. Collective.
 
     The model's forward is run once with known numbers in place of its output layer's products.

@@ -2,23 +2,22 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import torch
-import torch.distributed as dist
-from torch.distributed.checkpoint.state_dict import StateDictOptions, set_model_state_dict
 from transformers import AutoModelForCausalLM
 
 from rl_dtensor_worker.config import load_model_config
 from rl_dtensor_worker.fsdp import shard_model
+from rl_dtensor_worker.loading import ModelLoader
 from rl_dtensor_worker.plans import apply_plan, plan_of
-from rl_dtensor_worker.tensor_parallel import TensorParallel
 
 if TYPE_CHECKING:
     from torch import nn
 
     from rl_dtensor_worker.config import WorkerConfig
     from rl_dtensor_worker.parallel import Meshes
+    from rl_dtensor_worker.tensor_parallel import TensorParallel
 
 
 def build_model(
@@ -30,7 +29,7 @@ def build_model(
 ) -> nn.Module:
     """Return the pretrained model, sharded over `meshes`, in float32 and in eval mode.
 
-    The first rank reads the checkpoint; the others get their shards from it.
+    Each rank reads its own shards from the checkpoint.
 
     Args:
         config: What to build.
@@ -39,11 +38,11 @@ def build_model(
         device: Where the shards lie.
     """
     model_config = load_model_config(config)
-    pretrained = _load_pretrained(config, model_config) if dist.get_rank() == 0 else None
     with torch.device("meta"):
         model = AutoModelForCausalLM.from_config(
             model_config, dtype=torch.float32, trust_remote_code=config.trust_remote_code
         )
+    loader = ModelLoader(model, config)
     if config.activation_checkpointing:
         model.gradient_checkpointing_enable({"use_reentrant": False})
     if tensor_parallel is not None:
@@ -56,8 +55,8 @@ def build_model(
         cpu_offload=config.cpu_offload,
     )
     model.to_empty(device="cpu" if config.cpu_offload else device)
-    model.tie_weights()
-    _broadcast_weights(model, pretrained, device=device)
+    model.tie_weights(recompute_mapping=False)
+    loader.fill(model, device=device)
     return model.eval()
 
 
@@ -83,31 +82,3 @@ def persistent_state(model: nn.Module) -> dict[str, torch.Tensor]:
     persistent = set(model.state_dict())
     tensors.update((n, b) for n, b in model.named_buffers() if n in persistent)
     return tensors
-
-
-def _load_pretrained(config: WorkerConfig, model_config: Any) -> nn.Module:
-    return AutoModelForCausalLM.from_pretrained(
-        config.model_name,
-        config=model_config,
-        dtype=torch.float32,
-        trust_remote_code=config.trust_remote_code,
-    )
-
-
-def _broadcast_weights(
-    model: nn.Module, pretrained: nn.Module | None, *, device: torch.device
-) -> None:
-    """Fill `model`'s shards and buffers from the first rank's `pretrained`. Collective."""
-    full_state = {} if pretrained is None else pretrained.state_dict()
-    set_model_state_dict(
-        model,
-        full_state,
-        options=StateDictOptions(full_state_dict=True, broadcast_from_rank0=True),
-    )
-    sources = {} if pretrained is None else dict(pretrained.named_buffers())
-    for name, buffer in model.named_buffers():
-        value = buffer.detach().to(device)
-        if pretrained is not None:
-            value.copy_(sources[name])
-        dist.broadcast(value, src=0)
-        buffer.data = value

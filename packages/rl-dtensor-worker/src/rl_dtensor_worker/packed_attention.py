@@ -95,9 +95,13 @@ class AttentionRows:
         """See `AttentionLayout.attend`."""
         outputs: list[torch.Tensor] = []
         for tokens in self.groups:
-            rows = (rows_of(states, tokens) for states in (query, key, value))
+            rows_query, rows_key, rows_value = (
+                rows_of(states, tokens) for states in (query, key, value)
+            )
             mask = causal_band(tokens.shape[1], sliding_window, device=query.device)
-            output, _ = sdpa_attention_forward(module, *rows, mask, **kwargs)
+            output, _ = sdpa_attention_forward(
+                module, rows_query, rows_key, rows_value, mask, **kwargs
+            )
             outputs.append(output.flatten(0, 1))
         return torch.cat(outputs).index_select(0, self.places)[None]
 

@@ -229,7 +229,7 @@ def _vocabulary_styles(
 
     Logits are scored where they are, and never gathered.
     """
-    names = {module: name for name, module in model.named_modules()}
+    names: dict[nn.Module, str] = {module: name for name, module in model.named_modules()}
     found: dict[str, str | ParallelStyle] = {
         names[model.get_input_embeddings()]: "embedding_rowwise"
     }
