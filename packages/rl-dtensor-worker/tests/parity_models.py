@@ -19,7 +19,7 @@ _COMMON = {
     "num_attention_heads": 4,
     "num_key_value_heads": 2,
     "max_position_embeddings": 64,
-    "initializer_range": 0.2,
+    "initializer_range": 0.1,
     "pad_token_id": PAD,
     "eos_token_id": EOS,
     "bos_token_id": None,

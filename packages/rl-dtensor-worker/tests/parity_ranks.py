@@ -46,3 +46,43 @@ def run_case(*, config, batch, section, num_calls, loss="nll"):
             "grad_norms": torch.cat([result["grad_norm"] for result in results]),
             "parameters": parameters_of(worker),
         }
+
+
+def train_and_save(*, config, batch, num_calls, weights_path, optimizer_path):
+    """Train `num_calls` times, save, train once more; return the parameters after both."""
+    with worker_for(config, init_reference_model=False) as worker:
+        rows, _ = rows_of(worker, batch, None, global_batch_size=4)
+        for _ in range(num_calls):
+            worker.train(rows, make_loss("nll"))
+        saved = parameters_of(worker)
+        worker.save_checkpoint(weights_path, optimizer_path)
+        worker.train(rows, make_loss("nll"))
+        return saved, parameters_of(worker)
+
+
+def load_and_train(*, config, batch, weights_path, optimizer_path):
+    """Load, train once; return the parameters as loaded, and after."""
+    options = {"weights_path": weights_path, "optimizer_path": optimizer_path}
+    with worker_for(config, init_reference_model=False, **options) as worker:
+        loaded = parameters_of(worker)
+        rows, _ = rows_of(worker, batch, None, global_batch_size=4)
+        worker.train(rows, make_loss("nll"))
+        return loaded, parameters_of(worker)
+
+
+def generate_and_score(*, config, batch, greedy):
+    """Return this rank's place, its completions, and the log-probabilities they are given."""
+    with worker_for(config, init_optimizer=False, init_reference_model=False) as worker:
+        rows, _ = rows_of(worker, batch, None, global_batch_size=None)
+        output = worker.generate(rows, greedy=greedy)
+        lengths = output["unpadded_sequence_lengths"]
+        scored = worker.get_logprobs(
+            BatchedDataDict({"input_ids": output["output_ids"], "input_lengths": lengths})
+        )["logprobs"]
+        return {
+            "place": worker._meshes.data["dp"].get_local_rank(),
+            "order": None,
+            "prompt_lengths": rows["input_lengths"],
+            "scored": scored,
+            **output,
+        }

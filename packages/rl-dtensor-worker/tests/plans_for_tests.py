@@ -5,12 +5,14 @@ from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel
 
 _LAYER = "model.layers.*"
 
-NAMED = {
-    "model.embed_tokens": "embedding_rowwise",
+ATTENTION = {
     f"{_LAYER}.self_attn.q_proj": "colwise",
     f"{_LAYER}.self_attn.k_proj": "colwise",
     f"{_LAYER}.self_attn.v_proj": "colwise",
     f"{_LAYER}.self_attn.o_proj": "rowwise",
+}
+NAMED = ATTENTION | {
+    "model.embed_tokens": "embedding_rowwise",
     f"{_LAYER}.mlp.gate_proj": "colwise_gather_output",
     f"{_LAYER}.mlp.up_proj": "colwise_gather_output",
     f"{_LAYER}.mlp.down_proj": "rowwise_split_input",

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import logging
 from contextlib import contextmanager, nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -199,7 +199,7 @@ def _output_layer_replaced(
         return torch.zeros((*found[-1].logprobs.shape, 1), device=hidden.device)
 
     # In front of FSDP's own hook, which prepares the backward pass from the output's tensors.
-    hook = model.register_forward_hook(lambda *_: found.pop(), prepend=True)
+    hook = model.register_forward_hook(lambda *_: _apart(found.pop()), prepend=True)
     try:
         with _forward_replaced(layer, forward):
             yield
@@ -217,6 +217,12 @@ def _forward_replaced(
         yield
     finally:
         layer.forward = own  # type: ignore[method-assign]
+
+
+def _apart(scores: TokenScores) -> TokenScores:
+    """Return scores that are no views: FSDP puts its hook on what a forward returns."""
+    entropy = None if scores.entropy is None else scores.entropy.clone()
+    return replace(scores, logprobs=scores.logprobs.clone(), entropy=entropy)
 
 
 def _local(parameter: torch.Tensor) -> torch.Tensor:

@@ -193,7 +193,7 @@ def _plan_of_model(model: nn.Module) -> dict[str, str]:
     if set(declared) - {"lm_head"}:
         _check_declared(model, declared)
         return declared
-    model_type = model.config.model_type  # type: ignore[union-attr]
+    model_type: Any = model.config.model_type  # type: ignore[union-attr]
     if model_type not in _OWN_PLANS:
         raise ValueError(
             f"{_PATH}.tensor_parallel_size: {type(model).__name__} declares no plan, and there is "

@@ -78,32 +78,16 @@ class DTensorPolicyWorker(ScoringCalls, ResidencyCalls, WeightCalls, Information
             config, world_size=self._environment.world_size, init_optimizer=init_optimizer
         )
         self._owns_group = init_process_group(self._environment, timeout_s=self._config.timeout_s)
-        self._device = self._environment.device
-        self._meshes = Meshes.of(
-            self._config.layout, replicas=self._config.replicas, device_type=self._device.type
-        )
-        self._dp_group = self._meshes.data["dp"].get_group()
-        self._dp_rank = self._meshes.data["dp"].get_local_rank()
-        self._tensor_parallel = self._join_tensor_parallel()
-        self._tokenizer = tokenizer
-        self._pad_token_id: int | None = tokenizer.pad_token_id  # type: ignore[assignment]
-        self.model = build_model(
-            self._config,
-            meshes=self._meshes,
-            tensor_parallel=self._tensor_parallel,
-            device=self._device,
-        )
-        self._reference = ReferenceModel(self.model) if init_reference_model else None
-        self._training = self._build_training()
-        self._residency = Residency(has_optimizer=init_optimizer)
-        self._transfer = WeightTransfer(
-            self.weight_source, self._environment, timeout_s=self._config.timeout_s
-        )
-        self._profiler = device.Profiler(self._environment, directory=self._config.profile_dir)
-        self._random = RandomState(self._config.seed + self._dp_rank, device=self._device)
-        if weights_path is not None:
-            self.load_checkpoint(weights_path, optimizer_path)
-        self._forward = self._build_forward()
+        try:
+            self._build(
+                tokenizer, init_optimizer=init_optimizer, keep_reference=init_reference_model
+            )
+            if weights_path is not None:
+                self.load_checkpoint(weights_path, optimizer_path)
+            self._forward = self._build_forward()
+        except BaseException:
+            self._leave_group()
+            raise
         self.model.train(init_optimizer)
 
     def __repr__(self) -> str:
@@ -121,9 +105,9 @@ class DTensorPolicyWorker(ScoringCalls, ResidencyCalls, WeightCalls, Information
         parsed = WorkerConfig.from_policy_config(
             config, world_size=world_size, init_optimizer=init_optimizer
         )
-        check_sizes(load_model_config(parsed), tensor_parallel_size=parsed.layout.tensor_parallel)
         if parsed.custom_parallel_plan is not None:
             load_custom_plan(parsed.custom_parallel_plan)
+        check_sizes(load_model_config(parsed), tensor_parallel_size=parsed.layout.tensor_parallel)
         return parsed.layout
 
     # Training and generation
@@ -265,14 +249,44 @@ class DTensorPolicyWorker(ScoringCalls, ResidencyCalls, WeightCalls, Information
         Calling it twice is fine.
         """
         self._transfer.close()
-        if self._owns_group and dist.is_initialized():
-            dist.destroy_process_group()
-        self._owns_group = False
+        self._leave_group()
 
     create_context_parallel_ctx = staticmethod(context_parallel.create_context_parallel_ctx)
     train_context = staticmethod(context_parallel.train_context)
 
     # Inside
+
+    def _build(
+        self, tokenizer: PreTrainedTokenizerBase, *, init_optimizer: bool, keep_reference: bool
+    ) -> None:
+        self._device = self._environment.device
+        self._meshes = Meshes.of(
+            self._config.layout, replicas=self._config.replicas, device_type=self._device.type
+        )
+        self._dp_group = self._meshes.data["dp"].get_group()
+        self._dp_rank = self._meshes.data["dp"].get_local_rank()
+        self._tensor_parallel = self._join_tensor_parallel()
+        self._tokenizer = tokenizer
+        self._pad_token_id: int | None = tokenizer.pad_token_id  # type: ignore[assignment]
+        self.model = build_model(
+            self._config,
+            meshes=self._meshes,
+            tensor_parallel=self._tensor_parallel,
+            device=self._device,
+        )
+        self._reference = ReferenceModel(self.model) if keep_reference else None
+        self._training = self._build_training()
+        self._residency = Residency(has_optimizer=init_optimizer)
+        self._transfer = WeightTransfer(
+            self.weight_source, self._environment, timeout_s=self._config.timeout_s
+        )
+        self._profiler = device.Profiler(self._environment, directory=self._config.profile_dir)
+        self._random = RandomState(self._config.seed + self._dp_rank, device=self._device)
+
+    def _leave_group(self) -> None:
+        if self._owns_group and dist.is_initialized():
+            dist.destroy_process_group()
+        self._owns_group = False
 
     def _build_forward(self) -> Forward:
         context = self._config.layout.context_parallel
