@@ -18,11 +18,12 @@ from rl_refit.deadline import Deadline
 from rl_refit.endpoint import Endpoint
 from rl_refit.errors import RefitError, RefitTimeoutError
 from rl_refit.messages import Begin, Commit, Join, Offer, Start
+from rl_refit.outbound import NamedTensors, OutboundStream, check_exhausted, take_tensor
+from rl_refit.pieces import PieceViews
 from rl_refit.plan import RefitPlan, default_bucket_bytes, read_specs
 from rl_refit.receivers import Receivers
 from rl_refit.report import RefitReport, Stopwatch
 from rl_refit.source import WeightSource
-from rl_refit.stream import NamedTensors, OutboundStream, check_exhausted, take_tensor
 from rl_refit.transports import SenderContext, SendingSide, find_transport
 
 logger = logging.getLogger(__name__)
@@ -41,6 +42,7 @@ class _Session:
 
     channels: Mapping[int, Channel]
     side: SendingSide
+    views: PieceViews
 
     def is_whole(self) -> bool:
         # A receiver says nothing between two refits, so what can be read is its end.
@@ -49,6 +51,7 @@ class _Session:
     def close(self, error: BaseException | None = None) -> None:
         for channel in self.channels.values():
             channel.leave(error)
+        self.views.close()
         self.side.close()
 
 
@@ -186,6 +189,7 @@ class RefitSender(Closing):
         OutboundStream(
             self.plan,
             session.side,
+            session.views,
             receivers,
             version=version,
             verify=self._verify != "none",
@@ -258,7 +262,7 @@ class RefitSender(Closing):
                 timeout_s=self._timeout_s,
             )
         )
-        session = _Session(channels, side)
+        session = _Session(channels, side, PieceViews(self.plan, side.buffers))
         try:
             receivers = Receivers(channels, version, deadline)
             for rank in channels:

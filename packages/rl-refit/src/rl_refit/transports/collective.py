@@ -116,7 +116,7 @@ class _CollectiveReceiver(ReceivingSide):
         size = context.num_buffers * context.buffer_bytes
         device = context.device if on_gpu else torch.device("cpu")
         memory = torch.empty(size, dtype=torch.uint8, device=device)
-        self._buffers = split_buffers(memory, context.num_buffers, context.buffer_bytes)
+        self.buffers = split_buffers(memory, context.num_buffers, context.buffer_bytes)
         self._expected: dict[int, Any] = {}
         self._group: ProcessGroup | None = None
 
@@ -140,17 +140,17 @@ class _CollectiveReceiver(ReceivingSide):
 
     def expect(self, bucket: int, nbytes: int, deadline: Deadline) -> None:
         assert self._group is not None
-        if len(self._buffers) > 1 or bucket == 0:
-            buffer = self._buffers[bucket % len(self._buffers)][:nbytes]
+        if len(self.buffers) > 1 or bucket == 0:
+            buffer = self.buffers[bucket % len(self.buffers)][:nbytes]
             self._expected[bucket] = self._group.broadcast(buffer)
 
     def fetch(self, bucket: int, nbytes: int, deadline: Deadline) -> torch.Tensor:
         assert self._group is not None
-        data = self._buffers[bucket % len(self._buffers)][:nbytes]
+        data = self.buffers[bucket % len(self.buffers)][:nbytes]
         work = self._expected.pop(bucket, None) or self._group.broadcast(data)
         if work is not None:
             work.wait(_timedelta(deadline.remaining("broadcast", bucket=bucket)))
-        return data if data.device == self._context.device else data.to(self._context.device)
+        return data
 
     def release(self, bucket: int) -> None:
         if self._context.device.type == "cuda":
