@@ -173,12 +173,15 @@ def test_tied_tensors_are_sent_once():
     assert same(engine.weights, tensors)
 
 
+@every_transport
+@pytest.mark.parametrize("num_receivers", [1, 2, 3, 4])
 @pytest.mark.parametrize("num_senders", [1, 2, 3, 4])
-def test_senders_with_receivers_of_their_own_and_without(num_senders):
+def test_senders_with_receivers_of_their_own_and_without(num_senders, num_receivers, transport):
     # Rank 0 and 2 have receivers; the others only take part in the gathers.
     tensors = some_tensors()
     senders = [
-        make_sender(tensors, num_receivers=(rank + 1) % 2 * 2) for rank in range(num_senders)
+        make_sender(tensors, transport, (rank + 1) % 2 * num_receivers)
+        for rank in range(num_senders)
     ]
     engines = [
         Engine(sender.address, 10 * index + rank)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import secrets
+import threading
 import weakref
 from collections.abc import Mapping
 from contextlib import suppress
@@ -34,6 +35,7 @@ NUM_BUFFERS = 2
 """One is filled while the other is loaded; a third only hides an uneven load, and costs memory."""
 
 _GREETING_S = 1.0
+_WATCH_S = 0.02
 
 
 @dataclass(slots=True)
@@ -271,7 +273,7 @@ class RefitSender(Closing):
                 receivers.offer(rank, offer, descriptors)
             receivers.wait_accepted()
             receivers.tell(Join())
-            _join(side, deadline)
+            _join(side, receivers, deadline)
         except BaseException as error:
             session.close(error)
             raise
@@ -296,11 +298,28 @@ def _plan(source: WeightSource, bucket_bytes: int | None) -> RefitPlan:
     return RefitPlan.of(specs, bucket_bytes)
 
 
-def _join(side: SendingSide, deadline: Deadline) -> None:
-    try:
-        side.join(deadline)
-    except RuntimeError as error:
-        raise RefitError(f"cannot join the receivers: {error}") from error
+def _join(side: SendingSide, receivers: Receivers, deadline: Deadline) -> None:
+    """Let the transport meet its receivers; fail as soon as one of them is gone.
+
+    What a transport waits in may not notice that before the time limit.
+    """
+    failed: list[BaseException] = []
+
+    def join() -> None:
+        try:
+            side.join(deadline)
+        except BaseException as error:
+            failed.append(error)
+
+    thread = threading.Thread(target=join, daemon=True)
+    thread.start()
+    while thread.is_alive():
+        thread.join(_WATCH_S)
+        receivers.hear_out()
+    for error in failed:
+        if isinstance(error, RuntimeError):
+            raise RefitError(f"cannot join the receivers: {error}") from error
+        raise error
 
 
 def make_report(

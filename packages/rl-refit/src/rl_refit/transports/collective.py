@@ -62,7 +62,7 @@ class _CollectiveSender(SendingSide):
         self._port = listener.getsockname()[1]
         # The store lets anybody in who reaches it; what is not known is where it keeps the keys.
         self._prefix = secrets.token_hex(16)
-        self._store = dist.TCPStore(
+        self._store: dist.Store | None = dist.TCPStore(
             context.host,
             self._port,
             is_master=True,
@@ -84,11 +84,17 @@ class _CollectiveSender(SendingSide):
         return granted, []
 
     def join(self, deadline: Deadline) -> None:
-        store = dist.PrefixStore(self._prefix, self._store)
-        size = len(self._context.ranks) + 1
         host = str(self._context.host)
+        # Not the server itself: it ends with `close`, and then whoever still waits here.
+        store = _connect_store(host, self._port, deadline)
         self._group = ProcessGroup(
-            store, 0, size, self._backend, host, self._context.device, deadline
+            dist.PrefixStore(self._prefix, store),
+            0,
+            len(self._context.ranks) + 1,
+            self._backend,
+            host,
+            self._context.device,
+            deadline,
         )
 
     def publish(self, bucket: int, nbytes: int, deadline: Deadline) -> None:
@@ -99,6 +105,7 @@ class _CollectiveSender(SendingSide):
         if self._group is not None:
             self._group.close()
             self._group = None
+        self._store = None
         self.buffers = []
 
 
@@ -122,12 +129,7 @@ class _CollectiveReceiver(ReceivingSide):
 
     def join(self, deadline: Deadline) -> None:
         assert self._context.host is not None
-        store = dist.TCPStore(
-            str(self._grant["host"]),
-            int(self._grant["port"]),
-            is_master=False,
-            timeout=_timedelta(deadline.remaining("store of the process group")),
-        )
+        store = _connect_store(str(self._grant["host"]), int(self._grant["port"]), deadline)
         self._group = ProcessGroup(
             dist.PrefixStore(str(self._grant["prefix"]), store),
             int(self._grant["group_rank"]),
@@ -198,6 +200,11 @@ class ProcessGroup:
         group, self._group = self._group, None
         threading.Thread(target=_end, args=([group],), daemon=True).start()
         del group
+
+
+def _connect_store(host: str, port: int, deadline: Deadline) -> dist.Store:
+    limit = _timedelta(deadline.remaining("store of the process group"))
+    return dist.TCPStore(host, port, is_master=False, timeout=limit)
 
 
 def _end(groups: list[Any]) -> None:
