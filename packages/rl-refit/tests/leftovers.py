@@ -57,7 +57,7 @@ def nothing_left(within_s=10.0):
         end = time.monotonic() + within_s
         while (new := additions(before, snapshot(directory))) and time.monotonic() < end:
             time.sleep(0.05)
-        assert new == {}
+        assert not new, new
 
 
 def additions(before, after):

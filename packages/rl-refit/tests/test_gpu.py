@@ -9,7 +9,7 @@ from gpu_receiver import receive
 from refit_pairs import make_sender, same, some_tensors
 from rl_refit import RefitError, VerificationError
 from rl_refit.digest import keyed_sum_digest
-from rl_refit.stream import OutboundStream
+from rl_refit.outbound import OutboundStream
 
 pytestmark = pytest.mark.gpu
 DEVICE = "cuda:0"

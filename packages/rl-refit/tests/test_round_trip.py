@@ -8,7 +8,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from leftovers import nothing_left
 from refit_pairs import Engine, make_sender, must, outcomes, refit, same, some_tensors
-from rl_refit import RefitReport, RefitSender, TensorSource
+from rl_refit import (
+    PlanMismatchError,
+    RefitReceiver,
+    RefitReport,
+    RefitSender,
+    TensorSource,
+)
 
 TRANSPORTS = ["shm", "golden", "collective"]
 every_transport = pytest.mark.parametrize("transport", TRANSPORTS)
@@ -87,6 +93,71 @@ def test_any_plan_arrives_bit_by_bit(entries, bucket_bytes, num_buffers, load_ke
     assert engine.order == list(tensors)
 
 
+@every_transport
+@pytest.mark.parametrize("bucket_bytes", [1024, 1 << 20], ids=["split", "whole"])
+def test_what_has_a_place_of_its_own_is_copied_there(transport, bucket_bytes):
+    tensors = some_tensors()
+    own = {name: torch.zeros_like(tensor) for name, tensor in list(tensors.items())[::2]}
+    places = {name: tensor.data_ptr() for name, tensor in own.items()}
+    with make_sender(tensors, transport, bucket_bytes=bucket_bytes) as sender:
+        engine = Engine(sender.address, into=own)
+        for version in range(2):
+            for tensor in tensors.values():
+                tensor += 1
+            must(refit(sender, [engine], version))
+            assert same(own, {name: tensors[name] for name in own})
+            assert same(engine.weights, {n: t for n, t in tensors.items() if n not in own})
+        engine.receiver.close()
+    assert {name: tensor.data_ptr() for name, tensor in own.items()} == places
+
+
+def test_no_load_is_needed_where_every_tensor_has_a_place():
+    tensors = some_tensors()
+    parameters = {name: torch.nn.Parameter(t.clone(), False) for name, t in tensors.items()}
+    with make_sender(tensors, bucket_bytes=1024) as sender:
+        receiver = RefitReceiver(sender.address, into=parameters, timeout_s=20)
+        receiver.begin(1)
+        must(outcomes(lambda: sender.send(1), lambda: receiver.receive(1)))
+        assert same(parameters, tensors)
+        assert receiver._session.unpacker.room_bytes == 0
+        receiver.close()
+        del parameters["head.weight"]
+        receiver = RefitReceiver(sender.address, into=parameters, timeout_s=20)
+        receiver.begin(1)
+        sent, received = outcomes(lambda: sender.send(1), lambda: receiver.receive(1))
+        assert all("no `load`, and head.weight" in str(error) for error in (sent, received))
+        receiver.close()
+
+
+def test_a_place_that_does_not_fit_is_refused():
+    tensors = some_tensors()
+    with make_sender(tensors) as sender:
+        with pytest.raises(ValueError, match=r"into: steps is not contiguous"):
+            Engine(sender.address, into={"steps": torch.zeros(7, 2)[:, 0]})
+        engine = Engine(sender.address, into={"steps": torch.zeros(7), "more": torch.zeros(2)})
+        for error in refit(sender, [engine], 1):
+            assert isinstance(error, PlanMismatchError)
+            assert "more float32[2] is missing" in str(error)
+            assert "steps int64[7] comes where steps float32[7] is expected" in str(error)
+        engine.receiver.close()
+
+
+def test_room_for_split_tensors_is_kept_between_refits_and_freed_at_the_end():
+    tensors = {f"w{i}": torch.randn(3000 + i) for i in range(3)}
+    with make_sender(tensors, bucket_bytes=1024) as sender:
+        engine = Engine(sender.address)
+        engine.load_keeps = False
+        places = []
+        engine.load = lambda pairs: places.extend(tensor.data_ptr() for _, tensor in pairs)
+        for version in range(4):  # the rooms grow in the first two
+            must(refit(sender, [engine], version))
+        unpacker = engine.receiver._session.unpacker
+        assert len(set(places[6:])) == 2
+        assert 0 < unpacker.room_bytes <= 2 * 4 * 3002
+        engine.receiver.close()
+        assert unpacker.room_bytes == 0
+
+
 def test_tied_tensors_are_sent_once():
     shared = torch.randn(8, 4)
     tensors = {
@@ -102,12 +173,15 @@ def test_tied_tensors_are_sent_once():
     assert same(engine.weights, tensors)
 
 
+@every_transport
+@pytest.mark.parametrize("num_receivers", [1, 2, 3, 4])
 @pytest.mark.parametrize("num_senders", [1, 2, 3, 4])
-def test_senders_with_receivers_of_their_own_and_without(num_senders):
+def test_senders_with_receivers_of_their_own_and_without(num_senders, num_receivers, transport):
     # Rank 0 and 2 have receivers; the others only take part in the gathers.
     tensors = some_tensors()
     senders = [
-        make_sender(tensors, num_receivers=(rank + 1) % 2 * 2) for rank in range(num_senders)
+        make_sender(tensors, transport, (rank + 1) % 2 * num_receivers)
+        for rank in range(num_senders)
     ]
     engines = [
         Engine(sender.address, 10 * index + rank)
@@ -133,7 +207,7 @@ def test_the_senders_buffer_size_is_everybodys():
         with make_sender(tensors, **options) as sender:
             engine = Engine(sender.address)
             must(refit(sender, [engine], 0))
-            assert engine.receiver._plan.bucket_bytes == bucket_bytes // 256 * 256
+            assert engine.receiver._session.plan.bucket_bytes == bucket_bytes // 256 * 256
             assert same(engine.weights, tensors)
             engine.receiver.close()
 
@@ -216,7 +290,7 @@ def test_without_keeping_only_split_tensors_are_copied():
         receiver = engine.receiver
 
         def load(pairs):
-            buffers = receiver._side._buffers
+            buffers = receiver._session.side.buffers
             start = buffers[0].data_ptr()
             inside = range(start, start + sum(len(buffer) for buffer in buffers))
             seen.update({name: tensor.data_ptr() in inside for name, tensor in pairs})

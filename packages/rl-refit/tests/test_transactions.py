@@ -15,6 +15,7 @@ from rl_refit import (
     StaleVersionError,
     VerificationError,
 )
+from rl_refit.transports import collective
 
 
 @pytest.fixture
@@ -234,6 +235,29 @@ def test_a_load_that_takes_too_long_is_named(tensors):
         receiving.join()
         with pytest.raises(PoisonedError):
             engine.receiver.require_ready()
+
+
+def test_a_receiver_that_fails_while_the_group_is_made_is_not_waited_for(tensors, monkeypatch):
+    limits = {"timeout_s": 120.0}
+    original = collective._CollectiveReceiver.join
+
+    def join(side, deadline):
+        if side._context.rank == 1:
+            raise RuntimeError("killed")
+        original(side, deadline)
+
+    with make_sender(tensors, "collective", num_receivers=2, **limits) as sender:
+        engines = [Engine(sender.address, rank, **limits) for rank in range(2)]
+        with monkeypatch.context() as patch:
+            patch.setattr(collective._CollectiveReceiver, "join", join)
+            # It hangs for `outcomes` long before the limit.
+            results = refit(sender, engines, 1)
+        assert all(isinstance(error, RefitError) for error in results), results
+        assert "killed" in str(results[0])
+        must(refit(sender, engines, 1))
+        assert all(same(engine.weights, tensors) for engine in engines)
+        for engine in engines:
+            engine.receiver.close()
 
 
 def test_a_wrong_token_gets_nothing(tensors):

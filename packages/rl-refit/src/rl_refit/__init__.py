@@ -10,7 +10,7 @@ from rl_refit.errors import (
     StaleVersionError,
     VerificationError,
 )
-from rl_refit.plan import RefitPlan, TensorSpec
+from rl_refit.plan import RefitPlan, TensorSpec, layer_of
 from rl_refit.receiver import RefitReceiver
 from rl_refit.report import RefitReport
 from rl_refit.sender import RefitSender
@@ -31,4 +31,5 @@ __all__ = [
     "TensorSource",
     "TensorSpec",
     "VerificationError",
+    "layer_of",
 ]

@@ -14,6 +14,7 @@ from __future__ import annotations
 import hmac
 import os
 import secrets
+import select
 import selectors
 import socket
 import struct
@@ -25,6 +26,7 @@ from rl_refit.deadline import Deadline
 from rl_refit.errors import AuthenticationError, RefitError, RefitTimeoutError
 from rl_refit.failures import failure_of, raise_failure
 from rl_refit.messages import Failure, Message, decode, encode
+from rl_refit.waiting import look_first
 
 MAGIC = b"rlrefit1"
 MAX_MESSAGE = 64 << 20
@@ -48,6 +50,8 @@ class Channel:
         if sock.family != socket.AF_UNIX:
             sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         self._socket = sock
+        self._input = select.poll()
+        self._input.register(sock, select.POLLIN)
         self._peer = peer
         self._send_key = send_key
         self._receive_key = receive_key
@@ -94,6 +98,7 @@ class Channel:
             RefitTimeoutError: Nothing came in time.
             AuthenticationError: The message is not the other side's next one.
         """
+        look_first(self.has_input)
         length, mac = _FRAME.unpack(self._read(_FRAME.size, deadline, waited_for))
         if length > MAX_MESSAGE:
             raise AuthenticationError(f"a message of {length} bytes")
@@ -105,9 +110,7 @@ class Channel:
 
     def has_input(self) -> bool:
         """Return whether a message, or the end of the connection, can be read at once."""
-        with selectors.DefaultSelector() as selector:
-            selector.register(self._socket, selectors.EVENT_READ)
-            return bool(selector.select(0))
+        return bool(self._input.poll(0))
 
     def send_descriptors(self, descriptors: list[int], deadline: Deadline) -> None:
         """Pass open files to the other side; it must call `receive_descriptors` next."""

@@ -16,6 +16,9 @@ import torch
 ALIGNMENT = 256
 """Every tensor begins at a multiple of this many bytes: a cache line's and a kernel's delight."""
 
+SMALL_BUCKET_BYTES = 4 << 20
+"""Two such buffers stay in a processor's cache, between one side that writes and one that reads."""
+
 FORMAT = 1
 _NUMBERED_LAYER = re.compile(r"^(.*?\.\d+)\.")
 
@@ -214,7 +217,8 @@ def default_bucket_bytes(specs: Sequence[TensorSpec]) -> int:
     """Return the bucket size for these tensors: an eighth of all, within 8 and 256 MiB.
 
     With fewer buckets the first fill and the last load, which overlap with nothing, take up too
-    much of the time; with smaller ones the messages do. A tensor is not split for it.
+    much of the time; with smaller ones the messages do. A tensor is not split for it, as a loader
+    wants it whole; where receivers copy what comes `into` their own, take `SMALL_BUCKET_BYTES`.
     """
     sizes = [spec.nbytes for spec in specs]
     wanted = max(sum(sizes) // 8, align(max(sizes, default=0)), 8 << 20)

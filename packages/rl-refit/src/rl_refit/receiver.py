@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from functools import partial
 from typing import Literal, NoReturn
 
 import torch
 
 from rl_refit import endpoint
 from rl_refit.closing import Closing
-from rl_refit.control import Channel, ChannelClosed, connect
+from rl_refit.control import Channel, ChannelClosed
 from rl_refit.deadline import Deadline
 from rl_refit.errors import (
     PlanMismatchError,
@@ -20,13 +21,12 @@ from rl_refit.errors import (
     StaleVersionError,
 )
 from rl_refit.failures import raise_failure
+from rl_refit.inbound import InboundStream, Load
 from rl_refit.live_weights import LiveWeights
-from rl_refit.messages import Accepted, Begin, Commit, Failure, Join, Message, Offer, Ready, Start
-from rl_refit.plan import RefitPlan, TensorSpec, differences
+from rl_refit.messages import Begin, Commit, Failure, Message, Ready, Start
 from rl_refit.report import RefitReport, Stopwatch
 from rl_refit.sender import make_report
-from rl_refit.stream import InboundStream, Load
-from rl_refit.transports import ReceiverContext, ReceivingSide, find_transport
+from rl_refit.session import Connector, Session, expect
 
 logger = logging.getLogger(__name__)
 
@@ -49,6 +49,9 @@ class RefitReceiver(Closing):
         device: Where `load` wants its tensors.
         timeout_s: The most seconds that `receive` waits in all.
         expected: Name, dtype and shape of what the engine needs; an offer that differs is refused.
+        into: The engine's own contiguous tensors, by name, that are overwritten with what comes
+            under these names. They are not handed to `load`, and no tensor waits until its last
+            part has come: the fastest way for an engine whose weights are the trainer's.
     """
 
     def __init__(
@@ -59,26 +62,21 @@ class RefitReceiver(Closing):
         device: torch.device | str = "cpu",
         timeout_s: float = 300.0,
         expected: Iterable[tuple[str, torch.dtype, Sequence[int]]] | None = None,
+        into: Mapping[str, torch.Tensor] | None = None,
     ) -> None:
         Deadline(timeout_s)
-        self._endpoint = str(address["endpoint"])
-        self._token = bytes.fromhex(str(address["token"]))
-        self._transport = find_transport(str(address["transport"]))
-        if self._endpoint == "none":
-            raise ValueError("the address is of a sender with num_receivers=0")
         self._rank = rank
-        self._device = torch.device(device)
         self._timeout_s = timeout_s
-        self._expected = (
-            None
-            if expected is None
-            else [TensorSpec(name, dtype, tuple(shape)) for name, dtype, shape in expected]
+        self._connector = Connector(
+            address,
+            rank,
+            device=torch.device(device),
+            timeout_s=timeout_s,
+            expected=expected,
+            into=into or {},
         )
-        self._channel: Channel | None = None
+        self._session: Session | None = None
         self._early: list[Message] = []
-        self._offer: Offer | None = None
-        self._plan: RefitPlan | None = None
-        self._side: ReceivingSide | None = None
         self._state: State = "empty"
         self._reason = ""
         self._begun: int | None = None
@@ -109,7 +107,7 @@ class RefitReceiver(Closing):
     def receive(
         self,
         version: int,
-        load: Load,
+        load: Load | None = None,
         *,
         load_keeps: bool = True,
         read_back: ReadBack | None = None,
@@ -118,11 +116,13 @@ class RefitReceiver(Closing):
 
         Args:
             version: The one given to `begin`.
-            load: Called once per bucket with the names and tensors that it completes. A tensor is
-                valid until `load` returns, and in read-only memory where the transport shares it.
+            load: Called once per bucket with the names and tensors that it completes, but for those
+                of `into`. A tensor is valid until `load` returns, and in read-only memory where
+                the transport shares it. None only where all are of `into`.
             load_keeps: Whether `load` may keep a tensor until all of its layer has come. Those
-                whose layer goes on in another bucket are copies then. Without, nothing is copied
-                but tensors larger than a bucket.
+                whose layer goes on in another bucket are copies then. Without, only tensors that
+                are split over buckets are copied, to memory that is kept until the receiver is
+                closed: twice the largest of them.
             read_back: For `verify="weights"`: yields every name with the live parameter.
 
         Raises:
@@ -135,16 +135,22 @@ class RefitReceiver(Closing):
         try:
             with watch.phase("pause"):
                 self._meet(version, deadline)
-            stream = self._make_stream(version, load_keeps, deadline, watch)
-            self._load_all(stream, load, read_back, watch)
+            self._load_all(
+                version,
+                load or _have_no_load,
+                load_keeps=load_keeps,
+                read_back=read_back,
+                deadline=deadline,
+                watch=watch,
+            )
         except BaseException as error:
             self._fail(error)
             if isinstance(error, ChannelClosed):
                 raise RefitError(f"the sender is gone: {error}", rank=self._rank) from error
             raise
         self._state = "loaded"
-        assert self._plan is not None
-        return make_report(version, self._plan, watch, slowest_rank=self._rank)
+        assert self._session is not None
+        return make_report(version, self._session.plan, watch, slowest_rank=self._rank)
 
     def check_weights(self, tensors: Iterable[tuple[str, torch.Tensor]]) -> None:
         """Hold live parameters against what was received; for `verify="weights"`.
@@ -202,32 +208,33 @@ class RefitReceiver(Closing):
         """Let go of the connection and the buffers. May be called again."""
         self._disconnect()
 
-    def _make_stream(
-        self, version: int, load_keeps: bool, deadline: Deadline, watch: Stopwatch
-    ) -> InboundStream:
-        assert self._channel is not None
-        assert self._plan is not None
-        assert self._side is not None
-        assert self._offer is not None
-        return InboundStream(
-            self._plan,
-            self._side,
-            self._channel,
+    def _load_all(
+        self,
+        version: int,
+        load: Load,
+        *,
+        load_keeps: bool,
+        read_back: ReadBack | None,
+        deadline: Deadline,
+        watch: Stopwatch,
+    ) -> None:
+        session = self._session
+        assert session is not None
+        stream = InboundStream(
+            session.plan,
+            session.side,
+            session.channel,
             version=version,
-            digest=None if self._offer.verify == "none" else self._offer.digest,
+            digest=None if session.offer.verify == "none" else session.offer.digest,
             rank=self._rank,
-            num_buffers=self._offer.num_buffers,
-            load_keeps=load_keeps,
+            num_buffers=session.offer.num_buffers,
             deadline=deadline,
             watch=watch,
         )
-
-    def _load_all(
-        self, stream: InboundStream, load: Load, read_back: ReadBack | None, watch: Stopwatch
-    ) -> None:
-        assert self._offer is not None
-        self._live = LiveWeights() if self._offer.verify == "weights" else None
-        stream.run(load if self._live is None else self._live.remember(load, watch))
+        self._live = LiveWeights(watch) if session.offer.verify == "weights" else None
+        notice = None if self._live is None else self._live.remember
+        unpack = partial(session.unpacker.unpack, load_keeps=load_keeps, notice=notice)
+        stream.run(unpack, load)
         if self._live is not None and read_back is not None:
             with watch.phase("verify"):
                 self._live.check(read_back(), rank=self._rank)
@@ -237,84 +244,27 @@ class RefitReceiver(Closing):
         """Wait until the sender begins, over the connection there is or a new one."""
         while True:
             try:
-                return self._take_part(self._channel or self._connect(deadline), version, deadline)
+                if self._session is None:
+                    self._session = self._connector.connect(deadline)
+                return self._take_part(self._session, version, deadline)
             except ChannelClosed:
                 # The sender has dropped all connections, to begin afresh. It is dead if the next
                 # attempt to connect fails.
                 self._disconnect()
 
-    def _take_part(self, channel: Channel, version: int, deadline: Deadline) -> None:
-        begin = self._await_begin(channel, deadline)
-        assert self._plan is not None
+    def _take_part(self, session: Session, version: int, deadline: Deadline) -> None:
+        begin = self._await_begin(session.channel, deadline)
         if begin.version != version:
             told = f"the sender sends version {begin.version} where {version} was begun"
             raise RefitError(told, rank=self._rank)
-        if begin.plan_hash != self._plan.hash:
+        if begin.plan_hash != session.plan.hash:
             raise PlanMismatchError(
-                f"the sender's plan is {begin.plan_hash}, this one {self._plan.hash}",
+                f"the sender's plan is {begin.plan_hash}, this one {session.plan.hash}",
                 rank=self._rank,
             )
-        channel.send(Ready(version), deadline)
-        self._expect(Start(version), channel.receive(deadline, "start: not all are ready"))
-
-    def _connect(self, deadline: Deadline) -> Channel:
-        """Return a new connection, over which the plan and the buffers have come."""
-        sock = endpoint.dial(self._endpoint, deadline)
-        try:
-            channel = connect(sock, token=self._token, rank=self._rank, deadline=deadline)
-        except BaseException:
-            sock.close()
-            raise
-        self._channel = channel
-        offer = channel.receive(deadline, "offer of the sender")
-        if isinstance(offer, Failure):
-            raise_failure(offer, origin="the sender")
-        if not isinstance(offer, Offer):
-            raise RefitError(f"{type(offer).__name__} came where an offer was due", rank=self._rank)
-        # Before the descriptors are taken: those of a refused offer go with the connection.
-        plan = self._agree(offer)
-        descriptors: list[int] = []
-        if offer.num_fds:
-            descriptors = channel.receive_descriptors(offer.num_fds, deadline)
-        self._offer = offer
-        self._side = self._transport.open_receiver(
-            ReceiverContext(
-                num_buffers=offer.num_buffers,
-                buffer_bytes=plan.largest_bucket,
-                grant=offer.grant,
-                descriptors=descriptors,
-                rank=self._rank,
-                device=self._device,
-                host=channel.host,
-                timeout_s=self._timeout_s,
-            )
-        )
-        channel.send(Accepted(), deadline)
-        self._expect(Join(), channel.receive(deadline, "acceptance by all receivers"))
-        try:
-            self._side.join(deadline)
-        except RuntimeError as error:
-            told = f"cannot join the sender: {error}"
-            raise RefitError(told, rank=self._rank) from error
-        return channel
-
-    def _expect(self, due: Message, message: Message) -> None:
-        if isinstance(message, Failure):
-            raise_failure(message, origin="the sender")
-        if message != due:
-            told = f"{type(message).__name__} came where {due} was due"
-            raise RefitError(told, rank=self._rank)
-
-    def _agree(self, offer: Offer) -> RefitPlan:
-        try:
-            self._plan = RefitPlan.from_wire(offer.plan)
-        except (ValueError, KeyError, TypeError) as error:
-            raise PlanMismatchError(str(error), rank=self._rank) from error
-        found = differences(self._expected, self._plan.specs) if self._expected is not None else []
-        if found:
-            told = "; ".join(found[:8]) + (f"; {len(found) - 8} more" if len(found) > 8 else "")
-            raise PlanMismatchError(f"the sender's tensors differ: {told}", rank=self._rank)
-        return self._plan
+        session.channel.send(Ready(version), deadline)
+        started = session.channel.receive(deadline, "start: not all are ready")
+        expect(Start(version), started, rank=self._rank)
 
     def _await_begin(self, channel: Channel, deadline: Deadline) -> Begin:
         while True:
@@ -335,9 +285,9 @@ class RefitReceiver(Closing):
 
     def _catch_up(self) -> None:
         """Take in what the sender has said since the last call."""
-        while self._channel is not None and self._channel.has_input():
+        while self._session is not None and self._session.channel.has_input():
             try:
-                message = self._channel.receive(Deadline(_GOODBYE_S))
+                message = self._session.channel.receive(Deadline(_GOODBYE_S))
             except ChannelClosed:
                 self._disconnect()
                 return
@@ -361,20 +311,17 @@ class RefitReceiver(Closing):
 
     def _fail(self, error: BaseException) -> None:
         self._state, self._reason = "poisoned", str(error) or repr(error)
-        if self._channel is not None:
-            self._channel.leave(error, rank=self._rank)
+        if self._session is not None:
+            self._session.channel.leave(error, rank=self._rank)
         self._disconnect()
         if isinstance(error, ChannelClosed):
-            endpoint.forget(self._endpoint, within_s=_DEATH_S)
+            endpoint.forget(self._connector.endpoint, within_s=_DEATH_S)
 
     def _disconnect(self) -> None:
         self._early.clear()
-        if self._channel is not None:
-            self._channel.close()
-            self._channel = None
-        if self._side is not None:
-            self._side.close()
-            self._side = None
+        if self._session is not None:
+            self._session.close()
+            self._session = None
 
     def _status(self) -> str:
         if self._state == "poisoned":
@@ -384,3 +331,7 @@ class RefitReceiver(Closing):
     def _refuse(self) -> NoReturn:
         told = f"{self._status()}; the weights are undefined until a full refit succeeds"
         raise PoisonedError(told, rank=self._rank)
+
+
+def _have_no_load(tensors: list[tuple[str, torch.Tensor]]) -> NoReturn:
+    raise ValueError(f"there is no `load`, and {tensors[0][0]} is not of `into`")

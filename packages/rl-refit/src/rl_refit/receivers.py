@@ -6,6 +6,7 @@ import selectors
 import socket
 from collections.abc import Callable, Generator, Mapping
 from contextlib import contextmanager
+from functools import partial
 
 from rl_refit.control import Channel, ChannelClosed
 from rl_refit.deadline import Deadline
@@ -13,6 +14,7 @@ from rl_refit.errors import RefitError
 from rl_refit.failures import raise_failure
 from rl_refit.messages import Accepted, Done, Failure, Loaded, Message, Offer, Ready
 from rl_refit.plan import RefitPlan
+from rl_refit.waiting import look_first
 
 _GRACE_S = 1.0
 """To read a message of which something has come."""
@@ -86,7 +88,7 @@ class Receivers:
                 left = self._deadline.remaining(
                     waited_for, rank=min(ranks), bucket=bucket, tensor=tensor
                 )
-                for key, _ in selector.select(left):
+                for key, _ in look_first(partial(selector.select, 0)) or selector.select(left):
                     if key.fileobj is until:
                         return False
                     self._hear(key.data)

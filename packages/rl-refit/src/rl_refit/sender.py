@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import secrets
+import threading
 import weakref
 from collections.abc import Mapping
 from contextlib import suppress
@@ -18,11 +19,12 @@ from rl_refit.deadline import Deadline
 from rl_refit.endpoint import Endpoint
 from rl_refit.errors import RefitError, RefitTimeoutError
 from rl_refit.messages import Begin, Commit, Join, Offer, Start
+from rl_refit.outbound import NamedTensors, OutboundStream, check_exhausted, take_tensor
+from rl_refit.pieces import PieceViews
 from rl_refit.plan import RefitPlan, default_bucket_bytes, read_specs
 from rl_refit.receivers import Receivers
 from rl_refit.report import RefitReport, Stopwatch
 from rl_refit.source import WeightSource
-from rl_refit.stream import NamedTensors, OutboundStream, check_exhausted, take_tensor
 from rl_refit.transports import SenderContext, SendingSide, find_transport
 
 logger = logging.getLogger(__name__)
@@ -33,6 +35,7 @@ NUM_BUFFERS = 2
 """One is filled while the other is loaded; a third only hides an uneven load, and costs memory."""
 
 _GREETING_S = 1.0
+_WATCH_S = 0.02
 
 
 @dataclass(slots=True)
@@ -41,6 +44,7 @@ class _Session:
 
     channels: Mapping[int, Channel]
     side: SendingSide
+    views: PieceViews
 
     def is_whole(self) -> bool:
         # A receiver says nothing between two refits, so what can be read is its end.
@@ -49,6 +53,7 @@ class _Session:
     def close(self, error: BaseException | None = None) -> None:
         for channel in self.channels.values():
             channel.leave(error)
+        self.views.close()
         self.side.close()
 
 
@@ -186,6 +191,7 @@ class RefitSender(Closing):
         OutboundStream(
             self.plan,
             session.side,
+            session.views,
             receivers,
             version=version,
             verify=self._verify != "none",
@@ -258,7 +264,7 @@ class RefitSender(Closing):
                 timeout_s=self._timeout_s,
             )
         )
-        session = _Session(channels, side)
+        session = _Session(channels, side, PieceViews(self.plan, side.buffers))
         try:
             receivers = Receivers(channels, version, deadline)
             for rank in channels:
@@ -267,7 +273,7 @@ class RefitSender(Closing):
                 receivers.offer(rank, offer, descriptors)
             receivers.wait_accepted()
             receivers.tell(Join())
-            _join(side, deadline)
+            _join(side, receivers, deadline)
         except BaseException as error:
             session.close(error)
             raise
@@ -292,11 +298,28 @@ def _plan(source: WeightSource, bucket_bytes: int | None) -> RefitPlan:
     return RefitPlan.of(specs, bucket_bytes)
 
 
-def _join(side: SendingSide, deadline: Deadline) -> None:
-    try:
-        side.join(deadline)
-    except RuntimeError as error:
-        raise RefitError(f"cannot join the receivers: {error}") from error
+def _join(side: SendingSide, receivers: Receivers, deadline: Deadline) -> None:
+    """Let the transport meet its receivers; fail as soon as one of them is gone.
+
+    What a transport waits in may not notice that before the time limit.
+    """
+    failed: list[BaseException] = []
+
+    def join() -> None:
+        try:
+            side.join(deadline)
+        except BaseException as error:
+            failed.append(error)
+
+    thread = threading.Thread(target=join, daemon=True)
+    thread.start()
+    while thread.is_alive():
+        thread.join(_WATCH_S)
+        receivers.hear_out()
+    for error in failed:
+        if isinstance(error, RuntimeError):
+            raise RefitError(f"cannot join the receivers: {error}") from error
+        raise error
 
 
 def make_report(

@@ -96,7 +96,14 @@ class SendingSide(ABC):
 
 
 class ReceivingSide(ABC):
-    """A receiver's end."""
+    """A receiver's end.
+
+    Attributes:
+        buffers: The memory that `fetch` returns the beginning of, bucket `k` that of buffer
+            `k % num_buffers`; empty where it is not always the same.
+    """
+
+    buffers: Sequence[torch.Tensor] = ()
 
     def join(self, deadline: Deadline) -> None:  # noqa: B027 - most have nothing to do
         """Meet the sender. Called once."""

@@ -62,7 +62,7 @@ class _CollectiveSender(SendingSide):
         self._port = listener.getsockname()[1]
         # The store lets anybody in who reaches it; what is not known is where it keeps the keys.
         self._prefix = secrets.token_hex(16)
-        self._store = dist.TCPStore(
+        self._store: dist.Store | None = dist.TCPStore(
             context.host,
             self._port,
             is_master=True,
@@ -84,11 +84,17 @@ class _CollectiveSender(SendingSide):
         return granted, []
 
     def join(self, deadline: Deadline) -> None:
-        store = dist.PrefixStore(self._prefix, self._store)
-        size = len(self._context.ranks) + 1
         host = str(self._context.host)
+        # Not the server itself: it ends with `close`, and then whoever still waits here.
+        store = _connect_store(host, self._port, deadline)
         self._group = ProcessGroup(
-            store, 0, size, self._backend, host, self._context.device, deadline
+            dist.PrefixStore(self._prefix, store),
+            0,
+            len(self._context.ranks) + 1,
+            self._backend,
+            host,
+            self._context.device,
+            deadline,
         )
 
     def publish(self, bucket: int, nbytes: int, deadline: Deadline) -> None:
@@ -99,6 +105,7 @@ class _CollectiveSender(SendingSide):
         if self._group is not None:
             self._group.close()
             self._group = None
+        self._store = None
         self.buffers = []
 
 
@@ -116,18 +123,13 @@ class _CollectiveReceiver(ReceivingSide):
         size = context.num_buffers * context.buffer_bytes
         device = context.device if on_gpu else torch.device("cpu")
         memory = torch.empty(size, dtype=torch.uint8, device=device)
-        self._buffers = split_buffers(memory, context.num_buffers, context.buffer_bytes)
+        self.buffers = split_buffers(memory, context.num_buffers, context.buffer_bytes)
         self._expected: dict[int, Any] = {}
         self._group: ProcessGroup | None = None
 
     def join(self, deadline: Deadline) -> None:
         assert self._context.host is not None
-        store = dist.TCPStore(
-            str(self._grant["host"]),
-            int(self._grant["port"]),
-            is_master=False,
-            timeout=_timedelta(deadline.remaining("store of the process group")),
-        )
+        store = _connect_store(str(self._grant["host"]), int(self._grant["port"]), deadline)
         self._group = ProcessGroup(
             dist.PrefixStore(str(self._grant["prefix"]), store),
             int(self._grant["group_rank"]),
@@ -140,17 +142,17 @@ class _CollectiveReceiver(ReceivingSide):
 
     def expect(self, bucket: int, nbytes: int, deadline: Deadline) -> None:
         assert self._group is not None
-        if len(self._buffers) > 1 or bucket == 0:
-            buffer = self._buffers[bucket % len(self._buffers)][:nbytes]
+        if len(self.buffers) > 1 or bucket == 0:
+            buffer = self.buffers[bucket % len(self.buffers)][:nbytes]
             self._expected[bucket] = self._group.broadcast(buffer)
 
     def fetch(self, bucket: int, nbytes: int, deadline: Deadline) -> torch.Tensor:
         assert self._group is not None
-        data = self._buffers[bucket % len(self._buffers)][:nbytes]
+        data = self.buffers[bucket % len(self.buffers)][:nbytes]
         work = self._expected.pop(bucket, None) or self._group.broadcast(data)
         if work is not None:
             work.wait(_timedelta(deadline.remaining("broadcast", bucket=bucket)))
-        return data if data.device == self._context.device else data.to(self._context.device)
+        return data
 
     def release(self, bucket: int) -> None:
         if self._context.device.type == "cuda":
@@ -198,6 +200,11 @@ class ProcessGroup:
         group, self._group = self._group, None
         threading.Thread(target=_end, args=([group],), daemon=True).start()
         del group
+
+
+def _connect_store(host: str, port: int, deadline: Deadline) -> dist.Store:
+    limit = _timedelta(deadline.remaining("store of the process group"))
+    return dist.TCPStore(host, port, is_master=False, timeout=limit)
 
 
 def _end(groups: list[Any]) -> None:

@@ -71,17 +71,16 @@ class _CudaIpcSender(SendingSide):
 class _CudaIpcReceiver(ReceivingSide):
     def __init__(self, context: ReceiverContext) -> None:
         memory = rebuild(context.grant["buffers"])
-        self._buffers = split_buffers(memory, context.num_buffers, context.buffer_bytes)
+        self.buffers = split_buffers(memory, context.num_buffers, context.buffer_bytes)
         self._device = context.device
         self._read = torch.cuda.Event()
 
     def fetch(self, bucket: int, nbytes: int, deadline: Deadline) -> torch.Tensor:
-        data = self._buffers[bucket % len(self._buffers)][:nbytes]
-        return data if data.device == self._device else data.to(self._device)
+        return self.buffers[bucket % len(self.buffers)][:nbytes]
 
     def release(self, bucket: int) -> None:
         self._read.record(torch.cuda.current_stream(self._device))
         self._read.synchronize()
 
     def close(self) -> None:
-        self._buffers = []
+        self.buffers = []

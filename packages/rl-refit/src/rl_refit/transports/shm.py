@@ -19,10 +19,7 @@ from rl_refit.transports.memory import create_memory, open_memory
 
 
 class ShmTransport(Transport):
-    """All receivers read the same memory, and can only read it.
-
-    A receiver on a GPU copies each bucket to its device, whole.
-    """
+    """All receivers read the same memory, and can only read it."""
 
     def open_sender(self, context: SenderContext) -> SendingSide:
         """Return newly created shared memory."""
@@ -55,14 +52,13 @@ class _ShmReceiver(ReceivingSide):
             memory = open_memory(descriptor, context.num_buffers * context.buffer_bytes)
         finally:
             os.close(descriptor)
-        self._buffers = split_buffers(memory, context.num_buffers, context.buffer_bytes)
-        self._device = context.device
+        self.buffers = split_buffers(memory, context.num_buffers, context.buffer_bytes)
 
     def fetch(self, bucket: int, nbytes: int, deadline: Deadline) -> torch.Tensor:
-        return self._buffers[bucket % len(self._buffers)][:nbytes]
+        return self.buffers[bucket % len(self.buffers)][:nbytes]
 
     def close(self) -> None:
-        self._buffers = []
+        self.buffers = []
 
 
 def split_buffers(memory: torch.Tensor, count: int, size: int) -> list[torch.Tensor]:
