@@ -54,6 +54,8 @@ class WorkerConfig:
     """Everything the worker reads from the policy config."""
 
     model_name: str
+    head: str
+    """`language_model`, `reward` or `value`."""
     layout: ParallelLayout
     compute_dtype: torch.dtype
     train_global_batch_size: int
@@ -91,6 +93,7 @@ class WorkerConfig:
         sampling = _parse_sampling(resolved)
         return cls(
             model_name=resolved["model_name"],
+            head=resolved["head"],
             layout=layout,
             compute_dtype=_DTYPES[resolved["precision"]],
             train_global_batch_size=resolved["train_global_batch_size"],
@@ -119,9 +122,11 @@ def load_model_config(config: WorkerConfig) -> Any:
     Raises:
         ValueError: There is no such model.
     """
+    # A row, or a token, has one score.
+    labels = {} if config.head == "language_model" else {"num_labels": 1}
     try:
         return AutoConfig.from_pretrained(
-            config.model_name, trust_remote_code=config.trust_remote_code
+            config.model_name, trust_remote_code=config.trust_remote_code, **labels
         )
     except (OSError, ValueError) as error:
         raise ValueError(

@@ -40,6 +40,19 @@ class Forward:
         layout, scores = self._scores(micro_batch)
         return layout.targets_to_rows(scores.logprobs)
 
+    def topk_logits(self, micro_batch: MicroBatch, k: int) -> dict[str, torch.Tensor]:
+        """Return `topk_logits` and `topk_indices`, `[batch, seq, k]`; 0 at padding.
+
+        Those of position `t` are of token `t + 1`.
+        """
+        layout, scores = self._scores(micro_batch, top_k=k)
+        assert scores.top_k_logits is not None
+        assert scores.top_k_indices is not None
+        return {
+            "topk_logits": layout.to_rows(scores.top_k_logits),
+            "topk_indices": layout.to_rows(scores.top_k_indices),
+        }
+
     def logits(self, micro_batch: MicroBatch) -> torch.Tensor:
         """Return all logits, `[batch, seq, vocab]` float32: those of position t are of t + 1."""
         layout = self._lay_out(micro_batch)
@@ -70,17 +83,35 @@ class Forward:
 
 
 def score_rows(
-    score: Callable[[MicroBatch], torch.Tensor],
+    score: Callable[[MicroBatch], dict[str, torch.Tensor]],
     data: BatchedDataDict[Any],
     *,
     steps: Sequence[Step],
     device: torch.device,
-) -> torch.Tensor:
-    """Return what `score` gives for all rows of `data`, `[batch, seq]` float32 on the CPU."""
-    scores = torch.zeros(data["input_ids"].shape, dtype=torch.float32)
+) -> dict[str, torch.Tensor]:
+    """Return what `score` gives for all rows of `data`, on the CPU.
+
+    Args:
+        score: Returns `[batch]` and `[batch, seq, ...]` tensors of a micro-batch's rows.
+        data: This rank's rows.
+        steps: How they are gone through; at least one micro-batch, even where there are no rows.
+        device: Where `score` wants them.
+    """
+    scores: dict[str, torch.Tensor] = {}
     for micro_batch in (micro for step in steps for micro in step.micro_batches(device)):
-        values = score(micro_batch)
         start, end = micro_batch.span
-        width = min(values.shape[1], scores.shape[1])
-        scores[start:end, :width] = values[: end - start, :width].cpu()
+        for key, values in score(micro_batch).items():
+            if key not in scores:
+                shape = (*data["input_ids"].shape[: min(values.ndim, 2)], *values.shape[2:])
+                scores[key] = torch.zeros(shape, dtype=values.dtype)
+            _put(scores[key][start:end], values[: end - start])
     return scores
+
+
+def _put(rows: torch.Tensor, values: torch.Tensor) -> None:
+    """Write `values` into `rows`; where the widths differ, the wider one ends in padding."""
+    if rows.ndim == 1:
+        rows.copy_(values)
+        return
+    width = min(rows.shape[1], values.shape[1])
+    rows[:, :width] = values[:, :width].cpu()

@@ -7,10 +7,10 @@ from typing import TYPE_CHECKING, Any
 import torch
 import torch.distributed as dist
 from torch.distributed.checkpoint.state_dict import StateDictOptions, set_model_state_dict
-from transformers import AutoModelForCausalLM
 
 from rl_dtensor_worker.config import load_model_config
 from rl_dtensor_worker.fsdp import shard_model
+from rl_dtensor_worker.model_classes import auto_class
 
 if TYPE_CHECKING:
     from torch import nn
@@ -27,7 +27,7 @@ def build_model(config: WorkerConfig, *, mesh: DeviceMesh, device: torch.device)
     model_config = load_model_config(config)
     pretrained = _load_pretrained(config, model_config) if dist.get_rank() == 0 else None
     with torch.device("meta"):
-        model = AutoModelForCausalLM.from_config(
+        model = auto_class(config.head, model_config).from_config(
             model_config, dtype=torch.float32, trust_remote_code=config.trust_remote_code
         )
     if config.activation_checkpointing:
@@ -70,7 +70,7 @@ def persistent_state(model: nn.Module) -> dict[str, torch.Tensor]:
 
 
 def _load_pretrained(config: WorkerConfig, model_config: Any) -> nn.Module:
-    return AutoModelForCausalLM.from_pretrained(
+    return auto_class(config.head, model_config).from_pretrained(
         config.model_name,
         config=model_config,
         dtype=torch.float32,

@@ -28,6 +28,7 @@ from rl_dtensor_worker.refit import WeightTransfer
 from rl_dtensor_worker.residency_calls import ResidencyCalls
 from rl_dtensor_worker.scoring_calls import ScoringCalls
 from rl_dtensor_worker.train_step import TrainingParts, run_steps
+from rl_dtensor_worker.value_forward import ValueForward, find_value_layer
 from rl_dtensor_worker.weight_calls import WeightCalls
 from rl_dtensor_worker.worker_parts import positive
 
@@ -174,6 +175,7 @@ class DTensorPolicyWorker(ScoringCalls, ResidencyCalls, WeightCalls, Information
             ValueError: There is no `policy.generation`, or a prompt leaves no room for a token.
         """
         self._residency.require("generate")
+        self._require_language_model("generate")
         sampling = self._config.sampling
         if sampling is None:
             raise ValueError("policy.generation is not set: the policy does not generate")
@@ -258,19 +260,32 @@ class DTensorPolicyWorker(ScoringCalls, ResidencyCalls, WeightCalls, Information
 
     # Inside
 
-    def _build_forward(self) -> Forward:
+    def _build_forward(self) -> Forward | ValueForward:
         with evaluating(self.model, self._device):
-            forward = Forward(
+            forward = self._tokens_or_values()
+            if self._config.planned_by == "sequence_packing":
+                check_packing(
+                    self.model,
+                    forward.logprobs if isinstance(forward, Forward) else forward.values,
+                    compute_dtype=self._config.compute_dtype,
+                    device=self._device,
+                )
+        return forward
+
+    def _tokens_or_values(self) -> Forward | ValueForward:
+        if self._config.head == "language_model":
+            return Forward(
                 model=self.model,
                 head=find_token_head(self.model),
                 temperature=self._config.temperature,
                 width_multiple=self._config.width_multiple,
             )
-            if self._config.planned_by == "sequence_packing":
-                check_packing(
-                    forward, compute_dtype=self._config.compute_dtype, device=self._device
-                )
-        return forward
+        return ValueForward(
+            model=self.model,
+            layer=find_value_layer(self.model, pad_token_id=self._pad_token_id),
+            is_reward=self._config.head == "reward",
+            width_multiple=self._config.width_multiple,
+        )
 
     def _build_training(self) -> TrainingParts | None:
         if self._config.optimizer is None:

@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     from rl_dtensor_worker.reference import ReferenceModel
     from rl_dtensor_worker.refit import WeightTransfer
     from rl_dtensor_worker.train_step import TrainingParts
+    from rl_dtensor_worker.value_forward import ValueForward
 
 
 class WorkerParts:
@@ -31,7 +32,7 @@ class WorkerParts:
     _device: torch.device
     _dp_group: dist.ProcessGroup
     _pad_token_id: int | None
-    _forward: Forward
+    _forward: Forward | ValueForward
     _reference: ReferenceModel | None
     _training: TrainingParts | None
     _residency: Residency
