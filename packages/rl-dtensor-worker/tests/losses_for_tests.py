@@ -59,6 +59,18 @@ class SequenceLoss(LogprobLoss):
         return loss, {"num_valid_samples": int(data["sample_mask"].sum())}
 
 
+class SquaresLoss:
+    """How far scores are from 1; what a reward or value model gives stands in for logits."""
+
+    loss_type = LossType.SEQUENCE_LEVEL
+
+    def __call__(self, next_token_logits, data, global_valid_seqs, global_valid_toks):
+        distances = (next_token_logits - 1) ** 2
+        per_row = distances if distances.ndim == 1 else distances.sum(1)
+        loss = (per_row * data["sample_mask"]).sum() / global_valid_seqs
+        return loss, {"num_valid_samples": int(data["sample_mask"].sum())}
+
+
 def make_loss(name):
     return {
         "nll": LogprobLoss,
@@ -66,4 +78,5 @@ def make_loss(name):
         "nonfinite": NonFiniteLoss,
         "drawing": DrawingLoss,
         "sequence": SequenceLoss,
+        "squares": SquaresLoss,
     }[name]()

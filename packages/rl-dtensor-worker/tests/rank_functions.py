@@ -594,3 +594,61 @@ def load_with_a_broken_rank(*, model_name):
     finally:
         loading.SafetensorsFiles = SafetensorsFiles
     return None
+
+
+def call_planned(*, config, batch, method, section=None, num_tokens=24, **arguments):
+    """Return what a scoring call gives for this rank's rows, and their order in the batch."""
+    rank, num_ranks = this_rank()
+    if section is None:
+        rows, order = my_rows(batch), list(range(batch.size))
+    else:
+        budget = {"max_tokens_per_microbatch": num_tokens}
+        key = {"dynamic_batching": "dynamic_batching_args"}.get(section, "sequence_packing_args")
+        shards, order = batch.shard_by_batch_size(num_ranks, **{key: budget})
+        rows = shards[rank]
+    with worker_for(config, init_optimizer=False, init_reference_model=False) as worker:
+        return dict(getattr(worker, method)(rows, **arguments)), order
+
+
+def calls_of_the_wrong_head(*, config, batch):
+    """Return the error of each call that the model's head does not allow."""
+    errors = {}
+    with worker_for(config, init_reference_model=False) as worker:
+        calls = {
+            "get_logprobs": lambda: worker.get_logprobs(batch),
+            "get_topk_logits": lambda: worker.get_topk_logits(batch, 2),
+            "too many": lambda: worker.get_topk_logits(batch, 65),
+            "score": lambda: worker.score(batch),
+            "generate": lambda: worker.generate(batch),
+            "train": lambda: worker.train(batch, make_loss("nll")),
+        }
+        for name, call in calls.items():
+            try:
+                call()
+            except ValueError as error:
+                errors[name] = str(error)
+    return errors
+
+
+def memory_of_swaps(*, config, batch):
+    """Return where all tensors of a swap lie, after the first and after the third."""
+    with worker_for(config) as worker:
+        rows, places = my_rows(batch, 4), []
+        for _ in range(3):
+            worker.get_reference_policy_logprobs(rows)
+            reference = worker._reference
+            held = [*reference._reference.values(), *reference._policy.values()]
+            held += [local_tensor(parameter) for parameter in worker.model.parameters()]
+            places.append([tensor.data_ptr() for tensor in held])
+            worker.train(rows, make_loss("nll"))
+        return places[0], places[-1]
+
+
+def forwards_around_a_swap(*, config, batch):
+    """Return the logits of the model before, inside and after a swap that no call is made in."""
+    with worker_for(config) as worker, torch.no_grad():
+        worker._add_noise_to_weights()
+        before = worker.model(batch["input_ids"]).logits
+        with worker.use_reference_model():
+            inside = worker.model(batch["input_ids"]).logits
+        return before, inside, worker.model(batch["input_ids"]).logits

@@ -37,6 +37,10 @@ _SCHEDULE = "torch.optim.lr_scheduler.LinearLR"
         (_section(context_parallel_size=0), ["context_parallel_size=0", "at least 1"]),
         (_section(sequence_parallel=True), ["sequence_parallel=True", "tensor_parallel_size"]),
         (_section(custom_parallel_plan="a.b"), ["custom_parallel_plan='a.b'"]),
+        (
+            {"head": "reward", **_section(tensor_parallel_size=2, sequence_parallel=True)},
+            ["policy.head='reward'", "sequence_parallel=True"],
+        ),
         ({"train_global_batch_size": 6}, ["train_global_batch_size=6", "4 data-parallel"]),
         ({"optimizer": None}, ["policy.optimizer is not set"]),
         ({"optimizer": {"name": "torch.optim.Adamm"}}, ["policy.optimizer.name", "Adamm"]),

@@ -19,6 +19,21 @@ def test_reference_stays_while_the_policy_moves(pools, tiny_model):
         assert (policy[2] - policy[1]).abs().max() > 1e-3
 
 
+def test_swaps_reuse_their_memory(pools, tiny_model):
+    for first, later in pools(2).run(
+        rank_functions.memory_of_swaps, config=make_config(tiny_model), batch=make_batch(8)
+    ):
+        assert first == later
+
+
+def test_forwards_of_ones_own_see_the_weights_of_their_time(pools, tiny_model):
+    for before, inside, after in pools(2).run(
+        rank_functions.forwards_around_a_swap, config=make_config(tiny_model), batch=make_batch(4)
+    ):
+        assert torch.equal(before, after)
+        assert not torch.equal(before, inside)
+
+
 def test_the_policy_comes_back_bit_for_bit_even_after_an_error(pools, tiny_model):
     for was_swapped, is_restored in pools(2).run(
         rank_functions.reference_context_restores_after_an_error, config=make_config(tiny_model)

@@ -14,6 +14,8 @@ DATA_SPECS = [
     "LogprobOutputSpec",
     "LossFunction",
     "ReferenceLogprobOutputSpec",
+    "ScoreOutputSpec",
+    "TopkLogitsOutputSpec",
 ]
 
 

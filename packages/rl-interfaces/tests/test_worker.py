@@ -11,6 +11,8 @@ from rl_interfaces import (
     LossType,
     ParallelLayout,
     PolicyWorker,
+    RowScoringWorker,
+    TopkLogitsWorker,
     WeightReceiver,
     WeightSource,
 )
@@ -53,7 +55,17 @@ def test_a_loss_is_told_by_its_type_and_its_call():
     assert {member.value for member in LossInput} == {"logits", "logprobs"}
 
 
-@pytest.mark.parametrize("protocol", [Cluster, PolicyWorker, WeightReceiver, WeightSource])
+@pytest.mark.parametrize(
+    "protocol",
+    [
+        Cluster,
+        PolicyWorker,
+        RowScoringWorker,
+        TopkLogitsWorker,
+        WeightReceiver,
+        WeightSource,
+    ],
+)
 def test_a_class_with_every_method_of_a_protocol_is_one(protocol):
     methods = {
         name: staticmethod(lambda: None)

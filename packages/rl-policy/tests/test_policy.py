@@ -18,6 +18,7 @@ from tokenizers import Tokenizer
 from tokenizers.models import WordLevel
 from transformers import (
     AutoModelForCausalLM,
+    AutoModelForSequenceClassification,
     PreTrainedTokenizerFast,
     Qwen2Config,
     Qwen2ForCausalLM,
@@ -132,6 +133,44 @@ def test_logprobs_equal_plain_transformers(policy, plain_model):
     torch.testing.assert_close(scores, expected, **LOGPROB_TOLERANCE)
     reference = policy.get_reference_policy_logprobs(data)["reference_logprobs"]
     torch.testing.assert_close(reference, expected, **LOGPROB_TOLERANCE)
+
+
+def test_topk_logits_equal_plain_transformers(policy, plain_model):
+    data = batch([9, 2, 5, 7, 1])
+    top = policy.get_topk_logits(data, 3, micro_batch_size=1)
+    assert top["topk_logits"].shape == top["topk_indices"].shape == (5, 9, 3)
+    for row, length in enumerate(data["input_lengths"].tolist()):
+        with torch.no_grad():
+            logits = plain_model(data["input_ids"][row : row + 1, :length]).logits[0]
+        values, indices = logits.topk(3)
+        torch.testing.assert_close(top["topk_logits"][row, :length], values, **LOGPROB_TOLERANCE)
+        assert torch.equal(top["topk_indices"][row, :length], indices)
+        assert not top["topk_logits"][row, length:].any()
+
+
+def test_a_reward_model_scores_rows_in_order(cluster, model_path, tokenizer, tmp_path):
+    model = AutoModelForSequenceClassification.from_pretrained(
+        model_path, num_labels=1, dtype=torch.float32
+    ).eval()
+    model.save_pretrained(tmp_path)
+    tokenizer.save_pretrained(tmp_path)
+    packing = {"enabled": True, "train_mb_tokens": 16, "logprob_mb_tokens": 16}
+    judge = Policy(
+        cluster,
+        config(str(tmp_path), head="reward", sequence_packing=packing),
+        tokenizer,
+        init_optimizer=False,
+        init_reference_model=False,
+    )
+    data = batch([9, 2, 5, 7, 1])
+    try:
+        scores = judge.score(data)["scores"]
+    finally:
+        judge.shutdown()
+    with torch.no_grad():
+        rows = zip(data["input_ids"], data["input_lengths"].tolist(), strict=True)
+        expected = torch.cat([model(ids[None, :length]).logits[0] for ids, length in rows])
+    torch.testing.assert_close(scores, expected, **LOGPROB_TOLERANCE)
 
 
 def test_a_single_row_leaves_a_rank_without_work(policy, plain_model):

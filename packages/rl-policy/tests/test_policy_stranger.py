@@ -122,6 +122,16 @@ def test_logprobs_of_ragged_batches_come_back_in_order(policy, lengths):
     scores.fill_(0)  # the caller's own memory
 
 
+def test_what_the_backend_cannot_do_is_named(policy):
+    data = batch([2, 3])
+    with pytest.raises(NotImplementedError) as error:
+        policy.get_topk_logits(data, 2)
+    assert "'stranger' does not give logits" in str(error.value)
+    assert "get_topk_logits of rl_interfaces.TopkLogitsWorker" in str(error.value)
+    with pytest.raises(NotImplementedError, match="lacks score of"):
+        policy.score(data)
+
+
 def test_completions_come_back_in_order_and_padded(policy):
     output = policy.generate(batch([2, 3, 1], width=3))
     # Rank 0 has two rows and adds one token to each, rank 1 has one and adds two.

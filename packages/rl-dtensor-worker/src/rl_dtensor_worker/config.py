@@ -54,6 +54,8 @@ class WorkerConfig:
     """Everything the worker reads from the policy config."""
 
     model_name: str
+    head: str
+    """`language_model`, `reward` or `value`."""
     layout: ParallelLayout
     replicas: int
     """Whole copies of the sharded model among the data-parallel ranks."""
@@ -92,9 +94,11 @@ class WorkerConfig:
         resolved = resolve_policy_config(config)
         layout = plan_layout(resolved, world_size=world_size)
         _check_batch_sizes(resolved, layout=layout)
+        _check_head(resolved)
         sampling = _parse_sampling(resolved)
         return cls(
             model_name=resolved["model_name"],
+            head=resolved["head"],
             layout=layout,
             replicas=resolved["dtensor_cfg"]["data_parallel_replicate_size"],
             sequence_parallel=resolved["dtensor_cfg"]["sequence_parallel"],
@@ -126,9 +130,11 @@ def load_model_config(config: WorkerConfig) -> Any:
     Raises:
         ValueError: There is no such model.
     """
+    # A row, or a token, has one score.
+    labels = {} if config.head == "language_model" else {"num_labels": 1}
     try:
         return AutoConfig.from_pretrained(
-            config.model_name, trust_remote_code=config.trust_remote_code
+            config.model_name, trust_remote_code=config.trust_remote_code, **labels
         )
     except (OSError, ValueError) as error:
         raise ValueError(
@@ -149,6 +155,14 @@ def _check_batch_sizes(resolved: Mapping[str, Any], *, layout: ParallelLayout) -
         raise ValueError(
             f"policy.train_global_batch_size={global_size} is not divisible by the "
             f"{ranks} data-parallel ranks"
+        )
+
+
+def _check_head(resolved: Mapping[str, Any]) -> None:
+    if resolved["head"] != "language_model" and resolved["dtensor_cfg"]["sequence_parallel"]:
+        raise ValueError(
+            f"policy.head={resolved['head']!r} contradicts "
+            "policy.dtensor_cfg.sequence_parallel=True: its head reads whole sequences"
         )
 
 

@@ -202,7 +202,7 @@ def _complete(
             **last_only,
         ).logits[:, -1]
         sampled, logprobs = sample_tokens(
-            forward.whole_logits(logits),
+            forward.sharing.whole_logits(logits),
             temperature=temperature,
             top_k=sampling.top_k,
             top_p=sampling.top_p,

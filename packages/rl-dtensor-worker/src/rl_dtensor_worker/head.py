@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import logging
 from contextlib import contextmanager, nullcontext
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -87,7 +87,7 @@ class TokenHead:
             return target_scores(whole, targets, **self._options(layer), **options)
 
         with _output_layer_replaced(model, self.layer, score):
-            return model(input_ids=tokens, use_cache=False, **arguments)
+            return TokenScores(**model(input_ids=tokens, use_cache=False, **arguments))
 
     def _whole(self, hidden: torch.Tensor) -> torch.Tensor:
         """Return hidden states of all positions; their gradient is that of all ranks already."""
@@ -190,7 +190,7 @@ def _close(logits: torch.Tensor, expected: torch.Tensor) -> bool:
 def _output_layer_replaced(
     model: nn.Module, layer: nn.Linear, score: Callable[[nn.Linear, torch.Tensor], TokenScores]
 ) -> Generator[None, None, None]:
-    """Let `score` take the place of `layer`, and what it returns that of the model's output."""
+    """Let `score` take the place of `layer`, and the fields of its result the model's output."""
     found: list[TokenScores] = []
 
     def forward(hidden: torch.Tensor) -> torch.Tensor:
@@ -199,12 +199,21 @@ def _output_layer_replaced(
         return torch.zeros((*found[-1].logprobs.shape, 1), device=hidden.device)
 
     # In front of FSDP's own hook, which prepares the backward pass from the output's tensors.
-    hook = model.register_forward_hook(lambda *_: _apart(found.pop()), prepend=True)
+    hook = model.register_forward_hook(lambda *_: _tensors_of(found.pop()), prepend=True)
     try:
         with _forward_replaced(layer, forward):
             yield
     finally:
         hook.remove()
+
+
+def _tensors_of(scores: TokenScores) -> dict[str, torch.Tensor | None]:
+    """Return the fields in a container that FSDP looks into; those with a gradient are no views."""
+    values = {field.name: getattr(scores, field.name) for field in fields(scores)}
+    return {
+        name: value.clone() if value is not None and value.requires_grad else value
+        for name, value in values.items()
+    }
 
 
 @contextmanager
@@ -217,12 +226,6 @@ def _forward_replaced(
         yield
     finally:
         layer.forward = own  # type: ignore[method-assign]
-
-
-def _apart(scores: TokenScores) -> TokenScores:
-    """Return scores that are no views: FSDP puts its hook on what a forward returns."""
-    entropy = None if scores.entropy is None else scores.entropy.clone()
-    return replace(scores, logprobs=scores.logprobs.clone(), entropy=entropy)
 
 
 def _local(parameter: torch.Tensor) -> torch.Tensor:

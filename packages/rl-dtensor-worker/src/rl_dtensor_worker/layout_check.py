@@ -10,7 +10,11 @@ from rl_batched_data import SlicedDataDict
 from rl_dtensor_worker.microbatches import MicroBatch
 
 if TYPE_CHECKING:
-    from rl_dtensor_worker.forward import Forward
+    from collections.abc import Callable
+
+    from torch import nn
+
+    from rl_dtensor_worker.sharing import Sharing
 
 # The largest difference that rounding makes, relative to the largest log-probability. Attention
 # that sees the sequence before moves log-probabilities by about as much as they are.
@@ -20,16 +24,24 @@ _LENGTHS = (11, 7, 2)
 
 @torch.no_grad()
 def check_layout(
-    forward: Forward, *, feature: str, compute_dtype: torch.dtype, device: torch.device
+    model: nn.Module,
+    score: Callable[[MicroBatch], torch.Tensor],
+    *,
+    sharing: Sharing,
+    feature: str,
+    compute_dtype: torch.dtype,
+    device: torch.device,
 ) -> None:
-    """Raise unless tokens get the log-probabilities that they get in padded rows. Collective.
+    """Raise unless tokens get the scores that they get in padded rows. Collective.
 
     Which attention keeps concatenated sequences apart, or can do with a part of a sequence, is not
     something that its name tells: custom kernels, linear attention and convolutions may all read
     across the border. So it is tried.
 
     Args:
-        forward: The model's forward.
+        model: The model.
+        score: Returns the score of each token, `[batch, seq]`.
+        sharing: The ranks that run a forward together.
         feature: The config key that asks for the layout, with its value.
         compute_dtype: What the model computes in.
         device: Where it is.
@@ -37,20 +49,20 @@ def check_layout(
     Raises:
         ValueError: They differ; the message names the attention and the difference.
     """
-    config: Any = forward.model.config
+    config: Any = model.config
     batch = _random_rows(config.get_text_config().vocab_size)
-    packs = forward.context_group is not None or feature.startswith("sequence_packing")
-    packed = forward.concatenation().of(batch).to(device) if packs else None
+    packs = sharing.context_group is not None or feature.startswith("sequence_packing")
+    packed = sharing.concatenation().of(batch).to(device) if packs else None
     rows, span = batch.to(device), (0, batch.size)
-    with forward.whole_sequences():
-        expected = forward.logprobs(MicroBatch(span=span, rows=rows))
-    found = forward.logprobs(MicroBatch(span=span, rows=rows, packed=packed))
+    with sharing.whole_sequences():
+        expected = score(MicroBatch(span=span, rows=rows))
+    found = score(MicroBatch(span=span, rows=rows, packed=packed))
     difference = float((found - expected).abs().max() / expected.abs().max())
     if not difference <= _TOLERANCES[compute_dtype]:
         attention = getattr(config, "_attn_implementation", "unknown")
         raise ValueError(
-            f"policy.{feature}: with attention {attention!r}, {type(forward.model).__name__} lets "
-            "sequences see one another, or loses a part of them (log-probabilities differ by "
+            f"policy.{feature}: with attention {attention!r}, {type(model).__name__} lets "
+            "sequences see one another, or loses a part of them (their scores differ by "
             f"{difference:.2g} of the largest): use another attention, or policy.dynamic_batching"
         )
 

@@ -8,10 +8,10 @@ from typing import TYPE_CHECKING
 import torch
 import torch.distributed as dist
 from torch.distributed.checkpoint.state_dict import StateDictOptions, set_model_state_dict
-from transformers import AutoModelForCausalLM
 
 from rl_dtensor_worker.agreement import failing_together, first_rank_first
 from rl_dtensor_worker.conversions import Conversion, plan_conversions
+from rl_dtensor_worker.model_classes import auto_class
 from rl_dtensor_worker.safetensors_files import SafetensorsFiles, find_checkpoint
 
 if TYPE_CHECKING:
@@ -110,7 +110,7 @@ def _load_on_first_rank(model: nn.Module, config: WorkerConfig, path: str) -> nn
     with failing_together():
         if dist.get_rank() > 0:
             return None
-        return AutoModelForCausalLM.from_pretrained(
+        return auto_class(config.head, model.config).from_pretrained(
             config.model_name,
             config=model.config,
             dtype=torch.float32,

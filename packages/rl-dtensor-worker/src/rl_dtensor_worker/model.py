@@ -5,11 +5,11 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 import torch
-from transformers import AutoModelForCausalLM
 
 from rl_dtensor_worker.config import load_model_config
 from rl_dtensor_worker.fsdp import shard_model
 from rl_dtensor_worker.loading import ModelLoader
+from rl_dtensor_worker.model_classes import auto_class
 from rl_dtensor_worker.plans import apply_plan, plan_of
 
 if TYPE_CHECKING:
@@ -39,7 +39,7 @@ def build_model(
     """
     model_config = load_model_config(config)
     with torch.device("meta"):
-        model = AutoModelForCausalLM.from_config(
+        model = auto_class(config.head, model_config).from_config(
             model_config, dtype=torch.float32, trust_remote_code=config.trust_remote_code
         )
     loader = ModelLoader(model, config)

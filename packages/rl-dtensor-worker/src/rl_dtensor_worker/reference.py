@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from rl_dtensor_worker.fsdp import get_cpu_state_dict, local_tensor
+from rl_dtensor_worker.fsdp import get_cpu_state_dict, local_tensor, reshard_model
 from rl_dtensor_worker.model import persistent_state
 
 if TYPE_CHECKING:
@@ -17,7 +17,11 @@ if TYPE_CHECKING:
 
 
 class ReferenceModel:
-    """This rank's shards of the model as it was when this was constructed."""
+    """This rank's shards of the model as it was when this was constructed.
+
+    They, and the policy's while they are swapped in, have memory of their own that is filled anew
+    with every swap. The model's own tensors stay where they are.
+    """
 
     def __init__(self, model: nn.Module) -> None:
         self._pin_memory = any(local_tensor(p).is_cuda for p in model.parameters())
@@ -27,6 +31,8 @@ class ReferenceModel:
     @contextmanager
     def swapped_in(self, model: nn.Module) -> Generator[None, None, None]:
         """Give `model` the reference weights; on exit it has its own again, bit for bit."""
+        # What a forward has left unsharded would otherwise outlast the swap.
+        reshard_model(model)
         if self._policy is None:
             self._policy = self._copy(model)
         else:
@@ -36,6 +42,7 @@ class ReferenceModel:
         try:
             yield
         finally:
+            reshard_model(model)
             _copy_local(live, self._policy)
 
     def _copy(self, model: nn.Module) -> dict[str, torch.Tensor]:

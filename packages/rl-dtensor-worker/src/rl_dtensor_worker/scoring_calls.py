@@ -8,15 +8,22 @@ from typing import TYPE_CHECKING, Any
 from rl_batched_data import BatchedDataDict
 from rl_batched_data.batch_checks import check_scoring_batch
 
-from rl_dtensor_worker.forward import score_rows
+from rl_dtensor_worker.forward import Forward, score_rows
 from rl_dtensor_worker.modes import evaluating
 from rl_dtensor_worker.worker_parts import WorkerParts, positive
 
 if TYPE_CHECKING:
-    from collections.abc import Generator
+    from collections.abc import Callable, Generator
 
     import torch
-    from rl_interfaces import LogprobOutputSpec, ReferenceLogprobOutputSpec
+    from rl_interfaces import (
+        LogprobOutputSpec,
+        ReferenceLogprobOutputSpec,
+        ScoreOutputSpec,
+        TopkLogitsOutputSpec,
+    )
+
+    from rl_dtensor_worker.microbatches import MicroBatch
 
 
 class ScoringCalls(WorkerParts):
@@ -32,7 +39,12 @@ class ScoringCalls(WorkerParts):
             ResidencyError: The model is not on the device.
         """
         self._residency.require("get_logprobs")
-        return BatchedDataDict({"logprobs": self._score(data, micro_batch_size)})
+        forward = self._require_language_model("get_logprobs")
+        return BatchedDataDict(
+            self._score_rows(
+                lambda batch: {"logprobs": forward.logprobs(batch)}, data, micro_batch_size
+            )
+        )
 
     def get_reference_policy_logprobs(
         self, data: BatchedDataDict[Any], micro_batch_size: int | None = None
@@ -44,8 +56,46 @@ class ScoringCalls(WorkerParts):
         """
         self._residency.require("get_reference_policy_logprobs")
         with self.use_reference_model():
-            scores = self._score(data, micro_batch_size)
-        return BatchedDataDict({"reference_logprobs": scores})
+            scores = self.get_logprobs(data, micro_batch_size)
+        return BatchedDataDict({"reference_logprobs": scores["logprobs"]})
+
+    def get_topk_logits(
+        self, data: BatchedDataDict[Any], k: int, micro_batch_size: int | None = None
+    ) -> BatchedDataDict[TopkLogitsOutputSpec]:
+        """Return `topk_logits` and `topk_indices`, `[batch, seq, k]` on the CPU; 0 at padding.
+
+        Those of position `t` are of token `t + 1`, largest first, temperature applied; the last
+        token of a row has them too.
+
+        Raises:
+            ValueError: `k` is not within the vocabulary, or the model is no language model.
+        """
+        self._residency.require("get_topk_logits")
+        forward = self._require_language_model("get_topk_logits")
+        vocab_size: int = self.model.config.get_text_config().vocab_size  # type: ignore[union-attr,operator]
+        if not 1 <= k <= vocab_size:
+            raise ValueError(f"k={k} is not within 1..{vocab_size}, the vocabulary")
+        return BatchedDataDict(
+            self._score_rows(lambda batch: forward.topk_logits(batch, k), data, micro_batch_size)
+        )
+
+    def score(
+        self, data: BatchedDataDict[Any], micro_batch_size: int | None = None
+    ) -> BatchedDataDict[ScoreOutputSpec]:
+        """Return `scores`: `[batch]` of a reward model, `[batch, seq]` of a value model, float32.
+
+        Raises:
+            ValueError: The model is a language model.
+        """
+        self._residency.require("score")
+        forward = self._forward
+        if isinstance(forward, Forward):
+            raise ValueError("score() needs policy.head='reward' or 'value', got 'language_model'")
+        return BatchedDataDict(
+            self._score_rows(
+                lambda batch: {"scores": forward.scores(batch)}, data, micro_batch_size
+            )
+        )
 
     @contextmanager
     def use_reference_model(self) -> Generator[None, None, None]:
@@ -55,7 +105,19 @@ class ScoringCalls(WorkerParts):
         with self._reference.swapped_in(self.model):
             yield
 
-    def _score(self, data: BatchedDataDict[Any], micro_batch_size: int | None) -> torch.Tensor:
+    def _require_language_model(self, call: str) -> Forward:
+        if not isinstance(self._forward, Forward):
+            raise ValueError(
+                f"{call}() needs policy.head='language_model', got {self._config.head!r}"
+            )
+        return self._forward
+
+    def _score_rows(
+        self,
+        score: Callable[[MicroBatch], dict[str, torch.Tensor]],
+        data: BatchedDataDict[Any],
+        micro_batch_size: int | None,
+    ) -> dict[str, torch.Tensor]:
         check_scoring_batch(data, pad_token_id=self._pad_token_id)
         steps = self._steps(
             data,
@@ -64,4 +126,4 @@ class ScoringCalls(WorkerParts):
             default=self._config.logprob_batch_size,
         )
         with evaluating(self.model, self._device):
-            return score_rows(self._forward.logprobs, data, steps=steps, device=self._device)
+            return score_rows(score, data, steps=steps, device=self._device)

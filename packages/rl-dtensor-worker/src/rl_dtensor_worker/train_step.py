@@ -23,6 +23,7 @@ if TYPE_CHECKING:
     from rl_dtensor_worker.forward import Forward
     from rl_dtensor_worker.microbatches import MicroBatch, Step
     from rl_dtensor_worker.optim import LossScaler
+    from rl_dtensor_worker.value_forward import ValueForward
 
 logger = logging.getLogger(__name__)
 
@@ -59,7 +60,7 @@ class TrainResult:
 
 
 def run_steps(
-    forward: Forward,
+    forward: Forward | ValueForward,
     loss_fn: Any,
     *,
     steps: Sequence[Step],
@@ -105,7 +106,7 @@ def count_valid(
 
 
 def run_microbatch(
-    forward: Forward,
+    forward: Forward | ValueForward,
     micro_batch: MicroBatch,
     loss_fn: Any,
     counts: StepCounts,

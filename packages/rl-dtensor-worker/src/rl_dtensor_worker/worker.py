@@ -28,8 +28,10 @@ from rl_dtensor_worker.reference import ReferenceModel
 from rl_dtensor_worker.refit import WeightTransfer
 from rl_dtensor_worker.residency_calls import ResidencyCalls
 from rl_dtensor_worker.scoring_calls import ScoringCalls
+from rl_dtensor_worker.sharing import Sharing
 from rl_dtensor_worker.tensor_parallel import TensorParallel
 from rl_dtensor_worker.train_step import TrainingParts, run_steps
+from rl_dtensor_worker.value_forward import ValueForward, find_value_layer
 from rl_dtensor_worker.weight_calls import WeightCalls
 from rl_dtensor_worker.worker_parts import positive
 
@@ -170,6 +172,7 @@ class DTensorPolicyWorker(ScoringCalls, ResidencyCalls, WeightCalls, Information
             ValueError: There is no `policy.generation`, or a prompt leaves no room for a token.
         """
         self._residency.require("generate")
+        forward = self._require_language_model("generate")
         sampling = self._config.sampling
         if sampling is None:
             raise ValueError("policy.generation is not set: the policy does not generate")
@@ -178,10 +181,10 @@ class DTensorPolicyWorker(ScoringCalls, ResidencyCalls, WeightCalls, Information
         with (
             evaluating(self.model, self._device),
             unshard_fsdp2_model(self.model),
-            self._forward.whole_sequences(),
+            self._sharing.whole_sequences(),
         ):
             return generate(
-                self._forward,
+                forward,
                 data,
                 sampling=sampling,
                 greedy=greedy,
@@ -265,13 +268,13 @@ class DTensorPolicyWorker(ScoringCalls, ResidencyCalls, WeightCalls, Information
         )
         self._dp_group = self._meshes.data["dp"].get_group()
         self._dp_rank = self._meshes.data["dp"].get_local_rank()
-        self._tensor_parallel = self._join_tensor_parallel()
+        self._sharing = self._share()
         self._tokenizer = tokenizer
         self._pad_token_id: int | None = tokenizer.pad_token_id  # type: ignore[assignment]
         self.model = build_model(
             self._config,
             meshes=self._meshes,
-            tensor_parallel=self._tensor_parallel,
+            tensor_parallel=self._sharing.tensor_parallel,
             device=self._device,
         )
         self._reference = ReferenceModel(self.model) if keep_reference else None
@@ -288,30 +291,47 @@ class DTensorPolicyWorker(ScoringCalls, ResidencyCalls, WeightCalls, Information
             dist.destroy_process_group()
         self._owns_group = False
 
-    def _build_forward(self) -> Forward:
-        context = self._config.layout.context_parallel
+    def _build_forward(self) -> Forward | ValueForward:
         with evaluating(self.model, self._device):
-            forward = Forward(
-                model=self.model,
-                head=find_token_head(self.model, self._tensor_parallel),
-                temperature=self._config.temperature,
-                width_multiple=self._config.width_multiple,
-                tensor_parallel=self._tensor_parallel,
-                context_group=self._meshes.data["cp"].get_group() if context > 1 else None,
-            )
-            if feature := forward.feature(packed=self._config.planned_by == "sequence_packing"):
+            forward = self._tokens_or_values()
+            packed = self._config.planned_by == "sequence_packing"
+            if feature := self._sharing.feature(packed=packed):
                 check_layout(
-                    forward,
+                    self.model,
+                    forward.logprobs if isinstance(forward, Forward) else forward.values,
+                    sharing=self._sharing,
                     feature=feature,
                     compute_dtype=self._config.compute_dtype,
                     device=self._device,
                 )
         return forward
 
-    def _join_tensor_parallel(self) -> TensorParallel | None:
-        if self._config.layout.tensor_parallel == 1:
-            return None
-        return TensorParallel(self._meshes.tp, sequence_parallel=self._config.sequence_parallel)
+    def _tokens_or_values(self) -> Forward | ValueForward:
+        if self._config.head == "language_model":
+            return Forward(
+                model=self.model,
+                head=find_token_head(self.model, self._sharing.tensor_parallel),
+                temperature=self._config.temperature,
+                width_multiple=self._config.width_multiple,
+                sharing=self._sharing,
+            )
+        return ValueForward(
+            model=self.model,
+            layer=find_value_layer(self.model, pad_token_id=self._pad_token_id),
+            is_reward=self._config.head == "reward",
+            width_multiple=self._config.width_multiple,
+            sharing=self._sharing,
+        )
+
+    def _share(self) -> Sharing:
+        layout, meshes = self._config.layout, self._meshes
+        cuts = self._config.sequence_parallel
+        return Sharing(
+            tensor_parallel=TensorParallel(meshes.tp, sequence_parallel=cuts)
+            if layout.tensor_parallel > 1
+            else None,
+            context_group=meshes.data["cp"].get_group() if layout.context_parallel > 1 else None,
+        )
 
     def _build_training(self) -> TrainingParts | None:
         if self._config.optimizer is None:

@@ -19,7 +19,9 @@ if TYPE_CHECKING:
     from rl_dtensor_worker.parallel import Meshes, RankEnvironment
     from rl_dtensor_worker.reference import ReferenceModel
     from rl_dtensor_worker.refit import WeightTransfer
+    from rl_dtensor_worker.sharing import Sharing
     from rl_dtensor_worker.train_step import TrainingParts
+    from rl_dtensor_worker.value_forward import ValueForward
 
 
 class WorkerParts:
@@ -32,7 +34,8 @@ class WorkerParts:
     _meshes: Meshes
     _dp_group: dist.ProcessGroup
     _pad_token_id: int | None
-    _forward: Forward
+    _sharing: Sharing
+    _forward: Forward | ValueForward
     _reference: ReferenceModel | None
     _training: TrainingParts | None
     _residency: Residency
@@ -44,7 +47,7 @@ class WorkerParts:
             data,
             **sizes,
             planned_by=self._config.planned_by,
-            concatenation=self._forward.concatenation(),
+            concatenation=self._sharing.concatenation(),
             group=self._dp_group,
             device=self._device,
         )

@@ -35,10 +35,18 @@ from rl_interfaces.policy import (
     LogprobOutputSpec,
     PolicyInterface,
     ReferenceLogprobOutputSpec,
+    ScoreOutputSpec,
+    TopkLogitsOutputSpec,
 )
 from rl_interfaces.residency import Residency, ResidencyError, ResidencyState
 from rl_interfaces.weights import TensorSpec, WeightReceiver, WeightSource
-from rl_interfaces.worker import ParallelLayout, PolicyWorker, WeightSendingWorker
+from rl_interfaces.worker import (
+    ParallelLayout,
+    PolicyWorker,
+    RowScoringWorker,
+    TopkLogitsWorker,
+    WeightSendingWorker,
+)
 
 __all__ = [
     "GENERATION_DEFAULTS",
@@ -70,11 +78,15 @@ __all__ = [
     "Residency",
     "ResidencyError",
     "ResidencyState",
+    "RowScoringWorker",
     "SchedulerMilestones",
+    "ScoreOutputSpec",
     "SequencePackingConfig",
     "SinglePytorchSchedulerConfig",
     "TensorSpec",
     "TokenizerConfig",
+    "TopkLogitsOutputSpec",
+    "TopkLogitsWorker",
     "WeightReceiver",
     "WeightSendingWorker",
     "WeightSource",

@@ -197,6 +197,9 @@ class PolicyConfig(TypedDict):
 
     model_name: str
     """Hugging Face name or directory of the model."""
+    head: NotRequired[str]
+    """`language_model`, or what gives scores instead of tokens: `reward`, one per row, or `value`,
+    one per token."""
     tokenizer: TokenizerConfig
     """The tokenizer."""
     train_global_batch_size: int

@@ -11,6 +11,8 @@ from rl_interfaces.config import PolicyConfig
 from rl_interfaces.config_schema import as_mapping, check_typed_dict
 
 POLICY_DEFAULTS: dict[str, Any] = {
+    # What a policy is; the others are for the models that judge it.
+    "head": "language_model",
     # Small enough to start on any machine; the throughput of both is the user's to tune.
     "train_global_batch_size": 32,
     "train_micro_batch_size": 4,
@@ -81,6 +83,7 @@ _COUNTS = (
     "max_total_sequence_length",
 )
 _NOT_NEGATIVE = ("learning_rate", "max_grad_norm")
+_HEADS = ("language_model", "reward", "value")
 _PRECISIONS = ("float32", "bfloat16", "float16")
 # A key of the policy, and the key of a backend's section that means the same.
 _TWINS = (
@@ -218,8 +221,9 @@ def _check_values(config: Mapping[str, Any], *, path: str) -> None:
     for key in _NOT_NEGATIVE:
         if key in config and not 0 <= config[key] < math.inf:
             raise ValueError(f"{path}.{key}={config[key]} must not be negative or infinite")
-    if config["precision"] not in _PRECISIONS:
-        raise ValueError(f"{path}.precision={config['precision']!r} must be one of {_PRECISIONS}")
+    for key, choices in (("precision", _PRECISIONS), ("head", _HEADS)):
+        if config[key] not in choices:
+            raise ValueError(f"{path}.{key}={config[key]!r} must be one of {choices}")
     if config["dynamic_batching"]["enabled"] and config["sequence_packing"]["enabled"]:
         raise ValueError(
             f"{path}.dynamic_batching.enabled=True contradicts "

@@ -41,6 +41,36 @@ class ReferenceLogprobOutputSpec(TypedDict):
     """`[batch, seq]` float32 on the CPU; position 0 and padding are 0."""
 
 
+class TopkLogitsOutputSpec(TypedDict):
+    """The largest logits of each position, as the target of a distillation.
+
+    Example, rows of 3 and 2 tokens, a vocabulary of 4 and k=2; what follows upon the first row's
+    last token counts too:
+        input_ids    = [[3, 1, 2], [1, 0, 0]], input_lengths = [3, 2]
+        topk_logits  = [[[2.0, 0.5], [1.0, 0.1], [3.0, 2.0]], [[0.3, 0.2], [1.5, 1.0], [0.0, 0.0]]]
+        topk_indices = [[[1, 2], [2, 0], [3, 1]], [[0, 2], [3, 1], [0, 0]]]   int64 [2, 3, 2]
+    """
+
+    topk_logits: torch.Tensor
+    """`[batch, seq, k]` float32 on the CPU, largest first, temperature applied: those of position
+    `t` are of token `t + 1`. Padding is 0."""
+    topk_indices: torch.Tensor
+    """`[batch, seq, k]` int64 on the CPU: the tokens that they belong to. Padding is 0."""
+
+
+class ScoreOutputSpec(TypedDict):
+    """What a reward model or a value model says of each row.
+
+    Example, rows of 3 and 2 tokens:
+        reward model: scores = [0.7, -1.2]                         float32 [2]
+        value model:  scores = [[0.1, 0.4, 0.7], [0.2, 0.3, 0.0]]  float32 [2, 3]
+    """
+
+    scores: torch.Tensor
+    """Float32 on the CPU. `[batch]` at the last token of each row, or `[batch, seq]`, whose padding
+    is 0."""
+
+
 class PolicyInterface(ABC):
     """A language model that is trained by reinforcement learning."""
 

@@ -12,7 +12,12 @@ if TYPE_CHECKING:
 
     from rl_interfaces.generation import GenerationDatumSpec, GenerationOutputSpec
     from rl_interfaces.loss import LossFunction
-    from rl_interfaces.policy import LogprobOutputSpec, ReferenceLogprobOutputSpec
+    from rl_interfaces.policy import (
+        LogprobOutputSpec,
+        ReferenceLogprobOutputSpec,
+        ScoreOutputSpec,
+        TopkLogitsOutputSpec,
+    )
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -159,6 +164,28 @@ class PolicyWorker(Protocol):
 
     def shutdown(self) -> None:
         """Leave the process group and free what the worker holds."""
+        ...
+
+
+@runtime_checkable
+class TopkLogitsWorker(Protocol):
+    """What a worker has besides, whose model can be the teacher of a distillation."""
+
+    def get_topk_logits(
+        self, data: BatchedDataDict[Any], k: int, micro_batch_size: int | None = None
+    ) -> BatchedDataDict[TopkLogitsOutputSpec]:
+        """Return the `k` largest logits of each position of this rank's rows."""
+        ...
+
+
+@runtime_checkable
+class RowScoringWorker(Protocol):
+    """What a worker has besides, whose model can be a reward or a value model."""
+
+    def score(
+        self, data: BatchedDataDict[Any], micro_batch_size: int | None = None
+    ) -> BatchedDataDict[ScoreOutputSpec]:
+        """Return the scores of this rank's rows."""
         ...
 
 

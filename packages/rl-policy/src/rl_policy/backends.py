@@ -77,13 +77,27 @@ def require_sending(name: str, worker_class: type) -> None:
     Raises:
         NotImplementedError: It cannot; the message says what it lacks.
     """
-    wanted = [method for method in dir(WeightSendingWorker) if not method.startswith("_")]
+    require(name, worker_class, WeightSendingWorker, lack="hand its weights to inference engines")
+
+
+def require(name: str, worker_class: type, capability: type, *, lack: str) -> None:
+    """Raise unless the backend has one of the optional capabilities of `rl_interfaces`.
+
+    Args:
+        name: The backend's.
+        worker_class: What `load` returned for it.
+        capability: The protocol.
+        lack: What a backend without it does not do.
+
+    Raises:
+        NotImplementedError: It has not; the message says which methods it lacks.
+    """
+    wanted = [method for method in dir(capability) if not method.startswith("_")]
     missing = [method for method in wanted if not hasattr(worker_class, method)]
     if missing:
         raise NotImplementedError(
-            f"the backend {name!r} does not hand its weights to inference engines: "
-            f"{worker_class.__name__} lacks {', '.join(missing)} of "
-            "rl_interfaces.WeightSendingWorker"
+            f"the backend {name!r} does not {lack}: {worker_class.__name__} lacks "
+            f"{', '.join(missing)} of rl_interfaces.{capability.__name__}"
         )
 
 

@@ -207,12 +207,17 @@ def gather_scores(
     """Return the scores of all parts, in the caller's order and width, in memory of its own.
 
     Args:
-        parts: `[rows, seq]` tensors of each shard's rows, each at most `width` wide.
+        parts: `[rows]` and `[rows, seq, ...]` tensors of each shard's rows, at most `width` wide.
         width: Columns of the caller's batch; what is missing is filled with 0.
         order: Where the rows of all parts stood in the caller's batch. None: where they stand.
     """
     scores: BatchedDataDict[Any] = BatchedDataDict.from_batches(parts)
-    gathered = BatchedDataDict({key: pad_right(scores[key], width) for key in scores})
+    gathered: BatchedDataDict[Any] = BatchedDataDict(
+        {
+            key: values if values.ndim == 1 else pad_right(values, width)
+            for key, values in scores.items()
+        }
+    )
     return gathered if order is None else gathered.reorder_data(order)
 
 

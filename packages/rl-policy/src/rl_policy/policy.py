@@ -11,6 +11,8 @@ from rl_interfaces import (
     GenerationInterface,
     Residency,
     ResidencyState,
+    RowScoringWorker,
+    TopkLogitsWorker,
     resolve_policy_config,
 )
 
@@ -38,6 +40,8 @@ if TYPE_CHECKING:
         LossFunction,
         PolicyConfig,
         ReferenceLogprobOutputSpec,
+        ScoreOutputSpec,
+        TopkLogitsOutputSpec,
     )
     from transformers import PreTrainedTokenizerBase
 
@@ -183,6 +187,40 @@ class Policy(ColocatablePolicyInterface, GenerationInterface):
             micro_batch_size: Rows per forward per rank, instead of `policy.logprob_batch_size`.
         """
         return self._score("get_reference_policy_logprobs", data, micro_batch_size=micro_batch_size)
+
+    def get_topk_logits(
+        self,
+        data: BatchedDataDict[GenerationDatumSpec],
+        k: int,
+        micro_batch_size: int | None = None,
+    ) -> BatchedDataDict[TopkLogitsOutputSpec]:
+        """Return the `k` largest logits of each position, see `TopkLogitsOutputSpec`.
+
+        Args:
+            data: `input_ids` `[batch, seq]` and `input_lengths` `[batch]`, any number of rows.
+            k: How many; at most the vocabulary.
+            micro_batch_size: Rows per forward per rank, instead of `policy.logprob_batch_size`.
+
+        Raises:
+            NotImplementedError: The backend gives no logits.
+        """
+        self._require(TopkLogitsWorker, lack="give logits")
+        return self._score("get_topk_logits", data, micro_batch_size=micro_batch_size, k=k)
+
+    def score(
+        self, data: BatchedDataDict[GenerationDatumSpec], micro_batch_size: int | None = None
+    ) -> BatchedDataDict[ScoreOutputSpec]:
+        """Return what a reward or value model, `policy.head`, says of each row.
+
+        Args:
+            data: `input_ids` `[batch, seq]` and `input_lengths` `[batch]`, any number of rows.
+            micro_batch_size: Rows per forward per rank, instead of `policy.logprob_batch_size`.
+
+        Raises:
+            NotImplementedError: The backend runs no reward and value models.
+        """
+        self._require(RowScoringWorker, lack="run reward and value models")
+        return self._score("score", data, micro_batch_size=micro_batch_size)
 
     def generate(
         self, data: BatchedDataDict[GenerationDatumSpec], greedy: bool = False
@@ -398,6 +436,9 @@ class Policy(ColocatablePolicyInterface, GenerationInterface):
         assert self.worker_group is not None
         return self.worker_group
 
+    def _require(self, capability: type, *, lack: str) -> None:
+        backends.require(self._backend, self._worker_class, capability, lack=lack)
+
     def _require_sending(self) -> None:
         backends.require_sending(self._backend, self._worker_class)
 
@@ -406,6 +447,7 @@ class Policy(ColocatablePolicyInterface, GenerationInterface):
         method: str,
         data: BatchedDataDict[GenerationDatumSpec],
         micro_batch_size: int | None = None,
+        **arguments: Any,
     ) -> BatchedDataDict[Any]:
         self._residency.require(method)
         planned = self._micro_batching("logprob_mb_tokens", micro_batch_size=micro_batch_size)
@@ -413,7 +455,9 @@ class Policy(ColocatablePolicyInterface, GenerationInterface):
         shards, order = dispatch.shard_for_scoring(
             data, data_parallel=self._data_parallel, micro_batching=planned
         )
-        parts = self._group.run_sharded(method, shards, micro_batch_size=micro_batch_size)
+        parts = self._group.run_sharded(
+            method, shards, micro_batch_size=micro_batch_size, **arguments
+        )
         return dispatch.gather_scores(parts, width=data["input_ids"].shape[1], order=order)
 
     def _micro_batching(self, budget: str, **sizes: int | None) -> dispatch.MicroBatching | None:
