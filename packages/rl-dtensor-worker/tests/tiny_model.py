@@ -21,7 +21,7 @@ def build_tiny_model(path, *, tied=True, seed=0, width=64):
         num_key_value_heads=1,
         max_position_embeddings=64,
         tie_word_embeddings=tied,
-        initializer_range=0.2,
+        initializer_range=0.1,
         pad_token_id=PAD,
         eos_token_id=EOS,
         bos_token_id=None,
