@@ -11,7 +11,9 @@ from rl_batched_data import BatchedDataDict
 from rl_batched_data.batch_checks import check_scoring_batch, check_training_batch
 from rl_interfaces import LossType, ParallelLayout, Residency
 
-from rl_dtensor_worker import checkpoint, context_parallel, device, residency
+from rl_dtensor_worker import context_parallel, device, residency
+from rl_dtensor_worker.agreement import failing_together
+from rl_dtensor_worker.checkpoint import Checkpointer, RankRandomState
 from rl_dtensor_worker.config import WorkerConfig, load_model_config
 from rl_dtensor_worker.forward import score_rows
 from rl_dtensor_worker.fsdp import local_tensor, unshard_fsdp2_model
@@ -91,6 +93,11 @@ class DTensorPolicyWorker:
         )
         self._profiler = device.Profiler(self._environment, directory=self._config.profile_dir)
         self._random = RandomState(self._config.seed + self._dp_rank, device=self._device)
+        self._checkpointer = Checkpointer(
+            self.model,
+            timeout_s=self._config.timeout_s,
+            in_background=self._config.async_checkpoint,
+        )
         if weights_path is not None:
             self.load_checkpoint(weights_path, optimizer_path)
         if self._config.planned_by == "sequence_packing":
@@ -284,41 +291,62 @@ class DTensorPolicyWorker:
     ) -> None:
         """Write the weights; the training state and the tokenizer where a path is given.
 
-        Each directory is written beside its place and renamed when it is complete. The training
-        state holds optimizer, schedule, loss scale and every rank's random state.
+        The directories are written beside their places and renamed together when all are complete.
+        The training state holds optimizer, schedule, loss scale and every rank's random state.
+
+        With `policy.dtensor_cfg.async_checkpoint` this copies the state to the CPU and returns; it
+        is written while training goes on. The next save, load or `shutdown`, or
+        `finish_checkpoint`, waits for it and raises what it failed with.
 
         Raises:
-            ValueError: `optimizer_path` is given and there is no optimizer.
+            ValueError: `optimizer_path` is given and there is no optimizer, or a path is taken by
+                something that no save has written.
+            RuntimeError: This save, or the one before it, cannot be written; on every rank.
         """
-        if optimizer_path is not None and self._training is None:
-            raise ValueError(f"optimizer_path={optimizer_path!r}: there is no optimizer to save")
-        checkpoint.save_weights(self.model, weights_path)
-        if optimizer_path is not None and self._training is not None:
-            checkpoint.save_training_state(
-                self.model, self._training, optimizer_path, random_state=self._random.state_dict()
-            )
-        if tokenizer_path is not None and self._environment.rank == 0:
-            self._tokenizer.save_pretrained(tokenizer_path)
+        self._require_optimizer(optimizer_path, to="save")
+        self._checkpointer.save(
+            weights_path, optimizer_path, self._training, self._random_state_of_rank()
+        )
+        with failing_together():
+            if tokenizer_path is not None and self._environment.rank == 0:
+                self._tokenizer.save_pretrained(tokenizer_path)
 
     def load_checkpoint(self, weights_path: str, optimizer_path: str | None = None) -> None:
         """Read what `save_checkpoint` wrote, in this layout of ranks or another.
 
         Raises:
-            ValueError: A directory is no checkpoint of this model, or there is no optimizer.
+            ValueError: A directory is no complete checkpoint of this model, the two are of
+                different saves, or there is no optimizer.
         """
-        if optimizer_path is not None and self._training is None:
-            raise ValueError(f"optimizer_path={optimizer_path!r}: there is no optimizer to load")
-        if optimizer_path is not None and self._training is not None:
-            random_state = checkpoint.load_training_state(
-                self.model, self._training, optimizer_path
-            )
-            if random_state is not None:
-                self._random.load_state_dict(random_state)
-        checkpoint.load_weights(self.model, weights_path)
+        self._require_optimizer(optimizer_path, to="load")
+        random_state = self._checkpointer.load(
+            weights_path, optimizer_path, self._training, self._random_state_of_rank()
+        )
+        if random_state is not None:
+            self._random.load_state_dict(random_state)
 
-    def save_hf_checkpoint(self, path: str) -> None:
-        """Write a directory that `AutoModelForCausalLM.from_pretrained` loads, in float32."""
-        checkpoint.save_hf_directory(self.model, self._tokenizer, path)  # type: ignore[arg-type]
+    def finish_checkpoint(self) -> None:
+        """Wait until the last save is on the disk.
+
+        Raises:
+            RuntimeError: It could not be written.
+            TimeoutError: It takes longer than `policy.timeout_s`.
+        """
+        self._checkpointer.finish()
+
+    def save_hf_checkpoint(self, path: str, max_file_bytes: int = 5 * 10**9) -> None:
+        """Write a directory that `AutoModelForCausalLM.from_pretrained` loads, in float32.
+
+        Args:
+            path: The directory.
+            max_file_bytes: A larger model is written as several files of at most this size, of
+                which the first rank holds one at a time.
+
+        Raises:
+            ValueError: The path is taken by something that no save has written.
+            RuntimeError: It cannot be written; on every rank.
+        """
+        self._checkpointer.export(self._tokenizer, path, max_file_bytes=max_file_bytes)
 
     def return_state_dict(self) -> dict[str, Any]:
         """Return the model's state, of which each rank holds its shards."""
@@ -357,11 +385,17 @@ class DTensorPolicyWorker:
         """Let go of receivers and handles, and leave the process group if the worker joined it.
 
         Calling it twice is fine.
+
+        Raises:
+            RuntimeError: The last save could not be written.
         """
         self._transfer.close()
-        if self._owns_group and dist.is_initialized():
-            dist.destroy_process_group()
-        self._owns_group = False
+        try:
+            self._checkpointer.close()
+        finally:
+            if self._owns_group and dist.is_initialized():
+                dist.destroy_process_group()
+            self._owns_group = False
 
     # Weight transfer
 
@@ -439,6 +473,18 @@ class DTensorPolicyWorker:
             optimizer=optimizer,
             scheduler=build_scheduler(optimizer, self._config.scheduler),
             scaler=LossScaler(self._config.compute_dtype),
+        )
+
+    def _require_optimizer(self, optimizer_path: str | None, *, to: str) -> None:
+        if optimizer_path is not None and self._training is None:
+            raise ValueError(f"optimizer_path={optimizer_path!r}: there is no optimizer to {to}")
+
+    def _random_state_of_rank(self) -> RankRandomState:
+        ranks_that_share_it = self._environment.world_size // self._config.layout.data_parallel
+        return RankRandomState(
+            data_parallel_rank=self._dp_rank,
+            is_written_here=self._environment.rank % ranks_that_share_it == 0,
+            state=self._random.state_dict(),
         )
 
     def _score(self, data: BatchedDataDict[Any], micro_batch_size: int | None) -> torch.Tensor:
