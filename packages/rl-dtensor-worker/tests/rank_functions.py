@@ -668,3 +668,36 @@ def save_over_two_axes(*, model_name, directory):
         checkpointer.save(f"{directory}/weights", None, None, random_state)
         checkpointer.export(build_tokenizer(), f"{directory}/hf", max_file_bytes=20_000)
         checkpointer.close()
+
+
+def train_while_saving(*, config, batch, directory):
+    """Train while a save is held back, then load it and train again; return what both gave."""
+    import threading
+    from pathlib import Path
+
+    from rl_dtensor_worker import checkpoint
+
+    write, may_write = checkpoint._write, threading.Event()
+
+    def held_back(*arguments):
+        assert may_write.wait(60)
+        write(*arguments)
+
+    def advance(worker):
+        sampled = worker.generate(rows)["output_ids"]
+        return worker.train(rows, make_loss("nll")), shards_of(worker), sampled
+
+    rows = my_rows(batch, 4)
+    paths = (f"{directory}/weights", f"{directory}/optimizer")
+    checkpoint._write = held_back
+    try:
+        with worker_for(config, init_reference_model=False) as worker:
+            worker.train(rows, make_loss("nll"))
+            worker.save_checkpoint(*paths)
+            first = advance(worker)
+            is_on_disk = Path(paths[0]).exists()
+            may_write.set()
+            worker.load_checkpoint(*paths)
+            return is_on_disk, first, advance(worker)
+    finally:
+        checkpoint._write = write

@@ -116,15 +116,19 @@ def async_config(tiny_model):
 
 
 def test_a_save_in_the_background_is_of_the_moment_it_was_asked_for(pools, async_config, tmp_path):
-    arguments = {"config": async_config, "batch": make_batch(8), "directory": str(tmp_path)}
-    uninterrupted = pools(2).run(rank_functions.train_save_train, **arguments)
-    resumed = pools(2).run(rank_functions.load_and_train, **arguments)
-    for (result, shards, sampled, _), (result_2, shards_2, sampled_2, _) in zip(
-        uninterrupted, resumed, strict=True
-    ):
-        assert torch.equal(result["global_loss"], result_2["global_loss"])
-        assert all(torch.equal(shards[name], shards_2[name]) for name in shards)
-        assert torch.equal(sampled, sampled_2)
+    outcomes = pools(2).run(
+        rank_functions.train_while_saving,
+        config=async_config,
+        batch=make_batch(8),
+        directory=str(tmp_path),
+    )
+    for is_on_disk, (first, shards, sampled), (again, shards_again, sampled_again) in outcomes:
+        assert not is_on_disk
+        assert torch.equal(first["global_loss"], again["global_loss"])
+        assert torch.equal(first["grad_norm"], again["grad_norm"])
+        assert first["all_mb_metrics"]["lr"] == again["all_mb_metrics"]["lr"]
+        assert all(torch.equal(shards[name], shards_again[name]) for name in shards)
+        assert torch.equal(sampled, sampled_again)
 
 
 @pytest.mark.parametrize("in_background", [False, True])
