@@ -227,6 +227,15 @@ def drills(session: nox.Session) -> None:
 
 
 @nox.session(default=False)
+def parity(session: nox.Session) -> None:
+    """Hold every layout, model and way of batching of the DTensor worker against transformers."""
+    install(session, *editable("rl-dtensor-worker"), *group("test"))
+    test = "packages/rl-dtensor-worker/tests/test_parity.py"
+    environment = {**ENVIRONMENT, "PARITY": "all"}
+    session.run("pytest", test, "--timeout=600", *session.posargs, env=environment)
+
+
+@nox.session(default=False)
 def gpu(session: nox.Session) -> None:
     """Run the tests that need a GPU, on a machine that has one."""
     everything = [part for name in PROJECTS for part in editable(TESTED_AS.get(name, name))]

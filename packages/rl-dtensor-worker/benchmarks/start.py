@@ -23,7 +23,7 @@ from report import Row, parse_options, report
 from rl_dtensor_worker import loading
 from rl_dtensor_worker.config import WorkerConfig
 from rl_dtensor_worker.model import build_model
-from rl_dtensor_worker.parallel import RankEnvironment, build_mesh, init_process_group
+from rl_dtensor_worker.parallel import Meshes, RankEnvironment, init_process_group
 from transformers import Qwen2Config, Qwen2ForCausalLM
 
 RUNS = 3
@@ -72,11 +72,12 @@ def start(rank: int, world_size: int, port: int, model: str, whole: bool, result
         world_size=world_size,
         init_optimizer=False,
     )
-    mesh = build_mesh(config.layout, device_type=environment.device.type)
+    device = environment.device
+    meshes = Meshes.of(config.layout, replicas=1, device_type=device.type)
     dist.barrier()
     with HostMemory() as memory:
         begin = time.perf_counter()
-        build_model(config, mesh=mesh, device=environment.device)
+        build_model(config, meshes=meshes, tensor_parallel=None, device=device)
         dist.barrier()
         seconds = time.perf_counter() - begin
     on_cuda = environment.device.type == "cuda"

@@ -7,7 +7,7 @@ from rl_interfaces import LossInput, LossType
 def _masked_mean(logprobs, data, global_valid_toks):
     mask = data["token_mask"][:, 1:] * data["sample_mask"][:, None]
     loss = -(logprobs * mask).sum() / global_valid_toks
-    return loss, {"num_valid_samples": int(data["sample_mask"].sum()), "nll": float(loss)}
+    return loss, {"num_valid_samples": int(data["sample_mask"].sum()), "nll": float(loss.detach())}
 
 
 class LogprobLoss:

@@ -508,7 +508,7 @@ def load_models(*, model_names):
     """Return the tensors of each model, sharded over the data-parallel axis."""
     from rl_dtensor_worker.config import WorkerConfig
     from rl_dtensor_worker.model import build_model
-    from rl_dtensor_worker.parallel import build_mesh
+    from rl_dtensor_worker.parallel import Meshes
 
     loaded = []
     with process_group() as environment:
@@ -516,8 +516,10 @@ def load_models(*, model_names):
             config = WorkerConfig.from_policy_config(
                 make_config(name), world_size=environment.world_size, init_optimizer=True
             )
-            mesh = build_mesh(config.layout, device_type=environment.device.type)
-            loaded.append(tensors_of(build_model(config, mesh=mesh, device=environment.device)))
+            device = environment.device
+            meshes = Meshes.of(config.layout, replicas=1, device_type=device.type)
+            model = build_model(config, meshes=meshes, tensor_parallel=None, device=device)
+            loaded.append(tensors_of(model))
     return loaded if environment.rank == 0 else None
 
 
@@ -675,9 +677,9 @@ def train_while_saving(*, config, batch, directory):
     import threading
     from pathlib import Path
 
-    from rl_dtensor_worker import checkpoint
+    from rl_dtensor_worker import saving
 
-    write, may_write = checkpoint._write, threading.Event()
+    write, may_write = saving.write_parts, threading.Event()
 
     def held_back(*arguments):
         assert may_write.wait(60)
@@ -689,7 +691,7 @@ def train_while_saving(*, config, batch, directory):
 
     rows = my_rows(batch, 4)
     paths = (f"{directory}/weights", f"{directory}/optimizer")
-    checkpoint._write = held_back
+    saving.write_parts = held_back
     try:
         with worker_for(config, init_reference_model=False) as worker:
             worker.train(rows, make_loss("nll"))
@@ -700,4 +702,4 @@ def train_while_saving(*, config, batch, directory):
             worker.load_checkpoint(*paths)
             return is_on_disk, first, advance(worker)
     finally:
-        checkpoint._write = write
+        saving.write_parts = write

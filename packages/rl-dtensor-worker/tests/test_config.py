@@ -17,8 +17,23 @@ _SCHEDULE = "torch.optim.lr_scheduler.LinearLR"
     ("change", "words"),
     [
         (_section(tensor_parallel_size=3), ["tensor_parallel_size=3", "world_size=4"]),
-        (_section(tensor_parallel_size=2), ["tensor_parallel_size=2", "not supported"]),
-        (_section(context_parallel_size=2), ["context_parallel_size=2", "not supported"]),
+        (
+            _section(tensor_parallel_size=2, context_parallel_size=4),
+            ["tensor_parallel_size=2", "context_parallel_size=4", "world_size=4"],
+        ),
+        (_section(tensor_parallel_size=2), ["tensor_parallel_size=2", "num_key_value_heads=1"]),
+        (
+            _section(context_parallel_size=2, data_parallel_replicate_size=4),
+            ["data_parallel_replicate_size=4", "2 data-parallel ranks"],
+        ),
+        (
+            _section(tensor_parallel_size=2, custom_parallel_plan="nowhere.PLAN"),
+            ["custom_parallel_plan='nowhere.PLAN'", "nowhere"],
+        ),
+        (
+            _section(tensor_parallel_size=2, custom_parallel_plan="torch.pi"),
+            ["custom_parallel_plan='torch.pi'", "float, not a dict"],
+        ),
         (_section(context_parallel_size=0), ["context_parallel_size=0", "at least 1"]),
         (_section(sequence_parallel=True), ["sequence_parallel=True", "tensor_parallel_size"]),
         (_section(custom_parallel_plan="a.b"), ["custom_parallel_plan='a.b'"]),

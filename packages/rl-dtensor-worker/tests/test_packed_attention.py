@@ -4,7 +4,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from oracle import LOGPROB_TOLERANCE, largest_difference, plain_logprobs
 from rl_batched_data import PackedSequences, SlicedDataDict
-from rl_dtensor_worker.forward import forward_logprobs
+from rl_dtensor_worker.forward import Forward
+from rl_dtensor_worker.head import find_token_head
 from rl_dtensor_worker.microbatches import MicroBatch
 from rl_dtensor_worker.packed_attention import (
     AttentionRows,
@@ -56,7 +57,9 @@ def packed_scores(model, batch):
     rows = SlicedDataDict(dict(batch))
     packed = PackedSequences.of(rows["input_lengths"], rows["input_ids"].shape[1], pad_multiple=4)
     micro_batch = MicroBatch(span=(0, rows.size), rows=rows, packed=packed)
-    return forward_logprobs(model, micro_batch, temperature=1.0, width_multiple=1)
+    head = find_token_head(model)
+    forward = Forward(model=model, head=head, temperature=1.0, width_multiple=1)
+    return forward.logprobs(micro_batch)
 
 
 @pytest.mark.parametrize("name", MODELS)

@@ -9,8 +9,6 @@ counters, schedule, loss scale) and `random_N.pt` (the random state of data-para
 from __future__ import annotations
 
 import logging
-import threading
-from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
@@ -19,22 +17,16 @@ from typing import TYPE_CHECKING, Any
 import torch
 import torch.distributed as dist
 from torch.distributed.checkpoint.api import CheckpointException
-from torch.distributed.checkpoint.hf_storage import (
-    HuggingFaceStorageReader,
-    HuggingFaceStorageWriter,
-)
-from torch.distributed.checkpoint.staging import DefaultStager, StagingOptions
+from torch.distributed.checkpoint.hf_storage import HuggingFaceStorageReader
 from torch.distributed.checkpoint.state_dict_loader import load as load_sharded
-from torch.distributed.checkpoint.state_dict_saver import save as save_sharded
 
-from rl_dtensor_worker import directories, training_state
+from rl_dtensor_worker import directories, saving, training_state
 from rl_dtensor_worker.agreement import failing_together
 from rl_dtensor_worker.hf_export import write_hf_directory
 from rl_dtensor_worker.model import persistent_state
+from rl_dtensor_worker.saving import Part, PendingSave, naming, reason_of, taking_their_places
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Generator
-
     from torch import nn
     from transformers import PreTrainedTokenizerBase
 
@@ -75,7 +67,7 @@ class Checkpointer:
         self._timeout_s = timeout_s
         self._in_background = in_background
         self._group: dist.ProcessGroup | None = None
-        self._pending: _Pending | None = None
+        self._pending: PendingSave | None = None
 
     def save(
         self,
@@ -90,11 +82,11 @@ class Checkpointer:
             ValueError: A path is taken by something else than a checkpoint.
             RuntimeError: It cannot be written, or an earlier save could not.
         """
-        parts = [_Part(_absolute(weights_path), dict(persistent_state(self._model)), {})]
+        parts = [Part(_absolute(weights_path), dict(persistent_state(self._model)), {})]
         self._add_config(parts[0])
         if optimizer_path is not None and training is not None:
             tensors, others = training_state.state_of(self._model, training)
-            part = _Part(_absolute(optimizer_path), tensors, {})
+            part = Part(_absolute(optimizer_path), tensors, {})
             if dist.get_rank() == 0:
                 part.files["state.pt"] = lambda path: _save_values(others, path)
             if random_state.is_written_here:
@@ -139,7 +131,7 @@ class Checkpointer:
         """
         self.finish()
         target = _absolute(path)
-        with _taking_their_places([target], self._begin([target])):
+        with taking_their_places([target], self._begin([target])):
             write_hf_directory(
                 self._model,  # type: ignore[arg-type]
                 tokenizer,
@@ -171,14 +163,14 @@ class Checkpointer:
                 dist.destroy_process_group(self._group)
             self._group = None
 
-    def _write(self, parts: list[_Part]) -> None:
+    def _write(self, parts: list[Part]) -> None:
         self.finish()
         group = self._begin([part.target for part in parts])
         if not self._in_background:
-            _write(parts, group)
+            saving.write_parts(parts, group)
             return
         staged = [part.staged() for part in parts]
-        self._pending = _Pending(lambda: _write(staged, group), path=parts[0].target)
+        self._pending = PendingSave(lambda: saving.write_parts(staged, group), path=parts[0].target)
 
     def _begin(self, targets: list[Path]) -> dist.ProcessGroup:
         """Make room for some directories; return the group that writes them."""
@@ -187,117 +179,16 @@ class Checkpointer:
             timeout = timedelta(seconds=self._timeout_s)
             group: Any = dist.new_group(backend="gloo", timeout=timeout)
             self._group = group
-        with _naming(targets), failing_together(self._group):
+        with naming(targets), failing_together(self._group):
             if dist.get_rank(self._group) == 0:
                 directories.begin(targets)
         assert self._group is not None
         return self._group
 
-    def _add_config(self, part: _Part) -> None:
+    def _add_config(self, part: Part) -> None:
         if dist.get_rank() == 0:
             text = self._model.config.to_json_string()  # type: ignore[union-attr, operator]
             part.files["config.json"] = lambda path: path.write_text(text)
-
-
-@dataclass(slots=True)
-class _Part:
-    """One directory of a save, and what this rank writes into it."""
-
-    target: Path
-    tensors: Tensors
-    files: dict[str, Callable[[Path], Any]]
-    """What writes each file, given its path."""
-
-    def staged(self) -> _Part:
-        """Return the same with copies of the tensors on the CPU, which training leaves alone."""
-        on_cuda = any(tensor.is_cuda for tensor in self.tensors.values())
-        options = StagingOptions(
-            use_pinned_memory=on_cuda,
-            use_shared_memory=False,
-            use_async_staging=False,
-            use_non_blocking_copy=on_cuda,
-        )
-        stager = DefaultStager(options)
-        copies: Any = stager.stage(self.tensors)
-        stager.close()
-        return _Part(self.target, copies, self.files)
-
-
-class _Pending:
-    """A save that is being written by a thread of its own."""
-
-    def __init__(self, write: Callable[[], None], *, path: Path) -> None:
-        self._write = write
-        self._path = path
-        self._error: Exception | None = None
-        self._thread = threading.Thread(target=self._run, name=f"save {path}")
-        self._thread.start()
-
-    def wait(self, timeout_s: float) -> None:
-        self._thread.join(timeout_s)
-        if self._thread.is_alive():
-            raise TimeoutError(
-                f"the checkpoint {str(self._path)!r} was not written within {timeout_s:g} s"
-            )
-        if self._error is not None:
-            raise self._error
-
-    def _run(self) -> None:
-        try:
-            self._write()
-        except Exception as error:  # `wait` raises it.
-            self._error = error
-
-
-def _write(parts: list[_Part], group: dist.ProcessGroup) -> None:
-    """Write every part beside its place, then let all take their places."""
-    with _taking_their_places([part.target for part in parts], group):
-        for part in parts:
-            _save_tensors(part.tensors, directories.partial_of(part.target), group)
-            with failing_together(group):
-                for name, write in part.files.items():
-                    write(directories.partial_of(part.target) / name)
-
-
-@contextmanager
-def _taking_their_places(
-    targets: list[Path], group: dist.ProcessGroup
-) -> Generator[None, None, None]:
-    """Let what the body writes beside `targets` take their places, or throw it away. Collective."""
-    is_first = dist.get_rank(group) == 0
-    with _naming(targets):
-        try:
-            yield
-            with failing_together(group):
-                if is_first:
-                    directories.commit(targets)
-        except (Exception, CheckpointException):
-            if is_first:
-                directories.discard(targets)
-            raise
-
-
-@contextmanager
-def _naming(targets: list[Path]) -> Generator[None, None, None]:
-    """Name the checkpoint in what goes wrong, on every rank alike."""
-    try:
-        yield
-    except (OSError, RuntimeError, CheckpointException) as error:
-        path = str(targets[0])
-        raise RuntimeError(f"the checkpoint {path!r} was not written: {_reason(error)}") from error
-
-
-def _reason(error: BaseException) -> str:
-    if not isinstance(error, CheckpointException):
-        return str(error) if isinstance(error, RuntimeError) else f"{type(error).__name__}: {error}"
-    rank, (cause, _) = min(error.failures.items(), key=lambda item: item[0])
-    return f"rank {rank} failed: {type(cause).__name__}: {cause}"
-
-
-def _save_tensors(tensors: Tensors, directory: Path, group: dist.ProcessGroup) -> None:
-    if tensors:
-        writer = HuggingFaceStorageWriter(str(directory), save_distributed=True)
-        save_sharded(tensors, storage_writer=writer, process_group=group)
 
 
 def _check_one_save(paths: list[Path]) -> None:
@@ -325,7 +216,7 @@ def _load_tensors(tensors: Tensors, path: Path, *, what: str) -> None:
         with torch.no_grad():
             load_sharded(tensors, storage_reader=HuggingFaceStorageReader(str(path)))
     except CheckpointException as error:
-        raise RuntimeError(f"{what}={str(path)!r} was not loaded: {_reason(error)}") from error
+        raise RuntimeError(f"{what}={str(path)!r} was not loaded: {reason_of(error)}") from error
 
 
 def _check_tensors(tensors: Tensors, path: Path, *, what: str) -> None:

@@ -55,6 +55,10 @@ class WorkerConfig:
 
     model_name: str
     layout: ParallelLayout
+    replicas: int
+    """Whole copies of the sharded model among the data-parallel ranks."""
+    sequence_parallel: bool
+    custom_parallel_plan: str | None
     compute_dtype: torch.dtype
     train_global_batch_size: int
     train_micro_batch_size: int
@@ -94,6 +98,9 @@ class WorkerConfig:
         return cls(
             model_name=resolved["model_name"],
             layout=layout,
+            replicas=resolved["dtensor_cfg"]["data_parallel_replicate_size"],
+            sequence_parallel=resolved["dtensor_cfg"]["sequence_parallel"],
+            custom_parallel_plan=resolved["dtensor_cfg"].get("custom_parallel_plan"),
             compute_dtype=_DTYPES[resolved["precision"]],
             train_global_batch_size=resolved["train_global_batch_size"],
             train_micro_batch_size=resolved["train_micro_batch_size"],

@@ -2,111 +2,142 @@
 
 from __future__ import annotations
 
+import math
+from contextlib import contextmanager, nullcontext
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import torch
-import torch.nn.functional as F
-from rl_batched_data.token_logprobs import token_logprobs
 from rl_interfaces import LossInput
 
-from rl_dtensor_worker.packed_attention import AttentionRows, use_packed_attention
+from rl_dtensor_worker import collectives
+from rl_dtensor_worker.microbatches import Concatenation
+from rl_dtensor_worker.row_layout import lay_out
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Callable, Generator, Sequence
 
-    from rl_batched_data import BatchedDataDict, PackedSequences
+    import torch.distributed as dist
+    from rl_batched_data import BatchedDataDict, TokenScores
     from torch import nn
 
+    from rl_dtensor_worker.head import TokenHead
     from rl_dtensor_worker.microbatches import MicroBatch, Step
+    from rl_dtensor_worker.row_layout import RowLayout
+    from rl_dtensor_worker.tensor_parallel import TensorParallel
 
 
-def forward_padded(
-    model: nn.Module, input_ids: torch.Tensor, *, width_multiple: int
-) -> torch.Tensor:
-    """Return the logits `[batch, seq, vocab]` of right-padded rows, in the compute dtype.
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Forward:
+    """A model's forward over micro-batches of any layout.
 
-    Attention is causal and padding lies on the right, so that no real token sees it: no mask is
-    needed, and attention takes its fastest path. The width is completed to `width_multiple` inside.
+    Everything that it returns is in the caller's rows, `[batch, seq, ...]`.
     """
-    width = input_ids.shape[1]
-    padded = F.pad(input_ids, (0, -width % width_multiple))
-    return model(input_ids=padded, use_cache=False).logits[:, :width]
 
+    model: nn.Module
+    head: TokenHead
+    temperature: float
+    """Divides the logits, in every call alike."""
+    width_multiple: int
+    """Padded rows are completed to a multiple of this, inside."""
+    tensor_parallel: TensorParallel | None = None
+    """The ranks that share each layer."""
+    context_group: dist.ProcessGroup | None = None
+    """The ranks that share each sequence."""
 
-def forward_packed(
-    model: nn.Module, input_ids: torch.Tensor, packed: PackedSequences
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return the rows' tokens `[1, total]`, concatenated, and their logits `[1, total, vocab]`.
+    def concatenation(self) -> Concatenation:
+        """Return what micro-batches whose rows are concatenated are padded to."""
+        if self.context_group is None:
+            return Concatenation(total_multiple=self._sequence_parts)
+        ranks = self.context_group.size()
+        # Each rank has two chunks of every sequence.
+        return Concatenation(
+            always=True,
+            sequence_multiple=2 * ranks,
+            total_multiple=math.lcm(2 * ranks, ranks * self._sequence_parts),
+        )
 
-    With an attention that is not ours, transformers tells sequences apart by where `position_ids`
-    restart, provided that there is neither a mask nor a cache.
-    """
-    tokens = packed.pack(input_ids)
-    arguments: dict[str, Any] = {"attention_mask": None}
-    if use_packed_attention(model):
-        # A mask that is given with four axes is passed on as it is: none is made of all tokens.
-        unread = torch.ones(1, 1, 1, 1, dtype=torch.bool, device=tokens.device)
-        arguments = {"attention_mask": unread, "attention_rows": AttentionRows.of(packed)}
-    output = model(input_ids=tokens, position_ids=packed.position_ids, use_cache=False, **arguments)
-    return tokens, output.logits
+    def feature(self, *, packed: bool) -> str | None:
+        """Return the config key that asks for more of attention than padded rows do, if any."""
+        if self.context_group is not None:
+            return f"dtensor_cfg.context_parallel_size={self.context_group.size()}"
+        if self._sequence_parts > 1:
+            return "dtensor_cfg.sequence_parallel=True"
+        return "sequence_packing.enabled=True" if packed else None
 
+    @contextmanager
+    def whole_sequences(self) -> Generator[None, None, None]:
+        """Cut no sequence inside, for forwards without gradients of any length."""
+        with (
+            nullcontext()
+            if self.tensor_parallel is None
+            else (self.tensor_parallel.whole_sequences())
+        ):
+            yield
 
-def forward_logprobs(
-    model: nn.Module, micro_batch: MicroBatch, *, temperature: float, width_multiple: int
-) -> torch.Tensor:
-    """Return the log-probability of each token, `[batch, seq]` float32; 0 at 0 and at padding."""
-    input_ids, lengths = micro_batch.rows["input_ids"], micro_batch.rows["input_lengths"]
-    if micro_batch.packed is not None:
-        tokens, logits = forward_packed(model, input_ids, micro_batch.packed)
-        logprobs = token_logprobs(logits, tokens, temperature=temperature)
-        return micro_batch.packed.unpack(logprobs, skip_first=True)
-    width = input_ids.shape[1]
-    longest = micro_batch.width or min(int(lengths.max()), width)
-    tokens = input_ids[:, :longest]
-    logits = forward_padded(model, tokens, width_multiple=width_multiple)
-    logprobs = token_logprobs(logits, tokens, temperature=temperature)
-    is_token = torch.arange(longest, device=tokens.device) < lengths[:, None]
-    return F.pad(torch.where(is_token, logprobs, 0.0), (0, width - longest))
+    def logprobs(self, micro_batch: MicroBatch) -> torch.Tensor:
+        """Return each token's log-probability, `[batch, seq]` float32; 0 at 0 and at padding."""
+        layout, scores = self._scores(micro_batch)
+        return layout.targets_to_rows(scores.logprobs)
+
+    def logits(self, micro_batch: MicroBatch) -> torch.Tensor:
+        """Return all logits, `[batch, seq, vocab]` float32: those of position t are of t + 1."""
+        layout = self._lay_out(micro_batch)
+        output = self.model(input_ids=layout.tokens, use_cache=False, **layout.arguments)
+        logits = layout.to_rows(self.whole_logits(output.logits), masked=False).float()
+        return logits if self.temperature == 1.0 else logits / self.temperature
+
+    def whole_logits(self, logits: torch.Tensor) -> torch.Tensor:
+        """Return the logits of all tokens, `[..., vocab]`, of which the model gives a part."""
+        if self.tensor_parallel is None:
+            return logits
+        return collectives.gather_alike(logits, self.tensor_parallel.group, -1)
+
+    def for_loss(self, micro_batch: MicroBatch, loss_fn: Any) -> torch.Tensor:
+        """Return what `loss_fn` asks for: all logits, or token log-probabilities."""
+        if getattr(loss_fn, "input_type", LossInput.LOGITS) is LossInput.LOGPROBS:
+            return self.logprobs(micro_batch)
+        return self.logits(micro_batch)
+
+    @property
+    def _sequence_parts(self) -> int:
+        ranks = self.tensor_parallel
+        return ranks.size if ranks is not None and ranks.cuts_sequence else 1
+
+    def _lay_out(self, micro_batch: MicroBatch) -> RowLayout:
+        return lay_out(
+            self.model,
+            micro_batch,
+            width_multiple=math.lcm(self.width_multiple, self._sequence_parts),
+            cuts_sequence=self._sequence_parts > 1,
+            context_group=self.context_group,
+        )
+
+    def _scores(self, micro_batch: MicroBatch, **asked: Any) -> tuple[RowLayout, TokenScores]:
+        layout = self._lay_out(micro_batch)
+        scores = self.head.target_scores(
+            self.model,
+            layout.tokens,
+            layout.targets,
+            temperature=self.temperature,
+            **asked,
+            **layout.arguments,
+        )
+        return layout, scores
 
 
 def score_rows(
-    model: nn.Module,
+    score: Callable[[MicroBatch], torch.Tensor],
     data: BatchedDataDict[Any],
     *,
     steps: Sequence[Step],
-    temperature: float,
-    width_multiple: int,
     device: torch.device,
 ) -> torch.Tensor:
-    """Return the log-probabilities of all rows of `data`, `[batch, seq]` float32 on the CPU."""
+    """Return what `score` gives for all rows of `data`, `[batch, seq]` float32 on the CPU."""
     scores = torch.zeros(data["input_ids"].shape, dtype=torch.float32)
     for micro_batch in (micro for step in steps for micro in step.micro_batches(device)):
-        logprobs = forward_logprobs(
-            model, micro_batch, temperature=temperature, width_multiple=width_multiple
-        )
+        values = score(micro_batch)
         start, end = micro_batch.span
-        width = min(logprobs.shape[1], scores.shape[1])
-        scores[start:end, :width] = logprobs[: end - start, :width].cpu()
+        width = min(values.shape[1], scores.shape[1])
+        scores[start:end, :width] = values[: end - start, :width].cpu()
     return scores
-
-
-def forward_for_loss(
-    model: nn.Module,
-    micro_batch: MicroBatch,
-    loss_fn: Any,
-    *,
-    temperature: float,
-    width_multiple: int,
-) -> torch.Tensor:
-    """Return what `loss_fn` asks for: logits, temperature applied, or token log-probabilities."""
-    if getattr(loss_fn, "input_type", LossInput.LOGITS) is LossInput.LOGPROBS:
-        return forward_logprobs(
-            model, micro_batch, temperature=temperature, width_multiple=width_multiple
-        )
-    input_ids = micro_batch.rows["input_ids"]
-    if micro_batch.packed is not None:
-        _, packed_logits = forward_packed(model, input_ids, micro_batch.packed)
-        logits = micro_batch.packed.unpack(packed_logits)
-    else:
-        logits = forward_padded(model, input_ids, width_multiple=width_multiple)
-    return logits.float() / temperature

@@ -30,7 +30,9 @@ def shard_model(
     compute_dtype: torch.dtype,
     cpu_offload: bool,
 ) -> nn.Module:
-    """Shard `model` over the one-axis `mesh`, each of `layers` as a unit of its own.
+    """Shard `model` over `mesh`, each of `layers` as a unit of its own.
+
+    A mesh of two axes has copies along the first, and shards along the second.
 
     Parameters stay in their own dtype; forward and backward run in `compute_dtype`; gradients are
     summed, not averaged, in float32. A loss divided by a global count is then right as it is.

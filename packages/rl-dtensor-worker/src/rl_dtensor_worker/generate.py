@@ -17,6 +17,7 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
     from rl_dtensor_worker.config import SamplingConfig
+    from rl_dtensor_worker.forward import Forward
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -44,7 +45,7 @@ class Completions:
 
 
 def generate(
-    model: nn.Module,
+    forward: Forward,
     data: BatchedDataDict[Any],
     *,
     sampling: SamplingConfig,
@@ -57,7 +58,8 @@ def generate(
     """Return a `GenerationOutputSpec` for the rows of `data`, on the CPU.
 
     Args:
-        model: In eval mode, whole on this rank: no forward needs another rank.
+        forward: Of a model in eval mode, whole but for what tensor-parallel ranks share: ranks that
+            are given the same rows run the same forwards.
         data: See `GenerationDatumSpec`.
         sampling: Temperature, truncation, stops, rows per forward.
         greedy: Take the most likely token, whatever `sampling` says.
@@ -82,7 +84,7 @@ def generate(
             max_lengths=(prompt_lengths + sampling.max_new_tokens).clamp(max=max_total_length),
         )
         completions = _complete(
-            model,
+            forward,
             prompts,
             prompt_lengths,
             stop=stop,
@@ -172,7 +174,7 @@ def left_pad(
 
 
 def _complete(
-    model: nn.Module,
+    forward: Forward,
     prompts: torch.Tensor,
     prompt_lengths: torch.Tensor,
     *,
@@ -182,6 +184,7 @@ def _complete(
     tokenizer: PreTrainedTokenizerBase,
     generator: torch.Generator,
 ) -> Completions:
+    model = forward.model
     tokens, mask, position_ids = left_pad(prompts, prompt_lengths)
     cache = DynamicCache(config=model.config)  # type: ignore[arg-type]
     last_only = {"logits_to_keep": 1} if _keeps_last_logits(model) else {}
@@ -199,7 +202,7 @@ def _complete(
             **last_only,
         ).logits[:, -1]
         sampled, logprobs = sample_tokens(
-            logits,
+            forward.whole_logits(logits),
             temperature=temperature,
             top_k=sampling.top_k,
             top_p=sampling.top_p,

@@ -8,6 +8,7 @@ gone through by that plan, see `BatchedDataDict.shard_by_batch_size`.
 
 from __future__ import annotations
 
+import math
 import zlib
 from dataclasses import dataclass
 from itertools import pairwise
@@ -15,14 +16,13 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
-from rl_batched_data import BatchedDataDict, SlicedDataDict
+from rl_batched_data import BatchedDataDict, PackedSequences, SlicedDataDict
 from rl_batched_data.dynamic_batching import DynamicBatching
+from rl_batched_data.padding import round_up
 from rl_batched_data.sequence_packing import SequencePacking
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
-
-    from rl_batched_data import PackedSequences
 
 Span = tuple[int, int]
 """Rows `[start, end)`; empty where a rank has none left."""
@@ -43,6 +43,33 @@ class MicroBatch:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
+class Concatenation:
+    """What the layout of ranks asks of micro-batches whose rows are concatenated."""
+
+    always: bool = False
+    """Whether rows are concatenated even where the plan does not pack them."""
+    sequence_multiple: int = 1
+    """Each sequence is padded to a multiple of this many tokens."""
+    total_multiple: int = 1
+    """All of them together are padded to a multiple of this many."""
+
+    def of(self, rows: SlicedDataDict[Any]) -> PackedSequences:
+        """Return where the tokens of `rows` lie."""
+        lengths, multiple, planned = rows["input_lengths"], self.sequence_multiple, 0
+        if isinstance(rows.micro_batch_options, SequencePacking):
+            assert rows.micro_batch_lengths is not None, "a plan has lengths"
+            multiple = math.lcm(multiple, rows.micro_batch_options.sequence_length_pad_multiple)
+            planned = rows.micro_batch_lengths[0][0]
+        total = sum(round_up(size, multiple) for size in lengths.tolist())
+        return PackedSequences.of(
+            lengths,
+            rows["input_ids"].shape[1],
+            pad_multiple=multiple,
+            total_length=round_up(max(total, planned), self.total_multiple),
+        )
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
 class Step:
     """This rank's share of one global batch."""
 
@@ -51,6 +78,7 @@ class Step:
     """First of `rows` in this rank's batch."""
     spans: Sequence[Span]
     """Rows of each micro-batch, counted from `start`."""
+    concatenation: Concatenation
 
     def micro_batches(self, device: torch.device) -> Iterator[MicroBatch]:
         """Yield each micro-batch on `device`."""
@@ -58,7 +86,8 @@ class Step:
         for (low, high), rows in zip(self.spans, self._cut(), strict=True):
             # A copy-free view on the CPU: whoever needs to write takes a copy of its own.
             taken = rows if low < high else _stand_in(rows)
-            packed = taken.packed_sequences() if isinstance(options, SequencePacking) else None
+            is_packed = self.concatenation.always or isinstance(options, SequencePacking)
+            packed = self.concatenation.of(taken) if is_packed else None
             dynamic = isinstance(options, DynamicBatching)
             yield MicroBatch(
                 span=(self.start + low, self.start + high),
@@ -133,6 +162,7 @@ def steps_of(
     given: int | None,
     default: int,
     planned_by: str | None,
+    concatenation: Concatenation,
     group: dist.ProcessGroup,
     device: torch.device,
 ) -> list[Step]:
@@ -146,6 +176,7 @@ def steps_of(
         given: Rows of a micro-batch, as the call gives them.
         default: Rows of a micro-batch, where the call gives none.
         planned_by: The config section that plans micro-batches. None: they have one size.
+        concatenation: How rows are concatenated, where they are.
         group: The data-parallel ranks.
         device: Where the group's tensors lie.
 
@@ -158,7 +189,7 @@ def steps_of(
             raise ValueError(
                 f"micro-batches of {given} rows contradict the plan that the batch carries"
             )
-        return planned_steps(data, group=group, device=device)
+        return planned_steps(data, concatenation=concatenation, group=group, device=device)
     if planned_by is not None:
         raise ValueError(
             f"policy.{planned_by}.enabled=True, and the batch carries no plan: "
@@ -170,6 +201,7 @@ def steps_of(
         rank=dist.get_rank(group),
         local_batch_size=local_batch_size or max(rows_per_rank),
         micro_batch_size=given or default,
+        concatenation=concatenation,
     )
 
 
@@ -180,6 +212,7 @@ def fixed_steps(
     rank: int,
     local_batch_size: int,
     micro_batch_size: int,
+    concatenation: Concatenation,
 ) -> list[Step]:
     """Return the steps of a batch without a plan, see `plan_steps`."""
     steps: list[Step] = []
@@ -191,12 +224,17 @@ def fixed_steps(
     ):
         start, end = spans[0][0], spans[-1][1]
         own = [(low - start, high - start) for low, high in spans]
-        steps.append(Step(rows=data.slice(start, end), start=start, spans=own))
+        rows = data.slice(start, end)
+        steps.append(Step(rows=rows, start=start, spans=own, concatenation=concatenation))
     return steps
 
 
 def planned_steps(
-    data: SlicedDataDict[Any], *, group: dist.ProcessGroup, device: torch.device
+    data: SlicedDataDict[Any],
+    *,
+    concatenation: Concatenation,
+    group: dist.ProcessGroup,
+    device: torch.device,
 ) -> list[Step]:
     """Return the steps of a batch that carries a plan. Collective.
 
@@ -215,6 +253,7 @@ def planned_steps(
             rows=data.get_batch(index),
             start=starts[index],
             spans=[(low, high) for low, high in indices[index]],
+            concatenation=concatenation,
         )
         for index in range(len(counts))
     ]

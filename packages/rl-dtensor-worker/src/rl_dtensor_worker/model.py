@@ -10,18 +10,32 @@ from transformers import AutoModelForCausalLM
 from rl_dtensor_worker.config import load_model_config
 from rl_dtensor_worker.fsdp import shard_model
 from rl_dtensor_worker.loading import ModelLoader
+from rl_dtensor_worker.plans import apply_plan, plan_of
 
 if TYPE_CHECKING:
     from torch import nn
-    from torch.distributed.device_mesh import DeviceMesh
 
     from rl_dtensor_worker.config import WorkerConfig
+    from rl_dtensor_worker.parallel import Meshes
+    from rl_dtensor_worker.tensor_parallel import TensorParallel
 
 
-def build_model(config: WorkerConfig, *, mesh: DeviceMesh, device: torch.device) -> nn.Module:
-    """Return the pretrained model, sharded over `mesh`, in float32 and in eval mode.
+def build_model(
+    config: WorkerConfig,
+    *,
+    meshes: Meshes,
+    tensor_parallel: TensorParallel | None,
+    device: torch.device,
+) -> nn.Module:
+    """Return the pretrained model, sharded over `meshes`, in float32 and in eval mode.
 
     Each rank reads its own shards from the checkpoint.
+
+    Args:
+        config: What to build.
+        meshes: All ranks.
+        tensor_parallel: The ranks that share each layer; None where there is one.
+        device: Where the shards lie.
     """
     model_config = load_model_config(config)
     with torch.device("meta"):
@@ -31,10 +45,12 @@ def build_model(config: WorkerConfig, *, mesh: DeviceMesh, device: torch.device)
     loader = ModelLoader(model, config)
     if config.activation_checkpointing:
         model.gradient_checkpointing_enable({"use_reentrant": False})
+    if tensor_parallel is not None:
+        apply_plan(model, plan_of(model, custom=config.custom_parallel_plan), tensor_parallel)
     shard_model(
         model,
         decoder_layers(model),
-        mesh=mesh["dp"],
+        mesh=meshes.fsdp,
         compute_dtype=config.compute_dtype,
         cpu_offload=config.cpu_offload,
     )

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+from collections import defaultdict
 from typing import TYPE_CHECKING, Any
 
 import torch
-from torch.distributed.tensor import DTensor
-from torch.nn.utils import clip_grads_with_norm_, get_total_norm
+import torch.distributed as dist
+from torch.distributed.tensor import DTensor, Replicate
 from torch.optim.lr_scheduler import LambdaLR, LRScheduler, SequentialLR
+
+from rl_dtensor_worker.fsdp import local_tensor
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
@@ -43,18 +46,36 @@ def move_optimizer_state(optimizer: torch.optim.Optimizer, device: torch.device)
                 state[key] = value.to(device)
 
 
+@torch.no_grad()
 def total_grad_norm(gradients: Iterable[torch.Tensor]) -> torch.Tensor:
-    """Return the 2-norm of all gradients, over all ranks, as a 0-d float32 tensor. Collective."""
-    norm = get_total_norm(list(gradients))
-    return (norm.full_tensor() if isinstance(norm, DTensor) else norm).float()
+    """Return the 2-norm of all gradients, over all ranks, as a 0-d float32 tensor. Collective.
+
+    Squares are summed over the ranks among which a gradient is cut, and counted once where each
+    rank has all of it.
+    """
+    squares: dict[tuple[dist.ProcessGroup, ...], list[torch.Tensor]] = defaultdict(list)
+    for gradient in gradients:
+        local = gradient.to_local() if isinstance(gradient, DTensor) else gradient
+        squares[_groups_that_cut(gradient)].append(torch.linalg.vector_norm(local.float()) ** 2)
+    totals: list[torch.Tensor] = []
+    for groups, parts in squares.items():
+        total = torch.stack(parts).sum()
+        for group in groups:
+            dist.all_reduce(total, group=group)
+        totals.append(total)
+    return torch.stack(totals).sum().sqrt() if totals else torch.zeros(())
 
 
 def clip_gradients(
     parameters: Sequence[torch.Tensor], *, max_norm: float | None, norm: torch.Tensor
 ) -> None:
     """Scale the gradients so that their norm is at most `max_norm`; None or 0 leaves them."""
-    if max_norm:
-        clip_grads_with_norm_(parameters, max_norm, norm)
+    if not max_norm:
+        return
+    factor = (max_norm / (norm + 1e-6)).clamp(max=1.0)
+    for parameter in parameters:
+        if parameter.grad is not None:
+            local_tensor(parameter.grad).mul_(factor.to(parameter.grad.device))
 
 
 class LossScaler:
@@ -96,6 +117,18 @@ class LossScaler:
         """Take up where `state_dict` left off."""
         if self.enabled:
             self.scale, self.good_steps = state["scale"], state["good_steps"]
+
+
+def _groups_that_cut(tensor: torch.Tensor) -> tuple[dist.ProcessGroup, ...]:
+    """Return the groups of ranks that have parts of `tensor`."""
+    if not isinstance(tensor, DTensor):
+        return ()
+    mesh = tensor.device_mesh
+    return tuple(
+        mesh.get_group(axis)
+        for axis, placement in enumerate(tensor.placements)
+        if not isinstance(placement, Replicate) and mesh.size(axis) > 1
+    )
 
 
 def _constant(step: int) -> float:

@@ -9,7 +9,7 @@ scaled-dot-product attention, which then needs no mask.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
 from transformers import AttentionInterface, AttentionMaskInterface
@@ -23,6 +23,31 @@ if TYPE_CHECKING:
 NAME = "rl_packed_sdpa"
 # Rows of a group are at most this much shorter than its longest: padding against kernel launches.
 _SHORTEST_SHARE = 0.7
+
+
+class AttentionLayout(Protocol):
+    """How the sequences of a forward lie, as its attention needs to know."""
+
+    def attend(
+        self,
+        module: nn.Module,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        sliding_window: int | None,
+        **kwargs: Any,
+    ) -> torch.Tensor:
+        """Return causal attention within each sequence, `[rows, seq, heads, head_size]`.
+
+        Args:
+            module: The attention layer.
+            query: `[rows, heads, seq, head_size]`.
+            key: `[rows, key_value_heads, seq, head_size]`.
+            value: Like `key`.
+            sliding_window: How many tokens a token sees, itself among them. None: all before it.
+            kwargs: What transformers passes to its own function.
+        """
+        ...
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -58,6 +83,47 @@ class AttentionRows:
             groups.append(tokens.to(packed.cu_seqlens.device))
         return cls(groups=groups, places=places.to(packed.cu_seqlens.device))
 
+    def attend(
+        self,
+        module: nn.Module,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        sliding_window: int | None,
+        **kwargs: Any,
+    ) -> torch.Tensor:
+        """See `AttentionLayout.attend`."""
+        outputs: list[torch.Tensor] = []
+        for tokens in self.groups:
+            rows_query, rows_key, rows_value = (
+                rows_of(states, tokens) for states in (query, key, value)
+            )
+            mask = causal_band(tokens.shape[1], sliding_window, device=query.device)
+            output, _ = sdpa_attention_forward(
+                module, rows_query, rows_key, rows_value, mask, **kwargs
+            )
+            outputs.append(output.flatten(0, 1))
+        return torch.cat(outputs).index_select(0, self.places)[None]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class WholeRows:
+    """Rows that are attended to as they lie, whatever part of them the model's forward sees."""
+
+    def attend(
+        self,
+        module: nn.Module,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        sliding_window: int | None,
+        **kwargs: Any,
+    ) -> torch.Tensor:
+        """See `AttentionLayout.attend`."""
+        mask = causal_band(query.shape[2], sliding_window, device=query.device)
+        output, _ = sdpa_attention_forward(module, query, key, value, mask, **kwargs)
+        return output
+
 
 def group_by_length(lengths: list[int]) -> list[list[int]]:
     """Return the sequences in groups of about one length, the longest first, none of length 0.
@@ -89,13 +155,27 @@ def use_packed_attention(model: nn.Module) -> bool:
     return True
 
 
+def require_own_attention(model: nn.Module) -> None:
+    """Let `model` use this attention.
+
+    Raises:
+        ValueError: It uses an attention of another kind than torch's.
+    """
+    if not use_packed_attention(model):
+        config: Any = model.config
+        raise ValueError(
+            "policy.dtensor_cfg: sequence_parallel and context_parallel_size need attention "
+            f"'sdpa', {type(model).__name__} uses {config._attn_implementation!r}"
+        )
+
+
 def packed_attention_forward(
     module: nn.Module,
     query: torch.Tensor,
     key: torch.Tensor,
     value: torch.Tensor,
     attention_mask: torch.Tensor | None,
-    attention_rows: AttentionRows | None = None,
+    attention_rows: AttentionLayout | None = None,
     sliding_window: int | None = None,
     **kwargs: Any,
 ) -> tuple[torch.Tensor, None]:
@@ -103,35 +183,46 @@ def packed_attention_forward(
 
     Args:
         module: The attention layer.
-        query: `[1, heads, total, head_size]`.
-        key: `[1, key_value_heads, total, head_size]`.
+        query: `[rows, heads, seq, head_size]`.
+        key: `[rows, key_value_heads, seq, head_size]`.
         value: Like `key`.
         attention_mask: Not read where `attention_rows` is given.
-        attention_rows: The sequences, see `AttentionRows`.
+        attention_rows: How the sequences lie; None where the mask tells.
         sliding_window: How many tokens a token sees, itself among them. None: all before it.
         kwargs: What transformers passes to its own function.
 
     Returns:
-        `[1, total, heads, head_size]`, and None for the attention weights.
+        `[rows, seq, heads, head_size]`, and None for the attention weights.
     """
     if attention_rows is None:
         output, _ = sdpa_attention_forward(
             module, query, key, value, attention_mask, sliding_window=sliding_window, **kwargs
         )
         return output, None
-    outputs: list[torch.Tensor] = []
-    for tokens in attention_rows.groups:
-        # [heads, total, size] -> [rows, heads, width, size]
-        rows_query, rows_key, rows_value = (
-            states[0][:, tokens].transpose(0, 1) for states in (query, key, value)
-        )
-        mask = _band(tokens.shape[1], sliding_window, device=query.device)
-        output, _ = sdpa_attention_forward(module, rows_query, rows_key, rows_value, mask, **kwargs)
-        outputs.append(output.flatten(0, 1))
-    return torch.cat(outputs).index_select(0, attention_rows.places)[None], None
+    return attention_rows.attend(module, query, key, value, sliding_window, **kwargs), None
 
 
-def _band(width: int, sliding_window: int | None, *, device: torch.device) -> torch.Tensor | None:
+def layout_arguments(layout: AttentionLayout, device: torch.device) -> dict[str, Any]:
+    """Return what a model's forward takes for its attention to follow `layout`.
+
+    A mask that is given with four axes is passed on as it is: none is made of all tokens.
+    """
+    unread = torch.ones(1, 1, 1, 1, dtype=torch.bool, device=device)
+    return {"attention_mask": unread, "attention_rows": layout}
+
+
+def rows_of(states: torch.Tensor, tokens: torch.Tensor) -> torch.Tensor:
+    """Return states `[1, heads, total, size]` at `tokens` `[rows, width]`, per row.
+
+    Returns:
+        `[rows, heads, width, size]`.
+    """
+    return states[0][:, tokens].transpose(0, 1)
+
+
+def causal_band(
+    width: int, sliding_window: int | None, *, device: torch.device
+) -> torch.Tensor | None:
     """Return the mask of a causal window, or None where the window is wider than the rows."""
     if sliding_window is None or sliding_window >= width:
         return None

@@ -15,6 +15,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
+_PATH = "policy.dtensor_cfg"
 _RANK_VARIABLES = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 
 
@@ -22,33 +23,36 @@ def plan_layout(config: Mapping[str, Any], *, world_size: int) -> ParallelLayout
     """Return the layout of `world_size` ranks under a resolved policy config.
 
     Raises:
-        ValueError: The sizes do not divide the world, or are not supported.
+        ValueError: The sizes do not divide the world, or contradict each other.
     """
     section = config["dtensor_cfg"]
+    tensor, context = section["tensor_parallel_size"], section["context_parallel_size"]
     for key in ("tensor_parallel_size", "context_parallel_size"):
-        size = section[key]
-        if size < 1:
-            raise ValueError(f"policy.dtensor_cfg.{key}={size} must be at least 1")
-        if world_size % size:
-            raise ValueError(
-                f"policy.dtensor_cfg.{key}={size} does not divide world_size={world_size}"
-            )
-        if size > 1:
-            raise ValueError(
-                f"policy.dtensor_cfg.{key}={size} is not supported by this version of the "
-                "dtensor backend, which shards over data-parallel ranks: set it to 1"
-            )
-    if section["sequence_parallel"]:
+        if section[key] < 1:
+            raise ValueError(f"{_PATH}.{key}={section[key]} must be at least 1")
+    if world_size % (tensor * context):
         raise ValueError(
-            "policy.dtensor_cfg.sequence_parallel=True needs "
-            f"policy.dtensor_cfg.tensor_parallel_size > 1, got {section['tensor_parallel_size']}"
+            f"{_PATH}.tensor_parallel_size={tensor} times {_PATH}.context_parallel_size={context} "
+            f"does not divide world_size={world_size}"
         )
-    if "custom_parallel_plan" in section:
+    for key in ("sequence_parallel", "custom_parallel_plan"):
+        if section.get(key) and tensor == 1:
+            raise ValueError(
+                f"{_PATH}.{key}={section[key]!r} needs {_PATH}.tensor_parallel_size > 1, "
+                f"got {tensor}"
+            )
+    layout = ParallelLayout(
+        data_parallel=world_size // (tensor * context),
+        context_parallel=context,
+        tensor_parallel=tensor,
+    )
+    replicas = section["data_parallel_replicate_size"]
+    if replicas < 1 or layout.data_parallel % replicas:
         raise ValueError(
-            f"policy.dtensor_cfg.custom_parallel_plan={section['custom_parallel_plan']!r} needs "
-            f"policy.dtensor_cfg.tensor_parallel_size > 1, got {section['tensor_parallel_size']}"
+            f"{_PATH}.data_parallel_replicate_size={replicas} does not divide the "
+            f"{layout.data_parallel} data-parallel ranks"
         )
-    return ParallelLayout(data_parallel=world_size)
+    return layout
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -103,7 +107,47 @@ def init_process_group(environment: RankEnvironment, *, timeout_s: float) -> boo
     return True
 
 
-def build_mesh(layout: ParallelLayout, *, device_type: str) -> DeviceMesh:
-    """Return the mesh with the axes `dp`, `cp` and `tp`; tensor-parallel ranks are neighbours."""
-    shape = (layout.data_parallel, layout.context_parallel, layout.tensor_parallel)
-    return init_device_mesh(device_type, shape, mesh_dim_names=("dp", "cp", "tp"))
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Meshes:
+    """The ranks in two views of one order: tensor-parallel ranks are neighbours."""
+
+    data: DeviceMesh
+    """Axes `dp`, `cp`, `tp`: which rows and tokens a rank has."""
+    state: DeviceMesh
+    """Axes `dp_replicate`, `dp_shard_cp`, `tp`: which part of each parameter a rank has."""
+    shards: dist.ProcessGroup
+    """The ranks that have the parts of one copy of the parameters, this one among them."""
+
+    @classmethod
+    def of(cls, layout: ParallelLayout, *, replicas: int, device_type: str) -> Meshes:
+        """Return the meshes of `layout`, with `replicas` whole copies of the parameters."""
+        sharded = layout.data_parallel // replicas * layout.context_parallel
+        tensor = layout.tensor_parallel
+        copies = init_device_mesh(
+            device_type, (replicas, sharded * tensor), mesh_dim_names=("dp_replicate", "shards")
+        )
+        return cls(
+            data=init_device_mesh(
+                device_type,
+                (layout.data_parallel, layout.context_parallel, tensor),
+                mesh_dim_names=("dp", "cp", "tp"),
+            ),
+            state=init_device_mesh(
+                device_type,
+                (replicas, sharded, tensor),
+                mesh_dim_names=("dp_replicate", "dp_shard_cp", "tp"),
+            ),
+            shards=copies["shards"].get_group(),
+        )
+
+    @property
+    def fsdp(self) -> DeviceMesh:
+        """The ranks over which FSDP shards, and over which it replicates where it does."""
+        if self.state["dp_replicate"].size() == 1:
+            return self.state["dp_shard_cp"]
+        return self.state["dp_replicate", "dp_shard_cp"]
+
+    @property
+    def tp(self) -> DeviceMesh:
+        """The ranks that share each layer."""
+        return self.state["tp"]

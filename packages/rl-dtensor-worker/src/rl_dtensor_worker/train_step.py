@@ -10,7 +10,6 @@ from typing import TYPE_CHECKING, Any
 import torch
 import torch.distributed as dist
 
-from rl_dtensor_worker.forward import forward_for_loss
 from rl_dtensor_worker.optim import clip_gradients, total_grad_norm
 
 if TYPE_CHECKING:
@@ -21,6 +20,7 @@ if TYPE_CHECKING:
     from torch.optim.lr_scheduler import LRScheduler
 
     from rl_dtensor_worker.config import WorkerConfig
+    from rl_dtensor_worker.forward import Forward
     from rl_dtensor_worker.microbatches import MicroBatch, Step
     from rl_dtensor_worker.optim import LossScaler
 
@@ -59,7 +59,7 @@ class TrainResult:
 
 
 def run_steps(
-    model: nn.Module,
+    forward: Forward,
     loss_fn: Any,
     *,
     steps: Sequence[Step],
@@ -76,12 +76,12 @@ def run_steps(
         loss = torch.zeros((), device=device)
         for batch in step.micro_batches(device):
             loss += run_microbatch(
-                model, batch, loss_fn, counts, training=training, config=config, result=result
+                forward, batch, loss_fn, counts, training=training, result=result
             )
         dist.all_reduce(loss, group=group)
         result.losses.append(loss)
         if training is not None:
-            norm, stepped = apply_gradients(model, training, counts, config=config)
+            norm, stepped = apply_gradients(forward.model, training, counts, config=config)
             result.grad_norms.append(norm)
             num_skipped += not stepped
     if training is not None and dist.get_rank() == 0:
@@ -105,23 +105,16 @@ def count_valid(
 
 
 def run_microbatch(
-    model: nn.Module,
+    forward: Forward,
     micro_batch: MicroBatch,
     loss_fn: Any,
     counts: StepCounts,
     *,
     training: TrainingParts | None,
-    config: WorkerConfig,
     result: TrainResult,
 ) -> torch.Tensor:
     """Return the micro-batch's share of the loss; add its gradients and metrics."""
-    inputs = forward_for_loss(
-        model,
-        micro_batch,
-        loss_fn,
-        temperature=config.temperature,
-        width_multiple=config.width_multiple,
-    )
+    inputs = forward.for_loss(micro_batch, loss_fn)
     # A global batch in which nothing is valid has loss 0, not 0 / 0.
     loss, metrics = loss_fn(
         inputs, micro_batch.rows, counts.valid_seqs.clamp(min=1), counts.valid_toks.clamp(min=1)

@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import math
 import re
 from dataclasses import dataclass
 from itertools import groupby, islice
-from typing import TYPE_CHECKING, NamedTuple, TypeGuard
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 import torch.distributed as dist
 from torch.distributed.tensor import DTensor, Shard
+from torch.distributed.tensor.placement_types import _StridedShard
 
 from rl_dtensor_worker.fsdp import local_tensor
 from rl_dtensor_worker.model import persistent_state
@@ -48,12 +50,21 @@ class ModelWeights:
     Args:
         model: The model; its parameters are read when they are iterated over, not before.
         wire_dtype: The dtype of every floating-point tensor on the wire; others keep theirs.
+        group: The ranks that have parts of the tensors, each another one. None: nothing is cut.
         device: Where the whole tensors are gathered.
     """
 
-    def __init__(self, model: nn.Module, *, wire_dtype: torch.dtype, device: torch.device) -> None:
+    def __init__(
+        self,
+        model: nn.Module,
+        *,
+        wire_dtype: torch.dtype,
+        device: torch.device,
+        group: dist.ProcessGroup | None = None,
+    ) -> None:
         self._model = model
         self._wire_dtype = wire_dtype
+        self._group = group
         self._device = device
 
     def metadata(self) -> list[WeightMeta]:
@@ -106,6 +117,7 @@ class ModelWeights:
         return _Gather.start(
             [(name, state[name]) for name in names],
             [self._dtype_of(state[name]) for name in names],
+            group=self._group,
             device=self._device,
         )
 
@@ -123,13 +135,75 @@ def layer_of(name: str) -> str:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
+class _Cut:
+    """How a tensor lies on the ranks that have parts of it: rows over rows, over tensor parallel.
+
+    Rank `d * tensor + t` has rows `d` of the part `t` of the tensor.
+    """
+
+    rows: int
+    """Ranks over which FSDP cuts the first dimension."""
+    tensor: int
+    """Ranks that share the layer."""
+    dim: int | None
+    """The dimension that those cut; None where each has all of it."""
+
+    @classmethod
+    def of(cls, tensor: torch.Tensor) -> _Cut | None:
+        """Return how `tensor` is cut; None where it is not, or in a way of its own."""
+        if not isinstance(tensor, DTensor):
+            return None
+        sizes: dict[str, int] = {}
+        dims: dict[str, int] = {}
+        mesh = tensor.device_mesh
+        for axis, placement in enumerate(tensor.placements):
+            name = (mesh.mesh_dim_names or ("",) * mesh.ndim)[axis]
+            sizes[name] = mesh.size(axis)
+            if isinstance(placement, (Shard, _StridedShard)):
+                dims[name] = placement.dim
+        known = sizes.keys() <= {"dp_replicate", "dp_shard_cp", "tp"}
+        if not known or dims.get("dp_shard_cp") != 0 or "dp_replicate" in dims:
+            return None
+        cut = cls(rows=sizes["dp_shard_cp"], tensor=sizes.get("tp", 1), dim=dims.get("tp"))
+        return cut if cut._is_even(tensor.shape) else None
+
+    @property
+    def num_ranks(self) -> int:
+        """How many ranks have parts."""
+        return self.rows * self.tensor
+
+    def part_shape(self, shape: torch.Size) -> list[int]:
+        """Return the shape of what the ranks of one row group share, completed to equal rows."""
+        part = list(shape)
+        if self.dim is not None:
+            part[self.dim] //= self.tensor
+        part[0] = -(-part[0] // self.rows) * self.rows
+        return part
+
+    def join(self, parts: torch.Tensor, shape: torch.Size) -> torch.Tensor:
+        """Return the tensor whose parts are given, `[ranks, elements]`, each completed."""
+        part = self.part_shape(shape)
+        rows = part[0] // self.rows
+        stacked = parts.view(self.rows, self.tensor, rows, *part[1:]).transpose(0, 1)
+        num_rows = shape[0] // self.tensor if self.dim == 0 else shape[0]
+        blocks = stacked.reshape(self.tensor, *part)[:, :num_rows]
+        if self.tensor == 1 or self.dim is None:
+            return blocks[0]
+        return torch.cat(list(blocks), dim=self.dim)
+
+    def _is_even(self, shape: torch.Size) -> bool:
+        return self.num_ranks > 1 and (self.dim is None or shape[self.dim] % self.tensor == 0)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
 class _Slot:
-    """Where a sharded tensor lies in what every rank contributes."""
+    """Where the part of a tensor lies in what every rank contributes."""
 
     start: int
-    rows: int
-    """Of the largest shard: all others are padded to it."""
+    end: int
     shape: torch.Size
+    """Of the whole tensor."""
+    cut: _Cut
 
 
 @dataclass(kw_only=True, slots=True)
@@ -144,35 +218,42 @@ class _Gather:
 
     @classmethod
     def start(
-        cls, tensors: NamedTensors, dtypes: list[torch.dtype], *, device: torch.device
+        cls,
+        tensors: NamedTensors,
+        dtypes: list[torch.dtype],
+        *,
+        group: dist.ProcessGroup | None,
+        device: torch.device,
     ) -> _Gather:
-        """Start to gather what is sharded; take the rest as it is."""
+        """Start to gather what is cut; take the rest as it is."""
         gather = cls(whole={}, slots={}, names=[name for name, _ in tensors])
-        sharded: list[tuple[DTensor, torch.dtype]] = []
+        parts: list[tuple[torch.Tensor, torch.dtype]] = []
         end = 0
         for (name, tensor), dtype in zip(tensors, dtypes, strict=True):
-            if not _is_row_shard(tensor):
+            cut = _Cut.of(tensor)
+            if cut is None or group is None or cut.num_ranks != group.size():
                 gather.whole[name] = _whole(tensor, dtype, device)
                 continue
-            ranks = tensor.device_mesh.size()
-            rows = -(-tensor.shape[0] // ranks)
-            gather.slots[name] = _Slot(start=end, rows=rows, shape=tensor.shape)
-            end += rows * tensor.shape[1:].numel()
-            sharded.append((tensor, dtype))
-        if sharded:
-            gather._send(sharded, end, device)
+            start, end = end, end + math.prod(cut.part_shape(tensor.shape)) // cut.rows
+            gather.slots[name] = _Slot(start=start, end=end, shape=tensor.shape, cut=cut)
+            parts.append((local_tensor(tensor), dtype))
+        if parts and group is not None:
+            gather._send(parts, end, group, device)
         return gather
 
     def _send(
-        self, sharded: list[tuple[DTensor, torch.dtype]], num_elements: int, device: torch.device
+        self,
+        parts: list[tuple[torch.Tensor, torch.dtype]],
+        num_elements: int,
+        group: dist.ProcessGroup,
+        device: torch.device,
     ) -> None:
-        ((dtype, mesh),) = {(dtype, tensor.device_mesh) for tensor, dtype in sharded}
+        (dtype,) = {dtype for _, dtype in parts}
         own = torch.empty(num_elements, dtype=dtype, device=device)
-        for (tensor, _), slot in zip(sharded, self.slots.values(), strict=True):
-            shard = local_tensor(tensor)
-            own[slot.start : slot.start + shard.numel()].view(shard.shape).copy_(shard)
-        self.gathered = torch.empty(mesh.size(), num_elements, dtype=dtype, device=device)
-        self.work = _all_gather(self.gathered.view(-1), own, group=mesh.get_group(), async_op=True)
+        for (part, _), slot in zip(parts, self.slots.values(), strict=True):
+            own[slot.start : slot.start + part.numel()].view(part.shape).copy_(part)
+        self.gathered = torch.empty(group.size(), num_elements, dtype=dtype, device=device)
+        self.work = _all_gather(self.gathered.view(-1), own, group=group, async_op=True)
 
     def finish(self) -> Iterator[tuple[str, torch.Tensor]]:
         """Wait for the collective, and yield name and whole tensor."""
@@ -184,19 +265,7 @@ class _Gather:
                 yield name, self.whole[name]
                 continue
             assert self.gathered is not None
-            size = slot.rows * slot.shape[1:].numel()
-            parts = self.gathered[:, slot.start : slot.start + size]
-            rows = parts.reshape(len(parts) * slot.rows, *slot.shape[1:])
-            yield name, rows[: slot.shape[0]]
-
-
-def _is_row_shard(tensor: torch.Tensor) -> TypeGuard[DTensor]:
-    """Return whether each rank of a mesh with one axis has some rows of the tensor."""
-    return (
-        isinstance(tensor, DTensor)
-        and tensor.device_mesh.size() > 1
-        and tuple(tensor.placements) == (Shard(0),)
-    )
+            yield name, slot.cut.join(self.gathered[:, slot.start : slot.end], slot.shape)
 
 
 def _whole(tensor: torch.Tensor, dtype: torch.dtype, device: torch.device) -> torch.Tensor:

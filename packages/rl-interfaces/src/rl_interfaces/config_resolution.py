@@ -43,6 +43,8 @@ POLICY_DEFAULTS: dict[str, Any] = {
         "context_parallel_size": 1,
         # Holds a second copy of weights and optimizer state in host memory while it writes.
         "async_checkpoint": False,
+        # Sharded over all data-parallel ranks, which takes the least memory.
+        "data_parallel_replicate_size": 1,
     },
     "megatron_cfg": {
         "enabled": False,
@@ -235,7 +237,7 @@ def _check_parallel_sizes(section: Mapping[str, Any], *, path: str) -> None:
     if not section["enabled"]:
         return
     for key in section:
-        if key.endswith("_parallel_size"):
+        if key.endswith(("_parallel_size", "_replicate_size")):
             _check_count(section, key, path=path)
 
 

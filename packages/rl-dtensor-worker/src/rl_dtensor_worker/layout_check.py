@@ -1,0 +1,66 @@
+"""Whether a model scores tokens in the layout it trains in as it scores them in padded rows."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import torch
+from rl_batched_data import SlicedDataDict
+
+from rl_dtensor_worker.microbatches import MicroBatch
+
+if TYPE_CHECKING:
+    from rl_dtensor_worker.forward import Forward
+
+# The largest difference that rounding makes, relative to the largest log-probability. Attention
+# that sees the sequence before moves log-probabilities by about as much as they are.
+_TOLERANCES = {torch.float32: 1e-3, torch.float16: 1e-2, torch.bfloat16: 5e-2}
+_LENGTHS = (11, 7, 2)
+
+
+@torch.no_grad()
+def check_layout(
+    forward: Forward, *, feature: str, compute_dtype: torch.dtype, device: torch.device
+) -> None:
+    """Raise unless tokens get the log-probabilities that they get in padded rows. Collective.
+
+    Which attention keeps concatenated sequences apart, or can do with a part of a sequence, is not
+    something that its name tells: custom kernels, linear attention and convolutions may all read
+    across the border. So it is tried.
+
+    Args:
+        forward: The model's forward.
+        feature: The config key that asks for the layout, with its value.
+        compute_dtype: What the model computes in.
+        device: Where it is.
+
+    Raises:
+        ValueError: They differ; the message names the attention and the difference.
+    """
+    config: Any = forward.model.config
+    batch = _random_rows(config.get_text_config().vocab_size)
+    packs = forward.context_group is not None or feature.startswith("sequence_packing")
+    packed = forward.concatenation().of(batch).to(device) if packs else None
+    rows, span = batch.to(device), (0, batch.size)
+    with forward.whole_sequences():
+        expected = forward.logprobs(MicroBatch(span=span, rows=rows))
+    found = forward.logprobs(MicroBatch(span=span, rows=rows, packed=packed))
+    difference = float((found - expected).abs().max() / expected.abs().max())
+    if not difference <= _TOLERANCES[compute_dtype]:
+        attention = getattr(config, "_attn_implementation", "unknown")
+        raise ValueError(
+            f"policy.{feature}: with attention {attention!r}, {type(forward.model).__name__} lets "
+            "sequences see one another, or loses a part of them (log-probabilities differ by "
+            f"{difference:.2g} of the largest): use another attention, or policy.dynamic_batching"
+        )
+
+
+def _random_rows(vocab_size: int) -> SlicedDataDict:
+    generator = torch.Generator().manual_seed(0)
+    shape = (len(_LENGTHS), max(_LENGTHS))
+    return SlicedDataDict(
+        {
+            "input_ids": torch.randint(vocab_size, shape, generator=generator),
+            "input_lengths": torch.tensor(_LENGTHS),
+        }
+    )

@@ -1,0 +1,68 @@
+"""What the groups of a worker's calls have in common."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from rl_dtensor_worker.microbatches import Step, steps_of
+
+if TYPE_CHECKING:
+    import torch
+    import torch.distributed as dist
+    from rl_batched_data import BatchedDataDict
+    from rl_interfaces import Residency
+    from torch import nn
+    from transformers import PreTrainedTokenizerBase
+
+    from rl_dtensor_worker.checkpoint import Checkpointer
+    from rl_dtensor_worker.config import WorkerConfig
+    from rl_dtensor_worker.device import Profiler
+    from rl_dtensor_worker.forward import Forward
+    from rl_dtensor_worker.parallel import Meshes, RankEnvironment
+    from rl_dtensor_worker.randomness import RandomState
+    from rl_dtensor_worker.reference import ReferenceModel
+    from rl_dtensor_worker.refit import WeightTransfer
+    from rl_dtensor_worker.train_step import TrainingParts
+
+
+class WorkerParts:
+    """The parts of a worker, which its constructor puts together."""
+
+    model: nn.Module
+    _config: WorkerConfig
+    _environment: RankEnvironment
+    _device: torch.device
+    _meshes: Meshes
+    _dp_group: dist.ProcessGroup
+    _dp_rank: int
+    _tokenizer: PreTrainedTokenizerBase
+    _pad_token_id: int | None
+    _forward: Forward
+    _reference: ReferenceModel | None
+    _training: TrainingParts | None
+    _residency: Residency
+    _transfer: WeightTransfer
+    _profiler: Profiler
+    _random: RandomState
+    _checkpointer: Checkpointer
+
+    def _steps(self, data: BatchedDataDict[Any], **sizes: Any) -> list[Step]:
+        return steps_of(
+            data,
+            **sizes,
+            planned_by=self._config.planned_by,
+            concatenation=self._forward.concatenation(),
+            group=self._dp_group,
+            device=self._device,
+        )
+
+
+def positive(name: str, value: int | None) -> int | None:
+    """Return `value`, which a caller may leave out.
+
+    Raises:
+        ValueError: It is not positive.
+    """
+    if value is not None and value <= 0:
+        raise ValueError(f"{name}={value} must be positive")
+    return value

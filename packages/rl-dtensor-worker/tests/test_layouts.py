@@ -1,0 +1,129 @@
+"""What a layout of ranks must not change: completions, checkpoints, memory savings, rounding."""
+
+import parity_models
+import parity_ranks
+import pytest
+import torch
+from oracle import LOGPROB_TOLERANCE, load, plain_logprobs
+from test_parity import LAYOUTS, assert_equal_parameters, joined
+from tiny_model import make_batch, make_config
+
+# Across layouts: one AdamW step over gradients whose float32 sums are taken in another order.
+CONTINUED_TOLERANCE = 1e-6
+# bfloat16 has steps of 2^-8 of a value; log-probabilities are about 4, over two layers. Measured:
+# 0.06 between plain transformers in bfloat16 and in float32, for rows of the same batch.
+BFLOAT16_TOLERANCE = 0.15
+
+
+@pytest.fixture(scope="module")
+def qwen3(tmp_path_factory):
+    return parity_models.build("qwen3", tmp_path_factory.mktemp("qwen3"))
+
+
+def config_of(path, layout, **overrides):
+    num_ranks, sizes = LAYOUTS[layout]
+    section = {"enabled": True, **sizes, **overrides.pop("dtensor_cfg", {})}
+    return num_ranks, make_config(path, dtensor_cfg=section, **overrides)
+
+
+@pytest.mark.parametrize("layout", ["tp2", "tp2_sp", "cp2", "dp2_tp2"])
+def test_greedy_completions_are_those_of_plain_transformers(pools, qwen3, layout):
+    prompts, model = make_batch(4, width=6), load(qwen3)
+    num_ranks, config = config_of(qwen3, layout)
+    results = pools(num_ranks).run(
+        parity_ranks.generate_and_score, config=config, batch=prompts, greedy=True
+    )
+    places = {result["place"]: result for result in results}
+    completions = [
+        tokens[:length].tolist()
+        for place in sorted(places)
+        for tokens, length in zip(
+            places[place]["output_ids"], places[place]["unpadded_sequence_lengths"], strict=True
+        )
+    ]
+    for row, prompt_length in enumerate(prompts["input_lengths"].tolist()):
+        tokens = prompts["input_ids"][row : row + 1, :prompt_length]
+        expected = model.generate(tokens, max_new_tokens=8, do_sample=False)[0]
+        assert completions[row] == expected.tolist()
+
+
+@pytest.mark.parametrize("layout", ["tp2_sp", "dp2_cp2"])
+def test_ranks_that_share_rows_sample_the_same(pools, qwen3, layout):
+    num_ranks, config = config_of(qwen3, layout)
+    results = pools(num_ranks).run(
+        parity_ranks.generate_and_score, config=config, batch=make_batch(4, width=6), greedy=False
+    )
+    for result in results:
+        twin = next(other for other in results if other["place"] == result["place"])
+        assert torch.equal(result["output_ids"], twin["output_ids"])
+        is_new = torch.arange(result["scored"].shape[1]) >= result["prompt_lengths"][:, None]
+        torch.testing.assert_close(
+            torch.where(is_new, result["scored"], 0.0),
+            result["logprobs"],
+            atol=LOGPROB_TOLERANCE,
+            rtol=0,
+        )
+
+
+@pytest.mark.parametrize(
+    ("saved", "loaded"), [("tp2", "dp2"), ("dp2_tp2", "hybrid"), ("hybrid", "tp2_cp2")]
+)
+def test_a_checkpoint_loads_into_another_layout(pools, qwen3, tmp_path, saved, loaded):
+    batch = make_batch(4)
+    paths = {"weights_path": str(tmp_path / "w"), "optimizer_path": str(tmp_path / "o")}
+    num_ranks, config = config_of(qwen3, saved)
+    before, continued = pools(num_ranks).run(
+        parity_ranks.train_and_save, config=config, batch=batch, num_calls=2, **paths
+    )[0]
+    num_ranks, config = config_of(qwen3, loaded)
+    found, resumed = pools(num_ranks).run(
+        parity_ranks.load_and_train, config=config, batch=batch, **paths
+    )[0]
+    assert_equal_parameters(found, before, 0.0)
+    assert_equal_parameters(resumed, continued, CONTINUED_TOLERANCE)
+
+
+def test_a_checkpoint_continues_bit_for_bit_in_its_own_layout(pools, qwen3, tmp_path):
+    batch = make_batch(4)
+    paths = {"weights_path": str(tmp_path / "w"), "optimizer_path": str(tmp_path / "o")}
+    num_ranks, config = config_of(qwen3, "tp2_sp")
+    _, continued = pools(num_ranks).run(
+        parity_ranks.train_and_save, config=config, batch=batch, num_calls=2, **paths
+    )[0]
+    _, resumed = pools(num_ranks).run(
+        parity_ranks.load_and_train, config=config, batch=batch, **paths
+    )[0]
+    assert_equal_parameters(resumed, continued, 0.0)
+
+
+@pytest.mark.parametrize("saving", ["activation_checkpointing", "cpu_offload"])
+@pytest.mark.parametrize("layout", ["tp2_sp", "cp2"])
+def test_what_saves_memory_changes_nothing(pools, qwen3, layout, saving):
+    outcomes = []
+    for section in ({}, {saving: True}):
+        num_ranks, config = config_of(qwen3, layout, dtensor_cfg=section)
+        outcomes.append(
+            pools(num_ranks).run(
+                parity_ranks.run_case,
+                config=config,
+                batch=make_batch(4),
+                section="sequence_packing" if layout == "cp2" else None,
+                num_calls=2,
+            )[0]
+        )
+    plain, saved = outcomes
+    assert torch.equal(plain["logprobs"], saved["logprobs"])
+    assert_equal_parameters(saved["parameters"], plain["parameters"], 0.0)
+
+
+@pytest.mark.parametrize("layout", ["tp2_sp", "cp2", "hybrid"])
+def test_bfloat16_is_as_close_as_bfloat16_is(pools, qwen3, layout):
+    batch = make_batch(4)
+    num_ranks, config = config_of(qwen3, layout, precision="bfloat16")
+    results = pools(num_ranks).run(
+        parity_ranks.run_case, config=config, batch=batch, section=None, num_calls=1
+    )
+    expected = plain_logprobs(load(qwen3), batch)
+    torch.testing.assert_close(
+        joined(results, "logprobs"), expected, atol=BFLOAT16_TOLERANCE, rtol=0
+    )

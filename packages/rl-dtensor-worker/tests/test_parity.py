@@ -1,0 +1,131 @@
+"""The parity table: every layout of ranks against plain transformers and a plain loop.
+
+By default a subset in which every pair of a layout, a model and a way of batching occurs;
+`PARITY=all` runs the whole table.
+"""
+
+import itertools
+import os
+
+import parity_models
+import parity_ranks
+import pytest
+import torch
+from oracle import (
+    LOGPROB_TOLERANCE,
+    PARAMETER_TOLERANCE,
+    load,
+    plain_logprobs,
+    plain_training,
+)
+from tiny_model import make_batch, make_config
+
+LAYOUTS = {
+    "dp2": (2, {}),
+    "tp2": (2, {"tensor_parallel_size": 2}),
+    "tp2_sp": (2, {"tensor_parallel_size": 2, "sequence_parallel": True}),
+    "cp2": (2, {"context_parallel_size": 2}),
+    "dp2_tp2": (4, {"tensor_parallel_size": 2}),
+    "dp2_cp2": (4, {"context_parallel_size": 2}),
+    "tp2_cp2": (4, {"tensor_parallel_size": 2, "context_parallel_size": 2}),
+    "hybrid": (4, {"data_parallel_replicate_size": 2}),
+}
+BATCHINGS = {"padded": None, "dynamic": "dynamic_batching", "packed": "sequence_packing"}
+# Losses are about 4, norms about 10, where float32 has steps of 5e-7 and 1e-6: sums of hundreds of
+# terms, taken in another order, agree to a few of them.
+RELATIVE_TOLERANCE = 2e-6
+
+
+def covering_pairs():
+    """Return cases in which every pair of values of two of the three axes occurs."""
+    axes = (list(LAYOUTS), list(parity_models.CONFIGS), list(BATCHINGS))
+    cases = list(itertools.product(*axes))
+    missing = {pair for case in cases for pair in itertools.combinations(enumerate(case), 2)}
+    chosen = []
+    while missing:
+        best = max(
+            cases, key=lambda case: len(missing & set(itertools.combinations(enumerate(case), 2)))
+        )
+        chosen.append(best)
+        missing -= set(itertools.combinations(enumerate(best), 2))
+    return sorted(chosen)
+
+
+def all_cases():
+    return sorted(itertools.product(LAYOUTS, parity_models.CONFIGS, BATCHINGS))
+
+
+CASES = all_cases() if os.environ.get("PARITY") == "all" else covering_pairs()
+
+
+@pytest.fixture(scope="session")
+def oracles(tmp_path_factory):
+    """`oracles(name)` gives a model's path, and what plain transformers give for the batch."""
+    known = {}
+
+    def oracle_of(name):
+        if name not in known:
+            path = parity_models.build(name, tmp_path_factory.mktemp(name))
+            batch = make_batch(6)
+            model = load(path)
+            weights = {key: value.detach().clone() for key, value in model.named_parameters()}
+            known[name] = {
+                "path": path,
+                "batch": batch,
+                "weights": weights,
+                "logprobs": plain_logprobs(model, batch),
+                "training": plain_training(path, batch, global_batch_size=4, num_calls=3),
+            }
+        return known[name]
+
+    return oracle_of
+
+
+def joined(results, key):
+    """Return the rows of all data-parallel places, in the batch's order."""
+    places = {result["place"]: result for result in results}
+    rows = torch.cat([places[place][key] for place in sorted(places)])
+    order = places[0]["order"]
+    if order is None:
+        return rows
+    restored = torch.empty_like(rows)
+    restored[torch.tensor(order)] = rows
+    return restored
+
+
+def assert_equal_parameters(found, expected, tolerance):
+    assert found.keys() == expected.keys()
+    differences = {
+        name: float((found[name] - expected[name]).detach().abs().max()) for name in found
+    }
+    worst = max(differences, key=differences.__getitem__)
+    assert differences[worst] <= tolerance, (worst, differences[worst])
+
+
+@pytest.mark.parametrize(("layout", "model", "batching"), CASES, ids=map("-".join, CASES))
+def test_every_layout_equals_plain_transformers(pools, oracles, layout, model, batching):
+    num_ranks, sizes = LAYOUTS[layout]
+    section, oracle = BATCHINGS[batching], oracles(model)
+    budgets = {"train_mb_tokens": parity_ranks.BUDGET, "logprob_mb_tokens": parity_ranks.BUDGET}
+    sections = {} if section is None else {section: {"enabled": True, **budgets}}
+    config = make_config(oracle["path"], dtensor_cfg={"enabled": True, **sizes}, **sections)
+    results = pools(num_ranks).run(
+        parity_ranks.run_case,
+        config=config,
+        batch=oracle["batch"],
+        section=section,
+        num_calls=3,
+    )
+    expected, losses, norms = oracle["training"]
+    for key in ("logprobs", "reference"):
+        torch.testing.assert_close(
+            joined(results, key), oracle["logprobs"], atol=LOGPROB_TOLERANCE, rtol=0
+        )
+    for result in results:
+        assert result["sent"].keys() == oracle["weights"].keys()
+        assert all(torch.equal(result["sent"][n], w) for n, w in oracle["weights"].items())
+        for key, plain in (("losses", losses), ("grad_norms", norms)):
+            torch.testing.assert_close(
+                result[key], torch.tensor(plain), rtol=RELATIVE_TOLERANCE, atol=0
+            )
+        assert_equal_parameters(result["parameters"], expected, PARAMETER_TOLERANCE)

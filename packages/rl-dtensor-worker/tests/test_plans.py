@@ -1,0 +1,169 @@
+"""Which module takes part in tensor parallelism how, and what is refused by name."""
+
+import copy
+
+import parity_models
+import parity_ranks
+import pytest
+import torch
+from oracle import LOGPROB_TOLERANCE, PARAMETER_TOLERANCE, load, plain_logprobs, plain_training
+from rank_pool import RankFailure
+from rl_dtensor_worker import DTensorPolicyWorker
+from rl_dtensor_worker.plans import plan_of
+from test_parity import assert_equal_parameters
+from tiny_model import make_batch, make_config
+from transformers import (
+    AutoModelForCausalLM,
+    GptOssConfig,
+    NemotronConfig,
+    OPTConfig,
+    Phi3Config,
+    StableLmConfig,
+)
+
+TP2 = {"enabled": True, "tensor_parallel_size": 2}
+
+
+def on_meta(config):
+    with torch.device("meta"):
+        return AutoModelForCausalLM.from_config(config)
+
+
+@pytest.fixture(scope="module")
+def llama(tmp_path_factory):
+    return parity_models.build("llama", tmp_path_factory.mktemp("llama"))
+
+
+@pytest.mark.parametrize("name", list(parity_models.CONFIGS))
+def test_the_plan_of_transformers_is_taken_and_tokens_are_apart(name):
+    model = on_meta(parity_models.CONFIGS[name])
+    styles = plan_of(model, custom=None)
+    assert styles["model.embed_tokens"] == "embedding_rowwise"
+    assert styles["lm_head"] == "colwise"
+    assert styles["model.layers.1.self_attn.k_proj"] == "colwise"
+    assert styles["model.layers.0.self_attn.o_proj"] == "rowwise"
+    assert set(styles) <= {name for name, _ in model.named_modules()}
+    norms = [inner for inner in styles if inner.endswith("input_layernorm")]
+    assert norms == []
+
+
+def test_a_key_for_every_layer_matches_one_part_of_a_name():
+    styles = plan_of(on_meta(parity_models.CONFIGS["qwen3_moe"]), custom=None)
+    assert styles["model.layers.0.mlp.experts"] == "moe_tp_experts"
+    assert "model.layers.0.mlp.gate" not in styles
+
+
+@pytest.mark.parametrize("make", [NemotronConfig, StableLmConfig])
+def test_a_plan_of_ours_stands_in_where_transformers_has_none(make):
+    heads = {"num_attention_heads": 4, "num_key_value_heads": 2}
+    config = make(hidden_size=32, intermediate_size=48, num_hidden_layers=2, **heads)
+    styles = plan_of(on_meta(config), custom=None)
+    assert styles["model.layers.1.mlp.down_proj"] == "rowwise"
+    assert styles["model.layers.0.self_attn.v_proj"] == "colwise"
+
+
+@pytest.mark.parametrize(
+    ("plan", "words"),
+    [
+        ("UNMATCHED", ["model.layers.*.mlp.gate_porj", "matches no module"]),
+        ("MISNAMED", ["model.layers.*.mlp.up_proj", "collwise", "ParallelStyle"]),
+    ],
+)
+def test_a_custom_plan_with_a_mistake_is_refused_by_its_key(plan, words):
+    with pytest.raises(ValueError, match=r"custom_parallel_plan") as error:
+        plan_of(on_meta(parity_models.CONFIGS["llama"]), custom=f"plans_for_tests.{plan}")
+    assert all(word in str(error.value) for word in words), str(error.value)
+
+
+def test_a_model_without_a_plan_is_refused():
+    sizes = {"hidden_size": 32, "ffn_dim": 48, "num_hidden_layers": 1, "word_embed_proj_dim": 32}
+    config = OPTConfig(**sizes, num_attention_heads=2)
+    with pytest.raises(ValueError, match=r"model_type='opt'.*custom_parallel_plan"):
+        plan_of(on_meta(config), custom=None)
+
+
+@pytest.mark.parametrize(
+    ("size", "count"),
+    [("vocab_size", 63), ("num_attention_heads", 3), ("intermediate_size", 97), ("num_experts", 5)],
+)
+def test_what_cannot_be_shared_equally_is_named(tmp_path, size, count):
+    config = copy.deepcopy(parity_models.CONFIGS["qwen3_moe"])
+    setattr(config, size, count)
+    config.save_pretrained(tmp_path)
+    config = make_config(str(tmp_path), dtensor_cfg=TP2)
+    with pytest.raises(ValueError, match=f"tensor_parallel_size=2 does not divide.*{size}={count}"):
+        DTensorPolicyWorker.validate_config(config, world_size=2)
+
+
+@pytest.mark.parametrize("plan", ["NAMED", "torch_styles"])
+def test_a_custom_plan_gives_the_same_numbers(pools, llama, plan):
+    batch = make_batch(6)
+    section = {**TP2, "custom_parallel_plan": f"plans_for_tests.{plan}"}
+    results = pools(2).run(
+        parity_ranks.run_case,
+        config=make_config(llama, dtensor_cfg=section),
+        batch=batch,
+        section=None,
+        num_calls=3,
+    )
+    expected = plain_logprobs(load(llama), batch)
+    parameters, _, _ = plain_training(llama, batch, global_batch_size=4, num_calls=3)
+    for result in results:
+        torch.testing.assert_close(result["logprobs"], expected, atol=LOGPROB_TOLERANCE, rtol=0)
+        assert_equal_parameters(result["parameters"], parameters, PARAMETER_TOLERANCE)
+
+
+@pytest.mark.parametrize("model", ["llama_tied", "gemma3"])
+def test_a_loss_over_logits_gets_those_of_all_tokens(pools, tmp_path, model):
+    path, batch = parity_models.build(model, tmp_path), make_batch(6)
+    parameters, losses, _ = plain_training(path, batch, global_batch_size=4, num_calls=2)
+    section = {**TP2, "sequence_parallel": True, "context_parallel_size": 2}
+    results = pools(4).run(
+        parity_ranks.run_case,
+        config=make_config(path, dtensor_cfg=section),
+        batch=batch,
+        section=None,
+        num_calls=2,
+        loss="logits",
+    )
+    for result in results:
+        torch.testing.assert_close(result["losses"], torch.tensor(losses), rtol=2e-6, atol=0)
+        assert_equal_parameters(result["parameters"], parameters, PARAMETER_TOLERANCE)
+
+
+def test_fused_projections_are_gathered_and_cut(pools, tmp_path):
+    torch.manual_seed(1)
+    sizes = {key: value for key, value in parity_models._COMMON.items() if key != "bos_token_id"}
+    AutoModelForCausalLM.from_config(Phi3Config(**sizes)).save_pretrained(tmp_path)
+    parity_models.build_tokenizer().save_pretrained(tmp_path)
+    batch = make_batch(6)
+    results = pools(2).run(
+        parity_ranks.run_case,
+        config=make_config(str(tmp_path), dtensor_cfg=TP2),
+        batch=batch,
+        section=None,
+        num_calls=3,
+    )
+    parameters, _, _ = plain_training(tmp_path, batch, global_batch_size=4, num_calls=3)
+    for result in results:
+        assert_equal_parameters(result["parameters"], parameters, PARAMETER_TOLERANCE)
+
+
+def test_a_parameter_beside_shared_parts_is_refused(pools, tmp_path):
+    # Attention sinks: one number per head, in the module whose projections are cut by heads.
+    sizes = {"num_local_experts": 4, "num_experts_per_tok": 2, "head_dim": 16}
+    config = GptOssConfig(**parity_models._COMMON, **sizes)
+    AutoModelForCausalLM.from_config(config).save_pretrained(tmp_path)
+    with pytest.raises(RankFailure) as failure:
+        pools(2).run(
+            parity_ranks.run_case,
+            config=make_config(
+                str(tmp_path),
+                dtensor_cfg={**TP2, "custom_parallel_plan": "plans_for_tests.ATTENTION"},
+            ),
+            batch=make_batch(2),
+            section=None,
+            num_calls=1,
+        )
+    assert failure.value.kind == "ValueError"
+    assert "self_attn.sinks" in failure.value.text
