@@ -652,3 +652,112 @@ def forwards_around_a_swap(*, config, batch):
         with worker.use_reference_model():
             inside = worker.model(batch["input_ids"]).logits
         return before, inside, worker.model(batch["input_ids"]).logits
+
+
+def saves_that_fail(*, config, directory):
+    """Save where it cannot be written; return the errors, and whether a later save loads."""
+    import resource
+    import signal
+    from pathlib import Path
+
+    rank, _ = this_rank()
+    errors = []
+
+    def attempt(worker, path):
+        try:
+            worker.save_checkpoint(path)
+            worker.finish_checkpoint()
+        except (RuntimeError, ValueError) as error:
+            errors.append(f"{type(error).__name__}: {error}")
+        else:
+            errors.append("saved")
+
+    @contextmanager
+    def no_room():
+        """Give the last rank a disk on which files end early."""
+        before = resource.getrlimit(resource.RLIMIT_FSIZE)
+        signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+        if rank == 1:
+            resource.setrlimit(resource.RLIMIT_FSIZE, (4096, before[1]))
+        try:
+            yield
+        finally:
+            resource.setrlimit(resource.RLIMIT_FSIZE, before)
+
+    if rank == 0:
+        (Path(directory) / "mine").mkdir()
+        (Path(directory) / "mine" / "thesis.tex").write_text("")
+    with worker_for(config, init_reference_model=False) as worker:
+        attempt(worker, f"{directory}/file/weights")
+        with no_room():
+            attempt(worker, f"{directory}/weights")
+            attempt(worker, f"{directory}/weights")
+        attempt(worker, f"{directory}/mine")
+        before = shards_of(worker)
+        worker.save_checkpoint(f"{directory}/weights")
+        worker._add_noise_to_weights()
+        worker.load_checkpoint(f"{directory}/weights")
+        after = shards_of(worker)
+        return errors, all(torch.equal(before[n], after[n]) for n in before)
+
+
+def export(*, config, path, max_bytes):
+    with worker_for(config, init_reference_model=False) as worker:
+        worker.save_hf_checkpoint(path, max_file_bytes=max_bytes)
+
+
+def save_over_two_axes(*, model_name, directory):
+    """Add 1 to the weights and save them, over two data- by two tensor-parallel ranks."""
+    from rl_dtensor_worker.checkpoint import Checkpointer, RankRandomState
+    from rl_dtensor_worker.config import WorkerConfig
+    from rl_dtensor_worker.loading import ModelLoader
+
+    with process_group() as environment:
+        config = WorkerConfig.from_policy_config(
+            make_config(model_name), world_size=4, init_optimizer=True
+        )
+        model = model_on_meta(model_name)
+        loader = ModelLoader(model, config)
+        shard_over_two_axes(model)
+        loader.fill(model, device=environment.device)
+        with torch.no_grad():
+            for parameter in model.parameters():
+                local_tensor(parameter).add_(1)
+        checkpointer = Checkpointer(model, timeout_s=60, in_background=False)
+        random_state = RankRandomState(data_parallel_rank=0, is_written_here=False, state={})
+        checkpointer.save(f"{directory}/weights", None, None, random_state)
+        checkpointer.export(build_tokenizer(), f"{directory}/hf", max_file_bytes=20_000)
+        checkpointer.close()
+
+
+def train_while_saving(*, config, batch, directory):
+    """Train while a save is held back, then load it and train again; return what both gave."""
+    import threading
+    from pathlib import Path
+
+    from rl_dtensor_worker import saving
+
+    write, may_write = saving.write_parts, threading.Event()
+
+    def held_back(*arguments):
+        assert may_write.wait(60)
+        write(*arguments)
+
+    def advance(worker):
+        sampled = worker.generate(rows)["output_ids"]
+        return worker.train(rows, make_loss("nll")), shards_of(worker), sampled
+
+    rows = my_rows(batch, 4)
+    paths = (f"{directory}/weights", f"{directory}/optimizer")
+    saving.write_parts = held_back
+    try:
+        with worker_for(config, init_reference_model=False) as worker:
+            worker.train(rows, make_loss("nll"))
+            worker.save_checkpoint(*paths)
+            first = advance(worker)
+            is_on_disk = Path(paths[0]).exists()
+            may_write.set()
+            worker.load_checkpoint(*paths)
+            return is_on_disk, first, advance(worker)
+    finally:
+        saving.write_parts = write

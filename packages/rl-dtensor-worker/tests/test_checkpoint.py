@@ -5,6 +5,8 @@ import rank_functions
 import torch
 from oracle import LOGPROB_TOLERANCE, largest_difference, load, plain_logprobs
 from rank_pool import RankFailure, RankPool
+from safetensors.torch import load_file
+from tiny_checkpoints import save_model
 from tiny_model import build_tiny_model, make_batch, make_config
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
@@ -39,9 +41,10 @@ def test_a_new_process_continues_bit_for_bit(saved):
         assert torch.equal(sampled, sampled_2)
 
 
-def test_another_layout_continues(saved, pools):
+@pytest.mark.parametrize("num_ranks", [1, 4])
+def test_another_layout_continues(saved, pools, num_ranks):
     arguments, uninterrupted = saved
-    ((_, _, _, parameters),) = pools(1).run(rank_functions.load_and_train, **arguments)
+    (_, _, _, parameters), *_ = pools(num_ranks).run(rank_functions.load_and_train, **arguments)
     # The same numbers in another order of summation.
     assert largest_difference(parameters, uninterrupted[0][3]) < 1e-6
 
@@ -67,6 +70,7 @@ def test_the_hugging_face_directory_loads_with_equal_logits(saved, pools):
 def test_saving_over_a_checkpoint_replaces_it_whole(pools, tiny_model, tmp_path):
     config = make_config(tiny_model)
     (tmp_path / "weights.partial").mkdir()  # what a crash leaves
+    (tmp_path / "weights.old").mkdir()
     (tmp_path / "weights.partial" / "junk.safetensors").write_bytes(b"half-written")
     saved = pools(2).run(rank_functions.save_twice, config=config, directory=str(tmp_path))[0]
     loaded = pools(2).run(
@@ -87,7 +91,7 @@ def test_what_is_no_checkpoint_is_named(saved, pools, tmp_path):
     shutil.copytree(f"{arguments['directory']}/optimizer", without_state)
     (without_state / "state.pt").unlink()
     cases = [
-        ({"config": arguments["config"], "weights_path": str(empty)}, ["empty", "safetensors"]),
+        ({"config": arguments["config"], "weights_path": str(empty)}, ["empty", "complete.json"]),
         ({"config": make_config(other), "weights_path": weights}, ["lacks", "lm_head.weight"]),
         (
             {
@@ -103,3 +107,95 @@ def test_what_is_no_checkpoint_is_named(saved, pools, tmp_path):
             pools(2).run(rank_functions.load_only, **kwargs)
         assert failure.value.kind == "ValueError"
         assert all(word in failure.value.text for word in words)
+
+
+@pytest.fixture(scope="module")
+def async_config(tiny_model):
+    section = {"enabled": True, "async_checkpoint": True}
+    return make_config(tiny_model, dtensor_cfg=section)
+
+
+def test_a_save_in_the_background_is_of_the_moment_it_was_asked_for(pools, async_config, tmp_path):
+    outcomes = pools(2).run(
+        rank_functions.train_while_saving,
+        config=async_config,
+        batch=make_batch(8),
+        directory=str(tmp_path),
+    )
+    for is_on_disk, (first, shards, sampled), (again, shards_again, sampled_again) in outcomes:
+        assert not is_on_disk
+        assert torch.equal(first["global_loss"], again["global_loss"])
+        assert torch.equal(first["grad_norm"], again["grad_norm"])
+        assert first["all_mb_metrics"]["lr"] == again["all_mb_metrics"]["lr"]
+        assert all(torch.equal(shards[name], shards_again[name]) for name in shards)
+        assert torch.equal(sampled, sampled_again)
+
+
+@pytest.mark.parametrize("in_background", [False, True])
+def test_what_cannot_be_written_is_said_on_every_rank(
+    pools, tiny_model, async_config, tmp_path, in_background
+):
+    (tmp_path / "file").write_text("")
+    config = async_config if in_background else make_config(tiny_model)
+    outcomes = pools(2).run(rank_functions.saves_that_fail, config=config, directory=str(tmp_path))
+    for errors, is_loaded in outcomes:
+        under_a_file, no_room, no_room_again, taken = errors
+        assert all("RuntimeError: the checkpoint" in each for each in errors[:3])
+        assert "file/weights" in under_a_file
+        assert "Not a directory" in under_a_file
+        for text in (no_room, no_room_again):
+            assert f"{tmp_path}/weights" in text
+            assert "rank 1 failed: OSError" in text
+            assert "File too large" in text
+        assert "no save has written it" in taken
+        assert is_loaded
+    assert {path.name for path in tmp_path.iterdir()} == {"file", "weights", "mine"}
+
+
+def test_directories_of_different_saves_are_not_mixed(saved, pools, tmp_path):
+    arguments, _ = saved
+    pools(2).run(
+        rank_functions.train_save_train,
+        **(arguments | {"directory": str(tmp_path)}),
+    )
+    with pytest.raises(RankFailure) as failure:
+        pools(2).run(
+            rank_functions.load_only,
+            config=arguments["config"],
+            weights_path=f"{arguments['directory']}/weights",
+            optimizer_path=f"{tmp_path}/optimizer",
+        )
+    assert failure.value.kind == "ValueError"
+    assert "different saves" in failure.value.text
+
+
+@pytest.mark.parametrize("name", ["qwen2_tied", "qwen3_moe"])
+def test_an_export_in_several_files_has_the_names_and_bits_of_its_source(pools, tmp_path, name):
+    source = save_model(tmp_path / "source", name)
+    pools(2).run(
+        rank_functions.export, config=make_config(source), path=f"{tmp_path}/hf", max_bytes=20_000
+    )
+    files = sorted((tmp_path / "hf").glob("*.safetensors"))
+    assert len(files) > 2
+    assert files[0].name == f"model-00001-of-{len(files):05d}.safetensors"
+    whole = load_file(f"{source}/model.safetensors")
+    exported = {key: value for file in files for key, value in load_file(file).items()}
+    assert exported.keys() == whole.keys()
+    assert all(torch.equal(exported[key], whole[key]) for key in whole)
+    ours, plain = load(f"{tmp_path}/hf"), load(source)
+    assert largest_difference(dict(ours.named_parameters()), dict(plain.named_parameters())) == 0
+    assert type(ours) is type(plain)
+
+
+def test_shards_over_two_axes_load_into_another_layout(pools, tmp_path):
+    source = save_model(tmp_path / "source", "qwen2_tied")
+    pools(4).run(rank_functions.save_over_two_axes, model_name=source, directory=str(tmp_path))
+    expected = dict(load(source).named_parameters())
+    noisy, *_ = pools(2).run(
+        rank_functions.load_only,
+        config=make_config(source),
+        weights_path=f"{tmp_path}/weights",
+    )
+    assert all(torch.equal(noisy[name], tensor + 1) for name, tensor in expected.items())
+    exported = dict(load(f"{tmp_path}/hf").named_parameters())
+    assert largest_difference(exported, noisy) == 0

@@ -118,6 +118,10 @@ def test_the_keys_of_the_loss_are_its_arguments():
             "policy.generation.max_new_tokens=32 leaves no room for a prompt in "
             "policy.max_total_sequence_length=32",
         ),
+        (
+            ["policy.dtensor_cfg.async_checkpoint=true"],
+            "policy.dtensor_cfg.async_checkpoint=True is not supported by a recipe's run",
+        ),
         (["sft.policy.precision=int8"], "sft.policy.precision='int8'"),
         (["grpo.old_logprobs=sampler"], "contradicts loss.importance_cap=2.0"),
         (

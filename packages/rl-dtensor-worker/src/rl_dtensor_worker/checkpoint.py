@@ -1,235 +1,248 @@
-"""Checkpoints: sharded safetensors, written beside their place and renamed into it.
+"""Checkpoints: sharded safetensors that any layout of ranks reads, written while training goes on.
 
-Weights are a directory of safetensors shards in the layout of `torch.distributed.checkpoint`, which
-any other layout of ranks can read. The optimizer's directory holds its tensors in the same way,
-`state.pt` (groups, counters, schedule, loss scale) and `random_RANK.pt` (random states). Both `.pt`
-files hold plain values and are read with `weights_only=True`.
+Weights are a directory of safetensors shards in the layout of `torch.distributed.checkpoint`. The
+training state's directory holds the optimizer's tensors in the same way, `state.pt` (groups,
+counters, schedule, loss scale) and `random_N.pt` (the random state of data-parallel rank N). The
+`.pt` files hold plain values and are read with `weights_only=True`.
 """
 
 from __future__ import annotations
 
 import logging
-import os
-import shutil
-import warnings
-from contextlib import contextmanager
+from dataclasses import dataclass
+from datetime import timedelta
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
-from torch.distributed.checkpoint.hf_storage import (
-    HuggingFaceStorageReader,
-    HuggingFaceStorageWriter,
-)
+from torch.distributed.checkpoint.api import CheckpointException
+from torch.distributed.checkpoint.hf_storage import HuggingFaceStorageReader
 from torch.distributed.checkpoint.state_dict_loader import load as load_sharded
-from torch.distributed.checkpoint.state_dict_saver import save as save_sharded
 
-from rl_dtensor_worker.fsdp import full_tensor
+from rl_dtensor_worker import directories, saving, training_state
+from rl_dtensor_worker.agreement import failing_together
+from rl_dtensor_worker.hf_export import write_hf_directory
 from rl_dtensor_worker.model import persistent_state
+from rl_dtensor_worker.saving import Part, PendingSave, naming, reason_of, taking_their_places
 
 if TYPE_CHECKING:
-    from collections.abc import Generator
-
     from torch import nn
-    from transformers import PreTrainedModel, PreTrainedTokenizerBase
+    from transformers import PreTrainedTokenizerBase
 
     from rl_dtensor_worker.train_step import TrainingParts
 
 logger = logging.getLogger(__name__)
 
+Tensors = dict[str, torch.Tensor]
 
-def save_weights(model: nn.Module, path: str | Path) -> None:
-    """Write every rank's shards of the weights, and the model's config. Collective."""
-    with atomic_directory(path) as directory:
-        _save_tensors(persistent_state(model), directory)
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class RankRandomState:
+    """The random state that a save holds for one data-parallel rank."""
+
+    data_parallel_rank: int
+    is_written_here: bool
+    """By one of the ranks that share it."""
+    state: dict[str, torch.Tensor]
+
+    @property
+    def file_name(self) -> str:
+        """Name of its file."""
+        return f"random_{self.data_parallel_rank}.pt"
+
+
+class Checkpointer:
+    """The saves and loads of one rank. Every method is collective, unless it says otherwise.
+
+    Args:
+        model: The sharded model.
+        timeout_s: The most seconds that one rank waits for another.
+        in_background: Whether a save copies the state to the CPU, and writes while the caller goes
+            on. The next call then waits for it, and raises what it failed with.
+    """
+
+    def __init__(self, model: nn.Module, *, timeout_s: float, in_background: bool) -> None:
+        self._model = model
+        self._timeout_s = timeout_s
+        self._in_background = in_background
+        self._group: dist.ProcessGroup | None = None
+        self._pending: PendingSave | None = None
+
+    def save(
+        self,
+        weights_path: str,
+        optimizer_path: str | None,
+        training: TrainingParts | None,
+        random_state: RankRandomState,
+    ) -> None:
+        """Write the weights, and the training state where a path is given.
+
+        Raises:
+            ValueError: A path is taken by something else than a checkpoint.
+            RuntimeError: It cannot be written, or an earlier save could not.
+        """
+        parts = [Part(_absolute(weights_path), dict(persistent_state(self._model)), {})]
+        self._add_config(parts[0])
+        if optimizer_path is not None and training is not None:
+            tensors, others = training_state.state_of(self._model, training)
+            part = Part(_absolute(optimizer_path), tensors, {})
+            if dist.get_rank() == 0:
+                part.files["state.pt"] = lambda path: _save_values(others, path)
+            if random_state.is_written_here:
+                values = random_state.state
+                part.files[random_state.file_name] = lambda path: _save_values(values, path)
+            parts.append(part)
+        self._write(parts)
+
+    def load(
+        self,
+        weights_path: str,
+        optimizer_path: str | None,
+        training: TrainingParts | None,
+        random_state: RankRandomState,
+    ) -> dict[str, torch.Tensor] | None:
+        """Read what `save` wrote, in this layout or another; return the random state, if any.
+
+        Raises:
+            ValueError: A directory is no complete checkpoint of this model, or the two are of
+                different saves.
+        """
+        self.finish()
+        paths = [_absolute(path) for path in (weights_path, optimizer_path) if path is not None]
+        _check_one_save(paths)
+        random: dict[str, torch.Tensor] | None = None
+        if training is not None and len(paths) > 1:
+            others = torch.load(paths[1] / "state.pt", weights_only=True, map_location="cpu")
+            tensors = training_state.tensors_to_fill(self._model, training, others)
+            if tensors:
+                _load_tensors(tensors, paths[1], what="optimizer_path")
+            training_state.restore(self._model, training, others)
+            random = _load_random(paths[1] / random_state.file_name)
+        _load_tensors(persistent_state(self._model), paths[0], what="weights_path")
+        return random
+
+    def export(self, tokenizer: PreTrainedTokenizerBase, path: str, *, max_file_bytes: int) -> None:
+        """Write a directory that transformers loads, see `write_hf_directory`.
+
+        Raises:
+            ValueError: The path is taken by something else than an export.
+            RuntimeError: It cannot be written, or an earlier save could not.
+        """
+        self.finish()
+        target = _absolute(path)
+        with taking_their_places([target], self._begin([target])):
+            write_hf_directory(
+                self._model,  # type: ignore[arg-type]
+                tokenizer,
+                directories.partial_of(target),
+                max_file_bytes=max_file_bytes,
+            )
+
+    def finish(self) -> None:
+        """Wait until the last save is on the disk. Not collective.
+
+        Raises:
+            RuntimeError: It could not be written.
+            TimeoutError: It takes longer than the limit.
+        """
+        pending, self._pending = self._pending, None
+        if pending is not None:
+            pending.wait(self._timeout_s)
+
+    def close(self) -> None:
+        """Wait for the last save and leave the group. May be called again.
+
+        Raises:
+            RuntimeError: The last save could not be written.
+        """
+        try:
+            self.finish()
+        finally:
+            if self._group is not None and dist.is_initialized():
+                dist.destroy_process_group(self._group)
+            self._group = None
+
+    def _write(self, parts: list[Part]) -> None:
+        self.finish()
+        group = self._begin([part.target for part in parts])
+        if not self._in_background:
+            saving.write_parts(parts, group)
+            return
+        staged = [part.staged() for part in parts]
+        self._pending = PendingSave(lambda: saving.write_parts(staged, group), path=parts[0].target)
+
+    def _begin(self, targets: list[Path]) -> dist.ProcessGroup:
+        """Make room for some directories; return the group that writes them."""
+        if self._group is None:
+            # Of its own, so that a save in the background never meets a collective of training.
+            timeout = timedelta(seconds=self._timeout_s)
+            group: Any = dist.new_group(backend="gloo", timeout=timeout)
+            self._group = group
+        with naming(targets), failing_together(self._group):
+            if dist.get_rank(self._group) == 0:
+                directories.begin(targets)
+        assert self._group is not None
+        return self._group
+
+    def _add_config(self, part: Part) -> None:
         if dist.get_rank() == 0:
-            model.config.save_pretrained(directory)  # type: ignore[union-attr, operator]
+            text = self._model.config.to_json_string()  # type: ignore[union-attr, operator]
+            part.files["config.json"] = lambda path: path.write_text(text)
 
 
-def load_weights(model: nn.Module, path: str | Path) -> None:
-    """Read weights that any layout has written into the model's shards, in place. Collective.
-
-    Raises:
-        ValueError: The directory is no checkpoint of this model; the message names what differs.
-    """
-    _load_tensors(persistent_state(model), path, what="weights_path")
-
-
-def save_training_state(
-    model: nn.Module,
-    training: TrainingParts,
-    path: str | Path,
-    *,
-    random_state: dict[str, torch.Tensor],
-) -> None:
-    """Write optimizer, schedule, loss scale and this rank's random state. Collective."""
-    tensors, counters = _flatten_optimizer(model, training.optimizer)
-    small = {
-        "counters": counters,
-        "groups": [_group_options(group) for group in training.optimizer.param_groups],
-        "scheduler": training.scheduler.state_dict(),
-        "scaler": training.scaler.state_dict(),
-    }
-    with atomic_directory(path) as directory:
-        _save_tensors(tensors, directory)
-        _save_small(random_state, directory / f"random_{dist.get_rank()}.pt")
+def _check_one_save(paths: list[Path]) -> None:
+    """Finish a save that was interrupted, and check that both directories are of one."""
+    with failing_together():
         if dist.get_rank() == 0:
-            _save_small(small, directory / "state.pt")
+            directories.finish(paths[0])
+    with failing_together():
+        names = ("weights_path", "optimizer_path")
+        saves = {
+            name: directories.check_complete(path, what=name)
+            for name, path in zip(names, paths, strict=False)
+        }
+        if len(set(saves.values())) > 1:
+            raise ValueError(
+                f"weights_path={str(paths[0])!r} and optimizer_path={str(paths[1])!r} are of "
+                f"different saves: {list(saves.values())}"
+            )
 
 
-def load_training_state(
-    model: nn.Module, training: TrainingParts, path: str | Path
-) -> dict[str, torch.Tensor] | None:
-    """Read what `save_training_state` wrote; return this rank's random state, if it has one.
-
-    Raises:
-        ValueError: The directory is no training state of this model and optimizer.
-    """
-    directory = Path(path)
-    if not (directory / "state.pt").is_file():
-        raise ValueError(f"optimizer_path={str(path)!r} has no state.pt: not a training state")
-    small = torch.load(directory / "state.pt", weights_only=True)
-    if small["counters"]:
-        _materialise_state(training.optimizer)
-        tensors, _ = _flatten_optimizer(model, training.optimizer)
-        _load_tensors(tensors, directory, what="optimizer_path")
-        _restore_counters(model, training.optimizer, small["counters"])
-    for group, options in zip(training.optimizer.param_groups, small["groups"], strict=True):
-        group.update(options)
-    training.scheduler.load_state_dict(small["scheduler"])
-    training.scaler.load_state_dict(small["scaler"])
-    random_path = directory / f"random_{dist.get_rank()}.pt"
-    if not random_path.is_file():
-        logger.warning("%s is not there: the random state of this rank starts anew", random_path)
-        return None
-    return torch.load(random_path, weights_only=True)
-
-
-def save_hf_directory(
-    model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, path: str | Path
-) -> None:
-    """Write a directory that transformers loads, in float32. Collective.
-
-    Tensors are gathered one at a time; the first rank holds the whole on its CPU.
-    """
-    is_writer = dist.get_rank() == 0
-    state: dict[str, torch.Tensor] = {}
-    for name, tensor in persistent_state(model).items():
-        whole = full_tensor(tensor)
-        if is_writer:
-            state[name] = whole.cpu()
-    with atomic_directory(path) as directory:
-        if is_writer:
-            model.save_pretrained(directory, state_dict=state)
-            tokenizer.save_pretrained(directory)
-
-
-@contextmanager
-def atomic_directory(path: str | Path) -> Generator[Path, None, None]:
-    """Yield a directory beside `path` that takes its place when every rank has left in order.
-
-    A crash leaves what stood at `path` as it was. Collective: all ranks enter and leave together.
-    """
-    target = Path(path).absolute()
-    beside = target.with_name(f"{target.name}.partial")
-    if dist.get_rank() == 0:
-        if beside.exists():
-            shutil.rmtree(beside)
-        beside.mkdir(parents=True)
-    dist.barrier()
-    yield beside
-    dist.barrier()
-    if dist.get_rank() == 0:
-        replace_directory(beside, target)
-    dist.barrier()
-
-
-def replace_directory(source: Path, target: Path) -> None:
-    """Rename `source` to `target`; an older `target` is set aside first and removed afterwards."""
-    old = target.with_name(f"{target.name}.old")
-    if old.exists():
-        shutil.rmtree(old)
-    if target.exists():
-        target.rename(old)
-    source.rename(target)
-    descriptor = os.open(target.parent, os.O_RDONLY)
+def _load_tensors(tensors: Tensors, path: Path, *, what: str) -> None:
+    with failing_together():
+        _check_tensors(tensors, path, what=what)
     try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
-    if old.exists():
-        shutil.rmtree(old)
+        with torch.no_grad():
+            load_sharded(tensors, storage_reader=HuggingFaceStorageReader(str(path)))
+    except CheckpointException as error:
+        raise RuntimeError(f"{what}={str(path)!r} was not loaded: {reason_of(error)}") from error
 
 
-def _save_tensors(tensors: dict[str, torch.Tensor], directory: Path) -> None:
-    if tensors:
-        writer = HuggingFaceStorageWriter(str(directory), save_distributed=True)
-        save_sharded(tensors, storage_writer=writer)
-
-
-def _load_tensors(tensors: dict[str, torch.Tensor], path: str | Path, *, what: str) -> None:
-    if not any(Path(path).glob("*.safetensors")):
-        raise ValueError(f"{what}={str(path)!r} has no safetensors files: not a checkpoint")
-    reader = HuggingFaceStorageReader(str(path))
-    stored = reader.read_metadata().state_dict_metadata
+def _check_tensors(tensors: Tensors, path: Path, *, what: str) -> None:
+    stored = HuggingFaceStorageReader(str(path)).read_metadata().state_dict_metadata
     missing = sorted(tensors.keys() - stored.keys())
     if missing:
         raise ValueError(f"{what}={str(path)!r} lacks {len(missing)} tensors, first {missing[:3]}")
     for name, tensor in tensors.items():
-        if tuple(stored[name].size) != tuple(tensor.shape):  # type: ignore[union-attr]
+        shape = tuple(stored[name].size)  # type: ignore[union-attr]
+        if shape != tuple(tensor.shape):
             raise ValueError(
-                f"{what}={str(path)!r}: {name} has shape {tuple(stored[name].size)}, "  # type: ignore[union-attr]
+                f"{what}={str(path)!r}: {name} has shape {shape}, "
                 f"the model's has {tuple(tensor.shape)}"
             )
-    with torch.no_grad():
-        load_sharded(tensors, storage_reader=HuggingFaceStorageReader(str(path)))
 
 
-def _flatten_optimizer(
-    model: nn.Module, optimizer: torch.optim.Optimizer
-) -> tuple[dict[str, torch.Tensor], dict[str, Any]]:
-    """Return the state as `{parameter/slot: tensor}`, and apart what is 0-d or no tensor."""
-    tensors: dict[str, torch.Tensor] = {}
-    counters: dict[str, Any] = {}
-    for name, parameter in model.named_parameters():
-        for slot, value in optimizer.state.get(parameter, {}).items():
-            is_array = isinstance(value, torch.Tensor) and value.ndim > 0
-            (tensors if is_array else counters)[f"{name}/{slot}"] = value
-    return tensors, counters
+def _load_random(path: Path) -> dict[str, torch.Tensor] | None:
+    if not path.is_file():
+        logger.warning("%s is not there: the random state of this rank starts anew", path)
+        return None
+    return torch.load(path, weights_only=True)
 
 
-def _restore_counters(
-    model: nn.Module, optimizer: torch.optim.Optimizer, counters: dict[str, Any]
-) -> None:
-    for name, parameter in model.named_parameters():
-        for slot, value in optimizer.state.get(parameter, {}).items():
-            if not (isinstance(value, torch.Tensor) and value.ndim > 0):
-                optimizer.state[parameter][slot] = counters[f"{name}/{slot}"]
+def _save_values(value: Any, path: Path) -> None:
+    torch.save(value, path)
 
 
-def _materialise_state(optimizer: torch.optim.Optimizer) -> None:
-    """Let the optimizer create its state, by a step of zero rate over zero gradients."""
-    rates = [group["lr"] for group in optimizer.param_groups]
-    for group in optimizer.param_groups:
-        group["lr"] = 0.0
-        for parameter in group["params"]:
-            parameter.grad = torch.zeros_like(parameter)
-    with warnings.catch_warnings():
-        # The schedule has not begun: that no scheduler follows this step is meant.
-        warnings.simplefilter("ignore", UserWarning)
-        optimizer.step()
-    for group, rate in zip(optimizer.param_groups, rates, strict=True):
-        group["lr"] = rate
-    optimizer.zero_grad(set_to_none=True)
-
-
-def _group_options(group: dict[str, Any]) -> dict[str, Any]:
-    return {key: value for key, value in group.items() if key != "params"}
-
-
-def _save_small(value: Any, path: Path) -> None:
-    with path.open("wb") as file:
-        torch.save(value, file)
-        file.flush()
-        os.fsync(file.fileno())
+def _absolute(path: str) -> Path:
+    return Path(path).absolute()

@@ -72,6 +72,8 @@ class WorkerConfig:
     max_grad_norm: float | None
     cpu_offload: bool
     activation_checkpointing: bool
+    async_checkpoint: bool
+    """Write checkpoints while training goes on."""
     trust_remote_code: bool
     timeout_s: float
     profile_dir: str
@@ -113,6 +115,7 @@ class WorkerConfig:
             max_grad_norm=resolved.get("max_grad_norm"),
             cpu_offload=resolved["dtensor_cfg"]["cpu_offload"],
             activation_checkpointing=resolved["dtensor_cfg"]["activation_checkpointing"],
+            async_checkpoint=resolved["dtensor_cfg"]["async_checkpoint"],
             trust_remote_code=resolved["trust_remote_code"],
             timeout_s=resolved["timeout_s"],
             profile_dir=resolved["profile_dir"],

@@ -10,7 +10,9 @@ from rl_batched_data import BatchedDataDict
 from rl_batched_data.batch_checks import check_scoring_batch, check_training_batch
 from rl_interfaces import LossType, ParallelLayout, Residency
 
-from rl_dtensor_worker import checkpoint, context_parallel, device
+from rl_dtensor_worker import context_parallel, device
+from rl_dtensor_worker.checkpoint import Checkpointer
+from rl_dtensor_worker.checkpoint_calls import CheckpointCalls
 from rl_dtensor_worker.config import WorkerConfig, load_model_config
 from rl_dtensor_worker.forward import Forward
 from rl_dtensor_worker.fsdp import unshard_fsdp2_model
@@ -47,7 +49,9 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 
-class DTensorPolicyWorker(ScoringCalls, ResidencyCalls, WeightCalls, InformationCalls):
+class DTensorPolicyWorker(
+    ScoringCalls, CheckpointCalls, ResidencyCalls, WeightCalls, InformationCalls
+):
     """One rank of a policy on FSDP2, for any transformers causal language model.
 
     A plain class: it runs wherever torchrun's environment variables are set, on its GPU with NCCL
@@ -194,65 +198,21 @@ class DTensorPolicyWorker(ScoringCalls, ResidencyCalls, WeightCalls, Information
                 device=self._device,
             )
 
-    # Checkpoints
-
-    def save_checkpoint(
-        self,
-        weights_path: str,
-        optimizer_path: str | None = None,
-        tokenizer_path: str | None = None,
-    ) -> None:
-        """Write the weights; the training state and the tokenizer where a path is given.
-
-        Each directory is written beside its place and renamed when it is complete. The training
-        state holds optimizer, schedule, loss scale and every rank's random state.
-
-        Raises:
-            ValueError: `optimizer_path` is given and there is no optimizer.
-        """
-        if optimizer_path is not None and self._training is None:
-            raise ValueError(f"optimizer_path={optimizer_path!r}: there is no optimizer to save")
-        checkpoint.save_weights(self.model, weights_path)
-        if optimizer_path is not None and self._training is not None:
-            checkpoint.save_training_state(
-                self.model, self._training, optimizer_path, random_state=self._random.state_dict()
-            )
-        if tokenizer_path is not None and self._environment.rank == 0:
-            self._tokenizer.save_pretrained(tokenizer_path)
-
-    def load_checkpoint(self, weights_path: str, optimizer_path: str | None = None) -> None:
-        """Read what `save_checkpoint` wrote, in this layout of ranks or another.
-
-        Raises:
-            ValueError: A directory is no checkpoint of this model, or there is no optimizer.
-        """
-        if optimizer_path is not None and self._training is None:
-            raise ValueError(f"optimizer_path={optimizer_path!r}: there is no optimizer to load")
-        if optimizer_path is not None and self._training is not None:
-            random_state = checkpoint.load_training_state(
-                self.model, self._training, optimizer_path
-            )
-            if random_state is not None:
-                self._random.load_state_dict(random_state)
-        checkpoint.load_weights(self.model, weights_path)
-
-    def save_hf_checkpoint(self, path: str) -> None:
-        """Write a directory that `AutoModelForCausalLM.from_pretrained` loads, in float32."""
-        checkpoint.save_hf_directory(self.model, self._tokenizer, path)  # type: ignore[arg-type]
-
-    def return_state_dict(self) -> dict[str, Any]:
-        """Return the model's state, of which each rank holds its shards."""
-        return self.model.state_dict()
-
     # The end
 
     def shutdown(self) -> None:
         """Let go of receivers and handles, and leave the process group if the worker joined it.
 
         Calling it twice is fine.
+
+        Raises:
+            RuntimeError: The last save could not be written.
         """
         self._transfer.close()
-        self._leave_group()
+        try:
+            self._checkpointer.close()
+        finally:
+            self._leave_group()
 
     create_context_parallel_ctx = staticmethod(context_parallel.create_context_parallel_ctx)
     train_context = staticmethod(context_parallel.train_context)
@@ -285,6 +245,11 @@ class DTensorPolicyWorker(ScoringCalls, ResidencyCalls, WeightCalls, Information
         )
         self._profiler = device.Profiler(self._environment, directory=self._config.profile_dir)
         self._random = RandomState(self._config.seed + self._dp_rank, device=self._device)
+        self._checkpointer = Checkpointer(
+            self.model,
+            timeout_s=self._config.timeout_s,
+            in_background=self._config.async_checkpoint,
+        )
 
     def _leave_group(self) -> None:
         if self._owns_group and dist.is_initialized():

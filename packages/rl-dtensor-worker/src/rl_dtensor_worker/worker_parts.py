@@ -12,11 +12,14 @@ if TYPE_CHECKING:
     from rl_batched_data import BatchedDataDict
     from rl_interfaces import Residency
     from torch import nn
+    from transformers import PreTrainedTokenizerBase
 
+    from rl_dtensor_worker.checkpoint import Checkpointer
     from rl_dtensor_worker.config import WorkerConfig
     from rl_dtensor_worker.device import Profiler
     from rl_dtensor_worker.forward import Forward
     from rl_dtensor_worker.parallel import Meshes, RankEnvironment
+    from rl_dtensor_worker.randomness import RandomState
     from rl_dtensor_worker.reference import ReferenceModel
     from rl_dtensor_worker.refit import WeightTransfer
     from rl_dtensor_worker.sharing import Sharing
@@ -33,6 +36,8 @@ class WorkerParts:
     _device: torch.device
     _meshes: Meshes
     _dp_group: dist.ProcessGroup
+    _dp_rank: int
+    _tokenizer: PreTrainedTokenizerBase
     _pad_token_id: int | None
     _sharing: Sharing
     _forward: Forward | ValueForward
@@ -41,6 +46,8 @@ class WorkerParts:
     _residency: Residency
     _transfer: WeightTransfer
     _profiler: Profiler
+    _random: RandomState
+    _checkpointer: Checkpointer
 
     def _steps(self, data: BatchedDataDict[Any], **sizes: Any) -> list[Step]:
         return steps_of(

@@ -33,6 +33,8 @@ class DTensorConfig(TypedDict):
     """Ranks that share each sequence."""
     custom_parallel_plan: str | None
     """Dotted path to a tensor-parallel plan: a dict, or a function that returns one."""
+    async_checkpoint: NotRequired[bool]
+    """Copy a checkpoint to the CPU and write it while training goes on."""
     data_parallel_replicate_size: NotRequired[int]
     """Whole copies of the sharded model: hybrid sharding where it is more than 1."""
 

@@ -43,6 +43,8 @@ POLICY_DEFAULTS: dict[str, Any] = {
         "activation_checkpointing": False,
         "tensor_parallel_size": 1,
         "context_parallel_size": 1,
+        # Holds a second copy of weights and optimizer state in host memory while it writes.
+        "async_checkpoint": False,
         # Sharded over all data-parallel ranks, which takes the least memory.
         "data_parallel_replicate_size": 1,
     },

@@ -42,11 +42,18 @@ def resolve_policy(policy: Mapping[str, Any], *, path: str = "policy") -> dict[s
     """Return the complete section; a model that is not named is the one the run builds.
 
     Raises:
-        ValueError: As `rl_interfaces.resolve_policy_config`.
+        ValueError: As `rl_interfaces.resolve_policy_config`, or checkpoints are to be written in
+            the background, while a run takes each for whole when the call returns.
     """
     if policy.get("model_name") is None:
         policy = {**policy, "model_name": BUILTIN_MODEL}
-    return resolve_policy_config(policy, path=path)
+    resolved = resolve_policy_config(policy, path=path)
+    if resolved["dtensor_cfg"]["async_checkpoint"]:
+        raise ValueError(
+            f"{path}.dtensor_cfg.async_checkpoint=True is not supported by a recipe's run, which "
+            "renames a checkpoint once it is saved: leave it out, or drive a Policy yourself"
+        )
+    return resolved
 
 
 def _optimizer_name(policy: Mapping[str, Any]) -> Any:

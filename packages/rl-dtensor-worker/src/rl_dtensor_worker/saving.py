@@ -1,0 +1,134 @@
+"""One save: what each rank writes, beside its place, and how all of it takes its place."""
+
+from __future__ import annotations
+
+import threading
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import torch
+import torch.distributed as dist
+from torch.distributed.checkpoint.api import CheckpointException
+from torch.distributed.checkpoint.hf_storage import HuggingFaceStorageWriter
+from torch.distributed.checkpoint.staging import DefaultStager, StagingOptions
+from torch.distributed.checkpoint.state_dict_saver import save as save_sharded
+
+from rl_dtensor_worker import directories
+from rl_dtensor_worker.agreement import failing_together
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Generator
+    from pathlib import Path
+
+Tensors = dict[str, torch.Tensor]
+
+
+@dataclass(slots=True)
+class Part:
+    """One directory of a save, and what this rank writes into it."""
+
+    target: Path
+    tensors: Tensors
+    files: dict[str, Callable[[Path], Any]]
+    """What writes each file, given its path."""
+
+    def staged(self) -> Part:
+        """Return the same with copies of the tensors on the CPU, which training leaves alone."""
+        on_cuda = any(tensor.is_cuda for tensor in self.tensors.values())
+        options = StagingOptions(
+            use_pinned_memory=on_cuda,
+            use_shared_memory=False,
+            use_async_staging=False,
+            use_non_blocking_copy=on_cuda,
+        )
+        stager = DefaultStager(options)
+        copies: Any = stager.stage(self.tensors)
+        stager.close()
+        return Part(self.target, copies, self.files)
+
+
+class PendingSave:
+    """A save that is being written by a thread of its own."""
+
+    def __init__(self, write: Callable[[], None], *, path: Path) -> None:
+        self._write = write
+        self._path = path
+        self._error: Exception | None = None
+        self._thread = threading.Thread(target=self._run, name=f"save {path}")
+        self._thread.start()
+
+    def wait(self, timeout_s: float) -> None:
+        """Return when it is on the disk.
+
+        Raises:
+            TimeoutError: It takes longer.
+            RuntimeError: It could not be written.
+        """
+        self._thread.join(timeout_s)
+        if self._thread.is_alive():
+            raise TimeoutError(
+                f"the checkpoint {str(self._path)!r} was not written within {timeout_s:g} s"
+            )
+        if self._error is not None:
+            raise self._error
+
+    def _run(self) -> None:
+        try:
+            self._write()
+        except Exception as error:  # `wait` raises it.
+            self._error = error
+
+
+def write_parts(parts: list[Part], group: dist.ProcessGroup) -> None:
+    """Write every part beside its place, then let all take their places."""
+    with taking_their_places([part.target for part in parts], group):
+        for part in parts:
+            _save_tensors(part.tensors, directories.partial_of(part.target), group)
+            with failing_together(group):
+                for name, write in part.files.items():
+                    write(directories.partial_of(part.target) / name)
+
+
+@contextmanager
+def taking_their_places(
+    targets: list[Path], group: dist.ProcessGroup
+) -> Generator[None, None, None]:
+    """Let what the body writes beside `targets` take their places, or throw it away. Collective."""
+    is_first = dist.get_rank(group) == 0
+    with naming(targets):
+        try:
+            yield
+            with failing_together(group):
+                if is_first:
+                    directories.commit(targets)
+        except (Exception, CheckpointException):
+            if is_first:
+                directories.discard(targets)
+            raise
+
+
+@contextmanager
+def naming(targets: list[Path]) -> Generator[None, None, None]:
+    """Name the checkpoint in what goes wrong, on every rank alike."""
+    try:
+        yield
+    except (OSError, RuntimeError, CheckpointException) as error:
+        path = str(targets[0])
+        raise RuntimeError(
+            f"the checkpoint {path!r} was not written: {reason_of(error)}"
+        ) from error
+
+
+def reason_of(error: BaseException) -> str:
+    """Return in a line what went wrong, and on which rank where `error` tells it."""
+    if not isinstance(error, CheckpointException):
+        return str(error) if isinstance(error, RuntimeError) else f"{type(error).__name__}: {error}"
+    rank, (cause, _) = min(error.failures.items(), key=lambda item: item[0])
+    return f"rank {rank} failed: {type(cause).__name__}: {cause}"
+
+
+def _save_tensors(tensors: Tensors, directory: Path, group: dist.ProcessGroup) -> None:
+    if tensors:
+        writer = HuggingFaceStorageWriter(str(directory), save_distributed=True)
+        save_sharded(tensors, storage_writer=writer, process_group=group)

@@ -1,0 +1,94 @@
+"""`kill -9` in the middle of a save: what loads afterwards is the last complete checkpoint."""
+
+import multiprocessing
+import os
+import random
+import signal
+import time
+
+import pytest
+import save_until_killed
+from rank_pool import free_port
+from tiny_model import make_config
+
+# `CHECKPOINT_KILLS=200` kills more often.
+NUM_KILLS = int(os.environ.get("CHECKPOINT_KILLS", "20")) // 2
+LIMIT_S = 60
+
+
+@pytest.fixture(scope="module")
+def zygote():
+    context = multiprocessing.get_context("spawn")
+    ours, theirs = context.Pipe()
+    process = context.Process(target=save_until_killed.serve, args=(theirs,), daemon=True)
+    process.start()
+    theirs.close()
+    yield ours
+    ours.close()
+    process.join(timeout=10)
+    if process.is_alive():
+        process.kill()
+
+
+def lines_of(directory):
+    log = directory / "log"
+    return log.read_text().splitlines() if log.is_file() else []
+
+
+def wait_for(directory, text):
+    """Return the seconds that it took until the ranks told of `text`."""
+    begin = time.monotonic()
+    while text not in lines_of(directory):
+        assert time.monotonic() - begin < LIMIT_S, (text, lines_of(directory))
+        time.sleep(0.001)
+    return time.monotonic() - begin
+
+
+def versions_of(lines, *words):
+    return [int(line.split()[1]) for line in lines if line.split()[0] in words]
+
+
+@pytest.mark.parametrize("in_background", [False, True])
+def test_the_last_complete_checkpoint_loads(zygote, tiny_model, tmp_path, in_background):
+    config = make_config(
+        tiny_model, dtensor_cfg={"enabled": True, "async_checkpoint": in_background}
+    )
+    moments = random.Random(0)
+    version, longest, before = 1, 0.05, []
+    for kill in range(NUM_KILLS + 1):
+        is_last = kill == NUM_KILLS
+        arguments = {
+            "config": config,
+            "directory": str(tmp_path),
+            "port": free_port(),
+            "first_version": version,
+            "last_version": version if is_last else version + 1000,
+        }
+        zygote.send(arguments)
+        ranks = zygote.recv()
+        if not is_last:
+            # The second save of a process: the first one made the room and is measured.
+            longest = max(longest, min(1.0, time_of_a_save(tmp_path, version)))
+            time.sleep(moments.uniform(0, 1.5 * longest))
+            for rank in ranks:
+                os.kill(rank, signal.SIGKILL)
+        codes = zygote.recv()
+        assert codes == ([0, 0] if is_last else [-signal.SIGKILL] * 2)
+        lines = lines_of(tmp_path)
+        if kill > 0:
+            check_loaded(lines, before, in_background=in_background)
+        before = lines
+        version = versions_of(lines, "saving")[-1] + 1
+
+
+def time_of_a_save(directory, version):
+    wait_for(directory, f"saving {version}")
+    return wait_for(directory, f"saving {version + 1}")
+
+
+def check_loaded(lines, before, *, in_background):
+    """Check the version that was loaded against what the killed ranks had told."""
+    (version,) = versions_of(lines[len(before) :], "loaded")
+    # In the background, a save is on the disk for sure when the one after it has been copied.
+    complete = versions_of(before, "loaded", "saved")[-2 if in_background else -1 :][0]
+    assert complete <= version <= versions_of(before, "saving")[-1]
