@@ -51,7 +51,7 @@ def model_path(tmp_path_factory, tokenizer):
         intermediate_size=64,
         num_hidden_layers=2,
         num_attention_heads=2,
-        num_key_value_heads=1,
+        num_key_value_heads=2,
         max_position_embeddings=64,
         initializer_range=0.2,
         pad_token_id=PAD,
@@ -91,9 +91,23 @@ def config(model_path, **changes):
     }
 
 
-@pytest.fixture(scope="module", params=[1, 2], ids=["one rank", "two ranks"])
+LAYOUTS = {
+    "one rank": (1, {}),
+    "two ranks": (2, {}),
+    "two ranks share layers": (2, {"tensor_parallel_size": 2, "sequence_parallel": True}),
+}
+
+
+@pytest.fixture(scope="module", params=LAYOUTS.values(), ids=LAYOUTS.keys())
 def policy(request, cluster, model_path, tokenizer):
-    policy = Policy(cluster, config(model_path), tokenizer, workers_per_node=request.param)
+    num_ranks, sizes = request.param
+    section = {"enabled": True, **sizes}
+    policy = Policy(
+        cluster,
+        config(model_path, dtensor_cfg=section),
+        tokenizer,
+        workers_per_node=num_ranks,
+    )
     yield policy
     assert policy.shutdown() is True
 
