@@ -1,5 +1,7 @@
 import pickle
+import stat
 import threading
+from pathlib import Path
 
 import pytest
 import torch
@@ -267,6 +269,17 @@ def test_a_wrong_token_gets_nothing(tensors):
         assert isinstance(received, AuthenticationError)
         assert isinstance(sent, RefitTimeoutError)
         assert engine.weights == {}
+
+
+def test_files_that_weights_go_through_are_the_owners_alone(tensors):
+    with make_sender(tensors, "golden") as sender:
+        engine = Engine(sender.address)
+        must(refit(sender, [engine], 1))
+        directory = Path(sender.address["endpoint"].removeprefix("unix:")).parent
+        modes = {path.name: stat.S_IMODE(path.stat().st_mode) for path in directory.iterdir()}
+        assert modes.keys() >= {"buffer-0.safetensors", "buffer-1.safetensors"}
+        assert set(modes.values()) == {0o600}
+        engine.receiver.close()
 
 
 def test_a_sender_that_is_not_closed_leaves_nothing_either(tensors):

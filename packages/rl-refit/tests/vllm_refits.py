@@ -143,6 +143,11 @@ def main():
             refit(llm, sender, version)
             sender.commit(version)
         assert worst_difference(llm, model) == after
+    with (
+        RefitSender(source, transport, verify="weights") as sender,
+        pytest.raises(ValueError, match=r'verify="weights".*qkv_proj'),
+    ):
+        llm.init_weight_transfer_engine(init_info(sender.address))
     # Buckets that cut layers and split tensors: a failure leaves parts of them in the loader.
     with RefitSender(source, transport, bucket_bytes=50_000, timeout_s=60) as sender:
         llm.init_weight_transfer_engine(init_info(sender.address))

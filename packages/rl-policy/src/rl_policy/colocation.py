@@ -30,6 +30,11 @@ def engines_on_device(
 
     Yields:
         The report of the refit, None where there was none.
+
+    Raises:
+        RefitError: The refit failed; nothing is lost. The policy stays in `refitting`, and the
+            engines refuse to sample. Enter again with the same version to repeat the refit, or
+            call `policy.prepare_for_training` to go on without.
     """
     policy.offload_before_refit()
     engines.prepare_for_generation(tags=["weights"])

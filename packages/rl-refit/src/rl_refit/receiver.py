@@ -11,7 +11,7 @@ import torch
 
 from rl_refit import endpoint
 from rl_refit.closing import Closing
-from rl_refit.control import Channel, ChannelClosed
+from rl_refit.control import ChannelClosed
 from rl_refit.deadline import Deadline
 from rl_refit.errors import (
     PlanMismatchError,
@@ -23,7 +23,7 @@ from rl_refit.errors import (
 from rl_refit.failures import raise_failure
 from rl_refit.inbound import InboundStream, Load
 from rl_refit.live_weights import LiveWeights
-from rl_refit.messages import Begin, Commit, Failure, Message, Ready, Start
+from rl_refit.messages import Begin, Commit, Failure, Ready, Start
 from rl_refit.report import RefitReport, Stopwatch
 from rl_refit.sender import make_report
 from rl_refit.session import Connector, Session, expect
@@ -76,7 +76,6 @@ class RefitReceiver(Closing):
             into=into or {},
         )
         self._session: Session | None = None
-        self._early: list[Message] = []
         self._state: State = "empty"
         self._reason = ""
         self._begun: int | None = None
@@ -253,7 +252,7 @@ class RefitReceiver(Closing):
                 self._disconnect()
 
     def _take_part(self, session: Session, version: int, deadline: Deadline) -> None:
-        begin = self._await_begin(session.channel, deadline)
+        begin = self._await_begin(session, deadline)
         if begin.version != version:
             told = f"the sender sends version {begin.version} where {version} was begun"
             raise RefitError(told, rank=self._rank)
@@ -266,12 +265,12 @@ class RefitReceiver(Closing):
         started = session.channel.receive(deadline, "start: not all are ready")
         expect(Start(version), started, rank=self._rank)
 
-    def _await_begin(self, channel: Channel, deadline: Deadline) -> Begin:
+    def _await_begin(self, session: Session, deadline: Deadline) -> Begin:
         while True:
-            if self._early:
-                message = self._early.pop(0)
+            if session.early:
+                message = session.early.pop(0)
             else:
-                message = channel.receive(deadline, "beginning of the refit")
+                message = session.channel.receive(deadline, "beginning of the refit")
             match message:
                 case Begin():
                     return message
@@ -300,7 +299,7 @@ class RefitReceiver(Closing):
                 case Failure() if self._state == "loaded":
                     self._state, self._reason = "poisoned", f"the sender reports: {message.reason}"
                 case _:
-                    self._early.append(message)
+                    self._session.early.append(message)
                     return
 
     def _commit(self, version: int) -> None:
@@ -318,7 +317,6 @@ class RefitReceiver(Closing):
             endpoint.forget(self._connector.endpoint, within_s=_DEATH_S)
 
     def _disconnect(self) -> None:
-        self._early.clear()
         if self._session is not None:
             self._session.close()
             self._session = None

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import logging
 import secrets
-import threading
 import weakref
 from collections.abc import Mapping
 from contextlib import suppress
@@ -18,6 +17,7 @@ from rl_refit.control import Channel, ChannelClosed, accept
 from rl_refit.deadline import Deadline
 from rl_refit.endpoint import Endpoint
 from rl_refit.errors import RefitError, RefitTimeoutError
+from rl_refit.joining import join_watching
 from rl_refit.messages import Begin, Commit, Join, Offer, Start
 from rl_refit.outbound import NamedTensors, OutboundStream, check_exhausted, take_tensor
 from rl_refit.pieces import PieceViews
@@ -35,7 +35,6 @@ NUM_BUFFERS = 2
 """One is filled while the other is loaded; a third only hides an uneven load, and costs memory."""
 
 _GREETING_S = 1.0
-_WATCH_S = 0.02
 
 
 @dataclass(slots=True)
@@ -126,6 +125,7 @@ class RefitSender(Closing):
             "num_receivers": self._num_receivers,
             "bucket_bytes": self.plan.bucket_bytes,
             "num_buffers": self._num_buffers,
+            "verify": self._verify,
         }
 
     def send(self, version: int) -> RefitReport:
@@ -273,7 +273,7 @@ class RefitSender(Closing):
                 receivers.offer(rank, offer, descriptors)
             receivers.wait_accepted()
             receivers.tell(Join())
-            _join(side, receivers, deadline)
+            join_watching(side, deadline, receivers.hear_out)
         except BaseException as error:
             session.close(error)
             raise
@@ -296,30 +296,6 @@ def _plan(source: WeightSource, bucket_bytes: int | None) -> RefitPlan:
     if bucket_bytes is None:
         bucket_bytes = default_bucket_bytes(specs)
     return RefitPlan.of(specs, bucket_bytes)
-
-
-def _join(side: SendingSide, receivers: Receivers, deadline: Deadline) -> None:
-    """Let the transport meet its receivers; fail as soon as one of them is gone.
-
-    What a transport waits in may not notice that before the time limit.
-    """
-    failed: list[BaseException] = []
-
-    def join() -> None:
-        try:
-            side.join(deadline)
-        except BaseException as error:
-            failed.append(error)
-
-    thread = threading.Thread(target=join, daemon=True)
-    thread.start()
-    while thread.is_alive():
-        thread.join(_WATCH_S)
-        receivers.hear_out()
-    for error in failed:
-        if isinstance(error, RuntimeError):
-            raise RefitError(f"cannot join the receivers: {error}") from error
-        raise error
 
 
 def make_report(

@@ -12,6 +12,7 @@ from rl_refit.control import Channel, connect
 from rl_refit.deadline import Deadline
 from rl_refit.errors import PlanMismatchError, RefitError
 from rl_refit.failures import raise_failure
+from rl_refit.joining import join_watching
 from rl_refit.messages import Accepted, Failure, Join, Message, Offer
 from rl_refit.plan import RefitPlan, TensorSpec, differences
 from rl_refit.transports import ReceiverContext, ReceivingSide, find_transport
@@ -22,13 +23,18 @@ _MOST_DIFFERENCES = 8
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Session:
-    """What lasts from one refit to the next, until either side drops it."""
+    """What lasts from one refit to the next, until either side drops it.
+
+    Attributes:
+        early: Messages that have come and are not dealt with yet.
+    """
 
     channel: Channel
     offer: Offer
     plan: RefitPlan
     side: ReceivingSide
     unpacker: Unpacker
+    early: list[Message]
 
     def close(self) -> None:
         """Let go of the connection and of all memory."""
@@ -106,22 +112,33 @@ class Connector:
                 timeout_s=self._timeout_s,
             )
         )
+        early: list[Message] = []
         try:
-            self._join(channel, side, deadline)
+            self._join(channel, side, early, deadline)
         except BaseException:
             side.close()
             raise
         unpacker = Unpacker(plan, side, device=self._device, into=self._into)
-        return Session(channel=channel, offer=offer, plan=plan, side=side, unpacker=unpacker)
+        return Session(
+            channel=channel, offer=offer, plan=plan, side=side, unpacker=unpacker, early=early
+        )
 
-    def _join(self, channel: Channel, side: ReceivingSide, deadline: Deadline) -> None:
+    def _join(
+        self, channel: Channel, side: ReceivingSide, early: list[Message], deadline: Deadline
+    ) -> None:
         channel.send(Accepted(), deadline)
         waited_for = "acceptance by all receivers"
         expect(Join(), channel.receive(deadline, waited_for), rank=self._rank)
-        try:
-            side.join(deadline)
-        except RuntimeError as error:
-            raise RefitError(f"cannot join the sender: {error}", rank=self._rank) from error
+
+        def watch() -> None:
+            # Anything but a failure says that the sender has met all, and is for later.
+            while not early and channel.has_input():
+                message = channel.receive(deadline)
+                if isinstance(message, Failure):
+                    raise_failure(message, origin="the sender")
+                early.append(message)
+
+        join_watching(side, deadline, watch)
 
     def _agree(self, offer: Offer) -> RefitPlan:
         """Return the offered plan, held against what this side expects and has."""

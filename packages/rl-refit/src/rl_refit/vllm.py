@@ -81,13 +81,23 @@ class RefitWeightTransferEngine(WeightTransferEngine[RefitInitInfo, RefitUpdateI
     _reloading = False
 
     def init_transfer_engine(self, init_info: RefitInitInfo) -> None:
-        """Take the sender's address. The connection is made when it first sends."""
+        """Take the sender's address. The connection is made when it first sends.
+
+        Raises:
+            ValueError: The sender wants live weights compared by name, which vLLM does not have.
+        """
         self.shutdown()
         layout = self.parallel_config
         rank = layout.data_parallel_index * layout.world_size + layout.rank
         address = init_info.address
         if isinstance(address, list):
             address = address[rank]
+        if address["verify"] == "weights":
+            raise ValueError(
+                'verify="weights" compares live weights by name, and vLLM fuses (qkv_proj, '
+                'gate_up_proj), shards and repacks them: take verify="digest", and compare '
+                "log-probabilities"
+            )
         self.receiver = RefitReceiver(
             address,
             init_info.rank_offset + rank,

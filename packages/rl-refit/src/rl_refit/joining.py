@@ -1,0 +1,42 @@
+"""Meeting the other sides of a transport, without waiting for one that is gone."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+
+from rl_refit.deadline import Deadline
+from rl_refit.errors import RefitError
+from rl_refit.transports.base import ReceivingSide, SendingSide
+
+_WATCH_S = 0.02
+
+
+def join_watching(
+    side: SendingSide | ReceivingSide, deadline: Deadline, watch: Callable[[], object]
+) -> None:
+    """Let a transport meet its other sides; raise what `watch` does meanwhile.
+
+    What a transport waits in, a process group for example, may not notice a death before the time
+    limit. It is then left alone in a thread of its own, which ends at that limit at the latest.
+
+    Raises:
+        RefitError: The transport failed.
+    """
+    failed: list[BaseException] = []
+
+    def join() -> None:
+        try:
+            side.join(deadline)
+        except BaseException as error:
+            failed.append(error)
+
+    thread = threading.Thread(target=join, daemon=True)
+    thread.start()
+    while thread.is_alive():
+        thread.join(_WATCH_S)
+        watch()
+    for error in failed:
+        if isinstance(error, RuntimeError):
+            raise RefitError(f"cannot join the other side: {error}") from error
+        raise error
