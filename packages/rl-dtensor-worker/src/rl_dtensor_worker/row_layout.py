@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 import torch.nn.functional as F
 
+from rl_dtensor_worker.media import media_of, token_columns_of
 from rl_dtensor_worker.packed_attention import AttentionRows, use_packed_attention
 
 if TYPE_CHECKING:
@@ -44,13 +45,27 @@ class RowLayout(ABC):
 
 
 def lay_out(model: nn.Module, micro_batch: MicroBatch, *, width_multiple: int) -> RowLayout:
-    """Return the layout in which `model` reads `micro_batch`."""
-    input_ids = micro_batch.rows["input_ids"]
+    """Return the layout in which `model` reads `micro_batch`.
+
+    Raises:
+        ValueError: The model takes no media of a kind that there are, or they would be packed.
+    """
+    rows = micro_batch.rows
+    input_ids, media = rows["input_ids"], media_of(model, rows)
     if micro_batch.packed is not None:
+        if media:
+            raise ValueError(
+                f"policy.sequence_packing.enabled=True: the batch has {sorted(media)}, whose "
+                "tokens' positions packing does not know; use policy.dynamic_batching"
+            )
         return PackedLayout.of(model, input_ids, micro_batch.packed)
-    lengths = micro_batch.rows["input_lengths"]
+    lengths = rows["input_lengths"]
     width = micro_batch.width or min(int(lengths.max()), input_ids.shape[1])
-    return PaddedLayout.of(input_ids, lengths, width=width, width_multiple=width_multiple)
+    layout = PaddedLayout.of(input_ids, lengths, width=width, width_multiple=width_multiple)
+    layout.arguments.update(media)
+    for key, column in token_columns_of(model, rows).items():
+        layout.arguments[key] = _fit(column, width, width_multiple)
+    return layout
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -69,7 +84,7 @@ class PaddedLayout(RowLayout):
         cls, input_ids: torch.Tensor, lengths: torch.Tensor, *, width: int, width_multiple: int
     ) -> PaddedLayout:
         """Return rows cut to `width`, then completed to `width_multiple`."""
-        tokens = F.pad(input_ids[:, :width], (0, -width % width_multiple))
+        tokens = _fit(input_ids, width, width_multiple)
         positions = torch.arange(input_ids.shape[1], device=input_ids.device)
         return cls(
             tokens=tokens,
@@ -122,3 +137,7 @@ class PackedLayout(RowLayout):
     def targets_to_rows(self, values: torch.Tensor) -> torch.Tensor:
         """See `RowLayout.targets_to_rows`."""
         return self.packed.unpack(values.roll(1, dims=1), skip_first=True)
+
+
+def _fit(column: torch.Tensor, width: int, width_multiple: int) -> torch.Tensor:
+    return F.pad(column[:, :width], (0, -width % width_multiple))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
+from rl_dtensor_worker.media import check_same_media
 from rl_dtensor_worker.microbatches import Step, steps_of
 
 if TYPE_CHECKING:
@@ -40,13 +41,15 @@ class WorkerParts:
     _profiler: Profiler
 
     def _steps(self, data: BatchedDataDict[Any], **sizes: Any) -> list[Step]:
-        return steps_of(
+        steps = steps_of(
             data,
             **sizes,
             planned_by=self._config.planned_by,
             group=self._dp_group,
             device=self._device,
         )
+        check_same_media(steps, group=self._dp_group, device=self._device)
+        return steps
 
 
 def positive(name: str, value: int | None) -> int | None:
