@@ -90,4 +90,4 @@ def rows_for_rank(batch, *, rank, num_ranks, global_batch_size):
 
 def take(batch, rows):
     """Return `rows` of `batch`, in this order."""
-    return BatchedDataDict({key: value[list(rows)] for key, value in batch.items()})
+    return BatchedDataDict(batch).select_indices(list(rows))

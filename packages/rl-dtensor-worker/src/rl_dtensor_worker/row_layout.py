@@ -10,6 +10,7 @@ import torch
 import torch.nn.functional as F
 
 from rl_dtensor_worker.context_attention import ContextRows
+from rl_dtensor_worker.media import media_of, token_columns_of
 from rl_dtensor_worker.packed_attention import (
     AttentionRows,
     WholeRows,
@@ -67,16 +68,31 @@ def lay_out(
         width_multiple: Padded rows are completed to a multiple of this.
         cuts_sequence: Whether the model's forward sees parts of the sequences between its layers.
         context_group: The ranks that share each sequence of a concatenation.
+
+    Raises:
+        ValueError: The model takes no media of a kind that there are, or cannot with this layout.
     """
-    input_ids = micro_batch.rows["input_ids"]
+    rows = micro_batch.rows
+    input_ids, media = rows["input_ids"], media_of(model, rows)
+    if media and (cuts_sequence or micro_batch.packed is not None):
+        raise ValueError(
+            f"the batch has {sorted(media)}, whose tokens must lie in whole, padded rows: use "
+            "policy.dynamic_batching instead of policy.sequence_packing, and neither "
+            "policy.dtensor_cfg.sequence_parallel nor context_parallel_size"
+        )
     if micro_batch.packed is not None and context_group is not None:
         return ContextLayout.of(model, input_ids, micro_batch.packed, context_group)
     if micro_batch.packed is not None:
         return PackedLayout.of(model, input_ids, micro_batch.packed)
-    lengths = micro_batch.rows["input_lengths"]
+    lengths = rows["input_lengths"]
     width = micro_batch.width or min(int(lengths.max()), input_ids.shape[1])
     layout = PaddedLayout.of(input_ids, lengths, width=width, width_multiple=width_multiple)
-    return layout.for_parts(model) if cuts_sequence else layout
+    if cuts_sequence:
+        return layout.for_parts(model)
+    layout.arguments.update(media)
+    for key, column in token_columns_of(model, rows).items():
+        layout.arguments[key] = _fit(column, width, width_multiple)
+    return layout
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -95,7 +111,7 @@ class PaddedLayout(RowLayout):
         cls, input_ids: torch.Tensor, lengths: torch.Tensor, *, width: int, width_multiple: int
     ) -> PaddedLayout:
         """Return rows cut to `width`, then completed to `width_multiple`."""
-        tokens = F.pad(input_ids[:, :width], (0, -width % width_multiple))
+        tokens = _fit(input_ids, width, width_multiple)
         positions = torch.arange(input_ids.shape[1], device=input_ids.device)
         return cls(
             tokens=tokens,
@@ -194,3 +210,7 @@ class ContextLayout(RowLayout):
     def targets_to_rows(self, values: torch.Tensor) -> torch.Tensor:
         """See `RowLayout.targets_to_rows`."""
         return self.packed.unpack(self.rows.join(values).roll(1, dims=1), skip_first=True)
+
+
+def _fit(column: torch.Tensor, width: int, width_multiple: int) -> torch.Tensor:
+    return F.pad(column[:, :width], (0, -width % width_multiple))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
+from rl_dtensor_worker.media import check_same_media
 from rl_dtensor_worker.microbatches import Step, steps_of
 
 if TYPE_CHECKING:
@@ -50,7 +51,7 @@ class WorkerParts:
     _checkpointer: Checkpointer
 
     def _steps(self, data: BatchedDataDict[Any], **sizes: Any) -> list[Step]:
-        return steps_of(
+        steps = steps_of(
             data,
             **sizes,
             planned_by=self._config.planned_by,
@@ -58,6 +59,8 @@ class WorkerParts:
             group=self._dp_group,
             device=self._device,
         )
+        check_same_media(steps, group=self._dp_group, device=self._device)
+        return steps
 
 
 def positive(name: str, value: int | None) -> int | None:

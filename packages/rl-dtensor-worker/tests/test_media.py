@@ -1,0 +1,146 @@
+"""Images beside text: a vision-language model against plain transformers."""
+
+import pytest
+import rank_functions
+import torch
+from oracle import LOGPROB_TOLERANCE
+from rank_pool import RankFailure
+from rl_batched_data import BatchedDataDict, PackedTensor
+from tiny_model import build_tokenizer, make_config
+from transformers import Qwen2VLConfig, Qwen2VLForConditionalGeneration
+
+IMAGE, VISION_START, WIDTH = 3, 4, 14
+# One image of 4 x 4 patches, which are merged by 2 x 2 into 4 tokens.
+GRID, PATCH_SIZE = (1, 4, 4), 3 * 2 * 4 * 4
+
+
+@pytest.fixture(scope="module")
+def vision_model(tmp_path_factory):
+    path = tmp_path_factory.mktemp("vision")
+    text = {
+        "vocab_size": 64,
+        "hidden_size": 32,
+        "intermediate_size": 48,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 2,
+        "num_key_value_heads": 1,
+        "max_position_embeddings": 64,
+        "initializer_range": 0.2,
+        "rope_parameters": {"rope_type": "default", "mrope_section": [2, 3, 3]},
+        "pad_token_id": 0,
+        "eos_token_id": 1,
+        "bos_token_id": None,
+    }
+    vision = {
+        "depth": 2,
+        "embed_dim": 32,
+        "hidden_size": 32,
+        "num_heads": 2,
+        "mlp_ratio": 2,
+        "patch_size": 4,
+        "spatial_merge_size": 2,
+        "temporal_patch_size": 2,
+    }
+    config = Qwen2VLConfig(
+        text_config=text,
+        vision_config=vision,
+        image_token_id=IMAGE,
+        video_token_id=5,
+        vision_start_token_id=VISION_START,
+        vision_end_token_id=6,
+    )
+    torch.manual_seed(0)
+    Qwen2VLForConditionalGeneration(config).save_pretrained(path)
+    build_tokenizer().save_pretrained(path)
+    return str(path)
+
+
+def make_rows(with_image):
+    """Return rows of unlike lengths; those with an image have it after two tokens of text."""
+    generator = torch.Generator().manual_seed(0)
+    lengths = torch.tensor([9 + row for row in range(len(with_image))])
+    input_ids = torch.randint(7, 64, (len(with_image), WIDTH), generator=generator)
+    for row, has_image in enumerate(with_image):
+        if has_image:
+            input_ids[row, 2], input_ids[row, 3:7] = VISION_START, IMAGE
+    is_token = torch.arange(WIDTH) < lengths[:, None]
+    input_ids = torch.where(is_token, input_ids, 0)
+    images = [torch.randn(16, PATCH_SIZE, generator=generator) for _ in with_image]
+    present = list(zip(images, with_image, strict=True))
+    return BatchedDataDict(
+        input_ids=input_ids,
+        input_lengths=lengths,
+        mm_token_type_ids=(input_ids == IMAGE).long(),
+        token_mask=is_token.float() * (torch.arange(WIDTH) > 0),
+        sample_mask=torch.ones(len(with_image)),
+        pixel_values=PackedTensor([x if has else None for x, has in present], 0),
+        image_grid_thw=PackedTensor(
+            [torch.tensor([GRID]) if has else None for _, has in present], 0
+        ),
+    )
+
+
+def plain_logprobs(path, batch):
+    model = Qwen2VLForConditionalGeneration.from_pretrained(path, dtype=torch.float32).eval()
+    out = torch.zeros(batch["input_ids"].shape)
+    for row, length in enumerate(batch["input_lengths"].tolist()):
+        tokens = batch["input_ids"][row : row + 1, :length]
+        media = {
+            key: batch[key].tensors[row]
+            for key in ("pixel_values", "image_grid_thw")
+            if batch[key].tensors[row] is not None
+        }
+        types = batch["mm_token_type_ids"][row : row + 1, :length]
+        with torch.no_grad():
+            logits = model(input_ids=tokens, mm_token_type_ids=types, **media).logits[0]
+        chosen = logits[:-1].log_softmax(-1).gather(-1, tokens[0, 1:, None])
+        out[row, 1:length] = chosen.squeeze(-1)
+    return out
+
+
+@pytest.mark.parametrize("section", [None, "dynamic_batching"])
+def test_logprobs_equal_plain_transformers(pools, vision_model, section):
+    batch = make_rows([True, False, True, True])
+    budgets = {"enabled": True, "train_mb_tokens": 32, "logprob_mb_tokens": 32}
+    sections = {} if section is None else {section: budgets}
+    ((found, order),) = pools(1).run(
+        rank_functions.call_planned,
+        config=make_config(vision_model, **sections),
+        batch=batch,
+        section=section,
+        num_tokens=32,
+        method="get_logprobs",
+    )
+    scores = found["logprobs"][torch.tensor(order).argsort()]
+    expected = plain_logprobs(vision_model, batch)
+    torch.testing.assert_close(scores, expected, atol=LOGPROB_TOLERANCE, rtol=0)
+
+
+def test_sharded_models_train_on_images(pools, vision_model):
+    batch = make_rows([True, True, True, True])
+    losses = []
+    for num_ranks in (1, 2):
+        _, results = pools(num_ranks).run(
+            rank_functions.train, config=make_config(vision_model), batch=batch, num_calls=2
+        )[0]
+        losses.append([float(result["global_loss"]) for result in results])
+    assert losses[0] == pytest.approx(losses[1], abs=1e-5)
+    assert losses[0][1] < losses[0][0]
+
+
+def test_what_cannot_be_done_is_named(pools, vision_model, tiny_model):
+    batch = make_rows([True, True, False, False])
+    with pytest.raises(RankFailure, match="'image_grid_thw' on some ranks and none on others"):
+        pools(2).run(rank_functions.score, config=make_config(vision_model), batch=batch)
+    with pytest.raises(RankFailure, match="Qwen2ForCausalLM takes none of that name"):
+        pools(1).run(rank_functions.score, config=make_config(tiny_model), batch=batch)
+    packing = {"enabled": True, "train_mb_tokens": 64, "logprob_mb_tokens": 64}
+    with pytest.raises(RankFailure, match=r"the batch has .* instead of policy\.sequence_packing"):
+        pools(1).run(
+            rank_functions.call_planned,
+            config=make_config(vision_model, sequence_packing=packing),
+            batch=batch,
+            section="sequence_packing",
+            num_tokens=64,
+            method="get_logprobs",
+        )
