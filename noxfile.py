@@ -19,7 +19,8 @@ from packaging.requirements import Requirement
 nox.needs_version = ">=2026.4"
 nox.options.default_venv_backend = "uv"
 nox.options.error_on_external_run = True
-nox.options.sessions = ["lint", "types", "imports", "tests", "wheel", "vllm"]
+# `wheel` runs the same tests as `tests`, against what a user installs.
+nox.options.sessions = ["lint", "types", "imports", "wheel", "vllm"]
 
 ROOT = Path(__file__).parent
 WORKSPACE = tomllib.loads((ROOT / "pyproject.toml").read_text())
@@ -125,7 +126,7 @@ def imports(session: nox.Session) -> None:
     session.run("lint-imports")
 
 
-@nox.session
+@nox.session(default=False)
 @per_package
 def tests(session: nox.Session, package: str) -> None:
     """Test a package beside its own dependencies alone."""
@@ -188,8 +189,7 @@ def wheel(session: nox.Session, package: str) -> None:
             complete = [wheels[name] for name in sorted(siblings(requirement) - {package})]
             complete.append(f"{requirement} @ {Path(wheels[package]).as_uri()}")
             install(session, *complete, *group("test"))
-            # What is slow has run in `tests`, from the same sources.
-            run_pytest(session, tests_folder, "-m", f"{NO_DEVICE} and not slow")
+            run_pytest(session, tests_folder, "-m", NO_DEVICE, "--durations=10")
 
 
 def build_wheels(session: nox.Session, packages: set[str], *, into: Path) -> dict[str, str]:
