@@ -6,7 +6,7 @@ import socket
 import traceback
 from multiprocessing.connection import wait
 
-_LIMIT_S = 120
+_LIMIT_S = 240
 
 
 def free_port():

@@ -1,6 +1,7 @@
 """Ranks that load the last checkpoint, check it, and save one after the other until they die."""
 
 import os
+import traceback
 
 import torch
 
@@ -25,6 +26,8 @@ def serve(connection):
                 try:
                     run_rank(rank, **arguments)
                     code = 0
+                except BaseException:
+                    traceback.print_exc()
                 finally:
                     os._exit(code)
             children.append(child)

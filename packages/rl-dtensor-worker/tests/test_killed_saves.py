@@ -69,6 +69,9 @@ def test_the_last_complete_checkpoint_loads(zygote, tiny_model, tmp_path, in_bac
         if not is_last:
             # The second save of a process: the first one made the room and is measured.
             longest = max(longest, min(1.0, time_of_a_save(tmp_path, version)))
+            if kill == 0:
+                # Until here nothing may be on the disk: a save goes on in the background.
+                wait_for(tmp_path, f"saving {version + 2}")
             time.sleep(moments.uniform(0, 1.5 * longest))
             for rank in ranks:
                 os.kill(rank, signal.SIGKILL)
