@@ -55,3 +55,10 @@ def test_the_limit_and_its_check_are_asked_for_together():
     for alone in ("refit.verify=logprobs", "refit.max_mismatch=1e-3"):
         with pytest.raises(ValueError, match=r"refit\.max_mismatch"):
             load_run_config("grpo", overrides=[alone])
+
+
+def test_vllm_is_not_asked_for_weights_that_it_cannot_yield():
+    load_run_config("grpo", overrides=["refit.verify=weights"])
+    overrides = ["refit.verify=weights", "policy.generation.backend=vllm"]
+    with pytest.raises(ValueError, match=r"refit\.verify='weights'.*backend='vllm'"):
+        load_run_config("grpo", overrides=overrides)

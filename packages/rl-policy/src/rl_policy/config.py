@@ -194,8 +194,9 @@ class RefitSection(Section):
     bucket_mib: int | None = Field(default=None, ge=1)
     """Size of each of two buffers, in MiB. null: by the model's size."""
     verify: Literal["none", "digest", "weights", "logprobs"] = "digest"
-    """`digest` checks every buffer before it is loaded; `weights` the live parameters too;
-    `logprobs`, besides the digest, ends the run where mismatch_max_abs is over max_mismatch."""
+    """`digest` checks every buffer before it is loaded; `weights` the live parameters too, of
+    engines that can yield them by name, which vLLM cannot; `logprobs`, besides the digest, ends the
+    run where mismatch_max_abs is over max_mismatch."""
     max_mismatch: float | None = Field(default=None, gt=0)
     """Most nats between an engine's log-probability of a sampled token and the trainer's. Float32
     stays under 1e-4; bfloat16 is off by some hundredths."""
@@ -334,6 +335,11 @@ def _check_sampling(config: RunConfig) -> None:
         )
     if config.grpo.old_logprobs == "sampler":
         _check_sampler_logprobs(config, generation)
+    if config.refit.verify == "weights" and generation["backend"] == "vllm":
+        raise ValueError(
+            "refit.verify='weights' contradicts policy.generation.backend='vllm': vLLM fuses its "
+            "weights and cannot yield them by name; use 'digest', or 'logprobs' with a max_mismatch"
+        )
     if (config.refit.verify == "logprobs") != (config.refit.max_mismatch is not None):
         raise ValueError(
             f"refit.verify={config.refit.verify!r} and refit.max_mismatch="
