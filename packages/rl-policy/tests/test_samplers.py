@@ -120,6 +120,21 @@ def test_a_failed_refit_waits_for_the_receivers_and_commits_nothing():
     assert error.value.__notes__ == ["the engines: OSError: gone"]
 
 
+def test_a_refit_that_failed_on_a_shared_device_is_repeated_by_entering_again():
+    failure = RuntimeError("planted")
+    calls, engines, sampler = build(is_colocated=True, answers={"send_weights": failure})
+    with pytest.raises(RuntimeError, match="planted"), sampler.after_step(0):
+        pytest.fail("nothing may be sampled")
+    # The policy keeps its weights on the device, from where they are sent again.
+    assert "policy.offload_after_refit()" not in calls
+    sampler._link._policy._answers["send_weights"] = {"refit_s": 1.5}
+    calls.clear()
+    with sampler.after_step(0):
+        assert engines.weight_version == 0
+    assert calls[2:7] == refit(0)
+    assert calls[-1] == "policy.prepare_for_lp_inference()"
+
+
 def test_the_workers_own_sampler_is_the_policy():
     calls = []
     policy = Recorder("policy", calls)
