@@ -86,3 +86,11 @@ def generate_and_score(*, config, batch, greedy):
             "scored": scored,
             **output,
         }
+
+
+def call_in_layout(*, config, batch, method, **arguments):
+    """Return what a scoring call gives for this rank's rows, and its data-parallel place."""
+    with worker_for(config, init_optimizer=False, init_reference_model=False) as worker:
+        rows, _ = rows_of(worker, batch, None, global_batch_size=None)
+        place = worker._meshes.data["dp"].get_local_rank()
+        return {"place": place, "order": None, **getattr(worker, method)(rows, **arguments)}

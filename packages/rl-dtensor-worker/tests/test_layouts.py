@@ -1,5 +1,7 @@
 """What a layout of ranks must not change: completions, checkpoints, memory savings, rounding."""
 
+import copy
+
 import parity_models
 import parity_ranks
 import pytest
@@ -7,6 +9,7 @@ import torch
 from oracle import LOGPROB_TOLERANCE, load, plain_logprobs
 from test_parity import LAYOUTS, assert_equal_parameters, joined
 from tiny_model import make_batch, make_config
+from transformers import AutoModelForSequenceClassification
 
 # Across layouts: one AdamW step over gradients whose float32 sums are taken in another order.
 CONTINUED_TOLERANCE = 1e-6
@@ -127,3 +130,39 @@ def test_bfloat16_is_as_close_as_bfloat16_is(pools, qwen3, layout):
     torch.testing.assert_close(
         joined(results, "logprobs"), expected, atol=BFLOAT16_TOLERANCE, rtol=0
     )
+
+
+@pytest.mark.parametrize("layout", ["tp2_sp", "cp2", "dp2_tp2"])
+def test_the_largest_logits_are_those_of_plain_transformers(pools, qwen3, layout):
+    batch, model = make_batch(4), load(qwen3)
+    num_ranks, config = config_of(qwen3, layout)
+    results = pools(num_ranks).run(
+        parity_ranks.call_in_layout, config=config, batch=batch, method="get_topk_logits", k=3
+    )
+    values, indices = joined(results, "topk_logits"), joined(results, "topk_indices")
+    for row, length in enumerate(batch["input_lengths"].tolist()):
+        with torch.no_grad():
+            expected = model(batch["input_ids"][row : row + 1, :length]).logits[0].topk(3)
+        torch.testing.assert_close(
+            values[row, :length], expected.values, atol=LOGPROB_TOLERANCE, rtol=0
+        )
+        assert torch.equal(indices[row, :length], expected.indices)
+        assert not values[row, length:].any()
+
+
+@pytest.mark.parametrize("layout", ["tp2", "cp2"])
+def test_a_reward_model_scores_alike(pools, tmp_path, layout):
+    torch.manual_seed(2)
+    model_config = copy.deepcopy(parity_models.CONFIGS["qwen3"])
+    model_config.num_labels = 1
+    AutoModelForSequenceClassification.from_config(model_config).save_pretrained(tmp_path)
+    batch = make_batch(4)
+    found = {}
+    for each in ("dp2", layout):
+        num_ranks, config = config_of(str(tmp_path), each, head="reward", generation=None)
+        results = pools(num_ranks).run(
+            parity_ranks.call_in_layout, config=config, batch=batch, method="score"
+        )
+        found[each] = joined(results, "scores")
+    assert found[layout].abs().min() > 0
+    torch.testing.assert_close(found[layout], found["dp2"], atol=LOGPROB_TOLERANCE, rtol=0)
