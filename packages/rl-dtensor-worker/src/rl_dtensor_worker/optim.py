@@ -53,15 +53,18 @@ def total_grad_norm(gradients: Iterable[torch.Tensor]) -> torch.Tensor:
     Squares are summed over the ranks among which a gradient is cut, and counted once where each
     rank has all of it.
     """
-    squares: dict[tuple[dist.ProcessGroup, ...], list[torch.Tensor]] = defaultdict(list)
+    squares: dict[tuple[str, ...], list[torch.Tensor]] = defaultdict(list)
+    groups: dict[str, dist.ProcessGroup] = {}
     for gradient in gradients:
-        local = gradient.to_local() if isinstance(gradient, DTensor) else gradient
-        squares[_groups_that_cut(gradient)].append(torch.linalg.vector_norm(local.float()) ** 2)
+        cutting = _groups_that_cut(gradient)
+        groups |= cutting
+        norm = torch.linalg.vector_norm(local_tensor(gradient).float())
+        squares[tuple(cutting)].append(norm**2)
     totals: list[torch.Tensor] = []
-    for groups, parts in squares.items():
+    for names, parts in squares.items():
         total = torch.stack(parts).sum()
-        for group in groups:
-            dist.all_reduce(total, group=group)
+        for name in names:
+            dist.all_reduce(total, group=groups[name])
         totals.append(total)
     return torch.stack(totals).sum().sqrt() if totals else torch.zeros(())
 
@@ -119,16 +122,20 @@ class LossScaler:
             self.scale, self.good_steps = state["scale"], state["good_steps"]
 
 
-def _groups_that_cut(tensor: torch.Tensor) -> tuple[dist.ProcessGroup, ...]:
-    """Return the groups of ranks that have parts of `tensor`."""
+def _groups_that_cut(tensor: torch.Tensor) -> dict[str, dist.ProcessGroup]:
+    """Return the groups of ranks that have parts of `tensor`, by their names.
+
+    Names tell groups apart on every rank alike; the objects may be made anew at each call.
+    """
     if not isinstance(tensor, DTensor):
-        return ()
+        return {}
     mesh = tensor.device_mesh
-    return tuple(
+    cutting = (
         mesh.get_group(axis)
         for axis, placement in enumerate(tensor.placements)
         if not isinstance(placement, Replicate) and mesh.size(axis) > 1
     )
+    return {group.group_name: group for group in cutting}
 
 
 def _constant(step: int) -> float:

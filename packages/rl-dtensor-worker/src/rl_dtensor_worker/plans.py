@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 from torch import nn
 from torch.distributed.tensor.parallel import ParallelStyle, parallelize_module
 
-from rl_dtensor_worker.tensor_parallel import (
+from rl_dtensor_worker.styles import (
     Column,
     Experts,
     GatheredColumn,
@@ -25,12 +25,13 @@ from rl_dtensor_worker.tensor_parallel import (
     Row,
     SplitRow,
     Style,
-    TensorParallel,
     VocabularyEmbedding,
 )
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
+
+    from rl_dtensor_worker.tensor_parallel import TensorParallel
 
 Plan = dict[str, "str | ParallelStyle"]
 
