@@ -488,14 +488,18 @@ def gather_groups(*, config):
 
 @contextmanager
 def process_group():
-    from rl_dtensor_worker.parallel import RankEnvironment, init_process_group
+    from rl_dtensor_worker.parallel import (
+        RankEnvironment,
+        init_process_group,
+        leave_process_group,
+    )
 
     environment = RankEnvironment.from_environment()
     init_process_group(environment, timeout_s=60)
     try:
         yield environment
     finally:
-        torch.distributed.destroy_process_group()
+        leave_process_group()
 
 
 def tensors_of(model):

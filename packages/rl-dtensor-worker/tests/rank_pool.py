@@ -3,6 +3,7 @@
 import multiprocessing
 import os
 import socket
+import time
 import traceback
 from multiprocessing.connection import wait
 
@@ -62,15 +63,21 @@ class RankPool:
         port = free_port()
         for connection in self.connections:
             connection.send((function, port, kwargs))
+        deadline = time.monotonic() + _LIMIT_S
         results = []
         for rank, connection in enumerate(self.connections):
-            if not wait([connection], timeout=_LIMIT_S):
+            if not wait([connection], timeout=max(deadline - time.monotonic(), 1)):
+                # One that failed may be why another waits.
+                self._raise_failures(results)
                 raise TimeoutError(f"rank {rank} of {function.__name__} gave nothing in time")
             results.append(connection.recv())
+        self._raise_failures(results)
+        return [result for _, result in results]
+
+    def _raise_failures(self, results):
         for rank, (succeeded, result) in enumerate(results):
             if not succeeded:
                 raise RankFailure(rank, *result)
-        return [result for _, result in results]
 
     def close(self):
         for connection in self.connections:

@@ -5,6 +5,7 @@ import copy
 import parity_models
 import parity_ranks
 import pytest
+import rank_functions
 import torch
 from oracle import LOGPROB_TOLERANCE, load, plain_logprobs
 from test_parity import LAYOUTS, assert_equal_parameters, joined
@@ -166,3 +167,14 @@ def test_a_reward_model_scores_alike(pools, tmp_path, layout):
         found[each] = joined(results, "scores")
     assert found[layout].abs().min() > 0
     torch.testing.assert_close(found[layout], found["dp2"], atol=LOGPROB_TOLERANCE, rtol=0)
+
+
+def test_a_process_may_join_one_group_after_another(pools, tmp_path):
+    # First over a mesh that equals the worker's, while the groups behind it have other names.
+    path = parity_models.build("qwen2", tmp_path)
+    num_ranks, config = config_of(path, "dp2_tp2")
+    pools(num_ranks).run(rank_functions.load_over_two_axes, model_names=[path])
+    results = pools(num_ranks).run(
+        parity_ranks.run_case, config=config, batch=make_batch(4), section=None, num_calls=1
+    )
+    assert torch.isfinite(results[0]["losses"]).all()

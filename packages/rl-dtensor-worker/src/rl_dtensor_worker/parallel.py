@@ -11,6 +11,7 @@ import torch
 import torch.distributed as dist
 from rl_interfaces import ParallelLayout
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.tensor.debug import _clear_sharding_prop_cache
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -105,6 +106,16 @@ def init_process_group(environment: RankEnvironment, *, timeout_s: float) -> boo
         timeout=timedelta(seconds=timeout_s),
     )
     return True
+
+
+def leave_process_group() -> None:
+    """Leave the default process group, for this process to join another one.
+
+    DTensor remembers how it shards each operation, with the mesh that it saw first. A mesh of the
+    next group may equal that one while its groups have other names, so the memory is cleared.
+    """
+    dist.destroy_process_group()
+    _clear_sharding_prop_cache()
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -23,7 +23,12 @@ from rl_dtensor_worker.layout_check import check_layout
 from rl_dtensor_worker.model import build_model
 from rl_dtensor_worker.modes import evaluating, training_mode
 from rl_dtensor_worker.optim import LossScaler, build_optimizer, build_scheduler
-from rl_dtensor_worker.parallel import Meshes, RankEnvironment, init_process_group
+from rl_dtensor_worker.parallel import (
+    Meshes,
+    RankEnvironment,
+    init_process_group,
+    leave_process_group,
+)
 from rl_dtensor_worker.plans import check_sizes, load_custom_plan
 from rl_dtensor_worker.randomness import RandomState
 from rl_dtensor_worker.reference import ReferenceModel
@@ -253,7 +258,7 @@ class DTensorPolicyWorker(
 
     def _leave_group(self) -> None:
         if self._owns_group and dist.is_initialized():
-            dist.destroy_process_group()
+            leave_process_group()
         self._owns_group = False
 
     def _build_forward(self) -> Forward | ValueForward:
