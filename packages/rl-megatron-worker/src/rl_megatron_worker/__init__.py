@@ -1,0 +1,1 @@
+"""A policy worker on Megatron-core: tensor, pipeline, context and expert parallelism."""

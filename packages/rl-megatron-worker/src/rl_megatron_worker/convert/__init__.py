@@ -1,0 +1,1 @@
+"""Hugging Face models in Megatron-core's terms, by `model_type`."""
