@@ -14,10 +14,10 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
     from rl_batched_data import BatchedDataDict, TokenScores
+    from rl_batched_data.micro_batches import MicroBatch, Step
     from torch import nn
 
     from rl_dtensor_worker.head import TokenHead
-    from rl_dtensor_worker.microbatches import MicroBatch, Step
     from rl_dtensor_worker.row_layout import RowLayout
 
 

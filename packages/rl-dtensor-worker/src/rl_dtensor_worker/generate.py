@@ -8,9 +8,8 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from rl_batched_data import BatchedDataDict
+from rl_batched_data.sampling import sample_tokens
 from transformers import DynamicCache
-
-from rl_dtensor_worker.sampling import sample_tokens
 
 if TYPE_CHECKING:
     from torch import nn

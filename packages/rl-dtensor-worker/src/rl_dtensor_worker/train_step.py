@@ -16,12 +16,12 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from rl_batched_data import BatchedDataDict
+    from rl_batched_data.micro_batches import MicroBatch, Step
     from torch import nn
     from torch.optim.lr_scheduler import LRScheduler
 
     from rl_dtensor_worker.config import WorkerConfig
     from rl_dtensor_worker.forward import Forward
-    from rl_dtensor_worker.microbatches import MicroBatch, Step
     from rl_dtensor_worker.optim import LossScaler
     from rl_dtensor_worker.value_forward import ValueForward
 
