@@ -12,7 +12,7 @@ from rl_megatron_worker.cpu_scope import cpu_scope
 if TYPE_CHECKING:
     from contextlib import AbstractContextManager
 
-    from rl_dtensor_worker.parallel import RankEnvironment
+    from rl_interfaces.backend.ranks import RankEnvironment
 
 
 class Runtime:

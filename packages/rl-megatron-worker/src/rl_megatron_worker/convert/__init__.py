@@ -1,1 +1,22 @@
 """Hugging Face models in Megatron-core's terms, by `model_type`."""
+
+from rl_megatron_worker.convert.mappings import GateUp, Mapping, Qkv, Vocabulary
+from rl_megatron_worker.convert.pieces import Piece
+from rl_megatron_worker.convert.registry import (
+    Converter,
+    converter_for,
+    known_converters,
+    register_converter,
+)
+
+__all__ = [
+    "Converter",
+    "GateUp",
+    "Mapping",
+    "Piece",
+    "Qkv",
+    "Vocabulary",
+    "converter_for",
+    "known_converters",
+    "register_converter",
+]

@@ -6,6 +6,9 @@ which one masked row stands in. A batch that carries a plan of dynamic or packed
 gone through by that plan, see `BatchedDataDict.shard_by_batch_size`.
 """
 
+# torch annotates some of its functions only in part.
+# pyright: reportUnknownMemberType=false
+
 from __future__ import annotations
 
 import math
@@ -16,8 +19,10 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
-from rl_batched_data import BatchedDataDict, PackedSequences, SlicedDataDict
+
+from rl_batched_data.batched_data_dict import BatchedDataDict, SlicedDataDict
 from rl_batched_data.dynamic_batching import DynamicBatching
+from rl_batched_data.packed_sequences import PackedSequences
 from rl_batched_data.padding import round_up
 from rl_batched_data.sequence_packing import SequencePacking
 
@@ -80,21 +85,38 @@ class Step:
     """Rows of each micro-batch, counted from `start`."""
     concatenation: Concatenation
 
-    def micro_batches(self, device: torch.device) -> Iterator[MicroBatch]:
-        """Yield each micro-batch on `device`."""
+    def micro_batches(
+        self, device: torch.device, *, num_passes: int | None = None
+    ) -> Iterator[MicroBatch]:
+        """Yield each micro-batch on `device`.
+
+        Args:
+            device: Where the rows are wanted.
+            num_passes: How many to yield, at least those there are: what is missing counts for
+                nothing. None: as many as there are.
+        """
+        pieces = list(zip(self.spans, self._cut(), strict=True))
+        end, last = self.spans[-1][1], pieces[-1][1]
+        pieces += [((end, end), last)] * ((num_passes or len(pieces)) - len(pieces))
+        for span, rows in pieces:
+            yield self._micro_batch(span, rows, device)
+
+    def _micro_batch(
+        self, span: Span, rows: SlicedDataDict[Any], device: torch.device
+    ) -> MicroBatch:
+        low, high = span
         options = self.rows.micro_batch_options
-        for (low, high), rows in zip(self.spans, self._cut(), strict=True):
-            # A copy-free view on the CPU: whoever needs to write takes a copy of its own.
-            taken = rows if low < high else _stand_in(rows)
-            is_packed = self.concatenation.always or isinstance(options, SequencePacking)
-            packed = self.concatenation.of(taken) if is_packed else None
-            dynamic = isinstance(options, DynamicBatching)
-            yield MicroBatch(
-                span=(self.start + low, self.start + high),
-                width=taken["input_ids"].shape[1] if dynamic else None,
-                packed=None if packed is None else packed.to(device),
-                rows=taken.to(device),
-            )
+        # A copy-free view on the CPU: whoever needs to write takes a copy of its own.
+        taken = rows if low < high else _stand_in(rows)
+        is_packed = self.concatenation.always or isinstance(options, SequencePacking)
+        packed = self.concatenation.of(taken) if is_packed else None
+        dynamic = isinstance(options, DynamicBatching)
+        return MicroBatch(
+            span=(self.start + low, self.start + high),
+            width=taken["input_ids"].shape[1] if dynamic else None,
+            packed=None if packed is None else packed.to(device),
+            rows=taken.to(device),
+        )
 
     def _cut(self) -> Iterator[SlicedDataDict[Any]]:
         options = self.rows.micro_batch_options

@@ -1,0 +1,150 @@
+"""The mappings of a decoder with rotary embeddings, grouped queries and gated units."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from rl_megatron_worker.convert.mappings import GateUp, Mapping, Qkv, Vocabulary
+
+if TYPE_CHECKING:
+    from rl_megatron_worker.architecture import Architecture
+
+EMBEDDING = "model.embed_tokens.weight"
+
+
+def decoder_mappings(architecture: Architecture) -> list[Mapping]:
+    """Return how each parameter is made, in the order in which the tensors are handed out.
+
+    The Hugging Face names are those that Llama, Qwen2, Qwen3 and Qwen3-MoE have on disk.
+    """
+    hidden_size = architecture.transformer["hidden_size"]
+    vocabulary = (architecture.vocab_size, hidden_size)
+    mappings: list[Mapping] = [
+        Vocabulary(names=("embedding.word_embeddings.weight",), sources={EMBEDDING: vocabulary})
+    ]
+    for layer in range(architecture.num_layers):
+        mappings += _attention(architecture, layer)
+        mappings += _experts(architecture, layer) or _gated_unit(architecture, layer)
+        mappings += _norms(hidden_size, layer)
+    mappings.append(
+        Mapping(
+            names=("decoder.final_layernorm.weight",),
+            sources={"model.norm.weight": (hidden_size,)},
+        )
+    )
+    # Tied, the output layer is a parameter of its own only where another stage has the embedding.
+    tied = architecture.tied_embeddings
+    output = EMBEDDING if tied else "lm_head.weight"
+    mappings.append(
+        Vocabulary(names=("output_layer.weight",), sources={output: vocabulary}, is_copy=tied)
+    )
+    return mappings
+
+
+def _attention(architecture: Architecture, layer: int) -> list[Mapping]:
+    fields = architecture.transformer
+    hidden_size, head_size = fields["hidden_size"], fields["kv_channels"]
+    num_heads, num_groups = fields["num_attention_heads"], fields["num_query_groups"]
+    ours, theirs = f"decoder.layers.{layer}.self_attention", f"model.layers.{layer}.self_attn"
+    rows = {"q_proj": num_heads, "k_proj": num_groups, "v_proj": num_groups}
+    rows = {f"{theirs}.{name}": heads * head_size for name, heads in rows.items()}
+    mappings: list[Mapping] = [
+        Qkv(
+            names=(f"{ours}.linear_qkv.weight",),
+            sources={f"{name}.weight": (count, hidden_size) for name, count in rows.items()},
+            num_groups=num_groups,
+        )
+    ]
+    if fields["add_qkv_bias"]:
+        mappings.append(
+            Qkv(
+                names=(f"{ours}.linear_qkv.bias",),
+                sources={f"{name}.bias": (count,) for name, count in rows.items()},
+                num_groups=num_groups,
+            )
+        )
+    mappings.append(
+        Mapping(
+            names=(f"{ours}.linear_proj.weight",),
+            sources={f"{theirs}.o_proj.weight": (hidden_size, num_heads * head_size)},
+            dim=1,
+        )
+    )
+    if fields["qk_layernorm"]:
+        mappings += [
+            Mapping(
+                names=(f"{ours}.{which}_layernorm.weight",),
+                sources={f"{theirs}.{which}_norm.weight": (head_size,)},
+            )
+            for which in ("q", "k")
+        ]
+    return mappings
+
+
+def _norms(hidden_size: int, layer: int) -> list[Mapping]:
+    """Return those of the two norms, which Transformer Engine fuses with what follows them."""
+    ours, theirs = f"decoder.layers.{layer}", f"model.layers.{layer}"
+    names = {
+        "input_layernorm": ("input_layernorm", "self_attention.linear_qkv"),
+        "post_attention_layernorm": ("pre_mlp_layernorm", "mlp.linear_fc1"),
+    }
+    return [
+        Mapping(
+            names=(f"{ours}.{norm}.weight", f"{ours}.{fused_with}.layer_norm_weight"),
+            sources={f"{theirs}.{name}.weight": (hidden_size,)},
+        )
+        for name, (norm, fused_with) in names.items()
+    ]
+
+
+def _gated_unit(architecture: Architecture, layer: int) -> list[Mapping]:
+    return _two_projections(
+        f"decoder.layers.{layer}.mlp",
+        f"model.layers.{layer}.mlp",
+        hidden_size=architecture.transformer["hidden_size"],
+        inner_size=architecture.transformer["ffn_hidden_size"],
+        is_expert=False,
+    )
+
+
+def _experts(architecture: Architecture, layer: int) -> list[Mapping]:
+    """Return those of a layer's router and experts; nothing where it has none."""
+    if not architecture.has_experts(layer):
+        return []
+    fields = architecture.transformer
+    num_experts, hidden_size = fields["num_moe_experts"], fields["hidden_size"]
+    ours, theirs = f"decoder.layers.{layer}.mlp", f"model.layers.{layer}.mlp"
+    mappings = [
+        Mapping(
+            names=(f"{ours}.router.weight",),
+            sources={f"{theirs}.gate.weight": (num_experts, hidden_size)},
+        )
+    ]
+    for expert in range(num_experts):
+        mappings += _two_projections(
+            f"{ours}.experts.local_experts.{expert}",
+            f"{theirs}.experts.{expert}",
+            hidden_size=hidden_size,
+            inner_size=fields["moe_ffn_hidden_size"],
+            is_expert=True,
+        )
+    return mappings
+
+
+def _two_projections(
+    ours: str, theirs: str, *, hidden_size: int, inner_size: int, is_expert: bool
+) -> list[Mapping]:
+    inner = (inner_size, hidden_size)
+    return [
+        GateUp(
+            names=(f"{ours}.linear_fc1.weight",),
+            sources={f"{theirs}.gate_proj.weight": inner, f"{theirs}.up_proj.weight": inner},
+            is_expert=is_expert,
+        ),
+        Mapping(
+            names=(f"{ours}.linear_fc2.weight",),
+            sources={f"{theirs}.down_proj.weight": (hidden_size, inner_size)},
+            dim=1,
+            is_expert=is_expert,
+        ),
+    ]

@@ -1,0 +1,258 @@
+"""Architectures and mappings, on plain tensors in one process, against transformers' own."""
+
+import pytest
+import torch
+import torch.nn.functional as F
+from hypothesis import given
+from hypothesis import strategies as st
+from rl_megatron_worker.convert import (
+    Piece,
+    converter_for,
+    known_converters,
+    register_converter,
+    registry,
+)
+from rl_megatron_worker.convert.pieces import cut, total_length
+from safetensors.torch import load_file
+from tiny_models import KINDS, build_tiny, tiny_config
+from transformers import AutoConfig, GPT2Config
+from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
+
+LLAMA3 = {
+    "rope_type": "llama3",
+    "rope_theta": 5e5,
+    "factor": 8.0,
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 8192,
+}
+
+
+@pytest.fixture(scope="module", params=[kind + tied for kind in KINDS for tied in ("", " tied")])
+def checkpoint(request, tmp_path_factory):
+    """The path of a tiny model."""
+    kind, _, tied = request.param.partition(" ")
+    return build_tiny(tmp_path_factory.mktemp(kind), kind, tied=bool(tied))
+
+
+def mappings_of(path):
+    config = AutoConfig.from_pretrained(path)
+    converter = converter_for(config)
+    architecture = converter.architecture(config)
+    return architecture, converter.mappings(architecture)
+
+
+def shard_length(mapping, size, vocab_size):
+    if "embedding" in mapping.names[0] or "output" in mapping.names[0]:
+        return -(-vocab_size // size)
+    return mapping.shard_shape(size)[mapping.axis]
+
+
+def shard_of(mapping, tensors, *, rank, size, vocab_size=66):
+    """Return the shard of a rank, as a model would hold it."""
+    shape = list(mapping.shard_shape(size))
+    shape[mapping.axis] = shard_length(mapping, size, vocab_size)
+    shard = torch.full(shape, torch.nan)
+
+    def read(name, *, dim, start, stop):
+        return tensors[name].narrow(dim, start, stop - start)
+
+    mapping.fill(shard, read, rank=rank, size=size)
+    return shard
+
+
+@pytest.mark.parametrize("size", [1, 2, 4])
+def test_what_is_cut_for_ranks_joins_bit_for_bit(checkpoint, size):
+    # 4 ranks are more than there are groups of queries.
+    _, mappings = mappings_of(checkpoint)
+    tensors = load_file(f"{checkpoint}/model.safetensors")
+    joined = {}
+    for mapping in mappings:
+        if mapping.is_copy:
+            continue
+        into = {name: torch.full(shape, torch.nan) for name, shape in mapping.sources.items()}
+        for rank in range(size):
+            shard = shard_of(mapping, tensors, rank=rank, size=size)
+            assert not shard.isnan().any()
+            mapping.spread(shard, into, rank=rank, size=size)
+        assert not joined.keys() & into.keys()
+        joined |= into
+    assert joined.keys() == tensors.keys()
+    for name, tensor in tensors.items():
+        assert torch.equal(joined[name], tensor), name
+
+
+def test_no_parameter_is_made_twice(checkpoint):
+    _, mappings = mappings_of(checkpoint)
+    names = [name for mapping in mappings for name in mapping.names]
+    assert len(names) == len(set(names))
+
+
+@pytest.mark.parametrize("size", [1, 2])
+def test_attention_of_a_shard_is_that_of_its_heads(checkpoint, size):
+    """The rows of a shard, read as `[group, heads, key, value]`, are the heads of transformers."""
+    _, mappings = mappings_of(checkpoint)
+    tensors = load_file(f"{checkpoint}/model.safetensors")
+    (mapping,) = [
+        m for m in mappings if m.names[0].endswith("layers.2.self_attention.linear_qkv.weight")
+    ]
+    q, k, v = (
+        tensors[f"model.layers.2.self_attn.{name}_proj.weight"].unflatten(0, (heads, -1))
+        for name, heads in (("q", 4), ("k", 2), ("v", 2))
+    )
+    for rank in range(size):
+        shard = shard_of(mapping, tensors, rank=rank, size=size)
+        for group, rows in enumerate(shard.unflatten(0, (2 // size, 4, -1)), rank * 2 // size):
+            expected = (q[2 * group], q[2 * group + 1], k[group], v[group])
+            assert torch.equal(rows, torch.stack(expected))
+
+
+@pytest.mark.parametrize("size", [1, 2, 4])
+def test_gated_unit_over_shards_is_the_whole_unit(size, tmp_path):
+    path = build_tiny(tmp_path, "llama")
+    _, mappings = mappings_of(path)
+    tensors = load_file(f"{path}/model.safetensors")
+    fc1, fc2 = [m for m in mappings if m.names[0].startswith("decoder.layers.1.mlp")]
+    x = torch.randn(5, 32, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
+    parts = []
+    for rank in range(size):
+        first, second = (shard_of(m, tensors, rank=rank, size=size).double() for m in (fc1, fc2))
+        gate, up = (x @ first.T).chunk(2, -1)
+        parts.append((F.silu(gate) * up) @ second.T)
+    gate, up, down = (
+        tensors[f"model.layers.1.mlp.{name}_proj.weight"].double()
+        for name in ("gate", "up", "down")
+    )
+    expected = (F.silu(x @ gate.T) * (x @ up.T)) @ down.T
+    torch.testing.assert_close(sum(parts), expected, rtol=1e-12, atol=1e-12)
+
+
+def test_rows_that_complete_the_vocabulary_are_zeros(tmp_path):
+    path = build_tiny(tmp_path, "llama")
+    _, (embedding, *_) = mappings_of(path)
+    tensors = load_file(f"{path}/model.safetensors")
+    shards = [shard_of(embedding, tensors, rank=rank, size=4) for rank in range(4)]
+    assert [len(shard) for shard in shards] == [17] * 4
+    assert torch.equal(torch.cat(shards)[:66], tensors["model.embed_tokens.weight"])
+    assert not torch.cat(shards)[66:].any()
+
+
+@given(
+    lengths=st.lists(st.integers(0, 6), min_size=1, max_size=6),
+    bounds=st.tuples(st.integers(0, 40), st.integers(0, 40)),
+)
+def test_cut_takes_the_rows_between(lengths, bounds):
+    pieces, rows = [], []
+    for index, length in enumerate(lengths):
+        pieces.append(Piece(str(index), 3, 3 + length))
+        rows += [(str(index), 3 + row) for row in range(length)]
+    start, stop = sorted(bounds)
+    taken = [(p.source, row) for p in cut(pieces, start, stop) for row in range(p.start, p.stop)]
+    assert taken == rows[start:stop]
+    assert total_length(pieces) == len(rows)
+
+
+def test_settings_become_fields(tmp_path):
+    config = tiny_config("qwen3_moe", mlp_only_layers=[0], decoder_sparse_step=2)
+    architecture = converter_for(config).architecture(config)
+    assert [architecture.has_experts(layer) for layer in range(4)] == [False, True, False, True]
+    fields = architecture.transformer
+    assert (fields["kv_channels"], fields["num_query_groups"]) == (16, 2)
+    assert fields["qk_layernorm"]
+    assert fields["moe_ffn_hidden_size"] == 24
+    assert not fields["moe_router_pre_softmax"]
+    plain = tiny_config("qwen3_moe", norm_topk_prob=False)
+    assert converter_for(plain).architecture(plain).transformer["moe_router_pre_softmax"]
+    assert (
+        converter_for(tiny_config("qwen2"))
+        .architecture(tiny_config("qwen2"))
+        .transformer["add_qkv_bias"]
+    )
+
+
+def test_theta_and_scaling_are_those_of_transformers():
+    """Llama 3's, whose other constants Megatron-core has built in, and linear interpolation."""
+    from megatron.core.models.common.embeddings.rotary_pos_embedding import RotaryEmbedding
+
+    for parameters in (LLAMA3, {"rope_type": "linear", "rope_theta": 1e4, "factor": 4.0}):
+        config = tiny_config("llama", rope_parameters=parameters, max_position_embeddings=131072)
+        architecture = converter_for(config).architecture(config)
+        # Only the frequencies are asked for: no group, no device.
+        scaling = dict(architecture.rotary_scaling)
+        embedding = RotaryEmbedding(
+            8, 1.0, rotary_base=architecture.rotary_base, use_cpu_initialization=True, **scaling
+        )
+        expected, factor = ROPE_INIT_FUNCTIONS[parameters["rope_type"]](config, torch.device("cpu"))
+        frequencies = embedding.get_freqs_non_repeated(3)[1]
+        torch.testing.assert_close(frequencies, expected, rtol=1e-6, atol=0)
+        assert factor == 1.0
+
+
+DEFAULT_ROPE = {"rope_type": "default", "rope_theta": 1e4}
+WINDOW = {"use_sliding_window": True, "sliding_window": 8}
+REFUSED = [
+    ("llama", {"attention_bias": True}, "attention_bias=True"),
+    ("llama", {"mlp_bias": True}, "mlp_bias=True"),
+    ("llama", {"hidden_act": "gelu"}, "hidden_act='gelu'"),
+    ("llama", {"attention_dropout": 0.1}, "attention_dropout=0.1"),
+    ("llama", {"rope_parameters": LLAMA3 | {"low_freq_factor": 2.0}}, "low_freq_factor=2.0"),
+    ("llama", {"rope_parameters": DEFAULT_ROPE | {"rope_type": "yarn", "factor": 2.0}}, "'yarn'"),
+    (
+        "llama",
+        {"rope_parameters": DEFAULT_ROPE | {"partial_rotary_factor": 0.5}},
+        "partial_rotary_factor=0.5",
+    ),
+    ("qwen2", WINDOW | {"max_window_layers": 2}, "sliding_window=8"),
+    ("qwen3", WINDOW | {"max_window_layers": 0}, "sliding_window=8"),
+    ("qwen3", {"attention_bias": True}, "attention_bias=True"),
+    ("qwen3_moe", WINDOW, "sliding_window=8"),
+    ("qwen3_moe", {"num_experts_per_tok": 1}, "num_experts_per_tok=1"),
+    ("qwen2", {"quantization_config": {"quant_method": "fp8"}}, "quantization_config="),
+]
+
+
+@pytest.mark.parametrize(("kind", "settings", "named"), REFUSED)
+def test_what_megatron_core_computes_otherwise_is_refused(kind, settings, named):
+    config = tiny_config(kind, **settings)
+    with pytest.raises(ValueError, match=r"policy\.model_name=.*does not compute") as refused:
+        converter_for(config).architecture(config)
+    assert named in str(refused.value)
+
+
+def test_a_window_that_no_layer_uses_is_allowed():
+    config = tiny_config("qwen2", **WINDOW, max_window_layers=4)
+    assert converter_for(config).architecture(config).num_layers == 4
+
+
+def test_a_family_without_a_converter_is_refused_with_a_list():
+    with pytest.raises(ValueError, match=r"'gpt2' model.*llama, qwen2, qwen3, qwen3_moe"):
+        converter_for(GPT2Config())
+    with pytest.raises(ValueError, match=r"converter_type='lama'.*llama, qwen2"):
+        converter_for(tiny_config("llama"), "lama")
+
+
+def test_converters_of_others(monkeypatch):
+    class Theirs:
+        def architecture(self, hf_config): ...
+        def mappings(self, architecture): ...
+
+    monkeypatch.setattr(registry, "_registered", {})
+    theirs = Theirs()
+    register_converter("gpt2", theirs)
+    assert converter_for(GPT2Config()) is theirs
+    assert converter_for(tiny_config("llama"), "gpt2") is theirs
+    assert "gpt2" in known_converters()
+
+
+def test_converters_of_installed_packages(monkeypatch, tmp_path):
+    (tmp_path / "their_package.py").write_text("converter = object()\n")
+    info = tmp_path / "their_package-1.0.dist-info"
+    info.mkdir()
+    (info / "METADATA").write_text("Name: their-package\nVersion: 1.0\n")
+    (info / "entry_points.txt").write_text(
+        "[rl_megatron_worker.converters]\ngpt2 = their_package:converter\n"
+    )
+    monkeypatch.syspath_prepend(str(tmp_path))
+    import their_package
+
+    assert converter_for(GPT2Config()) is their_package.converter

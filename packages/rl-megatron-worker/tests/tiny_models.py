@@ -1,0 +1,67 @@
+"""Tiny models of the families that are converted, on disk, each with a tokenizer."""
+
+import torch
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+from transformers import (
+    AutoModelForCausalLM,
+    LlamaConfig,
+    PreTrainedTokenizerFast,
+    Qwen2Config,
+    Qwen3Config,
+    Qwen3MoeConfig,
+)
+
+# No multiple of 4, nor of 8: tensor parallelism has to complete it.
+VOCAB_SIZE = 66
+PAD, EOS = 0, 1
+
+_SIZES = {
+    "vocab_size": VOCAB_SIZE,
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 4,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 64,
+    "rms_norm_eps": 1e-5,
+    "pad_token_id": PAD,
+    "eos_token_id": EOS,
+    "bos_token_id": None,
+}
+# Heads that are not the hidden size cut into equal parts.
+_WIDE_HEADS = {"head_dim": 16}
+_EXPERTS = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 24}
+
+KINDS = {
+    "llama": (LlamaConfig, {}),
+    "qwen2": (Qwen2Config, {}),
+    "qwen3": (Qwen3Config, _WIDE_HEADS),
+    "qwen3_moe": (Qwen3MoeConfig, {**_WIDE_HEADS, **_EXPERTS, "norm_topk_prob": True}),
+}
+
+
+def tiny_config(kind, *, tied=False, **settings):
+    """Return the config of a tiny model; `settings` take precedence over its own."""
+    config_class, own = KINDS[kind]
+    return config_class(**{**_SIZES, **own, "tie_word_embeddings": tied, **settings})
+
+
+def build_tiny(path, kind, *, tied=False, seed=0, dtype=torch.float32, **settings):
+    """Write a model whose every parameter, norms and biases too, is random; return the path."""
+    torch.manual_seed(seed)
+    model = AutoModelForCausalLM.from_config(tiny_config(kind, tied=tied, **settings))
+    for name, parameter in model.named_parameters():
+        mean = 1.0 if "norm" in name else 0.0
+        torch.nn.init.normal_(parameter, mean=mean, std=0.15)
+    model.to(dtype).save_pretrained(path)
+    build_tokenizer().save_pretrained(path)
+    return str(path)
+
+
+def build_tokenizer():
+    """Token `i` is the character `chr(62 + i)`; 0 pads and 1 ends."""
+    vocabulary = {"<pad>": PAD, "<eos>": EOS} | {chr(62 + i): i for i in range(2, VOCAB_SIZE)}
+    backend = Tokenizer(models.WordLevel(vocabulary, unk_token="<pad>"))
+    backend.pre_tokenizer = pre_tokenizers.Split("", "isolated")
+    backend.decoder = decoders.Fuse()
+    return PreTrainedTokenizerFast(tokenizer_object=backend, pad_token="<pad>", eos_token="<eos>")
