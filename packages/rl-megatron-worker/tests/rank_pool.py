@@ -11,7 +11,7 @@ import traceback
 from multiprocessing.connection import wait
 
 _LIMIT_S = 240
-_PRELOADED = ["rl_megatron_worker.model", "transformers"]
+_PRELOADED = ["rl_megatron_worker.model", "rl_megatron_worker.optim", "transformers"]
 
 
 def free_port():
