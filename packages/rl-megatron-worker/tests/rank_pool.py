@@ -30,6 +30,8 @@ def _run_rank(rank, num_ranks, port, connection, function, kwargs):
         connection.send((True, function(**kwargs)))
     except Exception as error:
         connection.send((False, (type(error).__name__, str(error), traceback.format_exc())))
+    # Tensors are handed over while this process lives.
+    connection.poll(_LIMIT_S)
 
 
 class RankFailure(AssertionError):
@@ -63,6 +65,8 @@ class RankPool:
         try:
             return _results(connections, function.__name__)
         finally:
+            for connection in connections:
+                connection.close()
             _end(processes)
 
 

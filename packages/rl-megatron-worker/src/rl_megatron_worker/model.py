@@ -180,19 +180,27 @@ def unwrapped(chunk: nn.Module) -> GPTModel:
     return chunk
 
 
+def output_matrix(chunk: nn.Module) -> torch.Tensor:
+    """Return the last stage's part of the output layer, `[vocab / tp, hidden]`.
+
+    It has rows that complete the vocabulary for tensor parallelism, and that are no tokens.
+    """
+    model = unwrapped(chunk)
+    if model.share_embeddings_and_output_weights:
+        return model.shared_embedding_or_output_weight()
+    return cast("torch.Tensor", model.output_layer.weight)
+
+
 def scoring_options(chunk: nn.Module) -> ScoringOptions:
     """Return how `rl_batched_data` scores tokens by the last stage's hidden states.
 
     What completes the vocabulary for tensor parallelism is left out: it is no token.
     """
-    model = unwrapped(chunk)
-    layer = cast("OutputMatrix", model.output_layer)
-    weight: Any = model.output_layer.weight
-    if model.share_embeddings_and_output_weights:
-        weight = model.shared_embedding_or_output_weight()
+    layer = cast("OutputMatrix", unwrapped(chunk).output_layer)
+    weight = output_matrix(chunk)
     start = layer.tp_group.rank() * len(weight)
     return {
-        "output_matrix": weight[: layer.vocab_size - start],
+        "output_matrix": weight[: max(layer.vocab_size - start, 0)],
         "vocab_start": start,
         "tp_group": layer.tp_group,
     }

@@ -12,7 +12,7 @@ from rl_megatron_worker.cpu_scope import cpu_scope
 if TYPE_CHECKING:
     from contextlib import AbstractContextManager
 
-    from rl_dtensor_worker.parallel import RankEnvironment
+    from rl_interfaces.backend.ranks import RankEnvironment
 
 
 class Runtime:
@@ -47,3 +47,8 @@ class Runtime:
         torch.manual_seed(seed)
         with self.scope():
             tensor_parallel.model_parallel_cuda_manual_seed(seed)
+
+    def free_cached_memory(self, *, wanted: bool = True) -> None:
+        """Return the memory that the allocator caches to the device, where that is wanted."""
+        if wanted and self.on_cuda:
+            torch.cuda.empty_cache()

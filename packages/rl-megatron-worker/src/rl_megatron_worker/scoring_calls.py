@@ -114,4 +114,5 @@ class ScoringCalls(WorkerParts):
         with evaluating(self.model, self._runtime):
             for step in steps:
                 self._schedule.run(step, on_last_stage)
-        return share_tensors(found.scores, device=self._device)
+        scores = share_tensors(found.scores, device=self._device)
+        return {key: values.cpu() for key, values in scores.items()}

@@ -36,11 +36,11 @@ def share_value(value: Any, *, device: torch.device) -> Any:
 
 
 def share_tensors(tensors: Mapping[str, torch.Tensor], *, device: torch.device) -> Tensors:
-    """Return the last stage's tensors on every stage, on the CPU. Collective.
+    """Return the last stage's tensors on every stage. Collective.
 
     Args:
-        tensors: On the CPU; read on the last stage alone.
-        device: Where the group's tensors lie.
+        tensors: Read on the last stage alone.
+        device: Where the group's tensors lie, and those of the other stages will.
     """
     group, last, is_last = _last_stage()
     if group.size() == 1:
@@ -55,7 +55,7 @@ def share_tensors(tensors: Mapping[str, torch.Tensor], *, device: torch.device) 
         else:
             data = torch.empty(shape, dtype=getattr(torch, dtype), device=device)
         dist.broadcast(data, src=last, group=group)
-        shared[name] = data.cpu()
+        shared[name] = data
     return shared
 
 

@@ -55,15 +55,17 @@ class WorkerParts:
     _random: RandomState
     _checkpointer: Checkpointer
 
-    def _steps(self, data: BatchedDataDict[Any], **sizes: Any) -> list[Step]:
+    @property
+    def _concatenation(self) -> Concatenation:
         multiple = self._config.sequence_multiple
+        return Concatenation(always=True, sequence_multiple=multiple, total_multiple=multiple)
+
+    def _steps(self, data: BatchedDataDict[Any], **sizes: Any) -> list[Step]:
         return steps_of(
             data,
             **sizes,
             planned_by=self._config.planned_by,
-            concatenation=Concatenation(
-                always=True, sequence_multiple=multiple, total_multiple=multiple
-            ),
+            concatenation=self._concatenation,
             group=self._dp_group,
             device=self._device,
         )
