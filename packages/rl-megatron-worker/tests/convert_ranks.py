@@ -64,11 +64,15 @@ def logits(*, path, sequences):
         return (hidden @ scoring_options(chunks[0])["output_matrix"].T).split(lengths)
 
 
-def load_and_gather(*, path, layout, dtype=torch.float32, wire_dtype=torch.float32, ddp=False):
-    """Return metadata, groups and two passes over the tensors of a model that was loaded."""
+def load_and_gather(*, paths, layout, dtype=torch.float32, wire_dtype=torch.float32, ddp=False):
+    """Return metadata, groups and two passes over the tensors of each model."""
+    gathered = []
     with job(**layout) as (runtime, ranks):
-        chunks, mappings, _ = load(path, runtime, ranks, dtype=dtype, ddp=ddp)
-        return passes_of(MegatronWeights(chunks, mappings, wire_dtype=wire_dtype, device=CPU))
+        for path in paths:
+            chunks, mappings, _ = load(path, runtime, ranks, dtype=dtype, ddp=ddp)
+            weights = MegatronWeights(chunks, mappings, wire_dtype=wire_dtype, device=CPU)
+            gathered.append(passes_of(weights))
+    return gathered
 
 
 def passes_of(weights):

@@ -85,21 +85,38 @@ class Step:
     """Rows of each micro-batch, counted from `start`."""
     concatenation: Concatenation
 
-    def micro_batches(self, device: torch.device) -> Iterator[MicroBatch]:
-        """Yield each micro-batch on `device`."""
+    def micro_batches(
+        self, device: torch.device, *, num_passes: int | None = None
+    ) -> Iterator[MicroBatch]:
+        """Yield each micro-batch on `device`.
+
+        Args:
+            device: Where the rows are wanted.
+            num_passes: How many to yield, at least those there are: what is missing counts for
+                nothing. None: as many as there are.
+        """
+        pieces = list(zip(self.spans, self._cut(), strict=True))
+        end, last = self.spans[-1][1], pieces[-1][1]
+        pieces += [((end, end), last)] * ((num_passes or len(pieces)) - len(pieces))
+        for span, rows in pieces:
+            yield self._micro_batch(span, rows, device)
+
+    def _micro_batch(
+        self, span: Span, rows: SlicedDataDict[Any], device: torch.device
+    ) -> MicroBatch:
+        low, high = span
         options = self.rows.micro_batch_options
-        for (low, high), rows in zip(self.spans, self._cut(), strict=True):
-            # A copy-free view on the CPU: whoever needs to write takes a copy of its own.
-            taken = rows if low < high else _stand_in(rows)
-            is_packed = self.concatenation.always or isinstance(options, SequencePacking)
-            packed = self.concatenation.of(taken) if is_packed else None
-            dynamic = isinstance(options, DynamicBatching)
-            yield MicroBatch(
-                span=(self.start + low, self.start + high),
-                width=taken["input_ids"].shape[1] if dynamic else None,
-                packed=None if packed is None else packed.to(device),
-                rows=taken.to(device),
-            )
+        # A copy-free view on the CPU: whoever needs to write takes a copy of its own.
+        taken = rows if low < high else _stand_in(rows)
+        is_packed = self.concatenation.always or isinstance(options, SequencePacking)
+        packed = self.concatenation.of(taken) if is_packed else None
+        dynamic = isinstance(options, DynamicBatching)
+        return MicroBatch(
+            span=(self.start + low, self.start + high),
+            width=taken["input_ids"].shape[1] if dynamic else None,
+            packed=None if packed is None else packed.to(device),
+            rows=taken.to(device),
+        )
 
     def _cut(self) -> Iterator[SlicedDataDict[Any]]:
         options = self.rows.micro_batch_options

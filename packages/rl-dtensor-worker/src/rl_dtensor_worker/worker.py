@@ -8,6 +8,7 @@ import torch
 import torch.distributed as dist
 from rl_batched_data import BatchedDataDict
 from rl_batched_data.batch_checks import check_scoring_batch, check_training_batch
+from rl_batched_data.generation import check_room, generate
 from rl_interfaces import LossType, ParallelLayout, Residency
 from rl_interfaces.backend.device import Profiler, device_id
 from rl_interfaces.backend.information_calls import InformationCalls
@@ -21,7 +22,7 @@ from rl_dtensor_worker.checkpoint_calls import CheckpointCalls
 from rl_dtensor_worker.config import WorkerConfig, load_model_config
 from rl_dtensor_worker.forward import Forward
 from rl_dtensor_worker.fsdp import local_tensor, unshard_fsdp2_model
-from rl_dtensor_worker.generate import check_room, generate
+from rl_dtensor_worker.generate import CachedForward
 from rl_dtensor_worker.head import find_token_head
 from rl_dtensor_worker.layout_check import check_layout
 from rl_dtensor_worker.model import build_model
@@ -193,11 +194,11 @@ class DTensorPolicyWorker(
             self._sharing.whole_sequences(),
         ):
             return generate(
-                forward,
+                lambda: CachedForward(forward),
                 data,
                 sampling=sampling,
                 greedy=greedy,
-                tokenizer=self._tokenizer,
+                tokenizer=self._tokenizer,  # type: ignore[arg-type]
                 generator=self._random.sampling,
                 max_total_length=self._longest_sequence(),
                 device=self._device,

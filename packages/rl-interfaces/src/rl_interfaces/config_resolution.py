@@ -86,6 +86,39 @@ GENERATION_DEFAULTS: dict[str, Any] = {
 }
 """The defaults of the section `generation`, where there is one."""
 
+MEGATRON_DEFAULTS: dict[str, dict[str, Any]] = {
+    "optimizer": {
+        # Megatron-core's own, but for the decay: a policy is fine-tuned.
+        "optimizer": "adam",
+        "min_lr": 0.0,
+        "weight_decay": 0.0,
+        "adam_beta1": 0.9,
+        "adam_beta2": 0.999,
+        "adam_eps": 1.0e-8,
+        "sgd_momentum": 0.9,
+        # Both trade something for memory, which is for the user to ask for.
+        "use_distributed_optimizer": False,
+        "use_precision_aware_optimizer": False,
+    },
+    "scheduler": {
+        # The rate, and the decay, stay what they are.
+        "lr_decay_style": "constant",
+        "lr_warmup_iters": 0,
+        "lr_warmup_init": 0.0,
+        "weight_decay_incr_style": "constant",
+    },
+    "distributed_data_parallel_config": {
+        # Sums over many ranks lose digits in 16 bits.
+        "grad_reduce_in_fp32": True,
+        "overlap_grad_reduce": False,
+        "overlap_param_gather": False,
+        # Gradients are sums here: losses are divided by a global count.
+        "average_in_collective": False,
+        "use_custom_fsdp": False,
+    },
+}
+"""The defaults of the sections of `megatron_cfg`: of the first two where they are there."""
+
 _COUNTS = (
     "train_global_batch_size",
     "train_micro_batch_size",
@@ -134,6 +167,7 @@ def resolve_policy_config(config: Mapping[str, Any], *, path: str = "policy") ->
     resolved = _merge(POLICY_DEFAULTS, given)
     resolved["tokenizer"].setdefault("name", resolved["model_name"])
     _check_values(resolved, path=path)
+    _complete_megatron(resolved["megatron_cfg"])
     if "generation" in given:
         resolved["generation"] = _merge(GENERATION_DEFAULTS, given["generation"])
         _check_generation(resolved["generation"], path=f"{path}.generation")
@@ -177,6 +211,16 @@ def _merge(defaults: Mapping[str, Any], given: Mapping[str, Any]) -> dict[str, A
         both = isinstance(out.get(key), Mapping)
         out[key] = _merge(out[key], entry) if both else copy.deepcopy(entry)
     return out
+
+
+def _complete_megatron(section: dict[str, Any]) -> None:
+    """Fill in the defaults of the sections of an enabled `megatron_cfg`."""
+    if not section["enabled"]:
+        return
+    section.setdefault("distributed_data_parallel_config", {})
+    for name, defaults in MEGATRON_DEFAULTS.items():
+        if name in section:
+            section[name] = _merge(defaults, section[name])
 
 
 def _check_one_backend(given: Mapping[str, Any], *, path: str) -> None:

@@ -1,0 +1,228 @@
+"""A policy config, parsed once into the values that the Megatron worker works with."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import torch
+from rl_batched_data.generation import SamplingConfig
+from rl_interfaces import resolve_policy_config
+from transformers import AutoConfig
+
+from rl_megatron_worker.model import ModelOptions
+from rl_megatron_worker.optimizer_config import (
+    OptimizerSettings,
+    SchedulerSettings,
+    parse_optimizer,
+    parse_scheduler,
+)
+from rl_megatron_worker.parallel import MegatronLayout, plan_layout
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+_DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+_PATH = "policy.megatron_cfg"
+_MOE_OPTIONS = (
+    "moe_router_load_balancing_type",
+    "moe_aux_loss_coeff",
+    "moe_token_dispatcher_type",
+)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class DataParallelSettings:
+    """How gradients are reduced."""
+
+    grad_reduce_in_fp32: bool
+    overlap_grad_reduce: bool
+    overlap_param_gather: bool
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class WorkerConfig:
+    """Everything the worker reads from the policy config."""
+
+    model_name: str
+    converter_type: str
+    layout: MegatronLayout
+    model: ModelOptions
+    train_global_batch_size: int
+    train_micro_batch_size: int
+    logprob_batch_size: int
+    planned_by: str | None
+    """The config section by which the driver plans micro-batches. None: they have fixed sizes."""
+    sequence_multiple: int
+    """Each sequence is padded to a multiple of this many tokens, inside."""
+    max_total_sequence_length: int | None
+    optimizer: OptimizerSettings | None
+    scheduler: SchedulerSettings | None
+    """None: the learning rate is constant."""
+    data_parallel: DataParallelSettings
+    empty_unused_memory_level: int
+    trust_remote_code: bool
+    timeout_s: float
+    profile_dir: str
+    seed: int
+    temperature: float
+    """Divides the logits of every log-probability; 1.0 where generation is greedy or absent."""
+    sampling: SamplingConfig | None
+
+    @classmethod
+    def from_policy_config(
+        cls, config: Mapping[str, Any], *, world_size: int, init_optimizer: bool
+    ) -> WorkerConfig:
+        """Parse and check `config`.
+
+        Raises:
+            ValueError: What it says cannot be done; the message names key and numbers.
+        """
+        resolved = resolve_policy_config(config)
+        section = resolved["megatron_cfg"]
+        layout = plan_layout(section, world_size=world_size)
+        _check_policy(resolved, data_parallel=layout.data)
+        optimizer = parse_optimizer(resolved) if init_optimizer else None
+        sampling = SamplingConfig.from_policy_config(resolved)
+        return cls(
+            model_name=resolved["model_name"],
+            converter_type=section["converter_type"],
+            layout=layout,
+            model=_parse_model(section, precision=resolved["precision"]),
+            train_global_batch_size=resolved["train_global_batch_size"],
+            train_micro_batch_size=resolved["train_micro_batch_size"],
+            logprob_batch_size=resolved["logprob_batch_size"],
+            planned_by=_planned_by(resolved),
+            sequence_multiple=math.lcm(
+                layout.token_multiple, resolved["make_sequence_length_divisible_by"]
+            ),
+            max_total_sequence_length=resolved.get("max_total_sequence_length"),
+            optimizer=optimizer,
+            scheduler=parse_scheduler(resolved),
+            data_parallel=_parse_data_parallel(section, optimizer),
+            empty_unused_memory_level=_memory_level(section),
+            trust_remote_code=resolved["trust_remote_code"],
+            timeout_s=resolved["timeout_s"],
+            profile_dir=resolved["profile_dir"],
+            seed=resolved["seed"],
+            temperature=(sampling.temperature if sampling else 0.0) or 1.0,
+            sampling=sampling,
+        )
+
+
+def load_model_config(config: WorkerConfig) -> Any:
+    """Return the model's transformers config.
+
+    Raises:
+        ValueError: There is no such model.
+    """
+    try:
+        return AutoConfig.from_pretrained(
+            config.model_name, trust_remote_code=config.trust_remote_code
+        )
+    except (OSError, ValueError) as error:
+        raise ValueError(
+            f"policy.model_name={config.model_name!r} cannot be loaded: {error}"
+        ) from error
+
+
+def _check_policy(resolved: Mapping[str, Any], *, data_parallel: int) -> None:
+    global_size = resolved["train_global_batch_size"]
+    if global_size % data_parallel:
+        raise ValueError(
+            f"policy.train_global_batch_size={global_size} is not divisible by the "
+            f"{data_parallel} data-parallel ranks"
+        )
+    if resolved["head"] != "language_model":
+        raise ValueError(
+            f"policy.head={resolved['head']!r} needs another backend: Megatron-core's models here "
+            "are language models"
+        )
+    if resolved["fsdp_offload_enabled"]:
+        raise ValueError(
+            f"policy.fsdp_offload_enabled=True needs FSDP, and {_PATH}.enabled=True has none"
+        )
+
+
+def _planned_by(resolved: Mapping[str, Any]) -> str | None:
+    enabled = [
+        name for name in ("dynamic_batching", "sequence_packing") if resolved[name]["enabled"]
+    ]
+    return enabled[0] if enabled else None
+
+
+def _parse_model(section: Mapping[str, Any], *, precision: str) -> ModelOptions:
+    pipeline_dtype = section.get("pipeline_dtype", precision)
+    if pipeline_dtype != precision:
+        raise ValueError(
+            f"{_PATH}.pipeline_dtype={pipeline_dtype!r} contradicts policy.precision="
+            f"{precision!r}: stages send each other what they compute"
+        )
+    recomputed: dict[str, Any] = {}
+    if section["activation_checkpointing"]:
+        recomputed = _parse_recomputation(section)
+    return ModelOptions(
+        params_dtype=_DTYPES[precision],
+        pipeline_dtype=_DTYPES[pipeline_dtype],
+        moe_options={key: section[key] for key in _MOE_OPTIONS},
+        **recomputed,
+    )
+
+
+def _parse_recomputation(section: Mapping[str, Any]) -> dict[str, Any]:
+    granularity, method = section["recompute_granularity"], section["recompute_method"]
+    for key, value, choices in (
+        ("recompute_granularity", granularity, ("full", "selective")),
+        ("recompute_method", method, ("uniform", "block")),
+    ):
+        if value not in choices:
+            raise ValueError(f"{_PATH}.{key}={value!r} must be one of {choices}")
+    if granularity == "selective":
+        return {"recompute_granularity": granularity}
+    return {
+        "recompute_granularity": granularity,
+        "recompute_method": method,
+        "recompute_num_layers": section["recompute_num_layers"],
+    }
+
+
+def _parse_data_parallel(
+    section: Mapping[str, Any], optimizer: OptimizerSettings | None
+) -> DataParallelSettings:
+    given = section["distributed_data_parallel_config"]
+    path = f"{_PATH}.distributed_data_parallel_config"
+    if given["average_in_collective"]:
+        raise ValueError(
+            f"{path}.average_in_collective=True contradicts how losses are divided: gradients are "
+            "sums over the ranks"
+        )
+    if given["use_custom_fsdp"]:
+        raise ValueError(
+            f"{path}.use_custom_fsdp=True: this worker does not run Megatron's own FSDP; "
+            "policy.dtensor_cfg is FSDP2"
+        )
+    if "data_parallel_sharding_strategy" in given:
+        raise ValueError(
+            f"{path}.data_parallel_sharding_strategy="
+            f"{given['data_parallel_sharding_strategy']!r} needs {path}.use_custom_fsdp=True"
+        )
+    if given["overlap_param_gather"]:
+        distributed = optimizer is not None and optimizer.is_distributed
+        if not (distributed and given["overlap_grad_reduce"]):
+            raise ValueError(
+                f"{path}.overlap_param_gather=True needs {path}.overlap_grad_reduce=True and "
+                f"{_PATH}.optimizer.use_distributed_optimizer=True"
+            )
+    return DataParallelSettings(
+        grad_reduce_in_fp32=given["grad_reduce_in_fp32"],
+        overlap_grad_reduce=given["overlap_grad_reduce"],
+        overlap_param_gather=given["overlap_param_gather"],
+    )
+
+
+def _memory_level(section: Mapping[str, Any]) -> int:
+    level = section["empty_unused_memory_level"]
+    if level not in (0, 1, 2):
+        raise ValueError(f"{_PATH}.empty_unused_memory_level={level} must be 0, 1 or 2")
+    return level

@@ -1,0 +1,226 @@
+"""The sections `optimizer` and `scheduler`, parsed: Megatron-core's own, or one of torch's."""
+
+from __future__ import annotations
+
+import importlib.util
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from rl_interfaces.config_resolution import MEGATRON_DEFAULTS
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+_PATH = "policy.megatron_cfg.optimizer"
+# Where torch's optimizers and their arguments are found in Megatron-core's.
+_TORCH_OPTIMIZERS = {
+    "torch.optim.AdamW": {"optimizer": "adam", "decoupled": True},
+    "torch.optim.Adam": {"optimizer": "adam", "decoupled": False},
+    "torch.optim.SGD": {"optimizer": "sgd", "decoupled": False},
+}
+_TORCH_DEFAULTS = {
+    "torch.optim.AdamW": {"lr": 1e-3, "betas": (0.9, 0.999), "eps": 1e-8, "weight_decay": 0.01},
+    "torch.optim.Adam": {"lr": 1e-3, "betas": (0.9, 0.999), "eps": 1e-8, "weight_decay": 0.0},
+    "torch.optim.SGD": {"lr": 1e-3, "momentum": 0.0, "weight_decay": 0.0},
+}
+# What stands in the section beside the policy's own keys, and what it has to agree with.
+_PRECISION_OF_FLAG = {"bf16": "bfloat16", "fp16": "float16"}
+_RATE_STYLES = ("constant", "linear", "cosine", "inverse-square-root")
+_DECAY_STYLES = ("constant", "linear", "cosine")
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class OptimizerSettings:
+    """The optimizer."""
+
+    kind: str
+    """`adam` or `sgd`."""
+    lr: float
+    min_lr: float
+    weight_decay: float
+    decoupled_weight_decay: bool
+    """Whether the decay is apart from the gradient, as in AdamW."""
+    adam_betas: tuple[float, float]
+    adam_eps: float
+    sgd_momentum: float
+    is_distributed: bool
+    """Whether its state is sharded over the data-parallel ranks."""
+    is_precision_aware: bool
+    """Whether its state is kept in lower precision."""
+    max_grad_norm: float | None
+    """Gradients are scaled down to this norm."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class SchedulerSettings:
+    """How the learning rate and the weight decay change; a step is a `train` call."""
+
+    lr_decay_style: str
+    lr_decay_steps: int
+    lr_warmup_steps: int
+    lr_warmup_init: float
+    start_weight_decay: float
+    end_weight_decay: float
+    weight_decay_style: str
+
+
+def parse_optimizer(resolved: Mapping[str, Any]) -> OptimizerSettings:
+    """Return the optimizer of a resolved policy config.
+
+    Where `policy.megatron_cfg.optimizer` is not there, `policy.optimizer` is said in its terms.
+
+    Raises:
+        ValueError: It cannot be done; the message names keys and values.
+    """
+    given = resolved["megatron_cfg"].get("optimizer")
+    decoupled = True
+    if given is None:
+        given, decoupled = _from_torch(resolved)
+    if "lr" not in given:
+        raise ValueError(f"{_PATH}.lr is not set: the learning rate")
+    if given["optimizer"] not in ("adam", "sgd"):
+        raise ValueError(f"{_PATH}.optimizer={given['optimizer']!r} must be 'adam' or 'sgd'")
+    _check_precision(given, resolved["precision"])
+    if given["use_precision_aware_optimizer"]:
+        _check_precision_aware(given)
+    return OptimizerSettings(
+        kind=given["optimizer"],
+        lr=given["lr"],
+        min_lr=given["min_lr"],
+        weight_decay=given["weight_decay"],
+        decoupled_weight_decay=decoupled,
+        adam_betas=(given["adam_beta1"], given["adam_beta2"]),
+        adam_eps=given["adam_eps"],
+        sgd_momentum=given["sgd_momentum"],
+        is_distributed=given["use_distributed_optimizer"],
+        is_precision_aware=given["use_precision_aware_optimizer"],
+        max_grad_norm=_max_grad_norm(given, resolved),
+    )
+
+
+def parse_scheduler(resolved: Mapping[str, Any]) -> SchedulerSettings | None:
+    """Return the schedule of a resolved policy config; None for a constant rate.
+
+    Raises:
+        ValueError: It cannot be done; the message names keys and values.
+    """
+    if "scheduler" in resolved:
+        raise ValueError(
+            "policy.scheduler is of torch's schedulers: with policy.megatron_cfg.enabled=True set "
+            "policy.megatron_cfg.scheduler"
+        )
+    given = resolved["megatron_cfg"].get("scheduler")
+    if given is None:
+        return None
+    path = "policy.megatron_cfg.scheduler"
+    style, decay_style = given["lr_decay_style"], given["weight_decay_incr_style"]
+    for key, value, choices in (
+        ("lr_decay_style", style, _RATE_STYLES),
+        ("weight_decay_incr_style", decay_style, _DECAY_STYLES),
+    ):
+        if value not in choices:
+            raise ValueError(f"{path}.{key}={value!r} must be one of {choices}")
+    warmup, decay = given["lr_warmup_iters"], given.get("lr_decay_iters")
+    if decay is None and (style != "constant" or decay_style != "constant"):
+        raise ValueError(
+            f"{path}.lr_decay_iters is not set: the `train` calls of lr_decay_style={style!r} and "
+            f"weight_decay_incr_style={decay_style!r}"
+        )
+    # A constant rate is over its decay at once.
+    decay = warmup + 1 if decay is None else decay
+    if not 0 <= warmup < decay:
+        raise ValueError(f"{path}.lr_warmup_iters={warmup} must be below lr_decay_iters={decay}")
+    start, end = _weight_decays(given, resolved, path=path)
+    return SchedulerSettings(
+        lr_decay_style=style,
+        lr_decay_steps=decay,
+        lr_warmup_steps=warmup,
+        lr_warmup_init=given["lr_warmup_init"],
+        start_weight_decay=start,
+        end_weight_decay=end,
+        weight_decay_style=decay_style,
+    )
+
+
+def _weight_decays(
+    given: Mapping[str, Any], resolved: Mapping[str, Any], *, path: str
+) -> tuple[float, float]:
+    section = resolved["megatron_cfg"].get("optimizer", {})
+    start = given.get("start_weight_decay", section.get("weight_decay", 0.0))
+    end = given.get("end_weight_decay", start)
+    if given["weight_decay_incr_style"] == "constant" and start != end:
+        raise ValueError(
+            f"{path}.start_weight_decay={start} and end_weight_decay={end} contradict "
+            "weight_decay_incr_style='constant'"
+        )
+    if not 0 <= start <= end:
+        raise ValueError(f"{path}.start_weight_decay={start} must be in 0..end_weight_decay={end}")
+    return start, end
+
+
+def _from_torch(resolved: Mapping[str, Any]) -> tuple[dict[str, Any], bool]:
+    """Return `policy.optimizer` as the keys of Megatron-core's, and whether its decay is apart."""
+    given = resolved.get("optimizer")
+    if given is None:
+        raise ValueError(
+            f"{_PATH} is not set, nor is policy.optimizer, and init_optimizer=True needs one: give "
+            "{optimizer: adam, lr: ...}, or pass init_optimizer=False"
+        )
+    name = given.get("name")
+    if name not in _TORCH_OPTIMIZERS:
+        raise ValueError(
+            f"policy.optimizer.name={name!r} has no counterpart in Megatron-core (there are: "
+            f"{', '.join(_TORCH_OPTIMIZERS)}): set {_PATH}"
+        )
+    defaults = _TORCH_DEFAULTS[name]
+    kwargs = given.get("kwargs", {})
+    if unknown := sorted(kwargs.keys() - defaults.keys()):
+        raise ValueError(
+            f"policy.optimizer.kwargs.{unknown[0]}={kwargs[unknown[0]]!r} has no counterpart in "
+            f"Megatron-core (there are: {', '.join(defaults)}): set {_PATH}"
+        )
+    arguments = defaults | kwargs
+    translated = MEGATRON_DEFAULTS["optimizer"] | {
+        "optimizer": _TORCH_OPTIMIZERS[name]["optimizer"],
+        "lr": arguments["lr"],
+        "weight_decay": arguments["weight_decay"],
+    }
+    if "betas" in arguments:
+        translated["adam_beta1"], translated["adam_beta2"] = arguments["betas"]
+        translated["adam_eps"] = arguments["eps"]
+    else:
+        translated["sgd_momentum"] = arguments["momentum"]
+    return translated, bool(_TORCH_OPTIMIZERS[name]["decoupled"])
+
+
+def _check_precision(given: Mapping[str, Any], precision: str) -> None:
+    dtype = given.get("params_dtype", precision)
+    if dtype != precision:
+        raise ValueError(
+            f"{_PATH}.params_dtype={dtype!r} contradicts policy.precision={precision!r}"
+        )
+    for flag, means in _PRECISION_OF_FLAG.items():
+        if flag in given and given[flag] != (precision == means):
+            raise ValueError(
+                f"{_PATH}.{flag}={given[flag]} contradicts policy.precision={precision!r}"
+            )
+
+
+def _check_precision_aware(given: Mapping[str, Any]) -> None:
+    if not given["use_distributed_optimizer"]:
+        raise ValueError(
+            f"{_PATH}.use_precision_aware_optimizer=True needs "
+            f"{_PATH}.use_distributed_optimizer=True"
+        )
+    if importlib.util.find_spec("transformer_engine") is None:
+        raise ValueError(
+            f"{_PATH}.use_precision_aware_optimizer=True needs Transformer Engine, which is not "
+            "installed"
+        )
+
+
+def _max_grad_norm(given: Mapping[str, Any], resolved: Mapping[str, Any]) -> float | None:
+    own, policys = given.get("clip_grad"), resolved.get("max_grad_norm")
+    if own is not None and policys is not None and own != policys:
+        raise ValueError(f"{_PATH}.clip_grad={own} contradicts policy.max_grad_norm={policys}")
+    return own if own is not None else policys

@@ -1,0 +1,49 @@
+"""On which device this rank computes, and the scope in which Megatron-core does so."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import torch
+from megatron.core import tensor_parallel
+
+from rl_megatron_worker.cpu_scope import cpu_scope
+
+if TYPE_CHECKING:
+    from contextlib import AbstractContextManager
+
+    from rl_interfaces.backend.ranks import RankEnvironment
+
+
+class Runtime:
+    """The device of one rank. Nothing else in this package asks for it.
+
+    Args:
+        environment: The rank.
+    """
+
+    def __init__(self, environment: RankEnvironment) -> None:
+        self.environment = environment
+        self.device = environment.device
+
+    @property
+    def on_cuda(self) -> bool:
+        """Whether the device is a GPU."""
+        return self.device.type == "cuda"
+
+    def scope(self) -> AbstractContextManager[None]:
+        """Return what to enter around every call of Megatron-core, in the thread that makes it.
+
+        It may be entered again inside, which costs nothing.
+        """
+        return torch.cuda.device(self.device) if self.on_cuda else cpu_scope()
+
+    def seed(self, seed: int) -> None:
+        """Seed every generator; tensor- and expert-parallel ranks get streams of their own.
+
+        Ranks that share each layer draw alike outside of its parallel parts, so they are to be
+        given the same seed. Call it once model parallelism is set up.
+        """
+        torch.manual_seed(seed)
+        with self.scope():
+            tensor_parallel.model_parallel_cuda_manual_seed(seed)

@@ -1,0 +1,113 @@
+"""Megatron-core's pipeline schedules, over the micro-batches of one step."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import partial
+from typing import TYPE_CHECKING, Any
+
+import torch
+from megatron.core import parallel_state
+from megatron.core.pipeline_parallel import get_forward_backward_func
+
+from rl_megatron_worker.model import run_chunk
+from rl_megatron_worker.row_layout import PackedLayout
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator
+
+    from rl_batched_data.micro_batches import Step
+    from torch import nn
+
+    from rl_megatron_worker.runtime import Runtime
+
+Scored = Any
+"""Whatever a function of the last stage returns for a micro-batch."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Schedule:
+    """Runs the chunks of this rank, and those of the other stages, over micro-batches."""
+
+    chunks: list[nn.Module]
+    runtime: Runtime
+
+    @property
+    def is_last_stage(self) -> bool:
+        """Whether this rank has the end of the model."""
+        return parallel_state.is_pipeline_last_stage(ignore_virtual=True)
+
+    @torch.no_grad()
+    def run(
+        self, step: Step, score: Callable[[PackedLayout, torch.Tensor], Scored]
+    ) -> list[Scored]:
+        """Return what `score` gives for each micro-batch; nothing on stages before the last.
+
+        Args:
+            step: The micro-batches.
+            score: Is given a micro-batch's layout and hidden states `[own tokens, hidden]`.
+        """
+
+        def on_last_stage(layout: PackedLayout, hidden: torch.Tensor, **_: bool) -> Scored:
+            return score(layout, hidden)
+
+        return self._run(step, on_last_stage, forward_only=True, collect_non_loss_data=True)
+
+    def run_backward(
+        self,
+        step: Step,
+        loss: Callable[[PackedLayout, torch.Tensor], tuple[torch.Tensor, Scored]],
+    ) -> list[Scored]:
+        """Like `run`, and add the gradients of the sum of all losses.
+
+        Args:
+            step: The micro-batches.
+            loss: Returns a micro-batch's part of the loss, 0-d, and what this returns of it.
+        """
+
+        def on_last_stage(
+            layout: PackedLayout, hidden: torch.Tensor
+        ) -> tuple[torch.Tensor, torch.Tensor, Scored]:
+            value, scored = loss(layout, hidden)
+            # No tokens: the gradients are not divided, as the losses have been.
+            return value, torch.zeros((), dtype=torch.int, device=value.device), scored
+
+        return self._run(step, on_last_stage, forward_only=False)
+
+    def _run(self, step: Step, on_last_stage: Callable[..., Any], **options: Any) -> list[Scored]:
+        num_passes = self._num_passes(len(step.spans))
+        context_group = parallel_state.get_context_parallel_group()
+        layouts = [
+            PackedLayout.of(micro_batch, context_group=context_group)
+            for micro_batch in step.micro_batches(self.runtime.device, num_passes=num_passes)
+        ]
+
+        def forward_step(
+            iterator: Iterator[PackedLayout], chunk: nn.Module
+        ) -> tuple[torch.Tensor, Callable[..., Any]]:
+            layout = next(iterator)
+            return run_chunk(chunk, layout.tokens, layout.rows), partial(on_last_stage, layout)
+
+        iterators = [iter(layouts) for _ in self.chunks]
+        with self.runtime.scope():
+            return get_forward_backward_func()(
+                forward_step_func=forward_step,
+                data_iterator=iterators if len(iterators) > 1 else iterators[0],
+                model=self.chunks if len(self.chunks) > 1 else self.chunks[0],
+                num_microbatches=num_passes,
+                # Stages tell each other the shapes, which differ.
+                seq_length=max(layout.packed.total_length for layout in layouts),
+                micro_batch_size=1,
+                **options,
+            )
+
+    def _num_passes(self, num_micro_batches: int) -> int:
+        """Return how many micro-batches a schedule can run of at least so many.
+
+        Where each rank has several chunks they take turns by groups of as many micro-batches as
+        there are stages.
+        """
+        if len(self.chunks) == 1:
+            return num_micro_batches
+        stages = parallel_state.get_pipeline_model_parallel_world_size()
+        return -(-num_micro_batches // stages) * stages

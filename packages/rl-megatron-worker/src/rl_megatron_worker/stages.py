@@ -1,0 +1,66 @@
+"""What the last pipeline stage has found out, told to the others."""
+
+from __future__ import annotations
+
+import json
+from typing import TYPE_CHECKING, Any
+
+import torch
+import torch.distributed as dist
+from megatron.core import parallel_state
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+Tensors = dict[str, torch.Tensor]
+
+
+def share_value(value: Any, *, device: torch.device) -> Any:
+    """Return the last stage's value on every stage. Collective.
+
+    Args:
+        value: What JSON can hold; read on the last stage alone.
+        device: Where the group's tensors lie.
+    """
+    group, last, is_last = _last_stage()
+    if group.size() == 1:
+        return value
+    encoded = json.dumps(value).encode() if is_last else b""
+    size = torch.tensor([len(encoded)], dtype=torch.int64, device=device)
+    dist.broadcast(size, src=last, group=group)
+    data = torch.zeros(int(size), dtype=torch.uint8, device=device)
+    if is_last:
+        data.copy_(torch.frombuffer(bytearray(encoded), dtype=torch.uint8))
+    dist.broadcast(data, src=last, group=group)
+    return value if is_last else json.loads(bytes(data.tolist()))
+
+
+def share_tensors(tensors: Mapping[str, torch.Tensor], *, device: torch.device) -> Tensors:
+    """Return the last stage's tensors on every stage, on the CPU. Collective.
+
+    Args:
+        tensors: On the CPU; read on the last stage alone.
+        device: Where the group's tensors lie.
+    """
+    group, last, is_last = _last_stage()
+    if group.size() == 1:
+        return dict(tensors)
+    told = {
+        name: (list(t.shape), str(t.dtype).removeprefix("torch.")) for name, t in tensors.items()
+    }
+    shared: Tensors = {}
+    for name, (shape, dtype) in share_value(told, device=device).items():
+        if is_last:
+            data = tensors[name].to(device).contiguous()
+        else:
+            data = torch.empty(shape, dtype=getattr(torch, dtype), device=device)
+        dist.broadcast(data, src=last, group=group)
+        shared[name] = data.cpu()
+    return shared
+
+
+def _last_stage() -> tuple[dist.ProcessGroup, int, bool]:
+    """Return the group of stages, the global rank of the last, and whether it is this one."""
+    group = parallel_state.get_pipeline_model_parallel_group()
+    last = parallel_state.get_pipeline_model_parallel_last_rank()
+    return group, last, dist.get_rank() == last

@@ -1,0 +1,157 @@
+"""The optimizer steps of one `train` call."""
+
+from __future__ import annotations
+
+import logging
+from collections import defaultdict
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+import torch
+import torch.distributed as dist
+from rl_batched_data.loss_counts import LossCounts
+
+from rl_megatron_worker.stages import share_value
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Sequence
+
+    from rl_batched_data.micro_batches import Step
+
+    from rl_megatron_worker.forward import TokenHead
+    from rl_megatron_worker.optim import Trainer
+    from rl_megatron_worker.row_layout import PackedLayout
+    from rl_megatron_worker.schedule import Schedule
+
+logger = logging.getLogger(__name__)
+
+Metrics = dict[str, Any]
+
+
+@dataclass(kw_only=True, slots=True)
+class TrainResult:
+    """What the steps of one `train` call have given, alike on all ranks that share rows."""
+
+    losses: list[torch.Tensor] = field(default_factory=list)
+    """Per step, 0-d float32: the loss over all data-parallel ranks."""
+    grad_norms: list[torch.Tensor] = field(default_factory=list)
+    """Per step, 0-d float32: before clipping."""
+    metrics: defaultdict[str, list[Any]] = field(default_factory=lambda: defaultdict(list))
+    """Per micro-batch of this rank that has a valid sample."""
+
+    def add_metrics(self, found: Sequence[Metrics]) -> None:
+        """Take the metrics of some micro-batches."""
+        for metrics in found:
+            for name, value in metrics.items():
+                self.metrics[name].append(value)
+
+
+def run_steps(
+    schedule: Schedule,
+    head: TokenHead | None,
+    loss_fn: Any,
+    *,
+    steps: Sequence[Step],
+    trainer: Trainer | None,
+    group: dist.ProcessGroup,
+) -> TrainResult:
+    """Take one optimizer step per entry of `steps`; with `trainer=None`, losses alone.
+
+    Args:
+        schedule: The model.
+        head: What the last stage makes of hidden states; None on the others.
+        loss_fn: The loss.
+        steps: This rank's rows.
+        trainer: The optimizer.
+        group: The data-parallel ranks.
+    """
+    result = TrainResult()
+    device = schedule.runtime.device
+    skipped = 0
+    for step in steps:
+        counts = LossCounts.of(step.rows, group=group, device=device)
+        loss = _loss_of(head, loss_fn, counts, trainer)
+        if trainer is None:
+            found = schedule.run(step, lambda *given, _loss=loss: _loss(*given)[1])
+        else:
+            trainer.clear_gradients()
+            found = schedule.run_backward(step, loss)
+        value, metrics = _tell_all(found, device)
+        result.losses.append(_sum_over(value, group))
+        result.add_metrics(metrics)
+        if trainer is not None:
+            norm, stepped = _apply_gradients(trainer, counts)
+            result.grad_norms.append(norm)
+            skipped += not stepped
+    if trainer is not None and dist.get_rank(group) == 0:
+        # From one rank alone: the sum over the ranks is then the count.
+        result.metrics["skipped_steps"].append(skipped)
+    return result
+
+
+def _loss_of(
+    head: TokenHead | None, loss_fn: Any, counts: LossCounts, trainer: Trainer | None
+) -> Callable[[PackedLayout, torch.Tensor], tuple[torch.Tensor, tuple[float, Metrics]]]:
+    """Return what gives a micro-batch's loss, and its number and metrics for the report."""
+
+    def loss(
+        layout: PackedLayout, hidden: torch.Tensor
+    ) -> tuple[torch.Tensor, tuple[float, Metrics]]:
+        assert head is not None, "only the last stage has hidden states to score"
+        rows = layout.micro_batch.rows
+        inputs = head.for_loss(layout, hidden, loss_fn)
+        value, metrics = loss_fn(inputs, rows, *counts.divisors)
+        # The schedule scales the loss in place, so that it is read here.
+        return value, (float(value.detach()), _reported(metrics, counts, trainer))
+
+    return loss
+
+
+def _reported(metrics: Metrics, counts: LossCounts, trainer: Trainer | None) -> Metrics:
+    if not metrics["num_valid_samples"] > 0:
+        return {}
+    numbers = {name: _to_number(value) for name, value in metrics.items()}
+    numbers["global_valid_seqs"] = float(counts.valid_seqs)
+    numbers["global_valid_toks"] = float(counts.valid_toks)
+    if trainer is not None:
+        numbers["lr"] = trainer.learning_rate
+    return numbers
+
+
+def _tell_all(
+    found: Sequence[tuple[float, Metrics]], device: torch.device
+) -> tuple[torch.Tensor, list[Metrics]]:
+    """Return the loss and metrics of the last stage on every stage. Collective."""
+    total, metrics = share_value(
+        [sum(value for value, _ in found), [each for _, each in found if each]], device=device
+    )
+    return torch.tensor(total, dtype=torch.float32, device=device), metrics
+
+
+def _apply_gradients(trainer: Trainer, counts: LossCounts) -> tuple[torch.Tensor, bool]:
+    """Step the optimizer; return the norm before clipping, and whether it stepped.
+
+    A step whose gradients are not finite, or whose batch has no valid sample, changes nothing.
+    """
+    norm, finite = trainer.gradient_norm()
+    if finite and not counts.is_empty:
+        trainer.step(norm)
+        return norm, True
+    if not finite:
+        logger.warning("The gradient norm is %s: the step is skipped", float(norm))
+    else:
+        logger.warning(
+            "The global batch has %g valid samples and %g valid tokens: the step is skipped",
+            float(counts.valid_seqs),
+            float(counts.valid_toks),
+        )
+    return norm, False
+
+
+def _sum_over(value: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
+    dist.all_reduce(value, group=group)
+    return value
+
+
+def _to_number(value: Any) -> Any:
+    return value.item() if isinstance(value, torch.Tensor) else value

@@ -1,0 +1,47 @@
+"""The model against transformers: log-probabilities and gradients of packed rows, per layout."""
+
+import pytest
+from megatron_ranks import whole_model_ranks
+
+# Log-probabilities of float32 models of four layers differ by the order of sums alone.
+LOGPROB_TOLERANCE = 1e-5
+# The same of gradients, relative to the largest of the parameter.
+GRADIENT_TOLERANCE = 1e-5
+
+TP = "tensor_model_parallel_size"
+PP = "pipeline_model_parallel_size"
+VPP = "virtual_pipeline_model_parallel_size"
+CP = "context_parallel_size"
+EP = "expert_model_parallel_size"
+ETP = "expert_tensor_parallel_size"
+SP = "sequence_parallel"
+
+CASES = {
+    "one": (1, "dense", {}),
+    "tp2": (2, "dense", {TP: 2}),
+    "tp2-sp": (2, "dense", {TP: 2, SP: True}),
+    "pp2": (2, "dense", {PP: 2}),
+    "pp2-uneven": (2, "dense", {PP: 2, "num_layers_in_first_pipeline_stage": 1}),
+    "pp2-virtual2": (2, "dense", {PP: 2, VPP: 2}),
+    "cp2": (2, "dense", {CP: 2}),
+    "dp2": (2, "dense", {}),
+    "tied-pp2": (2, "tied", {PP: 2}),
+    "tied-tp2": (2, "tied", {TP: 2}),
+    "tp2-pp2": (4, "dense", {TP: 2, PP: 2}),
+    "tp2-cp2-sp": (4, "dense", {TP: 2, CP: 2, SP: True}),
+    "moe": (1, "moe", {}),
+    "moe-ep2": (2, "moe", {EP: 2}),
+    "moe-tp2-ep2": (2, "moe", {TP: 2, EP: 2, ETP: 1, SP: True}),
+    "moe-etp2": (2, "moe", {TP: 2, SP: True}),
+    "moe-pp2": (2, "moe", {PP: 2}),
+}
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_log_probabilities_and_gradients_are_those_of_transformers(pools, case):
+    num_ranks, kind, layout = CASES[case]
+    results = pools(num_ranks).run(whole_model_ranks, kind=kind, **layout)
+    assert any(each["logprobs"] for each in results)
+    for each in results:
+        assert max(each["logprobs"], default=0.0) < LOGPROB_TOLERANCE
+        assert max(each["gradients"]) < GRADIENT_TOLERANCE
