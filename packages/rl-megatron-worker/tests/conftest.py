@@ -1,4 +1,4 @@
-"""Fixtures: ranks, and tiny models on disk."""
+"""Fixtures: ranks of a job."""
 
 import sys
 from pathlib import Path

@@ -9,7 +9,7 @@ from megatron.core.distributed import DistributedDataParallelConfig, finalize_mo
 from megatron.core.pipeline_parallel import get_forward_backward_func
 from reference_models import VOCAB, architecture_of, build_reference, shard_of
 from rl_batched_data.token_logprobs import target_scores
-from rl_dtensor_worker.parallel import RankEnvironment, init_process_group
+from rl_interfaces.backend.ranks import RankEnvironment, init_process_group
 from rl_megatron_worker.model import (
     ModelOptions,
     build_model,
@@ -39,6 +39,7 @@ def section(**overrides):
         "context_parallel_size": 1,
         "expert_model_parallel_size": 1,
         "sequence_parallel": False,
+        "moe_token_dispatcher_type": "alltoall",
     } | overrides
 
 

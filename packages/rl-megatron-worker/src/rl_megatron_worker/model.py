@@ -7,8 +7,8 @@ own name and with its own parameter, by one that hands its input on (`OutputMatr
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, cast
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any, TypedDict, cast
 
 import torch
 from megatron.core import parallel_state
@@ -23,10 +23,11 @@ from torch import nn
 from rl_megatron_worker.specs import block_spec, has_transformer_engine
 
 if TYPE_CHECKING:
+    from collections.abc import Mapping
+
     import torch.distributed as dist
     from megatron.core.distributed import DistributedDataParallelConfig
     from megatron.core.tensor_parallel import ColumnParallelLinear
-    from rl_batched_data.token_logprobs import ScoringOptions
 
     from rl_megatron_worker.architecture import Architecture
     from rl_megatron_worker.packed_rows import PackedRows
@@ -48,7 +49,7 @@ class ModelOptions:
     """`uniform` or `block`, with `full`."""
     recompute_num_layers: int | None = None
     """Layers between what is kept, or layers that are computed again, with `full`."""
-    moe_options: dict[str, Any] | None = None
+    moe_options: Mapping[str, Any] = field(default_factory=dict)
     """What `TransformerConfig` takes of a mixture of experts beside its architecture."""
 
 
@@ -61,6 +62,7 @@ def transformer_config(
     compute the same.
     """
     engine = uses_transformer_engine(runtime)
+    moe_options = {"moe_token_dispatcher_type": "alltoall", **options.moe_options}
     is_gated = architecture.transformer.get("gated_linear_unit", False)
     fields = {
         "params_dtype": options.params_dtype,
@@ -79,9 +81,9 @@ def transformer_config(
         "recompute_granularity": options.recompute_granularity,
         "recompute_method": options.recompute_method,
         "recompute_num_layers": options.recompute_num_layers,
-        # Micro-batches are of unlike numbers of tokens; the dispatcher must then be all-to-all.
-        "variable_seq_lengths": True,
-        "moe_token_dispatcher_type": "alltoall",
+        # Micro-batches are of unlike numbers of tokens. Gathering tokens for experts is the one
+        # thing that refuses this, and is refused where it matters by the layout.
+        "variable_seq_lengths": moe_options["moe_token_dispatcher_type"] != "allgather",
         # Two ranks that are each other's next and previous stage mix up what goes forward and what
         # comes back, unless these are communications of their own.
         "overlap_p2p_comm": layout.virtual_stages is not None,
@@ -100,7 +102,7 @@ def transformer_config(
         "moe_permute_fusion": False,
         "moe_grouped_gemm": False,
     }
-    return TransformerConfig(**(architecture.transformer | fields | (options.moe_options or {})))
+    return TransformerConfig(**(architecture.transformer | fields | moe_options))
 
 
 def uses_transformer_engine(runtime: Runtime) -> bool:
@@ -181,26 +183,33 @@ def unwrapped(chunk: nn.Module) -> GPTModel:
 
 
 def output_matrix(chunk: nn.Module) -> torch.Tensor:
-    """Return the last stage's part of the output layer, `[vocab / tp, hidden]`.
-
-    It has rows that complete the vocabulary for tensor parallelism, and that are no tokens.
-    """
+    """Return this rank's part of the last stage's output matrix, `[padded vocab / tp, hidden]`."""
     model = unwrapped(chunk)
+    assert model.post_process
+    weight: Any = model.output_layer.weight
     if model.share_embeddings_and_output_weights:
-        return model.shared_embedding_or_output_weight()
-    return cast("torch.Tensor", model.output_layer.weight)
+        weight = model.shared_embedding_or_output_weight()
+    return weight
 
 
-def scoring_options(chunk: nn.Module) -> ScoringOptions:
-    """Return how `rl_batched_data` scores tokens by the last stage's hidden states.
+class HeadOptions(TypedDict):
+    """What `rl_batched_data` takes to score tokens by hidden states; its `ScoringOptions`."""
+
+    output_matrix: torch.Tensor
+    vocab_start: int
+    tp_group: dist.ProcessGroup
+
+
+def scoring_options(chunk: nn.Module) -> HeadOptions:
+    """Return how tokens are scored by the last stage's hidden states.
 
     What completes the vocabulary for tensor parallelism is left out: it is no token.
     """
     layer = cast("OutputMatrix", unwrapped(chunk).output_layer)
-    weight = output_matrix(chunk)
-    start = layer.tp_group.rank() * len(weight)
+    matrix = output_matrix(chunk)
+    start = layer.tp_group.rank() * len(matrix)
     return {
-        "output_matrix": weight[: max(layer.vocab_size - start, 0)],
+        "output_matrix": matrix[: max(layer.vocab_size - start, 0)],
         "vocab_start": start,
         "tp_group": layer.tp_group,
     }

@@ -93,6 +93,7 @@ def plan_layout(section: Mapping[str, Any], *, world_size: int) -> MegatronLayou
             f"{_PATH}.sequence_parallel=True needs {_PATH}.tensor_model_parallel_size > 1, got 1"
         )
     _check_stages(section)
+    _check_dispatcher(section)
     stages_per_rank = section.get("virtual_pipeline_model_parallel_size")
     return MegatronLayout(
         data=world_size // (tensor * pipeline * context),
@@ -200,6 +201,21 @@ def _check_stages(section: Mapping[str, Any]) -> None:
         if pipeline == 1:
             raise ValueError(
                 f"{_PATH}.{key}={value} needs {_PATH}.pipeline_model_parallel_size > 1, got 1"
+            )
+
+
+def _check_dispatcher(section: Mapping[str, Any]) -> None:
+    """Refuse to gather tokens for experts where ranks or stages have unlike numbers of them."""
+    dispatcher = section["moe_token_dispatcher_type"]
+    if dispatcher not in ("alltoall", "allgather"):
+        raise ValueError(
+            f"{_PATH}.moe_token_dispatcher_type={dispatcher!r} must be 'alltoall' or 'allgather'"
+        )
+    for key in ("expert_model_parallel_size", "pipeline_model_parallel_size"):
+        if dispatcher == "allgather" and section[key] > 1:
+            raise ValueError(
+                f"{_PATH}.moe_token_dispatcher_type='allgather' takes no sequences of unlike "
+                f"length with {_PATH}.{key}={section[key]}: set 'alltoall'"
             )
 
 
