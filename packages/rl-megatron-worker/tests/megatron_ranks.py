@@ -69,7 +69,7 @@ def build(runtime, layout, reference, *, dtype=torch.float32, ddp=None, **option
         ModelOptions(params_dtype=dtype, pipeline_dtype=dtype, **options),
         runtime,
     )
-    ddp = DistributedDataParallelConfig(**(ddp or {}))
+    ddp = ddp or DistributedDataParallelConfig()
     chunks = build_model(architecture, config, layout, runtime, ddp=ddp)
     expected = expected_parameters(chunks, dict(reference.named_parameters()), reference.config)
     with torch.no_grad():
@@ -134,7 +134,6 @@ def run_schedule(runtime, chunks, config, micro_batches, *, forward_only=False):
         hidden = run_chunk(chunk, rows.layout.take(tokens), rows)
         return hidden, partial(_loss, chunk, rows, tokens, collected)
 
-    config.finalize_model_grads_func = finalize_model_grads
     with runtime.scope():
         get_forward_backward_func()(
             forward_step_func=forward_step,
@@ -180,8 +179,7 @@ def whole_model_ranks(*, kind, **overrides):
     with job(**overrides) as (runtime, layout):
         reference = build_reference(kind)
         chunks, config = build(runtime, layout, reference)
-        for chunk in chunks:
-            chunk.zero_grad_buffer()
+        config.finalize_model_grads_func = finalize_model_grads
         num = len(LENGTHS)
         batches = [make_micro_batch(index) for index in range(num * layout.data)]
         first = parallel_state.get_data_parallel_rank() * num

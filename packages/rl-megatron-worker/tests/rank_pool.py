@@ -12,11 +12,7 @@ import traceback
 from multiprocessing.connection import wait
 
 _LIMIT_S = 240
-_PRELOADED = [
-    "rl_megatron_worker.model",
-    "rl_megatron_worker.loading",
-    "rl_megatron_worker.hf_export",
-]
+_PRELOADED = ["rl_megatron_worker", "rl_megatron_worker.hf_export", "transformers"]
 
 
 def free_port():

@@ -7,8 +7,8 @@ patched before the scope is entered, and nothing stays patched after it is left.
 
 Two kinds of things change inside:
 
-- Attributes of `torch.cuda` and of two modules of Megatron-core. They are the process's, so other
-  threads see them too, for as long as any thread is inside.
+- Attributes of `torch.cuda` and of two modules of Megatron-core (`Patches`). They are the
+  process's, so other threads see them too, for as long as any thread is inside.
 - What torch's own calls do with CUDA as a device (`_CudaMeansCpu`). Torch keeps this per thread:
   enter the scope in the thread that runs the step. The backward pass of CPU tensors runs in the
   thread that calls it, and so is covered.
@@ -17,22 +17,22 @@ Two kinds of things change inside:
 from __future__ import annotations
 
 import functools
-import threading
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
 import torch
 from megatron.core import package_info
 from megatron.core.tensor_parallel import random as megatron_random
-from megatron.core.transformer.moe import moe_utils, token_dispatcher
+from megatron.core.transformer.moe import token_dispatcher
 from torch.overrides import TorchFunctionMode
+
+from rl_megatron_worker.patches import Patch, Patches
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Generator
 
 _CPU = torch.device("cpu")
 _FIRST_VERSION, _END_VERSION = (0, 16, 1), (0, 17, 0)
-_ABSENT = object()
 
 
 class _CudaMeansCpu(TorchFunctionMode):
@@ -145,7 +145,7 @@ def _as_splits(tensor: Any, as_numpy: bool = False, record_stream: bool = False)
     return tensor.numpy() if as_numpy and isinstance(tensor, torch.Tensor) else tensor
 
 
-_PATCHES: list[tuple[Any, str, Any]] = [
+_PATCHES: list[Patch] = [
     (torch.cuda, "current_device", _cpu_device),
     (torch.cuda, "synchronize", _nothing),
     (torch.cuda, "empty_cache", _nothing),
@@ -161,51 +161,7 @@ _PATCHES: list[tuple[Any, str, Any]] = [
     (megatron_random, "_set_cuda_rng_state", _set_rng_state),
     (token_dispatcher, "maybe_move_tensor_to_cpu", _as_splits),
 ]
-# A name that 0.16.1 reads and, without Transformer Engine, never binds.
-_UNBOUND = (moe_utils, "te_general_gemm", None)
-
-
-class _Inside(threading.local):
-    """Whether this thread is inside."""
-
-    entered = False
-
-
-class _Attributes:
-    """The patched attributes, and the threads that need them."""
-
-    def __init__(self) -> None:
-        self._lock = threading.Lock()
-        self._num_threads = 0
-        self._originals: list[tuple[Any, str, Any]] = []
-
-    def patch(self) -> None:
-        """Patch, unless another thread has."""
-        with self._lock:
-            if self._num_threads == 0:
-                unbound = [] if hasattr(*_UNBOUND[:2]) else [_UNBOUND]
-                for owner, name, replacement in [*_PATCHES, *unbound]:
-                    original = vars(owner).get(name, _ABSENT)
-                    self._originals.append((owner, name, original))
-                    setattr(owner, name, replacement)
-            self._num_threads += 1
-
-    def restore(self) -> None:
-        """Undo it, unless another thread is inside."""
-        with self._lock:
-            self._num_threads -= 1
-            if self._num_threads:
-                return
-            while self._originals:
-                owner, name, original = self._originals.pop()
-                if original is _ABSENT:
-                    delattr(owner, name)
-                else:
-                    setattr(owner, name, original)
-
-
-_inside = _Inside()
-_attributes = _Attributes()
+_patches = Patches(_PATCHES)
 
 
 @contextmanager
@@ -217,18 +173,12 @@ def cpu_scope() -> Generator[None, None, None]:
     Raises:
         RuntimeError: The insides of this megatron-core are not known.
     """
-    if _inside.entered or torch.cuda.is_available():
+    if _patches.entered or torch.cuda.is_available():
         yield
         return
     check_megatron_is_known(package_info.VERSION[:3])
-    _attributes.patch()
-    _inside.entered = True
-    try:
-        with _CudaMeansCpu():
-            yield
-    finally:
-        _inside.entered = False
-        _attributes.restore()
+    with _patches.applied(), _CudaMeansCpu():
+        yield
 
 
 @functools.cache

@@ -6,7 +6,6 @@ from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
 import torch
-from megatron.core import parallel_state
 from rl_batched_data import BatchedDataDict, PackedSequences, SlicedDataDict
 from rl_batched_data.micro_batches import Concatenation, MicroBatch
 
@@ -69,10 +68,7 @@ class WholeForward:
             BatchedDataDict({"input_ids": tokens, "input_lengths": lengths})
         )
         packed = self._concatenation.of(rows)
-        return PackedLayout.of(
-            MicroBatch(span=(0, len(tokens)), rows=rows, packed=packed),
-            context_group=parallel_state.get_context_parallel_group(),
-        )
+        return PackedLayout.of(MicroBatch(span=(0, len(tokens)), rows=rows, packed=packed))
 
     def _logits(self, layout: PackedLayout) -> torch.Tensor:
         """Return the logits after the last token of each row, `[rows, vocab]`, on all stages."""
@@ -113,10 +109,7 @@ class CachedForward(WholeForward):
         multiple = self._concatenation.total_multiple
         total = -(-len(tokens) // multiple) * multiple
         packed = PackedSequences.of(ones, 1, total_length=total)
-        layout = PackedLayout.of(
-            MicroBatch(span=(0, len(tokens)), rows=rows, packed=packed),
-            context_group=parallel_state.get_context_parallel_group(),
-        )
+        layout = PackedLayout.of(MicroBatch(span=(0, len(tokens)), rows=rows, packed=packed))
         layout.rows.cache = self._cache
         # Rotary embeddings are made for as many positions as there are.
         layout.rows.max_seqlen_q = layout.rows.max_seqlen_kv = int(self._cache.lengths.max())

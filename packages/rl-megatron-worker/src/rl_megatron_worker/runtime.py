@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
 import torch
 from megatron.core import tensor_parallel
 
 from rl_megatron_worker.cpu_scope import cpu_scope
+from rl_megatron_worker.stand_ins import engine_stand_ins
 
 if TYPE_CHECKING:
-    from contextlib import AbstractContextManager
+    from collections.abc import Generator
 
     from rl_interfaces.backend.ranks import RankEnvironment
 
@@ -31,12 +33,18 @@ class Runtime:
         """Whether the device is a GPU."""
         return self.device.type == "cuda"
 
-    def scope(self) -> AbstractContextManager[None]:
-        """Return what to enter around every call of Megatron-core, in the thread that makes it.
+    @contextmanager
+    def scope(self) -> Generator[None, None, None]:
+        """Enter around every call of Megatron-core, in the thread that makes it.
 
-        It may be entered again inside, which costs nothing.
+        It may be entered again inside, which costs next to nothing.
+
+        Raises:
+            RuntimeError: This megatron-core cannot be run on the CPU.
         """
-        return torch.cuda.device(self.device) if self.on_cuda else cpu_scope()
+        on_device = torch.cuda.device(self.device) if self.on_cuda else cpu_scope()
+        with on_device, engine_stand_ins():
+            yield
 
     def seed(self, seed: int) -> None:
         """Seed every generator; tensor- and expert-parallel ranks get streams of their own.

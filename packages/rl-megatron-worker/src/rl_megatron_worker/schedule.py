@@ -98,10 +98,9 @@ class Schedule:
         return found[0] if found else None
 
     def _run(self, step: Step, on_last_stage: Callable[..., Any], **options: Any) -> list[Scored]:
-        context_group = parallel_state.get_context_parallel_group()
         num_passes = self._num_passes(len(step.spans))
         layouts = [
-            PackedLayout.of(micro_batch, context_group=context_group)
+            PackedLayout.of(micro_batch)
             for micro_batch in step.micro_batches(self.runtime.device, num_passes=num_passes)
         ]
         return self._run_layouts(layouts, on_last_stage, **options)

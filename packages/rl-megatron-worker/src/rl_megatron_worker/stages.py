@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 import torch
 import torch.distributed as dist
@@ -61,6 +61,6 @@ def share_tensors(tensors: Mapping[str, torch.Tensor], *, device: torch.device) 
 
 def _last_stage() -> tuple[dist.ProcessGroup, int, bool]:
     """Return the group of stages, the global rank of the last, and whether it is this one."""
-    group = parallel_state.get_pipeline_model_parallel_group()
-    last = parallel_state.get_pipeline_model_parallel_last_rank()
+    group = cast("dist.ProcessGroup", parallel_state.get_pipeline_model_parallel_group())
+    last = dist.get_global_rank(group, group.size() - 1)
     return group, last, dist.get_rank() == last

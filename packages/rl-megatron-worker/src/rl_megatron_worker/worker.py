@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 import torch
 import torch.distributed as dist
@@ -220,7 +220,7 @@ class MegatronPolicyWorker(
         self._converter = converter_for(self._hf_config, config.converter_type)
         self._architecture = self._converter.architecture(self._hf_config)
         check_sizes(self._architecture, config.layout)
-        self._dp_group = parallel_state.get_data_parallel_group()
+        self._dp_group = cast("dist.ProcessGroup", parallel_state.get_data_parallel_group())
         dp_rank = self._dp_group.rank()
         self._random = RandomState(config.seed + dp_rank, device=self._device)
         self._runtime.seed(config.seed + dp_rank)

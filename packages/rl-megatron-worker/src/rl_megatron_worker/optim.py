@@ -1,0 +1,247 @@
+"""Megatron-core's optimizer and schedule over the chunks of this rank."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any, cast
+
+import torch
+from megatron.core.distributed import DistributedDataParallelConfig, finalize_model_grads
+from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
+from megatron.core.optimizer.clip_grads import clip_grad_by_total_norm_fp32
+from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator, Sequence
+
+    from megatron.core.distributed import DistributedDataParallel
+    from megatron.core.optimizer.optimizer import ChainedOptimizer
+    from megatron.core.transformer.transformer_config import TransformerConfig
+    from torch import nn
+
+    from rl_megatron_worker.config import DataParallelSettings
+    from rl_megatron_worker.optimizer_config import OptimizerSettings, SchedulerSettings
+    from rl_megatron_worker.runtime import Runtime
+
+# Megatron-core's own start at 2 ** 32 would cost the first dozens of steps.
+_FIRST_LOSS_SCALE = 2.0**16
+_STEPS_BEFORE_GROWTH = 2000
+
+
+def ddp_config(
+    settings: DataParallelSettings, optimizer: OptimizerSettings
+) -> DistributedDataParallelConfig:
+    """Return how Megatron-core reduces gradients for this optimizer."""
+    return DistributedDataParallelConfig(
+        grad_reduce_in_fp32=settings.grad_reduce_in_fp32,
+        overlap_grad_reduce=settings.overlap_grad_reduce,
+        overlap_param_gather=settings.overlap_param_gather,
+        use_distributed_optimizer=optimizer.is_distributed,
+    )
+
+
+class Trainer:
+    """The optimizer and the schedule of this rank.
+
+    A step is `clear_gradients`, the backward passes, `gradient_norm`, and then, where the gradients
+    are finite, `step`. The learning rate and weight decay change with `step_scheduler`, at the end
+    of a `train` call.
+
+    Args:
+        chunks: The model on this rank, its weights loaded: of 16 bits, float32 copies are made.
+        config: Megatron-core's config of the model; is told what a backward pass needs to know.
+        optimizer: The optimizer.
+        scheduler: The schedule; None for a constant rate.
+        runtime: The device.
+    """
+
+    def __init__(
+        self,
+        chunks: Sequence[nn.Module],
+        config: TransformerConfig,
+        optimizer: OptimizerSettings,
+        scheduler: SchedulerSettings | None,
+        runtime: Runtime,
+    ) -> None:
+        self.chunks = cast("list[DistributedDataParallel]", list(chunks))
+        modules: list[Any] = list(chunks)
+        self._runtime = runtime
+        self._max_norm = optimizer.max_grad_norm
+        with runtime.scope():
+            self.optimizer = cast(
+                "ChainedOptimizer",
+                get_megatron_optimizer(_optimizer_config(optimizer, config), modules),
+            )
+            self.scheduler = _scheduler(self.optimizer, optimizer, scheduler)
+        self._link(config)
+
+    @property
+    def learning_rate(self) -> float:
+        """The rate of the next step."""
+        return self.optimizer.param_groups[0]["lr"]
+
+    def clear_gradients(self) -> None:
+        """Begin a step."""
+        with self._runtime.scope():
+            for chunk in self.chunks:
+                chunk.zero_grad_buffer()
+            self.optimizer.zero_grad()
+
+    def gradient_norm(self) -> tuple[torch.Tensor, bool]:
+        """Return the norm over all ranks, 0-d float32, and whether all gradients are finite.
+
+        Call it once per step, after the backward passes: it takes the loss scale out of the
+        gradients, and learns from it. Collective.
+        """
+        with self._runtime.scope():
+            overflown = self.optimizer.prepare_grads()
+            self._align_loss_scales()
+            norm = float("inf") if overflown else float(self.optimizer.get_grad_norm())
+        total = torch.tensor(norm, dtype=torch.float32)
+        return total, bool(total.isfinite())
+
+    def step(self, norm: torch.Tensor) -> None:
+        """Scale gradients of this norm down to the largest one allowed, and step. Collective."""
+        with self._runtime.scope():
+            if self._max_norm:
+                self._clip(float(norm))
+            self.optimizer.step_with_ready_grads()
+
+    def step_scheduler(self) -> None:
+        """End a `train` call. Collective.
+
+        Parameters that are to arrive during the next forward are waited for, as others may read
+        them before.
+        """
+        with self._runtime.scope():
+            self.scheduler.step(1)
+            for chunk in self.chunks:
+                if chunk.ddp_config.overlap_param_gather:
+                    chunk.start_param_sync(force_sync=True)
+
+    def take_up_weights(self) -> None:
+        """Take up weights that were loaded into the model since: float32 copies are made anew."""
+        with self._runtime.scope():
+            self.optimizer.reload_model_params()
+
+    def move_state(self, device: torch.device) -> None:
+        """Move the optimizer's state, and float32 copies of the weights, to `device`."""
+        models = {
+            parameter.untyped_storage().data_ptr()
+            for chunk in self.chunks
+            for parameter in chunk.parameters()
+        }
+        for part in self._parts():
+            for group in part.optimizer.param_groups:
+                for copy in group["params"]:
+                    # Without float32 copies these are the model's own, or parts of them.
+                    if copy.untyped_storage().data_ptr() not in models:
+                        copy.data = copy.data.to(device)
+            for state in part.optimizer.state.values():
+                for name, value in state.items():
+                    if isinstance(value, torch.Tensor) and value.ndim:
+                        state[name] = value.to(device)
+
+    def release_gradients(self) -> None:
+        """Free the gradients' memory."""
+        with self._runtime.scope():
+            for chunk in self.chunks:
+                chunk.offload_grad_buffers()
+
+    def restore_gradients(self) -> None:
+        """Get memory for gradients again; they are zero."""
+        with self._runtime.scope():
+            for chunk in self.chunks:
+                chunk.restore_grad_buffers()
+
+    def _parts(self) -> Iterator[Any]:
+        """Yield the optimizers of what is dense, and of experts, with anything on this rank."""
+        for part in self.optimizer.chained_optimizers:
+            if part.optimizer is not None:
+                yield part
+
+    def _clip(self, norm: float) -> None:
+        assert self._max_norm is not None
+        for part in self._parts():
+            clip_grad_by_total_norm_fp32(
+                part.get_parameters(),
+                self._max_norm,
+                norm,
+                part.config.use_precision_aware_optimizer_no_fp8_or_ds_fp8,
+            )
+
+    def _align_loss_scales(self) -> None:
+        """Let one loss scale hold for all parameters.
+
+        Megatron-core lets that of experts go its own way, and multiplies the loss with the first.
+        """
+        scalers = [part.grad_scaler for part in self._parts() if hasattr(part, "grad_scaler")]
+        scalers = [scaler for scaler in scalers if scaler is not None]
+        if len(scalers) > 1:
+            states = [scaler.state_dict() for scaler in scalers]
+            lowest = min(states, key=lambda state: (float(state["scale"]), state["growth_tracker"]))
+            for scaler in scalers:
+                scaler.load_state_dict(lowest)
+
+    def _link(self, config: TransformerConfig) -> None:
+        """Tell the schedules how to scale losses, and to reduce gradients once per step."""
+        config.grad_scale_func = self.optimizer.scale_loss
+        config.finalize_model_grads_func = finalize_model_grads
+        if self.chunks[0].ddp_config.overlap_grad_reduce:
+            contexts = [chunk.no_sync for chunk in self.chunks]
+            config.no_sync_func = contexts if len(contexts) > 1 else contexts[0]  # type: ignore[assignment]
+
+
+def _optimizer_config(optimizer: OptimizerSettings, config: TransformerConfig) -> OptimizerConfig:
+    return OptimizerConfig(
+        optimizer=optimizer.kind,
+        lr=optimizer.lr,
+        min_lr=optimizer.min_lr,
+        weight_decay=optimizer.weight_decay,
+        decoupled_weight_decay=optimizer.decoupled_weight_decay,
+        adam_beta1=optimizer.adam_betas[0],
+        adam_beta2=optimizer.adam_betas[1],
+        adam_eps=optimizer.adam_eps,
+        sgd_momentum=optimizer.sgd_momentum,
+        fp16=config.fp16,
+        bf16=config.bf16,
+        params_dtype=config.params_dtype,
+        use_distributed_optimizer=optimizer.is_distributed,
+        use_precision_aware_optimizer=optimizer.is_precision_aware,
+        initial_loss_scale=_FIRST_LOSS_SCALE,
+        loss_scale_window=_STEPS_BEFORE_GROWTH,
+        hysteresis=1,
+        # The gradients are clipped here.
+        clip_grad=0.0,
+    )
+
+
+def _scheduler(
+    optimizer: ChainedOptimizer, settings: OptimizerSettings, schedule: SchedulerSettings | None
+) -> OptimizerParamScheduler:
+    if schedule is None:
+        return OptimizerParamScheduler(
+            optimizer,
+            init_lr=settings.lr,
+            max_lr=settings.lr,
+            min_lr=settings.min_lr,
+            lr_warmup_steps=0,
+            lr_decay_steps=1,
+            lr_decay_style="constant",
+            start_wd=settings.weight_decay,
+            end_wd=settings.weight_decay,
+            wd_incr_steps=1,
+            wd_incr_style="constant",
+        )
+    return OptimizerParamScheduler(
+        optimizer,
+        init_lr=schedule.lr_warmup_init,
+        max_lr=settings.lr,
+        min_lr=settings.min_lr,
+        lr_warmup_steps=schedule.lr_warmup_steps,
+        lr_decay_steps=schedule.lr_decay_steps,
+        lr_decay_style=schedule.lr_decay_style,
+        start_wd=schedule.start_weight_decay,
+        end_wd=schedule.end_weight_decay,
+        wd_incr_steps=schedule.lr_decay_steps,
+        wd_incr_style=schedule.weight_decay_style,
+    )
