@@ -5,13 +5,14 @@ Each run has processes of its own, as Megatron-core keeps its groups and random 
 
 import multiprocessing
 import os
+import pickle
 import socket
 import time
 import traceback
 from multiprocessing.connection import wait
 
 _LIMIT_S = 240
-_PRELOADED = ["rl_megatron_worker.model", "rl_megatron_worker.optim", "transformers"]
+_PRELOADED = ["rl_megatron_worker", "rl_megatron_worker.hf_export", "transformers"]
 
 
 def free_port():
@@ -27,9 +28,11 @@ def _run_rank(rank, num_ranks, port, connection, function, kwargs):
     os.environ.update(RANK=str(rank), WORLD_SIZE=str(num_ranks), LOCAL_RANK=str(rank))
     os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
     try:
-        connection.send((True, function(**kwargs)))
+        result = (True, function(**kwargs))
     except Exception as error:
-        connection.send((False, (type(error).__name__, str(error), traceback.format_exc())))
+        result = (False, (type(error).__name__, str(error), traceback.format_exc()))
+    # By value: `send` would share a tensor's memory, which ends with the process.
+    connection.send_bytes(pickle.dumps(result))
 
 
 class RankFailure(AssertionError):
@@ -75,7 +78,7 @@ def _results(connections, name):
             _raise_failures(results)
             raise TimeoutError(f"rank {rank} of {name} gave nothing in time")
         try:
-            results.append(connection.recv())
+            results.append(pickle.loads(connection.recv_bytes()))
         except EOFError:
             results.append((False, ("Died", f"rank {rank} of {name} died", "")))
     _raise_failures(results)

@@ -60,3 +60,14 @@ def check_training_batch(
                 f"{key!r} has shape {list(value.shape)}, expected {list(wanted)}, "
                 f"as 'input_ids' has {[num_rows, width]}"
             )
+
+
+def positive(name: str, value: int | None) -> int | None:
+    """Return `value`, which a caller may leave out.
+
+    Raises:
+        ValueError: It is not positive.
+    """
+    if value is not None and value <= 0:
+        raise ValueError(f"{name}={value} must be positive")
+    return value

@@ -6,11 +6,11 @@ from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
 from rl_batched_data import BatchedDataDict
-from rl_batched_data.batch_checks import check_scoring_batch
+from rl_batched_data.batch_checks import check_scoring_batch, positive
 
 from rl_dtensor_worker.forward import Forward, score_rows
 from rl_dtensor_worker.modes import evaluating
-from rl_dtensor_worker.worker_parts import WorkerParts, positive
+from rl_dtensor_worker.worker_parts import WorkerParts
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Generator

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 import torch.distributed as dist
 from rl_batched_data import BatchedDataDict
-from rl_batched_data.batch_checks import check_scoring_batch, check_training_batch
+from rl_batched_data.batch_checks import check_scoring_batch, check_training_batch, positive
 from rl_batched_data.generation import check_room, generate
 from rl_interfaces import LossType, ParallelLayout, Residency
 from rl_interfaces.backend.device import Profiler, device_id
@@ -41,7 +41,6 @@ from rl_dtensor_worker.tensor_parallel import TensorParallel
 from rl_dtensor_worker.train_step import TrainingParts, run_steps
 from rl_dtensor_worker.value_forward import ValueForward, find_value_layer
 from rl_dtensor_worker.weight_calls import ModelWeightCalls
-from rl_dtensor_worker.worker_parts import positive
 
 if TYPE_CHECKING:
     from collections.abc import Mapping

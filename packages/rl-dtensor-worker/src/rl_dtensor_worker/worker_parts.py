@@ -63,14 +63,3 @@ class WorkerParts:
         )
         check_same_media(steps, group=self._dp_group, device=self._device)
         return steps
-
-
-def positive(name: str, value: int | None) -> int | None:
-    """Return `value`, which a caller may leave out.
-
-    Raises:
-        ValueError: It is not positive.
-    """
-    if value is not None and value <= 0:
-        raise ValueError(f"{name}={value} must be positive")
-    return value

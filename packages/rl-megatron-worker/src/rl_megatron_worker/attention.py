@@ -56,6 +56,7 @@ class PackedAttention(MegatronModule):
         super().__init__(config)
         assert attention_type == "self", attention_type
         assert config.window_size is None, "no sliding windows"
+        self.layer_number = layer_number
         self.softmax_scale = softmax_scale
 
     def forward(
@@ -79,8 +80,12 @@ class PackedAttention(MegatronModule):
             unread: What other attentions take.
         """
         assert isinstance(packed_seq_params, PackedRows), type(packed_seq_params)
-        layout = packed_seq_params.layout
+        layout, cache = packed_seq_params.layout, packed_seq_params.cache
         assert layout is not None
+        if cache is not None and cache.has(self.layer_number):
+            return cache.attend(self.layer_number, query, key, value, scale=self.softmax_scale)
+        if cache is not None:
+            cache.fill(self.layer_number, key, value)
         if layout.group is not None:
             both = layout.gather(torch.cat([key, value], dim=-1))
             key, value = both.split([key.shape[-1], value.shape[-1]], dim=-1)

@@ -56,17 +56,17 @@ class TokenHead:
         }
 
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:
-        """Return the logits of all tokens, `[own tokens, vocab]` float32, temperature applied."""
+        """Return all logits, `[tokens, vocab]` float32, without the temperature."""
         matrix = output_matrix(self.chunk)
         own = copy_to_tensor_model_parallel_region(hidden) @ matrix.T
         logits = gather_from_tensor_model_parallel_region(own.contiguous())
-        return logits[..., : self.vocab_size].float() / self.temperature
+        return logits[..., : self.vocab_size].float()
 
     def for_loss(self, layout: PackedLayout, hidden: torch.Tensor, loss_fn: Any) -> torch.Tensor:
         """Return what `loss_fn` asks for: all logits, or token log-probabilities."""
         if getattr(loss_fn, "input_type", LossInput.LOGITS) is LossInput.LOGPROBS:
             return self.logprobs(layout, hidden)
-        return layout.to_rows(self.logits(hidden))
+        return layout.to_rows(self.logits(hidden) / self.temperature)
 
     def _scores(self, layout: PackedLayout, hidden: torch.Tensor, **asked: Any) -> TokenScores:
         return target_scores(

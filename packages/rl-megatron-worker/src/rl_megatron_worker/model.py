@@ -209,7 +209,7 @@ def scoring_options(chunk: nn.Module) -> HeadOptions:
     matrix = output_matrix(chunk)
     start = layer.tp_group.rank() * len(matrix)
     return {
-        "output_matrix": matrix[: layer.vocab_size - start],
+        "output_matrix": matrix[: max(layer.vocab_size - start, 0)],
         "vocab_start": start,
         "tp_group": layer.tp_group,
     }

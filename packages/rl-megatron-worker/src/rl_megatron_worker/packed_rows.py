@@ -18,6 +18,8 @@ from megatron.core.tensor_parallel import gather_from_sequence_parallel_region
 if TYPE_CHECKING:
     import torch.distributed as dist
 
+    from rl_megatron_worker.key_value_cache import KeyValueCache
+
 # Rows of a group are at most this much shorter than its longest: padding against kernel launches.
 _SHORTEST_SHARE = 0.7
 
@@ -121,6 +123,8 @@ class PackedRows(PackedSeqParams):
     """What Megatron-core's layers are told of concatenated sequences, and where the tokens lie."""
 
     layout: TokenLayout | None = None
+    cache: KeyValueCache | None = None
+    """What attention is to remember, and to look up once it has; None where it does not."""
 
     @classmethod
     def of(

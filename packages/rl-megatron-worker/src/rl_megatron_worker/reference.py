@@ -19,7 +19,7 @@ class ReferenceModel:
     """This rank's part of the model as it was when this was constructed.
 
     It, and the policy's part while it is swapped in, have memory of their own that is filled anew
-    with every swap. The model's own tensors stay where they are, in the buffers of data parallelism.
+    with every swap. The model's own tensors stay where they are, in data parallelism's buffers.
 
     Args:
         chunks: The model on this rank.

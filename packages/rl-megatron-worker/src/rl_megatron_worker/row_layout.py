@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, cast
+
+from megatron.core import parallel_state
 
 from rl_megatron_worker.packed_rows import PackedRows
 
@@ -29,16 +31,12 @@ class PackedLayout:
     """`[own tokens]` int64: the token after each; any token where there is none."""
 
     @classmethod
-    def of(cls, micro_batch: MicroBatch, *, context_group: dist.ProcessGroup) -> PackedLayout:
-        """Return the layout of a micro-batch whose rows are to be concatenated.
-
-        Args:
-            micro_batch: The rows.
-            context_group: The ranks that share each sequence.
-        """
+    def of(cls, micro_batch: MicroBatch) -> PackedLayout:
+        """Return the layout of a micro-batch whose rows are to be concatenated."""
         packed = micro_batch.packed
         assert packed is not None, "every micro-batch is concatenated"
-        rows = PackedRows.of(packed.cu_seqlens, max_seqlen=packed.max_seqlen, group=context_group)
+        group = cast("dist.ProcessGroup", parallel_state.get_context_parallel_group())
+        rows = PackedRows.of(packed.cu_seqlens, max_seqlen=packed.max_seqlen, group=group)
         assert rows.layout is not None
         tokens = packed.pack(micro_batch.rows["input_ids"])[0]
         return cls(

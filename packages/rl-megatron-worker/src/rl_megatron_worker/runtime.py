@@ -55,3 +55,8 @@ class Runtime:
         torch.manual_seed(seed)
         with self.scope():
             tensor_parallel.model_parallel_cuda_manual_seed(seed)
+
+    def free_cached_memory(self, *, wanted: bool = True) -> None:
+        """Return the memory that the allocator caches to the device, where that is wanted."""
+        if wanted and self.on_cuda:
+            torch.cuda.empty_cache()

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -10,7 +10,7 @@ import torch
 from megatron.core import parallel_state
 from megatron.core.pipeline_parallel import get_forward_backward_func
 
-from rl_megatron_worker.model import run_chunk
+from rl_megatron_worker.model import run_chunk, uses_transformer_engine
 from rl_megatron_worker.row_layout import PackedLayout
 
 if TYPE_CHECKING:
@@ -36,6 +36,12 @@ class Schedule:
     def is_last_stage(self) -> bool:
         """Whether this rank has the end of the model."""
         return parallel_state.is_pipeline_last_stage(ignore_virtual=True)
+
+    @property
+    def takes_cache(self) -> bool:
+        """Whether attention can keep what it has seen, see `KeyValueCache`."""
+        shared = parallel_state.get_context_parallel_world_size() > 1
+        return not shared and not uses_transformer_engine(self.runtime)
 
     @torch.no_grad()
     def run(
@@ -74,14 +80,34 @@ class Schedule:
 
         return self._run(step, on_last_stage, forward_only=False)
 
+    @torch.no_grad()
+    def run_one(
+        self, layout: PackedLayout, score: Callable[[PackedLayout, torch.Tensor], Scored]
+    ) -> Scored | None:
+        """Return what `score` gives for one micro-batch; None on stages before the last."""
+        # What completes a schedule of several chunks is to leave no trace in a cache.
+        idle = replace(layout, rows=replace(layout.rows, cache=None))
+        layouts = [layout] + [idle] * (self._num_passes(1) - 1)
+
+        def on_last_stage(layout: PackedLayout, hidden: torch.Tensor, **_: bool) -> Scored:
+            return score(layout, hidden)
+
+        found = self._run_layouts(
+            layouts, on_last_stage, forward_only=True, collect_non_loss_data=True
+        )
+        return found[0] if found else None
+
     def _run(self, step: Step, on_last_stage: Callable[..., Any], **options: Any) -> list[Scored]:
         num_passes = self._num_passes(len(step.spans))
-        context_group = parallel_state.get_context_parallel_group()
         layouts = [
-            PackedLayout.of(micro_batch, context_group=context_group)
+            PackedLayout.of(micro_batch)
             for micro_batch in step.micro_batches(self.runtime.device, num_passes=num_passes)
         ]
+        return self._run_layouts(layouts, on_last_stage, **options)
 
+    def _run_layouts(
+        self, layouts: list[PackedLayout], on_last_stage: Callable[..., Any], **options: Any
+    ) -> list[Scored]:
         def forward_step(
             iterator: Iterator[PackedLayout], chunk: nn.Module
         ) -> tuple[torch.Tensor, Callable[..., Any]]:
@@ -94,7 +120,7 @@ class Schedule:
                 forward_step_func=forward_step,
                 data_iterator=iterators if len(iterators) > 1 else iterators[0],
                 model=self.chunks if len(self.chunks) > 1 else self.chunks[0],
-                num_microbatches=num_passes,
+                num_microbatches=len(layouts),
                 # Stages tell each other the shapes, which differ.
                 seq_length=max(layout.packed.total_length for layout in layouts),
                 micro_batch_size=1,

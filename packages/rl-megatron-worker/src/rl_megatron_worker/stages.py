@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 import torch
 import torch.distributed as dist
@@ -36,11 +36,11 @@ def share_value(value: Any, *, device: torch.device) -> Any:
 
 
 def share_tensors(tensors: Mapping[str, torch.Tensor], *, device: torch.device) -> Tensors:
-    """Return the last stage's tensors on every stage, on the CPU. Collective.
+    """Return the last stage's tensors on every stage. Collective.
 
     Args:
-        tensors: On the CPU; read on the last stage alone.
-        device: Where the group's tensors lie.
+        tensors: Read on the last stage alone.
+        device: Where the group's tensors lie, and those of the other stages will.
     """
     group, last, is_last = _last_stage()
     if group.size() == 1:
@@ -55,12 +55,12 @@ def share_tensors(tensors: Mapping[str, torch.Tensor], *, device: torch.device) 
         else:
             data = torch.empty(shape, dtype=getattr(torch, dtype), device=device)
         dist.broadcast(data, src=last, group=group)
-        shared[name] = data.cpu()
+        shared[name] = data
     return shared
 
 
 def _last_stage() -> tuple[dist.ProcessGroup, int, bool]:
     """Return the group of stages, the global rank of the last, and whether it is this one."""
-    group = parallel_state.get_pipeline_model_parallel_group()
-    last = parallel_state.get_pipeline_model_parallel_last_rank()
+    group = cast("dist.ProcessGroup", parallel_state.get_pipeline_model_parallel_group())
+    last = dist.get_global_rank(group, group.size() - 1)
     return group, last, dist.get_rank() == last

@@ -23,9 +23,13 @@ if TYPE_CHECKING:
     from rl_megatron_worker.row_layout import PackedLayout
     from rl_megatron_worker.schedule import Schedule
 
+    LossOf = Callable[[PackedLayout, torch.Tensor], tuple[torch.Tensor, "Scored"]]
+
 logger = logging.getLogger(__name__)
 
 Metrics = dict[str, Any]
+Scored = tuple[float, Metrics]
+"""A micro-batch's part of the loss, and its metrics."""
 
 
 @dataclass(kw_only=True, slots=True)
@@ -54,6 +58,7 @@ def run_steps(
     steps: Sequence[Step],
     trainer: Trainer | None,
     group: dist.ProcessGroup,
+    empty_memory_level: int,
 ) -> TrainResult:
     """Take one optimizer step per entry of `steps`; with `trainer=None`, losses alone.
 
@@ -64,6 +69,7 @@ def run_steps(
         steps: This rank's rows.
         trainer: The optimizer.
         group: The data-parallel ranks.
+        empty_memory_level: `policy.megatron_cfg.empty_unused_memory_level`.
     """
     result = TrainResult()
     device = schedule.runtime.device
@@ -72,17 +78,19 @@ def run_steps(
         counts = LossCounts.of(step.rows, group=group, device=device)
         loss = _loss_of(head, loss_fn, counts, trainer)
         if trainer is None:
-            found = schedule.run(step, lambda *given, _loss=loss: _loss(*given)[1])
+            found = schedule.run(step, _without_gradients(loss))
         else:
             trainer.clear_gradients()
             found = schedule.run_backward(step, loss)
         value, metrics = _tell_all(found, device)
         result.losses.append(_sum_over(value, group))
         result.add_metrics(metrics)
+        schedule.runtime.free_cached_memory(wanted=empty_memory_level >= 1)
         if trainer is not None:
             norm, stepped = _apply_gradients(trainer, counts)
             result.grad_norms.append(norm)
             skipped += not stepped
+            schedule.runtime.free_cached_memory(wanted=empty_memory_level >= 2)
     if trainer is not None and dist.get_rank(group) == 0:
         # From one rank alone: the sum over the ranks is then the count.
         result.metrics["skipped_steps"].append(skipped)
@@ -91,12 +99,10 @@ def run_steps(
 
 def _loss_of(
     head: TokenHead | None, loss_fn: Any, counts: LossCounts, trainer: Trainer | None
-) -> Callable[[PackedLayout, torch.Tensor], tuple[torch.Tensor, tuple[float, Metrics]]]:
+) -> LossOf:
     """Return what gives a micro-batch's loss, and its number and metrics for the report."""
 
-    def loss(
-        layout: PackedLayout, hidden: torch.Tensor
-    ) -> tuple[torch.Tensor, tuple[float, Metrics]]:
+    def loss(layout: PackedLayout, hidden: torch.Tensor) -> tuple[torch.Tensor, Scored]:
         assert head is not None, "only the last stage has hidden states to score"
         rows = layout.micro_batch.rows
         inputs = head.for_loss(layout, hidden, loss_fn)
@@ -105,6 +111,13 @@ def _loss_of(
         return value, (float(value.detach()), _reported(metrics, counts, trainer))
 
     return loss
+
+
+def _without_gradients(loss: LossOf) -> Callable[[PackedLayout, torch.Tensor], Scored]:
+    def scored(layout: PackedLayout, hidden: torch.Tensor) -> Scored:
+        return loss(layout, hidden)[1]
+
+    return scored
 
 
 def _reported(metrics: Metrics, counts: LossCounts, trainer: Trainer | None) -> Metrics:
@@ -118,9 +131,7 @@ def _reported(metrics: Metrics, counts: LossCounts, trainer: Trainer | None) -> 
     return numbers
 
 
-def _tell_all(
-    found: Sequence[tuple[float, Metrics]], device: torch.device
-) -> tuple[torch.Tensor, list[Metrics]]:
+def _tell_all(found: Sequence[Scored], device: torch.device) -> tuple[torch.Tensor, list[Metrics]]:
     """Return the loss and metrics of the last stage on every stage. Collective."""
     total, metrics = share_value(
         [sum(value for value, _ in found), [each for _, each in found if each]], device=device

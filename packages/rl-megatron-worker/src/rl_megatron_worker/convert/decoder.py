@@ -32,13 +32,18 @@ def decoder_mappings(architecture: Architecture) -> list[Mapping]:
             sources={"model.norm.weight": (hidden_size,)},
         )
     )
-    # Tied, the output layer is a parameter of its own only where another stage has the embedding.
-    tied = architecture.tied_embeddings
-    output = EMBEDDING if tied else "lm_head.weight"
-    mappings.append(
-        Vocabulary(names=("output_layer.weight",), sources={output: vocabulary}, is_copy=tied)
-    )
+    mappings.append(_output_layer(vocabulary, tied=architecture.tied_embeddings))
     return mappings
+
+
+def _output_layer(vocabulary: tuple[int, int], *, tied: bool) -> Mapping:
+    """Tied, it is a parameter of its own only where another stage has the embedding."""
+    name = "lm_head.weight"
+    return Vocabulary(
+        names=("output_layer.weight",),
+        sources={EMBEDDING if tied else name: vocabulary},
+        second_name=name if tied else None,
+    )
 
 
 def _attention(architecture: Architecture, layer: int) -> list[Mapping]:
@@ -103,7 +108,7 @@ def _gated_unit(architecture: Architecture, layer: int) -> list[Mapping]:
         f"model.layers.{layer}.mlp",
         hidden_size=architecture.transformer["hidden_size"],
         inner_size=architecture.transformer["ffn_hidden_size"],
-        is_expert=False,
+        expert=None,
     )
 
 
@@ -126,25 +131,25 @@ def _experts(architecture: Architecture, layer: int) -> list[Mapping]:
             f"{theirs}.experts.{expert}",
             hidden_size=hidden_size,
             inner_size=fields["moe_ffn_hidden_size"],
-            is_expert=True,
+            expert=expert,
         )
     return mappings
 
 
 def _two_projections(
-    ours: str, theirs: str, *, hidden_size: int, inner_size: int, is_expert: bool
+    ours: str, theirs: str, *, hidden_size: int, inner_size: int, expert: int | None
 ) -> list[Mapping]:
     inner = (inner_size, hidden_size)
     return [
         GateUp(
             names=(f"{ours}.linear_fc1.weight",),
             sources={f"{theirs}.gate_proj.weight": inner, f"{theirs}.up_proj.weight": inner},
-            is_expert=is_expert,
+            expert=expert,
         ),
         Mapping(
             names=(f"{ours}.linear_fc2.weight",),
             sources={f"{theirs}.down_proj.weight": (hidden_size, inner_size)},
             dim=1,
-            is_expert=is_expert,
+            expert=expert,
         ),
     ]

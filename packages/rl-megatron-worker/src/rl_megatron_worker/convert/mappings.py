@@ -39,10 +39,17 @@ class Mapping:
     """The whole Hugging Face tensors, by name. All are alike but for the dimension `axis`."""
     dim: int | None = None
     """The dimension that tensor-parallel ranks cut; None where each has the whole parameter."""
-    is_expert: bool = False
-    """Whether only the ranks that hold this expert have it; expert-tensor-parallel ranks cut it."""
-    is_copy: bool = False
-    """Whether it repeats another parameter, whose mapping is the one that is exported."""
+    expert: int | None = None
+    """The expert whose it is: the ranks that hold this expert have it, and those that share each
+    expert cut it. None where all ranks of the stage have it, or have parts of it."""
+    second_name: str | None = None
+    """Where the parameter is a copy, whose original is exported: the name under which checkpoints
+    may hold the Hugging Face tensor once more."""
+
+    @property
+    def is_copy(self) -> bool:
+        """Whether another mapping makes the same tensor."""
+        return self.second_name is not None
 
     @property
     def axis(self) -> int:

@@ -1,0 +1,41 @@
+"""What the calls of `rl_refit.weight_calls` need of this worker's model."""
+
+from __future__ import annotations
+
+import torch
+from rl_refit.weight_calls import WeightCalls
+
+from rl_megatron_worker.weights import MegatronWeights
+from rl_megatron_worker.worker_parts import WorkerParts
+
+
+class ModelWeightCalls(WorkerParts, WeightCalls):
+    """The model's weights on their way out."""
+
+    @property
+    def weight_source(self) -> MegatronWeights:
+        """The weights as they leave this worker: whole, under Hugging Face's names."""
+        return self._weights(self._config.model.params_dtype)
+
+    def _weights(self, wire_dtype: torch.dtype) -> MegatronWeights:
+        return MegatronWeights(
+            self.model,
+            self._converter.mappings(self._architecture),
+            wire_dtype=wire_dtype,
+            device=self._device,
+        )
+
+    def _sample_parameter(self) -> tuple[str, torch.Tensor]:
+        return next(each for chunk in self.model for each in chunk.named_parameters())
+
+    @torch.no_grad()
+    def _add_noise_to_weights(self) -> None:
+        """Add N(0, 0.01^2) to every parameter, so that a transfer can be seen to work.
+
+        Ranks that have the same part of a parameter draw the same numbers.
+        """
+        generator = torch.Generator(self._device).manual_seed(self._config.seed)
+        for chunk in self.model:
+            for parameter in chunk.parameters():
+                noise = torch.randn(parameter.shape, generator=generator, device=self._device)
+                parameter.add_(noise.to(parameter), alpha=0.01)

@@ -1,0 +1,48 @@
+"""What a plain transformers model and a plain loop give for the same input."""
+
+import torch
+from transformers import AutoModelForCausalLM
+
+# One table of tolerances, each with its reason.
+LOGPROB_TOLERANCE = 1e-5  # float32 attention over rows of unlike width rounds differently
+PARAMETER_TOLERANCE = 1e-5  # three AdamW calls (eps 1e-6) amplify the order of float32 sums
+# Losses are about 4, norms about 10, where float32 has steps of 5e-7 and 1e-6: sums of hundreds of
+# terms, taken in another order, agree to a few of them.
+RELATIVE_TOLERANCE = 2e-6
+
+
+def load(model_name):
+    return AutoModelForCausalLM.from_pretrained(model_name, dtype=torch.float32).eval()
+
+
+def plain_logprobs(model, batch, *, temperature=1.0):
+    """Return log p(token t | tokens < t), row by row without any padding."""
+    out = torch.zeros(batch["input_ids"].shape)
+    for row, length in enumerate(batch["input_lengths"].tolist()):
+        tokens = batch["input_ids"][row : row + 1, :length]
+        with torch.no_grad():
+            logits = model(tokens).logits[0] / temperature
+        chosen = logits[:-1].log_softmax(-1).gather(-1, tokens[0, 1:, None])
+        out[row, 1:length] = chosen.squeeze(-1)
+    return out
+
+
+def plain_training(model_name, batch, *, global_batch_size, num_calls):
+    """Train on whole global batches with torch.optim alone; return parameters, losses, norms."""
+    model = load(model_name)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, eps=1e-6, weight_decay=0.0)
+    losses, norms = [], []
+    for _ in range(num_calls):
+        for start in range(0, len(batch["input_ids"]), global_batch_size):
+            rows = {k: v[start : start + global_batch_size] for k, v in batch.items()}
+            mask = rows["token_mask"][:, 1:] * rows["sample_mask"][:, None]
+            is_token = torch.arange(rows["input_ids"].shape[1]) < rows["input_lengths"][:, None]
+            logits = model(rows["input_ids"], attention_mask=is_token.long()).logits
+            chosen = logits[:, :-1].log_softmax(-1).gather(-1, rows["input_ids"][:, 1:, None])
+            loss = -(chosen.squeeze(-1) * mask).sum() / mask.sum()
+            loss.backward()
+            norms.append(float(torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)))
+            optimizer.step()
+            optimizer.zero_grad()
+            losses.append(loss.item())
+    return model.state_dict(), losses, norms

@@ -1,0 +1,65 @@
+"""Completions against transformers', and their log-probabilities against the worker's own."""
+
+import pytest
+import torch
+from batches import make_batch, make_config
+from oracle import LOGPROB_TOLERANCE, load
+from tiny_models import PAD, build_tiny
+from worker_ranks import generate_and_score
+
+TP = "tensor_model_parallel_size"
+PP = "pipeline_model_parallel_size"
+LAYOUTS = {
+    "one": (1, {}),
+    "tp2_sp": (2, {TP: 2, "sequence_parallel": True}),
+    "pp2_virtual": (2, {PP: 2, "virtual_pipeline_model_parallel_size": 2}),
+    "cp2": (2, {"context_parallel_size": 2}),
+    "dp2": (2, {}),
+    "tp2_pp2": (4, {TP: 2, PP: 2}),
+}
+
+
+@pytest.fixture(scope="module", params=["qwen2", "qwen3"])
+def model(request, tmp_path_factory):
+    return build_tiny(tmp_path_factory.mktemp(request.param), request.param, tied=True)
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_greedy_completions_are_those_of_transformers(pools, model, layout):
+    num_ranks, sizes = LAYOUTS[layout]
+    batch = make_batch(5)
+    config = make_config(model, sections={"generation_batch_size": 3}, **sizes)
+    results = pools(num_ranks).run(generate_and_score, config=config, batch=batch, greedy=True)
+    plain = load(model)
+    for result in results:
+        shards = batch.shard_by_batch_size(
+            len({each["place"] for each in results}), allow_uneven_shards=True
+        )
+        rows = shards[result["place"]]
+        for row, length in enumerate(rows["input_lengths"].tolist()):
+            expected = plain.generate(
+                rows["input_ids"][row : row + 1, :length], do_sample=False, max_new_tokens=8
+            )[0]
+            total = int(result["unpadded_sequence_lengths"][row])
+            assert result["output_ids"][row, :total].tolist() == expected.tolist()
+            assert torch.all(result["output_ids"][row, total:] == PAD)
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_sampled_tokens_have_the_log_probabilities_that_scoring_gives(pools, model, layout):
+    num_ranks, sizes = LAYOUTS[layout]
+    config = make_config(model, sections={"generation_batch_size": 3}, **sizes)
+    results = pools(num_ranks).run(
+        generate_and_score, config=config, batch=make_batch(5), greedy=False
+    )
+    for result in results:
+        is_new = result["logprobs"] != 0
+        assert is_new.sum() == result["generation_lengths"].sum()
+        torch.testing.assert_close(
+            result["logprobs"][is_new],
+            result["scored"][is_new],
+            atol=LOGPROB_TOLERANCE,
+            rtol=0,
+        )
+        same = [each for each in results if each["place"] == result["place"]]
+        assert all(torch.equal(each["output_ids"], result["output_ids"]) for each in same)

@@ -1,0 +1,182 @@
+"""What is read into the ranks: the numbers that come out of it, how much is read, and refusals."""
+
+import convert_ranks
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from tiny_models import KINDS, VOCAB_SIZE, build_tiny
+from transformers import AutoModelForCausalLM
+
+TP2 = {"tensor_model_parallel_size": 2}
+
+# Both compute in float32, in another order of additions.
+LOGITS_ATOL = 1e-5
+
+
+def make_sequences():
+    generator = torch.Generator().manual_seed(3)
+    return [torch.randint(0, VOCAB_SIZE, (n,), generator=generator) for n in (9, 5, 14)]
+
+
+VARIANTS = {kind: (kind, {}) for kind in KINDS} | {
+    f"{kind} tied": (kind, {"tied": True}) for kind in KINDS
+}
+VARIANTS |= {
+    "llama, other theta": (
+        "llama",
+        {"rope_parameters": {"rope_type": "default", "rope_theta": 500.0}},
+    ),
+    "llama, interpolated": (
+        "llama",
+        {"rope_parameters": {"rope_type": "linear", "rope_theta": 1e4, "factor": 4.0}},
+    ),
+    "llama 3": (
+        "llama",
+        {
+            "head_dim": 16,
+            "max_position_embeddings": 131072,
+            "rope_parameters": {
+                "rope_type": "llama3",
+                "rope_theta": 5e5,
+                "factor": 8.0,
+                "low_freq_factor": 1.0,
+                "high_freq_factor": 4.0,
+                "original_max_position_embeddings": 8192,
+            },
+        },
+    ),
+    "qwen2, a group per head": ("qwen2", {"num_key_value_heads": 4}),
+    "qwen3, other epsilon": ("qwen3", {"rms_norm_eps": 0.1}),
+    "qwen3_moe, as they are": ("qwen3_moe", {"norm_topk_prob": False}),
+    "qwen3_moe, one expert": ("qwen3_moe", {"norm_topk_prob": False, "num_experts_per_tok": 1}),
+    "qwen3_moe, some dense": ("qwen3_moe", {"decoder_sparse_step": 2, "mlp_only_layers": [3]}),
+}
+
+
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_logits_are_those_of_transformers(pools, tmp_path, variant):
+    kind, settings = VARIANTS[variant]
+    path = build_tiny(tmp_path, kind, **settings)
+    sequences = make_sequences()
+    ((*found,),) = pools(1).run(convert_ranks.logits, path=path, sequences=sequences)
+    model = AutoModelForCausalLM.from_pretrained(path)
+    with torch.no_grad():
+        for tokens, logits in zip(sequences, found, strict=True):
+            expected = model(input_ids=tokens[None]).logits[0]
+            assert expected.abs().max() > 0.3
+            torch.testing.assert_close(logits, expected, rtol=0, atol=LOGITS_ATOL)
+
+
+@pytest.mark.parametrize(
+    ("kind", "layout", "num_ranks"),
+    [
+        ("llama", TP2, 2),
+        ("qwen2", {"pipeline_model_parallel_size": 2}, 2),
+        ("qwen3_moe", {"expert_model_parallel_size": 2, "expert_tensor_parallel_size": 1}, 2),
+    ],
+)
+def test_a_rank_reads_what_it_holds(pools, tmp_path, kind, layout, num_ranks):
+    path = build_tiny(tmp_path, kind)
+    for num_read, num_held in pools(num_ranks).run(
+        convert_ranks.count_elements_read, path=path, layout=layout
+    ):
+        assert num_read == num_held
+
+
+def edit_tensors(path, edit):
+    file = f"{path}/model.safetensors"
+    tensors = load_file(file)
+    edit(tensors)
+    save_file(tensors, file, metadata={"format": "pt"})
+
+
+def drop_a_norm(tensors):
+    del tensors["model.layers.1.self_attn.q_norm.weight"]
+
+
+def add_a_bias(tensors):
+    tensors["model.layers.0.self_attn.q_proj.bias"] = torch.zeros(64)
+
+
+def narrow_the_output(tensors):
+    tensors["lm_head.weight"] = tensors["lm_head.weight"][:60].contiguous()
+
+
+@pytest.mark.parametrize(
+    ("edit", "named"),
+    [
+        (drop_a_norm, r"lack 1 tensors .*first \['model.layers.1.self_attn.q_norm.weight'\]"),
+        (add_a_bias, r"have 1 that .*first \['model.layers.0.self_attn.q_proj.bias'\]"),
+        (narrow_the_output, r"lm_head.weight has shape \(60, 32\) in its files, and \(66, 32\)"),
+    ],
+)
+def test_other_tensors_than_the_model_s_are_refused_on_every_rank(pools, tmp_path, edit, named):
+    path = build_tiny(tmp_path, "qwen3")
+    edit_tensors(path, edit)
+    errors = pools(2).run(convert_ranks.load_that_fails, path=path, layout=TP2)
+    for error in errors:
+        assert error.startswith(f"ValueError: policy.model_name={path!r}")
+        with pytest.raises(ValueError, match=named):
+            raise ValueError(error)
+
+
+def test_frequencies_in_old_files_are_not_read(pools, tmp_path):
+    path = build_tiny(tmp_path, "llama")
+
+    def add_frequencies(tensors):
+        tensors["model.layers.0.self_attn.rotary_emb.inv_freq"] = torch.ones(4)
+
+    edit_tensors(path, add_frequencies)
+    assert pools(1).run(convert_ranks.load_that_fails, path=path, layout={}) == [None]
+
+
+def test_a_tied_output_in_the_files_has_to_be_the_embedding(pools, tmp_path):
+    path = build_tiny(tmp_path, "llama", tied=True)
+
+    def repeat(tensors):
+        tensors["lm_head.weight"] = tensors["model.embed_tokens.weight"].clone()
+
+    def differ(tensors):
+        tensors["lm_head.weight"] = tensors["model.embed_tokens.weight"] + 1
+
+    edit_tensors(path, repeat)
+    layout = {"pipeline_model_parallel_size": 2}
+    assert pools(2).run(convert_ranks.load_that_fails, path=path, layout=layout) == [None, None]
+    edit_tensors(path, differ)
+    for error in pools(2).run(convert_ranks.load_that_fails, path=path, layout=layout):
+        assert "ties lm_head.weight to model.embed_tokens.weight" in error
+        assert "unlike values" in error
+
+
+def test_files_of_another_kind_are_refused(pools, tmp_path):
+    path = build_tiny(tmp_path, "llama")
+    (tmp_path / "model.safetensors").rename(tmp_path / "model.bin")
+    torch.save(load_file(tmp_path / "model.bin"), tmp_path / "pytorch_model.bin")
+    (error,) = pools(1).run(convert_ranks.load_that_fails, path=path, layout={})
+    assert "has no safetensors files" in error
+
+
+@pytest.mark.parametrize(
+    ("edit", "named"),
+    [
+        (convert_ranks.without_biases, "does not say what makes 2 of its parameters"),
+        (
+            convert_ranks.with_a_gate,
+            "1 parameters that the model does not have, first ['decoder.layers.0.gate']",
+        ),
+    ],
+)
+def test_mappings_have_to_be_those_of_the_model(pools, tmp_path, edit, named):
+    path = build_tiny(tmp_path, "qwen2")
+    if edit is convert_ranks.without_biases:
+        edit_tensors(path, lambda tensors: [tensors.pop(n) for n in list(tensors) if "bias" in n])
+    layout = {"pipeline_model_parallel_size": 2}
+    for error in pools(2).run(convert_ranks.load_that_fails, path=path, layout=layout, edit=edit):
+        assert error.startswith("ValueError")
+        assert named in error
+
+
+def test_a_rank_that_cannot_read_fails_all(pools, tmp_path):
+    path = build_tiny(tmp_path, "llama")
+    errors = pools(2).run(convert_ranks.load_with_a_broken_rank, path=path)
+    assert errors == ["RuntimeError: rank 1 failed: OSError: planted", "OSError: planted"]

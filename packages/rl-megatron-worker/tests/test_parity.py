@@ -1,0 +1,161 @@
+"""The parity table: every layout of ranks against plain transformers and a plain loop.
+
+By default a subset in which every pair of a layout, a model and a way of batching occurs;
+`PARITY=all` runs the whole table.
+"""
+
+import itertools
+import os
+
+import pytest
+import torch
+from batches import make_batch, make_config
+from oracle import (
+    LOGPROB_TOLERANCE,
+    PARAMETER_TOLERANCE,
+    RELATIVE_TOLERANCE,
+    load,
+    plain_logprobs,
+    plain_training,
+)
+from tiny_models import build_tiny
+from worker_ranks import BUDGET, run_case
+
+TP = "tensor_model_parallel_size"
+PP = "pipeline_model_parallel_size"
+LAYOUTS = {
+    "dp2": (2, {}),
+    "tp2": (2, {TP: 2}),
+    "tp2_sp": (2, {TP: 2, "sequence_parallel": True}),
+    "pp2": (2, {PP: 2}),
+    "pp2_unlike": (2, {PP: 2, "num_layers_in_first_pipeline_stage": 1}),
+    "pp2_virtual": (2, {PP: 2, "virtual_pipeline_model_parallel_size": 2}),
+    "cp2": (2, {"context_parallel_size": 2}),
+    "tp2_pp2": (4, {TP: 2, PP: 2}),
+    "dp2_tp2": (4, {TP: 2}),
+    "ep2": (2, {"expert_model_parallel_size": 2}),
+}
+MODELS = {
+    "llama": {"kind": "llama"},
+    "llama_tied": {"kind": "llama", "tied": True},
+    "qwen2": {"kind": "qwen2", "tied": True},
+    "qwen3": {"kind": "qwen3"},
+    "qwen3_moe": {"kind": "qwen3_moe"},
+}
+BATCHINGS = {"padded": None, "dynamic": "dynamic_batching", "packed": "sequence_packing"}
+
+
+def applies(layout, model, batching):
+    """Return whether there is such a case: experts want sequence parallelism beside tensor's."""
+    if model != "qwen3_moe":
+        return layout != "ep2"
+    return layout not in ("tp2", "tp2_pp2", "dp2_tp2")
+
+
+def all_cases():
+    cases = itertools.product(LAYOUTS, MODELS, BATCHINGS)
+    return sorted(case for case in cases if applies(*case))
+
+
+def covering_pairs():
+    """Return cases in which every pair of values of two of the three axes occurs, if it can."""
+    cases = all_cases()
+    missing = {pair for case in cases for pair in itertools.combinations(enumerate(case), 2)}
+    chosen = []
+    while missing:
+        best = max(
+            cases, key=lambda case: len(missing & set(itertools.combinations(enumerate(case), 2)))
+        )
+        chosen.append(best)
+        missing -= set(itertools.combinations(enumerate(best), 2))
+    return sorted(chosen)
+
+
+CASES = all_cases() if os.environ.get("PARITY") == "all" else covering_pairs()
+
+
+@pytest.fixture(scope="session")
+def oracles(tmp_path_factory):
+    """`oracles(name)` gives a model's path, and what plain transformers give for the batch."""
+    known = {}
+
+    def oracle_of(name):
+        if name not in known:
+            path = build_tiny(tmp_path_factory.mktemp(name), **MODELS[name])
+            batch = make_batch(6)
+            model = load(path)
+            known[name] = {
+                "path": path,
+                "batch": batch,
+                "weights": {key: each.detach() for key, each in stored(path).items()},
+                "logprobs": plain_logprobs(model, batch),
+                "training": plain_training(path, batch, global_batch_size=4, num_calls=3),
+            }
+        return known[name]
+
+    return oracle_of
+
+
+def stored(path):
+    from safetensors.torch import load_file
+
+    return load_file(f"{path}/model.safetensors")
+
+
+def joined(results, key):
+    """Return the rows of all data-parallel places, in the batch's order."""
+    places = {result["place"]: result for result in results}
+    rows = torch.cat([places[place][key] for place in sorted(places)])
+    order = places[0]["order"]
+    if order is None:
+        return rows
+    restored = torch.empty_like(rows)
+    restored[torch.tensor(order)] = rows
+    return restored
+
+
+def assert_equal_parameters(found, state, tolerance):
+    """Hold tensors under the names of a file against those of a model."""
+    for name, tensor in found.items():
+        difference = float((tensor - in_memory(state, name)).abs().max())
+        assert difference <= tolerance, (name, difference)
+
+
+def in_memory(state, name):
+    """Return what a model of transformers has of a tensor that a file has; experts are fused."""
+    if ".experts." not in name:
+        return state[name]
+    layer, _, rest = name.partition(".experts.")
+    expert, projection, _ = rest.split(".")
+    if projection == "down_proj":
+        return state[f"{layer}.experts.down_proj"][int(expert)]
+    gate, up = state[f"{layer}.experts.gate_up_proj"][int(expert)].chunk(2)
+    return gate if projection == "gate_proj" else up
+
+
+@pytest.mark.parametrize(("layout", "model", "batching"), CASES, ids=map("-".join, CASES))
+def test_every_layout_equals_plain_transformers(pools, oracles, layout, model, batching):
+    num_ranks, sizes = LAYOUTS[layout]
+    section, oracle = BATCHINGS[batching], oracles(model)
+    budgets = {"train_mb_tokens": BUDGET, "logprob_mb_tokens": BUDGET}
+    sections = {} if section is None else {section: {"enabled": True, **budgets}}
+    results = pools(num_ranks).run(
+        run_case,
+        config=make_config(oracle["path"], sections=sections, **sizes),
+        batch=oracle["batch"],
+        section=section,
+        num_calls=3,
+    )
+    expected, losses, norms = oracle["training"]
+    for key in ("logprobs", "reference"):
+        torch.testing.assert_close(
+            joined(results, key), oracle["logprobs"], atol=LOGPROB_TOLERANCE, rtol=0
+        )
+    for result in results:
+        assert result["sent"].keys() == oracle["weights"].keys()
+        assert all(torch.equal(result["sent"][n], w) for n, w in oracle["weights"].items())
+        for key, plain in (("losses", losses), ("grad_norms", norms)):
+            torch.testing.assert_close(
+                result[key], torch.tensor(plain), rtol=RELATIVE_TOLERANCE, atol=0
+            )
+        assert_equal_parameters(result["parameters"], expected, PARAMETER_TOLERANCE)

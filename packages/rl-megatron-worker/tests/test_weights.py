@@ -1,0 +1,200 @@
+"""From a checkpoint into the ranks of any layout and out again, bit for bit."""
+
+import convert_ranks
+import pytest
+import torch
+from rl_megatron_worker.hf_export import plan_files
+from rl_megatron_worker.weights import MegatronWeights, WeightMeta, layer_of
+from safetensors.torch import load_file
+from tiny_models import KINDS, build_tiny, build_tokenizer
+from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig
+
+TP2 = {"tensor_model_parallel_size": 2}
+PP2 = {"pipeline_model_parallel_size": 2}
+EP2 = {"expert_model_parallel_size": 2, "expert_tensor_parallel_size": 1}
+VIRTUAL = PP2 | {"virtual_pipeline_model_parallel_size": 2}
+UNEVEN = PP2 | {"num_layers_in_first_pipeline_stage": 1}
+SEQUENCE = TP2 | {"sequence_parallel": True}
+
+DENSE = ("llama", "qwen2", "qwen3")
+# Ranks, layout, kinds. Experts under tensor parallelism want sequence parallelism too.
+LAYOUTS = {
+    "one rank": (1, {}, KINDS),
+    "tp2": (2, TP2, DENSE),
+    "tp2 of experts": (2, SEQUENCE, ["qwen3_moe"]),
+    "pp2": (2, PP2, KINDS),
+    "virtual pp2": (2, VIRTUAL, KINDS),
+    "uneven pp2": (2, UNEVEN, KINDS),
+    "dp2": (2, {}, ["llama"]),
+    "ep2": (2, EP2, ["qwen3_moe"]),
+    "tp2 ep2": (2, SEQUENCE | EP2, ["qwen3_moe"]),
+    "tp2 pp2": (4, TP2 | PP2, DENSE),
+    "tp2 virtual pp2": (4, TP2 | VIRTUAL, DENSE),
+    "pp2 ep2": (4, PP2 | EP2, ["qwen3_moe"]),
+    "tp2 pp2 ep2": (4, SEQUENCE | PP2 | EP2, ["qwen3_moe"]),
+    "tp2 cp2": (4, TP2 | {"context_parallel_size": 2}, ["qwen3"]),
+    "tp4, more than groups": (4, {"tensor_model_parallel_size": 4}, DENSE),
+}
+
+
+@pytest.fixture(scope="module")
+def models(tmp_path_factory):
+    """`models(kind, tied)` gives the path of a tiny model."""
+    built = {}
+
+    def path_of(kind, tied=False):
+        if (kind, tied) not in built:
+            built[kind, tied] = build_tiny(tmp_path_factory.mktemp(kind), kind, tied=tied)
+        return built[kind, tied]
+
+    return path_of
+
+
+def stored(path):
+    return load_file(f"{path}/model.safetensors")
+
+
+def assert_same(tensors, expected):
+    tensors = dict(tensors)
+    assert tensors.keys() == expected.keys()
+    for name, tensor in expected.items():
+        assert torch.equal(tensors[name], tensor), name
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_every_rank_gets_every_tensor_bit_for_bit(pools, models, layout):
+    num_ranks, sizes, kinds = LAYOUTS[layout]
+    paths = [models(kind, tied) for kind in kinds for tied in (False, True)]
+    for rank in pools(num_ranks).run(convert_ranks.load_and_gather, paths=paths, layout=sizes):
+        for path, (metadata, groups, passes) in zip(paths, rank, strict=True):
+            expected = stored(path)
+            names = [meta.name for meta in metadata]
+            assert [name for group in groups for name in group] == names
+            assert len(names) == len(expected)
+            for tensors in passes:
+                assert [name for name, _ in tensors] == names
+                assert_same(tensors, expected)
+            for meta in metadata:
+                assert (meta.dtype, meta.shape) == (torch.float32, tuple(expected[meta.name].shape))
+
+
+def test_a_tied_output_is_handed_out_once(models):
+    assert "lm_head.weight" in stored(models("llama"))
+    assert "lm_head.weight" not in stored(models("llama", tied=True))
+
+
+def test_experts_that_ranks_share_and_deal_out(pools, models):
+    path = models("qwen3_moe")
+    for _, _, passes in pools(4).run(convert_ranks.load_and_gather_cut_experts, path=path):
+        assert_same(passes[0], stored(path))
+
+
+@pytest.mark.parametrize(
+    ("dtype", "wire_dtype"),
+    [
+        (torch.float32, torch.bfloat16),
+        (torch.bfloat16, torch.bfloat16),
+        (torch.bfloat16, torch.float32),
+    ],
+)
+def test_tensors_are_cast_to_the_wire_dtype(pools, models, dtype, wire_dtype):
+    path = models("qwen2")
+    expected = {n: tensor.to(dtype).to(wire_dtype) for n, tensor in stored(path).items()}
+    for ((metadata, _, passes),) in pools(2).run(
+        convert_ranks.load_and_gather,
+        paths=[path],
+        layout=TP2,
+        dtype=dtype,
+        wire_dtype=wire_dtype,
+        ddp=True,
+    ):
+        assert {meta.dtype for meta in metadata} == {wire_dtype}
+        assert_same(passes[0], expected)
+
+
+@pytest.mark.parametrize("layout", ["tp2", "virtual pp2", "tp2 ep2"])
+def test_some_tensors_and_their_groups(pools, models, layout):
+    num_ranks, sizes, (*_, kind) = LAYOUTS[layout]
+    path = models(kind)
+    expected = stored(path)
+    names = [
+        "model.layers.3.self_attn.v_proj.weight",
+        "lm_head.weight",
+        "model.layers.0.input_layernorm.weight",
+        "model.layers.0.self_attn.q_proj.weight",
+        "model.embed_tokens.weight",
+    ]
+    if kind == "qwen3_moe":
+        names += [f"model.layers.1.mlp.experts.{expert}.up_proj.weight" for expert in (3, 2, 0)]
+    for some, groups, error in pools(num_ranks).run(
+        convert_ranks.gather_some, path=path, layout=sizes, names=names
+    ):
+        assert [name for name, _ in some] == names
+        assert all(torch.equal(tensor, expected[name]) for name, tensor in some)
+        layers = [{layer_of(name) for name in group} for group, _ in groups]
+        assert layers == [{""}, *({f"model.layers.{i}."} for i in range(4)), {""}]
+        assert_same([pair for group in groups for pair in zip(*group, strict=True)], expected)
+        assert "model.layers.99.mlp.up_proj.weight" in error
+
+
+def test_tensors_are_those_of_now(pools, models):
+    for before, after in pools(2).run(
+        convert_ranks.gather_after_a_change, path=models("qwen3", tied=True), layout=PP2
+    ):
+        assert_same(after, {name: tensor + 1 for name, tensor in before.items()})
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_order_and_names_are_those_on_disk(models, kind):
+    """Metadata is made of the config alone; layers follow each other, and nothing comes twice."""
+    from rl_megatron_worker.convert import converter_for
+    from transformers import AutoConfig
+
+    path = models(kind, tied=True)
+    config = AutoConfig.from_pretrained(path)
+    converter = converter_for(config)
+    mappings = converter.mappings(converter.architecture(config))
+    named = [
+        (n, shape) for each in mappings if not each.is_copy for n, shape in each.sources.items()
+    ]
+    assert len(named) == len(dict(named))
+    assert dict(named) == {name: tuple(t.shape) for name, t in stored(path).items()}
+
+
+@pytest.mark.vllm
+def test_it_has_all_that_vllm_asks_of_a_source():
+    base = pytest.importorskip("vllm.distributed.weight_transfer.base")
+    asked = {name for name in dir(base.WeightSource) if not name.startswith("_")}
+    assert all(hasattr(MegatronWeights, name) for name in asked)
+
+
+@pytest.mark.parametrize("kind", ["llama", "qwen3_moe"])
+@pytest.mark.parametrize("max_file_bytes", [20_000, 1 << 30], ids=["several files", "one file"])
+def test_an_exported_directory_loads(pools, models, tmp_path, kind, max_file_bytes):
+    path = models(kind, tied=kind == "llama")
+    sizes = PP2 | (EP2 if kind == "qwen3_moe" else TP2)
+    pools(4).run(
+        convert_ranks.export,
+        path=path,
+        layout=sizes,
+        directory=str(tmp_path),
+        max_file_bytes=max_file_bytes,
+    )
+    files = sorted(file.name for file in tmp_path.glob("*.safetensors"))
+    assert (files == ["model.safetensors"]) == (max_file_bytes > 20_000)
+    original, exported = (AutoModelForCausalLM.from_pretrained(each) for each in (path, tmp_path))
+    assert exported.dtype == torch.float32
+    assert_same(exported.state_dict(), original.state_dict())
+    text = "".join(map(chr, range(64, 80)))
+    tokens = AutoTokenizer.from_pretrained(tmp_path)(text)["input_ids"]
+    assert tokens == build_tokenizer()(text)["input_ids"]
+    assert GenerationConfig.from_pretrained(tmp_path).eos_token_id == [1, 2]
+
+
+def test_files_are_planned_by_size():
+    sizes = {"a": 3, "b": 2, "c": 9, "d": 1}
+    metadata = [WeightMeta(name, torch.float32, (size,)) for name, size in sizes.items()]
+    files = plan_files(metadata, max_file_bytes=20)
+    assert list(files.values()) == [["a", "b"], ["c"], ["d"]]
+    assert next(iter(files)) == "model-00001-of-00003.safetensors"
+    assert plan_files(metadata, max_file_bytes=60) == {"model.safetensors": list(sizes)}

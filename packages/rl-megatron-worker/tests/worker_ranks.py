@@ -1,0 +1,81 @@
+"""What a worker gives on a rank, for the tests of the whole."""
+
+from contextlib import contextmanager
+
+import torch
+from batches import LOSSES
+from megatron.core import parallel_state
+from rl_batched_data import BatchedDataDict
+from rl_megatron_worker import MegatronPolicyWorker
+from tiny_models import build_tokenizer
+
+BUDGET = 24
+
+
+@contextmanager
+def worker_for(config, **options):
+    worker = MegatronPolicyWorker(config, build_tokenizer(), **options)
+    try:
+        yield worker
+    finally:
+        worker.shutdown()
+
+
+def place():
+    return parallel_state.get_data_parallel_rank()
+
+
+def rows_of(batch, section=None, *, global_batch_size=None):
+    """Return the rows of this rank's data-parallel place with `section`'s plan, and their order."""
+    num_ranks = parallel_state.get_data_parallel_world_size()
+    arguments = {}
+    if section is not None:
+        arguments[f"{section}_args"] = {"max_tokens_per_microbatch": BUDGET}
+    shards = BatchedDataDict(batch).shard_by_batch_size(
+        num_ranks, batch_size=global_batch_size, allow_uneven_shards=True, **arguments
+    )
+    shards, order = shards if section is not None else (shards, None)
+    return shards[place()], order
+
+
+def sent_by(worker):
+    return {name: tensor.clone() for name, tensor in worker.weight_source}
+
+
+def run_case(*, config, batch, section, num_calls, loss="nll"):
+    """Return what scoring, sending and training give, and this rank's data-parallel place."""
+    with worker_for(config) as worker:
+        rows, order = rows_of(batch, section)
+        logprobs = worker.get_logprobs(rows)["logprobs"]
+        sent = sent_by(worker)
+        size = config["train_global_batch_size"]
+        rows, _ = rows_of(batch, section, global_batch_size=size)
+        results = [worker.train(rows, LOSSES[loss]()) for _ in range(num_calls)]
+        reference = worker.get_reference_policy_logprobs(rows_of(batch, section)[0])
+        return {
+            "place": place(),
+            "order": order,
+            "logprobs": logprobs,
+            "reference": reference["reference_logprobs"],
+            "sent": sent,
+            "losses": torch.cat([result["global_loss"] for result in results]),
+            "grad_norms": torch.cat([result["grad_norm"] for result in results]),
+            "parameters": sent_by(worker),
+            "metrics": results[-1]["all_mb_metrics"],
+        }
+
+
+def generate_and_score(*, config, batch, greedy):
+    """Return this rank's place, its completions, and the log-probabilities they are given."""
+    with worker_for(config, init_optimizer=False, init_reference_model=False) as worker:
+        rows, order = rows_of(batch)
+        output = worker.generate(rows, greedy=greedy)
+        scored = worker.get_logprobs(
+            BatchedDataDict(
+                {
+                    "input_ids": output["output_ids"],
+                    "input_lengths": output["unpadded_sequence_lengths"],
+                }
+            )
+        )
+        return {"place": place(), "order": order, "scored": scored["logprobs"], **output}
