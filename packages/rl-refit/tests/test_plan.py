@@ -84,7 +84,10 @@ def test_a_piece_is_in_place_only_if_its_bucket_has_the_whole_layer(tensors, buc
             assert piece.in_place == (own == {bucket.index})
 
 
-@given(st.lists(st.integers(0, RUN_BYTES // 2), max_size=20), st.integers(256, 4 * RUN_BYTES))
+SIZES = st.sampled_from([0, 300, RUN_BYTES // 3, RUN_BYTES // 2, RUN_BYTES + 5])
+
+
+@given(st.lists(SIZES, max_size=20), st.sampled_from([RUN_BYTES // 4, RUN_BYTES, 8 * RUN_BYTES]))
 def test_runs_are_short_and_a_part_is_one_of_its_own(sizes, bucket_bytes):
     tensors = [(f"w{i}", torch.uint8, (size,)) for i, size in enumerate(sizes)]
     for bucket in RefitPlan.of(tensors, bucket_bytes).buckets:
