@@ -19,6 +19,7 @@ Weights go through vLLM's own layerwise reload, never straight into live paramet
 from __future__ import annotations
 
 from dataclasses import asdict, dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -29,6 +30,7 @@ from vllm.distributed.weight_transfer.base import (
     WeightTransferInitInfo,
     WeightTransferUpdateInfo,
 )
+from vllm.model_executor.layers.fused_moe.experts.cpu_moe import CPUUnquantizedExperts
 from vllm.model_executor.layers.vocab_parallel_embedding import UnquantizedEmbeddingMethod
 from vllm.model_executor.model_loader.reload import (
     finalize_layerwise_reload,
@@ -152,6 +154,7 @@ class RefitWeightTransferEngine(WeightTransferEngine[RefitInitInfo, RefitUpdateI
     def _load(self, tensors: list[tuple[str, torch.Tensor]]) -> None:
         """Hand one bucket's tensors to vLLM's loader."""
         if not self._reloading:
+            _pack_experts_anew(self.model)
             initialize_layerwise_reload(self.model)
             self._reloading = True
         self.model.load_weights(iter(tensors))
@@ -199,6 +202,24 @@ def _tied_layers(model: torch.nn.Module) -> list[Any]:
         and get_layerwise_info(layer).can_load()
         and not get_layerwise_info(layer).load_numel
     ]
+
+
+def _pack_experts_anew(model: torch.nn.Module) -> None:
+    """Let experts on the CPU be processed in every reload as when they were first loaded.
+
+    vLLM puts their weights into the layout of the CPU's kernel only while there is no kernel yet,
+    and in a reload would hand that kernel the weights as they came.
+    """
+    for layer in model.modules():
+        method: Any = getattr(layer, "quant_method", None)
+        kernel = getattr(method, "moe_kernel", None)
+        if isinstance(getattr(kernel, "fused_experts", None), CPUUnquantizedExperts):
+            method.process_weights_after_loading = partial(_process_without_kernel, method)
+
+
+def _process_without_kernel(method: Any, layer: torch.nn.Module) -> None:
+    method.moe_kernel = None
+    type(method).process_weights_after_loading(method, layer)
 
 
 def register() -> None:
