@@ -18,6 +18,7 @@ Weights go through vLLM's own layerwise reload, never straight into live paramet
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from functools import partial
 from typing import Any
@@ -81,6 +82,7 @@ class RefitWeightTransferEngine(WeightTransferEngine[RefitInitInfo, RefitUpdateI
     receiver: RefitReceiver | None = None
     report: dict[str, float] | None = None
     _reloading = False
+    _layers: Sequence[Any] = ()
 
     def init_transfer_engine(self, init_info: RefitInitInfo) -> None:
         """Take the sender's address. The connection is made when it first sends.
@@ -156,9 +158,10 @@ class RefitWeightTransferEngine(WeightTransferEngine[RefitInitInfo, RefitUpdateI
         if not self._reloading:
             _pack_experts_anew(self.model)
             initialize_layerwise_reload(self.model)
+            self._layers = [get_layerwise_info(layer) for layer in self.model.modules()]
             self._reloading = True
         self.model.load_weights(iter(tensors))
-        _own_what_is_kept(self.model, tensors)
+        _own_what_is_kept(self._layers, tensors)
 
     def _forget_partial_layers(self) -> None:
         """Drop what a failed refit has left in layers that are not complete.
@@ -174,15 +177,19 @@ class RefitWeightTransferEngine(WeightTransferEngine[RefitInitInfo, RefitUpdateI
         self._reloading = False
 
 
-def _own_what_is_kept(model: torch.nn.Module, tensors: list[tuple[str, torch.Tensor]]) -> None:
+def _own_what_is_kept(layers: Sequence[Any], tensors: list[tuple[str, torch.Tensor]]) -> None:
     """Copy what the loader keeps until a layer is complete, as the buffer will be filled again.
 
     Attention layers and layers with padding keep their tensors to the very end, though all of
     them have come.
+
+    Args:
+        layers: What vLLM notes about each layer.
+        tensors: A bucket's.
     """
     lent = {tensor.untyped_storage().data_ptr() for _, tensor in tensors}
-    for layer in model.modules():
-        for _, call in get_layerwise_info(layer).loaded_weights:
+    for layer in layers:
+        for _, call in layer.loaded_weights:
             for name, value in call.arguments.items():
                 is_tensor = isinstance(value, torch.Tensor) and value.device.type != "meta"
                 if is_tensor and value.untyped_storage().data_ptr() in lent:
