@@ -80,6 +80,7 @@ def trainer(pipe: Connection, directory: str) -> None:
             if kind in senders:
                 senders[kind].send(value)
                 senders[kind].commit(value)
+                pipe.send(None)
             elif kind == "handles":
                 owner.close()
                 more = value < len(groups)
@@ -152,6 +153,8 @@ class Engine:
         self.llm.start_weight_update()
         self.llm.update_weights({"update_info": {"version": self.version}})
         self.llm.finish_weight_update(str(self.version))
+        # A receiver that has gone to another sender would break the commit.
+        self.pipe.recv()
 
     def by_handles(self) -> None:
         """Load group by group; the next is asked for when one is loaded."""
