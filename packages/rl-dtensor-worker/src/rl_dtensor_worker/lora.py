@@ -87,7 +87,8 @@ def inject_adapters(model: nn.Module, config: AdapterConfig, *, model_name: str)
                 "layers can have adapters here, and the output layer cannot"
             )
         # Peft gives them the dtype of the layer.
-        layer.lora_A.float(), layer.lora_B.float()
+        for factors in (layer.lora_A, layer.lora_B):
+            factors.float()
 
 
 @torch.no_grad()
