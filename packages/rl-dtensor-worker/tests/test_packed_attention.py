@@ -4,9 +4,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 from oracle import LOGPROB_TOLERANCE, largest_difference, plain_logprobs
 from rl_batched_data import PackedSequences, SlicedDataDict
+from rl_batched_data.micro_batches import MicroBatch
 from rl_dtensor_worker.forward import Forward
 from rl_dtensor_worker.head import find_token_head
-from rl_dtensor_worker.microbatches import MicroBatch
 from rl_dtensor_worker.packed_attention import (
     AttentionRows,
     group_by_length,

@@ -18,12 +18,13 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
+from rl_interfaces.backend import directories
+from rl_interfaces.backend.agreement import failing_together
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.hf_storage import HuggingFaceStorageReader
 from torch.distributed.checkpoint.state_dict_loader import load as load_sharded
 
-from rl_dtensor_worker import directories, saving, training_state
-from rl_dtensor_worker.agreement import failing_together
+from rl_dtensor_worker import saving, training_state
 from rl_dtensor_worker.hf_export import write_hf_directory
 from rl_dtensor_worker.lora import (
     adapted_weights,

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
-from rl_dtensor_worker.agreement import failing_together
+from rl_interfaces.backend.agreement import failing_together
+
 from rl_dtensor_worker.checkpoint import RankRandomState
 from rl_dtensor_worker.worker_parts import WorkerParts
 

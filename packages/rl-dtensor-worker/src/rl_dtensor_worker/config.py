@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 import torch
+from rl_batched_data.generation import SamplingConfig
 from rl_interfaces import ParallelLayout, resolve_policy_config
 from transformers import AutoConfig
 
@@ -33,20 +34,6 @@ class SchedulerConfig:
 
     parts: tuple[ClassConfig, ...]
     milestones: tuple[int, ...]
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class SamplingConfig:
-    """How the worker's own generation samples."""
-
-    max_new_tokens: int
-    temperature: float
-    top_p: float
-    top_k: int | None
-    stop_token_ids: tuple[int, ...]
-    stop_strings: tuple[str, ...]
-    pad_token_id: int | None
-    batch_size: int
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -110,7 +97,7 @@ class WorkerConfig:
         layout = plan_layout(resolved, world_size=world_size)
         _check_batch_sizes(resolved, layout=layout)
         _check_head(resolved)
-        sampling = _parse_sampling(resolved)
+        sampling = SamplingConfig.from_policy_config(resolved)
         return cls(
             model_name=resolved["model_name"],
             head=resolved["head"],
@@ -204,28 +191,6 @@ def _parse_adapters(resolved: Mapping[str, Any]) -> AdapterConfig | None:
         lora_dropout=lora["lora_dropout"],
         target_modules=lora["target_modules"],
         adapter_path=lora.get("adapter_path"),
-    )
-
-
-def _parse_sampling(resolved: Mapping[str, Any]) -> SamplingConfig | None:
-    generation = resolved.get("generation")
-    if generation is None:
-        return None
-    longest = resolved.get("max_total_sequence_length")
-    if longest is not None and generation["max_new_tokens"] >= longest:
-        raise ValueError(
-            f"policy.generation.max_new_tokens={generation['max_new_tokens']} leaves no room for "
-            f"a prompt in policy.max_total_sequence_length={longest}"
-        )
-    return SamplingConfig(
-        max_new_tokens=generation["max_new_tokens"],
-        temperature=float(generation["temperature"]),
-        top_p=float(generation["top_p"]),
-        top_k=generation.get("top_k"),
-        stop_token_ids=tuple(generation.get("stop_token_ids") or ()),
-        stop_strings=tuple(generation.get("stop_strings") or ()),
-        pad_token_id=generation.get("pad_token_id"),
-        batch_size=resolved["generation_batch_size"],
     )
 
 

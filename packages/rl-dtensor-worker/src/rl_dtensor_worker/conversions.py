@@ -13,6 +13,7 @@ from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
 import torch
+from rl_interfaces.backend.safetensors_files import take
 from transformers.conversion_mapping import get_model_conversion_mapping
 from transformers.core_model_loading import (
     Concatenate,
@@ -25,14 +26,13 @@ from transformers.core_model_loading import (
 )
 
 from rl_dtensor_worker.fsdp import local_tensor
-from rl_dtensor_worker.safetensors_files import owned_indices, take
+from rl_dtensor_worker.sharded_indices import owned_indices
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
+    from rl_interfaces.backend.safetensors_files import SafetensorsFiles
     from torch import nn
-
-    from rl_dtensor_worker.safetensors_files import SafetensorsFiles
 
 logger = logging.getLogger(__name__)
 

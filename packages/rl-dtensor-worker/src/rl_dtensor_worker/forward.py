@@ -6,6 +6,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 import torch
+from rl_batched_data.row_scores import RowScores
 from rl_interfaces import LossInput
 
 from rl_dtensor_worker.sharing import Sharing
@@ -14,10 +15,10 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
     from rl_batched_data import BatchedDataDict, TokenScores
+    from rl_batched_data.micro_batches import MicroBatch, Step
     from torch import nn
 
     from rl_dtensor_worker.head import TokenHead
-    from rl_dtensor_worker.microbatches import MicroBatch, Step
     from rl_dtensor_worker.row_layout import RowLayout
 
 
@@ -99,21 +100,7 @@ def score_rows(
         steps: How they are gone through; at least one micro-batch, even where there are no rows.
         device: Where `score` wants them.
     """
-    scores: dict[str, torch.Tensor] = {}
+    found = RowScores(data)
     for micro_batch in (micro for step in steps for micro in step.micro_batches(device)):
-        start, end = micro_batch.span
-        for key, values in score(micro_batch).items():
-            if key not in scores:
-                shape = (*data["input_ids"].shape[: min(values.ndim, 2)], *values.shape[2:])
-                scores[key] = torch.zeros(shape, dtype=values.dtype)
-            _put(scores[key][start:end], values[: end - start])
-    return scores
-
-
-def _put(rows: torch.Tensor, values: torch.Tensor) -> None:
-    """Write `values` into `rows`; where the widths differ, the wider one ends in padding."""
-    if rows.ndim == 1:
-        rows.copy_(values)
-        return
-    width = min(rows.shape[1], values.shape[1])
-    rows[:, :width] = values[:, :width].cpu()
+        found.put(micro_batch.span, score(micro_batch))
+    return found.scores

@@ -1,160 +1,52 @@
-"""Batched generation with a key-value cache, by the training model itself."""
+"""Forwards with a key-value cache, by the training model itself."""
 
 from __future__ import annotations
 
 import inspect
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import torch
-from rl_batched_data import BatchedDataDict
 from transformers import DynamicCache
-
-from rl_dtensor_worker.sampling import sample_tokens
 
 if TYPE_CHECKING:
     from torch import nn
-    from transformers import PreTrainedTokenizerBase
 
-    from rl_dtensor_worker.config import SamplingConfig
     from rl_dtensor_worker.forward import Forward
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class StopRule:
-    """When a row is finished."""
-
-    token_ids: torch.Tensor
-    """`[n]` int64, on the device."""
-    strings: list[tuple[str, ...]]
-    """Per row, texts that end it."""
-    max_lengths: torch.Tensor
-    """`[rows]` int64: most tokens, prompt included."""
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Completions:
-    """What was generated after each prompt; what follows a row's end is meaningless."""
-
-    tokens: torch.Tensor
-    """`[rows, steps]` int64."""
-    logprobs: torch.Tensor
-    """`[rows, steps]` float32."""
-    lengths: torch.Tensor
-    """`[rows]` int64, the token that ended the row included."""
-
-
-def generate(
-    forward: Forward,
-    data: BatchedDataDict[Any],
-    *,
-    sampling: SamplingConfig,
-    greedy: bool,
-    tokenizer: PreTrainedTokenizerBase,
-    generator: torch.Generator,
-    max_total_length: int,
-    device: torch.device,
-) -> BatchedDataDict[Any]:
-    """Return a `GenerationOutputSpec` for the rows of `data`, on the CPU.
+class CachedForward:
+    """A `rl_batched_data.generation.Decoder` of a model of transformers.
 
     Args:
-        forward: Of a model in eval mode, whole but for what tensor-parallel ranks share: ranks that
-            are given the same rows run the same forwards.
-        data: See `GenerationDatumSpec`.
-        sampling: Temperature, truncation, stops, rows per forward.
-        greedy: Take the most likely token, whatever `sampling` says.
-        tokenizer: Gives the end and padding tokens, and decodes for stop strings.
-        generator: The source of randomness, on `device`.
-        max_total_length: Most tokens per row, prompt included.
-        device: Where the model is.
+        forward: Of a model in eval mode, whole but for what tensor-parallel ranks share.
     """
-    input_ids, lengths = data["input_ids"], data["input_lengths"]
-    num_rows = input_ids.shape[0]
-    extra_stops = data.get("stop_strings") or [None] * num_rows
-    temperature = 0.0 if greedy else sampling.temperature
-    parts: list[BatchedDataDict[Any]] = []
-    pad_id = resolve_pad_id(sampling, tokenizer)
-    for start in range(0, num_rows, sampling.batch_size):
-        rows = slice(start, min(start + sampling.batch_size, num_rows))
-        prompts = input_ids[rows].to(device)
-        prompt_lengths = lengths[rows].to(device)
-        stop = StopRule(
-            token_ids=_stop_token_ids(sampling, tokenizer, device=device),
-            strings=[(*sampling.stop_strings, *(texts or ())) for texts in extra_stops[rows]],
-            max_lengths=(prompt_lengths + sampling.max_new_tokens).clamp(max=max_total_length),
-        )
-        completions = _complete(
-            forward,
-            prompts,
-            prompt_lengths,
-            stop=stop,
-            sampling=sampling,
-            temperature=temperature,
-            tokenizer=tokenizer,
-            generator=generator,
-        )
-        parts.append(assemble(prompts, prompt_lengths, completions, pad_id=pad_id))
-    if not parts:
-        return _empty_output(input_ids)
-    return BatchedDataDict.from_batches(parts, pad_value_dict={"output_ids": pad_id})
 
+    def __init__(self, forward: Forward) -> None:
+        self._forward = forward
+        self._cache = DynamicCache(config=forward.model.config)  # type: ignore[arg-type]
+        self._last_only = {"logits_to_keep": 1} if _keeps_last_logits(forward.model) else {}
 
-def check_room(data: BatchedDataDict[Any], *, longest: int) -> None:
-    """Raise `ValueError` unless every prompt leaves room for a new token in `longest` tokens."""
-    full = (data["input_lengths"] >= longest).nonzero().flatten()
-    if len(full):
-        row = int(full[0])
-        raise ValueError(
-            f"input_lengths[{row}]={int(data['input_lengths'][row])} leaves no room for a new "
-            f"token in {longest} tokens (policy.max_total_sequence_length, or the model's own)"
-        )
+    def prefill(self, prompts: torch.Tensor, lengths: torch.Tensor) -> torch.Tensor:
+        """See `Decoder.prefill`."""
+        tokens, self._mask, self._positions = left_pad(prompts, lengths)
+        return self._logits(tokens)
 
+    def step(self, tokens: torch.Tensor) -> torch.Tensor:
+        """See `Decoder.step`."""
+        self._positions = self._positions[:, -1:] + 1
+        self._mask = torch.cat([self._mask, torch.ones_like(tokens[:, None])], dim=1)
+        return self._logits(tokens[:, None])
 
-def resolve_pad_id(sampling: SamplingConfig, tokenizer: PreTrainedTokenizerBase) -> int:
-    """Return the configured padding token, else the tokenizer's, else its end token.
-
-    Raises:
-        ValueError: There is none of the three.
-    """
-    for candidate in (sampling.pad_token_id, tokenizer.pad_token_id, tokenizer.eos_token_id):
-        if candidate is not None:
-            return int(candidate)  # type: ignore[arg-type]
-    raise ValueError(
-        "policy.generation.pad_token_id is not set, and the tokenizer has neither a padding nor "
-        "an end token"
-    )
-
-
-def assemble(
-    prompts: torch.Tensor, prompt_lengths: torch.Tensor, completions: Completions, *, pad_id: int
-) -> BatchedDataDict[Any]:
-    """Put each completion right behind its prompt, and padding behind that.
-
-    Args:
-        prompts: `[rows, seq]` int64, right-padded.
-        prompt_lengths: `[rows]` int64.
-        completions: What was generated.
-        pad_id: Fills `output_ids`.
-    """
-    total = prompt_lengths + completions.lengths
-    width = int(total.max())
-    position = torch.arange(width, device=prompts.device)[None, :]
-    is_prompt = position < prompt_lengths[:, None]
-    is_completion = ~is_prompt & (position < total[:, None])
-    from_prompt = position.clamp(max=prompts.shape[1] - 1).expand(len(prompts), -1)
-    last_step = completions.tokens.shape[1] - 1
-    step = (position - prompt_lengths[:, None]).clamp(min=0, max=last_step)
-    output_ids = torch.where(is_prompt, prompts.gather(1, from_prompt), pad_id)
-    output_ids = torch.where(is_completion, completions.tokens.gather(1, step), output_ids)
-    logprobs = torch.where(is_completion, completions.logprobs.gather(1, step), 0.0)
-    return BatchedDataDict(
-        {
-            "output_ids": output_ids.cpu(),
-            "generation_lengths": completions.lengths.cpu(),
-            "unpadded_sequence_lengths": total.cpu(),
-            "logprobs": logprobs.cpu(),
-        }
-    )
+    def _logits(self, tokens: torch.Tensor) -> torch.Tensor:
+        logits = self._forward.model(
+            input_ids=tokens,
+            attention_mask=self._mask,
+            position_ids=self._positions,
+            past_key_values=self._cache,
+            use_cache=True,
+            **self._last_only,
+        ).logits[:, -1]
+        return self._forward.sharing.whole_logits(logits)
 
 
 def left_pad(
@@ -173,93 +65,5 @@ def left_pad(
     return prompts.gather(1, position) * mask, mask, position
 
 
-def _complete(
-    forward: Forward,
-    prompts: torch.Tensor,
-    prompt_lengths: torch.Tensor,
-    *,
-    stop: StopRule,
-    sampling: SamplingConfig,
-    temperature: float,
-    tokenizer: PreTrainedTokenizerBase,
-    generator: torch.Generator,
-) -> Completions:
-    model = forward.model
-    tokens, mask, position_ids = left_pad(prompts, prompt_lengths)
-    cache = DynamicCache(config=model.config)  # type: ignore[arg-type]
-    last_only = {"logits_to_keep": 1} if _keeps_last_logits(model) else {}
-    lengths = torch.zeros_like(prompt_lengths)
-    running = prompt_lengths < stop.max_lengths
-    columns: list[torch.Tensor] = []
-    logprob_columns: list[torch.Tensor] = []
-    while bool(running.any()):
-        logits = model(
-            input_ids=tokens,
-            attention_mask=mask,
-            position_ids=position_ids,
-            past_key_values=cache,
-            use_cache=True,
-            **last_only,
-        ).logits[:, -1]
-        sampled, logprobs = sample_tokens(
-            forward.sharing.whole_logits(logits),
-            temperature=temperature,
-            top_k=sampling.top_k,
-            top_p=sampling.top_p,
-            generator=generator,
-        )
-        columns.append(sampled)
-        logprob_columns.append(logprobs)
-        lengths += running
-        ended = torch.isin(sampled, stop.token_ids) | (prompt_lengths + lengths >= stop.max_lengths)
-        ended |= _ends_in_string(columns, stop.strings, tokenizer)
-        running &= ~ended
-        tokens, position_ids = sampled[:, None], position_ids[:, -1:] + 1
-        mask = torch.cat([mask, torch.ones_like(tokens)], dim=1)
-    return Completions(
-        tokens=torch.stack(columns, dim=1),
-        logprobs=torch.stack(logprob_columns, dim=1),
-        lengths=lengths,
-    )
-
-
-def _ends_in_string(
-    columns: list[torch.Tensor],
-    strings: list[tuple[str, ...]],
-    tokenizer: PreTrainedTokenizerBase,
-) -> torch.Tensor:
-    """Return which rows' completions contain one of their stop strings, `[rows]` bool."""
-    found = torch.zeros(len(strings), dtype=torch.bool, device=columns[0].device)
-    rows = [row for row, texts in enumerate(strings) if texts]
-    if not rows:
-        return found
-    completions = torch.stack(columns, dim=1)[rows]
-    texts = tokenizer.batch_decode(completions.tolist(), skip_special_tokens=False)
-    for row, text in zip(rows, texts, strict=True):
-        found[row] = any(wanted in text for wanted in strings[row])
-    return found
-
-
-def _stop_token_ids(
-    sampling: SamplingConfig, tokenizer: PreTrainedTokenizerBase, *, device: torch.device
-) -> torch.Tensor:
-    ids = set(sampling.stop_token_ids)
-    if tokenizer.eos_token_id is not None:
-        ids.add(int(tokenizer.eos_token_id))  # type: ignore[arg-type]
-    return torch.tensor(sorted(ids), dtype=torch.int64, device=device)
-
-
 def _keeps_last_logits(model: nn.Module) -> bool:
     return "logits_to_keep" in inspect.signature(model.forward).parameters
-
-
-def _empty_output(input_ids: torch.Tensor) -> BatchedDataDict[Any]:
-    none = torch.zeros(0, dtype=torch.int64)
-    return BatchedDataDict(
-        {
-            "output_ids": input_ids.new_zeros((0, input_ids.shape[1])),
-            "generation_lengths": none,
-            "unpadded_sequence_lengths": none.clone(),
-            "logprobs": torch.zeros((0, input_ids.shape[1])),
-        }
-    )

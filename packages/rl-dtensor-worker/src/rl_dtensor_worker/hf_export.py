@@ -11,10 +11,10 @@ from typing import TYPE_CHECKING
 
 import torch
 import torch.distributed as dist
+from rl_interfaces.backend.agreement import failing_together
 from safetensors.torch import save_file
 from transformers.core_model_loading import WeightConverter, revert_weight_conversion
 
-from rl_dtensor_worker.agreement import failing_together
 from rl_dtensor_worker.weights import ModelWeights, layer_of
 
 if TYPE_CHECKING:

@@ -6,8 +6,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from rl_batched_data import SlicedDataDict
-
-from rl_dtensor_worker.microbatches import MicroBatch
+from rl_batched_data.micro_batches import MicroBatch
 
 if TYPE_CHECKING:
     from collections.abc import Callable

@@ -7,13 +7,14 @@ from typing import TYPE_CHECKING
 
 import torch
 import torch.distributed as dist
+from rl_interfaces.backend.agreement import failing_together, first_rank_first
+from rl_interfaces.backend.hub_files import find_checkpoint
+from rl_interfaces.backend.safetensors_files import SafetensorsFiles
 from torch.distributed.checkpoint.state_dict import StateDictOptions, set_model_state_dict
 
-from rl_dtensor_worker.agreement import failing_together, first_rank_first
 from rl_dtensor_worker.conversions import Conversion, plan_conversions
 from rl_dtensor_worker.lora import without_adapters
 from rl_dtensor_worker.model_classes import auto_class
-from rl_dtensor_worker.safetensors_files import SafetensorsFiles, find_checkpoint
 
 if TYPE_CHECKING:
     from torch import nn

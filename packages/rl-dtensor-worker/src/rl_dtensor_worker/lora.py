@@ -14,12 +14,13 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
+from rl_interfaces.backend.agreement import failing_together
+from rl_interfaces.backend.safetensors_files import SafetensorsFiles, take
 from safetensors.torch import save_file
 from torch import nn
 
-from rl_dtensor_worker.agreement import failing_together
 from rl_dtensor_worker.fsdp import full_tensor, local_tensor
-from rl_dtensor_worker.safetensors_files import SafetensorsFiles, owned_indices, take
+from rl_dtensor_worker.sharded_indices import owned_indices
 
 if TYPE_CHECKING:
     from collections.abc import Generator, Mapping

@@ -12,9 +12,8 @@ from rl_batched_data import PackedTensor
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
+    from rl_batched_data.micro_batches import Step
     from torch import nn
-
-    from rl_dtensor_worker.microbatches import Step
 
 # What tells a token of an image from one of text, `[batch, seq]`.
 TOKEN_COLUMNS = ("mm_token_type_ids", "token_type_ids")

@@ -22,9 +22,8 @@ from rl_dtensor_worker.packed_attention import (
 if TYPE_CHECKING:
     import torch.distributed as dist
     from rl_batched_data import PackedSequences
+    from rl_batched_data.micro_batches import MicroBatch
     from torch import nn
-
-    from rl_dtensor_worker.microbatches import MicroBatch
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

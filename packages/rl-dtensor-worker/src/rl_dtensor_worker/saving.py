@@ -9,13 +9,12 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
+from rl_interfaces.backend import directories
+from rl_interfaces.backend.agreement import failing_together
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.hf_storage import HuggingFaceStorageWriter
 from torch.distributed.checkpoint.staging import DefaultStager, StagingOptions
 from torch.distributed.checkpoint.state_dict_saver import save as save_sharded
-
-from rl_dtensor_worker import directories
-from rl_dtensor_worker.agreement import failing_together
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Generator

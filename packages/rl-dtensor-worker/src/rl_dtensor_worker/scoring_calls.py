@@ -16,14 +16,13 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Generator
 
     import torch
+    from rl_batched_data.micro_batches import MicroBatch
     from rl_interfaces import (
         LogprobOutputSpec,
         ReferenceLogprobOutputSpec,
         ScoreOutputSpec,
         TopkLogitsOutputSpec,
     )
-
-    from rl_dtensor_worker.microbatches import MicroBatch
 
 
 class ScoringCalls(WorkerParts):

@@ -7,8 +7,9 @@ from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+from rl_batched_data.micro_batches import Concatenation
+
 from rl_dtensor_worker import collectives
-from rl_dtensor_worker.microbatches import Concatenation
 from rl_dtensor_worker.row_layout import lay_out
 
 if TYPE_CHECKING:
@@ -16,9 +17,9 @@ if TYPE_CHECKING:
 
     import torch
     import torch.distributed as dist
+    from rl_batched_data.micro_batches import MicroBatch
     from torch import nn
 
-    from rl_dtensor_worker.microbatches import MicroBatch
     from rl_dtensor_worker.row_layout import RowLayout
     from rl_dtensor_worker.tensor_parallel import TensorParallel
 

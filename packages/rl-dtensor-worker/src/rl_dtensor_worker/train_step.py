@@ -9,19 +9,19 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
+from rl_batched_data.loss_counts import LossCounts
 
 from rl_dtensor_worker.optim import clip_gradients, total_grad_norm
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from rl_batched_data import BatchedDataDict
+    from rl_batched_data.micro_batches import MicroBatch, Step
     from torch import nn
     from torch.optim.lr_scheduler import LRScheduler
 
     from rl_dtensor_worker.config import WorkerConfig
     from rl_dtensor_worker.forward import Forward
-    from rl_dtensor_worker.microbatches import MicroBatch, Step
     from rl_dtensor_worker.optim import LossScaler
     from rl_dtensor_worker.value_forward import ValueForward
 
@@ -35,16 +35,6 @@ class TrainingParts:
     optimizer: torch.optim.Optimizer
     scheduler: LRScheduler
     scaler: LossScaler
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class StepCounts:
-    """What the losses of one global batch are divided by, over all data-parallel ranks."""
-
-    valid_seqs: torch.Tensor
-    """0-d float32: sum of `sample_mask`."""
-    valid_toks: torch.Tensor
-    """0-d float32: sum of `token_mask[:, 1:] * sample_mask[:, None]`."""
 
 
 @dataclass(kw_only=True, slots=True)
@@ -73,7 +63,7 @@ def run_steps(
     result = TrainResult()
     num_skipped = 0
     for step in steps:
-        counts = count_valid(step.rows, group=group, device=device)
+        counts = LossCounts.of(step.rows, group=group, device=device)
         loss = torch.zeros((), device=device)
         for batch in step.micro_batches(device):
             loss += run_microbatch(
@@ -91,35 +81,18 @@ def run_steps(
     return result
 
 
-def count_valid(
-    rows: BatchedDataDict[Any], *, group: dist.ProcessGroup, device: torch.device
-) -> StepCounts:
-    """Return the counts of one global batch, of which `rows` is this rank's share. Collective."""
-    sample_mask = rows["sample_mask"].float()
-    if "token_mask" in rows:
-        num_tokens = (rows["token_mask"][:, 1:].float() * sample_mask[:, None]).sum()
-    else:
-        num_tokens = sample_mask.sum() * (rows["input_ids"].shape[1] - 1)
-    counts = torch.stack([sample_mask.sum(), num_tokens]).to(device)
-    dist.all_reduce(counts, group=group)
-    return StepCounts(valid_seqs=counts[0], valid_toks=counts[1])
-
-
 def run_microbatch(
     forward: Forward | ValueForward,
     micro_batch: MicroBatch,
     loss_fn: Any,
-    counts: StepCounts,
+    counts: LossCounts,
     *,
     training: TrainingParts | None,
     result: TrainResult,
 ) -> torch.Tensor:
     """Return the micro-batch's share of the loss; add its gradients and metrics."""
     inputs = forward.for_loss(micro_batch, loss_fn)
-    # A global batch in which nothing is valid has loss 0, not 0 / 0.
-    loss, metrics = loss_fn(
-        inputs, micro_batch.rows, counts.valid_seqs.clamp(min=1), counts.valid_toks.clamp(min=1)
-    )
+    loss, metrics = loss_fn(inputs, micro_batch.rows, *counts.divisors)
     if training is not None:
         (loss * training.scaler.scale).backward()
     if metrics["num_valid_samples"] > 0:
@@ -133,7 +106,7 @@ def run_microbatch(
 
 
 def apply_gradients(
-    model: nn.Module, training: TrainingParts, counts: StepCounts, *, config: WorkerConfig
+    model: nn.Module, training: TrainingParts, counts: LossCounts, *, config: WorkerConfig
 ) -> tuple[torch.Tensor, bool]:
     """Step the optimizer and clear the gradients; return the norm, and whether it stepped.
 
@@ -143,8 +116,7 @@ def apply_gradients(
     training.scaler.unscale(parameters)
     norm = total_grad_norm(p.grad for p in parameters if p.grad is not None)
     finite = bool(torch.isfinite(norm))
-    empty = float(counts.valid_seqs) == 0 or float(counts.valid_toks) == 0
-    if finite and not empty:
+    if finite and not counts.is_empty:
         clip_gradients(parameters, max_norm=config.max_grad_norm, norm=norm)
         training.optimizer.step()
     elif not finite:
@@ -161,7 +133,7 @@ def apply_gradients(
         )
     training.scaler.update(finite=finite)
     training.optimizer.zero_grad(set_to_none=True)
-    return norm, finite and not empty
+    return norm, finite and not counts.is_empty
 
 
 def _to_number(value: Any) -> Any:

@@ -15,8 +15,7 @@ if TYPE_CHECKING:
     from collections.abc import Generator
 
     import torch
-
-    from rl_dtensor_worker.microbatches import MicroBatch
+    from rl_batched_data.micro_batches import MicroBatch
 
 # What transformers calls the layer that makes the scores.
 _LAYERS = ("score", "classifier")

@@ -8,17 +8,22 @@ import torch
 import torch.distributed as dist
 from rl_batched_data import BatchedDataDict
 from rl_batched_data.batch_checks import check_scoring_batch, check_training_batch
+from rl_batched_data.generation import check_room, generate
 from rl_interfaces import LossType, ParallelLayout, Residency
+from rl_interfaces.backend.device import Profiler, device_id
+from rl_interfaces.backend.information_calls import InformationCalls
+from rl_interfaces.backend.randomness import RandomState
+from rl_interfaces.backend.ranks import RankEnvironment, init_process_group
+from rl_refit.transfer import WeightTransfer
 
-from rl_dtensor_worker import context_parallel, device
+from rl_dtensor_worker import context_parallel
 from rl_dtensor_worker.checkpoint import Checkpointer
 from rl_dtensor_worker.checkpoint_calls import CheckpointCalls
 from rl_dtensor_worker.config import WorkerConfig, load_model_config
 from rl_dtensor_worker.forward import Forward
-from rl_dtensor_worker.fsdp import unshard_fsdp2_model
-from rl_dtensor_worker.generate import check_room, generate
+from rl_dtensor_worker.fsdp import local_tensor, unshard_fsdp2_model
+from rl_dtensor_worker.generate import CachedForward
 from rl_dtensor_worker.head import find_token_head
-from rl_dtensor_worker.information_calls import InformationCalls
 from rl_dtensor_worker.layout_check import check_layout
 from rl_dtensor_worker.lora import AdaptersOff
 from rl_dtensor_worker.model import build_model
@@ -26,21 +31,17 @@ from rl_dtensor_worker.modes import evaluating, training_mode
 from rl_dtensor_worker.optim import LossScaler, build_optimizer, build_scheduler
 from rl_dtensor_worker.parallel import (
     Meshes,
-    RankEnvironment,
-    init_process_group,
     leave_process_group,
 )
 from rl_dtensor_worker.plans import check_sizes, load_custom_plan
-from rl_dtensor_worker.randomness import RandomState
 from rl_dtensor_worker.reference import ReferenceModel
-from rl_dtensor_worker.refit import WeightTransfer
 from rl_dtensor_worker.residency_calls import ResidencyCalls
 from rl_dtensor_worker.scoring_calls import ScoringCalls
 from rl_dtensor_worker.sharing import Sharing
 from rl_dtensor_worker.tensor_parallel import TensorParallel
 from rl_dtensor_worker.train_step import TrainingParts, run_steps
 from rl_dtensor_worker.value_forward import ValueForward, find_value_layer
-from rl_dtensor_worker.weight_calls import WeightCalls
+from rl_dtensor_worker.weight_calls import ModelWeightCalls
 from rl_dtensor_worker.worker_parts import positive
 
 if TYPE_CHECKING:
@@ -56,7 +57,7 @@ if TYPE_CHECKING:
 
 
 class DTensorPolicyWorker(
-    ScoringCalls, CheckpointCalls, ResidencyCalls, WeightCalls, InformationCalls
+    ScoringCalls, CheckpointCalls, ResidencyCalls, ModelWeightCalls, InformationCalls
 ):
     """One rank of a policy on FSDP2, for any transformers causal language model.
 
@@ -195,11 +196,11 @@ class DTensorPolicyWorker(
             self._sharing.whole_sequences(),
         ):
             return generate(
-                forward,
+                lambda: CachedForward(forward),
                 data,
                 sampling=sampling,
                 greedy=greedy,
-                tokenizer=self._tokenizer,
+                tokenizer=self._tokenizer,  # type: ignore[arg-type]
                 generator=self._random.sampling,
                 max_total_length=self._longest_sequence(),
                 device=self._device,
@@ -226,6 +227,10 @@ class DTensorPolicyWorker(
 
     # Inside
 
+    def _sample_parameter(self) -> tuple[str, torch.Tensor]:
+        name, parameter = next(iter(self.model.named_parameters()))
+        return name, local_tensor(parameter)
+
     def _build(
         self, tokenizer: PreTrainedTokenizerBase, *, init_optimizer: bool, keep_reference: bool
     ) -> None:
@@ -248,9 +253,13 @@ class DTensorPolicyWorker(
         self._training = self._build_training()
         self._residency = Residency(has_optimizer=init_optimizer)
         self._transfer = WeightTransfer(
-            self.weight_source, self._environment, timeout_s=self._config.timeout_s
+            self.weight_source,
+            rank=self._environment.rank,
+            device=self._device,
+            device_id=device_id(self._device),
+            timeout_s=self._config.timeout_s,
         )
-        self._profiler = device.Profiler(self._environment, directory=self._config.profile_dir)
+        self._profiler = Profiler(self._environment, directory=self._config.profile_dir)
         self._random = RandomState(self._config.seed + self._dp_rank, device=self._device)
         self._checkpointer = Checkpointer(
             self.model,

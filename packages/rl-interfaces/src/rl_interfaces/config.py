@@ -180,6 +180,24 @@ class MegatronConfig(TypedDict):
     """Dtype of what stages send each other."""
     sequence_parallel: bool
     """Shard activations along the sequence between tensor-parallel regions."""
+    virtual_pipeline_model_parallel_size: NotRequired[int | None]
+    """Stages on each rank of the pipeline, which take turns (interleaved 1F1B)."""
+    expert_model_parallel_size: NotRequired[int]
+    """Ranks that share the experts of a layer."""
+    expert_tensor_parallel_size: NotRequired[int | None]
+    """Ranks that share each expert's matrices; as many as the other matrices' where not set."""
+    recompute_granularity: NotRequired[str]
+    """`full` layers or `selective`, attention alone; read with `activation_checkpointing`."""
+    recompute_method: NotRequired[str]
+    """Of `full`: `uniform` or `block`."""
+    recompute_num_layers: NotRequired[int]
+    """Of `full`: layers of a unit (`uniform`), or layers that are recomputed (`block`)."""
+    moe_router_load_balancing_type: NotRequired[str]
+    """How tokens are balanced over experts: `none`, `aux_loss`, `seq_aux_loss` or `sinkhorn`."""
+    moe_aux_loss_coeff: NotRequired[float]
+    """Weight of that loss."""
+    moe_token_dispatcher_type: NotRequired[str]
+    """How tokens travel to experts: `alltoall` or `allgather`."""
     optimizer: NotRequired[MegatronOptimizerConfig]
     """The optimizer."""
     scheduler: NotRequired[MegatronSchedulerConfig]

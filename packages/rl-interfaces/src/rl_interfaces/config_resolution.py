@@ -68,6 +68,16 @@ POLICY_DEFAULTS: dict[str, Any] = {
         "pipeline_model_parallel_size": 1,
         "context_parallel_size": 1,
         "sequence_parallel": False,
+        "expert_model_parallel_size": 1,
+        # Takes the least memory, and the most time.
+        "recompute_granularity": "full",
+        "recompute_method": "uniform",
+        "recompute_num_layers": 1,
+        # What balances tokens is a loss beside the policy's, which is for the user to ask for.
+        "moe_router_load_balancing_type": "none",
+        "moe_aux_loss_coeff": 0.0,
+        # The one that allows sequences of unlike length over pipeline stages.
+        "moe_token_dispatcher_type": "alltoall",
     },
     # Micro-batches of a fixed number of rows, unless a token budget is given.
     "dynamic_batching": {"enabled": False, "sequence_length_round": 64},

@@ -1,7 +1,7 @@
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from rl_dtensor_worker.microbatches import plan_spans, plan_steps
+from rl_batched_data.micro_batches import plan_spans, plan_steps
 
 _ROWS = st.lists(st.integers(0, 40), min_size=1, max_size=5).filter(any)
 

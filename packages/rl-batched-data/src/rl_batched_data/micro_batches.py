@@ -6,6 +6,9 @@ which one masked row stands in. A batch that carries a plan of dynamic or packed
 gone through by that plan, see `BatchedDataDict.shard_by_batch_size`.
 """
 
+# torch annotates some of its functions only in part.
+# pyright: reportUnknownMemberType=false
+
 from __future__ import annotations
 
 import math
@@ -16,8 +19,10 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
-from rl_batched_data import BatchedDataDict, PackedSequences, SlicedDataDict
+
+from rl_batched_data.batched_data_dict import BatchedDataDict, SlicedDataDict
 from rl_batched_data.dynamic_batching import DynamicBatching
+from rl_batched_data.packed_sequences import PackedSequences
 from rl_batched_data.padding import round_up
 from rl_batched_data.sequence_packing import SequencePacking
 

@@ -2,17 +2,24 @@
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from typing import Any
 
 import torch
 
-from rl_dtensor_worker import device
-from rl_dtensor_worker.fsdp import local_tensor
-from rl_dtensor_worker.worker_parts import WorkerParts
+from rl_interfaces.backend.device import Profiler, describe_device, device_id
+from rl_interfaces.backend.ranks import RankEnvironment
 
 
-class InformationCalls(WorkerParts):
-    """What may be asked in any state."""
+class InformationCalls(ABC):
+    """What may be asked of a worker in any state."""
+
+    _environment: RankEnvironment
+    _profiler: Profiler
+
+    @abstractmethod
+    def _sample_parameter(self) -> tuple[str, torch.Tensor]:
+        """Return a parameter's name, and this rank's part of it."""
 
     def is_alive(self) -> bool:
         """Return True."""
@@ -20,18 +27,18 @@ class InformationCalls(WorkerParts):
 
     def reset_peak_memory_stats(self) -> None:
         """Start the peak memory figures anew."""
-        if self._device.type == "cuda":
-            torch.cuda.reset_peak_memory_stats(self._device)
+        if self._environment.device.type == "cuda":
+            torch.cuda.reset_peak_memory_stats(self._environment.device)
 
     def get_gpu_info(self) -> dict[str, Any]:
         """Return rank, device, memory figures in MiB, and a few values of one parameter."""
-        name, parameter = next(iter(self.model.named_parameters()))
-        sample = local_tensor(parameter).flatten()[:4].tolist()
-        return {**device.describe_device(self._environment), "parameter_sample": {name: sample}}
+        name, parameter = self._sample_parameter()
+        sample: list[float] = parameter.detach().flatten()[:4].tolist()
+        return {**describe_device(self._environment), "parameter_sample": {name: sample}}
 
     def report_device_id(self) -> str:
         """Return the GPU's UUID, or on the CPU an id of the host."""
-        return device.device_id(self._device)
+        return device_id(self._environment.device)
 
     def start_gpu_profiling(self) -> None:
         """Open a profiling range: CUDA's own, or on the CPU a trace of `torch.profiler`."""

@@ -4,7 +4,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from rl_dtensor_worker.sampling import sample_tokens, truncate_logits
+from rl_batched_data.sampling import sample_tokens, truncate_logits
 
 
 def _kept_naively(logits, top_k, top_p):

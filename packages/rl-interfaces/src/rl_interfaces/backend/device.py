@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 if TYPE_CHECKING:
-    from rl_dtensor_worker.parallel import RankEnvironment
+    from rl_interfaces.backend.ranks import RankEnvironment
 
 _MIB = 1024 * 1024
 _REPORTED_VARIABLES = ("CUDA_VISIBLE_DEVICES", "MASTER_ADDR", "MASTER_PORT", "LOCAL_RANK")

@@ -1,23 +1,26 @@
-"""This rank's part in handing the weights to inference engines."""
+"""One trainer rank's part in handing the weights to inference engines, by whatever way."""
 
 from __future__ import annotations
 
 import os
-from typing import TYPE_CHECKING, Any
+from collections.abc import Iterable, Iterator
+from typing import Any, Protocol
 
 import torch
-from rl_refit import RefitSender
+
 from rl_refit.broadcast import BroadcastGroup
 from rl_refit.endpoint import address_towards
 from rl_refit.handles import HandleOwner
+from rl_refit.sender import RefitSender
+from rl_refit.source import WeightSource
 
-from rl_dtensor_worker.device import device_id
 
-if TYPE_CHECKING:
-    from collections.abc import Iterable
+class GatheredSource(WeightSource, Protocol):
+    """A source whose tensors can be asked for by name as well; every trainer rank takes part."""
 
-    from rl_dtensor_worker.parallel import RankEnvironment
-    from rl_dtensor_worker.weights import ModelWeights
+    def gather(self, names: Iterable[str]) -> Iterator[tuple[str, torch.Tensor]]:
+        """Yield name and whole tensor of each of `names`."""
+        ...
 
 
 class WeightTransfer:
@@ -25,15 +28,25 @@ class WeightTransfer:
 
     Args:
         source: The weights; every rank takes part in gathering them.
-        environment: This rank.
+        rank: The trainer rank that this is.
+        device: Where its tensors are.
+        device_id: What tells its device, or host, from others.
         timeout_s: The most seconds that one transfer may wait.
     """
 
     def __init__(
-        self, source: ModelWeights, environment: RankEnvironment, *, timeout_s: float
+        self,
+        source: GatheredSource,
+        *,
+        rank: int,
+        device: torch.device,
+        device_id: str,
+        timeout_s: float,
     ) -> None:
         self._source = source
-        self._environment = environment
+        self._rank = rank
+        self._device = device
+        self._device_id = device_id
         self._timeout_s = timeout_s
         self._sender: RefitSender | None = None
         self._handles = HandleOwner()
@@ -49,12 +62,12 @@ class WeightTransfer:
             options: What else `rl_refit.RefitSender` takes.
         """
         self._close_sender()
-        num_receivers = receivers_per_rank[self._environment.rank]
+        num_receivers = receivers_per_rank[self._rank]
         self._sender = RefitSender(
             self._source,
             num_receivers=num_receivers,
             timeout_s=self._timeout_s,
-            device=self._environment.device,
+            device=self._device,
             # As the other nodes of the job reach this one; read by transports that cross machines.
             host=address_towards(os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])),
             **options,
@@ -79,13 +92,13 @@ class WeightTransfer:
             (name, torch.Size(shape).numel() * dtype.itemsize)
             for name, dtype, shape in self._source.metadata()
         ]
-        return sizes, _free_bytes(self._environment.device)
+        return sizes, _free_bytes(self._device)
 
     def export(self, names: Iterable[str]) -> dict[str, Any]:
         """Return `{device id: {name: handle}}` of some tensors; those of the last call expire."""
         self.drop_handles()
         handles = self._handles.export(dict(self._source.gather(names)))
-        return {device_id(self._environment.device): handles}
+        return {self._device_id: handles}
 
     def drop_handles(self) -> None:
         """Let go of the tensors behind all handles."""
@@ -96,13 +109,13 @@ class WeightTransfer:
     def join(self, ip: str, port: int, world_size: int) -> None:
         """Meet the inference ranks at an address; the first trainer rank alone takes part."""
         self._close_group()
-        if self._environment.rank == 0:
+        if self._rank == 0:
             self._group = BroadcastGroup(
                 ip,
                 port,
                 rank=0,
                 world_size=world_size,
-                device=self._environment.device,
+                device=self._device,
                 timeout_s=self._timeout_s,
             )
 
@@ -111,7 +124,7 @@ class WeightTransfer:
         if self._group is not None:
             self._group.send(self._source)
             return
-        if self._environment.rank == 0:
+        if self._rank == 0:
             raise RuntimeError("init_collective was not called: nobody receives the weights")
         for _ in self._source:
             pass

@@ -6,36 +6,11 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from safetensors import safe_open
-from torch.distributed.tensor import DTensor, Shard
-from torch.distributed.tensor.placement_types import _StridedShard
-from transformers.modeling_utils import _get_resolved_checkpoint_files
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
 
 _BLOCK_BYTES = 64 * 2**20
-
-
-def find_checkpoint(model_name: str, model_config: Any) -> list[str]:
-    """Return the files of a model's weights, which transformers looks for and fetches.
-
-    Raises:
-        ValueError: There are none.
-    """
-    try:
-        paths, _ = _get_resolved_checkpoint_files(
-            pretrained_model_name_or_path=model_name,
-            variant=None,
-            gguf_file=None,
-            use_safetensors=None,
-            user_agent=None,
-            is_remote_code=False,
-            transformers_explicit_filename=getattr(model_config, "transformers_weights", None),
-        )
-    except OSError as error:
-        raise ValueError(f"policy.model_name={model_name!r} has no weights: {error}") from error
-    assert paths
-    return paths
 
 
 class SafetensorsFiles:
@@ -102,28 +77,6 @@ class SafetensorsFiles:
         return self._open[path]
 
 
-def owned_indices(tensor: torch.Tensor) -> list[torch.Tensor]:
-    """Return, per dimension, the rising indices of the whole tensor that this rank holds.
-
-    Any placement on any mesh: with tensor and data parallelism on one dimension, a rank's rows
-    need not follow each other.
-    """
-    indices = [torch.arange(size) for size in tensor.shape]
-    if isinstance(tensor, DTensor):
-        coordinate = tensor.device_mesh.get_coordinate()
-        assert coordinate is not None
-        for placement, ranks, rank in zip(
-            tensor.placements, tensor.device_mesh.shape, coordinate, strict=True
-        ):
-            if placement.is_shard() or isinstance(placement, _StridedShard):
-                dim: int = placement.dim  # type: ignore[attr-defined]
-                parts, _ = _along_rows(placement)._split_tensor(
-                    indices[dim], ranks, with_padding=False
-                )
-                indices[dim] = parts[rank]
-    return indices
-
-
 def take(tensor: torch.Tensor, indices: Sequence[torch.Tensor]) -> torch.Tensor:
     """Return what has `indices` in each dimension; a view where they follow each other."""
     for dim, index in enumerate(indices):
@@ -134,9 +87,3 @@ def take(tensor: torch.Tensor, indices: Sequence[torch.Tensor]) -> torch.Tensor:
         else:
             tensor = tensor.index_select(dim, index)
     return tensor
-
-
-def _along_rows(placement: Any) -> Any:
-    if isinstance(placement, _StridedShard):
-        return _StridedShard(0, split_factor=placement.split_factor)
-    return Shard(0)
