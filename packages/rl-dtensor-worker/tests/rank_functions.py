@@ -219,6 +219,22 @@ def unsharded_forwards(*, config, batch):
         )
 
 
+def gradients_around_a_call(*, config, batch, interrupt):
+    """Return gradients of a pass between whose halves another call may free whole parameters."""
+    from rl_dtensor_worker.fsdp import reshard_model
+
+    with worker_for(config, init_reference_model=False) as worker:
+        (step,) = worker._steps(
+            my_rows(batch), local_batch_size=None, given=None, default=batch["input_ids"].shape[0]
+        )
+        (micro_batch,) = step.micro_batches(worker._device)
+        scores = worker._forward.logprobs(micro_batch)
+        if interrupt:
+            reshard_model(worker.model)
+        scores.sum().backward()
+        return {n: full_tensor(p.grad) for n, p in worker.model.named_parameters()}
+
+
 def describe(*, config, directory):
     """Return information, and the traces that profiling leaves."""
     os.chdir(directory)
