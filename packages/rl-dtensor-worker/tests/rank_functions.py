@@ -170,6 +170,34 @@ def load_and_train(*, config, batch, directory):
         return result, shards_of(worker), sampled, parameters_of(worker)
 
 
+def start_from_nothing(*, config):
+    """Start from a checkpoint that is not there; return what was closed, and what is left."""
+    from rl_dtensor_worker import worker as module
+
+    closed, classes = (
+        [],
+        {name: getattr(module, name) for name in ("Checkpointer", "WeightTransfer")},
+    )
+
+    def watched(name):
+        class Watched(classes[name]):
+            def close(self):
+                closed.append(name)
+                super().close()
+
+        return Watched
+
+    for name in classes:
+        setattr(module, name, watched(name))
+    try:
+        DTensorPolicyWorker(config, build_tokenizer(), weights_path="/no/such/checkpoint")
+    except ValueError as error:
+        return closed, torch.distributed.is_initialized(), str(error)
+    finally:
+        for name, own in classes.items():
+            setattr(module, name, own)
+
+
 def load_only(*, config, weights_path, optimizer_path=None):
     with worker_for(config, init_reference_model=False) as worker:
         worker.load_checkpoint(weights_path, optimizer_path)
