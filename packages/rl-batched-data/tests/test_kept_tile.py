@@ -1,4 +1,4 @@
-"""Where all logits fit one tile, the backward pass goes on with what the forward pass has made."""
+"""The backward pass goes on with what the forward pass has made of its last tile."""
 
 import pytest
 import test_token_logprobs as cases
@@ -35,10 +35,11 @@ def score(leaves, tokens, **options):
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("options", [{}, OPTIONS])
+@pytest.mark.parametrize("options", [{}, OPTIONS, {"chunk_logits": 300}])
 def test_gradients_equal_dense_float64(dtype, options):
     leaves, tokens, weights = leaves_of(dtype)
-    expected, _, _, gradients = cases.dense(leaves, tokens, weights, **options)
+    dense = {name: value for name, value in options.items() if name != "chunk_logits"}
+    expected, _, _, gradients = cases.dense(leaves, tokens, weights, **dense)
     leaves = [leaf.requires_grad_() for leaf in leaves]
     scores = score(leaves, tokens, **options)
     cases.assert_close(scores.detach(), expected, cases.FLOAT32)
@@ -68,18 +69,21 @@ def test_a_vocabulary_over_ranks_equals_dense_float64(on_gloo_ranks):
     on_gloo_ranks(2, equals_dense_over_two_ranks)
 
 
-def test_no_product_is_made_twice():
-    counts = {}
-    for chunk_logits in (2**24, 3 * 7 * cases.VOCAB - 1):
-        leaves, tokens, _ = leaves_of()
-        with Products() as products:
-            score([leaf.requires_grad_() for leaf in leaves], tokens, chunk_logits=chunk_logits)[
-                0, 1
-            ].backward()
-        counts[chunk_logits] = products.count
-    # One of hidden states and matrix, one for the gradient of each.
-    assert counts[2**24] == 3
-    assert min(counts.values()) == 3 < max(counts.values())
+@pytest.mark.parametrize(("chunk_logits", "num_tiles"), [(2**24, 1), (420, 4), (210, 6)])
+def test_the_product_of_the_last_tile_is_made_once(chunk_logits, num_tiles):
+    leaves, tokens, _ = leaves_of()
+    leaves = [leaf.requires_grad_() for leaf in leaves]
+    with Products() as products:
+        score(leaves, tokens, chunk_logits=chunk_logits).sum().backward()
+    # Of each tile one forward, one for the gradient of each factor, and but once one made again.
+    assert products.count == 4 * num_tiles - 1
+
+
+def test_no_positions_have_no_tile():
+    leaves, tokens, _ = leaves_of()
+    leaves = [leaves[0][:0].requires_grad_(), *leaves[1:]]
+    score(leaves, tokens[:0]).sum().backward()
+    assert leaves[0].grad.shape == leaves[0].shape
 
 
 def test_no_more_than_the_tile_is_held():

@@ -1,7 +1,7 @@
 """Scores of targets under softmax distributions over a large vocabulary, tile by tile.
 
 No more than a tile of the logits is in float32, or, with an output matrix, exists, at a time; the
-backward pass makes each tile again, unless there is but one. Over ranks that share the vocabulary,
+backward pass makes each tile but the last again. Over ranks that share the vocabulary,
 the forward pass reduces a few numbers per position, and the backward pass the gradient of the
 hidden states.
 
@@ -94,11 +94,9 @@ class ScoringTask:
     def keeps_tile(self, source: LogitSource) -> bool:
         """Return whether the forward pass leaves what the backward pass can go on with.
 
-        Of one tile, the exponentials remain. A soft cap and the entropy need its logits again.
+        Of a tile, the exponentials remain. A soft cap and the entropy need its logits again.
         """
-        is_one = len(source.tiling.rows) == len(source.tiling.cols) == 1
-        is_enough = self.transform.soft_cap is None and not self.with_entropy
-        return is_one and source.makes_tiles and is_enough
+        return source.makes_tiles and self.transform.soft_cap is None and not self.with_entropy
 
 
 class VocabScores(torch.autograd.Function):
@@ -128,8 +126,9 @@ class VocabScores(torch.autograd.Function):
                 for cols in source.tiling.cols:
                     logits_nv = task.transform.apply_(source.tile(rows, cols))
                     sums.rows(rows).add(logits_nv, local_N[rows], cols, task)
-                    if keeps_tile:
-                        ctx.kept = _KeptTile(logits_nv, sums.highest_N.clone())
+                    if keeps_tile and (rows.stop, cols.stop) == (len(local_N), task.vocab_size):
+                        highest_n = sums.highest_N[rows].clone()
+                        ctx.kept = _KeptTile(logits_nv, highest_n, place=(rows, cols))
         if task.tp_group is not None:
             sums.join_ranks(task.tp_group)
         normalizer_N, entropy_N = sums.normalizer(), sums.entropy(task)
@@ -144,14 +143,15 @@ class VocabScores(torch.autograd.Function):
         """Go through the tiles again, turning each into the tile of its gradient."""
         inputs_NX, matrix_VH, bias_V, local_N, normalizer_N, entropy_N = ctx.saved_tensors
         task: ScoringTask = ctx.task
-        # What is kept is overwritten: a second pass over one graph makes it again.
-        kept, ctx.kept = ctx.kept, None
 
         def gradient_tile(rows: slice, cols: slice) -> torch.Tensor:
             grad_n1 = push = grads[0][rows, None]
-            if kept is not None:
-                slope = task.transform.slope(kept.exponentials_NV)
-                probs_nv = kept.probabilities_(normalizer_N)
+            kept: _KeptTile | None = ctx.kept
+            if kept is not None and kept.place == (rows, cols):
+                # It is overwritten: a second pass over one graph makes it again.
+                ctx.kept = None
+                slope = task.transform.slope(kept.exponentials_nv)
+                probs_nv = kept.probabilities_(normalizer_N[rows])
             else:
                 logits_nv = task.transform.apply_(source.tile(rows, cols))
                 slope = task.transform.slope(logits_nv)
@@ -176,15 +176,18 @@ class VocabScores(torch.autograd.Function):
 
 @dataclass(frozen=True, slots=True)
 class _KeptTile:
-    """What the forward pass has made of the only tile."""
+    """What the forward pass has made of its last tile."""
 
-    exponentials_NV: torch.Tensor
+    exponentials_nv: torch.Tensor
     """Of the logits less the highest of their position."""
-    highest_N: torch.Tensor
+    highest_n: torch.Tensor
+    """Of this rank's logits."""
+    place: tuple[slice, slice]
+    """Its positions and its tokens."""
 
-    def probabilities_(self, normalizer_N: torch.Tensor) -> torch.Tensor:
+    def probabilities_(self, normalizer_n: torch.Tensor) -> torch.Tensor:
         """Return the probabilities, in the same memory."""
-        return self.exponentials_NV.mul_((self.highest_N - normalizer_N).exp_()[:, None])
+        return self.exponentials_nv.mul_((self.highest_n - normalizer_n).exp_()[:, None])
 
 
 @dataclass(kw_only=True, slots=True)

@@ -109,14 +109,15 @@ class OutputHead:
         """Return the gradients, each in the dtype of what it is of.
 
         The tokens are the outer loop, so that a part of the matrix gets its gradient as a whole.
+        The last tile comes first: it may have been kept, and makes room then.
         """
         hidden, matrix, bias = self.hidden_NH, self.matrix_VH, self.bias_V
         grad_NH = torch.zeros_like(hidden, dtype=torch.float32) if needed[0] else None
         grad_VH = torch.empty_like(matrix) if needed[1] else None
         grad_V = torch.zeros_like(bias) if needed[2] and bias is not None else None
-        for cols in self.tiling.cols:
+        for cols in reversed(self.tiling.cols):
             grad_vH = torch.zeros_like(matrix[cols], dtype=torch.float32)
-            for rows in self.tiling.rows:
+            for rows in reversed(self.tiling.rows):
                 grad_nv = gradient_tile(rows, cols)
                 if grad_V is not None:
                     grad_V[cols] += grad_nv.sum(0)
