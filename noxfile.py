@@ -29,8 +29,11 @@ PROJECTS: dict[str, dict[str, Any]] = {
     for path in sorted(ROOT.glob("packages/*/pyproject.toml"))
 }
 # The extras a package is tested with, where its tests need more than its dependencies.
-TESTED_AS = {"rl-interfaces": "rl-interfaces[backend]", "rl-policy": "rl-policy[dtensor,megatron]"}
-
+TESTED_AS = {
+    "rl-dtensor-worker": "rl-dtensor-worker[lora]",
+    "rl-interfaces": "rl-interfaces[backend]",
+    "rl-policy": "rl-policy[dtensor,megatron]",
+}
 # The packages whose parity with transformers is a table.
 WORKERS = ["rl-dtensor-worker", "rl-megatron-worker"]
 
