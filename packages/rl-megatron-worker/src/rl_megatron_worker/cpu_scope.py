@@ -7,8 +7,8 @@ patched before the scope is entered, and nothing stays patched after it is left.
 
 Two kinds of things change inside:
 
-- Attributes of `torch.cuda` and of two modules of Megatron-core (`Patches`). They are the
-  process's, so other threads see them too, for as long as any thread is inside.
+- Attributes of `torch.cuda`, of `torch.autograd`, and of two modules of Megatron-core (`Patches`).
+  They are the process's, so other threads see them too, for as long as any thread is inside.
 - What torch's own calls do with CUDA as a device (`_CudaMeansCpu`). Torch keeps this per thread:
   enter the scope in the thread that runs the step. The backward pass of CPU tensors runs in the
   thread that calls it, and so is covered.
@@ -17,6 +17,7 @@ Two kinds of things change inside:
 from __future__ import annotations
 
 import functools
+from collections.abc import Callable
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
@@ -29,7 +30,7 @@ from torch.overrides import TorchFunctionMode
 from rl_megatron_worker.patches import Patch, Patches
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Generator
+    from collections.abc import Generator
 
 _CPU = torch.device("cpu")
 _FIRST_VERSION, _END_VERSION = (0, 16, 1), (0, 17, 0)
@@ -145,7 +146,19 @@ def _as_splits(tensor: Any, as_numpy: bool = False, record_stream: bool = False)
     return tensor.numpy() if as_numpy and isinstance(tensor, torch.Tensor) else tensor
 
 
+_run_backward: Callable[..., Any] = torch.autograd.graph._engine_run_backward
+
+
+def _run_backward_inside(*args: Any, **kwargs: Any) -> Any:
+    """Run a backward pass inside the mode, which torch leaves for the time of each of its calls."""
+    if not _patches.entered:
+        return _run_backward(*args, **kwargs)
+    with _CudaMeansCpu():
+        return _run_backward(*args, **kwargs)
+
+
 _PATCHES: list[Patch] = [
+    (torch.autograd, "_engine_run_backward", _run_backward_inside),
     (torch.cuda, "current_device", _cpu_device),
     (torch.cuda, "synchronize", _nothing),
     (torch.cuda, "empty_cache", _nothing),

@@ -71,6 +71,9 @@ class Trainer:
                 "ChainedOptimizer",
                 get_megatron_optimizer(_optimizer_config(optimizer, config), modules),
             )
+            if optimizer.kind == "sgd":
+                for part in self._parts():
+                    part.init_state_fn = _make_momentum
             self.scheduler = _scheduler(self.optimizer, optimizer, scheduler)
         self._link(config)
 
@@ -122,6 +125,11 @@ class Trainer:
         """Take up weights that were loaded into the model since: float32 copies are made anew."""
         with self._runtime.scope():
             self.optimizer.reload_model_params()
+
+    def make_state(self) -> None:
+        """Make the state that the first step would, so that a checkpoint always has the same."""
+        for part in self._parts():
+            part.init_state_fn(part.optimizer, part.config)
 
     def move_state(self, device: torch.device) -> None:
         """Move the optimizer's state, and float32 copies of the weights, to `device`."""
@@ -213,6 +221,15 @@ def _optimizer_config(optimizer: OptimizerSettings, config: TransformerConfig) -
         # The gradients are clipped here.
         clip_grad=0.0,
     )
+
+
+def _make_momentum(optimizer: torch.optim.Optimizer, config: OptimizerConfig | None = None) -> None:
+    """Make SGD's state, as Megatron-core does not: of zeros, which a first step finds alike."""
+    for group in optimizer.param_groups:
+        for parameter in group["params"] if group["momentum"] else []:
+            state = optimizer.state[parameter]
+            if state.get("momentum_buffer") is None:
+                state["momentum_buffer"] = torch.zeros_like(parameter)
 
 
 def _scheduler(

@@ -1,0 +1,311 @@
+"""Checkpoints in Megatron-core's own format, which any layout of ranks reads.
+
+The weights are one directory, the training state (optimizer, schedule, random state) another. Both
+are written beside their places and take them together, see `rl_interfaces.backend.directories`.
+"""
+
+from __future__ import annotations
+
+import logging
+from contextlib import contextmanager
+from datetime import timedelta
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, cast
+
+import torch
+import torch.distributed as dist
+from megatron.core import dist_checkpointing, parallel_state
+from megatron.core.dist_checkpointing.core import CheckpointingException
+from megatron.core.dist_checkpointing.strategies.torch import (
+    MCoreSavePlanner,
+    TorchDistSaveShardedStrategy,
+    _replace_state_dict_keys_with_sharded_keys,
+    mcore_to_pyt_state_dict,
+)
+from megatron.core.tensor_parallel import get_cuda_rng_tracker
+from rl_interfaces.backend import directories
+from rl_interfaces.backend.agreement import failing_together
+from torch.distributed.checkpoint.api import CheckpointException
+from torch.distributed.checkpoint.filesystem import FileSystemWriter
+from torch.distributed.checkpoint.state_dict_saver import save as save_tensors
+
+from rl_megatron_worker.model import unwrapped
+
+if TYPE_CHECKING:
+    from collections.abc import Generator, Sequence
+
+    from torch import nn
+
+    from rl_megatron_worker.optim import Trainer
+    from rl_megatron_worker.runtime import Runtime
+
+logger = logging.getLogger(__name__)
+
+Tensors = dict[str, torch.Tensor]
+_FORMAT = ("torch_dist", 1)
+
+
+class Checkpointer:
+    """The saves and loads of one rank. Every method is collective, unless it says otherwise.
+
+    Args:
+        chunks: The model on this rank.
+        runtime: The device.
+        timeout_s: The most seconds that one rank waits for another.
+        trainer: What is trained; None where nothing is.
+    """
+
+    def __init__(
+        self,
+        chunks: Sequence[nn.Module],
+        runtime: Runtime,
+        *,
+        timeout_s: float,
+        trainer: Trainer | None,
+    ) -> None:
+        self._chunks = list(chunks)
+        self._runtime = runtime
+        self._timeout_s = timeout_s
+        self._trainer = trainer
+        self._group: dist.ProcessGroup | None = None
+
+    def save(
+        self, weights_path: str, optimizer_path: str | None, random_state: Tensors | None = None
+    ) -> None:
+        """Write the weights, and the training state where a path is given.
+
+        Args:
+            weights_path: Directory of the weights.
+            optimizer_path: Directory of the training state; not read where nothing is trained.
+            random_state: What this rank draws from, beside Megatron-core's own states.
+
+        Raises:
+            ValueError: A path is taken by something else than a checkpoint.
+            RuntimeError: It cannot be written.
+        """
+        targets = [Path(weights_path).absolute()]
+        if optimizer_path is not None and self._trainer is not None:
+            targets.append(Path(optimizer_path).absolute())
+        with self.taking_their_places(targets), self._runtime.scope():
+            self._write(self._model_state(), directories.partial_of(targets[0]))
+            if len(targets) > 1:
+                directory = directories.partial_of(targets[1])
+                self._write(self._training_state(is_loading=False), directory)
+                states = _megatron_random_states() | (random_state or {})
+                with failing_together(self._group):
+                    torch.save(states, directory / _random_file())
+
+    def load(self, weights_path: str, optimizer_path: str | None) -> Tensors | None:
+        """Read what `save` wrote, in this layout or another.
+
+        Returns:
+            The `random_state` that this rank had, where the layout is the same.
+
+        Raises:
+            ValueError: A directory is no complete checkpoint of this model, or the two are of
+                different saves.
+        """
+        paths = [Path(weights_path).absolute()]
+        if optimizer_path is not None and self._trainer is not None:
+            paths.append(Path(optimizer_path).absolute())
+        _check_one_save(paths)
+        with self._runtime.scope(), torch.no_grad():
+            self._read_model(paths[0])
+            if self._trainer is None:
+                return None
+            if len(paths) == 1:
+                self._trainer.take_up_weights()
+                return None
+            self._check_experts(paths[1])
+            state = _read(self._training_state(is_loading=True), paths[1])
+            self._trainer.optimizer.load_state_dict(state["optimizer"])
+            self._trainer.scheduler.load_state_dict(state["scheduler"])
+            return _load_random(paths[1] / _random_file())
+
+    @contextmanager
+    def taking_their_places(self, targets: list[Path]) -> Generator[None, None, None]:
+        """Let what the body writes beside `targets` take their places, or throw it away.
+
+        Raises:
+            ValueError: A path is taken by something else than what a save wrote.
+            RuntimeError: It cannot be written.
+        """
+        if self._group is None:
+            # On the CPU, and with the limit of its own that a save has.
+            timeout = timedelta(seconds=self._timeout_s)
+            group: Any = dist.new_group(backend="gloo", timeout=timeout)
+            self._group = group
+        is_first = dist.get_rank() == 0
+        with _naming(targets[0]):
+            with failing_together(self._group):
+                if is_first:
+                    directories.begin(targets)
+            try:
+                yield
+                with failing_together(self._group):
+                    if is_first:
+                        directories.commit(targets)
+            except (Exception, CheckpointException):
+                if is_first:
+                    directories.discard(targets)
+                raise
+
+    def close(self) -> None:
+        """Leave the group. Not collective; may be called again."""
+        if self._group is not None and dist.is_initialized():
+            dist.destroy_process_group(self._group)
+        self._group = None
+
+    def _write(self, state: dict[str, Any], directory: Path) -> None:
+        dist_checkpointing.save(
+            state, str(directory), sharded_strategy=_InProcessSave(*_FORMAT, group=self._group)
+        )
+
+    def _model_state(self) -> dict[str, Any]:
+        """Return the weights as Megatron-core's sharded tensors; a save uses them up."""
+        return {
+            f"model{index}": unwrapped(chunk).sharded_state_dict(metadata=_metadata())
+            for index, chunk in enumerate(self._chunks)
+        }
+
+    def _read_model(self, path: Path) -> None:
+        state = _read(self._model_state(), path)
+        for index, chunk in enumerate(self._chunks):
+            unwrapped(chunk).load_state_dict(state[f"model{index}"])
+
+    def _training_state(self, *, is_loading: bool) -> dict[str, Any]:
+        assert self._trainer is not None
+        self._trainer.make_state()
+        state: dict[str, Any] = {
+            "optimizer": self._trainer.optimizer.sharded_state_dict(
+                self._model_state(), is_loading=is_loading, metadata=_metadata()
+            )
+        }
+        if not is_loading:
+            state["scheduler"] = self._trainer.scheduler.state_dict()
+            state["num_optimizers"] = len(self._trainer.optimizer.chained_optimizers)
+        return state
+
+    def _check_experts(self, path: Path) -> None:
+        """Raise `ValueError` unless experts have an optimizer of their own, or had none there.
+
+        Megatron-core gives them one where they are dealt out over ranks, and only there.
+        """
+        assert self._trainer is not None
+        saved = dist_checkpointing.load_common_state_dict(str(path))["num_optimizers"]
+        own = len(self._trainer.optimizer.chained_optimizers)
+        if saved != own:
+            sizes = [">1" if num > 1 else "=1" for num in (saved, own)]
+            raise ValueError(
+                f"optimizer_path={str(path)!r} was saved with policy.megatron_cfg."
+                f"expert_model_parallel_size{sizes[0]}, and cannot be loaded with "
+                f"expert_model_parallel_size{sizes[1]}: load the weights alone"
+            )
+
+
+class _InProcessSave(TorchDistSaveShardedStrategy):
+    """Writes what Megatron-core's own strategy does, in this process.
+
+    Megatron-core's forks processes and waits for them without a limit, so that one which is killed
+    stops the job for good. Here what fails on one rank is raised on all of them.
+
+    Args:
+        backend: Name of the format.
+        version: Its version.
+        group: The ranks that save, on the CPU.
+    """
+
+    def __init__(self, backend: str, version: int, *, group: dist.ProcessGroup | None) -> None:
+        super().__init__(backend, version)
+        self._group = group
+
+    def save(self, sharded_state_dict: dict[str, Any], checkpoint_dir: str | Path) -> None:
+        """Write the tensors and objects; collective."""
+        by_key, _, _ = _replace_state_dict_keys_with_sharded_keys(
+            sharded_state_dict, self.keep_only_main_replica
+        )
+        save_tensors(
+            mcore_to_pyt_state_dict(by_key, False),
+            # With several threads, torch loses what one of them raises.
+            storage_writer=FileSystemWriter(checkpoint_dir, thread_count=1),
+            planner=MCoreSavePlanner(dedup_replicated_tensors=False, flatten_state_dict=False),
+            process_group=self._group,
+        )
+
+
+def _metadata() -> dict[str, Any]:
+    """Return how the distributed optimizer's state is saved: as that of whole parameters."""
+    return {
+        "distrib_optim_sharding_type": "fully_reshardable",
+        "chained_optim_avoid_prefix": True,
+        "dp_cp_group": parallel_state.get_data_parallel_group(with_context_parallel=True),
+    }
+
+
+def _read(state: dict[str, Any], path: Path) -> dict[str, Any]:
+    try:
+        return cast("dict[str, Any]", dist_checkpointing.load(state, str(path)))
+    except (CheckpointingException, CheckpointException, KeyError) as error:
+        raise ValueError(f"{str(path)!r} is no checkpoint of this model: {error}") from error
+
+
+def _check_one_save(paths: list[Path]) -> None:
+    """Finish a save that was interrupted, and check that both directories are of one."""
+    names = ("weights_path", "optimizer_path")
+    with failing_together():
+        if dist.get_rank() == 0:
+            directories.finish(paths[0])
+    with failing_together():
+        saves = {
+            name: directories.check_complete(path, what=name)
+            for name, path in zip(names, paths, strict=False)
+        }
+        if len(set(saves.values())) > 1:
+            raise ValueError(
+                f"weights_path={str(paths[0])!r} and optimizer_path={str(paths[1])!r} are of "
+                f"different saves: {list(saves.values())}"
+            )
+
+
+@contextmanager
+def _naming(path: Path) -> Generator[None, None, None]:
+    """Name the checkpoint in what goes wrong."""
+    try:
+        yield
+    except (OSError, RuntimeError, CheckpointException, CheckpointingException) as error:
+        reason = str(error) or type(error).__name__
+        raise RuntimeError(f"the checkpoint {str(path)!r} was not written: {reason}") from error
+
+
+def _random_file() -> str:
+    """Return the name of this rank's random state, which says of which layout it is."""
+    state = parallel_state
+    sizes = {
+        "tp": state.get_tensor_model_parallel_world_size(),
+        "pp": state.get_pipeline_model_parallel_world_size(),
+        "cp": state.get_context_parallel_world_size(),
+        "dp": state.get_data_parallel_world_size(),
+        "ep": state.get_expert_model_parallel_world_size(),
+    }
+    layout = "_".join(f"{name}{size}" for name, size in sizes.items())
+    return f"random_{layout}_rank{dist.get_rank()}.pt"
+
+
+def _load_random(path: Path) -> Tensors | None:
+    """Give Megatron-core its states, and return the others."""
+    if not path.is_file():
+        logger.warning("%s is not there: the random state of this rank starts anew", path)
+        return None
+    states: Tensors = torch.load(path, weights_only=True)
+    tracker = _tracker()
+    own = {name: states.pop(f"megatron/{name}") for name in tracker.get_states()}
+    tracker.set_states(own)
+    return states
+
+
+def _megatron_random_states() -> Tensors:
+    return {f"megatron/{name}": state for name, state in _tracker().get_states().items()}
+
+
+def _tracker() -> Any:
+    return get_cuda_rng_tracker()

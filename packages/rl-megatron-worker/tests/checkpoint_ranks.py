@@ -1,0 +1,113 @@
+"""What the tests of checkpoints run on ranks."""
+
+import os
+from pathlib import Path
+
+import psutil
+import pytest
+import torch
+from megatron_ranks import build_reference, job
+from optim_ranks import build_trainer, train_step
+from rl_megatron_worker.checkpoint import Checkpointer, _InProcessSave
+
+
+def start(runtime, plan, kind="dense", *, seed=0, timeout_s=60, **given):
+    reference = build_reference(kind, seed=seed)
+    chunks, config, trainer = build_trainer(runtime, plan, reference, **given)
+    saves = Checkpointer(chunks, runtime, timeout_s=timeout_s, trainer=trainer)
+    return reference, chunks, config, trainer, saves
+
+
+def save_ranks(*, directory, layout=None, **given):
+    """Train a step, save, train another; return this rank's norms."""
+    with job(**(layout or {})) as (runtime, plan):
+        _, chunks, config, trainer, saves = start(runtime, plan, **given)
+        first, _ = train_step(runtime, chunks, config, trainer, 0)
+        trainer.step_scheduler()
+        drawn = torch.rand(3).tolist()
+        saves.save(f"{directory}/weights", f"{directory}/optimizer", {"cpu": torch.get_rng_state()})
+        children = psutil.Process().children()
+        after = torch.rand(3).tolist()
+        second, _ = train_step(runtime, chunks, config, trainer, 1)
+        saves.close()
+        return {
+            "norms": (first.item(), second.item()),
+            "drawn": (drawn, after),
+            "children": len(children),
+            "digest": digest(chunks),
+        }
+
+
+def digest(chunks):
+    """Return the sums of squares of all parameters of this rank, by layer-independent order."""
+    return [
+        parameter.detach().double().square().sum().item()
+        for chunk in chunks
+        for parameter in chunk.parameters()
+    ]
+
+
+def resume_ranks(*, directory, reference_step, layout=None, **given):
+    """Load into a model of other weights, and train the second step; see `save_ranks`."""
+    with job(**(layout or {})) as (runtime, plan):
+        _, chunks, config, trainer, saves = start(runtime, plan, seed=5, **given)
+        random_state = saves.load(f"{directory}/weights", f"{directory}/optimizer")
+        if random_state is not None:
+            torch.set_rng_state(random_state["cpu"])
+        drawn = torch.rand(3).tolist()
+        norm, _ = train_step(runtime, chunks, config, trainer, reference_step)
+        return {
+            "norm": norm.item(),
+            "drawn": drawn,
+            "random": random_state is not None,
+            "calls": trainer.scheduler.num_steps,
+            "digest": digest(chunks),
+        }
+
+
+def weights_only_ranks(*, directory, dtype):
+    """Load weights alone; return whether the float32 copies follow them."""
+    with job() as (runtime, plan):
+        _, chunks, _, _, saves = start(runtime, plan, dtype=dtype)
+        saves.save(f"{directory}/weights", None)
+        _, others, _, trainer, saves = start(runtime, plan, seed=5, dtype=dtype)
+        saves.load(f"{directory}/weights", None)
+        trainer.clear_gradients()
+        norm, _ = trainer.gradient_norm()
+        trainer.step(norm)  # no gradients and no decay of vectors: weights go to their copies
+        pairs = zip(chunks[0].parameters(), others[0].parameters(), strict=True)
+        return max((a - b).abs().max().item() for a, b in pairs if a.ndim == 1)
+
+
+def dying_writer_ranks(*, directory, victim):
+    """Let a rank die while it writes the second checkpoint; return what the others see."""
+    with job() as (runtime, plan):
+        _, chunks, config, trainer, saves = start(runtime, plan, timeout_s=20)
+        saves.save(f"{directory}/weights", f"{directory}/optimizer")
+        train_step(runtime, chunks, config, trainer, 0)
+        if torch.distributed.get_rank() == victim:
+            _InProcessSave.save = lambda *_: os._exit(9)
+        with pytest.raises(RuntimeError, match="was not written") as raised:
+            saves.save(f"{directory}/weights", f"{directory}/optimizer")
+        return str(raised.value)
+
+
+def failing_writer_ranks(*, directory, victim):
+    """Let a file of one rank be impossible to write; return what every rank sees."""
+    from torch.distributed.checkpoint import filesystem
+
+    with job() as (runtime, plan):
+        _, _, _, _, saves = start(runtime, plan, is_distributed=True)
+        saves.save(f"{directory}/weights", None)
+        if torch.distributed.get_rank() == victim:
+
+            def fail(*_, **__):
+                raise OSError(28, "No space left on device")
+
+            filesystem._write_files_from_queue = fail
+        with pytest.raises(RuntimeError, match="was not written") as raised:
+            saves.save(f"{directory}/weights", None)
+        torch.distributed.barrier()
+        left = sorted(each.name for each in Path(directory).iterdir())
+        saves.load(f"{directory}/weights", None)
+        return str(raised.value), left

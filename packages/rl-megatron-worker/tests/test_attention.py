@@ -1,0 +1,101 @@
+"""Attention over concatenated sequences against a plain one in float64, cut over ranks or not."""
+
+import pytest
+import torch
+from attention_ranks import context_ranks, plain_attention
+from megatron.core.transformer.transformer_config import TransformerConfig
+from rl_megatron_worker.attention import PackedAttention
+from rl_megatron_worker.cpu_scope import cpu_scope
+from rl_megatron_worker.packed_rows import PackedRows, TokenLayout, chunks_of
+
+# The inputs are float64: what differs is the order of sums.
+TOLERANCE = 1e-12
+
+LENGTHS = {
+    "one": [8],
+    "alike": [8, 8],
+    "unlike": [12, 4, 8, 16, 4],
+    "of-one-token": [1, 1, 5],
+    "with-none": [0, 4, 0],
+}
+
+
+def edges_of(lengths):
+    return torch.tensor([0, *lengths], dtype=torch.int32).cumsum(0, dtype=torch.int32)
+
+
+@pytest.mark.parametrize("case", LENGTHS)
+@pytest.mark.parametrize("groups", [1, 2, 4])
+def test_values_and_gradients_are_those_of_each_sequence_alone(case, groups):
+    lengths, heads, size = LENGTHS[case], 4, 8
+    generator = torch.Generator().manual_seed(1)
+    shapes = [(sum(lengths), each, size) for each in (heads, groups, groups)]
+    inputs = [
+        torch.randn(shape, dtype=torch.float64, generator=generator).requires_grad_()
+        for shape in shapes
+    ]
+    weights = torch.randn(sum(lengths), heads * size, dtype=torch.float64, generator=generator)
+    with cpu_scope():
+        config = TransformerConfig(
+            num_layers=1, hidden_size=heads * size, num_attention_heads=heads
+        )
+        attention = PackedAttention(config, 1, None, "self")
+        rows = PackedRows.of(edges_of(lengths), max_seqlen=max(lengths), group=None)
+        own = attention.eval()(*inputs, None, packed_seq_params=rows)
+    expected = plain_attention(*inputs, lengths)
+    torch.testing.assert_close(own, expected, rtol=0, atol=TOLERANCE)
+    own_grads = torch.autograd.grad((own * weights).sum(), inputs)
+    expected_grads = torch.autograd.grad((expected * weights).sum(), inputs)
+    torch.testing.assert_close(own_grads, expected_grads, rtol=0, atol=TOLERANCE)
+
+
+@pytest.mark.parametrize(("num_ranks", "lengths"), [(2, [8, 16, 4, 4]), (4, [8, 24, 16])])
+def test_ranks_that_share_sequences_get_the_same(pools, num_ranks, lengths):
+    for each in pools(num_ranks).run(context_ranks, lengths=lengths):
+        assert each["values"] < TOLERANCE
+        assert max(each["gradients"]) < TOLERANCE
+        assert each["joined"]
+
+
+def test_dropout_drops_while_training_alone():
+    with cpu_scope():
+        config = TransformerConfig(
+            num_layers=1, hidden_size=16, num_attention_heads=2, attention_dropout=0.5
+        )
+        attention = PackedAttention(config, 1, None, "self")
+        rows = PackedRows.of(edges_of([6]), max_seqlen=6, group=None)
+        inputs = [torch.ones(6, 2, 8) for _ in range(3)]
+        assert torch.equal(
+            attention.eval()(*inputs, None, packed_seq_params=rows), torch.ones(6, 16)
+        )
+
+
+def test_a_rank_has_a_chunk_from_the_front_and_one_from_the_back():
+    assert chunks_of(0, 1) == (0,)
+    assert [chunks_of(rank, 4) for rank in range(4)] == [(0, 7), (1, 6), (2, 5), (3, 4)]
+
+
+class Ranks:
+    """A group of which only size and rank are asked."""
+
+    def __init__(self, rank, size):
+        self._rank, self._size = rank, size
+
+    def rank(self):
+        return self._rank
+
+    def size(self):
+        return self._size
+
+
+def test_tokens_are_shared_out_evenly_and_completely():
+    lengths = [8, 4, 12]
+    layouts = [TokenLayout.of(edges_of(lengths), group=Ranks(rank, 2)) for rank in range(2)]
+    own = torch.cat([layout.own for layout in layouts])
+    assert layouts[0].own.tolist() == [0, 1, 6, 7, 8, 11, 12, 13, 14, 21, 22, 23]
+    assert torch.equal(own[layouts[0].gathered], torch.arange(24))
+
+
+def test_a_sequence_that_cannot_be_cut_is_refused():
+    with pytest.raises(ValueError, match=r"\[8, 6\] tokens.*context_parallel_size=2"):
+        TokenLayout.of(edges_of([8, 6]), group=Ranks(0, 2))

@@ -1,0 +1,96 @@
+"""Checkpoints: training goes on as if it had not stopped, in this layout and in others."""
+
+import pytest
+import torch
+from checkpoint_ranks import (
+    dying_writer_ranks,
+    failing_writer_ranks,
+    resume_ranks,
+    save_ranks,
+    weights_only_ranks,
+)
+from rank_pool import RankFailure
+
+# Of the norm of the next step's gradients, which another layout sums up in another order.
+NORM_TOLERANCE = 1e-6
+
+TP2 = {"tensor_model_parallel_size": 2}
+PP2 = {"pipeline_model_parallel_size": 2}
+VPP2 = PP2 | {"virtual_pipeline_model_parallel_size": 2}
+EP2 = {"expert_model_parallel_size": 2}
+SAME = {
+    "one": (1, {}),
+    "distributed-dp2": (2, {"is_distributed": True}),
+    "tp2-bfloat16": (2, {"layout": TP2, "dtype": torch.bfloat16}),
+    "pp2-virtual2-distributed": (2, {"layout": VPP2, "is_distributed": True}),
+    "ep2-distributed": (2, {"layout": EP2, "kind": "moe", "is_distributed": True}),
+    "float16": (1, {"dtype": torch.float16, "is_distributed": True}),
+}
+
+
+@pytest.mark.parametrize("case", SAME)
+def test_training_goes_on_exactly(pools, tmp_path, case):
+    num_ranks, given = SAME[case]
+    before = pools(num_ranks).run(save_ranks, directory=str(tmp_path), **given)
+    after = pools(num_ranks).run(resume_ranks, directory=str(tmp_path), reference_step=1, **given)
+    for old, new in zip(before, after, strict=True):
+        assert new["digest"] == old["digest"]
+        assert new["norm"] == old["norms"][1]
+        assert new["random"]
+        assert new["drawn"] == old["drawn"][1]
+        assert new["calls"] == 1
+        assert old["children"] == 0
+
+
+OTHERS = {
+    "tp2-to-one": (2, {"layout": TP2}, 1, {}),
+    "tp2-to-pp2": (2, {"layout": TP2}, 2, {"layout": PP2}),
+    "one-to-tp2": (1, {}, 2, {"layout": TP2}),
+    "tp2-to-pp2-distributed": (
+        2,
+        {"layout": TP2, "is_distributed": True},
+        2,
+        {"layout": PP2, "is_distributed": True},
+    ),
+    "pp2-to-virtual2": (2, {"layout": PP2}, 2, {"layout": VPP2}),
+    "tied-tp2-to-pp2": (2, {"layout": TP2, "kind": "tied"}, 2, {"layout": PP2, "kind": "tied"}),
+}
+
+
+@pytest.mark.parametrize("case", OTHERS)
+def test_training_goes_on_in_another_layout(pools, tmp_path, case):
+    num_before, before, num_after, after = OTHERS[case]
+    [old, *_] = pools(num_before).run(save_ranks, directory=str(tmp_path), **before)
+    for new in pools(num_after).run(
+        resume_ranks, directory=str(tmp_path), reference_step=1, **after
+    ):
+        assert new["norm"] == pytest.approx(old["norms"][1], rel=NORM_TOLERANCE)
+        # Chunks are of the same ranks.
+        assert new["random"] == (case == "pp2-to-virtual2")
+
+
+def test_experts_that_were_dealt_out_stay_so_for_their_optimizer(pools, tmp_path):
+    pools(2).run(save_ranks, directory=str(tmp_path), layout=EP2, kind="moe")
+    with pytest.raises(RankFailure, match=r"size>1, and cannot be loaded with .*size=1") as raised:
+        pools(1).run(resume_ranks, directory=str(tmp_path), reference_step=1, kind="moe")
+    assert raised.value.kind == "ValueError"
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_weights_that_come_alone_are_taken_up_by_the_optimizer(pools, tmp_path, dtype):
+    [difference] = pools(1).run(weights_only_ranks, directory=str(tmp_path), dtype=dtype)
+    assert difference == 0.0
+
+
+def test_a_rank_that_dies_while_it_writes_fails_the_save_of_the_others(pools, tmp_path):
+    with pytest.raises(RankFailure, match="died"):
+        pools(2).run(dying_writer_ranks, directory=str(tmp_path), victim=1)
+    # The last complete one loads.
+    [found] = pools(1).run(resume_ranks, directory=str(tmp_path), reference_step=0)
+    assert found["calls"] == 0
+
+
+def test_what_one_rank_cannot_write_is_raised_on_all(pools, tmp_path):
+    for text, left in pools(2).run(failing_writer_ranks, directory=str(tmp_path), victim=0):
+        assert "No space left on device" in text
+        assert left == ["weights"]
