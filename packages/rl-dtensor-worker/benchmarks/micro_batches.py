@@ -2,36 +2,18 @@
 
 from __future__ import annotations
 
-import os
-import socket
 import tempfile
 import time
 from typing import Any
 
 import torch
+from one_rank import NextTokenLoss, start_worker, write_model
 from report import Row, parse_options, report
 from rl_batched_data import BatchedDataDict
 from rl_dtensor_worker import DTensorPolicyWorker
-from rl_interfaces import LossInput, LossType
-from tokenizers import Tokenizer, models
-from transformers import PreTrainedTokenizerFast, Qwen2Config, Qwen2ForCausalLM
 
 ROWS, VOCABULARY, RUNS = 64, 1024, 4
 WAYS = ("padded", "dynamic_batching", "sequence_packing")
-
-
-class NextTokenLoss:
-    """Mean negative log-likelihood."""
-
-    loss_type = LossType.TOKEN_LEVEL
-    input_type = LossInput.LOGPROBS
-
-    def __call__(
-        self, logprobs: torch.Tensor, data: Any, valid_seqs: torch.Tensor, valid_toks: torch.Tensor
-    ) -> tuple[torch.Tensor, dict[str, Any]]:
-        """Return loss and metrics."""
-        mask = data["token_mask"] * data["sample_mask"][:, None]
-        return -(logprobs * mask).sum() / valid_toks, {"num_valid_samples": data.size}
 
 
 def make_batch(width: int) -> BatchedDataDict[Any]:
@@ -49,28 +31,12 @@ def make_batch(width: int) -> BatchedDataDict[Any]:
     )
 
 
-def make_config(model: str, way: str, *, width: int, budget: int) -> dict[str, Any]:
-    """Return a policy config whose micro-batches have at most `budget` tokens, padding included."""
-    config: dict[str, Any] = {
-        "model_name": model,
-        "precision": "bfloat16" if torch.cuda.is_available() else "float32",
-        "dtensor_cfg": {"enabled": True},
-        "train_global_batch_size": ROWS,
-        "train_micro_batch_size": budget // width,
-        "logprob_batch_size": budget // width,
-        "optimizer": {"name": "torch.optim.AdamW", "kwargs": {"lr": 1e-4}},
-    }
-    if way != "padded":
-        config[way] = {"enabled": True, "train_mb_tokens": budget, "logprob_mb_tokens": budget}
-    return config
-
-
 def start(model: str, way: str, *, width: int, budget: int) -> tuple[DTensorPolicyWorker, Any]:
     """Return a worker, and the batch with the plan by which it goes through it."""
     batch = make_batch(width)
-    config = make_config(model, way, width=width, budget=budget)
-    tokenizer = PreTrainedTokenizerFast(tokenizer_object=Tokenizer(models.WordLevel({"<pad>": 0})))
-    worker = DTensorPolicyWorker(config, tokenizer, init_reference_model=False)
+    budgets = {"train_mb_tokens": budget, "logprob_mb_tokens": budget}
+    sections = {} if way == "padded" else {way: {"enabled": True, **budgets}}
+    worker = start_worker(model, num_rows=ROWS, micro_batch_size=budget // width, **sections)
     if way == "padded":
         return worker, batch
     arguments = {f"{way}_args": {"max_tokens_per_microbatch": budget}}
@@ -114,24 +80,10 @@ def measure(model: str, *, width: int, budget: int) -> list[Row]:
 def main() -> None:
     """Print and write the table."""
     options = parse_options(__doc__)
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
-    os.environ.update(RANK="0", WORLD_SIZE="1", LOCAL_RANK="0")
-    os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
     sizes = [(256, 1024)] if options.quick else [(512, 1024), (512, 4096), (1024, 4096)]
     rows: list[Row] = []
     with tempfile.TemporaryDirectory() as model:
-        architecture = Qwen2Config(
-            vocab_size=VOCABULARY,
-            hidden_size=256,
-            intermediate_size=768,
-            num_hidden_layers=4,
-            num_attention_heads=4,
-            num_key_value_heads=2,
-            max_position_embeddings=2048,
-        )
-        Qwen2ForCausalLM(architecture).save_pretrained(model)
+        write_model(model, vocab_size=VOCABULARY, hidden_size=256, num_layers=4)
         for width, budget in sizes:
             rows += measure(model, width=width, budget=budget)
     report("micro_batches", f"{ROWS} rows of log-normal lengths, one rank", rows, options.out)

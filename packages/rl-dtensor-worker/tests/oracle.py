@@ -27,7 +27,17 @@ def plain_logprobs(model, batch, *, temperature=1.0):
 
 def plain_training(model_name, batch, *, global_batch_size, num_calls, temperature=1.0):
     """Train on whole global batches with torch.optim alone; return parameters, losses, norms."""
-    model = load(model_name)
+    return train_plainly(
+        load(model_name),
+        batch,
+        global_batch_size=global_batch_size,
+        num_calls=num_calls,
+        temperature=temperature,
+    )
+
+
+def train_plainly(model, batch, *, global_batch_size, num_calls, temperature=1.0):
+    """The same for a model that is there already, and is changed."""
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, eps=1e-6, weight_decay=0.01)
     losses, norms = [], []
     for _ in range(num_calls):

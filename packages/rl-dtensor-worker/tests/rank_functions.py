@@ -170,6 +170,34 @@ def load_and_train(*, config, batch, directory):
         return result, shards_of(worker), sampled, parameters_of(worker)
 
 
+def start_from_nothing(*, config):
+    """Start from a checkpoint that is not there; return what was closed, and what is left."""
+    from rl_dtensor_worker import worker as module
+
+    closed, classes = (
+        [],
+        {name: getattr(module, name) for name in ("Checkpointer", "WeightTransfer")},
+    )
+
+    def watched(name):
+        class Watched(classes[name]):
+            def close(self):
+                closed.append(name)
+                super().close()
+
+        return Watched
+
+    for name in classes:
+        setattr(module, name, watched(name))
+    try:
+        DTensorPolicyWorker(config, build_tokenizer(), weights_path="/no/such/checkpoint")
+    except ValueError as error:
+        return closed, torch.distributed.is_initialized(), str(error)
+    finally:
+        for name, own in classes.items():
+            setattr(module, name, own)
+
+
 def load_only(*, config, weights_path, optimizer_path=None):
     with worker_for(config, init_reference_model=False) as worker:
         worker.load_checkpoint(weights_path, optimizer_path)
@@ -217,6 +245,22 @@ def unsharded_forwards(*, config, batch):
             all(torch.equal(before[n], copies[n]) for n in before),
             logits[-1] if logits else None,
         )
+
+
+def gradients_around_a_call(*, config, batch, interrupt):
+    """Return gradients of a pass between whose halves another call may free whole parameters."""
+    from rl_dtensor_worker.fsdp import reshard_model
+
+    with worker_for(config, init_reference_model=False) as worker:
+        (step,) = worker._steps(
+            my_rows(batch), local_batch_size=None, given=None, default=batch["input_ids"].shape[0]
+        )
+        (micro_batch,) = step.micro_batches(worker._device)
+        scores = worker._forward.logprobs(micro_batch)
+        if interrupt:
+            reshard_model(worker.model)
+        scores.sum().backward()
+        return {n: full_tensor(p.grad) for n, p in worker.model.named_parameters()}
 
 
 def describe(*, config, directory):

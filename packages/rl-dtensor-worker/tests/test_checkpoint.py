@@ -81,6 +81,15 @@ def test_saving_over_a_checkpoint_replaces_it_whole(pools, tiny_model, tmp_path)
     assert [path.name for path in tmp_path.iterdir()] == ["weights"]
 
 
+def test_a_start_that_fails_leaves_nothing_open(pools, tiny_model):
+    for closed, in_group, text in pools(2).run(
+        rank_functions.start_from_nothing, config=make_config(tiny_model)
+    ):
+        assert closed == ["WeightTransfer", "Checkpointer"]
+        assert not in_group
+        assert "weights_path='/no/such/checkpoint'" in text
+
+
 def test_what_is_no_checkpoint_is_named(saved, pools, tmp_path):
     arguments, _ = saved
     weights = f"{arguments['directory']}/weights"

@@ -135,6 +135,21 @@ def test_no_pass_holds_all_logits(monkeypatch):
     assert largest.numel < num_rows * width * vocab_size
 
 
+def test_the_backward_pass_makes_the_output_matrix_whole_again(pools, tmp_path):
+    # FSDP learns from the forward's output that a backward pass will come.
+    build("llama").save_pretrained(tmp_path)
+    plain, interrupted = (
+        pools(2).run(
+            rank_functions.gradients_around_a_call,
+            config=make_config(str(tmp_path)),
+            batch=make_batch(4),
+            interrupt=interrupt,
+        )[0]
+        for interrupt in (False, True)
+    )
+    assert largest_difference(interrupted, plain) == 0
+
+
 @pytest.mark.parametrize("name", ["gemma3, soft cap", "cohere, scale", "phi, bias"])
 def test_sharded_models_score_as_plain_ones(pools, tmp_path, name):
     build(name).save_pretrained(tmp_path)

@@ -10,6 +10,7 @@ from rl_interfaces import (
     DTensorConfig,
     DynamicBatchingConfig,
     GenerationConfig,
+    LoraConfig,
     MegatronConfig,
     PolicyConfig,
     SequencePackingConfig,
@@ -222,6 +223,26 @@ def test_megatron_takes_the_learning_rate_too():
             "policy.dtensor_cfg.tensor_parallel_size must be int, got str '2'",
         ),
         (
+            {"dtensor_cfg": {"lora": {"rank": 8}}},
+            "policy.dtensor_cfg.lora.rank is not a known key, the keys are ['adapter_path', ",
+        ),
+        (
+            {"dtensor_cfg": {**DTENSOR, "lora": {"enabled": True, "r": 0}}},
+            "policy.dtensor_cfg.lora.r=0 must be at least 1",
+        ),
+        (
+            {"dtensor_cfg": {**DTENSOR, "lora": {"enabled": True, "lora_alpha": 0}}},
+            "policy.dtensor_cfg.lora.lora_alpha=0 must be positive and finite",
+        ),
+        (
+            {"dtensor_cfg": {**DTENSOR, "lora": {"enabled": True, "lora_dropout": 1.0}}},
+            "policy.dtensor_cfg.lora.lora_dropout=1.0 must lie in [0, 1)",
+        ),
+        (
+            {"dtensor_cfg": {**DTENSOR, "lora": {"enabled": True, "target_modules": []}}},
+            "policy.dtensor_cfg.lora.target_modules=[] names no layer",
+        ),
+        (
             {"scheduler": [{"name": "a.B", "kwargs": {}}, {"milestones": ["3"]}]},
             "policy.scheduler[1].milestones[0] must be int, got str '3'",
         ),
@@ -320,6 +341,11 @@ def section_of(typed_dict, **overrides):
     return st.fixed_dictionaries({}, optional=optional)
 
 
+LORA = section_of(
+    LoraConfig,
+    lora_dropout=st.floats(0, 0.9),
+    target_modules=st.just("all-linear") | st.lists(st.text(), min_size=1),
+)
 RATE = st.floats(min_value=0, max_value=1)
 SWITCHES = ["fsdp_offload_enabled", "activation_checkpointing_enabled"]
 CONFIGS = st.fixed_dictionaries(
@@ -341,7 +367,7 @@ CONFIGS = st.fixed_dictionaries(
             temperature=RATE,
             stop_token_ids=st.lists(st.integers(0, 9)),
         ),
-        "dtensor_cfg": st.none() | section_of(DTensorConfig),
+        "dtensor_cfg": st.none() | section_of(DTensorConfig, lora=LORA),
         "megatron_cfg": st.none() | section_of(MegatronConfig, enabled=st.just(False)),
         "sequence_packing": st.none() | section_of(SequencePackingConfig, enabled=st.just(False)),
         "dynamic_batching": st.none() | section_of(DynamicBatchingConfig, enabled=st.just(False)),

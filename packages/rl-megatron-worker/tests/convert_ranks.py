@@ -116,6 +116,16 @@ def gather_some(*, path, layout, names):
     return some, groups, None
 
 
+def metadata_on_one_rank(*, path, layout):
+    """Return what the first rank alone learns of the weights, while the other does nothing."""
+    with job(**layout) as (runtime, ranks):
+        chunks, mappings, _ = load(path, runtime, ranks)
+        if torch.distributed.get_rank() > 0:
+            return None
+        weights = MegatronWeights(chunks, mappings, wire_dtype=torch.float32, device=CPU)
+        return weights.metadata(), weights.groups()
+
+
 def gather_after_a_change(*, path, layout):
     """Return the tensors before and after every parameter has grown by 1."""
     with job(**layout) as (runtime, ranks):

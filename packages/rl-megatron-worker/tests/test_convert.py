@@ -88,6 +88,22 @@ def test_no_parameter_is_made_twice(checkpoint):
     assert len(names) == len(set(names))
 
 
+def test_fused_norms_have_the_names_that_megatron_core_gives_them():
+    """Its local layers say what Transformer Engine calls their parameters, for checkpoints."""
+    from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
+
+    renamed = get_gpt_layer_local_spec().submodules.sharded_state_dict_keys_map
+    config = tiny_config("llama")
+    converter = converter_for(config)
+    pairs = [
+        m.names for m in converter.mappings(converter.architecture(config)) if len(m.names) > 1
+    ]
+    assert len(pairs) == 4 * len(renamed)
+    for local, fused in pairs:
+        (found,) = {local.replace(*pair) for pair in renamed.items()} - {local}
+        assert found == fused
+
+
 @pytest.mark.parametrize("size", [1, 2])
 def test_attention_of_a_shard_is_that_of_its_heads(checkpoint, size):
     """The rows of a shard, read as `[group, heads, key, value]`, are the heads of transformers."""

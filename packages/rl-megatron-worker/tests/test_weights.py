@@ -137,6 +137,13 @@ def test_some_tensors_and_their_groups(pools, models, layout):
         assert "model.layers.99.mlp.up_proj.weight" in error
 
 
+def test_metadata_asks_no_other_rank(pools, models):
+    path = models("qwen2")
+    (metadata, groups), _ = pools(2).run(convert_ranks.metadata_on_one_rank, path=path, layout=PP2)
+    assert {meta.name for meta in metadata} == stored(path).keys()
+    assert len(groups) == 6
+
+
 def test_tensors_are_those_of_now(pools, models):
     for before, after in pools(2).run(
         convert_ranks.gather_after_a_change, path=models("qwen3", tied=True), layout=PP2

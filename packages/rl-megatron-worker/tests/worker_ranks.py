@@ -79,3 +79,68 @@ def generate_and_score(*, config, batch, greedy):
             )
         )
         return {"place": place(), "order": order, "scored": scored["logprobs"], **output}
+
+
+def train_and_look(*, config, batch, loss, eval_mode=False, num_calls=1):
+    """Return the results of `train`, and the weights before and after."""
+    with worker_for(config, init_reference_model=False) as worker:
+        rows, _ = rows_of(batch, global_batch_size=config["train_global_batch_size"])
+        before = sent_by(worker)
+        results = [
+            worker.train(rows, LOSSES[loss](), eval_mode=eval_mode) for _ in range(num_calls)
+        ]
+        return {
+            "place": place(),
+            "results": results,
+            "before": before,
+            "after": sent_by(worker),
+            "logprobs": worker.get_logprobs(rows_of(batch)[0])["logprobs"],
+        }
+
+
+def topk(*, config, batch, k):
+    with worker_for(config, init_optimizer=False, init_reference_model=False) as worker:
+        rows, order = rows_of(batch)
+        return {"place": place(), "order": order, **worker.get_topk_logits(rows, k)}
+
+
+def train_between_moves(*, config, batch, moves):
+    """Return the losses of two `train` calls, and what is refused in the states between them."""
+    with worker_for(config, init_reference_model=False) as worker:
+        rows, _ = rows_of(batch, global_batch_size=config["train_global_batch_size"])
+        losses = [worker.train(rows, LOSSES["nll"]())["global_loss"]]
+        refused = _go_through_states(worker, rows) if moves else {}
+        losses.append(worker.train(rows, LOSSES["nll"]())["global_loss"])
+        return {"losses": torch.cat(losses), "refused": refused}
+
+
+def _go_through_states(worker, rows):
+    refused = {}
+    before = sent_by(worker)
+    worker.offload_before_refit()
+    refused["refitting"] = _refusal(lambda: worker.train(rows, LOSSES["nll"]()))
+    assert all(torch.equal(before[name], each) for name, each in sent_by(worker).items())
+    worker.offload_after_refit()
+    refused["offloaded"] = _refusal(lambda: worker.get_logprobs(rows))
+    worker.prepare_for_lp_inference()
+    refused["inference"] = _refusal(lambda: worker.train(rows, LOSSES["nll"]()))
+    worker.train(rows, LOSSES["nll"](), eval_mode=True)
+    worker.prepare_for_training()
+    return refused
+
+
+def _refusal(call):
+    from rl_interfaces import ResidencyError
+
+    try:
+        call()
+    except ResidencyError as error:
+        return str(error)
+    return None
+
+
+def information(*, config):
+    with worker_for(config, init_optimizer=False, init_reference_model=False) as worker:
+        worker.start_gpu_profiling()
+        worker.stop_gpu_profiling()
+        return worker.get_gpu_info(), worker.report_device_id(), worker.is_alive(), repr(worker)

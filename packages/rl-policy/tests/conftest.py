@@ -4,6 +4,7 @@ import time
 from pathlib import Path
 
 import pytest
+from rl_policy import backends
 
 # Tests import the modules beside them.
 sys.path.insert(0, str(Path(__file__).parent))
@@ -27,6 +28,17 @@ def stranger_path(tmp_path_factory):
         patch.setenv("PYTHONPATH", os.pathsep.join(added + inherited))
         patch.setattr(sys, "path", added + sys.path)
         yield site
+
+
+@pytest.fixture
+def without_megatron(monkeypatch):
+    """Let no installed package register the backend "megatron"."""
+    found = backends.entry_points
+
+    def others(**wanted):
+        return [entry for entry in found(**wanted) if entry.name != "megatron"]
+
+    monkeypatch.setattr(backends, "entry_points", others)
 
 
 @pytest.fixture

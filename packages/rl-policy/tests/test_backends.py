@@ -29,7 +29,7 @@ def test_a_registered_backend_is_loaded(install):
     assert "acme" in backends.installed_backends()
 
 
-def test_a_missing_backend_says_how_to_install_it(install):
+def test_a_missing_backend_says_how_to_install_it(install, without_megatron):
     install("acme", "acme", "acme_worker:Worker", "class Worker:\n    pass\n")
     present = ", ".join(backends.installed_backends())
     with pytest.raises(ValueError, match="is not installed") as raised:

@@ -306,7 +306,9 @@ def test_a_policy_may_use_a_part_of_the_bundles_and_other_weights(
         ),
     ],
 )
-def test_a_wrong_config_starts_nothing(stranger, tokenizer, changes, arguments, message):
+def test_a_wrong_config_starts_nothing(
+    stranger, tokenizer, without_megatron, changes, arguments, message
+):
     untouched = RayVirtualCluster([NUM_RANKS], use_gpus=False)
     with pytest.raises(ValueError, match=message):
         Policy(untouched, config(**changes), tokenizer, **arguments)

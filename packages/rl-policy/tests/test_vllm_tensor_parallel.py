@@ -2,10 +2,13 @@
 
 import os
 import signal
+from dataclasses import replace
+from pathlib import Path
 
 import pytest
 import torch
 from rl_policy import RayVirtualCluster
+from rl_policy.generation.engine_state import EngineStateError
 from rl_policy.generation.vllm import VllmGeneration
 from rl_policy.rank_calls import WorkerDiedError
 from transformers import AutoModelForCausalLM
@@ -21,43 +24,150 @@ from vllm_oracles import (
 )
 
 rl_refit = pytest.importorskip("rl_refit", reason="comes with the extra vllm")
+receivers = pytest.importorskip("rl_refit.receivers")
+messages = pytest.importorskip("rl_refit.messages")
 pytestmark = pytest.mark.vllm
 
 
-def test_an_engine_over_two_ranks_samples_is_refitted_and_ends_whole(tmp_path, wait_until_gone):
-    tokenizer = ascii_tokenizer()
+LIMIT_S = 60.0
+
+
+@pytest.fixture
+def tokenizer():
+    return ascii_tokenizer()
+
+
+@pytest.fixture
+def engines(tmp_path, tokenizer):
     save_llama(tmp_path, tokenizer)
     cluster = RayVirtualCluster([2])
     config = generation_config(tmp_path, tensor_parallel_size=2)
     engines = VllmGeneration(cluster, config, tokenizer, timeout_s=240.0)
-    try:
-        assert (engines.num_engines, engines.num_receivers) == (1, 2)
-        model = AutoModelForCausalLM.from_pretrained(tmp_path, dtype=torch.float32).eval()
-        prompts = prompts_of(tokenizer, TEXTS)
-        check(engines.generate(prompts), model)
-        with torch.no_grad():
-            for parameter in model.parameters():
-                parameter.add_(torch.randn(parameter.shape) * 0.05)
-        source = rl_refit.TensorSource(model.state_dict())
-        with rl_refit.RefitSender(source, num_receivers=2, timeout_s=60.0) as sender:
-            engines.init_transfer(sender.address)
-            engines.begin_update(0)
-            call = engines.update(0)
+    yield engines
+    engines.shutdown()
+    cluster.shutdown()
+
+
+@pytest.fixture
+def model(tmp_path, engines):
+    return AutoModelForCausalLM.from_pretrained(tmp_path, dtype=torch.float32).eval()
+
+
+@pytest.fixture
+def prompts(tokenizer):
+    return prompts_of(tokenizer, TEXTS)
+
+
+def make_sender(engines, source):
+    sender = rl_refit.RefitSender(source, num_receivers=2, timeout_s=LIMIT_S, bucket_bytes=64 << 10)
+    engines.init_transfer(sender.address)
+    return sender
+
+
+def change(model):
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.add_(torch.randn(parameter.shape) * 0.05)
+
+
+def refit(engines, sender, version):
+    engines.begin_update(version)
+    call = engines.update(version)
+    sender.send(version)
+    assert len(engines.wait_for_update(call)) == 2
+    engines.commit_update(version)
+    sender.commit(version)
+
+
+def test_an_engine_over_two_ranks_is_refitted_also_after_one_rank_failed(
+    engines, model, prompts, monkeypatch
+):
+    assert (engines.num_engines, engines.num_receivers) == (1, 2)
+    check(engines.generate(prompts), model)
+    source = rl_refit.TensorSource(model.state_dict())
+    with make_sender(engines, source) as sender:
+        for version in (0, 3):
+            change(model)
+            refit(engines, sender, version)
+            check(engines.generate(prompts), model)
+            change(model)
+            with monkeypatch.context() as patch:
+                patch.setattr(receivers.Receivers, "tell", tell_rank_1_a_wrong_digest)
+                fail(engines, sender, version + 1, "receiver 1, bucket 2.*its digest is")
+            with pytest.raises(EngineStateError, match="receiver 1, bucket 2"):
+                engines.generate(prompts)
+            refit(engines, sender, version + 2)
+            check(engines.generate(prompts), model)
+
+
+def tell_rank_1_a_wrong_digest(self, message):
+    for rank, channel in self._channels.items():
+        if rank == 1 and isinstance(message, messages.Filled) and message.bucket == 2:
+            channel.send(replace(message, digest=message.digest ^ 1), self._deadline)
+        else:
+            channel.send(message, self._deadline)
+
+
+def fail(engines, sender, version, told):
+    """Hold that a refit fails on both sides, with the same words."""
+    engines.begin_update(version)
+    call = engines.update(version)
+    with pytest.raises(rl_refit.RefitError, match=told):
+        sender.send(version)
+    with pytest.raises(rl_refit.RefitError, match=told):
+        engines.wait_for_update(call)
+    with pytest.raises(EngineStateError, match="commit_update"):
+        engines.commit_update(version)
+
+
+class Deadly:
+    """A source that kills a process in the middle."""
+
+    def __init__(self, source, pid):
+        self._source = source
+        self._pid = pid
+
+    def metadata(self):
+        return self._source.metadata()
+
+    def __iter__(self):
+        for count, pair in enumerate(self._source):
+            if count == len(self.metadata()) // 2:
+                os.kill(self._pid, signal.SIGKILL)
+            yield pair
+
+
+def test_an_engine_that_loses_a_rank_in_a_refit_samples_no_more_and_ends_whole(
+    engines, model, prompts, wait_until_gone
+):
+    processes = {engines.facts[0].process_id, *descendants(engines.facts[0].process_id)}
+    (second,) = [pid for pid in processes if "Worker_TP1" in title_of(pid)]
+    source = Deadly(rl_refit.TensorSource(model.state_dict()), second)
+    with make_sender(engines, source) as sender:
+        engines.begin_update(0)
+        call = engines.update(0)
+        with pytest.raises(rl_refit.RefitError, match=r"receiver 1.*the receiver is gone"):
             sender.send(0)
-            assert len(engines.wait_for_update(call)) == 2
-            engines.commit_update(0)
-            sender.commit(0)
-        check(engines.generate(prompts), model)
-        engine = engines.facts[0].process_id
-        processes = {engine, *descendants(engine)}
-        assert len(processes) > 2
-        os.kill(engine, signal.SIGKILL)
-        with pytest.raises(WorkerDiedError, match="rank 0 of vllm died"):
+        with pytest.raises(RuntimeError, match="not all of vLLM's workers are alive"):
+            engines.wait_for_update(call)
+        with pytest.raises(EngineStateError, match="the refit to version 0 failed"):
             engines.generate(prompts)
-        wait_until_gone(processes)
-    finally:
-        engines.shutdown()
-        cluster.shutdown()
+    engines.shutdown()
+    wait_until_gone(processes)
+
+
+def test_an_engine_that_dies_takes_its_processes_along(engines, prompts, wait_until_gone):
+    engine = engines.facts[0].process_id
+    processes = {engine, *descendants(engine)}
+    assert len(processes) > 2
+    os.kill(engine, signal.SIGKILL)
+    with pytest.raises(WorkerDiedError, match="rank 0 of vllm died"):
+        engines.generate(prompts)
+    wait_until_gone(processes)
+
+
+def title_of(pid):
+    return Path(f"/proc/{pid}/cmdline").read_text().replace("\0", " ")
 
 
 def check(output, model):

@@ -7,6 +7,13 @@ All ways end with the same weights in the same engine, and take turns in one run
 - handles: a handle per tensor, group by group, stop and wait;
 - safetensors: written to a memory file system by the trainer's process, read and loaded by vLLM's.
 
+What keeps a refit above the own load: the sender copies every byte once, and verification reads
+every byte twice more, on processors that vLLM's own threads use as well. For 0.28 GB the own load
+took 0.32 s of processors, a refit 0.48 and a verified one 0.52. N processors need at least 1/N of
+that, so that two which the own load keeps busy all the time cannot refit in less than
+0.48 / 0.32 = 1.5 times its time, verified 1.6 times. The more of them the own load leaves idle, the
+lower that floor.
+
 Needs vLLM: `nox -s bench-vllm`.
 """
 
@@ -80,6 +87,7 @@ def trainer(pipe: Connection, directory: str) -> None:
             if kind in senders:
                 senders[kind].send(value)
                 senders[kind].commit(value)
+                pipe.send(None)
             elif kind == "handles":
                 owner.close()
                 more = value < len(groups)
@@ -152,6 +160,8 @@ class Engine:
         self.llm.start_weight_update()
         self.llm.update_weights({"update_info": {"version": self.version}})
         self.llm.finish_weight_update(str(self.version))
+        # A receiver that has gone to another sender would break the commit.
+        self.pipe.recv()
 
     def by_handles(self) -> None:
         """Load group by group; the next is asked for when one is loaded."""
@@ -181,11 +191,36 @@ class Engine:
         self.process.join(30)
 
 
-def measure(directory: str, rounds: int) -> dict[str, float]:
-    """Return the median seconds of each way, of which the first round does not count."""
+class Clock:
+    """What each way takes: seconds, and seconds of processors in both processes.
+
+    With two processors, no way can take less than half of the latter.
+    """
+
+    def __init__(self, trainer_pid: int) -> None:
+        self._trainer = Path(f"/proc/{trainer_pid}/schedstat")
+        self.seconds: dict[str, list[float]] = {}
+        self.cpu: dict[str, list[float]] = {}
+
+    def run(self, name: str, way: Callable[[], None], *, counts: bool = True) -> None:
+        """Run `way` once."""
+        start, busy = time.perf_counter(), self._busy()
+        way()
+        if counts:
+            self.seconds.setdefault(name, []).append(time.perf_counter() - start)
+            self.cpu.setdefault(name, []).append(self._busy() - busy)
+
+    def _busy(self) -> float:
+        # The trainer computes on one thread.
+        return time.process_time() + int(self._trainer.read_text().split()[0]) / 1e9
+
+
+def measure(directory: str, rounds: int) -> Clock:
+    """Return what each way takes, of which the first round does not count."""
     engine = Engine(directory)
     own = tensors_of(directory)
-    seconds: dict[str, list[float]] = {}
+    assert engine.process.pid is not None
+    clock = Clock(engine.process.pid)
     with tempfile.TemporaryDirectory(dir="/dev/shm") as memory:
         ways: dict[str, Callable[[], None]] = {
             "own load": lambda: engine.load(lambda: [own]),
@@ -197,21 +232,28 @@ def measure(directory: str, rounds: int) -> dict[str, float]:
                 engine.connect(name)
                 engine.refit()
                 for _ in range(rounds):
-                    clock(seconds, f"own load beside {name}", ways["own load"])
-                    clock(seconds, name, engine.refit)
+                    clock.run(f"own load beside {name}", ways["own load"])
+                    clock.run(name, engine.refit)
             for round_ in range(rounds + 1):
                 for name, way in ways.items():
-                    clock(seconds if round_ else {}, name, way)
+                    clock.run(name, way, counts=round_ > 0)
         finally:
             engine.close()
-    return {name: statistics.median(times) for name, times in seconds.items()}
+    return clock
 
 
-def clock(seconds: dict[str, list[float]], name: str, way: Callable[[], None]) -> None:
-    """Run `way` and keep how long it took."""
-    start = time.perf_counter()
-    way()
-    seconds.setdefault(name, []).append(time.perf_counter() - start)
+def print_table(clock: Clock, num_bytes: int) -> None:
+    """Print medians, and the median of the ratios to the own load just before."""
+    print(f"\n{num_bytes / 1e9:.2f} GB of float32 into a real vLLM")
+    print(f"{'way':>16}  {'seconds':>8}  {'CPU s':>8}  {'GB/s':>6}  {'times its own load':>18}")
+    for name, times in clock.seconds.items():
+        if name.startswith("own load beside"):
+            continue
+        bases = clock.seconds.get(f"own load beside {name}", clock.seconds["own load"])
+        ratio = statistics.median(own / base for own, base in zip(times, bases, strict=True))
+        seconds, cpu = statistics.median(times), statistics.median(clock.cpu[name])
+        rate = num_bytes / seconds / 1e9
+        print(f"{name:>16}  {seconds:8.3f}  {cpu:8.3f}  {rate:6.2f}  {ratio:18.2f}")
 
 
 def main() -> None:
@@ -224,17 +266,12 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as directory:
         build(directory, options.mb)
         num_bytes = sum(t.nbytes for t in tensors_of(directory).values())
-        seconds = measure(directory, options.rounds)
-    print(f"\n{num_bytes / 1e9:.2f} GB of float32 into a real vLLM")
-    print(f"{'way':>16}  {'seconds':>8}  {'GB/s':>6}  {'times its own load':>18}")
-    for name, value in seconds.items():
-        if name.startswith("own load beside"):
-            continue
-        base = seconds.get(f"own load beside {name}", seconds["own load"])
-        print(f"{name:>16}  {value:8.3f}  {num_bytes / value / 1e9:6.2f}  {value / base:18.2f}")
+        clock = measure(directory, options.rounds)
+    print_table(clock, num_bytes)
     options.out.mkdir(parents=True, exist_ok=True)
     path = options.out / "into_vllm.json"
-    path.write_text(json.dumps({"bytes": num_bytes, "seconds": seconds}, indent=2))
+    measured = {"bytes": num_bytes, "seconds": clock.seconds, "cpu_seconds": clock.cpu}
+    path.write_text(json.dumps(measured, indent=2))
     print(f"written to {path}")
 
 

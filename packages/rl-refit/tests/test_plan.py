@@ -7,6 +7,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from rl_refit import RefitPlan, TensorSpec
+from rl_refit.pieces import RUN_BYTES, cut_runs
 from rl_refit.plan import ALIGNMENT, differences, layer_of
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float16, torch.int64, torch.bool, torch.uint8]
@@ -81,6 +82,24 @@ def test_a_piece_is_in_place_only_if_its_bucket_has_the_whole_layer(tensors, buc
         for piece in bucket.pieces:
             own = homes[layer_of(plan.specs[piece.tensor].name)]
             assert piece.in_place == (own == {bucket.index})
+
+
+SIZES = st.sampled_from([0, 300, RUN_BYTES // 3, RUN_BYTES // 2, RUN_BYTES + 5])
+
+
+@given(st.lists(SIZES, max_size=20), st.sampled_from([RUN_BYTES // 4, RUN_BYTES, 8 * RUN_BYTES]))
+def test_runs_are_short_and_a_part_is_one_of_its_own(sizes, bucket_bytes):
+    tensors = [(f"w{i}", torch.uint8, (size,)) for i, size in enumerate(sizes)]
+    for bucket in RefitPlan.of(tensors, bucket_bytes).buckets:
+        runs = cut_runs(bucket.pieces)
+        assert tuple(itertools.chain(*runs)) == bucket.pieces
+        for run in runs:
+            assert len(run) == 1 or all(piece.whole for piece in run)
+            assert len(run) == 1 or run[-1].offset + run[-1].size - run[0].offset <= RUN_BYTES
+        for run, following in itertools.pairwise(runs):
+            end = following[0].offset + following[0].size
+            if run[-1].whole and following[0].whole:
+                assert end - run[0].offset > RUN_BYTES, "the two are one"
 
 
 @given(metadata(), BUCKETS)

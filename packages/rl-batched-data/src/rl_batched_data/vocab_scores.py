@@ -1,8 +1,9 @@
 """Scores of targets under softmax distributions over a large vocabulary, tile by tile.
 
 No more than a tile of the logits is in float32, or, with an output matrix, exists, at a time; the
-backward pass makes each tile again. Over ranks that share the vocabulary, the forward pass reduces
-a few numbers per position, and the backward pass the gradient of the hidden states.
+backward pass makes each tile but the last again. Over ranks that share the vocabulary,
+the forward pass reduces a few numbers per position, and the backward pass the gradient of the
+hidden states.
 
 Shapes: `N` positions, `V` this rank's part of the vocabulary, `X` either `V` (logits) or the hidden
 size, `K` of the top; `n` and `v` are the positions and tokens of a tile.
@@ -90,6 +91,13 @@ class ScoringTask:
             return GivenLogits(inputs_NX, self.chunk_logits)
         return OutputHead(inputs_NX, matrix_VH, bias_V, self.chunk_logits)
 
+    def keeps_tile(self, source: LogitSource) -> bool:
+        """Return whether the forward pass leaves what the backward pass can go on with.
+
+        Of a tile, the exponentials remain. A soft cap and the entropy need its logits again.
+        """
+        return source.makes_tiles and self.transform.soft_cap is None and not self.with_entropy
+
 
 class VocabScores(torch.autograd.Function):
     """Scores of targets; the arguments are inputs, matrix, bias, targets and a `ScoringTask`.
@@ -110,12 +118,17 @@ class VocabScores(torch.autograd.Function):
         """Go through the tiles once, keeping a few sums per position."""
         local_N = targets_N - task.vocab_start
         source = task.source(inputs_NX, matrix_VH, bias_V)
+        keeps_tile = any(ctx.needs_input_grad[:3]) and task.keeps_tile(source)
+        ctx.kept = None
         sums = _Sums.empty(len(local_N), task.top_k, inputs_NX.device)
         with _without_autocast(inputs_NX.device):
             for rows in source.tiling.rows:
                 for cols in source.tiling.cols:
                     logits_nv = task.transform.apply_(source.tile(rows, cols))
                     sums.rows(rows).add(logits_nv, local_N[rows], cols, task)
+                    if keeps_tile and (rows.stop, cols.stop) == (len(local_N), task.vocab_size):
+                        highest_n = sums.highest_N[rows].clone()
+                        ctx.kept = _KeptTile(logits_nv, highest_n, place=(rows, cols))
         if task.tp_group is not None:
             sums.join_ranks(task.tp_group)
         normalizer_N, entropy_N = sums.normalizer(), sums.entropy(task)
@@ -131,17 +144,23 @@ class VocabScores(torch.autograd.Function):
         inputs_NX, matrix_VH, bias_V, local_N, normalizer_N, entropy_N = ctx.saved_tensors
         task: ScoringTask = ctx.task
 
-        def gradient_tile(raw_nv: torch.Tensor, rows: slice, cols: slice) -> torch.Tensor:
-            logits_nv = task.transform.apply_(raw_nv)
-            slope = task.transform.slope(logits_nv)
-            logits_nv.sub_(normalizer_N[rows, None])
-            grad_n1 = grads[0][rows, None]
-            if task.with_entropy:
-                pull_nv = logits_nv.clamp(min=_LOWEST).add_(entropy_N[rows, None])
-                pull_nv.mul_(grads[2][rows, None]).add_(grad_n1)
-                grad_nv = logits_nv.exp_().mul_(pull_nv.neg_())
+        def gradient_tile(rows: slice, cols: slice) -> torch.Tensor:
+            grad_n1 = push = grads[0][rows, None]
+            kept: _KeptTile | None = ctx.kept
+            if kept is not None and kept.place == (rows, cols):
+                # It is overwritten: a second pass over one graph makes it again.
+                ctx.kept = None
+                slope = task.transform.slope(kept.exponentials_nv)
+                probs_nv = kept.probabilities_(normalizer_N[rows])
             else:
-                grad_nv = logits_nv.exp_().mul_(-grad_n1)
+                logits_nv = task.transform.apply_(source.tile(rows, cols))
+                slope = task.transform.slope(logits_nv)
+                logits_nv.sub_(normalizer_N[rows, None])
+                if task.with_entropy:
+                    push = logits_nv.clamp(min=_LOWEST).add_(entropy_N[rows, None])
+                    push.mul_(grads[2][rows, None]).add_(grad_n1)
+                probs_nv = logits_nv.exp_()
+            grad_nv = probs_nv.mul_(push).neg_()
             position_n1, inside_n1 = _within(local_N[rows, None], cols)
             grad_nv.scatter_add_(1, position_n1, grad_n1 * inside_n1)
             return grad_nv.mul_(slope)
@@ -153,6 +172,22 @@ class VocabScores(torch.autograd.Function):
             # Every rank's tokens pull at the same hidden states.
             dist.all_reduce(found[0], group=task.tp_group)
         return (*found, None, None)
+
+
+@dataclass(frozen=True, slots=True)
+class _KeptTile:
+    """What the forward pass has made of its last tile."""
+
+    exponentials_nv: torch.Tensor
+    """Of the logits less the highest of their position."""
+    highest_n: torch.Tensor
+    """Of this rank's logits."""
+    place: tuple[slice, slice]
+    """Its positions and its tokens."""
+
+    def probabilities_(self, normalizer_n: torch.Tensor) -> torch.Tensor:
+        """Return the probabilities, in the same memory."""
+        return self.exponentials_nv.mul_((self.highest_n - normalizer_n).exp_()[:, None])
 
 
 @dataclass(kw_only=True, slots=True)

@@ -13,7 +13,7 @@ from typing import Protocol
 
 import torch
 
-GradientTile = Callable[[torch.Tensor, slice, slice], torch.Tensor]
+GradientTile = Callable[[slice, slice], torch.Tensor]
 Gradients = tuple[torch.Tensor | None, torch.Tensor | None, torch.Tensor | None]
 
 
@@ -43,6 +43,8 @@ class LogitSource(Protocol):
     """Where logits come from, and where their gradient goes."""
 
     tiling: Tiling
+    makes_tiles: bool
+    """Whether a tile takes a product of matrices, so that it is worth keeping."""
 
     def tile(self, rows: slice, cols: slice) -> torch.Tensor:
         """Return a tile of logits, float32, that may be overwritten."""
@@ -52,7 +54,7 @@ class LogitSource(Protocol):
         """Return the gradients of inputs, matrix and bias, where `needed`.
 
         Args:
-            gradient_tile: Turns a tile of logits, and its place, into the tile of their gradient.
+            gradient_tile: Returns the gradient of the logits of a tile, given its place.
             needed: Whether each of the three is needed.
         """
         ...
@@ -60,6 +62,8 @@ class LogitSource(Protocol):
 
 class GivenLogits:
     """Logits that exist already."""
+
+    makes_tiles = False
 
     def __init__(self, logits_NV: torch.Tensor, chunk_logits: int) -> None:
         self.logits_NV = logits_NV
@@ -77,12 +81,14 @@ class GivenLogits:
         grad_NV = torch.empty_like(self.logits_NV)
         for rows in self.tiling.rows:
             for cols in self.tiling.cols:
-                grad_NV[rows, cols] = gradient_tile(self.tile(rows, cols), rows, cols)
+                grad_NV[rows, cols] = gradient_tile(rows, cols)
         return grad_NV, None, None
 
 
 class OutputHead:
     """Logits as products of hidden states and an output matrix, accumulated in float32."""
+
+    makes_tiles = True
 
     def __init__(
         self,
@@ -103,15 +109,16 @@ class OutputHead:
         """Return the gradients, each in the dtype of what it is of.
 
         The tokens are the outer loop, so that a part of the matrix gets its gradient as a whole.
+        The last tile comes first: it may have been kept, and makes room then.
         """
         hidden, matrix, bias = self.hidden_NH, self.matrix_VH, self.bias_V
         grad_NH = torch.zeros_like(hidden, dtype=torch.float32) if needed[0] else None
         grad_VH = torch.empty_like(matrix) if needed[1] else None
         grad_V = torch.zeros_like(bias) if needed[2] and bias is not None else None
-        for cols in self.tiling.cols:
+        for cols in reversed(self.tiling.cols):
             grad_vH = torch.zeros_like(matrix[cols], dtype=torch.float32)
-            for rows in self.tiling.rows:
-                grad_nv = gradient_tile(self.tile(rows, cols), rows, cols)
+            for rows in reversed(self.tiling.rows):
+                grad_nv = gradient_tile(rows, cols)
                 if grad_V is not None:
                     grad_V[cols] += grad_nv.sum(0)
                 # Tensor cores take both factors in the matrix's dtype.

@@ -78,8 +78,10 @@ def full_rows(num_rows: int, width: int, vocab_size: int) -> BatchedDataDict[Any
     )
 
 
-def start_worker(model: str, *, num_rows: int, micro_batch_size: int) -> DTensorPolicyWorker:
-    """Return a worker that is the only rank of its job."""
+def start_worker(
+    model: str, *, num_rows: int, micro_batch_size: int, **overrides: Any
+) -> DTensorPolicyWorker:
+    """Return a worker that is the only rank of its job; `overrides` are keys of its config."""
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
@@ -97,4 +99,4 @@ def start_worker(model: str, *, num_rows: int, micro_batch_size: int) -> DTensor
     }
     vocabulary = Tokenizer(models.WordLevel({"<pad>": 0}, unk_token="<pad>"))
     tokenizer = PreTrainedTokenizerFast(tokenizer_object=vocabulary, pad_token="<pad>")
-    return DTensorPolicyWorker(config, tokenizer, init_reference_model=False)
+    return DTensorPolicyWorker(config | overrides, tokenizer, init_reference_model=False)

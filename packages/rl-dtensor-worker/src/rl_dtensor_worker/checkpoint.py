@@ -1,14 +1,16 @@
 """Checkpoints: sharded safetensors that any layout of ranks reads, written while training goes on.
 
-Weights are a directory of safetensors shards in the layout of `torch.distributed.checkpoint`. The
-training state's directory holds the optimizer's tensors in the same way, `state.pt` (groups,
-counters, schedule, loss scale) and `random_N.pt` (the random state of data-parallel rank N). The
-`.pt` files hold plain values and are read with `weights_only=True`.
+Weights are a directory of safetensors shards in the layout of `torch.distributed.checkpoint`; those
+of a model with adapters are the adapters. The training state's directory holds the optimizer's
+tensors in the same way, `state.pt` (groups, counters, schedule, loss scale) and `random_N.pt` (the
+random state of data-parallel rank N). The `.pt` files hold plain values and are read with
+`weights_only=True`.
 """
 
 from __future__ import annotations
 
 import logging
+from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
@@ -24,10 +26,18 @@ from torch.distributed.checkpoint.state_dict_loader import load as load_sharded
 
 from rl_dtensor_worker import saving, training_state
 from rl_dtensor_worker.hf_export import write_hf_directory
-from rl_dtensor_worker.model import persistent_state
+from rl_dtensor_worker.lora import (
+    adapted_weights,
+    check_adapter_config,
+    save_adapter_config,
+    write_peft_directory,
+)
+from rl_dtensor_worker.model import trained_state
 from rl_dtensor_worker.saving import Part, PendingSave, naming, reason_of, taking_their_places
 
 if TYPE_CHECKING:
+    from collections.abc import Generator
+
     from torch import nn
     from transformers import PreTrainedTokenizerBase
 
@@ -83,8 +93,8 @@ class Checkpointer:
             ValueError: A path is taken by something else than a checkpoint.
             RuntimeError: It cannot be written, or an earlier save could not.
         """
-        parts = [Part(_absolute(weights_path), dict(persistent_state(self._model)), {})]
-        self._add_config(parts[0])
+        parts = [Part(_absolute(weights_path), trained_state(self._model), {})]
+        self._add_configs(parts[0])
         if optimizer_path is not None and training is not None:
             tensors, others = training_state.state_of(self._model, training)
             part = Part(_absolute(optimizer_path), tensors, {})
@@ -112,6 +122,9 @@ class Checkpointer:
         self.finish()
         paths = [_absolute(path) for path in (weights_path, optimizer_path) if path is not None]
         _check_one_save(paths)
+        if self._has_adapters:
+            with failing_together():
+                check_adapter_config(self._model, paths[0], what="weights_path")
         random: dict[str, torch.Tensor] | None = None
         if training is not None and len(paths) > 1:
             others = torch.load(paths[1] / "state.pt", weights_only=True, map_location="cpu")
@@ -120,7 +133,7 @@ class Checkpointer:
                 _load_tensors(tensors, paths[1], what="optimizer_path")
             training_state.restore(self._model, training, others)
             random = _load_random(paths[1] / random_state.file_name)
-        _load_tensors(persistent_state(self._model), paths[0], what="weights_path")
+        _load_tensors(trained_state(self._model), paths[0], what="weights_path")
         return random
 
     def export(self, tokenizer: PreTrainedTokenizerBase, path: str, *, max_file_bytes: int) -> None:
@@ -130,15 +143,23 @@ class Checkpointer:
             ValueError: The path is taken by something else than an export.
             RuntimeError: It cannot be written, or an earlier save could not.
         """
-        self.finish()
-        target = _absolute(path)
-        with taking_their_places([target], self._begin([target])):
+        with self._taking_its_place(path) as directory:
             write_hf_directory(
                 self._model,  # type: ignore[arg-type]
                 tokenizer,
-                directories.partial_of(target),
+                directory,
                 max_file_bytes=max_file_bytes,
             )
+
+    def export_adapters(self, path: str) -> None:
+        """Write a directory that peft loads, see `write_peft_directory`.
+
+        Raises:
+            ValueError: The path is taken by something else than an export.
+            RuntimeError: It cannot be written, or an earlier save could not.
+        """
+        with self._taking_its_place(path) as directory:
+            write_peft_directory(self._model, directory, is_writer=dist.get_rank() == 0)
 
     def finish(self) -> None:
         """Wait until the last save is on the disk. Not collective.
@@ -164,6 +185,13 @@ class Checkpointer:
                 dist.destroy_process_group(self._group)
             self._group = None
 
+    @contextmanager
+    def _taking_its_place(self, path: str) -> Generator[Path, None, None]:
+        self.finish()
+        target = _absolute(path)
+        with taking_their_places([target], self._begin([target])):
+            yield directories.partial_of(target)
+
     def _write(self, parts: list[Part]) -> None:
         self.finish()
         group = self._begin([part.target for part in parts])
@@ -186,10 +214,19 @@ class Checkpointer:
         assert self._group is not None
         return self._group
 
-    def _add_config(self, part: Part) -> None:
-        if dist.get_rank() == 0:
-            text = self._model.config.to_json_string()  # type: ignore[union-attr, operator]
-            part.files["config.json"] = lambda path: path.write_text(text)
+    def _add_configs(self, part: Part) -> None:
+        if dist.get_rank() > 0:
+            return
+        text = self._model.config.to_json_string()  # type: ignore[union-attr, operator]
+        part.files["config.json"] = lambda path: path.write_text(text)
+        if self._has_adapters:
+            part.files["adapter_config.json"] = lambda path: save_adapter_config(
+                self._model, path.parent
+            )
+
+    @property
+    def _has_adapters(self) -> bool:
+        return bool(adapted_weights(self._model))
 
 
 def _check_one_save(paths: list[Path]) -> None:

@@ -21,6 +21,8 @@ class CheckpointCalls(WorkerParts):
     ) -> None:
         """Write the weights; the training state and the tokenizer where a path is given.
 
+        Of a model with adapters, those are the weights.
+
         The directories are written beside their places and renamed together when all are complete.
         The training state holds optimizer, schedule, loss scale and every rank's random state.
 
@@ -67,6 +69,8 @@ class CheckpointCalls(WorkerParts):
     def save_hf_checkpoint(self, path: str, max_file_bytes: int = 5 * 10**9) -> None:
         """Write a directory that `AutoModelForCausalLM.from_pretrained` loads, in float32.
 
+        Adapters are merged into it.
+
         Args:
             path: The directory.
             max_file_bytes: A larger model is written as several files of at most this size, of
@@ -77,6 +81,18 @@ class CheckpointCalls(WorkerParts):
             RuntimeError: It cannot be written; on every rank.
         """
         self._checkpointer.export(self._tokenizer, path, max_file_bytes=max_file_bytes)
+
+    def save_adapters(self, path: str) -> None:
+        """Write a directory that `peft.PeftModel.from_pretrained` loads onto the model.
+
+        Raises:
+            ValueError: There are no adapters, or the path is taken by something that no save has
+                written.
+            RuntimeError: It cannot be written; on every rank.
+        """
+        if self._config.adapters is None:
+            raise ValueError("save_adapters() needs policy.dtensor_cfg.lora.enabled=True")
+        self._checkpointer.export_adapters(path)
 
     def return_state_dict(self) -> dict[str, Any]:
         """Return the model's state, of which each rank holds its shards."""

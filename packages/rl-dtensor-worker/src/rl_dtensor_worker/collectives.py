@@ -7,13 +7,16 @@ sum coming back, and the other way round.
 
 from __future__ import annotations
 
-from typing import Any, cast
+from typing import TYPE_CHECKING, Any, cast
 
 import torch
 import torch.distributed as dist
 
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
 # Their names since torch 2.13, which warns of the others.
-_all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+all_gather_single = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 _reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
 
 
@@ -21,7 +24,7 @@ def all_gather_dim(values: torch.Tensor, group: dist.ProcessGroup, dim: int) -> 
     """Return the ranks' `values`, of one shape, joined along `dim`."""
     own = values.movedim(dim, 0).contiguous()
     joined = own.new_empty((own.shape[0] * group.size(), *own.shape[1:]))
-    _all_gather(joined, own, group=group)
+    all_gather_single(joined, own, group=group)
     return joined.movedim(0, dim).contiguous()
 
 
@@ -40,98 +43,77 @@ def part_of(values: torch.Tensor, group: dist.ProcessGroup, dim: int) -> torch.T
 
 def copy_to_ranks(values: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
     """Return `values`; the ranks' gradients are summed."""
-    return cast("torch.Tensor", _CopyToRanks.apply(values, group))
+    return _paired(values, lambda own: own.view_as(own), lambda grad: _sum(grad, group))
 
 
 def sum_over_ranks(values: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
     """Return the sum of the ranks' `values`; the gradient, which is theirs all, is passed on."""
-    return cast("torch.Tensor", _SumOverRanks.apply(values, group))
+    return _paired(values, lambda own: _sum(own, group), lambda grad: grad)
 
 
 def gather_parts(values: torch.Tensor, group: dist.ProcessGroup, dim: int) -> torch.Tensor:
     """Join the ranks' parts for use by each in its own way: gradients are summed, and cut."""
-    return cast("torch.Tensor", _GatherParts.apply(values, group, dim))
+    return _paired(
+        values,
+        lambda own: all_gather_dim(own, group, dim),
+        lambda grad: reduce_scatter_dim(grad, group, dim),
+    )
 
 
 def scatter_sum(values: torch.Tensor, group: dist.ProcessGroup, dim: int) -> torch.Tensor:
     """Return this rank's part of the ranks' sum; the gradients of the parts are joined."""
-    return cast("torch.Tensor", _ScatterSum.apply(values, group, dim))
+    return _paired(
+        values,
+        lambda own: reduce_scatter_dim(own, group, dim),
+        lambda grad: all_gather_dim(grad, group, dim),
+    )
 
 
 def gather_alike(values: torch.Tensor, group: dist.ProcessGroup, dim: int) -> torch.Tensor:
     """Join the ranks' parts for use by all in the same way: the gradient is cut, not summed."""
-    return cast("torch.Tensor", _GatherAlike.apply(values, group, dim))
+    return _paired(
+        values,
+        lambda own: all_gather_dim(own, group, dim),
+        lambda grad: part_of(grad, group, dim),
+    )
 
 
 def take_part(values: torch.Tensor, group: dist.ProcessGroup, dim: int) -> torch.Tensor:
     """Return this rank's part of what all ranks have; the gradients of the parts are joined."""
-    return cast("torch.Tensor", _TakePart.apply(values, group, dim))
+    return _paired(
+        values,
+        lambda own: part_of(own, group, dim).clone(),
+        lambda grad: all_gather_dim(grad, group, dim),
+    )
 
 
-class _CopyToRanks(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, values: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
-        ctx.group = group
-        return values.view_as(values)
-
-    @staticmethod
-    def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor, None]:
-        summed = grads[0].contiguous().clone()
-        dist.all_reduce(summed, group=ctx.group)
-        return summed, None
+def _sum(values: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
+    summed = values.contiguous().clone()
+    dist.all_reduce(summed, group=group)
+    return summed
 
 
-class _SumOverRanks(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, values: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
-        summed = values.contiguous().clone()
-        dist.all_reduce(summed, group=group)
-        return summed
-
-    @staticmethod
-    def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor, None]:
-        return grads[0], None
+def _paired(
+    values: torch.Tensor,
+    forward: Callable[[torch.Tensor], torch.Tensor],
+    backward: Callable[[torch.Tensor], torch.Tensor],
+) -> torch.Tensor:
+    return cast("torch.Tensor", _Paired.apply(values, forward, backward))
 
 
-class _GatherParts(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, values: torch.Tensor, group: dist.ProcessGroup, dim: int) -> torch.Tensor:
-        ctx.group, ctx.dim = group, dim
-        return all_gather_dim(values, group, dim)
+class _Paired(torch.autograd.Function):
+    """A function of a tensor, and what its gradient goes through on the way back."""
 
     @staticmethod
-    def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor, None, None]:
-        return reduce_scatter_dim(grads[0], ctx.group, ctx.dim), None, None
-
-
-class _ScatterSum(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, values: torch.Tensor, group: dist.ProcessGroup, dim: int) -> torch.Tensor:
-        ctx.group, ctx.dim = group, dim
-        return reduce_scatter_dim(values, group, dim)
+    def forward(
+        ctx: Any,
+        values: torch.Tensor,
+        forward: Callable[[torch.Tensor], torch.Tensor],
+        backward: Callable[[torch.Tensor], torch.Tensor],
+    ) -> torch.Tensor:
+        ctx.paired = backward
+        return forward(values)
 
     @staticmethod
     def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor, None, None]:
-        return all_gather_dim(grads[0], ctx.group, ctx.dim), None, None
-
-
-class _GatherAlike(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, values: torch.Tensor, group: dist.ProcessGroup, dim: int) -> torch.Tensor:
-        ctx.group, ctx.dim = group, dim
-        return all_gather_dim(values, group, dim)
-
-    @staticmethod
-    def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor, None, None]:
-        return part_of(grads[0], ctx.group, ctx.dim), None, None
-
-
-class _TakePart(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, values: torch.Tensor, group: dist.ProcessGroup, dim: int) -> torch.Tensor:
-        ctx.group, ctx.dim = group, dim
-        return part_of(values, group, dim).clone()
-
-    @staticmethod
-    def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor, None, None]:
-        return all_gather_dim(grads[0], ctx.group, ctx.dim), None, None
+        return ctx.paired(grads[0]), None, None

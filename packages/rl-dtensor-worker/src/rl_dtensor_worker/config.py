@@ -37,6 +37,17 @@ class SchedulerConfig:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
+class AdapterConfig:
+    """The low-rank adapters that are trained; the fields are the keys of the section."""
+
+    r: int
+    lora_alpha: float
+    lora_dropout: float
+    target_modules: list[str] | str
+    adapter_path: str | None
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
 class WorkerConfig:
     """Everything the worker reads from the policy config."""
 
@@ -67,6 +78,8 @@ class WorkerConfig:
     seed: int
     temperature: float
     """Divides the logits of every log-probability; 1.0 where generation is greedy or absent."""
+    adapters: AdapterConfig | None
+    """None: the model itself is trained."""
     optimizer: ClassConfig | None
     scheduler: SchedulerConfig | None
     sampling: SamplingConfig | None = field(default=None)
@@ -108,6 +121,7 @@ class WorkerConfig:
             profile_dir=resolved["profile_dir"],
             seed=resolved["seed"],
             temperature=(sampling.temperature if sampling else 0.0) or 1.0,
+            adapters=_parse_adapters(resolved),
             optimizer=_parse_optimizer(resolved, wanted=init_optimizer),
             scheduler=_parse_scheduler(resolved),
             sampling=sampling,
@@ -154,6 +168,30 @@ def _check_head(resolved: Mapping[str, Any]) -> None:
             f"policy.head={resolved['head']!r} contradicts "
             "policy.dtensor_cfg.sequence_parallel=True: its head reads whole sequences"
         )
+
+
+def _parse_adapters(resolved: Mapping[str, Any]) -> AdapterConfig | None:
+    section, tensor = resolved["dtensor_cfg"], resolved["dtensor_cfg"]["tensor_parallel_size"]
+    lora = section["lora"]
+    if not lora["enabled"]:
+        return None
+    if tensor > 1:
+        raise ValueError(
+            "policy.dtensor_cfg.lora.enabled=True contradicts "
+            f"policy.dtensor_cfg.tensor_parallel_size={tensor}: adapters are not shared by ranks"
+        )
+    if resolved["head"] != "language_model":
+        raise ValueError(
+            "policy.dtensor_cfg.lora.enabled=True contradicts "
+            f"policy.head={resolved['head']!r}: a head like that is trained as well"
+        )
+    return AdapterConfig(
+        r=lora["r"],
+        lora_alpha=lora["lora_alpha"],
+        lora_dropout=lora["lora_dropout"],
+        target_modules=lora["target_modules"],
+        adapter_path=lora.get("adapter_path"),
+    )
 
 
 def _parse_optimizer(resolved: Mapping[str, Any], *, wanted: bool) -> ClassConfig | None:

@@ -38,6 +38,15 @@ class Chunks:
     equal: bool
     """Whether all rows are of one length, so that each sees the last `width` keys causally."""
 
+    def to(self, device: torch.device) -> Chunks:
+        """Return the same on `device`."""
+        return Chunks(
+            queries=self.queries.to(device),
+            keys=self.keys.to(device),
+            query_positions=self.query_positions.to(device),
+            equal=self.equal,
+        )
+
     def mask(self, sliding_window: int | None) -> torch.Tensor | None:
         """Return who sees whom, `[rows, 1, width, key_width]`; None where that is plain causal."""
         key_width = self.keys.shape[1]
@@ -71,40 +80,29 @@ class ContextRows:
         Example, one sequence of 8 tokens over 2 ranks:
             rank 0: own = [0, 1, 6, 7], rank 1: own = [2, 3, 4, 5]
         """
-        edges: list[int] = packed.cu_seqlens.tolist()
-        starts = torch.tensor(edges[:-1])
-        sizes = (torch.tensor(edges[1:]) - starts) // (2 * group.size())
-        parts = [_own_tokens(starts, sizes, rank, group.size()) for rank in range(group.size())]
-        gathered = torch.empty(edges[-1], dtype=torch.int64)
-        gathered[torch.cat(parts)] = torch.arange(edges[-1])
-        chunks: list[Chunks] = []
+        cut = _Cut.of(packed, num_ranks=group.size())
+        parts = [cut.own_tokens(rank) for rank in range(group.size())]
+        order = torch.cat(parts)
+        gathered = torch.empty_like(order)
+        gathered[order] = torch.arange(len(order))
+        chunks, are_tokens = zip(
+            *(
+                cut.chunks(rows, half, rank=group.rank(), gathered=gathered)
+                for rows in group_by_length(cut.sizes.tolist())
+                for half in (0, 1)
+            ),
+            strict=True,
+        )
+        queries = torch.cat([chunk.queries.flatten() for chunk in chunks])
+        is_token = torch.cat([each.flatten() for each in are_tokens])
         places = torch.empty(len(parts[0]), dtype=torch.int64)
-        base, device = 0, packed.cu_seqlens.device
-        own_starts = 2 * (sizes.cumsum(0) - sizes)
-        for rows in group_by_length(sizes.tolist()):
-            for half, chunk in enumerate((group.rank(), 2 * group.size() - 1 - group.rank())):
-                width = int(sizes[rows].max())
-                offsets = torch.arange(width)
-                is_token = offsets < sizes[rows, None]
-                queries = own_starts[rows, None] + half * sizes[rows, None] + offsets
-                places[queries[is_token]] = (base + torch.arange(is_token.numel())).view(
-                    is_token.shape
-                )[is_token]
-                base += is_token.numel()
-                keys = starts[rows, None] + torch.arange((chunk + 1) * width)
-                chunks.append(
-                    Chunks(
-                        queries=queries.clamp(max=len(places) - 1).to(device),
-                        keys=gathered[keys.clamp(max=edges[-1] - 1)].to(device),
-                        query_positions=(chunk * sizes[rows, None] + offsets).to(device),
-                        equal=bool(is_token.all()),
-                    )
-                )
+        places[queries[is_token]] = torch.arange(len(queries))[is_token]
+        device = packed.cu_seqlens.device
         return cls(
             group=group,
             own=parts[group.rank()].to(device),
             gathered=gathered.to(device),
-            chunks=chunks,
+            chunks=[chunk.to(device) for chunk in chunks],
             places=places.to(device),
         )
 
@@ -150,12 +148,53 @@ class ContextRows:
         return torch.cat(outputs).index_select(0, self.places)[None]
 
 
-def _own_tokens(
-    starts: torch.Tensor, sizes: torch.Tensor, rank: int, num_ranks: int
-) -> torch.Tensor:
-    """Return the tokens of `rank`: of each sequence its chunk from the front, and from the back."""
-    parts: list[torch.Tensor] = []
-    for start, size in zip(starts.tolist(), sizes.tolist(), strict=True):
-        for chunk in (rank, 2 * num_ranks - 1 - rank):
-            parts.append(torch.arange(start + chunk * size, start + (chunk + 1) * size))
-    return torch.cat(parts)
+@dataclass(frozen=True, kw_only=True, slots=True)
+class _Cut:
+    """How sequences that lie end to end are cut into twice as many chunks as there are ranks."""
+
+    starts: torch.Tensor
+    """`[sequences]` int64: each one's first token."""
+    sizes: torch.Tensor
+    """`[sequences]` int64: the tokens of each of its chunks."""
+    num_ranks: int
+
+    @classmethod
+    def of(cls, packed: PackedSequences, *, num_ranks: int) -> _Cut:
+        """Return it, on the CPU."""
+        edges = packed.cu_seqlens.cpu().long()
+        return cls(starts=edges[:-1], sizes=edges.diff() // (2 * num_ranks), num_ranks=num_ranks)
+
+    def numbers(self, rank: int) -> tuple[int, int]:
+        """Return which chunks of a sequence a rank has: from the front, and from the back."""
+        return rank, 2 * self.num_ranks - 1 - rank
+
+    def own_tokens(self, rank: int) -> torch.Tensor:
+        """Return the tokens of `rank`, in its order: of each sequence, both chunks."""
+        return torch.cat(
+            [
+                torch.arange(start + number * size, start + (number + 1) * size)
+                for start, size in zip(self.starts.tolist(), self.sizes.tolist(), strict=True)
+                for number in self.numbers(rank)
+            ]
+        )
+
+    def chunks(
+        self, rows: list[int], half: int, *, rank: int, gathered: torch.Tensor
+    ) -> tuple[Chunks, torch.Tensor]:
+        """Return the first or second chunk that `rank` has of some sequences, beside each other.
+
+        With it comes which places have a token: `[rows, width]` bool.
+        """
+        size, start = self.sizes[rows, None], self.starts[rows, None]
+        number, offsets = self.numbers(rank)[half], torch.arange(int(size.max()))
+        own_start = 2 * (self.sizes.cumsum(0) - self.sizes)[rows, None]
+        queries = own_start + half * size + offsets
+        keys = start + torch.arange((number + 1) * len(offsets))
+        is_token = offsets < size
+        chunks = Chunks(
+            queries=queries.clamp(max=2 * int(self.sizes.sum()) - 1),
+            keys=gathered[keys.clamp(max=len(gathered) - 1)],
+            query_positions=number * size + offsets,
+            equal=bool(is_token.all()),
+        )
+        return chunks, is_token

@@ -19,6 +19,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from rl_dtensor_worker import collectives
+from rl_dtensor_worker.tensor_parallel import SEQUENCE
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Generator
@@ -94,7 +95,7 @@ class TokenHead:
         ranks = self.tensor_parallel
         if ranks is None or not ranks.cuts_sequence:
             return hidden
-        return collectives.gather_alike(hidden, ranks.group, -2)
+        return collectives.gather_alike(hidden, ranks.group, SEQUENCE)
 
     def _options(self, layer: nn.Linear) -> ScoringOptions:
         return ScoringOptions(

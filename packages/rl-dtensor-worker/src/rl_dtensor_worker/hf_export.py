@@ -5,6 +5,7 @@ No rank holds more than one file's tensors, besides the shards it has anyway.
 
 from __future__ import annotations
 
+import copy
 import json
 from typing import TYPE_CHECKING
 
@@ -14,9 +15,7 @@ from rl_interfaces.backend.agreement import failing_together
 from safetensors.torch import save_file
 from transformers.core_model_loading import WeightConverter, revert_weight_conversion
 
-from rl_dtensor_worker.fsdp import full_tensor
-from rl_dtensor_worker.model import persistent_state
-from rl_dtensor_worker.weights import layer_of
+from rl_dtensor_worker.weights import ModelWeights, layer_of
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -39,7 +38,8 @@ def write_hf_directory(
 ) -> None:
     """Write the model in float32 under the names that its checkpoint had, and what belongs to it.
 
-    Collective: every rank takes part in gathering, the first one writes.
+    What adapters change is written as changed. Collective: every rank takes part in gathering, the
+    first one writes.
 
     Raises:
         RuntimeError: The first rank could not write.
@@ -49,40 +49,45 @@ def write_hf_directory(
         if is_writer:
             # Without tensors: the config, the generation config and the code of a remote model.
             model.save_pretrained(directory, state_dict={})
+            _write_config(model, directory)
             tokenizer.save_pretrained(directory)
-    files = plan_files(model, max_file_bytes=max_file_bytes)
+    device = next(model.parameters()).device
+    weights = ModelWeights(model, wire_dtype=torch.float32, device=device)
+    files = plan_files(model, weights, max_file_bytes=max_file_bytes)
     file_of: dict[str, str] = {}
     for index, groups in enumerate(files, start=1):
         several = f"model-{index:05d}-of-{len(files):05d}.safetensors"
         file_name = _SINGLE_FILE if len(files) == 1 else several
-        tensors = _gather(model, groups, keep=is_writer)
+        tensors = _gather(model, weights, groups, keep=is_writer)
         file_of |= dict.fromkeys(tensors, file_name)
         with failing_together():
             if is_writer:
                 save_file(tensors, directory / file_name, metadata={"format": "pt"})
     with failing_together():
         if is_writer and len(files) > 1:
-            _write_index(directory, file_of, total_size=_num_bytes(persistent_state(model)))
+            _write_index(directory, file_of, total_size=sum(_num_bytes(weights).values()))
 
 
-def plan_files(model: nn.Module, *, max_file_bytes: int) -> list[list[list[str]]]:
+def plan_files(
+    model: nn.Module, weights: ModelWeights, *, max_file_bytes: int
+) -> list[list[list[str]]]:
     """Return, for each file, the groups of tensors that go into it, in the order of the model.
 
     A group is what is converted together: a tensor, or a layer's where the model has conversions
     from other tensors than its own. A file has at least one.
     """
-    state = persistent_state(model)
+    num_bytes = _num_bytes(weights)
     ignored = set(getattr(model, "_keys_to_ignore_on_save", None) or ())
     conversions = getattr(model, "_weight_conversions", None) or []
     by_layer = any(isinstance(each, WeightConverter) for each in conversions)
     groups: dict[str, list[str]] = {}
-    for name in state:
+    for name in num_bytes:
         if name not in ignored:
             groups.setdefault((by_layer and layer_of(name)) or name, []).append(name)
     files: list[list[list[str]]] = []
     free = 0
     for group in groups.values():
-        size = _num_bytes({name: state[name] for name in group})
+        size = sum(num_bytes[name] for name in group)
         if not files or size > free:
             files.append([])
             free = max_file_bytes
@@ -91,14 +96,14 @@ def plan_files(model: nn.Module, *, max_file_bytes: int) -> list[list[list[str]]
     return files
 
 
-def _gather(model: nn.Module, groups: list[list[str]], *, keep: bool) -> Tensors:
+def _gather(
+    model: nn.Module, weights: ModelWeights, groups: list[list[str]], *, keep: bool
+) -> Tensors:
     """Return the tensors of a file on the CPU, where they are to be kept. Collective."""
-    state = persistent_state(model)
     converted: Tensors = {}
     for group in groups:
         gathered: Tensors = {}
-        for name in group:
-            whole = full_tensor(state[name])
+        for name, whole in weights.gather(group):
             if keep:
                 gathered[name] = whole.cpu()
         if keep:
@@ -111,5 +116,15 @@ def _write_index(directory: Path, file_of: dict[str, str], *, total_size: int) -
     (directory / _INDEX_FILE).write_text(json.dumps(index, indent=2) + "\n")
 
 
-def _num_bytes(tensors: Tensors) -> int:
-    return sum(tensor.numel() * tensor.element_size() for tensor in tensors.values())
+def _write_config(model: PreTrainedModel, directory: Path) -> None:
+    """Write the config again, with the dtype of what is exported instead of the model's."""
+    config = copy.deepcopy(model.config)
+    config.dtype = torch.float32
+    config.save_pretrained(directory)
+
+
+def _num_bytes(weights: ModelWeights) -> dict[str, int]:
+    return {
+        name: torch.Size(shape).numel() * dtype.itemsize
+        for name, dtype, shape in weights.metadata()
+    }

@@ -13,6 +13,7 @@ from rl_interfaces.backend.safetensors_files import SafetensorsFiles
 from torch.distributed.checkpoint.state_dict import StateDictOptions, set_model_state_dict
 
 from rl_dtensor_worker.conversions import Conversion, plan_conversions
+from rl_dtensor_worker.lora import without_adapters
 from rl_dtensor_worker.model_classes import auto_class
 
 if TYPE_CHECKING:
@@ -32,7 +33,8 @@ class ModelLoader:
         config: Names the model.
 
     Raises:
-        ValueError: The checkpoint lacks tensors of the model, or has them in other shapes.
+        ValueError: The checkpoint lacks tensors of the model, has them in other shapes, or is in a
+            format that adapters cannot be put on.
     """
 
     def __init__(self, model: nn.Module, config: WorkerConfig) -> None:
@@ -41,6 +43,11 @@ class ModelLoader:
         self._pretrained: nn.Module | None = None
         self._files: SafetensorsFiles | None = None
         if not paths[0].endswith(".safetensors"):
+            if config.adapters is not None:
+                raise ValueError(
+                    "policy.dtensor_cfg.lora.enabled=True needs a checkpoint in safetensors, and "
+                    f"policy.model_name={config.model_name!r} has {paths[0]!r}"
+                )
             self._pretrained = _load_on_first_rank(model, config, paths[0])
             return
         with failing_together():
@@ -57,7 +64,7 @@ class ModelLoader:
             self._pretrained = None
             return
         with failing_together(), self._files:
-            state = model.state_dict()
+            state = without_adapters(model.state_dict())
             for conversion in self._conversions:
                 conversion.fill(model, state, self._files)
 

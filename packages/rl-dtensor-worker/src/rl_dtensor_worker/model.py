@@ -9,6 +9,7 @@ import torch
 from rl_dtensor_worker.config import load_model_config
 from rl_dtensor_worker.fsdp import shard_model
 from rl_dtensor_worker.loading import ModelLoader
+from rl_dtensor_worker.lora import adapters_of, fill_adapters, inject_adapters
 from rl_dtensor_worker.model_classes import auto_class
 from rl_dtensor_worker.plans import apply_plan, plan_of
 
@@ -27,9 +28,10 @@ def build_model(
     tensor_parallel: TensorParallel | None,
     device: torch.device,
 ) -> nn.Module:
-    """Return the pretrained model, sharded over `meshes`, in float32 and in eval mode.
+    """Return the pretrained model, sharded over `meshes` and in eval mode.
 
-    Each rank reads its own shards from the checkpoint.
+    What is trained is in float32, and what adapters leave as it is, in the compute dtype. Each rank
+    reads its own shards from the checkpoint.
 
     Args:
         config: What to build.
@@ -38,11 +40,14 @@ def build_model(
         device: Where the shards lie.
     """
     model_config = load_model_config(config)
+    dtype = torch.float32 if config.adapters is None else config.compute_dtype
     with torch.device("meta"):
         model = auto_class(config.head, model_config).from_config(
-            model_config, dtype=torch.float32, trust_remote_code=config.trust_remote_code
+            model_config, dtype=dtype, trust_remote_code=config.trust_remote_code
         )
     loader = ModelLoader(model, config)
+    if config.adapters is not None:
+        inject_adapters(model, config.adapters, model_name=config.model_name)
     if config.activation_checkpointing:
         model.gradient_checkpointing_enable({"use_reentrant": False})
     if tensor_parallel is not None:
@@ -57,6 +62,8 @@ def build_model(
     model.to_empty(device="cpu" if config.cpu_offload else device)
     model.tie_weights(recompute_mapping=False)
     loader.fill(model, device=device)
+    if config.adapters is not None:
+        fill_adapters(model, config.adapters, seed=config.seed)
     return model.eval()
 
 
@@ -76,8 +83,14 @@ def decoder_layers(model: nn.Module) -> list[nn.Module]:
     return layers
 
 
+def trained_state(model: nn.Module) -> dict[str, torch.Tensor]:
+    """Return what a checkpoint holds: the adapters where there are some, else the whole state."""
+    state = persistent_state(model)
+    return adapters_of(state) or state
+
+
 def persistent_state(model: nn.Module) -> dict[str, torch.Tensor]:
-    """Return what a checkpoint holds: parameters (tied ones once) and persistent buffers."""
+    """Return parameters (tied ones once) and persistent buffers."""
     tensors: dict[str, torch.Tensor] = dict(model.named_parameters())
     persistent = set(model.state_dict())
     tensors.update((n, b) for n, b in model.named_buffers() if n in persistent)

@@ -53,12 +53,13 @@ def plan_layout(config: Mapping[str, Any], *, world_size: int) -> ParallelLayout
 
 
 def leave_process_group() -> None:
-    """Leave the default process group, for this process to join another one.
+    """Leave the default process group, if it is still there, for this process to join another one.
 
     DTensor remembers how it shards each operation, with the mesh that it saw first. A mesh of the
     next group may equal that one while its groups have other names, so the memory is cleared.
     """
-    dist.destroy_process_group()
+    if dist.is_initialized():
+        dist.destroy_process_group()
     _clear_sharding_prop_cache()
 
 

@@ -50,14 +50,10 @@ STYLES: dict[str, type[Style]] = {
 """The styles that a plan can name."""
 
 _COLUMNS = ("colwise", "colwise_gather_output", "colwise_rep")
-_ATTENTION = {f"self_attn.{name}_proj": "colwise" for name in "qkv"} | {
-    "self_attn.o_proj": "rowwise"
-}
 _OWN_PLANS: dict[str, dict[str, str]] = {
-    "nemotron": {**_ATTENTION, "mlp.up_proj": "colwise", "mlp.down_proj": "rowwise"},
-    "stablelm": {
-        **_ATTENTION,
-        "mlp.gate_proj": "colwise",
+    "nemotron": {
+        **{f"self_attn.{name}_proj": "colwise" for name in "qkv"},
+        "self_attn.o_proj": "rowwise",
         "mlp.up_proj": "colwise",
         "mlp.down_proj": "rowwise",
     },
@@ -137,7 +133,7 @@ def plan_of(model: nn.Module, *, custom: str | None) -> dict[str, str | Parallel
                 f"{type(model).__name__}"
             )
         styles |= dict.fromkeys(names, style)
-    return styles | _vocabulary_styles(model, styles)
+    return styles | _vocabulary_styles(model)
 
 
 def apply_plan(
@@ -223,9 +219,7 @@ def _check_declared(model: nn.Module, plan: Mapping[str, str]) -> None:
             )
 
 
-def _vocabulary_styles(
-    model: Any, styles: Mapping[str, str | ParallelStyle]
-) -> dict[str, str | ParallelStyle]:
+def _vocabulary_styles(model: Any) -> dict[str, str | ParallelStyle]:
     """Return that tokens are apart in embedding and output layer, whatever the plan says.
 
     Logits are scored where they are, and never gathered.

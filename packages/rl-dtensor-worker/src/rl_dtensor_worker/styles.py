@@ -170,7 +170,7 @@ class VocabularyEmbedding(Style):
         """Move the padding token, which gets no gradient, to its row in this rank's part."""
         padding = getattr(module, "padding_idx", None)
         if padding is not None:
-            start, end = vocabulary_part(self._num_tokens(module), self.ranks)
+            start, end = self._own_tokens(module)
             module.padding_idx = padding - start if start <= padding < end else None  # type: ignore[assignment]
 
     def run(
@@ -178,13 +178,16 @@ class VocabularyEmbedding(Style):
     ) -> torch.Tensor:
         """Look up the tokens that this rank has, and add the others' up."""
         tokens = args[0]
-        start, end = vocabulary_part(self._num_tokens(module), self.ranks)
+        start, end = self._own_tokens(module)
         is_own = (tokens >= start) & (tokens < end)
         embedded = forward(torch.where(is_own, tokens - start, 0))
         return self.ranks.leave(torch.where(is_own[..., None], embedded, 0))
 
-    def _num_tokens(self, module: nn.Module) -> int:
-        return module.num_embeddings  # type: ignore[return-value]
+    def _own_tokens(self, module: nn.Module) -> tuple[int, int]:
+        """Return the tokens `[start, end)` that this rank has."""
+        num_tokens: int = module.num_embeddings  # type: ignore[assignment]
+        size = num_tokens // self.ranks.size
+        return self.ranks.rank * size, (self.ranks.rank + 1) * size
 
 
 class Experts(Style):
@@ -215,9 +218,3 @@ class Experts(Style):
         own = chosen - self.ranks.rank * num_own
         own = torch.where((own >= 0) & (own < num_own), own, num_own)
         return self.ranks.leave(forward(self.ranks.enter(hidden), own, self.ranks.enter(weights)))
-
-
-def vocabulary_part(num_tokens: int, ranks: TensorParallel) -> tuple[int, int]:
-    """Return the tokens `[start, end)` that this rank has."""
-    size = num_tokens // ranks.size
-    return ranks.rank * size, (ranks.rank + 1) * size

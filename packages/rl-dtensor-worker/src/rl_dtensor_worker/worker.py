@@ -1,11 +1,11 @@
-"""The worker: one rank of an FSDP2 policy, behind the calls of `rl_interfaces.PolicyWorker`."""
+"""The worker: one rank of a policy, behind the calls of `rl_interfaces.PolicyWorker`."""
 
 from __future__ import annotations
 
+from contextlib import ExitStack
 from typing import TYPE_CHECKING, Any
 
 import torch
-import torch.distributed as dist
 from rl_batched_data import BatchedDataDict
 from rl_batched_data.batch_checks import check_scoring_batch, check_training_batch, positive
 from rl_batched_data.generation import check_room, generate
@@ -25,6 +25,7 @@ from rl_dtensor_worker.fsdp import local_tensor, unshard_fsdp2_model
 from rl_dtensor_worker.generate import CachedForward
 from rl_dtensor_worker.head import find_token_head
 from rl_dtensor_worker.layout_check import check_layout
+from rl_dtensor_worker.lora import AdaptersOff
 from rl_dtensor_worker.model import build_model
 from rl_dtensor_worker.modes import evaluating, training_mode
 from rl_dtensor_worker.optim import LossScaler, build_optimizer, build_scheduler
@@ -57,7 +58,10 @@ if TYPE_CHECKING:
 class DTensorPolicyWorker(
     ScoringCalls, CheckpointCalls, ResidencyCalls, ModelWeightCalls, InformationCalls
 ):
-    """One rank of a policy on FSDP2, for any transformers causal language model.
+    """One rank of a policy, for any transformers causal language model.
+
+    Parameters are sharded by FSDP2, in whole copies where the config asks for them; ranks may share
+    each layer (tensor and sequence parallelism) and each sequence (context parallelism).
 
     A plain class: it runs wherever torchrun's environment variables are set, on its GPU with NCCL
     or on the CPU with gloo. Every method is called on every rank.
@@ -69,7 +73,8 @@ class DTensorPolicyWorker(
         optimizer_path: The training state that belongs to them.
         init_optimizer: Whether to train; without an optimizer the worker only scores and samples.
         init_reference_model: Whether to keep a frozen copy for reference log-probabilities. It is
-            the model as `model_name` gives it, whatever `weights_path` says.
+            the model as `model_name` gives it, whatever `weights_path` says. With adapters it takes
+            no copy: they are left out.
 
     Raises:
         ValueError: The config asks for what cannot be done.
@@ -88,18 +93,19 @@ class DTensorPolicyWorker(
         self._config = WorkerConfig.from_policy_config(
             config, world_size=self._environment.world_size, init_optimizer=init_optimizer
         )
-        self._owns_group = init_process_group(self._environment, timeout_s=self._config.timeout_s)
-        try:
+        with ExitStack() as leaving:
+            if init_process_group(self._environment, timeout_s=self._config.timeout_s):
+                leaving.callback(leave_process_group)
             self._build(
                 tokenizer, init_optimizer=init_optimizer, keep_reference=init_reference_model
             )
+            leaving.callback(self._checkpointer.close)
+            leaving.callback(self._transfer.close)
             if weights_path is not None:
                 self.load_checkpoint(weights_path, optimizer_path)
             self._forward = self._build_forward()
-        except BaseException:
-            self._leave_group()
-            raise
-        self.model.train(init_optimizer)
+            self.model.train(init_optimizer)
+            self._leaving = leaving.pop_all()
 
     def __repr__(self) -> str:
         return f"{type(self).__name__}[rank={self._environment.rank}]"
@@ -213,11 +219,7 @@ class DTensorPolicyWorker(
         Raises:
             RuntimeError: The last save could not be written.
         """
-        self._transfer.close()
-        try:
-            self._checkpointer.close()
-        finally:
-            self._leave_group()
+        self._leaving.close()
 
     create_context_parallel_ctx = staticmethod(context_parallel.create_context_parallel_ctx)
     train_context = staticmethod(context_parallel.train_context)
@@ -246,7 +248,7 @@ class DTensorPolicyWorker(
             tensor_parallel=self._sharing.tensor_parallel,
             device=self._device,
         )
-        self._reference = ReferenceModel(self.model) if keep_reference else None
+        self._reference = self._build_reference() if keep_reference else None
         self._training = self._build_training()
         self._residency = Residency(has_optimizer=init_optimizer)
         self._transfer = WeightTransfer(
@@ -263,11 +265,6 @@ class DTensorPolicyWorker(
             timeout_s=self._config.timeout_s,
             in_background=self._config.async_checkpoint,
         )
-
-    def _leave_group(self) -> None:
-        if self._owns_group and dist.is_initialized():
-            leave_process_group()
-        self._owns_group = False
 
     def _build_forward(self) -> Forward | ValueForward:
         with evaluating(self.model, self._device):
@@ -310,6 +307,9 @@ class DTensorPolicyWorker(
             else None,
             context_group=meshes.data["cp"].get_group() if layout.context_parallel > 1 else None,
         )
+
+    def _build_reference(self) -> ReferenceModel | AdaptersOff:
+        return ReferenceModel(self.model) if self._config.adapters is None else AdaptersOff()
 
     def _build_training(self) -> TrainingParts | None:
         if self._config.optimizer is None:

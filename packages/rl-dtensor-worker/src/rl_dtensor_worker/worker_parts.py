@@ -23,6 +23,7 @@ if TYPE_CHECKING:
     from rl_dtensor_worker.checkpoint import Checkpointer
     from rl_dtensor_worker.config import WorkerConfig
     from rl_dtensor_worker.forward import Forward
+    from rl_dtensor_worker.lora import AdaptersOff
     from rl_dtensor_worker.parallel import Meshes
     from rl_dtensor_worker.reference import ReferenceModel
     from rl_dtensor_worker.sharing import Sharing
@@ -44,7 +45,7 @@ class WorkerParts:
     _pad_token_id: int | None
     _sharing: Sharing
     _forward: Forward | ValueForward
-    _reference: ReferenceModel | None
+    _reference: ReferenceModel | AdaptersOff | None
     _training: TrainingParts | None
     _residency: Residency
     _transfer: WeightTransfer

@@ -4,6 +4,7 @@ from rl_interfaces.cluster import Cluster
 from rl_interfaces.config import (
     DTensorConfig,
     DynamicBatchingConfig,
+    LoraConfig,
     MegatronConfig,
     MegatronDDPConfig,
     MegatronOptimizerConfig,
@@ -62,6 +63,7 @@ __all__ = [
     "GenerationInterface",
     "GenerationOutputSpec",
     "LogprobOutputSpec",
+    "LoraConfig",
     "LossFunction",
     "LossInput",
     "LossType",

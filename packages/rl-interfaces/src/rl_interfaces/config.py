@@ -16,6 +16,25 @@ SchedulerMilestones = dict[str, list[int]]
 """`{"milestones": [n, ...]}`: the `train` calls at which a list's next scheduler takes over."""
 
 
+class LoraConfig(TypedDict):
+    """Low-rank adapters, trained in place of the model's weights; the keys are peft's."""
+
+    enabled: bool
+    """Train adapters, and leave the weights as they are."""
+    r: NotRequired[int]
+    """Rank of each adapter."""
+    lora_alpha: NotRequired[float]
+    """An adapter's product is scaled by `lora_alpha / r`."""
+    lora_dropout: NotRequired[float]
+    """Share of an adapter's inputs that is dropped in training, and in training alone."""
+    target_modules: NotRequired[str | list[str]]
+    """Linear layers by the ends of their names, a pattern of whole names, or `all-linear`: each but
+    the output layer."""
+    adapter_path: NotRequired[str]
+    """A directory in peft's format to start from, whose numbers are those given here. The reference
+    stays the model without adapters."""
+
+
 class DTensorConfig(TypedDict):
     """The FSDP2 and DTensor backend."""
 
@@ -37,6 +56,8 @@ class DTensorConfig(TypedDict):
     """Copy a checkpoint to the CPU and write it while training goes on."""
     data_parallel_replicate_size: NotRequired[int]
     """Whole copies of the sharded model: hybrid sharding where it is more than 1."""
+    lora: NotRequired[LoraConfig]
+    """Train low-rank adapters."""
 
 
 class SequencePackingConfig(TypedDict):

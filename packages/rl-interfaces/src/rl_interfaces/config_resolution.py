@@ -47,6 +47,17 @@ POLICY_DEFAULTS: dict[str, Any] = {
         "async_checkpoint": False,
         # Sharded over all data-parallel ranks, which takes the least memory.
         "data_parallel_replicate_size": 1,
+        "lora": {
+            "enabled": False,
+            # Holds what a policy gradient teaches, at a few hundredths of the model's parameters.
+            "r": 16,
+            # Twice the rank, the scale that most published rates were found with.
+            "lora_alpha": 32,
+            # Tokens are scored in training as they were when they were sampled.
+            "lora_dropout": 0.0,
+            # Adapters of attention alone learn less than those of all layers.
+            "target_modules": "all-linear",
+        },
     },
     "megatron_cfg": {
         "enabled": False,
@@ -287,6 +298,7 @@ def _check_values(config: Mapping[str, Any], *, path: str) -> None:
         )
     for name in ("dtensor_cfg", "megatron_cfg"):
         _check_parallel_sizes(config[name], path=f"{path}.{name}")
+    _check_lora(config["dtensor_cfg"], path=f"{path}.dtensor_cfg")
     for name in ("dynamic_batching", "sequence_packing"):
         _check_budgets(config[name], path=f"{path}.{name}")
 
@@ -297,6 +309,19 @@ def _check_parallel_sizes(section: Mapping[str, Any], *, path: str) -> None:
     for key in section:
         if key.endswith(("_parallel_size", "_replicate_size")):
             _check_count(section, key, path=path)
+
+
+def _check_lora(section: Mapping[str, Any], *, path: str) -> None:
+    lora, path = section["lora"], f"{path}.lora"
+    if not (section["enabled"] and lora["enabled"]):
+        return
+    _check_count(lora, "r", path=path)
+    if not 0 < lora["lora_alpha"] < math.inf:
+        raise ValueError(f"{path}.lora_alpha={lora['lora_alpha']} must be positive and finite")
+    if not 0 <= lora["lora_dropout"] < 1:
+        raise ValueError(f"{path}.lora_dropout={lora['lora_dropout']} must lie in [0, 1)")
+    if not lora["target_modules"]:
+        raise ValueError(f"{path}.target_modules={lora['target_modules']!r} names no layer")
 
 
 def _check_budgets(section: Mapping[str, Any], *, path: str) -> None:

@@ -17,14 +17,6 @@ class ModelWeightCalls(WorkerParts, WeightCalls):
         """The weights as they leave this worker: whole, under Hugging Face's names."""
         return self._weights(self._config.model.params_dtype)
 
-    def _weights(self, wire_dtype: torch.dtype) -> MegatronWeights:
-        return MegatronWeights(
-            self.model,
-            self._converter.mappings(self._architecture),
-            wire_dtype=wire_dtype,
-            device=self._device,
-        )
-
     def _sample_parameter(self) -> tuple[str, torch.Tensor]:
         return next(each for chunk in self.model for each in chunk.named_parameters())
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from functools import cached_property
 from itertools import groupby, islice
 from typing import TYPE_CHECKING, NamedTuple
 
@@ -35,7 +36,7 @@ class WeightMeta(NamedTuple):
 
 
 class MegatronWeights:
-    """The model's tensors under Hugging Face names: a `rl_interfaces.WeightSource`. Collective.
+    """The model's tensors under Hugging Face names: a `rl_interfaces.WeightSource`.
 
     The trainer's side of vLLM's own weight-transfer engines takes it as well. A layer's shards are
     cast to the wire dtype, gathered on the stage that has the layer, and sent from there to the
@@ -66,7 +67,6 @@ class MegatronWeights:
         self._mapping_of = {name: each for each in exported for name in each.sources}
         experts = [each.expert for each in exported if each.expert is not None]
         self._num_experts = max(experts) + 1 if experts else 0
-        self._stage_of = self._find_stages()
 
     def metadata(self) -> list[WeightMeta]:
         """Return name, wire dtype and full shape of every tensor, without moving any."""
@@ -163,8 +163,9 @@ class MegatronWeights:
     def _layer_and_stage(self, name: str) -> tuple[str, int]:
         return layer_of(name), self._stage_of[place_of(self._mapping_of[name].names[0])]
 
-    def _find_stages(self) -> dict[str, int]:
-        """Return which pipeline stage has the parameters of each place. Collective."""
+    @cached_property
+    def _stage_of(self) -> dict[str, int]:
+        """Which pipeline stage has the parameters of each place. Collective the first time."""
         pipeline = self._groups.pp
         mine = {place_of(name) for name in self._held()}
         places = sorted({place_of(mapping.names[0]) for mapping in self._mapping_of.values()})

@@ -6,6 +6,8 @@ from typing import TYPE_CHECKING, Any
 
 from rl_batched_data.micro_batches import Concatenation, Step, steps_of
 
+from rl_megatron_worker.weights import MegatronWeights
+
 if TYPE_CHECKING:
     import torch
     import torch.distributed as dist
@@ -67,5 +69,13 @@ class WorkerParts:
             planned_by=self._config.planned_by,
             concatenation=self._concatenation,
             group=self._dp_group,
+            device=self._device,
+        )
+
+    def _weights(self, wire_dtype: torch.dtype) -> MegatronWeights:
+        return MegatronWeights(
+            self.model,
+            self._converter.mappings(self._architecture),
+            wire_dtype=wire_dtype,
             device=self._device,
         )

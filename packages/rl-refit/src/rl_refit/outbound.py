@@ -6,7 +6,6 @@ copy into one buffer and the receivers' load of the other overlap.
 
 from __future__ import annotations
 
-import time
 from collections.abc import Iterable, Iterator
 
 import torch
@@ -15,8 +14,8 @@ from rl_refit.deadline import Deadline
 from rl_refit.digest import DIGESTS, RunningDigest, bytes_of
 from rl_refit.errors import RefitError
 from rl_refit.messages import AllLoaded, End, Filled
-from rl_refit.pieces import PieceViews
-from rl_refit.plan import Bucket, Piece, RefitPlan, TensorSpec
+from rl_refit.pieces import PieceViews, Run, copy_all
+from rl_refit.plan import Bucket, RefitPlan, TensorSpec
 from rl_refit.receivers import Receivers
 from rl_refit.report import Stopwatch
 from rl_refit.transports.base import SendingSide
@@ -82,23 +81,15 @@ class OutboundStream:
         buffers = self._side.buffers
         buffer = buffers[bucket.index % len(buffers)][: bucket.nbytes]
         running: RunningDigest | None = None
-        gather_s = pack_s = 0.0
-        # Some buckets have thousands of pieces: no context managers in here.
-        for piece, place in zip(bucket.pieces, self._views.of(bucket), strict=True):
-            start = time.perf_counter()
-            spec = self._plan.specs[piece.tensor]
-            tensor = take_tensor(spec, tensors) if piece.start == 0 else None
-            taken = time.perf_counter()
-            gather_s += taken - start
-            if piece is bucket.pieces[0]:
+        for run in self._views.of(bucket):
+            with self._watch.phase("gather"):
+                taken = self._take(run, tensors)
+            if run.pieces[0] is bucket.pieces[0]:
                 running = self._make_room(bucket, buffer)
-                taken = time.perf_counter()
-            self._pack(piece, tensor, place)
-            pack_s += time.perf_counter() - taken
+            with self._watch.phase("pack"):
+                copy_all(run.views, taken)
             if running is not None:
-                running.advance(piece.offset + piece.size)
-        self._watch.add("gather", gather_s)
-        self._watch.add("pack", pack_s)
+                running.advance(run.end)
         return self._finish_digest(bucket, buffer, running)
 
     def _make_room(self, bucket: Bucket, buffer: torch.Tensor) -> RunningDigest | None:
@@ -123,17 +114,18 @@ class OutboundStream:
         with self._watch.phase("verify"):
             return DIGESTS[self._side.digest](buffer, position=bucket.index)
 
-    def _pack(self, piece: Piece, tensor: torch.Tensor | None, place: torch.Tensor) -> None:
-        if piece.whole:
-            assert tensor is not None
-            place.copy_(tensor)
-            return
-        if tensor is not None:
-            self._bytes = bytes_of(tensor)
+    def _take(self, run: Run, tensors: NamedTensors) -> list[torch.Tensor]:
+        """Return what a run is filled with: the source's next tensors, or a part of one."""
+        first = run.pieces[0]
+        if first.whole:
+            return [take_tensor(self._plan.specs[piece.tensor], tensors) for piece in run.pieces]
+        if first.start == 0:
+            self._bytes = bytes_of(take_tensor(self._plan.specs[first.tensor], tensors))
         assert self._bytes is not None
-        place.copy_(self._bytes[piece.start : piece.start + piece.size])
-        if piece.start + piece.size == len(self._bytes):
+        part = self._bytes[first.start : first.start + first.size]
+        if first.start + first.size == len(self._bytes):
             self._bytes = None
+        return [part]
 
 
 def take_tensor(spec: TensorSpec, tensors: NamedTensors) -> torch.Tensor:

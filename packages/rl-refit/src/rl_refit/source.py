@@ -18,7 +18,10 @@ class WeightSource(Protocol):
         ...
 
     def __iter__(self) -> Iterator[tuple[str, torch.Tensor]]:
-        """Yield name and full tensor in the order of `metadata`."""
+        """Yield name and full tensor in the order of `metadata`.
+
+        A tensor keeps its values while the next ones are taken: small ones are sent together.
+        """
         ...
 
 

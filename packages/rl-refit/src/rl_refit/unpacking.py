@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping
 import torch
 
 from rl_refit.digest import bytes_of
-from rl_refit.pieces import PieceViews, view_pieces
+from rl_refit.pieces import PieceViews, copy_all, view_runs
 from rl_refit.plan import Bucket, Piece, RefitPlan, TensorSpec
 from rl_refit.transports.base import ReceivingSide
 
@@ -54,22 +54,24 @@ class Unpacker:
         With `load_keeps` those whose layer goes on in another bucket are copies.
         """
         if self._views is None:
-            views = view_pieces(self._plan, bucket, data.to(self._device))
+            runs = view_runs(self._plan, bucket, data.to(self._device))
         else:
-            views = self._views.of(bucket)
+            runs = self._views.of(bucket)
         tensors: list[tuple[str, torch.Tensor]] = []
-        for piece, view in zip(bucket.pieces, views, strict=True):
-            spec = self._plan.specs[piece.tensor]
-            own = self._into.get(spec.name)
-            if notice is not None:
-                notice(spec, piece.start, view)
-            if own is not None:
-                _copy_piece(piece, view, own)
-            elif piece.whole:
-                copied = load_keeps and not piece.in_place
-                tensors.append((spec.name, view.clone() if copied else view))
-            elif self._assemble(spec, piece, view, load_keeps):
-                tensors.append((spec.name, self._parts.view(spec.dtype).view(spec.shape)))
+        for run in runs:
+            own: list[torch.Tensor] = []
+            came: list[torch.Tensor] = []
+            for piece, view in zip(run.pieces, run.views, strict=True):
+                spec = self._plan.specs[piece.tensor]
+                if notice is not None:
+                    notice(spec, piece.start, view)
+                if (place := self._into.get(spec.name)) is not None:
+                    own.append(place if piece.whole else _part_of(place, piece))
+                    came.append(view)
+                elif (tensor := self._complete(spec, piece, view, load_keeps)) is not None:
+                    tensors.append((spec.name, tensor))
+            if own:
+                copy_all(own, came)
         return tensors
 
     def close(self) -> None:
@@ -79,14 +81,18 @@ class Unpacker:
         if self._views is not None:
             self._views.close()
 
-    def _assemble(
+    def _complete(
         self, spec: TensorSpec, piece: Piece, view: torch.Tensor, load_keeps: bool
-    ) -> bool:
-        """Put a part to those before it; return whether the tensor is complete."""
+    ) -> torch.Tensor | None:
+        """Return the tensor, or put a part to those before it and return None until the last."""
+        if piece.whole:
+            return view.clone() if load_keeps and not piece.in_place else view
         if piece.start == 0:
             self._parts = self._room(spec.nbytes, load_keeps)
         self._parts[piece.start : piece.start + piece.size] = view
-        return piece.start + piece.size == spec.nbytes
+        if piece.start + piece.size < spec.nbytes:
+            return None
+        return self._parts.view(spec.dtype).view(spec.shape)
 
     def _room(self, nbytes: int, load_keeps: bool) -> torch.Tensor:
         if load_keeps:
@@ -98,8 +104,5 @@ class Unpacker:
         return self._rooms[0][:nbytes]
 
 
-def _copy_piece(piece: Piece, view: torch.Tensor, own: torch.Tensor) -> None:
-    if piece.whole:
-        own.copy_(view)
-    else:
-        bytes_of(own)[piece.start : piece.start + piece.size] = view
+def _part_of(own: torch.Tensor, piece: Piece) -> torch.Tensor:
+    return bytes_of(own)[piece.start : piece.start + piece.size]

@@ -18,7 +18,9 @@ Weights go through vLLM's own layerwise reload, never straight into live paramet
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -29,6 +31,7 @@ from vllm.distributed.weight_transfer.base import (
     WeightTransferInitInfo,
     WeightTransferUpdateInfo,
 )
+from vllm.model_executor.layers.fused_moe.experts.cpu_moe import CPUUnquantizedExperts
 from vllm.model_executor.layers.vocab_parallel_embedding import UnquantizedEmbeddingMethod
 from vllm.model_executor.model_loader.reload import (
     finalize_layerwise_reload,
@@ -79,6 +82,7 @@ class RefitWeightTransferEngine(WeightTransferEngine[RefitInitInfo, RefitUpdateI
     receiver: RefitReceiver | None = None
     report: dict[str, float] | None = None
     _reloading = False
+    _layers: Sequence[Any] = ()
 
     def init_transfer_engine(self, init_info: RefitInitInfo) -> None:
         """Take the sender's address. The connection is made when it first sends.
@@ -152,10 +156,12 @@ class RefitWeightTransferEngine(WeightTransferEngine[RefitInitInfo, RefitUpdateI
     def _load(self, tensors: list[tuple[str, torch.Tensor]]) -> None:
         """Hand one bucket's tensors to vLLM's loader."""
         if not self._reloading:
+            _pack_experts_anew(self.model)
             initialize_layerwise_reload(self.model)
+            self._layers = [get_layerwise_info(layer) for layer in self.model.modules()]
             self._reloading = True
         self.model.load_weights(iter(tensors))
-        _own_what_is_kept(self.model, tensors)
+        _own_what_is_kept(self._layers, tensors)
 
     def _forget_partial_layers(self) -> None:
         """Drop what a failed refit has left in layers that are not complete.
@@ -171,15 +177,19 @@ class RefitWeightTransferEngine(WeightTransferEngine[RefitInitInfo, RefitUpdateI
         self._reloading = False
 
 
-def _own_what_is_kept(model: torch.nn.Module, tensors: list[tuple[str, torch.Tensor]]) -> None:
+def _own_what_is_kept(layers: Sequence[Any], tensors: list[tuple[str, torch.Tensor]]) -> None:
     """Copy what the loader keeps until a layer is complete, as the buffer will be filled again.
 
     Attention layers and layers with padding keep their tensors to the very end, though all of
     them have come.
+
+    Args:
+        layers: What vLLM notes about each layer.
+        tensors: A bucket's.
     """
     lent = {tensor.untyped_storage().data_ptr() for _, tensor in tensors}
-    for layer in model.modules():
-        for _, call in get_layerwise_info(layer).loaded_weights:
+    for layer in layers:
+        for _, call in layer.loaded_weights:
             for name, value in call.arguments.items():
                 is_tensor = isinstance(value, torch.Tensor) and value.device.type != "meta"
                 if is_tensor and value.untyped_storage().data_ptr() in lent:
@@ -199,6 +209,24 @@ def _tied_layers(model: torch.nn.Module) -> list[Any]:
         and get_layerwise_info(layer).can_load()
         and not get_layerwise_info(layer).load_numel
     ]
+
+
+def _pack_experts_anew(model: torch.nn.Module) -> None:
+    """Let experts on the CPU be processed in every reload as when they were first loaded.
+
+    vLLM puts their weights into the layout of the CPU's kernel only while there is no kernel yet,
+    and in a reload would hand that kernel the weights as they came.
+    """
+    for layer in model.modules():
+        method: Any = getattr(layer, "quant_method", None)
+        kernel = getattr(method, "moe_kernel", None)
+        if isinstance(getattr(kernel, "fused_experts", None), CPUUnquantizedExperts):
+            method.process_weights_after_loading = partial(_process_without_kernel, method)
+
+
+def _process_without_kernel(method: Any, layer: torch.nn.Module) -> None:
+    method.moe_kernel = None
+    type(method).process_weights_after_loading(method, layer)
 
 
 def register() -> None:

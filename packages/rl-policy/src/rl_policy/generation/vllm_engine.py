@@ -92,7 +92,6 @@ class VllmEngine:
         self._config = config
         self._first_receiver = engine_index * config.tensor_parallel_size
         self._state = EngineState()
-        self._is_session_open = False
         self._arrived: set[str] = set()
         vllm, platform = import_module("vllm"), import_module("vllm.platforms").current_platform
         self._make_parameters = vllm.SamplingParams
@@ -177,7 +176,7 @@ class VllmEngine:
             "rank_offset": self._first_receiver,
             "timeout_s": timeout_s,
         }
-        self._llm.init_weight_transfer_engine({"init_info": info})
+        self._on_workers("init_weight_transfer_engine", info)
 
     def begin_update(self, version: int) -> None:
         """Get ready for all weights of `version`; nothing is sampled until they are committed."""
@@ -186,33 +185,23 @@ class VllmEngine:
         with self._losing_weights_on_error(version):
             if self._arrived and not was_received:
                 # A transaction that was given up half-way.
-                self._llm.collective_rpc(import_module("rl_refit.vllm").abandon)
+                self._on_workers(import_module("rl_refit.vllm").abandon)
             self._arrived.clear()
-            if self._is_session_open and was_received:
-                # Weights that were never committed: vLLM starts anew only after it has finished.
-                self._llm.finish_weight_update()
-                self._is_session_open = False
-            if not self._is_session_open:
-                self._llm.start_weight_update()
-                self._is_session_open = True
+            self._on_workers(worker_side.start_update)
 
     def update(self, version: int) -> list[dict[str, float]]:
         """Receive and load every tensor, while the sender sends; return a report per receiver."""
         self._state.require_update("update", version)
         with self._losing_weights_on_error(version):
-            # vLLM ends the session itself where this fails.
-            self._is_session_open = False
-            self._llm.update_weights({"update_info": {"version": version}})
-            self._is_session_open = True
-            reports = self._llm.collective_rpc(import_module("rl_refit.vllm").last_report)
+            self._on_workers("update_weights", {"version": version})
+            reports = self._on_workers(import_module("rl_refit.vllm").last_report)
         self._state.receive()
         return reports
 
     def init_collective(self, ip: str, port: int, world_size: int, *, timeout_s: float) -> None:
         """Meet the trainer, which is rank 0, at an address of it."""
         first_rank = 1 + self._first_receiver
-        arguments = (ip, port, world_size, first_rank, timeout_s)
-        self._llm.collective_rpc(worker_side.join_group, args=arguments)
+        self._on_workers(worker_side.join_group, ip, port, world_size, first_rank, timeout_s)
 
     def update_from_collective(self, info: Mapping[str, Any]) -> None:
         """Receive and load every tensor of `info`, while the trainer broadcasts."""
@@ -229,11 +218,10 @@ class VllmEngine:
         """Sample from the weights that arrived, from now on."""
         self._state.require_commit(version)
         with self._losing_weights_on_error(version):
-            self._llm.finish_weight_update(weight_version=str(version))
-            self._is_session_open = False
+            self._on_workers("finish_weight_update")
+            self._llm.llm_engine.set_weight_version(str(version))
             if not self._arrived:
-                commit = import_module("rl_refit.vllm").commit
-                self._llm.collective_rpc(commit, args=(version,))
+                self._on_workers(import_module("rl_refit.vllm").commit, version)
             self._arrived.clear()
             # What the cache holds was computed with other weights.
             self._llm.reset_prefix_cache()
@@ -256,10 +244,22 @@ class VllmEngine:
         version = self._state.incoming
         self._state.require_update("update_weights", version)
         with self._losing_weights_on_error(version):
-            self._llm.collective_rpc(load, args=(argument,))
+            self._on_workers(load, argument)
         self._arrived.update(names)
         if self._arrived.issuperset(expected):
             self._state.receive()
+
+    def _on_workers(self, call: str | Callable[..., Any], *args: Any) -> list[Any]:
+        """Return what a call returns on each worker, see `worker_side.attempt`, or raise."""
+        try:
+            attempts = self._llm.collective_rpc(worker_side.attempt, args=(call, *args))
+        except Exception as error:
+            # What a call raises is an answer too.
+            raise RuntimeError(f"not all of vLLM's workers are alive: {error!r}") from error
+        errors = [attempt.error for attempt in attempts if attempt.error is not None]
+        if errors:
+            raise errors[0]
+        return [attempt.result for attempt in attempts]
 
     def _complete(
         self, prompts: list[list[int]], arguments: list[dict[str, Any]]

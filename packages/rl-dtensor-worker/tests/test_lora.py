@@ -1,0 +1,343 @@
+"""Adapters, against plain peft and a plain loop over its model."""
+
+import copy
+import json
+import sys
+
+import lora_ranks
+import parity_models
+import parity_ranks
+import peft
+import pytest
+import torch
+from oracle import (
+    LOGPROB_TOLERANCE,
+    PARAMETER_TOLERANCE,
+    load,
+    plain_logprobs,
+    train_plainly,
+)
+from rank_pool import RankFailure
+from rl_dtensor_worker import DTensorPolicyWorker
+from safetensors.torch import load_file
+from test_parity import BATCHINGS, RELATIVE_TOLERANCE, assert_equal_parameters, joined
+from test_parity import LAYOUTS as PARITY_LAYOUTS
+from tiny_model import make_batch, make_config
+from transformers import AutoModelForCausalLM
+
+LAYOUTS = {"one": (1, {}), **PARITY_LAYOUTS}
+# A scale of 5 / 3, which rounds where a power of two would not.
+SETTINGS = {"r": 3, "lora_alpha": 5, "target_modules": "all-linear"}
+BATCH = make_batch(6)
+
+
+def config_of(path, layout="dp2", *, batching="padded", **overrides):
+    section = BATCHINGS[batching]
+    budgets = {"train_mb_tokens": parity_ranks.BUDGET, "logprob_mb_tokens": parity_ranks.BUDGET}
+    sections = {} if section is None else {section: {"enabled": True, **budgets}}
+    lora = {"enabled": True, **SETTINGS, **overrides.pop("lora", {})}
+    dtensor = {"enabled": True, **LAYOUTS[layout][1], "lora": lora, **overrides.pop("dtensor", {})}
+    return make_config(path, dtensor_cfg=dtensor, **sections, **overrides)
+
+
+@pytest.fixture(scope="module")
+def base(tmp_path_factory):
+    return parity_models.build("qwen3", tmp_path_factory.mktemp("base"))
+
+
+@pytest.fixture(scope="module")
+def adapters(base, tmp_path_factory):
+    """A directory that peft wrote, of adapters whose B is not zero."""
+    torch.manual_seed(5)
+    model = peft.get_peft_model(load(base), peft.LoraConfig(**SETTINGS, task_type="CAUSAL_LM"))
+    for name, parameter in model.named_parameters():
+        if "lora_B" in name:
+            torch.nn.init.normal_(parameter, std=0.1)
+    path = tmp_path_factory.mktemp("adapters")
+    model.save_pretrained(path)
+    return str(path)
+
+
+def with_peft(base, adapters, *, trainable=False):
+    return peft.PeftModel.from_pretrained(load(base), adapters, is_trainable=trainable)
+
+
+def merged(model):
+    """Return the parameters of a copy of a peft model into which it has merged its adapters."""
+    return dict(copy.deepcopy(model).merge_and_unload().named_parameters())
+
+
+def in_peft_names(parameters):
+    return {f"base_model.model.{name}": tensor for name, tensor in parameters.items()}
+
+
+@pytest.fixture(scope="module")
+def plain(base, adapters):
+    """What plain peft gives for the batch, before and after training."""
+    model = with_peft(base, adapters, trainable=True)
+    known = {
+        "logprobs": plain_logprobs(model.eval(), BATCH),
+        "reference": plain_logprobs(load(base), BATCH),
+        "merged": merged(model),
+    }
+    known["training"] = train_plainly(model, BATCH, global_batch_size=4, num_calls=3)
+    return known
+
+
+# Every layout, and every way of batching with each kind of attention.
+CASES = [
+    ("one", "padded"),
+    ("dp2", "packed"),
+    ("cp2", "padded"),
+    ("cp2", "packed"),
+    ("hybrid", "dynamic"),
+]
+
+
+@pytest.mark.parametrize(("layout", "batching"), CASES)
+def test_every_layout_equals_plain_peft(pools, base, adapters, plain, layout, batching):
+    num_ranks = LAYOUTS[layout][0]
+    config = config_of(base, layout, batching=batching, lora={"adapter_path": adapters})
+    results = pools(num_ranks).run(
+        parity_ranks.run_case,
+        config=config,
+        batch=BATCH,
+        section=BATCHINGS[batching],
+        num_calls=3,
+    )
+    for key in ("logprobs", "reference"):
+        torch.testing.assert_close(joined(results, key), plain[key], atol=LOGPROB_TOLERANCE, rtol=0)
+    expected, losses, norms = plain["training"]
+    for result in results:
+        assert_equal_parameters(result["sent"], plain["merged"], 0.0)
+        for key, values in (("losses", losses), ("grad_norms", norms)):
+            torch.testing.assert_close(
+                result[key], torch.tensor(values), rtol=RELATIVE_TOLERANCE, atol=0
+            )
+        found = in_peft_names(result["parameters"])
+        assert_equal_parameters(found, expected, PARAMETER_TOLERANCE)
+        weights = {name: each for name, each in found.items() if "lora" not in name}
+        assert_equal_parameters(weights, {name: expected[name] for name in weights}, 0.0)
+
+
+def test_adapters_alone_are_trained_and_start_as_nothing(pools, base):
+    one, *_ = pools(1).run(lora_ranks.describe, config=config_of(base))
+    two, *_ = pools(2).run(lora_ranks.describe, config=config_of(base))
+    other, *_ = pools(1).run(lora_ranks.describe, config=config_of(base, seed=1))
+    weights = dict(load(base).named_parameters())
+    assert one["optimized"] == len(one["trained"]) == 2 * 7 * 2
+    assert all(".lora_" in name for name in one["trained"])
+    assert_equal_parameters(one["sent"], weights, 0.0)
+    assert [*one["sent"]] == [*one["info"]] == [*weights]
+    assert_equal_parameters(two["parameters"], one["parameters"], 0.0)
+    for name, tensor in one["parameters"].items():
+        if "lora_A" in name:
+            bound = tensor.shape[1] ** -0.5
+            assert 0.9 * bound < tensor.abs().max() <= bound
+            assert not torch.equal(tensor, other["parameters"][name])
+        elif "lora_B" in name:
+            assert not tensor.any()
+
+
+def test_weights_that_stay_are_held_in_the_dtype_of_compute(pools, base):
+    found, *_ = pools(2).run(lora_ranks.describe, config=config_of(base, precision="bfloat16"))
+    for name, dtype in found["dtypes"].items():
+        assert dtype is (torch.float32 if ".lora_" in name else torch.bfloat16), name
+    for name, weight in load(base).named_parameters():
+        assert torch.equal(found["sent"][name], weight.bfloat16())
+
+
+@pytest.mark.parametrize("layout", ["dp2", "cp2"])
+def test_the_reference_is_the_model_without_adapters(pools, base, adapters, layout):
+    config = config_of(base, layout, lora={"adapter_path": adapters})
+    plain_config = make_config(base, dtensor_cfg={"enabled": True, **LAYOUTS[layout][1]})
+    results = pools(2).run(lora_ranks.score_before_training, config=config, batch=BATCH)
+    expected = pools(2).run(lora_ranks.score_plainly, config=plain_config, batch=BATCH)
+    for result, reference in zip(results, expected, strict=True):
+        assert torch.equal(result["reference"], reference)
+        assert torch.equal(result["after"], reference)
+        assert (result["policy"] - reference).abs().max() > 1e-2
+        assert (result["grad_norm"] > 0).all()
+
+
+@pytest.mark.parametrize(("layout", "precision"), [("dp2", "float32"), ("hybrid", "bfloat16")])
+def test_what_is_saved_loads_everywhere(pools, base, tmp_path, layout, precision):
+    num_ranks = LAYOUTS[layout][0]
+    config = config_of(base, layout, precision=precision)
+    saved, *_ = pools(num_ranks).run(
+        lora_ranks.train_and_save, config=config, batch=BATCH, directory=str(tmp_path)
+    )
+    assert saved["is_untouched"]
+    assert saved["num_slots"] == 2 * 7 * 2
+    # The checkpoint holds adapters alone, and goes on bit for bit.
+    stored = {
+        name for file in (tmp_path / "weights").glob("*.safetensors") for name in load_file(file)
+    }
+    assert stored == {name for name in saved["saved"] if ".lora_" in name}
+    loaded, continued = pools(num_ranks).run(
+        lora_ranks.load_and_train, config=config, batch=BATCH, directory=str(tmp_path)
+    )[0]
+    assert_equal_parameters(loaded, saved["saved"], 0.0)
+    assert_equal_parameters(continued, saved["continued"], 0.0)
+    said = json.loads((tmp_path / "adapters" / "adapter_config.json").read_text())
+    assert (said["peft_type"], said["r"], said["lora_alpha"]) == ("LORA", 3, 5)
+    assert said["base_model_name_or_path"] == base
+    # peft reads its own format, and the merged model is the one it makes of it.
+    model = with_peft(base, tmp_path / "adapters")
+    parameters = dict(model.named_parameters())
+    for name, tensor in in_peft_names(saved["saved"]).items():
+        if ".lora_" in name:
+            assert torch.equal(parameters[name], tensor)
+    if precision == "float32":
+        assert_equal_parameters(saved["sent"], merged(model), 0.0)
+    exported = AutoModelForCausalLM.from_pretrained(tmp_path / "merged")
+    for name, parameter in exported.named_parameters():
+        assert parameter.dtype is torch.float32
+        assert torch.equal(parameter.to(saved["sent"][name].dtype), saved["sent"][name])
+
+
+def test_adapters_go_from_one_worker_to_another_through_peft(pools, base, tmp_path):
+    saved, *_ = pools(2).run(
+        lora_ranks.train_and_save, config=config_of(base), batch=BATCH, directory=str(tmp_path)
+    )
+    config = config_of(base, lora={"adapter_path": str(tmp_path / "adapters")})
+    started, *_ = pools(1).run(lora_ranks.describe, config=config)
+    assert_equal_parameters(started["parameters"], saved["saved"], 0.0)
+
+
+@pytest.mark.parametrize("saving", ["activation_checkpointing", "cpu_offload"])
+def test_what_saves_memory_changes_nothing(pools, base, adapters, saving):
+    lora = {"adapter_path": adapters}
+    outcomes = [
+        pools(2).run(
+            parity_ranks.run_case,
+            config=config_of(base, lora=lora, dtensor=dtensor),
+            batch=BATCH,
+            section=None,
+            num_calls=2,
+        )[0]
+        for dtensor in ({}, {saving: True})
+    ]
+    plain, saved = outcomes
+    for key in ("parameters", "sent"):
+        assert_equal_parameters(saved[key], plain[key], 0.0)
+
+
+def test_some_layers_alone_on_tied_embeddings_and_a_mixture(pools, tmp_path):
+    lora = {"target_modules": ["q_proj", "layers.1.self_attn.v_proj"]}
+    for name in ("llama_tied", "qwen3_moe"):
+        path = parity_models.build(name, tmp_path / name)
+        found, *_ = pools(2).run(lora_ranks.describe, config=config_of(path, lora=lora))
+        layers = {each.partition(".lora_")[0] for each in found["trained"]}
+        assert layers == {
+            *(f"model.layers.{i}.self_attn.q_proj" for i in (0, 1)),
+            "model.layers.1.self_attn.v_proj",
+        }
+        assert_equal_parameters(found["sent"], dict(load(path).named_parameters()), 0.0)
+
+
+def test_dropout_is_for_training_alone(pools, base, adapters):
+    for dropout in (0.0, 0.5):
+        lora = {"adapter_path": adapters, "lora_dropout": dropout}
+        (outcome,) = pools(1).run(
+            lora_ranks.train_twice_from_one_seed, config=config_of(base, lora=lora), batch=BATCH
+        )
+        trained, scored = (losses[0] for losses in outcome)
+        assert torch.equal(trained, scored) == (dropout == 0.0)
+
+
+# What is refused
+
+
+def refusal(pools, config, **options):
+    with pytest.raises(RankFailure) as failure:
+        pools(1).run(lora_ranks.start, config=config, **options)
+    assert failure.value.kind == "ValueError", failure.value
+    return failure.value.text
+
+
+@pytest.mark.parametrize(
+    ("targets", "words"),
+    [
+        (["q_proj", "k_porj"], ["'k_porj'", "is no layer of Qwen3ForCausalLM"]),
+        ("no.such.*", ["'no.such.*'", "does not fit Qwen3ForCausalLM"]),
+        (["q_proj", "lm_head"], ["takes in lm_head", "output layer"]),
+        (["embed_tokens"], ["takes in model.embed_tokens", "only linear layers"]),
+    ],
+)
+def test_layers_that_cannot_be_meant_are_named(pools, base, targets, words):
+    text = refusal(pools, config_of(base, lora={"target_modules": targets}))
+    assert text.startswith("policy.dtensor_cfg.lora.target_modules=")
+    assert all(word in text for word in words), text
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        ({"r": 4}, ["has r=3", "the policy 4"]),
+        ({"lora_alpha": 3}, ["has lora_alpha=5", "the policy 3"]),
+        ({"target_modules": ["q_proj"]}, ["other layers", "24 tensors differ"]),
+    ],
+)
+def test_a_directory_of_other_adapters_is_refused(pools, base, adapters, change, words):
+    text = refusal(pools, config_of(base, lora={"adapter_path": adapters, **change}))
+    assert text.startswith("policy.dtensor_cfg.lora.adapter_path=")
+    assert all(word in text for word in words), text
+
+
+def test_a_directory_without_adapters_is_refused(pools, base):
+    text = refusal(pools, config_of(base, lora={"adapter_path": base}))
+    assert "has no adapter_model.safetensors" in text
+
+
+def test_a_checkpoint_of_another_scale_is_refused(pools, base, tmp_path):
+    pools(1).run(
+        lora_ranks.train_and_save, config=config_of(base), batch=BATCH, directory=str(tmp_path)
+    )
+    weights = str(tmp_path / "weights")
+    text = refusal(pools, config_of(base, lora={"lora_alpha": 12}), weights_path=weights)
+    assert f"weights_path={weights!r} has lora_alpha=5, and the policy 12" in text
+    assert "has no adapter_config.json" in refusal(
+        pools, config_of(base), weights_path=str(tmp_path / "merged")
+    )
+
+
+def test_a_checkpoint_in_another_format_is_refused(pools, base, tmp_path):
+    model = load(base)
+    model.config.save_pretrained(tmp_path)
+    torch.save(model.state_dict(), tmp_path / "pytorch_model.bin")
+    text = refusal(pools, config_of(str(tmp_path)))
+    assert "lora.enabled=True needs a checkpoint in safetensors" in text
+
+
+@pytest.mark.parametrize(
+    ("dtensor", "overrides", "words"),
+    [
+        ({"tensor_parallel_size": 2}, {}, "policy.dtensor_cfg.tensor_parallel_size=2"),
+        ({}, {"head": "reward", "generation": None}, "policy.head='reward'"),
+    ],
+)
+def test_what_adapters_do_not_go_with_is_named(base, dtensor, overrides, words):
+    config = config_of(base, dtensor=dtensor, **overrides)
+    with pytest.raises(ValueError, match=r"lora.enabled=True contradicts") as error:
+        DTensorPolicyWorker.validate_config(config, world_size=2)
+    assert words in str(error.value)
+
+
+def test_without_peft_the_extra_is_named(monkeypatch, base):
+    from rl_dtensor_worker.lora import inject_adapters
+
+    monkeypatch.setitem(sys.modules, "peft", None)
+    with pytest.raises(ImportError, match=r'pip install "rl-dtensor-worker\[lora\]"'):
+        inject_adapters(load(base), None, model_name=base)
+
+
+def test_saving_adapters_needs_some(pools, base, tmp_path):
+    with pytest.raises(RankFailure) as failure:
+        pools(1).run(
+            lora_ranks.train_and_save,
+            config=make_config(base),
+            batch=BATCH,
+            directory=str(tmp_path),
+        )
+    assert "save_adapters() needs policy.dtensor_cfg.lora.enabled=True" in failure.value.text

@@ -1,0 +1,94 @@
+"""New weights for a mixture of experts in a real vLLM, under the names that transformers has."""
+
+import pytest
+import torch
+from rl_dtensor_worker.weights import ModelWeights
+from rl_policy import RayVirtualCluster
+from rl_policy.generation.vllm import VllmGeneration
+from transformers import AutoModelForCausalLM, Qwen3MoeConfig, Qwen3MoeForCausalLM
+from vllm_oracles import (
+    TEXTS,
+    TOLERANCE,
+    ascii_tokenizer,
+    expected_logprobs,
+    generation_config,
+    prompts_of,
+)
+
+rl_refit = pytest.importorskip("rl_refit", reason="comes with the extra vllm")
+pytestmark = pytest.mark.vllm
+
+# Not a coincidence of rounding: with the wrong weights a log-probability is off by far more.
+WRONG = 1e-2
+
+
+def save_experts(path, tokenizer):
+    """Write a Qwen3 mixture of experts with random weights and its tokenizer."""
+    torch.manual_seed(0)
+    config = Qwen3MoeConfig(
+        vocab_size=len(tokenizer),
+        hidden_size=64,
+        intermediate_size=128,
+        # Not a multiple of 32, to which the kernel of the CPU pads it.
+        moe_intermediate_size=24,
+        num_experts=4,
+        num_experts_per_tok=2,
+        num_hidden_layers=2,
+        num_attention_heads=2,
+        num_key_value_heads=2,
+        head_dim=32,
+        max_position_embeddings=64,
+        # Large, so that the distribution is far from uniform.
+        initializer_range=0.3,
+        tie_word_embeddings=False,
+        pad_token_id=tokenizer.pad_token_id,
+        eos_token_id=tokenizer.eos_token_id,
+        bos_token_id=None,
+    )
+    Qwen3MoeForCausalLM(config).float().save_pretrained(path)
+    tokenizer.save_pretrained(path)
+
+
+@pytest.fixture(scope="module")
+def tokenizer():
+    return ascii_tokenizer()
+
+
+@pytest.fixture(scope="module")
+def engines(tmp_path_factory, tokenizer):
+    path = tmp_path_factory.mktemp("experts")
+    save_experts(path, tokenizer)
+    cluster = RayVirtualCluster([1])
+    engines = VllmGeneration(cluster, generation_config(path), tokenizer, timeout_s=240.0)
+    engines.path = path
+    yield engines
+    engines.shutdown()
+    cluster.shutdown()
+
+
+@pytest.mark.parametrize("bucket_bytes", [16 << 10, 8 << 20], ids=["split", "whole"])
+def test_experts_arrive_under_the_names_of_the_trainers_model(engines, tokenizer, bucket_bytes):
+    model = AutoModelForCausalLM.from_pretrained(engines.path, dtype=torch.float32).eval()
+    version = engines.weight_version + 1
+    torch.manual_seed(version + 1)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.add_(torch.randn(parameter.shape) * 0.05)
+    assert mismatch(engines, model, tokenizer) > WRONG
+    source = ModelWeights(model, wire_dtype=torch.float32, device=torch.device("cpu"))
+    with rl_refit.RefitSender(source, bucket_bytes=bucket_bytes, timeout_s=60.0) as sender:
+        engines.init_transfer(sender.address)
+        engines.begin_update(version)
+        call = engines.update(version)
+        sender.send(version)
+        engines.wait_for_update(call)
+        engines.commit_update(version)
+        sender.commit(version)
+    assert mismatch(engines, model, tokenizer) < TOLERANCE
+
+
+def mismatch(engines, model, tokenizer):
+    """Return the largest error of the log-probabilities under `model`."""
+    output = engines.generate(prompts_of(tokenizer, TEXTS))
+    expected = expected_logprobs(model, output, temperature=0.7)
+    return (output["logprobs"] - expected).abs().max().item()

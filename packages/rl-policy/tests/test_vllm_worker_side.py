@@ -1,0 +1,61 @@
+"""What comes back from a call on one worker of an engine; needs no vLLM."""
+
+import pickle
+
+import pytest
+from rl_policy.generation.worker_side import attempt, start_update
+
+
+class Worker:
+    """What the functions need of vLLM's."""
+
+    def __init__(self, *, is_updating=False):
+        self._weight_update_active = is_updating
+        self.calls = []
+
+    def start_weight_update(self):
+        self.calls.append("start")
+
+    def finish_weight_update(self):
+        self.calls.append("finish")
+
+
+def divide(worker, numerator, denominator):
+    return numerator / denominator
+
+
+class NeedsTwoError(Exception):
+    def __init__(self, one, two):
+        super().__init__(f"{one} and {two}")
+
+
+def fail_with_two(worker):
+    raise NeedsTwoError(1, 2)
+
+
+def test_a_call_returns_its_result_or_its_error():
+    assert attempt(Worker(), divide, 3, 2).result == 1.5
+    failed = attempt(Worker(), divide, 3, 0)
+    assert isinstance(failed.error, ZeroDivisionError)
+    assert failed.result is None
+
+
+def test_a_method_of_the_worker_is_called_by_its_name():
+    worker = Worker()
+    assert attempt(worker, "start_weight_update").error is None
+    assert worker.calls == ["start"]
+
+
+def test_an_error_that_would_not_arrive_is_told_in_words():
+    error = attempt(Worker(), fail_with_two).error
+    with pytest.raises(RuntimeError, match=r"NeedsTwoError\('1 and 2'\)"):
+        raise pickle.loads(pickle.dumps(error))
+
+
+@pytest.mark.parametrize(
+    ("is_updating", "calls"), [(False, ["start"]), (True, ["finish", "start"])]
+)
+def test_an_update_that_is_open_is_finished_before_the_next(is_updating, calls):
+    worker = Worker(is_updating=is_updating)
+    start_update(worker)
+    assert worker.calls == calls
