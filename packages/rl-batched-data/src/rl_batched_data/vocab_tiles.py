@@ -114,13 +114,14 @@ class OutputHead:
         hidden, matrix, bias = self.hidden_NH, self.matrix_VH, self.bias_V
         grad_NH = torch.zeros_like(hidden, dtype=torch.float32) if needed[0] else None
         grad_VH = torch.empty_like(matrix) if needed[1] else None
-        grad_V = torch.zeros_like(bias) if needed[2] and bias is not None else None
+        grad_V = torch.empty_like(bias) if needed[2] and bias is not None else None
         for cols in reversed(self.tiling.cols):
             grad_vH = torch.zeros_like(matrix[cols], dtype=torch.float32)
+            grad_v = torch.zeros(len(grad_vH), device=matrix.device)
             for rows in reversed(self.tiling.rows):
                 grad_nv = gradient_tile(rows, cols)
                 if grad_V is not None:
-                    grad_V[cols] += grad_nv.sum(0)
+                    grad_v += grad_nv.sum(0)
                 # Tensor cores take both factors in the matrix's dtype.
                 grad_nv = grad_nv.to(matrix.dtype) if grad_nv.is_cuda else grad_nv
                 if grad_NH is not None:
@@ -129,6 +130,8 @@ class OutputHead:
                     _add_product(grad_vH, grad_nv.T, hidden[rows])
             if grad_VH is not None:
                 grad_VH[cols] = grad_vH
+            if grad_V is not None:
+                grad_V[cols] = grad_v
         return None if grad_NH is None else grad_NH.to(hidden.dtype), grad_VH, grad_V
 
 
