@@ -8,7 +8,8 @@ import pytest
 import torch
 from megatron_ranks import build_reference, job
 from optim_ranks import build_trainer, train_step
-from rl_megatron_worker.checkpoint import Checkpointer, _InProcessSave
+from rl_megatron_worker.checkpoint import Checkpointer
+from rl_megatron_worker.in_process_save import InProcessSave
 
 
 def start(runtime, plan, kind="dense", *, seed=0, timeout_s=60, **given):
@@ -86,7 +87,7 @@ def dying_writer_ranks(*, directory, victim):
         saves.save(f"{directory}/weights", f"{directory}/optimizer")
         train_step(runtime, chunks, config, trainer, 0)
         if torch.distributed.get_rank() == victim:
-            _InProcessSave.save = lambda *_: os._exit(9)
+            InProcessSave.save = lambda *_: os._exit(9)
         with pytest.raises(RuntimeError, match="was not written") as raised:
             saves.save(f"{directory}/weights", f"{directory}/optimizer")
         return str(raised.value)

@@ -16,19 +16,12 @@ import torch
 import torch.distributed as dist
 from megatron.core import dist_checkpointing, parallel_state
 from megatron.core.dist_checkpointing.core import CheckpointingException
-from megatron.core.dist_checkpointing.strategies.torch import (
-    MCoreSavePlanner,
-    TorchDistSaveShardedStrategy,
-    _replace_state_dict_keys_with_sharded_keys,
-    mcore_to_pyt_state_dict,
-)
 from megatron.core.tensor_parallel import get_cuda_rng_tracker
 from rl_interfaces.backend import directories
 from rl_interfaces.backend.agreement import failing_together
 from torch.distributed.checkpoint.api import CheckpointException
-from torch.distributed.checkpoint.filesystem import FileSystemWriter
-from torch.distributed.checkpoint.state_dict_saver import save as save_tensors
 
+from rl_megatron_worker.in_process_save import InProcessSave
 from rl_megatron_worker.model import unwrapped
 
 if TYPE_CHECKING:
@@ -109,6 +102,8 @@ class Checkpointer:
         if optimizer_path is not None and self._trainer is not None:
             paths.append(Path(optimizer_path).absolute())
         _check_one_save(paths)
+        if len(paths) > 1:
+            self._check_experts(paths[1])
         with self._runtime.scope(), torch.no_grad():
             self._read_model(paths[0])
             if self._trainer is None:
@@ -116,7 +111,6 @@ class Checkpointer:
             if len(paths) == 1:
                 self._trainer.take_up_weights()
                 return None
-            self._check_experts(paths[1])
             state = _read(self._training_state(is_loading=True), paths[1])
             self._trainer.optimizer.load_state_dict(state["optimizer"])
             self._trainer.scheduler.load_state_dict(state["scheduler"])
@@ -158,7 +152,7 @@ class Checkpointer:
 
     def _write(self, state: dict[str, Any], directory: Path) -> None:
         dist_checkpointing.save(
-            state, str(directory), sharded_strategy=_InProcessSave(*_FORMAT, group=self._group)
+            state, str(directory), sharded_strategy=InProcessSave(*_FORMAT, group=self._group)
         )
 
     def _model_state(self) -> dict[str, Any]:
@@ -201,36 +195,6 @@ class Checkpointer:
                 f"expert_model_parallel_size{sizes[0]}, and cannot be loaded with "
                 f"expert_model_parallel_size{sizes[1]}: load the weights alone"
             )
-
-
-class _InProcessSave(TorchDistSaveShardedStrategy):
-    """Writes what Megatron-core's own strategy does, in this process.
-
-    Megatron-core's forks processes and waits for them without a limit, so that one which is killed
-    stops the job for good. Here what fails on one rank is raised on all of them.
-
-    Args:
-        backend: Name of the format.
-        version: Its version.
-        group: The ranks that save, on the CPU.
-    """
-
-    def __init__(self, backend: str, version: int, *, group: dist.ProcessGroup | None) -> None:
-        super().__init__(backend, version)
-        self._group = group
-
-    def save(self, sharded_state_dict: dict[str, Any], checkpoint_dir: str | Path) -> None:
-        """Write the tensors and objects; collective."""
-        by_key, _, _ = _replace_state_dict_keys_with_sharded_keys(
-            sharded_state_dict, self.keep_only_main_replica
-        )
-        save_tensors(
-            mcore_to_pyt_state_dict(by_key, False),
-            # With several threads, torch loses what one of them raises.
-            storage_writer=FileSystemWriter(checkpoint_dir, thread_count=1),
-            planner=MCoreSavePlanner(dedup_replicated_tensors=False, flatten_state_dict=False),
-            process_group=self._group,
-        )
 
 
 def _metadata() -> dict[str, Any]:
