@@ -24,12 +24,7 @@ def model(request, tmp_path_factory):
     return build_tiny(tmp_path_factory.mktemp(request.param), request.param, tied=True)
 
 
-@pytest.mark.parametrize("layout", LAYOUTS)
-def test_greedy_completions_are_those_of_transformers(pools, model, layout):
-    num_ranks, sizes = LAYOUTS[layout]
-    batch = make_batch(5)
-    config = make_config(model, sections={"generation_batch_size": 3}, **sizes)
-    results = pools(num_ranks).run(generate_and_score, config=config, batch=batch, greedy=True)
+def assert_greedy_is_that_of_transformers(results, batch, model):
     plain = load(model)
     for result in results:
         shards = batch.shard_by_batch_size(
@@ -43,6 +38,15 @@ def test_greedy_completions_are_those_of_transformers(pools, model, layout):
             total = int(result["unpadded_sequence_lengths"][row])
             assert result["output_ids"][row, :total].tolist() == expected.tolist()
             assert torch.all(result["output_ids"][row, total:] == PAD)
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_greedy_completions_are_those_of_transformers(pools, model, layout):
+    num_ranks, sizes = LAYOUTS[layout]
+    batch = make_batch(5)
+    config = make_config(model, sections={"generation_batch_size": 3}, **sizes)
+    results = pools(num_ranks).run(generate_and_score, config=config, batch=batch, greedy=True)
+    assert_greedy_is_that_of_transformers(results, batch, model)
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)

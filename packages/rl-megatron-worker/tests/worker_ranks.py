@@ -144,3 +144,32 @@ def information(*, config):
         worker.start_gpu_profiling()
         worker.stop_gpu_profiling()
         return worker.get_gpu_info(), worker.report_device_id(), worker.is_alive(), repr(worker)
+
+
+def devices_in_each_state(*, config, batch):
+    """Return where parameters and optimizer state are in each state, and what is allocated."""
+    with worker_for(config, init_reference_model=False) as worker:
+        rows, _ = rows_of(batch, global_batch_size=config["train_global_batch_size"])
+        worker.train(rows, LOSSES["nll"]())
+        states = {"training": _devices(worker)}
+        for state, call in (
+            ("inference", worker.prepare_for_lp_inference),
+            ("refitting", worker.offload_before_refit),
+            ("offloaded", worker.offload_after_refit),
+        ):
+            call()
+            states[state] = _devices(worker)
+        return states
+
+
+def _devices(worker):
+    parameters = {each.device.type for chunk in worker.model for each in chunk.parameters()}
+    state = worker._trainer.optimizer.state
+    optimizer = {
+        value.device.type
+        for _, values in state.items()
+        for value in values.values()
+        if isinstance(value, torch.Tensor) and value.ndim
+    }
+    allocated = torch.cuda.memory_allocated() if torch.cuda.is_available() else 0
+    return {"parameters": parameters, "optimizer": optimizer, "bytes": allocated}
