@@ -34,6 +34,8 @@ TESTED_AS = {
     "rl-interfaces": "rl-interfaces[backend]",
     "rl-policy": "rl-policy[dtensor,megatron]",
 }
+# What a package's benchmarks compare it with.
+BENCHED_BESIDE = {"rl-megatron-worker": ["rl-dtensor-worker"]}
 # The packages whose parity with transformers is a table.
 WORKERS = ["rl-dtensor-worker", "rl-megatron-worker"]
 
@@ -218,7 +220,8 @@ def bench(session: nox.Session, package: str) -> None:
     scripts = [script for script in found if not script.stem.endswith("_vllm")]
     if not scripts:
         session.skip(f"packages/{package} has no benchmarks")
-    install(session, *editable(TESTED_AS.get(package, package)), *group("bench"))
+    beside = [part for name in BENCHED_BESIDE.get(package, []) for part in editable(name)]
+    install(session, *editable(TESTED_AS.get(package, package)), *beside, *group("bench"))
     # Where the table that every benchmark prints is made.
     environment = ENVIRONMENT | {"PYTHONPATH": str(ROOT / "packages/rl-batched-data/benchmarks")}
     for script in scripts:

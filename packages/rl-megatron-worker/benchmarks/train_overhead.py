@@ -1,6 +1,6 @@
 """Measure `train` beside a bare Megatron-core loop, and beside the DTensor worker, in turns.
 
-The bare loop is Megatron-core's schedule and optimizer over the same chunks' twin, with micro-batches
+The bare loop is Megatron-core's schedule and optimizer over a copy of the model, with micro-batches
 that were laid out before: what is over it is counting, laying out, checking, and metrics.
 """
 
@@ -10,25 +10,32 @@ import os
 import socket
 import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Generator
+from contextlib import contextmanager
 from functools import partial
 from statistics import median
 from typing import Any
 
 import torch
+from megatron.core.distributed import finalize_model_grads
 from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
 from megatron.core.pipeline_parallel import get_forward_backward_func
+from report import Row, parse_options, report
 from rl_batched_data import BatchedDataDict
 from rl_batched_data.token_logprobs import target_scores
 from rl_dtensor_worker import DTensorPolicyWorker
 from rl_interfaces import LossInput, LossType
 from rl_megatron_worker import MegatronPolicyWorker
-from rl_megatron_worker.model import run_chunk, scoring_options
+from rl_megatron_worker.model import (
+    build_model,
+    run_chunk,
+    scoring_options,
+    transformer_config,
+)
+from rl_megatron_worker.optim import ddp_config
 from rl_megatron_worker.row_layout import PackedLayout
 from tokenizers import Tokenizer, models
 from transformers import PreTrainedTokenizerFast, Qwen2Config, Qwen2ForCausalLM
-
-from report import Row, parse_options, report
 
 ADAM = {"lr": 1e-4, "eps": 1e-8, "weight_decay": 0.0}
 
@@ -92,11 +99,23 @@ def start(worker_class: type, model: str, section: str, *, num_rows: int, rows: 
 
 
 class BareLoop:
-    """Megatron-core's own schedule and optimizer, over the model of a worker of its own."""
+    """Megatron-core's own schedule and optimizer, over a copy of a worker's model."""
 
     def __init__(self, worker: Any, batch: BatchedDataDict[Any]) -> None:
         self._worker = worker
-        self._chunk = worker.model[0]
+        config, architecture = worker._config, worker._architecture
+        megatron_config = transformer_config(
+            architecture, config.layout, config.model, worker._runtime
+        )
+        megatron_config.finalize_model_grads_func = finalize_model_grads
+        (self._chunk,) = build_model(
+            architecture,
+            megatron_config,
+            config.layout,
+            worker._runtime,
+            ddp=ddp_config(config.data_parallel, config.optimizer),
+        )
+        self._chunk.load_state_dict(worker.model[0].state_dict())
         self._num_targets = float(batch["token_mask"].sum())
         (step,) = worker._steps(
             batch, local_batch_size=None, given=None, default=worker._config.train_micro_batch_size
@@ -117,6 +136,7 @@ class BareLoop:
         )
         with worker._runtime.scope():
             self._optimizer = get_megatron_optimizer(settings, [self._chunk])
+        megatron_config.grad_scale_func = self._optimizer.scale_loss
 
     def step(self) -> None:
         """Take an optimizer step."""
@@ -144,6 +164,23 @@ class BareLoop:
         return loss, torch.zeros((), dtype=torch.int, device=loss.device), {}
 
 
+@contextmanager
+def job() -> Generator[None, None, None]:
+    """Be the only rank of a job inside."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    os.environ.update(RANK="0", WORLD_SIZE="1", LOCAL_RANK="0")
+    os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
+    torch.distributed.init_process_group(
+        "cpu:gloo,cuda:nccl" if torch.cuda.is_available() else "gloo"
+    )
+    try:
+        yield
+    finally:
+        torch.distributed.destroy_process_group()
+
+
 def timed(step: Callable[[], Any]) -> float:
     """Return the seconds of a step, the device's work included."""
     begin = time.perf_counter()
@@ -160,9 +197,8 @@ def measure(*, vocab_size: int, hidden_size: int, num_rows: int, width: int, run
     with tempfile.TemporaryDirectory() as path:
         write_model(path, vocab_size=vocab_size, hidden_size=hidden_size)
         ours = start(MegatronPolicyWorker, path, "megatron_cfg", num_rows=num_rows, rows=rows)
-        twin = start(MegatronPolicyWorker, path, "megatron_cfg", num_rows=num_rows, rows=rows)
         other = start(DTensorPolicyWorker, path, "dtensor_cfg", num_rows=num_rows, rows=rows)
-    bare, loss_fn = BareLoop(twin, batch), NextTokenLoss()
+    bare, loss_fn = BareLoop(ours, batch), NextTokenLoss()
     turns: list[tuple[float, float, float]] = []
     for _ in range(runs + 1):  # the first turn warms up
         turns.append(
@@ -190,27 +226,19 @@ def measure(*, vocab_size: int, hidden_size: int, num_rows: int, width: int, run
 def main() -> None:
     """Print and write the table."""
     options = parse_options(__doc__)
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
-    os.environ.update(RANK="0", WORLD_SIZE="1", LOCAL_RANK="0")
-    os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
-    torch.distributed.init_process_group(
-        "cpu:gloo,cuda:nccl" if torch.cuda.is_available() else "gloo"
-    )
     sizes = [1024] if options.quick else [1024, 8192]
-    rows = [
-        measure(
-            vocab_size=vocab_size,
-            hidden_size=256,
-            num_rows=16,
-            width=256,
-            runs=4 if options.quick else 10,
-        )
-        for vocab_size in sizes
-    ]
+    with job():
+        rows = [
+            measure(
+                vocab_size=vocab_size,
+                hidden_size=256,
+                num_rows=16,
+                width=256,
+                runs=4 if options.quick else 10,
+            )
+            for vocab_size in sizes
+        ]
     report("megatron_train", "train beside a bare Megatron-core loop, one rank", rows, options.out)
-    torch.distributed.destroy_process_group()
 
 
 if __name__ == "__main__":
