@@ -173,3 +173,30 @@ def _devices(worker):
     }
     allocated = torch.cuda.memory_allocated() if torch.cuda.is_available() else 0
     return {"parameters": parameters, "optimizer": optimizer, "bytes": allocated}
+
+
+def train_and_save(*, config, batch, directory):
+    """Train twice, save, train once more; return the weights after both, and what is drawn."""
+    with worker_for(config, init_reference_model=False) as worker:
+        rows, _ = rows_of(batch, global_batch_size=config["train_global_batch_size"])
+        for _ in range(2):
+            worker.train(rows, LOSSES["nll"]())
+        saved = sent_by(worker)
+        worker.save_checkpoint(
+            f"{directory}/weights", f"{directory}/optimizer", f"{directory}/tokenizer"
+        )
+        worker.save_hf_checkpoint(f"{directory}/exported", max_file_bytes=20_000)
+        drawn = torch.rand(4, generator=worker._random.sampling)
+        worker.train(rows, LOSSES["nll"]())
+        return {"saved": saved, "after": sent_by(worker), "drawn": drawn}
+
+
+def load_and_train(*, config, batch, directory):
+    """Load, train once; return the weights as loaded, and after."""
+    paths = {"weights_path": f"{directory}/weights", "optimizer_path": f"{directory}/optimizer"}
+    with worker_for(config, init_reference_model=False, **paths) as worker:
+        loaded = sent_by(worker)
+        drawn = torch.rand(4, generator=worker._random.sampling)
+        rows, _ = rows_of(batch, global_batch_size=config["train_global_batch_size"])
+        worker.train(rows, LOSSES["nll"]())
+        return {"loaded": loaded, "after": sent_by(worker), "drawn": drawn}

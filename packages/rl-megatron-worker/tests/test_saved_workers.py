@@ -1,0 +1,62 @@
+"""A worker that is saved in one layout of ranks and goes on in another."""
+
+import pytest
+import torch
+from batches import make_batch, make_config
+from oracle import load
+from test_parity import assert_equal_parameters
+from tiny_models import build_tiny
+from transformers import AutoTokenizer
+from worker_ranks import load_and_train, train_and_save
+
+TP = "tensor_model_parallel_size"
+PP = "pipeline_model_parallel_size"
+# One AdamW step (eps 1e-6) from the same state, with sums in another order.
+GOING_ON_TOLERANCE = 1e-6
+
+
+@pytest.fixture(scope="module")
+def saved(pools, tmp_path_factory):
+    """What two tensor-parallel ranks saved, and what became of them."""
+    model = build_tiny(tmp_path_factory.mktemp("qwen2"), "qwen2", tied=True)
+    directory = tmp_path_factory.mktemp("saved")
+    results = pools(2).run(
+        train_and_save,
+        config=make_config(model, **{TP: 2}),
+        batch=make_batch(4),
+        directory=str(directory),
+    )
+    return model, directory, results
+
+
+@pytest.mark.parametrize(
+    ("num_ranks", "layout"),
+    [(2, {TP: 2}), (2, {PP: 2}), (2, {}), (1, {})],
+    ids=["tp2", "pp2", "dp2", "one"],
+)
+def test_training_goes_on(pools, saved, num_ranks, layout):
+    model, directory, results = saved
+    same = layout == {TP: 2}
+    for rank, found in enumerate(
+        pools(num_ranks).run(
+            load_and_train,
+            config=make_config(model, **layout),
+            batch=make_batch(4),
+            directory=str(directory),
+        )
+    ):
+        for name, tensor in results[0]["saved"].items():
+            assert torch.equal(found["loaded"][name], tensor)
+        tolerance = 0.0 if same else GOING_ON_TOLERANCE
+        assert_equal_parameters(found["after"], results[0]["after"], tolerance)
+        if same:
+            assert torch.equal(found["drawn"], results[rank]["drawn"])
+
+
+def test_what_is_exported_is_what_was_saved(saved):
+    _, directory, results = saved
+    exported = load(directory / "exported").state_dict()
+    assert len(list((directory / "exported").glob("*.safetensors"))) > 1
+    assert_equal_parameters(results[0]["saved"], exported, 0.0)
+    assert AutoTokenizer.from_pretrained(directory / "exported").pad_token == "<pad>"
+    assert AutoTokenizer.from_pretrained(directory / "tokenizer").pad_token == "<pad>"
