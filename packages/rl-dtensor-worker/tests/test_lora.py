@@ -7,7 +7,6 @@ import sys
 import lora_ranks
 import parity_models
 import parity_ranks
-import peft
 import pytest
 import torch
 from oracle import (
@@ -24,6 +23,8 @@ from test_parity import BATCHINGS, RELATIVE_TOLERANCE, assert_equal_parameters, 
 from test_parity import LAYOUTS as PARITY_LAYOUTS
 from tiny_model import make_batch, make_config
 from transformers import AutoModelForCausalLM
+
+peft = pytest.importorskip("peft", reason="comes with the extra lora")
 
 LAYOUTS = {"one": (1, {}), **PARITY_LAYOUTS}
 # A scale of 5 / 3, which rounds where a power of two would not.

@@ -9,7 +9,7 @@ from checkpoint_ranks import (
     save_ranks,
     weights_only_ranks,
 )
-from rank_pool import RankFailure
+from forked_ranks import RankFailure
 
 # Of the norm of the next step's gradients, which another layout sums up in another order.
 NORM_TOLERANCE = 1e-6

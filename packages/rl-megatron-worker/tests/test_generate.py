@@ -3,8 +3,9 @@
 import pytest
 import torch
 from batches import make_batch, make_config
-from oracle import LOGPROB_TOLERANCE, load
-from tiny_models import PAD, build_tiny
+from parity_checks import assert_greedy_is_that_of_transformers
+from plain_loop import LOGPROB_TOLERANCE
+from tiny_models import build_tiny
 from worker_ranks import generate_and_score
 
 TP = "tensor_model_parallel_size"
@@ -22,22 +23,6 @@ LAYOUTS = {
 @pytest.fixture(scope="module", params=["qwen2", "qwen3"])
 def model(request, tmp_path_factory):
     return build_tiny(tmp_path_factory.mktemp(request.param), request.param, tied=True)
-
-
-def assert_greedy_is_that_of_transformers(results, batch, model):
-    plain = load(model)
-    for result in results:
-        shards = batch.shard_by_batch_size(
-            len({each["place"] for each in results}), allow_uneven_shards=True
-        )
-        rows = shards[result["place"]]
-        for row, length in enumerate(rows["input_lengths"].tolist()):
-            expected = plain.generate(
-                rows["input_ids"][row : row + 1, :length], do_sample=False, max_new_tokens=8
-            )[0]
-            total = int(result["unpadded_sequence_lengths"][row])
-            assert result["output_ids"][row, :total].tolist() == expected.tolist()
-            assert torch.all(result["output_ids"][row, total:] == PAD)
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)

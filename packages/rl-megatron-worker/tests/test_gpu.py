@@ -3,9 +3,13 @@
 import pytest
 import torch
 from batches import make_batch, make_config
-from oracle import load, plain_logprobs, plain_training
-from test_generate import assert_greedy_is_that_of_transformers
-from test_parity import LAYOUTS, assert_equal_parameters, joined
+from parity_checks import (
+    LAYOUTS,
+    assert_equal_parameters,
+    assert_greedy_is_that_of_transformers,
+    joined,
+)
+from plain_loop import load, plain_logprobs, plain_training
 from tiny_models import build_tiny
 from worker_ranks import (
     devices_in_each_state,

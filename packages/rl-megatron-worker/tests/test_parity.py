@@ -10,7 +10,8 @@ import os
 import pytest
 import torch
 from batches import make_batch, make_config
-from oracle import (
+from parity_checks import LAYOUTS, assert_equal_parameters, joined
+from plain_loop import (
     LOGPROB_TOLERANCE,
     PARAMETER_TOLERANCE,
     RELATIVE_TOLERANCE,
@@ -21,20 +22,6 @@ from oracle import (
 from tiny_models import build_tiny
 from worker_ranks import BUDGET, run_case
 
-TP = "tensor_model_parallel_size"
-PP = "pipeline_model_parallel_size"
-LAYOUTS = {
-    "dp2": (2, {}),
-    "tp2": (2, {TP: 2}),
-    "tp2_sp": (2, {TP: 2, "sequence_parallel": True}),
-    "pp2": (2, {PP: 2}),
-    "pp2_unlike": (2, {PP: 2, "num_layers_in_first_pipeline_stage": 1}),
-    "pp2_virtual": (2, {PP: 2, "virtual_pipeline_model_parallel_size": 2}),
-    "cp2": (2, {"context_parallel_size": 2}),
-    "tp2_pp2": (4, {TP: 2, PP: 2}),
-    "dp2_tp2": (4, {TP: 2}),
-    "ep2": (2, {"expert_model_parallel_size": 2}),
-}
 MODELS = {
     "llama": {"kind": "llama"},
     "llama_tied": {"kind": "llama", "tied": True},
@@ -100,37 +87,6 @@ def stored(path):
     from safetensors.torch import load_file
 
     return load_file(f"{path}/model.safetensors")
-
-
-def joined(results, key):
-    """Return the rows of all data-parallel places, in the batch's order."""
-    places = {result["place"]: result for result in results}
-    rows = torch.cat([places[place][key] for place in sorted(places)])
-    order = places[0]["order"]
-    if order is None:
-        return rows
-    restored = torch.empty_like(rows)
-    restored[torch.tensor(order)] = rows
-    return restored
-
-
-def assert_equal_parameters(found, state, tolerance):
-    """Hold tensors under the names of a file against those of a model."""
-    for name, tensor in found.items():
-        difference = float((tensor - in_memory(state, name)).abs().max())
-        assert difference <= tolerance, (name, difference)
-
-
-def in_memory(state, name):
-    """Return what a model of transformers has of a tensor that a file has; experts are fused."""
-    if ".experts." not in name:
-        return state[name]
-    layer, _, rest = name.partition(".experts.")
-    expert, projection, _ = rest.split(".")
-    if projection == "down_proj":
-        return state[f"{layer}.experts.down_proj"][int(expert)]
-    gate, up = state[f"{layer}.experts.gate_up_proj"][int(expert)].chunk(2)
-    return gate if projection == "gate_proj" else up
 
 
 @pytest.mark.parametrize(("layout", "model", "batching"), CASES, ids=map("-".join, CASES))

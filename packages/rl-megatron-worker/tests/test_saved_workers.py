@@ -3,8 +3,8 @@
 import pytest
 import torch
 from batches import make_batch, make_config
-from oracle import load
-from test_parity import assert_equal_parameters
+from parity_checks import assert_equal_parameters
+from plain_loop import load
 from tiny_models import build_tiny
 from transformers import AutoTokenizer
 from worker_ranks import load_and_train, train_and_save

@@ -3,7 +3,8 @@
 import pytest
 import torch
 from batches import make_batch, make_config
-from oracle import (
+from parity_checks import assert_equal_parameters, joined
+from plain_loop import (
     LOGPROB_TOLERANCE,
     PARAMETER_TOLERANCE,
     RELATIVE_TOLERANCE,
@@ -11,7 +12,6 @@ from oracle import (
     plain_logprobs,
     plain_training,
 )
-from test_parity import assert_equal_parameters, joined
 from tiny_models import build_tiny
 from worker_ranks import information, run_case, topk, train_and_look, train_between_moves
 

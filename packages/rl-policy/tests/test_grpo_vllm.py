@@ -31,14 +31,22 @@ CONFIG = {
 }
 
 
+MEGATRON = [
+    "policy.dtensor_cfg.enabled=false",
+    "policy.megatron_cfg.enabled=true",
+    "policy.megatron_cfg.pipeline_model_parallel_size=2",
+]
+
+
 @pytest.mark.parametrize(
     "settings",
     [
         ["refit.verify=logprobs", f"refit.max_mismatch={MISMATCH}"],
         ["policy.generation.colocated.enabled=false"],
         ["refit.transport=golden", "policy.generation.vllm_cfg.sleep_level=2"],
+        MEGATRON,
     ],
-    ids=["colocated", "apart", "golden"],
+    ids=["colocated", "apart", "golden", "megatron"],
 )
 def test_samples_come_from_the_weights_of_the_step_before(settings, tmp_path):
     pytest.importorskip("vllm")
