@@ -6,7 +6,7 @@ from batches import make_batch, make_config
 from parity_checks import assert_equal_parameters
 from plain_loop import load
 from tiny_models import build_tiny
-from transformers import AutoTokenizer
+from transformers import AutoTokenizer, GenerationConfig
 from worker_ranks import load_and_train, train_and_save
 
 TP = "tensor_model_parallel_size"
@@ -19,6 +19,7 @@ GOING_ON_TOLERANCE = 1e-6
 def saved(pools, tmp_path_factory):
     """What two tensor-parallel ranks saved, and what became of them."""
     model = build_tiny(tmp_path_factory.mktemp("qwen2"), "qwen2", tied=True)
+    GenerationConfig(eos_token_id=[1, 7]).save_pretrained(model)
     directory = tmp_path_factory.mktemp("saved")
     results = pools(2).run(
         train_and_save,
@@ -58,5 +59,6 @@ def test_what_is_exported_is_what_was_saved(saved):
     exported = load(directory / "exported").state_dict()
     assert len(list((directory / "exported").glob("*.safetensors"))) > 1
     assert_equal_parameters(results[0]["saved"], exported, 0.0)
+    assert GenerationConfig.from_pretrained(directory / "exported").eos_token_id == [1, 7]
     assert AutoTokenizer.from_pretrained(directory / "exported").pad_token == "<pad>"
     assert AutoTokenizer.from_pretrained(directory / "tokenizer").pad_token == "<pad>"

@@ -13,13 +13,20 @@ from plain_loop import (
     plain_training,
 )
 from tiny_models import build_tiny
-from worker_ranks import information, run_case, topk, train_and_look, train_between_moves
+from worker_ranks import (
+    fail_to_start,
+    information,
+    run_case,
+    topk,
+    train_and_look,
+    train_between_moves,
+)
 
 TP = "tensor_model_parallel_size"
 PP = "pipeline_model_parallel_size"
 # Weights, activations and gradients have 8 bits: log-probabilities of about 4 differ in the second
-# decimal. Measured 0.03 in every layout.
-BFLOAT16_TOLERANCE = 0.06
+# decimal. Measured 0.022 and 0.023 in the layouts below.
+BFLOAT16_TOLERANCE = 0.04
 
 
 @pytest.fixture(scope="module")
@@ -175,3 +182,9 @@ def test_information(pools, model, tmp_path):
         assert device_id == info["global_device_id"]
         assert name == f"MegatronPolicyWorker[rank={rank}]"
         assert (tmp_path / f"rank_{rank}_0.json").stat().st_size > 0
+
+
+def test_a_failed_start_leaves_no_group(pools, model):
+    for told, groups in pools(2).run(fail_to_start, config=make_config(model, **{PP: 2})):
+        assert "nowhere" in told
+        assert groups == (False, False)

@@ -200,3 +200,15 @@ def load_and_train(*, config, batch, directory):
         rows, _ = rows_of(batch, global_batch_size=config["train_global_batch_size"])
         worker.train(rows, LOSSES["nll"]())
         return {"loaded": loaded, "after": sent_by(worker), "drawn": drawn}
+
+
+def fail_to_start(*, config):
+    """Return why a worker did not start, and whether it left anything behind."""
+    try:
+        MegatronPolicyWorker(config, build_tokenizer(), weights_path="nowhere")
+    except ValueError as error:
+        told = str(error)
+    else:
+        told = "it started"
+    groups = torch.distributed.is_initialized(), parallel_state.is_initialized()
+    return told, groups

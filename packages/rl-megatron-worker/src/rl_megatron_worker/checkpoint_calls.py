@@ -69,6 +69,7 @@ class CheckpointCalls(WorkerParts):
                 self._hf_config,
                 self._tokenizer,
                 directories.partial_of(target),
+                generation_config=self._generation_config,
                 max_file_bytes=max_file_bytes,
             )
 

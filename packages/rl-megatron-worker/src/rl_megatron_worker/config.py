@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from rl_batched_data.generation import SamplingConfig
 from rl_interfaces import resolve_policy_config
-from transformers import AutoConfig
+from transformers import AutoConfig, GenerationConfig
 
 from rl_megatron_worker.model import ModelOptions
 from rl_megatron_worker.optimizer_config import (
@@ -125,6 +125,14 @@ def load_model_config(config: WorkerConfig) -> Any:
         raise ValueError(
             f"policy.model_name={config.model_name!r} cannot be loaded: {error}"
         ) from error
+
+
+def load_generation_config(config: WorkerConfig) -> GenerationConfig | None:
+    """Return how the model's checkpoint says that it generates; None where it does not say."""
+    try:
+        return GenerationConfig.from_pretrained(config.model_name)
+    except OSError:  # There is no such file.
+        return None
 
 
 def _check_policy(resolved: Mapping[str, Any], *, data_parallel: int) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import ExitStack
 from typing import TYPE_CHECKING, Any, cast
 
 import torch
@@ -19,7 +20,7 @@ from rl_refit.transfer import WeightTransfer
 
 from rl_megatron_worker.checkpoint import Checkpointer
 from rl_megatron_worker.checkpoint_calls import CheckpointCalls
-from rl_megatron_worker.config import WorkerConfig, load_model_config
+from rl_megatron_worker.config import WorkerConfig, load_generation_config, load_model_config
 from rl_megatron_worker.convert import converter_for
 from rl_megatron_worker.forward import TokenHead
 from rl_megatron_worker.generate import open_decoder
@@ -86,18 +87,20 @@ class MegatronPolicyWorker(
         self._pad_token_id: int | None = tokenizer.pad_token_id  # type: ignore[assignment]
         self._runtime = Runtime(self._environment)
         self._device = self._runtime.device
-        self._owns_group = init_process_group(self._environment, timeout_s=self._config.timeout_s)
-        try:
+        with ExitStack() as leaving:
+            if init_process_group(self._environment, timeout_s=self._config.timeout_s):
+                leaving.callback(_leave_process_group)
+            leaving.callback(leave_model_parallel)
             init_model_parallel(
                 self._config.layout, self._runtime, timeout_s=self._config.timeout_s
             )
             self._build(keep_reference=init_reference_model)
+            leaving.callback(self._checkpointer.close)
+            leaving.callback(self._transfer.close)
             if weights_path is not None:
                 self.load_checkpoint(weights_path, optimizer_path)
-        except BaseException:
-            self._leave_groups()
-            raise
-        self._set_mode(training=init_optimizer)
+            self._set_mode(training=init_optimizer)
+            self._leaving = leaving.pop_all()
 
     def __repr__(self) -> str:
         return f"{type(self).__name__}[rank={self._environment.rank}]"
@@ -206,17 +209,14 @@ class MegatronPolicyWorker(
         Raises:
             RuntimeError: The last save could not be written.
         """
-        self._transfer.close()
-        try:
-            self._checkpointer.close()
-        finally:
-            self._leave_groups()
+        self._leaving.close()
 
     # Inside
 
     def _build(self, *, keep_reference: bool) -> None:
         config = self._config
         self._hf_config = load_model_config(config)
+        self._generation_config = load_generation_config(config)
         self._converter = converter_for(self._hf_config, config.converter_type)
         self._architecture = self._converter.architecture(self._hf_config)
         check_sizes(self._architecture, config.layout)
@@ -274,12 +274,6 @@ class MegatronPolicyWorker(
             temperature=self._config.temperature,
         )
 
-    def _leave_groups(self) -> None:
-        leave_model_parallel()
-        if self._owns_group and dist.is_initialized():
-            dist.destroy_process_group()
-        self._owns_group = False
-
     def _local_batch_size(self, gbs: int | None) -> int:
         global_size = positive("gbs", gbs) or self._config.train_global_batch_size
         ranks = self._config.layout.data
@@ -292,3 +286,8 @@ class MegatronPolicyWorker(
     def _longest_sequence(self) -> int:
         own = self._architecture.max_sequence_length
         return min(self._config.max_total_sequence_length or own, own)
+
+
+def _leave_process_group() -> None:
+    if dist.is_initialized():
+        dist.destroy_process_group()

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from rl_interfaces.backend.ranks import RankEnvironment
     from rl_refit.transfer import WeightTransfer
     from torch import nn
-    from transformers import PreTrainedTokenizerBase
+    from transformers import GenerationConfig, PreTrainedTokenizerBase
 
     from rl_megatron_worker.architecture import Architecture
     from rl_megatron_worker.checkpoint import Checkpointer
@@ -46,6 +46,7 @@ class WorkerParts:
     _converter: Converter
     _architecture: Architecture
     _hf_config: Any
+    _generation_config: GenerationConfig | None
     _schedule: Schedule
     _head: TokenHead | None
     """None on stages before the last."""
