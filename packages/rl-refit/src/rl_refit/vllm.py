@@ -31,7 +31,6 @@ from vllm.distributed.weight_transfer.base import (
     WeightTransferInitInfo,
     WeightTransferUpdateInfo,
 )
-from vllm.model_executor.layers.fused_moe.experts.cpu_moe import CPUUnquantizedExperts
 from vllm.model_executor.layers.vocab_parallel_embedding import UnquantizedEmbeddingMethod
 from vllm.model_executor.model_loader.reload import (
     finalize_layerwise_reload,
@@ -156,7 +155,8 @@ class RefitWeightTransferEngine(WeightTransferEngine[RefitInitInfo, RefitUpdateI
     def _load(self, tensors: list[tuple[str, torch.Tensor]]) -> None:
         """Hand one bucket's tensors to vLLM's loader."""
         if not self._reloading:
-            _pack_experts_anew(self.model)
+            if self.device.type == "cpu":
+                _pack_experts_anew(self.model)
             initialize_layerwise_reload(self.model)
             self._layers = [get_layerwise_info(layer) for layer in self.model.modules()]
             self._reloading = True
@@ -217,6 +217,9 @@ def _pack_experts_anew(model: torch.nn.Module) -> None:
     vLLM puts their weights into the layout of the CPU's kernel only while there is no kernel yet,
     and in a reload would hand that kernel the weights as they came.
     """
+    # Of no use to a GPU, whose workers need not be able to import it.
+    from vllm.model_executor.layers.fused_moe.experts.cpu_moe import CPUUnquantizedExperts
+
     for layer in model.modules():
         method: Any = getattr(layer, "quant_method", None)
         kernel = getattr(method, "moe_kernel", None)
