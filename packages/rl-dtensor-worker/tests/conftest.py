@@ -4,11 +4,16 @@ import sys
 from pathlib import Path
 
 import pytest
+from hypothesis import settings
 
 sys.path.insert(0, str(Path(__file__).parent))  # spawned ranks inherit it, and import the same
 
 from rank_pool import RankPool
 from tiny_model import build_tiny_model
+
+# No time is a fault where other work may share the processor.
+settings.register_profile("untimed", deadline=None)
+settings.load_profile("untimed")
 
 
 @pytest.fixture(scope="session")

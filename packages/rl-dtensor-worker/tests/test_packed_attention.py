@@ -5,11 +5,11 @@ from hypothesis import strategies as st
 from oracle import LOGPROB_TOLERANCE, largest_difference, plain_logprobs
 from rl_batched_data import PackedSequences, SlicedDataDict
 from rl_batched_data.micro_batches import MicroBatch
+from rl_batched_data.packed_sequences import group_by_length
 from rl_dtensor_worker.forward import Forward
 from rl_dtensor_worker.head import find_token_head
 from rl_dtensor_worker.packed_attention import (
     AttentionRows,
-    group_by_length,
     use_packed_attention,
 )
 from tiny_model import make_batch

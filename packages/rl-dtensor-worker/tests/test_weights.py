@@ -4,7 +4,8 @@ import pytest
 import rank_functions
 import torch
 from oracle import load
-from rl_dtensor_worker.weights import ModelWeights, layer_of
+from rl_dtensor_worker.weights import ModelWeights
+from rl_refit.source import block_of
 from tiny_model import build_tiny_model, make_config
 from transformers import Qwen2Config, Qwen2ForCausalLM
 
@@ -48,8 +49,8 @@ def test_groups_are_what_is_gathered_at_a_time(pools, model):
     )
     names = [name for name, _, _ in metadata]
     assert [name for group, _ in groups for name in group] == names
-    blocks = [group for group, _ in groups if layer_of(group[0])]
-    assert [layer_of(block[0]) for block in blocks] == ["model.layers.0.", "model.layers.1."]
+    blocks = [group for group, _ in groups if block_of(group[0])]
+    assert [block_of(block[0]) for block in blocks] == ["model.layers.0.", "model.layers.1."]
     tensors = [tensor for _, each in groups for tensor in each]
     assert all(torch.equal(a, b) for a, (_, b) in zip(tensors, passes, strict=True))
 
@@ -74,7 +75,7 @@ def test_it_has_all_that_vllm_asks_of_a_source():
 
 
 def test_layers_are_told_by_their_number():
-    assert layer_of("model.layers.13.mlp.up_proj.weight") == "model.layers.13."
-    assert layer_of("transformer.h.0.attn.bias") == "transformer.h.0."
-    assert layer_of("model.layers.1.experts.7.w1.weight") == "model.layers.1."
-    assert layer_of("lm_head.weight") == layer_of("model.norm.weight") == ""
+    assert block_of("model.layers.13.mlp.up_proj.weight") == "model.layers.13."
+    assert block_of("transformer.h.0.attn.bias") == "transformer.h.0."
+    assert block_of("model.layers.1.experts.7.w1.weight") == "model.layers.1."
+    assert block_of("lm_head.weight") == block_of("model.norm.weight") == ""

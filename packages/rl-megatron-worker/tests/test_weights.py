@@ -4,7 +4,8 @@ import convert_ranks
 import pytest
 import torch
 from rl_megatron_worker.hf_export import plan_files
-from rl_megatron_worker.weights import MegatronWeights, WeightMeta, layer_of
+from rl_megatron_worker.weights import MegatronWeights, WeightMeta
+from rl_refit.source import block_of
 from safetensors.torch import load_file
 from tiny_models import KINDS, build_tiny, build_tokenizer
 from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig
@@ -131,7 +132,7 @@ def test_some_tensors_and_their_groups(pools, models, layout):
     ):
         assert [name for name, _ in some] == names
         assert all(torch.equal(tensor, expected[name]) for name, tensor in some)
-        layers = [{layer_of(name) for name in group} for group, _ in groups]
+        layers = [{block_of(name) for name in group} for group, _ in groups]
         assert layers == [{""}, *({f"model.layers.{i}."} for i in range(4)), {""}]
         assert_same([pair for group in groups for pair in zip(*group, strict=True)], expected)
         assert "model.layers.99.mlp.up_proj.weight" in error

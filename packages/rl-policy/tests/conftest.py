@@ -4,10 +4,17 @@ import time
 from pathlib import Path
 
 import pytest
+from hypothesis import settings
 from rl_policy import backends
 
 # Tests import the modules beside them.
 sys.path.insert(0, str(Path(__file__).parent))
+
+
+# No time is a fault where other work may share the processor.
+settings.register_profile("untimed", deadline=None)
+settings.load_profile("untimed")
+
 
 STRANGER = Path(__file__).parent / "stranger"
 

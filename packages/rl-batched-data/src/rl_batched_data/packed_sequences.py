@@ -13,6 +13,9 @@ import torch
 
 from rl_batched_data.padding import round_up
 
+# Rows of a group are at most this much shorter than its longest: padding against kernel launches.
+_SHORTEST_SHARE = 0.7
+
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class PackedSequences:
@@ -138,6 +141,22 @@ class PackedSequences:
         rows = flat.new_full((self.num_rows * self.width, *flat.shape[1:]), pad_value)
         rows = rows.index_copy(0, put, flat.index_select(0, taken))
         return rows.view(self.num_rows, self.width, *flat.shape[1:])
+
+
+def group_by_length(lengths: list[int]) -> list[list[int]]:
+    """Return the sequences in groups of about one length, the longest first, none of length 0.
+
+    Example: [4, 1, 3] -> [[0, 2], [1]]
+    """
+    groups: list[list[int]] = []
+    for index in sorted(range(len(lengths)), key=lengths.__getitem__, reverse=True):
+        if lengths[index] == 0:
+            continue
+        if groups and lengths[index] >= _SHORTEST_SHARE * lengths[groups[-1][0]]:
+            groups[-1].append(index)
+        else:
+            groups.append([index])
+    return groups
 
 
 def _restarting(sizes: list[int]) -> torch.Tensor:

@@ -14,10 +14,11 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.nn.functional as F
+from rl_batched_data.packed_sequences import group_by_length
 from torch.nn.attention.bias import causal_lower_right
 
 from rl_dtensor_worker import collectives
-from rl_dtensor_worker.packed_attention import group_by_length, rows_of
+from rl_dtensor_worker.packed_attention import rows_of
 
 if TYPE_CHECKING:
     import torch.distributed as dist

@@ -12,10 +12,11 @@ from typing import TYPE_CHECKING
 import torch
 import torch.distributed as dist
 from rl_interfaces.backend.agreement import failing_together
+from rl_refit.source import block_of
 from safetensors.torch import save_file
 from transformers.core_model_loading import WeightConverter, revert_weight_conversion
 
-from rl_dtensor_worker.weights import ModelWeights, layer_of
+from rl_dtensor_worker.weights import ModelWeights
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -83,7 +84,7 @@ def plan_files(
     groups: dict[str, list[str]] = {}
     for name in num_bytes:
         if name not in ignored:
-            groups.setdefault((by_layer and layer_of(name)) or name, []).append(name)
+            groups.setdefault((by_layer and block_of(name)) or name, []).append(name)
     files: list[list[list[str]]] = []
     free = 0
     for group in groups.values():

@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
+from rl_batched_data.packed_sequences import group_by_length
 from transformers import AttentionInterface, AttentionMaskInterface
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import sdpa_mask
@@ -21,8 +22,6 @@ if TYPE_CHECKING:
     from torch import nn
 
 NAME = "rl_packed_sdpa"
-# Rows of a group are at most this much shorter than its longest: padding against kernel launches.
-_SHORTEST_SHARE = 0.7
 
 
 class AttentionLayout(Protocol):
@@ -123,22 +122,6 @@ class WholeRows:
         mask = causal_band(query.shape[2], sliding_window, device=query.device)
         output, _ = sdpa_attention_forward(module, query, key, value, mask, **kwargs)
         return output
-
-
-def group_by_length(lengths: list[int]) -> list[list[int]]:
-    """Return the sequences in groups of about one length, the longest first, none of length 0.
-
-    Example: [4, 1, 3] -> [[0, 2], [1]]
-    """
-    groups: list[list[int]] = []
-    for index in sorted(range(len(lengths)), key=lengths.__getitem__, reverse=True):
-        if lengths[index] == 0:
-            continue
-        if groups and lengths[index] >= _SHORTEST_SHARE * lengths[groups[-1][0]]:
-            groups[-1].append(index)
-        else:
-            groups.append([index])
-    return groups
 
 
 def use_packed_attention(model: nn.Module) -> bool:

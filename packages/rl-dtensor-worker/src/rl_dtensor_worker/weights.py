@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import re
 from dataclasses import dataclass
 from itertools import groupby, islice
 from typing import TYPE_CHECKING, NamedTuple
 
 import torch
+from rl_refit.source import block_of
 
 from rl_dtensor_worker.lora import AdaptedWeight, adapted_weights, adapters_of, without_adapters
 from rl_dtensor_worker.model import persistent_state
@@ -18,8 +18,6 @@ if TYPE_CHECKING:
 
     import torch.distributed as dist
     from torch import nn
-
-_LAYER = re.compile(r"^.*?\.\d+\.")
 
 
 class WeightMeta(NamedTuple):
@@ -75,7 +73,7 @@ class ModelWeights:
     def groups(self) -> list[list[str]]:
         """Return the names of what is gathered at a time, in the order of `metadata`."""
         names = (name for name, _, _ in self.metadata())
-        return [list(group) for _, group in groupby(names, key=layer_of)]
+        return [list(group) for _, group in groupby(names, key=block_of)]
 
     def iter_groups(self) -> Iterator[tuple[list[str], list[torch.Tensor]]]:
         """Yield names and whole tensors of each of `groups`. Every rank takes part."""
@@ -102,7 +100,7 @@ class ModelWeights:
             raise ValueError(f"there is no tensor {unknown[0]!r} in the model")
         # Two layers in flight: the one that is handed out, and the one that is gathered.
         pending: _Layer | None = None
-        for _, group in groupby(names, key=layer_of):
+        for _, group in groupby(names, key=block_of):
             chosen = {name: weights[name] for name in group}
             merges = {name: adapted[name] for name in chosen if name in adapted}
             factors = [name for merge in merges.values() for name in (merge.down, merge.up)]
@@ -145,12 +143,3 @@ class _Layer:
         for name, weight in self.weights.finish():
             merge = self.merges.get(name)
             yield name, weight if merge is None else merge.merge(weight, factors)
-
-
-def layer_of(name: str) -> str:
-    """Return what the names of one repeated block begin with, and "" for all other names.
-
-    Example: "model.layers.3.mlp.up_proj.weight" -> "model.layers.3."
-    """
-    match = _LAYER.match(name)
-    return match.group() if match else ""

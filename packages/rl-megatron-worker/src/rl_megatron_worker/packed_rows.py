@@ -14,14 +14,12 @@ from typing import TYPE_CHECKING
 import torch
 from megatron.core.packed_seq_params import PackedSeqParams
 from megatron.core.tensor_parallel import gather_from_sequence_parallel_region
+from rl_batched_data.packed_sequences import group_by_length
 
 if TYPE_CHECKING:
     import torch.distributed as dist
 
     from rl_megatron_worker.key_value_cache import KeyValueCache
-
-# Rows of a group are at most this much shorter than its longest: padding against kernel launches.
-_SHORTEST_SHARE = 0.7
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -174,7 +172,7 @@ def _rows(
     places = torch.empty(len(chunks) * int(sizes.sum()), dtype=torch.int64)
     groups: list[RowGroup] = []
     base = 0
-    for rows in _group_by_length(sizes.tolist()):
+    for rows in group_by_length(sizes.tolist()):
         widths, offsets = sizes[rows, None], torch.arange(int(sizes[rows].max()))
         is_token = offsets < widths
         place = torch.arange(is_token.numel()).view(is_token.shape)
@@ -195,22 +193,6 @@ def _rows(
                 )
             )
     return groups, places
-
-
-def _group_by_length(lengths: list[int]) -> list[list[int]]:
-    """Return the sequences in groups of about one length, the longest first, none of length 0.
-
-    Example: [4, 1, 3] -> [[0, 2], [1]]
-    """
-    groups: list[list[int]] = []
-    for index in sorted(range(len(lengths)), key=lengths.__getitem__, reverse=True):
-        if lengths[index] == 0:
-            continue
-        if groups and lengths[index] >= _SHORTEST_SHARE * lengths[groups[-1][0]]:
-            groups[-1].append(index)
-        else:
-            groups.append([index])
-    return groups
 
 
 def _moved(group: RowGroup, device: torch.device) -> RowGroup:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from functools import cached_property
 from itertools import groupby, islice
 from typing import TYPE_CHECKING, NamedTuple
@@ -10,6 +9,7 @@ from typing import TYPE_CHECKING, NamedTuple
 import torch
 import torch.distributed as dist
 from megatron.core.process_groups_config import ProcessGroupCollection
+from rl_refit.source import block_of
 
 from rl_megatron_worker.gathering import Layer
 from rl_megatron_worker.global_names import held_parameters, place_of
@@ -21,7 +21,6 @@ if TYPE_CHECKING:
 
     from rl_megatron_worker.convert import Mapping
 
-_LAYER = re.compile(r"^.*?\.\d+\.")
 _GROUPS = ["tp", "pp", "ep", "expt_tp", "tp_ep"]
 
 
@@ -80,7 +79,7 @@ class MegatronWeights:
 
     def groups(self) -> list[list[str]]:
         """Return the names of what is gathered at a time, in the order of `metadata`."""
-        return [list(group) for _, group in groupby(self._mapping_of, key=layer_of)]
+        return [list(group) for _, group in groupby(self._mapping_of, key=block_of)]
 
     def iter_groups(self) -> Iterator[tuple[list[str], list[torch.Tensor]]]:
         """Yield names and whole tensors of each of `groups`. Every rank takes part."""
@@ -161,7 +160,7 @@ class MegatronWeights:
         }
 
     def _layer_and_stage(self, name: str) -> tuple[str, int]:
-        return layer_of(name), self._stage_of[place_of(self._mapping_of[name].names[0])]
+        return block_of(name), self._stage_of[place_of(self._mapping_of[name].names[0])]
 
     @cached_property
     def _stage_of(self) -> dict[str, int]:
@@ -176,12 +175,3 @@ class MegatronWeights:
         stage_of = dict(zip(places, stages.tolist(), strict=True))
         assert all(stage >= 0 for stage in stage_of.values()), stage_of
         return stage_of
-
-
-def layer_of(name: str) -> str:
-    """Return what the names of one repeated block begin with, and "" for all other names.
-
-    Example: "model.layers.3.mlp.up_proj.weight" -> "model.layers.3."
-    """
-    match = _LAYER.match(name)
-    return match.group() if match else ""

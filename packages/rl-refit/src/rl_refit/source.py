@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Protocol
 
 import torch
+
+_BLOCK = re.compile(r"^.*?\.\d+\.")
 
 NamedTensors = Mapping[str, torch.Tensor] | Iterable[tuple[str, torch.Tensor]]
 
@@ -50,3 +53,14 @@ class TensorSource:
     def __iter__(self) -> Iterator[tuple[str, torch.Tensor]]:
         """Yield name and tensor."""
         return iter(self._tensors.items())
+
+
+def block_of(name: str) -> str:
+    """Return what the names of one repeated block begin with, and "" for all other names.
+
+    A worker gathers a block at a time, and so does the trainer's side of vLLM's own engines.
+
+    Example: "model.layers.3.mlp.up_proj.weight" -> "model.layers.3."
+    """
+    match = _BLOCK.match(name)
+    return match.group() if match else ""
