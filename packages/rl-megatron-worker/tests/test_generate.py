@@ -20,23 +20,30 @@ LAYOUTS = {
 }
 
 
-@pytest.fixture(scope="module", params=["qwen2", "qwen3"])
-def model(request, tmp_path_factory):
-    return build_tiny(tmp_path_factory.mktemp(request.param), request.param, tied=True)
+# One family in every layout, another, whose queries, keys and values have biases, in one.
+CASES = [("qwen3", layout) for layout in LAYOUTS] + [("qwen2", "tp2_pp2")]
 
 
-@pytest.mark.parametrize("layout", LAYOUTS)
-def test_greedy_completions_are_those_of_transformers(pools, model, layout):
-    num_ranks, sizes = LAYOUTS[layout]
+@pytest.fixture(scope="module")
+def models(tmp_path_factory):
+    return {
+        kind: build_tiny(tmp_path_factory.mktemp(kind), kind, tied=True)
+        for kind in ("qwen2", "qwen3")
+    }
+
+
+@pytest.mark.parametrize(("kind", "layout"), CASES)
+def test_greedy_completions_are_those_of_transformers(pools, models, kind, layout):
+    model, (num_ranks, sizes) = models[kind], LAYOUTS[layout]
     batch = make_batch(5)
     config = make_config(model, sections={"generation_batch_size": 3}, **sizes)
     results = pools(num_ranks).run(generate_and_score, config=config, batch=batch, greedy=True)
     assert_greedy_is_that_of_transformers(results, batch, model)
 
 
-@pytest.mark.parametrize("layout", LAYOUTS)
-def test_sampled_tokens_have_the_log_probabilities_that_scoring_gives(pools, model, layout):
-    num_ranks, sizes = LAYOUTS[layout]
+@pytest.mark.parametrize(("kind", "layout"), CASES)
+def test_sampled_tokens_have_the_log_probabilities_that_scoring_gives(pools, models, kind, layout):
+    model, (num_ranks, sizes) = models[kind], LAYOUTS[layout]
     config = make_config(model, sections={"generation_batch_size": 3}, **sizes)
     results = pools(num_ranks).run(
         generate_and_score, config=config, batch=make_batch(5), greedy=False
