@@ -7,12 +7,10 @@ All ways end with the same weights in the same engine, and take turns in one run
 - handles: a handle per tensor, group by group, stop and wait;
 - safetensors: written to a memory file system by the trainer's process, read and loaded by vLLM's.
 
-What keeps a refit above the own load: the sender copies every byte once, and verification reads
-every byte twice more, on processors that vLLM's own threads use as well. For 0.28 GB the own load
-took 0.32 s of processors, a refit 0.48 and a verified one 0.52. N processors need at least 1/N of
-that, so that two which the own load keeps busy all the time cannot refit in less than
-0.48 / 0.32 = 1.5 times its time, verified 1.6 times. The more of them the own load leaves idle, the
-lower that floor.
+The sender copies every byte once more, and verification reads every byte twice, on processors that
+vLLM's own threads use as well: where the own load keeps them all busy, whatever a refit needs beside
+it is time. On two processors 0.28 GB took 0.15 s of them as own load and 0.32 s as a refit; the
+copy and the digests are a few hundredths of that, and where the rest goes is to be found out.
 
 Needs vLLM: `nox -s bench-vllm`.
 """
