@@ -39,6 +39,18 @@ def optimizer_settings(**overrides):
     )
 
 
+def constant_schedule(weight_decay):
+    return SchedulerSettings(
+        lr_decay_style="constant",
+        lr_decay_steps=1,
+        lr_warmup_steps=0,
+        lr_warmup_init=0.0,
+        start_weight_decay=weight_decay,
+        end_weight_decay=weight_decay,
+        weight_decay_style="constant",
+    )
+
+
 def build_trainer(runtime, layout, reference, *, overlap=False, schedule=None, dtype=None, **given):
     """Return the chunks, Megatron-core's config and the trainer."""
     settings = optimizer_settings(**given)
@@ -49,6 +61,7 @@ def build_trainer(runtime, layout, reference, *, overlap=False, schedule=None, d
     )
     ddp = ddp_config(reduction, settings)
     chunks, config = build(runtime, layout, reference, ddp=ddp, dtype=dtype or torch.float32)
+    schedule = schedule or constant_schedule(settings.weight_decay)
     return chunks, config, Trainer(chunks, config, settings, schedule, runtime)
 
 

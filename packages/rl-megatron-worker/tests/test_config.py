@@ -105,6 +105,14 @@ def test_the_policys_optimizer_is_said_in_megatron_cores_terms(
     assert (optimizer.adam_betas, optimizer.sgd_momentum) == (betas, momentum)
 
 
+def test_a_schedule_keeps_the_weight_decay_that_the_policys_optimizer_has():
+    given = config(scheduler={"lr_warmup_iters": 2})
+    del given["megatron_cfg"]["optimizer"]
+    given["optimizer"] = {"name": "torch.optim.AdamW", "kwargs": {"weight_decay": 0.25}}
+    scheduler = parse(given).scheduler
+    assert (scheduler.start_weight_decay, scheduler.end_weight_decay) == (0.25, 0.25)
+
+
 def test_without_an_optimizer_none_is_needed():
     given = config()
     del given["megatron_cfg"]["optimizer"]

@@ -54,6 +54,10 @@ def test_training_goes_on(pools, saved, num_ranks, layout):
             assert torch.equal(found["drawn"], results[rank]["drawn"])
 
 
+def test_a_worker_that_is_off_the_device_is_saved_and_stays_there(saved):
+    assert all("'offloaded'" in result["refused"] for result in saved[2])
+
+
 def test_what_is_exported_is_what_was_saved(saved):
     _, directory, results = saved
     exported = load(directory / "exported").state_dict()

@@ -182,13 +182,16 @@ def train_and_save(*, config, batch, directory):
         for _ in range(2):
             worker.train(rows, LOSSES["nll"]())
         saved = sent_by(worker)
+        worker.offload_after_refit()
         worker.save_checkpoint(
             f"{directory}/weights", f"{directory}/optimizer", f"{directory}/tokenizer"
         )
         worker.save_hf_checkpoint(f"{directory}/exported", max_file_bytes=20_000)
         drawn = torch.rand(4, generator=worker._random.sampling)
+        refused = _refusal(lambda: worker.get_logprobs(rows))
+        worker.prepare_for_training()
         worker.train(rows, LOSSES["nll"]())
-        return {"saved": saved, "after": sent_by(worker), "drawn": drawn}
+        return {"refused": refused, "saved": saved, "after": sent_by(worker), "drawn": drawn}
 
 
 def load_and_train(*, config, batch, directory):

@@ -1,9 +1,8 @@
 """Scores of targets under softmax distributions over a large vocabulary, tile by tile.
 
 No more than a tile of the logits is in float32, or, with an output matrix, exists, at a time; the
-backward pass makes each tile but the last again. Over ranks that share the vocabulary,
-the forward pass reduces a few numbers per position, and the backward pass the gradient of the
-hidden states.
+backward pass makes each tile but the last again. Over ranks that share the vocabulary, the forward
+pass reduces a few numbers per position, and the backward pass the gradient of the hidden states.
 
 Shapes: `N` positions, `V` this rank's part of the vocabulary, `X` either `V` (logits) or the hidden
 size, `K` of the top; `n` and `v` are the positions and tokens of a tile.

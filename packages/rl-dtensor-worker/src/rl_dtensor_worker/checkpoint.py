@@ -20,6 +20,12 @@ import torch
 import torch.distributed as dist
 from rl_interfaces.backend import directories
 from rl_interfaces.backend.agreement import failing_together
+from rl_interfaces.backend.saves import (
+    begin_save,
+    check_one_save,
+    reason_of,
+    taking_their_places,
+)
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.hf_storage import HuggingFaceStorageReader
 from torch.distributed.checkpoint.state_dict_loader import load as load_sharded
@@ -33,7 +39,7 @@ from rl_dtensor_worker.lora import (
     write_peft_directory,
 )
 from rl_dtensor_worker.model import trained_state
-from rl_dtensor_worker.saving import Part, PendingSave, naming, reason_of, taking_their_places
+from rl_dtensor_worker.saving import Part, PendingSave
 
 if TYPE_CHECKING:
     from collections.abc import Generator
@@ -121,7 +127,7 @@ class Checkpointer:
         """
         self.finish()
         paths = [_absolute(path) for path in (weights_path, optimizer_path) if path is not None]
-        _check_one_save(paths)
+        check_one_save(paths)
         if self._has_adapters:
             with failing_together():
                 check_adapter_config(self._model, paths[0], what="weights_path")
@@ -208,10 +214,8 @@ class Checkpointer:
             timeout = timedelta(seconds=self._timeout_s)
             group: Any = dist.new_group(backend="gloo", timeout=timeout)
             self._group = group
-        with naming(targets), failing_together(self._group):
-            if dist.get_rank(self._group) == 0:
-                directories.begin(targets)
         assert self._group is not None
+        begin_save(targets, self._group)
         return self._group
 
     def _add_configs(self, part: Part) -> None:
@@ -227,24 +231,6 @@ class Checkpointer:
     @property
     def _has_adapters(self) -> bool:
         return bool(adapted_weights(self._model))
-
-
-def _check_one_save(paths: list[Path]) -> None:
-    """Finish a save that was interrupted, and check that both directories are of one."""
-    with failing_together():
-        if dist.get_rank() == 0:
-            directories.finish(paths[0])
-    with failing_together():
-        names = ("weights_path", "optimizer_path")
-        saves = {
-            name: directories.check_complete(path, what=name)
-            for name, path in zip(names, paths, strict=False)
-        }
-        if len(set(saves.values())) > 1:
-            raise ValueError(
-                f"weights_path={str(paths[0])!r} and optimizer_path={str(paths[1])!r} are of "
-                f"different saves: {list(saves.values())}"
-            )
 
 
 def _load_tensors(tensors: Tensors, path: Path, *, what: str) -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import threading
-from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -11,13 +10,13 @@ import torch
 import torch.distributed as dist
 from rl_interfaces.backend import directories
 from rl_interfaces.backend.agreement import failing_together
-from torch.distributed.checkpoint.api import CheckpointException
+from rl_interfaces.backend.saves import taking_their_places
 from torch.distributed.checkpoint.hf_storage import HuggingFaceStorageWriter
 from torch.distributed.checkpoint.staging import DefaultStager, StagingOptions
 from torch.distributed.checkpoint.state_dict_saver import save as save_sharded
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Generator
+    from collections.abc import Callable
     from pathlib import Path
 
 Tensors = dict[str, torch.Tensor]
@@ -87,44 +86,6 @@ def write_parts(parts: list[Part], group: dist.ProcessGroup) -> None:
             with failing_together(group):
                 for name, write in part.files.items():
                     write(directories.partial_of(part.target) / name)
-
-
-@contextmanager
-def taking_their_places(
-    targets: list[Path], group: dist.ProcessGroup
-) -> Generator[None, None, None]:
-    """Let what the body writes beside `targets` take their places, or throw it away. Collective."""
-    is_first = dist.get_rank(group) == 0
-    with naming(targets):
-        try:
-            yield
-            with failing_together(group):
-                if is_first:
-                    directories.commit(targets)
-        except (Exception, CheckpointException):
-            if is_first:
-                directories.discard(targets)
-            raise
-
-
-@contextmanager
-def naming(targets: list[Path]) -> Generator[None, None, None]:
-    """Name the checkpoint in what goes wrong, on every rank alike."""
-    try:
-        yield
-    except (OSError, RuntimeError, CheckpointException) as error:
-        path = str(targets[0])
-        raise RuntimeError(
-            f"the checkpoint {path!r} was not written: {reason_of(error)}"
-        ) from error
-
-
-def reason_of(error: BaseException) -> str:
-    """Return in a line what went wrong, and on which rank where `error` tells it."""
-    if not isinstance(error, CheckpointException):
-        return str(error) if isinstance(error, RuntimeError) else f"{type(error).__name__}: {error}"
-    rank, (cause, _) = min(error.failures.items(), key=lambda item: item[0])
-    return f"rank {rank} failed: {type(cause).__name__}: {cause}"
 
 
 def _save_tensors(tensors: Tensors, directory: Path, group: dist.ProcessGroup) -> None:

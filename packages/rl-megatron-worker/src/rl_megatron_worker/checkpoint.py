@@ -19,6 +19,7 @@ from megatron.core.dist_checkpointing.core import CheckpointingException
 from megatron.core.tensor_parallel import get_cuda_rng_tracker
 from rl_interfaces.backend import directories
 from rl_interfaces.backend.agreement import failing_together
+from rl_interfaces.backend.saves import begin_save, check_one_save, taking_their_places
 from torch.distributed.checkpoint.api import CheckpointException
 
 from rl_megatron_worker.in_process_save import InProcessSave
@@ -101,7 +102,7 @@ class Checkpointer:
         paths = [Path(weights_path).absolute()]
         if optimizer_path is not None and self._trainer is not None:
             paths.append(Path(optimizer_path).absolute())
-        _check_one_save(paths)
+        check_one_save(paths)
         if len(paths) > 1:
             self._check_experts(paths[1])
         with self._runtime.scope(), torch.no_grad():
@@ -129,20 +130,10 @@ class Checkpointer:
             timeout = timedelta(seconds=self._timeout_s)
             group: Any = dist.new_group(backend="gloo", timeout=timeout)
             self._group = group
-        is_first = dist.get_rank() == 0
-        with _naming(targets[0]):
-            with failing_together(self._group):
-                if is_first:
-                    directories.begin(targets)
-            try:
-                yield
-                with failing_together(self._group):
-                    if is_first:
-                        directories.commit(targets)
-            except (Exception, CheckpointException):
-                if is_first:
-                    directories.discard(targets)
-                raise
+        assert self._group is not None
+        begin_save(targets, self._group)
+        with taking_their_places(targets, self._group):
+            yield
 
     def close(self) -> None:
         """Leave the group. Not collective; may be called again."""
@@ -151,9 +142,11 @@ class Checkpointer:
         self._group = None
 
     def _write(self, state: dict[str, Any], directory: Path) -> None:
-        dist_checkpointing.save(
-            state, str(directory), sharded_strategy=InProcessSave(*_FORMAT, group=self._group)
-        )
+        strategy = InProcessSave(*_FORMAT, group=self._group)
+        try:
+            dist_checkpointing.save(state, str(directory), sharded_strategy=strategy)
+        except CheckpointingException as error:
+            raise RuntimeError(str(error)) from error
 
     def _model_state(self) -> dict[str, Any]:
         """Return the weights as Megatron-core's sharded tensors; a save uses them up."""
@@ -211,34 +204,6 @@ def _read(state: dict[str, Any], path: Path) -> dict[str, Any]:
         return cast("dict[str, Any]", dist_checkpointing.load(state, str(path)))
     except (CheckpointingException, CheckpointException, KeyError) as error:
         raise ValueError(f"{str(path)!r} is no checkpoint of this model: {error}") from error
-
-
-def _check_one_save(paths: list[Path]) -> None:
-    """Finish a save that was interrupted, and check that both directories are of one."""
-    names = ("weights_path", "optimizer_path")
-    with failing_together():
-        if dist.get_rank() == 0:
-            directories.finish(paths[0])
-    with failing_together():
-        saves = {
-            name: directories.check_complete(path, what=name)
-            for name, path in zip(names, paths, strict=False)
-        }
-        if len(set(saves.values())) > 1:
-            raise ValueError(
-                f"weights_path={str(paths[0])!r} and optimizer_path={str(paths[1])!r} are of "
-                f"different saves: {list(saves.values())}"
-            )
-
-
-@contextmanager
-def _naming(path: Path) -> Generator[None, None, None]:
-    """Name the checkpoint in what goes wrong."""
-    try:
-        yield
-    except (OSError, RuntimeError, CheckpointException, CheckpointingException) as error:
-        reason = str(error) or type(error).__name__
-        raise RuntimeError(f"the checkpoint {str(path)!r} was not written: {reason}") from error
 
 
 def _random_file() -> str:

@@ -10,10 +10,10 @@ from rl_interfaces.backend import directories
 from rl_interfaces.backend.agreement import failing_together
 
 from rl_megatron_worker.hf_export import write_hf_directory
-from rl_megatron_worker.worker_parts import WorkerParts
+from rl_megatron_worker.residency_calls import ResidencyCalls
 
 
-class CheckpointCalls(WorkerParts):
+class CheckpointCalls(ResidencyCalls):
     """What may be saved and loaded in any state."""
 
     def save_checkpoint(
@@ -33,7 +33,8 @@ class CheckpointCalls(WorkerParts):
             RuntimeError: It cannot be written; on every rank.
         """
         self._require_optimizer(optimizer_path, to="save")
-        self._checkpointer.save(weights_path, optimizer_path, self._random.state_dict())
+        with self._on_device():
+            self._checkpointer.save(weights_path, optimizer_path, self._random.state_dict())
         with failing_together():
             if tokenizer_path is not None and self._environment.rank == 0:
                 self._tokenizer.save_pretrained(tokenizer_path)
@@ -46,7 +47,8 @@ class CheckpointCalls(WorkerParts):
                 different saves, or there is no optimizer.
         """
         self._require_optimizer(optimizer_path, to="load")
-        random_state = self._checkpointer.load(weights_path, optimizer_path)
+        with self._on_device():
+            random_state = self._checkpointer.load(weights_path, optimizer_path)
         if random_state:
             self._random.load_state_dict(random_state)
 
@@ -63,7 +65,7 @@ class CheckpointCalls(WorkerParts):
             RuntimeError: It cannot be written; on every rank.
         """
         target = Path(path).absolute()
-        with self._checkpointer.taking_their_places([target]):
+        with self._on_device(), self._checkpointer.taking_their_places([target]):
             write_hf_directory(
                 self._weights(torch.float32),
                 self._hf_config,

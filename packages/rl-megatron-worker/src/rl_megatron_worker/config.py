@@ -58,8 +58,7 @@ class WorkerConfig:
     """Each sequence is padded to a multiple of this many tokens, inside."""
     max_total_sequence_length: int | None
     optimizer: OptimizerSettings | None
-    scheduler: SchedulerSettings | None
-    """None: the learning rate is constant."""
+    scheduler: SchedulerSettings
     data_parallel: DataParallelSettings
     empty_unused_memory_level: int
     trust_remote_code: bool
@@ -99,7 +98,7 @@ class WorkerConfig:
             ),
             max_total_sequence_length=resolved.get("max_total_sequence_length"),
             optimizer=optimizer,
-            scheduler=parse_scheduler(resolved),
+            scheduler=parse_scheduler(resolved, optimizer),
             data_parallel=_parse_data_parallel(section, optimizer),
             empty_unused_memory_level=_memory_level(section),
             trust_remote_code=resolved["trust_remote_code"],

@@ -50,7 +50,7 @@ class Trainer:
         chunks: The model on this rank, its weights loaded: of 16 bits, float32 copies are made.
         config: Megatron-core's config of the model; is told what a backward pass needs to know.
         optimizer: The optimizer.
-        scheduler: The schedule; None for a constant rate.
+        scheduler: The schedule.
         runtime: The device.
     """
 
@@ -59,7 +59,7 @@ class Trainer:
         chunks: Sequence[nn.Module],
         config: TransformerConfig,
         optimizer: OptimizerSettings,
-        scheduler: SchedulerSettings | None,
+        scheduler: SchedulerSettings,
         runtime: Runtime,
     ) -> None:
         self.chunks = cast("list[DistributedDataParallel]", list(chunks))
@@ -233,22 +233,8 @@ def _make_momentum(optimizer: torch.optim.Optimizer, config: OptimizerConfig | N
 
 
 def _scheduler(
-    optimizer: ChainedOptimizer, settings: OptimizerSettings, schedule: SchedulerSettings | None
+    optimizer: ChainedOptimizer, settings: OptimizerSettings, schedule: SchedulerSettings
 ) -> OptimizerParamScheduler:
-    if schedule is None:
-        return OptimizerParamScheduler(
-            optimizer,
-            init_lr=settings.lr,
-            max_lr=settings.lr,
-            min_lr=settings.min_lr,
-            lr_warmup_steps=0,
-            lr_decay_steps=1,
-            lr_decay_style="constant",
-            start_wd=settings.weight_decay,
-            end_wd=settings.weight_decay,
-            wd_incr_steps=1,
-            wd_incr_style="constant",
-        )
     return OptimizerParamScheduler(
         optimizer,
         init_lr=schedule.lr_warmup_init,

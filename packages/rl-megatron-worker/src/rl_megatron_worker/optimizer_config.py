@@ -98,8 +98,14 @@ def parse_optimizer(resolved: Mapping[str, Any]) -> OptimizerSettings:
     )
 
 
-def parse_scheduler(resolved: Mapping[str, Any]) -> SchedulerSettings | None:
-    """Return the schedule of a resolved policy config; None for a constant rate.
+def parse_scheduler(
+    resolved: Mapping[str, Any], optimizer: OptimizerSettings | None
+) -> SchedulerSettings:
+    """Return the schedule of a resolved policy config: where there is none, nothing changes.
+
+    Args:
+        resolved: The config.
+        optimizer: Whose weight decay it is, where the schedule names none.
 
     Raises:
         ValueError: It cannot be done; the message names keys and values.
@@ -109,9 +115,7 @@ def parse_scheduler(resolved: Mapping[str, Any]) -> SchedulerSettings | None:
             "policy.scheduler is of torch's schedulers: with policy.megatron_cfg.enabled=True set "
             "policy.megatron_cfg.scheduler"
         )
-    given = resolved["megatron_cfg"].get("scheduler")
-    if given is None:
-        return None
+    given = resolved["megatron_cfg"].get("scheduler", MEGATRON_DEFAULTS["scheduler"])
     path = "policy.megatron_cfg.scheduler"
     style, decay_style = given["lr_decay_style"], given["weight_decay_incr_style"]
     for key, value, choices in (
@@ -130,7 +134,8 @@ def parse_scheduler(resolved: Mapping[str, Any]) -> SchedulerSettings | None:
     decay = warmup + 1 if decay is None else decay
     if not 0 <= warmup < decay:
         raise ValueError(f"{path}.lr_warmup_iters={warmup} must be below lr_decay_iters={decay}")
-    start, end = _weight_decays(given, resolved, path=path)
+    own = 0.0 if optimizer is None else optimizer.weight_decay
+    start, end = _weight_decays(given, own, path=path)
     return SchedulerSettings(
         lr_decay_style=style,
         lr_decay_steps=decay,
@@ -142,11 +147,8 @@ def parse_scheduler(resolved: Mapping[str, Any]) -> SchedulerSettings | None:
     )
 
 
-def _weight_decays(
-    given: Mapping[str, Any], resolved: Mapping[str, Any], *, path: str
-) -> tuple[float, float]:
-    section = resolved["megatron_cfg"].get("optimizer", {})
-    start = given.get("start_weight_decay", section.get("weight_decay", 0.0))
+def _weight_decays(given: Mapping[str, Any], own: float, *, path: str) -> tuple[float, float]:
+    start = given.get("start_weight_decay", own)
     end = given.get("end_weight_decay", start)
     if given["weight_decay_incr_style"] == "constant" and start != end:
         raise ValueError(

@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
-from typing import Any
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Any
 
 import torch
+from rl_interfaces import ResidencyState
 
 from rl_megatron_worker.residency import place_parameters
 from rl_megatron_worker.worker_parts import WorkerParts
+
+if TYPE_CHECKING:
+    from collections.abc import Generator
 
 
 class ResidencyCalls(WorkerParts):
@@ -40,6 +45,19 @@ class ResidencyCalls(WorkerParts):
     def _set_mode(self, *, training: bool) -> None:
         for chunk in self.model:
             chunk.train(training)
+
+    @contextmanager
+    def _on_device(self) -> Generator[None, None, None]:
+        """Have model and optimizer state on the device inside, and then where they were."""
+        state = self._residency.state
+        self._place(model=True, training=True)
+        try:
+            yield
+        finally:
+            self._place(
+                model=state is not ResidencyState.OFFLOADED,
+                training=state is ResidencyState.TRAINING,
+            )
 
     def _place(self, *, model: bool, training: bool) -> None:
         """Have on the device what is asked for, and the rest on the CPU."""

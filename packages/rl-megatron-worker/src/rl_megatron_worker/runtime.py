@@ -56,7 +56,7 @@ class Runtime:
         with self.scope():
             tensor_parallel.model_parallel_cuda_manual_seed(seed)
 
-    def free_cached_memory(self, *, wanted: bool = True) -> None:
-        """Return the memory that the allocator caches to the device, where that is wanted."""
-        if wanted and self.on_cuda:
+    def free_cached_memory(self) -> None:
+        """Return the memory that the allocator caches to the device."""
+        if self.on_cuda:
             torch.cuda.empty_cache()

@@ -85,12 +85,14 @@ def run_steps(
         value, metrics = _tell_all(found, device)
         result.losses.append(_sum_over(value, group))
         result.add_metrics(metrics)
-        schedule.runtime.free_cached_memory(wanted=empty_memory_level >= 1)
+        if empty_memory_level >= 1:
+            schedule.runtime.free_cached_memory()
         if trainer is not None:
             norm, stepped = _apply_gradients(trainer, counts)
             result.grad_norms.append(norm)
             skipped += not stepped
-            schedule.runtime.free_cached_memory(wanted=empty_memory_level >= 2)
+            if empty_memory_level >= 2:
+                schedule.runtime.free_cached_memory()
     if trainer is not None and dist.get_rank(group) == 0:
         # From one rank alone: the sum over the ranks is then the count.
         result.metrics["skipped_steps"].append(skipped)

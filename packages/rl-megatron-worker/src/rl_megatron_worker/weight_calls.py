@@ -18,7 +18,10 @@ class ModelWeightCalls(WorkerParts, WeightCalls):
         return self._weights(self._config.model.params_dtype)
 
     def _sample_parameter(self) -> tuple[str, torch.Tensor]:
-        return next(each for chunk in self.model for each in chunk.named_parameters())
+        name, parameter = next(each for chunk in self.model for each in chunk.named_parameters())
+        # A distributed optimizer's parameters have no memory while they are off the device.
+        has_memory = parameter.untyped_storage().nbytes() > 0
+        return name, parameter if has_memory else torch.empty(0)
 
     @torch.no_grad()
     def _add_noise_to_weights(self) -> None:
