@@ -71,7 +71,7 @@ def unrecorded_change(package: str, base: str | None) -> list[str]:
 def fork_point(base: str | None) -> str | None:
     """Return the commit that a change is held against; None where there is no history.
 
-    On the main branch itself that is the commit before.
+    On the main branch itself that is the commit before, unless something is not committed yet.
     """
     names = [base] if base else ["origin/main", "main"]
     known = [name for name in names if git("rev-parse", "--verify", "--quiet", name)]
@@ -80,7 +80,8 @@ def fork_point(base: str | None) -> str | None:
     if not known:
         return None
     fork = git("merge-base", known[0], "HEAD")
-    if fork and fork == git("rev-parse", "HEAD"):
+    is_clean = not git("diff", "--name-only", "HEAD", "--", "packages")
+    if is_clean and fork is not None and fork == git("rev-parse", "HEAD"):
         return git("rev-parse", "--verify", "--quiet", "HEAD^")
     return fork
 
