@@ -31,7 +31,7 @@ PROJECTS: dict[str, dict[str, Any]] = {
 # The extras a package is tested with, where its tests need more than its dependencies.
 TESTED_AS = {
     "rl-dtensor-worker": "rl-dtensor-worker[lora]",
-    "rl-interfaces": "rl-interfaces[backend]",
+    "rl-interfaces": "rl-interfaces[backend,testing]",
     "rl-policy": "rl-policy[dtensor,megatron]",
 }
 # What a package's benchmarks compare it with.
