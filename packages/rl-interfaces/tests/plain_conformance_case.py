@@ -3,7 +3,7 @@
 from contextlib import contextmanager
 from functools import partial
 
-from plain_policy_worker import PlainWorker, Tokenizer, load_model, reward_of, write_model
+from plain_policy_worker import CapableWorker, Tokenizer, load_model, reward_of, write_model
 from rl_interfaces.testing import RewardCase, Way, WorkerCase
 
 
@@ -32,7 +32,7 @@ def open_receiver(worker):
     yield receive
 
 
-def plain_case(directory, worker_class=PlainWorker, **changes):
+def plain_case(directory, worker_class=CapableWorker, **changes):
     path = write_model(directory / "model.pt")
     config = {
         "model_name": path,

@@ -80,7 +80,6 @@ class PlainWorker:
         self.optimizer = self.make_optimizer() if init_optimizer else None
         self.residency = Residency(has_optimizer=init_optimizer)
         self.sampler = torch.Generator().manual_seed(3)
-        self.sent = {}
         if weights_path is not None:
             self.load_checkpoint(weights_path, optimizer_path)
 
@@ -132,25 +131,6 @@ class PlainWorker:
         chosen = scores.gather(-1, ids[:, 1:, None]).squeeze(-1)
         inside = torch.arange(1, ids.shape[1]) < data["input_lengths"][:, None]
         return nn.functional.pad(chosen * inside, (1, 0))
-
-    @torch.no_grad()
-    def get_topk_logits(self, data, k, micro_batch_size=None):
-        self.residency.require("get_topk_logits")
-        self.check(data)
-        top = self.logits(self.model, data).topk(k)
-        inside = torch.arange(data["input_ids"].shape[1]) < data["input_lengths"][:, None]
-        return {
-            "topk_logits": top.values * inside[..., None],
-            "topk_indices": top.indices * inside[..., None],
-        }
-
-    @torch.no_grad()
-    def score(self, data, micro_batch_size=None):
-        self.residency.require("score")
-        rows = zip(data["input_ids"], data["input_lengths"].tolist(), strict=True)
-        return {
-            "scores": torch.stack([reward_of(self.model, ids[:length]) for ids, length in rows])
-        }
 
     # Training
 
@@ -278,7 +258,48 @@ class PlainWorker:
     def save_hf_checkpoint(self, path):
         torch.save(self.model.state_dict(), path)
 
-    # Weights
+    # Information
+
+    def is_alive(self):
+        return True
+
+    def get_gpu_info(self):
+        return {"rank": self.rank}
+
+    def report_device_id(self):
+        return "cpu-of-the-test"
+
+    def start_gpu_profiling(self):
+        pass
+
+    def stop_gpu_profiling(self):
+        pass
+
+    def shutdown(self):
+        pass
+
+
+class CapableWorker(PlainWorker):
+    """The same with every optional capability."""
+
+    @torch.no_grad()
+    def get_topk_logits(self, data, k, micro_batch_size=None):
+        self.residency.require("get_topk_logits")
+        self.check(data)
+        top = self.logits(self.model, data).topk(k)
+        inside = torch.arange(data["input_ids"].shape[1]) < data["input_lengths"][:, None]
+        return {
+            "topk_logits": top.values * inside[..., None],
+            "topk_indices": top.indices * inside[..., None],
+        }
+
+    @torch.no_grad()
+    def score(self, data, micro_batch_size=None):
+        self.residency.require("score")
+        rows = zip(data["input_ids"], data["input_lengths"].tolist(), strict=True)
+        return {
+            "scores": torch.stack([reward_of(self.model, ids[:length]) for ids, length in rows])
+        }
 
     def prepare_refit_info(self):
         return {name: (tuple(each.shape), each.dtype) for name, each in self.weights()}
@@ -302,6 +323,7 @@ class PlainWorker:
         return {self.report_device_id(): {key: pickle.dumps(held[key].detach()) for key in keys}}
 
     def open_refit(self, **options):
+        self.sent = {}
         return {}
 
     def send_weights(self, version):
@@ -313,24 +335,4 @@ class PlainWorker:
         pass
 
     def broadcast_weights_for_collective(self):
-        pass
-
-    # Information
-
-    def is_alive(self):
-        return True
-
-    def get_gpu_info(self):
-        return {"rank": self.rank}
-
-    def report_device_id(self):
-        return "cpu-of-the-test"
-
-    def start_gpu_profiling(self):
-        pass
-
-    def stop_gpu_profiling(self):
-        pass
-
-    def shutdown(self):
         pass

@@ -55,11 +55,12 @@ def weights_load_alone(bench: WorkerBench) -> None:
 
 @rule()
 def the_exported_model_is_the_worker(bench: WorkerBench) -> None:
-    """The plain model that `save_hf_checkpoint` writes scores as the trained worker does."""
+    """What `save_hf_checkpoint` writes, in any state, scores as the trained worker does."""
     mine, path = bench.share(bench.scoring), bench.path("hf")
     with bench.fresh(init_reference_model=False) as worker:
         bench.train(worker)
-        found = worker.get_logprobs(mine)["logprobs"]
+        found = worker.get_logprobs(mine)["logprobs"].clone()
+        worker.offload_after_refit()
         worker.save_hf_checkpoint(path)
     expected = bench.expected_logprobs(bench.scoring, bench.load_oracle(path))
     initial = bench.expected_logprobs(bench.scoring)
