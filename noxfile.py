@@ -55,12 +55,12 @@ ENVIRONMENT = {
 }
 IMPORT_EVERY_MODULE = """
 import importlib, pkgutil, sys
-BACKEND = "rl_interfaces.backend"
+EXTRAS = ("rl_interfaces.backend", "rl_interfaces.testing")
 package = importlib.import_module(sys.argv[1])
 assert "site-packages" in package.__file__, f"not the installed wheel: {package.__file__}"
 for module in pkgutil.walk_packages(package.__path__, package.__name__ + "."):
     # What needs an extra is left out.
-    if not module.name.endswith((".__main__", ".vllm")) and not module.name.startswith(BACKEND):
+    if not module.name.endswith((".__main__", ".vllm")) and not module.name.startswith(EXTRAS):
         importlib.import_module(module.name)
 """
 
