@@ -33,7 +33,7 @@ nox.options.sessions = ["lint", "types", "imports", "checks", "surface", "wheel"
 # The extras a package is tested with, where its tests need more than its dependencies.
 TESTED_AS = {
     "rl-dtensor-worker": "rl-dtensor-worker[lora]",
-    "rl-interfaces": "rl-interfaces[backend]",
+    "rl-interfaces": "rl-interfaces[backend,testing]",
     "rl-policy": "rl-policy[dtensor,megatron]",
     "rl-refit": "rl-refit[testing]",
 }
