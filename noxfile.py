@@ -33,8 +33,9 @@ nox.options.sessions = ["lint", "types", "imports", "checks", "surface", "wheel"
 # The extras a package is tested with, where its tests need more than its dependencies.
 TESTED_AS = {
     "rl-dtensor-worker": "rl-dtensor-worker[lora]",
-    "rl-interfaces": "rl-interfaces[backend]",
+    "rl-interfaces": "rl-interfaces[backend,testing]",
     "rl-policy": "rl-policy[dtensor,megatron]",
+    "rl-refit": "rl-refit[testing]",
 }
 # What a package's benchmarks compare it with.
 BENCHED_BESIDE = {"rl-megatron-worker": ["rl-dtensor-worker"]}
@@ -317,7 +318,7 @@ def bench(session: nox.Session, package: str) -> None:
 @nox.session(default=False)
 def drills(session: nox.Session) -> None:
     """Run the fault drills of rl-refit with 300 random cases of each kind."""
-    install(session, *editable("rl-refit"), *group("test"))
+    install(session, *editable(TESTED_AS["rl-refit"]), *group("test"))
     tests = [f"packages/rl-refit/tests/test_{name}.py" for name in ("faults", "kills")]
     environment = {**ENVIRONMENT, "REFIT_DRILLS": "300"}
     session.run("pytest", *tests, "--timeout=1800", *session.posargs, env=environment)

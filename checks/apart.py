@@ -25,7 +25,10 @@ FORBIDDEN = {
 BRINGS = {"rl-interfaces": ["rl-interfaces", "typing-extensions"]}
 # The modules that an extra is for; they need what it brings.
 EXTRA_MODULES = {
-    "rl-interfaces": {"backend": ["rl_interfaces.backend"]},
+    "rl-interfaces": {
+        "backend": ["rl_interfaces.backend"],
+        "testing": ["rl_interfaces.testing"],
+    },
     "rl-refit": {"vllm": ["rl_refit.vllm"]},
 }
 # What asks for an extra that is not there, and what the ImportError must then say.
