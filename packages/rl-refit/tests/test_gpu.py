@@ -6,10 +6,11 @@ import threading
 import pytest
 import torch
 from gpu_receiver import receive
-from refit_pairs import make_sender, same, some_tensors
-from rl_refit import RefitError, VerificationError
+from refit_pairs import same, some_tensors
+from rl_interfaces.testing.transports import Fault
+from rl_refit import RefitError, TensorSource, VerificationError
 from rl_refit.digest import keyed_sum_digest
-from rl_refit.outbound import OutboundStream
+from rl_refit.drills import DrillSender
 
 pytestmark = pytest.mark.gpu
 DEVICE = "cuda:0"
@@ -19,8 +20,9 @@ class Pair:
     """A sender of GPU tensors here, and a receiver on the same GPU in another process."""
 
     def __init__(self, transport, tensors):
-        options = {"device": DEVICE, "timeout_s": 60}
-        self.sender = make_sender(tensors, transport, **options)
+        self.sender = DrillSender(
+            TensorSource(tensors), transport, bucket_bytes=16 << 10, device=DEVICE, timeout_s=60
+        )
         context = mp.get_context("spawn")
         self.pipe, other = context.Pipe()
         self.process = context.Process(
@@ -68,18 +70,15 @@ def test_gpu_tensors_arrive_on_the_gpu_bit_by_bit(transport):
     pair.close()
 
 
-def test_a_flipped_bit_in_gpu_memory_is_found(monkeypatch):
+class FlippedBit(Fault):
+    def spoil(self, bucket, data):
+        if bucket == 2:
+            data[13] ^= 4
+
+
+def test_a_flipped_bit_in_gpu_memory_is_found():
     pair = Pair("cuda_ipc", gpu_tensors())
-    original = OutboundStream._fill
-
-    def fill(self, bucket, tensors):
-        digest = original(self, bucket, tensors)
-        if bucket.index == 2:
-            self._side.buffers[bucket.index % 2][13] ^= 4
-        return digest
-
-    with monkeypatch.context() as patch:
-        patch.setattr(OutboundStream, "_fill", fill)
+    with pair.sender.tampered(FlippedBit(), timeout_s=60):
         (sent,), received = pair.refit(1)
     assert isinstance(sent, VerificationError)
     assert isinstance(received, VerificationError)

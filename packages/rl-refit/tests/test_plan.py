@@ -13,7 +13,9 @@ from rl_refit.plan import ALIGNMENT, differences, layer_of
 DTYPES = [torch.float32, torch.bfloat16, torch.float16, torch.int64, torch.bool, torch.uint8]
 SHAPES = st.lists(st.integers(0, 40), max_size=2).map(tuple)
 NAMES = st.sampled_from(["embed.weight", "head.weight", "norm"]) | st.builds(
-    "layers.{}.{}".format, st.integers(0, 5), st.sampled_from(["q", "k.weight", "mlp.0.up"])
+    "layers.{}.{}".format,
+    st.integers(0, 5),
+    st.sampled_from(["q", "k.weight", "mlp.gate.weight", "mlp.up.weight", "mlp.0.a", "mlp.0.b"]),
 )
 
 
@@ -56,19 +58,45 @@ def test_pieces_are_aligned_do_not_overlap_and_fit(tensors, bucket_bytes):
 
 
 @given(metadata(), BUCKETS)
-def test_a_tensor_that_fits_is_not_split_and_a_layer_that_fits_is_not_cut(tensors, bucket_bytes):
+def test_a_tensor_that_fits_is_not_split_and_a_module_that_fits_is_not_cut(tensors, bucket_bytes):
     plan = RefitPlan.of(tensors, bucket_bytes)
     for bucket in plan.buckets:
         for piece in bucket.pieces:
             if not piece.whole:
                 assert plan.specs[piece.tensor].nbytes > plan.bucket_bytes
-    names = [spec.name for spec in plan.specs]
-    for layer, group in itertools.groupby(range(len(names)), lambda i: layer_of(names[i])):
-        members = set(group)
-        size = sum(-(-plan.specs[i].nbytes // ALIGNMENT) * ALIGNMENT for i in members)
-        homes = {b.index for b in plan.buckets for p in b.pieces if p.tensor in members}
-        if size <= plan.bucket_bytes:
-            assert len(homes) == 1, layer
+    for depth in range(1, 5):
+        # Neighbours below one path within a layer: a layer, a module of it, or a tensor.
+        paths = [
+            (
+                layer_of(spec.name),
+                ".".join(spec.name.split(".")[: layer_of(spec.name).count(".") + depth]),
+            )
+            for spec in plan.specs
+        ]
+        for path, group in itertools.groupby(range(len(paths)), key=paths.__getitem__):
+            members = set(group)
+            size = sum(-(-plan.specs[i].nbytes // ALIGNMENT) * ALIGNMENT for i in members)
+            homes = {b.index for b in plan.buckets for p in b.pieces if p.tensor in members}
+            if size <= plan.bucket_bytes:
+                assert len(homes) == 1, path
+
+
+def test_what_an_engine_fuses_is_not_parted_where_a_layer_is():
+    shapes = {
+        "self_attn.q": 256,
+        "self_attn.k": 256,
+        "mlp.gate": 1024,
+        "mlp.up": 1024,
+        "mlp.down": 1024,
+    }
+    tensors = [
+        (f"layers.{layer}.{name}.weight", torch.uint8, (size,))
+        for layer in range(2)
+        for name, size in shapes.items()
+    ]
+    plan = RefitPlan.of(tensors, 2304)
+    cut = [[piece.tensor for piece in bucket.pieces] for bucket in plan.buckets]
+    assert cut == [[0, 1], [2, 3], [4, 5, 6], [7, 8], [9]]
 
 
 @given(metadata(), BUCKETS)

@@ -7,12 +7,10 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from leftovers import nothing_left
 from refit_pairs import Engine, make_sender, must, outcomes, refit, same, some_tensors
 from rl_refit import (
     PlanMismatchError,
     RefitReceiver,
-    RefitReport,
     RefitSender,
     TensorSource,
 )
@@ -31,42 +29,6 @@ def round_trip(tensors, transport="shm", num_receivers=1, refits=1, *, load_keep
         for engine in engines:
             engine.receiver.close()
     return engines
-
-
-@every_transport
-@pytest.mark.parametrize("num_receivers", [1, 2, 3, 4])
-def test_every_receiver_gets_every_bit(transport, num_receivers):
-    tensors = some_tensors()
-    for engine in round_trip(tensors, transport, num_receivers, refits=3):
-        assert same(engine.weights, tensors)
-
-
-@every_transport
-@pytest.mark.parametrize(
-    "tensor",
-    [
-        torch.randn(17, 31),
-        torch.randn(17, 31).bfloat16(),
-        torch.randn(17, 31).half(),
-        torch.randint(-(2**62), 2**62, (9, 5)),
-        torch.tensor([True, False, True]),
-        torch.tensor(3.5),
-        torch.tensor(7),
-        torch.randn(6, 5, 4).permute(2, 0, 1),
-        torch.randn(40, 40)[::3, 5:30],
-        torch.randn(1).expand(8, 9),
-        torch.empty(0, 4),
-        torch.tensor([float("nan"), float("-inf"), -0.0]),
-        torch.randn(100_000),
-        torch.randn(301, 401).T,
-        torch.randint(0, 255, (70_001,), dtype=torch.uint8),
-    ],
-    ids=lambda t: f"{t.dtype}-{tuple(t.shape)}",
-)
-def test_any_tensor_arrives_bit_by_bit(transport, tensor):
-    tensors = {"first": torch.ones(3), "it": tensor, "last": torch.ones(5)}
-    (engine,) = round_trip(tensors, transport)
-    assert same(engine.weights, tensors)
 
 
 @settings(max_examples=25)
@@ -92,24 +54,6 @@ def test_any_plan_arrives_bit_by_bit(entries, bucket_bytes, num_buffers, load_ke
     (engine,) = round_trip(tensors, refits=2, load_keeps=load_keeps, **options)
     assert same(engine.weights, tensors)
     assert engine.order == list(tensors)
-
-
-@every_transport
-@pytest.mark.parametrize("bucket_bytes", [1024, 1 << 20], ids=["split", "whole"])
-def test_what_has_a_place_of_its_own_is_copied_there(transport, bucket_bytes):
-    tensors = some_tensors()
-    own = {name: torch.zeros_like(tensor) for name, tensor in list(tensors.items())[::2]}
-    places = {name: tensor.data_ptr() for name, tensor in own.items()}
-    with make_sender(tensors, transport, bucket_bytes=bucket_bytes) as sender:
-        engine = Engine(sender.address, into=own)
-        for version in range(2):
-            for tensor in tensors.values():
-                tensor += 1
-            must(refit(sender, [engine], version))
-            assert same(own, {name: tensors[name] for name in own})
-            assert same(engine.weights, {n: t for n, t in tensors.items() if n not in own})
-        engine.receiver.close()
-    assert {name: tensor.data_ptr() for name, tensor in own.items()} == places
 
 
 def test_no_load_is_needed_where_every_tensor_has_a_place():
@@ -174,32 +118,6 @@ def test_tied_tensors_are_sent_once():
     assert same(engine.weights, tensors)
 
 
-@every_transport
-@pytest.mark.parametrize("num_receivers", [1, 2, 3, 4])
-@pytest.mark.parametrize("num_senders", [1, 2, 3, 4])
-def test_senders_with_receivers_of_their_own_and_without(num_senders, num_receivers, transport):
-    # Rank 0 and 2 have receivers; the others only take part in the gathers.
-    tensors = some_tensors()
-    senders = [
-        make_sender(tensors, transport, (rank + 1) % 2 * num_receivers)
-        for rank in range(num_senders)
-    ]
-    engines = [
-        Engine(sender.address, 10 * index + rank)
-        for index, sender in enumerate(senders)
-        for rank in range(sender.address["num_receivers"])
-    ]
-    calls = [lambda s=sender: s.send(1) for sender in senders]
-    results = must(outcomes(*calls, *[lambda e=engine: e.refit(1) for engine in engines]))
-    assert all(isinstance(result, RefitReport) for result in results)
-    assert all(same(engine.weights, tensors) for engine in engines)
-    for sender in senders:
-        sender.commit(1)
-    assert {engine.receiver.require_ready() for engine in engines} == {1}
-    for end in [*senders, *(engine.receiver for engine in engines)]:
-        end.close()
-
-
 def test_the_senders_buffer_size_is_everybodys():
     # A receiver is given nothing else than the address, and takes plan and buffers as offered.
     tensors = some_tensors()
@@ -216,18 +134,6 @@ def test_the_senders_buffer_size_is_everybodys():
 def test_no_tensors_at_all_is_a_refit_too():
     (engine,) = round_trip({}, refits=2)
     assert engine.weights == {}
-
-
-def test_new_values_arrive_in_the_next_refit():
-    tensors = some_tensors()
-    with make_sender(tensors) as sender:
-        engine = Engine(sender.address)
-        for version in range(4):
-            must(refit(sender, [engine], version))
-            assert same(engine.weights, tensors)
-            for tensor in tensors.values():
-                tensor += 1
-        engine.receiver.close()
 
 
 def test_a_tensor_is_a_view_only_if_its_layer_is_complete():
@@ -255,13 +161,6 @@ def test_what_is_shared_cannot_be_mapped_for_writing():
         with pytest.raises(PermissionError):
             mmap.mmap(descriptor, 256)
         engine.receiver.close()
-
-
-def test_closing_both_ends_leaves_nothing_behind():
-    round_trip(some_tensors(), "collective")  # gloo keeps a pipe from its first use on
-    with nothing_left():
-        for transport in TRANSPORTS:
-            round_trip(some_tensors(), transport, 2, refits=2)
 
 
 def test_the_report_adds_up():

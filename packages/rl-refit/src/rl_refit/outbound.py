@@ -52,7 +52,7 @@ class OutboundStream:
         """Send every bucket; returns when all receivers have loaded all."""
         watch = self._watch
         for bucket in self._plan.buckets:
-            digest = self._fill(bucket, tensors)
+            digest = self.fill(bucket, tensors)
             with watch.phase("wire"):
                 self._publish(bucket)
                 self.announce(bucket, digest)
@@ -76,7 +76,7 @@ class OutboundStream:
         slot = bucket.index % len(self._side.buffers)
         self._receivers.tell(Filled(self._version, bucket.index, slot, bucket.nbytes, digest))
 
-    def _fill(self, bucket: Bucket, tensors: NamedTensors) -> int:
+    def fill(self, bucket: Bucket, tensors: NamedTensors) -> int:
         """Copy a bucket's tensors into its buffer; return its digest, or 0 unverified."""
         buffers = self._side.buffers
         buffer = buffers[bucket.index % len(buffers)][: bucket.nbytes]

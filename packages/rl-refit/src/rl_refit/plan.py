@@ -123,7 +123,8 @@ class Bucket:
 class RefitPlan:
     """Ordered tensors, cut into buckets.
 
-    Layers are kept together where a bucket holds one; a tensor larger than a bucket is split.
+    Layers are kept together where a bucket holds one, else their modules are; a tensor larger than
+    a bucket is split.
     Two plans with the same `hash` put the same bytes into the same places.
     """
 
@@ -283,13 +284,8 @@ class _Cutter:
 def _cut(specs: Sequence[TensorSpec], capacity: int) -> tuple[Bucket, ...]:
     cutter = _Cutter(capacity)
     layers = [layer_of(spec.name) for spec in specs]
-    for _, group in itertools.groupby(range(len(specs)), key=layers.__getitem__):
-        layer = list(group)
-        size = sum(align(specs[index].nbytes) for index in layer)
-        if cutter.runs and cutter.used and cutter.free < size:
-            cutter.cut()
-        for index in layer:
-            cutter.add(index, specs[index].nbytes)
+    for layer, group in itertools.groupby(range(len(specs)), key=layers.__getitem__):
+        _place(cutter, specs, list(group), layer)
     homes: dict[str, set[int]] = {}
     for number, runs in enumerate(cutter.runs):
         for tensor, *_ in runs:
@@ -305,6 +301,26 @@ def _cut(specs: Sequence[TensorSpec], capacity: int) -> tuple[Bucket, ...]:
         )
         for number, runs in enumerate(cutter.runs)
     )
+
+
+def _place(cutter: _Cutter, specs: Sequence[TensorSpec], group: list[int], path: str) -> None:
+    """Put the tensors below `path` into one bucket, or each of its modules into one.
+
+    Engines fuse tensors of one module (`gate_proj` and `up_proj`), and keep those that come first.
+    So a module that the open bucket does not hold begins a new one, even if that is too small too.
+    """
+    size = sum(align(specs[index].nbytes) for index in group)
+    is_layer = path == layer_of(specs[group[0]].name)
+    if cutter.used and cutter.free < size and not (is_layer and size > cutter.capacity):
+        cutter.cut()
+    if size <= cutter.capacity or len(group) == 1:
+        for index in group:
+            cutter.add(index, specs[index].nbytes)
+        return
+    depth = path.count(".") + 2
+    paths = {index: ".".join(specs[index].name.split(".")[:depth]) for index in group}
+    for inner, part in itertools.groupby(group, key=paths.__getitem__):
+        _place(cutter, specs, list(part), inner)
 
 
 def _hash(specs: Sequence[TensorSpec], capacity: int, buckets: Sequence[Bucket]) -> str:

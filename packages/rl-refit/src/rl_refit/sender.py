@@ -38,7 +38,7 @@ _GREETING_S = 1.0
 
 
 @dataclass(slots=True)
-class _Session:
+class Session:
     """Connections to all receivers, and the buffers that they have opened."""
 
     channels: Mapping[int, Channel]
@@ -46,10 +46,12 @@ class _Session:
     views: PieceViews
 
     def is_whole(self) -> bool:
+        """Whether every receiver is still there."""
         # A receiver says nothing between two refits, so what can be read is its end.
         return not any(channel.has_input() for channel in self.channels.values())
 
     def close(self, error: BaseException | None = None) -> None:
+        """Let go of everything, and tell the receivers about an error."""
         for channel in self.channels.values():
             channel.leave(error)
         self.views.close()
@@ -110,7 +112,7 @@ class RefitSender(Closing):
             self._endpoint = Endpoint(host=host if self._transport.crosses_hosts else None)
             # Also where nobody closes the sender, at the latest when the process ends.
             weakref.finalize(self, self._endpoint.close)
-        self._session: _Session | None = None
+        self._session: Session | None = None
         self._newcomers: dict[int, Channel] = {}
         self._loaded: int | None = None
         self._closed = False
@@ -188,7 +190,23 @@ class RefitSender(Closing):
     ) -> RefitReport:
         with watch.phase("pause"):
             session, receivers = self._begin(version, deadline)
-        OutboundStream(
+        self._outbound(session, receivers, version, deadline, watch).run(tensors)
+        spent = {rank: done.load_s + done.verify_s for rank, done in receivers.done.items()}
+        watch.add("load", max(done.load_s for done in receivers.done.values()))
+        watch.add("verify", max(done.verify_s for done in receivers.done.values()))
+        return make_report(
+            version, self.plan, watch, slowest_rank=max(spent, key=spent.__getitem__)
+        )
+
+    def _outbound(
+        self,
+        session: Session,
+        receivers: Receivers,
+        version: int,
+        deadline: Deadline,
+        watch: Stopwatch,
+    ) -> OutboundStream:
+        return OutboundStream(
             self.plan,
             session.side,
             session.views,
@@ -197,12 +215,6 @@ class RefitSender(Closing):
             verify=self._verify != "none",
             deadline=deadline,
             watch=watch,
-        ).run(tensors)
-        spent = {rank: done.load_s + done.verify_s for rank, done in receivers.done.items()}
-        watch.add("load", max(done.load_s for done in receivers.done.values()))
-        watch.add("verify", max(done.verify_s for done in receivers.done.values()))
-        return make_report(
-            version, self.plan, watch, slowest_rank=max(spent, key=spent.__getitem__)
         )
 
     def _take_part(self, version: int, tensors: NamedTensors, watch: Stopwatch) -> RefitReport:
@@ -212,7 +224,7 @@ class RefitSender(Closing):
             check_exhausted(tensors)
         return make_report(version, self.plan, watch)
 
-    def _begin(self, version: int, deadline: Deadline) -> tuple[_Session, Receivers]:
+    def _begin(self, version: int, deadline: Deadline) -> tuple[Session, Receivers]:
         """Return the session in which all receivers take part in the refit.
 
         It is made anew where a receiver is gone, or where a new one takes the place of another.
@@ -227,7 +239,7 @@ class RefitSender(Closing):
                 return session, receivers
             self._admit_newcomer()
 
-    def _meet(self, version: int, deadline: Deadline) -> _Session:
+    def _meet(self, version: int, deadline: Deadline) -> Session:
         assert self._endpoint is not None
         if self._session is not None and not self._session.is_whole():
             self._drop_session(None)
@@ -251,7 +263,7 @@ class RefitSender(Closing):
             self._newcomers = accept(self._endpoint.listener, 1, token=self._token, deadline=limit)
             self._drop_session(None)
 
-    def _open(self, channels: dict[int, Channel], version: int, deadline: Deadline) -> _Session:
+    def _open(self, channels: dict[int, Channel], version: int, deadline: Deadline) -> Session:
         assert self._endpoint is not None
         side = self._transport.open_sender(
             SenderContext(
@@ -264,7 +276,7 @@ class RefitSender(Closing):
                 timeout_s=self._timeout_s,
             )
         )
-        session = _Session(channels, side, PieceViews(self.plan, side.buffers))
+        session = Session(channels, side, PieceViews(self.plan, side.buffers))
         try:
             receivers = Receivers(channels, version, deadline)
             for rank in channels:

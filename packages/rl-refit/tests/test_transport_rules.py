@@ -1,0 +1,112 @@
+"""Every rule of the kit can fail: a pair that breaks it does, and keeps the others of its group."""
+
+import broken_pairs as broken
+import pytest
+from rl_interfaces.testing import transports_leftovers
+from rl_interfaces.testing.transports import RULES, check_rule, rule_names
+from rl_refit import digest, outbound
+
+CASES = 1
+# Those that take longest are held against the pair that breaks them alone.
+LONG = {
+    "every_kind_of_tensor_arrives_bit_by_bit",
+    "every_receiver_gets_every_bit",
+    "senders_with_receivers_and_without_work_side_by_side",
+    "who_does_not_come_is_waited_for_as_long_as_said",
+    "a_wrong_token_gets_nothing",
+    "a_dropped_bucket_is_found",
+}
+# What a pair breaks: one rule, but where the rules have the same thing at their bottom.
+BROKEN = {
+    "round_trips": [
+        (broken.LosesNaNs, {"every_kind_of_tensor_arrives_bit_by_bit"}),
+        (broken.ForgetsTheFourthReceiver, {"every_receiver_gets_every_bit"}),
+        (broken.SendsTheOldAgain, {"new_values_arrive_with_every_version"}),
+        (broken.TakesNoSmallBuffers, {"any_size_and_number_of_buffers_will_do"}),
+        (broken.SendsTiedTwice, {"tied_tensors_are_sent_once"}),
+        (broken.IgnoresInto, {"tensors_with_a_place_of_their_own_are_copied_there"}),
+        (broken.NeedsReceivers, {"senders_with_receivers_and_without_work_side_by_side"}),
+        (broken.LeavesFiles, {"nothing_is_left_behind"}),
+        (broken.LeavesSharedMemory, {"nothing_is_left_behind"}),
+    ],
+    "versions": [
+        (
+            broken.CommitsByItself,
+            {"a_version_counts_from_its_commit_on", "what_was_not_sent_is_not_committed"},
+        ),
+        (broken.CommitsWhatIsNotThere, {"what_was_not_sent_is_not_committed"}),
+        (broken.GoesBackToOldVersions, {"a_stale_version_changes_nothing"}),
+        (broken.ForgetsAnotherVersion, {"a_sender_of_another_version_is_refused"}),
+        (broken.LoadsWhatIsNotExpected, {"tensors_that_the_engine_does_not_expect_are_refused"}),
+        (broken.CommitsAfterAFailure, {"a_load_that_fails_stops_all_until_a_full_resend"}),
+        (broken.DoesNotNameTheWait, {"who_does_not_come_is_waited_for_as_long_as_said"}),
+        (broken.LetsEverybodyIn, {"a_wrong_token_gets_nothing"}),
+        (broken.KeepsTheOldReceiver, {"a_new_receiver_takes_the_place_of_the_old_one"}),
+    ],
+    "faults": [
+        (lambda: broken.BlindTo("_Dropped"), {"a_dropped_bucket_is_found"}),
+        (lambda: broken.BlindTo("_Duplicated"), {"a_duplicated_bucket_is_found"}),
+        (lambda: broken.BlindTo("_Reordered"), {"a_reordered_bucket_is_found"}),
+        (lambda: broken.BlindTo("_AnnouncedTooShort"), {"a_bucket_announced_too_short_is_found"}),
+        (lambda: broken.BlindTo("_CutOff"), {"a_bucket_cut_off_in_memory_is_found"}),
+        (lambda: broken.BlindTo("_Flipped"), {"a_flipped_bit_is_found"}),
+        (lambda: broken.BlindTo("_OtherPlan"), {"a_plan_that_was_changed_on_the_way_is_found"}),
+        (lambda: broken.BlindTo("_OtherHash"), {"another_plan_than_was_agreed_upon_is_found"}),
+        (
+            broken.Unverified,
+            {
+                "a_bucket_cut_off_in_memory_is_found",
+                "a_flipped_bit_is_found",
+                "swapped_rows_are_found",
+            },
+        ),
+    ],
+}
+PAIRS = [
+    pytest.param(group, make, rules, id=min(rules))
+    for group, entries in BROKEN.items()
+    for make, rules in entries
+]
+
+
+@pytest.fixture(autouse=True)
+def impatience(monkeypatch):
+    monkeypatch.setattr(transports_leftovers, "GONE_WITHIN_S", 0.5)
+
+
+def broken_rules(names, pair):
+    found = set()
+    for name in names:
+        try:
+            check_rule(name, pair, num_cases=CASES)
+        except Exception:
+            found.add(name)
+    return found
+
+
+@pytest.mark.parametrize(("group", "make", "rules"), PAIRS)
+def test_a_pair_breaks_what_it_is_made_to_break(group, make, rules):
+    names = [name for name in RULES[group] if name in rules or name not in LONG]
+    assert broken_rules(names, make()) == rules
+
+
+def test_a_digest_without_positions_does_not_find_swapped_rows(monkeypatch):
+    def sum_of_bytes(data, *, position):
+        return int(data.sum()) + position
+
+    monkeypatch.setitem(digest.DIGESTS, "xxh3", sum_of_bytes)
+    monkeypatch.setattr(outbound, "RunningDigest", lambda *_, **__: None)
+    found = broken_rules(RULES["faults"], broken.Broken())
+    assert found == {"swapped_rows_are_found"}
+
+
+@pytest.mark.timeout(120)
+@pytest.mark.parametrize("rule", RULES["kills"])
+def test_what_a_killed_process_leaves_is_found(rule):
+    with pytest.raises(AssertionError, match="left something"):
+        check_rule(rule, broken.LeavesFiles(), num_cases=1)
+
+
+def test_every_rule_has_a_pair_that_breaks_it():
+    shown = {rule for entries in BROKEN.values() for _, rules in entries for rule in rules}
+    assert shown | set(RULES["kills"]) == set(rule_names())
