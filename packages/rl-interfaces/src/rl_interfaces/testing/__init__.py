@@ -1,1 +1,60 @@
-"""The conformance kit: checks by which a backend proves that it keeps the contracts."""
+"""The conformance kit: what a backend is held to, as plain functions and as tests of pytest.
+
+Names are loaded when they are asked for: with them comes torch, and with the suites pytest. What
+they need is the extra `testing`.
+"""
+
+from __future__ import annotations
+
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from rl_interfaces.testing.report import (
+        ConformanceError,
+        Outcome,
+        Report,
+        Rule,
+        Status,
+        require_conformance,
+    )
+    from rl_interfaces.testing.worker_case import RewardCase, Tolerances, Way, WorkerCase
+    from rl_interfaces.testing.worker_kit import WORKER_RULES, check_worker
+    from rl_interfaces.testing.worker_suite import WorkerConformance
+
+_HOMES = {
+    "report": (
+        "ConformanceError",
+        "Outcome",
+        "Report",
+        "Rule",
+        "Status",
+        "require_conformance",
+    ),
+    "worker_case": ("RewardCase", "Tolerances", "Way", "WorkerCase"),
+    "worker_kit": ("WORKER_RULES", "check_worker"),
+    "worker_suite": ("WorkerConformance",),
+}
+
+__all__ = [
+    "WORKER_RULES",
+    "ConformanceError",
+    "Outcome",
+    "Report",
+    "RewardCase",
+    "Rule",
+    "Status",
+    "Tolerances",
+    "Way",
+    "WorkerCase",
+    "WorkerConformance",
+    "check_worker",
+    "require_conformance",
+]
+
+
+def __getattr__(name: str) -> Any:
+    for module, names in _HOMES.items():
+        if name in names:
+            return getattr(import_module(f"{__name__}.{module}"), name)
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

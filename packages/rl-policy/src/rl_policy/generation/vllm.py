@@ -67,6 +67,8 @@ class VllmGeneration(GenerationInterface):
         ImportError: vLLM is not installed.
     """
 
+    contract_version = (1, 0)
+
     def __init__(
         self,
         cluster: Cluster,

@@ -1,0 +1,99 @@
+"""What each package may bring and load when it is installed alone, and with each of its extras."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+from packaging.requirements import Requirement
+
+from checks.workspace import PROJECTS, extras, import_name
+
+# What importing a package must not load, whatever is installed, and installing it alone not bring.
+FORBIDDEN = {
+    "rl-interfaces": [
+        *("torch", "numpy", "transformers", "safetensors", "pydantic", "pytest", "ray", "vllm"),
+        *("rl_batched_data", "rl_refit", "rl_policy"),
+    ],
+    "rl-batched-data": ["transformers", "ray", "vllm", "rl_interfaces", "rl_refit", "rl_policy"],
+    "rl-refit": ["transformers", "ray", "vllm", "rl_interfaces", "rl_batched_data", "rl_policy"],
+    "rl-dtensor-worker": ["ray", "vllm", "megatron", "peft", "rl_megatron_worker", "rl_policy"],
+    "rl-megatron-worker": ["ray", "vllm", "peft", "rl_dtensor_worker", "rl_policy"],
+    "rl-policy": ["rl_dtensor_worker", "rl_megatron_worker", "megatron", "vllm", "peft"],
+}
+# The packages that bring these distributions and no other.
+BRINGS = {"rl-interfaces": ["rl-interfaces", "typing-extensions"]}
+# The modules that an extra is for; they need what it brings.
+EXTRA_MODULES = {
+    "rl-interfaces": {
+        "backend": ["rl_interfaces.backend"],
+        "testing": ["rl_interfaces.testing"],
+    },
+    "rl-refit": {"vllm": ["rl_refit.vllm"]},
+}
+# What asks for an extra that is not there, and what the ImportError must then say.
+_ENABLED = "from rl_policy.backends import enabled_backend, load; load(enabled_backend({!r}))"
+REFUSALS = {
+    "rl-dtensor-worker": [
+        (
+            "from rl_dtensor_worker.lora import inject_adapters as inject\n"
+            "inject(None, None, model_name='')",
+            'pip install "rl-dtensor-worker[lora]"',
+        )
+    ],
+    "rl-policy": [
+        (
+            "from rl_policy.backends import load; load('dtensor')",
+            'pip install "rl-policy[dtensor]"',
+        ),
+        *(
+            (_ENABLED.format({f"{name}_cfg": {"enabled": True}}), f'"rl-policy[{name}]"')
+            for name in ("dtensor", "megatron")
+        ),
+        (
+            "from rl_policy.generation.vllm_engine import require_vllm; require_vllm()",
+            'pip install "rl-policy[vllm]"',
+        ),
+    ],
+}
+
+
+def requirements() -> list[str]:
+    """Return every package alone, and with each of its extras."""
+    return [
+        wanted
+        for package in PROJECTS
+        for wanted in (package, *(f"{package}[{extra}]" for extra in sorted(extras(package))))
+    ]
+
+
+def probe_request(requirement: str) -> str:
+    """Return what `probe.py` is to check of an installed `requirement`."""
+    wanted = Requirement(requirement)
+    modules = EXTRA_MODULES.get(wanted.name, {})
+    alone = not wanted.extras
+    request = {
+        "package": import_name(wanted.name),
+        "extra_modules": [name for names in modules.values() for name in names],
+        "wanted": [name for extra in wanted.extras for name in modules.get(extra, [])],
+        "forbidden": FORBIDDEN[wanted.name],
+        "absent": alone,
+        "brings": BRINGS.get(wanted.name) if alone else None,
+        "refusals": REFUSALS.get(wanted.name, []) if alone else [],
+    }
+    return json.dumps(request)
+
+
+def format_table(rows: dict[str, dict[str, Any]]) -> str:
+    """Return what was measured, as a table.
+
+    Args:
+        rows: By requirement, what `probe.py` printed.
+    """
+    lines = [f"{'installed':<30}{'distributions':>14}{'MB':>8}{'modules':>9}{'import s':>10}"]
+    lines += [
+        f"{name:<30}{row['distributions']:>14}{row['bytes'] / 1e6:>8.1f}{row['modules']:>9}"
+        f"{row['seconds']:>10.2f}"
+        for name, row in rows.items()
+    ]
+    return "\n".join(lines)

@@ -1,0 +1,128 @@
+"""Look at an installed package from inside its environment: `python -I probe.py REQUEST`.
+
+REQUEST is a JSON object: `package`, the import name; `extra_modules`, the modules that an extra of
+it brings, all of them; `wanted`, those that are installed here; `forbidden`, the modules that the
+others must not load; `absent`, whether these must not even be installed; `brings`, the only
+distributions that may be there, or null; `refusals`, pairs of a statement and what the
+`ImportError` that it raises must say. Prints a JSON object of what it measured. Only the standard
+library is imported, as nothing else may be there.
+"""
+
+from __future__ import annotations
+
+import importlib
+import importlib.metadata
+import importlib.util
+import json
+import pkgutil
+import subprocess
+import sys
+import sysconfig
+from pathlib import Path
+from typing import Any
+
+TIMED = """
+import sys, time
+start = time.process_time()
+exec(f"from {sys.argv[1]} import *")
+print(time.process_time() - start)
+"""
+
+
+def is_under(module: str, prefixes: list[str]) -> bool:
+    """Return whether `module` is one of `prefixes` or inside one."""
+    return any(module == prefix or module.startswith(prefix + ".") for prefix in prefixes)
+
+
+def import_modules(request: dict[str, Any]) -> int:
+    """Import every module, those of extras last; return how many.
+
+    Raises:
+        AssertionError: One of them is not the wheel's, or loads what it must not.
+    """
+    package = importlib.import_module(request["package"])
+    if "site-packages" not in str(package.__file__):
+        raise AssertionError(f"not the installed wheel: {package.__file__}")
+    names = [
+        found.name
+        for found in pkgutil.walk_packages(package.__path__, package.__name__ + ".", onerror=skip)
+        if not found.name.endswith(".__main__")
+    ]
+    plain = [name for name in names if not is_under(name, request["extra_modules"])]
+    for name in plain:
+        importlib.import_module(name)
+    loaded = [name for name in request["forbidden"] if name in sys.modules]
+    if loaded:
+        raise AssertionError(f"importing {request['package']} loads {', '.join(loaded)}")
+    extra = [name for name in names if is_under(name, request["wanted"])]
+    missing = [name for name in request["wanted"] if name not in names]
+    if missing:
+        raise AssertionError(f"the wheel lacks {', '.join(missing)}")
+    for name in extra:
+        importlib.import_module(name)
+    return 1 + len(plain) + len(extra)
+
+
+def skip(name: str) -> None:
+    """Pass over a package that cannot be imported: one of an extra that is not installed."""
+
+
+def check_absent(request: dict[str, Any]) -> None:
+    """Raise `AssertionError` if more is installed than the requirement should bring."""
+    if request["absent"]:
+        present = [name for name in request["forbidden"] if importlib.util.find_spec(name)]
+        if present:
+            raise AssertionError(f"{request['package']} alone brings {', '.join(present)}")
+    if request["brings"] is not None:
+        names = sorted(found.metadata["Name"].lower() for found in distributions())
+        if [name.replace("_", "-") for name in names] != sorted(request["brings"]):
+            raise AssertionError(f"it brings {names}, not {request['brings']}")
+
+
+def check_refusals(request: dict[str, Any]) -> None:
+    """Raise `AssertionError` unless each statement raises an `ImportError` that says the words."""
+    for statement, words in request["refusals"]:
+        try:
+            exec(statement, {})
+        except ImportError as error:
+            if words not in str(error):
+                raise AssertionError(f"{statement!r} does not say {words!r}: {error}") from error
+        else:
+            raise AssertionError(f"{statement!r} raises no ImportError")
+
+
+def distributions() -> list[importlib.metadata.Distribution]:
+    """Return what is installed in this environment."""
+    return list(importlib.metadata.distributions(path=[sysconfig.get_path("purelib")]))
+
+
+def installed_bytes() -> int:
+    """Return the size of everything that is installed, compiled bytecode left out."""
+    files = Path(sysconfig.get_path("purelib")).rglob("*")
+    return sum(path.stat().st_size for path in files if path.is_file() and path.suffix != ".pyc")
+
+
+def import_seconds(package: str) -> float:
+    """Return the processor time that importing the public names takes, their bytecode compiled."""
+    command = [sys.executable, "-I", "-c", TIMED, package]
+    result = subprocess.run(command, capture_output=True, text=True, check=True, timeout=300)
+    return float(result.stdout.splitlines()[-1])
+
+
+def main() -> None:
+    """Check and measure what REQUEST asks for."""
+    request = json.loads(sys.argv[1])
+    check_absent(request)
+    modules = import_modules(request)
+    check_refusals(request)
+    report = {
+        "modules": modules,
+        "distributions": len(distributions()),
+        "bytes": installed_bytes(),
+        "seconds": import_seconds(request["package"]),
+    }
+    print(json.dumps(report))
+
+
+if __name__ == "__main__":
+    main()

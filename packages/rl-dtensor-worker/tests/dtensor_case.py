@@ -1,0 +1,98 @@
+"""The worker as a case of the conformance kit; spawned ranks import it."""
+
+import functools
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from functools import partial
+
+import torch
+from rl_batched_data import BatchedDataDict
+from rl_dtensor_worker import DTensorPolicyWorker
+from rl_interfaces.testing import RewardCase, Way, WorkerCase
+from rl_refit import RefitReceiver
+from tiny_model import build_tokenizer, make_config
+from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification
+
+LIMIT_S = 60
+BUDGET = 24
+SECTIONS = {
+    "dynamic_batching": "dynamic_batching_args",
+    "sequence_packing": "sequence_packing_args",
+}
+
+
+def make_batches(columns, *, shards, batch_size):
+    batch = BatchedDataDict(columns)
+    return batch.shard_by_batch_size(shards, batch_size=batch_size, allow_uneven_shards=True)
+
+
+def make_planned_batches(columns, *, shards, batch_size, arguments):
+    batch = BatchedDataDict(columns)
+    plan = {arguments: {"max_tokens_per_microbatch": BUDGET}}
+    planned, _ = batch.shard_by_batch_size(shards, batch_size=batch_size, **plan)
+    return planned
+
+
+def load_oracle(path):
+    return AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32)
+
+
+@functools.cache
+def load_reward_model(path):
+    return AutoModelForSequenceClassification.from_pretrained(path, dtype=torch.float32).eval()
+
+
+def score_row(tokens, *, path):
+    return load_reward_model(path)(tokens[None]).logits[0, 0]
+
+
+@contextmanager
+def open_receiver(worker):
+    """Stream to a receiver in a thread of this rank."""
+    rank, ranks = worker.get_gpu_info()["rank"], torch.distributed.get_world_size()
+    address = worker.open_refit(
+        receivers_per_rank=[1] * ranks, transport="shm", bucket_bytes=1 << 14
+    )
+    receiver = RefitReceiver(address, rank, timeout_s=LIMIT_S)
+
+    def load(version):
+        received = {}
+        receiver.begin(version)
+        receiver.receive(version, lambda pairs: received.update((n, t.clone()) for n, t in pairs))
+        receiver.commit(version)
+        return received
+
+    def receive(version):
+        running = pool.submit(load, version)
+        worker.send_weights(version)
+        return running.result(timeout=LIMIT_S)
+
+    with ThreadPoolExecutor(1) as pool:
+        try:
+            yield receive
+        finally:
+            receiver.close()
+
+
+def planned(section):
+    budgets = {"enabled": True, "train_mb_tokens": BUDGET, "logprob_mb_tokens": BUDGET}
+    make = partial(make_planned_batches, arguments=SECTIONS[section])
+    return Way(settings={section: budgets}, make_batches=make)
+
+
+def dtensor_case(model, reward_model, **layout):
+    config = make_config(model, dtensor_cfg={"enabled": True, **layout})
+    config["optimizer"]["kwargs"]["weight_decay"] = 0.0
+    return WorkerCase(
+        worker_class=DTensorPolicyWorker,
+        config=config,
+        tokenizer=build_tokenizer(),
+        make_batches=make_batches,
+        load_oracle=load_oracle,
+        ways={section: planned(section) for section in SECTIONS},
+        open_receiver=open_receiver,
+        reward=RewardCase(
+            settings={"model_name": reward_model, "head": "reward", "generation": None},
+            score=partial(score_row, path=reward_model),
+        ),
+    )

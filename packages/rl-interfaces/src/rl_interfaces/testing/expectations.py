@@ -1,0 +1,75 @@
+"""Assertions that say what they saw, whether pytest is there or not."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+
+
+def expect(condition: object, text: str) -> None:
+    """Raise an AssertionError with `text` unless `condition` is true."""
+    if not condition:
+        raise AssertionError(text)
+
+
+def expect_close(
+    found: torch.Tensor,
+    expected: torch.Tensor,
+    what: str,
+    *,
+    atol: float = 0.0,
+    rtol: float = 0.0,
+) -> None:
+    """Raise unless two tensors of any float dtypes agree; with no tolerance, unless they are equal.
+
+    Args:
+        found: What the backend gave.
+        expected: What it should have been.
+        what: Names it in the error.
+        atol: The largest absolute difference.
+        rtol: The largest difference in relation to `expected`.
+    """
+    torch.testing.assert_close(
+        found.detach().cpu().double(),
+        expected.detach().cpu().double(),
+        atol=atol,
+        rtol=rtol,
+        msg=lambda text: f"{what}: {text}",
+    )
+
+
+def expect_tensors(
+    found: Mapping[str, torch.Tensor],
+    expected: Mapping[str, torch.Tensor],
+    what: str,
+    *,
+    atol: float = 0.0,
+) -> None:
+    """Raise unless two sets of tensors have the same names and agree, see `expect_close`."""
+    expect(len(expected) > 0, f"{what}: there is nothing to compare with")
+    expect(
+        set(found) == set(expected),
+        f"{what}: {sorted(set(found) ^ set(expected))} are on one side alone",
+    )
+    for name, tensor in expected.items():
+        expect_close(found[name], tensor, f"{what}, {name}", atol=atol)
+
+
+def expect_unlike(left: torch.Tensor, right: torch.Tensor, what: str) -> None:
+    """Raise where two tensors are equal: a check that compares them could not fail."""
+    expect(not torch.equal(left, right), f"{what} are equal, so that nothing is shown")
+
+
+def expect_error(
+    call: Callable[[], Any], kind: type[Exception], *, words: tuple[str, ...], what: str
+) -> None:
+    """Raise unless `call` raises `kind` with a text in which each of `words` occurs."""
+    try:
+        call()
+    except kind as error:
+        missing = [word for word in words if word not in str(error)]
+        expect(not missing, f"{what}: the error does not name {missing}: {error}")
+    else:
+        raise AssertionError(f"{what} is accepted, where {kind.__name__} was expected")

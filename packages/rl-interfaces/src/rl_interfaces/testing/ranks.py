@@ -1,0 +1,79 @@
+"""The ranks that a check runs on: their group, and whether they agree on what they saw."""
+
+from __future__ import annotations
+
+import os
+import socket
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+from datetime import timedelta
+from typing import TYPE_CHECKING, Any
+
+import torch.distributed as dist
+
+from rl_interfaces.backend.ranks import RankEnvironment, init_process_group
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Ranks:
+    """This rank, and a group over which nothing but verdicts goes."""
+
+    rank: int
+    world_size: int
+    verdicts: Any
+
+    def any(self, condition: bool) -> bool:
+        """Return whether `condition` is true on any rank. Collective."""
+        return any(self._gather(condition))
+
+    def all(self, condition: bool) -> bool:
+        """Return whether `condition` is true on every rank. Collective."""
+        return all(self._gather(condition))
+
+    def _gather(self, condition: bool) -> list[bool]:
+        gathered = [condition] * self.world_size
+        dist.all_gather_object(gathered, condition, group=self.verdicts)
+        return gathered
+
+
+@contextmanager
+def joined_ranks(*, timeout_s: float) -> Iterator[Ranks]:
+    """Join the process group, unless the caller has; without torchrun's variables, as one rank.
+
+    The group outlives every worker, so that several workers can follow one another.
+    """
+    with ExitStack() as leaving:
+        leaving.enter_context(_one_rank_unless_launched())
+        environment = RankEnvironment.from_environment()
+        if init_process_group(environment, timeout_s=timeout_s):
+            leaving.callback(dist.destroy_process_group)
+        yield Ranks(
+            rank=environment.rank,
+            world_size=environment.world_size,
+            verdicts=dist.new_group(backend="gloo", timeout=timedelta(seconds=timeout_s)),
+        )
+
+
+@contextmanager
+def _one_rank_unless_launched() -> Iterator[None]:
+    if "RANK" in os.environ:
+        yield
+        return
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    alone = {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0", "MASTER_ADDR": "127.0.0.1"}
+    added = {**alone, "MASTER_PORT": str(port)}
+    kept = {name: os.environ.get(name) for name in added}
+    os.environ.update(added)
+    try:
+        yield
+    finally:
+        for name, value in kept.items():
+            if value is None:
+                os.environ.pop(name)
+            else:
+                os.environ[name] = value

@@ -1,0 +1,1 @@
+"""What a worker is held to, one function a rule."""

@@ -1,0 +1,85 @@
+"""What leaves no trace: scoring, sampling and evaluating, in the worker and in its batches."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from rl_interfaces.testing.expectations import expect, expect_close
+from rl_interfaces.testing.report import rule
+from rl_interfaces.testing.worker_bench import WorkerBench
+from rl_interfaces.testing.worker_losses import LogprobLoss
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+
+@rule()
+def scoring_and_sampling_leave_no_trace(bench: WorkerBench) -> None:
+    """Scores and samples change neither random state nor weights, nor the step that follows."""
+    mine = bench.share(bench.scoring)
+
+    def act(worker: Any) -> None:
+        worker.get_logprobs(mine)
+        worker.get_reference_policy_logprobs(mine)
+        if bench.case.config.get("generation") is not None:
+            worker.generate(mine)
+        if hasattr(worker, "get_topk_logits"):
+            worker.get_topk_logits(mine, 2)
+
+    _expect_no_trace(bench, act)
+
+
+@rule()
+def evaluating_leaves_no_trace(bench: WorkerBench) -> None:
+    """`eval_mode` changes neither random state nor weights, nor the step that follows."""
+    _expect_no_trace(bench, lambda worker: bench.train(worker, eval_mode=True))
+
+
+@rule()
+def batches_are_not_written_into(bench: WorkerBench) -> None:
+    """A batch is as it was after every call that takes one."""
+    size = bench.global_batch_size
+
+    def hold(call: Callable[[Any], Any], what: str, *, batch_size: int | None = None) -> None:
+        mine = bench.share(bench.training, batch_size=batch_size)
+        before = {key: value.clone() for key, value in _tensors(mine).items()}
+        call(mine)
+        after = _tensors(mine)
+        expect(after.keys() == before.keys(), f"{what} has changed the keys of its batch")
+        for key, value in before.items():
+            expect(torch.equal(after[key], value), f"{what} has written into {key!r}")
+
+    with bench.fresh() as worker:
+        hold(worker.get_logprobs, "get_logprobs")
+        hold(worker.get_reference_policy_logprobs, "get_reference_policy_logprobs")
+        if bench.case.config.get("generation") is not None:
+            hold(worker.generate, "generate")
+        if hasattr(worker, "get_topk_logits"):
+            hold(lambda mine: worker.get_topk_logits(mine, 2), "get_topk_logits")
+
+        def train(mine: Any) -> None:
+            worker.train(mine, LogprobLoss(), gbs=size)
+
+        hold(train, "train", batch_size=size)
+
+
+def _tensors(batch: Any) -> dict[str, torch.Tensor]:
+    return {key: value for key, value in batch.items() if isinstance(value, torch.Tensor)}
+
+
+def _expect_no_trace(bench: WorkerBench, act: Callable[[Any], Any]) -> None:
+    mine = bench.share(bench.scoring)
+    repeat = bench.tolerances.repeat
+    with bench.fresh() as worker:
+        before = worker.get_logprobs(mine)["logprobs"].clone()
+        random_state = torch.get_rng_state()
+        act(worker)
+        expect(torch.equal(random_state, torch.get_rng_state()), "the random state has moved")
+        after = worker.get_logprobs(mine)["logprobs"]
+        result = bench.train(worker)
+    expect_close(after, before, "get_logprobs", atol=repeat)
+    for key in ("global_loss", "grad_norm"):
+        expected = bench.trained.results[0][key]
+        expect_close(result[key], expected, f"{key} of the step that follows", atol=repeat)

@@ -1,0 +1,90 @@
+"""Every rule about a worker, and the function that checks one rank of it."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from rl_interfaces.testing.ranks import Ranks, joined_ranks
+from rl_interfaces.testing.report import Outcome, Report, Rule, Status, rules_of, run_rule
+from rl_interfaces.testing.rules import (
+    checkpoints,
+    errors,
+    information,
+    residency,
+    sampling,
+    scoring,
+    traces,
+    training,
+    weights,
+)
+from rl_interfaces.testing.worker_bench import WorkerBench
+
+if TYPE_CHECKING:
+    from collections.abc import Collection
+
+    from rl_interfaces.testing.worker_case import WorkerCase
+
+# Those that leave one worker as it is come first, so that they share it.
+WORKER_RULES: tuple[Rule, ...] = rules_of(
+    information, errors, sampling, weights, scoring, training, traces, residency, checkpoints
+)
+
+
+def check_worker(
+    case: WorkerCase, *, directory: str | Path, only: Collection[str] | None = None
+) -> Report:
+    """Return what becomes of each rule on this rank; every rank calls it at the same time.
+
+    Without torchrun's environment variables it runs as the only rank. Where the ranks are at odds
+    over a rule, which some of them may have left half-way, the rules after it are not run.
+
+    Args:
+        case: The worker, and what it is held against.
+        directory: An empty directory that every rank sees.
+        only: The names of the rules to check. None: all.
+
+    Raises:
+        ValueError: `only` names a rule that there is not, or the case cannot be used at all.
+    """
+    names = [rule.name for rule in WORKER_RULES]
+    unknown = sorted(set(only or ()) - set(names))
+    if unknown:
+        raise ValueError(f"there are no rules {unknown}: there are {names}")
+    wanted = [rule for rule in WORKER_RULES if only is None or rule.name in only]
+    with joined_ranks(timeout_s=case.timeout_s) as ranks:
+        bench = WorkerBench(case, ranks=ranks, directory=Path(directory))
+        try:
+            outcomes = _run(wanted, bench, ranks)
+        finally:
+            bench.close()
+    return Report(rank=ranks.rank, outcomes=tuple(outcomes))
+
+
+def _run(rules: list[Rule], bench: WorkerBench, ranks: Ranks) -> list[Outcome]:
+    outcomes: list[Outcome] = []
+    at_odds = False
+    for rule in rules:
+        if at_odds:
+            text = "the ranks were at odds over a rule before it"
+            outcomes.append(Outcome(rule=rule.name, status=Status.NOT_RUN, text=text))
+            continue
+        outcome = _run_one(rule, bench)
+        is_broken = outcome.status is Status.BROKEN
+        if is_broken:
+            bench.close()
+        at_odds = ranks.any(is_broken) and not ranks.all(is_broken)
+        outcomes.append(outcome)
+    return outcomes
+
+
+def _run_one(rule: Rule, bench: WorkerBench) -> Outcome:
+    """Return the outcome of `rule`; without the capability that it needs, what is missing."""
+    if rule.needs is not None:
+        wanted = [name for name in dir(rule.needs) if not name.startswith("_")]
+        missing = [name for name in wanted if not hasattr(bench.case.worker_class, name)]
+        if missing:
+            name = getattr(bench.case.worker_class, "__name__", "the worker")
+            lack = f"{name} lacks {', '.join(missing)} of rl_interfaces.{rule.needs.__name__}"
+            return Outcome(rule=rule.name, status=Status.NOT_APPLICABLE, text=lack)
+    return run_rule(rule, bench)

@@ -1,0 +1,109 @@
+"""What a plain model and a plain loop give: row by row, without padding, ranks or micro-batches."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import nn
+
+Columns = dict[str, torch.Tensor]
+"""`input_ids`, `input_lengths`, `token_mask`, `sample_mask` and `row_id` of a whole batch."""
+MakeOptimizer = Callable[[Iterable[nn.Parameter]], torch.optim.Optimizer]
+
+
+@dataclass(kw_only=True, slots=True)
+class PlainRun:
+    """What a run of training gives."""
+
+    losses: list[torch.Tensor] = field(default_factory=list[torch.Tensor])
+    grad_norms: list[torch.Tensor] = field(default_factory=list[torch.Tensor])
+    parameters: dict[str, torch.Tensor] = field(default_factory=dict[str, torch.Tensor])
+
+
+def row_logits(model: nn.Module, tokens: torch.Tensor, *, temperature: float) -> torch.Tensor:
+    """Return `[seq, vocab]` of one row's `tokens`, `[seq]`."""
+    output: Any = model(tokens[None])
+    logits: torch.Tensor = getattr(output, "logits", output)
+    return logits[0] / temperature
+
+
+def row_logprobs(model: nn.Module, tokens: torch.Tensor, *, temperature: float) -> torch.Tensor:
+    """Return the log-probability of each token but the first, `[seq - 1]`."""
+    logits = row_logits(model, tokens, temperature=temperature)[:-1]
+    return logits.log_softmax(-1).gather(-1, tokens[1:, None]).squeeze(-1)
+
+
+@torch.no_grad()
+def plain_logprobs(model: nn.Module, columns: Columns, *, temperature: float) -> torch.Tensor:
+    """Return the log-probability of each token, `[batch, seq]`; position 0 and padding are 0."""
+    out = torch.zeros(columns["input_ids"].shape)
+    for row, length in enumerate(columns["input_lengths"].tolist()):
+        tokens = columns["input_ids"][row, :length]
+        out[row, 1:length] = row_logprobs(model, tokens, temperature=temperature)
+    return out
+
+
+def plain_loss(model: nn.Module, columns: Columns, *, temperature: float) -> torch.Tensor:
+    """Return the mean negative log-probability of the target tokens."""
+    masks = columns["token_mask"] * columns["sample_mask"][:, None]
+    total = torch.zeros(())
+    for row, length in enumerate(columns["input_lengths"].tolist()):
+        tokens = columns["input_ids"][row, :length]
+        chosen = row_logprobs(model, tokens, temperature=temperature)
+        total = total - (chosen * masks[row, 1:length]).sum()
+    return total / masks[:, 1:].sum()
+
+
+def plain_training(
+    model: nn.Module,
+    columns: Columns,
+    *,
+    make_optimizer: MakeOptimizer,
+    global_batch_size: int,
+    max_grad_norm: float | None,
+    num_calls: int,
+    temperature: float,
+) -> PlainRun:
+    """Train `model` on whole global batches; the loss and the norm before clipping of each step."""
+    parameters = list(model.parameters())
+    optimizer, run = make_optimizer(parameters), PlainRun()
+    for _ in range(num_calls):
+        for start in range(0, len(columns["input_ids"]), global_batch_size):
+            rows = {name: each[start : start + global_batch_size] for name, each in columns.items()}
+            loss = plain_loss(model, rows, temperature=temperature)
+            optimizer.zero_grad()
+            loss.backward()
+            limit = float("inf") if max_grad_norm is None else max_grad_norm
+            run.grad_norms.append(nn.utils.clip_grad_norm_(parameters, limit))
+            optimizer.step()
+            run.losses.append(loss.detach())
+    run.parameters = parameters_of(model)
+    return run
+
+
+@torch.no_grad()
+def plain_greedy(
+    model: nn.Module, prompt: torch.Tensor, *, max_new_tokens: int, stop: set[int]
+) -> list[int]:
+    """Return the most likely tokens after `prompt`, `[seq]`, the one that ends the row included."""
+    tokens = prompt
+    for _ in range(max_new_tokens):
+        following = row_logits(model, tokens, temperature=1.0)[-1].argmax()
+        tokens = torch.cat([tokens, following[None]])
+        if int(following) in stop:
+            break
+    return tokens[len(prompt) :].tolist()
+
+
+def parameters_of(model: nn.Module) -> dict[str, torch.Tensor]:
+    """Return a copy of every parameter."""
+    return {name: each.detach().clone() for name, each in model.named_parameters()}
+
+
+def is_target(columns: Mapping[str, torch.Tensor]) -> torch.Tensor:
+    """Return which positions have a log-probability, `[batch, seq]` bool."""
+    positions = torch.arange(columns["input_ids"].shape[1])
+    return (positions >= 1) & (positions < columns["input_lengths"][:, None])

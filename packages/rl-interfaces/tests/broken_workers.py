@@ -1,0 +1,382 @@
+"""For each rule about a worker, one that breaks it and keeps all the others."""
+
+import copy
+
+import torch
+from plain_policy_worker import CapableWorker, load_model, reward_of
+from rl_interfaces import LossInput, ParallelLayout, Residency, ResidencyError, ResidencyState
+
+OFF = 1.01
+"""What a wrong number is wrong by."""
+
+
+class OfAnotherContract(CapableWorker):
+    contract_version = (2, 0)
+
+
+class WithoutProfiling(CapableWorker):
+    start_gpu_profiling = None
+
+
+class OfAnotherRank(CapableWorker):
+    def get_gpu_info(self):
+        return {"rank": self.rank + 1}
+
+
+class OfTooManyRanks(CapableWorker):
+    @staticmethod
+    def validate_config(config, *, world_size, init_optimizer=True):
+        CapableWorker.validate_config(config, world_size=world_size)
+        return ParallelLayout(data_parallel=world_size, pipeline_parallel=2)
+
+
+class EndingOnce(CapableWorker):
+    ended = False
+
+    def shutdown(self):
+        if self.ended:
+            raise RuntimeError("there is nothing to end")
+        self.ended = True
+
+
+class TakingAnyKey(CapableWorker):
+    @staticmethod
+    def validate_config(config, *, world_size, init_optimizer=True):
+        return ParallelLayout(data_parallel=world_size)
+
+
+class TakingAnySize(CapableWorker):
+    def train(self, data, loss_fn, eval_mode=False, gbs=None, mbs=None):
+        sizes = (size if size is None or size > 0 else None for size in (gbs, mbs))
+        return super().train(data, loss_fn, eval_mode, *sizes)
+
+
+class FillingInMasks(CapableWorker):
+    def train(self, data, loss_fn, eval_mode=False, gbs=None, mbs=None):
+        ones = torch.ones(data["input_ids"].shape)
+        filled = {"token_mask": ones, "sample_mask": ones[:, 0], **data}
+        return super().train(filled, loss_fn, eval_mode, gbs, mbs)
+
+
+class TakingLeftPadding(CapableWorker):
+    def check(self, data, *, keys=()):
+        for key in ("input_ids", "input_lengths", *keys):
+            if key not in data:
+                raise ValueError(f"{key!r} is missing")
+
+
+class MiscountingTokens(CapableWorker):
+    def generate(self, data, greedy=False):
+        output = super().generate(data, greedy)
+        return output | {"generation_lengths": output["generation_lengths"] + 1}
+
+
+class NeverGreedy(CapableWorker):
+    def complete(self, ids, greedy):
+        return super().complete(ids, greedy=False)
+
+
+class SayingOtherLogprobs(CapableWorker):
+    def complete(self, ids, greedy):
+        ids, logprobs = super().complete(ids, greedy)
+        return ids, logprobs * OFF
+
+
+class MeasuringHalf(CapableWorker):
+    def prepare_weights_for_ipc(self):
+        sizes, free = super().prepare_weights_for_ipc()
+        return [(name, size // 2) for name, size in sizes], free
+
+
+class NamingAnotherDevice(CapableWorker):
+    def get_weights_ipc_handles(self, keys):
+        (handles,) = super().get_weights_ipc_handles(keys).values()
+        return {"another device": handles}
+
+
+class SendingOldWeights(CapableWorker):
+    def send_weights(self, version):
+        super().send_weights(version)
+        self.sent[version] = self.sent[1]
+
+
+class WrongInWideBatches(CapableWorker):
+    def logprobs(self, model, data):
+        is_wide = data["input_ids"].shape[1] > 12
+        return super().logprobs(model, data) * (OFF if is_wide else 1)
+
+
+class CuttingPadding(CapableWorker):
+    def score_rows(self, model, data, micro_batch_size):
+        scores = super().score_rows(model, data, micro_batch_size)
+        return scores[:, : data["input_lengths"].max()]
+
+
+class ScoringPadding(CapableWorker):
+    def score_rows(self, model, data, micro_batch_size):
+        scores = super().score_rows(model, data, micro_batch_size)
+        outside = torch.arange(scores.shape[1]) >= data["input_lengths"][:, None]
+        return scores - outside.float()
+
+
+class WrongInSmallMicroBatches(CapableWorker):
+    def score_rows(self, model, data, micro_batch_size):
+        scores = super().score_rows(model, data, micro_batch_size)
+        return scores * (OFF if micro_batch_size == 1 else 1)
+
+
+class NeverColderThanOne(CapableWorker):
+    def temperature(self):
+        return max(super().temperature(), 1.0)
+
+
+class ReferringToLoadedWeights(CapableWorker):
+    def __init__(self, *arguments, **options):
+        super().__init__(*arguments, **options)
+        if self.reference is not None:
+            self.reference = copy.deepcopy(self.model)
+
+
+class SmallestFirst(CapableWorker):
+    def get_topk_logits(self, data, k, micro_batch_size=None):
+        top = super().get_topk_logits(data, k)
+        return {key: value.flip(-1) for key, value in top.items()}
+
+
+class ScoringTheFirstToken(CapableWorker):
+    @torch.no_grad()
+    def score(self, data, micro_batch_size=None):
+        return {
+            "scores": torch.stack([reward_of(self.model, ids[:1]) for ids in data["input_ids"]])
+        }
+
+
+class _CountingSteps(CapableWorker):
+    """Knows the optimizer steps that were taken, before it was saved too."""
+
+    def num_steps(self):
+        states = [] if self.optimizer is None else self.optimizer.state.values()
+        return max((int(state["step"]) for state in states), default=0)
+
+    def report(self, key, data, loss_fn, eval_mode, gbs, mbs):
+        is_late = self.num_steps() > 2
+        result = CapableWorker.train(self, data, loss_fn, eval_mode, gbs, mbs)
+        if is_late and not eval_mode:
+            result[key] = result[key] * OFF
+        return result
+
+
+class MisreportingLateLosses(_CountingSteps):
+    def train(self, data, loss_fn, eval_mode=False, gbs=None, mbs=None):
+        return self.report("global_loss", data, loss_fn, eval_mode, gbs, mbs)
+
+
+class MisreportingLateNorms(_CountingSteps):
+    def train(self, data, loss_fn, eval_mode=False, gbs=None, mbs=None):
+        return self.report("grad_norm", data, loss_fn, eval_mode, gbs, mbs)
+
+
+class Drifting(_CountingSteps):
+    def step(self):
+        outcome = super().step()
+        if self.num_steps() == 6:
+            with torch.no_grad():
+                self.model.head.bias.add_(1e-3)
+        return outcome
+
+
+class ForgettingItsRank(CapableWorker):
+    def train(self, data, loss_fn, eval_mode=False, gbs=None, mbs=None):
+        return super().train(data, loss_fn, eval_mode, gbs, mbs) | {"rank": None}
+
+
+class TakingEvenSizesAlone(CapableWorker):
+    def train(self, data, loss_fn, eval_mode=False, gbs=None, mbs=None):
+        even = gbs - gbs % 2 if gbs is not None and gbs > 0 else gbs
+        return super().train(data, loss_fn, eval_mode, even, mbs)
+
+
+class AveragingMicroBatches(CapableWorker):
+    def step_loss(self, rows, loss_fn, mbs, eval_mode, metrics):
+        def scaled(*arguments):
+            loss, seen = loss_fn(*arguments)
+            return loss * (OFF if mbs == 1 else 1), seen
+
+        scaled.input_type = loss_fn.input_type
+        return super().step_loss(rows, scaled, mbs, eval_mode, metrics)
+
+
+class WrongInAnotherOrder(CapableWorker):
+    def score_rows(self, model, data, micro_batch_size):
+        scores = super().score_rows(model, data, micro_batch_size)
+        is_reversed = "row_id" in data and data["row_id"][0] > data["row_id"][-1]
+        return scores * (OFF if is_reversed else 1)
+
+
+class GivingLogitsUndivided(CapableWorker):
+    def loss_input(self, batch, loss_fn):
+        if loss_fn.input_type is LossInput.LOGITS:
+            return self.model(batch["input_ids"])
+        return super().loss_input(batch, loss_fn)
+
+
+class GuessingTheTokenMask(CapableWorker):
+    def train(self, data, loss_fn, eval_mode=False, gbs=None, mbs=None):
+        guess = {}
+        if {"input_ids", "input_lengths", "token_mask"} <= data.keys():
+            positions = torch.arange(data["input_ids"].shape[1])
+            is_target = (positions >= 2) & (positions < data["input_lengths"][:, None])
+            guess = {"token_mask": is_target.float()}
+        return super().train({**data, **guess}, loss_fn, eval_mode, gbs, mbs)
+
+
+class EvaluatingByItsOptimizer(CapableWorker):
+    def train(self, data, loss_fn, eval_mode=False, gbs=None, mbs=None):
+        if eval_mode:
+            self.optimizer.zero_grad()
+        return super().train(data, loss_fn, eval_mode, gbs, mbs)
+
+
+class TakingEveryStep(CapableWorker):
+    def step(self):
+        norm, _ = super().step()
+        if not norm.isfinite():
+            with torch.no_grad():
+                for parameter in self.model.parameters():
+                    parameter.add_(float("nan"))
+        return norm, True
+
+
+class DrawingForTheReference(CapableWorker):
+    def get_reference_policy_logprobs(self, data, micro_batch_size=None):
+        torch.rand(1)
+        return super().get_reference_policy_logprobs(data, micro_batch_size)
+
+
+class DrawingInEvaluation(CapableWorker):
+    def train(self, data, loss_fn, eval_mode=False, gbs=None, mbs=None):
+        if eval_mode:
+            torch.rand(1)
+        return super().train(data, loss_fn, eval_mode, gbs, mbs)
+
+
+class WritingIntoItsBatch(CapableWorker):
+    def get_topk_logits(self, data, k, micro_batch_size=None):
+        data["sample_mask"].zero_()
+        return super().get_topk_logits(data, k)
+
+
+class RefusingTooMuch(CapableWorker):
+    def get_topk_logits(self, data, k, micro_batch_size=None):
+        if self.residency.state is ResidencyState.REFITTING:
+            raise ResidencyError("call prepare_for_lp_inference() first")
+        return super().get_topk_logits(data, k)
+
+
+class GeneratingFromNothing(CapableWorker):
+    def generate(self, data, greedy=False):
+        kept, self.residency = self.residency, Residency(has_optimizer=True)
+        try:
+            return super().generate(data, greedy)
+        finally:
+            self.residency = kept
+
+
+class AlwaysInTraining(CapableWorker):
+    def __init__(self, *arguments, **options):
+        super().__init__(*arguments, **options)
+        self.residency = Residency(has_optimizer=True)
+
+    def step(self):
+        return super().step() if self.optimizer is not None else (torch.zeros(()), False)
+
+
+class LosingItsMoments(CapableWorker):
+    def offload_after_refit(self):
+        super().offload_after_refit()
+        if self.optimizer is not None:
+            self.optimizer = self.make_optimizer()
+
+
+class StartingWithoutMoments(CapableWorker):
+    def __init__(self, config, tokenizer, weights_path=None, optimizer_path=None, **options):
+        super().__init__(config, tokenizer, weights_path, None, **options)
+
+
+class GoingHalfWayBack(CapableWorker):
+    def load_checkpoint(self, weights_path, optimizer_path=None):
+        is_running = self.optimizer is not None and self.optimizer.state
+        super().load_checkpoint(weights_path, None if is_running else optimizer_path)
+
+
+class ScoringWithItsFirstWeights(CapableWorker):
+    def load_checkpoint(self, weights_path, optimizer_path=None):
+        super().load_checkpoint(weights_path, optimizer_path)
+        if self.optimizer is None:
+            self.model = load_model(self.config["model_name"])
+
+
+class ExportingNothingWhenOffloaded(CapableWorker):
+    def save_hf_checkpoint(self, path):
+        if self.residency.state is ResidencyState.OFFLOADED:
+            torch.save(load_model(self.config["model_name"]).state_dict(), path)
+        else:
+            super().save_hf_checkpoint(path)
+
+
+class StartingAnewWithoutACheckpoint(CapableWorker):
+    def load_checkpoint(self, weights_path, optimizer_path=None):
+        try:
+            super().load_checkpoint(weights_path, optimizer_path)
+        except ValueError:
+            self.model = load_model(self.config["model_name"])
+
+
+BROKEN_WORKERS = {
+    "the_contracts_version_is_declared": OfAnotherContract,
+    "every_required_method_is_there": WithoutProfiling,
+    "a_worker_says_where_it_is": OfAnotherRank,
+    "a_layout_is_of_all_ranks": OfTooManyRanks,
+    "shutting_down_twice_is_fine": EndingOnce,
+    "unknown_keys_are_named": TakingAnyKey,
+    "sizes_that_cannot_be_are_named": TakingAnySize,
+    "missing_keys_are_named": FillingInMasks,
+    "left_padding_is_refused": TakingLeftPadding,
+    "completions_follow_their_prompts": MiscountingTokens,
+    "greedy_completions_are_the_oracles": NeverGreedy,
+    "sampled_tokens_have_the_policys_logprobs": SayingOtherLogprobs,
+    "the_weights_sizes_are_told": MeasuringHalf,
+    "handles_are_of_the_workers_device": NamingAnotherDevice,
+    "a_receiver_gets_the_weights_of_each_version": SendingOldWeights,
+    "logprobs_equal_the_oracle": WrongInWideBatches,
+    "logprobs_have_the_batchs_shape": CuttingPadding,
+    "logprobs_are_zero_where_no_token_is_scored": ScoringPadding,
+    "micro_batches_do_not_change_logprobs": WrongInSmallMicroBatches,
+    "temperature_divides_the_logits": NeverColderThanOne,
+    "the_reference_stays_the_initial_model": ReferringToLoadedWeights,
+    "topk_logits_equal_the_oracle": SmallestFirst,
+    "scores_equal_the_oracle": ScoringTheFirstToken,
+    "losses_equal_the_oracle": MisreportingLateLosses,
+    "grad_norms_equal_the_oracle": MisreportingLateNorms,
+    "parameters_equal_the_oracle": Drifting,
+    "train_returns_what_it_documents": ForgettingItsRank,
+    "every_global_batch_is_a_step": TakingEvenSizesAlone,
+    "micro_batches_do_not_change_training": AveragingMicroBatches,
+    "every_way_of_batching_gives_the_same_numbers": WrongInAnotherOrder,
+    "a_loss_may_ask_for_logits": GivingLogitsUndivided,
+    "masked_tokens_do_not_count": GuessingTheTokenMask,
+    "evaluating_needs_no_optimizer": EvaluatingByItsOptimizer,
+    "a_step_that_is_not_finite_changes_nothing": TakingEveryStep,
+    "scoring_and_sampling_leave_no_trace": DrawingForTheReference,
+    "evaluating_leaves_no_trace": DrawingInEvaluation,
+    "batches_are_not_written_into": WritingIntoItsBatch,
+    "a_state_allows_what_the_table_allows": RefusingTooMuch,
+    "a_state_refuses_what_the_table_refuses": GeneratingFromNothing,
+    "a_worker_without_an_optimizer_starts_in_inference": AlwaysInTraining,
+    "offloading_and_reloading_change_nothing": LosingItsMoments,
+    "a_resumed_run_equals_an_uninterrupted_one": StartingWithoutMoments,
+    "a_running_worker_can_go_back_to_a_save": GoingHalfWayBack,
+    "weights_load_alone": ScoringWithItsFirstWeights,
+    "the_exported_model_is_the_worker": ExportingNothingWhenOffloaded,
+    "a_checkpoint_that_is_not_there_is_named": StartingAnewWithoutACheckpoint,
+}

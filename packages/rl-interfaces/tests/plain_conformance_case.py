@@ -1,0 +1,56 @@
+"""The plain worker as a case of the kit."""
+
+from contextlib import contextmanager
+from functools import partial
+
+from plain_policy_worker import CapableWorker, Tokenizer, load_model, reward_of, write_model
+from rl_interfaces.testing import RewardCase, Way, WorkerCase
+
+
+def make_batches(columns, *, shards, batch_size):
+    assert shards == 1, "the plain worker has one rank"
+    return [dict(columns)]
+
+
+def make_reversed_batches(columns, *, shards, batch_size):
+    """Another way of batching: the rows of each step the other way round."""
+    size = batch_size or len(columns["input_ids"])
+    rows = []
+    for start in range(0, len(columns["input_ids"]), size):
+        rows += reversed(range(len(columns["input_ids"]))[start : start + size])
+    return [{key: value[rows] for key, value in columns.items()}]
+
+
+@contextmanager
+def open_receiver(worker):
+    worker.open_refit(receivers_per_rank=[1], transport="by hand")
+
+    def receive(version):
+        worker.send_weights(version)
+        return worker.sent[version]
+
+    yield receive
+
+
+def plain_case(directory, worker_class=CapableWorker, **changes):
+    path = write_model(directory / "model.pt")
+    config = {
+        "model_name": path,
+        "precision": "float32",
+        "train_global_batch_size": 4,
+        "train_micro_batch_size": 2,
+        "max_grad_norm": 1.0,
+        "generation": {"backend": "hf", "max_new_tokens": 5, "temperature": 1.25},
+        "plain_cfg": {"enabled": True},
+    }
+    arguments = {
+        "worker_class": worker_class,
+        "config": config,
+        "tokenizer": Tokenizer(),
+        "make_batches": make_batches,
+        "load_oracle": load_model,
+        "open_receiver": open_receiver,
+        "reward": RewardCase(settings={}, score=partial(reward_of, load_model(path))),
+        "ways": {"reversed": Way(settings={}, make_batches=make_reversed_batches)},
+    }
+    return WorkerCase(**(arguments | changes))

@@ -1,0 +1,66 @@
+"""Each rule can fail: a worker that breaks one is told by it, and by it alone."""
+
+import pytest
+from broken_workers import BROKEN_WORKERS
+from plain_conformance_case import plain_case
+from plain_policy_worker import PlainWorker
+from rl_interfaces.testing import (
+    WORKER_RULES,
+    ConformanceError,
+    Outcome,
+    Report,
+    Status,
+    check_worker,
+    require_conformance,
+)
+
+
+def test_every_rule_has_a_worker_that_breaks_it():
+    assert list(BROKEN_WORKERS) == [rule.name for rule in WORKER_RULES]
+
+
+def test_every_rule_says_in_a_sentence_what_it_holds():
+    assert [rule.name for rule in WORKER_RULES if not rule.summary.endswith(".")] == []
+
+
+@pytest.mark.parametrize("rule", BROKEN_WORKERS)
+def test_a_broken_worker_breaks_one_rule(tmp_path, rule):
+    report = check_worker(plain_case(tmp_path, BROKEN_WORKERS[rule]), directory=tmp_path)
+    assert report.broken == [rule], [report.of(name).text for name in report.broken]
+    with pytest.raises(ConformanceError, match=f"rank 0: {rule} is broken: ") as raised:
+        require_conformance([report])
+    (summary,) = [each.summary for each in WORKER_RULES if each.name == rule]
+    assert summary in str(raised.value)
+
+
+def test_what_a_worker_lacks_is_named(tmp_path):
+    bare = plain_case(tmp_path, PlainWorker, ways={}, open_receiver=None, reward=None)
+    report = check_worker(bare, directory=tmp_path)
+    require_conformance([report])
+    lacks = {
+        each.rule: each.text for each in report.outcomes if each.status is Status.NOT_APPLICABLE
+    }
+    assert lacks["topk_logits_equal_the_oracle"] == (
+        "PlainWorker lacks get_topk_logits of rl_interfaces.TopkLogitsWorker"
+    )
+    assert "lacks score of rl_interfaces.RowScoringWorker" in lacks["scores_equal_the_oracle"]
+    assert "open_refit" in lacks["a_receiver_gets_the_weights_of_each_version"]
+    assert "WorkerCase.ways" in lacks["every_way_of_batching_gives_the_same_numbers"]
+    assert len(lacks) == 6
+
+
+def test_what_a_case_lacks_is_named(tmp_path):
+    report = check_worker(plain_case(tmp_path, open_receiver=None, reward=None), directory=tmp_path)
+    lacks = {each.text for each in report.outcomes if each.status is Status.NOT_APPLICABLE}
+    assert lacks == {
+        "the case names no receiver (`WorkerCase.open_receiver`)",
+        "the case names no reward model (`WorkerCase.reward`)",
+    }
+
+
+def test_rules_can_be_chosen(tmp_path):
+    name = "weights_load_alone"
+    report = check_worker(plain_case(tmp_path), directory=tmp_path, only=[name])
+    assert report == Report(rank=0, outcomes=(Outcome(rule=name, status=Status.HOLDS),))
+    with pytest.raises(ValueError, match=r"no rules \['no_such_rule'\]"):
+        check_worker(plain_case(tmp_path), directory=tmp_path, only=["no_such_rule"])
