@@ -13,6 +13,7 @@ PAGES = [
     ROOT / "README.md",
     ROOT / "CONTRIBUTING.md",
     *sorted(ROOT.glob("packages/*/README.md")),
+    *sorted(ROOT.glob("examples/*/README.md")),
     *sorted(ROOT.glob("docs/**/*.md")),
 ]
 """Every file whose blocks are executed."""
