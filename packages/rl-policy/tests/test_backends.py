@@ -1,20 +1,25 @@
 import sys
 
 import pytest
+from rl_interfaces import CONTRACT_VERSION, ContractVersionError
 from rl_policy import backends
+from rl_policy.generation.backends import load_engine
+
+WORKER = f"class Worker:\n    contract_version = {CONTRACT_VERSION}\n"
+MAJOR, MINOR = CONTRACT_VERSION
 
 
 @pytest.fixture
 def install(tmp_path, monkeypatch):
     """Return a function that installs a package which registers one backend."""
 
-    def add(distribution, backend, target, source=None):
+    def add(distribution, backend, target, source=None, group="rl_policy.workers"):
         module = target.split(":")[0]
         info = tmp_path / f"{distribution}-1.0.dist-info"
         info.mkdir()
         metadata = f"Metadata-Version: 2.1\nName: {distribution}\nVersion: 1.0\n"
         (info / "METADATA").write_text(metadata)
-        (info / "entry_points.txt").write_text(f"[rl_policy.workers]\n{backend} = {target}\n")
+        (info / "entry_points.txt").write_text(f"[{group}]\n{backend} = {target}\n")
         if source is not None:
             (tmp_path / f"{module}.py").write_text(source)
         monkeypatch.delitem(sys.modules, module, raising=False)
@@ -24,13 +29,13 @@ def install(tmp_path, monkeypatch):
 
 
 def test_a_registered_backend_is_loaded(install):
-    install("acme", "acme", "acme_worker:Worker", "class Worker:\n    pass\n")
+    install("acme", "acme", "acme_worker:Worker", WORKER)
     assert backends.load("acme").__module__ == "acme_worker"
     assert "acme" in backends.installed_backends()
 
 
 def test_a_missing_backend_says_how_to_install_it(install, without_megatron):
-    install("acme", "acme", "acme_worker:Worker", "class Worker:\n    pass\n")
+    install("acme", "acme", "acme_worker:Worker", WORKER)
     present = ", ".join(backends.installed_backends())
     with pytest.raises(ValueError, match="is not installed") as raised:
         backends.load("megatron")
@@ -55,8 +60,8 @@ def test_a_broken_backend_raises_its_own_error(install):
 
 
 def test_two_packages_with_one_name_are_both_named(install):
-    install("first", "twin", "first_worker:Worker", "class Worker:\n    pass\n")
-    install("second", "twin", "second_worker:Worker", "class Worker:\n    pass\n")
+    install("first", "twin", "first_worker:Worker", WORKER)
+    install("second", "twin", "second_worker:Worker", WORKER)
     with pytest.raises(ValueError, match="registered more than once") as raised:
         backends.load("twin")
     assert "first (first_worker:Worker)" in str(raised.value)
@@ -81,3 +86,44 @@ def test_two_enabled_sections_are_both_named():
     message = "policy.dtensor_cfg.enabled=True and policy.megatron_cfg.enabled=True"
     with pytest.raises(ValueError, match=message):
         backends.enabled_backend(config)
+
+
+GROUPS = {"rl_policy.workers": backends.load, "rl_policy.generation": load_engine}
+
+
+@pytest.mark.parametrize("group", GROUPS)
+def test_a_backend_for_this_contract_is_loaded(install, group):
+    install("acme", "acme", "acme_backend:Worker", WORKER, group)
+    assert GROUPS[group]("acme").contract_version == CONTRACT_VERSION
+
+
+@pytest.mark.parametrize("group", GROUPS)
+@pytest.mark.parametrize(
+    ("version", "upgrade"),
+    [
+        ((MAJOR, MINOR + 1), "rl-interfaces"),
+        ((MAJOR + 1, 0), "rl-interfaces"),
+        ((MAJOR - 1, 9), "acme 1.0"),
+    ],
+)
+def test_a_backend_for_another_contract_is_refused(install, group, version, upgrade):
+    source = f"class Worker:\n    contract_version = {version}\n"
+    install("acme", "acme", "acme_backend:Worker", source, group)
+    with pytest.raises(ContractVersionError) as raised:
+        GROUPS[group]("acme")
+    assert str(raised.value) == (
+        f"Worker of acme 1.0 was written for version {version[0]}.{version[1]} of the contract, "
+        f"and this rl-interfaces has version {MAJOR}.{MINOR}. Upgrade {upgrade}"
+    )
+    assert isinstance(raised.value, ImportError)
+    assert isinstance(raised.value, ValueError)
+
+
+@pytest.mark.parametrize("group", GROUPS)
+@pytest.mark.parametrize("body", ["pass", "contract_version = '1.0'", "contract_version = (1,)"])
+def test_a_backend_that_names_no_contract_is_refused(install, group, body):
+    install("acme", "acme", "acme_backend:Worker", f"class Worker:\n    {body}\n", group)
+    with pytest.raises(ContractVersionError, match="does not say which contract") as raised:
+        GROUPS[group]("acme")
+    assert str(CONTRACT_VERSION) in str(raised.value)
+    assert "Upgrade acme 1.0" in str(raised.value)

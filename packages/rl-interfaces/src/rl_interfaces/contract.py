@@ -9,8 +9,12 @@ CONTRACT_VERSION = (1, 0)
 was there."""
 
 
-class ContractVersionError(ImportError):
-    """A backend was written for a contract that this version of the interfaces does not keep."""
+class ContractVersionError(ImportError, ValueError):
+    """A backend was written for a contract that this version of the interfaces does not keep.
+
+    An ImportError, as installing another version is the remedy, and a ValueError, as a config names
+    the backend.
+    """
 
 
 def check_contract_version(backend: type, *, owner: str) -> None:

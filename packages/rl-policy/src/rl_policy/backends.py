@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from importlib.metadata import EntryPoint, entry_points
 from typing import TYPE_CHECKING, Any
 
-from rl_interfaces import PolicyConfig, WeightSendingWorker
+from rl_interfaces import PolicyConfig, WeightSendingWorker, check_contract_version
 
 if TYPE_CHECKING:
     from rl_interfaces import PolicyWorker
@@ -58,13 +58,14 @@ def load(name: str) -> type[PolicyWorker]:
 
     Raises:
         BackendNotInstalledError: No installed package registers it; the message says what to do.
+        ContractVersionError: It was written for another version of the contract.
         ValueError: Two packages register it.
         Exception: Whatever the import of a broken backend raises.
     """
     entry = find_entry(ENTRY_POINT_GROUP, name)
     if entry is None:
         raise BackendNotInstalledError(_not_installed(name))
-    return entry.load()
+    return load_entry(entry)
 
 
 def require_sending(name: str, worker_class: type) -> None:
@@ -112,6 +113,19 @@ def find_entry(group: str, name: str) -> EntryPoint | None:
         owners = ", ".join(_describe(entry) for entry in entries)
         raise ValueError(f"The {name!r} backend is registered more than once: {owners}")
     return entries[0] if entries else None
+
+
+def load_entry(entry: EntryPoint) -> Any:
+    """Return the class behind an entry point, whose `contract_version` goes with ours.
+
+    Raises:
+        ContractVersionError: It does not; the message names both versions and what to upgrade.
+        Exception: Whatever the import of a broken backend raises.
+    """
+    backend = entry.load()
+    owner = f"{entry.dist.name} {entry.dist.version}" if entry.dist is not None else entry.value
+    check_contract_version(backend, owner=owner)
+    return backend
 
 
 def _not_installed(name: str) -> str:

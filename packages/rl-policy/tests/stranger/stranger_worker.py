@@ -13,6 +13,8 @@ VOCABULARY = 16
 
 
 class StrangerWorker:
+    contract_version = (1, 0)
+
     def __init__(
         self,
         config,

@@ -5,7 +5,7 @@ from __future__ import annotations
 from importlib.metadata import entry_points
 from typing import TYPE_CHECKING
 
-from rl_policy.backends import BackendNotInstalledError, find_entry
+from rl_policy.backends import BackendNotInstalledError, find_entry, load_entry
 
 if TYPE_CHECKING:
     from rl_interfaces import GenerationInterface
@@ -28,6 +28,7 @@ def load_engine(name: str) -> type[GenerationInterface]:
 
     Raises:
         BackendNotInstalledError: No installed package registers it.
+        ContractVersionError: It was written for another version of the contract.
         ValueError: Two packages register it.
     """
     entry = find_entry(ENTRY_POINT_GROUP, name)
@@ -37,4 +38,4 @@ def load_engine(name: str) -> type[GenerationInterface]:
             f'it in the entry-point group "{ENTRY_POINT_GROUP}" '
             f"(installed: {', '.join(installed_engines()) or 'none'})"
         )
-    return entry.load()
+    return load_entry(entry)

@@ -1,0 +1,32 @@
+"""The worker keeps every rule of the conformance kit, on one rank and on two."""
+
+import pytest
+from megatron_case import megatron_case
+from rl_interfaces.testing import WorkerConformance
+from tiny_models import build_tiny
+
+LAYOUTS = {"one": (1, {}), "dp2": (2, {}), "pp2": (2, {"pipeline_model_parallel_size": 2})}
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory):
+    return build_tiny(tmp_path_factory.mktemp("qwen3"), "qwen3")
+
+
+@pytest.fixture(scope="module", params=LAYOUTS)
+def layout(request):
+    return LAYOUTS[request.param]
+
+
+@pytest.fixture(scope="module")
+def worker_case(layout, model):
+    return megatron_case(model, **layout[1])
+
+
+@pytest.fixture(scope="module")
+def run_ranks(layout, pools):
+    return pools(layout[0]).run
+
+
+class TestMegatronWorker(WorkerConformance):
+    pass
