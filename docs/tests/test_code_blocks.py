@@ -122,13 +122,6 @@ def check_settings(block):
         load_run_config("grpo", path=path)
 
 
-def joins_ray(steps):
-    """Return whether a page can use the Ray that is there: one that installs something cannot."""
-    text = "".join(step["text"] for step in steps)
-    uses_ray = any(word in text for word in ("RayVirtualCluster", "rl-policy", "open_cluster"))
-    return uses_ray and all(step["kind"] != "install" for step in steps)
-
-
 def test_the_pages_are_found():
     names = {str(page.relative_to(ROOT)) for page in PAGES}
     assert {"README.md", "CONTRIBUTING.md", "docs/pages/index.md"} <= names
@@ -140,16 +133,13 @@ def needs_vllm(block):
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
-def test_the_blocks_of_a_page_do_what_they_say(page, workspace, request):
+def test_the_blocks_of_a_page_do_what_they_say(page, workspace):
     blocks = [block for block in blocks_of(page) if not needs_vllm(block)]
     plans = [steps_of(block) for block in blocks]
     steps = [step for run, _ in plans for step in run]
     check_files_are_read(blocks, steps)
     if steps:
-        environment = os.environ | ENVIRONMENT
-        if joins_ray(steps):
-            environment["RAY_ADDRESS"] = request.getfixturevalue("ray_address")
-        run_page(steps, environment)
+        run_page(steps, os.environ | ENVIRONMENT)
     for where, command, rule in [entry for _, checked in plans for entry in checked]:
         try:
             rule.check(command)
