@@ -18,6 +18,8 @@ PAGES = [
 ]
 """Every file whose blocks are executed."""
 
+# Ruff formats the Python blocks of Markdown, but for those whose language is said in braces.
+_BRACES = re.compile(r"\{\s*\.(\w+)\s*\}")
 _TITLE = re.compile(r'title="([^"]+)"')
 _INCLUDE = re.compile(r'^--8<-- "([^"]+)"$')
 
@@ -66,7 +68,7 @@ def blocks_of(page: Path, text: str | None = None) -> list[Block]:
             continue
         assert token.map is not None
         is_fenced = token.type == "fence"
-        language, _, rest = token.info.partition(" ")
+        language, _, rest = _BRACES.sub(r"\1", token.info).strip().partition(" ")
         title = _TITLE.search(rest)
         found.append(
             Block(
