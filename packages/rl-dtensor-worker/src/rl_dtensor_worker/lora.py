@@ -81,7 +81,7 @@ def inject_adapters(model: nn.Module, config: AdapterConfig, *, model_name: str)
             f"{_PATH}.target_modules={config.target_modules!r} does not fit "
             f"{type(model).__name__}: {error}"
         ) from error
-    for name, layer in _adapted_layers(model).items():
+    for name, layer in adapted_layers(model).items():
         if type(layer.base_layer) is not nn.Linear or layer.base_layer is output:
             raise ValueError(
                 f"{_PATH}.target_modules={config.target_modules!r} takes in {name}: only linear "
@@ -126,13 +126,18 @@ def without_adapters(state: Mapping[str, torch.Tensor]) -> Tensors:
     }
 
 
+def adapted_layers(model: nn.Module) -> dict[str, Any]:
+    """Return the layers that have adapters, by their names."""
+    return {name: module for name, module in model.named_modules() if hasattr(module, "lora_A")}
+
+
 def adapted_weights(model: nn.Module) -> dict[str, AdaptedWeight]:
     """Return the weights that adapters change, by their names in the model without adapters."""
     return {
         f"{name}.weight": AdaptedWeight(
             down=f"{name}{_DOWN}weight", up=f"{name}{_UP}weight", scaling=layer.scaling["default"]
         )
-        for name, layer in _adapted_layers(model).items()
+        for name, layer in adapted_layers(model).items()
     }
 
 
@@ -142,7 +147,7 @@ class AdaptersOff:
     @contextmanager
     def swapped_in(self, model: nn.Module) -> Generator[None, None, None]:
         """Leave the adapters out of the forwards inside."""
-        layers = _adapted_layers(model).values()
+        layers = adapted_layers(model).values()
         # Peft's own switch freezes the adapters too, which FSDP would keep in mind.
         for layer in layers:
             layer._disable_adapters = True
@@ -200,10 +205,6 @@ def _read(model: Any, adapters: Tensors, path: Path) -> None:
             )
         for name, parameter in names.items():
             local_tensor(parameter).copy_(files.read(name, owned_indices(parameter)))
-
-
-def _adapted_layers(model: nn.Module) -> dict[str, Any]:
-    return {name: module for name, module in model.named_modules() if hasattr(module, "lora_A")}
 
 
 def _is_adapter(name: str) -> bool:
