@@ -17,7 +17,6 @@ from oracle import (
     train_plainly,
 )
 from rank_pool import RankFailure
-from rl_dtensor_worker import DTensorPolicyWorker
 from safetensors.torch import load_file
 from test_parity import BATCHINGS, RELATIVE_TOLERANCE, assert_equal_parameters, joined
 from test_parity import LAYOUTS as PARITY_LAYOUTS
@@ -375,19 +374,6 @@ def test_a_checkpoint_in_another_format_is_refused(pools, base, tmp_path):
     torch.save(model.state_dict(), tmp_path / "pytorch_model.bin")
     text = refusal(pools, config_of(str(tmp_path)))
     assert "lora.enabled=True needs a checkpoint in safetensors" in text
-
-
-@pytest.mark.parametrize(
-    ("dtensor", "overrides", "words"),
-    [
-        ({}, {"head": "reward", "generation": None}, "policy.head='reward'"),
-    ],
-)
-def test_what_adapters_do_not_go_with_is_named(base, dtensor, overrides, words):
-    config = config_of(base, dtensor=dtensor, **overrides)
-    with pytest.raises(ValueError, match=r"lora.enabled=True contradicts") as error:
-        DTensorPolicyWorker.validate_config(config, world_size=2)
-    assert words in str(error.value)
 
 
 def test_a_style_that_adapters_cannot_follow_is_named(pools, biased):

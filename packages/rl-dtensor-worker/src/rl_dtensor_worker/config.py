@@ -174,11 +174,6 @@ def _parse_adapters(resolved: Mapping[str, Any]) -> AdapterConfig | None:
     lora = resolved["dtensor_cfg"]["lora"]
     if not lora["enabled"]:
         return None
-    if resolved["head"] != "language_model":
-        raise ValueError(
-            "policy.dtensor_cfg.lora.enabled=True contradicts "
-            f"policy.head={resolved['head']!r}: a head like that is trained as well"
-        )
     return AdapterConfig(
         r=lora["r"],
         lora_alpha=lora["lora_alpha"],
