@@ -32,7 +32,7 @@ PROJECTS: dict[str, dict[str, Any]] = {
 TESTED_AS = {
     "rl-dtensor-worker": "rl-dtensor-worker[lora]",
     "rl-interfaces": "rl-interfaces[backend]",
-    "rl-policy": "rl-policy[dtensor,megatron]",
+    "rl-policy": "rl-policy[dtensor,lora,megatron]",
 }
 # What a package's benchmarks compare it with.
 BENCHED_BESIDE = {"rl-megatron-worker": ["rl-dtensor-worker"]}

@@ -42,6 +42,7 @@ from rl_interfaces.policy import (
 from rl_interfaces.residency import Residency, ResidencyError, ResidencyState
 from rl_interfaces.weights import TensorSpec, WeightReceiver, WeightSource
 from rl_interfaces.worker import (
+    AdapterSavingWorker,
     ParallelLayout,
     PolicyWorker,
     RowScoringWorker,
@@ -52,6 +53,7 @@ from rl_interfaces.worker import (
 __all__ = [
     "GENERATION_DEFAULTS",
     "POLICY_DEFAULTS",
+    "AdapterSavingWorker",
     "Cluster",
     "ColocatablePolicyInterface",
     "ColocationConfig",
