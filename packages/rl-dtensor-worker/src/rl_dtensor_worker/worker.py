@@ -199,7 +199,7 @@ class DTensorPolicyWorker(
             self._sharing.whole_sequences(),
         ):
             return generate(
-                lambda: CachedForward(forward),
+                lambda rows: CachedForward(forward, rows),
                 data,
                 sampling=sampling,
                 greedy=greedy,
