@@ -43,10 +43,9 @@ MEGATRON = [
     [
         ["refit.verify=logprobs", f"refit.max_mismatch={MISMATCH}"],
         ["policy.generation.colocated.enabled=false"],
-        ["refit.transport=golden", "policy.generation.vllm_cfg.sleep_level=2"],
-        MEGATRON,
+        [*MEGATRON, "refit.transport=golden", "policy.generation.vllm_cfg.sleep_level=2"],
     ],
-    ids=["colocated", "apart", "golden", "megatron"],
+    ids=["colocated", "apart", "megatron-golden"],
 )
 def test_samples_come_from_the_weights_of_the_step_before(settings, tmp_path):
     pytest.importorskip("vllm")

@@ -32,11 +32,17 @@ def shard_model(
 ) -> nn.Module:
     """Shard `model` over `mesh`, each of `layers` as a unit of its own.
 
+    A single rank that computes in its parameters' own dtype has nothing to gather and nothing to
+    cast: its model stays as it is, without the copies that FSDP makes all the same.
+
     A mesh of two axes has copies along the first, and shards along the second.
 
     Parameters stay in their own dtype; forward and backward run in `compute_dtype`; gradients are
     summed, not averaged, in float32. A loss divided by a global count is then right as it is.
     """
+    casts = any(parameter.dtype != compute_dtype for parameter in model.parameters())
+    if mesh.size() == 1 and not casts and not cpu_offload:
+        return model
     precision = MixedPrecisionPolicy(param_dtype=compute_dtype, reduce_dtype=torch.float32)
     pin_memory = mesh.device_type == "cuda"
     offload = CPUOffloadPolicy(pin_memory=pin_memory) if cpu_offload else OffloadPolicy()
