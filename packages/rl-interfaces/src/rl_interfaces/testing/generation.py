@@ -189,7 +189,7 @@ def check_generation(case: GenerationCase) -> list[str]:
         except SkipTest as reason:
             skipped.append(f"{name}: {reason}")
         except Exception as error:
-            broken.append(f"{name}: {type(error).__name__}: {error}")
+            broken.append(f"{name}: {type(error).__name__}: {_first_line(error)}")
     if broken:
         raise AssertionError("\n".join(["the backend does not conform:", *broken]))
     return skipped
@@ -221,3 +221,8 @@ def _lacking(group: str, name: str, case: GenerationCase) -> str:
     if group in ("sleep", "refits") and case.state_error is None:
         return "state_error: the backend never sleeps"
     return ""
+
+
+def _first_line(error: Exception) -> str:
+    """Return what an error says; pytest adds the values of an assertion in further lines."""
+    return str(error).partition("\n")[0]

@@ -29,10 +29,10 @@ def a_length_beyond_the_width_is_refused(case: GenerationCase) -> None:
 
 def a_prompt_without_room_for_a_token_is_refused(case: GenerationCase) -> None:
     """Key, length and limit are named; a prompt with room for one token gets one."""
-    fitting = batch_of(case, prompts(case, (2, case.max_length - 1)))
+    fitting = batch_of(case, prompts(case, (2, case.max_length - 1)), spare=0)
     output: Any = case.backend(max_new_tokens=NUM_NEW).generate(fitting)
     assert int(output["generation_lengths"][1]) == 1, "a prompt with room for one token"
-    full = batch_of(case, prompts(case, (2, case.max_length)))
+    full = batch_of(case, prompts(case, (2, case.max_length)), spare=0)
     _require_refusal(case, full, "input_lengths", str(case.max_length))
 
 

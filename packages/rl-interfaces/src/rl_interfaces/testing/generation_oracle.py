@@ -26,9 +26,11 @@ def prompts(case: GenerationCase, lengths: Sequence[int] = PROMPT_LENGTHS) -> li
     return [[kept[index] for index in pick.tolist()] for pick in picks]
 
 
-def batch_of(case: GenerationCase, rows: Sequence[Sequence[int]], **columns: Any) -> Any:
-    """Return a right-padded batch, wider than its longest row."""
-    width = max(map(len, rows), default=0) + 1
+def batch_of(
+    case: GenerationCase, rows: Sequence[Sequence[int]], *, spare: int = 1, **columns: Any
+) -> Any:
+    """Return a right-padded batch, by `spare` tokens wider than its longest row."""
+    width = max(map(len, rows)) + spare
     input_ids = torch.full((len(rows), width), case.pad_token_id, dtype=torch.int64)
     for index, row in enumerate(rows):
         input_ids[index, : len(row)] = torch.tensor(row, dtype=torch.int64)

@@ -321,7 +321,7 @@ def check_transport(
         except SkipTest as reason:
             skipped.append(f"{name}: {reason}")
         except Exception as error:
-            broken.append(f"{name}: {type(error).__name__}: {error}")
+            broken.append(f"{name}: {type(error).__name__}: {_first_line(error)}")
     if broken:
         raise AssertionError("\n".join(["the transport does not conform:", *broken]))
     return skipped
@@ -348,3 +348,8 @@ class TransportConformance:
         """Hold one rule against the transport."""
         record_property("conformance", rule)
         check_rule(rule, self.pair, num_cases=self.num_cases)
+
+
+def _first_line(error: Exception) -> str:
+    """Return what an error says; pytest adds the values of an assertion in further lines."""
+    return str(error).partition("\n")[0]

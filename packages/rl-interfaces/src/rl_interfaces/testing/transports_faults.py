@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from rl_interfaces.testing.transports import Bucket, Pair
 
 LIMIT_S = 30.0
-LOST_S = 1.5
+LOST_S = 3.0
 """Where there is one buffer, both sides wait for the other if an announcement is lost."""
 ALIGNMENT = 256
 
