@@ -13,10 +13,13 @@ PAGES = [
     ROOT / "README.md",
     ROOT / "CONTRIBUTING.md",
     *sorted(ROOT.glob("packages/*/README.md")),
+    *sorted(ROOT.glob("examples/*/README.md")),
     *sorted(ROOT.glob("docs/**/*.md")),
 ]
 """Every file whose blocks are executed."""
 
+# Ruff formats the Python blocks of Markdown, but for those whose language is said in braces.
+_BRACES = re.compile(r"\{\s*\.(\w+)\s*\}")
 _TITLE = re.compile(r'title="([^"]+)"')
 _INCLUDE = re.compile(r'^--8<-- "([^"]+)"$')
 
@@ -65,7 +68,7 @@ def blocks_of(page: Path, text: str | None = None) -> list[Block]:
             continue
         assert token.map is not None
         is_fenced = token.type == "fence"
-        language, _, rest = token.info.partition(" ")
+        language, _, rest = _BRACES.sub(r"\1", token.info).strip().partition(" ")
         title = _TITLE.search(rest)
         found.append(
             Block(

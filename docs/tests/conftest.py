@@ -1,4 +1,3 @@
-import os
 import sys
 from pathlib import Path
 
@@ -32,14 +31,3 @@ def workspace(tmp_path, finished_run, monkeypatch):
     monkeypatch.chdir(tmp_path)
     RunDirectory(tmp_path / "started").create(load_run_config("grpo"))
     return tmp_path
-
-
-@pytest.fixture(scope="session")
-def ray_address():
-    """Return the address of a Ray that all pages join, so that none has to start its own."""
-    import ray
-
-    os.environ.setdefault("RAY_ENABLE_UV_RUN_RUNTIME_ENV", "0")
-    context = ray.init(num_cpus=16, include_dashboard=False, logging_level="ERROR")
-    yield context.address_info["address"]
-    ray.shutdown()

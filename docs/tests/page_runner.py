@@ -17,7 +17,7 @@ from typing import Any
 
 # ruff: noqa: T201 - what is printed is what a failure shows.
 
-COMMAND_LIMIT_S = 200
+COMMAND_LIMIT_S = 600
 
 
 def run(steps: list[dict[str, Any]]) -> None:
@@ -84,20 +84,23 @@ def write_file(step: dict[str, Any], names: dict[str, Any]) -> None:
 
 
 def install(step: dict[str, Any], names: dict[str, Any]) -> None:
-    """Register the entry points of a project that the page has written, for this page alone."""
+    """Let a project be found, with its entry points, by this page and what it starts."""
     folder = Path(step["text"]).resolve()
     project = tomllib.loads((folder / "pyproject.toml").read_text())["project"]
-    info = folder / f"{project['name'].replace('-', '_')}-{project['version']}.dist-info"
-    info.mkdir()
+    site = Path("site").resolve()
+    info = site / f"{project['name'].replace('-', '_')}-{project['version']}.dist-info"
+    info.mkdir(parents=True)
     metadata = f"Metadata-Version: 2.1\nName: {project['name']}\nVersion: {project['version']}\n"
     (info / "METADATA").write_text(metadata)
     lines: list[str] = []
     for group, points in project["entry-points"].items():
         lines += [f"[{group}]", *(f"{name} = {value}" for name, value in points.items())]
     (info / "entry_points.txt").write_text("\n".join(lines) + "\n")
-    sys.path.insert(0, str(folder))
+    sources = folder / "src"
+    added = [str(site), str(sources if sources.is_dir() else folder)]
+    sys.path[:0] = added
     inherited = [entry for entry in [os.environ.get("PYTHONPATH")] if entry]
-    os.environ["PYTHONPATH"] = os.pathsep.join([str(folder), *inherited])
+    os.environ["PYTHONPATH"] = os.pathsep.join(added + inherited)
 
 
 if __name__ == "__main__":

@@ -54,7 +54,9 @@ class PolicyWorker(Protocol):
     section `<name>_cfg` whose `enabled` is true.
 
     The constructor takes `(config, tokenizer, weights_path=None, optimizer_path=None,
-    init_optimizer=True, init_reference_model=True, **kwargs)`.
+    init_optimizer=True, init_reference_model=True, **kwargs)`. The class says by its attribute
+    `contract_version` which version of these contracts it was written for, see `CONTRACT_VERSION`.
+    `rl_interfaces.testing` holds a worker to all that is said here.
     """
 
     @staticmethod
@@ -186,6 +188,15 @@ class RowScoringWorker(Protocol):
         self, data: BatchedDataDict[Any], micro_batch_size: int | None = None
     ) -> BatchedDataDict[ScoreOutputSpec]:
         """Return the scores of this rank's rows."""
+        ...
+
+
+@runtime_checkable
+class AdapterSavingWorker(Protocol):
+    """What a worker has besides, which can train low-rank adapters."""
+
+    def save_adapters(self, path: str) -> None:
+        """Write a directory that `peft.PeftModel.from_pretrained` loads; all ranks together."""
         ...
 
 
