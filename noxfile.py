@@ -243,12 +243,11 @@ def lowest(session: nox.Session, package: str) -> None:
     wanted = [line for line in folders if Requirement(line).name in siblings(requirement)]
     # Within the tree uv would apply the pins.
     with tempfile.TemporaryDirectory() as outside, session.chdir(outside):
-        session.install("--resolution", "lowest-direct", *wanted)
+        session.install("--resolution", "lowest-direct", *wanted, *group("test"))
         printed = session.run("python", "-I", "-c", bounds.LIST_INSTALLED, silent=True)
         higher = bounds.higher_than_declared(requirement, json.loads(str(printed)))
         if higher:
             session.error("no test holds the lower bounds: " + "; ".join(higher))
-        install(session, *group("test"))
     run_pytest(session, f"packages/{package}/tests", "-m", NO_DEVICE)
 
 
