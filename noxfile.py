@@ -118,7 +118,7 @@ def lint(session: nox.Session) -> None:
 def types(session: nox.Session) -> None:
     """Check the types, strictly in the bottom packages."""
     everything = [part for name in PROJECTS for part in editable(TESTED_AS.get(name, name))]
-    install(session, *everything, *group("types"))
+    install(session, *everything, *group("types"), *group("surface"))
     session.run("pyright")
 
 
@@ -277,7 +277,6 @@ def built(session: nox.Session, package: str) -> dict[str, Path]:
     """Return the paths of a package's sdist and of the wheel from that, by suffix."""
     into = artifacts() / package
     if not into.exists():
-        # Straight into the environment of nox: the session's may have another Python.
         session.run("uv", "build", "--quiet", "--package", package, "--out-dir", str(into))
     return {path.suffix: path for path in into.iterdir() if path.suffix in (".whl", ".gz")}
 

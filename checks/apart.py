@@ -31,6 +31,21 @@ EXTRA_MODULES = {
     },
     "rl-refit": {"vllm": ["rl_refit.vllm"]},
 }
+# What an extra makes possible.
+WORKS = {
+    "rl-dtensor-worker[lora]": "import peft",
+    **{
+        f"rl-policy[{name}]": f"from rl_policy.backends import load; load({name!r})"
+        for name in ("dtensor", "megatron")
+    },
+    "rl-policy[lora]": "import peft; from rl_policy.backends import load; load('dtensor')",
+    **{
+        f"rl-policy[{name}]": "from rl_policy.generation.backends import load_engine\n"
+        "from rl_policy.generation.vllm_engine import require_vllm\n"
+        "load_engine('vllm'); require_vllm()"
+        for name in ("vllm", "all")
+    },
+}
 # What asks for an extra that is not there, and what the ImportError must then say.
 _ENABLED = "from rl_policy.backends import enabled_backend, load; load(enabled_backend({!r}))"
 REFUSALS = {
@@ -79,6 +94,7 @@ def probe_request(requirement: str) -> str:
         "forbidden": FORBIDDEN[wanted.name],
         "absent": alone,
         "brings": BRINGS.get(wanted.name) if alone else None,
+        "works": WORKS.get(requirement),
         "refusals": REFUSALS.get(wanted.name, []) if alone else [],
     }
     return json.dumps(request)

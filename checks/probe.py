@@ -3,9 +3,9 @@
 REQUEST is a JSON object: `package`, the import name; `extra_modules`, the modules that an extra of
 it brings, all of them; `wanted`, those that are installed here; `forbidden`, the modules that the
 others must not load; `absent`, whether these must not even be installed; `brings`, the only
-distributions that may be there, or null; `refusals`, pairs of a statement and what the
-`ImportError` that it raises must say. Prints a JSON object of what it measured. Only the standard
-library is imported, as nothing else may be there.
+distributions that may be there, or null; `works`, a statement that must run, or null; `refusals`,
+pairs of a statement and what the `ImportError` that it raises must say. Prints a JSON object of
+what it measured. Only the standard library is imported, as nothing else may be there.
 """
 
 from __future__ import annotations
@@ -114,6 +114,8 @@ def main() -> None:
     request = json.loads(sys.argv[1])
     check_absent(request)
     modules = import_modules(request)
+    if request["works"] is not None:
+        exec(request["works"], {})
     check_refusals(request)
     report = {
         "modules": modules,

@@ -16,6 +16,10 @@ from checks.workspace import PYPROJECTS, ROOT, import_name
 
 _MARKS = ("abstractmethod", "async", "classmethod", "property", "staticmethod")
 _KINDS = griffe.ParameterKind
+_STARS: dict[griffe.ParameterKind | None, str] = {
+    _KINDS.var_positional: "*",
+    _KINDS.var_keyword: "**",
+}
 
 
 def load_sources(sources: Iterable[Path]) -> griffe.ModulesCollection:
@@ -58,23 +62,23 @@ def _is_public(module: griffe.Module, name: str, held: griffe.Object | griffe.Al
 
 
 def _describe(path: str, held: griffe.Object | griffe.Alias) -> Iterator[str]:
-    if held.is_alias and not _is_inside(held):
+    if isinstance(held, griffe.Alias) and not _is_inside(held):
         yield f"{path}: from {held.target_path}"
-    elif held.is_class:
-        yield _describe_class(path, _final(held))
-        for name, member in _class_members(_final(held)).items():
+        return
+    target = _final(held)
+    if isinstance(target, griffe.Class):
+        yield _describe_class(path, target)
+        for name, member in _class_members(target).items():
             yield from _describe(f"{path}.{name}", member)
-    elif held.is_function:
-        yield _describe_function(path, _final(held))
-    elif held.is_attribute:
-        yield _describe_attribute(path, _final(held))
+    elif isinstance(target, griffe.Function):
+        yield _describe_function(path, target)
+    elif isinstance(target, griffe.Attribute):
+        yield _describe_attribute(path, target)
 
 
 def _is_inside(alias: griffe.Alias) -> bool:
     """Return whether an alias leads to something that was loaded."""
-    return not alias.target_path.partition(".")[0].startswith("_") and (
-        alias.target_path.partition(".")[0] in alias.modules_collection.members
-    )
+    return alias.target_path.partition(".")[0] in alias.modules_collection.members
 
 
 def _final(held: griffe.Object | griffe.Alias) -> griffe.Object:
@@ -148,7 +152,7 @@ def _parameters(function: griffe.Function) -> Iterator[str]:
 
 
 def _parameter(parameter: griffe.Parameter) -> str:
-    stars = {_KINDS.var_positional: "*", _KINDS.var_keyword: "**"}.get(parameter.kind, "")
+    stars = _STARS.get(parameter.kind, "")
     text = f"{stars}{parameter.name}"
     if parameter.annotation is not None:
         text += f": {parameter.annotation}"

@@ -16,6 +16,7 @@ REQUEST = {
     "forbidden": ["wave"],
     "absent": False,
     "brings": ["mine"],
+    "works": None,
     "refusals": [["import mine; mine.load()", 'pip install "mine[extra]"']],
 }
 
@@ -71,6 +72,7 @@ def test_an_extra_may_load_what_the_package_may_not(look):
         ({}, {"absent": True}, "mine alone brings wave"),
         ({}, {"brings": ["mine", "other"]}, "it brings ['mine'], not ['mine', 'other']"),
         ({}, {"wanted": ["mine.lost"]}, "the wheel lacks mine.lost"),
+        ({}, {"works": "import mine.lost"}, "No module named 'mine.lost'"),
         ({"__init__": "def load(): pass\n"}, {}, "raises no ImportError"),
         ({"__init__": "def load():\n    raise ImportError('no')\n"}, {}, "does not say"),
         ({"__init__": "def load():\n    raise ValueError('no')\n"}, {}, "ValueError: no"),
@@ -90,6 +92,7 @@ def test_every_package_and_extra_is_installed_apart():
 
 def test_the_tables_name_packages_extras_and_modules_that_are_there():
     assert apart.FORBIDDEN.keys() == PROJECTS.keys()
+    assert apart.WORKS.keys() <= set(apart.requirements())
     assert apart.REFUSALS.keys() | apart.BRINGS.keys() <= PROJECTS.keys()
     for package, modules in apart.EXTRA_MODULES.items():
         assert modules.keys() <= extras(package).keys()

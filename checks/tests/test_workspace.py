@@ -77,8 +77,9 @@ def test_the_matrix_keeps_jobs_of_their_own_apart():
 
 
 def test_the_workspace_has_the_directions_it_should_have():
-    # rl-refit proves its transports by the kit.
+    # rl-refit by its extra `testing` alone.
     assert dependents("rl-interfaces") == set(PROJECTS) - {"rl-batched-data"}
+    assert siblings("rl-refit") == {"rl-refit"}
     assert dependents("rl-dtensor-worker") == {"rl-dtensor-worker", "rl-policy"}
     assert dependents("rl-policy") == {"rl-policy"}
     assert third_party("rl-interfaces") == {"typing-extensions"}

@@ -1,5 +1,6 @@
 """The versions of the repository: uv holds no sibling against the range that asks for it."""
 
+import ast
 import re
 import tomllib
 from pathlib import Path
@@ -85,3 +86,11 @@ def test_workflows_pin_their_actions_and_ask_for_little():
         if path.parent.name == "workflows":
             assert "\npermissions:\n  contents: read\n" in text, path
             assert text.count("id-token: write") == (path.name == "release.yml"), path
+
+
+def test_ci_runs_every_session_that_runs_by_default():
+    noxfile = (ROOT / "noxfile.py").read_text()
+    (listed,) = re.findall(r"nox\.options\.sessions = (\[.*?\])", noxfile, re.DOTALL)
+    workflow = (ROOT / ".github" / "workflows" / "ci.yml").read_text()
+    runs = " ".join(re.findall(r"run: nox -s (.+)", workflow))
+    assert [name for name in ast.literal_eval(listed) if not re.search(rf"\b{name}\b", runs)] == []

@@ -54,7 +54,9 @@ class PolicyWorker(Protocol):
     section `<name>_cfg` whose `enabled` is true.
 
     The constructor takes `(config, tokenizer, weights_path=None, optimizer_path=None,
-    init_optimizer=True, init_reference_model=True, **kwargs)`.
+    init_optimizer=True, init_reference_model=True, **kwargs)`. The class says by its attribute
+    `contract_version` which version of these contracts it was written for, see `CONTRACT_VERSION`.
+    `rl_interfaces.testing` holds a worker to all that is said here.
     """
 
     @staticmethod

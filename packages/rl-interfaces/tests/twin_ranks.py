@@ -1,0 +1,67 @@
+"""Two ranks of a worker that talk to nobody, in processes of their own."""
+
+import multiprocessing
+import os
+import socket
+import traceback
+from multiprocessing.connection import wait
+
+from plain_conformance_case import plain_case
+from plain_policy_worker import PlainWorker
+from rl_interfaces import ParallelLayout
+from rl_interfaces.testing import check_worker
+
+RULES = ["a_worker_says_where_it_is", "a_layout_is_of_all_ranks", "unknown_keys_are_named"]
+LIMIT_S = 120
+
+
+class Twin(PlainWorker):
+    """Every rank of one tensor-parallel group does the same."""
+
+    @staticmethod
+    def validate_config(config, *, world_size, init_optimizer=True):
+        PlainWorker.validate_config(config, world_size=world_size)
+        return ParallelLayout(data_parallel=1, tensor_parallel=world_size)
+
+
+class AlwaysTheFirst(Twin):
+    def get_gpu_info(self):
+        return {"rank": 0}
+
+
+class NeverAlive(Twin):
+    def is_alive(self):
+        return False
+
+
+def check_on_rank(connection, rank, port, directory, worker_class):
+    os.environ.update(RANK=str(rank), WORLD_SIZE="2", LOCAL_RANK=str(rank))
+    os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
+    try:
+        (directory / str(rank)).mkdir()
+        case = plain_case(directory / str(rank), worker_class)
+        connection.send(check_worker(case, directory=directory, only=RULES))
+    except Exception:
+        connection.send(traceback.format_exc())
+
+
+def check_on_two_ranks(directory, worker_class):
+    """Return what both ranks report, or the text of their error."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    context = multiprocessing.get_context("spawn")
+    ends, processes = [], []
+    for rank in range(2):
+        ours, theirs = context.Pipe()
+        arguments = (theirs, rank, port, directory, worker_class)
+        processes.append(context.Process(target=check_on_rank, args=arguments, daemon=True))
+        processes[-1].start()
+        theirs.close()
+        ends.append(ours)
+    try:
+        return [end.recv() if wait([end], timeout=LIMIT_S) else "nothing in time" for end in ends]
+    finally:
+        for process in processes:
+            process.join(timeout=10)
+            process.kill()
