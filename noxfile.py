@@ -44,7 +44,7 @@ nox.options.sessions = [
 TESTED_AS = {
     "rl-dtensor-worker": "rl-dtensor-worker[lora]",
     "rl-interfaces": "rl-interfaces[backend,testing]",
-    "rl-policy": "rl-policy[dtensor,megatron]",
+    "rl-policy": "rl-policy[dtensor,lora,megatron]",
     "rl-refit": "rl-refit[testing]",
 }
 # What a package's benchmarks compare it with.

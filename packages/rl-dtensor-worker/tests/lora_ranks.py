@@ -93,3 +93,32 @@ def train_twice_from_one_seed(*, config, batch):
         scored = worker.train(rows, make_loss("nll"), eval_mode=True)["global_loss"]
         trained = worker.train(rows, make_loss("nll"))["global_loss"]
         return trained, scored
+
+
+def judge(*, config, batch, directory):
+    """Score, train a step, save; return what was held, and why there is no reference."""
+    with worker_for(config) as worker:
+        rows, _ = rows_of(worker, batch, None, global_batch_size=4)
+        scores = worker.score(rows)["scores"]
+        result = worker.train(rows, make_loss("squares"), mbs=1)
+        worker.save_checkpoint(f"{directory}/weights", f"{directory}/optimizer")
+        worker.save_adapters(f"{directory}/adapters")
+        try:
+            with worker.use_reference_model():
+                refusal = None
+        except RuntimeError as error:
+            refusal = str(error)
+        return {
+            "scores": scores,
+            "loss": result["global_loss"],
+            "parameters": parameters_of(worker),
+            "sent": sent_by(worker),
+            "refusal": refusal,
+        }
+
+
+def loaded_parameters(*, config, directory):
+    """Return the parameters of a worker that starts from what `judge` saved."""
+    paths = {"weights_path": f"{directory}/weights", "optimizer_path": f"{directory}/optimizer"}
+    with worker_for(config, **paths) as worker:
+        return parameters_of(worker)

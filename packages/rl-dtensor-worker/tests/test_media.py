@@ -128,6 +128,49 @@ def test_sharded_models_train_on_images(pools, vision_model):
     assert losses[0][1] < losses[0][0]
 
 
+def plain_completion(model, batch, row):
+    """Return the prompt of a row and what transformers itself makes of it, without padding."""
+    length = int(batch["input_lengths"][row])
+    media = {
+        key: batch[key].tensors[row]
+        for key in ("pixel_values", "image_grid_thw")
+        if batch[key].tensors[row] is not None
+    }
+    tokens = batch["input_ids"][row : row + 1, :length]
+    types = batch["mm_token_type_ids"][row : row + 1, :length]
+    return model.generate(
+        tokens,
+        attention_mask=torch.ones_like(tokens),
+        mm_token_type_ids=types,
+        max_new_tokens=8,
+        do_sample=False,
+        **media,
+    )[0].tolist()
+
+
+@pytest.mark.parametrize("num_ranks", [1, 2])
+def test_greedy_completions_equal_those_of_transformers(pools, vision_model, num_ranks):
+    batch = make_rows([True, False, True, False])
+    results = pools(num_ranks).run(
+        rank_functions.generate, config=make_config(vision_model), batch=batch, greedy=True
+    )
+    model = Qwen2VLForConditionalGeneration.from_pretrained(vision_model, dtype=torch.float32)
+    found = [row for outputs, _ in results for row in _completions(outputs[-1])]
+    expected = [plain_completion(model.eval(), batch, row) for row in range(4)]
+    assert found == expected
+    unseen = batch | {"pixel_values": PackedTensor([None] * 4, 0)}
+    unseen["pixel_values"].tensors[0] = -batch["pixel_values"].tensors[0]
+    unseen["pixel_values"].tensors[2] = batch["pixel_values"].tensors[2]
+    assert plain_completion(model, unseen, 0) != expected[0], "the image does not matter"
+
+
+def _completions(output):
+    lengths = output["unpadded_sequence_lengths"].tolist()
+    return [
+        ids[:length].tolist() for ids, length in zip(output["output_ids"], lengths, strict=True)
+    ]
+
+
 def test_what_cannot_be_done_is_named(pools, vision_model, tiny_model):
     batch = make_rows([True, True, False, False])
     with pytest.raises(RankFailure, match="'image_grid_thw' on some ranks and none on others"):

@@ -5,6 +5,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from rl_interfaces import (
+    AdapterSavingWorker,
     Cluster,
     LossFunction,
     LossInput,
@@ -58,6 +59,7 @@ def test_a_loss_is_told_by_its_type_and_its_call():
 @pytest.mark.parametrize(
     "protocol",
     [
+        AdapterSavingWorker,
         Cluster,
         PolicyWorker,
         RowScoringWorker,

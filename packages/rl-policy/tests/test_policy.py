@@ -187,6 +187,34 @@ def test_a_reward_model_scores_rows_in_order(cluster, model_path, tokenizer, tmp
     torch.testing.assert_close(scores, expected, **LOGPROB_TOLERANCE)
 
 
+def test_adapters_are_saved_as_peft_reads_them(
+    cluster, model_path, tokenizer, plain_model, tmp_path
+):
+    peft = pytest.importorskip("peft", reason="comes with the extra lora")
+    lora = {"enabled": True, "r": 2, "lora_alpha": 4}
+    section = {"enabled": True, "tensor_parallel_size": 2, "lora": lora}
+    policy = Policy(cluster, config(model_path, dtensor_cfg=section), tokenizer)
+    data = batch([9, 2, 5, 7])
+    try:
+        policy.train(data, NLLLoss())
+        trained = policy.get_logprobs(data)["logprobs"]
+        policy.save_adapters(tmp_path / "adapters")
+        reference = policy.get_reference_policy_logprobs(data)["reference_logprobs"]
+    finally:
+        policy.shutdown()
+    torch.testing.assert_close(reference, plain_logprobs(plain_model, data), **LOGPROB_TOLERANCE)
+    base = AutoModelForCausalLM.from_pretrained(model_path, dtype=torch.float32)
+    adapted = peft.PeftModel.from_pretrained(base, tmp_path / "adapters").eval()
+    torch.testing.assert_close(trained, plain_logprobs(adapted, data), **LOGPROB_TOLERANCE)
+    assert (trained - reference).abs().max() > 1e-3
+
+
+def test_a_policy_without_adapters_has_none_to_save(policy, tmp_path):
+    with pytest.raises(ValueError, match=r"needs policy.dtensor_cfg.lora.enabled=True"):
+        policy.save_adapters(tmp_path / "adapters")
+    assert policy.get_gpu_info()
+
+
 def test_a_single_row_leaves_a_rank_without_work(policy, plain_model):
     data = batch([4])
     scores = policy.get_logprobs(data)["logprobs"]

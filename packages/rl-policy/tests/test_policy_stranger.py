@@ -130,6 +130,8 @@ def test_what_the_backend_cannot_do_is_named(policy):
     assert "get_topk_logits of rl_interfaces.TopkLogitsWorker" in str(error.value)
     with pytest.raises(NotImplementedError, match="lacks score of"):
         policy.score(data)
+    with pytest.raises(NotImplementedError, match="does not train adapters"):
+        policy.save_adapters("adapters")
 
 
 def test_completions_come_back_in_order_and_padded(policy):

@@ -208,6 +208,20 @@ def test_a_run_that_was_interrupted_goes_on_as_if_it_had_not_been(run, workplace
     assert all(torch.equal(models[0][name], models[1][name]) for name in models[0])
 
 
+def test_adapters_alone_are_trained_after_a_warm_up_of_all(workplace, environment):
+    peft = pytest.importorskip("peft", reason="comes with the extra lora")
+    lora = "policy.dtensor_cfg.lora.enabled"
+    settings = [f"{lora}=true", f"sft.{lora}=false", "sft.steps=1", "grpo.steps=2"]
+    start("adapted", *settings, workplace=workplace, environment=environment)
+    directory = workplace / "adapted"
+    assert not (directory / "warm_up" / "adapters").exists()
+    warm = AutoModelForCausalLM.from_pretrained(directory / "warm_up" / "final")
+    merged = peft.PeftModel.from_pretrained(warm, directory / "adapters").merge_and_unload()
+    final = dict(AutoModelForCausalLM.from_pretrained(directory / "final").named_parameters())
+    for name, parameter in merged.named_parameters():
+        assert torch.equal(parameter, final[name]), name
+
+
 def test_the_supervised_part_alone_on_a_model_of_the_user(run, workplace, environment):
     (workplace / "own.yaml").write_text(
         "policy:\n"

@@ -117,7 +117,7 @@ class Completions:
 
 
 def generate(
-    open_decoder: Callable[[], Decoder],
+    open_decoder: Callable[[BatchedDataDict[Any]], Decoder],
     data: BatchedDataDict[Any],
     *,
     sampling: SamplingConfig,
@@ -130,8 +130,8 @@ def generate(
     """Return a `GenerationOutputSpec` for the rows of `data`, on the CPU.
 
     Args:
-        open_decoder: Returns what gives the logits of the next few rows, its cache empty. Ranks
-            that share a forward are given the same rows, and sample the same tokens.
+        open_decoder: Is given a few rows of `data`, and returns what gives their logits, its cache
+            empty. Ranks that share a forward are given the same rows, and sample the same tokens.
         data: See `GenerationDatumSpec`.
         sampling: Temperature, truncation, stops, rows per forward.
         greedy: Take the most likely token, whatever `sampling` says.
@@ -155,7 +155,7 @@ def generate(
             max_lengths=(prompt_lengths + sampling.max_new_tokens).clamp(max=max_total_length),
         )
         completions = _complete(
-            open_decoder(),
+            open_decoder(data.slice(rows.start, rows.stop)),
             prompts,
             prompt_lengths,
             stop=stop,

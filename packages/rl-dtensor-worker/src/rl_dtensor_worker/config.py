@@ -171,20 +171,9 @@ def _check_head(resolved: Mapping[str, Any]) -> None:
 
 
 def _parse_adapters(resolved: Mapping[str, Any]) -> AdapterConfig | None:
-    section, tensor = resolved["dtensor_cfg"], resolved["dtensor_cfg"]["tensor_parallel_size"]
-    lora = section["lora"]
+    lora = resolved["dtensor_cfg"]["lora"]
     if not lora["enabled"]:
         return None
-    if tensor > 1:
-        raise ValueError(
-            "policy.dtensor_cfg.lora.enabled=True contradicts "
-            f"policy.dtensor_cfg.tensor_parallel_size={tensor}: adapters are not shared by ranks"
-        )
-    if resolved["head"] != "language_model":
-        raise ValueError(
-            "policy.dtensor_cfg.lora.enabled=True contradicts "
-            f"policy.head={resolved['head']!r}: a head like that is trained as well"
-        )
     return AdapterConfig(
         r=lora["r"],
         lora_alpha=lora["lora_alpha"],

@@ -35,7 +35,8 @@ _CONFIG_FILE, _FILE = "adapter_config.json", "adapter_model.safetensors"
 _FILE_PREFIX = "base_model.model."
 # What an adapter's numbers mean; of these, a directory must say what the policy says.
 _MEANINGS = ("peft_type", "r", "lora_alpha", "rank_pattern", "alpha_pattern", "use_rslora")
-_MEANINGS += ("use_dora", "lora_bias", "bias", "modules_to_save", "target_parameters")
+_MEANINGS += ("use_dora", "lora_bias", "bias", "target_parameters")
+_TASKS = {"language_model": "CAUSAL_LM", "reward": "SEQ_CLS", "value": "TOKEN_CLS"}
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -54,10 +55,18 @@ class AdaptedWeight:
         return (weight.float() + change).to(weight.dtype)
 
 
-def inject_adapters(model: nn.Module, config: AdapterConfig, *, model_name: str) -> None:
+def inject_adapters(
+    model: nn.Module,
+    config: AdapterConfig,
+    *,
+    model_name: str,
+    head: str = "language_model",
+    value_layer: str | None = None,
+) -> None:
     """Give some linear layers of `model`, which is on the meta device, adapters in float32.
 
-    Afterwards nothing else of it is trained.
+    Afterwards nothing else of it is trained but `value_layer`, whole and in float32, too: the layer
+    that makes the scores of a reward or value model (`head`).
 
     Raises:
         ImportError: peft is not installed.
@@ -65,14 +74,14 @@ def inject_adapters(model: nn.Module, config: AdapterConfig, *, model_name: str)
     """
     peft = _peft()
     _check_names(model, config.target_modules)
-    output = model.get_output_embeddings()  # type: ignore[operator]
     settings = peft.LoraConfig(
         r=config.r,
         lora_alpha=config.lora_alpha,
         lora_dropout=config.lora_dropout,
         target_modules=config.target_modules,
         base_model_name_or_path=model_name,
-        task_type="CAUSAL_LM",
+        # Of the task, `all-linear` takes that a layer of scores has no adapter.
+        task_type="CAUSAL_LM" if value_layer is None else "SEQ_CLS",
     )
     try:
         peft.inject_adapter_in_model(settings, model)
@@ -81,37 +90,41 @@ def inject_adapters(model: nn.Module, config: AdapterConfig, *, model_name: str)
             f"{_PATH}.target_modules={config.target_modules!r} does not fit "
             f"{type(model).__name__}: {error}"
         ) from error
-    for name, layer in _adapted_layers(model).items():
-        if type(layer.base_layer) is not nn.Linear or layer.base_layer is output:
-            raise ValueError(
-                f"{_PATH}.target_modules={config.target_modules!r} takes in {name}: only linear "
-                "layers can have adapters here, and the output layer cannot"
-            )
+    settings.task_type = _TASKS[head]
+    _check_layers(model, config.target_modules, value_layer)
+    for layer in adapted_layers(model).values():
         # Peft gives them the dtype of the layer.
         for factors in (layer.lora_A, layer.lora_B):
             factors.float()
+    if value_layer is not None:
+        settings.modules_to_save = [value_layer]
+        model.get_submodule(value_layer).requires_grad_().float()
 
 
 @torch.no_grad()
 def fill_adapters(model: nn.Module, config: AdapterConfig, *, seed: int) -> None:
     """Fill this rank's shards of the adapters: A at random and B with zeros, or from files.
 
-    Collective. Every layout of ranks gets the same ones.
+    Collective. Every layout of ranks gets the same ones. Files have a layer of scores, too.
 
     Raises:
         ValueError: `adapter_path` has no adapters, or others than the policy's.
     """
-    adapters = adapters_of(dict(model.named_parameters()))
     if config.adapter_path is not None:
         with failing_together():
-            _read(model, adapters, Path(config.adapter_path))
+            _read(model, Path(config.adapter_path))
         return
     generator = torch.Generator().manual_seed(seed)
-    for name, parameter in adapters.items():
+    for name, parameter in adapters_of(dict(model.named_parameters())).items():
         whole = torch.zeros(parameter.shape)
         if _DOWN in name:
             nn.init.kaiming_uniform_(whole, a=math.sqrt(5), generator=generator)
         local_tensor(parameter).copy_(take(whole, owned_indices(parameter)))
+
+
+def trained_beside(model: nn.Module) -> Tensors:
+    """Return what is trained of a model with adapters: those, and a layer of scores."""
+    return {name: tensor for name, tensor in model.named_parameters() if tensor.requires_grad}
 
 
 def adapters_of(state: Mapping[str, torch.Tensor]) -> Tensors:
@@ -126,13 +139,18 @@ def without_adapters(state: Mapping[str, torch.Tensor]) -> Tensors:
     }
 
 
+def adapted_layers(model: nn.Module) -> dict[str, Any]:
+    """Return the layers that have adapters, by their names."""
+    return {name: module for name, module in model.named_modules() if hasattr(module, "lora_A")}
+
+
 def adapted_weights(model: nn.Module) -> dict[str, AdaptedWeight]:
     """Return the weights that adapters change, by their names in the model without adapters."""
     return {
         f"{name}.weight": AdaptedWeight(
             down=f"{name}{_DOWN}weight", up=f"{name}{_UP}weight", scaling=layer.scaling["default"]
         )
-        for name, layer in _adapted_layers(model).items()
+        for name, layer in adapted_layers(model).items()
     }
 
 
@@ -142,7 +160,7 @@ class AdaptersOff:
     @contextmanager
     def swapped_in(self, model: nn.Module) -> Generator[None, None, None]:
         """Leave the adapters out of the forwards inside."""
-        layers = _adapted_layers(model).values()
+        layers = adapted_layers(model).values()
         # Peft's own switch freezes the adapters too, which FSDP would keep in mind.
         for layer in layers:
             layer._disable_adapters = True
@@ -162,8 +180,11 @@ def check_adapter_config(model: Any, path: Path, *, what: str) -> None:
     if not (path / _CONFIG_FILE).is_file():
         raise ValueError(f"{what}={str(path)!r} has no {_CONFIG_FILE}")
     found, own = _peft().LoraConfig.from_pretrained(str(path)), model.peft_config["default"]
-    for key in _MEANINGS:
-        theirs, ours = getattr(found, key), getattr(own, key)
+    pairs = {key: (getattr(found, key), getattr(own, key)) for key in _MEANINGS}
+    # Peft names the layers that a model could have.
+    names = [name for name in found.modules_to_save or () if _is_layer(model, name)]
+    pairs["modules_to_save"] = names, own.modules_to_save
+    for key, (theirs, ours) in pairs.items():
         if theirs != ours and (theirs or ours):
             raise ValueError(f"{what}={str(path)!r} has {key}={theirs!r}, and the policy {ours!r}")
 
@@ -179,19 +200,19 @@ def write_peft_directory(model: Any, directory: Path, *, is_writer: bool) -> Non
     Raises:
         RuntimeError: The writer could not write.
     """
-    adapters = adapters_of(dict(model.named_parameters()))
-    tensors = {_name_in_file(name): full_tensor(each).cpu() for name, each in adapters.items()}
+    trained = trained_beside(model)
+    tensors = {_name_in_file(name): full_tensor(each).cpu() for name, each in trained.items()}
     with failing_together():
         if is_writer:
             save_file(tensors, directory / _FILE, metadata={"format": "pt"})
             save_adapter_config(model, directory)
 
 
-def _read(model: Any, adapters: Tensors, path: Path) -> None:
+def _read(model: Any, path: Path) -> None:
     if not (path / _FILE).is_file():
         raise ValueError(f"{_PATH}.adapter_path={str(path)!r} has no {_FILE}")
     check_adapter_config(model, path, what=f"{_PATH}.adapter_path")
-    names = {_name_in_file(name): parameter for name, parameter in adapters.items()}
+    names = {_name_in_file(name): parameter for name, parameter in trained_beside(model).items()}
     with SafetensorsFiles([str(path / _FILE)]) as files:
         if unlike := sorted(names.keys() ^ set(files.names)):
             raise ValueError(
@@ -200,10 +221,6 @@ def _read(model: Any, adapters: Tensors, path: Path) -> None:
             )
         for name, parameter in names.items():
             local_tensor(parameter).copy_(files.read(name, owned_indices(parameter)))
-
-
-def _adapted_layers(model: nn.Module) -> dict[str, Any]:
-    return {name: module for name, module in model.named_modules() if hasattr(module, "lora_A")}
 
 
 def _is_adapter(name: str) -> bool:
@@ -218,12 +235,29 @@ def _check_names(model: nn.Module, target_modules: list[str] | str) -> None:
     """Raise where a name of a list is no layer's; peft takes it that one of them suffices."""
     if isinstance(target_modules, str):
         return
-    names = [f".{name}" for name, _ in model.named_modules()]
     for target in target_modules:
-        if not any(name.endswith(f".{target}") for name in names):
+        if not _is_layer(model, target):
             raise ValueError(
                 f"{_PATH}.target_modules={target_modules!r}: {target!r} is no layer of "
                 f"{type(model).__name__}"
+            )
+
+
+def _is_layer(model: nn.Module, ending: str) -> bool:
+    return any(f".{name}".endswith(f".{ending}") for name, _ in model.named_modules())
+
+
+def _check_layers(
+    model: nn.Module, target_modules: list[str] | str, value_layer: str | None
+) -> None:
+    """Raise where a layer that cannot have adapters has got some."""
+    output = model.get_output_embeddings()  # type: ignore[operator]
+    for name, layer in adapted_layers(model).items():
+        is_last = layer is output or name == value_layer
+        if type(layer.base_layer) is not nn.Linear or is_last:
+            raise ValueError(
+                f"{_PATH}.target_modules={target_modules!r} takes in {name}: only linear "
+                "layers can have adapters here, and the output layer cannot"
             )
 
 

@@ -9,9 +9,10 @@ import torch
 from rl_dtensor_worker.config import load_model_config
 from rl_dtensor_worker.fsdp import shard_model
 from rl_dtensor_worker.loading import ModelLoader
-from rl_dtensor_worker.lora import adapters_of, fill_adapters, inject_adapters
+from rl_dtensor_worker.lora import adapted_layers, fill_adapters, inject_adapters, trained_beside
 from rl_dtensor_worker.model_classes import auto_class
 from rl_dtensor_worker.plans import apply_plan, plan_of
+from rl_dtensor_worker.value_forward import value_layer_name
 
 if TYPE_CHECKING:
     from torch import nn
@@ -47,7 +48,14 @@ def build_model(
         )
     loader = ModelLoader(model, config)
     if config.adapters is not None:
-        inject_adapters(model, config.adapters, model_name=config.model_name)
+        is_judge = config.head != "language_model"
+        inject_adapters(
+            model,
+            config.adapters,
+            model_name=config.model_name,
+            head=config.head,
+            value_layer=value_layer_name(model) if is_judge else None,
+        )
     if config.activation_checkpointing:
         model.gradient_checkpointing_enable({"use_reentrant": False})
     if tensor_parallel is not None:
@@ -84,9 +92,8 @@ def decoder_layers(model: nn.Module) -> list[nn.Module]:
 
 
 def trained_state(model: nn.Module) -> dict[str, torch.Tensor]:
-    """Return what a checkpoint holds: the adapters where there are some, else the whole state."""
-    state = persistent_state(model)
-    return adapters_of(state) or state
+    """Return what a checkpoint holds: what is trained beside adapters, else the whole state."""
+    return trained_beside(model) if adapted_layers(model) else persistent_state(model)
 
 
 def persistent_state(model: nn.Module) -> dict[str, torch.Tensor]:

@@ -14,6 +14,8 @@ from typing import TYPE_CHECKING, Any
 from torch import nn
 from torch.distributed.tensor.parallel import ParallelStyle, parallelize_module
 
+from rl_dtensor_worker.adapter_styles import part_styles
+from rl_dtensor_worker.lora import adapted_layers
 from rl_dtensor_worker.styles import (
     Column,
     Experts,
@@ -34,6 +36,7 @@ if TYPE_CHECKING:
     from rl_dtensor_worker.tensor_parallel import TensorParallel
 
 Plan = dict[str, "str | ParallelStyle"]
+AppliedPlan = dict[str, "str | ParallelStyle | type[Style]"]
 
 STYLES: dict[str, type[Style]] = {
     "colwise": Column,
@@ -112,8 +115,10 @@ def load_custom_plan(path: str) -> Plan:
     return plan
 
 
-def plan_of(model: nn.Module, *, custom: str | None) -> dict[str, str | ParallelStyle]:
+def plan_of(model: nn.Module, *, custom: str | None) -> AppliedPlan:
     """Return the style of each module that takes part, by its name in `model`.
+
+    The parts of a layer with adapters have styles of their own.
 
     Raises:
         ValueError: A key of the user's plan matches no module, the model has no plan, or one with
@@ -133,11 +138,17 @@ def plan_of(model: nn.Module, *, custom: str | None) -> dict[str, str | Parallel
                 f"{type(model).__name__}"
             )
         styles |= dict.fromkeys(names, style)
-    return styles | _vocabulary_styles(model)
+    styles |= _vocabulary_styles(model)
+
+    def style_of(name: str) -> type[Style] | ParallelStyle | None:
+        style = styles.get(name)
+        return STYLES[style] if isinstance(style, str) else style
+
+    return {**styles, **part_styles(model, adapted_layers(model), style_of)}
 
 
 def apply_plan(
-    model: nn.Module, styles: Mapping[str, str | ParallelStyle], ranks: TensorParallel
+    model: nn.Module, styles: Mapping[str, str | ParallelStyle | type[Style]], ranks: TensorParallel
 ) -> None:
     """Let each module of `model` run on its part; afterwards every parameter is a DTensor.
 
@@ -149,7 +160,8 @@ def apply_plan(
         if isinstance(style, ParallelStyle):
             parallelize_module(module, ranks.mesh, style)
         elif style is not None:
-            _style_class(style, module, model)(ranks).apply(module)
+            kind = _style_class(style, module, model) if isinstance(style, str) else style
+            kind(ranks).apply(module)
         elif own := [parameter for parameter, _ in module.named_parameters(recurse=False)]:
             if shared := [inner for inner in styles if inner.startswith(f"{name}.")]:
                 raise ValueError(
@@ -162,7 +174,9 @@ def apply_plan(
             Region(ranks).apply(module)
 
 
-def _regions(model: nn.Module, styles: Mapping[str, str | ParallelStyle]) -> list[nn.Module]:
+def _regions(
+    model: nn.Module, styles: Mapping[str, str | ParallelStyle | type[Style]]
+) -> list[nn.Module]:
     """Return the blocks within which sequences have to be whole.
 
     Raises:

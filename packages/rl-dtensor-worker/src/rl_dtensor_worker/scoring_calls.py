@@ -100,7 +100,10 @@ class ScoringCalls(WorkerParts):
     def use_reference_model(self) -> Generator[None, None, None]:
         """Give the model the reference weights inside; on exit it has its own, bit for bit."""
         if self._reference is None:
-            raise RuntimeError("there is no reference model: init_reference_model was False")
+            raise RuntimeError(
+                "there is no reference model: init_reference_model was False, or adapters are "
+                "trained beside a layer of scores"
+            )
         with self._reference.swapped_in(self.model):
             yield
 

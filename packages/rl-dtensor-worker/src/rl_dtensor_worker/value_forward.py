@@ -82,10 +82,21 @@ def find_value_layer(model: nn.Module, *, pad_token_id: int | None) -> nn.Linear
     text_config: Any = model.config.get_text_config()  # type: ignore[union-attr,operator]
     if text_config.pad_token_id is None:
         text_config.pad_token_id = pad_token_id or 0
+    layer = model.get_submodule(value_layer_name(model))
+    assert isinstance(layer, nn.Linear)
+    return layer
+
+
+def value_layer_name(model: nn.Module) -> str:
+    """Return the name of the layer that makes the scores of a reward or value model.
+
+    Raises:
+        ValueError: There is none, or it makes more than one score.
+    """
     for name in _LAYERS:
         layer = getattr(model, name, None)
         if isinstance(layer, nn.Linear) and layer.weight.shape[0] == 1:
-            return layer
+            return name
     raise ValueError(
         f"policy.head: {type(model).__name__} has no linear layer with one output named "
         f"{' or '.join(_LAYERS)}"

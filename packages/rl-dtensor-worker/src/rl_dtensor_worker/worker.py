@@ -201,7 +201,7 @@ class DTensorPolicyWorker(
             self._sharing.whole_sequences(),
         ):
             return generate(
-                lambda: CachedForward(forward),
+                lambda rows: CachedForward(forward, rows),
                 data,
                 sampling=sampling,
                 greedy=greedy,
@@ -310,8 +310,11 @@ class DTensorPolicyWorker(
             context_group=meshes.data["cp"].get_group() if layout.context_parallel > 1 else None,
         )
 
-    def _build_reference(self) -> ReferenceModel | AdaptersOff:
-        return ReferenceModel(self.model) if self._config.adapters is None else AdaptersOff()
+    def _build_reference(self) -> ReferenceModel | AdaptersOff | None:
+        if self._config.adapters is None:
+            return ReferenceModel(self.model)
+        # Beside a layer of scores that is trained, leaving adapters out is not all there is to it.
+        return AdaptersOff() if self._config.head == "language_model" else None
 
     def _build_training(self) -> TrainingParts | None:
         if self._config.optimizer is None:

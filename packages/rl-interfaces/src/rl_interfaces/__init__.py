@@ -47,6 +47,7 @@ from rl_interfaces.policy import (
 from rl_interfaces.residency import Residency, ResidencyError, ResidencyState
 from rl_interfaces.weights import TensorSpec, WeightReceiver, WeightSource
 from rl_interfaces.worker import (
+    AdapterSavingWorker,
     ParallelLayout,
     PolicyWorker,
     RowScoringWorker,
@@ -58,6 +59,7 @@ __all__ = [
     "CONTRACT_VERSION",
     "GENERATION_DEFAULTS",
     "POLICY_DEFAULTS",
+    "AdapterSavingWorker",
     "Cluster",
     "ColocatablePolicyInterface",
     "ColocationConfig",

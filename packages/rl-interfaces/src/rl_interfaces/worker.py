@@ -192,6 +192,15 @@ class RowScoringWorker(Protocol):
 
 
 @runtime_checkable
+class AdapterSavingWorker(Protocol):
+    """What a worker has besides, which can train low-rank adapters."""
+
+    def save_adapters(self, path: str) -> None:
+        """Write a directory that `peft.PeftModel.from_pretrained` loads; all ranks together."""
+        ...
+
+
+@runtime_checkable
 class WeightSendingWorker(Protocol):
     """What a worker has besides, whose weights can be handed to inference engines.
 

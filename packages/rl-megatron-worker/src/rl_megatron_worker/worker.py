@@ -191,7 +191,7 @@ class MegatronPolicyWorker(
         check_room(data, longest=self._longest_sequence())
         with evaluating(self.model, self._runtime):
             return generate(
-                lambda: open_decoder(self._schedule, self._head, self._concatenation),
+                lambda _: open_decoder(self._schedule, self._head, self._concatenation),
                 data,
                 sampling=sampling,
                 greedy=greedy,

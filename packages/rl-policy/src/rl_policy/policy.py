@@ -11,37 +11,30 @@ from rl_interfaces import (
     GenerationInterface,
     Residency,
     ResidencyState,
-    RowScoringWorker,
-    TopkLogitsWorker,
     resolve_policy_config,
 )
 
-from rl_policy import backends, dispatch, weight_transfer
+from rl_policy import backends, dispatch
+from rl_policy.checkpoint_calls import CheckpointCalls
 from rl_policy.named_sharding import NamedSharding
 from rl_policy.policy_inputs import (
     PathLike,
-    absolute,
     bundles_per_node,
     check_generation_backend,
     existing,
     with_absolute_paths,
 )
+from rl_policy.scoring_calls import ScoringCalls
+from rl_policy.weight_calls import WeightCalls
 from rl_policy.worker_group import RayWorkerGroup
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
-
-    import ray
     from rl_interfaces import (
         Cluster,
         GenerationDatumSpec,
         GenerationOutputSpec,
-        LogprobOutputSpec,
         LossFunction,
         PolicyConfig,
-        ReferenceLogprobOutputSpec,
-        ScoreOutputSpec,
-        TopkLogitsOutputSpec,
     )
     from transformers import PreTrainedTokenizerBase
 
@@ -49,7 +42,13 @@ if TYPE_CHECKING:
 _START_MARGIN_S = 120.0
 
 
-class Policy(ColocatablePolicyInterface, GenerationInterface):
+class Policy(
+    ScoringCalls,
+    CheckpointCalls,
+    WeightCalls,
+    ColocatablePolicyInterface,
+    GenerationInterface,
+):
     """A language model on all ranks of a cluster, behind the calls of an RL algorithm.
 
     The backend is the one whose section `<name>_cfg` the config enables. Everything that can be
@@ -124,7 +123,7 @@ class Policy(ColocatablePolicyInterface, GenerationInterface):
             start_timeout_s=self.config["timeout_s"] + _START_MARGIN_S,
         )
 
-    # Training and scoring
+    # Training and generation
 
     def train(
         self,
@@ -166,61 +165,6 @@ class Policy(ColocatablePolicyInterface, GenerationInterface):
             "train", shards, loss_fn=loss_fn, eval_mode=eval_mode, gbs=size, mbs=mbs
         )
         return dispatch.merge_train_results(results)
-
-    def get_logprobs(
-        self, data: BatchedDataDict[GenerationDatumSpec]
-    ) -> BatchedDataDict[LogprobOutputSpec]:
-        """Return the log-probability of every token, see `LogprobOutputSpec`.
-
-        Args:
-            data: `input_ids` `[batch, seq]` and `input_lengths` `[batch]`, any number of rows.
-        """
-        return self._score("get_logprobs", data)
-
-    def get_reference_policy_logprobs(
-        self, data: BatchedDataDict[GenerationDatumSpec], micro_batch_size: int | None = None
-    ) -> BatchedDataDict[ReferenceLogprobOutputSpec]:
-        """Return the same under the frozen reference, see `ReferenceLogprobOutputSpec`.
-
-        Args:
-            data: `input_ids` `[batch, seq]` and `input_lengths` `[batch]`, any number of rows.
-            micro_batch_size: Rows per forward per rank, instead of `policy.logprob_batch_size`.
-        """
-        return self._score("get_reference_policy_logprobs", data, micro_batch_size=micro_batch_size)
-
-    def get_topk_logits(
-        self,
-        data: BatchedDataDict[GenerationDatumSpec],
-        k: int,
-        micro_batch_size: int | None = None,
-    ) -> BatchedDataDict[TopkLogitsOutputSpec]:
-        """Return the `k` largest logits of each position, see `TopkLogitsOutputSpec`.
-
-        Args:
-            data: `input_ids` `[batch, seq]` and `input_lengths` `[batch]`, any number of rows.
-            k: How many; at most the vocabulary.
-            micro_batch_size: Rows per forward per rank, instead of `policy.logprob_batch_size`.
-
-        Raises:
-            NotImplementedError: The backend gives no logits.
-        """
-        self._require(TopkLogitsWorker, lack="give logits")
-        return self._score("get_topk_logits", data, micro_batch_size=micro_batch_size, k=k)
-
-    def score(
-        self, data: BatchedDataDict[GenerationDatumSpec], micro_batch_size: int | None = None
-    ) -> BatchedDataDict[ScoreOutputSpec]:
-        """Return what a reward or value model, `policy.head`, says of each row.
-
-        Args:
-            data: `input_ids` `[batch, seq]` and `input_lengths` `[batch]`, any number of rows.
-            micro_batch_size: Rows per forward per rank, instead of `policy.logprob_batch_size`.
-
-        Raises:
-            NotImplementedError: The backend runs no reward and value models.
-        """
-        self._require(RowScoringWorker, lack="run reward and value models")
-        return self._score("score", data, micro_batch_size=micro_batch_size)
 
     def generate(
         self, data: BatchedDataDict[GenerationDatumSpec], greedy: bool = False
@@ -271,140 +215,6 @@ class Policy(ColocatablePolicyInterface, GenerationInterface):
         """Move everything off the device."""
         self._move("offload_after_refit")
 
-    # Checkpoints
-
-    def save_checkpoint(
-        self,
-        weights_path: PathLike,
-        optimizer_path: PathLike | None = None,
-        tokenizer_path: PathLike | None = None,
-    ) -> None:
-        """Write the weights, and the optimizer and the tokenizer where a path is given.
-
-        Raises:
-            ValueError: `optimizer_path` is given and there is no optimizer.
-        """
-        if optimizer_path is not None and not self._has_optimizer:
-            raise ValueError(f"optimizer_path={optimizer_path!r}, and init_optimizer was False")
-        self._group.run_all(
-            "save_checkpoint",
-            weights_path=absolute(weights_path),
-            optimizer_path=absolute(optimizer_path),
-            tokenizer_path=absolute(tokenizer_path),
-        )
-
-    def load_checkpoint(
-        self, weights_path: PathLike, optimizer_path: PathLike | None = None
-    ) -> None:
-        """Read what `save_checkpoint` wrote.
-
-        Raises:
-            ValueError: A path does not exist, or `optimizer_path` is given without an optimizer.
-        """
-        if optimizer_path is not None and not self._has_optimizer:
-            raise ValueError(f"optimizer_path={optimizer_path!r}, and init_optimizer was False")
-        self._group.run_all(
-            "load_checkpoint",
-            weights_path=existing("weights_path", weights_path),
-            optimizer_path=existing("optimizer_path", optimizer_path),
-        )
-
-    def save_hf_checkpoint(self, path: PathLike) -> None:
-        """Write a directory that `AutoModelForCausalLM.from_pretrained` loads."""
-        self._group.run_all("save_hf_checkpoint", path=absolute(path))
-
-    # Weight transfer
-
-    def open_refit(
-        self,
-        num_receivers: int,
-        *,
-        is_paired: bool = False,
-        transport: str = "shm",
-        **options: Any,
-    ) -> list[Mapping[str, Any]]:
-        """Return, for each receiver, the address at which it finds its sender.
-
-        An address is for that receiver alone: whoever has it can read the weights.
-
-        Args:
-            num_receivers: Ranks of the inference engines.
-            is_paired: Whether receiver `i` shares the device of rank `i`, which then sends to it.
-            transport: A name of the entry-point group `rl_refit.transports`.
-            options: What else `rl_refit.RefitSender` takes, `bucket_bytes` and `verify` for two.
-        """
-        self._require_sending()
-        self._receivers = weight_transfer.receivers_per_rank(
-            num_receivers, world_size=self._group.world_size, is_paired=is_paired
-        )
-        addresses = self._group.run_all(
-            "open_refit", receivers_per_rank=self._receivers, transport=transport, **options
-        )
-        return weight_transfer.address_per_receiver(addresses, self._receivers)
-
-    def send_weights(self, version: int) -> dict[str, float]:
-        """Stream the weights to the receivers of `open_refit`, which receive at the same time.
-
-        Returns:
-            `refit_s`, `refit_bytes`, `refit_gb_per_s`, `refit_slowest_rank`, and the seconds of
-            each phase, see `rl_refit.RefitReport`. The phases overlap.
-
-        Raises:
-            RefitError: A receiver failed or did not answer in time. Call again, for all of them.
-            ResidencyError: The model is not on the device.
-        """
-        self._require_sending()
-        self._residency.require("send_weights")
-        # A rank whose receiver fails still takes part in the others' gathers.
-        call = self._group.submit_all("send_weights", version)
-        reports = self._group.wait(call, grace_s=self.config["timeout_s"])
-        return weight_transfer.merge_reports(reports, self._receivers)
-
-    def init_collective(self, ip: str, port: int, world_size: int) -> list[ray.ObjectRef]:
-        """Let rank 0 meet `world_size - 1` inference ranks; the futures are not waited for.
-
-        Args:
-            ip: Address of rank 0's node, see `RayVirtualCluster.get_master_address_and_port`.
-            port: A port that is free there.
-            world_size: The inference ranks plus one.
-        """
-        self._require_sending()
-        return self._group.submit_all("init_collective", ip, port, world_size).refs
-
-    def prepare_refit_info(self) -> dict[str, Any] | None:
-        """Return `{name: (shape, wire dtype)}` of every tensor that is sent, in order."""
-        self._require_sending()
-        return self._group.run_all("prepare_refit_info")[0]
-
-    def prepare_weights_for_ipc(self, _refit_buffer_size_gb: int | None = None) -> list[list[str]]:
-        """Return the names of all tensors, grouped so that each group fits a buffer.
-
-        Args:
-            _refit_buffer_size_gb: The buffer in GiB. None: the smallest free memory of any rank.
-        """
-        self._require_sending()
-        self._residency.require("send_weights")
-        answers = self._group.run_all("prepare_weights_for_ipc")
-        return weight_transfer.group_for_ipc(answers, limit_gib=_refit_buffer_size_gb)
-
-    def get_weights_ipc_handles(self, keys: list[str]) -> dict[str, Any]:
-        """Return `{device id: {name: handle}}` of one group; those of the call before expire."""
-        self._require_sending()
-        self._residency.require("send_weights")
-        answers = self._group.run_all("get_weights_ipc_handles", keys)
-        return {device: handles for answer in answers for device, handles in answer.items()}
-
-    def prepare_info_for_collective(self) -> dict[str, Any]:
-        """Return what `prepare_refit_info` returns; its older name."""
-        self._require_sending()
-        return self._group.run_all("prepare_info_for_collective")[0]
-
-    def broadcast_weights_for_collective(self) -> list[ray.ObjectRef]:
-        """Broadcast every tensor, in order; the futures are not waited for."""
-        self._require_sending()
-        self._residency.require("send_weights")
-        return self._group.submit_all("broadcast_weights_for_collective").refs
-
     # Information and the end
 
     def get_gpu_info(self) -> list[dict[str, Any]]:
@@ -431,41 +241,7 @@ class Policy(ColocatablePolicyInterface, GenerationInterface):
         if not sys.is_finalizing():
             self.shutdown()
 
-    @property
-    def _group(self) -> RayWorkerGroup:
-        assert self.worker_group is not None
-        return self.worker_group
-
-    def _require(self, capability: type, *, lack: str) -> None:
-        backends.require(self._backend, self._worker_class, capability, lack=lack)
-
-    def _require_sending(self) -> None:
-        backends.require_sending(self._backend, self._worker_class)
-
-    def _score(
-        self,
-        method: str,
-        data: BatchedDataDict[GenerationDatumSpec],
-        micro_batch_size: int | None = None,
-        **arguments: Any,
-    ) -> BatchedDataDict[Any]:
-        self._residency.require(method)
-        planned = self._micro_batching("logprob_mb_tokens", micro_batch_size=micro_batch_size)
-        dispatch.check_batch(data, **self._limits())
-        shards, order = dispatch.shard_for_scoring(
-            data, data_parallel=self._data_parallel, micro_batching=planned
-        )
-        parts = self._group.run_sharded(
-            method, shards, micro_batch_size=micro_batch_size, **arguments
-        )
-        return dispatch.gather_scores(parts, width=data["input_ids"].shape[1], order=order)
-
-    def _micro_batching(self, budget: str, **sizes: int | None) -> dispatch.MicroBatching | None:
-        planned = dispatch.MicroBatching.of(self.config, budget)
-        for name, size in sizes.items():
-            if planned is not None:
-                planned.refuse_size(name, size)
-        return planned
+    # Inside
 
     def _move(self, call: str) -> None:
         self._group.run_all(call)
@@ -476,12 +252,6 @@ class Policy(ColocatablePolicyInterface, GenerationInterface):
         size = self.config["train_global_batch_size"] if gbs is None else gbs
         dispatch.check_global_batch_size(size, data_parallel=self._data_parallel, name=name)
         return size
-
-    def _limits(self) -> dict[str, Any]:
-        return {
-            "pad_token_id": self.tokenizer.pad_token_id,
-            "max_length": self.config.get("max_total_sequence_length"),
-        }
 
     def _output_pad_token_id(self) -> int:
         candidates: list[Any] = [

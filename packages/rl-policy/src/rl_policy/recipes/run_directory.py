@@ -25,6 +25,7 @@ class RunDirectory:
         self.plot = path / "reward.png"
         self.checkpoints = path / "checkpoints"
         self.final = path / "final"
+        self.adapters = path / "adapters"
         self.tiny_model = path / "tiny_model"
         self.warm_up = path / "warm_up"
 

@@ -125,12 +125,14 @@ def base_model(session: Session) -> str:
 
 
 def save_final(session: Session, policy: Policy) -> None:
-    """Write the model as a Hugging Face directory, with its tokenizer."""
+    """Write the model as a Hugging Face directory, with its tokenizer; adapters alone, too."""
 
     def write(path: Path) -> None:
         policy.save_hf_checkpoint(path)
         session.inputs.tokenizer.save_pretrained(path)
 
+    if policy.has_adapters:
+        write_directory(session.directory.adapters, policy.save_adapters)
     write_directory(session.directory.final, write)
 
 

@@ -1,0 +1,75 @@
+"""The calls that write the state of every rank to disk and read it back."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from rl_interfaces import AdapterSavingWorker
+
+from rl_policy.policy_inputs import absolute, existing
+from rl_policy.policy_parts import PolicyParts
+
+if TYPE_CHECKING:
+    from rl_policy.policy_inputs import PathLike
+
+
+class CheckpointCalls(PolicyParts):
+    """What may be saved and loaded in any state."""
+
+    def save_checkpoint(
+        self,
+        weights_path: PathLike,
+        optimizer_path: PathLike | None = None,
+        tokenizer_path: PathLike | None = None,
+    ) -> None:
+        """Write the weights, and the optimizer and the tokenizer where a path is given.
+
+        Raises:
+            ValueError: `optimizer_path` is given and there is no optimizer.
+        """
+        if optimizer_path is not None and not self._has_optimizer:
+            raise ValueError(f"optimizer_path={optimizer_path!r}, and init_optimizer was False")
+        self._group.run_all(
+            "save_checkpoint",
+            weights_path=absolute(weights_path),
+            optimizer_path=absolute(optimizer_path),
+            tokenizer_path=absolute(tokenizer_path),
+        )
+
+    def load_checkpoint(
+        self, weights_path: PathLike, optimizer_path: PathLike | None = None
+    ) -> None:
+        """Read what `save_checkpoint` wrote.
+
+        Raises:
+            ValueError: A path does not exist, or `optimizer_path` is given without an optimizer.
+        """
+        if optimizer_path is not None and not self._has_optimizer:
+            raise ValueError(f"optimizer_path={optimizer_path!r}, and init_optimizer was False")
+        self._group.run_all(
+            "load_checkpoint",
+            weights_path=existing("weights_path", weights_path),
+            optimizer_path=existing("optimizer_path", optimizer_path),
+        )
+
+    def save_hf_checkpoint(self, path: PathLike) -> None:
+        """Write a directory that `AutoModelForCausalLM.from_pretrained` loads."""
+        self._group.run_all("save_hf_checkpoint", path=absolute(path))
+
+    @property
+    def has_adapters(self) -> bool:
+        """Whether low-rank adapters are what is trained."""
+        section = self.config.get("dtensor_cfg", {})
+        return bool(section.get("enabled") and section["lora"]["enabled"])
+
+    def save_adapters(self, path: PathLike) -> None:
+        """Write a directory that `peft.PeftModel.from_pretrained` loads onto the model.
+
+        Raises:
+            NotImplementedError: The backend trains no adapters.
+            ValueError: The policy trains none.
+        """
+        self._require(AdapterSavingWorker, lack="train adapters")
+        if not self.has_adapters:
+            raise ValueError("save_adapters() needs policy.dtensor_cfg.lora.enabled=True")
+        self._group.run_all("save_adapters", path=absolute(path))
