@@ -23,8 +23,6 @@ ENVIRONMENT = {
     "OMP_NUM_THREADS": "1",
     "RAY_ENABLE_UV_RUN_RUNTIME_ENV": "0",
     "RAY_USAGE_STATS_ENABLED": "0",
-    # Other work may share the processors.
-    "RAY_raylet_start_wait_time_s": "120",
 }
 # For an engine in the program's own process, and one that is given few processors.
 VLLM_ENVIRONMENT = {

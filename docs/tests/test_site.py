@@ -66,3 +66,15 @@ def test_every_package_shows_its_public_names(pages):
         (package,) = (folder / "src").glob("*/__init__.py")
         shown = set(re.findall(rf'id="{package.parent.name}[\w.]*\.(\w+)"', text))
         assert set(public_names(package)) <= shown, folder.name
+
+
+@pytest.mark.parametrize(
+    ("page", "name"),
+    [
+        ("rl-policy", "rl_policy.Policy.save_adapters"),
+        ("rl-dtensor-worker", "rl_dtensor_worker.DTensorPolicyWorker.get_logprobs"),
+        ("rl-megatron-worker", "rl_megatron_worker.MegatronPolicyWorker.get_logprobs"),
+    ],
+)
+def test_calls_that_a_class_inherits_are_shown(pages, page, name):
+    assert f'id="{name}"' in pages[f"packages/{page}.html"]
