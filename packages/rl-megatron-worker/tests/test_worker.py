@@ -18,6 +18,7 @@ from worker_ranks import (
     information,
     run_case,
     topk,
+    train_after_a_failure,
     train_and_look,
     train_between_moves,
 )
@@ -188,3 +189,28 @@ def test_a_failed_start_leaves_no_group(pools, model):
     for told, groups in pools(2).run(fail_to_start, config=make_config(model, **{PP: 2})):
         assert "nowhere" in told
         assert groups == (False, False)
+
+
+@pytest.mark.parametrize(
+    ("num_ranks", "layout", "failing"),
+    [
+        (2, {PP: 2}, [1]),
+        (4, {PP: 2, "distributed_data_parallel_config": {"overlap_grad_reduce": True}}, [3]),
+        (2, {TP: 2}, [0, 1]),
+    ],
+    ids=["stages", "stages_of_two_places", "shared_layers"],
+)
+def test_a_loss_that_raises_raises_on_every_rank(pools, model, num_ranks, layout, failing):
+    config = make_config(model, **layout, sections={"train_micro_batch_size": 1})
+    arguments = {"config": config, "batch": make_batch(4)}
+    results = pools(num_ranks).run(
+        train_after_a_failure, **arguments, place_that_fails=num_ranks // 4
+    )
+    untroubled = pools(num_ranks).run(train_and_look, **arguments, loss="nll")
+    own = "LookupError: no such advantage"
+    for rank, (result, expected) in enumerate(zip(results, untroubled, strict=True)):
+        told = own if rank in failing else f"RuntimeError: rank {failing[0]} failed: {own}"
+        assert result["told"] == [told, told]
+        # What had been added up until then is gone.
+        assert torch.equal(result["losses"], expected["results"][0]["global_loss"])
+        assert_equal_parameters(result["weights"], expected["after"], 0.0)

@@ -215,3 +215,32 @@ def fail_to_start(*, config):
         told = "it started"
     groups = torch.distributed.is_initialized(), parallel_state.is_initialized()
     return told, groups
+
+
+class _FailingLoss:
+    """Raises at the second micro-batch of one data-parallel place."""
+
+    def __init__(self, place_that_fails):
+        self._loss = LOSSES["nll"]()
+        self.loss_type, self.input_type = self._loss.loss_type, self._loss.input_type
+        self._place, self._num_calls = place_that_fails, 0
+
+    def __call__(self, *arguments):
+        self._num_calls += 1
+        if place() == self._place and self._num_calls == 2:
+            raise LookupError("no such advantage")
+        return self._loss(*arguments)
+
+
+def train_after_a_failure(*, config, batch, place_that_fails):
+    """Return what a loss that raises makes of `train`, and what a step gives afterwards."""
+    with worker_for(config, init_reference_model=False) as worker:
+        rows, _ = rows_of(batch, global_batch_size=config["train_global_batch_size"])
+        told = []
+        for eval_mode in (False, True):
+            try:
+                worker.train(rows, _FailingLoss(place_that_fails), eval_mode=eval_mode)
+            except (LookupError, RuntimeError) as error:
+                told.append(f"{type(error).__name__}: {error}")
+        result = worker.train(rows, LOSSES["nll"]())
+        return {"told": told, "losses": result["global_loss"], "weights": sent_by(worker)}

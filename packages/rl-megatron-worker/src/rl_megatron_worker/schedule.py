@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import TYPE_CHECKING, Any
@@ -9,12 +10,13 @@ from typing import TYPE_CHECKING, Any
 import torch
 from megatron.core import parallel_state
 from megatron.core.pipeline_parallel import get_forward_backward_func
+from rl_interfaces.backend.agreement import failing_together
 
 from rl_megatron_worker.model import run_chunk, uses_transformer_engine
 from rl_megatron_worker.row_layout import PackedLayout
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
+    from collections.abc import Callable, Generator, Iterator
 
     from rl_batched_data.micro_batches import Step
     from torch import nn
@@ -23,6 +25,34 @@ if TYPE_CHECKING:
 
 Scored = Any
 """Whatever a function of the last stage returns for a micro-batch."""
+
+
+class _Failure:
+    """What is raised at the end of the model, kept until the other stages are done.
+
+    A rank that left a schedule early would leave the others waiting for it.
+    """
+
+    def __init__(self) -> None:
+        self._first: Exception | None = None
+
+    @contextmanager
+    def kept(self) -> Generator[None, None, None]:
+        """Go on after the body where it raises."""
+        try:
+            yield
+        except Exception as error:
+            self._first = self._first or error
+
+    def raise_everywhere(self) -> None:
+        """Raise on all ranks what was kept on any. Collective.
+
+        Raises:
+            RuntimeError: It was kept on other ranks; the message names rank and error.
+        """
+        with failing_together():
+            if self._first is not None:
+                raise self._first
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -51,13 +81,19 @@ class Schedule:
 
         Args:
             step: The micro-batches.
-            score: Is given a micro-batch's layout and hidden states `[own tokens, hidden]`.
+            score: Is given a micro-batch's layout and hidden states `[own tokens, hidden]`. What
+                it raises is raised on every rank.
         """
+        failure = _Failure()
 
         def on_last_stage(layout: PackedLayout, hidden: torch.Tensor, **_: bool) -> Scored:
-            return score(layout, hidden)
+            with failure.kept():
+                return score(layout, hidden)
+            return None
 
-        return self._run(step, on_last_stage, forward_only=True, collect_non_loss_data=True)
+        found = self._run(step, on_last_stage, forward_only=True, collect_non_loss_data=True)
+        failure.raise_everywhere()
+        return found
 
     def run_backward(
         self,
@@ -68,17 +104,24 @@ class Schedule:
 
         Args:
             step: The micro-batches.
-            loss: Returns a micro-batch's part of the loss, 0-d, and what this returns of it.
+            loss: Returns a micro-batch's part of the loss, 0-d, and what this returns of it. What
+                it raises is raised on every rank, of which some have gradients then.
         """
+        failure = _Failure()
 
         def on_last_stage(
             layout: PackedLayout, hidden: torch.Tensor
         ) -> tuple[torch.Tensor, torch.Tensor, Scored]:
-            value, scored = loss(layout, hidden)
             # No tokens: the gradients are not divided, as the losses have been.
-            return value, torch.zeros((), dtype=torch.int, device=value.device), scored
+            num_tokens = torch.zeros((), dtype=torch.int, device=hidden.device)
+            with failure.kept():
+                value, scored = loss(layout, hidden)
+                return value, num_tokens, scored
+            return self._no_loss(hidden), num_tokens, None
 
-        return self._run(step, on_last_stage, forward_only=False)
+        found = self._run(step, on_last_stage, forward_only=False)
+        failure.raise_everywhere()
+        return found
 
     @torch.no_grad()
     def run_one(
@@ -126,6 +169,16 @@ class Schedule:
                 micro_batch_size=1,
                 **options,
             )
+
+    def _no_loss(self, hidden: torch.Tensor) -> torch.Tensor:
+        """Return a zero of which every parameter of the last chunk has a gradient.
+
+        Gradients are reduced once all of them are there.
+        """
+        total = hidden.float().sum()
+        for parameter in self.chunks[-1].parameters():
+            total = total + parameter.float().sum()
+        return total * 0.0
 
     def _num_passes(self, num_micro_batches: int) -> int:
         """Return how many micro-batches a schedule can run of at least so many.
