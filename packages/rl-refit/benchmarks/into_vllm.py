@@ -113,7 +113,7 @@ class Engine:
             enforce_eager=True,
             max_model_len=64,
             max_num_seqs=4,
-            kv_cache_memory_bytes=16 << 20,
+            kv_cache_memory_bytes=256 << 20,
             distributed_executor_backend="uni",
             skip_tokenizer_init=True,
             weight_transfer_config={"backend": "rl_refit"},
