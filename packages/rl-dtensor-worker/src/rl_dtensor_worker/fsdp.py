@@ -6,6 +6,7 @@ from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
 import torch
+import torch.distributed as dist
 from torch.distributed.fsdp import (
     CPUOffloadPolicy,
     FSDPModule,
@@ -32,8 +33,8 @@ def shard_model(
 ) -> nn.Module:
     """Shard `model` over `mesh`, each of `layers` as a unit of its own.
 
-    A single rank that computes in its parameters' own dtype has nothing to gather and nothing to
-    cast: its model stays as it is, without the copies that FSDP makes all the same.
+    A rank that is alone and computes in its parameters' own dtype has nothing to gather and nothing
+    to cast: its model stays as it is, without the copies that FSDP makes all the same.
 
     A mesh of two axes has copies along the first, and shards along the second.
 
@@ -41,7 +42,7 @@ def shard_model(
     summed, not averaged, in float32. A loss divided by a global count is then right as it is.
     """
     casts = any(parameter.dtype != compute_dtype for parameter in model.parameters())
-    if mesh.size() == 1 and not casts and not cpu_offload:
+    if dist.get_world_size() == 1 and not casts and not cpu_offload:
         return model
     precision = MixedPrecisionPolicy(param_dtype=compute_dtype, reduce_dtype=torch.float32)
     pin_memory = mesh.device_type == "cuda"
