@@ -175,7 +175,7 @@ class PlainWorker:
             raise ValueError("policy.generation is not set: the policy does not generate")
         check_scoring_batch(data, pad_token_id=self.tokenizer.pad_token_id)
         return generate(
-            lambda: _Decoder(self.model),
+            lambda _: _Decoder(self.model),
             data,
             sampling=self.sampling,
             greedy=greedy,
