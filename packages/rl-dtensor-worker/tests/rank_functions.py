@@ -806,3 +806,10 @@ def train_while_saving(*, config, batch, directory):
             return is_on_disk, first, advance(worker)
     finally:
         saving.write_parts = write
+
+
+def num_sharded_modules(*, config):
+    from torch.distributed.fsdp import FSDPModule
+
+    with worker_for(config, init_optimizer=False, init_reference_model=False) as worker:
+        return sum(isinstance(module, FSDPModule) for module in worker.model.modules())

@@ -14,3 +14,14 @@ def test_one_rank_may_run_alone_while_the_model_is_whole(pools, tiny_model):
         expected = load(tiny_model)(batch["input_ids"]).logits
     torch.testing.assert_close(outcomes[0][2], expected, atol=LOGPROB_TOLERANCE, rtol=0)
     assert outcomes[1][2] is None
+
+
+def test_a_rank_is_left_unsharded_only_where_it_is_alone_and_casts_nothing(pools, tiny_model):
+    def sharded(num_ranks, **overrides):
+        config = make_config(tiny_model, **overrides)
+        return pools(num_ranks).run(rank_functions.num_sharded_modules, config=config)[0]
+
+    assert sharded(1) == 0
+    assert sharded(1, precision="bfloat16") > 1
+    assert sharded(1, dtensor_cfg={"enabled": True, "cpu_offload": True}) > 1
+    assert sharded(2) > 1

@@ -9,8 +9,8 @@ All ways end with the same weights in the same engine, and take turns in one run
 
 The sender copies every byte once more, and verification reads every byte twice, on processors that
 vLLM's own threads use as well: where the own load keeps them all busy, whatever a refit needs
-beside it is time. On two processors 0.28 GB took 0.15 s of them as own load and 0.32 s as a refit;
-the copy and the digests are a few hundredths of that, and where the rest goes is to be found out.
+beside it is time. vLLM makes each layer anew, so that much of every load is the kernel handing out
+pages; how much depends on what ran before, and a way is compared with own loads right before it.
 
 Needs vLLM: `nox -s bench-vllm`.
 """

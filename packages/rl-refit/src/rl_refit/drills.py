@@ -12,6 +12,7 @@ from __future__ import annotations
 from collections.abc import Generator, Iterable, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any, Protocol
 
 import torch
@@ -23,7 +24,6 @@ from rl_refit.outbound import NamedTensors, OutboundStream
 from rl_refit.plan import Bucket, RefitPlan
 from rl_refit.receiver import RefitReceiver
 from rl_refit.receivers import Receivers
-from rl_refit.report import Stopwatch
 from rl_refit.sender import RefitSender, Session
 from rl_refit.source import TensorSource, WeightSource
 from rl_refit.transports import SendingSide
@@ -68,32 +68,12 @@ class DrillSender(RefitSender):
     def tampered(self, fault: Fault, *, timeout_s: float) -> Generator[None]:
         """Let `fault` happen within the block, where `send` waits at most `timeout_s`."""
         kept, self._timeout_s, self.fault = self._timeout_s, timeout_s, fault
+        self._make_stream = partial(_FaultyStream, fault=fault)
         try:
             yield
         finally:
             self._timeout_s, self.fault = kept, None
-
-    def _outbound(
-        self,
-        session: Session,
-        receivers: Receivers,
-        version: int,
-        deadline: Deadline,
-        watch: Stopwatch,
-    ) -> OutboundStream:
-        if self.fault is None:
-            return super()._outbound(session, receivers, version, deadline, watch)
-        return _FaultyStream(
-            self.plan,
-            session.side,
-            session.views,
-            receivers,
-            version=version,
-            verify=self._verify != "none",
-            deadline=deadline,
-            watch=watch,
-            fault=self.fault,
-        )
+            self._make_stream = OutboundStream
 
     def _offer(self, side: SendingSide, grant: dict[str, Any], num_fds: int) -> Offer:
         offer = super()._offer(side, grant, num_fds)

@@ -124,8 +124,7 @@ class RefitPlan:
     """Ordered tensors, cut into buckets.
 
     Layers are kept together where a bucket holds one, else their modules are; a tensor larger than
-    a bucket is split.
-    Two plans with the same `hash` put the same bytes into the same places.
+    a bucket is split. Two plans with the same `hash` put the same bytes into the same places.
     """
 
     specs: tuple[TensorSpec, ...]

@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import secrets
 import weakref
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any, Literal
@@ -112,6 +112,7 @@ class RefitSender(Closing):
             self._endpoint = Endpoint(host=host if self._transport.crosses_hosts else None)
             # Also where nobody closes the sender, at the latest when the process ends.
             weakref.finalize(self, self._endpoint.close)
+        self._make_stream: Callable[..., OutboundStream] = OutboundStream
         self._session: Session | None = None
         self._newcomers: dict[int, Channel] = {}
         self._loaded: int | None = None
@@ -190,23 +191,7 @@ class RefitSender(Closing):
     ) -> RefitReport:
         with watch.phase("pause"):
             session, receivers = self._begin(version, deadline)
-        self._outbound(session, receivers, version, deadline, watch).run(tensors)
-        spent = {rank: done.load_s + done.verify_s for rank, done in receivers.done.items()}
-        watch.add("load", max(done.load_s for done in receivers.done.values()))
-        watch.add("verify", max(done.verify_s for done in receivers.done.values()))
-        return make_report(
-            version, self.plan, watch, slowest_rank=max(spent, key=spent.__getitem__)
-        )
-
-    def _outbound(
-        self,
-        session: Session,
-        receivers: Receivers,
-        version: int,
-        deadline: Deadline,
-        watch: Stopwatch,
-    ) -> OutboundStream:
-        return OutboundStream(
+        self._make_stream(
             self.plan,
             session.side,
             session.views,
@@ -215,6 +200,12 @@ class RefitSender(Closing):
             verify=self._verify != "none",
             deadline=deadline,
             watch=watch,
+        ).run(tensors)
+        spent = {rank: done.load_s + done.verify_s for rank, done in receivers.done.items()}
+        watch.add("load", max(done.load_s for done in receivers.done.values()))
+        watch.add("verify", max(done.verify_s for done in receivers.done.values()))
+        return make_report(
+            version, self.plan, watch, slowest_rank=max(spent, key=spent.__getitem__)
         )
 
     def _take_part(self, version: int, tensors: NamedTensors, watch: Stopwatch) -> RefitReport:

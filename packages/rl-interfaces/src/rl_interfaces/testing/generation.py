@@ -27,6 +27,7 @@ from typing import TYPE_CHECKING, Any
 from unittest import SkipTest
 
 from rl_interfaces.generation import GenerationInterface
+from rl_interfaces.testing.report import check_each
 
 if TYPE_CHECKING:
     import torch
@@ -181,18 +182,7 @@ def check_generation(case: GenerationCase) -> list[str]:
     Raises:
         AssertionError: Rules are broken; the message has a line for each.
     """
-    broken: list[str] = []
-    skipped: list[str] = []
-    for name in rule_names():
-        try:
-            check_rule(name, case)
-        except SkipTest as reason:
-            skipped.append(f"{name}: {reason}")
-        except Exception as error:
-            broken.append(f"{name}: {type(error).__name__}: {_first_line(error)}")
-    if broken:
-        raise AssertionError("\n".join(["the backend does not conform:", *broken]))
-    return skipped
+    return check_each(rule_names(), lambda name: check_rule(name, case), subject="the backend")
 
 
 class GenerationConformance:
@@ -221,8 +211,3 @@ def _lacking(group: str, name: str, case: GenerationCase) -> str:
     if group in ("sleep", "refits") and case.state_error is None:
         return "state_error: the backend never sleeps"
     return ""
-
-
-def _first_line(error: Exception) -> str:
-    """Return what an error says; pytest adds the values of an assertion in further lines."""
-    return str(error).partition("\n")[0]

@@ -6,9 +6,10 @@ import traceback
 from dataclasses import dataclass
 from enum import Enum
 from typing import TYPE_CHECKING, Any
+from unittest import SkipTest
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
+    from collections.abc import Callable, Iterable, Sequence
     from types import ModuleType
 
 
@@ -119,3 +120,29 @@ def require_conformance(reports: Sequence[Report]) -> None:
     ]
     if failures:
         raise ConformanceError("\n\n".join(failures))
+
+
+def check_each(names: Iterable[str], check: Callable[[str], None], *, subject: str) -> list[str]:
+    """Call `check` with each name of a rule; return what was skipped, a line each.
+
+    Args:
+        names: The rules.
+        check: Raises where a rule is broken, and `SkipTest` where it says nothing.
+        subject: What is checked, for the message.
+
+    Raises:
+        ConformanceError: Rules are broken; the message has a line for each.
+    """
+    broken: list[str] = []
+    skipped: list[str] = []
+    for name in names:
+        try:
+            check(name)
+        except SkipTest as reason:
+            skipped.append(f"{name}: {reason}")
+        except Exception as error:
+            text = str(error).partition("\n")[0]
+            broken.append(f"{name}: {type(error).__name__}: {text}")
+    if broken:
+        raise ConformanceError("\n".join([f"{subject} does not conform:", *broken]))
+    return skipped

@@ -21,6 +21,8 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any, Protocol
 from unittest import SkipTest
 
+from rl_interfaces.testing.report import check_each
+
 if TYPE_CHECKING:
     import torch
 
@@ -313,18 +315,11 @@ def check_transport(
     Raises:
         AssertionError: Rules are broken; the message has a line for each.
     """
-    broken: list[str] = []
-    skipped: list[str] = []
-    for name in rule_names(groups):
-        try:
-            check_rule(name, pair, num_cases=num_cases)
-        except SkipTest as reason:
-            skipped.append(f"{name}: {reason}")
-        except Exception as error:
-            broken.append(f"{name}: {type(error).__name__}: {_first_line(error)}")
-    if broken:
-        raise AssertionError("\n".join(["the transport does not conform:", *broken]))
-    return skipped
+    return check_each(
+        rule_names(groups),
+        lambda name: check_rule(name, pair, num_cases=num_cases),
+        subject="the transport",
+    )
 
 
 class TransportConformance:
@@ -348,8 +343,3 @@ class TransportConformance:
         """Hold one rule against the transport."""
         record_property("conformance", rule)
         check_rule(rule, self.pair, num_cases=self.num_cases)
-
-
-def _first_line(error: Exception) -> str:
-    """Return what an error says; pytest adds the values of an assertion in further lines."""
-    return str(error).partition("\n")[0]
