@@ -5,6 +5,7 @@ import copy
 import parity_models
 import parity_ranks
 import pytest
+import rank_functions
 import torch
 from oracle import LOGPROB_TOLERANCE, PARAMETER_TOLERANCE, load, plain_logprobs, plain_training
 from rank_pool import RankFailure
@@ -91,6 +92,13 @@ def test_what_cannot_be_shared_equally_is_named(tmp_path, size, count):
     config = make_config(str(tmp_path), dtensor_cfg=TP2)
     with pytest.raises(ValueError, match=f"tensor_parallel_size=2 does not divide.*{size}={count}"):
         DTensorPolicyWorker.validate_config(config, world_size=2)
+
+
+def test_a_worker_that_is_built_without_a_driver_names_it_too(pools, tiny_model):
+    config = make_config(tiny_model, dtensor_cfg=TP2)
+    with pytest.raises(RankFailure, match=r"does not divide.*num_key_value_heads=1") as failure:
+        pools(2).run(rank_functions.num_sharded_modules, config=config)
+    assert failure.value.kind == "ValueError"
 
 
 @pytest.mark.parametrize("plan", ["NAMED", "torch_styles"])

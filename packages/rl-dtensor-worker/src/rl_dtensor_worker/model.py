@@ -11,7 +11,7 @@ from rl_dtensor_worker.fsdp import shard_model
 from rl_dtensor_worker.loading import ModelLoader
 from rl_dtensor_worker.lora import adapted_layers, fill_adapters, inject_adapters, trained_beside
 from rl_dtensor_worker.model_classes import auto_class
-from rl_dtensor_worker.plans import apply_plan, plan_of
+from rl_dtensor_worker.plans import apply_plan, check_sizes, plan_of
 from rl_dtensor_worker.value_forward import value_layer_name
 
 if TYPE_CHECKING:
@@ -39,8 +39,12 @@ def build_model(
         meshes: All ranks.
         tensor_parallel: The ranks that share each layer; None where there is one.
         device: Where the shards lie.
+
+    Raises:
+        ValueError: The ranks cannot share the model's heads, experts or the like equally.
     """
     model_config = load_model_config(config)
+    check_sizes(model_config, tensor_parallel_size=config.layout.tensor_parallel)
     dtype = torch.float32 if config.adapters is None else config.compute_dtype
     with torch.device("meta"):
         model = auto_class(config.head, model_config).from_config(
