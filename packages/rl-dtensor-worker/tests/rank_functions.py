@@ -1,5 +1,6 @@
 """What the tests let every rank do; each builds its own worker and leaves the group again."""
 
+import gc
 import os
 from contextlib import contextmanager
 
@@ -813,3 +814,17 @@ def num_sharded_modules(*, config):
 
     with worker_for(config, init_optimizer=False, init_reference_model=False) as worker:
         return sum(isinstance(module, FSDPModule) for module in worker.model.modules())
+
+
+def threads_after_workers(*, config):
+    """Return the number of this process's threads after each of some workers in one group."""
+    from rl_interfaces.testing.ranks import joined_ranks
+
+    counts = []
+    with joined_ranks(timeout_s=60):
+        for _ in range(3):
+            with worker_for(config, init_optimizer=False, init_reference_model=False):
+                pass
+            gc.collect()
+            counts.append(len(os.listdir("/proc/self/task")))
+    return counts

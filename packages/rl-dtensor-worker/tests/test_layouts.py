@@ -178,3 +178,10 @@ def test_a_process_may_join_one_group_after_another(pools, tmp_path):
         parity_ranks.run_case, config=config, batch=make_batch(4), section=None, num_calls=1
     )
     assert torch.isfinite(results[0]["losses"]).all()
+
+
+def test_a_worker_in_a_group_of_the_callers_takes_its_own_groups_with_it(pools, tiny_model):
+    for _, after_second, after_third in pools(2).run(
+        rank_functions.threads_after_workers, config=make_config(tiny_model)
+    ):
+        assert after_third == after_second

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch.distributed as dist
 from rl_interfaces import ParallelLayout
+from rl_interfaces.backend.ranks import destroy_groups
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor.debug import _clear_sharding_prop_cache
 
@@ -53,14 +54,9 @@ def plan_layout(config: Mapping[str, Any], *, world_size: int) -> ParallelLayout
 
 
 def leave_process_group() -> None:
-    """Leave the default process group, if it is still there, for this process to join another one.
-
-    DTensor remembers how it shards each operation, with the mesh that it saw first. A mesh of the
-    next group may equal that one while its groups have other names, so the memory is cleared.
-    """
+    """Leave the default process group, if it is still there, for this process to join another."""
     if dist.is_initialized():
         dist.destroy_process_group()
-    _clear_sharding_prop_cache()
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -71,17 +67,14 @@ class Meshes:
     """Axes `dp`, `cp`, `tp`: which rows and tokens a rank has."""
     state: DeviceMesh
     """Axes `dp_replicate`, `dp_shard_cp`, `tp`: which part of each parameter a rank has."""
-    shards: dist.ProcessGroup
-    """The ranks that have the parts of one copy of the parameters, this one among them."""
+    copies: DeviceMesh
+    """Axes `dp_replicate`, `shards`: which copy of the parameters a rank has a part of."""
 
     @classmethod
     def of(cls, layout: ParallelLayout, *, replicas: int, device_type: str) -> Meshes:
         """Return the meshes of `layout`, with `replicas` whole copies of the parameters."""
         sharded = layout.data_parallel // replicas * layout.context_parallel
         tensor = layout.tensor_parallel
-        copies = init_device_mesh(
-            device_type, (replicas, sharded * tensor), mesh_dim_names=("dp_replicate", "shards")
-        )
         return cls(
             data=init_device_mesh(
                 device_type,
@@ -93,8 +86,25 @@ class Meshes:
                 (replicas, sharded, tensor),
                 mesh_dim_names=("dp_replicate", "dp_shard_cp", "tp"),
             ),
-            shards=copies["shards"].get_group(),
+            copies=init_device_mesh(
+                device_type, (replicas, sharded * tensor), mesh_dim_names=("dp_replicate", "shards")
+            ),
         )
+
+    def leave(self) -> None:
+        """End the meshes' groups. Not collective.
+
+        DTensor remembers how it shards each operation, with the mesh that it saw first. A later
+        mesh may equal that one while its groups have other names, so the memory is cleared.
+        """
+        meshes = (self.data, self.state, self.copies)
+        destroy_groups(group for mesh in meshes for group in mesh.get_all_groups())
+        _clear_sharding_prop_cache()
+
+    @property
+    def shards(self) -> dist.ProcessGroup:
+        """The ranks that have the parts of one copy of the parameters, this one among them."""
+        return self.copies["shards"].get_group()
 
     @property
     def fsdp(self) -> DeviceMesh:

@@ -98,6 +98,11 @@ class DTensorPolicyWorker(
         with ExitStack() as leaving:
             if init_process_group(self._environment, timeout_s=self._config.timeout_s):
                 leaving.callback(leave_process_group)
+            self._device = self._environment.device
+            self._meshes = Meshes.of(
+                self._config.layout, replicas=self._config.replicas, device_type=self._device.type
+            )
+            leaving.callback(self._meshes.leave)
             self._build(
                 tokenizer, init_optimizer=init_optimizer, keep_reference=init_reference_model
             )
@@ -235,10 +240,6 @@ class DTensorPolicyWorker(
     def _build(
         self, tokenizer: PreTrainedTokenizerBase, *, init_optimizer: bool, keep_reference: bool
     ) -> None:
-        self._device = self._environment.device
-        self._meshes = Meshes.of(
-            self._config.layout, replicas=self._config.replicas, device_type=self._device.type
-        )
         self._dp_group = self._meshes.data["dp"].get_group()
         self._dp_rank = self._meshes.data["dp"].get_local_rank()
         self._sharing = self._share()

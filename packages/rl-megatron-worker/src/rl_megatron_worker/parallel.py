@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 from megatron.core import parallel_state
 from rl_interfaces import ParallelLayout
+from rl_interfaces.backend.ranks import destroy_groups
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -170,7 +171,10 @@ def init_model_parallel(layout: MegatronLayout, runtime: Runtime, *, timeout_s: 
 
 
 def leave_model_parallel() -> None:
-    """Forget Megatron-core's groups, which end with the default process group."""
+    """End Megatron-core's groups, which it only forgets. Not collective."""
+    made: list[Any] = parallel_state._global_process_group_list or []
+    # None stands for the default group there.
+    destroy_groups(group for group in made if group is not None)
     parallel_state.destroy_model_parallel()
 
 

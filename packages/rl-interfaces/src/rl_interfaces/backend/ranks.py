@@ -5,9 +5,13 @@ from __future__ import annotations
 import os
 from dataclasses import dataclass
 from datetime import timedelta
+from typing import TYPE_CHECKING
 
 import torch
 import torch.distributed as dist
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable
 
 _RANK_VARIABLES = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 
@@ -62,3 +66,15 @@ def init_process_group(environment: RankEnvironment, *, timeout_s: float) -> boo
         timeout=timedelta(seconds=timeout_s),
     )
     return True
+
+
+def destroy_groups(groups: Iterable[dist.ProcessGroup]) -> None:
+    """End groups that this rank is in, but not the default one, which may be another's.
+
+    Each group has threads and sockets, which go with it. Not collective.
+    """
+    if not dist.is_initialized():
+        return  # they ended with the default group
+    for group in dict.fromkeys(groups):
+        if group is not dist.group.WORLD:
+            dist.destroy_process_group(group)
