@@ -3,6 +3,7 @@
 import sys
 
 import pytest
+from pair_apart import PairApart
 from rl_interfaces.testing.transports import TransportConformance
 from rl_refit.drills import RefitPair
 
@@ -12,6 +13,12 @@ WITHOUT_DRILLS = ("round_trips", "versions")
 class TestShm(TransportConformance):
     pair = RefitPair("shm")
     groups = WITHOUT_DRILLS
+
+
+class TestShmIntoOtherProcesses(TransportConformance):
+    pair = PairApart("shm")
+    groups = (*WITHOUT_DRILLS, "faults")
+    num_cases = 2
 
 
 class TestGolden(TransportConformance):

@@ -6,8 +6,9 @@ import threading
 import pytest
 import torch
 from gpu_receiver import receive
+from pair_apart import PairApart
 from refit_pairs import same, some_tensors
-from rl_interfaces.testing.transports import Fault
+from rl_interfaces.testing.transports import Fault, TransportConformance
 from rl_refit import RefitError, TensorSource, VerificationError
 from rl_refit.digest import keyed_sum_digest
 from rl_refit.drills import DrillSender
@@ -91,3 +92,12 @@ def test_a_flipped_bit_in_gpu_memory_is_found():
 def test_the_digest_is_the_same_on_both_devices():
     data = torch.randint(0, 255, ((9 << 20) + 256,), dtype=torch.uint8)
     assert keyed_sum_digest(data.to(DEVICE), position=5) == keyed_sum_digest(data, position=5)
+
+
+class TestCudaIpc(TransportConformance):
+    pair = PairApart("cuda_ipc", device=DEVICE)
+
+
+class TestShmWithGpuTensors(TransportConformance):
+    pair = PairApart("shm", device=DEVICE)
+    groups = ("round_trips",)

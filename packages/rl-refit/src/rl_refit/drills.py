@@ -117,14 +117,18 @@ class RefitPair:
     Args:
         transport: A name of the entry-point group `rl_refit.transports`.
         verify: As for `RefitSender`.
+        device: Where buffers and received tensors are.
     """
 
     errors = errors
     is_for_processes = True
 
-    def __init__(self, transport: str, *, verify: Any = "digest") -> None:
+    def __init__(
+        self, transport: str, *, verify: Any = "digest", device: torch.device | str = "cpu"
+    ) -> None:
         self.transport = transport
         self.verify = verify
+        self.device = device
 
     def open_sender(
         self,
@@ -144,6 +148,7 @@ class RefitPair:
             num_buffers=num_buffers,
             timeout_s=timeout_s,
             verify=self.verify,
+            device=self.device,
         )
 
     def open_receiver(
@@ -156,7 +161,9 @@ class RefitPair:
         into: Mapping[str, torch.Tensor] | None = None,
     ) -> RefitReceiver:
         """Return a receiver."""
-        return RefitReceiver(address, rank, timeout_s=timeout_s, expected=expected, into=into)
+        return RefitReceiver(
+            address, rank, device=self.device, timeout_s=timeout_s, expected=expected, into=into
+        )
 
     def tamper(self, sender: Any, fault: Fault, *, timeout_s: float) -> Any:
         """Return a context within which `fault` happens to a sender of `open_sender`."""

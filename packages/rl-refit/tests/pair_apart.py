@@ -1,0 +1,129 @@
+"""Receivers in processes of their own, which the conformance kit drives as if they were here."""
+
+import multiprocessing
+import pickle
+from functools import partial
+
+import torch
+from rl_refit import RefitReceiver
+from rl_refit.drills import RefitPair
+
+_LIMIT_S = 60.0
+_PRELOADED = ["torch", "rl_refit.drills", __name__]
+
+
+class PairApart(RefitPair):
+    """A pair whose receivers are processes; a process that is given one has its receiver itself."""
+
+    def __reduce__(self):
+        return partial(RefitPair, verify=self.verify, device=self.device), (self.transport,)
+
+    def open_receiver(self, address, rank=0, *, timeout_s=20.0, expected=None, into=None):
+        options = {"timeout_s": timeout_s, "expected": expected, "device": self.device}
+        return ReceiverApart((dict(address), rank), options, into)
+
+
+class ReceiverApart:
+    """Hands its calls to a `RefitReceiver` in another process, and what that loads to `load`."""
+
+    def __init__(self, arguments, options, into):
+        self._into = into or {}
+        context = multiprocessing.get_context("forkserver")
+        context.set_forkserver_preload(_PRELOADED)
+        self._pipe, other = context.Pipe()
+        sent = pickle.dumps((arguments, options, self._into))
+        self._process = context.Process(target=_serve, args=(other, sent), daemon=True)
+        self._process.start()
+        other.close()
+        self._answer()
+
+    @property
+    def version(self):
+        return self._call("version")
+
+    def begin(self, version):
+        return self._call("begin", version)
+
+    def receive(self, version, load):
+        _send(self._pipe, ("receive", version))
+        return self._answer(load)
+
+    def commit(self, version):
+        return self._call("commit", version)
+
+    def require_ready(self):
+        return self._call("require_ready")
+
+    def close(self):
+        if self._process is not None:
+            self._call("close")
+            self._process.join(_LIMIT_S)
+            assert self._process.exitcode == 0
+            self._process.close()
+            self._pipe.close()
+            self._process = None
+
+    def _call(self, *order):
+        _send(self._pipe, order)
+        return self._answer()
+
+    def _answer(self, load=None):
+        while True:
+            kind, value = _receive(self._pipe)
+            if kind == "raised":
+                raise value
+            if kind == "returned":
+                return value
+            if kind == "into":
+                for name, tensor in value.items():
+                    self._into[name].copy_(tensor)
+                continue
+            try:
+                load(value)
+                _send(self._pipe, None)
+            except Exception as error:
+                _send(self._pipe, error)
+
+
+def _serve(pipe, sent):
+    """Answer calls until the receiver is closed."""
+    torch.set_num_threads(1)
+    arguments, options, into = pickle.loads(sent)
+    into = {name: tensor.to(options["device"]) for name, tensor in into.items()}
+    receiver = RefitReceiver(*arguments, into=into, **options)
+    _send(pipe, ("returned", None))
+
+    def load(tensors):
+        assert all(tensor.device == torch.device(options["device"]) for _, tensor in tensors)
+        _send(pipe, ("load", [(name, tensor.cpu()) for name, tensor in tensors]))
+        if (error := _receive(pipe)) is not None:
+            raise error
+
+    def answer(name, *values):
+        if name == "version":
+            return receiver.version
+        if name == "receive":
+            receiver.receive(*values, load)
+            _send(pipe, ("into", {name: tensor.cpu() for name, tensor in into.items()}))
+            return None
+        return getattr(receiver, name)(*values)
+
+    name = ""
+    while name != "close":
+        name, *values = _receive(pipe)
+        try:
+            _send(pipe, ("returned", answer(name, *values)))
+        except Exception as error:
+            _send(pipe, ("raised", error))
+
+
+# By value: a pipe's own way would share the memory of a tensor, and leave files open for it.
+
+
+def _send(pipe, message):
+    pipe.send_bytes(pickle.dumps(message))
+
+
+def _receive(pipe):
+    assert pipe.poll(_LIMIT_S), f"no word within {_LIMIT_S:g} s"
+    return pickle.loads(pipe.recv_bytes())
