@@ -6,19 +6,21 @@ Each run has processes of its own, as Megatron-core keeps its groups and random 
 import multiprocessing
 import os
 import pickle
-import socket
 import time
 import traceback
 from multiprocessing.connection import wait
+from pathlib import Path
+
+from torch.distributed import TCPStore
 
 _LIMIT_S = 240
-_PRELOADED = ["rl_megatron_worker", "rl_megatron_worker.hf_export", "transformers"]
-
-
-def free_port():
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return probe.getsockname()[1]
+# What the functions of all tests import, so that no rank imports it again.
+_PRELOADED = [
+    "rl_megatron_worker",
+    "rl_megatron_worker.hf_export",
+    "transformers",
+    *(path.stem for path in sorted(Path(__file__).parent.glob("*_ranks.py"))),
+]
 
 
 def _run_rank(rank, num_ranks, port, connection, function, kwargs):
@@ -27,6 +29,8 @@ def _run_rank(rank, num_ranks, port, connection, function, kwargs):
     torch.set_num_threads(1)
     os.environ.update(RANK=str(rank), WORLD_SIZE=str(num_ranks), LOCAL_RANK=str(rank))
     os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
+    # The store is there already, as under torchrun: no rank waits until another has opened it.
+    os.environ["TORCHELASTIC_USE_AGENT_STORE"] = "True"
     try:
         result = (True, function(**kwargs))
     except Exception as error:
@@ -53,11 +57,11 @@ class RankPool:
 
     def run(self, function, **kwargs):
         """Return every rank's result, in rank order; raise the first rank's failure."""
-        port = free_port()
+        store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
         processes, connections = [], []
         for rank in range(self.num_ranks):
             ours, theirs = self._context.Pipe()
-            arguments = (rank, self.num_ranks, port, theirs, function, kwargs)
+            arguments = (rank, self.num_ranks, store.port, theirs, function, kwargs)
             process = self._context.Process(target=_run_rank, args=arguments)
             process.start()
             theirs.close()
