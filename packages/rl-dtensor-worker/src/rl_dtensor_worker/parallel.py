@@ -54,9 +54,14 @@ def plan_layout(config: Mapping[str, Any], *, world_size: int) -> ParallelLayout
 
 
 def leave_process_group() -> None:
-    """Leave the default process group, if it is still there, for this process to join another."""
+    """Leave the default process group, if it is still there, for this process to join another one.
+
+    DTensor remembers how it shards each operation, with the mesh that it saw first. A mesh of the
+    next group may equal that one while its groups have other names, so the memory is cleared.
+    """
     if dist.is_initialized():
         dist.destroy_process_group()
+    _clear_sharding_prop_cache()
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -92,11 +97,7 @@ class Meshes:
         )
 
     def leave(self) -> None:
-        """End the meshes' groups. Not collective.
-
-        DTensor remembers how it shards each operation, with the mesh that it saw first. A later
-        mesh may equal that one while its groups have other names, so the memory is cleared.
-        """
+        """End the meshes' groups, and what DTensor remembers of them. Not collective."""
         meshes = (self.data, self.state, self.copies)
         destroy_groups(group for mesh in meshes for group in mesh.get_all_groups())
         _clear_sharding_prop_cache()
