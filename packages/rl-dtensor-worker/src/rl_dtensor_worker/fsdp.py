@@ -125,5 +125,6 @@ def _fsdp_modules(model: nn.Module) -> list[FSDPModule]:
 
 
 def _reshards_after_forward(module: FSDPModule) -> bool:
-    groups = module._get_fsdp_state()._fsdp_param_groups
-    return any(group.post_forward_mesh_info is not None for group in groups)
+    # One group, as `shard_model` gives all parameters of a module to one mesh.
+    group = module._get_fsdp_state()._fsdp_param_group
+    return group is not None and group.post_forward_mesh_info is not None
