@@ -9,17 +9,23 @@ import pytest
 
 pytestmark = [pytest.mark.vllm, pytest.mark.slow]
 
-CASES = [("shm", "untied"), ("shm", "tied"), ("golden", "tied"), ("collective", "untied")]
+CASES = [
+    ("shm", "untied", 1),
+    ("shm", "tied", 1),
+    ("golden", "tied", 1),
+    ("collective", "untied", 1),
+    ("shm", "untied", 2),
+]
 SCRIPT = Path(__file__).with_name("vllm_refits.py")
 
 
-@pytest.mark.parametrize(("transport", "ties"), CASES)
-def test_a_real_engine_follows_the_trainer(transport, ties, tmp_path):
+@pytest.mark.parametrize(("transport", "ties", "ranks"), CASES)
+def test_a_real_engine_follows_the_trainer(transport, ties, ranks, tmp_path):
     pytest.importorskip("vllm")
     # A process of its own, as an engine does not give back all that it takes.
     environment = {**os.environ, "VLLM_ENABLE_V1_MULTIPROCESSING": "0", "HF_HUB_OFFLINE": "1"}
     done = subprocess.run(
-        [sys.executable, str(SCRIPT), transport, ties, str(tmp_path / "model")],
+        [sys.executable, str(SCRIPT), transport, ties, str(ranks), str(tmp_path / "model")],
         env=environment,
         capture_output=True,
         text=True,

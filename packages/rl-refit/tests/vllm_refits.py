@@ -1,6 +1,6 @@
 """Refit a real vLLM engine and compare it with transformers; run by `test_vllm.py`.
 
-Usage: python vllm_refits.py TRANSPORT tied|untied DIRECTORY
+Usage: python vllm_refits.py TRANSPORT tied|untied TENSOR_PARALLEL_SIZE DIRECTORY
 """
 
 # ruff: noqa: T201
@@ -12,7 +12,9 @@ import pytest
 import torch
 import vllm
 from rl_refit import PoisonedError, RefitError, RefitSender, TensorSource
-from rl_refit.vllm import init_info, last_report, require_ready
+from rl_refit.vllm import init_info, require_ready
+from rl_refit.vllm_workers import on_workers
+from rl_refit.vllm_workers import refit as receive_on_workers
 from transformers import LlamaConfig, LlamaForCausalLM
 
 SAME = 1e-4  # float32 on two implementations; 1e-6 is what is seen
@@ -64,10 +66,9 @@ def change(model):
 def refit(llm, sender, version):
     thread = threading.Thread(target=sender.send, args=(version,))
     thread.start()
-    llm.start_weight_update()
-    llm.update_weights({"update_info": {"version": version}})
-    llm.finish_weight_update(str(version))
+    reports = receive_on_workers(llm, version)
     thread.join()
+    assert all(report["refit_bytes"] for report in reports)
 
 
 def check_failure_and_resend(llm, sender, model, *, version, after):
@@ -92,23 +93,23 @@ def check_failure_and_resend(llm, sender, model, *, version, after):
 
     thread = threading.Thread(target=send)
     thread.start()
-    llm.start_weight_update()
     with pytest.raises(RefitError, match="breaks off"):
-        llm.update_weights({"update_info": {"version": version}})
+        receive_on_workers(llm, version)
     thread.join()
     assert failed
     with pytest.raises(PoisonedError):
-        llm.collective_rpc(require_ready)
+        on_workers(llm, require_ready)
     sender._source = source
     change(model)
     refit(llm, sender, version)
     sender.commit(version)
-    assert llm.collective_rpc(require_ready) == [version]
+    assert set(on_workers(llm, require_ready)) == {version}
     assert worst_difference(llm, model) < SAME
 
 
 def main():
-    transport, ties, directory = sys.argv[1:]
+    transport, ties, tensor_parallel_size, directory = sys.argv[1:]
+    ranks = int(tensor_parallel_size)
     model = build_model(directory, tied=ties == "tied")
     llm = vllm.LLM(
         directory,
@@ -117,7 +118,8 @@ def main():
         max_model_len=64,
         max_num_seqs=4,
         kv_cache_memory_bytes=16 << 20,
-        distributed_executor_backend="uni",
+        tensor_parallel_size=ranks,
+        distributed_executor_backend="uni" if ranks == 1 else "mp",
         skip_tokenizer_init=True,
         logprobs_mode="processed_logprobs",
         weight_transfer_config={"backend": "rl_refit"},
@@ -125,7 +127,7 @@ def main():
     assert worst_difference(llm, model) < SAME
     source = TensorSource(model.named_parameters())
     # A bucket holds one layer and not two, so that the buffers are filled again and again.
-    with RefitSender(source, transport, bucket_bytes=700_000, timeout_s=60) as sender:
+    with RefitSender(source, transport, ranks, bucket_bytes=700_000, timeout_s=60) as sender:
         print(sender.plan)
         llm.init_weight_transfer_engine(init_info(sender.address))
         for version in range(1, 4):
@@ -134,22 +136,21 @@ def main():
             assert before > OTHER, before
             refit(llm, sender, version)
             sender.commit(version)
-            assert llm.collective_rpc(require_ready) == [version]
+            assert on_workers(llm, require_ready) == [version] * ranks
             after = worst_difference(llm, model)
             print(version, before, after)
             assert after < SAME, after
-        assert last_report(llm.llm_engine.model_executor.driver_worker)["refit_bytes"]
         for version in range(4, 24):  # nothing changes any more, and nothing drifts
             refit(llm, sender, version)
             sender.commit(version)
         assert worst_difference(llm, model) == after
     with (
-        RefitSender(source, transport, verify="weights") as sender,
+        RefitSender(source, transport, ranks, verify="weights") as sender,
         pytest.raises(ValueError, match=r'verify="weights".*qkv_proj'),
     ):
-        llm.init_weight_transfer_engine(init_info(sender.address))
+        on_workers(llm, "init_weight_transfer_engine", init_info(sender.address)["init_info"])
     # Buckets that cut layers and split tensors: a failure leaves parts of them in the loader.
-    with RefitSender(source, transport, bucket_bytes=50_000, timeout_s=60) as sender:
+    with RefitSender(source, transport, ranks, bucket_bytes=50_000, timeout_s=60) as sender:
         llm.init_weight_transfer_engine(init_info(sender.address))
         for version, after in enumerate((2, 5, 13, 24), 1):
             check_failure_and_resend(llm, sender, model, version=version, after=after)

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
+from rl_refit.vllm_workers import on_workers, start_update
 from transformers import AutoConfig
 
 from rl_policy.backends import BackendNotInstalledError
@@ -187,7 +188,7 @@ class VllmEngine:
                 # A transaction that was given up half-way.
                 self._on_workers(import_module("rl_refit.vllm").abandon)
             self._arrived.clear()
-            self._on_workers(worker_side.start_update)
+            self._on_workers(start_update)
 
     def update(self, version: int) -> list[dict[str, float]]:
         """Receive and load every tensor, while the sender sends; return a report per receiver."""
@@ -250,16 +251,7 @@ class VllmEngine:
             self._state.receive()
 
     def _on_workers(self, call: str | Callable[..., Any], *args: Any) -> list[Any]:
-        """Return what a call returns on each worker, see `worker_side.attempt`, or raise."""
-        try:
-            attempts = self._llm.collective_rpc(worker_side.attempt, args=(call, *args))
-        except Exception as error:
-            # What a call raises is an answer too.
-            raise RuntimeError(f"not all of vLLM's workers are alive: {error!r}") from error
-        errors = [attempt.error for attempt in attempts if attempt.error is not None]
-        if errors:
-            raise errors[0]
-        return [attempt.result for attempt in attempts]
+        return on_workers(self._llm, call, *args)
 
     def _complete(
         self, prompts: list[list[int]], arguments: list[dict[str, Any]]

@@ -5,10 +5,7 @@ Each function is sent to every worker of an engine, and takes the worker first.
 
 from __future__ import annotations
 
-import pickle
-from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass
-from functools import partial
+from collections.abc import Iterable, Mapping
 from importlib import import_module
 from typing import Any
 
@@ -16,50 +13,6 @@ import torch
 
 # Loading a tensor at a time would cost a walk over the model for each.
 _BATCH_BYTES = 256 << 20
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Attempt:
-    """What came of a call on one worker."""
-
-    result: Any = None
-    error: Exception | None = None
-
-
-def attempt(worker: Any, call: str | Callable[..., Any], *args: Any) -> Attempt:
-    """Return what a call returns or raises.
-
-    vLLM takes its workers' answers one by one and leaves off at the first error. The answers behind
-    it would stay, and be taken for those to its next call.
-
-    Args:
-        worker: vLLM's.
-        call: A method of the worker, or a function that takes the worker first.
-        args: The call's arguments.
-    """
-    try:
-        method = getattr(worker, call) if isinstance(call, str) else partial(call, worker)
-        return Attempt(result=method(*args))
-    except Exception as error:  # whatever it is: the driver raises it
-        return Attempt(error=_portable(error))
-
-
-def _portable(error: Exception) -> Exception:
-    try:
-        pickle.loads(pickle.dumps(error))
-    except Exception:  # some lack arguments to be made from, some hold what cannot be pickled
-        return RuntimeError(repr(error))
-    return error
-
-
-def start_update(worker: Any) -> None:
-    """Begin with new weights, whatever became of those before.
-
-    vLLM begins anew only after it has finished. Which workers did differs where some have failed.
-    """
-    if worker._weight_update_active:
-        worker.finish_weight_update()
-    worker.start_weight_update()
 
 
 def join_group(

@@ -3,7 +3,7 @@
 import pickle
 
 import pytest
-from rl_policy.generation.worker_side import attempt, start_update
+from rl_refit.vllm_workers import attempt, on_workers, start_update
 
 
 class Worker:
@@ -59,3 +59,29 @@ def test_an_update_that_is_open_is_finished_before_the_next(is_updating, calls):
     worker = Worker(is_updating=is_updating)
     start_update(worker)
     assert worker.calls == calls
+
+
+class Llm:
+    """Calls its workers as vLLM does, or has lost one."""
+
+    def __init__(self, workers):
+        self.workers = workers
+
+    def collective_rpc(self, function, args):
+        if None in self.workers:
+            raise OSError("a worker is gone")
+        return [function(worker, *args) for worker in self.workers]
+
+
+def rank_below(worker, limit):
+    if worker >= limit:
+        raise IndexError(worker)
+    return worker
+
+
+def test_all_answers_are_taken_before_the_first_error_is_raised():
+    assert on_workers(Llm([0, 1, 2]), rank_below, 3) == [0, 1, 2]
+    with pytest.raises(IndexError, match="1"):
+        on_workers(Llm([0, 1, 2]), rank_below, 1)
+    with pytest.raises(RuntimeError, match=r"not all of vLLM's workers are alive.*is gone"):
+        on_workers(Llm([0, None]), rank_below, 2)
