@@ -140,7 +140,8 @@ def main():
             after = worst_difference(llm, model)
             print(version, before, after)
             assert after < SAME, after
-        for version in range(4, 24):  # nothing changes any more, and nothing drifts
+        # Nothing changes any more, and nothing drifts.
+        for version in range(4, 24 if ranks == 1 else 6):
             refit(llm, sender, version)
             sender.commit(version)
         assert worst_difference(llm, model) == after
