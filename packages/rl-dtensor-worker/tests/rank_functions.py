@@ -3,6 +3,7 @@
 import gc
 import os
 from contextlib import contextmanager
+from pathlib import Path
 
 import torch
 from losses_for_tests import make_loss
@@ -566,6 +567,7 @@ def load_models(*, model_names):
             meshes = Meshes.of(config.layout, replicas=1, device_type=device.type)
             model = build_model(config, meshes=meshes, tensor_parallel=None, device=device)
             loaded.append(tensors_of(model))
+            meshes.leave()
     return loaded if environment.rank == 0 else None
 
 
@@ -582,10 +584,12 @@ def load_over_two_axes(*, model_names):
             )
             model = model_on_meta(name)
             loader = ModelLoader(model, config)
-            shard_over_two_axes(model)
+            mesh = shard_over_two_axes(model)
             loader.fill(model, device=environment.device)
             placements = {repr(parameter.placements) for parameter in model.parameters()}
             loaded.append((tensors_of(model), placements))
+            # DTensor keeps the mesh, and that its groups with their threads.
+            mesh._pg_registry.clear()
     return loaded
 
 
@@ -598,7 +602,7 @@ def model_on_meta(name):
 
 
 def shard_over_two_axes(model):
-    """Cut columns or rows over two tensor-parallel ranks, then rows over two data-parallel ones."""
+    """Cut columns or rows over two tensor-parallel ranks, then rows over two others; the mesh."""
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.fsdp import fully_shard
     from torch.distributed.tensor.parallel import (
@@ -619,6 +623,7 @@ def shard_over_two_axes(model):
     fully_shard(model, mesh=mesh["dp"])
     model.to_empty(device="cpu")
     model.tie_weights(recompute_mapping=False)
+    return mesh
 
 
 def load_with_a_broken_rank(*, model_name):
@@ -704,7 +709,6 @@ def saves_that_fail(*, config, directory):
     """Save where it cannot be written; return the errors, and whether a later save loads."""
     import resource
     import signal
-    from pathlib import Path
 
     rank, _ = this_rank()
     errors = []
@@ -779,7 +783,6 @@ def save_over_two_axes(*, model_name, directory):
 def train_while_saving(*, config, batch, directory):
     """Train while a save is held back, then load it and train again; return what both gave."""
     import threading
-    from pathlib import Path
 
     from rl_dtensor_worker import saving
 
@@ -816,15 +819,8 @@ def num_sharded_modules(*, config):
         return sum(isinstance(module, FSDPModule) for module in worker.model.modules())
 
 
-def threads_after_workers(*, config):
-    """Return the number of this process's threads after each of some workers in one group."""
-    from rl_interfaces.testing.ranks import joined_ranks
-
-    counts = []
-    with joined_ranks(timeout_s=60):
-        for _ in range(3):
-            with worker_for(config, init_optimizer=False, init_reference_model=False):
-                pass
-            gc.collect()
-            counts.append(len(os.listdir("/proc/self/task")))
-    return counts
+def threads_of_groups():
+    """Return the names of this process's threads that serve a process group or its store."""
+    gc.collect()
+    names = [path.read_text().strip() for path in Path("/proc/self/task").glob("*/comm")]
+    return [name for name in names if "gloo" in name or "tcpstore" in name]

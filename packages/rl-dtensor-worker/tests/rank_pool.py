@@ -1,5 +1,6 @@
 """Processes that stay alive between tests, so that torch and transformers load once."""
 
+import gc
 import multiprocessing
 import os
 import socket
@@ -33,6 +34,10 @@ def _serve(rank, num_ranks, connection):
             connection.send((True, function(**kwargs)))
         except Exception as error:
             connection.send((False, (type(error).__name__, str(error), traceback.format_exc())))
+        # A worker's modules refer to each other, and to groups, whose threads wake all the time.
+        # What is alive now, modules and caches above all, need not be looked through again.
+        gc.collect()
+        gc.freeze()
 
 
 class RankFailure(AssertionError):

@@ -180,8 +180,11 @@ def test_a_process_may_join_one_group_after_another(pools, tmp_path):
     assert torch.isfinite(results[0]["losses"]).all()
 
 
-def test_a_worker_in_a_group_of_the_callers_takes_its_own_groups_with_it(pools, tiny_model):
-    for _, after_second, after_third in pools(2).run(
-        rank_functions.threads_after_workers, config=make_config(tiny_model)
-    ):
-        assert after_third == after_second
+@pytest.mark.parametrize("layout", ["dp2", "tp2"])
+def test_a_worker_that_trained_leaves_no_thread_of_its_groups(pools, qwen3, layout):
+    num_ranks, config = config_of(qwen3, layout)
+    before = pools(num_ranks).run(rank_functions.threads_of_groups)
+    pools(num_ranks).run(
+        parity_ranks.run_case, config=config, batch=make_batch(4), section=None, num_calls=1
+    )
+    assert pools(num_ranks).run(rank_functions.threads_of_groups) == before

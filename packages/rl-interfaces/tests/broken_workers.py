@@ -1,6 +1,7 @@
 """For each rule about a worker, one that breaks it and keeps all the others."""
 
 import copy
+import threading
 
 import torch
 from plain_policy_worker import CapableWorker, load_model, reward_of
@@ -37,6 +38,12 @@ class EndingOnce(CapableWorker):
         if self.ended:
             raise RuntimeError("there is nothing to end")
         self.ended = True
+
+
+class LeavingAThread(CapableWorker):
+    def __init__(self, *arguments, **options):
+        super().__init__(*arguments, **options)
+        threading.Thread(target=threading.Event().wait, args=(600,), daemon=True).start()
 
 
 class TakingAnyKey(CapableWorker):
@@ -338,6 +345,7 @@ BROKEN_WORKERS = {
     "a_worker_says_where_it_is": OfAnotherRank,
     "a_layout_is_of_all_ranks": OfTooManyRanks,
     "shutting_down_twice_is_fine": EndingOnce,
+    "a_worker_takes_its_threads_with_it": LeavingAThread,
     "unknown_keys_are_named": TakingAnyKey,
     "sizes_that_cannot_be_are_named": TakingAnySize,
     "missing_keys_are_named": FillingInMasks,

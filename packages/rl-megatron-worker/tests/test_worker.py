@@ -17,7 +17,6 @@ from worker_ranks import (
     fail_to_start,
     information,
     run_case,
-    threads_after_workers,
     topk,
     train_after_a_failure,
     train_and_look,
@@ -190,13 +189,6 @@ def test_a_failed_start_leaves_no_group(pools, model):
     for told, groups in pools(2).run(fail_to_start, config=make_config(model, **{PP: 2})):
         assert "nowhere" in told
         assert groups == (False, False)
-
-
-def test_a_worker_in_a_group_of_the_callers_takes_its_own_groups_with_it(pools, model):
-    for _, after_second, after_third in pools(2).run(
-        threads_after_workers, config=make_config(model, **{PP: 2})
-    ):
-        assert after_third == after_second
 
 
 @pytest.mark.parametrize(

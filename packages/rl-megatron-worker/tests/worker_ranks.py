@@ -1,14 +1,11 @@
 """What a worker gives on a rank, for the tests of the whole."""
 
-import gc
-import os
 from contextlib import contextmanager
 
 import torch
 from batches import LOSSES
 from megatron.core import parallel_state
 from rl_batched_data import BatchedDataDict
-from rl_interfaces.testing.ranks import joined_ranks
 from rl_megatron_worker import MegatronPolicyWorker
 from tiny_models import build_tokenizer
 
@@ -247,15 +244,3 @@ def train_after_a_failure(*, config, batch, place_that_fails):
                 told.append(f"{type(error).__name__}: {error}")
         result = worker.train(rows, LOSSES["nll"]())
         return {"told": told, "losses": result["global_loss"], "weights": sent_by(worker)}
-
-
-def threads_after_workers(*, config):
-    """Return the number of this process's threads after each of some workers in one group."""
-    counts = []
-    with joined_ranks(timeout_s=60):
-        for _ in range(3):
-            with worker_for(config, init_optimizer=False, init_reference_model=False):
-                pass
-            gc.collect()
-            counts.append(len(os.listdir("/proc/self/task")))
-    return counts

@@ -1,6 +1,7 @@
 """New weights for a mixture of experts in a real vLLM, under the names that transformers has."""
 
 import pytest
+import rl_refit
 import torch
 from rl_dtensor_worker.weights import ModelWeights
 from rl_policy import RayVirtualCluster
@@ -15,7 +16,6 @@ from vllm_oracles import (
     prompts_of,
 )
 
-rl_refit = pytest.importorskip("rl_refit", reason="comes with the extra vllm")
 pytestmark = pytest.mark.vllm
 
 # Not a coincidence of rounding: with the wrong weights a log-probability is off by far more.

@@ -4,10 +4,12 @@ import socket
 
 import pytest
 import ray
+import rl_refit
 import torch
 from rl_policy import RayVirtualCluster
 from rl_policy.generation.engine_state import EngineStateError
 from rl_policy.generation.vllm import VllmGeneration
+from rl_refit import broadcast, handles
 from transformers import AutoModelForCausalLM
 from vllm_oracles import (
     TEXTS,
@@ -19,9 +21,6 @@ from vllm_oracles import (
     save_llama,
 )
 
-rl_refit = pytest.importorskip("rl_refit", reason="comes with the extra vllm")
-broadcast = pytest.importorskip("rl_refit.broadcast")
-handles = pytest.importorskip("rl_refit.handles")
 pytestmark = pytest.mark.vllm
 
 # Not a coincidence of rounding: with the wrong weights a log-probability is off by far more.

@@ -6,11 +6,13 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
+import rl_refit
 import torch
 from rl_policy import RayVirtualCluster
 from rl_policy.generation.engine_state import EngineStateError
 from rl_policy.generation.vllm import VllmGeneration
 from rl_policy.rank_calls import WorkerDiedError
+from rl_refit import messages, receivers
 from transformers import AutoModelForCausalLM
 from vllm_oracles import (
     TEXTS,
@@ -23,9 +25,6 @@ from vllm_oracles import (
     save_llama,
 )
 
-rl_refit = pytest.importorskip("rl_refit", reason="comes with the extra vllm")
-receivers = pytest.importorskip("rl_refit.receivers")
-messages = pytest.importorskip("rl_refit.messages")
 pytestmark = pytest.mark.vllm
 
 

@@ -97,9 +97,15 @@ class Meshes:
         )
 
     def leave(self) -> None:
-        """End the meshes' groups, and what DTensor remembers of them. Not collective."""
+        """End the meshes' groups, and what DTensor remembers of them. Not collective.
+
+        DTensor keeps each mesh that it has redistributed tensors over. A mesh names its groups and
+        holds them, so that their threads would run on.
+        """
         meshes = (self.data, self.state, self.copies)
         destroy_groups(group for mesh in meshes for group in mesh.get_all_groups())
+        for mesh in meshes:
+            mesh._pg_registry.clear()
         _clear_sharding_prop_cache()
 
     @property

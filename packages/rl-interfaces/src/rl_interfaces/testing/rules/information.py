@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
+import gc
+from pathlib import Path
+
 from rl_interfaces.contract import CONTRACT_VERSION, check_contract_version
 from rl_interfaces.testing.expectations import expect
-from rl_interfaces.testing.report import rule
+from rl_interfaces.testing.report import NotApplicable, rule
 from rl_interfaces.testing.worker_bench import WorkerBench
 from rl_interfaces.worker import PolicyWorker
+
+THIS_PROCESS = Path("/proc/self")
 
 
 @rule()
@@ -50,3 +55,23 @@ def shutting_down_twice_is_fine(bench: WorkerBench) -> None:
     """`shutdown` may be called again."""
     with bench.fresh(init_reference_model=False) as worker:
         worker.shutdown()
+
+
+@rule()
+def a_worker_takes_its_threads_with_it(bench: WorkerBench) -> None:
+    """Workers that follow one another in a process leave no threads and no open files behind."""
+    if not THIS_PROCESS.is_dir():
+        raise NotApplicable(f"threads are counted in {THIS_PROCESS}, which is not there")
+    # The first one starts what a process has once, such as a pool of threads.
+    _, second, third = [_left_by_a_worker(bench) for _ in range(3)]
+    for what, count in third.items():
+        expect(count <= second[what], f"a worker left {count - second[what]} {what} behind")
+
+
+def _left_by_a_worker(bench: WorkerBench) -> dict[str, int]:
+    """Return how many threads and open files there are after one more worker has ended."""
+    with bench.fresh(init_reference_model=False):
+        pass
+    gc.collect()
+    folders = {"threads": "task", "open files": "fd"}
+    return {what: len(list((THIS_PROCESS / name).iterdir())) for what, name in folders.items()}
