@@ -99,10 +99,12 @@ def reference_optimizer(reference, cls=torch.optim.AdamW, **arguments):
     return cls(groups, lr=1e-3, **arguments)
 
 
-def three_steps_ranks(*, kind="dense", layout=None, sgd=False, coupled=False, **given):
+def three_steps_ranks(
+    *, kind="dense", num_layers=2, layout=None, sgd=False, coupled=False, **given
+):
     """Return the largest differences of norms and parameters from torch's after three steps."""
     with job(**(layout or {})) as (runtime, plan):
-        reference = build_reference(kind)
+        reference = build_reference(kind, num_layers=num_layers)
         if sgd:
             given |= {"kind": "sgd"}
             oracle = reference_optimizer(reference, torch.optim.SGD, momentum=0.9)
@@ -138,7 +140,9 @@ def schedule_ranks():
         weight_decay_style="linear",
     )
     with job() as (runtime, plan):
-        _, _, trainer = build_trainer(runtime, plan, build_reference("dense"), schedule=schedule)
+        _, _, trainer = build_trainer(
+            runtime, plan, build_reference("dense", num_layers=2), schedule=schedule
+        )
         found = []
         for _ in range(6):
             decays = [group["weight_decay"] for group in trainer.optimizer.param_groups]
@@ -150,7 +154,7 @@ def schedule_ranks():
 def small_steps_ranks(*, is_distributed):
     """Return how far bfloat16 weights have come by steps that each are too small for them."""
     with job() as (runtime, plan):
-        reference = build_reference("dense")
+        reference = build_reference("dense", num_layers=2)
         chunks, config, trainer = build_trainer(
             runtime,
             plan,
@@ -179,7 +183,7 @@ def small_steps_ranks(*, is_distributed):
 def overflow_ranks(*, kind, layout=None):
     """Let a gradient overflow in float16; return scales, what changed, and a step after it."""
     with job(**(layout or {})) as (runtime, plan):
-        reference = build_reference(kind)
+        reference = build_reference(kind, num_layers=2)
         chunks, config, trainer = build_trainer(runtime, plan, reference, dtype=torch.float16)
         named = [pair for chunk in chunks for pair in chunk.named_parameters()]
         before = [each.detach().clone() for _, each in named]
@@ -216,7 +220,7 @@ def moved_ranks(*, is_distributed, dtype):
     results = []
     with job() as (runtime, plan):
         for moves in (False, True):
-            reference = build_reference("dense")
+            reference = build_reference("dense", num_layers=2)
             chunks, config, trainer = build_trainer(
                 runtime, plan, reference, is_distributed=is_distributed, dtype=dtype
             )

@@ -20,6 +20,11 @@ LAYOUTS = {
 }
 
 
+def num_layers_of(layout):
+    """Return the fewest layers that show a layout: stages of unlike size, or several of a rank."""
+    return 4 if layout in ("pp2_unlike", "pp2_virtual") else 2
+
+
 def joined(results, key):
     """Return the rows of all data-parallel places, in the batch's order."""
     places = {result["place"]: result for result in results}

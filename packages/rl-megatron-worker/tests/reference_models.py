@@ -10,7 +10,6 @@ _SIZES = {
     "vocab_size": VOCAB,
     "hidden_size": 32,
     "intermediate_size": 48,
-    "num_hidden_layers": 4,
     "num_attention_heads": 4,
     "num_key_value_heads": 2,
     "head_dim": 16,
@@ -20,16 +19,15 @@ _SIZES = {
 }
 
 
-def build_reference(kind, *, seed=0):
+def build_reference(kind, *, seed=0, num_layers=4):
     """Return a float32 model with norms of heads: `dense`, `tied`, or `moe`."""
     torch.manual_seed(seed)
-    tied = kind == "tied"
+    sizes = {**_SIZES, "num_hidden_layers": num_layers, "tie_word_embeddings": kind == "tied"}
     if kind != "moe":
-        model = Qwen3ForCausalLM(Qwen3Config(**_SIZES, tie_word_embeddings=tied))
+        model = Qwen3ForCausalLM(Qwen3Config(**sizes))
     else:
         experts = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 24}
-        config = Qwen3MoeConfig(**_SIZES, **experts, norm_topk_prob=True, tie_word_embeddings=tied)
-        model = Qwen3MoeForCausalLM(config)
+        model = Qwen3MoeForCausalLM(Qwen3MoeConfig(**sizes, **experts, norm_topk_prob=True))
     for name, parameter in model.named_parameters():
         if "norm" in name:
             torch.nn.init.normal_(parameter, mean=1.0, std=0.2)

@@ -10,7 +10,7 @@ LAYOUTS = {"one": (1, {}), "dp2": (2, {}), "pp2": (2, {"pipeline_model_parallel_
 
 @pytest.fixture(scope="module")
 def model(tmp_path_factory):
-    return build_tiny(tmp_path_factory.mktemp("qwen3"), "qwen3")
+    return build_tiny(tmp_path_factory.mktemp("qwen3"), "qwen3", num_hidden_layers=2)
 
 
 @pytest.fixture(scope="module", params=LAYOUTS)

@@ -3,7 +3,7 @@
 import pytest
 import torch
 from batches import make_batch, make_config
-from parity_checks import assert_greedy_is_that_of_transformers
+from parity_checks import assert_greedy_is_that_of_transformers, num_layers_of
 from plain_loop import LOGPROB_TOLERANCE
 from tiny_models import build_tiny
 from worker_ranks import generate_and_score
@@ -27,14 +27,16 @@ CASES = [("qwen3", layout) for layout in LAYOUTS] + [("qwen2", "tp2_pp2")]
 @pytest.fixture(scope="module")
 def models(tmp_path_factory):
     return {
-        kind: build_tiny(tmp_path_factory.mktemp(kind), kind, tied=True)
-        for kind in ("qwen2", "qwen3")
+        (kind, num_layers): build_tiny(
+            tmp_path_factory.mktemp(kind), kind, tied=True, num_hidden_layers=num_layers
+        )
+        for kind, num_layers in [("qwen2", 2), ("qwen3", 2), ("qwen3", 4)]
     }
 
 
 @pytest.mark.parametrize(("kind", "layout"), CASES)
 def test_greedy_completions_are_those_of_transformers(pools, models, kind, layout):
-    model, (num_ranks, sizes) = models[kind], LAYOUTS[layout]
+    model, (num_ranks, sizes) = models[kind, num_layers_of(layout)], LAYOUTS[layout]
     batch = make_batch(5)
     config = make_config(model, sections={"generation_batch_size": 3}, **sizes)
     results = pools(num_ranks).run(generate_and_score, config=config, batch=batch, greedy=True)
@@ -43,7 +45,7 @@ def test_greedy_completions_are_those_of_transformers(pools, models, kind, layou
 
 @pytest.mark.parametrize(("kind", "layout"), CASES)
 def test_sampled_tokens_have_the_log_probabilities_that_scoring_gives(pools, models, kind, layout):
-    model, (num_ranks, sizes) = models[kind], LAYOUTS[layout]
+    model, (num_ranks, sizes) = models[kind, num_layers_of(layout)], LAYOUTS[layout]
     config = make_config(model, sections={"generation_batch_size": 3}, **sizes)
     results = pools(num_ranks).run(
         generate_and_score, config=config, batch=make_batch(5), greedy=False

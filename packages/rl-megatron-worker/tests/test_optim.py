@@ -37,6 +37,7 @@ CASES = {
         2,
         {
             "layout": {PP: 2, "virtual_pipeline_model_parallel_size": 2},
+            "num_layers": 4,
             "is_distributed": True,
             "overlap": True,
         },

@@ -10,7 +10,7 @@ import os
 import pytest
 import torch
 from batches import make_batch, make_config
-from parity_checks import LAYOUTS, assert_equal_parameters, joined
+from parity_checks import LAYOUTS, assert_equal_parameters, joined, num_layers_of
 from plain_loop import (
     LOGPROB_TOLERANCE,
     PARAMETER_TOLERANCE,
@@ -63,22 +63,25 @@ CASES = all_cases() if os.environ.get("PARITY") == "all" else covering_pairs()
 
 @pytest.fixture(scope="session")
 def oracles(tmp_path_factory):
-    """`oracles(name)` gives a model's path, and what plain transformers give for the batch."""
+    """`oracles(model, num_layers)`: a model's path, and what plain transformers give it."""
     known = {}
 
-    def oracle_of(name):
-        if name not in known:
-            path = build_tiny(tmp_path_factory.mktemp(name), **MODELS[name])
+    def oracle_of(*key):
+        if key not in known:
+            name, num_layers = key
+            path = build_tiny(
+                tmp_path_factory.mktemp(name), **MODELS[name], num_hidden_layers=num_layers
+            )
             batch = make_batch(6)
             model = load(path)
-            known[name] = {
+            known[key] = {
                 "path": path,
                 "batch": batch,
                 "weights": {key: each.detach() for key, each in stored(path).items()},
                 "logprobs": plain_logprobs(model, batch),
                 "training": plain_training(path, batch, global_batch_size=4, num_calls=3),
             }
-        return known[name]
+        return known[key]
 
     return oracle_of
 
@@ -92,7 +95,7 @@ def stored(path):
 @pytest.mark.parametrize(("layout", "model", "batching"), CASES, ids=map("-".join, CASES))
 def test_every_layout_equals_plain_transformers(pools, oracles, layout, model, batching):
     num_ranks, sizes = LAYOUTS[layout]
-    section, oracle = BATCHINGS[batching], oracles(model)
+    section, oracle = BATCHINGS[batching], oracles(model, num_layers_of(layout))
     budgets = {"train_mb_tokens": BUDGET, "logprob_mb_tokens": BUDGET}
     sections = {} if section is None else {section: {"enabled": True, **budgets}}
     results = pools(num_ranks).run(

@@ -18,7 +18,7 @@ GOING_ON_TOLERANCE = 1e-6
 @pytest.fixture(scope="module")
 def saved(pools, tmp_path_factory):
     """What two tensor-parallel ranks saved, and what became of them."""
-    model = build_tiny(tmp_path_factory.mktemp("qwen2"), "qwen2", tied=True)
+    model = build_tiny(tmp_path_factory.mktemp("qwen2"), "qwen2", tied=True, num_hidden_layers=2)
     GenerationConfig(eos_token_id=[1, 7]).save_pretrained(model)
     directory = tmp_path_factory.mktemp("saved")
     results = pools(2).run(

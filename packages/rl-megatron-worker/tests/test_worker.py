@@ -32,7 +32,7 @@ BFLOAT16_TOLERANCE = 0.04
 
 @pytest.fixture(scope="module")
 def model(tmp_path_factory):
-    return build_tiny(tmp_path_factory.mktemp("qwen3"), "qwen3")
+    return build_tiny(tmp_path_factory.mktemp("qwen3"), "qwen3", num_hidden_layers=2)
 
 
 @pytest.fixture(scope="module")
