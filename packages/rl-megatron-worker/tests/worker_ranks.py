@@ -1,5 +1,7 @@
 """What a worker gives on a rank, for the tests of the whole."""
 
+import gc
+import time
 from contextlib import contextmanager
 
 import torch
@@ -232,8 +234,25 @@ class _FailingLoss:
         return self._loss(*arguments)
 
 
+class _CollectingLoss:
+    """Has Python collect garbage, such as that of a failed call, at every micro-batch.
+
+    Then it waits, so that a reduction that had begun too early would have read the gradients.
+    """
+
+    def __init__(self):
+        self._loss = LOSSES["nll"]()
+        self.loss_type, self.input_type = self._loss.loss_type, self._loss.input_type
+
+    def __call__(self, *arguments):
+        gc.collect()
+        time.sleep(0.1)
+        return self._loss(*arguments)
+
+
 def train_after_a_failure(*, config, batch, place_that_fails):
     """Return what a loss that raises makes of `train`, and what a step gives afterwards."""
+    gc.disable()  # until the step: what failed calls leave behind is collected in its middle
     with worker_for(config, init_reference_model=False) as worker:
         rows, _ = rows_of(batch, global_batch_size=config["train_global_batch_size"])
         told = []
@@ -242,5 +261,5 @@ def train_after_a_failure(*, config, batch, place_that_fails):
                 worker.train(rows, _FailingLoss(place_that_fails), eval_mode=eval_mode)
             except (LookupError, RuntimeError) as error:
                 told.append(f"{type(error).__name__}: {error}")
-        result = worker.train(rows, LOSSES["nll"]())
+        result = worker.train(rows, _CollectingLoss())
         return {"told": told, "losses": result["global_loss"], "weights": sent_by(worker)}

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import TYPE_CHECKING, Any, cast
 
 import torch
@@ -195,8 +196,35 @@ class Trainer:
         config.grad_scale_func = self.optimizer.scale_loss
         config.finalize_model_grads_func = finalize_model_grads
         if self.chunks[0].ddp_config.overlap_grad_reduce:
-            contexts = [chunk.no_sync for chunk in self.chunks]
-            config.no_sync_func = contexts if len(contexts) > 1 else contexts[0]  # type: ignore[assignment]
+            config.no_sync_func = partial(_AddingUp, self.chunks)
+
+
+class _AddingUp:
+    """While it is entered, gradients add up; those of the last micro-batch are also reduced.
+
+    The chunks' own `no_sync` is a generator, and schedules that run forward alone enter it and do
+    not leave it. Where such a pass fails, its frames live on with the error until Python collects
+    garbage; the generator would end then, be it in the middle of a later step, whose gradients
+    were reduced before all of them were there. This one does nothing at its end. What is left
+    entered lasts until the next step's `clear_gradients`.
+    """
+
+    def __init__(self, chunks: Sequence[DistributedDataParallel]) -> None:
+        self._groups = [
+            group
+            for chunk in chunks
+            for group in chunk.bucket_groups + chunk.expert_parallel_bucket_groups
+        ]
+
+    def __enter__(self) -> None:
+        self._say_whether_last(False)
+
+    def __exit__(self, *_: object) -> None:
+        self._say_whether_last(True)
+
+    def _say_whether_last(self, is_last: bool) -> None:
+        for group in self._groups:
+            group.is_last_microbatch = is_last
 
 
 def _optimizer_config(optimizer: OptimizerSettings, config: TransformerConfig) -> OptimizerConfig:
