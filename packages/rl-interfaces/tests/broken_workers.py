@@ -1,6 +1,7 @@
 """For each rule about a worker, one that breaks it and keeps all the others."""
 
 import copy
+import os
 import threading
 
 import torch
@@ -9,6 +10,8 @@ from rl_interfaces import LossInput, ParallelLayout, Residency, ResidencyError, 
 
 OFF = 1.01
 """What a wrong number is wrong by."""
+LEFT_OPEN = []
+"""File descriptors that `LeavingAFile` opened, for its test to close."""
 
 
 class OfAnotherContract(CapableWorker):
@@ -44,6 +47,12 @@ class LeavingAThread(CapableWorker):
     def __init__(self, *arguments, **options):
         super().__init__(*arguments, **options)
         threading.Thread(target=threading.Event().wait, args=(600,), daemon=True).start()
+
+
+class LeavingAFile(CapableWorker):
+    def __init__(self, *arguments, **options):
+        super().__init__(*arguments, **options)
+        LEFT_OPEN.append(os.open(os.devnull, os.O_RDONLY))
 
 
 class TakingAnyKey(CapableWorker):

@@ -1,7 +1,9 @@
 """Each rule can fail: a worker that breaks one is told by it, and by it alone."""
 
+import os
+
 import pytest
-from broken_workers import BROKEN_WORKERS
+from broken_workers import BROKEN_WORKERS, LEFT_OPEN, LeavingAFile
 from plain_conformance_case import plain_case
 from plain_policy_worker import PlainWorker
 from rl_interfaces.testing import (
@@ -31,6 +33,15 @@ def test_a_broken_worker_breaks_one_rule(tmp_path, rule):
         require_conformance([report])
     (summary,) = [each.summary for each in WORKER_RULES if each.name == rule]
     assert summary in str(raised.value)
+
+
+def test_a_file_that_is_left_open_is_told(tmp_path):
+    report = check_worker(plain_case(tmp_path, LeavingAFile), directory=tmp_path)
+    assert report.broken == ["a_worker_takes_its_threads_with_it"]
+    text = report.of("a_worker_takes_its_threads_with_it").text
+    assert "a worker left 1 open files behind" in text
+    while LEFT_OPEN:
+        os.close(LEFT_OPEN.pop())
 
 
 def test_what_a_worker_lacks_is_named(tmp_path):
