@@ -77,6 +77,12 @@ def test_configured_stop_tokens_end_a_completion_too(tokenizer):
     assert encoder.completion_texts(generated(tokenizer, rows)) == ["3"]
 
 
+def test_configured_texts_end_a_completion_too(tokenizer):
+    rows = [("1+2=", ids(tokenizer, "3;")), ("1+2=", ids(tokenizer, "4=;")), ("1+2=", [END])]
+    encoder = ProblemEncoder(tokenizer, stop_strings=["=;", ";"])
+    assert encoder.completion_texts(generated(tokenizer, rows)) == ["3", "4", ""]
+
+
 def test_every_token_of_a_completion_is_a_target_with_its_advantage(tokenizer):
     rows = [("1+2=", [*ids(tokenizer, "3"), END]), ("10+20=", ids(tokenizer, "301"))]
     output = generated(tokenizer, rows)

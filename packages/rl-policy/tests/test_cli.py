@@ -57,6 +57,13 @@ def long_problems(tmp_path):
     return f"data.path={path}"
 
 
+def long_answers(tmp_path):
+    path = tmp_path / "problems.jsonl"
+    lines = (f'{{"prompt": "{n:04}", "answer": "{1:040}"}}\n' for n in range(600))
+    path.write_text("".join(lines))
+    return f"data.path={path}"
+
+
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
@@ -71,6 +78,11 @@ def long_problems(tmp_path):
         (["data.use_chat_template=true"], "data.use_chat_template=True"),
         ([malformed_problems], "problems.jsonl:2: 'answer' must be a text"),
         ([long_problems], "has 40 tokens"),
+        (
+            [long_answers, "grpo.warm_up=true", "reward.answer_pattern='[0-9]'"],
+            "have 45 tokens, more than policy.max_total_sequence_length=32",
+        ),
+        (["sft.policy.max_total_sequence_length=7"], "more than sft.policy.max_total_sequence_len"),
         (["--config", "absent.yaml"], "absent.yaml"),
         (["--out", "."], "the run directory . exists"),
         (["--resume", "."], "config.yaml"),

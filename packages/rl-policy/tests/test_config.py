@@ -122,6 +122,13 @@ def test_the_keys_of_the_loss_are_its_arguments():
             ["policy.dtensor_cfg.async_checkpoint=true"],
             "policy.dtensor_cfg.async_checkpoint=True is not supported by a recipe's run",
         ),
+        (
+            [
+                "policy.dtensor_cfg.lora.enabled=true",
+                "policy.dtensor_cfg.lora.adapter_path=adapters",
+            ],
+            "policy.dtensor_cfg.lora.adapter_path='adapters' would be applied twice",
+        ),
         (["sft.policy.precision=int8"], "sft.policy.precision='int8'"),
         (["grpo.old_logprobs=sampler"], "contradicts loss.importance_cap=2.0"),
         (

@@ -1,7 +1,10 @@
 """What an engine may do in which state."""
 
+from types import SimpleNamespace
+
 import pytest
-from rl_policy.generation.engine_state import EngineState, EngineStateError
+from rl_policy.generation.engine_state import TAGS, EngineState, EngineStateError
+from rl_policy.generation.vllm_engine import VllmEngine
 
 
 @pytest.fixture
@@ -26,23 +29,25 @@ def test_an_engine_that_sleeps_says_what_sleeps_and_what_wakes_it(state):
     message = r"while weights and kv_cache sleep: call prepare_for_generation\(\) first"
     with pytest.raises(EngineStateError, match=message):
         state.require_generate()
-    assert state.wake(["weights"]) == ["weights"]
-    assert not state.is_awake
+    assert state.asleep() == ["weights", "kv_cache"]
+    state.wake(["weights"])
     with pytest.raises(EngineStateError, match="while kv_cache sleep"):
         state.require_generate()
-    assert state.wake(None) == ["kv_cache"]
+    assert state.asleep() == ["kv_cache"]
+    assert state.asleep(["weights"]) == []
+    state.wake(["kv_cache"])
     state.require_generate()
-    assert state.wake(None) == []
+    assert state.asleep() == []
 
 
 def test_an_unknown_tag_is_refused(state):
     with pytest.raises(ValueError, match=r"tags=\['cache'\] are unknown"):
-        state.wake(["cache"])
+        state.asleep(["cache"])
 
 
 def test_the_deeper_sleep_loses_the_weights(state):
     state.sleep(level=2)
-    state.wake(None)
+    state.wake(TAGS)
     with pytest.raises(EngineStateError, match=r"sleep_level=2.* dropped the weights"):
         state.require_generate()
     refit(state, 0)
@@ -106,3 +111,58 @@ def test_weights_that_sleep_take_no_update(state):
         state.begin_update(0)
     state.wake(["weights"])
     state.begin_update(0)
+
+
+class DeviceMemory:
+    """vLLM's calls about memory, on a device that has room for some of it."""
+
+    def __init__(self, *, room):
+        self.room, self.calls = set(room), []
+
+    def wake_up(self, tags):
+        self.calls.append(f"wake {' and '.join(tags)}")
+        if not self.room.issuperset(tags):
+            raise RuntimeError("CUDA out of memory")
+
+    def sleep(self, level):
+        self.calls.append("sleep")
+
+
+def engine_on(memory):
+    engine = object.__new__(VllmEngine)
+    engine._state, engine._llm, engine._can_sleep = EngineState(), memory, True
+    engine._config = SimpleNamespace(sleep_level=1)
+    return engine
+
+
+def test_memory_that_there_was_no_room_for_sleeps_on():
+    memory = DeviceMemory(room=["weights"])
+    engine = engine_on(memory)
+    engine.sleep()
+    assert not engine.wake(["weights"])
+    for _ in range(2):
+        with pytest.raises(RuntimeError, match="out of memory"):
+            engine.wake(None)
+    with pytest.raises(EngineStateError, match="while kv_cache sleep"):
+        engine._state.require_generate()
+    memory.room.add("kv_cache")
+    assert engine.wake(None)
+    assert memory.calls == ["sleep", "wake weights", *["wake kv_cache"] * 3]
+
+
+@pytest.mark.parametrize(
+    ("woken", "calls"),
+    [("weights", ["sleep"]), ("kv_cache", ["wake weights", "sleep"])],
+    ids=["weights", "kv_cache"],
+)
+def test_an_engine_that_is_half_awake_gives_its_memory_away_as_well(woken, calls):
+    memory = DeviceMemory(room=TAGS)
+    engine = engine_on(memory)
+    engine.sleep()
+    engine.sleep()
+    assert memory.calls == ["sleep"]
+    engine.wake([woken])
+    memory.calls.clear()
+    engine.sleep()
+    assert memory.calls == calls
+    assert engine._state.asleep() == list(TAGS)

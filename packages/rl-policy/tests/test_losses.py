@@ -313,3 +313,9 @@ def test_a_column_of_another_width_is_named():
     batch["advantages"] = batch["advantages"][:, :-1]
     with pytest.raises(ValueError, match=r"advantages has shape \(6, 6\).*\(6, 7\)"):
         ClippedPGLoss()(logprobs, batch, torch.tensor(5), torch.tensor(20))
+
+
+def test_the_level_may_be_named_as_in_a_config():
+    assert ClippedPGLoss(loss_type="sequence_level").loss_type is LossType.SEQUENCE_LEVEL
+    with pytest.raises(ValueError, match="'by_token' is not a valid LossType"):
+        ClippedPGLoss(loss_type="by_token")

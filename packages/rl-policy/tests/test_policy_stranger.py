@@ -284,6 +284,32 @@ def test_a_policy_may_use_a_part_of_the_bundles_and_other_weights(
         Policy(cluster, config(), tokenizer, workers_per_node=[1, 1])
 
 
+def slow_to_save(cluster, tokenizer):
+    section = {"enabled": True, "tp": 1, "async_checkpoint": True, "save_s": 1.0}
+    return Policy(cluster, config(stranger_cfg=section), tokenizer, name_prefix="slow")
+
+
+def test_a_save_in_the_background_is_waited_for(cluster, tokenizer, tmp_path):
+    policy = slow_to_save(cluster, tokenizer)
+    policy.save_checkpoint(tmp_path / "first.pt")
+    assert not (tmp_path / "first.pt").exists()
+    policy.finish_checkpoint()
+    assert torch.load(tmp_path / "first.pt").keys() == model().state_dict().keys()
+    policy.save_checkpoint(tmp_path / "last.pt")
+    assert policy.shutdown() is True
+    assert torch.load(tmp_path / "last.pt").keys() == model().state_dict().keys()
+
+
+def test_a_save_in_the_background_that_failed_is_said_by_shutdown(cluster, tokenizer, tmp_path):
+    policy = slow_to_save(cluster, tokenizer)
+    policy.save_checkpoint(tmp_path / "missing" / "weights.pt")
+    with pytest.raises(RuntimeError, match=r"missing.* does not exist"):
+        policy.shutdown()
+    with pytest.raises(WorkerGroupError, match="slow has ended"):
+        policy.get_logprobs(batch([3]))
+    assert policy.shutdown() is True
+
+
 @pytest.mark.parametrize(
     ("changes", "arguments", "message"),
     [

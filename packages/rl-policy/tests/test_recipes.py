@@ -30,10 +30,14 @@ CONFIG = {
     },
     "sft": {
         "steps": 40,
-        "eval_every": 10,
+        "eval_every": 4,
         "stop_pass_rate": 0.7,
         "pass_samples": 2,
-        "policy": {"train_global_batch_size": 32, "optimizer": {"kwargs": {"lr": 3.0e-3}}},
+        "policy": {
+            "train_global_batch_size": 32,
+            "train_micro_batch_size": 16,
+            "optimizer": {"kwargs": {"lr": 6.0e-3}},
+        },
     },
     "grpo": {"steps": 4, "prompts_per_step": 4, "samples_per_prompt": 4, "eval_every": 2},
     "checkpoint": {"every": 2, "keep_last": 2},

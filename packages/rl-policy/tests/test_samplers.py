@@ -38,14 +38,19 @@ class Engines(Recorder):
         self.weight_version = version
 
 
-def build(*, is_colocated, keeps_weights=True, answers=()):
+def build(*, is_colocated, keeps_weights=True, answers=(), **options):
     calls = []
     policy = Recorder("policy", calls, {"send_weights": {"refit_s": 1.5}, **dict(answers)})
     engines = Engines("engines", calls)
     link = WeightLink(policy, engines, is_paired=is_colocated, transport="shm")
     calls.clear()
     sampler = EngineSampler(
-        policy, engines, link, is_colocated=is_colocated, keeps_weights=keeps_weights
+        policy,
+        engines,
+        link,
+        is_colocated=is_colocated,
+        keeps_weights=keeps_weights,
+        **options,
     )
     return calls, engines, sampler
 
@@ -107,6 +112,20 @@ def test_engines_that_lose_their_weights_get_them_again_as_a_new_version():
         with sampler.after_step(step):
             versions.append(engines.weight_version)
     assert versions == [0, 1, 2]
+
+
+def test_lost_weights_of_a_run_that_goes_on_get_the_versions_they_would_have_had():
+    _, whole, sampler = build(is_colocated=True, keeps_weights=False)
+    for step in (0, 1, 1):
+        with sampler.after_step(step):
+            pass
+    saved = sampler.report()["weight_version"]
+    with sampler.after_step(1):
+        pass
+    _, resumed, sampler = build(is_colocated=True, keeps_weights=False, last_version=saved)
+    with sampler.after_step(1):
+        pass
+    assert resumed.weight_version == whole.weight_version == 3
 
 
 def test_a_failed_refit_waits_for_the_receivers_and_commits_nothing():
@@ -184,9 +203,29 @@ def test_the_supervised_part_samples_with_the_workers():
         (["policy.generation.vllm_cfg.sped=1"], ValueError, "sped"),
         (["refit.transport=pigeon"], ValueError, "'pigeon' is not among .*'shm'"),
         (["policy.generation.backend=none-such"], ImportError, "none-such"),
+        (["policy.generation.temperature=0.005"], ValueError, r"generation\.temperature=0\.005 is"),
+        (["policy.generation.stop_strings=['']"], ValueError, "stop_strings holds an empty text"),
+        (["policy.generation.model_name=other"], ValueError, "model_name='other' contradicts"),
+        (["policy.generation.vllm_cfg.weight_transfer=false"], ValueError, "weight_transfer=False"),
+        (
+            ["policy.generation.vllm_cfg.tensor_parallel_size=3"],
+            ValueError,
+            r"tensor_parallel_size=3 does not divide the 2 .* cluster\.bundle_ct_per_node_list",
+        ),
+        (
+            [
+                "policy.generation.colocated.enabled=false",
+                "policy.generation.colocated.resources.gpus_per_node=0",
+            ],
+            ValueError,
+            r"colocated\.resources asks for \[0\]",
+        ),
     ],
 )
-def test_engines_that_cannot_be_are_refused_before_anything_starts(overrides, error, message):
+def test_engines_that_cannot_be_are_refused_before_anything_starts(
+    overrides, error, message, monkeypatch
+):
+    monkeypatch.setattr("rl_policy.generation.vllm.require_vllm", lambda: None)
     config = load("policy.generation.backend=vllm", *overrides)
     with pytest.raises(error, match=message):
         check_engines(config)

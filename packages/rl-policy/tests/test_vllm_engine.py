@@ -128,6 +128,15 @@ def test_two_calls_and_two_engines_sample_differently(engines, tokenizer):
     assert len({tuple(tokens) for tokens in first + second}) == 16
 
 
+def test_a_greedy_call_takes_no_sample_of_a_later_one(engines, tokenizer, monkeypatch):
+    prompts = prompts_of(tokenizer, ["the same prompt"] * 4)
+    monkeypatch.setattr(engines, "_calls_since_version", 100)
+    expected = completions_of(engines.generate(prompts))
+    monkeypatch.setattr(engines, "_calls_since_version", 100)
+    engines.generate(prompts, greedy=True)
+    assert completions_of(engines.generate(prompts)) == expected
+
+
 def test_the_order_is_the_callers_over_two_engines(engines, tokenizer):
     assert engines.num_engines == 2
     forward = completions_of(engines.generate(prompts_of(tokenizer, TEXTS), greedy=True))

@@ -24,6 +24,9 @@ class CheckpointCalls(PolicyParts):
     ) -> None:
         """Write the weights, and the optimizer and the tokenizer where a path is given.
 
+        With `async_checkpoint` in the backend's section it is written in the background. The next
+        save or load, `finish_checkpoint` or `shutdown` waits for it and raises what it failed with.
+
         Raises:
             ValueError: `optimizer_path` is given and there is no optimizer.
         """
@@ -35,6 +38,8 @@ class CheckpointCalls(PolicyParts):
             optimizer_path=absolute(optimizer_path),
             tokenizer_path=absolute(tokenizer_path),
         )
+        section = self.config[f"{self._backend}_cfg"]
+        self._may_be_saving = section.get("async_checkpoint", False)
 
     def load_checkpoint(
         self, weights_path: PathLike, optimizer_path: PathLike | None = None
@@ -51,6 +56,17 @@ class CheckpointCalls(PolicyParts):
             weights_path=existing("weights_path", weights_path),
             optimizer_path=existing("optimizer_path", optimizer_path),
         )
+
+    def finish_checkpoint(self) -> None:
+        """Wait until the last save is on the disk.
+
+        Raises:
+            RuntimeError: It could not be written.
+            TimeoutError: It takes longer than `policy.timeout_s`.
+        """
+        if self._may_be_saving:
+            self._may_be_saving = False
+            self._group.run_all("finish_checkpoint")
 
     def save_hf_checkpoint(self, path: PathLike) -> None:
         """Write a directory that `AutoModelForCausalLM.from_pretrained` loads."""

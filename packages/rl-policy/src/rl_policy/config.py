@@ -7,6 +7,7 @@ is not set or `builtin`: it holds what only a model of a hundred thousand parame
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
@@ -238,6 +239,7 @@ class RunConfig(Section):
     @model_validator(mode="after")
     def _check(self) -> RunConfig:
         self.sft_policy()
+        _check_adapters(self)
         _check_tokenizer(self)
         _check_sizes(self)
         _check_sampling(self)
@@ -252,6 +254,11 @@ class RunConfig(Section):
     def has_warm_up(self) -> bool:
         """Whether GRPO starts with supervised fine-tuning."""
         return self.has_builtin_model if self.grpo.warm_up is None else self.grpo.warm_up
+
+    @property
+    def is_supervised(self) -> bool:
+        """Whether the run has a supervised part, alone or before GRPO."""
+        return self.recipe == "sft" or self.has_warm_up
 
     @property
     def num_samples(self) -> int:
@@ -283,6 +290,24 @@ class RunConfig(Section):
         merged = merge_policy(self.policy, own)
         merged.get("generation", {}).pop("colocated", None)
         return resolve_policy(merged, path="sft.policy")
+
+
+def _check_adapters(config: RunConfig) -> None:
+    """Check that adapters that are given are not applied to a model that has them already."""
+    path = _adapter_path(config.policy)
+    if path is None or config.recipe != "grpo" or not config.has_warm_up:
+        return
+    if path == _adapter_path(config.sft_policy()):
+        raise ValueError(
+            f"policy.dtensor_cfg.lora.adapter_path={path!r} would be applied twice, as the model "
+            "that comes out of the warm-up has these adapters: set grpo.warm_up=false, or give it "
+            "as sft.policy.dtensor_cfg.lora.adapter_path alone"
+        )
+
+
+def _adapter_path(policy: Mapping[str, Any]) -> str | None:
+    lora = policy["dtensor_cfg"]["lora"]
+    return lora.get("adapter_path") if lora["enabled"] else None
 
 
 def _check_tokenizer(config: RunConfig) -> None:

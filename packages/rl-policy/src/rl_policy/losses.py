@@ -48,7 +48,7 @@ class ClippedPGLoss:
         kl_coef: Weight of the KL penalty, not negative.
         importance_cap: Largest importance weight, at least 1. None: no correction.
         loss_type: `TOKEN_LEVEL`: every token counts the same (DAPO). `SEQUENCE_LEVEL`: every
-            sequence counts the same, as the mean over its tokens (GRPO).
+            sequence counts the same, as the mean over its tokens (GRPO). Or its value, as in YAML.
     """
 
     clip_low: float = 0.2
@@ -71,6 +71,7 @@ class ClippedPGLoss:
             raise ValueError(f"kl_coef={self.kl_coef} must not be negative")
         if self.importance_cap is not None and self.importance_cap < 1:
             raise ValueError(f"importance_cap={self.importance_cap} must be at least 1")
+        self.loss_type = LossType(self.loss_type)
 
     def __call__(
         self,

@@ -104,6 +104,7 @@ class Policy(
         )
         self.tokenizer = tokenizer
         self._has_optimizer = init_optimizer
+        self._may_be_saving = False
         self._residency = Residency(has_optimizer=init_optimizer)
         self._data_parallel = layout.data_parallel
         self._receivers: list[int] = []
@@ -232,9 +233,21 @@ class Policy(
     def shutdown(self) -> bool:
         """End every process of the policy; True when all of them ended in order.
 
-        Calling it twice is fine. The cluster is left as it is.
+        A save in the background is waited for. Calling it twice is fine. The cluster is left as it
+        is.
+
+        Raises:
+            RuntimeError: The last save could not be written; all processes have ended.
+            TimeoutError: It takes longer than `policy.timeout_s`; all processes have ended.
         """
-        return self.worker_group is None or self.worker_group.shutdown()
+        if self.worker_group is None:
+            return True
+        try:
+            if not self.worker_group.has_ended:
+                self.finish_checkpoint()
+        finally:
+            ended_in_order = self.worker_group.shutdown()
+        return ended_in_order
 
     def __del__(self) -> None:
         """Shut down, unless the interpreter is going away and takes the processes with it."""

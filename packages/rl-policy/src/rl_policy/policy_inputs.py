@@ -32,7 +32,10 @@ def with_absolute_paths(config: dict[str, Any]) -> dict[str, Any]:
     paths = {"profile_dir": os.path.abspath(config["profile_dir"])}
     if os.path.isdir(config["model_name"]):
         paths["model_name"] = os.path.abspath(config["model_name"])
-    return config | paths
+    lora = config["dtensor_cfg"]["lora"]
+    if lora.get("adapter_path"):
+        lora = lora | {"adapter_path": os.path.abspath(lora["adapter_path"])}
+    return config | paths | {"dtensor_cfg": config["dtensor_cfg"] | {"lora": lora}}
 
 
 def check_generation_backend(config: Mapping[str, Any]) -> None:

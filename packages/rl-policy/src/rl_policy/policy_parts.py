@@ -22,6 +22,7 @@ class PolicyParts:
     _backend: str
     _worker_class: type
     _has_optimizer: bool
+    _may_be_saving: bool
     _residency: Residency
     _data_parallel: int
     _receivers: list[int]

@@ -107,6 +107,11 @@ class RayWorkerGroup:
         """The number of ranks."""
         return len(self._hosts)
 
+    @property
+    def has_ended(self) -> bool:
+        """Whether no call is taken any more, after a failure or `shutdown`."""
+        return self._failure is not None
+
     def run_all(self, method: str, *args: Any, **kwargs: Any) -> list[Any]:
         """Call `method` with the same arguments on every rank; return one result per rank."""
         return self.wait(self.submit_all(method, *args, **kwargs))

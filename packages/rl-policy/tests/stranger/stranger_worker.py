@@ -1,6 +1,9 @@
 """A stranger's backend: an embedding and a linear layer, trained in plain torch over gloo."""
 
 import os
+import threading
+import time
+from concurrent.futures import Future
 from datetime import timedelta
 
 import torch
@@ -113,9 +116,24 @@ class StrangerWorker:
         pass
 
     def save_checkpoint(self, weights_path, optimizer_path=None, tokenizer_path=None):
-        if self.rank == 0:
-            torch.save(self.model.state_dict(), weights_path)
-        dist.barrier()
+        self.saving = Future()
+        writing = threading.Thread(target=self._write, args=(weights_path,), daemon=True)
+        writing.start()
+        if not self.config["stranger_cfg"].get("async_checkpoint"):
+            self.finish_checkpoint()
+            dist.barrier()
+
+    def finish_checkpoint(self):
+        self.saving.result()
+
+    def _write(self, path):
+        try:
+            time.sleep(self.config["stranger_cfg"].get("save_s", 0))
+            if self.rank == 0:
+                torch.save(self.model.state_dict(), path)
+            self.saving.set_result(None)
+        except RuntimeError as error:
+            self.saving.set_exception(error)
 
     def load_checkpoint(self, weights_path, optimizer_path=None):
         self.model.load_state_dict(torch.load(weights_path))

@@ -218,9 +218,7 @@ def parse_sampling_config(
     Raises:
         ValueError: A wrong type or a value out of range, or no padding token; names key and value.
     """
-    check_typed_dict(config, GenerationConfig, path=path)
-    given = GENERATION_DEFAULTS | {key: entry for key, entry in config.items() if entry is not None}
-    _check_sampling(given, path=path)
+    given = check_sampling(config, path=path)
     candidates = (given.get("pad_token_id"), pad_token_id, end_token_id)
     pads = [candidate for candidate in candidates if candidate is not None]
     if not pads:
@@ -235,6 +233,33 @@ def parse_sampling_config(
         stop_strings=tuple(given.get("stop_strings", ())),
         pad_token_id=pads[0],
     )
+
+
+def check_sampling(config: Mapping[str, Any], *, path: str) -> dict[str, Any]:
+    """Return a `GenerationConfig` with its defaults.
+
+    Raises:
+        ValueError: A wrong type or a value out of range; names key and value.
+    """
+    check_typed_dict(config, GenerationConfig, path=path)
+    given = GENERATION_DEFAULTS | {key: entry for key, entry in config.items() if entry is not None}
+    for key in ("max_new_tokens", "top_k"):
+        if key in given and given[key] < 1:
+            raise ValueError(f"{path}.{key}={given[key]} must be at least 1")
+    temperature = given["temperature"]
+    if not 0 <= temperature < math.inf:
+        raise ValueError(f"{path}.temperature={temperature} must not be negative or infinite")
+    if 0 < temperature < _LOWEST_TEMPERATURE:
+        raise ValueError(
+            f"{path}.temperature={temperature} is below {_LOWEST_TEMPERATURE}, the lowest that "
+            "vLLM samples with: use 0 for greedy decoding"
+        )
+    if not 0 < given["top_p"] <= 1:
+        raise ValueError(f"{path}.top_p={given['top_p']} must lie in (0, 1]")
+    for text in given.get("stop_strings", ()):
+        if not text:
+            raise ValueError(f"{path}.stop_strings holds an empty text, which would end every row")
+    return given
 
 
 def count_engines(ranks_per_node: Mapping[str, int], *, tensor_parallel_size: int) -> int:
@@ -274,22 +299,3 @@ def _check_section(section: Mapping[str, Any], *, path: str) -> None:
         if key in _OWN_ARGUMENTS or key in VllmSection.__annotations__:
             owner = _OWN_ARGUMENTS.get(key, f"vllm_cfg.{key}")
             raise ValueError(f"{path}.engine_kwargs.{key} is already set by {owner}")
-
-
-def _check_sampling(given: Mapping[str, Any], *, path: str) -> None:
-    for key in ("max_new_tokens", "top_k"):
-        if key in given and given[key] < 1:
-            raise ValueError(f"{path}.{key}={given[key]} must be at least 1")
-    temperature = given["temperature"]
-    if not 0 <= temperature < math.inf:
-        raise ValueError(f"{path}.temperature={temperature} must not be negative or infinite")
-    if 0 < temperature < _LOWEST_TEMPERATURE:
-        raise ValueError(
-            f"{path}.temperature={temperature} is below {_LOWEST_TEMPERATURE}, the lowest that "
-            "vLLM samples with: use 0 for greedy decoding"
-        )
-    if not 0 < given["top_p"] <= 1:
-        raise ValueError(f"{path}.top_p={given['top_p']} must lie in (0, 1]")
-    for text in given.get("stop_strings", ()):
-        if not text:
-            raise ValueError(f"{path}.stop_strings holds an empty text, which would end every row")

@@ -49,7 +49,7 @@ class EngineState:
 
     def require_generate(self) -> None:
         """Raise `EngineStateError` unless the engine may sample."""
-        asleep = [tag for tag in TAGS if tag not in self._awake]
+        asleep = self.asleep()
         if asleep:
             raise EngineStateError(
                 f"generate is not allowed while {' and '.join(asleep)} sleep: "
@@ -76,8 +76,8 @@ class EngineState:
         if level == 2:
             self.lose("the engine's sleep (generation.vllm_cfg.sleep_level=2) dropped the weights")
 
-    def wake(self, tags: Sequence[str] | None) -> list[str]:
-        """Record that `tags`, or None for all, are awake; return those that slept.
+    def asleep(self, tags: Sequence[str] | None = None) -> list[str]:
+        """Return which of `tags`, or None for all, sleep.
 
         Raises:
             ValueError: A tag is unknown.
@@ -86,14 +86,11 @@ class EngineState:
         unknown = sorted(set(wanted) - set(TAGS))
         if unknown:
             raise ValueError(f"tags={unknown} are unknown: an engine has {list(TAGS)}")
-        woken = [tag for tag in TAGS if tag in wanted and tag not in self._awake]
-        self._awake.update(woken)
-        return woken
+        return [tag for tag in TAGS if tag in wanted and tag not in self._awake]
 
-    @property
-    def is_awake(self) -> bool:
-        """Whether all of the engine's memory is in place."""
-        return self._awake == set(TAGS)
+    def wake(self, tags: Sequence[str]) -> None:
+        """Record that the memory behind `tags` is there."""
+        self._awake.update(tags)
 
     def begin_update(self, version: int) -> None:
         """Record that weights of `version` are coming.

@@ -14,6 +14,7 @@ from transformers import AutoTokenizer
 
 from rl_policy import dispatch
 from rl_policy.generation.engine_config import (
+    check_sampling,
     count_engines,
     parse_engine_config,
     parse_sampling_config,
@@ -46,7 +47,7 @@ class VllmGeneration(GenerationInterface):
     shared out over the engines. A cluster that a policy runs on as well is shared by giving it
     `max_colocated_worker_groups=2`. Everything that can be known to be wrong is refused before an
     engine starts. Samples are reproducible: they depend on `seed`, the weights' version, the number
-    of calls since that version came, and the row, and not on the number of engines.
+    of calls that sampled since that version came, and the row, and not on the number of engines.
 
     Example:
         engines = VllmGeneration(cluster, {"backend": "vllm", "model_name": "my-model",
@@ -122,6 +123,7 @@ class VllmGeneration(GenerationInterface):
             ImportError: vLLM is not installed.
         """
         parse_engine_config(config, seed=0, path="policy.generation")
+        check_sampling(config, path="policy.generation")
         require_vllm()
 
     @property
@@ -176,7 +178,8 @@ class VllmGeneration(GenerationInterface):
             "generate", shards, sampling=self._sampling, greedy=greedy
         )
         parts = self._engines.wait(call, timeout_s=self._generate_timeout_s)
-        self._calls_since_version += 1
+        if not greedy:  # which draws nothing: a run goes on with the samples it would have had
+            self._calls_since_version += 1
         return dispatch.gather_generations(parts, pad_token_id=self._sampling.pad_token_id)
 
     def prepare_for_generation(

@@ -16,7 +16,7 @@ from transformers import AutoConfig
 
 from rl_policy.backends import BackendNotInstalledError
 from rl_policy.generation import worker_side
-from rl_policy.generation.engine_state import EngineState
+from rl_policy.generation.engine_state import TAGS, EngineState
 from rl_policy.generation.outputs import Completion, assemble_output
 from rl_policy.generation.sampling import request_arguments
 from rl_policy.generation.vllm_arguments import engine_arguments, prepare_environment
@@ -151,18 +151,22 @@ class VllmEngine:
 
     def sleep(self) -> None:
         """Give the device's memory away, where the device lets vLLM do so."""
-        if self._state.is_awake and self._can_sleep:
-            self._state.sleep(level=self._config.sleep_level)
-            self._llm.sleep(level=self._config.sleep_level)
-        else:
-            self._state.sleep(level=self._config.sleep_level)
+        level = self._config.sleep_level
+        asleep = self._state.asleep()
+        self._state.sleep(level=level)
+        if self._can_sleep and len(asleep) < len(TAGS):
+            if "weights" in asleep:
+                # Without its weights vLLM takes an engine for one that sleeps as a whole.
+                self._llm.wake_up(["weights"])
+            self._llm.sleep(level=level)
 
     def wake(self, tags: Sequence[str] | None) -> bool:
         """Take the memory behind `tags` back, None for all; True when all of it is there."""
-        woken = self._state.wake(tags)
-        if woken and self._can_sleep:
-            self._llm.wake_up(woken)
-        return self._state.is_awake
+        asleep = self._state.asleep(tags)
+        if asleep and self._can_sleep:
+            self._llm.wake_up(asleep)
+        self._state.wake(asleep)  # where there was room for it
+        return not self._state.asleep()
 
     def init_transfer(self, addresses: Sequence[Mapping[str, Any]], *, timeout_s: float) -> None:
         """Learn where weights are going to come from.

@@ -19,6 +19,7 @@ class ProblemEncoder:
         tokenizer: With a padding token and an end token.
         use_chat_template: Put each prompt as a user's message through the chat template.
         stop_token_ids: Tokens, besides the end token, that end a completion.
+        stop_strings: Texts that end a completion.
 
     Raises:
         ValueError: The tokenizer lacks one of those.
@@ -30,12 +31,14 @@ class ProblemEncoder:
         *,
         use_chat_template: bool = False,
         stop_token_ids: Sequence[int] = (),
+        stop_strings: Sequence[str] = (),
     ) -> None:
         if use_chat_template and not getattr(tokenizer, "chat_template", None):
             raise ValueError("data.use_chat_template=True, and the tokenizer has no chat template")
         self.pad_id = _special_id(tokenizer, "pad_token")
         self._end_id = _special_id(tokenizer, "eos_token")
         self._stop_ids = {self._end_id, self.pad_id, *stop_token_ids}
+        self._stop_strings = tuple(stop_strings)
         self._tokenizer = tokenizer
         self._use_chat_template = use_chat_template
 
@@ -69,7 +72,7 @@ class ProblemEncoder:
         return BatchedDataDict({**rows, **masks})
 
     def completion_texts(self, generated: Mapping[str, torch.Tensor]) -> list[str]:
-        """Return the text of each completion, without the tokens that end it.
+        """Return the text of each completion, without the tokens or the text that end it.
 
         Special tokens within a completion stay visible, so that none can hide in an answer.
 
@@ -84,7 +87,11 @@ class ProblemEncoder:
             tokens = row[end - length : end]
             while tokens and tokens[-1] in self._stop_ids:
                 tokens.pop()
-            texts.append(str(self._tokenizer.decode(tokens, skip_special_tokens=False)))
+            text = str(self._tokenizer.decode(tokens, skip_special_tokens=False))
+            for stop in self._stop_strings:
+                # What follows in the token that completed it was never asked for.
+                text = text.partition(stop)[0]
+            texts.append(text)
         return texts
 
     def _pad(self, rows: Sequence[Sequence[int]]) -> dict[str, torch.Tensor]:

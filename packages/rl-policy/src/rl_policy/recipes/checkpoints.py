@@ -24,6 +24,7 @@ class RunState:
         accuracy: Measured after that step, by which the best checkpoint is known.
         best_accuracy: The best up to then.
         is_done: Whether no step follows, whatever the configuration says.
+        weight_version: The last that engines had; -1 where there were none.
     """
 
     step: int = 0
@@ -31,6 +32,7 @@ class RunState:
     accuracy: float = 0.0
     best_accuracy: float = 0.0
     is_done: bool = False
+    weight_version: int = -1
 
 
 @dataclass(frozen=True, slots=True)

@@ -38,5 +38,36 @@ def check_engines(config: RunConfig) -> None:
     backends.require_sending(backend, backends.load(backend))
     if config.refit.transport is not None:
         find_transport(config.refit.transport)
+    _check_model(config)
     engine_class: Any = load_engine(config.policy["generation"]["backend"])
-    engine_class.validate_config(engine_section(config, model=config.policy["model_name"]))
+    section = engine_section(config, model=config.policy["model_name"])
+    engine_class.validate_config(section)
+    _check_bundles(config, tensor_parallel_size=section["vllm_cfg"].get("tensor_parallel_size", 1))
+    if not section["vllm_cfg"].get("weight_transfer", True):
+        raise ValueError(
+            "policy.generation.vllm_cfg.weight_transfer=False: a run gives its engines new weights"
+        )
+
+
+def _check_model(config: RunConfig) -> None:
+    given, own = config.policy["generation"].get("model_name"), config.policy["model_name"]
+    if given not in (None, own):
+        raise ValueError(
+            f"policy.generation.model_name={given!r} contradicts policy.model_name={own!r}: the "
+            "engines of a run sample from the policy's weights"
+        )
+
+
+def _check_bundles(config: RunConfig, *, tensor_parallel_size: int) -> None:
+    if config.is_colocated:
+        key, bundles = "cluster.bundle_ct_per_node_list", config.cluster.bundle_ct_per_node_list
+    else:
+        key, bundles = "policy.generation.colocated.resources", config.engine_bundles
+    if not bundles or min(bundles) < 1:
+        raise ValueError(f"{key} asks for {bundles} devices by node: an engine needs one")
+    for count in bundles:
+        if count % tensor_parallel_size:
+            raise ValueError(
+                f"policy.generation.vllm_cfg.tensor_parallel_size={tensor_parallel_size} does not "
+                f"divide the {count} devices that a node has by {key}"
+            )

@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 from rl_batched_data import BatchedDataDict
-from rl_interfaces import GenerationInterface, LossType
+from rl_interfaces import GenerationInterface
 
 from rl_policy.config import LossSection
 from rl_policy.losses import ClippedPGLoss
@@ -54,7 +54,7 @@ def run_grpo(session: Session, *, model: str) -> None:
         has_reference=config.loss.kl_coef > 0,
         checkpoint=checkpoint,
     )
-    with opened as policy, open_sampler(session, policy, model=model) as sampler:
+    with opened as policy, open_sampler(session, policy, model=model, start=start) as sampler:
         run_loop(
             session,
             GrpoTrainer(session, policy, sampler, start=start),
@@ -103,8 +103,7 @@ def warn_of_truncation(generation: Mapping[str, Any]) -> None:
 
 def build_loss(section: LossSection) -> ClippedPGLoss:
     """Return the loss that the section `loss` describes."""
-    arguments = section.model_dump()
-    return ClippedPGLoss(**{**arguments, "loss_type": LossType(section.loss_type)})
+    return ClippedPGLoss(**section.model_dump())
 
 
 class GrpoTrainer:
@@ -139,6 +138,11 @@ class GrpoTrainer:
     def data_position(self) -> int:
         """Problems drawn so far."""
         return self._stream.position
+
+    @property
+    def weight_version(self) -> int:
+        """The last that engines had; -1 where there are none."""
+        return int(self._sampler.report().get("weight_version", RunState().weight_version))
 
     def measure_start(self) -> GrpoMetrics:
         """Return the measurements before the first update, both on held-out problems."""

@@ -47,6 +47,7 @@ def prepare_inputs(config: RunConfig) -> RunInputs:
         tokenizer,
         use_chat_template=config.data.use_chat_template,
         stop_token_ids=config.policy["generation"].get("stop_token_ids", ()),
+        stop_strings=config.policy["generation"].get("stop_strings", ()),
     )
     problems = _load_problems(config)
     _check_lengths(config, problems, encoder=encoder)
@@ -79,8 +80,7 @@ def _load_tokenizer(config: RunConfig) -> PreTrainedTokenizerBase:
 
 def _load_problems(config: RunConfig) -> ProblemSets:
     data = config.data
-    is_supervised = config.recipe == "sft" or config.has_warm_up
-    has_criterion = is_supervised and config.sft.stop_pass_rate is not None
+    has_criterion = config.is_supervised and config.sft.stop_pass_rate is not None
     num_validation = data.num_validation if has_criterion else 0
     if data.path is None:
         if data.heldout_path is not None:
@@ -115,6 +115,8 @@ def _check_lengths(config: RunConfig, problems: ProblemSets, *, encoder: Problem
             f"the prompt {prompt[:40]!r} has {length} tokens: with policy.generation."
             f"max_new_tokens={new} it exceeds policy.max_total_sequence_length={longest}"
         )
+    if config.is_supervised:
+        _check_demonstrations(config, problems, encoder=encoder)
     if config.reward.answer_pattern is not None:
         return
     prompt, length = _longest(measured, (len(encoder.answer_tokens(each)) for each in measured))
@@ -122,6 +124,24 @@ def _check_lengths(config: RunConfig, problems: ProblemSets, *, encoder: Problem
         raise ValueError(
             f"the answer to {prompt[:40]!r} has {length} tokens with the end token, more than "
             f"policy.generation.max_new_tokens={new}: no completion can be right"
+        )
+
+
+def _check_demonstrations(
+    config: RunConfig, problems: ProblemSets, *, encoder: ProblemEncoder
+) -> None:
+    """Check that the supervised part can train on every row that it may draw."""
+    longest = config.sft_policy()["max_total_sequence_length"]
+    lengths = (
+        len(encoder.prompt_tokens(each)) + len(encoder.answer_tokens(each))
+        for each in problems.demonstrations
+    )
+    prompt, length = _longest(problems.demonstrations, lengths)
+    if length > longest:
+        key = "sft.policy" if "max_total_sequence_length" in config.sft.policy else "policy"
+        raise ValueError(
+            f"the prompt {prompt[:40]!r} and its answer have {length} tokens, more than "
+            f"{key}.max_total_sequence_length={longest}"
         )
 
 
@@ -135,7 +155,7 @@ def _check_backend(config: RunConfig) -> None:
     policies: list[dict[str, Any]] = []
     if config.recipe == "grpo":
         policies.append(config.policy)
-    if config.recipe == "sft" or config.has_warm_up:
+    if config.is_supervised:
         policies.append(config.sft_policy())
     worker_class = backends.load(backends.enabled_backend(config.policy))
     world_size = sum(config.cluster.bundle_ct_per_node_list)

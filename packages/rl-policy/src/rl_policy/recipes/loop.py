@@ -26,6 +26,11 @@ class Trainer(Protocol):
         """Problems drawn so far."""
         ...
 
+    @property
+    def weight_version(self) -> int:
+        """The last that engines had; -1 where there are none."""
+        ...
+
     def measure_start(self) -> Metrics:
         """Return the measurements before the first step."""
         ...
@@ -119,4 +124,5 @@ def _record(
         accuracy=accuracy,
         best_accuracy=max(accuracy, state.best_accuracy),
         is_done=trainer.is_done,
+        weight_version=trainer.weight_version,
     )

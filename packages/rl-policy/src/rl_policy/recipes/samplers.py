@@ -12,8 +12,10 @@ from rl_policy.cluster import RayVirtualCluster
 from rl_policy.colocation import engines_on_device
 from rl_policy.config import RunConfig
 from rl_policy.generation.backends import load_engine
+from rl_policy.generation.engine_state import INITIAL_VERSION
 from rl_policy.generation.vllm import VllmGeneration
 from rl_policy.policy import Policy
+from rl_policy.recipes.checkpoints import RunState
 from rl_policy.recipes.engines import engine_section, keeps_weights
 from rl_policy.recipes.session import Session
 from rl_policy.refit import WeightLink
@@ -62,6 +64,8 @@ class EngineSampler:
         link: Hands the weights over.
         is_colocated: Whether policy and engines take turns on the same devices.
         keeps_weights: Whether engines that sleep still have their weights afterwards.
+        last_version: The last that engines of the run had, where these ones go on for them. Weights
+            that are lost and sent again count on from there, as they would have.
     """
 
     def __init__(
@@ -72,12 +76,14 @@ class EngineSampler:
         *,
         is_colocated: bool,
         keeps_weights: bool,
+        last_version: int = INITIAL_VERSION,
     ) -> None:
         self._policy = policy
         self._engines = engines
         self._link = link
         self._is_colocated = is_colocated
         self._keeps_weights = keeps_weights or not is_colocated
+        self._first_version = 0 if self._keeps_weights else last_version + 1
         self._sent_step: int | None = None
         self._report: dict[str, float] = {}
 
@@ -90,7 +96,7 @@ class EngineSampler:
         """
         version = None
         if step != self._sent_step or not self._keeps_weights:
-            version = max(step, self._engines.weight_version + 1)
+            version = max(step, self._engines.weight_version + 1, self._first_version)
         if self._is_colocated:
             with engines_on_device(
                 self._policy, self._engines, self._link, version=version
@@ -111,13 +117,16 @@ class EngineSampler:
 
 
 @contextmanager
-def open_sampler(session: Session, policy: Policy, *, model: str) -> Iterator[Sampler]:
+def open_sampler(
+    session: Session, policy: Policy, *, model: str, start: RunState
+) -> Iterator[Sampler]:
     """Give the source of completions that the configuration asks for, and end its processes.
 
     Args:
         session: The run.
         policy: What is trained.
         model: Name or directory of the model that the engines start from.
+        start: Where the run stands.
     """
     config = session.config
     if not config.has_engines:
@@ -150,6 +159,7 @@ def open_sampler(session: Session, policy: Policy, *, model: str) -> Iterator[Sa
                 link,
                 is_colocated=config.is_colocated,
                 keeps_weights=keeps_weights(config),
+                last_version=start.weight_version,
             )
         finally:
             engines.shutdown()
@@ -162,7 +172,12 @@ def _open_engine_cluster(session: Session) -> Iterator[RayVirtualCluster]:
         yield session.cluster
         return
     cluster = RayVirtualCluster(
-        config.engine_bundles, use_gpus=config.cluster.use_gpus, name="engines"
+        config.engine_bundles,
+        use_gpus=config.cluster.use_gpus,
+        num_gpus_per_node=config.cluster.num_gpus_per_node,
+        name="engines",
+        # What is counted by node is on one, as an engine over several devices has to be.
+        placement_group_strategy="STRICT_PACK",
     )
     try:
         yield cluster

@@ -76,6 +76,11 @@ class SftTrainer:
         """Demonstrations drawn so far."""
         return self._stream.position
 
+    @property
+    def weight_version(self) -> int:
+        """No version: the training workers sample themselves."""
+        return RunState().weight_version
+
     def measure_start(self) -> SftMetrics:
         """Return the measurements before the first step."""
         accuracy, rate = self._measure(needs_pass_rate=True)
