@@ -73,11 +73,57 @@ def weights_only_ranks(*, directory, dtype):
         saves.save(f"{directory}/weights", None)
         _, others, _, trainer, saves = start(runtime, plan, seed=5, dtype=dtype)
         saves.load(f"{directory}/weights", None)
-        trainer.clear_gradients()
+        trainer.begin_step(num_tokens=1)
         norm, _ = trainer.gradient_norm()
         trainer.step(norm)  # no gradients and no decay of vectors: weights go to their copies
         pairs = zip(chunks[0].parameters(), others[0].parameters(), strict=True)
         return max((a - b).abs().max().item() for a, b in pairs if a.ndim == 1)
+
+
+def refused_ranks(*, directory, dtype, paths):
+    """Load what is not of this worker; return why it is refused, and what that has changed."""
+    with job() as (runtime, plan):
+        _, _, _, _, saves = start(runtime, plan, "tied")
+        saves.save(f"{directory}/tied", None)
+        _, _, _, _, saves = start(runtime, plan)
+        saves.save(f"{directory}/weights", f"{directory}/optimizer")
+        _, chunks, config, trainer, saves = start(runtime, plan, seed=5, dtype=dtype)
+        train_step(runtime, chunks, config, trainer, 0)
+        trainer.make_state()
+        before = everything(chunks, trainer)
+        with pytest.raises(ValueError) as raised:  # noqa: PT011 - the caller looks at the text
+            saves.load(*(path and f"{directory}/{path}" for path in paths))
+        after = everything(chunks, trainer)
+        return str(raised.value), before == after
+
+
+def everything(chunks, trainer):
+    """Return the sums of squares of the parameters, of the optimizer's copies and of its state."""
+    sums = digest(chunks)
+    for part in trainer.optimizer.chained_optimizers:
+        for group in part.optimizer.param_groups:
+            sums += [copy.detach().double().square().sum().item() for copy in group["params"]]
+        for state in part.optimizer.state.values():
+            sums += [value.double().square().sum().item() for value in state.values()]
+    return sums
+
+
+def going_back_ranks(*, directory):
+    """Load an earlier save into a run that has gone on; return the schedule then and now."""
+    with job() as (runtime, plan):
+        _, chunks, config, trainer, saves = start(runtime, plan)
+
+        def take_steps(count):
+            for step in range(count):
+                train_step(runtime, chunks, config, trainer, step)
+                trainer.step_scheduler()
+            return trainer.scheduler.num_steps, trainer.learning_rate
+
+        saved = take_steps(2)
+        saves.save(f"{directory}/weights", f"{directory}/optimizer")
+        later = take_steps(3)
+        saves.load(f"{directory}/weights", f"{directory}/optimizer")
+        return saved, later, (trainer.scheduler.num_steps, trainer.learning_rate)
 
 
 def dying_writer_ranks(*, directory, victim):

@@ -70,7 +70,7 @@ def train_step(runtime, chunks, config, trainer, step):
     size = len(LENGTHS)
     ranks = parallel_state.get_data_parallel_world_size()
     first = (step * ranks + parallel_state.get_data_parallel_rank()) * size
-    trainer.clear_gradients()
+    trainer.begin_step(num_tokens=1)
     run_schedule(
         runtime, chunks, config, [make_micro_batch(first + index) for index in range(size)]
     )
@@ -187,7 +187,7 @@ def overflow_ranks(*, kind, layout=None):
         chunks, config, trainer = build_trainer(runtime, plan, reference, dtype=torch.float16)
         named = [pair for chunk in chunks for pair in chunk.named_parameters()]
         before = [each.detach().clone() for _, each in named]
-        trainer.clear_gradients()
+        trainer.begin_step(num_tokens=1)
         run_schedule(runtime, chunks, config, [make_micro_batch(0)])
         # In a parameter of experts, where there are some: theirs is another optimizer.
         victim = next(each for name, each in reversed(named) if "linear_fc" in name)

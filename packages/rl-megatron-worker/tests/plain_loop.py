@@ -46,3 +46,36 @@ def plain_training(model_name, batch, *, global_batch_size, num_calls):
             optimizer.zero_grad()
             losses.append(loss.item())
     return model.state_dict(), losses, norms
+
+
+def plain_balanced_norm(model_name, batch, *, coefficient, micro_batch_size):
+    """Return the norm of the gradients of the mean loss and of the experts' balancing loss.
+
+    The latter is that of the Switch Transformer (Fedus et al. 2021, equation 4), of each
+    micro-batch, as a mean over the tokens of all of them.
+    """
+    model, routed = load(model_name), []
+
+    def keep(router, args, output):
+        logits, _, chosen = output
+        routed.append((logits.softmax(-1), chosen))
+
+    for module in model.modules():
+        if type(module).__name__ == "Qwen3MoeTopKRouter":
+            module.register_forward_hook(keep)
+    num_tokens, num_targets = batch["input_lengths"].sum(), batch["token_mask"][:, 1:].sum()
+    for start in range(0, len(batch["input_ids"]), micro_batch_size):
+        rows = {k: v[start : start + micro_batch_size] for k, v in batch.items()}
+        is_token = torch.arange(rows["input_ids"].shape[1]) < rows["input_lengths"][:, None]
+        logits = model(rows["input_ids"], attention_mask=is_token.long()).logits
+        chosen = logits[:, :-1].log_softmax(-1).gather(-1, rows["input_ids"][:, 1:, None])
+        loss = -(chosen.squeeze(-1) * rows["token_mask"][:, 1:]).sum() / num_targets
+        count = is_token.sum()
+        for probabilities, experts in routed:
+            shares = probabilities[is_token.flatten()].mean(0)
+            taken = experts[is_token.flatten()].flatten().bincount(minlength=len(shares))
+            balance = len(shares) * (shares * taken / taken.sum()).sum()
+            loss = loss + coefficient * balance * count / num_tokens
+        routed.clear()
+        loss.backward()
+    return float(torch.nn.utils.get_total_norm([each.grad for each in model.parameters()]))

@@ -5,6 +5,8 @@ import torch
 from checkpoint_ranks import (
     dying_writer_ranks,
     failing_writer_ranks,
+    going_back_ranks,
+    refused_ranks,
     resume_ranks,
     save_ranks,
     weights_only_ranks,
@@ -80,6 +82,28 @@ def test_experts_that_were_dealt_out_stay_so_for_their_optimizer(pools, tmp_path
 def test_weights_that_come_alone_are_taken_up_by_the_optimizer(pools, tmp_path, dtype):
     [difference] = pools(1).run(weights_only_ranks, directory=str(tmp_path), dtype=dtype)
     assert difference == 0.0
+
+
+@pytest.mark.parametrize(
+    ("dtype", "paths", "message"),
+    [
+        (torch.float32, ("tied", None), "tied' is no checkpoint of this model"),
+        (torch.bfloat16, ("weights", "optimizer"), "optimizer"),
+    ],
+    ids=["of another model", "of another precision"],
+)
+def test_a_load_that_is_refused_changes_nothing(pools, tmp_path, dtype, paths, message):
+    [(told, is_unchanged)] = pools(1).run(
+        refused_ranks, directory=str(tmp_path), dtype=dtype, paths=paths
+    )
+    assert message in told
+    assert is_unchanged
+
+
+def test_a_run_goes_back_to_the_schedule_of_an_earlier_save(pools, tmp_path):
+    [(saved, later, loaded)] = pools(1).run(going_back_ranks, directory=str(tmp_path))
+    assert (saved[0], later[0]) == (2, 5)
+    assert loaded == saved
 
 
 def test_a_rank_that_dies_while_it_writes_fails_the_save_of_the_others(pools, tmp_path):

@@ -3,6 +3,7 @@
 import pytest
 import torch
 from batches import make_batch, make_config
+from forked_ranks import RankFailure
 from parity_checks import assert_greedy_is_that_of_transformers, num_layers_of
 from plain_loop import LOGPROB_TOLERANCE
 from tiny_models import build_tiny
@@ -61,3 +62,22 @@ def test_sampled_tokens_have_the_log_probabilities_that_scoring_gives(pools, mod
         )
         same = [each for each in results if each["place"] == result["place"]]
         assert all(torch.equal(each["output_ids"], result["output_ids"]) for each in same)
+
+
+def test_rows_that_would_wait_for_those_of_others_are_refused(pools, tmp_path):
+    model = build_tiny(tmp_path, "qwen3_moe", num_hidden_layers=2)
+    config = make_config(model, expert_model_parallel_size=2)
+    with pytest.raises(
+        RankFailure, match="takes no policy.megatron_cfg.expert_model_par"
+    ) as raised:
+        pools(2).run(generate_and_score, config=config, batch=make_batch(4), greedy=True)
+    assert raised.value.kind == "NotImplementedError"
+
+
+def test_ranks_with_the_same_rows_may_share_experts(pools, tmp_path):
+    model = build_tiny(tmp_path, "qwen3_moe", num_hidden_layers=2)
+    experts = {"expert_model_parallel_size": 2, "expert_tensor_parallel_size": 1}
+    config = make_config(model, **{TP: 2, "sequence_parallel": True}, **experts)
+    batch = make_batch(5)
+    results = pools(2).run(generate_and_score, config=config, batch=batch, greedy=True)
+    assert_greedy_is_that_of_transformers(results, batch, model)

@@ -118,7 +118,16 @@ DOES_NOT_DIVIDE = {
     "units": ({"tensor": 2}, {"ffn_hidden_size": 49}, r"size=2 .* 49 MLP units"),
     "experts": ({"expert": 3}, EXPERTS, r"expert_model_parallel_size=3 .* 4 experts"),
     "no-experts": ({"expert": 2}, {}, r"expert_model_parallel_size=2 needs a mixture"),
-    "tokens": ({"tensor": 2}, EXPERTS, r"mixture of experts needs .*sequence_parallel=True"),
+    "expert-parts": (
+        {"tensor": 2, "sequence_parallel": True, "expert_tensor": 1},
+        EXPERTS,
+        r"expert_tensor_parallel_size=1 differs from tensor_model_parallel_size=2",
+    ),
+    "tokens": (
+        {"tensor": 2, "expert_tensor": 2},
+        EXPERTS,
+        r"mixture of experts needs .*sequence_parallel=True",
+    ),
     "layers": ({"pipeline": 3}, {}, r"pipeline_model_parallel_size=3 .* 8 layers"),
     "first": ({"pipeline": 3, "first_stage_layers": 1}, {}, r"8 layers \(first stage: 1"),
     "all-in-first": ({"pipeline": 2, "first_stage_layers": 8}, {}, r"8 layers \(first stage: 8"),

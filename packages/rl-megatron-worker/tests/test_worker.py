@@ -9,6 +9,7 @@ from plain_loop import (
     PARAMETER_TOLERANCE,
     RELATIVE_TOLERANCE,
     load,
+    plain_balanced_norm,
     plain_logprobs,
     plain_training,
 )
@@ -16,14 +17,18 @@ from tiny_models import build_tiny
 from worker_ranks import (
     fail_to_start,
     information,
+    place_as_on_cuda,
     run_case,
     topk,
     train_after_a_failure,
     train_and_look,
     train_between_moves,
+    train_with_a_text,
+    train_without_rows,
 )
 
 TP = "tensor_model_parallel_size"
+OVERLAPPING = {"distributed_data_parallel_config": {"overlap_grad_reduce": True}}
 PP = "pipeline_model_parallel_size"
 # Weights, activations and gradients have 8 bits: log-probabilities of about 4 differ in the second
 # decimal. Measured 0.022 and 0.023 in the layouts below.
@@ -85,6 +90,22 @@ def test_every_way_of_training_is_the_plain_loop(pools, model, plain, variant):
         torch.testing.assert_close(
             joined(results, "reference"), joined(results, "logprobs"), rtol=0, atol=0
         )
+
+
+@pytest.mark.parametrize("num_ranks", [1, 2])
+def test_the_balancing_loss_weighs_what_its_coefficient_says(pools, tmp_path, num_ranks):
+    model = build_tiny(tmp_path, "qwen3_moe", num_hidden_layers=2)
+    config = make_config(model, moe_router_load_balancing_type="aux_loss", moe_aux_loss_coeff=2.0)
+    batch = make_batch(4)
+    results = pools(num_ranks).run(train_and_look, config=config, batch=batch, loss="nll")
+    expected, without = (
+        plain_balanced_norm(model, batch, coefficient=coefficient, micro_batch_size=2)
+        for coefficient in (2.0, 0.0)
+    )
+    assert abs(expected - without) > 0.01 * without
+    for result in results:
+        (norm,) = result["results"][0]["grad_norm"].tolist()
+        assert norm == pytest.approx(expected, rel=RELATIVE_TOLERANCE)
 
 
 def test_metrics_come_once_from_each_data_parallel_place(pools, model):
@@ -175,6 +196,28 @@ def test_residency_refuses_by_state_and_leaves_training_as_it_was(pools, model):
         assert "prepare_for_training" in result["refused"]["inference"]
 
 
+@pytest.mark.parametrize("is_distributed", [False, True])
+def test_parameters_move_as_cuda_has_it_done(pools, model, is_distributed):
+    config = make_config(model)
+    config["megatron_cfg"]["optimizer"]["use_distributed_optimizer"] = is_distributed
+    assert pools(1).run(place_as_on_cuda, config=config) == [True]
+
+
+def test_a_place_without_valid_samples_takes_part_in_the_reduction(pools, model):
+    config = make_config(model, **{PP: 2}, **OVERLAPPING)
+    results = pools(4).run(train_without_rows, config=config, batch=make_batch(4))
+    for result in results:
+        assert result["metrics"] == [[0.5]] * 2 if result["place"] else [[], []]
+        assert_equal_parameters(result["weights"], results[0]["weights"], 0.0)
+
+
+def test_a_metric_that_is_no_number_is_named_on_every_stage(pools, model):
+    config = make_config(model, **{PP: 2})
+    first, last = pools(2).run(train_with_a_text, config=config, batch=make_batch(4))
+    assert last.startswith("TypeError: the loss's metric 'device' is device(type='cpu'): ")
+    assert first == f"RuntimeError: rank 1 failed: {last}"
+
+
 def test_information(pools, model, tmp_path):
     config = make_config(model, sections={"profile_dir": str(tmp_path)}, **{PP: 2})
     results = pools(2).run(information, config=config)
@@ -195,10 +238,11 @@ def test_a_failed_start_leaves_no_group(pools, model):
     ("num_ranks", "layout", "failing"),
     [
         (2, {PP: 2}, [1]),
-        (4, {PP: 2, "distributed_data_parallel_config": {"overlap_grad_reduce": True}}, [3]),
+        (4, {PP: 2} | OVERLAPPING, [3]),
+        (2, {"activation_checkpointing": True} | OVERLAPPING, [0]),
         (2, {TP: 2}, [0, 1]),
     ],
-    ids=["stages", "stages_of_two_places", "shared_layers"],
+    ids=["stages", "stages_of_two_places", "recomputed", "shared_layers"],
 )
 def test_a_loss_that_raises_raises_on_every_rank(pools, model, num_ranks, layout, failing):
     config = make_config(model, **layout, sections={"train_micro_batch_size": 1})

@@ -3,12 +3,15 @@
 import gc
 import time
 from contextlib import contextmanager
+from types import SimpleNamespace
 
+import numpy as np
 import torch
 from batches import LOSSES
 from megatron.core import parallel_state
 from rl_batched_data import BatchedDataDict
 from rl_megatron_worker import MegatronPolicyWorker
+from rl_megatron_worker.residency import place_parameters
 from tiny_models import build_tokenizer
 
 BUDGET = 24
@@ -205,6 +208,63 @@ def load_and_train(*, config, batch, directory):
         rows, _ = rows_of(batch, global_batch_size=config["train_global_batch_size"])
         worker.train(rows, LOSSES["nll"]())
         return {"loaded": loaded, "after": sent_by(worker), "drawn": drawn}
+
+
+def place_as_on_cuda(*, config):
+    """Move parameters off the device and back, as CUDA has it done; return what that changes."""
+    with worker_for(config, init_reference_model=False) as worker:
+        before, scope = sent_by(worker), worker._runtime.scope
+        cuda = SimpleNamespace(on_cuda=True, device=torch.device("cpu"), scope=scope)
+        for on_device in (False, True):
+            place_parameters(worker.model, cuda, on_device=on_device)
+        return all(torch.equal(before[name], each) for name, each in sent_by(worker).items())
+
+
+class _LossWithoutRows:
+    """Has no valid sample at one data-parallel place, and a metric of numpy's at the others."""
+
+    def __init__(self, place_without):
+        self._loss, self._place = LOSSES["nll"](), place_without
+        self.loss_type, self.input_type = self._loss.loss_type, self._loss.input_type
+
+    def __call__(self, *arguments):
+        if place() == self._place:
+            return torch.zeros(()), {"num_valid_samples": 0}
+        value, metrics = self._loss(*arguments)
+        return value, metrics | {"half": np.float32(0.5)}
+
+
+def train_without_rows(*, config, batch):
+    """Return the metrics of steps in which one place has nothing to train on."""
+    with worker_for(config, init_reference_model=False) as worker:
+        rows, _ = rows_of(batch, global_batch_size=config["train_global_batch_size"])
+        worker.train(rows, LOSSES["nll"]())
+        results = [worker.train(rows, _LossWithoutRows(0)) for _ in range(2)]
+        return {
+            "place": place(),
+            "metrics": [result["all_mb_metrics"].get("half", []) for result in results],
+            "weights": sent_by(worker),
+        }
+
+
+class _LossWithAText:
+    def __init__(self):
+        self._loss = LOSSES["nll"]()
+        self.loss_type, self.input_type = self._loss.loss_type, self._loss.input_type
+
+    def __call__(self, *arguments):
+        value, metrics = self._loss(*arguments)
+        return value, metrics | {"device": torch.device("cpu")}
+
+
+def train_with_a_text(*, config, batch):
+    """Return what a metric that is no number makes of `train`."""
+    with worker_for(config, init_reference_model=False) as worker:
+        rows, _ = rows_of(batch, global_batch_size=config["train_global_batch_size"])
+        try:
+            worker.train(rows, _LossWithAText())
+        except (TypeError, RuntimeError) as error:
+            return f"{type(error).__name__}: {error}"
 
 
 def fail_to_start(*, config):

@@ -16,6 +16,8 @@ import torch
 import torch.distributed as dist
 from megatron.core import dist_checkpointing, parallel_state
 from megatron.core.dist_checkpointing.core import CheckpointingException
+from megatron.core.dist_checkpointing.dict_utils import nested_values
+from megatron.core.dist_checkpointing.mapping import ShardedTensor, ShardedTensorFactory
 from megatron.core.tensor_parallel import get_cuda_rng_tracker
 from rl_interfaces.backend import directories
 from rl_interfaces.backend.agreement import failing_together
@@ -106,16 +108,16 @@ class Checkpointer:
         if len(paths) > 1:
             self._check_experts(paths[1])
         with self._runtime.scope(), torch.no_grad():
-            self._read_model(paths[0])
-            if self._trainer is None:
-                return None
-            if len(paths) == 1:
+            weights = _read(self._model_state(), paths[0])
+            training = None
+            if len(paths) > 1:
+                training = _read(self._training_state(is_loading=True), paths[1])
+                self._take_up_training(training, paths[1])
+            for index, chunk in enumerate(self._chunks):
+                unwrapped(chunk).load_state_dict(weights[f"model{index}"])
+            if self._trainer is not None and training is None:
                 self._trainer.take_up_weights()
-                return None
-            state = _read(self._training_state(is_loading=True), paths[1])
-            self._trainer.optimizer.load_state_dict(state["optimizer"])
-            self._trainer.scheduler.load_state_dict(state["scheduler"])
-            return _load_random(paths[1] / _random_file())
+            return None if training is None else _load_random(paths[1] / _random_file())
 
     @contextmanager
     def taking_their_places(self, targets: list[Path]) -> Generator[None, None, None]:
@@ -155,10 +157,16 @@ class Checkpointer:
             for index, chunk in enumerate(self._chunks)
         }
 
-    def _read_model(self, path: Path) -> None:
-        state = _read(self._model_state(), path)
-        for index, chunk in enumerate(self._chunks):
-            unwrapped(chunk).load_state_dict(state[f"model{index}"])
+    def _take_up_training(self, state: dict[str, Any], path: Path) -> None:
+        assert self._trainer is not None
+        try:
+            self._trainer.optimizer.load_state_dict(state["optimizer"])
+        except KeyError as error:
+            raise ValueError(
+                f"optimizer_path={str(path)!r} was saved with another precision, or with another "
+                f"policy.megatron_cfg.optimizer.use_distributed_optimizer: it lacks {error}"
+            ) from error
+        self._trainer.load_schedule(state["scheduler"])
 
     def _training_state(self, *, is_loading: bool) -> dict[str, Any]:
         assert self._trainer is not None
@@ -200,6 +208,11 @@ def _metadata() -> dict[str, Any]:
 
 
 def _read(state: dict[str, Any], path: Path) -> dict[str, Any]:
+    """Return what a directory holds in the place of `state`, whose tensors stay what they are."""
+    for value in nested_values(state):
+        # Megatron-core reads into the tensors that it is given, before it knows what is missing.
+        if isinstance(value, ShardedTensor | ShardedTensorFactory) and value.data is not None:
+            value.data = torch.empty_like(value.data)
     try:
         return cast("dict[str, Any]", dist_checkpointing.load(state, str(path)))
     except (CheckpointingException, CheckpointException, KeyError) as error:

@@ -43,7 +43,7 @@ def ddp_config(
 class Trainer:
     """The optimizer and the schedule of this rank.
 
-    A step is `clear_gradients`, the backward passes, `gradient_norm`, and then, where the gradients
+    A step is `begin_step`, the backward passes, `gradient_norm`, and then, where the gradients
     are finite, `step`. The learning rate and weight decay change with `step_scheduler`, at the end
     of a `train` call.
 
@@ -66,6 +66,8 @@ class Trainer:
         self.chunks = cast("list[DistributedDataParallel]", list(chunks))
         modules: list[Any] = list(chunks)
         self._runtime = runtime
+        self._config = config
+        self._balancing = cast("float", config.moe_aux_loss_coeff)
         self._max_norm = optimizer.max_grad_norm
         with runtime.scope():
             self.optimizer = cast(
@@ -83,8 +85,15 @@ class Trainer:
         """The rate of the next step."""
         return self.optimizer.param_groups[0]["lr"]
 
-    def clear_gradients(self) -> None:
-        """Begin a step."""
+    def begin_step(self, num_tokens: int) -> None:
+        """Clear the gradients.
+
+        Args:
+            num_tokens: Of the global batch. Megatron-core multiplies the experts' balancing loss
+                with the tokens of each micro-batch, and leaves the division to a mean over tokens
+                that losses have had before they come here.
+        """
+        self._config.moe_aux_loss_coeff = self._balancing / max(num_tokens, 1)
         with self._runtime.scope():
             for chunk in self.chunks:
                 chunk.zero_grad_buffer()
@@ -121,6 +130,13 @@ class Trainer:
             for chunk in self.chunks:
                 if chunk.ddp_config.overlap_param_gather:
                     chunk.start_param_sync(force_sync=True)
+
+    def load_schedule(self, state: dict[str, Any]) -> None:
+        """Go on from the place in the schedule that a checkpoint holds."""
+        # Megatron-core adds the saved steps to its own, and sets the weight decay before its ends.
+        self.scheduler.num_steps = 0
+        self.scheduler.load_state_dict(state)
+        self.scheduler.step(0)
 
     def take_up_weights(self) -> None:
         """Take up weights that were loaded into the model since: float32 copies are made anew."""
@@ -206,7 +222,7 @@ class _AddingUp:
     not leave it. Where such a pass fails, its frames live on with the error until Python collects
     garbage; the generator would end then, be it in the middle of a later step, whose gradients
     were reduced before all of them were there. This one does nothing at its end. What is left
-    entered lasts until the next step's `clear_gradients`.
+    entered lasts until the next `begin_step`.
     """
 
     def __init__(self, chunks: Sequence[DistributedDataParallel]) -> None:

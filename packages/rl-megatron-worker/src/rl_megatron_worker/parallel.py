@@ -63,6 +63,12 @@ class MegatronLayout:
         )
 
     @property
+    def shares_experts_over_rows(self) -> bool:
+        """Whether experts are dealt out over ranks that have rows of their own."""
+        own = self.tensor * self.context
+        return self.expert > 1 and own % (self.expert * self.expert_tensor) != 0
+
+    @property
     def token_multiple(self) -> int:
         """What the tokens of each sequence, padding included, have to be a multiple of."""
         chunks = 2 * self.context if self.context > 1 else 1
@@ -136,6 +142,12 @@ def check_sizes(architecture: Architecture, layout: MegatronLayout) -> None:
         raise ValueError(
             f"{_PATH}.expert_model_parallel_size={layout.expert} needs a mixture of experts, "
             "which the model is not"
+        )
+    if num_experts and layout.expert == 1 and layout.expert_tensor != tensor:
+        # Megatron-core sums such experts' gradients over the ranks that share rows alone.
+        raise ValueError(
+            f"{_PATH}.expert_tensor_parallel_size={layout.expert_tensor} differs from "
+            f"tensor_model_parallel_size={tensor}: that needs expert_model_parallel_size > 1, got 1"
         )
     if num_experts and tensor > 1 and not layout.sequence_parallel:
         raise ValueError(

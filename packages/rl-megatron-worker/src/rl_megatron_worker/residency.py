@@ -34,7 +34,7 @@ def place_parameters(chunks: Sequence[nn.Module], runtime: Runtime, *, on_device
                     buffer.offload_to_cpu(move_params=True, move_grads=False)
             inside = {id(parameter) for buffer in buffers for parameter in buffer.params}
             others = (each for each in chunk.parameters() if id(each) not in inside)
-            _move([*others, *chunk.buffers()], device)
+            _move([*others, *nn.Module.buffers(chunk)], device)
         torch.cuda.synchronize()
 
 

@@ -12,7 +12,7 @@ from megatron.core import parallel_state
 from megatron.core.pipeline_parallel import get_forward_backward_func
 from rl_interfaces.backend.agreement import failing_together
 
-from rl_megatron_worker.model import run_chunk, uses_transformer_engine
+from rl_megatron_worker.model import output_matrix, run_chunk, uses_transformer_engine
 from rl_megatron_worker.row_layout import PackedLayout
 
 if TYPE_CHECKING:
@@ -116,6 +116,8 @@ class Schedule:
             num_tokens = torch.zeros((), dtype=torch.int, device=hidden.device)
             with failure.kept():
                 value, scored = loss(layout, hidden)
+                if not value.requires_grad:
+                    value = value + self._no_loss(hidden)
                 return value, num_tokens, scored
             return self._no_loss(hidden), num_tokens, None
 
@@ -171,14 +173,12 @@ class Schedule:
             )
 
     def _no_loss(self, hidden: torch.Tensor) -> torch.Tensor:
-        """Return a zero of which every parameter of the last chunk has a gradient.
+        """Return a zero of which every parameter has the gradients that a loss gives it.
 
-        Gradients are reduced once all of them are there.
+        Gradients are reduced once all of them are there, each as often as in the first step.
         """
-        total = hidden.float().sum()
-        for parameter in self.chunks[-1].parameters():
-            total = total + parameter.float().sum()
-        return total * 0.0
+        matrix = output_matrix(self.chunks[-1])
+        return (hidden.float().sum() + matrix.float().sum()) * 0.0
 
     def _num_passes(self, num_micro_batches: int) -> int:
         """Return how many micro-batches a schedule can run of at least so many.

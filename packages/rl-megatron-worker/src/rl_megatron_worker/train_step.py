@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import logging
 from collections import defaultdict
 from dataclasses import dataclass, field
@@ -80,7 +81,7 @@ def run_steps(
         if trainer is None:
             found = schedule.run(step, _without_gradients(loss))
         else:
-            trainer.clear_gradients()
+            trainer.begin_step(_num_tokens(step, group, device))
             found = schedule.run_backward(step, loss)
         value, metrics = _tell_all(found, device)
         result.losses.append(_sum_over(value, group))
@@ -97,6 +98,12 @@ def run_steps(
         # From one rank alone: the sum over the ranks is then the count.
         result.metrics["skipped_steps"].append(skipped)
     return result
+
+
+def _num_tokens(step: Step, group: dist.ProcessGroup, device: torch.device) -> int:
+    """Return the tokens of the global batch, prompts included."""
+    own = step.rows["input_lengths"].sum().to(device=device, dtype=torch.int64)
+    return int(_sum_over(own, group))
 
 
 def _loss_of(
@@ -125,7 +132,7 @@ def _without_gradients(loss: LossOf) -> Callable[[PackedLayout, torch.Tensor], S
 def _reported(metrics: Metrics, counts: LossCounts, trainer: Trainer | None) -> Metrics:
     if not metrics["num_valid_samples"] > 0:
         return {}
-    numbers = {name: _to_number(value) for name, value in metrics.items()}
+    numbers = {name: _to_number(name, value) for name, value in metrics.items()}
     numbers["global_valid_seqs"] = float(counts.valid_seqs)
     numbers["global_valid_toks"] = float(counts.valid_toks)
     if trainer is not None:
@@ -166,5 +173,11 @@ def _sum_over(value: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
     return value
 
 
-def _to_number(value: Any) -> Any:
-    return value.item() if isinstance(value, torch.Tensor) else value
+def _to_number(name: str, value: Any) -> Any:
+    """Return a metric as other stages can be told it, see `share_value`."""
+    value = value.item() if hasattr(value, "item") else value
+    try:
+        json.dumps(value)
+    except TypeError as error:
+        raise TypeError(f"the loss's metric {name!r} is {value!r}: {error}") from error
+    return value

@@ -182,8 +182,16 @@ class MegatronPolicyWorker(
 
         Raises:
             ValueError: There is no `policy.generation`, or a prompt leaves no room for a token.
+            NotImplementedError: Ranks with rows of their own share experts.
         """
         self._residency.require("generate")
+        if self._config.layout.shares_experts_over_rows:
+            # Each forward meets those of the other ranks, whose rows end earlier or later.
+            raise NotImplementedError(
+                "generate() takes no policy.megatron_cfg.expert_model_parallel_size="
+                f"{self._config.layout.expert}: sample with inference engines instead, such as "
+                "policy.generation.backend='vllm'"
+            )
         sampling = self._config.sampling
         if sampling is None:
             raise ValueError("policy.generation is not set: the policy does not generate")
