@@ -68,7 +68,7 @@ def test_rows_that_would_wait_for_those_of_others_are_refused(pools, tmp_path):
     model = build_tiny(tmp_path, "qwen3_moe", num_hidden_layers=2)
     config = make_config(model, expert_model_parallel_size=2)
     with pytest.raises(
-        RankFailure, match="takes no policy.megatron_cfg.expert_model_par"
+        RankFailure, match=r"takes no policy\.megatron_cfg\.expert_model_par"
     ) as raised:
         pools(2).run(generate_and_score, config=config, batch=make_batch(4), greedy=True)
     assert raised.value.kind == "NotImplementedError"
