@@ -189,6 +189,26 @@ def test_a_sender_that_does_not_come_is_waited_for_as_long_as_said(tensors):
             engine.refit(1)
 
 
+@pytest.mark.parametrize("transport", ["shm", "collective"])
+@pytest.mark.parametrize("version", [2, 3])
+@pytest.mark.parametrize("looks", [False, True])
+def test_a_receiver_that_missed_a_refit_takes_part_in_the_next(tensors, transport, version, looks):
+    with make_sender(tensors, transport) as sender:
+        engine = Engine(sender.address)
+        must(refit(sender, [engine], 1))
+        engine.receiver.commit(1)
+        limit, sender._timeout_s = sender._timeout_s, 0.2
+        with pytest.raises(RefitTimeoutError, match="answer to the beginning"):
+            sender.send(2)
+        sender._timeout_s = limit
+        if looks:
+            assert engine.receiver.require_ready() == 1
+        must(refit(sender, [engine], version))
+        engine.receiver.commit(version)
+        assert engine.receiver.require_ready() == version
+        engine.receiver.close()
+
+
 def test_a_load_that_takes_too_long_is_named(tensors):
     release = threading.Event()
     with make_sender(tensors, timeout_s=0.5) as sender:

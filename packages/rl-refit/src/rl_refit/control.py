@@ -52,6 +52,8 @@ class Channel:
         self._socket = sock
         self._input = select.poll()
         self._input.register(sock, select.POLLIN)
+        self._end = select.poll()
+        self._end.register(sock, select.POLLRDHUP)
         self._peer = peer
         self._send_key = send_key
         self._receive_key = receive_key
@@ -111,6 +113,10 @@ class Channel:
     def has_input(self) -> bool:
         """Return whether a message, or the end of the connection, can be read at once."""
         return bool(self._input.poll(0))
+
+    def has_hung_up(self) -> bool:
+        """Return whether the other side has gone, though words of it may be left to read."""
+        return bool(self._end.poll(0))
 
     def send_descriptors(self, descriptors: list[int], deadline: Deadline) -> None:
         """Pass open files to the other side; it must call `receive_descriptors` next."""
