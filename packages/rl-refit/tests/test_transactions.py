@@ -1,11 +1,12 @@
 import pickle
+import socket
 import stat
 import threading
 from pathlib import Path
 
 import pytest
 import torch
-from refit_pairs import Engine, make_sender, must, outcomes, refit, same, some_tensors
+from refit_pairs import LIMIT_S, Engine, make_sender, must, outcomes, refit, same, some_tensors
 from rl_refit import (
     PlanMismatchError,
     PoisonedError,
@@ -13,6 +14,10 @@ from rl_refit import (
     RefitTimeoutError,
     VerificationError,
 )
+from rl_refit.control import MAGIC, NONCE
+from rl_refit.deadline import Deadline
+from rl_refit.endpoint import dial
+from rl_refit.receivers import Receivers
 from rl_refit.transports import collective
 
 
@@ -207,6 +212,42 @@ def test_a_receiver_that_missed_a_refit_takes_part_in_the_next(tensors, transpor
         engine.receiver.commit(version)
         assert engine.receiver.require_ready() == version
         engine.receiver.close()
+
+
+def counted(monkeypatch, owner, name):
+    """Return a semaphore that is released whenever that method is called."""
+    calls = threading.Semaphore(0)
+    original = getattr(owner, name)
+
+    def call(*args):
+        calls.release()
+        return original(*args)
+
+    monkeypatch.setattr(owner, name, call)
+    return calls
+
+
+@pytest.mark.parametrize("transport", ["shm", "collective"])
+def test_who_knocks_without_the_token_disturbs_no_refit(tensors, transport, monkeypatch):
+    with make_sender(tensors, transport, num_receivers=2) as sender:
+        engines = [Engine(sender.address, rank) for rank in range(2)]
+        must(refit(sender, engines, 1))
+
+        answers = counted(monkeypatch, Receivers, "_hear")
+        waits = counted(monkeypatch, Receivers, "are_ready")
+
+        def knock_and_receive():
+            assert answers.acquire(timeout=LIMIT_S)
+            stranger = dial(sender.address["endpoint"], Deadline(LIMIT_S))
+            assert stranger.recv(len(MAGIC) + NONCE, socket.MSG_WAITALL)
+            stranger.close()
+            assert all(waits.acquire(timeout=LIMIT_S) for _ in ("before", "after"))
+            return engines[1].refit(2)
+
+        must(outcomes(lambda: sender.send(2), lambda: engines[0].refit(2), knock_and_receive))
+        for engine in engines:
+            engine.receiver.commit(2)
+            engine.receiver.close()
 
 
 def test_a_load_that_takes_too_long_is_named(tensors):

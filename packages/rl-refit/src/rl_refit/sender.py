@@ -225,10 +225,11 @@ class RefitSender(Closing):
             session = self._meet(version, deadline)
             receivers = Receivers(session.channels, version, deadline)
             receivers.tell(Begin(version, self.plan.hash))
-            if receivers.are_ready(self._endpoint.listener):
-                receivers.tell(Start(version))
-                return session, receivers
-            self._admit_newcomer()
+            while self._session is session:
+                if receivers.are_ready(self._endpoint.listener):
+                    receivers.tell(Start(version))
+                    return session, receivers
+                self._admit_newcomer()
 
     def _meet(self, version: int, deadline: Deadline) -> Session:
         assert self._endpoint is not None

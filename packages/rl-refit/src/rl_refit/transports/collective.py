@@ -2,7 +2,8 @@
 
 The sender is rank 0 of the group, its receivers are the others in the order of their ranks. The
 default process group of neither side is touched. NCCL is used where the sender's tensors are on a
-GPU, gloo elsewhere. The control messages are authenticated; what the group itself sends is not.
+GPU, gloo elsewhere. The control messages are authenticated; what the group itself sends is not,
+nor are the addresses under which its members meet: the network between them must be trusted.
 """
 
 # torch annotates its distributed classes only in part.
@@ -60,7 +61,8 @@ class _CollectiveSender(SendingSide):
         self.buffers = split_buffers(memory, context.num_buffers, context.buffer_bytes)
         listener = socket.create_server((context.host, 0))
         self._port = listener.getsockname()[1]
-        # The store lets anybody in who reaches it; what is not known is where it keeps the keys.
+        # The store lets anybody in who reaches it, and lists its keys to them: the prefix only
+        # keeps groups apart.
         self._prefix = secrets.token_hex(16)
         self._store: dist.Store | None = dist.TCPStore(
             context.host,
