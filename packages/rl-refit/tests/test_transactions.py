@@ -1,3 +1,4 @@
+import os
 import pickle
 import socket
 import stat
@@ -12,6 +13,7 @@ from rl_refit import (
     PoisonedError,
     RefitError,
     RefitTimeoutError,
+    TensorSource,
     VerificationError,
 )
 from rl_refit.control import MAGIC, NONCE
@@ -161,6 +163,56 @@ def test_the_source_is_gone_through_to_its_end_though_a_receiver_fails(tensors):
     assert isinstance(sent, RefitError)
     assert taken == list(tensors)
     sender.close()
+
+
+@pytest.mark.parametrize("error", [torch.OutOfMemoryError, OSError, ValueError])
+def test_a_transport_that_cannot_be_opened_fails_at_both_ends(tensors, monkeypatch, error):
+    taken = []
+
+    class Source(TensorSource):
+        def __iter__(self):
+            for pair in super().__iter__():
+                taken.append(pair[0])
+                yield pair
+
+    def open_sender(context):
+        raise error("no room")
+
+    with make_sender(tensors) as sender:
+        sender._source = Source(tensors)
+        engine = Engine(sender.address)
+        with monkeypatch.context() as patch:
+            patch.setattr(sender._transport, "open_sender", open_sender)
+            sent, received = refit(sender, [engine], 1)
+        assert isinstance(sent, error)
+        assert isinstance(received, RefitError)
+        assert "the sender reports" in str(received)
+        assert "no room" in str(received)
+        assert taken == list(tensors)
+        must(refit(sender, [engine], 1))
+        engine.receiver.close()
+
+
+def test_a_newcomer_that_was_turned_away_is_not_counted_as_present(tensors):
+    before = sorted(os.listdir("/proc/self/fd"))
+    with make_sender(tensors, num_receivers=2) as sender:
+        engines = [Engine(sender.address, rank) for rank in range(2)]
+        must(refit(sender, engines, 1))
+        limit, sender._timeout_s = sender._timeout_s, 2.0
+        newcomer = Engine(sender.address, 1)
+        sent, refused = refit(sender, [newcomer], 2)
+        assert isinstance(sent, RefitTimeoutError)
+        assert "[1] of 2 receivers" in str(sent)
+        assert isinstance(refused, RefitError)
+        sent, refused = refit(sender, engines[:1], 2)
+        assert isinstance(sent, RefitTimeoutError)
+        assert "[0] of 2 receivers" in str(sent)
+        assert isinstance(refused, RefitError)
+        sender._timeout_s = limit
+        must(refit(sender, engines, 2))
+        for engine in engines:
+            engine.receiver.close()
+    assert sorted(os.listdir("/proc/self/fd")) == before
 
 
 def test_an_offer_that_the_engine_does_not_expect_is_refused(tensors):

@@ -82,8 +82,8 @@ class Channel:
             raise RefitError(f"a message of {len(payload)} bytes, at most {MAX_MESSAGE} are sent")
         mac = _seal(self._send_key, self._sent, payload)
         self._sent += 1
-        self._socket.settimeout(deadline.remaining("room for a message"))
         try:
+            self._socket.settimeout(deadline.remaining("room for a message"))
             self._socket.sendall(_FRAME.pack(len(payload), mac) + payload)
         except TimeoutError as error:
             told = f"no room for a message within {deadline.seconds:g} s"
@@ -120,8 +120,8 @@ class Channel:
 
     def send_descriptors(self, descriptors: list[int], deadline: Deadline) -> None:
         """Pass open files to the other side; it must call `receive_descriptors` next."""
-        self._socket.settimeout(deadline.remaining("room for descriptors"))
         try:
+            self._socket.settimeout(deadline.remaining("room for descriptors"))
             socket.send_fds(self._socket, [b"F"], descriptors)
         except OSError as error:
             self._hear_last_words()
@@ -129,8 +129,8 @@ class Channel:
 
     def receive_descriptors(self, count: int, deadline: Deadline) -> list[int]:
         """Return the open files that the other side passes."""
-        self._socket.settimeout(deadline.remaining("descriptors"))
         try:
+            self._socket.settimeout(deadline.remaining("descriptors"))
             _, descriptors, _, _ = socket.recv_fds(self._socket, 1, count, socket.MSG_CMSG_CLOEXEC)
         except OSError as error:
             raise ChannelClosed(str(error)) from error
@@ -162,8 +162,8 @@ class Channel:
     def _read(self, size: int, deadline: Deadline, waited_for: str) -> bytes:
         data = bytearray()
         while len(data) < size:
-            self._socket.settimeout(deadline.remaining(waited_for))
             try:
+                self._socket.settimeout(deadline.remaining(waited_for))
                 # No byte beyond the frame is read, as descriptors ride on the byte after it.
                 chunk = self._socket.recv(min(size - len(data), 1 << 20))
             except TimeoutError:
