@@ -3,6 +3,7 @@ import pickle
 import socket
 import stat
 import threading
+import time
 from pathlib import Path
 
 import pytest
@@ -342,6 +343,31 @@ def test_a_receiver_that_fails_while_the_group_is_made_is_not_waited_for(tensors
         assert all(same(engine.weights, tensors) for engine in engines)
         for engine in engines:
             engine.receiver.close()
+
+
+def test_a_refit_has_its_whole_limit_however_late_its_group_was_made(tensors, monkeypatch):
+    left_s = 2.0
+
+    class Source(TensorSource):
+        idle_s = 0.0
+
+        def __iter__(self):
+            time.sleep(self.idle_s)
+            yield from super().__iter__()
+
+    for side in (collective._CollectiveSender, collective._CollectiveReceiver):
+
+        def join(side, deadline, original=side.join):
+            original(side, Deadline(left_s))
+
+        monkeypatch.setattr(side, "join", join)
+    with make_sender(tensors, "collective") as sender:
+        sender._source = Source(tensors)
+        engine = Engine(sender.address)
+        must(refit(sender, [engine], 1))
+        sender._source.idle_s = 1.5 * left_s
+        must(refit(sender, [engine], 2))
+        engine.receiver.close()
 
 
 def test_files_that_weights_go_through_are_the_owners_alone(tensors):

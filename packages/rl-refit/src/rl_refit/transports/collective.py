@@ -33,6 +33,9 @@ from rl_refit.transports.base import (
 )
 from rl_refit.transports.shm import split_buffers
 
+_MARGIN_S = 5.0
+"""How much longer than a refit its broadcasts may take, so that the control messages fail first."""
+
 
 class CollectiveTransport(Transport):
     """One broadcast per bucket; the next one is received while a bucket is loaded."""
@@ -97,6 +100,7 @@ class _CollectiveSender(SendingSide):
             host,
             self._context.device,
             deadline,
+            limit_s=self._context.timeout_s + _MARGIN_S,
         )
 
     def publish(self, bucket: int, nbytes: int, deadline: Deadline) -> None:
@@ -140,6 +144,7 @@ class _CollectiveReceiver(ReceivingSide):
             self._context.host,
             self._context.device,
             deadline,
+            limit_s=self._context.timeout_s + _MARGIN_S,
         )
 
     def expect(self, bucket: int, nbytes: int, deadline: Deadline) -> None:
@@ -168,7 +173,12 @@ class _CollectiveReceiver(ReceivingSide):
 
 
 class ProcessGroup:
-    """A process group that no other part of the process knows of."""
+    """A process group that no other part of the process knows of.
+
+    Args:
+        deadline: Of the construction.
+        limit_s: The most seconds of one broadcast, in this refit or a later one.
+    """
 
     def __init__(
         self,
@@ -179,6 +189,8 @@ class ProcessGroup:
         host: str,
         device: torch.device,
         deadline: Deadline,
+        *,
+        limit_s: float,
     ) -> None:
         limit = _timedelta(deadline.remaining("process group"))
         if backend == "nccl":
@@ -186,11 +198,15 @@ class ProcessGroup:
             options._timeout = limit
             with torch.cuda.device(device):
                 self._group: Any = dist.ProcessGroupNCCL(store, rank, size, options)
+                # Now, as whoever makes the group is watched, and the first broadcast is not.
+                current = torch.device("cuda", torch.cuda.current_device())
+                self._group.eager_connect_single_device(current)
         else:
             options = dist.ProcessGroupGloo._Options()
             options._timeout = limit
             options._devices = [dist.ProcessGroupGloo.create_device(hostname=host)]
             self._group = dist.ProcessGroupGloo(store, rank, size, options)
+        self._group._set_default_timeout(_timedelta(limit_s))
 
     def broadcast(self, data: torch.Tensor) -> Any:
         """Start a broadcast from rank 0; return its work, or None if there is nothing to send."""
