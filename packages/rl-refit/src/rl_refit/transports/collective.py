@@ -13,10 +13,12 @@ nor are the addresses under which its members meet: the network between them mus
 
 from __future__ import annotations
 
+import atexit
 import datetime
 import secrets
 import socket
 import threading
+import time
 from typing import Any
 
 import torch
@@ -35,6 +37,11 @@ from rl_refit.transports.shm import split_buffers
 
 _MARGIN_S = 5.0
 """How much longer than a refit its broadcasts may take, so that the control messages fail first."""
+
+_EXIT_S = 5.0
+"""How long the interpreter's end waits for groups to end."""
+
+_ENDING: list[threading.Thread] = []
 
 
 class CollectiveTransport(Transport):
@@ -216,13 +223,23 @@ class ProcessGroup:
         """Leave the group; may not be called twice."""
         # Its end waits for a broadcast that no other side takes part in any more.
         group, self._group = self._group, None
-        threading.Thread(target=_end, args=([group],), daemon=True).start()
+        thread = threading.Thread(target=_end, args=([group],), daemon=True)
         del group
+        _ENDING[:] = [other for other in _ENDING if other.is_alive()] + [thread]
+        thread.start()
 
 
 def _connect_store(host: str, port: int, deadline: Deadline) -> dist.Store:
     limit = _timedelta(deadline.remaining("store of the process group"))
     return dist.TCPStore(host, port, is_master=False, timeout=limit)
+
+
+@atexit.register
+def _wait_for_ends() -> None:
+    """Let groups end: the process aborts where one does so while the interpreter goes down."""
+    end = time.monotonic() + _EXIT_S
+    for thread in _ENDING:
+        thread.join(max(end - time.monotonic(), 0.0))
 
 
 def _end(groups: list[Any]) -> None:
