@@ -1,6 +1,8 @@
 """Tensors over a group that a driver names, between threads that stand for processes."""
 
 import socket
+import subprocess
+import sys
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
@@ -62,3 +64,42 @@ def test_a_receiver_that_never_comes_is_an_error():
 def test_a_rank_outside_the_group_is_refused():
     with pytest.raises(ValueError, match="rank=2 is not within world_size=2"):
         join(2, 2, free_port())
+
+
+LEAVER = """
+import threading, time
+from rl_refit import broadcast
+from rl_refit.transports import collective
+
+end = collective._end
+
+def slow_end(groups):
+    time.sleep(0.5)
+    end(groups)
+    print("ended", flush=True)
+
+collective._end = slow_end
+make = lambda rank: groups.append(
+    broadcast.BroadcastGroup("127.0.0.1", PORT, rank=rank, world_size=2, timeout_s=30)
+)
+groups = []
+threads = [threading.Thread(target=make, args=(rank,)) for rank in range(2)]
+for thread in threads:
+    thread.start()
+for thread in threads:
+    thread.join()
+for group in groups:
+    group.close()
+"""
+
+
+def test_a_process_that_ends_lets_its_groups_end_first():
+    done = subprocess.run(
+        [sys.executable, "-c", LEAVER.replace("PORT", str(free_port()))],
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.count("ended") == 2

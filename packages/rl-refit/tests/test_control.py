@@ -59,6 +59,19 @@ def test_both_sides_with_the_token_can_talk(host):
     endpoint.close()
 
 
+def test_a_channel_that_this_side_has_closed_says_so(endpoint):
+    (client,), served = meet(endpoint, [TOKEN])
+    served[0].close()
+    with pytest.raises(ChannelClosed):
+        served[0].send(Begin(3, "abc"), Deadline(1))
+    with pytest.raises(ChannelClosed):
+        served[0].send_descriptors([0], Deadline(1))
+    with pytest.raises(ChannelClosed):
+        served[0].receive_descriptors(1, Deadline(1))
+    served[0].leave(RefitError("late"))
+    client.close()
+
+
 @HOSTS
 def test_a_wrong_token_is_turned_away_and_the_right_one_still_let_in(host):
     endpoint = Endpoint(host=host)

@@ -9,13 +9,16 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from rl_refit import handles as handles_module
 from rl_refit.handles import HandleOwner, group_keys, rebuild
+from rl_refit.transports import ReceiverContext, find_transport
 
 READER = """
 import pickle, sys, torch
 from rl_refit.handles import rebuild
 handles = pickle.load(sys.stdin.buffer)
-tensors = {name: rebuild(handle) for name, handle in handles.items()}
+device = sys.argv[1] if len(sys.argv) > 1 else None
+tensors = {name: rebuild(handle, device) for name, handle in handles.items()}
 if tensors["a"].is_cuda:
     tensors = {name: tensor.cpu() for name, tensor in tensors.items()}
 torch.save({name: tensor.clone() for name, tensor in tensors.items()}, sys.stdout.buffer)
@@ -24,12 +27,12 @@ torch.save({name: tensor.clone() for name, tensor in tensors.items()}, sys.stdou
 SPECS = st.lists(st.tuples(st.text(max_size=3), st.integers(0, 50)), max_size=20)
 
 
-def in_another_process(handles):
+def in_another_process(handles, *device):
     """Return the tensors as another process has rebuilt them."""
     import io
 
     done = subprocess.run(
-        [sys.executable, "-c", READER],
+        [sys.executable, "-c", READER, *device],
         input=pickle.dumps(handles),
         capture_output=True,
         timeout=120,
@@ -113,6 +116,77 @@ def test_a_process_that_is_gone_is_named():
         handle = owner.export({"a": torch.ones(3)})["a"]
         with pytest.raises(RuntimeError, match="process 4194305 cannot be opened"):
             rebuild({**handle, "pid": 4194305})
+
+
+# As `export_cuda` makes it where the owner's GPU is its second one.
+GPU_HANDLE = {
+    "kind": "cuda",
+    "dtype": "uint8",
+    "shape": [8],
+    "stride": [1],
+    "tensor_offset": 0,
+    "storage_device": 1,
+    "storage_handle": b"h" * 64,
+    "storage_size_bytes": 8,
+    "storage_offset_bytes": 0,
+    "ref_counter_handle": b"/torch_1",
+    "ref_counter_offset": 0,
+    "event_handle": b"e" * 64,
+    "event_sync_required": True,
+}
+
+
+class Opened(Exception):
+    """Where GPU memory would be opened."""
+
+
+@pytest.fixture
+def opened(monkeypatch):
+    """What torch is asked to open, where there is no GPU to open it on."""
+    found = {}
+
+    def open_memory(**arguments):
+        found.update(arguments)
+        raise Opened
+
+    monkeypatch.setattr(handles_module, "rebuild_cuda_tensor", open_memory)
+    return found
+
+
+@pytest.mark.parametrize(("device", "index"), [("cuda:0", 0), ("cuda:3", 3), (None, 1)])
+def test_gpu_memory_is_opened_on_the_readers_own_device(opened, device, index):
+    with pytest.raises(Opened):
+        rebuild(GPU_HANDLE, device)
+    assert opened["storage_device"] == index
+    assert GPU_HANDLE["storage_device"] == 1
+
+
+def test_cuda_ipc_opens_the_buffers_on_the_receivers_device(opened):
+    context = ReceiverContext(
+        num_buffers=1,
+        buffer_bytes=8,
+        grant={"buffers": GPU_HANDLE},
+        descriptors=[],
+        rank=0,
+        device=torch.device("cuda:0"),
+        host=None,
+        timeout_s=1.0,
+    )
+    with pytest.raises(Opened):
+        find_transport("cuda_ipc").open_receiver(context)
+    assert opened["storage_device"] == 0
+
+
+@pytest.mark.gpu
+def test_gpu_memory_of_an_owner_that_sees_more_gpus_is_rebuilt():
+    tensors = {name: tensor.cuda() for name, tensor in some_tensors().items()}
+    with HandleOwner() as owner:
+        handles = owner.export(tensors)
+        for handle in handles.values():
+            handle["storage_device"] += 5
+        rebuilt = in_another_process(handles, "cuda:0")
+    for name, tensor in tensors.items():
+        assert torch.equal(rebuilt[name], tensor.cpu())
 
 
 @pytest.mark.gpu

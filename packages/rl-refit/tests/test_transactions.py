@@ -1,18 +1,26 @@
+import os
 import pickle
+import socket
 import stat
 import threading
+import time
 from pathlib import Path
 
 import pytest
 import torch
-from refit_pairs import Engine, make_sender, must, outcomes, refit, same, some_tensors
+from refit_pairs import LIMIT_S, Engine, make_sender, must, outcomes, refit, same, some_tensors
 from rl_refit import (
     PlanMismatchError,
     PoisonedError,
     RefitError,
     RefitTimeoutError,
+    TensorSource,
     VerificationError,
 )
+from rl_refit.control import MAGIC, NONCE
+from rl_refit.deadline import Deadline
+from rl_refit.endpoint import dial
+from rl_refit.receivers import Receivers
 from rl_refit.transports import collective
 
 
@@ -158,6 +166,56 @@ def test_the_source_is_gone_through_to_its_end_though_a_receiver_fails(tensors):
     sender.close()
 
 
+@pytest.mark.parametrize("error", [torch.OutOfMemoryError, OSError, ValueError])
+def test_a_transport_that_cannot_be_opened_fails_at_both_ends(tensors, monkeypatch, error):
+    taken = []
+
+    class Source(TensorSource):
+        def __iter__(self):
+            for pair in super().__iter__():
+                taken.append(pair[0])
+                yield pair
+
+    def open_sender(context):
+        raise error("no room")
+
+    with make_sender(tensors) as sender:
+        sender._source = Source(tensors)
+        engine = Engine(sender.address)
+        with monkeypatch.context() as patch:
+            patch.setattr(sender._transport, "open_sender", open_sender)
+            sent, received = refit(sender, [engine], 1)
+        assert isinstance(sent, error)
+        assert isinstance(received, RefitError)
+        assert "the sender reports" in str(received)
+        assert "no room" in str(received)
+        assert taken == list(tensors)
+        must(refit(sender, [engine], 1))
+        engine.receiver.close()
+
+
+def test_a_newcomer_that_was_turned_away_is_not_counted_as_present(tensors):
+    before = sorted(os.listdir("/proc/self/fd"))
+    with make_sender(tensors, num_receivers=2) as sender:
+        engines = [Engine(sender.address, rank) for rank in range(2)]
+        must(refit(sender, engines, 1))
+        limit, sender._timeout_s = sender._timeout_s, 2.0
+        newcomer = Engine(sender.address, 1)
+        sent, refused = refit(sender, [newcomer], 2)
+        assert isinstance(sent, RefitTimeoutError)
+        assert "[1] of 2 receivers" in str(sent)
+        assert isinstance(refused, RefitError)
+        sent, refused = refit(sender, engines[:1], 2)
+        assert isinstance(sent, RefitTimeoutError)
+        assert "[0] of 2 receivers" in str(sent)
+        assert isinstance(refused, RefitError)
+        sender._timeout_s = limit
+        must(refit(sender, engines, 2))
+        for engine in engines:
+            engine.receiver.close()
+    assert sorted(os.listdir("/proc/self/fd")) == before
+
+
 def test_an_offer_that_the_engine_does_not_expect_is_refused(tensors):
     expected = [(name, t.dtype, tuple(t.shape)) for name, t in tensors.items()]
     expected[0] = ("embed.weight", torch.float64, (64, 48))
@@ -187,6 +245,62 @@ def test_a_sender_that_does_not_come_is_waited_for_as_long_as_said(tensors):
         engine = Engine(sender.address, timeout_s=0.3)
         with pytest.raises(RefitTimeoutError):
             engine.refit(1)
+
+
+@pytest.mark.parametrize("transport", ["shm", "collective"])
+@pytest.mark.parametrize("version", [2, 3])
+@pytest.mark.parametrize("looks", [False, True])
+def test_a_receiver_that_missed_a_refit_takes_part_in_the_next(tensors, transport, version, looks):
+    with make_sender(tensors, transport) as sender:
+        engine = Engine(sender.address)
+        must(refit(sender, [engine], 1))
+        engine.receiver.commit(1)
+        limit, sender._timeout_s = sender._timeout_s, 0.2
+        with pytest.raises(RefitTimeoutError, match="answer to the beginning"):
+            sender.send(2)
+        sender._timeout_s = limit
+        if looks:
+            assert engine.receiver.require_ready() == 1
+        must(refit(sender, [engine], version))
+        engine.receiver.commit(version)
+        assert engine.receiver.require_ready() == version
+        engine.receiver.close()
+
+
+def counted(monkeypatch, owner, name):
+    """Return a semaphore that is released whenever that method is called."""
+    calls = threading.Semaphore(0)
+    original = getattr(owner, name)
+
+    def call(*args):
+        calls.release()
+        return original(*args)
+
+    monkeypatch.setattr(owner, name, call)
+    return calls
+
+
+@pytest.mark.parametrize("transport", ["shm", "collective"])
+def test_who_knocks_without_the_token_disturbs_no_refit(tensors, transport, monkeypatch):
+    with make_sender(tensors, transport, num_receivers=2) as sender:
+        engines = [Engine(sender.address, rank) for rank in range(2)]
+        must(refit(sender, engines, 1))
+
+        answers = counted(monkeypatch, Receivers, "_hear")
+        waits = counted(monkeypatch, Receivers, "are_ready")
+
+        def knock_and_receive():
+            assert answers.acquire(timeout=LIMIT_S)
+            stranger = dial(sender.address["endpoint"], Deadline(LIMIT_S))
+            assert stranger.recv(len(MAGIC) + NONCE, socket.MSG_WAITALL)
+            stranger.close()
+            assert all(waits.acquire(timeout=LIMIT_S) for _ in ("before", "after"))
+            return engines[1].refit(2)
+
+        must(outcomes(lambda: sender.send(2), lambda: engines[0].refit(2), knock_and_receive))
+        for engine in engines:
+            engine.receiver.commit(2)
+            engine.receiver.close()
 
 
 def test_a_load_that_takes_too_long_is_named(tensors):
@@ -229,6 +343,31 @@ def test_a_receiver_that_fails_while_the_group_is_made_is_not_waited_for(tensors
         assert all(same(engine.weights, tensors) for engine in engines)
         for engine in engines:
             engine.receiver.close()
+
+
+def test_a_refit_has_its_whole_limit_however_late_its_group_was_made(tensors, monkeypatch):
+    left_s = 2.0
+
+    class Source(TensorSource):
+        idle_s = 0.0
+
+        def __iter__(self):
+            time.sleep(self.idle_s)
+            yield from super().__iter__()
+
+    for side in (collective._CollectiveSender, collective._CollectiveReceiver):
+
+        def join(side, deadline, original=side.join):
+            original(side, Deadline(left_s))
+
+        monkeypatch.setattr(side, "join", join)
+    with make_sender(tensors, "collective") as sender:
+        sender._source = Source(tensors)
+        engine = Engine(sender.address)
+        must(refit(sender, [engine], 1))
+        sender._source.idle_s = 1.5 * left_s
+        must(refit(sender, [engine], 2))
+        engine.receiver.close()
 
 
 def test_files_that_weights_go_through_are_the_owners_alone(tensors):

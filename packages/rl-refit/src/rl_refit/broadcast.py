@@ -65,6 +65,7 @@ class BroadcastGroup(Closing):
             endpoint.address_towards(ip, port),
             self._device,
             Deadline(timeout_s),
+            limit_s=timeout_s,
         )
 
     def send(self, tensors: Iterable[tuple[str, torch.Tensor]]) -> None:

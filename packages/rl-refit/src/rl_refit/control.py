@@ -52,6 +52,8 @@ class Channel:
         self._socket = sock
         self._input = select.poll()
         self._input.register(sock, select.POLLIN)
+        self._end = select.poll()
+        self._end.register(sock, select.POLLRDHUP)
         self._peer = peer
         self._send_key = send_key
         self._receive_key = receive_key
@@ -80,8 +82,8 @@ class Channel:
             raise RefitError(f"a message of {len(payload)} bytes, at most {MAX_MESSAGE} are sent")
         mac = _seal(self._send_key, self._sent, payload)
         self._sent += 1
-        self._socket.settimeout(deadline.remaining("room for a message"))
         try:
+            self._socket.settimeout(deadline.remaining("room for a message"))
             self._socket.sendall(_FRAME.pack(len(payload), mac) + payload)
         except TimeoutError as error:
             told = f"no room for a message within {deadline.seconds:g} s"
@@ -112,10 +114,14 @@ class Channel:
         """Return whether a message, or the end of the connection, can be read at once."""
         return bool(self._input.poll(0))
 
+    def has_hung_up(self) -> bool:
+        """Return whether the other side has gone, though words of it may be left to read."""
+        return bool(self._end.poll(0))
+
     def send_descriptors(self, descriptors: list[int], deadline: Deadline) -> None:
         """Pass open files to the other side; it must call `receive_descriptors` next."""
-        self._socket.settimeout(deadline.remaining("room for descriptors"))
         try:
+            self._socket.settimeout(deadline.remaining("room for descriptors"))
             socket.send_fds(self._socket, [b"F"], descriptors)
         except OSError as error:
             self._hear_last_words()
@@ -123,8 +129,8 @@ class Channel:
 
     def receive_descriptors(self, count: int, deadline: Deadline) -> list[int]:
         """Return the open files that the other side passes."""
-        self._socket.settimeout(deadline.remaining("descriptors"))
         try:
+            self._socket.settimeout(deadline.remaining("descriptors"))
             _, descriptors, _, _ = socket.recv_fds(self._socket, 1, count, socket.MSG_CMSG_CLOEXEC)
         except OSError as error:
             raise ChannelClosed(str(error)) from error
@@ -156,8 +162,8 @@ class Channel:
     def _read(self, size: int, deadline: Deadline, waited_for: str) -> bytes:
         data = bytearray()
         while len(data) < size:
-            self._socket.settimeout(deadline.remaining(waited_for))
             try:
+                self._socket.settimeout(deadline.remaining(waited_for))
                 # No byte beyond the frame is read, as descriptors ride on the byte after it.
                 chunk = self._socket.recv(min(size - len(data), 1 << 20))
             except TimeoutError:

@@ -101,10 +101,15 @@ class HandleOwner(Closing):
         }
 
 
-def rebuild(handle: Handle) -> torch.Tensor:
+def rebuild(handle: Handle, device: torch.device | str | None = None) -> torch.Tensor:
     """Return the tensor that a handle names.
 
     On the CPU it is in read-only memory: a write into it ends the process.
+
+    Args:
+        handle: Of `HandleOwner.export`.
+        device: For GPU memory, the device of this process that reads it; None for the one of the
+            owner's number, which is another GPU where the two processes see different ones.
 
     Raises:
         RuntimeError: Its owner has closed it, is gone, or is out of reach.
@@ -114,6 +119,8 @@ def rebuild(handle: Handle) -> torch.Tensor:
         size = torch.Size(shape).numel() * dtype.itemsize
         return _open(handle, size).view(dtype).view(shape)
     arguments = {name: handle[name] for name in _CUDA_PLAIN}
+    if device is not None:
+        arguments["storage_device"] = _index_of(torch.device(device))
     return rebuild_cuda_tensor(
         tensor_cls=torch.Tensor,
         tensor_size=torch.Size(shape),
@@ -158,6 +165,11 @@ def export_cuda(tensor: torch.Tensor) -> Handle:
     plain = dict(zip(_CUDA_PLAIN, values, strict=True))
     place = {"shape": list(size), "stride": list(stride)}
     return {"kind": "cuda", "dtype": dtype_name(dtype), **place, **plain}
+
+
+def _index_of(device: torch.device) -> int:
+    index: Any = device.index
+    return torch.cuda.current_device() if index is None else index
 
 
 def _open(handle: Handle, size: int) -> torch.Tensor:

@@ -241,6 +241,9 @@ class RefitReceiver(Closing):
 
     def _meet(self, version: int, deadline: Deadline) -> None:
         """Wait until the sender begins, over the connection there is or a new one."""
+        if self._session is not None and self._session.channel.has_hung_up():
+            # What is left to read there is of a refit that this side has missed.
+            self._disconnect()
         while True:
             try:
                 if self._session is None:

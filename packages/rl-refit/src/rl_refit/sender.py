@@ -134,8 +134,8 @@ class RefitSender(Closing):
     def send(self, version: int) -> RefitReport:
         """Send every tensor; return when every receiver has loaded all of them.
 
-        The source is gone through once, and to its end also where a receiver fails, as other
-        trainer ranks may be in its gathers.
+        The source is gone through once, and to its end also where a receiver or the transport
+        fails, as other trainer ranks may be in its gathers.
 
         Raises:
             RefitError: A receiver failed, or did not answer in time. No version may be committed;
@@ -153,7 +153,7 @@ class RefitSender(Closing):
                 report = self._take_part(version, tensors, watch)
         except BaseException as error:
             self._drop_session(error)
-            if isinstance(error, RefitError):
+            if isinstance(error, Exception):
                 _go_through(tensors)
             raise
         self._loaded = version
@@ -225,24 +225,26 @@ class RefitSender(Closing):
             session = self._meet(version, deadline)
             receivers = Receivers(session.channels, version, deadline)
             receivers.tell(Begin(version, self.plan.hash))
-            if receivers.are_ready(self._endpoint.listener):
-                receivers.tell(Start(version))
-                return session, receivers
-            self._admit_newcomer()
+            while self._session is session:
+                if receivers.are_ready(self._endpoint.listener):
+                    receivers.tell(Start(version))
+                    return session, receivers
+                self._admit_newcomer()
 
     def _meet(self, version: int, deadline: Deadline) -> Session:
         assert self._endpoint is not None
         if self._session is not None and not self._session.is_whole():
             self._drop_session(None)
         if self._session is None:
+            # They are closed if not all come.
+            present, self._newcomers = self._newcomers, {}
             channels = accept(
                 self._endpoint.listener,
                 self._num_receivers,
                 token=self._token,
                 deadline=deadline,
-                present=self._newcomers,
+                present=present,
             )
-            self._newcomers = {}
             self._session = self._open(dict(sorted(channels.items())), version, deadline)
         return self._session
 
@@ -255,18 +257,12 @@ class RefitSender(Closing):
             self._drop_session(None)
 
     def _open(self, channels: dict[int, Channel], version: int, deadline: Deadline) -> Session:
-        assert self._endpoint is not None
-        side = self._transport.open_sender(
-            SenderContext(
-                num_buffers=self._num_buffers,
-                buffer_bytes=self.plan.largest_bucket,
-                ranks=tuple(channels),
-                device=self._device,
-                directory=self._endpoint.directory,
-                host=self._endpoint.host,
-                timeout_s=self._timeout_s,
-            )
-        )
+        try:
+            side = self._open_side(channels)
+        except BaseException as error:
+            for channel in channels.values():
+                channel.leave(error)
+            raise
         session = Session(channels, side, PieceViews(self.plan, side.buffers))
         try:
             receivers = Receivers(channels, version, deadline)
@@ -281,6 +277,20 @@ class RefitSender(Closing):
             session.close(error)
             raise
         return session
+
+    def _open_side(self, channels: dict[int, Channel]) -> SendingSide:
+        assert self._endpoint is not None
+        return self._transport.open_sender(
+            SenderContext(
+                num_buffers=self._num_buffers,
+                buffer_bytes=self.plan.largest_bucket,
+                ranks=tuple(channels),
+                device=self._device,
+                directory=self._endpoint.directory,
+                host=self._endpoint.host,
+                timeout_s=self._timeout_s,
+            )
+        )
 
     def _offer(self, side: SendingSide, grant: dict[str, Any], num_fds: int) -> Offer:
         wire = self.plan.to_wire()

@@ -76,7 +76,7 @@ def load_from_handles(worker: Any, handles: Mapping[str, Mapping[str, Any]]) -> 
         chosen = handles[own]
     else:
         chosen = next(iter(handles.values()))
-    _load(worker, ((name, rebuild(handle)) for name, handle in chosen.items()))
+    _load(worker, ((name, rebuild(handle, worker.device)) for name, handle in chosen.items()))
 
 
 def _load(worker: Any, tensors: Iterable[tuple[str, torch.Tensor]]) -> None:

@@ -2,7 +2,8 @@
 
 The sender is rank 0 of the group, its receivers are the others in the order of their ranks. The
 default process group of neither side is touched. NCCL is used where the sender's tensors are on a
-GPU, gloo elsewhere. The control messages are authenticated; what the group itself sends is not.
+GPU, gloo elsewhere. The control messages are authenticated; what the group itself sends is not,
+nor are the addresses under which its members meet: the network between them must be trusted.
 """
 
 # torch annotates its distributed classes only in part.
@@ -12,10 +13,12 @@ GPU, gloo elsewhere. The control messages are authenticated; what the group itse
 
 from __future__ import annotations
 
+import atexit
 import datetime
 import secrets
 import socket
 import threading
+import time
 from typing import Any
 
 import torch
@@ -31,6 +34,14 @@ from rl_refit.transports.base import (
     Transport,
 )
 from rl_refit.transports.shm import split_buffers
+
+_MARGIN_S = 5.0
+"""How much longer than a refit its broadcasts may take, so that the control messages fail first."""
+
+_EXIT_S = 5.0
+"""How long the interpreter's end waits for groups to end."""
+
+_ENDING: list[threading.Thread] = []
 
 
 class CollectiveTransport(Transport):
@@ -60,7 +71,8 @@ class _CollectiveSender(SendingSide):
         self.buffers = split_buffers(memory, context.num_buffers, context.buffer_bytes)
         listener = socket.create_server((context.host, 0))
         self._port = listener.getsockname()[1]
-        # The store lets anybody in who reaches it; what is not known is where it keeps the keys.
+        # The store lets anybody in who reaches it, and lists its keys to them: the prefix only
+        # keeps groups apart.
         self._prefix = secrets.token_hex(16)
         self._store: dist.Store | None = dist.TCPStore(
             context.host,
@@ -95,6 +107,7 @@ class _CollectiveSender(SendingSide):
             host,
             self._context.device,
             deadline,
+            limit_s=self._context.timeout_s + _MARGIN_S,
         )
 
     def publish(self, bucket: int, nbytes: int, deadline: Deadline) -> None:
@@ -138,6 +151,7 @@ class _CollectiveReceiver(ReceivingSide):
             self._context.host,
             self._context.device,
             deadline,
+            limit_s=self._context.timeout_s + _MARGIN_S,
         )
 
     def expect(self, bucket: int, nbytes: int, deadline: Deadline) -> None:
@@ -166,7 +180,12 @@ class _CollectiveReceiver(ReceivingSide):
 
 
 class ProcessGroup:
-    """A process group that no other part of the process knows of."""
+    """A process group that no other part of the process knows of.
+
+    Args:
+        deadline: Of the construction.
+        limit_s: The most seconds of one broadcast, in this refit or a later one.
+    """
 
     def __init__(
         self,
@@ -177,6 +196,8 @@ class ProcessGroup:
         host: str,
         device: torch.device,
         deadline: Deadline,
+        *,
+        limit_s: float,
     ) -> None:
         limit = _timedelta(deadline.remaining("process group"))
         if backend == "nccl":
@@ -184,11 +205,15 @@ class ProcessGroup:
             options._timeout = limit
             with torch.cuda.device(device):
                 self._group: Any = dist.ProcessGroupNCCL(store, rank, size, options)
+                # Now, as whoever makes the group is watched, and the first broadcast is not.
+                current = torch.device("cuda", torch.cuda.current_device())
+                self._group.eager_connect_single_device(current)
         else:
             options = dist.ProcessGroupGloo._Options()
             options._timeout = limit
             options._devices = [dist.ProcessGroupGloo.create_device(hostname=host)]
             self._group = dist.ProcessGroupGloo(store, rank, size, options)
+        self._group._set_default_timeout(_timedelta(limit_s))
 
     def broadcast(self, data: torch.Tensor) -> Any:
         """Start a broadcast from rank 0; return its work, or None if there is nothing to send."""
@@ -198,13 +223,23 @@ class ProcessGroup:
         """Leave the group; may not be called twice."""
         # Its end waits for a broadcast that no other side takes part in any more.
         group, self._group = self._group, None
-        threading.Thread(target=_end, args=([group],), daemon=True).start()
+        thread = threading.Thread(target=_end, args=([group],), daemon=True)
         del group
+        _ENDING[:] = [other for other in _ENDING if other.is_alive()] + [thread]
+        thread.start()
 
 
 def _connect_store(host: str, port: int, deadline: Deadline) -> dist.Store:
     limit = _timedelta(deadline.remaining("store of the process group"))
     return dist.TCPStore(host, port, is_master=False, timeout=limit)
+
+
+@atexit.register
+def _wait_for_ends() -> None:
+    """Let groups end: the process aborts where one does so while the interpreter goes down."""
+    end = time.monotonic() + _EXIT_S
+    for thread in _ENDING:
+        thread.join(max(end - time.monotonic(), 0.0))
 
 
 def _end(groups: list[Any]) -> None:

@@ -70,7 +70,7 @@ class _CudaIpcSender(SendingSide):
 
 class _CudaIpcReceiver(ReceivingSide):
     def __init__(self, context: ReceiverContext) -> None:
-        memory = rebuild(context.grant["buffers"])
+        memory = rebuild(context.grant["buffers"], context.device)
         self.buffers = split_buffers(memory, context.num_buffers, context.buffer_bytes)
         self._device = context.device
         self._read = torch.cuda.Event()
