@@ -56,6 +56,42 @@ def train(*, config, batch, num_calls=1, loss="nll", gbs=None, mbs=None):
         return parameters_of(worker), results
 
 
+class _Failing(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, hidden):
+        return hidden.clone()
+
+    @staticmethod
+    def backward(ctx, gradient):
+        raise MemoryError("planted")
+
+
+def train_after_a_failure(*, config, batch, fails, failing_batch):
+    """Return parameters and results of a `train` after a call whose `fails` has raised."""
+
+    def fail(*_):
+        raise MemoryError("planted")
+
+    with worker_for(config, init_reference_model=False) as worker:
+        layer, loss, rows = worker.model.model.layers[0], make_loss("nll"), my_rows(failing_batch)
+        if fails == "loss":
+            loss = make_loss("failing")
+        elif fails == "backward":
+            hook = layer.register_forward_hook(lambda *each: _Failing.apply(each[-1]))
+        else:
+            hook = layer.self_attn.register_forward_pre_hook(fail)
+        try:
+            worker.train(rows, loss, eval_mode=fails == "evaluation")
+        except MemoryError:
+            pass
+        else:
+            raise AssertionError(f"the {fails} did not fail")
+        if fails != "loss":
+            hook.remove()
+        result = worker.train(my_rows(batch), make_loss("nll"))
+        return parameters_of(worker), result
+
+
 def eval_leaves_no_trace(*, config, batch):
     """Return whether shards and random state are as before, and the losses of both calls."""
     with worker_for(config, init_optimizer=False, init_reference_model=False) as worker:
