@@ -208,6 +208,49 @@ def load_and_train(*, config, batch, directory):
         return result, shards_of(worker), sampled, parameters_of(worker)
 
 
+def continue_and_load(*, config, batch, directory, num_before):
+    """Save after `num_before` calls; return the shards after one more, and after a load and one."""
+    paths = (f"{directory}/weights", f"{directory}/optimizer")
+    rows, found = my_rows(batch, 4), []
+    with worker_for(config, init_reference_model=False) as worker:
+        for _ in range(num_before):
+            worker.train(rows, make_loss("nll"))
+        worker.save_checkpoint(*paths)
+        for _ in range(2):
+            worker.train(rows, make_loss("nll"))
+            found.append(shards_of(worker))
+            worker.load_checkpoint(*paths)
+    return found
+
+
+def resume(*, config, batch, directory):
+    """Return the shards after a load in a new worker, and one call."""
+    paths = {"weights_path": f"{directory}/weights", "optimizer_path": f"{directory}/optimizer"}
+    with worker_for(config, init_reference_model=False, **paths) as worker:
+        worker.train(my_rows(batch, 4), make_loss("nll"))
+        return shards_of(worker)
+
+
+def refused_load(*, config, batch, weights_path, optimizer_path):
+    """Return the error of a load after a `train` call, and whether it changed anything."""
+
+    def everything(worker):
+        state = worker._training.optimizer.state
+        slots = [dict(state[parameter]) for parameter in worker.model.parameters()]
+        tensors = [local_tensor(each).clone() for values in slots for each in values.values()]
+        return [*tensors, *shards_of(worker).values()]
+
+    with worker_for(config, init_reference_model=False) as worker:
+        worker.train(my_rows(batch, 4), make_loss("nll"))
+        before = everything(worker)
+        try:
+            worker.load_checkpoint(weights_path, optimizer_path)
+        except ValueError as error:
+            after = everything(worker)
+            same = all(torch.equal(*pair) for pair in zip(before, after, strict=True))
+            return str(error), same
+
+
 def start_from_nothing(*, config):
     """Start from a checkpoint that is not there; return what was closed, and what is left."""
     from rl_dtensor_worker import worker as module
