@@ -1,10 +1,13 @@
 import shutil
+import threading
 
 import pytest
 import rank_functions
 import torch
 from oracle import LOGPROB_TOLERANCE, largest_difference, load, plain_logprobs
 from rank_pool import RankFailure, RankPool
+from rl_dtensor_worker.checkpoint import Checkpointer
+from rl_dtensor_worker.saving import PendingSave
 from safetensors.torch import load_file
 from tiny_checkpoints import save_model
 from tiny_model import build_tiny_model, make_batch, make_config
@@ -196,6 +199,25 @@ def test_what_cannot_be_written_is_said_on_every_rank(
         assert "no save has written it" in taken
         assert is_loaded
     assert {path.name for path in tmp_path.iterdir()} == {"file", "weights", "mine"}
+
+
+def test_a_save_that_took_too_long_still_says_what_it_failed_with(tmp_path):
+    may_fail = threading.Event()
+
+    def write():
+        assert may_fail.wait(60)
+        raise RuntimeError("planted")
+
+    checkpointer = Checkpointer(torch.nn.Linear(1, 1), timeout_s=0.01, in_background=True)
+    checkpointer._pending = pending = PendingSave(write, path=tmp_path)
+    for _ in range(2):
+        with pytest.raises(TimeoutError, match="was not written within"):
+            checkpointer.finish()
+    may_fail.set()
+    pending._thread.join()
+    with pytest.raises(RuntimeError, match="planted"):
+        checkpointer.finish()
+    checkpointer.finish()
 
 
 def test_directories_of_different_saves_are_not_mixed(saved, pools, tmp_path):

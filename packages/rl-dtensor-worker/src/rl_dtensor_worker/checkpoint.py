@@ -178,9 +178,10 @@ class Checkpointer:
             RuntimeError: It could not be written.
             TimeoutError: It takes longer than the limit.
         """
-        pending, self._pending = self._pending, None
-        if pending is not None:
+        if (pending := self._pending) is not None:
             pending.wait(self._timeout_s)
+            self._pending = None
+            pending.check()
 
     def close(self) -> None:
         """Wait for the last save and leave the group. May be called again.
