@@ -41,6 +41,19 @@ class NonFiniteLoss(LogprobLoss):
         return loss * torch.tensor(float("inf")), metrics
 
 
+class FailingLoss(LogprobLoss):
+    """Raises at the second micro-batch."""
+
+    def __init__(self):
+        self.num_calls = 0
+
+    def __call__(self, next_token_logits, data, global_valid_seqs, global_valid_toks):
+        self.num_calls += 1
+        if self.num_calls == 2:
+            raise MemoryError("planted")
+        return super().__call__(next_token_logits, data, global_valid_seqs, global_valid_toks)
+
+
 class DrawingLoss(LogprobLoss):
     """Draws a random number, as a loss with dropout of its own would."""
 
@@ -76,6 +89,7 @@ def make_loss(name):
         "nll": LogprobLoss,
         "logits": LogitLoss,
         "nonfinite": NonFiniteLoss,
+        "failing": FailingLoss,
         "drawing": DrawingLoss,
         "sequence": SequenceLoss,
         "squares": SquaresLoss,

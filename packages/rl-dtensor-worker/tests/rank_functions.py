@@ -56,6 +56,42 @@ def train(*, config, batch, num_calls=1, loss="nll", gbs=None, mbs=None):
         return parameters_of(worker), results
 
 
+class _Failing(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, hidden):
+        return hidden.clone()
+
+    @staticmethod
+    def backward(ctx, gradient):
+        raise MemoryError("planted")
+
+
+def train_after_a_failure(*, config, batch, fails, failing_batch):
+    """Return parameters and results of a `train` after a call whose `fails` has raised."""
+
+    def fail(*_):
+        raise MemoryError("planted")
+
+    with worker_for(config, init_reference_model=False) as worker:
+        layer, loss, rows = worker.model.model.layers[0], make_loss("nll"), my_rows(failing_batch)
+        if fails == "loss":
+            loss = make_loss("failing")
+        elif fails == "backward":
+            hook = layer.register_forward_hook(lambda *each: _Failing.apply(each[-1]))
+        else:
+            hook = layer.self_attn.register_forward_pre_hook(fail)
+        try:
+            worker.train(rows, loss, eval_mode=fails == "evaluation")
+        except MemoryError:
+            pass
+        else:
+            raise AssertionError(f"the {fails} did not fail")
+        if fails != "loss":
+            hook.remove()
+        result = worker.train(my_rows(batch), make_loss("nll"))
+        return parameters_of(worker), result
+
+
 def eval_leaves_no_trace(*, config, batch):
     """Return whether shards and random state are as before, and the losses of both calls."""
     with worker_for(config, init_optimizer=False, init_reference_model=False) as worker:
@@ -170,6 +206,49 @@ def load_and_train(*, config, batch, directory):
         worker.train(rows, make_loss("nll"))
         result = worker.train(rows, make_loss("nll"))
         return result, shards_of(worker), sampled, parameters_of(worker)
+
+
+def continue_and_load(*, config, batch, directory, num_before):
+    """Save after `num_before` calls; return the shards after one more, and after a load and one."""
+    paths = (f"{directory}/weights", f"{directory}/optimizer")
+    rows, found = my_rows(batch, 4), []
+    with worker_for(config, init_reference_model=False) as worker:
+        for _ in range(num_before):
+            worker.train(rows, make_loss("nll"))
+        worker.save_checkpoint(*paths)
+        for _ in range(2):
+            worker.train(rows, make_loss("nll"))
+            found.append(shards_of(worker))
+            worker.load_checkpoint(*paths)
+    return found
+
+
+def resume(*, config, batch, directory):
+    """Return the shards after a load in a new worker, and one call."""
+    paths = {"weights_path": f"{directory}/weights", "optimizer_path": f"{directory}/optimizer"}
+    with worker_for(config, init_reference_model=False, **paths) as worker:
+        worker.train(my_rows(batch, 4), make_loss("nll"))
+        return shards_of(worker)
+
+
+def refused_load(*, config, batch, weights_path, optimizer_path):
+    """Return the error of a load after a `train` call, and whether it changed anything."""
+
+    def everything(worker):
+        state = worker._training.optimizer.state
+        slots = [dict(state[parameter]) for parameter in worker.model.parameters()]
+        tensors = [local_tensor(each).clone() for values in slots for each in values.values()]
+        return [*tensors, *shards_of(worker).values()]
+
+    with worker_for(config, init_reference_model=False) as worker:
+        worker.train(my_rows(batch, 4), make_loss("nll"))
+        before = everything(worker)
+        try:
+            worker.load_checkpoint(weights_path, optimizer_path)
+        except ValueError as error:
+            after = everything(worker)
+            same = all(torch.equal(*pair) for pair in zip(before, after, strict=True))
+            return str(error), same
 
 
 def start_from_nothing(*, config):

@@ -1,10 +1,13 @@
 import shutil
+import threading
 
 import pytest
 import rank_functions
 import torch
 from oracle import LOGPROB_TOLERANCE, largest_difference, load, plain_logprobs
 from rank_pool import RankFailure, RankPool
+from rl_dtensor_worker.checkpoint import Checkpointer
+from rl_dtensor_worker.saving import PendingSave
 from safetensors.torch import load_file
 from tiny_checkpoints import save_model
 from tiny_model import build_tiny_model, make_batch, make_config
@@ -118,6 +121,43 @@ def test_what_is_no_checkpoint_is_named(saved, pools, tmp_path):
         assert all(word in failure.value.text for word in words)
 
 
+MOMENTUM = {"name": "torch.optim.SGD", "kwargs": {"lr": 0.1, "momentum": 0.9}}
+
+
+# SGD counts no steps, and nobody has state before the first.
+@pytest.mark.parametrize(("change", "num_before"), [({"optimizer": MOMENTUM}, 2), ({}, 0)])
+def test_a_load_gives_the_optimizer_what_the_save_holds(
+    pools, tiny_model, tmp_path, change, num_before
+):
+    arguments = {
+        "config": make_config(tiny_model, **change),
+        "batch": make_batch(4),
+        "directory": str(tmp_path),
+    }
+    outcomes = pools(2).run(rank_functions.continue_and_load, **arguments, num_before=num_before)
+    resumed = pools(2).run(rank_functions.resume, **arguments)
+    for (continued, loaded), anew in zip(outcomes, resumed, strict=True):
+        assert all(torch.equal(continued[name], loaded[name]) for name in continued)
+        assert all(torch.equal(continued[name], anew[name]) for name in continued)
+
+
+def test_a_load_that_is_refused_changes_nothing(saved, pools, tmp_path):
+    arguments, _ = saved
+    paths = {
+        f"{part}_path": f"{arguments['directory']}/{part}" for part in ("weights", "optimizer")
+    }
+    other = make_config(build_tiny_model(tmp_path / "other", tied=False))
+    for config, words in (
+        (other, ["lacks", "lm_head.weight"]),
+        (arguments["config"] | {"optimizer": MOMENTUM}, ["optimizer_path", "betas", "SGD"]),
+    ):
+        for text, is_same in pools(2).run(
+            rank_functions.refused_load, config=config, batch=make_batch(4), **paths
+        ):
+            assert all(word in text for word in words), text
+            assert is_same
+
+
 @pytest.fixture(scope="module")
 def async_config(tiny_model):
     section = {"enabled": True, "async_checkpoint": True}
@@ -159,6 +199,25 @@ def test_what_cannot_be_written_is_said_on_every_rank(
         assert "no save has written it" in taken
         assert is_loaded
     assert {path.name for path in tmp_path.iterdir()} == {"file", "weights", "mine"}
+
+
+def test_a_save_that_took_too_long_still_says_what_it_failed_with(tmp_path):
+    may_fail = threading.Event()
+
+    def write():
+        assert may_fail.wait(60)
+        raise RuntimeError("planted")
+
+    checkpointer = Checkpointer(torch.nn.Linear(1, 1), timeout_s=0.01, in_background=True)
+    checkpointer._pending = pending = PendingSave(write, path=tmp_path)
+    for _ in range(2):
+        with pytest.raises(TimeoutError, match="was not written within"):
+            checkpointer.finish()
+    may_fail.set()
+    pending._thread.join()
+    with pytest.raises(RuntimeError, match="planted"):
+        checkpointer.finish()
+    checkpointer.finish()
 
 
 def test_directories_of_different_saves_are_not_mixed(saved, pools, tmp_path):

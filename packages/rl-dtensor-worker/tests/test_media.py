@@ -187,3 +187,19 @@ def test_what_cannot_be_done_is_named(pools, vision_model, tiny_model):
             num_tokens=64,
             method="get_logprobs",
         )
+
+
+def test_parameters_that_got_no_gradient_yet_are_saved_and_loaded(pools, vision_model, tmp_path):
+    batch = make_rows([False] * 4)
+    del batch["pixel_values"], batch["image_grid_thw"]
+    arguments = {
+        "config": make_config(vision_model),
+        "batch": batch,
+        "directory": str(tmp_path),
+    }
+    ((continued, loaded),) = pools(1).run(
+        rank_functions.continue_and_load, **arguments, num_before=1
+    )
+    (resumed,) = pools(1).run(rank_functions.resume, **arguments)
+    assert all(torch.equal(continued[name], loaded[name]) for name in continued)
+    assert all(torch.equal(continued[name], resumed[name]) for name in continued)

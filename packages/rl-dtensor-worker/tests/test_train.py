@@ -166,6 +166,26 @@ def test_a_batch_in_which_nothing_counts_changes_nothing(pools, tiny_model):
     assert results[0]["all_mb_metrics"]["skipped_steps"] == [1]
 
 
+# float32 on one rank does without FSDP.
+@pytest.mark.parametrize(
+    ("num_ranks", "precision"), [(1, "float32"), (1, "bfloat16"), (2, "float32")]
+)
+def test_a_call_that_raises_leaves_no_gradients(pools, tiny_model, num_ranks, precision):
+    batch, config = make_batch(4), make_config(tiny_model, precision=precision)
+    config["train_micro_batch_size"] = 1
+    expected, (result,) = pools(num_ranks).run(rank_functions.train, config=config, batch=batch)[0]
+    for fails in ("loss", "forward", "backward", "evaluation"):
+        parameters, after = pools(num_ranks).run(
+            rank_functions.train_after_a_failure,
+            config=config,
+            batch=batch,
+            fails=fails,
+            failing_batch=make_batch(4, seed=5),
+        )[0]
+        assert torch.equal(after["grad_norm"], result["grad_norm"]), fails
+        assert largest_difference(parameters, expected) == 0, fails
+
+
 @pytest.mark.parametrize("precision", ["bfloat16", "float16"])
 def test_half_precision_trains_near_float32(pools, tiny_model, precision):
     _, losses, norms = _plain(tiny_model)

@@ -30,7 +30,8 @@ def gather_columns(
     for rank, theirs in enumerate(everyone):
         if odd := _tensor_keys(theirs) ^ _tensor_keys(described):
             raise ValueError(f"rank {rank} and this one differ in the keys {sorted(odd)}")
-    for key, column in entries.items():
+    # In one order on every rank, whichever order each has them in.
+    for key, column in sorted(entries.items()):
         if isinstance(column, torch.Tensor):
             for theirs, tensor in zip(
                 everyone, _gather_tensor(column, [t[key] for t in everyone], group), strict=True

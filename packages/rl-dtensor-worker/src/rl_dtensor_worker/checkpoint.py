@@ -128,18 +128,22 @@ class Checkpointer:
         self.finish()
         paths = [_absolute(path) for path in (weights_path, optimizer_path) if path is not None]
         check_one_save(paths)
-        if self._has_adapters:
-            with failing_together():
+        weights, state = trained_state(self._model), None
+        with failing_together():
+            if self._has_adapters:
                 check_adapter_config(self._model, paths[0], what="weights_path")
+            _check_tensors(weights, paths[0], what="weights_path")
+            if training is not None and len(paths) > 1:
+                state = _read_training_state(self._model, training, paths[1])
         random: dict[str, torch.Tensor] | None = None
-        if training is not None and len(paths) > 1:
-            others = torch.load(paths[1] / "state.pt", weights_only=True, map_location="cpu")
-            tensors = training_state.tensors_to_fill(self._model, training, others)
+        if training is not None and state is not None:
+            others, stored = state
+            tensors = training_state.tensors_to_fill(self._model, training, stored)
             if tensors:
                 _load_tensors(tensors, paths[1], what="optimizer_path")
-            training_state.restore(self._model, training, others)
+            training_state.restore(self._model, training, others, tensors)
             random = _load_random(paths[1] / random_state.file_name)
-        _load_tensors(trained_state(self._model), paths[0], what="weights_path")
+        _load_tensors(weights, paths[0], what="weights_path")
         return random
 
     def export(self, tokenizer: PreTrainedTokenizerBase, path: str, *, max_file_bytes: int) -> None:
@@ -174,9 +178,10 @@ class Checkpointer:
             RuntimeError: It could not be written.
             TimeoutError: It takes longer than the limit.
         """
-        pending, self._pending = self._pending, None
-        if pending is not None:
+        if (pending := self._pending) is not None:
             pending.wait(self._timeout_s)
+            self._pending = None
+            pending.check()
 
     def close(self) -> None:
         """Wait for the last save and leave the group. May be called again.
@@ -234,8 +239,6 @@ class Checkpointer:
 
 
 def _load_tensors(tensors: Tensors, path: Path, *, what: str) -> None:
-    with failing_together():
-        _check_tensors(tensors, path, what=what)
     try:
         with torch.no_grad():
             load_sharded(tensors, storage_reader=HuggingFaceStorageReader(str(path)))
@@ -244,17 +247,34 @@ def _load_tensors(tensors: Tensors, path: Path, *, what: str) -> None:
 
 
 def _check_tensors(tensors: Tensors, path: Path, *, what: str) -> None:
-    stored = HuggingFaceStorageReader(str(path)).read_metadata().state_dict_metadata
+    stored = _stored_tensors(path)
     missing = sorted(tensors.keys() - stored.keys())
     if missing:
         raise ValueError(f"{what}={str(path)!r} lacks {len(missing)} tensors, first {missing[:3]}")
     for name, tensor in tensors.items():
-        shape = tuple(stored[name].size)  # type: ignore[union-attr]
+        shape = tuple(stored[name].size)
         if shape != tuple(tensor.shape):
             raise ValueError(
                 f"{what}={str(path)!r}: {name} has shape {shape}, "
                 f"the model's has {tuple(tensor.shape)}"
             )
+
+
+def _stored_tensors(path: Path) -> dict[str, Any]:
+    return HuggingFaceStorageReader(str(path)).read_metadata().state_dict_metadata
+
+
+def _read_training_state(
+    model: nn.Module, training: TrainingParts, path: Path
+) -> tuple[dict[str, Any], dict[str, Any]]:
+    """Return what the directory holds besides its tensors, and what its tensors are."""
+    others = torch.load(path / "state.pt", weights_only=True, map_location="cpu")
+    stored = _stored_tensors(path)
+    try:
+        training_state.check_fits(model, training, others, stored)
+    except ValueError as error:
+        raise ValueError(f"optimizer_path={str(path)!r}: {error}") from error
+    return others, stored
 
 
 def _load_random(path: Path) -> dict[str, torch.Tensor] | None:

@@ -14,6 +14,7 @@ from torch.distributed.fsdp import (
     OffloadPolicy,
     fully_shard,
 )
+from torch.distributed.fsdp._fully_shard._fsdp_common import TrainingState
 from torch.distributed.tensor import DTensor
 
 if TYPE_CHECKING:
@@ -85,6 +86,34 @@ def reshard_model(model: nn.Module) -> None:
     """
     for module in _fsdp_modules(model):
         module.reshard()
+
+
+def abandon_pass(model: nn.Module) -> None:
+    """Drop a forward or backward that raised, its gradients included.
+
+    FSDP takes a pass that has begun to be still under way, and so would hand the next one's
+    gradients to no parameter. torch 2.11 has no `FSDPModule.reset_iter_state`, which also keeps
+    gradients that were not reduced yet.
+    """
+    for module in _fsdp_modules(model):
+        state = module._get_fsdp_state()
+        if state._is_root is None:
+            continue  # It has never run.
+        state._training_state = TrainingState.IDLE
+        state._modules_to_run_forward.clear()
+        state._state_ctx.iter_forward_root = None
+        state._state_ctx.post_backward_final_callback_queued = False
+        group = state._fsdp_param_group
+        if group is not None:
+            group.finalize_backward()
+            group.comm_ctx.post_forward_order.clear()
+            group._training_state = TrainingState.IDLE
+            for parameter in group.fsdp_params:
+                parameter.unsharded_accumulated_grad = None
+                if (unsharded := getattr(parameter, "_unsharded_param", None)) is not None:
+                    unsharded.grad = None
+    reshard_model(model)
+    model.zero_grad(set_to_none=True)
 
 
 def get_cpu_state_dict(

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from rl_dtensor_worker.fsdp import reshard_model
+from rl_dtensor_worker.fsdp import abandon_pass, reshard_model
 
 if TYPE_CHECKING:
     from collections.abc import Generator
@@ -17,11 +17,17 @@ if TYPE_CHECKING:
 
 @contextmanager
 def training_mode(model: nn.Module) -> Generator[None, None, None]:
-    """Run in train mode; afterwards the mode is what it was, and the parameters are sharded."""
+    """Run in train mode; afterwards the mode is what it was, and the parameters are sharded.
+
+    What raises leaves no gradients.
+    """
     before = model.training
     model.train()
     try:
         yield
+    except BaseException:
+        abandon_pass(model)
+        raise
     finally:
         reshard_model(model)
         model.train(before)
@@ -36,6 +42,9 @@ def evaluating(model: nn.Module, device: torch.device) -> Generator[None, None, 
     try:
         with torch.no_grad(), torch.random.fork_rng(devices=devices):
             yield
+    except BaseException:
+        abandon_pass(model)
+        raise
     finally:
         reshard_model(model)
         model.train(before)

@@ -57,24 +57,30 @@ class PendingSave:
         self._thread.start()
 
     def wait(self, timeout_s: float) -> None:
-        """Return when it is on the disk.
+        """Return when it has ended.
 
         Raises:
             TimeoutError: It takes longer.
-            RuntimeError: It could not be written.
         """
         self._thread.join(timeout_s)
         if self._thread.is_alive():
             raise TimeoutError(
                 f"the checkpoint {str(self._path)!r} was not written within {timeout_s:g} s"
             )
+
+    def check(self) -> None:
+        """Raise what a save that has ended failed with.
+
+        Raises:
+            RuntimeError: It could not be written.
+        """
         if self._error is not None:
             raise self._error
 
     def _run(self) -> None:
         try:
             self._write()
-        except Exception as error:  # `wait` raises it.
+        except Exception as error:  # `check` raises it.
             self._error = error
 
 

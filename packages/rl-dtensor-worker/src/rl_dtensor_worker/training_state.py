@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import copy
-import warnings
 from typing import TYPE_CHECKING, Any
 
 import torch
 
 if TYPE_CHECKING:
+    from collections.abc import Mapping
+
     from torch import nn
+    from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
     from rl_dtensor_worker.train_step import TrainingParts
 
@@ -35,28 +37,104 @@ def state_of(model: nn.Module, training: TrainingParts) -> tuple[Tensors, dict[s
     return tensors, copy.deepcopy(others)
 
 
-def tensors_to_fill(model: nn.Module, training: TrainingParts, others: dict[str, Any]) -> Tensors:
-    """Return the optimizer's tensors, which it has created, to be filled in place."""
-    if not others["counters"]:
-        return {}  # It was saved before its first step.
-    _materialise(training.optimizer)
-    return _flatten(model, training.optimizer)[0]
+def check_fits(
+    model: nn.Module,
+    training: TrainingParts,
+    others: dict[str, Any],
+    stored: Mapping[str, TensorStorageMetadata],
+) -> None:
+    """Raise unless the optimizer can take up a save, of whose tensors `stored` tells.
+
+    Raises:
+        ValueError: It is of another optimizer, or of other parameters.
+    """
+    options = [set(group) for group in training.optimizer.param_groups]
+    saved = [set(group) for group in others["groups"]]
+    if len(options) != len(saved) or any(s - o for s, o in zip(saved, options, strict=True)):
+        raise ValueError(
+            f"the save's optimizer has the options {_sorted(saved)}, "
+            f"{type(training.optimizer).__name__} has {_sorted(options)}"
+        )
+    shapes = {name: tuple(parameter.shape) for name, parameter in _trained(model)}
+    if unknown := [n for n in (*stored, *others["counters"]) if _owner(n) not in shapes]:
+        raise ValueError(
+            f"{len(unknown)} entries are of no trained parameter, first {sorted(unknown)[:3]}"
+        )
+    for name, described in stored.items():
+        if tuple(described.size) != shapes[_owner(name)]:
+            raise ValueError(
+                f"{name} has shape {tuple(described.size)}, its parameter {shapes[_owner(name)]}"
+            )
 
 
-def restore(model: nn.Module, training: TrainingParts, others: dict[str, Any]) -> None:
-    """Take up what `state_of` returned besides the tensors."""
-    counters = others["counters"]
-    for name, parameter in model.named_parameters():
-        state = training.optimizer.state.get(parameter, {}) if counters else {}
-        for slot, value in state.items():
-            if not _is_array(value):
-                saved = counters[f"{name}/{slot}"]
-                on_device = isinstance(value, torch.Tensor)
-                state[slot] = saved.to(value.device) if on_device else saved
-    for group, options in zip(training.optimizer.param_groups, others["groups"], strict=True):
+def tensors_to_fill(
+    model: nn.Module, training: TrainingParts, stored: Mapping[str, TensorStorageMetadata]
+) -> Tensors:
+    """Return a tensor for each of `stored`, to be filled in place: the optimizer's, or a new one.
+
+    A new one is sharded as its parameter is, and lies where the optimizer's others lie.
+    """
+    present = _flatten(model, training.optimizer)[0]
+    devices = [tensor.device for tensor in present.values()]
+    parameters = dict(_trained(model))
+    tensors: Tensors = {}
+    for name, described in stored.items():
+        dtype, parameter = described.properties.dtype, parameters[_owner(name)]
+        known = present.get(name)
+        if known is None or known.dtype != dtype:
+            new = torch.zeros_like(parameter, dtype=dtype, requires_grad=False)
+            known = new.to(devices[0]) if devices else new
+        tensors[name] = known
+    return tensors
+
+
+def restore(
+    model: nn.Module, training: TrainingParts, others: dict[str, Any], tensors: Tensors
+) -> None:
+    """Take up what `state_of` returned, and nothing else: `tensors` are those of the save."""
+    optimizer = training.optimizer
+    before = _flatten(model, optimizer)[1]
+    for group, options in zip(optimizer.param_groups, others["groups"], strict=True):
         group.update(options)
+    group_of = {p: group for group in optimizer.param_groups for p in group["params"]}
+    parameters = dict(_trained(model))
+    optimizer.state.clear()
+    for name, tensor in tensors.items():
+        optimizer.state[parameters[_owner(name)]][_slot(name)] = tensor
+    for name, value in others["counters"].items():
+        parameter = parameters[_owner(name)]
+        if isinstance(value, torch.Tensor):
+            group = group_of[parameter]
+            value = value.to(_counter_device(_slot(name), before.get(name), parameter, group))
+        optimizer.state[parameter][_slot(name)] = value
     training.scheduler.load_state_dict(others["scheduler"])
     training.scaler.load_state_dict(others["scaler"])
+
+
+def _trained(model: nn.Module) -> list[tuple[str, nn.Parameter]]:
+    return [(name, p) for name, p in model.named_parameters() if p.requires_grad]
+
+
+def _owner(name: str) -> str:
+    return name.rpartition("/")[0]
+
+
+def _slot(name: str) -> str:
+    return name.rpartition("/")[2]
+
+
+def _sorted(groups: list[set[str]]) -> list[list[str]]:
+    return [sorted(group) for group in groups]
+
+
+def _counter_device(
+    slot: str, before: Any, parameter: torch.Tensor, group: dict[str, Any]
+) -> torch.device:
+    """Return where a 0-d counter lies: where it lay, else where torch's optimizers put it."""
+    if isinstance(before, torch.Tensor):
+        return before.device
+    on_device = slot != "step" or group.get("capturable") or group.get("fused")
+    return parameter.device if on_device else torch.device("cpu")
 
 
 def _flatten(model: nn.Module, optimizer: torch.optim.Optimizer) -> tuple[Tensors, dict[str, Any]]:
@@ -71,19 +149,3 @@ def _flatten(model: nn.Module, optimizer: torch.optim.Optimizer) -> tuple[Tensor
 
 def _is_array(value: Any) -> bool:
     return isinstance(value, torch.Tensor) and value.ndim > 0
-
-
-def _materialise(optimizer: torch.optim.Optimizer) -> None:
-    """Let the optimizer create its state, by a step of zero rate over zero gradients."""
-    rates = [group["lr"] for group in optimizer.param_groups]
-    for group in optimizer.param_groups:
-        group["lr"] = 0.0
-        for parameter in group["params"]:
-            parameter.grad = torch.zeros_like(parameter)
-    with warnings.catch_warnings():
-        # The schedule has not begun: that no scheduler follows this step is meant.
-        warnings.simplefilter("ignore", UserWarning)
-        optimizer.step()
-    for group, rate in zip(optimizer.param_groups, rates, strict=True):
-        group["lr"] = rate
-    optimizer.zero_grad(set_to_none=True)
