@@ -124,18 +124,27 @@ def test_what_is_no_checkpoint_is_named(saved, pools, tmp_path):
 MOMENTUM = {"name": "torch.optim.SGD", "kwargs": {"lr": 0.1, "momentum": 0.9}}
 
 
-# SGD counts no steps, and nobody has state before the first.
-@pytest.mark.parametrize(("change", "num_before"), [({"optimizer": MOMENTUM}, 2), ({}, 0)])
+FACTORED = {"name": "torch.optim.Adafactor", "kwargs": {"lr": 1e-2}}
+
+
+# SGD counts no steps, Adafactor has rows and columns (torch's takes no parameters over ranks), and
+# nobody has state before the first step.
+@pytest.mark.parametrize(
+    ("change", "num_before", "num_ranks"),
+    [({"optimizer": MOMENTUM}, 2, 2), ({"optimizer": FACTORED}, 2, 1), ({}, 0, 2)],
+    ids=["momentum", "factored", "before the first step"],
+)
 def test_a_load_gives_the_optimizer_what_the_save_holds(
-    pools, tiny_model, tmp_path, change, num_before
+    pools, tiny_model, tmp_path, change, num_before, num_ranks
 ):
     arguments = {
         "config": make_config(tiny_model, **change),
         "batch": make_batch(4),
         "directory": str(tmp_path),
     }
-    outcomes = pools(2).run(rank_functions.continue_and_load, **arguments, num_before=num_before)
-    resumed = pools(2).run(rank_functions.resume, **arguments)
+    ranks = pools(num_ranks)
+    outcomes = ranks.run(rank_functions.continue_and_load, **arguments, num_before=num_before)
+    resumed = ranks.run(rank_functions.resume, **arguments)
     for (continued, loaded), anew in zip(outcomes, resumed, strict=True):
         assert all(torch.equal(continued[name], loaded[name]) for name in continued)
         assert all(torch.equal(continued[name], anew[name]) for name in continued)

@@ -137,8 +137,7 @@ class Checkpointer:
                 state = _read_training_state(self._model, training, paths[1])
         random: dict[str, torch.Tensor] | None = None
         if training is not None and state is not None:
-            others, stored = state
-            tensors = training_state.tensors_to_fill(self._model, training, stored)
+            others, tensors = state
             if tensors:
                 _load_tensors(tensors, paths[1], what="optimizer_path")
             training_state.restore(self._model, training, others, tensors)
@@ -266,15 +265,15 @@ def _stored_tensors(path: Path) -> dict[str, Any]:
 
 def _read_training_state(
     model: nn.Module, training: TrainingParts, path: Path
-) -> tuple[dict[str, Any], dict[str, Any]]:
-    """Return what the directory holds besides its tensors, and what its tensors are."""
+) -> tuple[dict[str, Any], Tensors]:
+    """Return what the directory holds besides its tensors, and those to read them into."""
     others = torch.load(path / "state.pt", weights_only=True, map_location="cpu")
     stored = _stored_tensors(path)
     try:
         training_state.check_fits(model, training, others, stored)
+        return others, training_state.tensors_to_fill(model, training, stored)
     except ValueError as error:
         raise ValueError(f"optimizer_path={str(path)!r}: {error}") from error
-    return others, stored
 
 
 def _load_random(path: Path) -> dict[str, torch.Tensor] | None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from collections import defaultdict
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -43,7 +44,7 @@ def check_fits(
     others: dict[str, Any],
     stored: Mapping[str, TensorStorageMetadata],
 ) -> None:
-    """Raise unless the optimizer can take up a save, of whose tensors `stored` tells.
+    """Raise unless a save, of whose tensors `stored` tells, is of this optimizer.
 
     Raises:
         ValueError: It is of another optimizer, or of other parameters.
@@ -55,16 +56,11 @@ def check_fits(
             f"the save's optimizer has the options {_sorted(saved)}, "
             f"{type(training.optimizer).__name__} has {_sorted(options)}"
         )
-    shapes = {name: tuple(parameter.shape) for name, parameter in _trained(model)}
-    if unknown := [n for n in (*stored, *others["counters"]) if _owner(n) not in shapes]:
+    known = {name for name, _ in _trained(model)}
+    if unknown := [name for name in (*stored, *others["counters"]) if _owner(name) not in known]:
         raise ValueError(
             f"{len(unknown)} entries are of no trained parameter, first {sorted(unknown)[:3]}"
         )
-    for name, described in stored.items():
-        if tuple(described.size) != shapes[_owner(name)]:
-            raise ValueError(
-                f"{name} has shape {tuple(described.size)}, its parameter {shapes[_owner(name)]}"
-            )
 
 
 def tensors_to_fill(
@@ -72,18 +68,29 @@ def tensors_to_fill(
 ) -> Tensors:
     """Return a tensor for each of `stored`, to be filled in place: the optimizer's, or a new one.
 
-    A new one is sharded as its parameter is, and lies where the optimizer's others lie.
+    A new one is sharded as its parameter is, and lies where the optimizer's others lie. Collective.
+
+    Raises:
+        ValueError: One has another shape in the save.
     """
     present = _flatten(model, training.optimizer)[0]
     devices = [tensor.device for tensor in present.values()]
-    parameters = dict(_trained(model))
+    parameters, made = dict(_trained(model)), None
     tensors: Tensors = {}
-    for name, described in stored.items():
-        dtype, parameter = described.properties.dtype, parameters[_owner(name)]
-        known = present.get(name)
+    for name, described in sorted(stored.items()):
+        dtype, shape = described.properties.dtype, tuple(described.size)
+        known, parameter = present.get(name), parameters[_owner(name)]
+        if known is None and shape != tuple(parameter.shape):
+            # Such as the rows and columns of Adafactor, which it alone knows how to shard.
+            made = _of_a_first_step(model, training.optimizer) if made is None else made
+            known = made.get(name, parameter)
         if known is None or known.dtype != dtype:
-            new = torch.zeros_like(parameter, dtype=dtype, requires_grad=False)
+            new = torch.zeros_like(
+                parameter if known is None else known, dtype=dtype, requires_grad=False
+            )
             known = new.to(devices[0]) if devices else new
+        if shape != tuple(known.shape):
+            raise ValueError(f"{name} has shape {shape}, the optimizer's {tuple(known.shape)}")
         tensors[name] = known
     return tensors
 
@@ -109,6 +116,18 @@ def restore(
         optimizer.state[parameter][_slot(name)] = value
     training.scheduler.load_state_dict(others["scheduler"])
     training.scaler.load_state_dict(others["scaler"])
+
+
+def _of_a_first_step(model: nn.Module, optimizer: torch.optim.Optimizer) -> Tensors:
+    """Return what a copy of the optimizer makes in a step of zero rate over zero gradients."""
+    first = copy.copy(optimizer)
+    first.state = defaultdict(dict)
+    first.param_groups = [{**group, "lr": 0.0} for group in optimizer.param_groups]
+    for _, parameter in _trained(model):
+        parameter.grad = torch.zeros_like(parameter)
+    first.step()
+    optimizer.zero_grad(set_to_none=True)
+    return _flatten(model, first)[0]
 
 
 def _trained(model: nn.Module) -> list[tuple[str, nn.Parameter]]:
