@@ -15,13 +15,16 @@ from test_parity import assert_equal_parameters
 from tiny_model import make_batch, make_config
 from transformers import (
     AutoModelForCausalLM,
+    Glm4MoeConfig,
     GptOssConfig,
     NemotronConfig,
     OPTConfig,
     Phi3Config,
+    PhimoeConfig,
 )
 
 TP2 = {"enabled": True, "tensor_parallel_size": 2}
+PACKED = {"enabled": True, "train_mb_tokens": 32, "logprob_mb_tokens": 32}
 
 
 def on_meta(config):
@@ -101,19 +104,22 @@ def test_a_worker_that_is_built_without_a_driver_names_it_too(pools, tiny_model)
     assert failure.value.kind == "ValueError"
 
 
-@pytest.mark.parametrize("plan", ["NAMED", "torch_styles"])
-def test_a_custom_plan_gives_the_same_numbers(pools, llama, plan):
-    batch = make_batch(6)
+# Attention alone: the norms of queries and keys are of each rank's own heads, and in no plan.
+@pytest.mark.parametrize(
+    ("model", "plan"), [("llama", "NAMED"), ("llama", "torch_styles"), ("qwen3", "ATTENTION")]
+)
+def test_a_custom_plan_gives_the_same_numbers(pools, tmp_path, model, plan):
+    batch, path = make_batch(6), parity_models.build(model, tmp_path)
     section = {**TP2, "custom_parallel_plan": f"plans_for_tests.{plan}"}
     results = pools(2).run(
         parity_ranks.run_case,
-        config=make_config(llama, dtensor_cfg=section),
+        config=make_config(path, dtensor_cfg=section),
         batch=batch,
         section=None,
         num_calls=3,
     )
-    expected = plain_logprobs(load(llama), batch)
-    parameters, _, _ = plain_training(llama, batch, global_batch_size=4, num_calls=3)
+    expected = plain_logprobs(load(path), batch)
+    parameters, _, _ = plain_training(path, batch, global_batch_size=4, num_calls=3)
     for result in results:
         torch.testing.assert_close(result["logprobs"], expected, atol=LOGPROB_TOLERANCE, rtol=0)
         assert_equal_parameters(result["parameters"], parameters, PARAMETER_TOLERANCE)
@@ -157,6 +163,50 @@ def test_other_plans_give_the_same_numbers(pools, tmp_path, make):
     for result in results:
         torch.testing.assert_close(result["logprobs"], expected, atol=LOGPROB_TOLERANCE, rtol=0)
         assert_equal_parameters(result["parameters"], parameters, PARAMETER_TOLERANCE)
+
+
+def test_norms_of_heads_that_transformers_does_not_name_are_of_a_ranks_own_heads():
+    experts = {"n_routed_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32}
+    config = Glm4MoeConfig(**parity_models._COMMON, **experts, head_dim=16, use_qk_norm=True)
+    styles = plan_of(on_meta(config), custom=None)
+    for leaf in ("q_norm", "k_norm"):
+        assert styles[f"model.layers.1.self_attn.{leaf}"] == "replicated_with_grad_allreduce"
+
+
+@pytest.mark.parametrize(
+    ("config", "layout", "words"),
+    [
+        (
+            PhimoeConfig(**parity_models._COMMON, sliding_window=6, num_local_experts=4),
+            {"sequence_packing": PACKED},
+            ["sequence_packing", "PhimoeAttention", "sliding_attention"],
+        ),
+        (
+            Phi3Config(
+                **parity_models._COMMON,
+                original_max_position_embeddings=16,
+                rope_parameters={
+                    "rope_type": "longrope",
+                    "rope_theta": 10000.0,
+                    "short_factor": [1.0] * 8,
+                    "long_factor": [2.0] * 8,
+                },
+            ),
+            {"dtensor_cfg": {"enabled": True, "context_parallel_size": 2}},
+            ["context_parallel_size=2", "rope_type='longrope'"],
+        ),
+    ],
+    ids=["windows", "rotation"],
+)
+def test_what_a_layout_would_compute_otherwise_is_refused(pools, tmp_path, config, layout, words):
+    AutoModelForCausalLM.from_config(config).save_pretrained(tmp_path)
+    parity_models.build_tokenizer().save_pretrained(tmp_path)
+    with pytest.raises(RankFailure) as failure:
+        pools(2).run(
+            rank_functions.num_sharded_modules, config=make_config(str(tmp_path), **layout)
+        )
+    assert failure.value.kind == "ValueError"
+    assert all(word in failure.value.text for word in words), failure.value.text
 
 
 def test_a_parameter_beside_shared_parts_is_refused(pools, tmp_path):

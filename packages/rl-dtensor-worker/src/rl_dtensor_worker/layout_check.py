@@ -21,6 +21,26 @@ _TOLERANCES = {torch.float32: 1e-3, torch.float16: 1e-2, torch.bfloat16: 5e-2}
 _LENGTHS = (11, 7, 2)
 
 
+_ROTATIONS_BY_LENGTH = ("longrope", "dynamic")
+
+
+def check_rotation(model_config: Any, *, context_parallel_size: int) -> None:
+    """Raise where ranks with parts of a sequence would rotate it by different frequencies.
+
+    Raises:
+        ValueError: The model's frequencies depend on the last position, which one rank alone has.
+    """
+    given: dict[str, Any] = getattr(model_config.get_text_config(), "rope_parameters", None) or {}
+    by_layer = [each for each in given.values() if isinstance(each, dict)]
+    for parameters in by_layer or [given]:
+        if context_parallel_size > 1 and parameters.get("rope_type") in _ROTATIONS_BY_LENGTH:
+            raise ValueError(
+                f"policy.dtensor_cfg.context_parallel_size={context_parallel_size} takes no model "
+                f"with rope_type={parameters['rope_type']!r}: its frequencies depend on the length "
+                "of the sequence, of which each rank has a part"
+            )
+
+
 @torch.no_grad()
 def check_layout(
     model: nn.Module,

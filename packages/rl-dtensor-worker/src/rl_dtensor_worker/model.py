@@ -8,6 +8,7 @@ import torch
 
 from rl_dtensor_worker.config import load_model_config
 from rl_dtensor_worker.fsdp import shard_model
+from rl_dtensor_worker.layout_check import check_rotation
 from rl_dtensor_worker.loading import ModelLoader
 from rl_dtensor_worker.lora import adapted_layers, fill_adapters, inject_adapters, trained_beside
 from rl_dtensor_worker.model_classes import auto_class
@@ -45,6 +46,7 @@ def build_model(
     """
     model_config = load_model_config(config)
     check_sizes(model_config, tensor_parallel_size=config.layout.tensor_parallel)
+    check_rotation(model_config, context_parallel_size=config.layout.context_parallel)
     dtype = torch.float32 if config.adapters is None else config.compute_dtype
     with torch.device("meta"):
         model = auto_class(config.head, model_config).from_config(

@@ -182,7 +182,24 @@ def packed_attention_forward(
             module, query, key, value, attention_mask, sliding_window=sliding_window, **kwargs
         )
         return output, None
+    _require_window(module, sliding_window)
     return attention_rows.attend(module, query, key, value, sliding_window, **kwargs), None
+
+
+def _require_window(module: nn.Module, sliding_window: int | None) -> None:
+    """Raise where a layer that does not see all tokens says so by its mask alone."""
+    config: Any = getattr(module, "config", None)
+    kinds = getattr(config, "layer_types", None)
+    if kinds:
+        kind = kinds[getattr(module, "layer_idx", 0)]
+    else:
+        kind = "sliding_attention" if getattr(config, "sliding_window", None) else "full_attention"
+    if kind != "full_attention" and sliding_window is None:
+        raise ValueError(
+            "policy: sequence_packing, dtensor_cfg.sequence_parallel and dtensor_cfg."
+            f"context_parallel_size read no masks, by which alone {type(module).__name__} has its "
+            f"{kind}: this model takes padded rows"
+        )
 
 
 def layout_arguments(layout: AttentionLayout, device: torch.device) -> dict[str, Any]:

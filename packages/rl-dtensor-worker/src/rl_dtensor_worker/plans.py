@@ -52,6 +52,12 @@ STYLES: dict[str, type[Style]] = {
 }
 """The styles that a plan can name."""
 
+_HEAD_NORMS = {
+    **dict.fromkeys(("q_norm", "q_layernorm", "query_layernorm"), "q_proj"),
+    **dict.fromkeys(("k_norm", "k_layernorm", "key_layernorm"), "k_proj"),
+}
+"""Norms of heads, by the projection beside them whose output they take."""
+
 _COLUMNS = ("colwise", "colwise_gather_output", "colwise_rep")
 _OWN_PLANS: dict[str, dict[str, str]] = {
     "nemotron": {
@@ -139,6 +145,7 @@ def plan_of(model: nn.Module, *, custom: str | None) -> AppliedPlan:
             )
         styles |= dict.fromkeys(names, style)
     styles |= _vocabulary_styles(model)
+    styles |= _head_norm_styles(modules, styles)
 
     def style_of(name: str) -> type[Style] | ParallelStyle | None:
         style = styles.get(name)
@@ -188,8 +195,7 @@ def _regions(
     names = {name.rpartition(".")[0] for name in columns if model.get_submodule(name) is not output}
     for name in sorted(names):
         for inner, module in model.get_submodule(name).named_modules(prefix=name):
-            has_own = next(module.parameters(recurse=False), None) is not None
-            if has_own and inner not in styles:
+            if _has_parameters(module) and inner not in styles:
                 raise ValueError(
                     f"{_PATH}.sequence_parallel=True: {inner} has no place in the plan, and lies "
                     f"in {name}, which is cut: switch sequence_parallel off, or give "
@@ -246,6 +252,26 @@ def _vocabulary_styles(model: Any) -> dict[str, str | ParallelStyle]:
     if output is not None:
         found[names[output]] = "colwise"
     return found
+
+
+def _head_norm_styles(
+    modules: Mapping[str, nn.Module], styles: Mapping[str, str | ParallelStyle]
+) -> dict[str, str | ParallelStyle]:
+    """Return that norms of a rank's own heads have shares of gradients, where a plan is silent.
+
+    Transformers has no style for them in some models, and plans of users name projections alone.
+    """
+    found: dict[str, str | ParallelStyle] = {}
+    for name, module in modules.items():
+        block, _, leaf = name.rpartition(".")
+        projection = f"{block}.{_HEAD_NORMS.get(leaf)}"
+        if name not in styles and styles.get(projection) == "colwise" and _has_parameters(module):
+            found[name] = "replicated_with_grad_allreduce"
+    return found
+
+
+def _has_parameters(module: nn.Module) -> bool:
+    return next(module.parameters(recurse=False), None) is not None
 
 
 def _style_class(style: str, module: nn.Module, model: Any) -> type[Style]:

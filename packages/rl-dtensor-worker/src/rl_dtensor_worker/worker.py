@@ -24,7 +24,7 @@ from rl_dtensor_worker.forward import Forward
 from rl_dtensor_worker.fsdp import local_tensor, unshard_fsdp2_model
 from rl_dtensor_worker.generate import CachedForward
 from rl_dtensor_worker.head import find_token_head
-from rl_dtensor_worker.layout_check import check_layout
+from rl_dtensor_worker.layout_check import check_layout, check_rotation
 from rl_dtensor_worker.lora import AdaptersOff
 from rl_dtensor_worker.model import build_model
 from rl_dtensor_worker.modes import evaluating, training_mode
@@ -131,7 +131,9 @@ class DTensorPolicyWorker(
         )
         if parsed.custom_parallel_plan is not None:
             load_custom_plan(parsed.custom_parallel_plan)
-        check_sizes(load_model_config(parsed), tensor_parallel_size=parsed.layout.tensor_parallel)
+        model_config = load_model_config(parsed)
+        check_sizes(model_config, tensor_parallel_size=parsed.layout.tensor_parallel)
+        check_rotation(model_config, context_parallel_size=parsed.layout.context_parallel)
         return parsed.layout
 
     # Training and generation
