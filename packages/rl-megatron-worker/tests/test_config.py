@@ -164,6 +164,17 @@ REFUSED = {
         {},
         "lr_warmup_iters=3 must be below lr_decay_iters=2",
     ),
+    "warmup-rate": (
+        {"optimizer": ADAM, "scheduler": {"lr_warmup_init": 1.0, "lr_warmup_iters": 2}},
+        {},
+        "lr_warmup_init=1.0 must not be above policy.megatron_cfg.optimizer.lr=",
+    ),
+    "lowest-rate": ({"optimizer": {**ADAM, "min_lr": 1.0}}, {}, "min_lr=1.0 must not be above lr="),
+    "distributed-sgd": (
+        {"optimizer": {**ADAM, "optimizer": "sgd", "use_distributed_optimizer": True}},
+        {},
+        "use_distributed_optimizer=True needs .*optimizer='adam'",
+    ),
     "rows": ({}, {"train_global_batch_size": 6}, "train_global_batch_size=6 is not divisible"),
     "head": ({}, {"head": "reward"}, "policy.head='reward' needs another backend"),
     "offload": ({}, {"fsdp_offload_enabled": True}, "fsdp_offload_enabled=True needs FSDP"),
@@ -181,6 +192,13 @@ def test_what_cannot_be_is_refused_by_name(case):
     section, policy, message = REFUSED[case]
     with pytest.raises(ValueError, match=message):
         parse(copy.deepcopy(config(**section) | policy))
+
+
+def test_what_training_alone_needs_is_not_asked_for_without_an_optimizer():
+    given = config(**{DDP: {"overlap_grad_reduce": True, "overlap_param_gather": True}})
+    given["megatron_cfg"]["optimizer"] = {**ADAM, "use_distributed_optimizer": True}
+    for init_optimizer in (True, False):
+        parse(given, init_optimizer=init_optimizer)
 
 
 def test_a_torch_optimizer_without_counterpart_is_refused():

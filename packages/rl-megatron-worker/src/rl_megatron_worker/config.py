@@ -214,13 +214,15 @@ def _parse_data_parallel(
             f"{path}.data_parallel_sharding_strategy="
             f"{given['data_parallel_sharding_strategy']!r} needs {path}.use_custom_fsdp=True"
         )
-    if given["overlap_param_gather"]:
-        distributed = optimizer is not None and optimizer.is_distributed
-        if not (distributed and given["overlap_grad_reduce"]):
-            raise ValueError(
-                f"{path}.overlap_param_gather=True needs {path}.overlap_grad_reduce=True and "
-                f"{_PATH}.optimizer.use_distributed_optimizer=True"
-            )
+    if (
+        given["overlap_param_gather"]
+        and optimizer is not None
+        and not (optimizer.is_distributed and given["overlap_grad_reduce"])
+    ):
+        raise ValueError(
+            f"{path}.overlap_param_gather=True needs {path}.overlap_grad_reduce=True and "
+            f"{_PATH}.optimizer.use_distributed_optimizer=True"
+        )
     return DataParallelSettings(
         grad_reduce_in_fp32=given["grad_reduce_in_fp32"],
         overlap_grad_reduce=given["overlap_grad_reduce"],

@@ -80,6 +80,10 @@ def parse_optimizer(resolved: Mapping[str, Any]) -> OptimizerSettings:
         raise ValueError(f"{_PATH}.lr is not set: the learning rate")
     if given["optimizer"] not in ("adam", "sgd"):
         raise ValueError(f"{_PATH}.optimizer={given['optimizer']!r} must be 'adam' or 'sgd'")
+    if given["optimizer"] == "sgd" and given["use_distributed_optimizer"]:
+        raise ValueError(f"{_PATH}.use_distributed_optimizer=True needs {_PATH}.optimizer='adam'")
+    if not given["min_lr"] <= given["lr"]:
+        raise ValueError(f"{_PATH}.min_lr={given['min_lr']} must not be above lr={given['lr']}")
     _check_precision(given, resolved["precision"])
     if given["use_precision_aware_optimizer"]:
         _check_precision_aware(given)
@@ -134,6 +138,11 @@ def parse_scheduler(
     decay = warmup + 1 if decay is None else decay
     if not 0 <= warmup < decay:
         raise ValueError(f"{path}.lr_warmup_iters={warmup} must be below lr_decay_iters={decay}")
+    if optimizer is not None and given["lr_warmup_init"] > optimizer.lr:
+        raise ValueError(
+            f"{path}.lr_warmup_init={given['lr_warmup_init']} must not be above "
+            f"{_PATH}.lr={optimizer.lr}"
+        )
     own = 0.0 if optimizer is None else optimizer.weight_decay
     start, end = _weight_decays(given, own, path=path)
     return SchedulerSettings(
