@@ -13,6 +13,10 @@ if TYPE_CHECKING:
     from rl_policy.policy_inputs import PathLike
 
 
+# A rank that gives up says why, which is worth the wait.
+_MARGIN_S = 10.0
+
+
 class CheckpointCalls(PolicyParts):
     """What may be saved and loaded in any state."""
 
@@ -66,7 +70,8 @@ class CheckpointCalls(PolicyParts):
         """
         if self._may_be_saving:
             self._may_be_saving = False
-            self._group.run_all("finish_checkpoint")
+            call = self._group.submit_all("finish_checkpoint")
+            self._group.wait(call, timeout_s=self.config["timeout_s"] + _MARGIN_S)
 
     def save_hf_checkpoint(self, path: PathLike) -> None:
         """Write a directory that `AutoModelForCausalLM.from_pretrained` loads."""
