@@ -3,7 +3,6 @@
 import pytest
 import torch
 from batches import make_batch, make_config
-from forked_ranks import RankFailure
 from parity_checks import assert_greedy_is_that_of_transformers, num_layers_of
 from plain_loop import LOGPROB_TOLERANCE
 from tiny_models import build_tiny
@@ -64,20 +63,27 @@ def test_sampled_tokens_have_the_log_probabilities_that_scoring_gives(pools, mod
         assert all(torch.equal(each["output_ids"], result["output_ids"]) for each in same)
 
 
-def test_rows_that_would_wait_for_those_of_others_are_refused(pools, tmp_path):
-    model = build_tiny(tmp_path, "qwen3_moe", num_hidden_layers=2)
-    config = make_config(model, expert_model_parallel_size=2)
-    with pytest.raises(
-        RankFailure, match=r"takes no policy\.megatron_cfg\.expert_model_par"
-    ) as raised:
-        pools(2).run(generate_and_score, config=config, batch=make_batch(4), greedy=True)
-    assert raised.value.kind == "NotImplementedError"
+EXPERT_LAYOUTS = {
+    # Ranks with other rows, and more of them on one than on the other.
+    "ep2": (2, {"expert_model_parallel_size": 2}),
+    "pp2_ep2": (4, {PP: 2, "expert_model_parallel_size": 2}),
+    "tp2_sp_ep2": (
+        2,
+        {
+            TP: 2,
+            "sequence_parallel": True,
+            "expert_model_parallel_size": 2,
+            "expert_tensor_parallel_size": 1,
+        },
+    ),
+}
 
 
-def test_ranks_with_the_same_rows_may_share_experts(pools, tmp_path):
+@pytest.mark.parametrize("layout", EXPERT_LAYOUTS)
+def test_experts_that_are_dealt_out_complete_as_those_of_transformers(pools, tmp_path, layout):
     model = build_tiny(tmp_path, "qwen3_moe", num_hidden_layers=2)
-    experts = {"expert_model_parallel_size": 2, "expert_tensor_parallel_size": 1}
-    config = make_config(model, **{TP: 2, "sequence_parallel": True}, **experts)
-    batch = make_batch(5)
-    results = pools(2).run(generate_and_score, config=config, batch=batch, greedy=True)
+    num_ranks, sizes = EXPERT_LAYOUTS[layout]
+    batch = make_batch(7)
+    config = make_config(model, sections={"generation_batch_size": 3}, **sizes)
+    results = pools(num_ranks).run(generate_and_score, config=config, batch=batch, greedy=True)
     assert_greedy_is_that_of_transformers(results, batch, model)

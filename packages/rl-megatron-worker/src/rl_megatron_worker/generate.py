@@ -6,6 +6,7 @@ from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
 import torch
+import torch.distributed as dist
 from rl_batched_data import BatchedDataDict, PackedSequences, SlicedDataDict
 from rl_batched_data.micro_batches import Concatenation, MicroBatch
 
@@ -15,7 +16,7 @@ from rl_megatron_worker.row_layout import PackedLayout
 from rl_megatron_worker.stages import share_tensors
 
 if TYPE_CHECKING:
-    from collections.abc import Generator
+    from collections.abc import Callable, Generator
 
     from rl_batched_data.generation import Decoder
 
@@ -38,6 +39,56 @@ def open_decoder(
     if schedule.takes_cache:
         return CachedForward(schedule, head, concatenation)
     return WholeForward(schedule, head, concatenation)
+
+
+class Pace:
+    """Lets ranks that deal out experts among them go forward together, whatever rows they have.
+
+    Every forward of one is one of all, and rows end where they end. So each rank says before each
+    whether it has rows left, and those that have none go along with a token of their own.
+
+    Args:
+        group: The ranks with other rows.
+        device: Where the group's tensors lie.
+        is_kept: Whether the ranks depend on each other at all.
+    """
+
+    def __init__(self, group: dist.ProcessGroup, device: torch.device, *, is_kept: bool) -> None:
+        self._group, self._device, self._is_kept = group, device, is_kept
+
+    def keeping(self, decoder: Decoder) -> Decoder:
+        """Return a decoder that meets the others before each forward."""
+        return _Paced(decoder, self._anybody) if self._is_kept else decoder
+
+    @contextmanager
+    def kept(self, new_decoder: Callable[[], Decoder]) -> Generator[None, None, None]:
+        """Go along until no rank has rows left, after the body."""
+        yield
+        one = torch.ones(1, dtype=torch.int64, device=self._device)
+        while self._is_kept and self._anybody(has_rows=False):
+            new_decoder().prefill(one[:, None], one)
+
+    def _anybody(self, *, has_rows: bool) -> bool:
+        flag = torch.tensor(has_rows, dtype=torch.int64, device=self._device)
+        dist.all_reduce(flag, op=dist.ReduceOp.MAX, group=self._group)
+        return bool(flag)
+
+
+class _Paced:
+    """A decoder each of whose forwards others have been told of."""
+
+    def __init__(self, decoder: Decoder, tell: Callable[..., bool]) -> None:
+        self._decoder, self._tell = decoder, tell
+
+    def prefill(self, prompts: torch.Tensor, lengths: torch.Tensor) -> torch.Tensor:
+        """See `Decoder.prefill`."""
+        self._tell(has_rows=True)
+        return self._decoder.prefill(prompts, lengths)
+
+    def step(self, tokens: torch.Tensor) -> torch.Tensor:
+        """See `Decoder.step`."""
+        self._tell(has_rows=True)
+        return self._decoder.step(tokens)
 
 
 class WholeForward:

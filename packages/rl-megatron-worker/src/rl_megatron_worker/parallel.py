@@ -63,7 +63,7 @@ class MegatronLayout:
         )
 
     @property
-    def shares_experts_over_rows(self) -> bool:
+    def deals_experts_to_rows(self) -> bool:
         """Whether experts are dealt out over ranks that have rows of their own."""
         own = self.tensor * self.context
         return self.expert > 1 and own % (self.expert * self.expert_tensor) != 0

@@ -23,7 +23,7 @@ from rl_megatron_worker.checkpoint_calls import CheckpointCalls
 from rl_megatron_worker.config import WorkerConfig, load_generation_config, load_model_config
 from rl_megatron_worker.convert import converter_for
 from rl_megatron_worker.forward import TokenHead
-from rl_megatron_worker.generate import open_decoder
+from rl_megatron_worker.generate import Pace, open_decoder
 from rl_megatron_worker.loading import load_weights
 from rl_megatron_worker.model import build_model, transformer_config
 from rl_megatron_worker.modes import evaluating, training_mode
@@ -40,6 +40,7 @@ from rl_megatron_worker.weight_calls import ModelWeightCalls
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
+    from rl_batched_data.generation import Decoder
     from rl_interfaces import (
         GenerationDatumSpec,
         GenerationOutputSpec,
@@ -182,24 +183,21 @@ class MegatronPolicyWorker(
 
         Raises:
             ValueError: There is no `policy.generation`, or a prompt leaves no room for a token.
-            NotImplementedError: Ranks with rows of their own share experts.
         """
         self._residency.require("generate")
-        if self._config.layout.shares_experts_over_rows:
-            # Each forward meets those of the other ranks, whose rows end earlier or later.
-            raise NotImplementedError(
-                "generate() takes no policy.megatron_cfg.expert_model_parallel_size="
-                f"{self._config.layout.expert}: sample with inference engines instead, such as "
-                "policy.generation.backend='vllm'"
-            )
         sampling = self._config.sampling
         if sampling is None:
             raise ValueError("policy.generation is not set: the policy does not generate")
         check_scoring_batch(data, pad_token_id=self._pad_token_id)
         check_room(data, longest=self._longest_sequence())
-        with evaluating(self.model, self._runtime):
+
+        def new_decoder() -> Decoder:
+            return open_decoder(self._schedule, self._head, self._concatenation)
+
+        pace = Pace(self._dp_group, self._device, is_kept=self._config.layout.deals_experts_to_rows)
+        with evaluating(self.model, self._runtime), pace.kept(new_decoder):
             return generate(
-                lambda _: open_decoder(self._schedule, self._head, self._concatenation),
+                lambda _: pace.keeping(new_decoder()),
                 data,
                 sampling=sampling,
                 greedy=greedy,
