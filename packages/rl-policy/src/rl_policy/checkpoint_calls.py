@@ -69,9 +69,9 @@ class CheckpointCalls(PolicyParts):
             TimeoutError: It takes longer than `policy.timeout_s`.
         """
         if self._may_be_saving:
-            self._may_be_saving = False
             call = self._group.submit_all("finish_checkpoint")
             self._group.wait(call, timeout_s=self.config["timeout_s"] + _MARGIN_S)
+            self._may_be_saving = False
 
     def save_hf_checkpoint(self, path: PathLike) -> None:
         """Write a directory that `AutoModelForCausalLM.from_pretrained` loads."""
