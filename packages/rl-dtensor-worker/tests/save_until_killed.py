@@ -57,11 +57,12 @@ def run_rank(rank, *, config, directory, port, first_version, last_version):
 
 def write_version(worker, version):
     """Fill parameters and optimizer state with a number."""
-    from rl_dtensor_worker.training_state import _materialise
-
     optimizer = worker._training.optimizer
     if not optimizer.state:
-        _materialise(optimizer)
+        for parameter in worker.model.parameters():
+            parameter.grad = torch.zeros_like(parameter)
+        optimizer.step()
+        optimizer.zero_grad()
     with torch.no_grad():
         for parameter, state in optimizer.state.items():
             parameter.fill_(float(version))
