@@ -85,6 +85,11 @@ class Trainer:
         """The rate of the next step."""
         return self.optimizer.param_groups[0]["lr"]
 
+    @property
+    def balances_experts(self) -> bool:
+        """Whether a loss of the experts' balance is added, which counts tokens."""
+        return self._balancing != 0
+
     def begin_step(self, num_tokens: int) -> None:
         """Clear the gradients.
 

@@ -81,7 +81,7 @@ def run_steps(
         if trainer is None:
             found = schedule.run(step, _without_gradients(loss))
         else:
-            trainer.begin_step(_num_tokens(step, group, device))
+            trainer.begin_step(_num_tokens(step, group, device) if trainer.balances_experts else 1)
             found = schedule.run_backward(step, loss)
         value, metrics = _tell_all(found, device)
         result.losses.append(_sum_over(value, group))
