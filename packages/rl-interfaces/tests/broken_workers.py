@@ -11,7 +11,7 @@ from rl_interfaces import LossInput, ParallelLayout, Residency, ResidencyError, 
 OFF = 1.01
 """What a wrong number is wrong by."""
 LEFT_OPEN = []
-"""File descriptors that `LeavingAFile` opened, for its test to close."""
+"""File descriptors that workers opened, for their tests to close."""
 
 
 class OfAnotherContract(CapableWorker):
@@ -53,6 +53,16 @@ class LeavingAFile(CapableWorker):
     def __init__(self, *arguments, **options):
         super().__init__(*arguments, **options)
         LEFT_OPEN.append(os.open(os.devnull, os.O_RDONLY))
+
+
+class GrowingAPool(LeavingAFile):
+    """Is not broken: the third worker of a process uses what the first two have opened."""
+
+    def __init__(self, *arguments, **options):
+        if len(LEFT_OPEN) < 2:
+            super().__init__(*arguments, **options)
+        else:
+            CapableWorker.__init__(self, *arguments, **options)
 
 
 class TakingAnyKey(CapableWorker):

@@ -3,7 +3,7 @@
 import os
 
 import pytest
-from broken_workers import BROKEN_WORKERS, LEFT_OPEN, LeavingAFile
+from broken_workers import BROKEN_WORKERS, LEFT_OPEN, GrowingAPool, LeavingAFile
 from plain_conformance_case import plain_case
 from plain_policy_worker import PlainWorker
 from rl_interfaces.testing import (
@@ -35,13 +35,27 @@ def test_a_broken_worker_breaks_one_rule(tmp_path, rule):
     assert summary in str(raised.value)
 
 
-def test_a_file_that_is_left_open_is_told(tmp_path):
-    report = check_worker(plain_case(tmp_path, LeavingAFile), directory=tmp_path)
-    assert report.broken == ["a_worker_takes_its_threads_with_it"]
-    text = report.of("a_worker_takes_its_threads_with_it").text
-    assert "a worker left 1 open files behind" in text
+@pytest.fixture
+def left_open():
+    """Close what the workers of a test have left open."""
+    yield LEFT_OPEN
     while LEFT_OPEN:
         os.close(LEFT_OPEN.pop())
+
+
+def test_a_file_that_every_worker_leaves_open_is_told(tmp_path, left_open):
+    rule = "a_worker_takes_its_threads_with_it"
+    report = check_worker(plain_case(tmp_path, LeavingAFile), directory=tmp_path, only=[rule])
+    assert report.broken == [rule]
+    assert "each worker left open files behind" in report.of(rule).text
+    assert f"new are {', '.join([os.devnull] * 3)}" in report.of(rule).text
+
+
+def test_a_pool_that_grows_with_the_first_workers_is_no_leak(tmp_path, left_open):
+    rule = "a_worker_takes_its_threads_with_it"
+    report = check_worker(plain_case(tmp_path, GrowingAPool), directory=tmp_path, only=[rule])
+    require_conformance([report])
+    assert len(left_open) == 2
 
 
 def test_what_a_worker_lacks_is_named(tmp_path):
