@@ -104,8 +104,11 @@ def test_the_chat_template_goes_around_the_prompt_alone(tokenizer):
         "{% if add_generation_prompt %}[assistant]{% endif %}"
     )
     encoder = ProblemEncoder(tokenizer, use_chat_template=True)
-    assert encoder.prompt_tokens(PROBLEMS[0]) == ids(tokenizer, "[user]1+2=[assistant]")
-    assert encoder.answer_tokens(PROBLEMS[0]) == [*ids(tokenizer, "3"), END]
+    prompts, answers = encoder.prompt_tokens(PROBLEMS), encoder.answer_tokens(PROBLEMS)
+    assert prompts[0] == ids(tokenizer, "[user]1+2=[assistant]")
+    assert answers[0] == [*ids(tokenizer, "3"), END]
+    assert (len(prompts), len(answers)) == (len(PROBLEMS), len(PROBLEMS))
+    assert encoder.prompt_tokens([]) == []
 
 
 def test_what_the_tokenizer_lacks_is_named(tokenizer):

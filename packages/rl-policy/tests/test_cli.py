@@ -2,16 +2,20 @@ import os
 import subprocess
 import sys
 import time
-from pathlib import Path
+from functools import partial
 
 import pytest
+import ray
 import yaml
+from rl_policy.cli import app
 from rl_policy.config_loading import parse_run_config
+from typer.testing import CliRunner
 
 MODULE = [sys.executable, "-c", "from rl_policy.cli import main; main()"]
 
 
-def rl_policy(*arguments, cwd):
+def run_apart(*arguments, cwd):
+    """Return what a process of the command line leaves."""
     return subprocess.run(
         [*MODULE, *map(str, arguments)],
         cwd=cwd,
@@ -23,9 +27,16 @@ def rl_policy(*arguments, cwd):
     )
 
 
+@pytest.fixture
+def rl_policy(tmp_path, monkeypatch):
+    """Return a function that runs the command line here, in `tmp_path`."""
+    monkeypatch.chdir(tmp_path)
+    return partial(CliRunner().invoke, app)
+
+
 def test_help_explains_every_flag_and_loads_nothing_heavy(tmp_path):
     started = time.monotonic()
-    result = rl_policy("grpo", "--help", cwd=tmp_path)
+    result = run_apart("grpo", "--help", cwd=tmp_path)
     assert result.returncode == 0, result.stderr
     for flag in ("--config", "--out", "--resume", "--show-config", "SECTION.KEY=VALUE"):
         assert flag in result.stdout
@@ -37,9 +48,9 @@ def test_help_explains_every_flag_and_loads_nothing_heavy(tmp_path):
 
 
 @pytest.mark.parametrize("recipe", ["grpo", "sft"])
-def test_the_configuration_is_shown_and_nothing_is_written(tmp_path, recipe):
-    result = rl_policy(recipe, "--show-config", "grpo.steps=3", cwd=tmp_path)
-    assert result.returncode == 0, result.stderr
+def test_the_configuration_is_shown_and_nothing_is_written(tmp_path, rl_policy, recipe):
+    result = rl_policy([recipe, "--show-config", "grpo.steps=3"])
+    assert result.exit_code == 0, result.stderr
     config = parse_run_config(yaml.safe_load(result.stdout))
     assert (config.recipe, config.grpo.steps) == (recipe, 3)
     assert list(tmp_path.iterdir()) == []
@@ -89,21 +100,28 @@ def long_answers(tmp_path):
         (["--resume", "a", "--out", "b"], "--out b contradicts --resume a"),
     ],
 )
-def test_bad_input_ends_in_one_line_before_anything_starts(tmp_path, arguments, message):
+def test_bad_input_ends_in_one_line_before_anything_starts(tmp_path, rl_policy, arguments, message):
     given = [each(tmp_path) if callable(each) else each for each in arguments]
     before = sorted(tmp_path.iterdir())
-    result = rl_policy("grpo", *given, cwd=tmp_path)
-    assert result.returncode == 2, result.stderr
+    result = rl_policy(["grpo", *given])
+    assert result.exit_code == 2, result.stderr
     (line,) = result.stderr.splitlines()
     assert line.startswith("error: ")
     assert message in line
     assert result.stdout == ""
     assert sorted(tmp_path.iterdir()) == before
+    assert not ray.is_initialized()
 
 
-def test_a_run_of_the_other_recipe_is_not_resumed(tmp_path):
-    shown = rl_policy("sft", "--show-config", cwd=tmp_path)
-    Path(tmp_path / "config.yaml").write_text(shown.stdout)
-    result = rl_policy("grpo", "--resume", ".", cwd=tmp_path)
-    assert result.returncode == 2
+def test_a_process_with_bad_input_ends_with_a_status_and_one_line(tmp_path):
+    result = run_apart("grpo", "data.use_chat_template=true", cwd=tmp_path)
+    assert (result.returncode, result.stdout) == (2, "")
+    (line,) = result.stderr.splitlines()
+    assert line.startswith("error: ")
+
+
+def test_a_run_of_the_other_recipe_is_not_resumed(tmp_path, rl_policy):
+    (tmp_path / "config.yaml").write_text(rl_policy(["sft", "--show-config"]).stdout)
+    result = rl_policy(["grpo", "--resume", "."])
+    assert result.exit_code == 2
     assert "use rl-policy sft" in result.stderr

@@ -42,30 +42,28 @@ class ProblemEncoder:
         self._tokenizer = tokenizer
         self._use_chat_template = use_chat_template
 
-    def prompt_tokens(self, problem: Problem) -> list[int]:
-        """Return the tokens after which a completion starts."""
-        if not self._use_chat_template:
-            return list(self._tokenizer(problem.prompt)["input_ids"])
-        message = {"role": "user", "content": problem.prompt}
-        text = self._tokenizer.apply_chat_template(
-            [message], tokenize=False, add_generation_prompt=True
+    def prompt_tokens(self, problems: Sequence[Problem]) -> list[list[int]]:
+        """Return the tokens of each prompt, after which a completion starts."""
+        if not self._use_chat_template or not problems:
+            return self._tokens([problem.prompt for problem in problems], special=True)
+        messages = [[{"role": "user", "content": problem.prompt}] for problem in problems]
+        texts = self._tokenizer.apply_chat_template(
+            messages, tokenize=False, add_generation_prompt=True
         )
-        return list(self._tokenizer(str(text), add_special_tokens=False)["input_ids"])
+        return self._tokens([str(text) for text in texts], special=False)
 
-    def answer_tokens(self, problem: Problem) -> list[int]:
-        """Return the tokens of a completion that is the answer, with the end token."""
-        tokens = self._tokenizer(problem.answer, add_special_tokens=False)["input_ids"]
-        return [*tokens, self._end_id]
+    def answer_tokens(self, problems: Sequence[Problem]) -> list[list[int]]:
+        """Return the tokens of completions that are the answers, with the end token."""
+        rows = self._tokens([problem.answer for problem in problems], special=False)
+        return [[*row, self._end_id] for row in rows]
 
     def prompt_batch(self, problems: Sequence[Problem]) -> BatchedDataDict[Any]:
         """Return `input_ids` `[batch, seq]` and `input_lengths` `[batch]` of the prompts."""
-        rows = [self.prompt_tokens(problem) for problem in problems]
-        return BatchedDataDict(self._pad(rows))
+        return BatchedDataDict(self._pad(self.prompt_tokens(problems)))
 
     def answer_batch(self, problems: Sequence[Problem]) -> BatchedDataDict[Any]:
         """Return prompts with their answers, the tokens of the answers being the targets."""
-        prompts = [self.prompt_tokens(problem) for problem in problems]
-        answers = [self.answer_tokens(problem) for problem in problems]
+        prompts, answers = self.prompt_tokens(problems), self.answer_tokens(problems)
         rows = self._pad([prompt + answer for prompt, answer in zip(prompts, answers, strict=True)])
         prompt_lengths = torch.tensor([len(prompt) for prompt in prompts])
         masks = target_masks(rows["input_ids"], prompt_lengths, rows["input_lengths"])
@@ -93,6 +91,14 @@ class ProblemEncoder:
                 text = text.partition(stop)[0]
             texts.append(text)
         return texts
+
+    def _tokens(self, texts: list[str], *, special: bool) -> list[list[int]]:
+        """Tokenize in one call, many times as fast as one after the other."""
+        if not texts:
+            return []
+        return self._tokenizer(texts, add_special_tokens=special, return_attention_mask=False)[
+            "input_ids"
+        ]
 
     def _pad(self, rows: Sequence[Sequence[int]]) -> dict[str, torch.Tensor]:
         lengths = torch.tensor([len(row) for row in rows])

@@ -109,7 +109,7 @@ def _check_lengths(config: RunConfig, problems: ProblemSets, *, encoder: Problem
     longest = config.policy["max_total_sequence_length"]
     new = config.policy["generation"]["max_new_tokens"]
     measured = (*problems.train, *problems.heldout, *problems.validation)
-    prompt, length = _longest(measured, (len(encoder.prompt_tokens(each)) for each in measured))
+    prompt, length = _longest(measured, map(len, encoder.prompt_tokens(measured)))
     if length + new > longest:
         raise ValueError(
             f"the prompt {prompt[:40]!r} has {length} tokens: with policy.generation."
@@ -119,7 +119,7 @@ def _check_lengths(config: RunConfig, problems: ProblemSets, *, encoder: Problem
         _check_demonstrations(config, problems, encoder=encoder)
     if config.reward.answer_pattern is not None:
         return
-    prompt, length = _longest(measured, (len(encoder.answer_tokens(each)) for each in measured))
+    prompt, length = _longest(measured, map(len, encoder.answer_tokens(measured)))
     if length > new:
         raise ValueError(
             f"the answer to {prompt[:40]!r} has {length} tokens with the end token, more than "
@@ -132,11 +132,10 @@ def _check_demonstrations(
 ) -> None:
     """Check that the supervised part can train on every row that it may draw."""
     longest = config.sft_policy()["max_total_sequence_length"]
-    lengths = (
-        len(encoder.prompt_tokens(each)) + len(encoder.answer_tokens(each))
-        for each in problems.demonstrations
-    )
-    prompt, length = _longest(problems.demonstrations, lengths)
+    rows = problems.demonstrations
+    prompts, answers = encoder.prompt_tokens(rows), encoder.answer_tokens(rows)
+    lengths = (len(each) + len(other) for each, other in zip(prompts, answers, strict=True))
+    prompt, length = _longest(rows, lengths)
     if length > longest:
         key = "sft.policy" if "max_total_sequence_length" in config.sft.policy else "policy"
         raise ValueError(
