@@ -12,13 +12,18 @@ import pytest
 import ray
 import torch
 import yaml
+from rl_policy.cli import app
 from rl_policy.recipes.metrics import read_metrics
 from transformers import AutoModelForCausalLM, AutoTokenizer
+from typer.testing import CliRunner
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
 
 MODULE = [sys.executable, "-c", "from rl_policy.cli import main; main()"]
+TWO_RANKS = "cluster.bundle_ct_per_node_list=[2]"
 CONFIG = {
+    # Each rank is a process of its own, which takes seconds to start.
+    "cluster": {"bundle_ct_per_node_list": [1]},
     "data": {"num_heldout": 16, "num_validation": 16},
     "policy": {
         "train_global_batch_size": 8,
@@ -76,17 +81,26 @@ def rl_policy(*arguments, workplace, environment):
     )
 
 
-def start(out, *settings, workplace, environment):
-    arguments = ["grpo", "--config", "run.yaml", "--out", out, "data.path=problems.jsonl"]
-    result = rl_policy(*arguments, *settings, workplace=workplace, environment=environment)
+@pytest.fixture(scope="module")
+def run(workplace, environment):
+    """Return the process of a whole run; its directory is `first`."""
+    arguments = ["grpo", "--config", "run.yaml", "--out", "first", "data.path=problems.jsonl"]
+    result = rl_policy(*arguments, workplace=workplace, environment=environment)
     assert result.returncode == 0, result.stderr
     return result
 
 
-@pytest.fixture(scope="module")
-def run(workplace, environment):
-    """Return the output of a whole run; its directory is `first`."""
-    return start("first", workplace=workplace, environment=environment)
+@pytest.fixture
+def start(workplace, environment, monkeypatch):
+    """Return a function that runs a command in this process, which has imported what it needs."""
+    monkeypatch.chdir(workplace)
+
+    def start(command, out, *settings, config="run.yaml"):
+        arguments = [command, "--config", config, "--out", out, "data.path=problems.jsonl"]
+        result = CliRunner().invoke(app, [*arguments, *settings], catch_exceptions=False)
+        assert result.exit_code == 0, result.stderr
+
+    return start
 
 
 def measured(directory):
@@ -168,15 +182,15 @@ def test_a_run_directory_is_not_overwritten(run, workplace, environment):
     assert measured(workplace / "first") == before
 
 
-def test_the_same_seed_gives_the_same_run(run, workplace, environment):
-    start("second", workplace=workplace, environment=environment)
+def test_the_same_seed_gives_the_same_run(run, start, workplace):
+    start("grpo", "second")
     assert measured(workplace / "second") == measured(workplace / "first")
     supervised = [measured(workplace / name / "warm_up") for name in ("first", "second")]
     assert supervised[0] == supervised[1]
 
 
 @pytest.mark.parametrize("section", ["dynamic_batching", "sequence_packing"])
-def test_planned_micro_batches_train_to_the_same_losses(run, workplace, environment, section):
+def test_planned_micro_batches_train_to_the_same_losses(run, start, workplace, section):
     settings = [
         f"policy.{section}.enabled=true",
         f"policy.{section}.train_mb_tokens=32",
@@ -184,7 +198,7 @@ def test_planned_micro_batches_train_to_the_same_losses(run, workplace, environm
     ]
     if section == "dynamic_batching":
         settings.append("policy.dynamic_batching.sequence_length_round=2")
-    start(section, *settings, workplace=workplace, environment=environment)
+    start("grpo", section, *settings)
     for part in ("", "warm_up"):
         planned, padded = (measured(workplace / name / part) for name in (section, "first"))
         assert len(planned) == len(padded)
@@ -212,11 +226,11 @@ def test_a_run_that_was_interrupted_goes_on_as_if_it_had_not_been(run, workplace
     assert all(torch.equal(models[0][name], models[1][name]) for name in models[0])
 
 
-def test_adapters_alone_are_trained_after_a_warm_up_of_all(workplace, environment):
+def test_adapters_alone_are_trained_after_a_warm_up_of_all(start, workplace):
     peft = pytest.importorskip("peft", reason="comes with the extra lora")
     lora = "policy.dtensor_cfg.lora.enabled"
-    settings = [f"{lora}=true", f"sft.{lora}=false", "sft.steps=1", "grpo.steps=2"]
-    start("adapted", *settings, workplace=workplace, environment=environment)
+    settings = [f"{lora}=true", f"sft.{lora}=false", "sft.steps=1", "grpo.steps=2", TWO_RANKS]
+    start("grpo", "adapted", *settings)
     directory = workplace / "adapted"
     assert not (directory / "warm_up" / "adapters").exists()
     warm = AutoModelForCausalLM.from_pretrained(directory / "warm_up" / "final")
@@ -226,22 +240,15 @@ def test_adapters_alone_are_trained_after_a_warm_up_of_all(workplace, environmen
         assert torch.equal(parameter, final[name]), name
 
 
-def test_the_supervised_part_alone_on_a_model_of_the_user(run, workplace, environment):
+def test_the_supervised_part_alone_on_a_model_of_the_user(run, start, workplace):
     (workplace / "own.yaml").write_text(
         "policy:\n"
         "  generation: {max_new_tokens: 2}\n"
         "  optimizer: {kwargs: {lr: 3.0e-3}}\n"
         "data: {num_heldout: 16}\n"
     )
-    result = rl_policy(
-        "sft",
-        *("--config", "own.yaml", "--out", "own"),
-        *("policy.model_name=first/tiny_model", "data.path=problems.jsonl"),
-        *("sft.steps=3", "sft.eval_every=3"),
-        workplace=workplace,
-        environment=environment,
-    )
-    assert result.returncode == 0, result.stderr
+    model = "policy.model_name=first/tiny_model"
+    start("sft", "own", model, "sft.steps=3", "sft.eval_every=3", config="own.yaml")
     rows = read_metrics(workplace / "own" / "metrics.jsonl")
     assert [row["step"] for row in rows] == [0, 1, 2, 3]
     assert rows[3]["loss"] < rows[1]["loss"]
@@ -258,7 +265,7 @@ def test_the_supervised_part_alone_on_a_model_of_the_user(run, workplace, enviro
 def test_an_interrupted_run_leaves_nothing_behind(workplace, environment):
     arguments = ["grpo", "--config", "run.yaml", "--out", "stopped", "data.path=problems.jsonl"]
     process = subprocess.Popen(
-        [*MODULE, *arguments],
+        [*MODULE, *arguments, TWO_RANKS],
         cwd=workplace,
         env=environment,
         stderr=subprocess.PIPE,

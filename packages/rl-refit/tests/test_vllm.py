@@ -10,7 +10,6 @@ import pytest
 pytestmark = [pytest.mark.vllm, pytest.mark.slow]
 
 CASES = [
-    ("shm", "untied", 1),
     ("shm", "tied", 1),
     ("golden", "tied", 1),
     ("collective", "untied", 1),
