@@ -68,7 +68,8 @@ ENVIRONMENT = {
     "VLLM_NO_USAGE_STATS": "1",
     "PYTHONPATH": None,
 }
-# In the order of collection, which starts with what takes longest. `-n0` ends it.
+# Two files at a time, as tests wait for processes to start and leave a core idle half of the time.
+# The ranks of a worker's tests fill the cores alone.
 SIDE_BY_SIDE = ("--numprocesses=2", "--dist=loadfile", "--no-loadscope-reorder")
 # By requirement, what `apart` measured.
 MEASURED: dict[str, dict[str, float]] = {}
@@ -106,11 +107,15 @@ def editable(requirement: str) -> list[str]:
 
 
 def run_pytest(session: nox.Session, *arguments: str) -> None:
-    """Run pytest with the nox session's own arguments after `arguments`, two files at a time.
+    """Run pytest with the nox session's own arguments after `arguments`."""
+    session.run("pytest", *arguments, *session.posargs, env=ENVIRONMENT)
 
-    Tests wait for processes to start, and one file alone leaves a core idle half of the time.
-    """
-    session.run("pytest", *SIDE_BY_SIDE, *arguments, *session.posargs, env=ENVIRONMENT)
+
+def test_package(session: nox.Session, package: str, *arguments: str) -> None:
+    """Run the tests of a package that need no device."""
+    ways = () if package in WORKERS else SIDE_BY_SIDE
+    folder = str(ROOT / "packages" / package / "tests")
+    run_pytest(session, folder, "-m", NO_DEVICE, *ways, *arguments)
 
 
 @nox.session(reuse_venv=True)
@@ -157,7 +162,7 @@ def surface(session: nox.Session) -> None:
 def tests(session: nox.Session, package: str) -> None:
     """Test a package beside its own dependencies alone."""
     install(session, *editable(TESTED_AS.get(package, package)), *group("test"))
-    run_pytest(session, f"packages/{package}/tests", "-m", NO_DEVICE)
+    test_package(session, package)
 
 
 @nox.session(reuse_venv=True)
@@ -166,7 +171,7 @@ def vllm(session: nox.Session) -> None:
     if sys.platform != "linux":
         session.skip("vLLM's build for the CPU is for Linux")
     install_vllm(session, *editable("rl-policy[dtensor,megatron,vllm]"), *group("test"))
-    run_pytest(session, "packages", "docs/tests", "-m", "vllm")
+    run_pytest(session, "packages", "docs/tests", "-m", "vllm", *SIDE_BY_SIDE, "--durations=10")
 
 
 @nox.session(name="grpo-vllm", reuse_venv=True, default=False)
@@ -207,7 +212,9 @@ def docs(session: nox.Session) -> None:
     everything = [part for name in PROJECTS for part in editable(TESTED_AS.get(name, name))]
     install(session, *everything, *group("docs"))
     session.run("mkdocs", "build", "--strict", "--quiet", "--config-file", "docs/mkdocs.yml")
-    run_pytest(session, "docs/tests", "--dist=load", "-m", NO_DEVICE, "--durations=5")
+    # Most tests are of one file: a page is a process of its own.
+    arguments = (*SIDE_BY_SIDE, "--dist=load", "--durations=5")
+    run_pytest(session, "docs/tests", "-m", NO_DEVICE, *arguments)
 
 
 @nox.session
@@ -218,8 +225,7 @@ def wheel(session: nox.Session, package: str) -> None:
     # Within the tree uv would find the siblings' sources.
     with tempfile.TemporaryDirectory() as outside, session.chdir(outside):
         install(session, *wheels, *group("test"))
-        tests_folder = str(ROOT / "packages" / package / "tests")
-        run_pytest(session, tests_folder, "-m", NO_DEVICE, "--durations=10")
+        test_package(session, package, "--durations=10")
 
 
 @nox.session
@@ -255,7 +261,7 @@ def lowest(session: nox.Session, package: str) -> None:
         higher = bounds.higher_than_declared(requirement, json.loads(str(printed)))
         if higher:
             session.error("no test holds the lower bounds: " + "; ".join(higher))
-    run_pytest(session, f"packages/{package}/tests", "-m", NO_DEVICE)
+    test_package(session, package)
 
 
 def wheel_arguments(session: nox.Session, requirement: str) -> list[str]:
@@ -363,4 +369,4 @@ def gpu(session: nox.Session) -> None:
     """Run the tests that need a GPU, on a machine that has one."""
     everything = [part for name in PROJECTS for part in editable(TESTED_AS.get(name, name))]
     install(session, *everything, *group("test"))
-    run_pytest(session, "packages", "--numprocesses=0", "-m", "gpu or multi_gpu")
+    run_pytest(session, "packages", "-m", "gpu or multi_gpu")

@@ -1,7 +1,5 @@
-import atexit
 import os
 import sys
-import tempfile
 import time
 from pathlib import Path
 
@@ -19,15 +17,6 @@ settings.load_profile("untimed")
 
 
 STRANGER = Path(__file__).parent / "stranger"
-
-
-def pytest_configure():
-    """Give tests that run side by side a Ray of their own each."""
-    if "PYTEST_XDIST_WORKER" in os.environ:
-        # Short, as sockets lie below it. It goes with the process.
-        directory = tempfile.TemporaryDirectory(prefix="ray-", ignore_cleanup_errors=True)
-        os.environ["RAY_TMPDIR"] = directory.name
-        atexit.register(directory.cleanup)
 
 
 def pytest_collection_modifyitems(items):

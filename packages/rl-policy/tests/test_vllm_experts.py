@@ -6,6 +6,7 @@ import torch
 from rl_dtensor_worker.weights import ModelWeights
 from rl_policy import RayVirtualCluster
 from rl_policy.generation.vllm import VllmGeneration
+from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, Qwen3MoeConfig, Qwen3MoeForCausalLM
 from vllm_oracles import (
     TEXTS,
@@ -85,6 +86,30 @@ def test_experts_arrive_under_the_names_of_the_trainers_model(engines, tokenizer
         engines.commit_update(version)
         sender.commit(version)
     assert mismatch(engines, model, tokenizer) < TOLERANCE
+
+
+@pytest.mark.parametrize(
+    ("left_out", "told"),
+    [
+        ("model.layers.1.mlp.experts.2.up_proj.weight", r"w13_weight \(w3 of expert 2\)"),
+        ("model.layers.0.mlp.experts.0.down_proj.weight", r"w2_weight \(w2 of expert 0\)"),
+        ("model.layers.0.mlp.gate.weight", r"model.layers.0.mlp.gate.weight \(all\)"),
+    ],
+)
+def test_an_expert_that_is_left_out_is_told(engines, left_out, told):
+    # The checkpoint has a tensor for each expert, where the model in memory has one for all.
+    kept = load_file(engines.path / "model.safetensors")
+    del kept[left_out]
+    version = engines.weight_version + 1
+    source = rl_refit.TensorSource(kept.items())
+    with rl_refit.RefitSender(source, timeout_s=60.0) as sender:
+        engines.init_transfer(sender.address)
+        engines.begin_update(version)
+        call = engines.update(version)
+        with pytest.raises(rl_refit.RefitError, match=told):
+            sender.send(version)
+        with pytest.raises(rl_refit.RefitError, match=told):
+            engines.wait_for_update(call)
 
 
 def mismatch(engines, model, tokenizer):

@@ -5,6 +5,7 @@ Usage: python vllm_refits.py TRANSPORT tied|untied TENSOR_PARALLEL_SIZE DIRECTOR
 
 # ruff: noqa: T201
 
+import re
 import sys
 import threading
 
@@ -19,6 +20,13 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 SAME = 1e-4  # float32 on two implementations; 1e-6 is what is seen
 OTHER = 1e-2
+# What is left out, and how vLLM's parameter is named that lacks it.
+OMISSIONS = {
+    "model.layers.1.self_attn.k_proj.weight": "layers.1.self_attn.qkv_proj.weight (shard k)",
+    "model.layers.2.mlp.gate_proj.weight": "model.layers.2.mlp.gate_up_proj.weight (shard 0)",
+    "model.layers.0.input_layernorm.weight": "model.layers.0.input_layernorm.weight (all)",
+    "model.embed_tokens.weight": "model.embed_tokens.weight (all)",
+}
 PROMPTS = [[1, 5, 9, 30], [7, 8], [99, 3, 2, 1, 40, 41]]
 
 
@@ -107,6 +115,36 @@ def check_failure_and_resend(llm, sender, model, *, version, after):
     assert worst_difference(llm, model) < SAME
 
 
+def check_omissions(llm, model, transport, *, ranks):
+    """A plan that leaves out a tensor is told on both sides, and changes no version."""
+    for number, (name, told) in enumerate(OMISSIONS.items(), 1):
+        kept = [(key, value) for key, value in model.named_parameters() if key != name]
+        assert len(kept) == len(list(model.named_parameters())) - 1
+        with RefitSender(TensorSource(kept), transport, ranks, timeout_s=60) as sender:
+            llm.init_weight_transfer_engine(init_info(sender.address))
+            failed = []
+
+            def send(sender=sender, failed=failed, number=number):
+                try:
+                    sender.send(number)
+                except RefitError as error:
+                    failed.append(str(error))
+
+            thread = threading.Thread(target=send)
+            thread.start()
+            with pytest.raises(RefitError, match=re.escape(told)):
+                receive_on_workers(llm, number)
+            thread.join()
+            assert told in failed[0], failed
+            with pytest.raises(PoisonedError):
+                on_workers(llm, require_ready)
+    with RefitSender(TensorSource(model.named_parameters()), transport, ranks) as sender:
+        llm.init_weight_transfer_engine(init_info(sender.address))
+        refit(llm, sender, 1)
+        sender.commit(1)
+        assert worst_difference(llm, model) < SAME
+
+
 def main():
     transport, ties, tensor_parallel_size, directory = sys.argv[1:]
     ranks = int(tensor_parallel_size)
@@ -155,6 +193,7 @@ def main():
         llm.init_weight_transfer_engine(init_info(sender.address))
         for version, after in enumerate((2, 5, 13, 24), 1):
             check_failure_and_resend(llm, sender, model, version=version, after=after)
+    check_omissions(llm, model, transport, ranks=ranks)
     print("all refits are as they should be")
 
 

@@ -109,6 +109,7 @@ class RefitReceiver(Closing):
         load: Load | None = None,
         *,
         load_keeps: bool = True,
+        check: Callable[[], None] | None = None,
         read_back: ReadBack | None = None,
     ) -> RefitReport:
         """Load the version that was begun; return when every receiver of the sender has.
@@ -122,6 +123,8 @@ class RefitReceiver(Closing):
                 whose layer goes on in another bucket are copies then. Without, only tensors that
                 are split over buckets are copied, to memory that is kept until the receiver is
                 closed: twice the largest of them.
+            check: Called after the last bucket, before the sender is told that all is loaded. What
+                it raises fails the refit, as an error of `load` does.
             read_back: For `verify="weights"`: yields every name with the live parameter.
 
         Raises:
@@ -138,6 +141,7 @@ class RefitReceiver(Closing):
                 version,
                 load or _have_no_load,
                 load_keeps=load_keeps,
+                check=check,
                 read_back=read_back,
                 deadline=deadline,
                 watch=watch,
@@ -213,6 +217,7 @@ class RefitReceiver(Closing):
         load: Load,
         *,
         load_keeps: bool,
+        check: Callable[[], None] | None,
         read_back: ReadBack | None,
         deadline: Deadline,
         watch: Stopwatch,
@@ -234,6 +239,8 @@ class RefitReceiver(Closing):
         notice = None if self._live is None else self._live.remember
         unpack = partial(session.unpacker.unpack, load_keeps=load_keeps, notice=notice)
         stream.run(unpack, load)
+        if check is not None:
+            check()
         if self._live is not None and read_back is not None:
             with watch.phase("verify"):
                 self._live.check(read_back(), rank=self._rank)

@@ -18,7 +18,7 @@ Weights go through vLLM's own layerwise reload, never straight into live paramet
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from functools import partial
 from typing import Any
@@ -31,7 +31,12 @@ from vllm.distributed.weight_transfer.base import (
     WeightTransferInitInfo,
     WeightTransferUpdateInfo,
 )
-from vllm.model_executor.layers.vocab_parallel_embedding import UnquantizedEmbeddingMethod
+from vllm.model_executor.layers.attention import is_deferred_attention_layer
+from vllm.model_executor.layers.linear import MergedColumnParallelLinear, QKVParallelLinear
+from vllm.model_executor.layers.vocab_parallel_embedding import (
+    ParallelLMHead,
+    UnquantizedEmbeddingMethod,
+)
 from vllm.model_executor.model_loader.reload import (
     finalize_layerwise_reload,
     initialize_layerwise_reload,
@@ -122,20 +127,32 @@ class RefitWeightTransferEngine(WeightTransferEngine[RefitInitInfo, RefitUpdateI
 
         Raises:
             StaleVersionError: It is not newer than the committed one; nothing changes.
-            RefitError: The refit failed. The next full one heals the worker.
+            RefitError: The refit failed, or the sender has not sent all that the model is made of.
+                The next full one heals the worker.
         """
         receiver = self._require_receiver()
         receiver.begin(update_info.version)
         try:
-            report = receiver.receive(update_info.version, self._load, load_keeps=False)
+            report = receiver.receive(
+                update_info.version, self._load, load_keeps=False, check=self._require_all
+            )
         except BaseException:
             self._forget_partial_layers()
             raise
         self.report = report.as_metrics()
 
     def finish_weight_update(self) -> None:
-        """Let vLLM process what was loaded. The version counts once it is committed."""
+        """Let vLLM process what was loaded. The version counts once it is committed.
+
+        Raises:
+            RefitError: What came is not all that the model is made of.
+        """
         if self._reloading:
+            try:
+                self._require_all()
+            except RefitError:
+                self._forget_partial_layers()
+                raise
             tied = _tied_layers(self.model)
             finalize_layerwise_reload(self.model, self.model_config)
             self._reloading = False
@@ -162,6 +179,20 @@ class RefitWeightTransferEngine(WeightTransferEngine[RefitInitInfo, RefitUpdateI
             self._reloading = True
         self.model.load_weights(iter(tensors))
         _own_what_is_kept(self._layers, tensors)
+
+    def _require_all(self) -> None:
+        """Raise unless each parameter has got all its parts.
+
+        vLLM itself takes a layer that has got some for one with padding, and fills it up with what
+        the memory holds; one that has got none keeps its old weights.
+        """
+        if self.model_config.quantization is not None:
+            return  # vLLM makes the scales itself, or has them from elsewhere
+        ties = self.model_config.hf_text_config.tie_word_embeddings
+        missing = _missing_parts(self.model, without=ParallelLMHead if ties else ())
+        if missing:
+            told = ", ".join(missing[:8]) + (", ..." if len(missing) > 8 else "")
+            raise RefitError(f"the sender's tensors leave out parts of {len(missing)}: {told}")
 
     def _forget_partial_layers(self) -> None:
         """Drop what a failed refit has left in layers that are not complete.
@@ -194,6 +225,48 @@ def _own_what_is_kept(layers: Sequence[Any], tensors: list[tuple[str, torch.Tens
                 is_tensor = isinstance(value, torch.Tensor) and value.device.type != "meta"
                 if is_tensor and value.untyped_storage().data_ptr() in lent:
                     call.arguments[name] = value.clone()
+
+
+def _missing_parts(model: torch.nn.Module, *, without: type | tuple[()]) -> list[str]:
+    """Return the parameters that lack tensors, by vLLM's name, with what they lack.
+
+    Looked at are the layers that vLLM has not completed by the number of elements. Attention is
+    left out, which has scales of its own alone, and so are layers of the class `without`.
+    """
+    missing: list[str] = []
+    for prefix, layer in model.named_modules():
+        info = get_layerwise_info(layer)
+        if not info.can_load() or is_deferred_attention_layer(layer) or isinstance(layer, without):
+            continue
+        for name, _ in layer.named_parameters(recurse=False):
+            loads = [call.arguments for loaded, call in info.loaded_weights if loaded == name]
+            lacks = _missing_shards(layer, loads) if loads else ["all"]
+            if lacks:
+                missing.append(f"{prefix}.{name} ({', '.join(lacks)})")
+    return missing
+
+
+def _missing_shards(layer: Any, loads: Sequence[Mapping[str, Any]]) -> list[str]:
+    """Return which of the tensors that vLLM puts into one parameter have not come."""
+    if "expert_id" in loads[0]:
+        shards = {load["shard_id"] for load in loads}
+        if shards <= {"w1", "w3"} and layer.moe_config.is_act_and_mul:
+            shards = {"w1", "w3"}
+        if any(load["loaded_weight"].dim() == 3 for load in loads):
+            wanted = {(shard,) for shard in shards}
+            found = {(load["shard_id"],) for load in loads}
+        else:
+            count = layer.moe_config.num_logical_experts
+            wanted = {(shard, f"expert {index}") for shard in shards for index in range(count)}
+            found = {(load["shard_id"], f"expert {load['expert_id']}") for load in loads}
+        return sorted(" of ".join(part) for part in wanted - found)
+    found = {load.get("loaded_shard_id") for load in loads}
+    if None in found or not isinstance(layer, MergedColumnParallelLinear | QKVParallelLinear):
+        return []
+    parts = {part for shard in found for part in (shard if isinstance(shard, tuple) else (shard,))}
+    is_qkv = isinstance(layer, QKVParallelLinear)
+    wanted = ("q", "k", "v") if is_qkv else range(len(layer.output_sizes))
+    return [f"shard {part}" for part in wanted if part not in parts]
 
 
 def _tied_layers(model: torch.nn.Module) -> list[Any]:
