@@ -213,7 +213,7 @@ def docs(session: nox.Session) -> None:
     install(session, *everything, *group("docs"))
     session.run("mkdocs", "build", "--strict", "--quiet", "--config-file", "docs/mkdocs.yml")
     # Most tests are of one file: a page is a process of its own.
-    arguments = (*SIDE_BY_SIDE, "--dist=load", "--durations=5")
+    arguments = (*SIDE_BY_SIDE, "--dist=worksteal", "--durations=5")
     run_pytest(session, "docs/tests", "-m", NO_DEVICE, *arguments)
 
 

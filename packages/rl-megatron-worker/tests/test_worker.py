@@ -15,6 +15,7 @@ from plain_loop import (
 )
 from tiny_models import build_tiny
 from worker_ranks import (
+    embeddings_with_noise,
     fail_to_start,
     information,
     place_as_on_cuda,
@@ -226,6 +227,15 @@ def test_information(pools, model, tmp_path):
         assert device_id == info["global_device_id"]
         assert name == f"MegatronPolicyWorker[rank={rank}]"
         assert (tmp_path / f"rank_{rank}_0.json").stat().st_size > 0
+
+
+def test_stages_get_the_same_noise_for_tied_embeddings(pools, tmp_path):
+    model = build_tiny(tmp_path, "qwen3", tied=True, num_hidden_layers=2)
+    first, last = pools(2).run(embeddings_with_noise, config=make_config(model, **{PP: 2}))
+    for before, after in zip(first, last, strict=True):
+        torch.testing.assert_close(before, after, rtol=0, atol=0)
+    added = first[1] - first[0]
+    assert added.std().item() == pytest.approx(0.01, rel=0.1)
 
 
 def test_a_failed_start_leaves_no_group(pools, model):

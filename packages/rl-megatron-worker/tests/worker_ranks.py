@@ -11,6 +11,7 @@ from batches import LOSSES
 from megatron.core import parallel_state
 from rl_batched_data import BatchedDataDict
 from rl_megatron_worker import MegatronPolicyWorker
+from rl_megatron_worker.model import unwrapped
 from rl_megatron_worker.residency import place_parameters
 from tiny_models import build_tokenizer
 
@@ -149,6 +150,15 @@ def information(*, config):
         worker.start_gpu_profiling()
         worker.stop_gpu_profiling()
         return worker.get_gpu_info(), worker.report_device_id(), worker.is_alive(), repr(worker)
+
+
+def embeddings_with_noise(*, config):
+    """Return the embedding, or the output matrix, of this stage: before and after the noise."""
+    with worker_for(config, init_optimizer=False, init_reference_model=False) as worker:
+        weight = unwrapped(worker.model[0]).shared_embedding_or_output_weight()
+        before = weight.detach().clone()
+        worker._add_noise_to_weights()
+        return before, weight.detach().clone()
 
 
 def devices_in_each_state(*, config, batch):

@@ -85,6 +85,10 @@ def long_answers(tmp_path):
         (["policy.dtensor_cfg.tensor_parallel_size=3"], "tensor_parallel_size=3"),
         (["data.max_number=99"], "data.max_number=99 gives 100 problems"),
         (["policy.generation.max_new_tokens=3"], "policy.generation.max_new_tokens=3"),
+        (
+            ["policy.generation.backend=vllm", "policy.generation.vllm_cfg.max_model_len=9"],
+            "it exceeds policy.generation.vllm_cfg.max_model_len=9",
+        ),
         (["reward.answer_pattern='('"], "reward.answer_pattern"),
         (["data.use_chat_template=true"], "data.use_chat_template=True"),
         ([malformed_problems], "problems.jsonl:2: 'answer' must be a text"),

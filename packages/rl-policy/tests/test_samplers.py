@@ -1,7 +1,10 @@
 """Who is asked for what, in which order, with recorders in place of policy and engines."""
 
+from types import SimpleNamespace
+
 import pytest
 from rl_policy.config_loading import load_run_config
+from rl_policy.recipes import samplers
 from rl_policy.recipes.engines import check_engines, engine_section
 from rl_policy.recipes.samplers import EngineSampler, WorkerSampler
 from rl_policy.refit import WeightLink
@@ -187,6 +190,40 @@ def test_where_engines_run():
         "policy.generation.colocated.resources.num_nodes=3",
     )
     assert several.engine_bundles == [2, 2, 2]
+
+
+def test_engines_apart_get_devices_of_one_node_each_which_end_with_them(monkeypatch):
+    calls, asked = [], {}
+
+    def cluster_of(bundles, **options):
+        asked.update(options, bundles=bundles)
+        return Recorder("cluster", calls)
+
+    def fail_to_start(*arguments, **options):
+        raise RuntimeError("no engine starts here")
+
+    monkeypatch.setattr(samplers, "RayVirtualCluster", cluster_of)
+    monkeypatch.setattr(samplers, "load_engine", lambda name: fail_to_start)
+    config = load(
+        "policy.generation.backend=vllm",
+        "policy.generation.colocated.enabled=false",
+        "policy.generation.colocated.resources.gpus_per_node=16",
+        "cluster.num_gpus_per_node=16",
+    )
+    session = SimpleNamespace(config=config, inputs=SimpleNamespace(tokenizer=None))
+    with (
+        pytest.raises(RuntimeError, match="no engine starts here"),
+        samplers.open_sampler(session, None, model="any", start=None),
+    ):
+        pass
+    assert asked == {
+        "bundles": [16],
+        "use_gpus": None,
+        "num_gpus_per_node": 16,
+        "name": "engines",
+        "placement_group_strategy": "STRICT_PACK",
+    }
+    assert calls == ["cluster.shutdown()"]
 
 
 def test_the_supervised_part_samples_with_the_workers():

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import zlib
+
 import torch
 from rl_refit.weight_calls import WeightCalls
 
@@ -27,10 +29,13 @@ class ModelWeightCalls(WorkerParts, WeightCalls):
     def _add_noise_to_weights(self) -> None:
         """Add N(0, 0.01^2) to every parameter, so that a transfer can be seen to work.
 
-        Ranks that have the same part of a parameter draw the same numbers.
+        Ranks that have the same part of a parameter draw the same numbers, and so do the first and
+        the last stage for tied embeddings, of which each has a copy under another name.
         """
-        generator = torch.Generator(self._device).manual_seed(self._config.seed)
+        generator = torch.Generator(self._device)
         for chunk in self.model:
-            for parameter in chunk.parameters():
+            for name, parameter in chunk.named_parameters():
+                key = "embeddings" if getattr(parameter, "shared_embedding", False) else name
+                generator.manual_seed(self._config.seed + zlib.crc32(key.encode()))
                 noise = torch.randn(parameter.shape, generator=generator, device=self._device)
                 parameter.add_(noise.to(parameter), alpha=0.01)

@@ -106,15 +106,15 @@ def _load_problems(config: RunConfig) -> ProblemSets:
 
 def _check_lengths(config: RunConfig, problems: ProblemSets, *, encoder: ProblemEncoder) -> None:
     """Check that prompts leave room for completions, and that answers fit into them."""
-    longest = config.policy["max_total_sequence_length"]
     new = config.policy["generation"]["max_new_tokens"]
     measured = (*problems.train, *problems.heldout, *problems.validation)
     prompt, length = _longest(measured, map(len, encoder.prompt_tokens(measured)))
-    if length + new > longest:
-        raise ValueError(
-            f"the prompt {prompt[:40]!r} has {length} tokens: with policy.generation."
-            f"max_new_tokens={new} it exceeds policy.max_total_sequence_length={longest}"
-        )
+    for key, longest in _length_limits(config).items():
+        if length + new > longest:
+            raise ValueError(
+                f"the prompt {prompt[:40]!r} has {length} tokens: with policy.generation."
+                f"max_new_tokens={new} it exceeds {key}={longest}"
+            )
     if config.is_supervised:
         _check_demonstrations(config, problems, encoder=encoder)
     if config.reward.answer_pattern is not None:
@@ -125,6 +125,16 @@ def _check_lengths(config: RunConfig, problems: ProblemSets, *, encoder: Problem
             f"the answer to {prompt[:40]!r} has {length} tokens with the end token, more than "
             f"policy.generation.max_new_tokens={new}: no completion can be right"
         )
+
+
+def _length_limits(config: RunConfig) -> dict[str, int]:
+    """Return how long a prompt with its completion may be, by the key that says so."""
+    limits = {"policy.max_total_sequence_length": config.policy["max_total_sequence_length"]}
+    engine = config.policy["generation"].get("vllm_cfg") or {}
+    if config.has_engines and engine.get("max_model_len") is not None:
+        # An engine would end completions there, as if the policy had not come to an end.
+        limits["policy.generation.vllm_cfg.max_model_len"] = engine["max_model_len"]
+    return limits
 
 
 def _check_demonstrations(
