@@ -93,7 +93,9 @@ def test_samples_come_from_the_weights_of_a_megatron_policy(workplace, colocated
 
 def warmed_up(run):
     """Return the settings that start from what another run has warmed up."""
-    return [f"policy.model_name={run / 'warm_up' / 'final'}", "grpo.warm_up=false"]
+    model = f"policy.model_name={run / 'warm_up' / 'final'}"
+    # What the model has places for; with one of the user's own the default is another.
+    return [model, "grpo.warm_up=false", "policy.max_total_sequence_length=32"]
 
 
 def check_samples_follow_the_weights(out, *, versions):

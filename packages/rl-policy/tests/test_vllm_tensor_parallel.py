@@ -2,7 +2,6 @@
 
 import os
 import signal
-from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 
@@ -32,44 +31,25 @@ pytestmark = pytest.mark.vllm
 LIMIT_S = 60.0
 
 
-@pytest.fixture(scope="module")
+@pytest.fixture
 def tokenizer():
     return ascii_tokenizer()
 
 
-@pytest.fixture(scope="module")
-def model_path(tmp_path_factory, tokenizer):
-    path = tmp_path_factory.mktemp("llama")
-    save_llama(path, tokenizer)
-    return path
-
-
-@contextmanager
-def running_engines(model_path, tokenizer):
+@pytest.fixture
+def engines(tmp_path, tokenizer):
+    save_llama(tmp_path, tokenizer)
     cluster = RayVirtualCluster([2])
-    config = generation_config(model_path, tensor_parallel_size=2)
+    config = generation_config(tmp_path, tensor_parallel_size=2)
     engines = VllmGeneration(cluster, config, tokenizer, timeout_s=240.0)
     yield engines
     engines.shutdown()
     cluster.shutdown()
 
 
-@pytest.fixture(scope="module")
-def shared_engines(model_path, tokenizer):
-    """Return engines for several tests, the last of which ends them."""
-    with running_engines(model_path, tokenizer) as engines:
-        yield engines
-
-
 @pytest.fixture
-def engines(model_path, tokenizer):
-    with running_engines(model_path, tokenizer) as engines:
-        yield engines
-
-
-@pytest.fixture
-def model(model_path):
-    return AutoModelForCausalLM.from_pretrained(model_path, dtype=torch.float32).eval()
+def model(tmp_path, engines):
+    return AutoModelForCausalLM.from_pretrained(tmp_path, dtype=torch.float32).eval()
 
 
 @pytest.fixture
@@ -99,9 +79,8 @@ def refit(engines, sender, version):
 
 
 def test_an_engine_over_two_ranks_is_refitted_also_after_one_rank_failed(
-    shared_engines, model, prompts, monkeypatch
+    engines, model, prompts, monkeypatch
 ):
-    engines = shared_engines
     assert (engines.num_engines, engines.num_receivers) == (1, 2)
     check(engines.generate(prompts), model)
     source = rl_refit.TensorSource(model.state_dict())
@@ -140,17 +119,6 @@ def fail(engines, sender, version, told):
         engines.commit_update(version)
 
 
-def test_an_engine_that_dies_takes_its_processes_along(shared_engines, prompts, wait_until_gone):
-    engines = shared_engines
-    engine = engines.facts[0].process_id
-    processes = {engine, *descendants(engine)}
-    assert len(processes) > 2
-    os.kill(engine, signal.SIGKILL)
-    with pytest.raises(WorkerDiedError, match="rank 0 of vllm died"):
-        engines.generate(prompts)
-    wait_until_gone(processes)
-
-
 class Deadly:
     """A source that kills a process in the middle."""
 
@@ -184,6 +152,16 @@ def test_an_engine_that_loses_a_rank_in_a_refit_samples_no_more_and_ends_whole(
         with pytest.raises(EngineStateError, match="the refit to version 0 failed"):
             engines.generate(prompts)
     engines.shutdown()
+    wait_until_gone(processes)
+
+
+def test_an_engine_that_dies_takes_its_processes_along(engines, prompts, wait_until_gone):
+    engine = engines.facts[0].process_id
+    processes = {engine, *descendants(engine)}
+    assert len(processes) > 2
+    os.kill(engine, signal.SIGKILL)
+    with pytest.raises(WorkerDiedError, match="rank 0 of vllm died"):
+        engines.generate(prompts)
     wait_until_gone(processes)
 
 
