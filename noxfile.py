@@ -171,7 +171,7 @@ def vllm(session: nox.Session) -> None:
     if sys.platform != "linux":
         session.skip("vLLM's build for the CPU is for Linux")
     install_vllm(session, *editable("rl-policy[dtensor,megatron,vllm]"), *group("test"))
-    run_pytest(session, "packages", "docs/tests", "-m", "vllm", *SIDE_BY_SIDE, "--durations=10")
+    run_pytest(session, "packages", "docs/tests", "-m", "vllm", "--durations=10")
 
 
 @nox.session(name="grpo-vllm", reuse_venv=True, default=False)
