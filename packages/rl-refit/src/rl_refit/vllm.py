@@ -188,11 +188,14 @@ class RefitWeightTransferEngine(WeightTransferEngine[RefitInitInfo, RefitUpdateI
         """
         if self.model_config.quantization is not None:
             return  # vLLM makes the scales itself, or has them from elsewhere
-        ties = self.model_config.hf_text_config.tie_word_embeddings
+        # A model of images and text may say it of the whole alone.
+        configs = (self.model_config.hf_config, self.model_config.hf_text_config)
+        ties = any(getattr(config, "tie_word_embeddings", False) for config in configs)
         missing = _missing_parts(self.model, without=ParallelLMHead if ties else ())
         if missing:
             told = ", ".join(missing[:8]) + (", ..." if len(missing) > 8 else "")
-            raise RefitError(f"the sender's tensors leave out parts of {len(missing)}: {told}")
+            count = f"{len(missing)} of vLLM's parameters"
+            raise RefitError(f"the sender's tensors leave out parts of {count}: {told}")
 
     def _forget_partial_layers(self) -> None:
         """Drop what a failed refit has left in layers that are not complete.
