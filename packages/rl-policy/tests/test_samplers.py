@@ -8,6 +8,7 @@ from rl_policy.recipes import samplers
 from rl_policy.recipes.engines import check_engines, engine_section
 from rl_policy.recipes.samplers import EngineSampler, WorkerSampler
 from rl_policy.refit import WeightLink
+from transformers import LlamaConfig
 
 
 def load(*overrides):
@@ -265,4 +266,40 @@ def test_engines_that_cannot_be_are_refused_before_anything_starts(
     monkeypatch.setattr("rl_policy.generation.vllm.require_vllm", lambda: None)
     config = load("policy.generation.backend=vllm", *overrides)
     with pytest.raises(error, match=message):
+        check_engines(config)
+
+
+@pytest.mark.parametrize(
+    ("overrides", "rotary", "allowed"),
+    [
+        ([], {}, False),
+        (["policy.max_total_sequence_length=32"], {}, True),
+        (["policy.generation.vllm_cfg.max_model_len=32"], {}, True),
+        (
+            ["policy.generation.vllm_cfg.engine_kwargs.hf_overrides={max_position_embeddings: 40}"],
+            {},
+            True,
+        ),
+        ([], {"rope_type": "linear", "factor": 2.0, "rope_theta": 1e4}, True),
+    ],
+    ids=["too_long", "policy_fits", "engine_fits", "overridden", "scaled"],
+)
+def test_an_engine_has_a_position_for_every_token_of_its_longest_row(
+    overrides, rotary, allowed, monkeypatch, tmp_path
+):
+    monkeypatch.setattr("rl_policy.generation.vllm.require_vllm", lambda: None)
+    sizes = {"hidden_size": 8, "num_hidden_layers": 1, "num_attention_heads": 1}
+    model = LlamaConfig(**sizes, max_position_embeddings=32, rope_parameters=rotary or None)
+    model.save_pretrained(tmp_path)
+    config = load(
+        "policy.generation.backend=vllm",
+        f"policy.model_name={tmp_path}",
+        "policy.max_total_sequence_length=33",
+        "policy.generation.max_new_tokens=8",
+        *overrides,
+    )
+    if allowed:
+        check_engines(config)
+        return
+    with pytest.raises(ValueError, match=r"max_model_len=33, .* max_position_embeddings=32"):
         check_engines(config)

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Mapping
 from typing import Any
 
 from rl_refit.transports import find_transport
+from transformers import AutoConfig
 
 from rl_policy import backends
 from rl_policy.config import RunConfig
@@ -42,6 +44,8 @@ def check_engines(config: RunConfig) -> None:
     engine_class: Any = load_engine(config.policy["generation"]["backend"])
     section = engine_section(config, model=config.policy["model_name"])
     engine_class.validate_config(section)
+    if not config.has_builtin_model:
+        _check_positions(section)
     _check_bundles(config, tensor_parallel_size=section["vllm_cfg"].get("tensor_parallel_size", 1))
     if not section["vllm_cfg"].get("weight_transfer", True):
         raise ValueError(
@@ -55,6 +59,34 @@ def _check_model(config: RunConfig) -> None:
         raise ValueError(
             f"policy.generation.model_name={given!r} contradicts policy.model_name={own!r}: the "
             "engines of a run sample from the policy's weights"
+        )
+
+
+def _check_positions(section: Mapping[str, Any]) -> None:
+    """Check that the model has a position for each token of the longest row.
+
+    vLLM refuses the same when an engine starts, which is after the policy's workers have. Scaled
+    positions are left to it: how far they reach depends on the kind of scaling.
+    """
+    engine = section["vllm_cfg"]
+    longest = engine.get("max_model_len")
+    is_overridden = "hf_overrides" in (engine.get("engine_kwargs") or {})
+    if longest is None or is_overridden or os.environ.get("VLLM_ALLOW_LONG_MAX_MODEL_LEN") == "1":
+        return
+    model = AutoConfig.from_pretrained(
+        section["model_name"], trust_remote_code=engine["trust_remote_code"]
+    ).get_text_config()
+    rotary: Mapping[str, Any] = getattr(model, "rope_parameters", None) or {}
+    # Some models have a section for each kind of layer.
+    sections = [each for each in rotary.values() if isinstance(each, Mapping)] or [rotary]
+    if any(each.get("rope_type", "default") != "default" for each in sections):
+        return
+    positions = getattr(model, "max_position_embeddings", None)
+    if positions is not None and longest > positions:
+        raise ValueError(
+            f"policy.generation.vllm_cfg.max_model_len={longest}, which is "
+            "policy.max_total_sequence_length where it is not set, exceeds the model's "
+            f"max_position_embeddings={positions}"
         )
 
 
