@@ -68,9 +68,11 @@ ENVIRONMENT = {
     "VLLM_NO_USAGE_STATS": "1",
     "PYTHONPATH": None,
 }
-# Two files at a time, as tests wait for processes to start and leave a core idle half of the time.
-# The ranks of a worker's tests fill the cores alone.
-SIDE_BY_SIDE = ("--numprocesses=2", "--dist=loadfile", "--no-loadscope-reorder")
+# Two at a time, as tests wait for processes to start and leave a core idle half of the time.
+TESTS_SIDE_BY_SIDE = ("--numprocesses=2", "--dist=worksteal")
+FILES_SIDE_BY_SIDE = ("--numprocesses=2", "--dist=loadfile", "--no-loadscope-reorder")
+# Those of the workers share little by file, and the ranks of the first fill the cores alone.
+SIDE_BY_SIDE = {"rl-dtensor-worker": (), "rl-megatron-worker": TESTS_SIDE_BY_SIDE}
 # By requirement, what `apart` measured.
 MEASURED: dict[str, dict[str, float]] = {}
 
@@ -113,7 +115,7 @@ def run_pytest(session: nox.Session, *arguments: str) -> None:
 
 def test_package(session: nox.Session, package: str, *arguments: str) -> None:
     """Run the tests of a package that need no device."""
-    ways = () if package in WORKERS else SIDE_BY_SIDE
+    ways = SIDE_BY_SIDE.get(package, FILES_SIDE_BY_SIDE)
     folder = str(ROOT / "packages" / package / "tests")
     run_pytest(session, folder, "-m", NO_DEVICE, *ways, *arguments)
 
@@ -213,8 +215,7 @@ def docs(session: nox.Session) -> None:
     install(session, *everything, *group("docs"))
     session.run("mkdocs", "build", "--strict", "--quiet", "--config-file", "docs/mkdocs.yml")
     # Most tests are of one file: a page is a process of its own.
-    arguments = (*SIDE_BY_SIDE, "--dist=worksteal", "--durations=5")
-    run_pytest(session, "docs/tests", "-m", NO_DEVICE, *arguments)
+    run_pytest(session, "docs/tests", "-m", NO_DEVICE, *TESTS_SIDE_BY_SIDE, "--durations=5")
 
 
 @nox.session
@@ -241,8 +242,9 @@ def apart(session: nox.Session, requirement: str) -> None:
             install_vllm(session, *wheels)
         else:
             install(session, *wheels)
-        probe = ["python", "-I", str(ROOT / "checks" / "probe.py"), probe_request(requirement)]
-        printed = session.run(*probe, env=ENVIRONMENT, silent=True)
+        probe = [str(ROOT / "checks" / "probe.py"), probe_request(requirement)]
+        python = [*compiled_once(session), "-I"]
+        printed = session.run(*python, *probe, env=ENVIRONMENT, silent=True, external=True)
     MEASURED[requirement] = json.loads(str(printed).splitlines()[-1])
     print(format_table(MEASURED))
 
@@ -262,6 +264,19 @@ def lowest(session: nox.Session, package: str) -> None:
         if higher:
             session.error("no test holds the lower bounds: " + "; ".join(higher))
     test_package(session, package)
+
+
+def compiled_once(session: nox.Session) -> list[str]:
+    """Return the nox session's interpreter as a command that shares bytecode with other sessions.
+
+    Environments that follow one another go by the same path, so that what several of them have
+    installed is compiled for the first alone: torch and all that it loads take 20 s.
+    """
+    environment = artifacts() / "environment"
+    environment.unlink(missing_ok=True)
+    environment.symlink_to(session.virtualenv.location)
+    python = str(environment / "bin" / "python")
+    return [python, "-X", f"pycache_prefix={artifacts() / 'bytecode'}"]
 
 
 def wheel_arguments(session: nox.Session, requirement: str) -> list[str]:
