@@ -16,18 +16,12 @@ EP = "expert_model_parallel_size"
 ETP = "expert_tensor_parallel_size"
 SP = "sequence_parallel"
 
+# Beside the layouts of the parity table, which holds whole steps of training.
 CASES = {
     "one": (1, "dense", {}),
-    "tp2": (2, "dense", {TP: 2}),
-    "tp2-sp": (2, "dense", {TP: 2, SP: True}),
-    "pp2": (2, "dense", {PP: 2}),
-    "pp2-uneven": (2, "dense", {PP: 2, "num_layers_in_first_pipeline_stage": 1}),
     "pp2-virtual2": (2, "dense", {PP: 2, VPP: 2}),
-    "cp2": (2, "dense", {CP: 2}),
-    "dp2": (2, "dense", {}),
     "tied-pp2": (2, "tied", {PP: 2}),
     "tied-tp2": (2, "tied", {TP: 2}),
-    "tp2-pp2": (4, "dense", {TP: 2, PP: 2}),
     "tp2-cp2-sp": (4, "dense", {TP: 2, CP: 2, SP: True}),
     "moe": (1, "moe", {}),
     "moe-ep2": (2, "moe", {EP: 2}),

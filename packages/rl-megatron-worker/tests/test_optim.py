@@ -19,15 +19,14 @@ FLOAT16_NORM_TOLERANCE = 2e-2
 
 TP = "tensor_model_parallel_size"
 PP = "pipeline_model_parallel_size"
+# What the parity table, which trains with plain AdamW, does not hold.
 CASES = {
     "one": (1, {}),
     "sgd": (1, {"sgd": True}),
     "coupled-decay": (1, {"coupled": True}),
-    "dp2": (2, {}),
     "dp2-overlap": (2, {"overlap": True}),
     "dp2-distributed": (2, {"is_distributed": True}),
     "dp2-distributed-overlap": (2, {"is_distributed": True, "overlap": True}),
-    "tp2": (2, {"layout": {TP: 2}}),
     "tp2-sp": (2, {"layout": {TP: 2, "sequence_parallel": True}}),
     "pp2-tied-distributed": (
         2,
@@ -42,8 +41,6 @@ CASES = {
             "overlap": True,
         },
     ),
-    "cp2": (2, {"layout": {"context_parallel_size": 2}}),
-    "moe-ep2": (2, {"layout": {"expert_model_parallel_size": 2}, "kind": "moe"}),
     "moe-ep2-distributed": (
         2,
         {
