@@ -4,6 +4,7 @@ from dataclasses import replace
 
 import pytest
 import ray
+import rl_refit
 import torch
 from rl_batched_data import BatchedDataDict
 from rl_interfaces import ResidencyError
@@ -17,7 +18,7 @@ from rl_policy import Policy, RayVirtualCluster
 from rl_policy.generation.engine_state import EngineStateError
 from rl_policy.generation.vllm import VllmGeneration
 from transformers import AutoModelForCausalLM
-from vllm_oracles import MAX_MODEL_LEN, ascii_tokenizer, generation_config, save_llama
+from vllm_oracles import MAX_MODEL_LEN, ascii_tokenizer, generation_config, refit, save_llama
 
 WHOLE = {"temperature": 1.0, "top_p": 1.0, "top_k": None, "stop_token_ids": (), "stop_strings": ()}
 
@@ -91,19 +92,10 @@ class VllmCase(LlamaCase, ReceivesWeights):
                 parameter.add_(torch.randn(parameter.shape, generator=generator) * 0.05)
 
     def refit(self, backend, version):
-        import rl_refit
-
         with self.sender(rl_refit.TensorSource(self.model.state_dict())) as sender:
-            backend.begin_update(version)
-            call = backend.update(version)
-            sender.send(version)
-            backend.wait_for_update(call)
-            backend.commit_update(version)
-            sender.commit(version)
+            refit(backend, sender, version)
 
     def fail_refit(self, backend, version):
-        import rl_refit
-
         source = BreaksHalfWay(rl_refit.TensorSource(self.model.state_dict()))
         with self.sender(source) as sender:
             backend.begin_update(version)
@@ -114,8 +106,6 @@ class VllmCase(LlamaCase, ReceivesWeights):
                 backend.wait_for_update(call)
 
     def sender(self, source):
-        import rl_refit
-
         sender = rl_refit.RefitSender(
             source,
             num_receivers=self.running.num_receivers,

@@ -13,8 +13,10 @@ from vllm_oracles import (
     TOLERANCE,
     ascii_tokenizer,
     expected_logprobs,
+    fail_to_refit,
     generation_config,
     prompts_of,
+    refit,
 )
 
 pytestmark = pytest.mark.vllm
@@ -79,12 +81,7 @@ def test_experts_arrive_under_the_names_of_the_trainers_model(engines, tokenizer
     source = ModelWeights(model, wire_dtype=torch.float32, device=torch.device("cpu"))
     with rl_refit.RefitSender(source, bucket_bytes=bucket_bytes, timeout_s=60.0) as sender:
         engines.init_transfer(sender.address)
-        engines.begin_update(version)
-        call = engines.update(version)
-        sender.send(version)
-        engines.wait_for_update(call)
-        engines.commit_update(version)
-        sender.commit(version)
+        refit(engines, sender, version)
     assert mismatch(engines, model, tokenizer) < TOLERANCE
 
 
@@ -104,12 +101,7 @@ def test_an_expert_that_is_left_out_is_told(engines, left_out, told):
     source = rl_refit.TensorSource(kept.items())
     with rl_refit.RefitSender(source, timeout_s=60.0) as sender:
         engines.init_transfer(sender.address)
-        engines.begin_update(version)
-        call = engines.update(version)
-        with pytest.raises(rl_refit.RefitError, match=told):
-            sender.send(version)
-        with pytest.raises(rl_refit.RefitError, match=told):
-            engines.wait_for_update(call)
+        fail_to_refit(engines, sender, version, told=told)
 
 
 def mismatch(engines, model, tokenizer):

@@ -18,6 +18,7 @@ from vllm_oracles import (
     expected_logprobs,
     generation_config,
     prompts_of,
+    refit,
     save_llama,
 )
 
@@ -78,16 +79,6 @@ def make_sender(engines, source, transport="shm"):
     )
     engines.init_transfer(sender.address)
     return sender
-
-
-def refit(engines, sender, version):
-    engines.begin_update(version)
-    call = engines.update(version)
-    sender.send(version)
-    reports = engines.wait_for_update(call)
-    engines.commit_update(version)
-    sender.commit(version)
-    return reports
 
 
 def mismatch(engines, model, tokenizer):

@@ -20,8 +20,10 @@ from vllm_oracles import (
     ascii_tokenizer,
     descendants,
     expected_logprobs,
+    fail_to_refit,
     generation_config,
     prompts_of,
+    refit,
     save_llama,
 )
 
@@ -69,15 +71,6 @@ def change(model):
             parameter.add_(torch.randn(parameter.shape) * 0.05)
 
 
-def refit(engines, sender, version):
-    engines.begin_update(version)
-    call = engines.update(version)
-    sender.send(version)
-    assert len(engines.wait_for_update(call)) == 2
-    engines.commit_update(version)
-    sender.commit(version)
-
-
 def test_an_engine_over_two_ranks_is_refitted_also_after_one_rank_failed(
     engines, model, prompts, monkeypatch
 ):
@@ -87,12 +80,15 @@ def test_an_engine_over_two_ranks_is_refitted_also_after_one_rank_failed(
     with make_sender(engines, source) as sender:
         for version in (0, 3):
             change(model)
-            refit(engines, sender, version)
+            assert len(refit(engines, sender, version)) == 2
             check(engines.generate(prompts), model)
             change(model)
             with monkeypatch.context() as patch:
                 patch.setattr(receivers.Receivers, "tell", tell_rank_1_a_wrong_digest)
-                fail(engines, sender, version + 1, "receiver 1, bucket 2.*its digest is")
+                told = "receiver 1, bucket 2.*its digest is"
+                fail_to_refit(engines, sender, version + 1, told=told)
+            with pytest.raises(EngineStateError, match="commit_update"):
+                engines.commit_update(version + 1)
             with pytest.raises(EngineStateError, match="receiver 1, bucket 2"):
                 engines.generate(prompts)
             refit(engines, sender, version + 2)
@@ -105,18 +101,6 @@ def tell_rank_1_a_wrong_digest(self, message):
             channel.send(replace(message, digest=message.digest ^ 1), self._deadline)
         else:
             channel.send(message, self._deadline)
-
-
-def fail(engines, sender, version, told):
-    """Hold that a refit fails on both sides, with the same words."""
-    engines.begin_update(version)
-    call = engines.update(version)
-    with pytest.raises(rl_refit.RefitError, match=told):
-        sender.send(version)
-    with pytest.raises(rl_refit.RefitError, match=told):
-        engines.wait_for_update(call)
-    with pytest.raises(EngineStateError, match="commit_update"):
-        engines.commit_update(version)
 
 
 class Deadly:

@@ -1,9 +1,11 @@
-"""A small model, prompts for it, and what plain transformers says of a sample."""
+"""A small model, prompts for it, what plain transformers says of a sample, and whole refits."""
 
 from pathlib import Path
 
+import pytest
 import torch
 from rl_batched_data import BatchedDataDict
+from rl_refit import RefitError
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
@@ -120,6 +122,27 @@ def greedy_completion(model, prompt, *, num_tokens, stops):
         if ids[-1] in stops:
             break
     return ids[len(prompt) :]
+
+
+def refit(engines, sender, version):
+    """Send a version of the weights to its end; return the receivers' reports."""
+    engines.begin_update(version)
+    call = engines.update(version)
+    sender.send(version)
+    reports = engines.wait_for_update(call)
+    engines.commit_update(version)
+    sender.commit(version)
+    return reports
+
+
+def fail_to_refit(engines, sender, version, *, told):
+    """Hold that a refit fails on both sides, with the same words."""
+    engines.begin_update(version)
+    call = engines.update(version)
+    with pytest.raises(RefitError, match=told):
+        sender.send(version)
+    with pytest.raises(RefitError, match=told):
+        engines.wait_for_update(call)
 
 
 def descendants(pid):
