@@ -48,6 +48,9 @@ def check_install(command: str) -> None:
     words = [word for word in shlex.split(command) if not word.startswith("-")]
     named = words[words.index("install") + 1 :]
     assert named, command
+    if any(word.startswith("./") and "vllm" in word for word in named):
+        # The settings of the workspace, which uv finds from its folder, leave vLLM out.
+        assert "--no-config" in command, command
     for word in named:
         if word.startswith("./"):
             path, _, extras = word.partition("[")
