@@ -172,7 +172,8 @@ def vllm(session: nox.Session) -> None:
     """Test generation and weight transfer with a real vLLM, on the CPU."""
     if sys.platform != "linux":
         session.skip("vLLM's build for the CPU is for Linux")
-    install_vllm(session, *editable("rl-policy[dtensor,megatron,vllm]"), *group("test"))
+    wheels = wheel_arguments(session, "rl-policy[dtensor,megatron,vllm]")
+    install_vllm(session, *wheels, *group("test"))
     run_pytest(session, "packages", "docs/tests", "-m", "vllm", "--durations=10")
 
 
@@ -312,7 +313,8 @@ def built(session: nox.Session, package: str) -> dict[str, Path]:
 def changed_packages(session: nox.Session) -> None:
     """Print what CI has to run for a change, as JSON: `nox -s changed -- BASE`."""
     (base,) = session.posargs
-    print(changed.job_matrix(changed.touched_packages(changed.changed_paths(base))))
+    paths = changed.changed_paths(base)
+    print(changed.job_matrix(changed.touched_packages(paths), paths))
 
 
 @nox.session(venv_backend="none", default=False)

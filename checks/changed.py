@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import subprocess
 from collections.abc import Iterable
 
@@ -13,21 +14,31 @@ PROSE = ("docs/", "README.md", "CONTRIBUTING.md", "LICENSE", ".gitignore", "mkdo
 # The packages whose tests are jobs of their own.
 ALONE = "rl-megatron-worker"
 WITH_ENGINES = "rl-policy"
+# Prose whose programs run with the engines.
+PROSE_WITH_ENGINES = ("docs/pages/how-to/vllm-apart.md", "docs/tests/")
 
 
 def changed_paths(base: str) -> list[str]:
-    """Return the paths that differ between the working tree and where it left `base`."""
-    fork = subprocess.run(
-        ["git", "merge-base", base, "HEAD"], cwd=ROOT, capture_output=True, text=True, check=True
-    )
-    tracked = subprocess.run(
-        ["git", "diff", "--name-only", "--no-renames", fork.stdout.strip()],
-        cwd=ROOT,
-        capture_output=True,
-        text=True,
-        check=True,
-    )
-    return tracked.stdout.splitlines()
+    """Return the paths that differ between the working tree and where it left `base`.
+
+    A hash that is not known here, as that before a branch's first push or a forced one, is told
+    nothing of: all paths have changed.
+    """
+    if re.fullmatch("[0-9a-f]{40}", base) and not _is_known(base):
+        return _git("ls-files")
+    (fork,) = _git("merge-base", base, "HEAD")
+    return _git("diff", "--name-only", "--no-renames", fork)
+
+
+def _is_known(commit: str) -> bool:
+    command = ["git", "cat-file", "-e", f"{commit}^{{commit}}"]
+    return subprocess.run(command, cwd=ROOT, capture_output=True, check=False).returncode == 0
+
+
+def _git(*arguments: str) -> list[str]:
+    command = ["git", *arguments]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True)
+    return done.stdout.splitlines()
 
 
 def touched_packages(paths: Iterable[str], projects: Projects = PROJECTS) -> list[str]:
@@ -49,18 +60,19 @@ def touched_packages(paths: Iterable[str], projects: Projects = PROJECTS) -> lis
     return sorted(touched)
 
 
-def job_matrix(packages: Iterable[str]) -> str:
-    """Return what CI runs for these packages, as one line of JSON.
+def job_matrix(packages: Iterable[str], paths: Iterable[str] = ()) -> str:
+    """Return what CI runs for these packages, and for a change to `paths`, as one line of JSON.
 
     >>> job_matrix(["rl-megatron-worker", "rl-policy"])
     '{"packages": ["rl-policy"], "megatron": true, "vllm": true, "any": true}'
     """
     names = list(packages)
+    runs_engines = any(path.startswith(PROSE_WITH_ENGINES) for path in paths)
     return json.dumps(
         {
             "packages": [name for name in names if name != ALONE],
             "megatron": ALONE in names,
-            "vllm": WITH_ENGINES in names,
+            "vllm": runs_engines or WITH_ENGINES in names,
             "any": bool(names),
         }
     )

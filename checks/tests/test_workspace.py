@@ -1,6 +1,8 @@
+import subprocess
+
 import pytest
 
-from checks.changed import job_matrix, touched_packages
+from checks.changed import changed_paths, job_matrix, touched_packages
 from checks.workspace import PROJECTS, ROOT, dependents, siblings, third_party, with_every_extra
 
 # Bottom, two that need it, one of them by an extra alone, and one that nobody needs.
@@ -74,6 +76,19 @@ def test_a_change_concerns_packages_and_their_dependents(paths, expected):
 def test_the_matrix_keeps_jobs_of_their_own_apart():
     assert job_matrix([]) == '{"packages": [], "megatron": false, "vllm": false, "any": false}'
     assert '"packages": ["rl-refit"], "megatron": false, "vllm": false' in job_matrix(["rl-refit"])
+
+
+def test_programs_in_prose_run_with_the_engines_they_need():
+    paths = ["docs/pages/how-to/vllm-apart.md", "docs/index.md"]
+    assert '"vllm": true, "any": false' in job_matrix([], paths)
+    assert '"vllm": false' in job_matrix([], paths[1:])
+
+
+def test_a_base_that_is_not_known_has_all_paths_changed():
+    assert {"noxfile.py", "packages/rl-refit/README.md"} <= set(changed_paths("0" * 40))
+    assert changed_paths("HEAD") != changed_paths("0" * 40)
+    with pytest.raises(subprocess.CalledProcessError):
+        changed_paths("no-such-branch")
 
 
 def test_the_workspace_has_the_directions_it_should_have():
