@@ -7,6 +7,7 @@ its `pyproject.toml` names. `packages/<name>/api.txt` keeps the list; `nox -s su
 from __future__ import annotations
 
 import ast
+import re
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 
@@ -16,6 +17,8 @@ from checks.workspace import PYPROJECTS, ROOT, import_name
 
 _MARKS = ("abstractmethod", "async", "classmethod", "property", "staticmethod")
 _KINDS = griffe.ParameterKind
+# An import of a program on a page, at a prompt or not.
+_ON_PAGES = re.compile(r"^(?:>>> )?from ([\w.]+) import (?:\(([^)]*)\)|(.+))$", re.MULTILINE)
 _STARS: dict[griffe.ParameterKind | None, str] = {
     _KINDS.var_positional: "*",
     _KINDS.var_keyword: "**",
@@ -162,13 +165,19 @@ def _parameter(parameter: griffe.Parameter) -> str:
 
 
 def used_from_outside(package: str) -> set[str]:
-    """Return what the sources of the other packages import from this one, by full name."""
+    """Return what others import from this package, by full name.
+
+    Others are the sources of the other packages and of the examples, and the programs of the
+    documentation.
+    """
     own = import_name(package)
     names: set[str] = set()
-    for sources in workspace_sources():
+    for sources in [*workspace_sources(), *ROOT.glob("examples/*/src")]:
         for path in sorted(sources.rglob("*.py")):
             if own not in path.relative_to(sources).parts:
                 names |= set(_imported(ast.parse(path.read_text()), own))
+    for page in [*ROOT.glob("*.md"), *ROOT.glob("*/*/README.md"), *ROOT.glob("docs/**/*.md")]:
+        names |= set(_imported_on(page.read_text(), own))
     return names
 
 
@@ -181,7 +190,14 @@ def _imported(tree: ast.Module, package: str) -> Iterator[str]:
             yield from (name for name in names if name.split(".")[0] == package and "." in name)
 
 
+def _imported_on(page: str, package: str) -> Iterator[str]:
+    for module, several, line in _ON_PAGES.findall(page):
+        if module.split(".")[0] == package:
+            imported = (several or line).replace("...", "").split(",")
+            yield from (f"{module}.{name.split()[0]}" for name in imported if name.strip())
+
+
 def undeclared(package: str, lines: Iterable[str]) -> list[str]:
-    """Return what other packages import from this one although its list does not hold it."""
+    """Return what others import from this package although its list does not hold it."""
     listed = {line.split("(")[0].split(":")[0] for line in lines}
     return sorted(used_from_outside(package) - listed - set(public_modules(package)))

@@ -28,7 +28,7 @@ def main() -> int:
     for package in PYPROJECTS:
         lines = surface.describe_modules(modules, surface.public_modules(package))
         problems += [
-            f"{package}: {name} is imported by another package and is not public: name its module "
+            f"{package}: {name} is imported by others and is not public: name its module "
             f"in [tool.surface] of packages/{package}/pyproject.toml"
             for name in surface.undeclared(package, lines)
         ]

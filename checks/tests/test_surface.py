@@ -161,3 +161,10 @@ def test_what_other_packages_import_is_found(workspace_modules):
     # Without the names of its modules, it is not in the list.
     lines = surface.describe_modules(workspace_modules, ["rl_refit"])
     assert "rl_refit.transfer.WeightTransfer" in surface.undeclared("rl-refit", lines)
+
+
+def test_what_pages_import_is_found():
+    found = surface.used_from_outside("rl-policy")
+    assert "rl_policy.recipes.rewards.ExactMatch" in found
+    # At a prompt.
+    assert "rl_policy.recipes.advantages.group_relative_advantages" in found
