@@ -28,7 +28,9 @@ def worker_case(tmp_path_factory):
     return plain_case(tmp_path_factory.mktemp("model"), {worker})
 
 class TestMine(WorkerConformance):
-    pass
+    @pytest.mark.parametrize("size", [1, 2])
+    def test_of_its_own(self, size):
+        pass
 """
 
 
@@ -54,9 +56,10 @@ def run_suite(path, worker, *choice):
 
 
 def test_a_suite_tells_what_does_not_apply_and_why(tmp_path):
-    result = run_suite(tmp_path, "PlainWorker", "-k", "topk or unknown_keys")
+    result = run_suite(tmp_path, "PlainWorker", "-k", "topk or unknown_keys or its_own")
     assert result.returncode == 0, result.stdout
     assert "test_suite.py::TestMine: 1 passed, 1 skipped" in result.stdout
+    assert "3 passed, 1 skipped" in result.stdout
     lack = "PlainWorker lacks get_topk_logits of rl_interfaces.TopkLogitsWorker"
     assert f"skipped: topk_logits_equal_the_oracle ({lack})" in result.stdout
 

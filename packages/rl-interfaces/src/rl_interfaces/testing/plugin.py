@@ -35,7 +35,9 @@ def worker_reports(
 
     items = [item for item in request.session.items if isinstance(item, pytest.Function)]
     mine = [item for item in items if item.cls is request.cls]
-    rules = {str(item.callspec.params["rule"]) for item in mine if hasattr(item, "callspec")}
+    # A suite may have tests of its own beside those of the rules.
+    parameters = (item.callspec.params for item in mine if hasattr(item, "callspec"))
+    rules = {str(each["rule"]) for each in parameters if "rule" in each}
     directory = str(tmp_path_factory.mktemp("conformance"))
     return run_ranks(check_worker, case=worker_case, directory=directory, only=sorted(rules))
 
