@@ -246,6 +246,21 @@ class GivingLogitsUndivided(CapableWorker):
         return super().loss_input(batch, loss_fn)
 
 
+class CountingSequencesOfMicroBatches(CapableWorker):
+    def step_loss(self, rows, loss_fn, mbs, eval_mode, metrics):
+        def counted(scores, batch, sequences, tokens):
+            return loss_fn(scores, batch, batch["sample_mask"].sum().clamp(min=1), tokens)
+
+        counted.input_type = loss_fn.input_type
+        return super().step_loss(rows, counted, mbs, eval_mode, metrics)
+
+
+class CountingMaskedSequences(CapableWorker):
+    def counts(self, rows):
+        _, tokens = super().counts(rows)
+        return torch.tensor(len(rows["sample_mask"])), tokens
+
+
 class GuessingTheTokenMask(CapableWorker):
     def train(self, data, loss_fn, eval_mode=False, gbs=None, mbs=None):
         guess = {}
@@ -391,6 +406,7 @@ BROKEN_WORKERS = {
     "micro_batches_do_not_change_training": AveragingMicroBatches,
     "every_way_of_batching_gives_the_same_numbers": WrongInAnotherOrder,
     "a_loss_may_ask_for_logits": GivingLogitsUndivided,
+    "a_loss_may_be_of_sequences": CountingSequencesOfMicroBatches,
     "masked_tokens_do_not_count": GuessingTheTokenMask,
     "evaluating_needs_no_optimizer": EvaluatingByItsOptimizer,
     "a_step_that_is_not_finite_changes_nothing": TakingEveryStep,
@@ -407,3 +423,8 @@ BROKEN_WORKERS = {
     "the_exported_model_is_the_worker": ExportingNothingWhenOffloaded,
     "a_checkpoint_that_is_not_there_is_named": StartingAnewWithoutACheckpoint,
 }
+
+BROKEN_IN_PART = [
+    ("a_loss_may_be_of_sequences", CountingMaskedSequences),
+]
+"""Rules with several parts, and for each further part a worker that breaks it."""

@@ -3,7 +3,7 @@
 import os
 
 import pytest
-from broken_workers import BROKEN_WORKERS, LEFT_OPEN, GrowingAPool, LeavingAFile
+from broken_workers import BROKEN_IN_PART, BROKEN_WORKERS, LEFT_OPEN, GrowingAPool, LeavingAFile
 from plain_conformance_case import plain_case
 from plain_policy_worker import PlainWorker
 from rl_interfaces.testing import (
@@ -33,6 +33,12 @@ def test_a_broken_worker_breaks_one_rule(tmp_path, rule):
         require_conformance([report])
     (summary,) = [each.summary for each in WORKER_RULES if each.name == rule]
     assert summary in str(raised.value)
+
+
+@pytest.mark.parametrize(("rule", "worker_class"), BROKEN_IN_PART)
+def test_each_part_of_a_rule_can_fail(tmp_path, rule, worker_class):
+    report = check_worker(plain_case(tmp_path, worker_class), directory=tmp_path, only=[rule])
+    assert report.broken == [rule]
 
 
 @pytest.fixture

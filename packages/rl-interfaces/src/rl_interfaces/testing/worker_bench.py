@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 
+from rl_interfaces.loss import LossType
 from rl_interfaces.testing.expectations import expect, expect_close
 from rl_interfaces.testing.worker_batches import make_columns
 from rl_interfaces.testing.worker_case import merged
@@ -181,14 +182,15 @@ class WorkerBench:
     @cached_property
     def expected_run(self) -> PlainRun:
         """What the plain loop gives in `NUM_CALLS` calls with `training`."""
-        return self._plain_run(NUM_CALLS)
+        return self.plain_run(NUM_CALLS)
 
     @cached_property
     def expected_call(self) -> PlainRun:
         """What it gives in one call."""
-        return self._plain_run(1)
+        return self.plain_run(1)
 
-    def _plain_run(self, num_calls: int) -> PlainRun:
+    def plain_run(self, num_calls: int, *, loss_type: LossType = LossType.TOKEN_LEVEL) -> PlainRun:
+        """Return what the plain loop gives in `num_calls` calls with `training`."""
         return plain_training(
             self.load_oracle(self.case.config["model_name"]),
             self.training,
@@ -197,6 +199,7 @@ class WorkerBench:
             max_grad_norm=self.case.config.get("max_grad_norm"),
             num_calls=num_calls,
             temperature=self.case.temperature,
+            loss_type=loss_type,
         )
 
     def expect_logprobs(

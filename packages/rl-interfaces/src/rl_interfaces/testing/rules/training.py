@@ -8,6 +8,7 @@ from contextlib import contextmanager
 
 import torch
 
+from rl_interfaces.loss import LossType
 from rl_interfaces.testing.expectations import (
     expect,
     expect_close,
@@ -16,7 +17,12 @@ from rl_interfaces.testing.expectations import (
 )
 from rl_interfaces.testing.report import NotApplicable, rule
 from rl_interfaces.testing.worker_bench import WorkerBench
-from rl_interfaces.testing.worker_losses import InfiniteLoss, LogitLoss, LogprobLoss
+from rl_interfaces.testing.worker_losses import (
+    InfiniteLoss,
+    LogitLoss,
+    LogprobLoss,
+    SequenceLoss,
+)
 from rl_interfaces.testing.worker_oracle import parameters_of, plain_loss
 
 
@@ -125,6 +131,17 @@ def a_loss_may_ask_for_logits(bench: WorkerBench) -> None:
     expected = bench.trained.results[0]
     for key in ("global_loss", "grad_norm"):
         expect_close(result[key], expected[key], key, rtol=bench.tolerances.loss)
+
+
+@rule()
+def a_loss_may_be_of_sequences(bench: WorkerBench) -> None:
+    """A loss over sequences is divided by the valid ones of the whole global batch."""
+    with bench.fresh(init_reference_model=False) as worker:
+        result = bench.train(worker, loss_fn=SequenceLoss())
+    expected = bench.plain_run(1, loss_type=LossType.SEQUENCE_LEVEL)
+    losses, norms = torch.stack(expected.losses), torch.stack(expected.grad_norms)
+    expect_close(result["global_loss"], losses, "global_loss", rtol=bench.tolerances.loss)
+    expect_close(result["grad_norm"], norms, "grad_norm", rtol=bench.tolerances.loss)
 
 
 @rule()
