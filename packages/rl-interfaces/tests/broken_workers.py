@@ -216,6 +216,19 @@ class ForgettingItsRank(CapableWorker):
         return super().train(data, loss_fn, eval_mode, gbs, mbs) | {"rank": None}
 
 
+class KeepingItsLastSize(CapableWorker):
+    last_size = None
+
+    def train(self, data, loss_fn, eval_mode=False, gbs=None, mbs=None):
+        self.last_size = gbs or self.last_size
+        return super().train(data, loss_fn, eval_mode, self.last_size, mbs)
+
+
+class IgnoringItsConfiguredSize(CapableWorker):
+    def train(self, data, loss_fn, eval_mode=False, gbs=None, mbs=None):
+        return super().train(data, loss_fn, eval_mode, 4 if gbs is None else gbs, mbs)
+
+
 class TakingEvenSizesAlone(CapableWorker):
     def train(self, data, loss_fn, eval_mode=False, gbs=None, mbs=None):
         even = gbs - gbs % 2 if gbs is not None and gbs > 0 else gbs
@@ -425,6 +438,8 @@ BROKEN_WORKERS = {
 }
 
 BROKEN_IN_PART = [
+    ("every_global_batch_is_a_step", KeepingItsLastSize),
+    ("every_global_batch_is_a_step", IgnoringItsConfiguredSize),
     ("a_loss_may_be_of_sequences", CountingMaskedSequences),
 ]
 """Rules with several parts, and for each further part a worker that breaks it."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Iterator
 from contextlib import contextmanager
+from typing import Any
 
 import torch
 
@@ -72,15 +73,20 @@ def train_returns_what_it_documents(bench: WorkerBench) -> None:
 
 @rule()
 def every_global_batch_is_a_step(bench: WorkerBench) -> None:
-    """B rows make ceil(B / gbs) steps, the last on what is left; `gbs` holds for one call."""
-    unit = bench.layout.data_parallel
-    rows = len(bench.training["input_ids"])
-    with bench.fresh(init_reference_model=False) as worker:
+    """B rows make ceil(B / gbs) steps, the last on what is left; `gbs` holds for one call alone."""
+    unit, rows = bench.layout.data_parallel, len(bench.training["input_ids"])
+
+    def expect_steps(result: dict[str, Any], size: int, what: str) -> None:
+        steps = -(-rows // size)
+        found = (len(result["global_loss"]), len(result["grad_norm"]))
+        expect(found == (steps, steps), f"{rows} rows with {what} made {found} steps")
+
+    settings = {"train_global_batch_size": unit}
+    with bench.fresh(settings, init_reference_model=False) as worker:
         for size in (2 * unit, 3 * unit, 2 * rows * unit):
-            result = bench.train(worker, gbs=size)
-            steps = -(-rows // size)
-            found = (len(result["global_loss"]), len(result["grad_norm"]))
-            expect(found == (steps, steps), f"{rows} rows with gbs={size} made {found} steps")
+            expect_steps(bench.train(worker, gbs=size), size, f"gbs={size}")
+        result = worker.train(bench.share(bench.training, batch_size=unit), LogprobLoss())
+        expect_steps(result, unit, f"train_global_batch_size={unit} and no gbs")
 
 
 @rule()
