@@ -145,6 +145,13 @@ class ScoringPadding(CapableWorker):
         return scores - outside.float()
 
 
+class ScoringPaddingForTheReference(CapableWorker):
+    def get_reference_policy_logprobs(self, data, micro_batch_size=None):
+        scores = self.score_rows(self.reference, data, micro_batch_size)
+        outside = torch.arange(scores.shape[1]) >= data["input_lengths"][:, None]
+        return {"reference_logprobs": scores - outside.float()}
+
+
 class WrongInSmallMicroBatches(CapableWorker):
     def score_rows(self, model, data, micro_batch_size):
         scores = super().score_rows(model, data, micro_batch_size)
@@ -438,6 +445,7 @@ BROKEN_WORKERS = {
 }
 
 BROKEN_IN_PART = [
+    ("logprobs_are_zero_where_no_token_is_scored", ScoringPaddingForTheReference),
     ("every_global_batch_is_a_step", KeepingItsLastSize),
     ("every_global_batch_is_a_step", IgnoringItsConfiguredSize),
     ("a_loss_may_be_of_sequences", CountingMaskedSequences),

@@ -15,6 +15,10 @@ from rl_interfaces.testing import (
     check_worker,
     require_conformance,
 )
+from rl_interfaces.testing.ranks import Ranks
+from rl_interfaces.testing.rules.errors import left_padding_is_refused
+from rl_interfaces.testing.rules.scoring import logprobs_are_zero_where_no_token_is_scored
+from rl_interfaces.testing.worker_bench import WorkerBench
 
 
 def test_every_rule_has_a_worker_that_breaks_it():
@@ -39,6 +43,17 @@ def test_a_broken_worker_breaks_one_rule(tmp_path, rule):
 def test_each_part_of_a_rule_can_fail(tmp_path, rule, worker_class):
     report = check_worker(plain_case(tmp_path, worker_class), directory=tmp_path, only=[rule])
     assert report.broken == [rule]
+
+
+@pytest.mark.parametrize("rank", range(8))
+@pytest.mark.parametrize(
+    "rule", [left_padding_is_refused, logprobs_are_zero_where_no_token_is_scored]
+)
+def test_a_rule_holds_on_every_data_parallel_rank(tmp_path, monkeypatch, rule, rank):
+    monkeypatch.setenv("RANK", str(rank))
+    ranks = Ranks(rank=rank, world_size=8, verdicts=None)
+    bench = WorkerBench(plain_case(tmp_path), ranks=ranks, directory=tmp_path)
+    rule.check(bench)
 
 
 @pytest.fixture

@@ -118,6 +118,11 @@ class WorkerBench:
         """Return a batch of rows of these lengths, see `make_columns`."""
         return make_columns(lengths, tokens=self.tokens, pad=self.pad, width=width, seed=seed)
 
+    def on_every_rank(self, lengths: list[int]) -> list[int]:
+        """Return `lengths`, repeated until each data-parallel rank has a row of a batch of them."""
+        count = max(len(lengths), self.layout.data_parallel)
+        return (lengths * -(-count // len(lengths)))[:count]
+
     def share(
         self,
         columns: Columns,

@@ -60,7 +60,8 @@ def missing_keys_are_named(bench: WorkerBench) -> None:
 @rule()
 def left_padding_is_refused(bench: WorkerBench) -> None:
     """Rows that are padded on the left are refused, and not scored as if they were not."""
-    columns = bench.columns([5, 3, 4, 2, 5, 3])
+    # No row fills the width: a rank that has it alone would see nothing that is wrong.
+    columns = bench.columns(bench.on_every_rank([5, 3, 4, 2, 5, 3]), width=6)
     rows = columns["input_ids"]
     expect_error(
         lambda: bench.worker.get_logprobs(bench.share({**columns, "input_ids": rows.flip(1)})),
