@@ -120,6 +120,12 @@ class NamingAnotherDevice(CapableWorker):
         return {"another device": handles}
 
 
+class SendingEveryHandle(CapableWorker):
+    def get_weights_ipc_handles(self, keys):
+        super().get_weights_ipc_handles(keys)
+        return super().get_weights_ipc_handles([name for name, _ in self.weights()])
+
+
 class SendingOldWeights(CapableWorker):
     def send_weights(self, version):
         super().send_weights(version)
@@ -445,6 +451,7 @@ BROKEN_WORKERS = {
 }
 
 BROKEN_IN_PART = [
+    ("handles_are_of_the_workers_device", SendingEveryHandle),
     ("logprobs_are_zero_where_no_token_is_scored", ScoringPaddingForTheReference),
     ("every_global_batch_is_a_step", KeepingItsLastSize),
     ("every_global_batch_is_a_step", IgnoringItsConfiguredSize),

@@ -240,7 +240,10 @@ class WeightSendingWorker(Protocol):
         ...
 
     def get_weights_ipc_handles(self, keys: list[str]) -> dict[str, Any]:
-        """Return `{device id: handles}`; those of the call before expire. All ranks together."""
+        """Return `{device id: {name: handle}}` of `keys` alone; those of the call before expire.
+
+        All ranks together.
+        """
         ...
 
     def init_collective(self, ip: str, port: int, world_size: int) -> None:
