@@ -340,6 +340,27 @@ class RefusingTooMuch(CapableWorker):
         return super().get_topk_logits(data, k)
 
 
+class SavingNothingWhenOffloaded(CapableWorker):
+    def save_checkpoint(self, weights_path, optimizer_path=None, tokenizer_path=None):
+        if self.residency.state is ResidencyState.OFFLOADED:
+            torch.save(load_model(self.config["model_name"]).state_dict(), weights_path)
+        else:
+            super().save_checkpoint(weights_path, optimizer_path, tokenizer_path)
+
+
+class RefusingToLoadWhenOffloaded(CapableWorker):
+    def load_checkpoint(self, weights_path, optimizer_path=None):
+        if self.residency.state is ResidencyState.OFFLOADED:
+            raise ResidencyError("call prepare_for_lp_inference() first")
+        super().load_checkpoint(weights_path, optimizer_path)
+
+
+class LoadingNothingWhenRefitting(CapableWorker):
+    def load_checkpoint(self, weights_path, optimizer_path=None):
+        if self.residency.state is not ResidencyState.REFITTING:
+            super().load_checkpoint(weights_path, optimizer_path)
+
+
 class GeneratingFromNothing(CapableWorker):
     def generate(self, data, greedy=False):
         kept, self.residency = self.residency, Residency(has_optimizer=True)
@@ -363,6 +384,19 @@ class LosingItsMoments(CapableWorker):
         super().offload_after_refit()
         if self.optimizer is not None:
             self.optimizer = self.make_optimizer()
+
+
+class LosingItsMomentsStraightFromOffloaded(CapableWorker):
+    lost_in = ResidencyState.OFFLOADED
+
+    def prepare_for_training(self, *args, **kwargs):
+        if self.residency.state is self.lost_in:
+            self.optimizer = self.make_optimizer()
+        super().prepare_for_training()
+
+
+class LosingItsMomentsStraightFromRefitting(LosingItsMomentsStraightFromOffloaded):
+    lost_in = ResidencyState.REFITTING
 
 
 class StartingWithoutMoments(CapableWorker):
@@ -456,5 +490,10 @@ BROKEN_IN_PART = [
     ("every_global_batch_is_a_step", KeepingItsLastSize),
     ("every_global_batch_is_a_step", IgnoringItsConfiguredSize),
     ("a_loss_may_be_of_sequences", CountingMaskedSequences),
+    ("a_state_allows_what_the_table_allows", SavingNothingWhenOffloaded),
+    ("a_state_allows_what_the_table_allows", RefusingToLoadWhenOffloaded),
+    ("a_state_allows_what_the_table_allows", LoadingNothingWhenRefitting),
+    ("offloading_and_reloading_change_nothing", LosingItsMomentsStraightFromOffloaded),
+    ("offloading_and_reloading_change_nothing", LosingItsMomentsStraightFromRefitting),
 ]
 """Rules with several parts, and for each further part a worker that breaks it."""
