@@ -77,6 +77,11 @@ class TakingAnySize(CapableWorker):
         return super().train(data, loss_fn, eval_mode, *sizes)
 
 
+class TakingZeroAsUnset(CapableWorker):
+    def train(self, data, loss_fn, eval_mode=False, gbs=None, mbs=None):
+        return super().train(data, loss_fn, eval_mode, gbs or None, mbs or None)
+
+
 class FillingInMasks(CapableWorker):
     def train(self, data, loss_fn, eval_mode=False, gbs=None, mbs=None):
         ones = torch.ones(data["input_ids"].shape)
@@ -176,6 +181,13 @@ class ReferringToLoadedWeights(CapableWorker):
             self.reference = copy.deepcopy(self.model)
 
 
+class LoadingIntoItsReference(CapableWorker):
+    def load_checkpoint(self, weights_path, optimizer_path=None):
+        super().load_checkpoint(weights_path, optimizer_path)
+        if self.optimizer is not None and self.optimizer.state:
+            self.reference = copy.deepcopy(self.model)
+
+
 class SmallestFirst(CapableWorker):
     def get_topk_logits(self, data, k, micro_batch_size=None):
         top = super().get_topk_logits(data, k)
@@ -227,6 +239,14 @@ class Drifting(_CountingSteps):
 class ForgettingItsRank(CapableWorker):
     def train(self, data, loss_fn, eval_mode=False, gbs=None, mbs=None):
         return super().train(data, loss_fn, eval_mode, gbs, mbs) | {"rank": None}
+
+
+class MisreportingItsSamples(CapableWorker):
+    def train(self, data, loss_fn, eval_mode=False, gbs=None, mbs=None):
+        result = super().train(data, loss_fn, eval_mode, gbs, mbs)
+        counts = result["all_mb_metrics"]["num_valid_samples"]
+        counts[:] = [1] * len(counts)
+        return result
 
 
 class KeepingItsLastSize(CapableWorker):
@@ -331,6 +351,13 @@ class WritingIntoItsBatch(CapableWorker):
     def get_topk_logits(self, data, k, micro_batch_size=None):
         data["sample_mask"].zero_()
         return super().get_topk_logits(data, k)
+
+
+class ScoringIntoItsBatch(CapableWorker):
+    def score(self, data, micro_batch_size=None):
+        scores = super().score(data)
+        data["sample_mask"].zero_()
+        return scores
 
 
 class RefusingTooMuch(CapableWorker):
@@ -485,11 +512,15 @@ BROKEN_WORKERS = {
 }
 
 BROKEN_IN_PART = [
+    ("sizes_that_cannot_be_are_named", TakingZeroAsUnset),
     ("handles_are_of_the_workers_device", SendingEveryHandle),
     ("logprobs_are_zero_where_no_token_is_scored", ScoringPaddingForTheReference),
+    ("the_reference_stays_the_initial_model", LoadingIntoItsReference),
+    ("train_returns_what_it_documents", MisreportingItsSamples),
     ("every_global_batch_is_a_step", KeepingItsLastSize),
     ("every_global_batch_is_a_step", IgnoringItsConfiguredSize),
     ("a_loss_may_be_of_sequences", CountingMaskedSequences),
+    ("batches_are_not_written_into", ScoringIntoItsBatch),
     ("a_state_allows_what_the_table_allows", SavingNothingWhenOffloaded),
     ("a_state_allows_what_the_table_allows", RefusingToLoadWhenOffloaded),
     ("a_state_allows_what_the_table_allows", LoadingNothingWhenRefitting),

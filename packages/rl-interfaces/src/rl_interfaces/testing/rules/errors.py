@@ -25,8 +25,7 @@ def sizes_that_cannot_be_are_named(bench: WorkerBench) -> None:
     """Sizes that are not positive, or that the ranks do not divide, are refused with numbers."""
     worker, ranks = bench.worker, bench.layout.data_parallel
     batch = bench.share(bench.scoring)
-    sizes = {"gbs": -1, "mbs": -2}
-    for name, value in sizes.items():
+    for name, value in (("gbs", -1), ("mbs", -2), ("gbs", 0), ("mbs", 0)):
         expect_error(
             lambda name=name, value=value: worker.train(batch, LogprobLoss(), **{name: value}),
             ValueError,

@@ -103,8 +103,11 @@ def the_reference_stays_the_initial_model(bench: WorkerBench) -> None:
         policy = worker.get_logprobs(mine)["logprobs"]
         later = worker.get_reference_policy_logprobs(mine)["reference_logprobs"]
         again = worker.get_logprobs(mine)["logprobs"]
+        worker.load_checkpoint(bench.saved.weights)
+        last = worker.get_reference_policy_logprobs(mine)["reference_logprobs"]
     bench.expect_logprobs(first, expected, mine, "the reference of a worker with other weights")
     bench.expect_logprobs(later, expected, mine, "the reference after a step")
+    bench.expect_logprobs(last, expected, mine, "the reference after `load_checkpoint`")
     expect_close(again, policy, "the policy after its reference", atol=bench.tolerances.repeat)
     places = is_target(mine)
     if places.any():

@@ -57,7 +57,9 @@ def parameters_equal_the_oracle(bench: WorkerBench) -> None:
 
 @rule()
 def train_returns_what_it_documents(bench: WorkerBench) -> None:
-    """`train` returns float32 losses and norms, the rank, and lists of metrics."""
+    """`train` returns float32 losses and norms, the rank, and metrics of each micro-batch."""
+    mine = bench.share(bench.training, batch_size=bench.global_batch_size)
+    num_valid = int(mine["sample_mask"].sum())
     for result in bench.trained.results:
         for key in ("global_loss", "grad_norm"):
             value = result[key]
@@ -67,8 +69,8 @@ def train_returns_what_it_documents(bench: WorkerBench) -> None:
         expect(result["rank"] == bench.ranks.rank, f"rank={result['rank']} of {bench.ranks.rank}")
         metrics = result["all_mb_metrics"]
         expect(all(isinstance(each, list) for each in metrics.values()), f"{metrics}: no lists")
-        if bench.ranks.rank == 0:
-            expect("num_valid_samples" in metrics, f"the loss's metrics are not in {metrics}")
+        found = sum(metrics.get("num_valid_samples", []))
+        expect(found == num_valid, f"{metrics} tell of {found} valid samples, not of {num_valid}")
 
 
 @rule()
