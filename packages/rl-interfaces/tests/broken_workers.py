@@ -334,6 +334,13 @@ class TakingEveryStep(CapableWorker):
         return norm, True
 
 
+class HidingSkippedSteps(CapableWorker):
+    def train(self, data, loss_fn, eval_mode=False, gbs=None, mbs=None):
+        result = super().train(data, loss_fn, eval_mode, gbs, mbs)
+        result["all_mb_metrics"].pop("skipped_steps", None)
+        return result
+
+
 class DrawingForTheReference(CapableWorker):
     def get_reference_policy_logprobs(self, data, micro_batch_size=None):
         torch.rand(1)
@@ -520,6 +527,7 @@ BROKEN_IN_PART = [
     ("every_global_batch_is_a_step", KeepingItsLastSize),
     ("every_global_batch_is_a_step", IgnoringItsConfiguredSize),
     ("a_loss_may_be_of_sequences", CountingMaskedSequences),
+    ("a_step_that_is_not_finite_changes_nothing", HidingSkippedSteps),
     ("batches_are_not_written_into", ScoringIntoItsBatch),
     ("a_state_allows_what_the_table_allows", SavingNothingWhenOffloaded),
     ("a_state_allows_what_the_table_allows", RefusingToLoadWhenOffloaded),
