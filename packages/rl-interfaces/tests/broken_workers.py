@@ -77,6 +77,11 @@ class TakingAnySize(CapableWorker):
         return super().train(data, loss_fn, eval_mode, *sizes)
 
 
+class TakingZeroAsUnset(CapableWorker):
+    def train(self, data, loss_fn, eval_mode=False, gbs=None, mbs=None):
+        return super().train(data, loss_fn, eval_mode, gbs or None, mbs or None)
+
+
 class FillingInMasks(CapableWorker):
     def train(self, data, loss_fn, eval_mode=False, gbs=None, mbs=None):
         ones = torch.ones(data["input_ids"].shape)
@@ -120,6 +125,12 @@ class NamingAnotherDevice(CapableWorker):
         return {"another device": handles}
 
 
+class SendingEveryHandle(CapableWorker):
+    def get_weights_ipc_handles(self, keys):
+        super().get_weights_ipc_handles(keys)
+        return super().get_weights_ipc_handles([name for name, _ in self.weights()])
+
+
 class SendingOldWeights(CapableWorker):
     def send_weights(self, version):
         super().send_weights(version)
@@ -145,6 +156,13 @@ class ScoringPadding(CapableWorker):
         return scores - outside.float()
 
 
+class ScoringPaddingForTheReference(CapableWorker):
+    def get_reference_policy_logprobs(self, data, micro_batch_size=None):
+        scores = self.score_rows(self.reference, data, micro_batch_size)
+        outside = torch.arange(scores.shape[1]) >= data["input_lengths"][:, None]
+        return {"reference_logprobs": scores - outside.float()}
+
+
 class WrongInSmallMicroBatches(CapableWorker):
     def score_rows(self, model, data, micro_batch_size):
         scores = super().score_rows(model, data, micro_batch_size)
@@ -160,6 +178,13 @@ class ReferringToLoadedWeights(CapableWorker):
     def __init__(self, *arguments, **options):
         super().__init__(*arguments, **options)
         if self.reference is not None:
+            self.reference = copy.deepcopy(self.model)
+
+
+class LoadingIntoItsReference(CapableWorker):
+    def load_checkpoint(self, weights_path, optimizer_path=None):
+        super().load_checkpoint(weights_path, optimizer_path)
+        if self.optimizer is not None and self.optimizer.state:
             self.reference = copy.deepcopy(self.model)
 
 
@@ -216,6 +241,27 @@ class ForgettingItsRank(CapableWorker):
         return super().train(data, loss_fn, eval_mode, gbs, mbs) | {"rank": None}
 
 
+class MisreportingItsSamples(CapableWorker):
+    def train(self, data, loss_fn, eval_mode=False, gbs=None, mbs=None):
+        result = super().train(data, loss_fn, eval_mode, gbs, mbs)
+        counts = result["all_mb_metrics"]["num_valid_samples"]
+        counts[:] = [1] * len(counts)
+        return result
+
+
+class KeepingItsLastSize(CapableWorker):
+    last_size = None
+
+    def train(self, data, loss_fn, eval_mode=False, gbs=None, mbs=None):
+        self.last_size = gbs or self.last_size
+        return super().train(data, loss_fn, eval_mode, self.last_size, mbs)
+
+
+class IgnoringItsConfiguredSize(CapableWorker):
+    def train(self, data, loss_fn, eval_mode=False, gbs=None, mbs=None):
+        return super().train(data, loss_fn, eval_mode, 4 if gbs is None else gbs, mbs)
+
+
 class TakingEvenSizesAlone(CapableWorker):
     def train(self, data, loss_fn, eval_mode=False, gbs=None, mbs=None):
         even = gbs - gbs % 2 if gbs is not None and gbs > 0 else gbs
@@ -246,6 +292,21 @@ class GivingLogitsUndivided(CapableWorker):
         return super().loss_input(batch, loss_fn)
 
 
+class CountingSequencesOfMicroBatches(CapableWorker):
+    def step_loss(self, rows, loss_fn, mbs, eval_mode, metrics):
+        def counted(scores, batch, sequences, tokens):
+            return loss_fn(scores, batch, batch["sample_mask"].sum().clamp(min=1), tokens)
+
+        counted.input_type = loss_fn.input_type
+        return super().step_loss(rows, counted, mbs, eval_mode, metrics)
+
+
+class CountingMaskedSequences(CapableWorker):
+    def counts(self, rows):
+        _, tokens = super().counts(rows)
+        return torch.tensor(len(rows["sample_mask"])), tokens
+
+
 class GuessingTheTokenMask(CapableWorker):
     def train(self, data, loss_fn, eval_mode=False, gbs=None, mbs=None):
         guess = {}
@@ -273,6 +334,13 @@ class TakingEveryStep(CapableWorker):
         return norm, True
 
 
+class HidingSkippedSteps(CapableWorker):
+    def train(self, data, loss_fn, eval_mode=False, gbs=None, mbs=None):
+        result = super().train(data, loss_fn, eval_mode, gbs, mbs)
+        result["all_mb_metrics"].pop("skipped_steps", None)
+        return result
+
+
 class DrawingForTheReference(CapableWorker):
     def get_reference_policy_logprobs(self, data, micro_batch_size=None):
         torch.rand(1)
@@ -292,11 +360,39 @@ class WritingIntoItsBatch(CapableWorker):
         return super().get_topk_logits(data, k)
 
 
+class ScoringIntoItsBatch(CapableWorker):
+    def score(self, data, micro_batch_size=None):
+        scores = super().score(data)
+        data["sample_mask"].zero_()
+        return scores
+
+
 class RefusingTooMuch(CapableWorker):
     def get_topk_logits(self, data, k, micro_batch_size=None):
         if self.residency.state is ResidencyState.REFITTING:
             raise ResidencyError("call prepare_for_lp_inference() first")
         return super().get_topk_logits(data, k)
+
+
+class SavingNothingWhenOffloaded(CapableWorker):
+    def save_checkpoint(self, weights_path, optimizer_path=None, tokenizer_path=None):
+        if self.residency.state is ResidencyState.OFFLOADED:
+            torch.save(load_model(self.config["model_name"]).state_dict(), weights_path)
+        else:
+            super().save_checkpoint(weights_path, optimizer_path, tokenizer_path)
+
+
+class RefusingToLoadWhenOffloaded(CapableWorker):
+    def load_checkpoint(self, weights_path, optimizer_path=None):
+        if self.residency.state is ResidencyState.OFFLOADED:
+            raise ResidencyError("call prepare_for_lp_inference() first")
+        super().load_checkpoint(weights_path, optimizer_path)
+
+
+class LoadingNothingWhenRefitting(CapableWorker):
+    def load_checkpoint(self, weights_path, optimizer_path=None):
+        if self.residency.state is not ResidencyState.REFITTING:
+            super().load_checkpoint(weights_path, optimizer_path)
 
 
 class GeneratingFromNothing(CapableWorker):
@@ -322,6 +418,19 @@ class LosingItsMoments(CapableWorker):
         super().offload_after_refit()
         if self.optimizer is not None:
             self.optimizer = self.make_optimizer()
+
+
+class LosingItsMomentsStraightFromOffloaded(CapableWorker):
+    lost_in = ResidencyState.OFFLOADED
+
+    def prepare_for_training(self, *args, **kwargs):
+        if self.residency.state is self.lost_in:
+            self.optimizer = self.make_optimizer()
+        super().prepare_for_training()
+
+
+class LosingItsMomentsStraightFromRefitting(LosingItsMomentsStraightFromOffloaded):
+    lost_in = ResidencyState.REFITTING
 
 
 class StartingWithoutMoments(CapableWorker):
@@ -391,6 +500,7 @@ BROKEN_WORKERS = {
     "micro_batches_do_not_change_training": AveragingMicroBatches,
     "every_way_of_batching_gives_the_same_numbers": WrongInAnotherOrder,
     "a_loss_may_ask_for_logits": GivingLogitsUndivided,
+    "a_loss_may_be_of_sequences": CountingSequencesOfMicroBatches,
     "masked_tokens_do_not_count": GuessingTheTokenMask,
     "evaluating_needs_no_optimizer": EvaluatingByItsOptimizer,
     "a_step_that_is_not_finite_changes_nothing": TakingEveryStep,
@@ -407,3 +517,22 @@ BROKEN_WORKERS = {
     "the_exported_model_is_the_worker": ExportingNothingWhenOffloaded,
     "a_checkpoint_that_is_not_there_is_named": StartingAnewWithoutACheckpoint,
 }
+
+BROKEN_IN_PART = [
+    ("sizes_that_cannot_be_are_named", TakingZeroAsUnset),
+    ("handles_are_of_the_workers_device", SendingEveryHandle),
+    ("logprobs_are_zero_where_no_token_is_scored", ScoringPaddingForTheReference),
+    ("the_reference_stays_the_initial_model", LoadingIntoItsReference),
+    ("train_returns_what_it_documents", MisreportingItsSamples),
+    ("every_global_batch_is_a_step", KeepingItsLastSize),
+    ("every_global_batch_is_a_step", IgnoringItsConfiguredSize),
+    ("a_loss_may_be_of_sequences", CountingMaskedSequences),
+    ("a_step_that_is_not_finite_changes_nothing", HidingSkippedSteps),
+    ("batches_are_not_written_into", ScoringIntoItsBatch),
+    ("a_state_allows_what_the_table_allows", SavingNothingWhenOffloaded),
+    ("a_state_allows_what_the_table_allows", RefusingToLoadWhenOffloaded),
+    ("a_state_allows_what_the_table_allows", LoadingNothingWhenRefitting),
+    ("offloading_and_reloading_change_nothing", LosingItsMomentsStraightFromOffloaded),
+    ("offloading_and_reloading_change_nothing", LosingItsMomentsStraightFromRefitting),
+]
+"""Rules with several parts, and for each further part a worker that breaks it."""

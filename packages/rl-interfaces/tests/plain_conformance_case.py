@@ -3,13 +3,19 @@
 from contextlib import contextmanager
 from functools import partial
 
+import torch
 from plain_policy_worker import CapableWorker, Tokenizer, load_model, reward_of, write_model
 from rl_interfaces.testing import RewardCase, Way, WorkerCase
 
 
 def make_batches(columns, *, shards, batch_size):
-    assert shards == 1, "the plain worker has one rank"
-    return [dict(columns)]
+    """Each rank's consecutive rows of each step."""
+    num_rows = len(columns["input_ids"])
+    steps = torch.arange(num_rows).split(batch_size or num_rows)
+    shares = [
+        torch.cat([step.tensor_split(shards)[shard] for step in steps]) for shard in range(shards)
+    ]
+    return [{key: value[rows] for key, value in columns.items()} for rows in shares]
 
 
 def make_reversed_batches(columns, *, shards, batch_size):

@@ -157,17 +157,19 @@ class PlainWorker:
         }
 
     def step_loss(self, rows, loss_fn, mbs, eval_mode, metrics):
-        sequences = rows["sample_mask"].sum()
-        tokens = (rows["token_mask"][:, 1:] * rows["sample_mask"][:, None]).sum()
-        total = torch.zeros(())
+        counts, total = self.counts(rows), torch.zeros(())
         for batch in self.micro_batches(rows, mbs or 2):
-            loss, seen = loss_fn(self.loss_input(batch, loss_fn), batch, sequences, tokens)
+            loss, seen = loss_fn(self.loss_input(batch, loss_fn), batch, *counts)
             if not eval_mode:
                 loss.backward()
             total += loss.detach()
             for name, value in seen.items():
                 metrics.setdefault(name, []).append(value)
         return total
+
+    def counts(self, rows):
+        tokens = (rows["token_mask"][:, 1:] * rows["sample_mask"][:, None]).sum()
+        return rows["sample_mask"].sum(), tokens
 
     def loss_input(self, batch, loss_fn):
         if loss_fn.input_type is LossInput.LOGITS:

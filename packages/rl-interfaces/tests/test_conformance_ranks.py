@@ -2,7 +2,13 @@
 
 import pytest
 from rl_interfaces.testing import ConformanceError, Status, require_conformance
-from twin_ranks import RULES, AlwaysTheFirst, NeverAlive, check_on_two_ranks
+from twin_ranks import (
+    RULES,
+    AlwaysTheFirst,
+    CountingItsOwnSequences,
+    NeverAlive,
+    check_on_two_ranks,
+)
 
 
 def test_ranks_that_agree_on_a_broken_rule_go_on(tmp_path):
@@ -24,3 +30,10 @@ def test_ranks_that_are_at_odds_stop(tmp_path):
         require_conformance(reports)
     assert f"rank 1: {RULES[0]} is broken" in str(raised.value)
     assert f"rank 0: {RULES[1]} is not run: the ranks were at odds" in str(raised.value)
+
+
+def test_ranks_that_count_their_own_sequences_are_told(tmp_path):
+    rules = ["a_loss_may_ask_for_logits", "a_loss_may_be_of_sequences"]
+    for report in check_on_two_ranks(tmp_path, CountingItsOwnSequences, rules):
+        statuses = [report.of(rule).status for rule in rules]
+        assert statuses == [Status.HOLDS, Status.BROKEN]

@@ -3,7 +3,7 @@
 import os
 
 import pytest
-from broken_workers import BROKEN_WORKERS, LEFT_OPEN, GrowingAPool, LeavingAFile
+from broken_workers import BROKEN_IN_PART, BROKEN_WORKERS, LEFT_OPEN, GrowingAPool, LeavingAFile
 from plain_conformance_case import plain_case
 from plain_policy_worker import PlainWorker
 from rl_interfaces.testing import (
@@ -15,6 +15,10 @@ from rl_interfaces.testing import (
     check_worker,
     require_conformance,
 )
+from rl_interfaces.testing.ranks import Ranks
+from rl_interfaces.testing.rules.errors import left_padding_is_refused
+from rl_interfaces.testing.rules.scoring import logprobs_are_zero_where_no_token_is_scored
+from rl_interfaces.testing.worker_bench import WorkerBench
 
 
 def test_every_rule_has_a_worker_that_breaks_it():
@@ -33,6 +37,23 @@ def test_a_broken_worker_breaks_one_rule(tmp_path, rule):
         require_conformance([report])
     (summary,) = [each.summary for each in WORKER_RULES if each.name == rule]
     assert summary in str(raised.value)
+
+
+@pytest.mark.parametrize(("rule", "worker_class"), BROKEN_IN_PART)
+def test_each_part_of_a_rule_can_fail(tmp_path, rule, worker_class):
+    report = check_worker(plain_case(tmp_path, worker_class), directory=tmp_path, only=[rule])
+    assert report.broken == [rule]
+
+
+@pytest.mark.parametrize("rank", range(8))
+@pytest.mark.parametrize(
+    "rule", [left_padding_is_refused, logprobs_are_zero_where_no_token_is_scored]
+)
+def test_a_rule_holds_on_every_data_parallel_rank(tmp_path, monkeypatch, rule, rank):
+    monkeypatch.setenv("RANK", str(rank))
+    ranks = Ranks(rank=rank, world_size=8, verdicts=None)
+    bench = WorkerBench(plain_case(tmp_path), ranks=ranks, directory=tmp_path)
+    rule.check(bench)
 
 
 @pytest.fixture

@@ -6,6 +6,8 @@ import socket
 import traceback
 from multiprocessing.connection import wait
 
+import torch
+import torch.distributed as dist
 from plain_conformance_case import plain_case
 from plain_policy_worker import PlainWorker
 from rl_interfaces import ParallelLayout
@@ -34,18 +36,46 @@ class NeverAlive(Twin):
         return False
 
 
-def check_on_rank(connection, rank, port, directory, worker_class):
+class DataParallel(PlainWorker):
+    """Each rank has rows of its own, and the ranks sum their counts, losses and gradients."""
+
+    def train(self, data, loss_fn, eval_mode=False, gbs=None, mbs=None):
+        return super().train(data, loss_fn, eval_mode, gbs // dist.get_world_size(), mbs)
+
+    def counts(self, rows):
+        counts = torch.stack(super().counts(rows))
+        dist.all_reduce(counts)
+        return counts.unbind()
+
+    def step_loss(self, *arguments):
+        loss = super().step_loss(*arguments)
+        dist.all_reduce(loss)
+        return loss
+
+    def step(self):
+        for parameter in self.model.parameters():
+            dist.all_reduce(parameter.grad)
+        return super().step()
+
+
+class CountingItsOwnSequences(DataParallel):
+    def counts(self, rows):
+        _, tokens = super().counts(rows)
+        return rows["sample_mask"].sum(), tokens
+
+
+def check_on_rank(connection, rank, port, directory, worker_class, rules):
     os.environ.update(RANK=str(rank), WORLD_SIZE="2", LOCAL_RANK=str(rank))
     os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
     try:
         (directory / str(rank)).mkdir()
         case = plain_case(directory / str(rank), worker_class)
-        connection.send(check_worker(case, directory=directory, only=RULES))
+        connection.send(check_worker(case, directory=directory, only=rules))
     except Exception:
         connection.send(traceback.format_exc())
 
 
-def check_on_two_ranks(directory, worker_class):
+def check_on_two_ranks(directory, worker_class, rules=RULES):
     """Return what both ranks report, or the text of their error."""
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
@@ -54,7 +84,7 @@ def check_on_two_ranks(directory, worker_class):
     ends, processes = [], []
     for rank in range(2):
         ours, theirs = context.Pipe()
-        arguments = (theirs, rank, port, directory, worker_class)
+        arguments = (theirs, rank, port, directory, worker_class, rules)
         processes.append(context.Process(target=check_on_rank, args=arguments, daemon=True))
         processes[-1].start()
         theirs.close()

@@ -156,7 +156,7 @@ class ColocatablePolicyInterface(PolicyInterface):
 
     @abstractmethod
     def get_weights_ipc_handles(self, keys: list[str]) -> dict[str, Any]:
-        """Return `{device id: handles}` of one group of tensors.
+        """Return `{device id: {name: handle}}` of one group of tensors.
 
         Args:
             keys: One group of `prepare_weights_for_ipc`.

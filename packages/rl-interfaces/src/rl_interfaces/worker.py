@@ -80,6 +80,9 @@ class PolicyWorker(Protocol):
     ) -> dict[str, Any]:
         """Take an optimizer step per global batch, of which `data` is this rank's share.
 
+        A step whose gradients are not finite changes neither weights nor optimizer state. Its norm
+        is returned as it is, and a warning is logged by `logging`.
+
         Args:
             data: This rank's rows. Ranks may hold unlike numbers of rows.
             loss_fn: See `LossFunction`.
@@ -89,7 +92,9 @@ class PolicyWorker(Protocol):
 
         Returns:
             `global_loss` (float32 `[steps]`), `grad_norm` (float32 `[steps]`, None in eval mode),
-            `rank`, and `all_mb_metrics` (`{name: [value per micro-batch of this rank]}`).
+            `rank`, and `all_mb_metrics` (`{name: [value per micro-batch of this rank]}`). Of those,
+            `skipped_steps` is `[steps of this call that changed nothing]`, told by rank 0 and by no
+            other data-parallel rank; there is none in eval mode.
         """
         ...
 
@@ -235,7 +240,10 @@ class WeightSendingWorker(Protocol):
         ...
 
     def get_weights_ipc_handles(self, keys: list[str]) -> dict[str, Any]:
-        """Return `{device id: handles}`; those of the call before expire. All ranks together."""
+        """Return `{device id: {name: handle}}` of `keys` alone; those of the call before expire.
+
+        All ranks together.
+        """
         ...
 
     def init_collective(self, ip: str, port: int, world_size: int) -> None:

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 
+from rl_interfaces.loss import LossType
 from rl_interfaces.testing.expectations import expect, expect_close
 from rl_interfaces.testing.worker_batches import make_columns
 from rl_interfaces.testing.worker_case import merged
@@ -117,6 +118,11 @@ class WorkerBench:
         """Return a batch of rows of these lengths, see `make_columns`."""
         return make_columns(lengths, tokens=self.tokens, pad=self.pad, width=width, seed=seed)
 
+    def on_every_rank(self, lengths: list[int]) -> list[int]:
+        """Return `lengths`, repeated until each data-parallel rank has a row of a batch of them."""
+        count = max(len(lengths), self.layout.data_parallel)
+        return (lengths * -(-count // len(lengths)))[:count]
+
     def share(
         self,
         columns: Columns,
@@ -181,14 +187,15 @@ class WorkerBench:
     @cached_property
     def expected_run(self) -> PlainRun:
         """What the plain loop gives in `NUM_CALLS` calls with `training`."""
-        return self._plain_run(NUM_CALLS)
+        return self.plain_run(NUM_CALLS)
 
     @cached_property
     def expected_call(self) -> PlainRun:
         """What it gives in one call."""
-        return self._plain_run(1)
+        return self.plain_run(1)
 
-    def _plain_run(self, num_calls: int) -> PlainRun:
+    def plain_run(self, num_calls: int, *, loss_type: LossType = LossType.TOKEN_LEVEL) -> PlainRun:
+        """Return what the plain loop gives in `num_calls` calls with `training`."""
         return plain_training(
             self.load_oracle(self.case.config["model_name"]),
             self.training,
@@ -197,6 +204,7 @@ class WorkerBench:
             max_grad_norm=self.case.config.get("max_grad_norm"),
             num_calls=num_calls,
             temperature=self.case.temperature,
+            loss_type=loss_type,
         )
 
     def expect_logprobs(

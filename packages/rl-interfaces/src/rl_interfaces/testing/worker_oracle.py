@@ -9,6 +9,8 @@ from typing import Any
 import torch
 from torch import nn
 
+from rl_interfaces.loss import LossType
+
 Columns = dict[str, torch.Tensor]
 """`input_ids`, `input_lengths`, `token_mask`, `sample_mask` and `row_id` of a whole batch."""
 MakeOptimizer = Callable[[Iterable[nn.Parameter]], torch.optim.Optimizer]
@@ -46,15 +48,22 @@ def plain_logprobs(model: nn.Module, columns: Columns, *, temperature: float) ->
     return out
 
 
-def plain_loss(model: nn.Module, columns: Columns, *, temperature: float) -> torch.Tensor:
-    """Return the mean negative log-probability of the target tokens."""
+def plain_loss(
+    model: nn.Module,
+    columns: Columns,
+    *,
+    temperature: float,
+    loss_type: LossType = LossType.TOKEN_LEVEL,
+) -> torch.Tensor:
+    """Return the negative log-probability of the target tokens, per token or per sequence."""
     masks = columns["token_mask"] * columns["sample_mask"][:, None]
     total = torch.zeros(())
     for row, length in enumerate(columns["input_lengths"].tolist()):
         tokens = columns["input_ids"][row, :length]
         chosen = row_logprobs(model, tokens, temperature=temperature)
         total = total - (chosen * masks[row, 1:length]).sum()
-    return total / masks[:, 1:].sum()
+    per_token = loss_type is LossType.TOKEN_LEVEL
+    return total / (masks[:, 1:] if per_token else columns["sample_mask"]).sum()
 
 
 def plain_training(
@@ -66,6 +75,7 @@ def plain_training(
     max_grad_norm: float | None,
     num_calls: int,
     temperature: float,
+    loss_type: LossType = LossType.TOKEN_LEVEL,
 ) -> PlainRun:
     """Train `model` on whole global batches; the loss and the norm before clipping of each step."""
     parameters = list(model.parameters())
@@ -73,7 +83,7 @@ def plain_training(
     for _ in range(num_calls):
         for start in range(0, len(columns["input_ids"]), global_batch_size):
             rows = {name: each[start : start + global_batch_size] for name, each in columns.items()}
-            loss = plain_loss(model, rows, temperature=temperature)
+            loss = plain_loss(model, rows, temperature=temperature, loss_type=loss_type)
             optimizer.zero_grad()
             loss.backward()
             limit = float("inf") if max_grad_norm is None else max_grad_norm

@@ -25,8 +25,7 @@ def sizes_that_cannot_be_are_named(bench: WorkerBench) -> None:
     """Sizes that are not positive, or that the ranks do not divide, are refused with numbers."""
     worker, ranks = bench.worker, bench.layout.data_parallel
     batch = bench.share(bench.scoring)
-    sizes = {"gbs": -1, "mbs": -2}
-    for name, value in sizes.items():
+    for name, value in (("gbs", -1), ("mbs", -2), ("gbs", 0), ("mbs", 0)):
         expect_error(
             lambda name=name, value=value: worker.train(batch, LogprobLoss(), **{name: value}),
             ValueError,
@@ -60,7 +59,8 @@ def missing_keys_are_named(bench: WorkerBench) -> None:
 @rule()
 def left_padding_is_refused(bench: WorkerBench) -> None:
     """Rows that are padded on the left are refused, and not scored as if they were not."""
-    columns = bench.columns([5, 3, 4, 2, 5, 3])
+    # No row fills the width: a rank that has it alone would see nothing that is wrong.
+    columns = bench.columns(bench.on_every_rank([5, 3, 4, 2, 5, 3]), width=6)
     rows = columns["input_ids"]
     expect_error(
         lambda: bench.worker.get_logprobs(bench.share({**columns, "input_ids": rows.flip(1)})),

@@ -4,10 +4,19 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
+import torch
+
 from rl_interfaces.residency import Residency, ResidencyError
-from rl_interfaces.testing.expectations import expect, expect_close, expect_error, expect_tensors
+from rl_interfaces.testing.expectations import (
+    expect,
+    expect_close,
+    expect_error,
+    expect_tensors,
+    expect_unlike,
+)
 from rl_interfaces.testing.report import rule
 from rl_interfaces.testing.worker_bench import NUM_CALLS, WorkerBench
+from rl_interfaces.testing.worker_oracle import is_target
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -49,7 +58,10 @@ def _refusal(residency: Residency, call: str) -> str | None:
 
 @rule()
 def a_state_allows_what_the_table_allows(bench: WorkerBench) -> None:
-    """In each state the calls that the table allows are answered; saves in every one."""
+    """In each state the calls that the table allows are answered; saves and loads in every one."""
+    mine, saved = bench.share(bench.scoring), bench.saved
+    paths = {move: bench.path("weights") for move in (None, *MOVES)}
+    found: dict[str, torch.Tensor] = {}
     with bench.fresh() as worker:
         residency = Residency(has_optimizer=True)
         for move in (None, *MOVES):
@@ -59,8 +71,21 @@ def a_state_allows_what_the_table_allows(bench: WorkerBench) -> None:
             for name, call in _calls(bench, worker).items():
                 if _refusal(residency, name) is None:
                     call()
-            worker.save_checkpoint(bench.path("weights"))
+            worker.save_checkpoint(paths[move])
             worker.get_gpu_info()
+        worker.prepare_for_lp_inference()
+        expected = worker.get_logprobs(mine)["logprobs"].clone()
+        for move in MOVES:
+            worker.load_checkpoint(saved.weights)
+            getattr(worker, move)()
+            worker.load_checkpoint(paths[move])
+            worker.prepare_for_lp_inference()
+            found[move] = worker.get_logprobs(mine)["logprobs"].clone()
+    for move, logprobs in found.items():
+        what = f"get_logprobs of what is saved and loaded after {move}()"
+        expect_close(logprobs, expected, what, atol=bench.tolerances.repeat)
+    if is_target(mine).any():
+        expect_unlike(saved.logprobs, expected, "the log-probabilities of both saves")
 
 
 @rule()
@@ -108,7 +133,11 @@ def offloading_and_reloading_change_nothing(bench: WorkerBench) -> None:
         worker.prepare_for_lp_inference()
         after = worker.get_logprobs(mine)["logprobs"].clone()
         worker.prepare_for_training()
-        results += [bench.train(worker) for _ in range(1, NUM_CALLS)]
+        results.append(bench.train(worker))
+        for move in ("offload_before_refit", "offload_after_refit"):
+            getattr(worker, move)()
+            worker.prepare_for_training()
+        results += [bench.train(worker) for _ in range(2, NUM_CALLS)]
         parameters = bench.exported(worker)
     expect_close(after, before, "get_logprobs after offloading", atol=repeat)
     for found, expected in zip(results, bench.trained.results, strict=True):

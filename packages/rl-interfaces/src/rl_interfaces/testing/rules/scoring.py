@@ -43,13 +43,17 @@ def logprobs_have_the_batchs_shape(bench: WorkerBench) -> None:
 
 @rule()
 def logprobs_are_zero_where_no_token_is_scored(bench: WorkerBench) -> None:
-    """Position 0 and padding are 0."""
-    mine = bench.share(bench.columns([6, 2, 4, 3, 6, 1], width=6))
+    """Position 0 and padding are 0, of the policy and of the reference."""
+    mine = bench.share(bench.columns(bench.on_every_rank([6, 2, 4, 3, 6, 1]), width=6))
     outside = ~is_target(mine)
-    expect(outside.any() and not outside.all(), "the batch has both kinds of places")
-    found = bench.worker.get_logprobs(mine)["logprobs"]
-    expect(not found[outside].any(), f"{found} is not 0 at position 0 and padding")
-    expect(found[~outside].any(), "every log-probability is 0")
+    calls = {
+        "logprobs": bench.worker.get_logprobs,
+        "reference_logprobs": bench.worker.get_reference_policy_logprobs,
+    }
+    for key, call in calls.items():
+        found = call(mine)[key]
+        expect(not found[outside].any(), f"{key}: {found} is not 0 at position 0 and padding")
+        expect(found[~outside].any() or outside.all(), f"every one of the {key} is 0")
 
 
 @rule()
@@ -99,8 +103,11 @@ def the_reference_stays_the_initial_model(bench: WorkerBench) -> None:
         policy = worker.get_logprobs(mine)["logprobs"]
         later = worker.get_reference_policy_logprobs(mine)["reference_logprobs"]
         again = worker.get_logprobs(mine)["logprobs"]
+        worker.load_checkpoint(bench.saved.weights)
+        last = worker.get_reference_policy_logprobs(mine)["reference_logprobs"]
     bench.expect_logprobs(first, expected, mine, "the reference of a worker with other weights")
     bench.expect_logprobs(later, expected, mine, "the reference after a step")
+    bench.expect_logprobs(last, expected, mine, "the reference after `load_checkpoint`")
     expect_close(again, policy, "the policy after its reference", atol=bench.tolerances.repeat)
     places = is_target(mine)
     if places.any():

@@ -63,6 +63,11 @@ def batches_are_not_written_into(bench: WorkerBench) -> None:
             worker.train(mine, LogprobLoss(), gbs=size)
 
         hold(train, "train", batch_size=size)
+    reward = bench.case.reward
+    if reward is not None and hasattr(bench.worker_class, "score"):
+        options: dict[str, Any] = {"init_optimizer": False, "init_reference_model": False}
+        with bench.fresh(reward.settings, **options) as worker:
+            hold(worker.score, "score")
 
 
 def _tensors(batch: Any) -> dict[str, torch.Tensor]:

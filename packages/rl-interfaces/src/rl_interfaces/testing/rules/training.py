@@ -5,9 +5,11 @@ from __future__ import annotations
 import logging
 from collections.abc import Iterator
 from contextlib import contextmanager
+from typing import Any
 
 import torch
 
+from rl_interfaces.loss import LossType
 from rl_interfaces.testing.expectations import (
     expect,
     expect_close,
@@ -16,7 +18,12 @@ from rl_interfaces.testing.expectations import (
 )
 from rl_interfaces.testing.report import NotApplicable, rule
 from rl_interfaces.testing.worker_bench import WorkerBench
-from rl_interfaces.testing.worker_losses import InfiniteLoss, LogitLoss, LogprobLoss
+from rl_interfaces.testing.worker_losses import (
+    InfiniteLoss,
+    LogitLoss,
+    LogprobLoss,
+    SequenceLoss,
+)
 from rl_interfaces.testing.worker_oracle import parameters_of, plain_loss
 
 
@@ -50,7 +57,9 @@ def parameters_equal_the_oracle(bench: WorkerBench) -> None:
 
 @rule()
 def train_returns_what_it_documents(bench: WorkerBench) -> None:
-    """`train` returns float32 losses and norms, the rank, and lists of metrics."""
+    """`train` returns float32 losses and norms, the rank, and metrics of each micro-batch."""
+    mine = bench.share(bench.training, batch_size=bench.global_batch_size)
+    num_valid = int(mine["sample_mask"].sum())
     for result in bench.trained.results:
         for key in ("global_loss", "grad_norm"):
             value = result[key]
@@ -60,21 +69,26 @@ def train_returns_what_it_documents(bench: WorkerBench) -> None:
         expect(result["rank"] == bench.ranks.rank, f"rank={result['rank']} of {bench.ranks.rank}")
         metrics = result["all_mb_metrics"]
         expect(all(isinstance(each, list) for each in metrics.values()), f"{metrics}: no lists")
-        if bench.ranks.rank == 0:
-            expect("num_valid_samples" in metrics, f"the loss's metrics are not in {metrics}")
+        found = sum(metrics.get("num_valid_samples", []))
+        expect(found == num_valid, f"{metrics} tell of {found} valid samples, not of {num_valid}")
 
 
 @rule()
 def every_global_batch_is_a_step(bench: WorkerBench) -> None:
-    """B rows make ceil(B / gbs) steps, the last on what is left; `gbs` holds for one call."""
-    unit = bench.layout.data_parallel
-    rows = len(bench.training["input_ids"])
-    with bench.fresh(init_reference_model=False) as worker:
+    """B rows make ceil(B / gbs) steps, the last on what is left; `gbs` holds for one call alone."""
+    unit, rows = bench.layout.data_parallel, len(bench.training["input_ids"])
+
+    def expect_steps(result: dict[str, Any], size: int, what: str) -> None:
+        steps = -(-rows // size)
+        found = (len(result["global_loss"]), len(result["grad_norm"]))
+        expect(found == (steps, steps), f"{rows} rows with {what} made {found} steps")
+
+    settings = {"train_global_batch_size": unit}
+    with bench.fresh(settings, init_reference_model=False) as worker:
         for size in (2 * unit, 3 * unit, 2 * rows * unit):
-            result = bench.train(worker, gbs=size)
-            steps = -(-rows // size)
-            found = (len(result["global_loss"]), len(result["grad_norm"]))
-            expect(found == (steps, steps), f"{rows} rows with gbs={size} made {found} steps")
+            expect_steps(bench.train(worker, gbs=size), size, f"gbs={size}")
+        result = worker.train(bench.share(bench.training, batch_size=unit), LogprobLoss())
+        expect_steps(result, unit, f"train_global_batch_size={unit} and no gbs")
 
 
 @rule()
@@ -125,6 +139,17 @@ def a_loss_may_ask_for_logits(bench: WorkerBench) -> None:
     expected = bench.trained.results[0]
     for key in ("global_loss", "grad_norm"):
         expect_close(result[key], expected[key], key, rtol=bench.tolerances.loss)
+
+
+@rule()
+def a_loss_may_be_of_sequences(bench: WorkerBench) -> None:
+    """A loss over sequences is divided by the valid ones of the whole global batch."""
+    with bench.fresh(init_reference_model=False) as worker:
+        result = bench.train(worker, loss_fn=SequenceLoss())
+    expected = bench.plain_run(1, loss_type=LossType.SEQUENCE_LEVEL)
+    losses, norms = torch.stack(expected.losses), torch.stack(expected.grad_norms)
+    expect_close(result["global_loss"], losses, "global_loss", rtol=bench.tolerances.loss)
+    expect_close(result["grad_norm"], norms, "grad_norm", rtol=bench.tolerances.loss)
 
 
 @rule()

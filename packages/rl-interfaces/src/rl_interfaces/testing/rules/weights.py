@@ -33,10 +33,13 @@ def the_weights_sizes_are_told(bench: WorkerBench) -> None:
 def handles_are_of_the_workers_device(bench: WorkerBench) -> None:
     """Handles come under the worker's device, for the names that are asked for and no other."""
     worker = bench.worker
-    names = list(worker.prepare_refit_info())[:2]
+    held = list(worker.prepare_refit_info())
+    names = held[1:3] or held
     handles = worker.get_weights_ipc_handles(names)
     device = worker.report_device_id()
     expect(list(handles) == [device], f"handles are of {list(handles)}, the worker of {device!r}")
+    found = list(handles[device])
+    expect(sorted(found) == sorted(names), f"handles of {names} come for {found}")
     expect_error(
         lambda: worker.get_weights_ipc_handles(["no such tensor"]),
         ValueError,
