@@ -6,10 +6,13 @@ from rl_interfaces import LossInput, LossType
 from tiny_models import PAD, VOCAB_SIZE
 
 
-def make_batch(num_rows, *, width=12, seed=1):
+def make_batch(num_rows, *, width=12, seed=1, lengths=None):
     """Return right-padded rows of unlike lengths, every real token but the first a target."""
     generator = torch.Generator().manual_seed(seed)
-    lengths = torch.randint(3, width + 1, (num_rows,), generator=generator)
+    if lengths is None:
+        lengths = torch.randint(3, width + 1, (num_rows,), generator=generator)
+    else:
+        lengths, width = torch.tensor(lengths), max(lengths)
     input_ids = torch.randint(2, VOCAB_SIZE, (num_rows, width), generator=generator)
     is_token = torch.arange(width) < lengths[:, None]
     token_mask = is_token.float()

@@ -93,11 +93,24 @@ def test_every_way_of_training_is_the_plain_loop(pools, model, plain, variant):
         )
 
 
-@pytest.mark.parametrize("num_ranks", [1, 2])
-def test_the_balancing_loss_weighs_what_its_coefficient_says(pools, tmp_path, num_ranks):
+BALANCED = {"moe_router_load_balancing_type": "aux_loss", "moe_aux_loss_coeff": 2.0}
+
+
+@pytest.mark.parametrize(
+    ("num_ranks", "layout"),
+    [
+        (1, {}),
+        (2, {}),
+        (2, {TP: 2, "sequence_parallel": True}),
+        (2, {"context_parallel_size": 2}),
+    ],
+    ids=["one", "dp2", "tp2_sp", "cp2"],
+)
+def test_the_balancing_loss_weighs_what_its_coefficient_says(pools, tmp_path, num_ranks, layout):
     model = build_tiny(tmp_path, "qwen3_moe", num_hidden_layers=2)
-    config = make_config(model, moe_router_load_balancing_type="aux_loss", moe_aux_loss_coeff=2.0)
-    batch = make_batch(4)
+    config = make_config(model, **BALANCED, **layout)
+    # Of lengths that every layout takes as they are: what completes them would be routed, too.
+    batch = make_batch(4, lengths=[16, 8, 8, 16])
     results = pools(num_ranks).run(train_and_look, config=config, batch=batch, loss="nll")
     expected, without = (
         plain_balanced_norm(model, batch, coefficient=coefficient, micro_batch_size=2)

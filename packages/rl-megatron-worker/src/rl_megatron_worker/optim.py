@@ -68,6 +68,7 @@ class Trainer:
         self._runtime = runtime
         self._config = config
         self._balancing = cast("float", config.moe_aux_loss_coeff)
+        self._num_sharing = config.tensor_model_parallel_size * config.context_parallel_size
         self._max_norm = optimizer.max_grad_norm
         with runtime.scope():
             self.optimizer = cast(
@@ -96,9 +97,11 @@ class Trainer:
         Args:
             num_tokens: Of the global batch. Megatron-core multiplies the experts' balancing loss
                 with the tokens of each micro-batch, and leaves the division to a mean over tokens
-                that losses have had before they come here.
+                that losses have had before they come here. It takes those of one rank: where
+                ranks share sequences, each has a part of the tokens and of the loss.
         """
-        self._config.moe_aux_loss_coeff = self._balancing / max(num_tokens, 1)
+        weight = self._balancing * self._num_sharing
+        self._config.moe_aux_loss_coeff = weight / max(num_tokens, 1)
         with self._runtime.scope():
             for chunk in self.chunks:
                 chunk.zero_grad_buffer()
