@@ -6,13 +6,10 @@ from rl_interfaces import LossInput, LossType
 from tiny_models import PAD, VOCAB_SIZE
 
 
-def make_batch(num_rows, *, width=12, seed=1, lengths=None):
+def make_batch(num_rows, *, width=12, seed=1):
     """Return right-padded rows of unlike lengths, every real token but the first a target."""
     generator = torch.Generator().manual_seed(seed)
-    if lengths is None:
-        lengths = torch.randint(3, width + 1, (num_rows,), generator=generator)
-    else:
-        lengths, width = torch.tensor(lengths), max(lengths)
+    lengths = torch.randint(3, width + 1, (num_rows,), generator=generator)
     input_ids = torch.randint(2, VOCAB_SIZE, (num_rows, width), generator=generator)
     is_token = torch.arange(width) < lengths[:, None]
     token_mask = is_token.float()
@@ -25,6 +22,14 @@ def make_batch(num_rows, *, width=12, seed=1, lengths=None):
             "sample_mask": torch.ones(num_rows),
         }
     )
+
+
+def laid_out(batch, num_rows, multiple):
+    """Return the rows as the model has them: completed with padding, and by rows of one token."""
+    missing = num_rows - batch.size
+    rows = {k: torch.nn.functional.pad(v.T, (0, missing)).T for k, v in batch.items()}
+    rows["input_lengths"] = -(-rows["input_lengths"].clamp(min=1) // multiple) * multiple
+    return rows
 
 
 def make_config(model_name, *, sections=None, **layout):

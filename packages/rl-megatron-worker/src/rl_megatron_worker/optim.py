@@ -95,10 +95,10 @@ class Trainer:
         """Clear the gradients.
 
         Args:
-            num_tokens: Of the global batch. Megatron-core multiplies the experts' balancing loss
-                with the tokens of each micro-batch, and leaves the division to a mean over tokens
-                that losses have had before they come here. It takes those of one rank: where
-                ranks share sequences, each has a part of the tokens and of the loss.
+            num_tokens: Of all micro-batches on all ranks. Megatron-core multiplies the experts'
+                balancing loss with the tokens of each micro-batch, and leaves the division to a
+                mean over tokens that losses have had before they come here. It takes those of one
+                rank: where ranks share sequences, each has a part of the tokens and of the loss.
         """
         weight = self._balancing * self._num_sharing
         self._config.moe_aux_loss_coeff = weight / max(num_tokens, 1)
