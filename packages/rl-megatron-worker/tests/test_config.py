@@ -157,6 +157,11 @@ REFUSED = {
         {},
         "recompute_granularity='half' must be one of",
     ),
+    "recompute-layers": (
+        {"activation_checkpointing": True, "recompute_num_layers": 0},
+        {},
+        "recompute_num_layers=0 must be at least 1",
+    ),
     "style": ({"scheduler": {"lr_decay_style": "cubic"}}, {}, "lr_decay_style='cubic'"),
     "decay": ({"scheduler": {"lr_decay_style": "linear"}}, {}, "lr_decay_iters is not set"),
     "warmup": (
@@ -218,6 +223,29 @@ def test_a_torch_optimizer_without_counterpart_is_refused():
         ({"tensor_model_parallel_size": 4}, "does not divide the model's 2 query groups"),
         ({"pipeline_model_parallel_size": 4, "num_layers_in_last_pipeline_stage": 3}, "4 layers"),
         ({"expert_model_parallel_size": 2}, "needs a mixture of experts"),
+        (
+            {"activation_checkpointing": True, "recompute_num_layers": 3},
+            "recompute_num_layers=3 does not divide the 4 layers",
+        ),
+        (
+            {
+                "activation_checkpointing": True,
+                "recompute_num_layers": 2,
+                "pipeline_model_parallel_size": 2,
+                "num_layers_in_first_pipeline_stage": 2,
+                "virtual_pipeline_model_parallel_size": 2,
+            },
+            "recompute_num_layers=2 does not divide the 1 layers",
+        ),
+        (
+            {
+                "activation_checkpointing": True,
+                "recompute_num_layers": 2,
+                "pipeline_model_parallel_size": 2,
+                "num_layers_in_last_pipeline_stage": 3,
+            },
+            "recompute_num_layers=2 does not divide the 3 layers",
+        ),
         ({"converter_type": "nowhere"}, "converter_type='nowhere'.*llama, qwen2, qwen3, qwen3_moe"),
     ],
 )

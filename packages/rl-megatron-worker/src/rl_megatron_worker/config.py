@@ -187,10 +187,13 @@ def _parse_recomputation(section: Mapping[str, Any]) -> dict[str, Any]:
             raise ValueError(f"{_PATH}.{key}={value!r} must be one of {choices}")
     if granularity == "selective":
         return {"recompute_granularity": granularity}
+    num_layers = section["recompute_num_layers"]
+    if num_layers < 1:
+        raise ValueError(f"{_PATH}.recompute_num_layers={num_layers} must be at least 1")
     return {
         "recompute_granularity": granularity,
         "recompute_method": method,
-        "recompute_num_layers": section["recompute_num_layers"],
+        "recompute_num_layers": num_layers,
     }
 
 

@@ -50,6 +50,11 @@ class ModelOptions:
     moe_options: Mapping[str, Any] = field(default_factory=dict)
     """What `TransformerConfig` takes of a mixture of experts beside its architecture."""
 
+    @property
+    def recomputed_unit(self) -> int | None:
+        """Layers that are computed again together, all of them so; None where layers are not."""
+        return self.recompute_num_layers if self.recompute_method == "uniform" else None
+
 
 def transformer_config(
     architecture: Architecture, layout: MegatronLayout, options: ModelOptions, runtime: Runtime

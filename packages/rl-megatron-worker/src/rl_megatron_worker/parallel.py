@@ -116,8 +116,19 @@ def plan_layout(section: Mapping[str, Any], *, world_size: int) -> MegatronLayou
     )
 
 
-def check_sizes(architecture: Architecture, layout: MegatronLayout) -> None:
-    """Raise `ValueError` where the model does not divide as `layout` says, naming the numbers."""
+def check_sizes(
+    architecture: Architecture, layout: MegatronLayout, *, recomputed_unit: int | None = None
+) -> None:
+    """Refuse a model that does not divide into what ranks have.
+
+    Args:
+        architecture: The model.
+        layout: The ranks.
+        recomputed_unit: Layers that are computed again together; None where layers are not.
+
+    Raises:
+        ValueError: A size does not divide; the message names key and numbers.
+    """
     fields = architecture.transformer
     num_experts = fields.get("num_moe_experts")
     tensor, groups = layout.tensor, fields.get("num_query_groups") or fields["num_attention_heads"]
@@ -154,7 +165,13 @@ def check_sizes(architecture: Architecture, layout: MegatronLayout) -> None:
             f"{_PATH}.tensor_model_parallel_size={tensor} of a mixture of experts needs "
             f"{_PATH}.sequence_parallel=True"
         )
-    _check_layers(fields["num_layers"], layout)
+    for count in _layers_of_chunks(fields["num_layers"], layout):
+        if recomputed_unit is not None and count % recomputed_unit:
+            raise ValueError(
+                f"{_PATH}.recompute_num_layers={recomputed_unit} does not divide the {count} "
+                f"layers that a rank has together: {_PATH}.recompute_method='uniform' computes "
+                "units of so many again"
+            )
 
 
 def init_model_parallel(layout: MegatronLayout, runtime: Runtime, *, timeout_s: float) -> None:
@@ -235,8 +252,12 @@ def _check_dispatcher(section: Mapping[str, Any]) -> None:
             )
 
 
-def _check_layers(num_layers: int, layout: MegatronLayout) -> None:
-    """Refuse layers that do not divide into stages, of which the first and last may be given."""
+def _layers_of_chunks(num_layers: int, layout: MegatronLayout) -> list[int]:
+    """Return the unlike numbers of layers that chunks have.
+
+    Raises:
+        ValueError: They do not divide into stages, of which the first and last may be given.
+    """
     given = [each for each in (layout.first_stage_layers, layout.last_stage_layers) if each]
     others, stages = num_layers - sum(given), layout.pipeline - len(given)
     if others < 0 or (stages == 0 and others) or (stages and (others == 0 or others % stages)):
@@ -246,9 +267,11 @@ def _check_layers(num_layers: int, layout: MegatronLayout) -> None:
             f"last stage: {layout.last_stage_layers or 'as the others'})"
         )
     chunks = layout.virtual_stages or 1
-    for count in [*given, others // stages] if stages else given:
+    counts = [*given, others // stages] if stages else given
+    for count in counts:
         if count % chunks:
             raise ValueError(
                 f"{_PATH}.virtual_pipeline_model_parallel_size={chunks} does not divide the "
                 f"{count} layers of a stage"
             )
+    return [count // chunks for count in counts]

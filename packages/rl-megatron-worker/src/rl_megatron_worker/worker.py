@@ -122,7 +122,11 @@ class MegatronPolicyWorker(
         )
         hf_config = load_model_config(parsed)
         converter = converter_for(hf_config, parsed.converter_type)
-        check_sizes(converter.architecture(hf_config), parsed.layout)
+        check_sizes(
+            converter.architecture(hf_config),
+            parsed.layout,
+            recomputed_unit=parsed.model.recomputed_unit,
+        )
         return parsed.layout.for_driver
 
     # Training and generation
@@ -227,7 +231,7 @@ class MegatronPolicyWorker(
         self._generation_config = load_generation_config(config)
         self._converter = converter_for(self._hf_config, config.converter_type)
         self._architecture = self._converter.architecture(self._hf_config)
-        check_sizes(self._architecture, config.layout)
+        check_sizes(self._architecture, config.layout, recomputed_unit=config.model.recomputed_unit)
         self._dp_group = cast("dist.ProcessGroup", parallel_state.get_data_parallel_group())
         dp_rank = self._dp_group.rank()
         self._random = RandomState(config.seed + dp_rank, device=self._device)
