@@ -39,6 +39,7 @@ def test_every_documented_key_arrives():
         empty_unused_memory_level=2,
         converter_type="llama",
         pipeline_dtype="bfloat16",
+        moe_router_load_balancing_type="aux_loss",
         moe_aux_loss_coeff=0.01,
         scheduler={
             "lr_decay_style": "cosine",
@@ -161,6 +162,31 @@ REFUSED = {
         {"activation_checkpointing": True, "recompute_num_layers": 0},
         {},
         "recompute_num_layers=0 must be at least 1",
+    ),
+    "balance": (
+        {"moe_router_load_balancing_type": "global_aux_loss"},
+        {},
+        "moe_router_load_balancing_type='global_aux_loss' must be one of",
+    ),
+    "balance-of-sequences": (
+        {"moe_router_load_balancing_type": "seq_aux_loss", "moe_aux_loss_coeff": 0.01},
+        {},
+        "moe_router_load_balancing_type='seq_aux_loss' is per sequence",
+    ),
+    "weight": (
+        {"moe_aux_loss_coeff": 0.01},
+        {},
+        "moe_aux_loss_coeff=0.01 needs .*type='aux_loss', got 'none'",
+    ),
+    "weight-of-sinkhorn": (
+        {"moe_router_load_balancing_type": "sinkhorn", "moe_aux_loss_coeff": 0.01},
+        {},
+        "moe_aux_loss_coeff=0.01 needs .*type='aux_loss', got 'sinkhorn'",
+    ),
+    "negative-weight": (
+        {"moe_router_load_balancing_type": "aux_loss", "moe_aux_loss_coeff": -0.01},
+        {},
+        "moe_aux_loss_coeff=-0.01 must not be negative",
     ),
     "style": ({"scheduler": {"lr_decay_style": "cubic"}}, {}, "lr_decay_style='cubic'"),
     "decay": ({"scheduler": {"lr_decay_style": "linear"}}, {}, "lr_decay_iters is not set"),
