@@ -149,9 +149,15 @@ REFUSED = {
     "params": ({"optimizer": {**ADAM, "params_dtype": "float16"}}, {}, "params_dtype='float16'"),
     "clip": ({"optimizer": {**ADAM, "clip_grad": 2.0}}, {"max_grad_norm": 1.0}, "clip_grad=2.0"),
     "precise": (
-        {"optimizer": {**ADAM, "use_precision_aware_optimizer": True}},
+        {
+            "optimizer": {
+                **ADAM,
+                "use_distributed_optimizer": True,
+                "use_precision_aware_optimizer": True,
+            }
+        },
         {},
-        "use_precision_aware_optimizer=True needs",
+        "use_precision_aware_optimizer=True: its float32 weights",
     ),
     "recompute": (
         {"activation_checkpointing": True, "recompute_granularity": "half"},

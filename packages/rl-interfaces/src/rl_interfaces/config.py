@@ -114,7 +114,7 @@ class MegatronOptimizerConfig(TypedDict):
     use_distributed_optimizer: bool
     """Shard the optimizer state over data-parallel ranks."""
     use_precision_aware_optimizer: bool
-    """Keep optimizer state in lower precision."""
+    """Keep optimizer state in lower precision; `rl-megatron-worker` refuses it."""
     clip_grad: float
     """Largest gradient norm."""
 

@@ -195,12 +195,7 @@ class Trainer:
     def _clip(self, norm: float) -> None:
         assert self._max_norm is not None
         for part in self._parts():
-            clip_grad_by_total_norm_fp32(
-                part.get_parameters(),
-                self._max_norm,
-                norm,
-                part.config.use_precision_aware_optimizer_no_fp8_or_ds_fp8,
-            )
+            clip_grad_by_total_norm_fp32(part.get_parameters(), self._max_norm, norm)
 
     def _align_loss_scales(self) -> None:
         """Let one loss scale hold for all parameters.
@@ -266,7 +261,6 @@ def _optimizer_config(optimizer: OptimizerSettings, config: TransformerConfig) -
         bf16=config.bf16,
         params_dtype=config.params_dtype,
         use_distributed_optimizer=optimizer.is_distributed,
-        use_precision_aware_optimizer=optimizer.is_precision_aware,
         initial_loss_scale=_FIRST_LOSS_SCALE,
         loss_scale_window=_STEPS_BEFORE_GROWTH,
         hysteresis=1,
