@@ -12,7 +12,7 @@ from megatron.core import parallel_state
 from megatron.core.pipeline_parallel import get_forward_backward_func
 from rl_interfaces.backend.agreement import failing_together
 
-from rl_megatron_worker.model import output_matrix, run_chunk, uses_transformer_engine
+from rl_megatron_worker.model import output_matrix, run_chunk, unwrapped, uses_transformer_engine
 from rl_megatron_worker.row_layout import PackedLayout
 
 if TYPE_CHECKING:
@@ -71,7 +71,8 @@ class Schedule:
     def takes_cache(self) -> bool:
         """Whether attention can keep what it has seen, see `KeyValueCache`."""
         shared = parallel_state.get_context_parallel_world_size() > 1
-        return not shared and not uses_transformer_engine(self.runtime)
+        dtype = unwrapped(self.chunks[0]).config.params_dtype
+        return not shared and not uses_transformer_engine(self.runtime, dtype)
 
     def lay_out(self, step: Step) -> list[PackedLayout]:
         """Return the micro-batches of a step, and after them those that complete a schedule."""
