@@ -285,3 +285,15 @@ def test_what_does_not_fit_the_model_is_refused_before_a_rank_starts(tmp_path, s
     given = config(**section) | {"model_name": build_tiny(tmp_path, "qwen3")}
     with pytest.raises(ValueError, match=message):
         MegatronPolicyWorker.validate_config(given, world_size=4)
+
+
+@pytest.mark.skipif(torch.backends.cuda.is_built(), reason="ranks may have GPUs")
+def test_parts_of_experts_that_are_dealt_out_are_refused_where_no_rank_has_a_gpu(tmp_path):
+    section = {
+        "tensor_model_parallel_size": 2,
+        "sequence_parallel": True,
+        "expert_model_parallel_size": 2,
+    }
+    given = config(**section) | {"model_name": build_tiny(tmp_path, "qwen3_moe")}
+    with pytest.raises(ValueError, match=r"expert_tensor_parallel_size=2 needs GPUs"):
+        MegatronPolicyWorker.validate_config(given, world_size=4)

@@ -149,22 +149,7 @@ def check_sizes(
     for what, count, key, size in divisions:
         if count % size:
             raise ValueError(f"{_PATH}.{key}={size} does not divide the model's {count} {what}")
-    if layout.expert > 1 and not num_experts:
-        raise ValueError(
-            f"{_PATH}.expert_model_parallel_size={layout.expert} needs a mixture of experts, "
-            "which the model is not"
-        )
-    if num_experts and layout.expert == 1 and layout.expert_tensor != tensor:
-        # Megatron-core sums such experts' gradients over the ranks that share rows alone.
-        raise ValueError(
-            f"{_PATH}.expert_tensor_parallel_size={layout.expert_tensor} differs from "
-            f"tensor_model_parallel_size={tensor}: that needs expert_model_parallel_size > 1, got 1"
-        )
-    if num_experts and tensor > 1 and not layout.sequence_parallel:
-        raise ValueError(
-            f"{_PATH}.tensor_model_parallel_size={tensor} of a mixture of experts needs "
-            f"{_PATH}.sequence_parallel=True"
-        )
+    _check_experts(num_experts, layout)
     for count in _layers_of_chunks(fields["num_layers"], layout):
         if recomputed_unit is not None and count % recomputed_unit:
             raise ValueError(
@@ -174,18 +159,23 @@ def check_sizes(
             )
 
 
+def check_device(layout: MegatronLayout, *, on_cuda: bool) -> None:
+    """Raise `ValueError` where ranks without GPUs cannot have this layout."""
+    if layout.expert > 1 and layout.expert_tensor > 1 and not on_cuda:
+        raise ValueError(
+            f"{_PATH}.expert_model_parallel_size={layout.expert} with "
+            f"{_PATH}.expert_tensor_parallel_size={layout.expert_tensor} needs GPUs: gloo cannot "
+            "gather unlike numbers of tokens. Set one of them to 1"
+        )
+
+
 def init_model_parallel(layout: MegatronLayout, runtime: Runtime, *, timeout_s: float) -> None:
     """Set up Megatron-core's groups; the default process group is there. Collective.
 
     Raises:
         ValueError: The device cannot have this layout.
     """
-    if layout.expert > 1 and layout.expert_tensor > 1 and not runtime.on_cuda:
-        raise ValueError(
-            f"{_PATH}.expert_model_parallel_size={layout.expert} with "
-            f"{_PATH}.expert_tensor_parallel_size={layout.expert_tensor} needs GPUs: gloo cannot "
-            "gather unlike numbers of tokens. Set one of them to 1"
-        )
+    check_device(layout, on_cuda=runtime.on_cuda)
     with runtime.scope():
         parallel_state.initialize_model_parallel(
             tensor_model_parallel_size=layout.tensor,
@@ -250,6 +240,33 @@ def _check_dispatcher(section: Mapping[str, Any]) -> None:
                 f"{_PATH}.moe_token_dispatcher_type='allgather' takes no sequences of unlike "
                 f"length with {_PATH}.{key}={section[key]}: set 'alltoall'"
             )
+
+
+def _check_experts(num_experts: int | None, layout: MegatronLayout) -> None:
+    """Refuse sizes of experts that the model, or what else is shared, does not go with."""
+    tensor = layout.tensor
+    if layout.expert > 1 and not num_experts:
+        raise ValueError(
+            f"{_PATH}.expert_model_parallel_size={layout.expert} needs a mixture of experts, "
+            "which the model is not"
+        )
+    if not num_experts and layout.expert_tensor != tensor:
+        raise ValueError(
+            f"{_PATH}.expert_tensor_parallel_size={layout.expert_tensor} differs from "
+            f"tensor_model_parallel_size={tensor}: that needs a mixture of experts, which the "
+            "model is not"
+        )
+    if num_experts and layout.expert == 1 and layout.expert_tensor != tensor:
+        # Megatron-core sums such experts' gradients over the ranks that share rows alone.
+        raise ValueError(
+            f"{_PATH}.expert_tensor_parallel_size={layout.expert_tensor} differs from "
+            f"tensor_model_parallel_size={tensor}: that needs expert_model_parallel_size > 1, got 1"
+        )
+    if num_experts and tensor > 1 and not layout.sequence_parallel:
+        raise ValueError(
+            f"{_PATH}.tensor_model_parallel_size={tensor} of a mixture of experts needs "
+            f"{_PATH}.sequence_parallel=True"
+        )
 
 
 def _layers_of_chunks(num_layers: int, layout: MegatronLayout) -> list[int]:
