@@ -91,7 +91,8 @@ def _layer_spec(config: TransformerConfig, *, num_experts: int | None) -> Module
     )
     # The annotations of Megatron-core do not say that a function will do.
     add_residual: Any = get_bias_dropout_add
-    # Transformer Engine's names, so that a checkpoint of either kind of layer is one of both.
+    # Transformer Engine's names of the same weights, so that a checkpoint of one kind of layer can
+    # be read into the other; what else its modules save is left out, see `without_extra_states`.
     names = {"input_layernorm.": "self_attention.linear_qkv.layer_norm_"}
     if num_experts is None:
         names["pre_mlp_layernorm."] = "mlp.linear_fc1.layer_norm_"
