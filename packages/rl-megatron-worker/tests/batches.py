@@ -24,6 +24,14 @@ def make_batch(num_rows, *, width=12, seed=1):
     )
 
 
+def laid_out(batch, num_rows, multiple):
+    """Return the rows as the model has them: completed with padding, and by rows of one token."""
+    missing = num_rows - batch.size
+    rows = {k: torch.nn.functional.pad(v.T, (0, missing)).T for k, v in batch.items()}
+    rows["input_lengths"] = -(-rows["input_lengths"].clamp(min=1) // multiple) * multiple
+    return rows
+
+
 def make_config(model_name, *, sections=None, **layout):
     """Return a policy config in float32 whose AdamW does not amplify rounding (eps 1e-6)."""
     optimizer = {"optimizer": "adam", "lr": 1e-3, "adam_eps": 1e-6, "weight_decay": 0.0}

@@ -32,7 +32,6 @@ def optimizer_settings(**overrides):
             "adam_eps": 1e-6,
             "sgd_momentum": 0.9,
             "is_distributed": False,
-            "is_precision_aware": False,
             "max_grad_norm": MAX_NORM,
         }
         | overrides

@@ -55,6 +55,8 @@ def plain_balanced_norm(model_name, batch, *, coefficient, micro_batch_size):
     micro-batch, as a mean over the tokens of all of them.
     """
     model, routed = load(model_name), []
+    # Padding that is routed has gradients.
+    model.get_input_embeddings().padding_idx = None
 
     def keep(router, args, output):
         logits, _, chosen = output

@@ -12,6 +12,7 @@ from checkpoint_ranks import (
     weights_only_ranks,
 )
 from forked_ranks import RankFailure
+from rl_megatron_worker.checkpoint import load_weights, without_extra_states
 
 # Of the norm of the next step's gradients, which another layout sums up in another order.
 NORM_TOLERANCE = 1e-6
@@ -118,3 +119,28 @@ def test_what_one_rank_cannot_write_is_raised_on_all(pools, tmp_path):
     for text, left in pools(2).run(failing_writer_ranks, directory=str(tmp_path), victim=0):
         assert "No space left on device" in text
         assert left == ["weights"]
+
+
+class WithExtraState(torch.nn.Linear):
+    """A module that saves something beside its weights, as all of Transformer Engine's do."""
+
+    def get_extra_state(self):
+        return torch.empty(0)
+
+    def set_extra_state(self, state):
+        raise AssertionError("nothing of the kind is loaded")
+
+
+@pytest.mark.parametrize("target", [torch.nn.Linear, WithExtraState])
+def test_weights_go_between_modules_with_extra_state_and_without(target):
+    source, other = torch.nn.Sequential(WithExtraState(3, 2)), torch.nn.Sequential(target(3, 2))
+    assert "0._extra_state" in source.state_dict()
+    saved = without_extra_states(source.state_dict())
+    assert sorted(saved) == ["0.bias", "0.weight"]
+    load_weights(other, saved)
+    assert torch.equal(other[0].weight, source[0].weight)
+
+
+def test_a_state_that_lacks_weights_is_refused_by_name():
+    with pytest.raises(ValueError, match=r"lacks \['bias'\], and has \['scale'\]"):
+        load_weights(torch.nn.Linear(3, 2), {"weight": torch.ones(2, 3), "scale": torch.ones(1)})

@@ -39,6 +39,7 @@ def test_every_documented_key_arrives():
         empty_unused_memory_level=2,
         converter_type="llama",
         pipeline_dtype="bfloat16",
+        moe_router_load_balancing_type="aux_loss",
         moe_aux_loss_coeff=0.01,
         scheduler={
             "lr_decay_style": "cosine",
@@ -148,14 +149,50 @@ REFUSED = {
     "params": ({"optimizer": {**ADAM, "params_dtype": "float16"}}, {}, "params_dtype='float16'"),
     "clip": ({"optimizer": {**ADAM, "clip_grad": 2.0}}, {"max_grad_norm": 1.0}, "clip_grad=2.0"),
     "precise": (
-        {"optimizer": {**ADAM, "use_precision_aware_optimizer": True}},
+        {
+            "optimizer": {
+                **ADAM,
+                "use_distributed_optimizer": True,
+                "use_precision_aware_optimizer": True,
+            }
+        },
         {},
-        "use_precision_aware_optimizer=True needs",
+        "use_precision_aware_optimizer=True: its float32 weights",
     ),
     "recompute": (
         {"activation_checkpointing": True, "recompute_granularity": "half"},
         {},
         "recompute_granularity='half' must be one of",
+    ),
+    "recompute-layers": (
+        {"activation_checkpointing": True, "recompute_num_layers": 0},
+        {},
+        "recompute_num_layers=0 must be at least 1",
+    ),
+    "balance": (
+        {"moe_router_load_balancing_type": "global_aux_loss"},
+        {},
+        "moe_router_load_balancing_type='global_aux_loss' must be one of",
+    ),
+    "balance-of-sequences": (
+        {"moe_router_load_balancing_type": "seq_aux_loss", "moe_aux_loss_coeff": 0.01},
+        {},
+        "moe_router_load_balancing_type='seq_aux_loss' is per sequence",
+    ),
+    "weight": (
+        {"moe_aux_loss_coeff": 0.01},
+        {},
+        "moe_aux_loss_coeff=0.01 needs .*type='aux_loss', got 'none'",
+    ),
+    "weight-of-sinkhorn": (
+        {"moe_router_load_balancing_type": "sinkhorn", "moe_aux_loss_coeff": 0.01},
+        {},
+        "moe_aux_loss_coeff=0.01 needs .*type='aux_loss', got 'sinkhorn'",
+    ),
+    "negative-weight": (
+        {"moe_router_load_balancing_type": "aux_loss", "moe_aux_loss_coeff": -0.01},
+        {},
+        "moe_aux_loss_coeff=-0.01 must not be negative",
     ),
     "style": ({"scheduler": {"lr_decay_style": "cubic"}}, {}, "lr_decay_style='cubic'"),
     "decay": ({"scheduler": {"lr_decay_style": "linear"}}, {}, "lr_decay_iters is not set"),
@@ -218,10 +255,45 @@ def test_a_torch_optimizer_without_counterpart_is_refused():
         ({"tensor_model_parallel_size": 4}, "does not divide the model's 2 query groups"),
         ({"pipeline_model_parallel_size": 4, "num_layers_in_last_pipeline_stage": 3}, "4 layers"),
         ({"expert_model_parallel_size": 2}, "needs a mixture of experts"),
+        (
+            {"activation_checkpointing": True, "recompute_num_layers": 3},
+            "recompute_num_layers=3 does not divide the 4 layers",
+        ),
+        (
+            {
+                "activation_checkpointing": True,
+                "recompute_num_layers": 2,
+                "pipeline_model_parallel_size": 2,
+                "num_layers_in_first_pipeline_stage": 2,
+                "virtual_pipeline_model_parallel_size": 2,
+            },
+            "recompute_num_layers=2 does not divide the 1 layers",
+        ),
+        (
+            {
+                "activation_checkpointing": True,
+                "recompute_num_layers": 2,
+                "pipeline_model_parallel_size": 2,
+                "num_layers_in_last_pipeline_stage": 3,
+            },
+            "recompute_num_layers=2 does not divide the 3 layers",
+        ),
         ({"converter_type": "nowhere"}, "converter_type='nowhere'.*llama, qwen2, qwen3, qwen3_moe"),
     ],
 )
 def test_what_does_not_fit_the_model_is_refused_before_a_rank_starts(tmp_path, section, message):
     given = config(**section) | {"model_name": build_tiny(tmp_path, "qwen3")}
     with pytest.raises(ValueError, match=message):
+        MegatronPolicyWorker.validate_config(given, world_size=4)
+
+
+@pytest.mark.skipif(torch.backends.cuda.is_built(), reason="ranks may have GPUs")
+def test_parts_of_experts_that_are_dealt_out_are_refused_where_no_rank_has_a_gpu(tmp_path):
+    section = {
+        "tensor_model_parallel_size": 2,
+        "sequence_parallel": True,
+        "expert_model_parallel_size": 2,
+    }
+    given = config(**section) | {"model_name": build_tiny(tmp_path, "qwen3_moe")}
+    with pytest.raises(ValueError, match=r"expert_tensor_parallel_size=2 needs GPUs"):
         MegatronPolicyWorker.validate_config(given, world_size=4)

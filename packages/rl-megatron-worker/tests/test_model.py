@@ -1,7 +1,9 @@
 """The model against transformers: log-probabilities and gradients of packed rows, per layout."""
 
 import pytest
+import torch
 from megatron_ranks import whole_model_ranks
+from rl_megatron_worker.specs import fits_transformer_engine
 
 # Log-probabilities of float32 models of four layers differ by the order of sums alone.
 LOGPROB_TOLERANCE = 1e-5
@@ -39,3 +41,16 @@ def test_log_probabilities_and_gradients_are_those_of_transformers(pools, case):
     for each in results:
         assert max(each["logprobs"], default=0.0) < LOGPROB_TOLERANCE
         assert max(each["gradients"]) < GRADIENT_TOLERANCE
+
+
+@pytest.mark.parametrize(
+    ("dtype", "on_cuda", "fits"),
+    [
+        (torch.bfloat16, True, True),
+        (torch.float16, True, True),
+        (torch.float32, True, False),
+        (torch.bfloat16, False, False),
+    ],
+)
+def test_transformer_engine_is_taken_for_16_bits_on_a_gpu(dtype, on_cuda, fits):
+    assert fits_transformer_engine(dtype, on_cuda=on_cuda) is fits

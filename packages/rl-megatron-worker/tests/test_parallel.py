@@ -118,6 +118,11 @@ DOES_NOT_DIVIDE = {
     "units": ({"tensor": 2}, {"ffn_hidden_size": 49}, r"size=2 .* 49 MLP units"),
     "experts": ({"expert": 3}, EXPERTS, r"expert_model_parallel_size=3 .* 4 experts"),
     "no-experts": ({"expert": 2}, {}, r"expert_model_parallel_size=2 needs a mixture"),
+    "no-expert-parts": (
+        {"tensor": 2, "expert_tensor": 1},
+        {},
+        r"expert_tensor_parallel_size=1 differs from tensor_model_parallel_size=2: .* a mixture",
+    ),
     "expert-parts": (
         {"tensor": 2, "sequence_parallel": True, "expert_tensor": 1},
         EXPERTS,
@@ -150,7 +155,7 @@ def test_a_model_that_does_not_divide_is_refused_by_number(case):
 @pytest.mark.parametrize(
     "layout",
     [
-        {"tensor": 2, "pipeline": 2, "virtual_stages": 2},
+        {"tensor": 2, "expert_tensor": 2, "pipeline": 2, "virtual_stages": 2},
         {"pipeline": 3, "first_stage_layers": 2},
         {"pipeline": 2, "first_stage_layers": 3},
         {"pipeline": 2, "first_stage_layers": 3, "last_stage_layers": 5},

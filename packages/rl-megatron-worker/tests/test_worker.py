@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from batches import make_batch, make_config
+from batches import laid_out, make_batch, make_config
 from parity_checks import assert_equal_parameters, joined
 from plain_loop import (
     LOGPROB_TOLERANCE,
@@ -93,14 +93,33 @@ def test_every_way_of_training_is_the_plain_loop(pools, model, plain, variant):
         )
 
 
-@pytest.mark.parametrize("num_ranks", [1, 2])
-def test_the_balancing_loss_weighs_what_its_coefficient_says(pools, tmp_path, num_ranks):
+BALANCED = {"moe_router_load_balancing_type": "aux_loss", "moe_aux_loss_coeff": 2.0}
+
+
+@pytest.mark.parametrize(
+    ("num_ranks", "layout", "num_rows", "multiple"),
+    [
+        (1, {}, 4, 1),
+        (2, {}, 4, 1),
+        (2, {}, 3, 1),
+        (2, {TP: 2, "sequence_parallel": True}, 4, 2),
+        (2, {"context_parallel_size": 2}, 4, 4),
+    ],
+    ids=["one", "dp2", "dp2_idle", "tp2_sp", "cp2"],
+)
+def test_the_balancing_loss_weighs_what_its_coefficient_says(
+    pools, tmp_path, num_ranks, layout, num_rows, multiple
+):
     model = build_tiny(tmp_path, "qwen3_moe", num_hidden_layers=2)
-    config = make_config(model, moe_router_load_balancing_type="aux_loss", moe_aux_loss_coeff=2.0)
-    batch = make_batch(4)
+    size = 1 if num_rows < 4 else 2
+    sections = {"train_micro_batch_size": size}
+    config = make_config(model, **BALANCED, **layout, sections=sections)
+    batch = make_batch(num_rows)
     results = pools(num_ranks).run(train_and_look, config=config, batch=batch, loss="nll")
     expected, without = (
-        plain_balanced_norm(model, batch, coefficient=coefficient, micro_batch_size=2)
+        plain_balanced_norm(
+            model, laid_out(batch, 4, multiple), coefficient=coefficient, micro_batch_size=size
+        )
         for coefficient in (2.0, 0.0)
     )
     assert abs(expected - without) > 0.01 * without

@@ -96,8 +96,11 @@ class Step:
                 nothing. None: as many as there are.
         """
         pieces = list(zip(self.spans, self._cut(), strict=True))
-        end, last = self.spans[-1][1], pieces[-1][1]
-        pieces += [((end, end), last)] * ((num_passes or len(pieces)) - len(pieces))
+        end, idle = self.spans[-1][1], _stand_in(pieces[-1][1])
+        if idle.micro_batch_lengths is not None:
+            # The plan has none of these: they are as short as they can be.
+            idle.micro_batch_lengths = [[1]]
+        pieces += [((end, end), idle)] * ((num_passes or len(pieces)) - len(pieces))
         for span, rows in pieces:
             yield self._micro_batch(span, rows, device)
 
@@ -296,7 +299,7 @@ def _check_equal_passes(
 
 
 def _stand_in(rows: SlicedDataDict[Any]) -> SlicedDataDict[Any]:
-    """Return one masked row of the kind that `rows` has none of."""
+    """Return one masked row of one token, of the kind that `rows` has none of."""
     row: SlicedDataDict[Any] = SlicedDataDict()
     for key, value in rows.items():
         is_tensor = isinstance(value, torch.Tensor)

@@ -114,7 +114,7 @@ class MegatronOptimizerConfig(TypedDict):
     use_distributed_optimizer: bool
     """Shard the optimizer state over data-parallel ranks."""
     use_precision_aware_optimizer: bool
-    """Keep optimizer state in lower precision."""
+    """Keep optimizer state in lower precision; `rl-megatron-worker` refuses it."""
     clip_grad: float
     """Largest gradient norm."""
 
@@ -193,9 +193,9 @@ class MegatronConfig(TypedDict):
     recompute_num_layers: NotRequired[int]
     """Of `full`: layers of a unit (`uniform`), or layers that are recomputed (`block`)."""
     moe_router_load_balancing_type: NotRequired[str]
-    """How tokens are balanced over experts: `none`, `aux_loss`, `seq_aux_loss` or `sinkhorn`."""
+    """How tokens are balanced over experts: `none`, `aux_loss` or `sinkhorn`."""
     moe_aux_loss_coeff: NotRequired[float]
-    """Weight of that loss."""
+    """Weight of `aux_loss`; 0 adds none."""
     moe_token_dispatcher_type: NotRequired[str]
     """How tokens travel to experts: `alltoall` or `allgather`."""
     optimizer: NotRequired[MegatronOptimizerConfig]

@@ -114,7 +114,7 @@ class Checkpointer:
                 training = _read(self._training_state(is_loading=True), paths[1])
                 self._take_up_training(training, paths[1])
             for index, chunk in enumerate(self._chunks):
-                unwrapped(chunk).load_state_dict(weights[f"model{index}"])
+                load_weights(unwrapped(chunk), weights[f"model{index}"])
             if self._trainer is not None and training is None:
                 self._trainer.take_up_weights()
             return None if training is None else _load_random(paths[1] / _random_file())
@@ -153,7 +153,9 @@ class Checkpointer:
     def _model_state(self) -> dict[str, Any]:
         """Return the weights as Megatron-core's sharded tensors; a save uses them up."""
         return {
-            f"model{index}": unwrapped(chunk).sharded_state_dict(metadata=_metadata())
+            f"model{index}": without_extra_states(
+                unwrapped(chunk).sharded_state_dict(metadata=_metadata())
+            )
             for index, chunk in enumerate(self._chunks)
         }
 
@@ -196,6 +198,34 @@ class Checkpointer:
                 f"expert_model_parallel_size{sizes[0]}, and cannot be loaded with "
                 f"expert_model_parallel_size{sizes[1]}: load the weights alone"
             )
+
+
+def without_extra_states(state: dict[str, Any]) -> dict[str, Any]:
+    """Return a model's state without what Transformer Engine's modules add to it.
+
+    They keep the scales of 8-bit training there, which is not offered here; a model of local
+    layers has none of these entries, and reads what is saved without them.
+    """
+    return {name: value for name, value in state.items() if not _is_extra(name)}
+
+
+def load_weights(model: nn.Module, state: dict[str, Any]) -> None:
+    """Give a model what `without_extra_states` has left of a state.
+
+    Raises:
+        ValueError: It is the state of another model.
+    """
+    incompatible = model.load_state_dict(without_extra_states(state), strict=False)
+    missing = [name for name in incompatible.missing_keys if not _is_extra(name)]
+    if missing or incompatible.unexpected_keys:
+        raise ValueError(
+            f"the state is of another model: it lacks {missing}, and has "
+            f"{incompatible.unexpected_keys} beside its own"
+        )
+
+
+def _is_extra(name: str) -> bool:
+    return name.endswith("_extra_state")
 
 
 def _metadata() -> dict[str, Any]:

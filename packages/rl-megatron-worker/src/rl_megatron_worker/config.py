@@ -30,6 +30,7 @@ _MOE_OPTIONS = (
     "moe_aux_loss_coeff",
     "moe_token_dispatcher_type",
 )
+_BALANCING_TYPES = ("none", "aux_loss", "sinkhorn")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -172,9 +173,28 @@ def _parse_model(section: Mapping[str, Any], *, precision: str) -> ModelOptions:
     return ModelOptions(
         params_dtype=_DTYPES[precision],
         pipeline_dtype=_DTYPES[pipeline_dtype],
-        moe_options={key: section[key] for key in _MOE_OPTIONS},
+        moe_options=_parse_experts(section),
         **recomputed,
     )
+
+
+def _parse_experts(section: Mapping[str, Any]) -> dict[str, Any]:
+    kind, weight = section["moe_router_load_balancing_type"], section["moe_aux_loss_coeff"]
+    key = f"{_PATH}.moe_router_load_balancing_type"
+    if kind == "seq_aux_loss":
+        raise ValueError(
+            f"{key}='seq_aux_loss' is per sequence, and each micro-batch is one concatenation: "
+            "set 'aux_loss', the loss of a micro-batch"
+        )
+    if kind not in _BALANCING_TYPES:
+        raise ValueError(f"{key}={kind!r} must be one of {_BALANCING_TYPES}")
+    if not weight >= 0:
+        raise ValueError(f"{_PATH}.moe_aux_loss_coeff={weight} must not be negative")
+    if weight and kind != "aux_loss":
+        raise ValueError(
+            f"{_PATH}.moe_aux_loss_coeff={weight} needs {key}='aux_loss', got {kind!r}"
+        )
+    return {name: section[name] for name in _MOE_OPTIONS}
 
 
 def _parse_recomputation(section: Mapping[str, Any]) -> dict[str, Any]:
@@ -187,10 +207,13 @@ def _parse_recomputation(section: Mapping[str, Any]) -> dict[str, Any]:
             raise ValueError(f"{_PATH}.{key}={value!r} must be one of {choices}")
     if granularity == "selective":
         return {"recompute_granularity": granularity}
+    num_layers = section["recompute_num_layers"]
+    if num_layers < 1:
+        raise ValueError(f"{_PATH}.recompute_num_layers={num_layers} must be at least 1")
     return {
         "recompute_granularity": granularity,
         "recompute_method": method,
-        "recompute_num_layers": section["recompute_num_layers"],
+        "recompute_num_layers": num_layers,
     }
 
 

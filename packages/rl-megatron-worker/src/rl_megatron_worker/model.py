@@ -19,7 +19,7 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import nn
 
 from rl_megatron_worker.output_layer import OutputMatrix
-from rl_megatron_worker.specs import block_spec, has_transformer_engine
+from rl_megatron_worker.specs import block_spec, fits_transformer_engine, has_transformer_engine
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -50,6 +50,11 @@ class ModelOptions:
     moe_options: Mapping[str, Any] = field(default_factory=dict)
     """What `TransformerConfig` takes of a mixture of experts beside its architecture."""
 
+    @property
+    def recomputed_unit(self) -> int | None:
+        """Layers that are computed again together, all of them so; None where layers are not."""
+        return self.recompute_num_layers if self.recompute_method == "uniform" else None
+
 
 def transformer_config(
     architecture: Architecture, layout: MegatronLayout, options: ModelOptions, runtime: Runtime
@@ -59,7 +64,7 @@ def transformer_config(
     Fusions are compiled for a GPU; without one, and without Transformer Engine, plain operators
     compute the same.
     """
-    engine = uses_transformer_engine(runtime)
+    engine = uses_transformer_engine(runtime, options.params_dtype)
     moe_options = {"moe_token_dispatcher_type": "alltoall", **options.moe_options}
     is_gated = architecture.transformer.get("gated_linear_unit", False)
     fields = {
@@ -103,9 +108,9 @@ def transformer_config(
     return TransformerConfig(**(architecture.transformer | fields | moe_options))
 
 
-def uses_transformer_engine(runtime: Runtime) -> bool:
-    """Return whether layers are Transformer Engine's, which need a GPU."""
-    return runtime.on_cuda and has_transformer_engine()
+def uses_transformer_engine(runtime: Runtime, dtype: torch.dtype) -> bool:
+    """Return whether layers of this dtype are Transformer Engine's."""
+    return fits_transformer_engine(dtype, on_cuda=runtime.on_cuda) and has_transformer_engine()
 
 
 def padded_vocab_size(architecture: Architecture, layout: MegatronLayout) -> int:
@@ -223,9 +228,8 @@ def _build_chunk(
     is_first = parallel_state.is_pipeline_first_stage(ignore_virtual=False, vp_stage=vp_stage)
     is_last = parallel_state.is_pipeline_last_stage(ignore_virtual=False, vp_stage=vp_stage)
     # Megatron-core takes more than its annotations say: layers in a block, a base with a fraction.
-    layers: Any = block_spec(
-        config, vp_stage=vp_stage, transformer_engine=uses_transformer_engine(runtime)
-    )
+    engine = uses_transformer_engine(runtime, config.params_dtype)
+    layers: Any = block_spec(config, vp_stage=vp_stage, transformer_engine=engine)
     rotary_base: Any = architecture.rotary_base
     model = GPTModel(
         config=config,

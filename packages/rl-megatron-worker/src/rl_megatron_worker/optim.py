@@ -68,6 +68,7 @@ class Trainer:
         self._runtime = runtime
         self._config = config
         self._balancing = cast("float", config.moe_aux_loss_coeff)
+        self._num_sharing = config.tensor_model_parallel_size * config.context_parallel_size
         self._max_norm = optimizer.max_grad_norm
         with runtime.scope():
             self.optimizer = cast(
@@ -94,11 +95,13 @@ class Trainer:
         """Clear the gradients.
 
         Args:
-            num_tokens: Of the global batch. Megatron-core multiplies the experts' balancing loss
-                with the tokens of each micro-batch, and leaves the division to a mean over tokens
-                that losses have had before they come here.
+            num_tokens: Of all micro-batches on all ranks. Megatron-core multiplies the experts'
+                balancing loss with the tokens of each micro-batch, and leaves the division to a
+                mean over tokens that losses have had before they come here. It takes those of one
+                rank: where ranks share sequences, each has a part of the tokens and of the loss.
         """
-        self._config.moe_aux_loss_coeff = self._balancing / max(num_tokens, 1)
+        weight = self._balancing * self._num_sharing
+        self._config.moe_aux_loss_coeff = weight / max(num_tokens, 1)
         with self._runtime.scope():
             for chunk in self.chunks:
                 chunk.zero_grad_buffer()
@@ -192,12 +195,7 @@ class Trainer:
     def _clip(self, norm: float) -> None:
         assert self._max_norm is not None
         for part in self._parts():
-            clip_grad_by_total_norm_fp32(
-                part.get_parameters(),
-                self._max_norm,
-                norm,
-                part.config.use_precision_aware_optimizer_no_fp8_or_ds_fp8,
-            )
+            clip_grad_by_total_norm_fp32(part.get_parameters(), self._max_norm, norm)
 
     def _align_loss_scales(self) -> None:
         """Let one loss scale hold for all parameters.
@@ -263,7 +261,6 @@ def _optimizer_config(optimizer: OptimizerSettings, config: TransformerConfig) -
         bf16=config.bf16,
         params_dtype=config.params_dtype,
         use_distributed_optimizer=optimizer.is_distributed,
-        use_precision_aware_optimizer=optimizer.is_precision_aware,
         initial_loss_scale=_FIRST_LOSS_SCALE,
         loss_scale_window=_STEPS_BEFORE_GROWTH,
         hysteresis=1,

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -45,8 +44,6 @@ class OptimizerSettings:
     sgd_momentum: float
     is_distributed: bool
     """Whether its state is sharded over the data-parallel ranks."""
-    is_precision_aware: bool
-    """Whether its state is kept in lower precision."""
     max_grad_norm: float | None
     """Gradients are scaled down to this norm."""
 
@@ -86,7 +83,11 @@ def parse_optimizer(resolved: Mapping[str, Any]) -> OptimizerSettings:
         raise ValueError(f"{_PATH}.min_lr={given['min_lr']} must not be above lr={given['lr']}")
     _check_precision(given, resolved["precision"])
     if given["use_precision_aware_optimizer"]:
-        _check_precision_aware(given)
+        raise ValueError(
+            f"{_PATH}.use_precision_aware_optimizer=True: its float32 weights are inside of "
+            "Transformer Engine's optimizer, where Megatron-core does not renew them when weights "
+            f"are loaded; set {_PATH}.use_distributed_optimizer=True to save memory"
+        )
     return OptimizerSettings(
         kind=given["optimizer"],
         lr=given["lr"],
@@ -97,7 +98,6 @@ def parse_optimizer(resolved: Mapping[str, Any]) -> OptimizerSettings:
         adam_eps=given["adam_eps"],
         sgd_momentum=given["sgd_momentum"],
         is_distributed=given["use_distributed_optimizer"],
-        is_precision_aware=given["use_precision_aware_optimizer"],
         max_grad_norm=_max_grad_norm(given, resolved),
     )
 
@@ -215,19 +215,6 @@ def _check_precision(given: Mapping[str, Any], precision: str) -> None:
             raise ValueError(
                 f"{_PATH}.{flag}={given[flag]} contradicts policy.precision={precision!r}"
             )
-
-
-def _check_precision_aware(given: Mapping[str, Any]) -> None:
-    if not given["use_distributed_optimizer"]:
-        raise ValueError(
-            f"{_PATH}.use_precision_aware_optimizer=True needs "
-            f"{_PATH}.use_distributed_optimizer=True"
-        )
-    if importlib.util.find_spec("transformer_engine") is None:
-        raise ValueError(
-            f"{_PATH}.use_precision_aware_optimizer=True needs Transformer Engine, which is not "
-            "installed"
-        )
 
 
 def _max_grad_norm(given: Mapping[str, Any], resolved: Mapping[str, Any]) -> float | None:

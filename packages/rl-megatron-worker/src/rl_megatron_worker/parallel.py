@@ -116,8 +116,19 @@ def plan_layout(section: Mapping[str, Any], *, world_size: int) -> MegatronLayou
     )
 
 
-def check_sizes(architecture: Architecture, layout: MegatronLayout) -> None:
-    """Raise `ValueError` where the model does not divide as `layout` says, naming the numbers."""
+def check_sizes(
+    architecture: Architecture, layout: MegatronLayout, *, recomputed_unit: int | None = None
+) -> None:
+    """Refuse a model that does not divide into what ranks have.
+
+    Args:
+        architecture: The model.
+        layout: The ranks.
+        recomputed_unit: Layers that are computed again together; None where layers are not.
+
+    Raises:
+        ValueError: A size does not divide; the message names key and numbers.
+    """
     fields = architecture.transformer
     num_experts = fields.get("num_moe_experts")
     tensor, groups = layout.tensor, fields.get("num_query_groups") or fields["num_attention_heads"]
@@ -138,23 +149,24 @@ def check_sizes(architecture: Architecture, layout: MegatronLayout) -> None:
     for what, count, key, size in divisions:
         if count % size:
             raise ValueError(f"{_PATH}.{key}={size} does not divide the model's {count} {what}")
-    if layout.expert > 1 and not num_experts:
+    _check_experts(num_experts, layout)
+    for count in _layers_of_chunks(fields["num_layers"], layout):
+        if recomputed_unit is not None and count % recomputed_unit:
+            raise ValueError(
+                f"{_PATH}.recompute_num_layers={recomputed_unit} does not divide the {count} "
+                f"layers that a rank has together: {_PATH}.recompute_method='uniform' computes "
+                "units of so many again"
+            )
+
+
+def check_device(layout: MegatronLayout, *, on_cuda: bool) -> None:
+    """Raise `ValueError` where ranks without GPUs cannot have this layout."""
+    if layout.expert > 1 and layout.expert_tensor > 1 and not on_cuda:
         raise ValueError(
-            f"{_PATH}.expert_model_parallel_size={layout.expert} needs a mixture of experts, "
-            "which the model is not"
+            f"{_PATH}.expert_model_parallel_size={layout.expert} with "
+            f"{_PATH}.expert_tensor_parallel_size={layout.expert_tensor} needs GPUs: gloo cannot "
+            "gather unlike numbers of tokens. Set one of them to 1"
         )
-    if num_experts and layout.expert == 1 and layout.expert_tensor != tensor:
-        # Megatron-core sums such experts' gradients over the ranks that share rows alone.
-        raise ValueError(
-            f"{_PATH}.expert_tensor_parallel_size={layout.expert_tensor} differs from "
-            f"tensor_model_parallel_size={tensor}: that needs expert_model_parallel_size > 1, got 1"
-        )
-    if num_experts and tensor > 1 and not layout.sequence_parallel:
-        raise ValueError(
-            f"{_PATH}.tensor_model_parallel_size={tensor} of a mixture of experts needs "
-            f"{_PATH}.sequence_parallel=True"
-        )
-    _check_layers(fields["num_layers"], layout)
 
 
 def init_model_parallel(layout: MegatronLayout, runtime: Runtime, *, timeout_s: float) -> None:
@@ -163,12 +175,7 @@ def init_model_parallel(layout: MegatronLayout, runtime: Runtime, *, timeout_s: 
     Raises:
         ValueError: The device cannot have this layout.
     """
-    if layout.expert > 1 and layout.expert_tensor > 1 and not runtime.on_cuda:
-        raise ValueError(
-            f"{_PATH}.expert_model_parallel_size={layout.expert} with "
-            f"{_PATH}.expert_tensor_parallel_size={layout.expert_tensor} needs GPUs: gloo cannot "
-            "gather unlike numbers of tokens. Set one of them to 1"
-        )
+    check_device(layout, on_cuda=runtime.on_cuda)
     with runtime.scope():
         parallel_state.initialize_model_parallel(
             tensor_model_parallel_size=layout.tensor,
@@ -235,8 +242,39 @@ def _check_dispatcher(section: Mapping[str, Any]) -> None:
             )
 
 
-def _check_layers(num_layers: int, layout: MegatronLayout) -> None:
-    """Refuse layers that do not divide into stages, of which the first and last may be given."""
+def _check_experts(num_experts: int | None, layout: MegatronLayout) -> None:
+    """Refuse sizes of experts that the model, or what else is shared, does not go with."""
+    tensor = layout.tensor
+    if layout.expert > 1 and not num_experts:
+        raise ValueError(
+            f"{_PATH}.expert_model_parallel_size={layout.expert} needs a mixture of experts, "
+            "which the model is not"
+        )
+    if not num_experts and layout.expert_tensor != tensor:
+        raise ValueError(
+            f"{_PATH}.expert_tensor_parallel_size={layout.expert_tensor} differs from "
+            f"tensor_model_parallel_size={tensor}: that needs a mixture of experts, which the "
+            "model is not"
+        )
+    if num_experts and layout.expert == 1 and layout.expert_tensor != tensor:
+        # Megatron-core sums such experts' gradients over the ranks that share rows alone.
+        raise ValueError(
+            f"{_PATH}.expert_tensor_parallel_size={layout.expert_tensor} differs from "
+            f"tensor_model_parallel_size={tensor}: that needs expert_model_parallel_size > 1, got 1"
+        )
+    if num_experts and tensor > 1 and not layout.sequence_parallel:
+        raise ValueError(
+            f"{_PATH}.tensor_model_parallel_size={tensor} of a mixture of experts needs "
+            f"{_PATH}.sequence_parallel=True"
+        )
+
+
+def _layers_of_chunks(num_layers: int, layout: MegatronLayout) -> list[int]:
+    """Return the unlike numbers of layers that chunks have.
+
+    Raises:
+        ValueError: They do not divide into stages, of which the first and last may be given.
+    """
     given = [each for each in (layout.first_stage_layers, layout.last_stage_layers) if each]
     others, stages = num_layers - sum(given), layout.pipeline - len(given)
     if others < 0 or (stages == 0 and others) or (stages and (others == 0 or others % stages)):
@@ -246,9 +284,11 @@ def _check_layers(num_layers: int, layout: MegatronLayout) -> None:
             f"last stage: {layout.last_stage_layers or 'as the others'})"
         )
     chunks = layout.virtual_stages or 1
-    for count in [*given, others // stages] if stages else given:
+    counts = [*given, others // stages] if stages else given
+    for count in counts:
         if count % chunks:
             raise ValueError(
                 f"{_PATH}.virtual_pipeline_model_parallel_size={chunks} does not divide the "
                 f"{count} layers of a stage"
             )
+    return [count // chunks for count in counts]

@@ -17,6 +17,14 @@ if TYPE_CHECKING:
     from rl_interfaces.backend.ranks import RankEnvironment
 
 
+def may_have_gpus() -> bool:
+    """Return whether ranks may have GPUs that run what is installed here.
+
+    A driver often runs where there is none, and starts ranks elsewhere with the same packages.
+    """
+    return torch.backends.cuda.is_built()
+
+
 class Runtime:
     """The device of one rank. Nothing else in this package asks for it.
 

@@ -12,11 +12,11 @@ from megatron.core import parallel_state
 from megatron.core.pipeline_parallel import get_forward_backward_func
 from rl_interfaces.backend.agreement import failing_together
 
-from rl_megatron_worker.model import output_matrix, run_chunk, uses_transformer_engine
+from rl_megatron_worker.model import output_matrix, run_chunk, unwrapped, uses_transformer_engine
 from rl_megatron_worker.row_layout import PackedLayout
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Generator, Iterator
+    from collections.abc import Callable, Generator, Iterator, Sequence
 
     from rl_batched_data.micro_batches import Step
     from torch import nn
@@ -71,16 +71,27 @@ class Schedule:
     def takes_cache(self) -> bool:
         """Whether attention can keep what it has seen, see `KeyValueCache`."""
         shared = parallel_state.get_context_parallel_world_size() > 1
-        return not shared and not uses_transformer_engine(self.runtime)
+        dtype = unwrapped(self.chunks[0]).config.params_dtype
+        return not shared and not uses_transformer_engine(self.runtime, dtype)
+
+    def lay_out(self, step: Step) -> list[PackedLayout]:
+        """Return the micro-batches of a step, and after them those that complete a schedule."""
+        num_passes = self._num_passes(len(step.spans))
+        return [
+            PackedLayout.of(micro_batch)
+            for micro_batch in step.micro_batches(self.runtime.device, num_passes=num_passes)
+        ]
 
     @torch.no_grad()
     def run(
-        self, step: Step, score: Callable[[PackedLayout, torch.Tensor], Scored]
+        self,
+        layouts: Sequence[PackedLayout],
+        score: Callable[[PackedLayout, torch.Tensor], Scored],
     ) -> list[Scored]:
         """Return what `score` gives for each micro-batch; nothing on stages before the last.
 
         Args:
-            step: The micro-batches.
+            layouts: The micro-batches, from `lay_out`.
             score: Is given a micro-batch's layout and hidden states `[own tokens, hidden]`. What
                 it raises is raised on every rank.
         """
@@ -91,19 +102,21 @@ class Schedule:
                 return score(layout, hidden)
             return None
 
-        found = self._run(step, on_last_stage, forward_only=True, collect_non_loss_data=True)
+        found = self._run_layouts(
+            layouts, on_last_stage, forward_only=True, collect_non_loss_data=True
+        )
         failure.raise_everywhere()
         return found
 
     def run_backward(
         self,
-        step: Step,
+        layouts: Sequence[PackedLayout],
         loss: Callable[[PackedLayout, torch.Tensor], tuple[torch.Tensor, Scored]],
     ) -> list[Scored]:
         """Like `run`, and add the gradients of the sum of all losses.
 
         Args:
-            step: The micro-batches.
+            layouts: The micro-batches, from `lay_out`.
             loss: Returns a micro-batch's part of the loss, 0-d, and what this returns of it. What
                 it raises is raised on every rank, of which some have gradients then.
         """
@@ -121,7 +134,7 @@ class Schedule:
                 return value, num_tokens, scored
             return self._no_loss(hidden), num_tokens, None
 
-        found = self._run(step, on_last_stage, forward_only=False)
+        found = self._run_layouts(layouts, on_last_stage, forward_only=False)
         failure.raise_everywhere()
         return found
 
@@ -142,16 +155,8 @@ class Schedule:
         )
         return found[0] if found else None
 
-    def _run(self, step: Step, on_last_stage: Callable[..., Any], **options: Any) -> list[Scored]:
-        num_passes = self._num_passes(len(step.spans))
-        layouts = [
-            PackedLayout.of(micro_batch)
-            for micro_batch in step.micro_batches(self.runtime.device, num_passes=num_passes)
-        ]
-        return self._run_layouts(layouts, on_last_stage, **options)
-
     def _run_layouts(
-        self, layouts: list[PackedLayout], on_last_stage: Callable[..., Any], **options: Any
+        self, layouts: Sequence[PackedLayout], on_last_stage: Callable[..., Any], **options: Any
     ) -> list[Scored]:
         def forward_step(
             iterator: Iterator[PackedLayout], chunk: nn.Module

@@ -113,6 +113,6 @@ class ScoringCalls(WorkerParts):
 
         with evaluating(self.model, self._runtime):
             for step in steps:
-                self._schedule.run(step, on_last_stage)
+                self._schedule.run(self._schedule.lay_out(step), on_last_stage)
         scores = share_tensors(found.scores, device=self._device)
         return {key: values.cpu() for key, values in scores.items()}

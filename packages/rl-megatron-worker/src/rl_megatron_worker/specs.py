@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib.util
 from typing import Any
 
+import torch
 from megatron.core.fusions.fused_bias_dropout import get_bias_dropout_add
 from megatron.core.models.backends import LocalSpecProvider
 from megatron.core.models.gpt.gpt_layer_specs import (
@@ -33,6 +34,15 @@ from rl_megatron_worker.norms import RMSNorm
 def has_transformer_engine() -> bool:
     """Return whether Transformer Engine is installed."""
     return importlib.util.find_spec("transformer_engine") is not None
+
+
+def fits_transformer_engine(dtype: torch.dtype, *, on_cuda: bool) -> bool:
+    """Return whether Transformer Engine can compute layers of this dtype.
+
+    It needs a GPU, and its attention over concatenated sequences ("thd") takes 16 bits alone:
+    neither flash nor fused attention computes in float32, and its unfused one takes no thd.
+    """
+    return on_cuda and dtype in (torch.bfloat16, torch.float16)
 
 
 def block_spec(
@@ -81,7 +91,8 @@ def _layer_spec(config: TransformerConfig, *, num_experts: int | None) -> Module
     )
     # The annotations of Megatron-core do not say that a function will do.
     add_residual: Any = get_bias_dropout_add
-    # Transformer Engine's names, so that a checkpoint of either kind of layer is one of both.
+    # Transformer Engine's names of the same weights, so that a checkpoint of one kind of layer can
+    # be read into the other; what else its modules save is left out, see `without_extra_states`.
     names = {"input_layernorm.": "self_attention.linear_qkv.layer_norm_"}
     if num_experts is None:
         names["pre_mlp_layernorm."] = "mlp.linear_fc1.layer_norm_"

@@ -78,11 +78,13 @@ def run_steps(
     for step in steps:
         counts = LossCounts.of(step.rows, group=group, device=device)
         loss = _loss_of(head, loss_fn, counts, trainer)
+        layouts = schedule.lay_out(step)
         if trainer is None:
-            found = schedule.run(step, _without_gradients(loss))
+            found = schedule.run(layouts, _without_gradients(loss))
         else:
-            trainer.begin_step(_num_tokens(step, group, device) if trainer.balances_experts else 1)
-            found = schedule.run_backward(step, loss)
+            count = _num_tokens(layouts, group, device) if trainer.balances_experts else 1
+            trainer.begin_step(count)
+            found = schedule.run_backward(layouts, loss)
         value, metrics = _tell_all(found, device)
         result.losses.append(_sum_over(value, group))
         result.add_metrics(metrics)
@@ -100,10 +102,17 @@ def run_steps(
     return result
 
 
-def _num_tokens(step: Step, group: dist.ProcessGroup, device: torch.device) -> int:
-    """Return the tokens of the global batch, prompts included."""
-    own = step.rows["input_lengths"].sum().to(device=device, dtype=torch.int64)
-    return int(_sum_over(own, group))
+def _num_tokens(
+    layouts: Sequence[PackedLayout], group: dist.ProcessGroup, device: torch.device
+) -> int:
+    """Return the tokens that go through the model in a step, on all ranks.
+
+    Megatron-core's router deals out what is laid before it: with prompts there are the tokens that
+    complete a sequence to what `MegatronLayout.token_multiple` asks for, and those of passes for
+    which a rank has no rows. They take part in the experts' balance.
+    """
+    own = sum(layout.packed.total_length for layout in layouts)
+    return int(_sum_over(torch.tensor(own, dtype=torch.int64, device=device), group))
 
 
 def _loss_of(

@@ -28,10 +28,15 @@ from rl_megatron_worker.loading import load_weights
 from rl_megatron_worker.model import build_model, transformer_config
 from rl_megatron_worker.modes import evaluating, training_mode
 from rl_megatron_worker.optim import Trainer, ddp_config
-from rl_megatron_worker.parallel import check_sizes, init_model_parallel, leave_model_parallel
+from rl_megatron_worker.parallel import (
+    check_device,
+    check_sizes,
+    init_model_parallel,
+    leave_model_parallel,
+)
 from rl_megatron_worker.reference import ReferenceModel
 from rl_megatron_worker.residency_calls import ResidencyCalls
-from rl_megatron_worker.runtime import Runtime
+from rl_megatron_worker.runtime import Runtime, may_have_gpus
 from rl_megatron_worker.schedule import Schedule
 from rl_megatron_worker.scoring_calls import ScoringCalls
 from rl_megatron_worker.train_step import run_steps
@@ -122,7 +127,12 @@ class MegatronPolicyWorker(
         )
         hf_config = load_model_config(parsed)
         converter = converter_for(hf_config, parsed.converter_type)
-        check_sizes(converter.architecture(hf_config), parsed.layout)
+        check_device(parsed.layout, on_cuda=may_have_gpus())
+        check_sizes(
+            converter.architecture(hf_config),
+            parsed.layout,
+            recomputed_unit=parsed.model.recomputed_unit,
+        )
         return parsed.layout.for_driver
 
     # Training and generation
@@ -227,7 +237,7 @@ class MegatronPolicyWorker(
         self._generation_config = load_generation_config(config)
         self._converter = converter_for(self._hf_config, config.converter_type)
         self._architecture = self._converter.architecture(self._hf_config)
-        check_sizes(self._architecture, config.layout)
+        check_sizes(self._architecture, config.layout, recomputed_unit=config.model.recomputed_unit)
         self._dp_group = cast("dist.ProcessGroup", parallel_state.get_data_parallel_group())
         dp_rank = self._dp_group.rank()
         self._random = RandomState(config.seed + dp_rank, device=self._device)
