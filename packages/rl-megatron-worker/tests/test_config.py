@@ -184,10 +184,10 @@ REFUSED = {
         {},
         "moe_aux_loss_coeff=0.01 needs .*type='aux_loss', got 'none'",
     ),
-    "weight-of-sinkhorn": (
-        {"moe_router_load_balancing_type": "sinkhorn", "moe_aux_loss_coeff": 0.01},
+    "sinkhorn": (
+        {"moe_router_load_balancing_type": "sinkhorn"},
         {},
-        "moe_aux_loss_coeff=0.01 needs .*type='aux_loss', got 'sinkhorn'",
+        "moe_router_load_balancing_type='sinkhorn' gives tokens to other experts",
     ),
     "negative-weight": (
         {"moe_router_load_balancing_type": "aux_loss", "moe_aux_loss_coeff": -0.01},

@@ -193,7 +193,7 @@ class MegatronConfig(TypedDict):
     recompute_num_layers: NotRequired[int]
     """Of `full`: layers of a unit (`uniform`), or layers that are recomputed (`block`)."""
     moe_router_load_balancing_type: NotRequired[str]
-    """How tokens are balanced over experts: `none`, `aux_loss` or `sinkhorn`."""
+    """How tokens are balanced over experts: `none` or `aux_loss`."""
     moe_aux_loss_coeff: NotRequired[float]
     """Weight of `aux_loss`; 0 adds none."""
     moe_token_dispatcher_type: NotRequired[str]

@@ -30,7 +30,7 @@ _MOE_OPTIONS = (
     "moe_aux_loss_coeff",
     "moe_token_dispatcher_type",
 )
-_BALANCING_TYPES = ("none", "aux_loss", "sinkhorn")
+_BALANCING_TYPES = ("none", "aux_loss")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -185,6 +185,11 @@ def _parse_experts(section: Mapping[str, Any]) -> dict[str, Any]:
         raise ValueError(
             f"{key}='seq_aux_loss' is per sequence, and each micro-batch is one concatenation: "
             "set 'aux_loss', the loss of a micro-batch"
+        )
+    if kind == "sinkhorn":
+        raise ValueError(
+            f"{key}='sinkhorn' gives tokens to other experts in training than in scoring, and "
+            "weighs these otherwise than the model does: set 'aux_loss' or 'none'"
         )
     if kind not in _BALANCING_TYPES:
         raise ValueError(f"{key}={kind!r} must be one of {_BALANCING_TYPES}")
