@@ -125,7 +125,8 @@ def rebuild(handle: Handle, device: torch.device | str | None = None) -> torch.T
         tensor_cls=torch.Tensor,
         tensor_size=torch.Size(shape),
         tensor_stride=tuple(handle["stride"]),
-        storage_cls=torch.UntypedStorage,
+        # As torch itself calls it; for an empty tensor the other class takes other arguments.
+        storage_cls=torch.storage.TypedStorage,
         dtype=dtype,
         requires_grad=False,
         **arguments,

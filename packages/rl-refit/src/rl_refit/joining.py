@@ -10,6 +10,8 @@ from rl_refit.errors import RefitError
 from rl_refit.transports.base import ReceivingSide, SendingSide
 
 _WATCH_S = 0.02
+# What a transport says of its own time limit says more.
+_GRACE_S = 2.0
 
 
 def join_watching(
@@ -18,10 +20,10 @@ def join_watching(
     """Let a transport meet its other sides; raise what `watch` does meanwhile.
 
     What a transport waits in, a process group for example, may not notice a death before the time
-    limit. It is then left alone in a thread of its own, which ends at that limit at the latest.
+    limit, or not even then. It is left alone in a thread of its own.
 
     Raises:
-        RefitError: The transport failed.
+        RefitError: The transport failed, or has not come to an end within the limit.
     """
     failed: list[BaseException] = []
 
@@ -32,9 +34,11 @@ def join_watching(
             failed.append(error)
 
     thread = threading.Thread(target=join, daemon=True)
+    waited_for = "meeting of the transport's sides"
+    limit = Deadline(deadline.remaining(waited_for) + _GRACE_S)
     thread.start()
     while thread.is_alive():
-        thread.join(_WATCH_S)
+        thread.join(min(_WATCH_S, limit.remaining(waited_for)))
         watch()
     for error in failed:
         if isinstance(error, RuntimeError):
