@@ -25,6 +25,8 @@ def test_the_section_loss_becomes_the_loss():
     [
         ([], []),
         (["policy.generation.top_k=5"], ["policy.generation.top_k=5"]),
+        # The least that there is, which is no probability of 1.
+        (["policy.generation.top_k=1"], ["policy.generation.top_k=1"]),
         (
             ["policy.generation.top_k=5", "policy.generation.top_p=0.9"],
             ["policy.generation.top_k=5", "policy.generation.top_p=0.9"],

@@ -88,10 +88,11 @@ def warn_of_truncation(generation: Mapping[str, Any]) -> None:
     Args:
         generation: The section `policy.generation`.
     """
+    untruncated = {"top_k": None, "top_p": 1.0}
     truncations = [
         f"policy.generation.{key}={generation[key]}"
-        for key in ("top_k", "top_p")
-        if key in generation and generation[key] != 1.0
+        for key, whole in untruncated.items()
+        if generation.get(key, whole) != whole
     ]
     if truncations:
         _LOGGER.warning(
