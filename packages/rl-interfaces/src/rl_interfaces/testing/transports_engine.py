@@ -64,7 +64,9 @@ class World:
     def refit(self, version: int) -> list[Any]:
         """Return what the sender and each engine returned or raised."""
         calls = [lambda e=engine: e.refit(version) for engine in self.engines]
-        return outcomes(lambda: self.sender.send(version), *calls)
+        # The sender last: a receiver that begins when a refit has failed waits for the next one.
+        *received, sent = outcomes(*calls, lambda: self.sender.send(version))
+        return [sent, *received]
 
     def good_refit(self, version: int) -> None:
         """Refit, commit, and hold every engine against the tensors."""
