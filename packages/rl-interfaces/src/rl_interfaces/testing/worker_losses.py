@@ -26,24 +26,15 @@ class LogprobLoss:
         global_valid_toks: torch.Tensor,
     ) -> tuple[torch.Tensor, dict[str, Any]]:
         """Return the micro-batch's share, see `LossFunction`."""
-        return _mean(next_token_logits[:, 1:], data, global_valid_toks)
+        per_token = self.loss_type is LossType.TOKEN_LEVEL
+        count = global_valid_toks if per_token else global_valid_seqs
+        return _mean(next_token_logits[:, 1:], data, count)
 
 
-class SequenceLoss:
+class SequenceLoss(LogprobLoss):
     """The negative log-probability of the target tokens, summed over each sequence; their mean."""
 
     loss_type = LossType.SEQUENCE_LEVEL
-    input_type = LossInput.LOGPROBS
-
-    def __call__(
-        self,
-        next_token_logits: torch.Tensor,
-        data: Mapping[str, Any],
-        global_valid_seqs: torch.Tensor,
-        global_valid_toks: torch.Tensor,
-    ) -> tuple[torch.Tensor, dict[str, Any]]:
-        """Return the micro-batch's share, see `LossFunction`."""
-        return _mean(next_token_logits[:, 1:], data, global_valid_seqs)
 
 
 class LogitLoss:
