@@ -3,18 +3,13 @@
 import gc
 import multiprocessing
 import os
-import socket
 import time
 import traceback
 from multiprocessing.connection import wait
 
+from rl_interfaces.backend.ports import ReservedPort
+
 _LIMIT_S = 240
-
-
-def free_port():
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return probe.getsockname()[1]
 
 
 def _serve(rank, num_ranks, connection):
@@ -65,9 +60,14 @@ class RankPool:
 
     def run(self, function, **kwargs):
         """Return every rank's result, in rank order; raise the first rank's failure."""
-        port = free_port()
-        for connection in self.connections:
-            connection.send((function, port, kwargs))
+        with ReservedPort() as port:
+            for connection in self.connections:
+                connection.send((function, port.number, kwargs))
+            results = self._results_of(function)
+        self._raise_failures(results)
+        return [result for _, result in results]
+
+    def _results_of(self, function):
         deadline = time.monotonic() + _LIMIT_S
         results = []
         for rank, connection in enumerate(self.connections):
@@ -76,8 +76,7 @@ class RankPool:
                 self._raise_failures(results)
                 raise TimeoutError(f"rank {rank} of {function.__name__} gave nothing in time")
             results.append(connection.recv())
-        self._raise_failures(results)
-        return [result for _, result in results]
+        return results
 
     def _raise_failures(self, results):
         for rank, (succeeded, result) in enumerate(results):

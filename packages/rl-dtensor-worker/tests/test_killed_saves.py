@@ -8,7 +8,7 @@ import time
 
 import pytest
 import save_until_killed
-from rank_pool import free_port
+from rl_interfaces.backend.ports import ReservedPort
 from tiny_model import make_config
 
 # `CHECKPOINT_KILLS=200` kills more often.
@@ -30,6 +30,12 @@ def zygote():
         process.kill()
 
 
+@pytest.fixture
+def port():
+    with ReservedPort() as reserved:
+        yield reserved.number
+
+
 def lines_of(directory):
     log = directory / "log"
     return log.read_text().splitlines() if log.is_file() else []
@@ -49,7 +55,7 @@ def versions_of(lines, *words):
 
 
 @pytest.mark.parametrize("in_background", [False, True])
-def test_the_last_complete_checkpoint_loads(zygote, tiny_model, tmp_path, in_background):
+def test_the_last_complete_checkpoint_loads(zygote, tiny_model, tmp_path, port, in_background):
     config = make_config(
         tiny_model, dtensor_cfg={"enabled": True, "async_checkpoint": in_background}
     )
@@ -60,7 +66,7 @@ def test_the_last_complete_checkpoint_loads(zygote, tiny_model, tmp_path, in_bac
         arguments = {
             "config": config,
             "directory": str(tmp_path),
-            "port": free_port(),
+            "port": port,
             "first_version": version,
             "last_version": version if is_last else version + 1000,
         }

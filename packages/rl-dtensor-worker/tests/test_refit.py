@@ -2,7 +2,7 @@
 
 import pytest
 import rank_functions
-from rank_pool import free_port
+from rl_interfaces.backend.ports import ReservedPort
 from tiny_model import make_config
 
 
@@ -24,9 +24,9 @@ def test_receivers_get_the_weights_of_each_version(pools, tiny_model, transport,
 
 
 def test_a_group_that_the_driver_names_gets_the_weights(pools, tiny_model):
-    received = pools(2).run(
-        rank_functions.broadcast_weights, config=make_config(tiny_model), port=free_port()
-    )
+    config = make_config(tiny_model)
+    with ReservedPort() as port:
+        received = pools(2).run(rank_functions.broadcast_weights, config=config, port=port.number)
     assert received == [[True, True], []]
 
 

@@ -2,7 +2,6 @@
 
 import multiprocessing
 import os
-import socket
 import traceback
 from multiprocessing.connection import wait
 
@@ -11,6 +10,7 @@ import torch.distributed as dist
 from plain_conformance_case import plain_case
 from plain_policy_worker import PlainWorker
 from rl_interfaces import ParallelLayout
+from rl_interfaces.backend.ports import ReservedPort
 from rl_interfaces.testing import check_worker
 
 RULES = ["a_worker_says_where_it_is", "a_layout_is_of_all_ranks", "unknown_keys_are_named"]
@@ -77,14 +77,12 @@ def check_on_rank(connection, rank, port, directory, worker_class, rules):
 
 def check_on_two_ranks(directory, worker_class, rules=RULES):
     """Return what both ranks report, or the text of their error."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
+    port = ReservedPort()
     context = multiprocessing.get_context("spawn")
     ends, processes = [], []
     for rank in range(2):
         ours, theirs = context.Pipe()
-        arguments = (theirs, rank, port, directory, worker_class, rules)
+        arguments = (theirs, rank, port.number, directory, worker_class, rules)
         processes.append(context.Process(target=check_on_rank, args=arguments, daemon=True))
         processes[-1].start()
         theirs.close()
@@ -95,3 +93,4 @@ def check_on_two_ranks(directory, worker_class, rules=RULES):
         for process in processes:
             process.join(timeout=10)
             process.kill()
+        port.close()

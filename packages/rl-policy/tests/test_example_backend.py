@@ -114,7 +114,7 @@ def test_it_passes_the_conformance_kit(example_path):
     command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "tests"]
     result = subprocess.run(command, cwd=EXAMPLE, capture_output=True, text=True, timeout=200)
     assert result.returncode == 0, result.stdout
-    assert "TestPlainBackend: 41 passed, 6 skipped" in result.stdout
+    assert "TestPlainBackend: 42 passed, 6 skipped" in result.stdout
 
 
 def test_it_trains_through_the_policy(policy, model, tmp_path):

@@ -1,6 +1,5 @@
 """The policy over the DTensor worker, against plain transformers."""
 
-import socket
 import tempfile
 from concurrent.futures import ThreadPoolExecutor
 
@@ -9,6 +8,7 @@ import ray
 import torch
 from rl_batched_data import BatchedDataDict
 from rl_interfaces import ResidencyError
+from rl_interfaces.backend.ports import ReservedPort
 from rl_policy import Policy, RayVirtualCluster
 from rl_policy.losses import NLLLoss
 from rl_refit import PoisonedError, RefitError, RefitInProgress, RefitReceiver
@@ -407,15 +407,13 @@ def test_handles_are_rebuilt_in_another_process(policy):
 def test_a_group_that_the_driver_names_gets_the_weights(policy):
     expected = parameters(policy)
     info = policy.prepare_info_for_collective()
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
-    joining = policy.init_collective("127.0.0.1", port, 2)
-    with BroadcastGroup("127.0.0.1", port, rank=1, world_size=2, timeout_s=60) as group:
-        ray.get(joining, timeout=60)
-        sending = policy.broadcast_weights_for_collective()
-        received = dict(group.receive(info))
-        ray.get(sending, timeout=60)
+    with ReservedPort() as port:
+        joining = policy.init_collective("127.0.0.1", port.number, 2)
+        with BroadcastGroup("127.0.0.1", port.number, rank=1, world_size=2, timeout_s=60) as group:
+            ray.get(joining, timeout=60)
+            sending = policy.broadcast_weights_for_collective()
+            received = dict(group.receive(info))
+            ray.get(sending, timeout=60)
     assert list(received) == list(expected)
     assert all(torch.equal(received[name], expected[name]) for name in expected)
 

@@ -1,11 +1,12 @@
 """New weights for real vLLM engines, from a sender in this process."""
 
-import socket
+from contextlib import ExitStack
 
 import pytest
 import ray
 import rl_refit
 import torch
+from rl_interfaces.backend.ports import ReservedPort
 from rl_policy import RayVirtualCluster
 from rl_policy.generation.engine_state import EngineStateError
 from rl_policy.generation.vllm import VllmGeneration
@@ -222,12 +223,14 @@ def test_weights_arrive_over_a_group_of_the_drivers(engines, model, tokenizer, n
     world_size = engines.num_receivers + 1
     with pytest.raises(ValueError, match="world_size=2 does not fit 2 receivers"):
         engines.init_collective("127.0.0.1", 1, 2)
-    port = free_port()
-    joining = engines.init_collective("127.0.0.1", port, world_size)
-    group = broadcast.BroadcastGroup(
-        "127.0.0.1", port, rank=0, world_size=world_size, timeout_s=60.0
-    )
-    with group:
+    with ExitStack() as open_things:
+        port = open_things.enter_context(ReservedPort()).number
+        joining = engines.init_collective("127.0.0.1", port, world_size)
+        group = open_things.enter_context(
+            broadcast.BroadcastGroup(
+                "127.0.0.1", port, rank=0, world_size=world_size, timeout_s=60.0
+            )
+        )
         ray.get(joining)
         for version in (next_version, next_version + 1):
             change(model, seed=20 + version)
@@ -240,12 +243,6 @@ def test_weights_arrive_over_a_group_of_the_drivers(engines, model, tokenizer, n
             error, versions = mismatch(engines, model, tokenizer)
             assert error < TOLERANCE
             assert versions == {version}
-
-
-def free_port():
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return probe.getsockname()[1]
 
 
 def test_an_old_version_is_refused_and_the_engines_go_on(engines, tokenizer):

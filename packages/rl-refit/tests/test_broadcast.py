@@ -1,19 +1,19 @@
 """Tensors over a group that a driver names, between threads that stand for processes."""
 
-import socket
 import subprocess
 import sys
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
+from rl_interfaces.backend.ports import ReservedPort
 from rl_refit.broadcast import BroadcastGroup
 
 
-def free_port():
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return probe.getsockname()[1]
+@pytest.fixture
+def port():
+    with ReservedPort() as reserved:
+        yield reserved.number
 
 
 TENSORS = {
@@ -31,8 +31,8 @@ def join(rank, world_size, port, **options):
 
 
 @pytest.mark.parametrize("num_receivers", [1, 3])
-def test_every_tensor_arrives_bit_for_bit_every_time(num_receivers):
-    port, world_size = free_port(), num_receivers + 1
+def test_every_tensor_arrives_bit_for_bit_every_time(num_receivers, port):
+    world_size = num_receivers + 1
     info = {name: (tuple(tensor.shape), tensor.dtype) for name, tensor in TENSORS.items()}
 
     def send():
@@ -56,14 +56,14 @@ def test_every_tensor_arrives_bit_for_bit_every_time(num_receivers):
                     assert torch.equal(tensor, TENSORS[name])
 
 
-def test_a_receiver_that_never_comes_is_an_error():
+def test_a_receiver_that_never_comes_is_an_error(port):
     with pytest.raises(RuntimeError):
-        join(0, 2, free_port(), timeout_s=1)
+        join(0, 2, port, timeout_s=1)
 
 
-def test_a_rank_outside_the_group_is_refused():
+def test_a_rank_outside_the_group_is_refused(port):
     with pytest.raises(ValueError, match="rank=2 is not within world_size=2"):
-        join(2, 2, free_port())
+        join(2, 2, port)
 
 
 LEAVER = """
@@ -93,9 +93,9 @@ for group in groups:
 """
 
 
-def test_a_process_that_ends_lets_its_groups_end_first():
+def test_a_process_that_ends_lets_its_groups_end_first(port):
     done = subprocess.run(
-        [sys.executable, "-c", LEAVER.replace("PORT", str(free_port()))],
+        [sys.executable, "-c", LEAVER.replace("PORT", str(port))],
         capture_output=True,
         text=True,
         timeout=120,

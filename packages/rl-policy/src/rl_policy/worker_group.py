@@ -194,7 +194,8 @@ class RayWorkerGroup:
         placements = self._collect(
             "locate", [host.locate.remote() for host in self._hosts], limit_s
         )
-        address, port = cluster.get_master_address_and_port()
+        first = self._hosts[0].reserve_address.remote()
+        ((address, port),) = self._collect("reserve_address", [first], limit_s)
         environments = rank_environments(
             placements,
             address=address,
@@ -214,7 +215,7 @@ class RayWorkerGroup:
             self._fail(outcome, method)
         if outcome.unfinished:
             raise self._lateness(outcome, method, limit_s)
-        return [outcome.results[rank] for rank in range(self.world_size)]
+        return [outcome.results[rank] for rank in range(len(refs))]
 
     def _submit(
         self,

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import ray
+from rl_interfaces.backend.ports import ReservedPort
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -33,6 +34,7 @@ class WorkerHost:
     def __init__(self, name: str, rank: int) -> None:
         self._label = f"{name}-{rank}"
         self._worker: Any = None
+        self._port: ReservedPort | None = None
 
     def __repr__(self) -> str:
         return self._label
@@ -44,6 +46,11 @@ class WorkerHost:
             gpu_ids=tuple(str(gpu) for gpu in ray.get_gpu_ids()),
             num_cores=_num_cores(),
         )
+
+    def reserve_address(self) -> tuple[str, int]:
+        """Return this node's address and a port there that is this process's until it ends."""
+        self._port = ReservedPort()
+        return ray.util.get_node_ip_address(), self._port.number
 
     def construct(
         self,
@@ -94,7 +101,7 @@ def rank_environments(
     Args:
         placements: Where each rank runs, in rank order.
         address: Of rank 0's node.
-        port: A free port there.
+        port: A port there that is rank 0's to listen on.
         omp_num_threads: What the user has set, which is left as it is.
     """
     ranks_on: dict[str, list[int]] = {}

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import socket
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
@@ -11,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch.distributed as dist
 
+from rl_interfaces.backend.ports import ReservedPort
 from rl_interfaces.backend.ranks import RankEnvironment, init_process_group
 
 if TYPE_CHECKING:
@@ -62,18 +62,16 @@ def _one_rank_unless_launched() -> Iterator[None]:
     if "RANK" in os.environ:
         yield
         return
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
     alone = {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0", "MASTER_ADDR": "127.0.0.1"}
-    added = {**alone, "MASTER_PORT": str(port)}
-    kept = {name: os.environ.get(name) for name in added}
-    os.environ.update(added)
-    try:
-        yield
-    finally:
-        for name, value in kept.items():
-            if value is None:
-                os.environ.pop(name)
-            else:
-                os.environ[name] = value
+    with ReservedPort() as port:
+        added = {**alone, "MASTER_PORT": str(port.number)}
+        kept = {name: os.environ.get(name) for name in added}
+        os.environ.update(added)
+        try:
+            yield
+        finally:
+            for name, value in kept.items():
+                if value is None:
+                    os.environ.pop(name)
+                else:
+                    os.environ[name] = value
