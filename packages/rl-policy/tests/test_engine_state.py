@@ -78,8 +78,27 @@ def test_nothing_is_sampled_while_weights_are_on_their_way(state):
     state.begin_update(5)
     with pytest.raises(EngineStateError, match="weights of version 5 are on their way"):
         state.require_generate()
-    with pytest.raises(EngineStateError, match="cannot sleep while weights of version 5"):
-        state.sleep(level=1)
+
+
+def test_a_refit_is_given_up_for_sleep(state):
+    state.begin_update(5)
+    state.sleep(level=1)
+    state.wake(TAGS)
+    with pytest.raises(EngineStateError, match="refit to version 5 was given up for the engine's"):
+        state.require_generate()
+    with pytest.raises(EngineStateError, match=r"while the weights are lost: call begin_update"):
+        state.require_update("update", 5)
+    refit(state, 5)
+    state.require_generate()
+
+
+def test_a_version_is_committed_once(state):
+    assert not state.has_committed(5)
+    refit(state, 5)
+    assert state.has_committed(5)
+    assert not state.has_committed(4)
+    state.begin_update(6)
+    assert not state.has_committed(5)
 
 
 def test_a_commit_needs_all_weights_of_its_own_version(state):

@@ -1,5 +1,6 @@
 """New weights for real vLLM engines, from a sender in this process."""
 
+import sys
 from contextlib import ExitStack
 
 import pytest
@@ -17,6 +18,7 @@ from vllm_oracles import (
     TOLERANCE,
     ascii_tokenizer,
     expected_logprobs,
+    fail_to_refit,
     generation_config,
     prompts_of,
     refit,
@@ -24,6 +26,9 @@ from vllm_oracles import (
 )
 
 pytestmark = pytest.mark.vllm
+
+# Engines cannot import this module, whose functions are sent to them.
+ray.cloudpickle.register_pickle_by_value(sys.modules[__name__])
 
 # Not a coincidence of rounding: with the wrong weights a log-probability is off by far more.
 WRONG = 1e-2
@@ -182,6 +187,75 @@ def test_after_a_failed_refit_nothing_is_sampled_until_a_full_one(
     assert engines.weight_version == next_version - 1
     with make_sender(engines, source) as sender:
         refit(engines, sender, next_version)
+    error, versions = mismatch(engines, model, tokenizer)
+    assert error < TOLERANCE
+    assert versions == {next_version}
+
+
+def break_once(worker, method):
+    """Let a method of a worker's transfer engine fail the next time."""
+    engine = worker.weight_transfer_engine
+
+    def fail(*args):
+        delattr(engine, method)
+        raise RuntimeError(f"no room for {method}")
+
+    setattr(engine, method, fail)
+
+
+def placeholders(worker):
+    """Return the worker's parameters that have no memory."""
+    model = worker.weight_transfer_engine.model
+    return [name for name, value in model.named_parameters() if value.is_meta]
+
+
+def on_workers_of(engines, index, function, *args):
+    call = engines._group._hosts[index].call.remote("_on_workers", True, function, *args)
+    return ray.get(call, timeout=60)
+
+
+def test_where_one_engine_fails_at_the_end_none_is_committed(
+    engines, model, tokenizer, next_version
+):
+    change(model, seed=12)
+    with make_sender(engines, rl_refit.TensorSource(model.state_dict())) as sender:
+        # Everything is loaded, and vLLM fails to end its update.
+        on_workers_of(engines, 1, break_once, "finish_weight_update")
+        engines.begin_update(next_version)
+        call = engines.update(next_version)
+        sender.send(next_version)
+        with pytest.raises(RuntimeError, match="no room for finish_weight_update"):
+            engines.wait_for_update(call)
+        with pytest.raises(EngineStateError, match=r"are on their way|no room for finish"):
+            engines.generate(prompts_of(tokenizer, TEXTS))
+        # vLLM fails to process what has come, which all hear of before they take it for loaded.
+        on_workers_of(engines, 0, break_once, "_complete")
+        fail_to_refit(engines, sender, next_version, told="no room for _complete")
+        # Engines that were ready to commit the version have not, and take it again.
+        refit(engines, sender, next_version)
+        engines.commit_update(next_version)
+    error, versions = mismatch(engines, model, tokenizer)
+    assert error < TOLERANCE
+    assert versions == {next_version}
+
+
+def test_a_refit_that_is_given_up_for_sleep_can_be_repeated(
+    engines, model, tokenizer, next_version
+):
+    change(model, seed=13)
+    state = model.state_dict()
+    engines.prepare_refit_info(info_of(model))
+    with handles.HandleOwner() as owner:
+        engines.begin_update(next_version)
+        engines.update_weights({"this machine": owner.export(dict(list(state.items())[:5]))})
+        assert engines.finish_generation()
+        assert engines.prepare_for_generation()
+        with pytest.raises(EngineStateError, match="was given up for the engine's sleep"):
+            engines.generate(prompts_of(tokenizer, TEXTS))
+        assert on_workers_of(engines, 0, placeholders) == [[]]
+        engines.begin_update(next_version)
+        engines.update_weights({"this machine": owner.export(state)})
+        engines.commit_update(next_version)
     error, versions = mismatch(engines, model, tokenizer)
     assert error < TOLERANCE
     assert versions == {next_version}

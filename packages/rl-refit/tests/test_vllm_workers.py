@@ -3,14 +3,14 @@
 import pickle
 
 import pytest
-from rl_refit.vllm_workers import attempt, on_workers, start_update
+from rl_refit import RefitError
+from rl_refit.vllm_workers import attempt, finish_update, on_workers
 
 
 class Worker:
     """What the functions need of vLLM's."""
 
-    def __init__(self, *, is_updating=False):
-        self._weight_update_active = is_updating
+    def __init__(self):
         self.calls = []
 
     def start_weight_update(self):
@@ -52,20 +52,19 @@ def test_an_error_that_would_not_arrive_is_told_in_words():
         raise pickle.loads(pickle.dumps(error))
 
 
-@pytest.mark.parametrize(
-    ("is_updating", "calls"), [(False, ["start"]), (True, ["finish", "start"])]
-)
-def test_an_update_that_is_open_is_finished_before_the_next(is_updating, calls):
-    worker = Worker(is_updating=is_updating)
-    start_update(worker)
-    assert worker.calls == calls
-
-
 class Llm:
     """Calls its workers as vLLM does, or has lost one."""
 
-    def __init__(self, workers):
-        self.workers = workers
+    def __init__(self, workers, *, is_idle=True):
+        self.workers, self._is_idle = workers, is_idle
+        self.llm_engine = self
+        self.version = ""
+
+    def set_weight_version(self, version):
+        self.version = version
+
+    def reset_prefix_cache(self):
+        return self._is_idle
 
     def collective_rpc(self, function, args):
         if None in self.workers:
@@ -85,3 +84,12 @@ def test_all_answers_are_taken_before_the_first_error_is_raised():
         on_workers(Llm([0, 1, 2]), rank_below, 1)
     with pytest.raises(RuntimeError, match=r"not all of vLLM's workers are alive.*is gone"):
         on_workers(Llm([0, None]), rank_below, 2)
+
+
+def test_a_cache_that_stays_fails_the_update():
+    llm = Llm([Worker(), Worker()])
+    finish_update(llm, 3)
+    assert [worker.calls for worker in llm.workers] == [["finish"]] * 2
+    assert llm.version == "3"
+    with pytest.raises(RefitError, match="requests are running"):
+        finish_update(Llm([Worker()], is_idle=False), 3)

@@ -79,6 +79,12 @@ def refit(llm, sender, version):
     assert all(report["refit_bytes"] for report in reports)
 
 
+def placeholders(worker):
+    """Return the worker's parameters that have no memory."""
+    model = worker.weight_transfer_engine.model
+    return [name for name, value in model.named_parameters() if value.is_meta]
+
+
 def check_failure_and_resend(llm, sender, model, *, version, after):
     """A refit that breaks off in the middle poisons the worker; a full one heals it."""
     source = sender._source
@@ -107,6 +113,8 @@ def check_failure_and_resend(llm, sender, model, *, version, after):
     assert failed
     with pytest.raises(PoisonedError):
         on_workers(llm, require_ready)
+    # The worker can go to sleep and wake again: there is something to copy.
+    assert not any(on_workers(llm, placeholders))
     sender._source = source
     change(model)
     refit(llm, sender, version)

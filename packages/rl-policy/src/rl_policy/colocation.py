@@ -33,12 +33,16 @@ def engines_on_device(
 
     Raises:
         RefitError: The refit failed; nothing is lost. The policy stays in `refitting`, and the
-            engines refuse to sample. Enter again with the same version to repeat the refit, or
-            call `policy.prepare_for_training` to go on without.
+            engines sleep and refuse to sample. Enter again with the same version to repeat the
+            refit, or call `policy.prepare_for_training` to go on without.
     """
     policy.offload_before_refit()
     engines.prepare_for_generation(tags=["weights"])
-    report = None if version is None else link.refit(version)
+    try:
+        report = None if version is None else link.refit(version)
+    except Exception as error:
+        _put_to_sleep(engines, error)
+        raise
     policy.offload_after_refit()
     engines.prepare_for_generation(tags=["kv_cache"])
     try:
@@ -46,3 +50,11 @@ def engines_on_device(
     finally:
         engines.finish_generation()
         policy.prepare_for_lp_inference()
+
+
+def _put_to_sleep(engines: VllmGeneration, error: Exception) -> None:
+    """Let engines give the device back after `error`; add to it why they could not."""
+    try:
+        engines.finish_generation()
+    except Exception as theirs:
+        error.add_note(f"the engines do not sleep: {type(theirs).__name__}: {theirs}")

@@ -240,11 +240,20 @@ class RefitReceiver(Closing):
         unpack = partial(session.unpacker.unpack, load_keeps=load_keeps, notice=notice)
         stream.run(unpack, load)
         if check is not None:
-            check()
+            with watch.phase("load"):
+                self._check(check)
         if self._live is not None and read_back is not None:
             with watch.phase("verify"):
                 self._live.check(read_back(), rank=self._rank)
         stream.finish()
+
+    def _check(self, check: Callable[[], None]) -> None:
+        try:
+            check()
+        except RefitError:
+            raise
+        except Exception as error:
+            raise RefitError(f"check failed: {error!r}", rank=self._rank) from error
 
     def _meet(self, version: int, deadline: Deadline) -> None:
         """Wait until the sender begins, over the connection there is or a new one."""

@@ -134,30 +134,42 @@ class RefitWeightTransferEngine(WeightTransferEngine[RefitInitInfo, RefitUpdateI
         receiver.begin(update_info.version)
         try:
             report = receiver.receive(
-                update_info.version, self._load, load_keeps=False, check=self._require_all
+                update_info.version, self._load, load_keeps=False, check=self._complete
             )
         except BaseException:
-            self._forget_partial_layers()
+            self.abandon()
             raise
         self.report = report.as_metrics()
 
     def finish_weight_update(self) -> None:
-        """Let vLLM process what was loaded. The version counts once it is committed.
+        """Let vLLM process what was loaded with `load`; what a sender sent is processed already.
 
         Raises:
             RefitError: What came is not all that the model is made of.
         """
         if self._reloading:
             try:
-                self._require_all()
-            except RefitError:
-                self._forget_partial_layers()
+                self._complete()
+            except BaseException:
+                self.abandon()
                 raise
-            tied = _tied_layers(self.model)
-            finalize_layerwise_reload(self.model, self.model_config)
-            self._reloading = False
-            for layer in tied:
-                layer.quant_method.process_weights_after_loading(layer)
+
+    def abandon(self) -> None:
+        """Give up what is being loaded, where something is: incomplete layers keep what they had.
+
+        The model is then made of old weights and new, all of them real tensors, which can be put to
+        sleep and loaded anew. vLLM alone goes on with a layer that is being loaded, and would take
+        the old tensors for half of those to come.
+        """
+        if not self._reloading:
+            return
+        for layer in self.model.modules():
+            info = get_layerwise_info(layer)
+            if info.can_load():
+                info.loaded_weights.clear()
+                info.load_numel = 0
+        finalize_layerwise_reload(self.model, self.model_config)
+        self._reloading = False
 
     def shutdown(self) -> None:
         """Close the connection to the sender."""
@@ -180,6 +192,15 @@ class RefitWeightTransferEngine(WeightTransferEngine[RefitInitInfo, RefitUpdateI
         self.model.load_weights(iter(tensors))
         _own_what_is_kept(self._layers, tensors)
 
+    def _complete(self) -> None:
+        """Let vLLM process what has come; raise if that is not all."""
+        self._require_all()
+        tied = _tied_layers(self.model)
+        finalize_layerwise_reload(self.model, self.model_config)
+        for layer in tied:
+            layer.quant_method.process_weights_after_loading(layer)
+        self._reloading = False
+
     def _require_all(self) -> None:
         """Raise unless each parameter has got all its parts.
 
@@ -196,19 +217,6 @@ class RefitWeightTransferEngine(WeightTransferEngine[RefitInitInfo, RefitUpdateI
             told = ", ".join(missing[:8]) + (", ..." if len(missing) > 8 else "")
             count = f"{len(missing)} of vLLM's parameters"
             raise RefitError(f"the sender's tensors leave out parts of {count}: {told}")
-
-    def _forget_partial_layers(self) -> None:
-        """Drop what a failed refit has left in layers that are not complete.
-
-        vLLM does not start a layer afresh that is being loaded, so that the next refit would take
-        the old tensors for half of its own.
-        """
-        for layer in self.model.modules():
-            info = get_layerwise_info(layer)
-            if info.can_load():
-                info.loaded_weights.clear()
-                info.load_numel = 0
-        self._reloading = False
 
 
 def _own_what_is_kept(layers: Sequence[Any], tensors: list[tuple[str, torch.Tensor]]) -> None:
@@ -333,17 +341,20 @@ def commit(worker: Any, version: int) -> int:
 
 def load(worker: Any, tensors: list[tuple[str, torch.Tensor]]) -> None:
     """Load tensors that came another way, between `start_` and `finish_weight_update`."""
+    engine = worker.weight_transfer_engine
     with set_current_vllm_config(worker.vllm_config):
         try:
-            worker.weight_transfer_engine._load(tensors)
+            engine._load(tensors)
         except BaseException:
-            abandon(worker)
+            engine.abandon()
             raise
 
 
 def abandon(worker: Any) -> None:
-    """Forget tensors of layers that are not complete, before all are sent again."""
-    worker.weight_transfer_engine._forget_partial_layers()
+    """Give up what is being loaded, where something is: see `RefitWeightTransferEngine.abandon`."""
+    if worker.weight_transfer_engine is not None:
+        with set_current_vllm_config(worker.vllm_config):
+            worker.weight_transfer_engine.abandon()
 
 
 def last_report(worker: Any) -> dict[str, float] | None:

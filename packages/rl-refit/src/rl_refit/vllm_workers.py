@@ -14,6 +14,8 @@ from functools import partial
 from importlib import import_module
 from typing import Any
 
+from rl_refit.errors import RefitError
+
 
 def refit(llm: Any, version: int) -> list[dict[str, float]]:
     """Receive a version and load it on every worker, while its sender sends it.
@@ -33,11 +35,26 @@ def refit(llm: Any, version: int) -> list[dict[str, float]]:
     """
     on_workers(llm, start_update)
     on_workers(llm, "update_weights", {"version": version})
+    finish_update(llm, version)
+    return on_workers(llm, import_module("rl_refit.vllm").last_report)
+
+
+def finish_update(llm: Any, version: int) -> None:
+    """End vLLM's own update, and leave nothing in its cache that other weights have computed.
+
+    Args:
+        llm: A `vllm.LLM` whose workers have loaded everything.
+        version: The version that they have.
+
+    Raises:
+        RefitError: Requests are running, or what was loaded is not all that the model is made of.
+    """
     on_workers(llm, "finish_weight_update")
     llm.llm_engine.set_weight_version(str(version))
-    # What the cache holds was computed with other weights.
-    llm.reset_prefix_cache()
-    return on_workers(llm, import_module("rl_refit.vllm").last_report)
+    if not llm.reset_prefix_cache():
+        raise RefitError(
+            "requests are running, so vLLM keeps its cache, which other weights have computed"
+        )
 
 
 def on_workers(llm: Any, call: str | Callable[..., Any], *args: Any) -> list[Any]:
@@ -70,6 +87,7 @@ def start_update(worker: Any) -> None:
     vLLM begins anew only after it has finished. Which workers did differs where some have failed.
     """
     if worker._weight_update_active:
+        import_module("rl_refit.vllm").abandon(worker)
         worker.finish_weight_update()
     worker.start_weight_update()
 

@@ -2,10 +2,10 @@
 
 call                      memory needed   weights needed      leads to
 generate                  weights, cache  committed           same
-sleep                     any             not updating        asleep; level 2: weights lost
+sleep                     any             any                 asleep; updating, level 2: lost
 wake(tags)                any             any                 these tags awake
 begin_update(version)     weights         any, and older      updating
-commit_update(version)    weights         updating, received  committed
+commit_update(version)    weights         updating, received  committed (or is already)
 a failed update           -               -                   lost, until a full resend
 """
 
@@ -69,9 +69,7 @@ class EngineState:
     def sleep(self, *, level: int) -> None:
         """Record that memory was given away; on level 2 the weights are gone for good."""
         if self.weights is WeightState.UPDATING:
-            raise EngineStateError(
-                f"the engine cannot sleep while weights of version {self.incoming} are on their way"
-            )
+            self.lose(f"the refit to version {self.incoming} was given up for the engine's sleep")
         self._awake.clear()
         if level == 2:
             self.lose("the engine's sleep (generation.vllm_cfg.sleep_level=2) dropped the weights")
@@ -133,6 +131,10 @@ class EngineState:
         self.require_update("commit_update", version)
         if not self.has_received:
             raise EngineStateError(f"commit_update({version}): not all weights have arrived")
+
+    def has_committed(self, version: int) -> bool:
+        """Return whether the engine's weights are those of `version`."""
+        return self.weights is WeightState.COMMITTED and self.version == version
 
     def commit(self) -> None:
         """Record that the weights that arrived are the engine's own."""

@@ -11,12 +11,12 @@ from dataclasses import dataclass
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
-from rl_refit.vllm_workers import on_workers, start_update
+from rl_refit.vllm_workers import finish_update, on_workers, start_update
 from transformers import AutoConfig
 
 from rl_policy.backends import BackendNotInstalledError
 from rl_policy.generation import worker_side
-from rl_policy.generation.engine_state import TAGS, EngineState
+from rl_policy.generation.engine_state import TAGS, EngineState, WeightState
 from rl_policy.generation.outputs import Completion, assemble_output
 from rl_policy.generation.sampling import request_arguments
 from rl_policy.generation.vllm_arguments import engine_arguments, prepare_environment
@@ -150,7 +150,12 @@ class VllmEngine:
         )
 
     def sleep(self) -> None:
-        """Give the device's memory away, where the device lets vLLM do so."""
+        """Give the device's memory away, where the device lets vLLM do so.
+
+        A refit that is in flight is given up: the weights are lost until the next full one.
+        """
+        if self._state.weights is not WeightState.COMMITTED:
+            self._on_workers(import_module("rl_refit.vllm").abandon)
         level = self._config.sleep_level
         asleep = self._state.asleep()
         self._state.sleep(level=level)
@@ -185,13 +190,9 @@ class VllmEngine:
 
     def begin_update(self, version: int) -> None:
         """Get ready for all weights of `version`; nothing is sampled until they are committed."""
-        was_received = self._state.has_received
         self._state.begin_update(version)
+        self._arrived.clear()
         with self._losing_weights_on_error(version):
-            if self._arrived and not was_received:
-                # A transaction that was given up half-way.
-                self._on_workers(import_module("rl_refit.vllm").abandon)
-            self._arrived.clear()
             self._on_workers(start_update)
 
     def update(self, version: int) -> list[dict[str, float]]:
@@ -199,6 +200,7 @@ class VllmEngine:
         self._state.require_update("update", version)
         with self._losing_weights_on_error(version):
             self._on_workers("update_weights", {"version": version})
+            finish_update(self._llm, version)
             reports = self._on_workers(import_module("rl_refit.vllm").last_report)
         self._state.receive()
         return reports
@@ -220,16 +222,17 @@ class VllmEngine:
         self._load_by_name(worker_side.load_from_handles, handles, names=names, expected=expected)
 
     def commit_update(self, version: int) -> None:
-        """Sample from the weights that arrived, from now on."""
+        """Sample from the weights that arrived, from now on; nothing new the second time.
+
+        All that can fail of a refit has been done in the update: where one of several engines
+        fails, none is committed, and the same version can be sent again.
+        """
+        if self._state.has_committed(version):
+            return
         self._state.require_commit(version)
         with self._losing_weights_on_error(version):
-            self._on_workers("finish_weight_update")
-            self._llm.llm_engine.set_weight_version(str(version))
             if not self._arrived:
                 self._on_workers(import_module("rl_refit.vllm").commit, version)
-            self._arrived.clear()
-            # What the cache holds was computed with other weights.
-            self._llm.reset_prefix_cache()
         self._state.commit()
 
     def shutdown(self) -> None:
@@ -250,9 +253,10 @@ class VllmEngine:
         self._state.require_update("update_weights", version)
         with self._losing_weights_on_error(version):
             self._on_workers(load, argument)
-        self._arrived.update(names)
-        if self._arrived.issuperset(expected):
-            self._state.receive()
+            self._arrived.update(names)
+            if self._arrived.issuperset(expected):
+                finish_update(self._llm, version)
+                self._state.receive()
 
     def _on_workers(self, call: str | Callable[..., Any], *args: Any) -> list[Any]:
         return on_workers(self._llm, call, *args)
