@@ -267,6 +267,33 @@ def test_a_receiver_that_missed_a_refit_takes_part_in_the_next(tensors, transpor
         engine.receiver.close()
 
 
+@pytest.mark.parametrize("transport", ["shm", "collective"])
+@pytest.mark.parametrize("knows_version", [False, True])
+def test_a_sender_that_failed_since_the_refit_began_is_heard(tensors, transport, knows_version):
+    with make_sender(tensors, transport) as sender:
+        engine = Engine(sender.address)
+        must(refit(sender, [engine], 1))
+        engine.receiver.commit(1)
+        for version in (2, 3):
+            open_refit = engine.receiver.begin if knows_version else engine.receiver.catch_up
+            open_refit(*[version] * knows_version)
+            limit, sender._timeout_s = sender._timeout_s, 0.2
+            with pytest.raises(RefitTimeoutError, match="answer to the beginning"):
+                sender.send(version)
+            sender._timeout_s = limit
+            if not knows_version:
+                assert engine.receiver.require_ready() == version - 1
+                engine.receiver.begin(version)
+            with pytest.raises(RefitError, match="answer to the beginning"):
+                engine.receiver.receive(version, engine.load)
+            with pytest.raises(PoisonedError, match="answer to the beginning"):
+                engine.receiver.require_ready()
+            # Later ones are not taken for this one.
+            must(refit(sender, [engine], version))
+            engine.receiver.commit(version)
+        engine.receiver.close()
+
+
 def counted(monkeypatch, owner, name):
     """Return a semaphore that is released whenever that method is called."""
     calls = threading.Semaphore(0)

@@ -80,6 +80,7 @@ class RefitReceiver(Closing):
         self._reason = ""
         self._begun: int | None = None
         self._version: int | None = None
+        self._is_caught_up = False
         self._live: LiveWeights | None = None
 
     @property
@@ -88,13 +89,29 @@ class RefitReceiver(Closing):
         self._catch_up()
         return self._version
 
+    def catch_up(self) -> None:
+        """Take in what the sender has said: what it says from now on is of the next refit.
+
+        `begin` does so too, where it was not done since the last `receive`. An engine that learns
+        the version only when it is to receive calls this before the sender begins: a sender that
+        then fails is heard, and not taken for one whose refit this side has missed.
+        """
+        self._catch_up()
+        if self._session is not None and self._session.channel.has_hung_up():
+            self._disconnect()
+        self._is_caught_up = True
+
     def begin(self, version: int) -> None:
         """Open a refit: until it is committed, `require_ready` raises.
+
+        Call it before the sender begins, for the reason that `catch_up` gives.
 
         Raises:
             StaleVersionError: The version is not newer than the committed one. Nothing changes.
         """
-        self._catch_up()
+        if not self._is_caught_up:
+            self.catch_up()
+            self._is_caught_up = False
         if self._version is not None and version <= self._version:
             raise StaleVersionError(
                 f"version {version} is not newer than the committed {self._version}",
@@ -134,6 +151,7 @@ class RefitReceiver(Closing):
         if self._state != "in progress" or self._begun != version:
             raise RefitError(f"version {version} was not begun ({self._status()})", rank=self._rank)
         deadline, watch = Deadline(self._timeout_s), Stopwatch()
+        self._is_caught_up = False
         try:
             with watch.phase("pause"):
                 self._meet(version, deadline)
@@ -257,9 +275,6 @@ class RefitReceiver(Closing):
 
     def _meet(self, version: int, deadline: Deadline) -> None:
         """Wait until the sender begins, over the connection there is or a new one."""
-        if self._session is not None and self._session.channel.has_hung_up():
-            # What is left to read there is of a refit that this side has missed.
-            self._disconnect()
         while True:
             try:
                 if self._session is None:

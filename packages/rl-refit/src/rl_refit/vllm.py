@@ -114,7 +114,9 @@ class RefitWeightTransferEngine(WeightTransferEngine[RefitInitInfo, RefitUpdateI
         )
 
     def start_weight_update(self) -> None:
-        """Do nothing yet: the version is not known, and the live weights are still good."""
+        """Listen to the sender; the version is not known, and the live weights are still good."""
+        if self.receiver is not None:
+            self.receiver.catch_up()
 
     def update_weights(self, update_info: dict[str, Any]) -> None:
         """Receive a version and load it."""
