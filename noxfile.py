@@ -386,4 +386,14 @@ def gpu(session: nox.Session) -> None:
     """Run the tests that need a GPU, on a machine that has one."""
     everything = [part for name in PROJECTS for part in editable(TESTED_AS.get(name, name))]
     install(session, *everything, *group("test"))
-    run_pytest(session, "packages", "-m", "gpu or multi_gpu")
+    run_pytest(session, "packages", "-m", "(gpu or multi_gpu) and not vllm")
+
+
+@nox.session(name="gpu-vllm", default=False)
+def gpu_vllm(session: nox.Session) -> None:
+    """Run the tests of engines that need a GPU, on a machine that has one."""
+    requirements = editable("rl-policy[dtensor,megatron,vllm]")
+    # Within the tree uv would leave vLLM out, see `install_vllm`.
+    with tempfile.TemporaryDirectory() as outside, session.chdir(outside):
+        session.install(*requirements, *group("test"))
+    run_pytest(session, "packages", "-m", "gpu and vllm")

@@ -18,8 +18,11 @@ class PairApart(RefitPair):
     def __reduce__(self):
         return partial(RefitPair, verify=self.verify, device=self.device), (self.transport,)
 
-    def open_receiver(self, address, rank=0, *, timeout_s=20.0, expected=None, into=None):
-        options = {"timeout_s": timeout_s, "expected": expected, "device": self.device}
+    def open_receiver(
+        self, address, rank=0, *, timeout_s=20.0, expected=None, into=None, device=None
+    ):
+        device = device or self.device
+        options = {"timeout_s": timeout_s, "expected": expected, "device": device}
         return ReceiverApart((dict(address), rank), options, into)
 
 
@@ -53,6 +56,11 @@ class ReceiverApart:
 
     def require_ready(self):
         return self._call("require_ready")
+
+    def kill(self):
+        self._process.kill()
+        self._process.join(_LIMIT_S)
+        self._process = None
 
     def close(self):
         if self._process is not None:

@@ -9,8 +9,9 @@ import pytest
 from rl_refit import AuthenticationError, RefitError, RefitTimeoutError
 from rl_refit.control import MAGIC, NONCE, ChannelClosed, accept, connect
 from rl_refit.deadline import Deadline
-from rl_refit.endpoint import Endpoint, dial, forget, remove_abandoned
+from rl_refit.endpoint import PREFIX, Endpoint, dial, forget
 from rl_refit.messages import Begin, Failure, Loaded, decode, encode
+from rl_refit.private_directory import remove_abandoned
 
 TOKEN = bytes(range(32))
 HOSTS = pytest.mark.parametrize("host", [None, "127.0.0.1"], ids=["unix", "tcp"])
@@ -183,15 +184,15 @@ def test_closing_leaves_nothing(endpoint):
 
 
 def test_a_living_senders_directory_is_left_alone_and_a_dead_ones_removed(endpoint):
-    remove_abandoned()
+    remove_abandoned(PREFIX)
     forget(endpoint.address)
     assert endpoint.directory.exists()
-    os.close(endpoint._lock)  # what the death of its process does
+    os.close(endpoint._private._lock)  # what the death of its process does
     endpoint.listener.close()
     with pytest.raises(RefitError, match="no sender listens"):
         dial(endpoint.address, Deadline(1))
     assert not endpoint.directory.exists()
-    endpoint._lock = os.open(os.devnull, os.O_RDONLY)
+    endpoint._private._lock = os.open(os.devnull, os.O_RDONLY)
 
 
 def test_another_users_process_is_not_greeted(endpoint, monkeypatch):

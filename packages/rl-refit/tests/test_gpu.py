@@ -15,6 +15,7 @@ from rl_refit.drills import DrillSender
 
 pytestmark = pytest.mark.gpu
 DEVICE = "cuda:0"
+PAIR = PairApart("cuda_ipc", device=DEVICE)
 
 
 class Pair:
@@ -89,13 +90,28 @@ def test_a_flipped_bit_in_gpu_memory_is_found():
     pair.close()
 
 
+def test_the_memory_of_a_killed_receiver_is_used_again():
+    used = []
+    with PAIR.open_sender(gpu_tensors(), timeout_s=60) as sender:
+        for version in range(1, 4):
+            receiver = PAIR.open_receiver(sender.address, timeout_s=60)
+            thread = threading.Thread(target=sender.send, args=(version,))
+            receiver.begin(version)
+            thread.start()
+            receiver.receive(version, lambda tensors: None)
+            thread.join()
+            receiver.kill()
+            used.append(torch.cuda.memory_allocated(DEVICE))
+    assert used == used[:1] * 3
+
+
 def test_the_digest_is_the_same_on_both_devices():
     data = torch.randint(0, 255, ((9 << 20) + 256,), dtype=torch.uint8)
     assert keyed_sum_digest(data.to(DEVICE), position=5) == keyed_sum_digest(data, position=5)
 
 
 class TestCudaIpc(TransportConformance):
-    pair = PairApart("cuda_ipc", device=DEVICE)
+    pair = PAIR
 
 
 class TestShmWithGpuTensors(TransportConformance):

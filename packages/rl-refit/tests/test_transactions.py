@@ -22,6 +22,7 @@ from rl_refit.deadline import Deadline
 from rl_refit.endpoint import dial
 from rl_refit.receivers import Receivers
 from rl_refit.transports import collective
+from rl_refit.transports.shm import ShmTransport
 
 
 @pytest.fixture
@@ -305,6 +306,24 @@ def counted(monkeypatch, owner, name):
 
     monkeypatch.setattr(owner, name, call)
     return calls
+
+
+def test_a_transport_is_closed_with_its_sender(tensors, monkeypatch):
+    closes = counted(monkeypatch, ShmTransport, "close")
+    with make_sender(tensors):
+        assert not closes.acquire(blocking=False)
+    assert closes.acquire(blocking=False)
+
+
+@pytest.mark.parametrize("kept", [None, "3"])
+def test_a_nccl_group_is_made_to_survive_errors(monkeypatch, kept):
+    name = "TORCH_NCCL_ASYNC_ERROR_HANDLING"
+    monkeypatch.delenv(name, raising=False)
+    if kept is not None:
+        monkeypatch.setenv(name, kept)
+    with collective._surviving_errors():
+        assert os.environ[name] == "2"
+    assert os.environ.get(name) == kept
 
 
 @pytest.mark.parametrize("transport", ["shm", "collective"])

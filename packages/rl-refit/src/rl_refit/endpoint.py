@@ -1,27 +1,22 @@
 """Where a sender listens: a Unix socket in a private directory, or a TCP port.
 
-A process that is killed leaves its directory behind. It holds a lock on a file in there as long as
-it lives, so the next one to look, a receiver whose connection broke or another sender that starts,
-sees that nobody is at home, and removes it.
+What a process that is killed leaves behind is removed by the next one to look: a receiver whose
+connection broke, or another sender that starts.
 """
 
 from __future__ import annotations
 
-import contextlib
-import fcntl
-import os
-import secrets
-import shutil
 import socket
-import tempfile
 import time
 from pathlib import Path
 
 from rl_refit.deadline import Deadline
 from rl_refit.errors import RefitError
+from rl_refit.private_directory import PrivateDirectory, remove_abandoned, remove_if_abandoned
 
 PREFIX = "rl-refit-"
-_LONGEST_PATH = 100
+_MOST_CHARACTERS = 90
+"""Of the directory: the kernel takes 107 for the path of a socket."""
 _BACKLOG = 128
 
 
@@ -30,26 +25,24 @@ class Endpoint:
 
     def __init__(self, *, host: str | None) -> None:
         """Listen on a Unix socket, or on a free TCP port of `host` if one is given."""
-        remove_abandoned()
         self.host = host
-        self._owner = os.getpid()
         self.directory: Path | None = None
+        self._private: PrivateDirectory | None = None
         if host is None:
-            self.directory = _private_directory()
-            self._lock = _hold(self.directory / "lock")
+            self._private = PrivateDirectory(PREFIX, most_characters=_MOST_CHARACTERS)
+            self.directory = self._private.path
             self.listener = _listen_unix(self.directory / "control")
             self.address = f"unix:{self.directory / 'control'}"
         else:
+            remove_abandoned(PREFIX)
             self.listener = _listen_tcp(host)
             self.address = f"tcp:{host}:{self.listener.getsockname()[1]}"
 
     def close(self) -> None:
         """Stop listening and remove the directory."""
         self.listener.close()
-        if self.directory is not None and os.getpid() == self._owner:
-            shutil.rmtree(self.directory, ignore_errors=True)
-            os.close(self._lock)
-            self.directory = None
+        if self._private is not None:
+            self._private.close()
 
 
 def dial(address: str, deadline: Deadline) -> socket.socket:
@@ -86,46 +79,14 @@ def forget(address: str, *, within_s: float = 0.0) -> None:
     kind, _, path = address.partition(":")
     if kind != "unix":
         return
+    directory = Path(path).parent
+    if not directory.name.startswith(PREFIX):
+        return
     give_up = time.monotonic() + within_s
-    _remove_if_abandoned(Path(path).parent)
+    remove_if_abandoned(directory)
     while Path(path).exists() and time.monotonic() < give_up:
         time.sleep(0.005)
-        _remove_if_abandoned(Path(path).parent)
-
-
-def remove_abandoned() -> None:
-    """Remove the directories that dead senders of this user left behind."""
-    for root in {Path(tempfile.gettempdir()), Path("/tmp")}:
-        for directory in root.glob(f"{PREFIX}*"):
-            _remove_if_abandoned(directory)
-
-
-def _remove_if_abandoned(directory: Path) -> None:
-    with contextlib.suppress(OSError):
-        if not directory.name.startswith(PREFIX) or directory.lstat().st_uid != os.geteuid():
-            return
-        descriptor = os.open(directory / "lock", os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW)
-        try:
-            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            shutil.rmtree(directory, ignore_errors=True)
-        finally:
-            os.close(descriptor)
-
-
-def _private_directory() -> Path:
-    root = tempfile.gettempdir()
-    if len(root) > _LONGEST_PATH - len(PREFIX) - 24:
-        root = "/tmp"
-    return Path(tempfile.mkdtemp(prefix=PREFIX, dir=root))
-
-
-def _hold(path: Path) -> int:
-    # Locked under another name first: a lock that is there and free means that its owner is dead.
-    early = path.with_name(secrets.token_hex(4))
-    descriptor = os.open(early, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
-    fcntl.flock(descriptor, fcntl.LOCK_EX)
-    early.rename(path)
-    return descriptor
+        remove_if_abandoned(directory)
 
 
 def _listen_unix(path: Path) -> socket.socket:

@@ -183,6 +183,7 @@ class RefitSender(Closing):
         if self._session is not None:
             self._session.close()
             self._session = None
+        self._transport.close()
         if self._endpoint is not None:
             self._endpoint.close()
 

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import importlib.util
 import os
-import tempfile
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
+from rl_refit.private_directory import PrivateDirectory
 from rl_refit.vllm_workers import finish_update, on_workers, start_update
 from transformers import AutoConfig
 
@@ -294,10 +294,11 @@ def _saved_tokenizer(tokenizer: PreTrainedTokenizerBase, config: EngineConfig) -
     model = AutoConfig.from_pretrained(
         config.model_name, trust_remote_code=config.trust_remote_code
     )
-    with tempfile.TemporaryDirectory(prefix="rl-policy-vllm-") as directory:
-        tokenizer.save_pretrained(directory)
-        model.save_pretrained(directory)
-        yield directory
+    # Removed by the next engine that starts, where this one is killed.
+    with PrivateDirectory("rl-policy-vllm-") as directory:
+        tokenizer.save_pretrained(directory.path)
+        model.save_pretrained(directory.path)
+        yield str(directory.path)
 
 
 def _do_nothing(*args: Any, **kwargs: Any) -> None:

@@ -138,3 +138,6 @@ class Transport(ABC):
     @abstractmethod
     def open_receiver(self, context: ReceiverContext) -> ReceivingSide:
         """Return a receiver's end."""
+
+    def close(self) -> None:  # noqa: B027 - most have nothing to do
+        """Let go of what outlasts the ends that were opened. May be called again."""

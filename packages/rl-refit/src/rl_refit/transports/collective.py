@@ -15,10 +15,13 @@ from __future__ import annotations
 
 import atexit
 import datetime
+import os
 import secrets
 import socket
 import threading
 import time
+from collections.abc import Generator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -203,7 +206,7 @@ class ProcessGroup:
         if backend == "nccl":
             options = dist.ProcessGroupNCCL.Options()
             options._timeout = limit
-            with torch.cuda.device(device):
+            with torch.cuda.device(device), _surviving_errors():
                 self._group: Any = dist.ProcessGroupNCCL(store, rank, size, options)
                 # Now, as whoever makes the group is watched, and the first broadcast is not.
                 current = torch.device("cuda", torch.cuda.current_device())
@@ -227,6 +230,25 @@ class ProcessGroup:
         del group
         _ENDING[:] = [other for other in _ENDING if other.is_alive()] + [thread]
         thread.start()
+
+
+@contextmanager
+def _surviving_errors() -> Generator[None]:
+    """Let a NCCL group that is made within be aborted when a peer is lost, and nothing else.
+
+    Torch ends the process by default. It reads this variable when a group is made, see
+    https://docs.pytorch.org/docs/stable/torch_nccl_environment_variables.html
+    """
+    name, abort_only = "TORCH_NCCL_ASYNC_ERROR_HANDLING", "2"
+    kept = os.environ.get(name)
+    os.environ[name] = abort_only
+    try:
+        yield
+    finally:
+        if kept is None:
+            del os.environ[name]
+        else:
+            os.environ[name] = kept
 
 
 def _connect_store(host: str, port: int, deadline: Deadline) -> dist.Store:
