@@ -3,7 +3,8 @@
 All ways end with the same weights in the same engine, and take turns in one run:
 
 - own load: vLLM's start, load and finish with tensors of its own process, the limit;
-- shm, shm verified, golden: `RefitSender` in another process;
+- near, near verified, golden: `RefitSender` in another process, near over `shm`, or over `cuda_ipc`
+  where vLLM runs on a GPU;
 - handles: a handle per tensor, group by group, stop and wait;
 - safetensors: written to a memory file system by the trainer's process, read and loaded by vLLM's.
 
@@ -11,6 +12,9 @@ The sender copies every byte once more, and verification reads every byte twice,
 vLLM's own threads use as well: where the own load keeps them all busy, whatever a refit needs
 beside it is time. vLLM makes each layer anew, so that much of every load is the kernel handing out
 pages; how much depends on what ran before, and a way is compared with own loads right before it.
+
+The floor is the ratio that a way would have if all processors were busy with it all the time; what
+vLLM's own load leaves idle, a way can use, and no more.
 
 Needs vLLM: `nox -s bench-vllm`.
 """
@@ -39,9 +43,11 @@ from safetensors.torch import load_file, save_file
 from transformers import LlamaConfig, LlamaForCausalLM
 
 GROUP_BYTES = 1 << 28
+DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+NEAR = "cuda_ipc" if DEVICE.type == "cuda" else "shm"
 SENDERS = {
-    "shm": ("shm", "none"),
-    "shm, verified": ("shm", "digest"),
+    "near": (NEAR, "none"),
+    "near, verified": (NEAR, "digest"),
     "golden": ("golden", "digest"),
 }
 
@@ -64,7 +70,7 @@ def build(directory: str, megabytes: int) -> None:
 def tensors_of(directory: str) -> dict[str, torch.Tensor]:
     """Return the weights, layer by layer."""
     model = LlamaForCausalLM.from_pretrained(directory, dtype=torch.float32)
-    return {name: parameter.detach() for name, parameter in model.named_parameters()}
+    return {name: parameter.detach().to(DEVICE) for name, parameter in model.named_parameters()}
 
 
 def trainer(pipe: Connection, directory: str) -> None:
@@ -73,7 +79,7 @@ def trainer(pipe: Connection, directory: str) -> None:
     tensors = tensors_of(directory)
     source = TensorSource(tensors)
     senders = {
-        name: RefitSender(source, transport, 1, verify=verify)
+        name: RefitSender(source, transport, 1, verify=verify, device=DEVICE)
         for name, (transport, verify) in SENDERS.items()
     }
     groups = group_keys([(name, t.nbytes) for name, t in tensors.items()], GROUP_BYTES)
@@ -91,7 +97,7 @@ def trainer(pipe: Connection, directory: str) -> None:
                 more = value < len(groups)
                 pipe.send(owner.export({n: tensors[n] for n in groups[value]}) if more else None)
             else:
-                save_file({name: t.clone() for name, t in tensors.items()}, value)
+                save_file({name: t.cpu().clone() for name, t in tensors.items()}, value)
                 pipe.send(None)
     except EOFError:
         return
@@ -172,7 +178,7 @@ class Engine:
                 if handles is None:
                     return
                 # What the loader keeps must outlive the group's memory.
-                yield {name: rebuild(handle).clone() for name, handle in handles.items()}
+                yield {name: rebuild(handle, DEVICE).clone() for name, handle in handles.items()}
                 index += 1
 
         self.load(groups)
@@ -204,6 +210,8 @@ class Clock:
         """Run `way` once."""
         start, busy = time.perf_counter(), self._busy()
         way()
+        if DEVICE.type == "cuda":
+            torch.cuda.synchronize()
         if counts:
             self.seconds.setdefault(name, []).append(time.perf_counter() - start)
             self.cpu.setdefault(name, []).append(self._busy() - busy)
@@ -243,7 +251,9 @@ def measure(directory: str, rounds: int) -> Clock:
 def print_table(clock: Clock, num_bytes: int) -> None:
     """Print medians, and the median of the ratios to the own load just before."""
     print(f"\n{num_bytes / 1e9:.2f} GB of float32 into a real vLLM")
-    print(f"{'way':>16}  {'seconds':>8}  {'CPU s':>8}  {'GB/s':>6}  {'times its own load':>18}")
+    print(
+        f"{'way':>16}  {'seconds':>8}  {'CPU s':>8}  {'GB/s':>6}  {'to own load':>11}  {'floor':>5}"
+    )
     for name, times in clock.seconds.items():
         if name.startswith("own load beside"):
             continue
@@ -251,7 +261,9 @@ def print_table(clock: Clock, num_bytes: int) -> None:
         ratio = statistics.median(own / base for own, base in zip(times, bases, strict=True))
         seconds, cpu = statistics.median(times), statistics.median(clock.cpu[name])
         rate = num_bytes / seconds / 1e9
-        print(f"{name:>16}  {seconds:8.3f}  {cpu:8.3f}  {rate:6.2f}  {ratio:18.2f}")
+        floor = cpu / len(os.sched_getaffinity(0)) / statistics.median(bases)
+        row = f"{name:>16}  {seconds:8.3f}  {cpu:8.3f}  {rate:6.2f}  {ratio:11.2f}  {floor:5.2f}"
+        print(row)
 
 
 def main() -> None:

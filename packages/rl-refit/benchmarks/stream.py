@@ -10,8 +10,11 @@ are medians over the rounds, and ratios those of neighbours in time:
 - golden: `load` through files;
 - handles: a handle per tensor through a driver process, group by group, stop and wait.
 
+With `--device cuda` the tensors of both processes are on that GPU, `cuda_ipc` takes the place of
+shared memory, and `memcpy` and `copy` are copies within the GPU.
+
 The extra MB are what the two processes of `into` take at most beyond what they had before: the two
-buffers, which they share, and what Python and torch keep per tensor.
+buffers, which they share, and what Python and torch keep per tensor. GPU memory is not in them.
 """
 
 from __future__ import annotations
@@ -62,6 +65,11 @@ def make_equal(count: int, kilobytes: int) -> Tensors:
     return {f"layers.{i // 10}.w{i}": torch.randn(kilobytes * 250) for i in range(count)}
 
 
+def on(device: torch.device, tensors: Tensors) -> Tensors:
+    """Return the tensors on a device."""
+    return {name: tensor.to(device) for name, tensor in tensors.items()}
+
+
 def copy_into(target: Tensors) -> Callable[[list[tuple[str, torch.Tensor]]], None]:
     """Return a `load` that copies every tensor to where the engine has it."""
 
@@ -72,11 +80,11 @@ def copy_into(target: Tensors) -> Callable[[list[tuple[str, torch.Tensor]]], Non
     return load
 
 
-def serve(pipe: Connection, shapes: dict[str, torch.Size]) -> None:
+def serve(pipe: Connection, shapes: dict[str, torch.Size], device: torch.device) -> None:
     """Be the receiving process: do what the driver says until it says None."""
     torch.set_num_threads(1)
     # Not zeros, which take no memory until they are written.
-    target = {name: torch.ones(shape) for name, shape in shapes.items()}
+    target = {name: torch.ones(shape, device=device) for name, shape in shapes.items()}
     receiver = None
     version = 0
     while (order := pipe.recv()) is not None:
@@ -85,7 +93,8 @@ def serve(pipe: Connection, shapes: dict[str, torch.Size]) -> None:
             if receiver is not None:
                 receiver.close()
             into = target if kind == "into" else None
-            receiver, version = RefitReceiver(content, timeout_s=120, into=into), 0
+            receiver = RefitReceiver(content, timeout_s=120, device=device, into=into)
+            version = 0
         elif kind == "refit":
             assert receiver is not None
             version += 1
@@ -93,8 +102,17 @@ def serve(pipe: Connection, shapes: dict[str, torch.Size]) -> None:
             receiver.receive(version, copy_into(target), load_keeps=False)
             receiver.commit(version)
         else:
-            copy_into(target)([(name, rebuild(handle)) for name, handle in content.items()])
+            rebuilt = [(name, rebuild(handle, device)) for name, handle in content.items()]
+            copy_into(target)(rebuilt)
+            del rebuilt
+        finish(device)
         pipe.send("done")
+
+
+def finish(device: torch.device) -> None:
+    """Wait for what a GPU has yet to do."""
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
 
 
 class Driver:
@@ -103,10 +121,11 @@ class Driver:
     def __init__(self, tensors: Tensors) -> None:
         self.tensors = tensors
         self.bytes = sum(tensor.nbytes for tensor in tensors.values())
+        self.device = next(iter(tensors.values())).device
         context = mp.get_context("spawn")
         self.pipe, other = context.Pipe()
         shapes = {name: tensor.shape for name, tensor in tensors.items()}
-        self.process = context.Process(target=serve, args=(other, shapes))
+        self.process = context.Process(target=serve, args=(other, shapes, self.device))
         self.process.start()
         assert self.process.pid is not None
         self.pids = (os.getpid(), self.process.pid)
@@ -126,6 +145,14 @@ class Driver:
         self.pipe.send(("refit", None))
         sender.send(version)
         self.pipe.recv()
+
+    def timed(self, way: Callable[[], None]) -> float:
+        """Return the seconds of one turn."""
+        finish(self.device)
+        start = time.perf_counter()
+        way()
+        finish(self.device)
+        return time.perf_counter() - start
 
     def through_handles(self) -> None:
         """Hand every group's handles to the receiver, and wait for it."""
@@ -159,7 +186,8 @@ def make_places(tensors: Tensors) -> Tensors:
     """Return memory to copy each tensor to: more than a cache holds, and no second model."""
     total = sum(tensor.numel() for tensor in tensors.values())
     largest = max(tensor.numel() for tensor in tensors.values())
-    memory = torch.ones(max(largest, min(total, MOST_PLACES_BYTES // 4)))
+    device = next(iter(tensors.values())).device
+    memory = torch.ones(max(largest, min(total, MOST_PLACES_BYTES // 4)), device=device)
     places: Tensors = {}
     start = 0
     for name, tensor in tensors.items():
@@ -204,15 +232,16 @@ def measure(tensors: Tensors, rounds: int, bucket_bytes: int, *, slow_ways: bool
     """Return the median GB/s of each way, and median ratios to the copies just before it."""
     driver = Driver(tensors)
     target = make_places(tensors)
+    near = "cuda_ipc" if driver.device.type == "cuda" else "shm"
     limits: dict[str, Callable[[], None]] = {
         "memcpy": lambda: memcpy(tensors, target, 2),
         "copy": lambda: copy_all([(target[name], tensors[name]) for name in tensors]),
     }
     turns = {
-        "into": ("into", "shm", "none", bucket_bytes),
-        "into, verified": ("into", "shm", "digest", bucket_bytes),
-        "load": ("load", "shm", "none", None),
-        "load, verified": ("load", "shm", "digest", None),
+        "into": ("into", near, "none", bucket_bytes),
+        "into, verified": ("into", near, "digest", bucket_bytes),
+        "load": ("load", near, "none", None),
+        "load, verified": ("load", near, "digest", None),
     }
     if slow_ways:
         turns["golden"] = ("load", "golden", "digest", None)
@@ -223,18 +252,19 @@ def measure(tensors: Tensors, rounds: int, bucket_bytes: int, *, slow_ways: bool
             TensorSource(tensors),
             transport,
             bucket_bytes=size,
+            device=driver.device,
             verify=verify,  # pyright: ignore[reportArgumentType]
         ) as sender:
             driver.tell(kind, sender.address)
             extra[name] = extra_megabytes(driver.pids, lambda s=sender: driver.refit(s, 1))
             for version in range(2, rounds + 2):
                 for limit, way in limits.items():
-                    seconds.setdefault(f"{limit} beside {name}", []).append(timed(way))
-                own = timed(lambda s=sender, v=version: driver.refit(s, v))
+                    seconds.setdefault(f"{limit} beside {name}", []).append(driver.timed(way))
+                own = driver.timed(lambda s=sender, v=version: driver.refit(s, v))
                 seconds.setdefault(name, []).append(own)
     if slow_ways:
         driver.through_handles()
-        seconds["handles"] = [timed(driver.through_handles)]
+        seconds["handles"] = [driver.timed(driver.through_handles)]
     driver.close()
     row = summarise(driver.bytes, seconds, list(turns))
     row["sender's extra MB"], row["receiver's extra MB"] = extra["into"]
@@ -260,19 +290,13 @@ def summarise(num_bytes: int, seconds: dict[str, list[float]], names: list[str])
     return row
 
 
-def timed(way: Callable[[], None]) -> float:
-    """Return the seconds of one turn."""
-    start = time.perf_counter()
-    way()
-    return time.perf_counter() - start
-
-
 def parse_options() -> argparse.Namespace:
     """Return the options of the command line."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--out", type=Path, default=Path("runs/benchmarks"))
     parser.add_argument("--quick", action="store_true", help="100 MB alone")
     parser.add_argument("--large", action="store_true", help="4 GB as well")
+    parser.add_argument("--device", type=torch.device, default="cpu")
     parser.add_argument("--rounds", type=int, default=7)
     parser.add_argument("--bucket-mb", type=float, default=SMALL_BUCKET_BYTES / 2**20)
     return parser.parse_args()
@@ -287,15 +311,15 @@ def main() -> int:
     rows: list[Row] = []
     for megabytes in sizes:
         slow_ways = megabytes <= 1000
-        row = measure(make_tensors(megabytes), options.rounds, bucket_bytes, slow_ways=slow_ways)
+        tensors = on(options.device, make_tensors(megabytes))
+        row = measure(tensors, options.rounds, bucket_bytes, slow_ways=slow_ways)
         rows.append({"MB": megabytes, **row})
     report("stream", "GB/s of float32 layers, and ratios side by side", rows, options.out)
     if not options.quick:
         shapes: list[Row] = []
         for count, kilobytes in [(1, 1_000_000), (10_000, 100)]:
-            row = measure(
-                make_equal(count, kilobytes), options.rounds, bucket_bytes, slow_ways=False
-            )
+            tensors = on(options.device, make_equal(count, kilobytes))
+            row = measure(tensors, options.rounds, bucket_bytes, slow_ways=False)
             shapes.append({"tensors": count, "kB each": kilobytes, **row})
         report("stream_shapes", "GB/s of one tensor and of many", shapes, options.out)
     if options.large:
