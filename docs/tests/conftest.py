@@ -4,7 +4,7 @@ from pathlib import Path
 import pytest
 
 # Tests import the modules beside them.
-sys.path.insert(0, str(Path(__file__).parent))
+sys.path[:0] = [str(Path(__file__).parent), str(Path(__file__).parents[2])]
 
 
 @pytest.fixture(scope="session")

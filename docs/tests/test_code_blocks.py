@@ -16,6 +16,8 @@ from rl_interfaces import PolicyConfig, resolve_policy_config
 from rl_policy.config import RunConfig
 from rl_policy.config_loading import load_run_config
 
+from checks import changed
+
 # Of minutes on a machine that does nothing else: what hangs ends.
 PAGE_LIMIT_S = 900
 ENVIRONMENT = {
@@ -153,6 +155,12 @@ def test_a_program_with_vllm_runs(name, workspace):
     pytest.importorskip("vllm")
     (block,) = [block for block in blocks_of(ROOT / name) if needs_vllm(block)]
     run_page(steps_of(block)[0], os.environ | ENVIRONMENT | VLLM_ENVIRONMENT)
+
+
+@pytest.mark.parametrize("name", NEEDS_VLLM)
+def test_a_change_of_a_page_with_vllm_runs_it(name):
+    matrix = json.loads(changed.job_matrix(changed.touched_packages([name]), [name]))
+    assert matrix["vllm"]
 
 
 def check_files_are_read(blocks, steps):

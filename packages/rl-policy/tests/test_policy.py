@@ -149,9 +149,10 @@ def test_logprobs_equal_plain_transformers(policy, plain_model):
     torch.testing.assert_close(reference, expected, **LOGPROB_TOLERANCE)
 
 
-def test_topk_logits_equal_plain_transformers(policy, plain_model):
+@pytest.mark.parametrize("micro_batch_size", [1, 2, None])
+def test_topk_logits_equal_plain_transformers(policy, plain_model, micro_batch_size):
     data = batch([9, 2, 5, 7, 1])
-    top = policy.get_topk_logits(data, 3, micro_batch_size=1)
+    top = policy.get_topk_logits(data, 3, micro_batch_size=micro_batch_size)
     assert top["topk_logits"].shape == top["topk_indices"].shape == (5, 9, 3)
     for row, length in enumerate(data["input_lengths"].tolist()):
         with torch.no_grad():
