@@ -15,22 +15,23 @@ class Party:
 
     def __getattr__(self, method):
         def call(*args, **kwargs):
-            if method in self._failing:
-                raise RefitError(f"{self._name} cannot {method}")
-            self._calls.append(" ".join([self._name, method, *kwargs.get("tags", [])]))
+            told = " ".join([method, *kwargs.get("tags", [])])
+            if told in self._failing:
+                raise RefitError(f"{self._name} cannot {told}")
+            self._calls.append(f"{self._name} {told}")
             return {"refit_s": 0.5}
 
         return call
 
 
-def enter(*, version, link_fails=(), engines_fail=()):
+def enter(*, version, fails_with=None, policy_fails=(), link_fails=(), engines_fail=()):
     calls = []
     parties = [
-        Party("policy", calls),
+        Party("policy", calls, policy_fails),
         Party("engines", calls, engines_fail),
         Party("link", calls, link_fails),
     ]
-    fails = pytest.raises(RefitError, match="link cannot refit") if link_fails else nullcontext()
+    fails = pytest.raises(RefitError, match=fails_with) if fails_with else nullcontext()
     with fails as raised, engines_on_device(*parties, version=version) as report:
         calls.append(f"sample, {report}")
     return calls, raised
@@ -53,7 +54,8 @@ def test_the_device_changes_hands(version):
 
 
 def test_after_a_failed_refit_engines_give_the_device_back():
-    calls, _ = enter(version=3, link_fails=["refit"])
+    calls, raised = enter(version=3, fails_with="link cannot refit", link_fails=["refit"])
+    assert not hasattr(raised.value, "__notes__")
     assert calls == [
         "policy offload_before_refit",
         "engines prepare_for_generation weights",
@@ -62,6 +64,36 @@ def test_after_a_failed_refit_engines_give_the_device_back():
 
 
 def test_engines_that_cannot_sleep_do_not_hide_why_the_refit_failed():
-    _, raised = enter(version=3, link_fails=["refit"], engines_fail=["finish_generation"])
+    _, raised = enter(
+        version=3,
+        fails_with="link cannot refit",
+        link_fails=["refit"],
+        engines_fail=["finish_generation"],
+    )
     (note,) = raised.value.__notes__
     assert note == "the engines do not sleep: RefitError: engines cannot finish_generation"
+
+
+def test_engines_that_cannot_wake_for_a_refit_give_the_device_back():
+    calls, _ = enter(
+        version=3,
+        fails_with="engines cannot prepare_for_generation weights",
+        engines_fail=["prepare_for_generation weights"],
+    )
+    assert calls == ["policy offload_before_refit", "engines finish_generation"]
+
+
+@pytest.mark.parametrize("version", [3, None])
+@pytest.mark.parametrize(
+    "failing",
+    [
+        {"policy_fails": ["offload_after_refit"]},
+        {"engines_fail": ["prepare_for_generation kv_cache"]},
+    ],
+)
+def test_what_fails_after_the_refit_says_that_the_version_is_there(version, failing):
+    calls, raised = enter(version=version, fails_with="cannot", **failing)
+    assert calls[-1] == "engines finish_generation"
+    notes = getattr(raised.value, "__notes__", [])
+    assert len(notes) == bool(version)
+    assert all("have taken version 3" in note for note in notes)

@@ -61,6 +61,7 @@ def build(*, is_colocated, keeps_weights=True, answers=(), **options):
 
 def refit(version):
     return [
+        "policy.require_ready_to_send()",
         f"engines.begin_update({version})",
         f"engines.update({version})",
         f"policy.send_weights({version})",
@@ -154,8 +155,16 @@ def test_a_refit_that_failed_on_a_shared_device_is_repeated_by_entering_again():
     calls.clear()
     with sampler.after_step(0):
         assert engines.weight_version == 0
-    assert calls[2:7] == refit(0)
+    assert calls[2:8] == refit(0)
     assert calls[-1] == "policy.prepare_for_lp_inference()"
+
+
+def test_a_policy_that_may_not_send_keeps_no_engine_waiting():
+    failure = RuntimeError("the model is not there")
+    calls, _, sampler = build(is_colocated=False, answers={"require_ready_to_send": failure})
+    with pytest.raises(RuntimeError, match="not there"), sampler.after_step(0):
+        pytest.fail("nothing may be sampled")
+    assert calls == ["policy.require_ready_to_send()"]
 
 
 def test_the_workers_own_sampler_is_the_policy():

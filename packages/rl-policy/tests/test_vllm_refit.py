@@ -261,6 +261,36 @@ def test_a_refit_that_is_given_up_for_sleep_can_be_repeated(
     assert versions == {next_version}
 
 
+def load_one_and_forget(worker, exported):
+    """Leave a reload open of which vLLM knows nothing any more."""
+    name, tensor = next(iter(exported.items()))
+    worker.start_weight_update()
+    rl_refit.vllm.load(worker, [(name, tensor)])
+    worker.worker._weight_update_active = False
+    with pytest.raises(rl_refit.RefitError, match="outside start_weight_update"):
+        rl_refit.vllm.load(worker, [(name, tensor)])
+    return worker.weight_transfer_engine._reloading
+
+
+def test_a_reload_that_vllm_has_forgotten_is_given_up_by_the_next(
+    engines, model, tokenizer, next_version
+):
+    change(model, seed=14)
+    state = model.state_dict()
+    name = "model.layers.0.self_attn.k_proj.weight"
+    wrong = {name: torch.full_like(state[name], 7.0)}
+    assert on_workers_of(engines, 0, load_one_and_forget, wrong) == [True]
+    engines.prepare_refit_info(info_of(model))
+    with handles.HandleOwner() as owner:
+        engines.begin_update(next_version)
+        assert on_workers_of(engines, 0, placeholders) == [[]]
+        engines.update_weights({"this machine": owner.export(state)})
+        engines.commit_update(next_version)
+    error, versions = mismatch(engines, model, tokenizer)
+    assert error < TOLERANCE
+    assert versions == {next_version}
+
+
 def info_of(model):
     return {name: (tuple(t.shape), t.dtype) for name, t in model.state_dict().items()}
 

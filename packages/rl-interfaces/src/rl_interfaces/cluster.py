@@ -18,7 +18,11 @@ class Cluster(Protocol):
         ...
 
     def get_master_address_and_port(self) -> tuple[str, int]:
-        """Return the address of rank 0's node and a port that is free there."""
+        """Return the address of rank 0's node and a port that is free there.
+
+        It is for a group of one's own, such as that of `init_collective`. The ranks of a policy
+        meet at a port that rank 0 holds for itself.
+        """
         ...
 
     def shutdown(self) -> None:

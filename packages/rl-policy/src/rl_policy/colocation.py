@@ -32,19 +32,28 @@ def engines_on_device(
         The report of the refit, None where there was none.
 
     Raises:
-        RefitError: The refit failed; nothing is lost. The policy stays in `refitting`, and the
-            engines sleep and refuse to sample. Enter again with the same version to repeat the
-            refit, or call `policy.prepare_for_training` to go on without.
+        RefitError: The refit failed; nothing is lost. The engines sleep and refuse to sample. Enter
+            again with the same version to repeat the refit, or call `policy.prepare_for_training`
+            to go on without.
+        Exception: Engines could not wake, or the policy not make room. The engines sleep. Where
+            they have the version already, a note says so: it cannot be sent a second time.
     """
     policy.offload_before_refit()
-    engines.prepare_for_generation(tags=["weights"])
+    report = None
     try:
-        report = None if version is None else link.refit(version)
+        engines.prepare_for_generation(tags=["weights"])
+        if version is not None:
+            report = link.refit(version)
+        policy.offload_after_refit()
+        engines.prepare_for_generation(tags=["kv_cache"])
     except Exception as error:
         _put_to_sleep(engines, error)
+        if report is not None:
+            error.add_note(
+                f"the engines have taken version {version}: enter again with version=None, or, "
+                "where their sleep drops the weights (sleep_level=2), with a newer version"
+            )
         raise
-    policy.offload_after_refit()
-    engines.prepare_for_generation(tags=["kv_cache"])
     try:
         yield report
     finally:

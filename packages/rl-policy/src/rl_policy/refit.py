@@ -75,7 +75,9 @@ class WeightLink:
         Raises:
             RefitError: A sender or a receiver failed, or did not answer in time.
             ValueError: `version` is not newer than what the engines have.
+            ResidencyError: The policy's model is not on the device; the engines are as they were.
         """
+        self._policy.require_ready_to_send()
         self._engines.begin_update(version)
         receiving = self._engines.update(version)
         try:

@@ -54,12 +54,21 @@ class WeightCalls(PolicyParts):
             RefitError: A receiver failed or did not answer in time. Call again, for all of them.
             ResidencyError: The model is not on the device.
         """
-        self._require_sending()
-        self._residency.require("send_weights")
+        self.require_ready_to_send()
         # A rank whose receiver fails still takes part in the others' gathers.
         call = self._group.submit_all("send_weights", version)
         reports = self._group.wait(call, grace_s=self.config["timeout_s"])
         return weight_transfer.merge_reports(reports, self._receivers)
+
+    def require_ready_to_send(self) -> None:
+        """Raise what `send_weights` would before it begins, that is before a receiver waits for it.
+
+        Raises:
+            NotImplementedError: The backend has no weights to send.
+            ResidencyError: The model is not on the device.
+        """
+        self._require_sending()
+        self._residency.require("send_weights")
 
     def init_collective(self, ip: str, port: int, world_size: int) -> list[ray.ObjectRef]:
         """Let rank 0 meet `world_size - 1` inference ranks; the futures are not waited for.
@@ -83,15 +92,13 @@ class WeightCalls(PolicyParts):
         Args:
             _refit_buffer_size_gb: The buffer in GiB. None: the smallest free memory of any rank.
         """
-        self._require_sending()
-        self._residency.require("send_weights")
+        self.require_ready_to_send()
         answers = self._group.run_all("prepare_weights_for_ipc")
         return weight_transfer.group_for_ipc(answers, limit_gib=_refit_buffer_size_gb)
 
     def get_weights_ipc_handles(self, keys: list[str]) -> dict[str, Any]:
         """Return `{device id: {name: handle}}` of one group; those of the call before expire."""
-        self._require_sending()
-        self._residency.require("send_weights")
+        self.require_ready_to_send()
         answers = self._group.run_all("get_weights_ipc_handles", keys)
         return {device: handles for answer in answers for device, handles in answer.items()}
 
@@ -102,8 +109,7 @@ class WeightCalls(PolicyParts):
 
     def broadcast_weights_for_collective(self) -> list[ray.ObjectRef]:
         """Broadcast every tensor, in order; the futures are not waited for."""
-        self._require_sending()
-        self._residency.require("send_weights")
+        self.require_ready_to_send()
         return self._group.submit_all("broadcast_weights_for_collective").refs
 
     def _require_sending(self) -> None:

@@ -97,8 +97,10 @@ class RefitReceiver(Closing):
         then fails is heard, and not taken for one whose refit this side has missed.
         """
         self._catch_up()
-        if self._session is not None and self._session.channel.has_hung_up():
-            self._disconnect()
+        if self._session is not None:
+            has_failed = any(isinstance(message, Failure) for message in self._session.early)
+            if has_failed or self._session.channel.has_hung_up():
+                self._disconnect()
         self._is_caught_up = True
 
     def begin(self, version: int) -> None:
@@ -317,8 +319,16 @@ class RefitReceiver(Closing):
                     raise RefitError(told, rank=self._rank)
 
     def _catch_up(self) -> None:
-        """Take in what the sender has said since the last call."""
-        while self._session is not None and self._session.channel.has_input():
+        """Take in what the sender has said since the last call.
+
+        What is for `receive` stays, and so does all behind it: a sender that has failed says so
+        and hangs up, and the hang-up ends the session.
+        """
+        while (
+            self._session is not None
+            and not self._session.early
+            and self._session.channel.has_input()
+        ):
             try:
                 message = self._session.channel.receive(Deadline(_GOODBYE_S))
             except ChannelClosed:
@@ -332,9 +342,10 @@ class RefitReceiver(Closing):
                     self._commit(version)
                 case Failure() if self._state == "loaded":
                     self._state, self._reason = "poisoned", f"the sender reports: {message.reason}"
+                case Commit():
+                    pass
                 case _:
                     self._session.early.append(message)
-                    return
 
     def _commit(self, version: int) -> None:
         if self._live is not None and not self._live.checked:

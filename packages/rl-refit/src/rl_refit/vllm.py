@@ -120,8 +120,7 @@ class RefitWeightTransferEngine(WeightTransferEngine[RefitInitInfo, RefitUpdateI
 
     def update_weights(self, update_info: dict[str, Any]) -> None:
         """Receive a version and load it."""
-        # The inherited one synchronises an accelerator, and a CPU has none. `receive` returns
-        # when the device has read the last bucket.
+        # The inherited one synchronises an accelerator, and a CPU has none.
         self.receive_weights(self.parse_update_info(update_info))
 
     def receive_weights(self, update_info: RefitUpdateInfo) -> None:
@@ -201,6 +200,9 @@ class RefitWeightTransferEngine(WeightTransferEngine[RefitInitInfo, RefitUpdateI
         finalize_layerwise_reload(self.model, self.model_config)
         for layer in tied:
             layer.quant_method.process_weights_after_loading(layer)
+        if self.device.type == "cuda":
+            # What fails on the device fails here, before the sender hears that all is loaded.
+            torch.cuda.current_stream(self.device).synchronize()
         self._reloading = False
 
     def _require_all(self) -> None:
@@ -342,7 +344,13 @@ def commit(worker: Any, version: int) -> int:
 
 
 def load(worker: Any, tensors: list[tuple[str, torch.Tensor]]) -> None:
-    """Load tensors that came another way, between `start_` and `finish_weight_update`."""
+    """Load tensors that came another way, between `start_` and `finish_weight_update`.
+
+    Raises:
+        RefitError: No update is open, so that nothing would end what is loaded.
+    """
+    if not worker._weight_update_active:
+        raise RefitError("load was called outside start_weight_update and finish_weight_update")
     engine = worker.weight_transfer_engine
     with set_current_vllm_config(worker.vllm_config):
         try:

@@ -20,6 +20,9 @@ from rl_refit.errors import RefitError
 def refit(llm: Any, version: int) -> list[dict[str, float]]:
     """Receive a version and load it on every worker, while its sender sends it.
 
+    Call it before the sender begins, or soon after: a sender that has failed before is not heard,
+    and the workers wait for the next refit until their `timeout_s` is over.
+
     It counts once the sender, or `rl_refit.vllm.commit` on every worker, has committed it.
 
     Args:
@@ -86,8 +89,8 @@ def start_update(worker: Any) -> None:
 
     vLLM begins anew only after it has finished. Which workers did differs where some have failed.
     """
+    import_module("rl_refit.vllm").abandon(worker)
     if worker._weight_update_active:
-        import_module("rl_refit.vllm").abandon(worker)
         worker.finish_weight_update()
     worker.start_weight_update()
 

@@ -92,7 +92,11 @@ class SendingSide(ABC):
         """Let `nbytes` bytes of the bucket's buffer be read; called before it is announced."""
 
     def close(self) -> None:  # noqa: B027 - most have nothing to do
-        """Let go of the memory. Receivers that still read it are not disturbed."""
+        """Let go of the memory.
+
+        Receivers that still read it are not disturbed. They have been given up, so that what they
+        read no longer matters where the transport uses the memory for the next set of receivers.
+        """
 
 
 class ReceivingSide(ABC):
