@@ -1,13 +1,19 @@
 """Tensors over a group that a driver names, between threads that stand for processes."""
 
+import socket
 import subprocess
 import sys
+import threading
+import time
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
 from rl_interfaces.backend.ports import ReservedPort
+from rl_refit import RefitError, RefitTimeoutError
 from rl_refit.broadcast import BroadcastGroup
+from rl_refit.deadline import Deadline
+from rl_refit.transports.collective import ProcessGroup
 
 
 @pytest.fixture
@@ -57,8 +63,40 @@ def test_every_tensor_arrives_bit_for_bit_every_time(num_receivers, port):
 
 
 def test_a_receiver_that_never_comes_is_an_error(port):
-    with pytest.raises(RuntimeError):
+    with pytest.raises(RefitError):
         join(0, 2, port, timeout_s=1)
+
+
+def test_a_trainer_that_never_comes_is_an_error(port):
+    with pytest.raises(RefitError):
+        join(1, 2, port, timeout_s=1)
+
+
+def test_a_port_that_is_taken_is_an_error_at_once(port):
+    with socket.create_server(("127.0.0.1", port)), pytest.raises(RefitError, match="cannot join"):
+        join(0, 2, port, timeout_s=60)
+
+
+def test_a_group_that_hangs_while_it_is_made_is_given_up_and_closed_if_it_ends(port, monkeypatch):
+    released, closed = threading.Event(), threading.Event()
+
+    class LateGroup(ProcessGroup):
+        def __init__(self, *arguments, limit_s):
+            released.wait()
+            super().__init__(*arguments[:-1], Deadline(30), limit_s=limit_s)
+
+        def close(self):
+            super().close()
+            closed.set()
+
+    monkeypatch.setattr("rl_refit.broadcast.ProcessGroup", LateGroup)
+    start = time.monotonic()
+    with pytest.raises(RefitTimeoutError, match=r"no group of 1 ranks within 0\.3 s"):
+        join(0, 1, port, timeout_s=0.3)
+    assert time.monotonic() - start < 5
+    assert not closed.is_set()
+    released.set()
+    assert closed.wait(30)
 
 
 def test_a_rank_outside_the_group_is_refused(port):

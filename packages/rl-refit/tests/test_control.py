@@ -195,6 +195,23 @@ def test_a_living_senders_directory_is_left_alone_and_a_dead_ones_removed(endpoi
     endpoint._private._lock = os.open(os.devnull, os.O_RDONLY)
 
 
+@pytest.mark.parametrize("host", [None, "127.0.0.1"])
+def test_an_endpoint_that_cannot_listen_leaves_nothing(tmp_path, monkeypatch, host):
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
+
+    def fail(listener, *where):
+        listeners.append(listener)
+        raise OSError("no room")
+
+    listeners = []
+    monkeypatch.setattr("rl_refit.endpoint._listen_unix", fail)
+    monkeypatch.setattr("rl_refit.endpoint._listen_tcp", fail)
+    with pytest.raises(OSError, match="no room"):
+        Endpoint(host=host)
+    assert list(tmp_path.iterdir()) == []
+    assert listeners[0].fileno() == -1
+
+
 def test_another_users_process_is_not_greeted(endpoint, monkeypatch):
     monkeypatch.setattr(os, "geteuid", lambda: 12345)
     sock = socket.socket(socket.AF_UNIX)

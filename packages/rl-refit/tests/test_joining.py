@@ -5,7 +5,7 @@ import threading
 import pytest
 from rl_refit.deadline import Deadline
 from rl_refit.errors import RefitError, RefitTimeoutError
-from rl_refit.joining import join_watching
+from rl_refit.joining import join_apart, join_watching
 
 
 class Side:
@@ -30,3 +30,41 @@ def test_what_a_transport_says_of_its_limit_comes_first():
 
     with pytest.raises(RefitError, match="cannot join the other side: nobody is at the port"):
         join_watching(Side(join), Deadline(0.1), lambda: None)
+
+
+def test_a_result_that_comes_too_late_is_discarded():
+    released, discarded = threading.Event(), threading.Event()
+    results = []
+
+    def join():
+        released.wait()
+        return "late"
+
+    def discard(result):
+        results.append(result)
+        discarded.set()
+
+    with pytest.raises(RefitTimeoutError, match=r"no group within 0\.1 s"):
+        join_apart(join, Deadline(0.1), "group", discard=discard)
+    assert results == []
+    released.set()
+    assert discarded.wait(10)
+    assert results == ["late"]
+
+
+def test_a_result_that_came_when_the_watch_raised_is_discarded():
+    started = threading.Event()
+    results = []
+
+    def join():
+        started.wait()
+        return "unwanted"
+
+    def watch():
+        started.set()
+        threading.Event().wait(0.1)
+        raise RefitError("killed")
+
+    with pytest.raises(RefitError, match="killed"):
+        join_apart(join, Deadline(10), "group", discard=results.append, watch=watch)
+    assert results == ["unwanted"]

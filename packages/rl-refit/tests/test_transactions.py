@@ -316,17 +316,6 @@ def test_a_transport_is_closed_with_its_sender(tensors, monkeypatch):
     assert closes.acquire(blocking=False)
 
 
-@pytest.mark.parametrize("kept", [None, "3"])
-def test_a_nccl_group_is_made_to_survive_errors(monkeypatch, kept):
-    name = "TORCH_NCCL_ASYNC_ERROR_HANDLING"
-    monkeypatch.delenv(name, raising=False)
-    if kept is not None:
-        monkeypatch.setenv(name, kept)
-    with collective._surviving_errors():
-        assert os.environ[name] == "2"
-    assert os.environ.get(name) == kept
-
-
 @pytest.mark.parametrize("transport", ["shm", "collective"])
 def test_who_knocks_without_the_token_disturbs_no_refit(tensors, transport, monkeypatch):
     with make_sender(tensors, transport, num_receivers=2) as sender:

@@ -19,6 +19,7 @@ import torch.distributed as dist
 from rl_refit import endpoint
 from rl_refit.closing import Closing
 from rl_refit.deadline import Deadline
+from rl_refit.joining import join_apart
 from rl_refit.transports.collective import ProcessGroup
 
 Info = Mapping[str, tuple[Sequence[int], torch.dtype]]
@@ -37,6 +38,9 @@ class BroadcastGroup(Closing):
         world_size: The inference ranks plus one.
         device: Where tensors are sent from and arrive.
         timeout_s: The most seconds that the construction, or one broadcast, may wait.
+
+    Raises:
+        RefitError: The others did not come in time, or the group cannot be made.
     """
 
     def __init__(
@@ -51,21 +55,29 @@ class BroadcastGroup(Closing):
     ) -> None:
         if not 0 <= rank < world_size:
             raise ValueError(f"rank={rank} is not within world_size={world_size}")
-        self._device = torch.device(device)
+        # With its index: the group is made in a thread whose current GPU is another.
+        self._device = torch.empty(0, device=device).device
         self._timeout = datetime.timedelta(seconds=timeout_s)
         self._rank = rank
-        store = dist.TCPStore(
-            ip, port, is_master=rank == 0, wait_for_workers=False, timeout=self._timeout
-        )
-        self._group: ProcessGroup | None = ProcessGroup(
-            store,
-            rank,
-            world_size,
-            "nccl" if self._device.type == "cuda" else "gloo",
-            endpoint.address_towards(ip, port),
-            self._device,
-            Deadline(timeout_s),
-            limit_s=timeout_s,
+        deadline = Deadline(timeout_s)
+
+        def join() -> ProcessGroup:
+            store = dist.TCPStore(
+                ip, port, is_master=rank == 0, wait_for_workers=False, timeout=self._timeout
+            )
+            return ProcessGroup(
+                store,
+                rank,
+                world_size,
+                "nccl" if self._device.type == "cuda" else "gloo",
+                endpoint.address_towards(ip, port),
+                self._device,
+                deadline,
+                limit_s=timeout_s,
+            )
+
+        self._group: ProcessGroup | None = join_apart(
+            join, deadline, f"group of {world_size} ranks", discard=ProcessGroup.close
         )
 
     def send(self, tensors: Iterable[tuple[str, torch.Tensor]]) -> None:

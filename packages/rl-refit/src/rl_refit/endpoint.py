@@ -28,15 +28,20 @@ class Endpoint:
         self.host = host
         self.directory: Path | None = None
         self._private: PrivateDirectory | None = None
-        if host is None:
-            self._private = PrivateDirectory(PREFIX, most_characters=_MOST_CHARACTERS)
-            self.directory = self._private.path
-            self.listener = _listen_unix(self.directory / "control")
-            self.address = f"unix:{self.directory / 'control'}"
-        else:
-            remove_abandoned(PREFIX)
-            self.listener = _listen_tcp(host)
-            self.address = f"tcp:{host}:{self.listener.getsockname()[1]}"
+        self.listener = socket.socket(socket.AF_UNIX if host is None else socket.AF_INET)
+        try:
+            if host is None:
+                self._private = PrivateDirectory(PREFIX, most_characters=_MOST_CHARACTERS)
+                self.directory = self._private.path
+                _listen_unix(self.listener, self.directory / "control")
+                self.address = f"unix:{self.directory / 'control'}"
+            else:
+                remove_abandoned(PREFIX)
+                _listen_tcp(self.listener, host)
+                self.address = f"tcp:{host}:{self.listener.getsockname()[1]}"
+        except BaseException:
+            self.close()
+            raise
 
     def close(self) -> None:
         """Stop listening and remove the directory."""
@@ -89,17 +94,13 @@ def forget(address: str, *, within_s: float = 0.0) -> None:
         remove_if_abandoned(directory)
 
 
-def _listen_unix(path: Path) -> socket.socket:
-    listener = socket.socket(socket.AF_UNIX)
+def _listen_unix(listener: socket.socket, path: Path) -> None:
     listener.bind(str(path))
     path.chmod(0o600)
     listener.listen(_BACKLOG)
-    return listener
 
 
-def _listen_tcp(host: str) -> socket.socket:
-    listener = socket.socket(socket.AF_INET)
+def _listen_tcp(listener: socket.socket, host: str) -> None:
     listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
     listener.bind((host, 0))
     listener.listen(_BACKLOG)
-    return listener

@@ -1,7 +1,8 @@
 """Temporary directories that are removed also after their owner was killed.
 
 The owner holds a lock on a file in there as long as it lives, so the next one to look sees that
-nobody is at home, and removes what was left behind.
+nobody is at home, and removes what was left behind. The lock goes last, so that a removal that is
+cut short is taken up again.
 """
 
 from __future__ import annotations
@@ -9,12 +10,18 @@ from __future__ import annotations
 import contextlib
 import fcntl
 import os
-import secrets
 import shutil
+import stat
 import tempfile
+import time
 from pathlib import Path
 
 from rl_refit.closing import Closing
+
+_LOCK, _EARLY_LOCK = "lock", "lock-early"
+
+_BIRTH_S = 300.0
+"""For how long a directory without a lock is taken for one that is just being made or removed."""
 
 
 class PrivateDirectory(Closing):
@@ -38,12 +45,16 @@ class PrivateDirectory(Closing):
         self._owner = os.getpid()
         self._lock: int | None = None
         self.path = Path(tempfile.mkdtemp(prefix=prefix, dir=root))
-        self._lock = _hold(self.path / "lock")
+        try:
+            self._lock = _hold(self.path)
+        except BaseException:
+            _remove(self.path)
+            raise
 
     def close(self) -> None:
         """Remove it; a forked process leaves it to its owner. May be called again."""
         if self._lock is not None and os.getpid() == self._owner:
-            shutil.rmtree(self.path, ignore_errors=True)
+            _remove(self.path)
             os.close(self._lock)
             self._lock = None
 
@@ -56,22 +67,55 @@ def remove_abandoned(prefix: str) -> None:
 
 
 def remove_if_abandoned(directory: Path) -> None:
-    """Remove a `PrivateDirectory` whose owner is dead; leave any other as it is."""
+    """Remove a `PrivateDirectory` whose owner is dead; leave any other as it is.
+
+    One without a lock, five minutes old, is of an owner that died while making or removing it. It
+    is removed if nothing else is in it.
+    """
     with contextlib.suppress(OSError):
-        if directory.lstat().st_uid != os.geteuid():
+        found = directory.lstat()
+        if not stat.S_ISDIR(found.st_mode) or found.st_uid != os.geteuid():
             return
-        descriptor = os.open(directory / "lock", os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW)
+        try:
+            descriptor = os.open(directory / _LOCK, os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW)
+        except FileNotFoundError:
+            if time.time() - found.st_mtime > _BIRTH_S:
+                _remove_emptied(directory, lock=_EARLY_LOCK)
+            return
         try:
             fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            shutil.rmtree(directory, ignore_errors=True)
+            _remove(directory)
         finally:
             os.close(descriptor)
 
 
-def _hold(path: Path) -> int:
+def _hold(directory: Path) -> int:
     # Locked under another name first: a lock that is there and free means that its owner is dead.
-    early = path.with_name(secrets.token_hex(4))
+    early = directory / _EARLY_LOCK
     descriptor = os.open(early, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
-    fcntl.flock(descriptor, fcntl.LOCK_EX)
-    early.rename(path)
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX)
+        early.rename(directory / _LOCK)
+    except BaseException:
+        os.close(descriptor)
+        raise
     return descriptor
+
+
+def _remove(directory: Path) -> None:
+    """Remove it as far as that can be done; the lock stays as long as anything else does."""
+    with contextlib.suppress(OSError):
+        for path in directory.iterdir():
+            if path.name == _LOCK:
+                continue
+            if path.is_dir() and not path.is_symlink():
+                shutil.rmtree(path, ignore_errors=True)
+            else:
+                path.unlink(missing_ok=True)
+        _remove_emptied(directory, lock=_LOCK)
+
+
+def _remove_emptied(directory: Path, *, lock: str) -> None:
+    if all(path.name == lock for path in directory.iterdir()):
+        (directory / lock).unlink(missing_ok=True)
+        directory.rmdir()

@@ -46,6 +46,8 @@ _EXIT_S = 5.0
 
 _ENDING: list[threading.Thread] = []
 
+_ENVIRONMENT = threading.Lock()
+
 
 class CollectiveTransport(Transport):
     """One broadcast per bucket; the next one is received while a bucket is loaded."""
@@ -72,6 +74,7 @@ class _CollectiveSender(SendingSide):
         size = context.num_buffers * context.buffer_bytes
         memory = torch.empty(size, dtype=torch.uint8, device=device)
         self.buffers = split_buffers(memory, context.num_buffers, context.buffer_bytes)
+        self._device = memory.device
         listener = socket.create_server((context.host, 0))
         self._port = listener.getsockname()[1]
         # The store lets anybody in who reaches it, and lists its keys to them: the prefix only
@@ -85,7 +88,7 @@ class _CollectiveSender(SendingSide):
             timeout=_timedelta(context.timeout_s),
             master_listen_fd=listener.detach(),
         )
-        self._group: ProcessGroup | None = None
+        self._membership = _Membership()
 
     def grant(self, rank: int) -> tuple[dict[str, Any], list[int]]:
         granted = {
@@ -102,25 +105,24 @@ class _CollectiveSender(SendingSide):
         host = str(self._context.host)
         # Not the server itself: it ends with `close`, and then whoever still waits here.
         store = _connect_store(host, self._port, deadline)
-        self._group = ProcessGroup(
-            dist.PrefixStore(self._prefix, store),
-            0,
-            len(self._context.ranks) + 1,
-            self._backend,
-            host,
-            self._context.device,
-            deadline,
-            limit_s=self._context.timeout_s + _MARGIN_S,
+        self._membership.enter(
+            ProcessGroup(
+                dist.PrefixStore(self._prefix, store),
+                0,
+                len(self._context.ranks) + 1,
+                self._backend,
+                host,
+                self._device,
+                deadline,
+                limit_s=self._context.timeout_s + _MARGIN_S,
+            )
         )
 
     def publish(self, bucket: int, nbytes: int, deadline: Deadline) -> None:
-        assert self._group is not None
-        self._group.broadcast(self.buffers[bucket % len(self.buffers)][:nbytes])
+        self._membership.broadcast(self.buffers[bucket % len(self.buffers)][:nbytes])
 
     def close(self) -> None:
-        if self._group is not None:
-            self._group.close()
-            self._group = None
+        self._membership.leave()
         self._store = None
         self.buffers = []
 
@@ -140,33 +142,34 @@ class _CollectiveReceiver(ReceivingSide):
         device = context.device if on_gpu else torch.device("cpu")
         memory = torch.empty(size, dtype=torch.uint8, device=device)
         self.buffers = split_buffers(memory, context.num_buffers, context.buffer_bytes)
+        self._device = memory.device
         self._expected: dict[int, Any] = {}
-        self._group: ProcessGroup | None = None
+        self._membership = _Membership()
 
     def join(self, deadline: Deadline) -> None:
         assert self._context.host is not None
         store = _connect_store(str(self._grant["host"]), int(self._grant["port"]), deadline)
-        self._group = ProcessGroup(
-            dist.PrefixStore(str(self._grant["prefix"]), store),
-            int(self._grant["group_rank"]),
-            int(self._grant["group_size"]),
-            str(self._grant["backend"]),
-            self._context.host,
-            self._context.device,
-            deadline,
-            limit_s=self._context.timeout_s + _MARGIN_S,
+        self._membership.enter(
+            ProcessGroup(
+                dist.PrefixStore(str(self._grant["prefix"]), store),
+                int(self._grant["group_rank"]),
+                int(self._grant["group_size"]),
+                str(self._grant["backend"]),
+                self._context.host,
+                self._device,
+                deadline,
+                limit_s=self._context.timeout_s + _MARGIN_S,
+            )
         )
 
     def expect(self, bucket: int, nbytes: int, deadline: Deadline) -> None:
-        assert self._group is not None
         if len(self.buffers) > 1 or bucket == 0:
             buffer = self.buffers[bucket % len(self.buffers)][:nbytes]
-            self._expected[bucket] = self._group.broadcast(buffer)
+            self._expected[bucket] = self._membership.broadcast(buffer)
 
     def fetch(self, bucket: int, nbytes: int, deadline: Deadline) -> torch.Tensor:
-        assert self._group is not None
         data = self.buffers[bucket % len(self.buffers)][:nbytes]
-        work = self._expected.pop(bucket, None) or self._group.broadcast(data)
+        work = self._expected.pop(bucket, None) or self._membership.broadcast(data)
         if work is not None:
             work.wait(_timedelta(deadline.remaining("broadcast", bucket=bucket)))
         return data
@@ -177,16 +180,43 @@ class _CollectiveReceiver(ReceivingSide):
 
     def close(self) -> None:
         self._expected.clear()
-        if self._group is not None:
-            self._group.close()
-            self._group = None
+        self._membership.leave()
+        self.buffers = []
+
+
+class _Membership:
+    """A side's part in a group. One that is entered late, after it was left, is closed."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._group: ProcessGroup | None = None
+        self._has_left = False
+
+    def enter(self, group: ProcessGroup) -> None:
+        with self._lock:
+            if not self._has_left:
+                self._group = group
+                return
+        group.close()
+
+    def broadcast(self, data: torch.Tensor) -> Any:
+        assert self._group is not None
+        return self._group.broadcast(data)
+
+    def leave(self) -> None:
+        with self._lock:
+            group, self._group = self._group, None
+            self._has_left = True
+        if group is not None:
+            group.close()
 
 
 class ProcessGroup:
     """A process group that no other part of the process knows of.
 
     Args:
-        deadline: Of the construction.
+        device: With the index of a GPU: the current one differs between threads.
+        deadline: Of the construction. Over NCCL nothing keeps it.
         limit_s: The most seconds of one broadcast, in this refit or a later one.
     """
 
@@ -206,11 +236,11 @@ class ProcessGroup:
         if backend == "nccl":
             options = dist.ProcessGroupNCCL.Options()
             options._timeout = limit
-            with torch.cuda.device(device), _surviving_errors():
-                self._group: Any = dist.ProcessGroupNCCL(store, rank, size, options)
+            with torch.cuda.device(device):
+                with _surviving_errors():
+                    self._group: Any = dist.ProcessGroupNCCL(store, rank, size, options)
                 # Now, as whoever makes the group is watched, and the first broadcast is not.
-                current = torch.device("cuda", torch.cuda.current_device())
-                self._group.eager_connect_single_device(current)
+                self._group.eager_connect_single_device(device)
         else:
             options = dist.ProcessGroupGloo._Options()
             options._timeout = limit
@@ -236,19 +266,22 @@ class ProcessGroup:
 def _surviving_errors() -> Generator[None]:
     """Let a NCCL group that is made within be aborted when a peer is lost, and nothing else.
 
-    Torch ends the process by default. It reads this variable when a group is made, see
+    Torch ends the process by default. The group's constructor reads this variable, see
     https://docs.pytorch.org/docs/stable/torch_nccl_environment_variables.html
+
+    Others wait meanwhile: nothing may be within that can hang.
     """
     name, abort_only = "TORCH_NCCL_ASYNC_ERROR_HANDLING", "2"
-    kept = os.environ.get(name)
-    os.environ[name] = abort_only
-    try:
-        yield
-    finally:
-        if kept is None:
-            del os.environ[name]
-        else:
-            os.environ[name] = kept
+    with _ENVIRONMENT:
+        kept = os.environ.get(name)
+        os.environ[name] = abort_only
+        try:
+            yield
+        finally:
+            if kept is None:
+                del os.environ[name]
+            else:
+                os.environ[name] = kept
 
 
 def _connect_store(host: str, port: int, deadline: Deadline) -> dist.Store:
