@@ -32,6 +32,15 @@ def test_what_a_transport_says_of_its_limit_comes_first():
         join_watching(Side(join), Deadline(0.1), lambda: None)
 
 
+def test_a_transport_that_keeps_the_limit_says_so_itself():
+    def join(deadline):
+        threading.Event().wait(deadline.remaining("anything") + 0.1)
+        deadline.remaining("seat at the table")
+
+    with pytest.raises(RefitTimeoutError, match=r"no seat at the table within 0\.1 s"):
+        join_watching(Side(join), Deadline(0.1), lambda: None)
+
+
 def test_a_result_that_comes_too_late_is_discarded():
     released, discarded = threading.Event(), threading.Event()
     results = []

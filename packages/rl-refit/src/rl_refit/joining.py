@@ -52,7 +52,8 @@ def join_apart(
         discard: Called with a result that nobody waits for any more.
 
     Raises:
-        RefitError: `join` raised a `RuntimeError`, or has not come to an end within the limit.
+        RefitError: `join` raised it or another `RuntimeError`.
+        RefitTimeoutError: `join` has not come to an end within the limit.
     """
     future: Future[_T] = Future()
     threading.Thread(target=_run, args=(join, future, discard), daemon=True).start()
@@ -66,6 +67,8 @@ def join_apart(
         raise
     try:
         return future.result()
+    except RefitError:
+        raise
     except RuntimeError as error:
         raise RefitError(f"cannot join the other side: {error}") from error
 

@@ -91,32 +91,20 @@ class _CollectiveSender(SendingSide):
         self._membership = _Membership()
 
     def grant(self, rank: int) -> tuple[dict[str, Any], list[int]]:
-        granted = {
+        return self._grant(self._context.ranks.index(rank) + 1), []
+
+    def join(self, deadline: Deadline) -> None:
+        self._membership.enter(_meet(self._grant(0), self._context, self._device, deadline))
+
+    def _grant(self, group_rank: int) -> dict[str, Any]:
+        return {
             "host": self._context.host,
             "port": self._port,
             "prefix": self._prefix,
             "backend": self._backend,
-            "group_rank": self._context.ranks.index(rank) + 1,
+            "group_rank": group_rank,
             "group_size": len(self._context.ranks) + 1,
         }
-        return granted, []
-
-    def join(self, deadline: Deadline) -> None:
-        host = str(self._context.host)
-        # Not the server itself: it ends with `close`, and then whoever still waits here.
-        store = _connect_store(host, self._port, deadline)
-        self._membership.enter(
-            ProcessGroup(
-                dist.PrefixStore(self._prefix, store),
-                0,
-                len(self._context.ranks) + 1,
-                self._backend,
-                host,
-                self._device,
-                deadline,
-                limit_s=self._context.timeout_s + _MARGIN_S,
-            )
-        )
 
     def publish(self, bucket: int, nbytes: int, deadline: Deadline) -> None:
         self._membership.broadcast(self.buffers[bucket % len(self.buffers)][:nbytes])
@@ -147,20 +135,7 @@ class _CollectiveReceiver(ReceivingSide):
         self._membership = _Membership()
 
     def join(self, deadline: Deadline) -> None:
-        assert self._context.host is not None
-        store = _connect_store(str(self._grant["host"]), int(self._grant["port"]), deadline)
-        self._membership.enter(
-            ProcessGroup(
-                dist.PrefixStore(str(self._grant["prefix"]), store),
-                int(self._grant["group_rank"]),
-                int(self._grant["group_size"]),
-                str(self._grant["backend"]),
-                self._context.host,
-                self._device,
-                deadline,
-                limit_s=self._context.timeout_s + _MARGIN_S,
-            )
-        )
+        self._membership.enter(_meet(self._grant, self._context, self._device, deadline))
 
     def expect(self, bucket: int, nbytes: int, deadline: Deadline) -> None:
         if len(self.buffers) > 1 or bucket == 0:
@@ -284,9 +259,27 @@ def _surviving_errors() -> Generator[None]:
                 os.environ[name] = kept
 
 
-def _connect_store(host: str, port: int, deadline: Deadline) -> dist.Store:
+def _meet(
+    grant: dict[str, Any],
+    context: SenderContext | ReceiverContext,
+    device: torch.device,
+    deadline: Deadline,
+) -> ProcessGroup:
+    """Return the group that `grant` lets into, once all its members are there."""
+    assert context.host is not None
     limit = _timedelta(deadline.remaining("store of the process group"))
-    return dist.TCPStore(host, port, is_master=False, timeout=limit)
+    # The sender connects too: the store that it serves ends with `close`, under whoever waits.
+    store = dist.TCPStore(str(grant["host"]), int(grant["port"]), is_master=False, timeout=limit)
+    return ProcessGroup(
+        dist.PrefixStore(str(grant["prefix"]), store),
+        int(grant["group_rank"]),
+        int(grant["group_size"]),
+        str(grant["backend"]),
+        context.host,
+        device,
+        deadline,
+        limit_s=context.timeout_s + _MARGIN_S,
+    )
 
 
 @atexit.register
