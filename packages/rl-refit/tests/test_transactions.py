@@ -17,10 +17,11 @@ from rl_refit import (
     TensorSource,
     VerificationError,
 )
-from rl_refit.control import MAGIC, NONCE
+from rl_refit.control import MAGIC, NONCE, Channel
 from rl_refit.deadline import Deadline
 from rl_refit.endpoint import dial
 from rl_refit.receivers import Receivers
+from rl_refit.sender import Session
 from rl_refit.transports import collective
 from rl_refit.transports.shm import ShmTransport
 
@@ -294,6 +295,27 @@ def test_a_sender_that_failed_since_the_refit_began_is_heard(tensors, transport,
             must(refit(sender, [engine], version))
             engine.receiver.commit(version)
         engine.receiver.close()
+
+
+def test_a_refit_that_failed_before_it_began_here_is_not_taken_for_the_next(tensors, monkeypatch):
+    with make_sender(tensors, num_receivers=2) as sender:
+        engines = [Engine(sender.address, rank) for rank in range(2)]
+        must(refit(sender, engines, 1))
+        for engine in engines:
+            engine.receiver.commit(1)
+        engines[0].receiver.close()
+        # Both as they may be for microseconds: the sender has not noticed that the first receiver
+        # is gone, nor the second that the sender has hung up behind its failure.
+        with monkeypatch.context() as patch:
+            patch.setattr(Session, "is_whole", lambda session: True)
+            with pytest.raises(RefitError, match="the receiver is gone"):
+                sender.send(2)
+            patch.setattr(Channel, "has_hung_up", lambda channel: False)
+            engines[1].receiver.catch_up()
+        must(refit(sender, engines, 2))
+        assert all(same(engine.weights, tensors) for engine in engines)
+        for engine in engines:
+            engine.receiver.close()
 
 
 def counted(monkeypatch, owner, name):
