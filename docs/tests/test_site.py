@@ -2,6 +2,7 @@
 
 import ast
 import re
+import tomllib
 
 import pytest
 from code_blocks import ROOT
@@ -66,6 +67,21 @@ def test_every_package_shows_its_public_names(pages):
         (package,) = (folder / "src").glob("*/__init__.py")
         shown = set(re.findall(rf'id="{package.parent.name}[\w.]*\.(\w+)"', text))
         assert set(public_names(package)) <= shown, folder.name
+
+
+def test_every_public_module_is_shown(pages):
+    shown, wanted = {}, {}
+    for folder in (ROOT / "packages").iterdir():
+        package = folder.name.replace("-", "_")
+        project = tomllib.loads((folder / "pyproject.toml").read_text())
+        modules = project.get("tool", {}).get("surface", {}).get("modules", [])
+        ids = re.findall(r'id="([\w.]+)"', pages[f"packages/{folder.name}.html"])
+        wanted[package] = set(modules)
+        shown[package] = {
+            module for module in modules if any(i.startswith(f"{package}.{module}.") for i in ids)
+        }
+    assert shown == wanted
+    assert any(wanted.values())
 
 
 @pytest.mark.parametrize(

@@ -44,6 +44,8 @@ class BigramEngine:
 class Bigrams(GenerationInterface):
     """Samples the next token from the row of the last one."""
 
+    contract_version = (1, 0)
+
     def __init__(self, engine, sampling):
         self.engine = engine
         self.sampling = DEFAULTS | sampling

@@ -4,6 +4,10 @@ import torch
 from bigram_generation import END, Bigrams, StateError
 
 
+class SaysNoVersion(Bigrams):
+    contract_version = None
+
+
 class ReturnsFloat64(Bigrams):
     def assemble(self, rows):
         output = super().assemble(rows)

@@ -5,6 +5,7 @@ import os
 import threading
 
 import torch
+import torch.distributed as dist
 from plain_policy_worker import CapableWorker, load_model, reward_of
 from rl_interfaces import LossInput, ParallelLayout, Residency, ResidencyError, ResidencyState
 
@@ -32,6 +33,12 @@ class OfTooManyRanks(CapableWorker):
     def validate_config(config, *, world_size, init_optimizer=True):
         CapableWorker.validate_config(config, world_size=world_size)
         return ParallelLayout(data_parallel=world_size, pipeline_parallel=2)
+
+
+class LeavingTheGroupOfOthers(CapableWorker):
+    def shutdown(self):
+        if dist.is_initialized():
+            dist.destroy_process_group()
 
 
 class EndingOnce(CapableWorker):
@@ -194,6 +201,31 @@ class SmallestFirst(CapableWorker):
         return {key: value.flip(-1) for key, value in top.items()}
 
 
+class WrongTopkInSmallMicroBatches(CapableWorker):
+    def get_topk_logits(self, data, k, micro_batch_size=None):
+        top = super().get_topk_logits(data, k)
+        top["topk_logits"] *= OFF if micro_batch_size == 1 else 1
+        return top
+
+
+class WrongScoresInSmallMicroBatches(CapableWorker):
+    def score(self, data, micro_batch_size=None):
+        return {"scores": super().score(data)["scores"] * (OFF if micro_batch_size == 1 else 1)}
+
+
+class HandingOutNothing(CapableWorker):
+    def get_weights_ipc_handles(self, keys):
+        (handles,) = super().get_weights_ipc_handles(keys).values()
+        return {self.report_device_id(): dict.fromkeys(handles, b"")}
+
+
+class ReferringInAnotherOrder(CapableWorker):
+    def get_reference_policy_logprobs(self, data, micro_batch_size=None):
+        scores = super().get_reference_policy_logprobs(data, micro_batch_size)
+        is_reversed = "row_id" in data and data["row_id"][0] > data["row_id"][-1]
+        return {key: value * (OFF if is_reversed else 1) for key, value in scores.items()}
+
+
 class ScoringTheFirstToken(CapableWorker):
     @torch.no_grad()
     def score(self, data, micro_batch_size=None):
@@ -347,6 +379,12 @@ class DrawingForTheReference(CapableWorker):
         return super().get_reference_policy_logprobs(data, micro_batch_size)
 
 
+class DrawingForScores(CapableWorker):
+    def score(self, data, micro_batch_size=None):
+        torch.rand(1)
+        return super().score(data)
+
+
 class DrawingInEvaluation(CapableWorker):
     def train(self, data, loss_fn, eval_mode=False, gbs=None, mbs=None):
         if eval_mode:
@@ -472,6 +510,7 @@ BROKEN_WORKERS = {
     "every_required_method_is_there": WithoutProfiling,
     "a_worker_says_where_it_is": OfAnotherRank,
     "a_layout_is_of_all_ranks": OfTooManyRanks,
+    "a_process_group_is_left_by_whoever_joined_it": LeavingTheGroupOfOthers,
     "shutting_down_twice_is_fine": EndingOnce,
     "a_worker_takes_its_threads_with_it": LeavingAThread,
     "unknown_keys_are_named": TakingAnyKey,
@@ -521,6 +560,11 @@ BROKEN_WORKERS = {
 BROKEN_IN_PART = [
     ("sizes_that_cannot_be_are_named", TakingZeroAsUnset),
     ("handles_are_of_the_workers_device", SendingEveryHandle),
+    ("handles_are_of_the_workers_device", HandingOutNothing),
+    ("topk_logits_equal_the_oracle", WrongTopkInSmallMicroBatches),
+    ("scores_equal_the_oracle", WrongScoresInSmallMicroBatches),
+    ("every_way_of_batching_gives_the_same_numbers", ReferringInAnotherOrder),
+    ("scoring_and_sampling_leave_no_trace", DrawingForScores),
     ("logprobs_are_zero_where_no_token_is_scored", ScoringPaddingForTheReference),
     ("the_reference_stays_the_initial_model", LoadingIntoItsReference),
     ("train_returns_what_it_documents", MisreportingItsSamples),

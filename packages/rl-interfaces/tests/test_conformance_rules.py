@@ -3,7 +3,15 @@
 import os
 
 import pytest
-from broken_workers import BROKEN_IN_PART, BROKEN_WORKERS, LEFT_OPEN, GrowingAPool, LeavingAFile
+from broken_workers import (
+    BROKEN_IN_PART,
+    BROKEN_WORKERS,
+    LEFT_OPEN,
+    GrowingAPool,
+    LeavingAFile,
+    LeavingTheGroupOfOthers,
+    ScoringIntoItsBatch,
+)
 from plain_conformance_case import plain_case
 from plain_policy_worker import PlainWorker
 from rl_interfaces.testing import (
@@ -93,6 +101,26 @@ def test_what_a_worker_lacks_is_named(tmp_path):
     assert "open_refit" in lacks["a_receiver_gets_the_weights_of_each_version"]
     assert "WorkerCase.ways" in lacks["every_way_of_batching_gives_the_same_numbers"]
     assert len(lacks) == 6
+
+
+def test_a_function_may_make_the_workers(tmp_path):
+    """What it makes is held to the optional rules too."""
+
+    def make(*arguments, **options):
+        return ScoringIntoItsBatch(*arguments, **options)
+
+    make.validate_config = ScoringIntoItsBatch.validate_config
+    report = check_worker(plain_case(tmp_path, make), directory=tmp_path)
+    assert report.broken == ["batches_are_not_written_into"]
+    assert {each.status for each in report.outcomes} == {Status.HOLDS, Status.BROKEN}
+
+
+def test_ranks_that_lose_one_another_leave_a_report(tmp_path):
+    names = [rule.name for rule in WORKER_RULES]
+    case = plain_case(tmp_path, LeavingTheGroupOfOthers)
+    first, *_, last = check_worker(case, directory=tmp_path, only=names[-2:]).outcomes
+    assert (first.status, last.status) == (Status.BROKEN, Status.NOT_RUN)
+    assert f"the ranks lost one another in {first.rule}" in last.text
 
 
 def test_what_a_case_lacks_is_named(tmp_path):

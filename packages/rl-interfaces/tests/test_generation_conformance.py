@@ -3,6 +3,7 @@
 import subprocess
 import sys
 from importlib import import_module
+from unittest import SkipTest
 
 import broken_generation as broken
 import pytest
@@ -19,6 +20,7 @@ from rl_interfaces.testing.generation_oracle import ERROR_PROBABILITY, chance_of
 
 # Each breaks the one rule, but where two have the same thing at their bottom.
 BROKEN = {
+    broken.SaysNoVersion: "the_contracts_version_is_declared",
     broken.ReturnsFloat64: "outputs_have_the_documented_keys_shapes_and_dtypes",
     broken.PadsWithTheEndToken: "a_row_is_its_prompt_its_completion_and_padding",
     broken.ScoresThePadding: "logprobs_are_zero_but_for_the_completion",
@@ -78,6 +80,24 @@ def test_a_backend_breaks_the_rule_that_it_is_made_to_break_alone(backend_class)
 
 def test_every_rule_has_a_backend_that_breaks_it():
     assert set(BROKEN.values()) == set(rule_names())
+
+
+def test_a_backend_that_no_config_names_needs_no_version():
+    case = WholeBigrams(broken.SaysNoVersion)
+    case.is_chosen_by_name = False
+    with pytest.raises(SkipTest, match="is_chosen_by_name: no config names the backend"):
+        check_rule("the_contracts_version_is_declared", case)
+
+
+@pytest.mark.parametrize("kit", ["generation", "transports"])
+def test_rules_that_python_leaves_out_are_not_said_to_hold(kit):
+    code = (
+        f"from rl_interfaces.testing import {kit} as kit\n"
+        "try: kit.check_rule(kit.rule_names()[0], None)\n"
+        "except RuntimeError as error: print(error)"
+    )
+    run = subprocess.run([sys.executable, "-O", "-c", code], check=True, stdout=subprocess.PIPE)
+    assert b"python -O leaves out the assertions" in run.stdout
 
 
 def test_what_a_backend_lacks_is_skipped_by_name():

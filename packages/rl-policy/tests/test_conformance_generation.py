@@ -57,6 +57,7 @@ class PolicyCase(LlamaCase):
     """The policy's own generation; it is its residency that sleeps."""
 
     state_error = ResidencyError
+    is_chosen_by_name = False
 
     def backend(self, **sampling):
         fields = sampling_of(sampling, self.end_token_id)

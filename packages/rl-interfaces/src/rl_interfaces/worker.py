@@ -49,7 +49,8 @@ class PolicyWorker(Protocol):
     """One rank of a training backend: a plain class, run by Ray, torchrun or multiprocessing.
 
     The process is described by torchrun's environment variables (`RANK`, `WORLD_SIZE`,
-    `LOCAL_RANK`, `MASTER_ADDR`, `MASTER_PORT`). Every rank gets every call. A backend registers its
+    `LOCAL_RANK`, `MASTER_ADDR`, `MASTER_PORT`). A worker joins the default process group unless the
+    process has, and leaves what it joined. Every rank gets every call. A backend registers its
     class in the entry-point group `rl_policy.workers` under a name, and is chosen by the config
     section `<name>_cfg` whose `enabled` is true.
 
@@ -170,7 +171,7 @@ class PolicyWorker(Protocol):
         ...
 
     def shutdown(self) -> None:
-        """Leave the process group and free what the worker holds."""
+        """Free what the worker holds, and leave the process group if the worker has joined it."""
         ...
 
 

@@ -27,12 +27,13 @@ from typing import TYPE_CHECKING, Any
 from unittest import SkipTest
 
 from rl_interfaces.generation import GenerationInterface
-from rl_interfaces.testing.report import check_each
+from rl_interfaces.testing.report import check_each, require_assertions
 
 if TYPE_CHECKING:
     import torch
 
 RULES = {
+    "contract": ("the_contracts_version_is_declared",),
     "outputs": (
         "outputs_have_the_documented_keys_shapes_and_dtypes",
         "a_row_is_its_prompt_its_completion_and_padding",
@@ -89,6 +90,8 @@ class GenerationCase(ABC):
             to generate. None for a backend that never sleeps: these rules are skipped.
         tolerance: The largest error of a log-probability in float32; kernels differ in the order
             of their sums.
+        is_chosen_by_name: Whether a config names the backend, which is then registered in the
+            entry-point group `rl_policy.generation` and says which contract it keeps.
         num_samples: Samples per statistical check. The probability that a right backend fails one
             is `generation_oracle.ERROR_PROBABILITY`, whatever the number.
     """
@@ -99,6 +102,7 @@ class GenerationCase(ABC):
     max_length: int
     state_error: type[Exception] | None = None
     tolerance: float = 1e-4
+    is_chosen_by_name: bool = True
     num_samples: int = 1000
 
     @abstractmethod
@@ -168,7 +172,9 @@ def check_rule(name: str, case: GenerationCase) -> None:
     Raises:
         AssertionError: The rule is broken; the message says how.
         SkipTest: The backend lacks what the rule is about; the message names it.
+        RuntimeError: Python runs without assertions.
     """
+    require_assertions()
     (group,) = (group for group, names in RULES.items() if name in names)
     lacking = _lacking(group, name, case)
     if lacking:
@@ -204,6 +210,8 @@ class GenerationConformance:
 
 
 def _lacking(group: str, name: str, case: GenerationCase) -> str:
+    if group == "contract" and not case.is_chosen_by_name:
+        return "is_chosen_by_name: no config names the backend"
     if "stop_string" in name and not isinstance(case, DecodesText):
         return "DecodesText: the backend knows no stop strings"
     if group == "refits" and not isinstance(case, ReceivesWeights):

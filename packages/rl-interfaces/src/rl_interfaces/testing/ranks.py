@@ -34,6 +34,9 @@ class Ranks:
         return all(self._gather(condition))
 
     def _gather(self, condition: bool) -> list[bool]:
+        # Without the group the gather would do nothing.
+        if not dist.is_initialized():
+            raise RuntimeError("the process group of the ranks is gone: a worker has left it")
         gathered = [condition] * self.world_size
         dist.all_gather_object(gathered, condition, group=self.verdicts)
         return gathered
@@ -49,12 +52,18 @@ def joined_ranks(*, timeout_s: float) -> Iterator[Ranks]:
         leaving.enter_context(_one_rank_unless_launched())
         environment = RankEnvironment.from_environment()
         if init_process_group(environment, timeout_s=timeout_s):
-            leaving.callback(dist.destroy_process_group)
+            leaving.callback(_leave)
         yield Ranks(
             rank=environment.rank,
             world_size=environment.world_size,
             verdicts=dist.new_group(backend="gloo", timeout=timedelta(seconds=timeout_s)),
         )
+
+
+def _leave() -> None:
+    # A worker that breaks a rule may have left it already.
+    if dist.is_initialized():
+        dist.destroy_process_group()
 
 
 @contextmanager

@@ -95,8 +95,15 @@ class Report:
 
 
 def run_rule(rule: Rule, subject: Any) -> Outcome:
-    """Return what becomes of `rule` where its subject is what it is called with."""
+    """Return what becomes of `rule` where its subject is what it is called with.
+
+    Args:
+        rule: One with `needs` is about an optional capability.
+        subject: Has a `require`, which raises `NotApplicable`, where a rule has `needs`.
+    """
     try:
+        if rule.needs is not None:
+            subject.require(rule.needs)
         rule.check(subject)
     except NotApplicable as lack:
         return Outcome(rule=rule.name, status=Status.NOT_APPLICABLE, text=str(lack))
@@ -120,6 +127,12 @@ def require_conformance(reports: Sequence[Report]) -> None:
     ]
     if failures:
         raise ConformanceError("\n\n".join(failures))
+
+
+def require_assertions() -> None:
+    """Raise a RuntimeError where rules that are written as `assert` would be left out."""
+    if not __debug__:
+        raise RuntimeError("python -O leaves out the assertions that the rules are made of")
 
 
 def check_each(names: Iterable[str], check: Callable[[str], None], *, subject: str) -> list[str]:

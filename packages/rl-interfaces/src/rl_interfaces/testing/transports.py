@@ -21,7 +21,7 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any, Protocol
 from unittest import SkipTest
 
-from rl_interfaces.testing.report import check_each
+from rl_interfaces.testing.report import check_each, require_assertions
 
 if TYPE_CHECKING:
     import torch
@@ -299,7 +299,9 @@ def check_rule(name: str, pair: Pair, *, num_cases: int = 20) -> None:
     Raises:
         AssertionError: The rule is broken; the message says how.
         SkipTest: The pair lacks what the rule is about; the message names it.
+        RuntimeError: Python runs without assertions.
     """
+    require_assertions()
     (group,) = (group for group, names in RULES.items() if name in names)
     if group == "kills" and not pair.is_for_processes:
         raise SkipTest("is_for_processes is false: nobody can be killed alone")

@@ -13,6 +13,7 @@ from torch import nn
 
 from rl_interfaces.loss import LossType
 from rl_interfaces.testing.expectations import expect, expect_close
+from rl_interfaces.testing.report import NotApplicable
 from rl_interfaces.testing.worker_batches import make_columns
 from rl_interfaces.testing.worker_case import merged
 from rl_interfaces.testing.worker_losses import LogprobLoss
@@ -78,6 +79,20 @@ class WorkerBench:
         self._num_paths = 0
 
     # Workers
+
+    @cached_property
+    def worker_type(self) -> type:
+        """The workers' class, also where the case names what makes them."""
+        made_by = self.worker_class
+        return made_by if isinstance(made_by, type) else type(self.worker)
+
+    def require(self, capability: type) -> None:
+        """Raise `NotApplicable` where the worker lacks methods of an optional capability."""
+        wanted = [name for name in dir(capability) if not name.startswith("_")]
+        missing = [name for name in wanted if not hasattr(self.worker_type, name)]
+        if missing:
+            lack = f"{self.worker_type.__name__} lacks {', '.join(missing)}"
+            raise NotApplicable(f"{lack} of rl_interfaces.{capability.__name__}")
 
     @property
     def worker(self) -> Any:

@@ -63,28 +63,21 @@ def check_worker(
 
 def _run(rules: list[Rule], bench: WorkerBench, ranks: Ranks) -> list[Outcome]:
     outcomes: list[Outcome] = []
-    at_odds = False
+    obstacle = ""
     for rule in rules:
-        if at_odds:
-            text = "the ranks were at odds over a rule before it"
-            outcomes.append(Outcome(rule=rule.name, status=Status.NOT_RUN, text=text))
+        if obstacle:
+            outcomes.append(Outcome(rule=rule.name, status=Status.NOT_RUN, text=obstacle))
             continue
-        outcome = _run_one(rule, bench)
+        outcome = run_rule(rule, bench)
         is_broken = outcome.status is Status.BROKEN
         if is_broken:
             bench.close()
-        at_odds = ranks.any(is_broken) and not ranks.all(is_broken)
+        try:
+            if ranks.any(is_broken) and not ranks.all(is_broken):
+                obstacle = "the ranks were at odds over a rule before it"
+        except Exception as error:
+            obstacle = f"the ranks lost one another in {rule.name}: {error}"
+            if not is_broken:
+                outcome = Outcome(rule=rule.name, status=Status.BROKEN, text=obstacle)
         outcomes.append(outcome)
     return outcomes
-
-
-def _run_one(rule: Rule, bench: WorkerBench) -> Outcome:
-    """Return the outcome of `rule`; without the capability that it needs, what is missing."""
-    if rule.needs is not None:
-        wanted = [name for name in dir(rule.needs) if not name.startswith("_")]
-        missing = [name for name in wanted if not hasattr(bench.case.worker_class, name)]
-        if missing:
-            name = getattr(bench.case.worker_class, "__name__", "the worker")
-            lack = f"{name} lacks {', '.join(missing)} of rl_interfaces.{rule.needs.__name__}"
-            return Outcome(rule=rule.name, status=Status.NOT_APPLICABLE, text=lack)
-    return run_rule(rule, bench)

@@ -9,6 +9,8 @@ from contextlib import suppress
 from itertools import pairwise
 from pathlib import Path
 
+import torch.distributed as dist
+
 from rl_interfaces.contract import CONTRACT_VERSION, check_contract_version
 from rl_interfaces.testing.expectations import expect
 from rl_interfaces.testing.report import NotApplicable, rule
@@ -56,6 +58,15 @@ def a_layout_is_of_all_ranks(bench: WorkerBench) -> None:
     """`validate_config` returns a layout of as many ranks as there are."""
     found = bench.layout.world_size
     expect(found == bench.ranks.world_size, f"{bench.layout} is of {found} ranks")
+
+
+@rule()
+def a_process_group_is_left_by_whoever_joined_it(bench: WorkerBench) -> None:
+    """A worker joins no second default process group, and stays in one that was there before."""
+    with bench.fresh(init_reference_model=False):
+        pass
+    text = "shutdown() has left the default process group, which the worker did not join"
+    expect(dist.is_initialized(), text)
 
 
 @rule()

@@ -13,6 +13,8 @@ from rl_interfaces.worker import RowScoringWorker, TopkLogitsWorker
 
 TOP = 3
 OTHER_TEMPERATURE = 0.7
+SIZES = (None, 1, 2)
+"""Rows of a micro-batch: what the worker takes by itself, and what it is told."""
 
 
 @rule()
@@ -116,10 +118,15 @@ def the_reference_stays_the_initial_model(bench: WorkerBench) -> None:
 
 @rule(needs=TopkLogitsWorker)
 def topk_logits_equal_the_oracle(bench: WorkerBench) -> None:
-    """The largest logits are the oracle's, largest first, and 0 at padding."""
+    """The largest logits are the oracle's, largest first, and 0 at padding, for any micro-batch."""
+    for size in SIZES:
+        _expect_topk(bench, size)
+
+
+def _expect_topk(bench: WorkerBench, size: int | None) -> None:
     columns = bench.scoring
     mine = bench.share(columns)
-    found = bench.worker.get_topk_logits(mine, TOP)
+    found = bench.worker.get_topk_logits(mine, TOP, micro_batch_size=size)
     values, indices = found["topk_logits"], found["topk_indices"]
     shape = (*mine["input_ids"].shape, TOP)
     expect(values.shape == indices.shape == shape, f"shapes {values.shape}, {indices.shape}")
@@ -131,25 +138,28 @@ def topk_logits_equal_the_oracle(bench: WorkerBench) -> None:
             logits = row_logits(bench.oracle, tokens, temperature=bench.case.temperature)
         top = logits.topk(TOP).values
         limit = {"atol": bench.tolerances.logprob}
-        expect_close(values[place, :length], top, f"row {row}", **limit)
+        what = f"row {row} with micro_batch_size={size}"
+        expect_close(values[place, :length], top, what, **limit)
         chosen = logits.gather(-1, indices[place, :length])
-        expect_close(chosen, top, f"the logits of row {row}'s indices", **limit)
+        expect_close(chosen, top, f"the logits of the indices of {what}", **limit)
         expect(not values[place, length:].any(), f"row {row} has logits at padding")
 
 
 @rule(needs=RowScoringWorker)
 def scores_equal_the_oracle(bench: WorkerBench) -> None:
-    """A reward model's scores are the oracle's, one per row."""
+    """A reward model's scores are the oracle's, one per row, for any micro-batch."""
     reward = bench.case.reward
     if reward is None:
         raise NotApplicable("the case names no reward model (`WorkerCase.reward`)")
     columns = bench.scoring
     mine = bench.share(columns)
     with bench.fresh(reward.settings, init_optimizer=False, init_reference_model=False) as worker:
-        found = worker.score(mine)["scores"]
+        scores = {size: worker.score(mine, micro_batch_size=size)["scores"] for size in SIZES}
     rows = zip(columns["input_ids"], columns["input_lengths"].tolist(), strict=True)
     with torch.no_grad():
         expected = torch.stack([reward.score(ids[:length]) for ids, length in rows])
     expect_unlike(expected[0], expected[1], "the scores of two rows")
-    expect(found.dtype == torch.float32, f"scores are {found.dtype}, not float32")
-    expect_close(found, expected[mine["row_id"]], "scores", atol=bench.tolerances.logprob)
+    for size, found in scores.items():
+        what = f"scores with micro_batch_size={size}"
+        expect(found.dtype == torch.float32, f"{what} are {found.dtype}, not float32")
+        expect_close(found, expected[mine["row_id"]], what, atol=bench.tolerances.logprob)

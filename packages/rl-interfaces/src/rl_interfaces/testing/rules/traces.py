@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -12,7 +13,7 @@ from rl_interfaces.testing.worker_bench import WorkerBench
 from rl_interfaces.testing.worker_losses import LogprobLoss
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Iterator
 
 
 @rule()
@@ -29,6 +30,9 @@ def scoring_and_sampling_leave_no_trace(bench: WorkerBench) -> None:
             worker.get_topk_logits(mine, 2)
 
     _expect_no_trace(bench, act)
+    with _reward_worker(bench) as worker:
+        if worker is not None:
+            _expect_random_state_kept(lambda: worker.score(mine))
 
 
 @rule()
@@ -63,15 +67,39 @@ def batches_are_not_written_into(bench: WorkerBench) -> None:
             worker.train(mine, LogprobLoss(), gbs=size)
 
         hold(train, "train", batch_size=size)
-    reward = bench.case.reward
-    if reward is not None and hasattr(bench.worker_class, "score"):
-        options: dict[str, Any] = {"init_optimizer": False, "init_reference_model": False}
-        with bench.fresh(reward.settings, **options) as worker:
+    with _reward_worker(bench) as worker:
+        if worker is not None:
             hold(worker.score, "score")
+
+
+@contextmanager
+def _reward_worker(bench: WorkerBench) -> Iterator[Any]:
+    """Give a worker that scores rows, None where there is none."""
+    reward = bench.case.reward
+    if reward is None or not hasattr(bench.worker_type, "score"):
+        yield None
+        return
+    options: dict[str, Any] = {"init_optimizer": False, "init_reference_model": False}
+    with bench.fresh(reward.settings, **options) as worker:
+        yield worker
 
 
 def _tensors(batch: Any) -> dict[str, torch.Tensor]:
     return {key: value for key, value in batch.items() if isinstance(value, torch.Tensor)}
+
+
+def _expect_random_state_kept(act: Callable[[], Any]) -> None:
+    """Call `act`, and raise if the state of a global generator of torch is another then."""
+    before = _random_states()
+    act()
+    after = _random_states()
+    kept = [torch.equal(old, new) for old, new in zip(before, after, strict=True)]
+    expect(all(kept), "the random state has moved")
+
+
+def _random_states() -> list[torch.Tensor]:
+    on_gpus = torch.cuda.get_rng_state_all() if torch.cuda.is_available() else []
+    return [torch.get_rng_state(), *on_gpus]
 
 
 def _expect_no_trace(bench: WorkerBench, act: Callable[[Any], Any]) -> None:
@@ -79,9 +107,7 @@ def _expect_no_trace(bench: WorkerBench, act: Callable[[Any], Any]) -> None:
     repeat = bench.tolerances.repeat
     with bench.fresh() as worker:
         before = worker.get_logprobs(mine)["logprobs"].clone()
-        random_state = torch.get_rng_state()
-        act(worker)
-        expect(torch.equal(random_state, torch.get_rng_state()), "the random state has moved")
+        _expect_random_state_kept(lambda: act(worker))
         after = worker.get_logprobs(mine)["logprobs"]
         result = bench.train(worker)
     expect_close(after, before, "get_logprobs", atol=repeat)

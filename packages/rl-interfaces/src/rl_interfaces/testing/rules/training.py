@@ -109,7 +109,7 @@ def micro_batches_do_not_change_training(bench: WorkerBench) -> None:
 
 @rule()
 def every_way_of_batching_gives_the_same_numbers(bench: WorkerBench) -> None:
-    """Packed and dynamic micro-batches score and train as padded ones do."""
+    """Packed and dynamic micro-batches score, for both models, and train as padded ones do."""
     ways = bench.case.ways
     if not ways:
         raise NotApplicable("the case names no other ways of batching (`WorkerCase.ways`)")
@@ -117,9 +117,11 @@ def every_way_of_batching_gives_the_same_numbers(bench: WorkerBench) -> None:
     size = bench.global_batch_size
     for name, way in ways.items():
         make = way.make_batches
-        with bench.fresh(way.settings, init_reference_model=False) as worker:
+        with bench.fresh(way.settings) as worker:
             mine = bench.share(bench.scoring, make_batches=make)
             bench.expect_logprobs(worker.get_logprobs(mine)["logprobs"], expected, mine, name)
+            reference = worker.get_reference_policy_logprobs(mine)["reference_logprobs"]
+            bench.expect_logprobs(reference, expected, mine, f"{name}: the reference")
             batch = bench.share(bench.training, batch_size=size, make_batches=make)
             result = worker.train(batch, LogprobLoss(), gbs=size)
             parameters = bench.exported(worker)
