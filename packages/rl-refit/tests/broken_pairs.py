@@ -1,6 +1,8 @@
 """Transports with their two ends, each of which breaks one rule of the conformance kit."""
 
+import os
 import tempfile
+import threading
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -138,6 +140,34 @@ class LeavesFiles(Broken):
     def open_receiver(self, address, rank=0, **options):
         tempfile.mkstemp()
         return super().open_receiver(address, rank, **options)
+
+
+class CommitsWhatFailed(Broken):
+    class receiver_class(RefitReceiver):
+        def receive(self, version, load=None, **options):
+            try:
+                return super().receive(version, load, **options)
+            except RefitError:
+                self._commit(version)
+                raise
+
+
+class HangsWhereOthersFail(Broken):
+    class receiver_class(RefitReceiver):
+        def receive(self, version, load=None, **options):
+            try:
+                return super().receive(version, load, **options)
+            except RefitError:
+                threading.Event().wait()
+
+
+class DiesWhereOthersFail(Broken):
+    class receiver_class(RefitReceiver):
+        def receive(self, version, load=None, **options):
+            try:
+                return super().receive(version, load, **options)
+            except RefitError:
+                os._exit(1)
 
 
 class LeavesSharedMemory(Broken):

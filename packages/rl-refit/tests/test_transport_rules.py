@@ -2,7 +2,7 @@
 
 import broken_pairs as broken
 import pytest
-from rl_interfaces.testing import transports_leftovers
+from rl_interfaces.testing import transports_kills, transports_leftovers
 from rl_interfaces.testing.transports import RULES, check_rule, rule_names
 from rl_refit import digest, outbound
 
@@ -105,6 +105,23 @@ def test_a_digest_without_positions_does_not_find_swapped_rows(monkeypatch):
 def test_what_a_killed_process_leaves_is_found(rule):
     with pytest.raises(AssertionError, match="left something"):
         check_rule(rule, broken.LeavesFiles(), num_cases=1)
+
+
+@pytest.mark.timeout(120)
+@pytest.mark.parametrize("rule", RULES["kills"])
+@pytest.mark.parametrize(
+    ("pair", "told"),
+    [
+        (broken.CommitsWhatFailed, "counts, and nobody committed it"),
+        (broken.HangsWhereOthersFail, "it hangs: no answer within 10 s"),
+        (broken.DiesWhereOthersFail, "a survivor ended with None"),
+    ],
+)
+def test_a_survivor_of_a_kill_is_held_to_what_it_does(monkeypatch, rule, pair, told):
+    monkeypatch.setattr(transports_kills, "PATIENCE_S", 10.0)
+    with pytest.raises(AssertionError, match=told):
+        # One of so many kills comes in time.
+        check_rule(rule, pair(), num_cases=10)
 
 
 def test_every_rule_has_a_pair_that_breaks_it():

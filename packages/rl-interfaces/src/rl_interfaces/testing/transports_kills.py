@@ -208,6 +208,12 @@ class Cluster:
         for actor in (self.sender, *self.receivers):
             actor.join()
 
+    def abandon(self) -> None:
+        """End all processes without waiting for what they do."""
+        for actor in (self.sender, *self.receivers):
+            actor.process.kill()
+            actor.process.join(LIMIT_S)
+
     def _survived(self, survivors: Sequence[Actor], receivers: Sequence[Actor]) -> bool:
         """Fail if a survivor hangs, dies or commits; return whether the refit failed for one."""
         answers = [survivor.answer() for survivor in survivors]
@@ -235,14 +241,18 @@ def _drill(
     failed = 0
     with private_tempdir() as directory:
         cluster = Cluster(pair, directory)
-        cluster.good_refit()
-        alive = len(list(directory.iterdir()))
-        for case in range(num_cases):
-            failed += kill(cluster, random.Random(f"{victim} {case}"))
-            left = sorted(path.name for path in directory.iterdir())
-            assert len(left) <= alive, f"the {victim} that was killed left something: {left}"
+        try:
             cluster.good_refit()
-        cluster.close()
+            alive = len(list(directory.iterdir()))
+            for case in range(num_cases):
+                failed += kill(cluster, random.Random(f"{victim} {case}"))
+                left = sorted(path.name for path in directory.iterdir())
+                assert len(left) <= alive, f"the {victim} that was killed left something: {left}"
+                cluster.good_refit()
+            cluster.close()
+        except BaseException:
+            cluster.abandon()
+            raise
         left = sorted(path.name for path in directory.iterdir())
         left += sorted(str(path) for path in cluster.segments if path.exists())
         assert not left, f"left behind: {left}"
