@@ -114,7 +114,10 @@ def test_it_passes_the_conformance_kit(example_path):
     command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "tests"]
     result = subprocess.run(command, cwd=EXAMPLE, capture_output=True, text=True, timeout=200)
     assert result.returncode == 0, result.stdout
-    assert "TestPlainBackend: 42 passed, 6 skipped" in result.stdout
+    (told,) = [line for line in result.stdout.splitlines() if "TestPlainBackend: " in line]
+    assert "failed" not in told
+    skipped = [line for line in result.stdout.splitlines() if line.startswith("  skipped: ")]
+    assert len(skipped) == 6, result.stdout
 
 
 def test_it_trains_through_the_policy(policy, model, tmp_path):
