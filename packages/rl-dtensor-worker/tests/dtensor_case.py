@@ -5,15 +5,17 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from functools import partial
 
+import peft
 import torch
 from rl_batched_data import BatchedDataDict
 from rl_dtensor_worker import DTensorPolicyWorker
-from rl_interfaces.testing import RewardCase, Way, WorkerCase
+from rl_interfaces.testing import AdapterCase, RewardCase, ScheduleCase, Way, WorkerCase
 from rl_refit import RefitReceiver
 from tiny_model import build_tokenizer, make_config
 from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification
 
 LIMIT_S = 60
+RATE, DECAY_CALLS = 1e-3, 8
 BUDGET = 24
 SECTIONS = {
     "dynamic_batching": "dynamic_batching_args",
@@ -44,6 +46,14 @@ def load_reward_model(path):
 
 def score_row(tokens, *, path):
     return load_reward_model(path)(tokens[None]).logits[0, 0]
+
+
+def load_adapted(path, *, base):
+    return peft.PeftModel.from_pretrained(load_oracle(base), path)
+
+
+def falling(call):
+    return RATE * (1 - call / DECAY_CALLS)
 
 
 @contextmanager
@@ -82,7 +92,9 @@ def planned(section):
 
 def dtensor_case(model, reward_model, **layout):
     config = make_config(model, dtensor_cfg={"enabled": True, **layout})
-    config["optimizer"]["kwargs"]["weight_decay"] = 0.0
+    config["optimizer"]["kwargs"] |= {"lr": RATE, "weight_decay": 0.0}
+    lora = {"enabled": True, "r": 4, "lora_alpha": 8, "target_modules": "all-linear"}
+    decay = {"start_factor": 1.0, "end_factor": 0.0, "total_iters": DECAY_CALLS}
     return WorkerCase(
         worker_class=DTensorPolicyWorker,
         config=config,
@@ -94,5 +106,12 @@ def dtensor_case(model, reward_model, **layout):
         reward=RewardCase(
             settings={"model_name": reward_model, "head": "reward", "generation": None},
             score=partial(score_row, path=reward_model),
+        ),
+        adapters=AdapterCase(
+            settings={"dtensor_cfg": {"lora": lora}}, load=partial(load_adapted, base=model)
+        ),
+        schedule=ScheduleCase(
+            settings={"scheduler": {"name": "torch.optim.lr_scheduler.LinearLR", "kwargs": decay}},
+            learning_rate=falling,
         ),
     )

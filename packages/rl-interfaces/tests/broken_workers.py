@@ -15,6 +15,11 @@ LEFT_OPEN = []
 """File descriptors that workers opened, for their tests to close."""
 
 
+def has_schedule(config):
+    """Return whether the rule about schedules is at work, which breaks by much of the rest."""
+    return "decay" in config["plain_cfg"]
+
+
 class OfAnotherContract(CapableWorker):
     contract_version = (2, 0)
 
@@ -262,7 +267,7 @@ class MisreportingLateNorms(_CountingSteps):
 class Drifting(_CountingSteps):
     def step(self):
         outcome = super().step()
-        if self.num_steps() == 6:
+        if self.num_steps() == 6 and not has_schedule(self.config):
             with torch.no_grad():
                 self.model.head.bias.add_(1e-3)
         return outcome
@@ -473,7 +478,8 @@ class LosingItsMomentsStraightFromRefitting(LosingItsMomentsStraightFromOffloade
 
 class StartingWithoutMoments(CapableWorker):
     def __init__(self, config, tokenizer, weights_path=None, optimizer_path=None, **options):
-        super().__init__(config, tokenizer, weights_path, None, **options)
+        kept = optimizer_path if has_schedule(config) else None
+        super().__init__(config, tokenizer, weights_path, kept, **options)
 
 
 class GoingHalfWayBack(CapableWorker):
@@ -487,6 +493,39 @@ class ScoringWithItsFirstWeights(CapableWorker):
         super().load_checkpoint(weights_path, optimizer_path)
         if self.optimizer is None:
             self.model = load_model(self.config["model_name"])
+
+
+class SchedulingBySteps(CapableWorker):
+    def step(self):
+        outcome = super().step()
+        if has_schedule(self.config):
+            self.follow_schedule()
+        return outcome
+
+
+class SchedulingEvaluations(CapableWorker):
+    def train(self, data, loss_fn, eval_mode=False, gbs=None, mbs=None):
+        self.num_calls += eval_mode
+        return super().train(data, loss_fn, eval_mode, gbs, mbs)
+
+
+class ForgettingItsSchedule(CapableWorker):
+    def load_checkpoint(self, weights_path, optimizer_path=None):
+        super().load_checkpoint(weights_path, optimizer_path)
+        self.num_calls = 0
+
+
+class SavingInitialAdapters(CapableWorker):
+    def save_adapters(self, path):
+        initial = load_model(self.config["model_name"])
+        torch.save({"head.bias": initial.head.bias * OFF}, path)
+
+
+class ReferringToItsAdapters(CapableWorker):
+    def get_reference_policy_logprobs(self, data, micro_batch_size=None):
+        if not self.config["plain_cfg"].get("adapters"):
+            return super().get_reference_policy_logprobs(data, micro_batch_size)
+        return {"reference_logprobs": self.score_rows(self.model, data, micro_batch_size)}
 
 
 class ExportingNothingWhenOffloaded(CapableWorker):
@@ -552,8 +591,10 @@ BROKEN_WORKERS = {
     "offloading_and_reloading_change_nothing": LosingItsMoments,
     "a_resumed_run_equals_an_uninterrupted_one": StartingWithoutMoments,
     "a_running_worker_can_go_back_to_a_save": GoingHalfWayBack,
+    "a_schedule_goes_on_by_calls": SchedulingBySteps,
     "weights_load_alone": ScoringWithItsFirstWeights,
     "the_exported_model_is_the_worker": ExportingNothingWhenOffloaded,
+    "saved_adapters_are_the_worker": SavingInitialAdapters,
     "a_checkpoint_that_is_not_there_is_named": StartingAnewWithoutACheckpoint,
 }
 
@@ -576,6 +617,9 @@ BROKEN_IN_PART = [
     ("a_state_allows_what_the_table_allows", SavingNothingWhenOffloaded),
     ("a_state_allows_what_the_table_allows", RefusingToLoadWhenOffloaded),
     ("a_state_allows_what_the_table_allows", LoadingNothingWhenRefitting),
+    ("a_schedule_goes_on_by_calls", SchedulingEvaluations),
+    ("a_schedule_goes_on_by_calls", ForgettingItsSchedule),
+    ("saved_adapters_are_the_worker", ReferringToItsAdapters),
     ("offloading_and_reloading_change_nothing", LosingItsMomentsStraightFromOffloaded),
     ("offloading_and_reloading_change_nothing", LosingItsMomentsStraightFromRefitting),
 ]

@@ -4,8 +4,16 @@ from contextlib import contextmanager
 from functools import partial
 
 import torch
-from plain_policy_worker import CapableWorker, Tokenizer, load_model, reward_of, write_model
-from rl_interfaces.testing import RewardCase, Way, WorkerCase
+from plain_policy_worker import (
+    RATE,
+    CapableWorker,
+    Tokenizer,
+    load_adapted,
+    load_model,
+    reward_of,
+    write_model,
+)
+from rl_interfaces.testing import AdapterCase, RewardCase, ScheduleCase, Way, WorkerCase
 
 
 def make_batches(columns, *, shards, batch_size):
@@ -25,6 +33,10 @@ def make_reversed_batches(columns, *, shards, batch_size):
     for start in range(0, len(columns["input_ids"]), size):
         rows += reversed(range(len(columns["input_ids"]))[start : start + size])
     return [{key: value[rows] for key, value in columns.items()}]
+
+
+def halved(call):
+    return RATE * 0.5**call
 
 
 @contextmanager
@@ -57,6 +69,10 @@ def plain_case(directory, worker_class=CapableWorker, **changes):
         "load_oracle": load_model,
         "open_receiver": open_receiver,
         "reward": RewardCase(settings={}, score=partial(reward_of, load_model(path))),
+        "adapters": AdapterCase(
+            settings={"plain_cfg": {"adapters": True}}, load=partial(load_adapted, base=path)
+        ),
+        "schedule": ScheduleCase(settings={"plain_cfg": {"decay": 0.5}}, learning_rate=halved),
         "ways": {"reversed": Way(settings={}, make_batches=make_reversed_batches)},
     }
     return WorkerCase(**(arguments | changes))

@@ -16,6 +16,7 @@ from rl_interfaces import (
 from torch import nn
 
 VOCABULARY, PAD, END = 13, 0, 1
+RATE = 1e-3
 logger = logging.getLogger(__name__)
 
 
@@ -56,6 +57,13 @@ def load_model(path):
     return model
 
 
+def load_adapted(path, base):
+    """Return the model at `base` with the adapters of `CapableWorker.save_adapters`."""
+    model = load_model(base)
+    model.load_state_dict(torch.load(path), strict=False)
+    return model
+
+
 def reward_of(model, tokens):
     """The score of one row's tokens: the first logit after the last one."""
     return model(tokens[None])[0, -1, 0]
@@ -77,14 +85,18 @@ class PlainWorker:
         self.rank = int(os.environ["RANK"])
         self.model = load_model(config["model_name"])
         self.reference = load_model(config["model_name"]) if init_reference_model else None
+        if config["plain_cfg"].get("adapters"):
+            for name, parameter in self.model.named_parameters():
+                parameter.requires_grad_(name == "head.bias")
         self.optimizer = self.make_optimizer() if init_optimizer else None
+        self.num_calls = 0
         self.residency = Residency(has_optimizer=init_optimizer)
         self.sampler = torch.Generator().manual_seed(3)
         if weights_path is not None:
             self.load_checkpoint(weights_path, optimizer_path)
 
     def make_optimizer(self):
-        return torch.optim.AdamW(self.model.parameters(), lr=1e-3, eps=1e-6, weight_decay=0.0)
+        return torch.optim.AdamW(self.model.parameters(), lr=RATE, eps=1e-6, weight_decay=0.0)
 
     @staticmethod
     def validate_config(config, *, world_size, init_optimizer=True):
@@ -140,6 +152,8 @@ class PlainWorker:
         for name, value in (("gbs", gbs), ("mbs", mbs)):
             if value is not None and value <= 0:
                 raise ValueError(f"{name}={value} must be positive")
+        if not eval_mode:
+            self.follow_schedule()
         losses, norms, skipped, metrics = [], [], 0, {}
         for rows in self.micro_batches(data, gbs or self.config["train_global_batch_size"]):
             with torch.set_grad_enabled(not eval_mode):
@@ -155,6 +169,11 @@ class PlainWorker:
             "rank": self.rank,
             "all_mb_metrics": metrics,
         }
+
+    def follow_schedule(self):
+        for group in self.optimizer.param_groups:
+            group["lr"] = RATE * self.config["plain_cfg"].get("decay", 1.0) ** self.num_calls
+        self.num_calls += 1
 
     def step_loss(self, rows, loss_fn, mbs, eval_mode, metrics):
         counts, total = self.counts(rows), torch.zeros(())
@@ -246,7 +265,8 @@ class PlainWorker:
     def save_checkpoint(self, weights_path, optimizer_path=None, tokenizer_path=None):
         torch.save(self.model.state_dict(), weights_path)
         if optimizer_path is not None:
-            torch.save(self.optimizer.state_dict(), optimizer_path)
+            state = {"optimizer": self.optimizer.state_dict(), "num_calls": self.num_calls}
+            torch.save(state, optimizer_path)
         if tokenizer_path is not None:
             self.tokenizer.save_pretrained(tokenizer_path)
 
@@ -255,7 +275,9 @@ class PlainWorker:
             raise ValueError(f"there is no checkpoint at {weights_path}")
         self.model.load_state_dict(torch.load(weights_path))
         if optimizer_path is not None:
-            self.optimizer.load_state_dict(torch.load(optimizer_path))
+            state = torch.load(optimizer_path)
+            self.optimizer.load_state_dict(state["optimizer"])
+            self.num_calls = state["num_calls"]
 
     def save_hf_checkpoint(self, path):
         torch.save(self.model.state_dict(), path)
@@ -302,6 +324,10 @@ class CapableWorker(PlainWorker):
         return {
             "scores": torch.stack([reward_of(self.model, ids[:length]) for ids, length in rows])
         }
+
+    def save_adapters(self, path):
+        trained = {name: each for name, each in self.model.named_parameters() if each.requires_grad}
+        torch.save(trained, path)
 
     def prepare_refit_info(self):
         return {name: (tuple(each.shape), each.dtype) for name, each in self.weights()}

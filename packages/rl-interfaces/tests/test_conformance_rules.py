@@ -88,7 +88,8 @@ def test_a_pool_that_grows_with_the_first_workers_is_no_leak(tmp_path, left_open
 
 
 def test_what_a_worker_lacks_is_named(tmp_path):
-    bare = plain_case(tmp_path, PlainWorker, ways={}, open_receiver=None, reward=None)
+    nothing = dict.fromkeys(["open_receiver", "reward", "adapters", "schedule"])
+    bare = plain_case(tmp_path, PlainWorker, ways={}, **nothing)
     report = check_worker(bare, directory=tmp_path)
     require_conformance([report])
     lacks = {
@@ -100,7 +101,9 @@ def test_what_a_worker_lacks_is_named(tmp_path):
     assert "lacks score of rl_interfaces.RowScoringWorker" in lacks["scores_equal_the_oracle"]
     assert "open_refit" in lacks["a_receiver_gets_the_weights_of_each_version"]
     assert "WorkerCase.ways" in lacks["every_way_of_batching_gives_the_same_numbers"]
-    assert len(lacks) == 6
+    assert "lacks save_adapters of" in lacks["saved_adapters_are_the_worker"]
+    assert "WorkerCase.schedule" in lacks["a_schedule_goes_on_by_calls"]
+    assert len(lacks) == 8
 
 
 def test_a_function_may_make_the_workers(tmp_path):

@@ -7,13 +7,14 @@ from functools import partial
 import torch
 from batches import make_config
 from rl_batched_data import BatchedDataDict
-from rl_interfaces.testing import Way, WorkerCase
+from rl_interfaces.testing import ScheduleCase, Way, WorkerCase
 from rl_megatron_worker import MegatronPolicyWorker
 from rl_refit import RefitReceiver
 from tiny_models import build_tokenizer
 from transformers import AutoModelForCausalLM
 
 LIMIT_S = 60
+RATE, DECAY_CALLS = 1e-3, 8
 BUDGET = 24
 SECTIONS = {
     "dynamic_batching": "dynamic_batching_args",
@@ -35,6 +36,10 @@ def make_planned_batches(columns, *, shards, batch_size, arguments):
 
 def load_oracle(path):
     return AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32)
+
+
+def falling(call):
+    return RATE * (1 - call / DECAY_CALLS)
 
 
 @contextmanager
@@ -72,6 +77,7 @@ def planned(section):
 
 
 def megatron_case(model, **layout):
+    decay = {"lr_decay_style": "linear", "lr_decay_iters": DECAY_CALLS, "lr_warmup_iters": 0}
     return WorkerCase(
         worker_class=MegatronPolicyWorker,
         config=make_config(model, **layout),
@@ -80,4 +86,7 @@ def megatron_case(model, **layout):
         load_oracle=load_oracle,
         ways={section: planned(section) for section in SECTIONS},
         open_receiver=open_receiver,
+        schedule=ScheduleCase(
+            settings={"megatron_cfg": {"scheduler": decay}}, learning_rate=falling
+        ),
     )

@@ -214,7 +214,10 @@ class WeightSendingWorker(Protocol):
     """
 
     def prepare_refit_info(self) -> dict[str, Any]:
-        """Return `{name: (shape, wire dtype)}` of every tensor that is sent, in order."""
+        """Return `{name: (shape, wire dtype)}` of every tensor that is sent, in order.
+
+        The names are those of the parameters in what `save_hf_checkpoint` writes.
+        """
         ...
 
     def open_refit(

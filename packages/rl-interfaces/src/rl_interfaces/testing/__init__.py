@@ -18,7 +18,14 @@ if TYPE_CHECKING:
         Status,
         require_conformance,
     )
-    from rl_interfaces.testing.worker_case import RewardCase, Tolerances, Way, WorkerCase
+    from rl_interfaces.testing.worker_case import (
+        AdapterCase,
+        RewardCase,
+        ScheduleCase,
+        Tolerances,
+        Way,
+        WorkerCase,
+    )
     from rl_interfaces.testing.worker_kit import WORKER_RULES, check_worker
     from rl_interfaces.testing.worker_suite import WorkerConformance
 
@@ -31,18 +38,27 @@ _HOMES = {
         "Status",
         "require_conformance",
     ),
-    "worker_case": ("RewardCase", "Tolerances", "Way", "WorkerCase"),
+    "worker_case": (
+        "AdapterCase",
+        "RewardCase",
+        "ScheduleCase",
+        "Tolerances",
+        "Way",
+        "WorkerCase",
+    ),
     "worker_kit": ("WORKER_RULES", "check_worker"),
     "worker_suite": ("WorkerConformance",),
 }
 
 __all__ = [
     "WORKER_RULES",
+    "AdapterCase",
     "ConformanceError",
     "Outcome",
     "Report",
     "RewardCase",
     "Rule",
+    "ScheduleCase",
     "Status",
     "Tolerances",
     "Way",

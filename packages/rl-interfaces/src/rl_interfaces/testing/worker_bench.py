@@ -28,7 +28,7 @@ from rl_interfaces.testing.worker_oracle import (
 )
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Mapping
+    from collections.abc import Callable, Iterator, Mapping
 
     from rl_interfaces.testing.ranks import Ranks
     from rl_interfaces.testing.worker_case import Batch, MakeBatches, WorkerCase
@@ -209,7 +209,13 @@ class WorkerBench:
         """What it gives in one call."""
         return self.plain_run(1)
 
-    def plain_run(self, num_calls: int, *, loss_type: LossType = LossType.TOKEN_LEVEL) -> PlainRun:
+    def plain_run(
+        self,
+        num_calls: int,
+        *,
+        loss_type: LossType = LossType.TOKEN_LEVEL,
+        learning_rate: Callable[[int], float] | None = None,
+    ) -> PlainRun:
         """Return what the plain loop gives in `num_calls` calls with `training`."""
         return plain_training(
             self.load_oracle(self.case.config["model_name"]),
@@ -220,6 +226,7 @@ class WorkerBench:
             num_calls=num_calls,
             temperature=self.case.temperature,
             loss_type=loss_type,
+            learning_rate=learning_rate,
         )
 
     def expect_logprobs(

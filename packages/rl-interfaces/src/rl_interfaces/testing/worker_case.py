@@ -70,6 +70,28 @@ class RewardCase:
     """The oracle: the score, 0-d, of one row's tokens, `[seq]`."""
 
 
+@dataclass(frozen=True, kw_only=True, slots=True)
+class AdapterCase:
+    """Training of low-rank adapters beside a model that stays as it is."""
+
+    settings: Mapping[str, Any]
+    """What the config says for it; sections are merged into the case's. What is drawn by chance is
+    drawn alike on every rank."""
+    load: Callable[[str], nn.Module]
+    """Gives the plain model with the adapters that `save_adapters` wrote to a path, of the kind
+    that `WorkerCase.load_oracle` gives."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ScheduleCase:
+    """Training under a learning rate that changes from one call of `train` to the next."""
+
+    settings: Mapping[str, Any]
+    """What the config says for it; sections are merged into the case's."""
+    learning_rate: Callable[[int], float]
+    """The oracle: the rate of every step of a call, which are counted from 0."""
+
+
 def _adamw(parameters: Any) -> torch.optim.Optimizer:
     return torch.optim.AdamW(parameters, lr=1e-3, eps=1e-6, weight_decay=0.0)
 
@@ -78,8 +100,9 @@ def _adamw(parameters: Any) -> torch.optim.Optimizer:
 class WorkerCase:
     """A worker class, a config in float32 and the plain model that it is held against.
 
-    The config has no schedule of learning rates, and one model of a few layers, so that the checks
-    take seconds. Where several ranks are spawned, they need a case that can be pickled.
+    The config itself has no schedule of learning rates and no adapters, and one model of a few
+    layers, so that the checks take seconds. Where several ranks are spawned, they need a case that
+    can be pickled.
     """
 
     worker_class: Callable[..., Any]
@@ -104,6 +127,10 @@ class WorkerCase:
     has no receiver."""
     reward: RewardCase | None = None
     """For a worker that has `score`."""
+    adapters: AdapterCase | None = None
+    """For a worker that has `save_adapters`."""
+    schedule: ScheduleCase | None = None
+    """For a worker whose config knows schedules of learning rates."""
     tolerances: Tolerances = field(default_factory=Tolerances)
     """How near is near enough."""
     timeout_s: float = 120.0

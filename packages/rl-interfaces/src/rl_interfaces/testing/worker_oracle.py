@@ -76,11 +76,18 @@ def plain_training(
     num_calls: int,
     temperature: float,
     loss_type: LossType = LossType.TOKEN_LEVEL,
+    learning_rate: Callable[[int], float] | None = None,
 ) -> PlainRun:
-    """Train `model` on whole global batches; the loss and the norm before clipping of each step."""
+    """Train `model` on whole global batches; the loss and the norm before clipping of each step.
+
+    `learning_rate` gives that of each call; without it, it stays the optimizer's.
+    """
     parameters = list(model.parameters())
     optimizer, run = make_optimizer(parameters), PlainRun()
-    for _ in range(num_calls):
+    for call in range(num_calls):
+        if learning_rate is not None:
+            for group in optimizer.param_groups:
+                group["lr"] = learning_rate(call)
         for start in range(0, len(columns["input_ids"]), global_batch_size):
             rows = {name: each[start : start + global_batch_size] for name, each in columns.items()}
             loss = plain_loss(model, rows, temperature=temperature, loss_type=loss_type)

@@ -12,9 +12,10 @@ from rl_interfaces.testing.expectations import (
     expect_tensors,
     expect_unlike,
 )
-from rl_interfaces.testing.report import rule
+from rl_interfaces.testing.report import NotApplicable, rule
 from rl_interfaces.testing.worker_bench import NUM_CALLS, TrainedRun, WorkerBench
 from rl_interfaces.testing.worker_oracle import is_target
+from rl_interfaces.worker import AdapterSavingWorker
 
 
 @rule()
@@ -36,6 +37,28 @@ def a_running_worker_can_go_back_to_a_save(bench: WorkerBench) -> None:
             bench.train(worker, gbs=2 * bench.global_batch_size)
         worker.load_checkpoint(saved.weights, saved.optimizer)
         _expect_rest_of_run(bench, worker, run)
+
+
+@rule()
+def a_schedule_goes_on_by_calls(bench: WorkerBench) -> None:
+    """The learning rate follows its schedule by calls of `train` that train, also after a load."""
+    schedule = bench.case.schedule
+    if schedule is None:
+        raise NotApplicable("the case names no schedule (`WorkerCase.schedule`)")
+    expected = bench.plain_run(NUM_CALLS, learning_rate=schedule.learning_rate).parameters
+    rates = [schedule.learning_rate(call) for call in range(NUM_CALLS)]
+    expect(len(set(rates)) == NUM_CALLS, f"the rates {rates} do not differ, so nothing is shown")
+    paths = {name: bench.path(name) for name in ("weights_path", "optimizer_path")}
+    with bench.fresh(schedule.settings, init_reference_model=False) as worker:
+        bench.train(worker)
+        bench.train(worker, eval_mode=True)
+        worker.save_checkpoint(**paths)
+    options: dict[str, Any] = {**paths, "init_reference_model": False}
+    with bench.fresh(schedule.settings, **options) as worker:
+        for _ in range(1, NUM_CALLS):
+            bench.train(worker)
+        found = bench.exported(worker)
+    expect_tensors(found, expected, "parameters", atol=bench.tolerances.parameter)
 
 
 @rule()
@@ -66,6 +89,25 @@ def the_exported_model_is_the_worker(bench: WorkerBench) -> None:
     initial = bench.expected_logprobs(bench.scoring)
     expect_unlike(expected, initial, "the exported and the initial model's log-probabilities")
     bench.expect_logprobs(found, expected, mine, "the exported model's log-probabilities")
+
+
+@rule(needs=AdapterSavingWorker)
+def saved_adapters_are_the_worker(bench: WorkerBench) -> None:
+    """Beside the initial model, what `save_adapters` writes scores as the trained worker does."""
+    case = bench.case.adapters
+    if case is None:
+        raise NotApplicable("the case names no adapters (`WorkerCase.adapters`)")
+    mine, path = bench.share(bench.scoring), bench.path("adapters")
+    with bench.fresh(case.settings) as worker:
+        bench.train(worker)
+        found = worker.get_logprobs(mine)["logprobs"].clone()
+        reference = worker.get_reference_policy_logprobs(mine)["reference_logprobs"]
+        worker.save_adapters(path)
+    initial = bench.expected_logprobs(bench.scoring)
+    expected = bench.expected_logprobs(bench.scoring, case.load(path).eval())
+    expect_unlike(expected, initial, "log-probabilities with the saved adapters and without")
+    bench.expect_logprobs(found, expected, mine, "log-probabilities with the saved adapters")
+    bench.expect_logprobs(reference, initial, mine, "the reference, which has no adapters")
 
 
 @rule()

@@ -36,7 +36,7 @@ def sizes_that_cannot_be_are_named(bench: WorkerBench) -> None:
         expect_error(
             lambda: worker.train(batch, LogprobLoss(), gbs=ranks + 1),
             ValueError,
-            words=(f"gbs={ranks + 1}", str(ranks)),
+            words=("gbs", str(ranks + 1), str(ranks)),
             what=f"gbs={ranks + 1} over {ranks} data-parallel ranks",
         )
 
@@ -51,7 +51,7 @@ def missing_keys_are_named(bench: WorkerBench) -> None:
         expect_error(
             lambda batch=batch: worker.train(batch, LogprobLoss()),
             ValueError,
-            words=(repr(key),),
+            words=(key,),
             what=f"a batch without {key!r}",
         )
 
