@@ -21,13 +21,13 @@ from packaging.requirements import Requirement
 sys.path.insert(0, str(Path(__file__).parent))
 
 from checks import bounds, changed, release
-from checks.apart import format_table, probe_request, requirements
+from checks.apart import format_table, paths_to_test, probe_request, requirements
 from checks.workspace import PROJECTS, ROOT, WORKSPACE, siblings, third_party
 
 nox.needs_version = ">=2026.4"
 nox.options.default_venv_backend = "uv"
 nox.options.error_on_external_run = True
-# `wheel` runs the same tests as `tests`, against what a user installs.
+# `apart` runs every test that `wheel`, `tests` and `vllm` run, against what a user installs.
 nox.options.sessions = [
     "lint",
     "types",
@@ -35,8 +35,6 @@ nox.options.sessions = [
     "checks",
     "surface",
     "docs",
-    "wheel",
-    "vllm",
     "apart",
 ]
 
@@ -47,6 +45,8 @@ TESTED_AS = {
     "rl-policy": "rl-policy[dtensor,lora,megatron]",
     "rl-refit": "rl-refit[testing]",
 }
+# The packages that a package's tests take for a stranger's.
+TESTED_BESIDE = {"rl-policy": ["plain-backend"]}
 # What a package's benchmarks compare it with.
 BENCHED_BESIDE = {"rl-megatron-worker": ["rl-dtensor-worker"]}
 # The packages whose parity with transformers is a table.
@@ -113,11 +113,11 @@ def run_pytest(session: nox.Session, *arguments: str) -> None:
     session.run("pytest", *arguments, *session.posargs, env=ENVIRONMENT)
 
 
-def test_package(session: nox.Session, package: str, *arguments: str) -> None:
-    """Run the tests of a package that need no device."""
+def test_package(session: nox.Session, package: str, *paths: str) -> None:
+    """Run a package's tests that need no device, all of them or those under `paths`."""
     ways = SIDE_BY_SIDE.get(package, FILES_SIDE_BY_SIDE)
     folder = str(ROOT / "packages" / package / "tests")
-    run_pytest(session, folder, "-m", NO_DEVICE, *ways, *arguments)
+    run_pytest(session, *(paths or [folder]), "-m", NO_DEVICE, *ways, "--durations=10")
 
 
 @nox.session(reuse_venv=True)
@@ -163,17 +163,19 @@ def surface(session: nox.Session) -> None:
 @per_package
 def tests(session: nox.Session, package: str) -> None:
     """Test a package beside its own dependencies alone."""
-    install(session, *editable(TESTED_AS.get(package, package)), *group("test"))
+    beside = [str(ROOT / "examples" / name) for name in TESTED_BESIDE.get(package, [])]
+    wanted = [*editable(TESTED_AS.get(package, package)), *beside(session, package)]
+    install(session, *wanted, *group("test"))
     test_package(session, package)
 
 
-@nox.session(reuse_venv=True)
+@nox.session(reuse_venv=True, default=False)
 def vllm(session: nox.Session) -> None:
     """Test generation and weight transfer with a real vLLM, on the CPU."""
     if sys.platform != "linux":
         session.skip("vLLM's build for the CPU is for Linux")
     wheels = wheel_arguments(session, "rl-policy[dtensor,megatron,vllm]")
-    install_vllm(session, *wheels, *group("test"))
+    install_vllm(session, *wheels, *beside(session, "rl-policy"), *group("test"))
     run_pytest(session, "packages", "docs/tests", "-m", "vllm", "--durations=10")
 
 
@@ -219,35 +221,42 @@ def docs(session: nox.Session) -> None:
     run_pytest(session, "docs/tests", "-m", NO_DEVICE, *TESTS_SIDE_BY_SIDE, "--durations=5")
 
 
-@nox.session
+@nox.session(default=False)
 @per_package
 def wheel(session: nox.Session, package: str) -> None:
     """Test the built wheels of a package and its siblings, installed outside the workspace."""
     wheels = wheel_arguments(session, TESTED_AS.get(package, package))
     # Within the tree uv would find the siblings' sources.
     with tempfile.TemporaryDirectory() as outside, session.chdir(outside):
-        install(session, *wheels, *group("test"))
-        test_package(session, package, "--durations=10")
+        install(session, *wheels, *beside(session, package), *group("test"))
+        test_package(session, package)
 
 
 @nox.session
 @nox.parametrize("requirement", requirements(), ids=requirements())
 def apart(session: nox.Session, requirement: str) -> None:
-    """Install a package alone, or with one extra: what it brings, loads, weighs and takes."""
+    """Install a package alone, or with one extra: what it brings, loads, weighs and takes.
+
+    When that is known, its tests of that extra are run, or those that need none.
+    """
     needs_vllm = "vllm" in third_party(requirement)
     if needs_vllm and sys.platform != "linux":
         session.skip("vLLM's build for the CPU is for Linux")
     wheels = wheel_arguments(session, requirement)
     with tempfile.TemporaryDirectory() as outside, session.chdir(outside):
-        if needs_vllm:
-            install_vllm(session, *wheels)
-        else:
-            install(session, *wheels)
+        add = install_vllm if needs_vllm else install
+        add(session, *wheels)
         probe = [str(ROOT / "checks" / "probe.py"), probe_request(requirement)]
         python = [*compiled_once(session), "-I"]
         printed = session.run(*python, *probe, env=ENVIRONMENT, silent=True, external=True)
-    MEASURED[requirement] = json.loads(str(printed).splitlines()[-1])
-    print(format_table(MEASURED))
+        MEASURED[requirement] = json.loads(str(printed).splitlines()[-1])
+        print(format_table(MEASURED))
+        package = Requirement(requirement).name
+        add(session, *wheels, *beside(session, package), *group("test"))
+        if needs_vllm:
+            run_pytest(session, *paths_to_test(requirement), "--durations=10")
+        else:
+            test_package(session, package, *paths_to_test(requirement))
 
 
 @nox.session(default=False)
@@ -257,6 +266,7 @@ def lowest(session: nox.Session, package: str) -> None:
     requirement = TESTED_AS.get(package, package)
     folders = [as_requirement(name, requirement, ROOT / "packages" / name) for name in PROJECTS]
     wanted = [line for line in folders if Requirement(line).name in siblings(requirement)]
+    wanted += beside(session, package)
     # Within the tree uv would apply the pins.
     with tempfile.TemporaryDirectory() as outside, session.chdir(outside):
         session.install("--resolution", "lowest-direct", *wanted, *group("test"))
@@ -286,6 +296,11 @@ def wheel_arguments(session: nox.Session, requirement: str) -> list[str]:
         as_requirement(name, requirement, built(session, name)[".whl"])
         for name in sorted(siblings(requirement))
     ]
+
+
+def beside(session: nox.Session, package: str) -> list[str]:
+    """Return the wheels of the packages that a package's tests take for a stranger's."""
+    return [str(built(session, name)[".whl"]) for name in TESTED_BESIDE.get(package, [])]
 
 
 def as_requirement(package: str, wanted: str, path: Path) -> str:
@@ -354,8 +369,8 @@ def bench(session: nox.Session, package: str) -> None:
     scripts = [script for script in found if not script.stem.endswith("_vllm")]
     if not scripts:
         session.skip(f"packages/{package} has no benchmarks")
-    beside = [part for name in BENCHED_BESIDE.get(package, []) for part in editable(name)]
-    install(session, *editable(TESTED_AS.get(package, package)), *beside, *group("bench"))
+    compared = [part for name in BENCHED_BESIDE.get(package, []) for part in editable(name)]
+    install(session, *editable(TESTED_AS.get(package, package)), *compared, *group("bench"))
     # Where the table that every benchmark prints is made.
     environment = ENVIRONMENT | {"PYTHONPATH": str(ROOT / "packages/rl-batched-data/benchmarks")}
     for script in scripts:
@@ -385,15 +400,15 @@ def parity(session: nox.Session, worker: str) -> None:
 def gpu(session: nox.Session) -> None:
     """Run the tests that need a GPU, on a machine that has one."""
     everything = [part for name in PROJECTS for part in editable(TESTED_AS.get(name, name))]
-    install(session, *everything, *group("test"))
+    install(session, *everything, *beside(session, "rl-policy"), *group("test"))
     run_pytest(session, "packages", "-m", "(gpu or multi_gpu) and not vllm")
 
 
 @nox.session(name="gpu-vllm", default=False)
 def gpu_vllm(session: nox.Session) -> None:
     """Run the tests of engines that need a GPU, on a machine that has one."""
-    requirements = editable("rl-policy[dtensor,megatron,vllm]")
+    wanted = [*editable("rl-policy[dtensor,megatron,vllm]"), *beside(session, "rl-policy")]
     # Within the tree uv would leave vLLM out, see `install_vllm`.
     with tempfile.TemporaryDirectory() as outside, session.chdir(outside):
-        session.install(*requirements, *group("test"))
+        session.install(*wanted, *group("test"))
     run_pytest(session, "packages", "-m", "gpu and vllm")

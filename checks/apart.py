@@ -1,4 +1,4 @@
-"""What each package may bring and load when it is installed alone, and with each of its extras."""
+"""What each package may bring and load when it is installed alone, or with one of its extras."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from typing import Any
 
 from packaging.requirements import Requirement
 
-from checks.workspace import PROJECTS, extras, import_name
+from checks.workspace import PROJECTS, ROOT, extras, import_name
 
 # What importing a package must not load, whatever is installed, and installing it alone not bring.
 FORBIDDEN = {
@@ -71,6 +71,77 @@ REFUSALS = {
         ),
     ],
 }
+
+
+# The tests that an extra is for: files of the package's tests or parts of them, or paths from the
+# root. Files that none of them names are run where a package is installed alone.
+TESTS = {
+    "rl-interfaces[backend]": ["test_directories.py", "test_reserved_port.py"],
+    "rl-interfaces[testing]": [
+        "test_conformance_plugin.py",
+        "test_conformance_ranks.py",
+        "test_conformance_rules.py",
+        "test_conformance_worker.py",
+        "test_generation_conformance.py",
+        "test_transport_conformance.py",
+    ],
+    "rl-refit[testing]": [
+        "test_broadcast.py",
+        "test_conformance.py",
+        "test_faults.py",
+        "test_gpu.py",
+        "test_kills.py",
+        "test_transport_rules.py",
+    ],
+    "rl-refit[vllm]": ["test_vllm.py"],
+    "rl-dtensor-worker[lora]": ["test_conformance.py", "test_lora.py", "test_lora_heads.py"],
+    "rl-policy[dtensor]": [
+        "test_cli.py",
+        "test_conformance_generation.py::TestPolicy",
+        "test_policy.py",
+        "test_recipes.py",
+        "test_samplers.py",
+    ],
+    "rl-policy[lora]": [
+        "test_policy.py::test_adapters_are_saved_as_peft_reads_them",
+        "test_recipes.py::test_adapters_alone_are_trained_after_a_warm_up_of_all",
+    ],
+    "rl-policy[megatron]": ["test_policy_megatron.py"],
+    "rl-policy[vllm]": [
+        "test_conformance_generation.py::TestVllm",
+        "test_vllm_engine.py",
+        "test_vllm_refit.py",
+        "test_vllm_tensor_parallel.py",
+    ],
+    "rl-policy[all]": [
+        "test_both_backends.py",
+        "test_grpo_vllm.py",
+        "test_vllm_colocated.py",
+        "test_vllm_experts.py",
+        *(
+            f"packages/{worker}/tests/test_weights.py::test_it_has_all_that_vllm_asks_of_a_source"
+            for worker in ("rl-dtensor-worker", "rl-megatron-worker")
+        ),
+        "docs/tests/test_code_blocks.py::test_a_program_with_vllm_runs",
+    ],
+}
+
+
+def paths_to_test(requirement: str) -> list[str]:
+    """Return what pytest is to run where `requirement` is installed, as absolute paths."""
+    wanted = Requirement(requirement)
+    folder = ROOT / "packages" / wanted.name / "tests"
+    if wanted.extras:
+        listed = TESTS[requirement]
+        return [str(ROOT / name if "/" in name else folder / name) for name in listed]
+    of_extras = {
+        name.partition("::")[0]
+        for other, names in TESTS.items()
+        if Requirement(other).name == wanted.name
+        for name in names
+    }
+    found = sorted(folder.glob("test_*.py"))
+    return [str(path) for path in found if path.name not in of_extras]
 
 
 def requirements() -> list[str]:

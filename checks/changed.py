@@ -7,6 +7,9 @@ import re
 import subprocess
 from collections.abc import Iterable
 
+from packaging.requirements import Requirement
+
+from checks.apart import requirements
 from checks.workspace import PROJECTS, ROOT, Projects, dependents
 
 # What no package is built from or tested with.
@@ -63,8 +66,9 @@ def touched_packages(paths: Iterable[str], projects: Projects = PROJECTS) -> lis
 def job_matrix(packages: Iterable[str], paths: Iterable[str] = ()) -> str:
     """Return what CI runs for these packages, and for a change to `paths`, as one line of JSON.
 
-    >>> job_matrix(["rl-megatron-worker", "rl-policy"])
-    '{"packages": ["rl-policy"], "megatron": true, "vllm": true, "any": true}'
+    >>> job_matrix(["rl-dtensor-worker", "rl-megatron-worker"])
+    '{"packages": ["rl-dtensor-worker"], "megatron": true, "vllm": false, \
+"apart": ["rl-dtensor-worker", "rl-dtensor-worker[lora]", "rl-megatron-worker"]}'
     """
     names = list(packages)
     runs_engines = any(path.startswith(PROSE_WITH_ENGINES) for path in paths)
@@ -73,6 +77,6 @@ def job_matrix(packages: Iterable[str], paths: Iterable[str] = ()) -> str:
             "packages": [name for name in names if name != ALONE],
             "megatron": ALONE in names,
             "vllm": runs_engines or WITH_ENGINES in names,
-            "any": bool(names),
+            "apart": [line for line in requirements() if Requirement(line).name in names],
         }
     )

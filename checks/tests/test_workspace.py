@@ -74,13 +74,13 @@ def test_a_change_concerns_packages_and_their_dependents(paths, expected):
 
 
 def test_the_matrix_keeps_jobs_of_their_own_apart():
-    assert job_matrix([]) == '{"packages": [], "megatron": false, "vllm": false, "any": false}'
+    assert job_matrix([]) == '{"packages": [], "megatron": false, "vllm": false, "apart": []}'
     assert '"packages": ["rl-refit"], "megatron": false, "vllm": false' in job_matrix(["rl-refit"])
 
 
 def test_programs_in_prose_run_with_the_engines_they_need():
     paths = ["docs/pages/how-to/vllm-apart.md", "docs/index.md"]
-    assert '"vllm": true, "any": false' in job_matrix([], paths)
+    assert '"vllm": true, "apart": []' in job_matrix([], paths)
     assert '"vllm": false' in job_matrix([], paths[1:])
 
 

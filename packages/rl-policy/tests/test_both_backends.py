@@ -1,21 +1,11 @@
 """One policy on either training backend: the same numbers, from the same calls."""
 
-import copy
-
 import pytest
 import torch
-from rl_batched_data import BatchedDataDict
-from rl_policy import Policy, RayVirtualCluster
-from rl_policy.losses import NLLLoss
-from tokenizers import Tokenizer
-from tokenizers.models import WordLevel
-from transformers import PreTrainedTokenizerFast, Qwen3Config, Qwen3ForCausalLM
+from backend_runs import TOLERANCE, make_tokenizer, run, save_model
 
 pytestmark = pytest.mark.timeout(240)
 
-VOCABULARY, PAD, EOS = 64, 0, 1
-# What the contract allows two backends to differ by, in float32.
-TOLERANCE = {"rtol": 0, "atol": 1e-5}
 BACKENDS = {
     "dtensor": {"tensor_parallel_size": 2},
     "megatron": {"pipeline_model_parallel_size": 2},
@@ -23,103 +13,11 @@ BACKENDS = {
 
 
 @pytest.fixture(scope="module")
-def tokenizer():
-    words = {"<pad>": PAD, "<eos>": EOS, **{f"w{i}": i for i in range(2, VOCABULARY)}}
-    model = Tokenizer(WordLevel(words, unk_token="<pad>"))
-    return PreTrainedTokenizerFast(tokenizer_object=model, pad_token="<pad>", eos_token="<eos>")
-
-
-@pytest.fixture(scope="module")
-def model_path(tmp_path_factory, tokenizer):
-    path = tmp_path_factory.mktemp("model")
-    torch.manual_seed(0)
-    config = Qwen3Config(
-        vocab_size=VOCABULARY,
-        hidden_size=32,
-        intermediate_size=64,
-        num_hidden_layers=2,
-        num_attention_heads=2,
-        num_key_value_heads=2,
-        head_dim=16,
-        max_position_embeddings=64,
-        initializer_range=0.2,
-        pad_token_id=PAD,
-        eos_token_id=EOS,
-        bos_token_id=None,
-    )
-    Qwen3ForCausalLM(config).save_pretrained(path)
-    tokenizer.save_pretrained(path)
-    return str(path)
-
-
-def config(model_path, backend, sizes):
+def both(tmp_path_factory):
+    tokenizer = make_tokenizer()
+    path = save_model(tmp_path_factory.mktemp("model"), tokenizer)
     return {
-        "model_name": model_path,
-        "precision": "float32",
-        "train_global_batch_size": 4,
-        "train_micro_batch_size": 2,
-        "logprob_batch_size": 2,
-        "max_grad_norm": 1.0,
-        "max_total_sequence_length": 16,
-        "optimizer": {
-            "name": "torch.optim.AdamW",
-            "kwargs": {"lr": 1e-3, "eps": 1e-6, "weight_decay": 0.0},
-        },
-        "generation": {"backend": "hf", "max_new_tokens": 5, "temperature": 1.0},
-        f"{backend}_cfg": {"enabled": True, **sizes},
-    }
-
-
-def batch():
-    generator = torch.Generator().manual_seed(1)
-    lengths = torch.tensor([9, 4, 7, 10, 3, 8])
-    width = int(lengths.max())
-    input_ids = torch.randint(2, VOCABULARY, (len(lengths), width), generator=generator)
-    is_token = torch.arange(width) < lengths[:, None]
-    token_mask = is_token.float()
-    token_mask[:, 0] = 0
-    return BatchedDataDict(
-        {
-            "input_ids": torch.where(is_token, input_ids, PAD),
-            "input_lengths": lengths,
-            "token_mask": token_mask,
-            "sample_mask": torch.ones(len(lengths)),
-        }
-    )
-
-
-def run(model_path, tokenizer, backend, sizes, directory):
-    """Return what the calls of a policy on `backend` give."""
-    cluster = RayVirtualCluster([2], use_gpus=False)
-    policy = Policy(cluster, config(model_path, backend, sizes), tokenizer)
-    try:
-        before = policy.get_logprobs(batch())["logprobs"]
-        policy.prepare_for_training()
-        results = [policy.train(batch(), NLLLoss()) for _ in range(3)]
-        policy.save_checkpoint(f"{directory}/weights", f"{directory}/optimizer")
-        policy.prepare_for_lp_inference()
-        after = policy.get_logprobs(batch())["logprobs"]
-        reference = policy.get_reference_policy_logprobs(batch())["reference_logprobs"]
-        prompts = BatchedDataDict({key: batch()[key] for key in ("input_ids", "input_lengths")})
-        completions = policy.generate(prompts, greedy=True)
-        return {
-            "before": before,
-            "reference": reference,
-            "after": after,
-            "losses": torch.cat([result["loss"] for result in results]),
-            "grad_norms": torch.cat([result["grad_norm"] for result in results]),
-            "names": policy.prepare_refit_info(),
-            "output_ids": completions["output_ids"],
-        }
-    finally:
-        policy.shutdown()
-        cluster.shutdown()
-
-
-@pytest.fixture(scope="module")
-def both(model_path, tokenizer, tmp_path_factory):
-    return {
-        backend: run(model_path, tokenizer, backend, sizes, tmp_path_factory.mktemp(backend))
+        backend: run(path, tokenizer, backend, sizes, tmp_path_factory.mktemp(backend))
         for backend, sizes in BACKENDS.items()
     }
 
@@ -139,18 +37,3 @@ def test_training_has_changed_the_model(both):
 def test_greedy_completions_and_names_of_weights_agree(both):
     assert torch.equal(both["megatron"]["output_ids"], both["dtensor"]["output_ids"])
     assert dict(both["megatron"]["names"]) == dict(both["dtensor"]["names"])
-
-
-def test_what_a_backend_cannot_do_is_said_before_anything_starts(model_path, tokenizer):
-    wrong = config(model_path, "megatron", {"pipeline_model_parallel_size": 2})
-    uneven = copy.deepcopy(wrong)
-    uneven["megatron_cfg"]["num_layers_in_first_pipeline_stage"] = 2
-    cluster = RayVirtualCluster([2], use_gpus=False)
-    with pytest.raises(ValueError, match="does not divide the model's 2 layers"):
-        Policy(cluster, uneven, tokenizer)
-    with pytest.raises(ValueError, match="tensor_model_parallel_size=3"):
-        Policy(
-            cluster,
-            config(model_path, "megatron", {"tensor_model_parallel_size": 3}),
-            tokenizer,
-        )

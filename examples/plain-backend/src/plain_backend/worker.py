@@ -14,6 +14,8 @@ from rl_batched_data.generation import SamplingConfig, generate
 from rl_batched_data.loss_counts import LossCounts
 from rl_batched_data.micro_batches import Concatenation, steps_of
 from rl_interfaces import LossInput, ParallelLayout, Residency, resolve_policy_config
+from rl_interfaces.backend.device import Profiler
+from rl_interfaces.backend.information_calls import InformationCalls
 from rl_interfaces.backend.ranks import RankEnvironment, init_process_group
 from torch import nn
 
@@ -26,7 +28,7 @@ CPU = torch.device("cpu")
 logger = logging.getLogger(__name__)
 
 
-class PlainWorker:
+class PlainWorker(InformationCalls):
     """Every rank holds the whole model; the gradients are summed over the ranks."""
 
     contract_version = (1, 0)
@@ -42,8 +44,10 @@ class PlainWorker:
     ) -> None:
         torch.set_num_threads(1)
         self.config, self.tokenizer = resolve_policy_config(config), tokenizer
-        self.environment = RankEnvironment.from_environment()
-        self.leaves_group = init_process_group(self.environment, timeout_s=self.config["timeout_s"])
+        self._environment = RankEnvironment.from_environment()
+        self._profiler = Profiler(self._environment, directory=self.config["profile_dir"])
+        timeout_s = self.config["timeout_s"]
+        self.leaves_group = init_process_group(self._environment, timeout_s=timeout_s)
         self.model = PairModel.load(config["model_name"])
         self.reference = PairModel.load(config["model_name"]) if init_reference_model else None
         self.optimizer = None
@@ -53,7 +57,7 @@ class PlainWorker:
         self.residency = Residency(has_optimizer=init_optimizer)
         self.sampling = SamplingConfig.from_policy_config(self.config)
         self.temperature = self.sampling.temperature if self.sampling else 1.0
-        self.random = torch.Generator().manual_seed(self.environment.rank)
+        self.random = torch.Generator().manual_seed(self._environment.rank)
         if weights_path is not None:
             self.load_checkpoint(weights_path, optimizer_path)
 
@@ -115,12 +119,12 @@ class PlainWorker:
                 losses.append(self._loss_of(step, loss_fn, metrics))
                 if not eval_mode:
                     norms.append(self._step())
-        if not eval_mode and self.environment.rank == 0:
+        if not eval_mode and self._environment.rank == 0:
             metrics["skipped_steps"].append(sum(not norm.isfinite() for norm in norms))
         return {
             "global_loss": torch.stack(losses),
             "grad_norm": None if eval_mode else torch.stack(norms),
-            "rank": self.environment.rank,
+            "rank": self._environment.rank,
             "all_mb_metrics": dict(metrics),
         }
 
@@ -133,10 +137,8 @@ class PlainWorker:
 
     def _loss_of(self, step: Any, loss_fn: Any, metrics: defaultdict[str, list]) -> torch.Tensor:
         """Return the loss of a global batch, and leave this rank's part of its gradients."""
-        counts, total = (
-            LossCounts.of(step.rows, group=dist.group.WORLD, device=CPU),
-            torch.zeros(()),
-        )
+        counts = LossCounts.of(step.rows, group=dist.group.WORLD, device=CPU)
+        total = torch.zeros(())
         for batch in step.micro_batches(CPU):
             if getattr(loss_fn, "input_type", LossInput.LOGITS) is LossInput.LOGITS:
                 scores = self.model(batch.rows["input_ids"]) / self.temperature
@@ -207,7 +209,7 @@ class PlainWorker:
         optimizer_path: str | None = None,
         tokenizer_path: str | None = None,
     ) -> None:
-        if self.environment.rank == 0:
+        if self._environment.rank == 0:
             self.model.save(weights_path)
             if optimizer_path is not None:
                 torch.save(self.optimizer.state_dict(), optimizer_path)
@@ -223,22 +225,8 @@ class PlainWorker:
     def save_hf_checkpoint(self, path: str) -> None:
         self.save_checkpoint(path)
 
-    # Information
-
-    def is_alive(self) -> bool:
-        return True
-
-    def get_gpu_info(self) -> dict[str, Any]:
-        return {"rank": self.environment.rank}
-
-    def report_device_id(self) -> str:
-        return "cpu"
-
-    def start_gpu_profiling(self) -> None:
-        pass
-
-    def stop_gpu_profiling(self) -> None:
-        pass
+    def _sample_parameter(self) -> tuple[str, torch.Tensor]:
+        return "head.bias", self.model.head.bias
 
     def shutdown(self) -> None:
         if self.leaves_group and dist.is_initialized():
