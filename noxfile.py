@@ -320,7 +320,8 @@ def built(session: nox.Session, package: str) -> dict[str, Path]:
     """Return the paths of a package's sdist and of the wheel from that, by suffix."""
     into = artifacts() / package
     if not into.exists():
-        session.run("uv", "build", "--quiet", "--package", package, "--out-dir", str(into))
+        with session.chdir(ROOT):
+            session.run("uv", "build", "--quiet", "--package", package, "--out-dir", str(into))
     return {path.suffix: path for path in into.iterdir() if path.suffix in (".whl", ".gz")}
 
 
