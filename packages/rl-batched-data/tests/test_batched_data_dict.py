@@ -202,8 +202,10 @@ def test_get_batch_takes_rows_by_size_or_by_plan():
     batch = make_batch(5)
     assert rows_of(batch.get_batch(1, 2)) == [2, 3]
     assert rows_of(batch.get_batch(2, 2)) == [4]
-    with pytest.raises(ValueError, match="no global batch 4 of 2 rows in 5 rows"):
-        batch.get_batch(4, 2)
+    assert rows_of(batch.slice(0, 0).get_batch(0, 2)) == []
+    for index, size in ((4, 2), (1, 5), (-1, 2)):
+        with pytest.raises(ValueError, match=f"no global batch {index} of {size} rows in 5 rows"):
+            batch.get_batch(index, size)
     with pytest.raises(ValueError, match="carries no plan"):
         batch.slice(0, 5).get_batch(0)
     shards = batch.shard_by_batch_size(2, batch_size=3, allow_uneven_shards=True)

@@ -11,6 +11,7 @@ from rl_batched_data import BatchedDataDict
 from rl_dtensor_worker import DTensorPolicyWorker
 from rl_dtensor_worker.fsdp import full_tensor, local_tensor
 from tiny_model import build_tokenizer, make_batch, make_config, rows_for_rank
+from torch.distributed.tensor import DTensor
 
 
 def this_rank():
@@ -830,6 +831,19 @@ def saves_that_fail(*, config, directory):
         return errors, all(torch.equal(before[n], after[n]) for n in before)
 
 
+def save_with_tokenizer(*, config, weights_path, tokenizer_paths):
+    """Save with the tokenizer in several places; return what came of each."""
+    outcomes = []
+    with worker_for(config, init_reference_model=False) as worker:
+        for path in tokenizer_paths:
+            try:
+                worker.save_checkpoint(weights_path, tokenizer_path=path)
+                outcomes.append("saved")
+            except ValueError as error:
+                outcomes.append(str(error))
+    return outcomes
+
+
 def export(*, config, path, max_bytes):
     with worker_for(config, init_reference_model=False) as worker:
         worker.save_hf_checkpoint(path, max_file_bytes=max_bytes)
@@ -857,6 +871,32 @@ def save_over_two_axes(*, model_name, directory):
         checkpointer.save(f"{directory}/weights", None, None, random_state)
         checkpointer.export(build_tokenizer(), f"{directory}/hf", max_file_bytes=20_000)
         checkpointer.close()
+
+
+def failing_unshard(*, config, batch):
+    """Let the last module fail to gather; return how many are whole after that, and still train."""
+    from rl_dtensor_worker import unshard_fsdp2_model
+    from rl_dtensor_worker.fsdp import _fsdp_modules, _reshards_after_forward
+
+    def fail():
+        raise torch.OutOfMemoryError("planted")
+
+    with worker_for(config, init_reference_model=False) as worker:
+        modules = _fsdp_modules(worker.model)
+        before = shards_of(worker), [_reshards_after_forward(module) for module in modules]
+        modules[-1].unshard = fail
+        try:
+            with unshard_fsdp2_model(worker.model):
+                pass
+        except torch.OutOfMemoryError:
+            del modules[-1].unshard
+        after = shards_of(worker), [_reshards_after_forward(module) for module in modules]
+        num_whole = sum(
+            not isinstance(parameter, DTensor) for parameter in worker.model.parameters()
+        )
+        worker.train(my_rows(batch, 4), make_loss("nll"))
+        is_same = all(torch.equal(before[0][name], after[0][name]) for name in before[0])
+        return num_whole, is_same, before[1] == after[1]
 
 
 def train_while_saving(*, config, batch, directory):

@@ -1,4 +1,6 @@
 import shutil
+import subprocess
+import sys
 import threading
 
 import pytest
@@ -22,9 +24,11 @@ def saved(pools, tiny_model, tmp_path_factory):
     return arguments, pools(2).run(rank_functions.train_save_train, **arguments)
 
 
+LINEAR = {"name": "torch.optim.lr_scheduler.LinearLR", "kwargs": {"start_factor": 0.1}}
+
+
 def _config(model):
-    scheduler = {"name": "torch.optim.lr_scheduler.LinearLR", "kwargs": {"start_factor": 0.1}}
-    return make_config(model, scheduler=scheduler)
+    return make_config(model, scheduler=LINEAR)
 
 
 def test_a_new_process_continues_bit_for_bit(saved):
@@ -121,6 +125,9 @@ def test_what_is_no_checkpoint_is_named(saved, pools, tmp_path):
         assert all(word in failure.value.text for word in words)
 
 
+ADAM = {"name": "torch.optim.Adam", "kwargs": {"lr": 0.1}}
+
+
 MOMENTUM = {"name": "torch.optim.SGD", "kwargs": {"lr": 0.1, "momentum": 0.9}}
 
 
@@ -156,9 +163,18 @@ def test_a_load_that_is_refused_changes_nothing(saved, pools, tmp_path):
         f"{part}_path": f"{arguments['directory']}/{part}" for part in ("weights", "optimizer")
     }
     other = make_config(build_tiny_model(tmp_path / "other", tied=False))
+    shallow = make_config(build_tiny_model(tmp_path / "shallow", num_layers=1))
+    saved_config = arguments["config"]
+    constant = {key: value for key, value in saved_config.items() if key != "scheduler"}
+    parts = [{"name": "torch.optim.lr_scheduler.ConstantLR", "kwargs": {}}, LINEAR]
+    listed = [*parts, {"milestones": [1]}]
     for config, words in (
         (other, ["lacks", "lm_head.weight"]),
-        (arguments["config"] | {"optimizer": MOMENTUM}, ["optimizer_path", "betas", "SGD"]),
+        (shallow, ["weights_path", "12 tensors beyond", "model.layers.1."]),
+        (saved_config | {"optimizer": MOMENTUM}, ["optimizer_path", "AdamW", "SGD"]),
+        (saved_config | {"optimizer": ADAM}, ["optimizer_path", "adamw.AdamW", "adam.Adam"]),
+        (saved_config | {"scheduler": listed}, ["LinearLR, the", "ConstantLR, torch"]),
+        (constant, ["scheduler is torch.optim.lr_scheduler.LinearLR", "LambdaLR"]),
     ):
         for text, is_same in pools(2).run(
             rank_functions.refused_load, config=config, batch=make_batch(4), **paths
@@ -227,6 +243,35 @@ def test_a_save_that_took_too_long_still_says_what_it_failed_with(tmp_path):
     with pytest.raises(RuntimeError, match="planted"):
         checkpointer.finish()
     checkpointer.finish()
+
+
+def test_a_process_ends_though_a_save_does_not():
+    program = """
+import threading
+from pathlib import Path
+from rl_dtensor_worker.saving import PendingSave
+
+PendingSave(threading.Event().wait, path=Path("weights"))
+"""
+    subprocess.run([sys.executable, "-c", program], check=True, timeout=120)
+
+
+def test_a_tokenizer_that_a_save_in_the_background_would_replace_is_refused(
+    pools, async_config, tmp_path
+):
+    outcomes = pools(2).run(
+        rank_functions.save_with_tokenizer,
+        config=async_config,
+        weights_path=f"{tmp_path}/weights",
+        tokenizer_paths=[f"{tmp_path}/weights", f"{tmp_path}/weights/inside", f"{tmp_path}/beside"],
+    )
+    for inside, further_inside, beside in outcomes:
+        for text in (inside, further_inside):
+            assert f"tokenizer_path='{tmp_path}/weights" in text
+            assert "a directory of its own" in text
+        assert beside == "saved"
+    assert {path.name for path in tmp_path.iterdir()} == {"weights", "beside"}
+    AutoTokenizer.from_pretrained(tmp_path / "beside")
 
 
 def test_directories_of_different_saves_are_not_mixed(saved, pools, tmp_path):

@@ -25,3 +25,10 @@ def test_a_rank_is_left_unsharded_only_where_it_is_alone_and_casts_nothing(pools
     assert sharded(1, precision="bfloat16") > 1
     assert sharded(1, dtensor_cfg={"enabled": True, "cpu_offload": True}) > 1
     assert sharded(2) > 1
+
+
+def test_a_model_that_cannot_be_made_whole_is_sharded_again(pools, tiny_model):
+    outcomes = pools(2).run(
+        rank_functions.failing_unshard, config=make_config(tiny_model), batch=make_batch(4)
+    )
+    assert outcomes == [(0, True, True)] * 2

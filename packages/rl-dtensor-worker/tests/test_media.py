@@ -164,6 +164,17 @@ def test_greedy_completions_equal_those_of_transformers(pools, vision_model, num
     assert plain_completion(model, unseen, 0) != expected[0], "the image does not matter"
 
 
+def test_a_prompt_that_fills_the_text_models_positions_is_refused(pools, vision_model):
+    batch = BatchedDataDict(
+        input_ids=torch.full((1, 64), 7),
+        input_lengths=torch.tensor([64]),
+    )
+    with pytest.raises(RankFailure, match="leaves no room for a new token in 64 tokens"):
+        pools(1).run(
+            rank_functions.generate, config=make_config(vision_model), batch=batch, greedy=True
+        )
+
+
 def _completions(output):
     lengths = output["unpadded_sequence_lengths"].tolist()
     return [

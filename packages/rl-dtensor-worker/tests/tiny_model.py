@@ -9,14 +9,14 @@ VOCAB_SIZE = 64
 PAD, EOS = 0, 1
 
 
-def build_tiny_model(path, *, tied=True, seed=0, width=64):
+def build_tiny_model(path, *, tied=True, seed=0, width=64, num_layers=2):
     """Write a randomly initialised Qwen2 and a character-level tokenizer to `path`."""
     torch.manual_seed(seed)
     config = Qwen2Config(
         vocab_size=VOCAB_SIZE,
         hidden_size=width,
         intermediate_size=96,
-        num_hidden_layers=2,
+        num_hidden_layers=num_layers,
         num_attention_heads=2,
         num_key_value_heads=1,
         max_position_embeddings=64,

@@ -81,7 +81,8 @@ class BatchedDataDict(RowDict, Generic[SpecT]):
         """
         check_positive("batch_size", batch_size)
         start = batch_idx * batch_size
-        if not 0 <= start <= self.size:
+        # An empty batch has one, which is empty.
+        if not 0 <= start < max(self.size, 1):
             raise ValueError(
                 f"there is no global batch {batch_idx} of {batch_size} rows in {self.size} rows"
             )

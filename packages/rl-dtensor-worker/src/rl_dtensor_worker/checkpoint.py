@@ -187,11 +187,14 @@ class Checkpointer:
 
         Raises:
             RuntimeError: The last save could not be written.
+            TimeoutError: It takes longer than the limit; it goes on, until the process ends.
         """
         try:
             self.finish()
         finally:
-            if self._group is not None and dist.is_initialized():
+            # A save that is late still uses the group.
+            is_late = self._pending is not None
+            if self._group is not None and dist.is_initialized() and not is_late:
                 dist.destroy_process_group(self._group)
             self._group = None
 
@@ -250,6 +253,12 @@ def _check_tensors(tensors: Tensors, path: Path, *, what: str) -> None:
     missing = sorted(tensors.keys() - stored.keys())
     if missing:
         raise ValueError(f"{what}={str(path)!r} lacks {len(missing)} tensors, first {missing[:3]}")
+    beyond = sorted(stored.keys() - tensors.keys())
+    if beyond:
+        raise ValueError(
+            f"{what}={str(path)!r} is of another model: it has {len(beyond)} tensors beyond this "
+            f"one's, first {beyond[:3]}"
+        )
     for name, tensor in tensors.items():
         shape = tuple(stored[name].size)
         if shape != tuple(tensor.shape):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 from rl_interfaces.backend.agreement import failing_together
@@ -23,19 +24,23 @@ class CheckpointCalls(WorkerParts):
 
         Of a model with adapters, those are the weights.
 
-        The directories are written beside their places and renamed together when all are complete.
-        The training state holds optimizer, schedule, loss scale and every rank's random state.
+        The directories are written beside their places and renamed together when all are complete;
+        the tokenizer, which no training changes, is written into its place after that. The training
+        state holds optimizer, schedule, loss scale and every rank's random state.
 
         With `policy.dtensor_cfg.async_checkpoint` this copies the state to the CPU and returns; it
-        is written while training goes on. The next save, load or `shutdown`, or
-        `finish_checkpoint`, waits for it and raises what it failed with.
+        is written while training goes on, and the tokenizer at once. The next save, load or
+        `shutdown`, or `finish_checkpoint`, waits for it and raises what it failed with.
 
         Raises:
-            ValueError: `optimizer_path` is given and there is no optimizer, or a path is taken by
-                something that no save has written.
+            ValueError: `optimizer_path` is given and there is no optimizer, a path is taken by
+                something that no save has written, or the tokenizer is to lie in a directory that
+                is written in the background.
             RuntimeError: This save, or the one before it, cannot be written; on every rank.
         """
         self._require_optimizer(optimizer_path, to="save")
+        if tokenizer_path is not None and self._config.async_checkpoint:
+            _require_apart(tokenizer_path, {weights_path, optimizer_path})
         self._checkpointer.save(
             weights_path, optimizer_path, self._training, self._random_state_of_rank()
         )
@@ -46,9 +51,13 @@ class CheckpointCalls(WorkerParts):
     def load_checkpoint(self, weights_path: str, optimizer_path: str | None = None) -> None:
         """Read what `save_checkpoint` wrote, in this layout of ranks or another.
 
+        The save's rates and schedule take the place of those in the config, which has to name the
+        same optimizer and the same kind of schedule.
+
         Raises:
             ValueError: A directory is no complete checkpoint of this model, the two are of
-                different saves, or there is no optimizer.
+                different saves, there is no optimizer, or the save is of another optimizer or kind
+                of schedule.
         """
         self._require_optimizer(optimizer_path, to="load")
         random_state = self._checkpointer.load(
@@ -109,3 +118,14 @@ class CheckpointCalls(WorkerParts):
             is_written_here=self._environment.rank % ranks_that_share_it == 0,
             state=self._random.state_dict(),
         )
+
+
+def _require_apart(tokenizer_path: str, others: set[str | None]) -> None:
+    """Raise `ValueError` where the tokenizer would be lost when a save takes its place."""
+    place = Path(tokenizer_path).absolute()
+    for other in others - {None}:
+        if Path(str(other)).absolute() in (place, *place.parents):
+            raise ValueError(
+                f"tokenizer_path={tokenizer_path!r} lies in {other!r}, which is replaced when the "
+                "save in the background is complete: give it a directory of its own"
+            )

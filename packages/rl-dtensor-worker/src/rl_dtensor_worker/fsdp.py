@@ -67,10 +67,10 @@ def unshard_fsdp2_model(model: nn.Module) -> Generator[None, None, None]:
     """
     modules = _fsdp_modules(model)
     reshard = [_reshards_after_forward(module) for module in modules]
-    for module in modules:
-        module.set_reshard_after_forward(False, recurse=False)
-        module.unshard()
     try:
+        for module in modules:
+            module.set_reshard_after_forward(False, recurse=False)
+            module.unshard()
         yield
     finally:
         for module, flag in zip(modules, reshard, strict=True):

@@ -47,13 +47,16 @@ class Part:
 
 
 class PendingSave:
-    """A save that is being written by a thread of its own."""
+    """A save that is being written by a thread of its own, which no process waits for at its end.
+
+    What is cut off then is beside its place, see `rl_interfaces.backend.directories`.
+    """
 
     def __init__(self, write: Callable[[], None], *, path: Path) -> None:
         self._write = write
         self._path = path
         self._error: Exception | None = None
-        self._thread = threading.Thread(target=self._run, name=f"save {path}")
+        self._thread = threading.Thread(target=self._run, name=f"save {path}", daemon=True)
         self._thread.start()
 
     def wait(self, timeout_s: float) -> None:

@@ -7,6 +7,7 @@ from collections import defaultdict
 from typing import TYPE_CHECKING, Any
 
 import torch
+from torch.optim.lr_scheduler import SequentialLR
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -30,6 +31,7 @@ def state_of(model: nn.Module, training: TrainingParts) -> tuple[Tensors, dict[s
         for group in training.optimizer.param_groups
     ]
     others = {
+        "classes": _classes(training),
         "counters": counters,
         "groups": groups,
         "scheduler": training.scheduler.state_dict(),
@@ -47,8 +49,13 @@ def check_fits(
     """Raise unless a save, of whose tensors `stored` tells, is of this optimizer.
 
     Raises:
-        ValueError: It is of another optimizer, or of other parameters.
+        ValueError: It is of another optimizer or schedule, or of other parameters.
     """
+    for what, own in _classes(training).items():
+        if others["classes"][what] != own:
+            raise ValueError(
+                f"the save's {what} is {others['classes'][what]}, the config's is {own}"
+            )
     options = [set(group) for group in training.optimizer.param_groups]
     saved = [set(group) for group in others["groups"]]
     if len(options) != len(saved) or any(s - o for s, o in zip(saved, options, strict=True)):
@@ -140,6 +147,20 @@ def _owner(name: str) -> str:
 
 def _slot(name: str) -> str:
     return name.rpartition("/")[2]
+
+
+def _classes(training: TrainingParts) -> dict[str, str]:
+    """Return what steps and what schedules: Adam, say, would take up AdamW's state and turn it."""
+    schedule = training.scheduler
+    parts = schedule._schedulers if isinstance(schedule, SequentialLR) else [schedule]
+    return {
+        "optimizer": _name(training.optimizer),
+        "scheduler": ", ".join(_name(part) for part in parts),
+    }
+
+
+def _name(value: object) -> str:
+    return f"{type(value).__module__}.{type(value).__qualname__}"
 
 
 def _sorted(groups: list[set[str]]) -> list[list[str]]:

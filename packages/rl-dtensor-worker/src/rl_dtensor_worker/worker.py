@@ -339,6 +339,7 @@ class DTensorPolicyWorker(
         return global_size // ranks
 
     def _longest_sequence(self) -> int:
-        own = getattr(self.model.config, "max_position_embeddings", None)
+        text_config: Any = self.model.config.get_text_config()  # type: ignore[union-attr, operator]
+        own = getattr(text_config, "max_position_embeddings", None)
         limits = [x for x in (self._config.max_total_sequence_length, own) if x is not None]
         return min(limits, default=2**31)

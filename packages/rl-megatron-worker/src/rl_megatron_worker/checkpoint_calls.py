@@ -24,8 +24,9 @@ class CheckpointCalls(ResidencyCalls):
     ) -> None:
         """Write the weights; the training state and the tokenizer where a path is given.
 
-        The directories are written beside their places and renamed together when all are complete.
-        The training state holds optimizer, schedule, loss scale and every rank's random state.
+        The directories are written beside their places and renamed together when all are complete;
+        the tokenizer, which no training changes, is written into its place after that. The training
+        state holds optimizer, schedule, loss scale and every rank's random state.
 
         Raises:
             ValueError: `optimizer_path` is given and there is no optimizer, or a path is taken by
