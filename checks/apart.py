@@ -51,7 +51,7 @@ _ENABLED = "from rl_policy.backends import enabled_backend, load; load(enabled_b
 REFUSALS = {
     "rl-dtensor-worker": [
         (
-            "from rl_dtensor_worker.lora import inject_adapters as inject\n"
+            "from rl_dtensor_worker.model.lora import inject_adapters as inject\n"
             "inject(None, None, model_name='')",
             'pip install "rl-dtensor-worker[lora]"',
         )

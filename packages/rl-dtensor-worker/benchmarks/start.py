@@ -20,11 +20,11 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from report import Row, parse_options, report
-from rl_dtensor_worker import loading
 from rl_dtensor_worker.config import WorkerConfig
-from rl_dtensor_worker.model import build_model
-from rl_dtensor_worker.parallel import Meshes
-from rl_interfaces.backend.ranks import RankEnvironment, init_process_group
+from rl_dtensor_worker.model import load as loading
+from rl_dtensor_worker.model.build import build_model
+from rl_dtensor_worker.parallel.mesh import Meshes
+from rl_interfaces.backend.runtime.ranks import RankEnvironment, init_process_group
 from transformers import Qwen2Config, Qwen2ForCausalLM
 
 RUNS = 3

@@ -3,7 +3,7 @@
 import torch
 import torch.distributed as dist
 from rl_batched_data import PackedSequences
-from rl_dtensor_worker.context_attention import ContextRows
+from rl_dtensor_worker.attention.context import ContextRows
 
 
 def attend_in_parts(*, states, weights, lengths, window):

@@ -4,7 +4,7 @@ import torch
 from losses_for_tests import make_loss
 from parity_ranks import rows_of
 from rank_functions import parameters_of, shards_of, worker_for
-from rl_dtensor_worker.fsdp import local_tensor
+from rl_dtensor_worker.parallel.fsdp import local_tensor
 
 
 def sent_by(worker):

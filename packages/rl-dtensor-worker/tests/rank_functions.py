@@ -9,7 +9,7 @@ import torch
 from losses_for_tests import make_loss
 from rl_batched_data import BatchedDataDict
 from rl_dtensor_worker import DTensorPolicyWorker
-from rl_dtensor_worker.fsdp import full_tensor, local_tensor
+from rl_dtensor_worker.parallel.fsdp import full_tensor, local_tensor
 from tiny_model import build_tokenizer, make_batch, make_config, rows_for_rank
 from torch.distributed.tensor import DTensor
 
@@ -331,7 +331,7 @@ def unsharded_forwards(*, config, batch):
 
 def gradients_around_a_call(*, config, batch, interrupt):
     """Return gradients of a pass between whose halves another call may free whole parameters."""
-    from rl_dtensor_worker.fsdp import reshard_model
+    from rl_dtensor_worker.parallel.fsdp import reshard_model
 
     with worker_for(config, init_reference_model=False) as worker:
         (step,) = worker._steps(
@@ -614,8 +614,8 @@ def gather_groups(*, config):
 
 @contextmanager
 def process_group():
-    from rl_dtensor_worker.parallel import leave_process_group
-    from rl_interfaces.backend.ranks import RankEnvironment, init_process_group
+    from rl_dtensor_worker.parallel.mesh import leave_process_group
+    from rl_interfaces.backend.runtime.ranks import RankEnvironment, init_process_group
 
     environment = RankEnvironment.from_environment()
     init_process_group(environment, timeout_s=60)
@@ -634,8 +634,8 @@ def tensors_of(model):
 def load_models(*, model_names):
     """Return the tensors of each model, sharded over the data-parallel axis."""
     from rl_dtensor_worker.config import WorkerConfig
-    from rl_dtensor_worker.model import build_model
-    from rl_dtensor_worker.parallel import Meshes
+    from rl_dtensor_worker.model.build import build_model
+    from rl_dtensor_worker.parallel.mesh import Meshes
 
     loaded = []
     with process_group() as environment:
@@ -654,7 +654,7 @@ def load_models(*, model_names):
 def load_over_two_axes(*, model_names):
     """Return each model's tensors and placements, on two data- by two tensor-parallel ranks."""
     from rl_dtensor_worker.config import WorkerConfig
-    from rl_dtensor_worker.loading import ModelLoader
+    from rl_dtensor_worker.model.load import ModelLoader
 
     loaded = []
     with process_group() as environment:
@@ -708,8 +708,8 @@ def shard_over_two_axes(model):
 
 def load_with_a_broken_rank(*, model_name):
     """Let the last rank fail to read; return the error of each."""
-    from rl_dtensor_worker import loading
-    from rl_interfaces.backend.safetensors_files import SafetensorsFiles
+    from rl_dtensor_worker.model import load as loading
+    from rl_interfaces.backend.checkpoint.safetensors_files import SafetensorsFiles
 
     class Unreadable(SafetensorsFiles):
         def read(self, name, indices=None):
@@ -851,9 +851,9 @@ def export(*, config, path, max_bytes):
 
 def save_over_two_axes(*, model_name, directory):
     """Add 1 to the weights and save them, over two data- by two tensor-parallel ranks."""
-    from rl_dtensor_worker.checkpoint import Checkpointer, RankRandomState
+    from rl_dtensor_worker.checkpoint.checkpointer import Checkpointer, RankRandomState
     from rl_dtensor_worker.config import WorkerConfig
-    from rl_dtensor_worker.loading import ModelLoader
+    from rl_dtensor_worker.model.load import ModelLoader
 
     with process_group() as environment:
         config = WorkerConfig.from_policy_config(
@@ -876,7 +876,7 @@ def save_over_two_axes(*, model_name, directory):
 def failing_unshard(*, config, batch):
     """Let the last module fail to gather; return how many are whole after that, and still train."""
     from rl_dtensor_worker import unshard_fsdp2_model
-    from rl_dtensor_worker.fsdp import _fsdp_modules, _reshards_after_forward
+    from rl_dtensor_worker.parallel.fsdp import _fsdp_modules, _reshards_after_forward
 
     def fail():
         raise torch.OutOfMemoryError("planted")
@@ -903,7 +903,7 @@ def train_while_saving(*, config, batch, directory):
     """Train while a save is held back, then load it and train again; return what both gave."""
     import threading
 
-    from rl_dtensor_worker import saving
+    from rl_dtensor_worker.checkpoint import saving
 
     write, may_write = saving.write_parts, threading.Event()
 

@@ -72,7 +72,7 @@ def write_version(worker, version):
 
 def version_of(worker):
     """Return the number in all of this rank's parameters and optimizer state, or all of them."""
-    from rl_dtensor_worker.fsdp import local_tensor
+    from rl_dtensor_worker.parallel.fsdp import local_tensor
 
     state = worker._training.optimizer.state
     tensors = [

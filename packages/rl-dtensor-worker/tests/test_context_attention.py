@@ -7,8 +7,8 @@ import torch
 import torch.nn.functional as F
 from context_ranks import attend_in_parts
 from rl_batched_data import PackedSequences
-from rl_dtensor_worker.context_attention import ContextRows
-from rl_dtensor_worker.packed_attention import causal_band
+from rl_dtensor_worker.attention.context import ContextRows
+from rl_dtensor_worker.attention.packed import causal_band
 
 
 class FakeGroup:

@@ -389,7 +389,7 @@ def test_a_style_that_adapters_cannot_follow_is_named(pools, biased):
 
 
 def test_without_peft_the_extra_is_named(monkeypatch, base):
-    from rl_dtensor_worker.lora import inject_adapters
+    from rl_dtensor_worker.model.lora import inject_adapters
 
     monkeypatch.setitem(sys.modules, "peft", None)
     with pytest.raises(ImportError, match=r'pip install "rl-dtensor-worker\[lora\]"'):

@@ -24,9 +24,9 @@ from rl_interfaces.testing import (
     require_conformance,
 )
 from rl_interfaces.testing.ranks import Ranks
-from rl_interfaces.testing.rules.errors import left_padding_is_refused
-from rl_interfaces.testing.rules.scoring import logprobs_are_zero_where_no_token_is_scored
-from rl_interfaces.testing.worker_bench import WorkerBench
+from rl_interfaces.testing.worker.bench import WorkerBench
+from rl_interfaces.testing.worker.rules.errors import left_padding_is_refused
+from rl_interfaces.testing.worker.rules.scoring import logprobs_are_zero_where_no_token_is_scored
 
 
 def test_every_rule_has_a_worker_that_breaks_it():

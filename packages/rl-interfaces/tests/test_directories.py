@@ -5,8 +5,8 @@ import sys
 from pathlib import Path
 
 import pytest
-from rl_interfaces.backend import directories
-from rl_interfaces.backend.directories import MARKER, check_complete, partial_of
+from rl_interfaces.backend.checkpoint import directories
+from rl_interfaces.backend.checkpoint.directories import MARKER, check_complete, partial_of
 
 NAMES = ("weights", "optimizer")
 

@@ -16,7 +16,7 @@ from rl_interfaces.testing.generation import (
     check_rule,
     rule_names,
 )
-from rl_interfaces.testing.generation_oracle import ERROR_PROBABILITY, chance_of
+from rl_interfaces.testing.generation.oracle import ERROR_PROBABILITY, chance_of
 
 # Each breaks the one rule, but where two have the same thing at their bottom.
 BROKEN = {
@@ -158,5 +158,5 @@ def test_the_suite_is_imported_without_torch_and_pytest():
 
 def test_every_rule_is_a_function_of_its_module_that_says_what_it_means():
     for group, names in RULES.items():
-        module = import_module(f"rl_interfaces.testing.generation_{group}")
+        module = import_module(f"rl_interfaces.testing.generation.{group}")
         assert all(getattr(module, name).__doc__ for name in names)

@@ -5,7 +5,7 @@ from datetime import timedelta
 
 import pytest
 import torch.distributed as dist
-from rl_interfaces.backend.ports import ReservedPort
+from rl_interfaces.backend.runtime.ports import ReservedPort
 
 
 def test_nobody_else_gets_the_port():

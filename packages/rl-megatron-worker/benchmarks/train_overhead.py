@@ -22,18 +22,18 @@ from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
 from megatron.core.pipeline_parallel import get_forward_backward_func
 from report import Row, parse_options, report
 from rl_batched_data import BatchedDataDict
-from rl_batched_data.token_logprobs import target_scores
+from rl_batched_data.logprobs.api import target_scores
 from rl_dtensor_worker import DTensorPolicyWorker
 from rl_interfaces import LossInput, LossType
 from rl_megatron_worker import MegatronPolicyWorker
-from rl_megatron_worker.model import (
+from rl_megatron_worker.attention.layout import PackedLayout
+from rl_megatron_worker.model.build import (
     build_model,
     run_chunk,
     scoring_options,
     transformer_config,
 )
 from rl_megatron_worker.optim import ddp_config
-from rl_megatron_worker.row_layout import PackedLayout
 from tokenizers import Tokenizer, models
 from transformers import PreTrainedTokenizerFast, Qwen2Config, Qwen2ForCausalLM
 

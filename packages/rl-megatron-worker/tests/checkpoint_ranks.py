@@ -8,8 +8,8 @@ import pytest
 import torch
 from megatron_ranks import build_reference, job
 from optim_ranks import build_trainer, train_step
-from rl_megatron_worker.checkpoint import Checkpointer
-from rl_megatron_worker.in_process_save import InProcessSave
+from rl_megatron_worker.checkpoint.checkpointer import Checkpointer
+from rl_megatron_worker.compat.in_process_save import InProcessSave
 
 
 def start(runtime, plan, kind="dense", *, seed=0, timeout_s=60, **given):

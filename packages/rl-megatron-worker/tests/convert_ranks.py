@@ -8,21 +8,21 @@ import torch
 from megatron.core import parallel_state
 from megatron.core.distributed import DistributedDataParallelConfig
 from megatron_ranks import job
-from rl_interfaces.backend.safetensors_files import SafetensorsFiles
-from rl_megatron_worker import loading
+from rl_interfaces.backend.checkpoint.safetensors_files import SafetensorsFiles
+from rl_megatron_worker.attention.packed import PackedRows
+from rl_megatron_worker.checkpoint.hf_export import write_hf_directory
 from rl_megatron_worker.convert import converter_for
-from rl_megatron_worker.hf_export import write_hf_directory
-from rl_megatron_worker.loading import load_weights
-from rl_megatron_worker.model import (
+from rl_megatron_worker.model import load as loading
+from rl_megatron_worker.model.build import (
     ModelOptions,
     build_model,
     run_chunk,
     scoring_options,
     transformer_config,
 )
-from rl_megatron_worker.packed_rows import PackedRows
-from rl_megatron_worker.parallel import MegatronLayout
-from rl_megatron_worker.weights import MegatronWeights
+from rl_megatron_worker.model.load import load_weights
+from rl_megatron_worker.parallel.groups import MegatronLayout
+from rl_megatron_worker.weights.source import MegatronWeights
 from tiny_models import build_tokenizer
 from transformers import AutoConfig, GenerationConfig
 

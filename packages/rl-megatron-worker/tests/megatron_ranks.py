@@ -8,9 +8,10 @@ from megatron.core import parallel_state
 from megatron.core.distributed import DistributedDataParallelConfig, finalize_model_grads
 from megatron.core.pipeline_parallel import get_forward_backward_func
 from reference_models import VOCAB, architecture_of, build_reference, shard_of
-from rl_batched_data.token_logprobs import target_scores
-from rl_interfaces.backend.ranks import RankEnvironment, init_process_group
-from rl_megatron_worker.model import (
+from rl_batched_data.logprobs.api import target_scores
+from rl_interfaces.backend.runtime.ranks import RankEnvironment, init_process_group
+from rl_megatron_worker.attention.packed import PackedRows
+from rl_megatron_worker.model.build import (
     ModelOptions,
     build_model,
     run_chunk,
@@ -18,8 +19,7 @@ from rl_megatron_worker.model import (
     transformer_config,
     unwrapped,
 )
-from rl_megatron_worker.packed_rows import PackedRows
-from rl_megatron_worker.parallel import (
+from rl_megatron_worker.parallel.groups import (
     check_sizes,
     init_model_parallel,
     leave_model_parallel,

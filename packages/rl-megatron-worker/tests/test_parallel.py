@@ -2,8 +2,8 @@
 
 import pytest
 from rl_interfaces import ParallelLayout
-from rl_megatron_worker.architecture import Architecture
-from rl_megatron_worker.parallel import MegatronLayout, check_sizes, plan_layout
+from rl_megatron_worker.model.architecture import Architecture
+from rl_megatron_worker.parallel.groups import MegatronLayout, check_sizes, plan_layout
 
 
 def section(**overrides):

@@ -9,7 +9,7 @@ from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
-from rl_interfaces.backend.ports import ReservedPort
+from rl_interfaces.backend.runtime.ports import ReservedPort
 from rl_refit import RefitError, RefitTimeoutError
 from rl_refit.broadcast import BroadcastGroup
 from rl_refit.deadline import Deadline

@@ -9,14 +9,14 @@ from typing import TYPE_CHECKING, Any
 import torch
 import torch.distributed as dist
 from rl_batched_data import BatchedDataDict
-from rl_batched_data.batch_checks import check_scoring_batch, check_training_batch, positive
-from rl_batched_data.generation import SamplingConfig, generate
-from rl_batched_data.loss_counts import LossCounts
-from rl_batched_data.micro_batches import Concatenation, steps_of
 from rl_interfaces import LossInput, ParallelLayout, Residency, resolve_policy_config
-from rl_interfaces.backend.device import Profiler
+from rl_interfaces.backend.batch_checks import check_scoring_batch, check_training_batch, positive
+from rl_interfaces.backend.generation.loop import SamplingConfig, generate
 from rl_interfaces.backend.information_calls import InformationCalls
-from rl_interfaces.backend.ranks import RankEnvironment, init_process_group
+from rl_interfaces.backend.metrics import LossCounts
+from rl_interfaces.backend.runtime.device import Profiler
+from rl_interfaces.backend.runtime.ranks import RankEnvironment, init_process_group
+from rl_interfaces.backend.steps import Concatenation, steps_of
 from torch import nn
 
 from plain_backend.model import PairModel

@@ -8,18 +8,18 @@ from typing import Any, Generic, Self, TypeVar, overload
 import torch
 
 from rl_batched_data import columns
-from rl_batched_data.dynamic_batching import DynamicBatching, DynamicBatchingArgs
-from rl_batched_data.packed_sequences import PackedSequences
+from rl_batched_data.packing.packed_sequences import PackedSequences
 from rl_batched_data.row_dict import RowDict
-from rl_batched_data.sequence_packing import SequencePacking, SequencePackingArgs
-from rl_batched_data.shard_planning import (
+from rl_batched_data.sharding.dynamic import DynamicBatching, DynamicBatchingArgs
+from rl_batched_data.sharding.packing import SequencePacking, SequencePackingArgs
+from rl_batched_data.sharding.plan import (
     Balancing,
     BalancingArgs,
     ShardingOptions,
     parse_options,
     plan_batch,
 )
-from rl_batched_data.sharding import ShardPlan, balanced_bounds, check_positive
+from rl_batched_data.sharding.shards import ShardPlan, balanced_bounds, check_positive
 
 SpecT = TypeVar("SpecT")
 

@@ -5,9 +5,9 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from rl_interfaces.backend.agreement import failing_together
+from rl_interfaces.backend.runtime.agreement import failing_together
 
-from rl_dtensor_worker.checkpoint import RankRandomState
+from rl_dtensor_worker.checkpoint.checkpointer import RankRandomState
 from rl_dtensor_worker.worker_parts import WorkerParts
 
 

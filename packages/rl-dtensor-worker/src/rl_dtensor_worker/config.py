@@ -8,11 +8,11 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 import torch
-from rl_batched_data.generation import SamplingConfig
 from rl_interfaces import ParallelLayout, resolve_policy_config
+from rl_interfaces.backend.generation.loop import SamplingConfig
 from transformers import AutoConfig
 
-from rl_dtensor_worker.parallel import plan_layout
+from rl_dtensor_worker.parallel.mesh import plan_layout
 
 if TYPE_CHECKING:
     from collections.abc import Mapping

@@ -6,20 +6,20 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 import torch
-from rl_batched_data.row_scores import RowScores
 from rl_interfaces import LossInput
+from rl_interfaces.backend.scoring import RowScores
 
-from rl_dtensor_worker.sharing import Sharing
+from rl_dtensor_worker.parallel.sharing import Sharing
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
     from rl_batched_data import BatchedDataDict, TokenScores
-    from rl_batched_data.micro_batches import MicroBatch, Step
+    from rl_interfaces.backend.steps import MicroBatch, Step
     from torch import nn
 
-    from rl_dtensor_worker.head import TokenHead
-    from rl_dtensor_worker.row_layout import RowLayout
+    from rl_dtensor_worker.attention.layout import RowLayout
+    from rl_dtensor_worker.model.heads import TokenHead
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from rl_dtensor_worker.fsdp import abandon_pass, reshard_model
+from rl_dtensor_worker.parallel.fsdp import abandon_pass, reshard_model
 
 if TYPE_CHECKING:
     from collections.abc import Generator

@@ -10,7 +10,7 @@ import torch.distributed as dist
 from torch.distributed.tensor import DTensor, Replicate
 from torch.optim.lr_scheduler import LambdaLR, LRScheduler, SequentialLR
 
-from rl_dtensor_worker.fsdp import local_tensor
+from rl_dtensor_worker.parallel.fsdp import local_tensor
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence

@@ -7,8 +7,8 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from rl_dtensor_worker.fsdp import get_cpu_state_dict, local_tensor, reshard_model
-from rl_dtensor_worker.model import persistent_state
+from rl_dtensor_worker.model.build import persistent_state
+from rl_dtensor_worker.parallel.fsdp import get_cpu_state_dict, local_tensor, reshard_model
 
 if TYPE_CHECKING:
     from collections.abc import Generator

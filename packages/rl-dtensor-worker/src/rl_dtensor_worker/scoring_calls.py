@@ -6,7 +6,7 @@ from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
 from rl_batched_data import BatchedDataDict
-from rl_batched_data.batch_checks import check_scoring_batch, positive
+from rl_interfaces.backend.batch_checks import check_scoring_batch, positive
 
 from rl_dtensor_worker.forward import Forward, score_rows
 from rl_dtensor_worker.modes import evaluating
@@ -16,13 +16,13 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Generator
 
     import torch
-    from rl_batched_data.micro_batches import MicroBatch
     from rl_interfaces import (
         LogprobOutputSpec,
         ReferenceLogprobOutputSpec,
         ScoreOutputSpec,
         TopkLogitsOutputSpec,
     )
+    from rl_interfaces.backend.steps import MicroBatch
 
 
 class ScoringCalls(WorkerParts):

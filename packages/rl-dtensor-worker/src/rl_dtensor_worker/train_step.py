@@ -9,14 +9,14 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
-from rl_batched_data.loss_counts import LossCounts
+from rl_interfaces.backend.metrics import LossCounts
 
 from rl_dtensor_worker.optim import clip_gradients, total_grad_norm
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from rl_batched_data.micro_batches import MicroBatch, Step
+    from rl_interfaces.backend.steps import MicroBatch, Step
     from torch import nn
     from torch.optim.lr_scheduler import LRScheduler
 

@@ -9,13 +9,13 @@ from typing import TYPE_CHECKING, Any
 from rl_interfaces import LossInput
 from torch import nn
 
-from rl_dtensor_worker.sharing import Sharing
+from rl_dtensor_worker.parallel.sharing import Sharing
 
 if TYPE_CHECKING:
     from collections.abc import Generator
 
     import torch
-    from rl_batched_data.micro_batches import MicroBatch
+    from rl_interfaces.backend.steps import MicroBatch
 
 # What transformers calls the layer that makes the scores.
 _LAYERS = ("score", "classifier")

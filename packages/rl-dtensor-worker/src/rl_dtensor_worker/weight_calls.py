@@ -1,12 +1,12 @@
-"""What the calls of `rl_refit.weight_calls` need of this worker's model."""
+"""What the calls of `rl_interfaces.backend.weight_calls` need of this worker's model."""
 
 from __future__ import annotations
 
 import torch
-from rl_refit.weight_calls import WeightCalls
+from rl_interfaces.backend.weight_calls import WeightCalls
 
-from rl_dtensor_worker.fsdp import local_tensor
-from rl_dtensor_worker.weights import ModelWeights
+from rl_dtensor_worker.parallel.fsdp import local_tensor
+from rl_dtensor_worker.weights.source import ModelWeights
 from rl_dtensor_worker.worker_parts import WorkerParts
 
 

@@ -7,38 +7,38 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from rl_batched_data import BatchedDataDict
-from rl_batched_data.batch_checks import check_scoring_batch, check_training_batch, positive
-from rl_batched_data.generation import check_room, generate
 from rl_interfaces import LossType, ParallelLayout, Residency
-from rl_interfaces.backend.device import Profiler, device_id
+from rl_interfaces.backend.batch_checks import check_scoring_batch, check_training_batch, positive
+from rl_interfaces.backend.generation.loop import check_room, generate
 from rl_interfaces.backend.information_calls import InformationCalls
-from rl_interfaces.backend.randomness import RandomState
-from rl_interfaces.backend.ranks import RankEnvironment, init_process_group
-from rl_refit.transfer import WeightTransfer
+from rl_interfaces.backend.runtime.device import Profiler, device_id
+from rl_interfaces.backend.runtime.random import RandomState
+from rl_interfaces.backend.runtime.ranks import RankEnvironment, init_process_group
+from rl_interfaces.backend.transfer import WeightTransfer
 
-from rl_dtensor_worker import context_parallel
-from rl_dtensor_worker.checkpoint import Checkpointer
+from rl_dtensor_worker.attention.check import check_layout, check_rotation
+from rl_dtensor_worker.checkpoint.checkpointer import Checkpointer
 from rl_dtensor_worker.checkpoint_calls import CheckpointCalls
 from rl_dtensor_worker.config import WorkerConfig, load_model_config
+from rl_dtensor_worker.decoder import CachedForward
 from rl_dtensor_worker.forward import Forward
-from rl_dtensor_worker.fsdp import local_tensor, unshard_fsdp2_model
-from rl_dtensor_worker.generate import CachedForward
-from rl_dtensor_worker.head import find_token_head
-from rl_dtensor_worker.layout_check import check_layout, check_rotation
-from rl_dtensor_worker.lora import AdaptersOff
-from rl_dtensor_worker.model import build_model
+from rl_dtensor_worker.model.build import build_model
+from rl_dtensor_worker.model.heads import find_token_head
+from rl_dtensor_worker.model.lora import AdaptersOff
 from rl_dtensor_worker.modes import evaluating, training_mode
 from rl_dtensor_worker.optim import LossScaler, build_optimizer, build_scheduler
-from rl_dtensor_worker.parallel import (
+from rl_dtensor_worker.parallel import context as context_parallel
+from rl_dtensor_worker.parallel.fsdp import local_tensor, unshard_fsdp2_model
+from rl_dtensor_worker.parallel.mesh import (
     Meshes,
     leave_process_group,
 )
-from rl_dtensor_worker.plans import check_sizes, load_custom_plan
+from rl_dtensor_worker.parallel.sharing import Sharing
+from rl_dtensor_worker.parallel.tensor.group import TensorParallel
+from rl_dtensor_worker.parallel.tensor.plans import check_sizes, load_custom_plan
 from rl_dtensor_worker.reference import ReferenceModel
 from rl_dtensor_worker.residency_calls import ResidencyCalls
 from rl_dtensor_worker.scoring_calls import ScoringCalls
-from rl_dtensor_worker.sharing import Sharing
-from rl_dtensor_worker.tensor_parallel import TensorParallel
 from rl_dtensor_worker.train_step import TrainingParts, run_steps
 from rl_dtensor_worker.value_forward import ValueForward, find_value_layer
 from rl_dtensor_worker.weight_calls import ModelWeightCalls

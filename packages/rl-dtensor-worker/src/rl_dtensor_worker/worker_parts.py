@@ -4,29 +4,29 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from rl_batched_data.micro_batches import Step, steps_of
+from rl_interfaces.backend.steps import Step, steps_of
 
-from rl_dtensor_worker.media import check_same_media
+from rl_dtensor_worker.model.media import check_same_media
 
 if TYPE_CHECKING:
     import torch
     import torch.distributed as dist
     from rl_batched_data import BatchedDataDict
     from rl_interfaces import Residency
-    from rl_interfaces.backend.device import Profiler
-    from rl_interfaces.backend.randomness import RandomState
-    from rl_interfaces.backend.ranks import RankEnvironment
-    from rl_refit.transfer import WeightTransfer
+    from rl_interfaces.backend.runtime.device import Profiler
+    from rl_interfaces.backend.runtime.random import RandomState
+    from rl_interfaces.backend.runtime.ranks import RankEnvironment
+    from rl_interfaces.backend.transfer import WeightTransfer
     from torch import nn
     from transformers import PreTrainedTokenizerBase
 
-    from rl_dtensor_worker.checkpoint import Checkpointer
+    from rl_dtensor_worker.checkpoint.checkpointer import Checkpointer
     from rl_dtensor_worker.config import WorkerConfig
     from rl_dtensor_worker.forward import Forward
-    from rl_dtensor_worker.lora import AdaptersOff
-    from rl_dtensor_worker.parallel import Meshes
+    from rl_dtensor_worker.model.lora import AdaptersOff
+    from rl_dtensor_worker.parallel.mesh import Meshes
+    from rl_dtensor_worker.parallel.sharing import Sharing
     from rl_dtensor_worker.reference import ReferenceModel
-    from rl_dtensor_worker.sharing import Sharing
     from rl_dtensor_worker.train_step import TrainingParts
     from rl_dtensor_worker.value_forward import ValueForward
 

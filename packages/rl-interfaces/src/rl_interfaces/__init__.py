@@ -1,7 +1,13 @@
 """The contracts of an LLM post-training policy. Importing this loads neither torch nor ray."""
 
 from rl_interfaces.cluster import Cluster
-from rl_interfaces.config import (
+from rl_interfaces.config.resolve import (
+    GENERATION_DEFAULTS,
+    POLICY_DEFAULTS,
+    resolve_policy_config,
+)
+from rl_interfaces.config.schema import check_typed_dict
+from rl_interfaces.config.types import (
     DTensorConfig,
     DynamicBatchingConfig,
     LoraConfig,
@@ -16,12 +22,6 @@ from rl_interfaces.config import (
     SinglePytorchSchedulerConfig,
     TokenizerConfig,
 )
-from rl_interfaces.config_resolution import (
-    GENERATION_DEFAULTS,
-    POLICY_DEFAULTS,
-    resolve_policy_config,
-)
-from rl_interfaces.config_schema import check_typed_dict
 from rl_interfaces.contract import (
     CONTRACT_VERSION,
     ContractVersionError,

@@ -6,10 +6,10 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from rl_interfaces.backend import directories
-from rl_interfaces.backend.agreement import failing_together
+from rl_interfaces.backend.checkpoint import directories
+from rl_interfaces.backend.runtime.agreement import failing_together
 
-from rl_megatron_worker.hf_export import write_hf_directory
+from rl_megatron_worker.checkpoint.hf_export import write_hf_directory
 from rl_megatron_worker.residency_calls import ResidencyCalls
 
 

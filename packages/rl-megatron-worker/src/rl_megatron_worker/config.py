@@ -7,18 +7,18 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import torch
-from rl_batched_data.generation import SamplingConfig
 from rl_interfaces import resolve_policy_config
+from rl_interfaces.backend.generation.loop import SamplingConfig
 from transformers import AutoConfig, GenerationConfig
 
-from rl_megatron_worker.model import ModelOptions
+from rl_megatron_worker.model.build import ModelOptions
 from rl_megatron_worker.optimizer_config import (
     OptimizerSettings,
     SchedulerSettings,
     parse_optimizer,
     parse_scheduler,
 )
-from rl_megatron_worker.parallel import MegatronLayout, plan_layout
+from rl_megatron_worker.parallel.groups import MegatronLayout, plan_layout
 
 if TYPE_CHECKING:
     from collections.abc import Mapping

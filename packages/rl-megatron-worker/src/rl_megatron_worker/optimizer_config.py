@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from rl_interfaces.config_resolution import MEGATRON_DEFAULTS
+from rl_interfaces.config.resolve import MEGATRON_DEFAULTS
 
 if TYPE_CHECKING:
     from collections.abc import Mapping

@@ -8,13 +8,13 @@ from typing import TYPE_CHECKING
 import torch
 from megatron.core import tensor_parallel
 
-from rl_megatron_worker.cpu_scope import cpu_scope
-from rl_megatron_worker.stand_ins import engine_stand_ins
+from rl_megatron_worker.compat.cpu_scope import cpu_scope
+from rl_megatron_worker.compat.stand_ins import engine_stand_ins
 
 if TYPE_CHECKING:
     from collections.abc import Generator
 
-    from rl_interfaces.backend.ranks import RankEnvironment
+    from rl_interfaces.backend.runtime.ranks import RankEnvironment
 
 
 def may_have_gpus() -> bool:

@@ -6,11 +6,11 @@ from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
 from rl_batched_data import BatchedDataDict
-from rl_batched_data.batch_checks import check_scoring_batch, positive
-from rl_batched_data.row_scores import RowScores
+from rl_interfaces.backend.batch_checks import check_scoring_batch, positive
+from rl_interfaces.backend.scoring import RowScores
 
 from rl_megatron_worker.modes import evaluating
-from rl_megatron_worker.stages import share_tensors
+from rl_megatron_worker.parallel.stages import share_tensors
 from rl_megatron_worker.worker_parts import WorkerParts
 
 if TYPE_CHECKING:
@@ -23,8 +23,8 @@ if TYPE_CHECKING:
         TopkLogitsOutputSpec,
     )
 
-    from rl_megatron_worker.forward import TokenHead
-    from rl_megatron_worker.row_layout import PackedLayout
+    from rl_megatron_worker.attention.layout import PackedLayout
+    from rl_megatron_worker.model.heads import TokenHead
 
 
 class ScoringCalls(WorkerParts):

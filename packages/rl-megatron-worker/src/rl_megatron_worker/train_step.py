@@ -10,19 +10,19 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
-from rl_batched_data.loss_counts import LossCounts
+from rl_interfaces.backend.metrics import LossCounts
 
-from rl_megatron_worker.stages import share_value
+from rl_megatron_worker.parallel.stages import share_value
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
-    from rl_batched_data.micro_batches import Step
+    from rl_interfaces.backend.steps import Step
 
-    from rl_megatron_worker.forward import TokenHead
+    from rl_megatron_worker.attention.layout import PackedLayout
+    from rl_megatron_worker.model.heads import TokenHead
     from rl_megatron_worker.optim import Trainer
-    from rl_megatron_worker.row_layout import PackedLayout
-    from rl_megatron_worker.schedule import Schedule
+    from rl_megatron_worker.parallel.schedule import Schedule
 
     LossOf = Callable[[PackedLayout, torch.Tensor], tuple[torch.Tensor, "Scored"]]
 

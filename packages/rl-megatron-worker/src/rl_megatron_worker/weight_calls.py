@@ -1,13 +1,13 @@
-"""What the calls of `rl_refit.weight_calls` need of this worker's model."""
+"""What the calls of `rl_interfaces.backend.weight_calls` need of this worker's model."""
 
 from __future__ import annotations
 
 import zlib
 
 import torch
-from rl_refit.weight_calls import WeightCalls
+from rl_interfaces.backend.weight_calls import WeightCalls
 
-from rl_megatron_worker.weights import MegatronWeights
+from rl_megatron_worker.weights.source import MegatronWeights
 from rl_megatron_worker.worker_parts import WorkerParts
 
 

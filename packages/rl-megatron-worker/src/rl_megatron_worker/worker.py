@@ -9,35 +9,35 @@ import torch
 import torch.distributed as dist
 from megatron.core import parallel_state
 from rl_batched_data import BatchedDataDict
-from rl_batched_data.batch_checks import check_scoring_batch, check_training_batch, positive
-from rl_batched_data.generation import check_room, generate
 from rl_interfaces import LossType, ParallelLayout, Residency
-from rl_interfaces.backend.device import Profiler, device_id
+from rl_interfaces.backend.batch_checks import check_scoring_batch, check_training_batch, positive
+from rl_interfaces.backend.generation.loop import check_room, generate
 from rl_interfaces.backend.information_calls import InformationCalls
-from rl_interfaces.backend.randomness import RandomState
-from rl_interfaces.backend.ranks import RankEnvironment, init_process_group
-from rl_refit.transfer import WeightTransfer
+from rl_interfaces.backend.runtime.device import Profiler, device_id
+from rl_interfaces.backend.runtime.random import RandomState
+from rl_interfaces.backend.runtime.ranks import RankEnvironment, init_process_group
+from rl_interfaces.backend.transfer import WeightTransfer
 
-from rl_megatron_worker.checkpoint import Checkpointer
+from rl_megatron_worker.checkpoint.checkpointer import Checkpointer
 from rl_megatron_worker.checkpoint_calls import CheckpointCalls
 from rl_megatron_worker.config import WorkerConfig, load_generation_config, load_model_config
 from rl_megatron_worker.convert import converter_for
-from rl_megatron_worker.forward import TokenHead
-from rl_megatron_worker.generate import Pace, open_decoder
-from rl_megatron_worker.loading import load_weights
-from rl_megatron_worker.model import build_model, transformer_config
+from rl_megatron_worker.decoder import Pace, open_decoder
+from rl_megatron_worker.model.build import build_model, transformer_config
+from rl_megatron_worker.model.heads import TokenHead
+from rl_megatron_worker.model.load import load_weights
 from rl_megatron_worker.modes import evaluating, training_mode
 from rl_megatron_worker.optim import Trainer, ddp_config
-from rl_megatron_worker.parallel import (
+from rl_megatron_worker.parallel.groups import (
     check_device,
     check_sizes,
     init_model_parallel,
     leave_model_parallel,
 )
+from rl_megatron_worker.parallel.schedule import Schedule
 from rl_megatron_worker.reference import ReferenceModel
 from rl_megatron_worker.residency_calls import ResidencyCalls
 from rl_megatron_worker.runtime import Runtime, may_have_gpus
-from rl_megatron_worker.schedule import Schedule
 from rl_megatron_worker.scoring_calls import ScoringCalls
 from rl_megatron_worker.train_step import run_steps
 from rl_megatron_worker.weight_calls import ModelWeightCalls
@@ -45,13 +45,13 @@ from rl_megatron_worker.weight_calls import ModelWeightCalls
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
-    from rl_batched_data.generation import Decoder
     from rl_interfaces import (
         GenerationDatumSpec,
         GenerationOutputSpec,
         LossFunction,
         PolicyConfig,
     )
+    from rl_interfaces.backend.generation.loop import Decoder
     from transformers import PreTrainedTokenizerBase
 
 

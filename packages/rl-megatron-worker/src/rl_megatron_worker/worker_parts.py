@@ -4,31 +4,31 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from rl_batched_data.micro_batches import Concatenation, Step, steps_of
+from rl_interfaces.backend.steps import Concatenation, Step, steps_of
 
-from rl_megatron_worker.weights import MegatronWeights
+from rl_megatron_worker.weights.source import MegatronWeights
 
 if TYPE_CHECKING:
     import torch
     import torch.distributed as dist
     from rl_batched_data import BatchedDataDict
     from rl_interfaces import Residency
-    from rl_interfaces.backend.device import Profiler
-    from rl_interfaces.backend.randomness import RandomState
-    from rl_interfaces.backend.ranks import RankEnvironment
-    from rl_refit.transfer import WeightTransfer
+    from rl_interfaces.backend.runtime.device import Profiler
+    from rl_interfaces.backend.runtime.random import RandomState
+    from rl_interfaces.backend.runtime.ranks import RankEnvironment
+    from rl_interfaces.backend.transfer import WeightTransfer
     from torch import nn
     from transformers import GenerationConfig, PreTrainedTokenizerBase
 
-    from rl_megatron_worker.architecture import Architecture
-    from rl_megatron_worker.checkpoint import Checkpointer
+    from rl_megatron_worker.checkpoint.checkpointer import Checkpointer
     from rl_megatron_worker.config import WorkerConfig
     from rl_megatron_worker.convert import Converter
-    from rl_megatron_worker.forward import TokenHead
+    from rl_megatron_worker.model.architecture import Architecture
+    from rl_megatron_worker.model.heads import TokenHead
     from rl_megatron_worker.optim import Trainer
+    from rl_megatron_worker.parallel.schedule import Schedule
     from rl_megatron_worker.reference import ReferenceModel
     from rl_megatron_worker.runtime import Runtime
-    from rl_megatron_worker.schedule import Schedule
 
 
 class WorkerParts:

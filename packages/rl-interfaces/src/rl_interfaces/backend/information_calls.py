@@ -7,8 +7,8 @@ from typing import Any
 
 import torch
 
-from rl_interfaces.backend.device import Profiler, describe_device, device_id
-from rl_interfaces.backend.ranks import RankEnvironment
+from rl_interfaces.backend.runtime.device import Profiler, describe_device, device_id
+from rl_interfaces.backend.runtime.ranks import RankEnvironment
 
 
 class InformationCalls(ABC):

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
         Status,
         require_conformance,
     )
-    from rl_interfaces.testing.worker_case import (
+    from rl_interfaces.testing.worker.case import (
         AdapterCase,
         RewardCase,
         ScheduleCase,
@@ -26,8 +26,8 @@ if TYPE_CHECKING:
         Way,
         WorkerCase,
     )
-    from rl_interfaces.testing.worker_kit import WORKER_RULES, check_worker
-    from rl_interfaces.testing.worker_suite import WorkerConformance
+    from rl_interfaces.testing.worker.kit import WORKER_RULES, check_worker
+    from rl_interfaces.testing.worker.suite import WorkerConformance
 
 _HOMES = {
     "report": (
@@ -38,7 +38,7 @@ _HOMES = {
         "Status",
         "require_conformance",
     ),
-    "worker_case": (
+    "worker.case": (
         "AdapterCase",
         "RewardCase",
         "ScheduleCase",
@@ -46,8 +46,8 @@ _HOMES = {
         "Way",
         "WorkerCase",
     ),
-    "worker_kit": ("WORKER_RULES", "check_worker"),
-    "worker_suite": ("WorkerConformance",),
+    "worker.kit": ("WORKER_RULES", "check_worker"),
+    "worker.suite": ("WorkerConformance",),
 }
 
 __all__ = [

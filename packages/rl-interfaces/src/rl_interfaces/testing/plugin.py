@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable
 
     from rl_interfaces.testing.report import Report
-    from rl_interfaces.testing.worker_case import WorkerCase
+    from rl_interfaces.testing.worker.case import WorkerCase
 
 
 @pytest.fixture(scope="session")
@@ -31,7 +31,7 @@ def worker_reports(
     tmp_path_factory: pytest.TempPathFactory,
 ) -> list[Report]:
     """What became on each rank of the rules whose tests are selected."""
-    from rl_interfaces.testing.worker_kit import check_worker
+    from rl_interfaces.testing.worker.kit import check_worker
 
     items = [item for item in request.session.items if isinstance(item, pytest.Function)]
     mine = [item for item in items if item.cls is request.cls]

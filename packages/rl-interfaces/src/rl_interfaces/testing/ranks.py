@@ -10,8 +10,8 @@ from typing import TYPE_CHECKING, Any
 
 import torch.distributed as dist
 
-from rl_interfaces.backend.ports import ReservedPort
-from rl_interfaces.backend.ranks import RankEnvironment, init_process_group
+from rl_interfaces.backend.runtime.ports import ReservedPort
+from rl_interfaces.backend.runtime.ranks import RankEnvironment, init_process_group
 
 if TYPE_CHECKING:
     from collections.abc import Iterator

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 from rl_megatron_worker.convert.mappings import GateUp, Mapping, Qkv, Vocabulary
 
 if TYPE_CHECKING:
-    from rl_megatron_worker.architecture import Architecture
+    from rl_megatron_worker.model.architecture import Architecture
 
 EMBEDDING = "model.embed_tokens.weight"
 

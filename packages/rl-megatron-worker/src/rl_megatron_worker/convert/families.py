@@ -7,7 +7,6 @@ from typing import TYPE_CHECKING, Any
 
 import torch.nn.functional as F
 
-from rl_megatron_worker.architecture import Architecture
 from rl_megatron_worker.convert.decoder import decoder_mappings
 from rl_megatron_worker.convert.settings import (
     head_size,
@@ -16,6 +15,7 @@ from rl_megatron_worker.convert.settings import (
     require_full_attention,
     rotary,
 )
+from rl_megatron_worker.model.architecture import Architecture
 
 if TYPE_CHECKING:
     from collections.abc import Callable

@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING, Any, Protocol
 from rl_megatron_worker.convert.families import CONVERTERS
 
 if TYPE_CHECKING:
-    from rl_megatron_worker.architecture import Architecture
     from rl_megatron_worker.convert.mappings import Mapping
+    from rl_megatron_worker.model.architecture import Architecture
 
 ENTRY_POINT_GROUP = "rl_megatron_worker.converters"
 """Each entry is a `Converter`, named after the `model_type` that it converts."""

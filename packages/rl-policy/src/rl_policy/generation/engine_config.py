@@ -8,8 +8,8 @@ from dataclasses import dataclass, field
 from typing import Any, NotRequired, TypedDict
 
 from rl_interfaces import GenerationConfig
-from rl_interfaces.config_resolution import GENERATION_DEFAULTS
-from rl_interfaces.config_schema import check_typed_dict
+from rl_interfaces.config.resolve import GENERATION_DEFAULTS
+from rl_interfaces.config.schema import check_typed_dict
 
 VLLM_DEFAULTS: dict[str, Any] = {
     # An engine per device.

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
-from rl_batched_data.batch_checks import check_scoring_batch
+from rl_interfaces.backend.batch_checks import check_scoring_batch
 
 if TYPE_CHECKING:
     from rl_batched_data import BatchedDataDict

@@ -1,0 +1,1 @@
+"""Log-probabilities of tokens under vocabulary-sharded logits."""

@@ -1,0 +1,313 @@
+"""Scores of targets under softmax distributions over a large vocabulary, tile by tile.
+
+No more than a tile of the logits is in float32, or, with an output matrix, exists, at a time; the
+backward pass makes each tile but the last again. Over ranks that share the vocabulary, the forward
+pass reduces a few numbers per position, and the backward pass the gradient of the hidden states.
+
+Shapes: `N` positions, `V` this rank's part of the vocabulary, `X` either `V` (logits) or the hidden
+size, `K` of the top; `n` and `v` are the positions and tokens of a tile.
+"""
+
+# torch annotates some of its functions only in part.
+# pyright: reportUnknownMemberType=false
+
+from __future__ import annotations
+
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from rl_batched_data.logprobs.tiles import GivenLogits, LogitSource, OutputHead
+from rl_batched_data.sharding.shards import check_positive
+
+_LOWEST = torch.finfo(torch.float32).min
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class LogitTransform:
+    """What happens to a product of hidden states and output matrix before the softmax."""
+
+    scale: float
+    """The factor that comes first."""
+    soft_cap: float | None
+    """Logits end up within plus and minus this."""
+    temperature: float
+    """Divides, last of all."""
+
+    def __post_init__(self) -> None:
+        if self.temperature <= 0:
+            raise ValueError(f"temperature={self.temperature} must be greater than 0")
+        if self.soft_cap is not None and self.soft_cap <= 0:
+            raise ValueError(f"soft_cap={self.soft_cap} must be greater than 0")
+
+    def apply_(self, raw: torch.Tensor) -> torch.Tensor:
+        """Transform `raw` in place."""
+        if self.soft_cap is None:
+            return raw.mul_(self.scale / self.temperature)
+        return raw.mul_(self.scale / self.soft_cap).tanh_().mul_(self.soft_cap / self.temperature)
+
+    def slope(self, logits: torch.Tensor) -> torch.Tensor | float:
+        """Return the derivative of the transform where it yields `logits`."""
+        if self.soft_cap is None:
+            return self.scale / self.temperature
+        part = logits.mul(self.temperature / self.soft_cap)
+        return part.square_().neg_().add_(1).mul_(self.scale / self.temperature)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ScoringTask:
+    """What is to be computed, besides the tensors."""
+
+    transform: LogitTransform
+    vocab_size: int
+    """Tokens of this rank's part."""
+    vocab_start: int
+    """The first of them."""
+    tp_group: dist.ProcessGroup | None
+    """The ranks that share the vocabulary."""
+    with_entropy: bool
+    top_k: int
+    chunk_logits: int
+    """Logits of a tile."""
+
+    def __post_init__(self) -> None:
+        check_positive("chunk_logits", self.chunk_logits)
+        num_ranks = 1 if self.tp_group is None else dist.get_world_size(self.tp_group)
+        if not 0 <= self.top_k <= self.vocab_size * num_ranks:
+            raise ValueError(f"top_k={self.top_k} is not within 0..{self.vocab_size * num_ranks}")
+
+    def source(
+        self,
+        inputs_NX: torch.Tensor,
+        matrix_VH: torch.Tensor | None,
+        bias_V: torch.Tensor | None,
+    ) -> LogitSource:
+        """Return where the tiles of logits come from."""
+        if matrix_VH is None:
+            return GivenLogits(inputs_NX, self.chunk_logits)
+        return OutputHead(inputs_NX, matrix_VH, bias_V, self.chunk_logits)
+
+    def keeps_tile(self, source: LogitSource) -> bool:
+        """Return whether the forward pass leaves what the backward pass can go on with.
+
+        Of a tile, the exponentials remain. A soft cap and the entropy need its logits again.
+        """
+        return source.makes_tiles and self.transform.soft_cap is None and not self.with_entropy
+
+
+class VocabScores(torch.autograd.Function):
+    """Scores of targets; the arguments are inputs, matrix, bias, targets and a `ScoringTask`.
+
+    The results are log-probabilities, normalizers, entropies (zero unless asked for), the `K`
+    largest logits, and their tokens.
+    """
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        inputs_NX: torch.Tensor,
+        matrix_VH: torch.Tensor | None,
+        bias_V: torch.Tensor | None,
+        targets_N: torch.Tensor,
+        task: ScoringTask,
+    ) -> tuple[torch.Tensor, ...]:
+        """Go through the tiles once, keeping a few sums per position."""
+        local_N = targets_N - task.vocab_start
+        source = task.source(inputs_NX, matrix_VH, bias_V)
+        keeps_tile = any(ctx.needs_input_grad[:3]) and task.keeps_tile(source)
+        ctx.kept = None
+        sums = _Sums.empty(len(local_N), task.top_k, inputs_NX.device)
+        with _without_autocast(inputs_NX.device):
+            for rows in source.tiling.rows:
+                for cols in source.tiling.cols:
+                    logits_nv = task.transform.apply_(source.tile(rows, cols))
+                    sums.rows(rows).add(logits_nv, local_N[rows], cols, task)
+                    if keeps_tile and (rows.stop, cols.stop) == (len(local_N), task.vocab_size):
+                        highest_n = sums.highest_N[rows].clone()
+                        ctx.kept = _KeptTile(logits_nv, highest_n, place=(rows, cols))
+        if task.tp_group is not None:
+            sums.join_ranks(task.tp_group)
+        normalizer_N, entropy_N = sums.normalizer(), sums.entropy(task)
+        logprobs_N = torch.where(sums.found_N > 0, sums.target_N, torch.nan) - normalizer_N
+        ctx.save_for_backward(inputs_NX, matrix_VH, bias_V, local_N, normalizer_N, entropy_N)
+        ctx.task = task
+        ctx.mark_non_differentiable(normalizer_N, sums.top_logits_NK, sums.top_tokens_NK)
+        return logprobs_N, normalizer_N, entropy_N, sums.top_logits_NK, sums.top_tokens_NK
+
+    @staticmethod
+    def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        """Go through the tiles again, turning each into the tile of its gradient."""
+        inputs_NX, matrix_VH, bias_V, local_N, normalizer_N, entropy_N = ctx.saved_tensors
+        task: ScoringTask = ctx.task
+
+        def gradient_tile(rows: slice, cols: slice) -> torch.Tensor:
+            grad_n1 = push = grads[0][rows, None]
+            kept: _KeptTile | None = ctx.kept
+            if kept is not None and kept.place == (rows, cols):
+                # It is overwritten: a second pass over one graph makes it again.
+                ctx.kept = None
+                slope = task.transform.slope(kept.exponentials_nv)
+                probs_nv = kept.probabilities_(normalizer_N[rows])
+            else:
+                logits_nv = task.transform.apply_(source.tile(rows, cols))
+                slope = task.transform.slope(logits_nv)
+                logits_nv.sub_(normalizer_N[rows, None])
+                if task.with_entropy:
+                    push = logits_nv.clamp(min=_LOWEST).add_(entropy_N[rows, None])
+                    push.mul_(grads[2][rows, None]).add_(grad_n1)
+                probs_nv = logits_nv.exp_()
+            grad_nv = probs_nv.mul_(push).neg_()
+            position_n1, inside_n1 = _within(local_N[rows, None], cols)
+            grad_nv.scatter_add_(1, position_n1, grad_n1 * inside_n1)
+            return grad_nv.mul_(slope)
+
+        with _without_autocast(inputs_NX.device):
+            source = task.source(inputs_NX, matrix_VH, bias_V)
+            found = source.backward(gradient_tile, ctx.needs_input_grad[:3])
+        if task.tp_group is not None and matrix_VH is not None and found[0] is not None:
+            # Every rank's tokens pull at the same hidden states.
+            dist.all_reduce(found[0], group=task.tp_group)
+        return (*found, None, None)
+
+
+@dataclass(frozen=True, slots=True)
+class _KeptTile:
+    """What the forward pass has made of its last tile."""
+
+    exponentials_nv: torch.Tensor
+    """Of the logits less the highest of their position."""
+    highest_n: torch.Tensor
+    """Of this rank's logits."""
+    place: tuple[slice, slice]
+    """Its positions and its tokens."""
+
+    def probabilities_(self, normalizer_n: torch.Tensor) -> torch.Tensor:
+        """Return the probabilities, in the same memory."""
+        return self.exponentials_nv.mul_((self.highest_n - normalizer_n).exp_()[:, None])
+
+
+@dataclass(kw_only=True, slots=True)
+class _Sums:
+    """What a pass over a part of the vocabulary leaves of it, per position; written in place."""
+
+    highest_N: torch.Tensor
+    """The highest logit."""
+    total_N: torch.Tensor
+    """The sum of exponentials of logits less the highest."""
+    weighted_N: torch.Tensor
+    """The sum of the same, each times what it is the exponential of."""
+    target_N: torch.Tensor
+    """The target's logit; zero where the target is not in the part."""
+    found_N: torch.Tensor
+    """One where the target is in the part, else zero."""
+    top_logits_NK: torch.Tensor
+    top_tokens_NK: torch.Tensor
+
+    @classmethod
+    def empty(cls, num_positions: int, top_k: int, device: torch.device) -> _Sums:
+        """Return what no tokens at all leave."""
+        zeros = torch.zeros(4, num_positions, device=device)
+        top_logits_NK = torch.full((num_positions, top_k), -torch.inf, device=device)
+        return cls(
+            highest_N=torch.full((num_positions,), _LOWEST, device=device),
+            total_N=zeros[0],
+            weighted_N=zeros[1],
+            target_N=zeros[2],
+            found_N=zeros[3],
+            top_logits_NK=top_logits_NK,
+            top_tokens_NK=torch.zeros_like(top_logits_NK, dtype=torch.int64),
+        )
+
+    def rows(self, rows: slice) -> _Sums:
+        """Return the sums of some positions, in the same memory."""
+        return _Sums(
+            highest_N=self.highest_N[rows],
+            total_N=self.total_N[rows],
+            weighted_N=self.weighted_N[rows],
+            target_N=self.target_N[rows],
+            found_N=self.found_N[rows],
+            top_logits_NK=self.top_logits_NK[rows],
+            top_tokens_NK=self.top_tokens_NK[rows],
+        )
+
+    def add(
+        self, logits_nv: torch.Tensor, local_n: torch.Tensor, cols: slice, task: ScoringTask
+    ) -> None:
+        """Take in one more tile, which is overwritten."""
+        position_n1, inside_n1 = _within(local_n[:, None], cols)
+        chosen_n1 = torch.where(inside_n1, logits_nv.gather(1, position_n1), 0)
+        self.target_N += chosen_n1.squeeze(1)
+        self.found_N += inside_n1.squeeze(1)
+        if task.top_k:
+            count = min(task.top_k, logits_nv.shape[1])
+            values_nk, places_nk = logits_nv.topk(count, dim=1)
+            self._add_top(values_nk, places_nk + (task.vocab_start + cols.start))
+        self._rebase(torch.maximum(self.highest_N, logits_nv.amax(1)))
+        logits_nv.sub_(self.highest_N[:, None])
+        if task.with_entropy:
+            probs_nv = logits_nv.exp()
+            self.total_N += probs_nv.sum(1)
+            self.weighted_N += probs_nv.mul_(logits_nv.clamp_(min=_LOWEST)).sum(1)
+        else:
+            self.total_N += logits_nv.exp_().sum(1)
+
+    def join_ranks(self, group: dist.ProcessGroup) -> None:
+        """Take in the parts of the other ranks of `group`, which end up with the same sums."""
+        highest_N = self.highest_N.clone()
+        dist.all_reduce(highest_N, op=dist.ReduceOp.MAX, group=group)
+        self._rebase(highest_N)
+        joined = torch.stack([self.total_N, self.weighted_N, self.target_N, self.found_N])
+        dist.all_reduce(joined, group=group)
+        self.total_N, self.weighted_N, self.target_N, self.found_N = joined
+        if self.top_logits_NK.shape[1]:
+            own = self.top_logits_NK, self.top_tokens_NK
+            logits, tokens = (_gather(values.contiguous(), group) for values in own)
+            self.top_logits_NK.fill_(-torch.inf)
+            self._add_top(torch.cat(logits, dim=1), torch.cat(tokens, dim=1))
+
+    def normalizer(self) -> torch.Tensor:
+        """Return the log of the sum of exponentials of the logits."""
+        return self.total_N.log() + self.highest_N
+
+    def entropy(self, task: ScoringTask) -> torch.Tensor:
+        """Return the entropy in nats, or zeros where none is asked for."""
+        if not task.with_entropy:
+            return torch.zeros_like(self.total_N)
+        return self.total_N.log() - self.weighted_N / self.total_N
+
+    def _rebase(self, highest_N: torch.Tensor) -> None:
+        """Express the sums relative to another highest logit."""
+        change_N = (self.highest_N - highest_N).clamp_(min=_LOWEST)
+        factor_N = change_N.exp()
+        self.weighted_N.addcmul_(change_N, self.total_N).mul_(factor_N)
+        self.total_N.mul_(factor_N)
+        self.highest_N.copy_(highest_N)
+
+    def _add_top(self, values_nk: torch.Tensor, tokens_nk: torch.Tensor) -> None:
+        values = torch.cat([self.top_logits_NK, values_nk], dim=1)
+        tokens = torch.cat([self.top_tokens_NK, tokens_nk], dim=1)
+        best, places = values.topk(self.top_logits_NK.shape[1], dim=1)
+        self.top_logits_NK.copy_(best)
+        self.top_tokens_NK.copy_(tokens.gather(1, places))
+
+
+def _without_autocast(device: torch.device) -> AbstractContextManager[Any]:
+    """Keep products in the dtypes they are given in; not every device has autocast."""
+    if not torch.amp.is_autocast_available(device.type):
+        return nullcontext()
+    return torch.autocast(device.type, enabled=False)
+
+
+def _within(local_n1: torch.Tensor, cols: slice) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return where targets lie in a tile, and whether they do; where not, a place that exists."""
+    inside_n1 = (local_n1 >= cols.start) & (local_n1 < cols.stop)
+    return (local_n1 - cols.start).clamp_(0, cols.stop - cols.start - 1), inside_n1
+
+
+def _gather(values: torch.Tensor, group: dist.ProcessGroup) -> list[torch.Tensor]:
+    gathered = [torch.empty_like(values) for _ in range(dist.get_world_size(group))]
+    dist.all_gather(gathered, values, group=group)
+    return gathered

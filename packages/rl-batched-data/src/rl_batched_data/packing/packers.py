@@ -1,0 +1,153 @@
+"""Packers put sequences into bins of limited capacity; `get_packer` finds one by name."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+from rl_batched_data.packing import first_fit
+from rl_batched_data.packing.bin_counts import split_to_count, wanted_bins
+from rl_batched_data.packing.cost import SequenceCost
+from rl_batched_data.packing.cost_balanced import cost_balanced
+from rl_batched_data.sharding.shards import check_positive
+
+_Algorithm = Callable[["PackerOptions", Sequence[int]], list[list[int]]]
+
+
+class SequencePacker(Protocol):
+    """What `get_packer` returns."""
+
+    def pack(self, lengths: Sequence[int]) -> list[list[int]]:
+        """Return bins of indices into `lengths`, each index in one bin; no bins for no sequences.
+
+        Args:
+            lengths: Tokens per sequence.
+
+        Raises:
+            ValueError: A length is not within 1..capacity, or there are fewer sequences than bins
+                are asked for; names the numbers.
+        """
+        ...
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class PackerOptions:
+    """What a packing algorithm is told."""
+
+    bin_capacity: int
+    """Most tokens per bin."""
+    min_bin_count: int
+    """Fewest bins, where there are sequences at all."""
+    bin_count_multiple: int
+    """The number of bins is a multiple of this."""
+    seed: int
+    """Fixes the random order of `first_fit_shuffle`."""
+    cost: SequenceCost
+    """What `cost_balanced` balances."""
+    allow_empty_bins: bool
+    """Whether bins may stay empty where there are too few sequences."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class _Packer:
+    algorithm: _Algorithm
+    options: PackerOptions
+
+    def pack(self, lengths: Sequence[int]) -> list[list[int]]:
+        """Return bins of indices into `lengths`, see `SequencePacker`."""
+        check_lengths(lengths, self.options.bin_capacity)
+        if not lengths:
+            return []
+        bins = self.algorithm(self.options, lengths)
+        count = wanted_bins(
+            len(bins),
+            min_bin_count=self.options.min_bin_count,
+            bin_count_multiple=self.options.bin_count_multiple,
+        )
+        return split_to_count(bins, lengths, count, allow_empty=self.options.allow_empty_bins)
+
+
+def get_packer(
+    algorithm: str,
+    bin_capacity: int,
+    *,
+    min_bin_count: int | None = None,
+    bin_count_multiple: int | None = None,
+    seed: int = 0,
+    cost: SequenceCost | None = None,
+    allow_empty_bins: bool = False,
+) -> SequencePacker:
+    """Return the packer of that name.
+
+    `concatenative` keeps the order; `first_fit_decreasing` and `modified_first_fit_decreasing` use
+    few bins; `first_fit_shuffle` mixes short and long sequences. `cost_balanced` uses as few as
+    first-fit decreasing, and deals them so that bin `k` belongs to rank `k % bin_count_multiple`
+    and the ranks' costs are about equal.
+
+    Example:
+        get_packer("first_fit_decreasing", 10).pack([6, 5, 4, 5]) -> [[0, 2], [1, 3]]
+
+    Args:
+        algorithm: One of the names above.
+        bin_capacity: Most tokens per bin.
+        min_bin_count: Fewest bins; bins are split to reach it.
+        bin_count_multiple: The number of bins is a multiple of this, for ranks that need equally
+            many; bins are split to reach it.
+        seed: Fixes the random order of `first_fit_shuffle`.
+        cost: What `cost_balanced` balances; the tokens when None.
+        allow_empty_bins: Add empty bins where there are fewer sequences than bins are asked for,
+            instead of raising.
+
+    Raises:
+        ValueError: There is no such algorithm, or a number is not positive.
+    """
+    if algorithm not in _ALGORITHMS:
+        raise ValueError(f"algorithm={algorithm!r} is none of {', '.join(sorted(_ALGORITHMS))}")
+    options = PackerOptions(
+        bin_capacity=bin_capacity,
+        min_bin_count=1 if min_bin_count is None else min_bin_count,
+        bin_count_multiple=1 if bin_count_multiple is None else bin_count_multiple,
+        seed=seed,
+        cost=SequenceCost() if cost is None else cost,
+        allow_empty_bins=allow_empty_bins,
+    )
+    check_positive("bin_capacity", options.bin_capacity)
+    check_positive("min_bin_count", options.min_bin_count)
+    check_positive("bin_count_multiple", options.bin_count_multiple)
+    return _Packer(algorithm=_ALGORITHMS[algorithm], options=options)
+
+
+def check_lengths(lengths: Sequence[int], capacity: int) -> None:
+    """Raise a `ValueError` that names the first length that is not within 1..capacity."""
+    if lengths and min(lengths) >= 1 and max(lengths) <= capacity:
+        return
+    for index, length in enumerate(lengths):
+        if not 1 <= length <= capacity:
+            raise ValueError(
+                f"sequence {index} has {length} tokens, which is not within 1..{capacity}, "
+                f"the capacity of a bin"
+            )
+
+
+_ALGORITHMS: dict[str, _Algorithm] = {
+    "concatenative": lambda options, lengths: first_fit.concatenative(
+        lengths, options.bin_capacity
+    ),
+    "first_fit_decreasing": lambda options, lengths: first_fit.first_fit_decreasing(
+        lengths, options.bin_capacity
+    ),
+    "first_fit_shuffle": lambda options, lengths: first_fit.first_fit_shuffle(
+        lengths, options.bin_capacity, seed=options.seed
+    ),
+    "modified_first_fit_decreasing": lambda options, lengths: (
+        first_fit.modified_first_fit_decreasing(lengths, options.bin_capacity)
+    ),
+    "cost_balanced": lambda options, lengths: cost_balanced(
+        lengths,
+        options.bin_capacity,
+        ranks=options.bin_count_multiple,
+        min_bin_count=options.min_bin_count,
+        cost=options.cost,
+    ),
+}

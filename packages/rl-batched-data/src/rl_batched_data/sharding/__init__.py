@@ -1,0 +1,1 @@
+"""Sharding of a batch over ranks, and its micro-batches: fixed, dynamic, packed."""

@@ -1,0 +1,1 @@
+"""Attention over packed sequences and over sequences sharded among ranks."""

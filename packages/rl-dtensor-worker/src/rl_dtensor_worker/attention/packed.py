@@ -1,0 +1,231 @@
+"""Attention over concatenated sequences whose cost is that of each sequence alone.
+
+transformers tells packed sequences apart by a mask of all tokens by all tokens, which costs the
+square of their sum. Here the tokens go through everything else concatenated; for attention alone
+they are laid out as rows, sequences of about one length together, and go through torch's causal
+scaled-dot-product attention, which then needs no mask.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Protocol
+
+import torch
+from rl_batched_data.packing.packed_sequences import group_by_length
+from transformers import AttentionInterface, AttentionMaskInterface
+from transformers.integrations.sdpa_attention import sdpa_attention_forward
+from transformers.masking_utils import sdpa_mask
+
+if TYPE_CHECKING:
+    from rl_batched_data import PackedSequences
+    from torch import nn
+
+NAME = "rl_packed_sdpa"
+
+
+class AttentionLayout(Protocol):
+    """How the sequences of a forward lie, as its attention needs to know."""
+
+    def attend(
+        self,
+        module: nn.Module,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        sliding_window: int | None,
+        **kwargs: Any,
+    ) -> torch.Tensor:
+        """Return causal attention within each sequence, `[rows, seq, heads, head_size]`.
+
+        Args:
+            module: The attention layer.
+            query: `[rows, heads, seq, head_size]`.
+            key: `[rows, key_value_heads, seq, head_size]`.
+            value: Like `key`.
+            sliding_window: How many tokens a token sees, itself among them. None: all before it.
+            kwargs: What transformers passes to its own function.
+        """
+        ...
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class AttentionRows:
+    """Where the tokens of a concatenation lie once its sequences are rows of a few widths."""
+
+    groups: list[torch.Tensor]
+    """Per group, `[rows, width]` int64: the token at each place; any token where there is none."""
+    places: torch.Tensor
+    """`[total]` int64: the place of each token in the groups, laid end to end."""
+
+    @classmethod
+    def of(cls, packed: PackedSequences) -> AttentionRows:
+        """Return the rows of `packed`, on its device.
+
+        Example, sequences of 4, 1 and 3 tokens:
+            groups = [[[0, 1, 2, 3], [5, 6, 7, 7]], [[4]]]
+            places = [0, 1, 2, 3, 8, 4, 5, 6]
+        """
+        edges: list[int] = packed.cu_seqlens.tolist()
+        starts = torch.tensor(edges[:-1])
+        lengths = torch.tensor(edges[1:]) - starts
+        places = torch.empty(edges[-1], dtype=torch.int64)
+        groups: list[torch.Tensor] = []
+        base = 0
+        for rows in group_by_length(lengths.tolist()):
+            offsets = torch.arange(int(lengths[rows].max()))
+            is_token = offsets < lengths[rows, None]
+            tokens = (starts[rows, None] + offsets).clamp(max=edges[-1] - 1)
+            place = base + torch.arange(tokens.numel()).view(tokens.shape)
+            places[tokens[is_token]] = place[is_token]
+            base += tokens.numel()
+            groups.append(tokens.to(packed.cu_seqlens.device))
+        return cls(groups=groups, places=places.to(packed.cu_seqlens.device))
+
+    def attend(
+        self,
+        module: nn.Module,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        sliding_window: int | None,
+        **kwargs: Any,
+    ) -> torch.Tensor:
+        """See `AttentionLayout.attend`."""
+        outputs: list[torch.Tensor] = []
+        for tokens in self.groups:
+            rows_query, rows_key, rows_value = (
+                rows_of(states, tokens) for states in (query, key, value)
+            )
+            mask = causal_band(tokens.shape[1], sliding_window, device=query.device)
+            output, _ = sdpa_attention_forward(
+                module, rows_query, rows_key, rows_value, mask, **kwargs
+            )
+            outputs.append(output.flatten(0, 1))
+        return torch.cat(outputs).index_select(0, self.places)[None]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class WholeRows:
+    """Rows that are attended to as they lie, whatever part of them the model's forward sees."""
+
+    def attend(
+        self,
+        module: nn.Module,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        sliding_window: int | None,
+        **kwargs: Any,
+    ) -> torch.Tensor:
+        """See `AttentionLayout.attend`."""
+        mask = causal_band(query.shape[2], sliding_window, device=query.device)
+        output, _ = sdpa_attention_forward(module, query, key, value, mask, **kwargs)
+        return output
+
+
+def use_packed_attention(model: nn.Module) -> bool:
+    """Let a model that uses torch's attention use this one; return whether it does.
+
+    Everything that is not packed takes torch's attention as before.
+    """
+    config: Any = model.config
+    if config._attn_implementation != "sdpa":
+        return config._attn_implementation == NAME
+    AttentionInterface.register(NAME, packed_attention_forward)
+    AttentionMaskInterface.register(NAME, sdpa_mask)
+    config._attn_implementation = NAME
+    return True
+
+
+def require_own_attention(model: nn.Module) -> None:
+    """Let `model` use this attention.
+
+    Raises:
+        ValueError: It uses an attention of another kind than torch's.
+    """
+    if not use_packed_attention(model):
+        config: Any = model.config
+        raise ValueError(
+            "policy.dtensor_cfg: sequence_parallel and context_parallel_size need attention "
+            f"'sdpa', {type(model).__name__} uses {config._attn_implementation!r}"
+        )
+
+
+def packed_attention_forward(
+    module: nn.Module,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    attention_mask: torch.Tensor | None,
+    attention_rows: AttentionLayout | None = None,
+    sliding_window: int | None = None,
+    **kwargs: Any,
+) -> tuple[torch.Tensor, None]:
+    """Return causal attention, within each sequence where `attention_rows` tells them apart.
+
+    Args:
+        module: The attention layer.
+        query: `[rows, heads, seq, head_size]`.
+        key: `[rows, key_value_heads, seq, head_size]`.
+        value: Like `key`.
+        attention_mask: Not read where `attention_rows` is given.
+        attention_rows: How the sequences lie; None where the mask tells.
+        sliding_window: How many tokens a token sees, itself among them. None: all before it.
+        kwargs: What transformers passes to its own function.
+
+    Returns:
+        `[rows, seq, heads, head_size]`, and None for the attention weights.
+    """
+    if attention_rows is None:
+        output, _ = sdpa_attention_forward(
+            module, query, key, value, attention_mask, sliding_window=sliding_window, **kwargs
+        )
+        return output, None
+    _require_window(module, sliding_window)
+    return attention_rows.attend(module, query, key, value, sliding_window, **kwargs), None
+
+
+def _require_window(module: nn.Module, sliding_window: int | None) -> None:
+    """Raise where a layer that does not see all tokens says so by its mask alone."""
+    config: Any = getattr(module, "config", None)
+    kinds = getattr(config, "layer_types", None)
+    if kinds:
+        kind = kinds[getattr(module, "layer_idx", 0)]
+    else:
+        kind = "sliding_attention" if getattr(config, "sliding_window", None) else "full_attention"
+    if kind != "full_attention" and sliding_window is None:
+        raise ValueError(
+            "policy: sequence_packing, dtensor_cfg.sequence_parallel and dtensor_cfg."
+            f"context_parallel_size read no masks, by which alone {type(module).__name__} has its "
+            f"{kind}: this model takes padded rows"
+        )
+
+
+def layout_arguments(layout: AttentionLayout, device: torch.device) -> dict[str, Any]:
+    """Return what a model's forward takes for its attention to follow `layout`.
+
+    A mask that is given with four axes is passed on as it is: none is made of all tokens.
+    """
+    unread = torch.ones(1, 1, 1, 1, dtype=torch.bool, device=device)
+    return {"attention_mask": unread, "attention_rows": layout}
+
+
+def rows_of(states: torch.Tensor, tokens: torch.Tensor) -> torch.Tensor:
+    """Return states `[1, heads, total, size]` at `tokens` `[rows, width]`, per row.
+
+    Returns:
+        `[rows, heads, width, size]`.
+    """
+    return states[0][:, tokens].transpose(0, 1)
+
+
+def causal_band(
+    width: int, sliding_window: int | None, *, device: torch.device
+) -> torch.Tensor | None:
+    """Return the mask of a causal window, or None where the window is wider than the rows."""
+    if sliding_window is None or sliding_window >= width:
+        return None
+    distance = torch.arange(width, device=device)
+    distance = distance[:, None] - distance
+    return (distance >= 0) & (distance < sliding_window)

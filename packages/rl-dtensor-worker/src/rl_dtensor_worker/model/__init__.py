@@ -1,0 +1,1 @@
+"""Models of transformers: built, loaded, and what scores their tokens."""

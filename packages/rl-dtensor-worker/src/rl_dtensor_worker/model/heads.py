@@ -1,0 +1,233 @@
+"""From hidden states to scores of tokens, where the model's own forward makes logits.
+
+FSDP gathers the output matrix for the length of the model's own forward, so the scores are made
+inside it: for one forward, the model's output layer computes them from the hidden states that it
+is given, and the forward returns them in place of logits, which then exist only in tiles.
+"""
+
+from __future__ import annotations
+
+import logging
+from contextlib import contextmanager, nullcontext
+from dataclasses import dataclass, fields
+from typing import TYPE_CHECKING, Any
+
+import torch
+from rl_batched_data import ScoringOptions, TokenScores, target_scores
+from rl_batched_data.logprobs.kernel import LogitTransform
+from torch import nn
+from torch.distributed.tensor import DTensor
+
+from rl_dtensor_worker.parallel.tensor import collectives
+from rl_dtensor_worker.parallel.tensor.group import SEQUENCE
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Generator
+
+    from rl_dtensor_worker.parallel.tensor.group import TensorParallel
+
+logger = logging.getLogger(__name__)
+
+# What transformers' configs call that which happens to logits after the output layer.
+_FACTORS = ("logit_scale", "lm_head_multiplier", "output_multiplier")
+_DIVISORS = ("logits_scaling",)
+_SOFT_CAPS = ("final_logit_softcapping", "logits_soft_cap")
+
+# Logits between which any scale and any soft cap in use can be told apart.
+_PROBED_LOGITS = (-60.0, 60.0)
+# Relative to the largest logit: a few float32 operations on each.
+_PROBE_TOLERANCE = 1e-5
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class TokenHead:
+    """How a model's last hidden states become scores of tokens; made by `find_token_head`."""
+
+    layer: nn.Linear | None
+    """The output layer. None: logits come out of the model's own forward, all at once."""
+    tensor_parallel: TensorParallel | None = None
+    """The ranks that share the vocabulary."""
+    logit_scale: float = 1.0
+    """The model's factor on the layer's products."""
+    soft_cap: float | None = None
+    """The model's soft cap on its logits."""
+
+    def target_scores(
+        self,
+        model: nn.Module,
+        tokens: torch.Tensor,
+        targets: torch.Tensor,
+        *,
+        temperature: float,
+        top_k: int = 0,
+        entropy: bool = False,
+        **arguments: Any,
+    ) -> TokenScores:
+        """Run the model's forward; return the scores of `targets`, each at its own position.
+
+        Args:
+            model: The model of this head.
+            tokens: `[rows, seq]` int64.
+            targets: `[rows, seq]` int64: at each position, the token to score, usually the next.
+            temperature: Divides the logits, last of all.
+            top_k: How many of the largest logits to return.
+            entropy: Whether to return the entropy.
+            arguments: What else the forward takes: `position_ids`, say.
+
+        Returns:
+            Fields `[rows, seq]`, and `[rows, seq, top_k]`; see `TokenScores`.
+        """
+        options: dict[str, Any] = {"temperature": temperature, "top_k": top_k, "entropy": entropy}
+        if self.layer is None:
+            logits = model(input_ids=tokens, use_cache=False, **arguments).logits
+            group = None if self.tensor_parallel is None else self.tensor_parallel.group
+            return target_scores(logits, targets, tp_group=group, **options)
+
+        def score(layer: nn.Linear, hidden: torch.Tensor) -> TokenScores:
+            whole = self._whole(hidden)
+            return target_scores(whole, targets, **self._options(layer), **options)
+
+        with _output_layer_replaced(model, self.layer, score):
+            return TokenScores(**model(input_ids=tokens, use_cache=False, **arguments))
+
+    def _whole(self, hidden: torch.Tensor) -> torch.Tensor:
+        """Return hidden states of all positions; their gradient is that of all ranks already."""
+        ranks = self.tensor_parallel
+        if ranks is None or not ranks.cuts_sequence:
+            return hidden
+        return collectives.gather_alike(hidden, ranks.group, SEQUENCE)
+
+    def _options(self, layer: nn.Linear) -> ScoringOptions:
+        return ScoringOptions(
+            logit_scale=self.logit_scale,
+            soft_cap=self.soft_cap,
+            tp_group=None if self.tensor_parallel is None else self.tensor_parallel.group,
+            output_matrix=_local(layer.weight),
+            output_bias=None if layer.bias is None else _local(layer.bias),
+        )
+
+
+@torch.no_grad()
+def find_token_head(model: nn.Module, tensor_parallel: TensorParallel | None = None) -> TokenHead:
+    """Return how `model` makes scores, once it is known that they are its own. Collective.
+
+    The model's forward is run once with known numbers in place of its output layer's products.
+    Where it changes them in a way that its config does not tell, or where the layer is no plain
+    linear one, the model's own forward makes the logits.
+    """
+    layer = model.get_output_embeddings()  # type: ignore[operator]
+    if type(layer) is not nn.Linear:
+        reason = f"its output layer is a {type(layer).__name__}"
+        return _own_head(model, tensor_parallel, reason)
+    with nullcontext() if tensor_parallel is None else tensor_parallel.whole_sequences():
+        made = _logits_made_of(model, layer)
+    if made is None:
+        reason = "it does not call its output layer once per forward"
+        return _own_head(model, tensor_parallel, reason)
+    given, logits = made
+    for scale, soft_cap in (_configured(model.config), (1.0, None)):
+        transform = LogitTransform(scale=scale, soft_cap=soft_cap, temperature=1.0)
+        if _close(logits, transform.apply_(given.clone())):
+            return TokenHead(
+                layer=layer,
+                tensor_parallel=tensor_parallel,
+                logit_scale=scale,
+                soft_cap=soft_cap,
+            )
+    reason = "it changes its logits in a way that its config does not tell"
+    return _own_head(model, tensor_parallel, reason)
+
+
+def _own_head(model: nn.Module, tensor_parallel: TensorParallel | None, reason: str) -> TokenHead:
+    if not torch.distributed.is_initialized() or torch.distributed.get_rank() == 0:
+        logger.warning(
+            "%s computes all logits of a micro-batch at once: %s", type(model).__name__, reason
+        )
+    return TokenHead(layer=None, tensor_parallel=tensor_parallel)
+
+
+def _logits_made_of(model: nn.Module, layer: nn.Linear) -> tuple[torch.Tensor, torch.Tensor] | None:
+    """Return known numbers, and what the forward makes of them; None unless it is given them."""
+    device = torch.device(layer.weight.device)
+    vocab_size = layer.weight.shape[0]
+    tokens = torch.arange(8, device=device)[None] % vocab_size
+    low, high = _PROBED_LOGITS
+    given = torch.linspace(low, high, tokens.numel() * vocab_size, device=device)
+    given = given.view(*tokens.shape, vocab_size)
+    calls: list[torch.Size] = []
+
+    def forward(hidden: torch.Tensor) -> torch.Tensor:
+        calls.append(hidden.shape[:-1])
+        return given.clone()
+
+    with _forward_replaced(layer, forward):
+        logits = model(input_ids=tokens, use_cache=False).logits
+    return (given, logits) if calls == [tokens.shape] else None
+
+
+def _configured(config: Any) -> tuple[float, float | None]:
+    """Return the factor and the soft cap that a model's config names."""
+    text = config.get_text_config()
+
+    def named(keys: tuple[str, ...]) -> list[float]:
+        return [float(value) for key in keys if (value := getattr(text, key, None))]
+
+    scale = 1.0
+    for factor in named(_FACTORS):
+        scale *= factor
+    for divisor in named(_DIVISORS):
+        scale /= divisor
+    return scale, next(iter(named(_SOFT_CAPS)), None)
+
+
+def _close(logits: torch.Tensor, expected: torch.Tensor) -> bool:
+    if logits.shape != expected.shape:
+        return False
+    tolerance = _PROBE_TOLERANCE * float(expected.abs().max())
+    return bool(torch.allclose(logits.float(), expected, rtol=0, atol=tolerance))
+
+
+@contextmanager
+def _output_layer_replaced(
+    model: nn.Module, layer: nn.Linear, score: Callable[[nn.Linear, torch.Tensor], TokenScores]
+) -> Generator[None, None, None]:
+    """Let `score` take the place of `layer`, and the fields of its result the model's output."""
+    found: list[TokenScores] = []
+
+    def forward(hidden: torch.Tensor) -> torch.Tensor:
+        found.append(score(layer, hidden))
+        # The rest of the forward goes on with something of the same kind as logits.
+        return torch.zeros((*found[-1].logprobs.shape, 1), device=hidden.device)
+
+    # In front of FSDP's own hook, which prepares the backward pass from the output's tensors.
+    hook = model.register_forward_hook(lambda *_: _tensors_of(found.pop()), prepend=True)
+    try:
+        with _forward_replaced(layer, forward):
+            yield
+    finally:
+        hook.remove()
+
+
+def _tensors_of(scores: TokenScores) -> dict[str, torch.Tensor | None]:
+    """Return the fields in a container that FSDP looks into; those with a gradient are no views."""
+    values = {field.name: getattr(scores, field.name) for field in fields(scores)}
+    return {
+        name: value.clone() if value is not None and value.requires_grad else value
+        for name, value in values.items()
+    }
+
+
+@contextmanager
+def _forward_replaced(
+    layer: nn.Linear, forward: Callable[[torch.Tensor], torch.Tensor]
+) -> Generator[None, None, None]:
+    own = layer.forward
+    layer.forward = forward  # type: ignore[method-assign]
+    try:
+        yield
+    finally:
+        layer.forward = own  # type: ignore[method-assign]
+
+
+def _local(parameter: torch.Tensor) -> torch.Tensor:
+    return parameter.to_local() if isinstance(parameter, DTensor) else parameter

@@ -1,0 +1,1 @@
+"""Meshes of ranks, and how a model is sharded over them."""

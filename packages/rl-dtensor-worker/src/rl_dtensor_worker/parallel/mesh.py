@@ -1,0 +1,126 @@
+"""The layout of the ranks, and where this one stands in the device mesh."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import torch.distributed as dist
+from rl_interfaces import ParallelLayout
+from rl_interfaces.backend.runtime.ranks import destroy_groups
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.tensor.debug import _clear_sharding_prop_cache
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+_PATH = "policy.dtensor_cfg"
+
+
+def plan_layout(config: Mapping[str, Any], *, world_size: int) -> ParallelLayout:
+    """Return the layout of `world_size` ranks under a resolved policy config.
+
+    Raises:
+        ValueError: The sizes do not divide the world, or contradict each other.
+    """
+    section = config["dtensor_cfg"]
+    tensor, context = section["tensor_parallel_size"], section["context_parallel_size"]
+    for key in ("tensor_parallel_size", "context_parallel_size"):
+        if section[key] < 1:
+            raise ValueError(f"{_PATH}.{key}={section[key]} must be at least 1")
+    if world_size % (tensor * context):
+        raise ValueError(
+            f"{_PATH}.tensor_parallel_size={tensor} times {_PATH}.context_parallel_size={context} "
+            f"does not divide world_size={world_size}"
+        )
+    for key in ("sequence_parallel", "custom_parallel_plan"):
+        if section.get(key) and tensor == 1:
+            raise ValueError(
+                f"{_PATH}.{key}={section[key]!r} needs {_PATH}.tensor_parallel_size > 1, "
+                f"got {tensor}"
+            )
+    layout = ParallelLayout(
+        data_parallel=world_size // (tensor * context),
+        context_parallel=context,
+        tensor_parallel=tensor,
+    )
+    replicas = section["data_parallel_replicate_size"]
+    if replicas < 1 or layout.data_parallel % replicas:
+        raise ValueError(
+            f"{_PATH}.data_parallel_replicate_size={replicas} does not divide the "
+            f"{layout.data_parallel} data-parallel ranks"
+        )
+    return layout
+
+
+def leave_process_group() -> None:
+    """Leave the default process group, if it is still there, for this process to join another one.
+
+    DTensor remembers how it shards each operation, with the mesh that it saw first. A mesh of the
+    next group may equal that one while its groups have other names, so the memory is cleared.
+    """
+    if dist.is_initialized():
+        dist.destroy_process_group()
+    _clear_sharding_prop_cache()
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Meshes:
+    """The ranks in two views of one order: tensor-parallel ranks are neighbours."""
+
+    data: DeviceMesh
+    """Axes `dp`, `cp`, `tp`: which rows and tokens a rank has."""
+    state: DeviceMesh
+    """Axes `dp_replicate`, `dp_shard_cp`, `tp`: which part of each parameter a rank has."""
+    copies: DeviceMesh
+    """Axes `dp_replicate`, `shards`: which copy of the parameters a rank has a part of."""
+
+    @classmethod
+    def of(cls, layout: ParallelLayout, *, replicas: int, device_type: str) -> Meshes:
+        """Return the meshes of `layout`, with `replicas` whole copies of the parameters."""
+        sharded = layout.data_parallel // replicas * layout.context_parallel
+        tensor = layout.tensor_parallel
+        return cls(
+            data=init_device_mesh(
+                device_type,
+                (layout.data_parallel, layout.context_parallel, tensor),
+                mesh_dim_names=("dp", "cp", "tp"),
+            ),
+            state=init_device_mesh(
+                device_type,
+                (replicas, sharded, tensor),
+                mesh_dim_names=("dp_replicate", "dp_shard_cp", "tp"),
+            ),
+            copies=init_device_mesh(
+                device_type, (replicas, sharded * tensor), mesh_dim_names=("dp_replicate", "shards")
+            ),
+        )
+
+    def leave(self) -> None:
+        """End the meshes' groups, and what DTensor remembers of them. Not collective.
+
+        DTensor keeps each mesh that it has redistributed tensors over. A mesh names its groups and
+        holds them, so that their threads would run on.
+        """
+        meshes = (self.data, self.state, self.copies)
+        destroy_groups(group for mesh in meshes for group in mesh.get_all_groups())
+        for mesh in meshes:
+            mesh._pg_registry.clear()
+        _clear_sharding_prop_cache()
+
+    @property
+    def shards(self) -> dist.ProcessGroup:
+        """The ranks that have the parts of one copy of the parameters, this one among them."""
+        return self.copies["shards"].get_group()
+
+    @property
+    def fsdp(self) -> DeviceMesh:
+        """The ranks over which FSDP shards, and over which it replicates where it does."""
+        if self.state["dp_replicate"].size() == 1:
+            return self.state["dp_shard_cp"]
+        return self.state["dp_replicate", "dp_shard_cp"]
+
+    @property
+    def tp(self) -> DeviceMesh:
+        """The ranks that share each layer."""
+        return self.state["tp"]

@@ -1,0 +1,283 @@
+"""Which module of a model takes part in tensor parallelism in which way.
+
+A plan maps patterns of module names, in which `*` stands for one part of a name, to styles: by the
+names that transformers gives them, or, in a plan of the user's, to torch's `ParallelStyle` objects.
+What no pattern matches is whole on every rank.
+"""
+
+from __future__ import annotations
+
+import importlib
+import re
+from typing import TYPE_CHECKING, Any
+
+from torch import nn
+from torch.distributed.tensor.parallel import ParallelStyle, parallelize_module
+
+from rl_dtensor_worker.model.lora import adapted_layers
+from rl_dtensor_worker.parallel.tensor.adapter_styles import part_styles
+from rl_dtensor_worker.parallel.tensor.styles import (
+    Column,
+    Experts,
+    GatheredColumn,
+    OutputLayer,
+    Region,
+    Replicated,
+    ReplicatedOnShards,
+    Row,
+    SplitRow,
+    Style,
+    VocabularyEmbedding,
+)
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+    from rl_dtensor_worker.parallel.tensor.group import TensorParallel
+
+Plan = dict[str, "str | ParallelStyle"]
+AppliedPlan = dict[str, "str | ParallelStyle | type[Style]"]
+
+STYLES: dict[str, type[Style]] = {
+    "colwise": Column,
+    "colwise_gather_output": GatheredColumn,
+    "colwise_rep": GatheredColumn,
+    "rowwise": Row,
+    "rowwise_split_input": SplitRow,
+    "rowwise_rep": SplitRow,
+    "embedding_rowwise": VocabularyEmbedding,
+    "moe_tp_experts": Experts,
+    "replicated_with_grad_allreduce": ReplicatedOnShards,
+    "sequence_parallel": Replicated,
+}
+"""The styles that a plan can name."""
+
+_HEAD_NORMS = {
+    **dict.fromkeys(("q_norm", "q_layernorm", "query_layernorm"), "q_proj"),
+    **dict.fromkeys(("k_norm", "k_layernorm", "key_layernorm"), "k_proj"),
+}
+"""Norms of heads, by the projection beside them whose output they take."""
+
+_COLUMNS = ("colwise", "colwise_gather_output", "colwise_rep")
+_OWN_PLANS: dict[str, dict[str, str]] = {
+    "nemotron": {
+        **{f"self_attn.{name}_proj": "colwise" for name in "qkv"},
+        "self_attn.o_proj": "rowwise",
+        "mlp.up_proj": "colwise",
+        "mlp.down_proj": "rowwise",
+    },
+}
+"""By `model_type`, within a layer: for models that declare no plan themselves."""
+
+_DIVIDED = (
+    "num_attention_heads",
+    "num_key_value_heads",
+    "intermediate_size",
+    "num_experts",
+    "num_local_experts",
+    "n_routed_experts",
+    "vocab_size",
+)
+_PATH = "policy.dtensor_cfg"
+
+
+def check_sizes(model_config: Any, *, tensor_parallel_size: int) -> None:
+    """Raise unless what the ranks share can be shared equally.
+
+    Raises:
+        ValueError: The size does not divide heads, experts or the like; the message names which.
+    """
+    text = model_config.get_text_config()
+    for name in _DIVIDED:
+        count = getattr(text, name, None)
+        if isinstance(count, int) and count % tensor_parallel_size:
+            raise ValueError(
+                f"{_PATH}.tensor_parallel_size={tensor_parallel_size} does not divide the model's "
+                f"{name}={count}"
+            )
+
+
+def load_custom_plan(path: str) -> Plan:
+    """Return the plan behind a dotted path: a dict, or a function without arguments.
+
+    Raises:
+        ValueError: There is no such thing, or it is no plan.
+    """
+    key = f"{_PATH}.custom_parallel_plan={path!r}"
+    module_name, _, attribute = path.rpartition(".")
+    try:
+        found = getattr(importlib.import_module(module_name), attribute)
+    except (ImportError, AttributeError, ValueError) as error:
+        raise ValueError(f"{key} cannot be imported: {error}") from error
+    plan = found() if callable(found) else found
+    if not isinstance(plan, dict) or not plan:
+        raise ValueError(f"{key} is {type(plan).__name__}, not a dict with an entry or more")
+    for pattern, style in plan.items():
+        if not (isinstance(style, ParallelStyle) or style in STYLES):
+            raise ValueError(
+                f"{key}: {pattern!r} has the style {style!r}, which is neither a ParallelStyle "
+                f"nor one of {sorted(STYLES)}"
+            )
+    return plan
+
+
+def plan_of(model: nn.Module, *, custom: str | None) -> AppliedPlan:
+    """Return the style of each module that takes part, by its name in `model`.
+
+    The parts of a layer with adapters have styles of their own.
+
+    Raises:
+        ValueError: A key of the user's plan matches no module, the model has no plan, or one with
+            a style that is not known here.
+    """
+    if custom is not None:
+        plan: Mapping[str, str | ParallelStyle] = load_custom_plan(custom)
+    else:
+        plan = _plan_of_model(model)
+    modules = dict(model.named_modules())
+    styles: dict[str, str | ParallelStyle] = {}
+    for pattern, style in plan.items():
+        names = _matches(pattern, modules)
+        if custom is not None and not names:
+            raise ValueError(
+                f"{_PATH}.custom_parallel_plan={custom!r}: {pattern!r} matches no module of "
+                f"{type(model).__name__}"
+            )
+        styles |= dict.fromkeys(names, style)
+    styles |= _vocabulary_styles(model)
+    styles |= _head_norm_styles(modules, styles)
+
+    def style_of(name: str) -> type[Style] | ParallelStyle | None:
+        style = styles.get(name)
+        return STYLES[style] if isinstance(style, str) else style
+
+    return {**styles, **part_styles(model, adapted_layers(model), style_of)}
+
+
+def apply_plan(
+    model: nn.Module, styles: Mapping[str, str | ParallelStyle | type[Style]], ranks: TensorParallel
+) -> None:
+    """Let each module of `model` run on its part; afterwards every parameter is a DTensor.
+
+    Raises:
+        ValueError: A parameter of a module whose parts are shared has no place in the plan.
+    """
+    for name, module in list(model.named_modules()):
+        style = styles.get(name)
+        if isinstance(style, ParallelStyle):
+            parallelize_module(module, ranks.mesh, style)
+        elif style is not None:
+            kind = _style_class(style, module, model) if isinstance(style, str) else style
+            kind(ranks).apply(module)
+        elif own := [parameter for parameter, _ in module.named_parameters(recurse=False)]:
+            if shared := [inner for inner in styles if inner.startswith(f"{name}.")]:
+                raise ValueError(
+                    f"{_PATH}.tensor_parallel_size: {name}.{own[0]} is used beside {shared[0]}, of "
+                    "which each rank has a part: this model is not supported"
+                )
+            Replicated(ranks).apply(module)
+    if ranks.cuts_sequence:
+        for module in _regions(model, styles):
+            Region(ranks).apply(module)
+
+
+def _regions(
+    model: nn.Module, styles: Mapping[str, str | ParallelStyle | type[Style]]
+) -> list[nn.Module]:
+    """Return the blocks within which sequences have to be whole.
+
+    Raises:
+        ValueError: A block has a part that is not in the plan: whether each rank has all of its
+            gradient, or a share, is not known.
+    """
+    output = model.get_output_embeddings()  # type: ignore[operator]
+    columns = [name for name, style in styles.items() if style in _COLUMNS]
+    names = {name.rpartition(".")[0] for name in columns if model.get_submodule(name) is not output}
+    for name in sorted(names):
+        for inner, module in model.get_submodule(name).named_modules(prefix=name):
+            if _has_parameters(module) and inner not in styles:
+                raise ValueError(
+                    f"{_PATH}.sequence_parallel=True: {inner} has no place in the plan, and lies "
+                    f"in {name}, which is cut: switch sequence_parallel off, or give "
+                    f"{_PATH}.custom_parallel_plan"
+                )
+    return [model.get_submodule(name) for name in sorted(names)]
+
+
+def _plan_of_model(model: nn.Module) -> dict[str, str]:
+    """Return the plan that transformers declares, or ours."""
+    declared: dict[str, str] = dict(getattr(model, "_tp_plan", None) or {})
+    if set(declared) - {"lm_head"}:
+        _check_declared(model, declared)
+        return declared
+    model_type: Any = model.config.model_type  # type: ignore[union-attr]
+    if model_type not in _OWN_PLANS:
+        raise ValueError(
+            f"{_PATH}.tensor_parallel_size: {type(model).__name__} declares no plan, and there is "
+            f"none here for model_type={model_type!r}: give {_PATH}.custom_parallel_plan"
+        )
+    return {f"model.layers.*.{name}": style for name, style in _OWN_PLANS[model_type].items()}
+
+
+def _check_declared(model: nn.Module, plan: Mapping[str, str]) -> None:
+    """Raise where the model's plan asks for what is not known here.
+
+    Entries for the parameters of experts belong to the style of the experts themselves.
+    """
+    modules = dict(model.named_modules())
+    parameters = dict(model.named_parameters())
+    for pattern, style in plan.items():
+        owner = pattern.rpartition(".")[0]
+        of_experts = plan.get(owner) == "moe_tp_experts"
+        on_parameter = not _matches(pattern, modules) and bool(_matches(pattern, parameters))
+        unknown = style not in STYLES and bool(_matches(pattern, modules))
+        if unknown or (on_parameter and not of_experts):
+            raise ValueError(
+                f"{_PATH}.tensor_parallel_size: the plan of {type(model).__name__} has the style "
+                f"{style!r} for {pattern!r}, which is not supported: give "
+                f"{_PATH}.custom_parallel_plan"
+            )
+
+
+def _vocabulary_styles(model: Any) -> dict[str, str | ParallelStyle]:
+    """Return that tokens are apart in embedding and output layer, whatever the plan says.
+
+    Logits are scored where they are, and never gathered.
+    """
+    names: dict[nn.Module, str] = {module: name for name, module in model.named_modules()}
+    found: dict[str, str | ParallelStyle] = {
+        names[model.get_input_embeddings()]: "embedding_rowwise"
+    }
+    output = model.get_output_embeddings()
+    if output is not None:
+        found[names[output]] = "colwise"
+    return found
+
+
+def _head_norm_styles(
+    modules: Mapping[str, nn.Module], styles: Mapping[str, str | ParallelStyle]
+) -> dict[str, str | ParallelStyle]:
+    """Return that norms of a rank's own heads have shares of gradients, where a plan is silent.
+
+    Transformers has no style for them in some models, and plans of users name projections alone.
+    """
+    found: dict[str, str | ParallelStyle] = {}
+    for name, module in modules.items():
+        block, _, leaf = name.rpartition(".")
+        projection = f"{block}.{_HEAD_NORMS.get(leaf)}"
+        if name not in styles and styles.get(projection) == "colwise" and _has_parameters(module):
+            found[name] = "replicated_with_grad_allreduce"
+    return found
+
+
+def _has_parameters(module: nn.Module) -> bool:
+    return next(module.parameters(recurse=False), None) is not None
+
+
+def _style_class(style: str, module: nn.Module, model: Any) -> type[Style]:
+    return OutputLayer if module is model.get_output_embeddings() else STYLES[style]
+
+
+def _matches(pattern: str, names: Mapping[str, Any]) -> list[str]:
+    expression = re.compile(re.escape(pattern).replace(r"\*", "[^.]+"))
+    return [name for name in names if expression.fullmatch(name)]

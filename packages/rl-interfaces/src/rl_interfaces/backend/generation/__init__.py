@@ -1,0 +1,1 @@
+"""The loop of batched generation, and the sampling of tokens."""

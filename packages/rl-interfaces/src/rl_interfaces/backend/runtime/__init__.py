@@ -1,0 +1,1 @@
+"""Ranks, devices, ports and random state of one process of a job."""

@@ -1,0 +1,309 @@
+"""Which rows each forward takes: planned with integers, the same number on every rank.
+
+FSDP's collectives need every rank to make the same number of passes, and ranks may hold unlike
+numbers of rows. A rank that runs out of rows makes its remaining passes over an empty span, for
+which one masked row stands in. A batch that carries a plan of dynamic or packed micro-batches is
+gone through by that plan, see `BatchedDataDict.shard_by_batch_size`.
+"""
+
+# torch annotates some of its functions only in part.
+# pyright: reportUnknownMemberType=false
+
+from __future__ import annotations
+
+import math
+import zlib
+from dataclasses import dataclass
+from itertools import pairwise
+from typing import TYPE_CHECKING, Any
+
+import torch
+import torch.distributed as dist
+from rl_batched_data.batched_data_dict import BatchedDataDict, SlicedDataDict
+from rl_batched_data.packing.packed_sequences import PackedSequences
+from rl_batched_data.padding import round_up
+from rl_batched_data.sharding.dynamic import DynamicBatching
+from rl_batched_data.sharding.packing import SequencePacking
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator, Sequence
+
+Span = tuple[int, int]
+"""Rows `[start, end)`; empty where a rank has none left."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class MicroBatch:
+    """What one forward takes."""
+
+    span: Span
+    """Rows of this rank's batch; empty where it has none left."""
+    rows: SlicedDataDict[Any]
+    """Those rows on the device; where there are none, one that counts for nothing."""
+    width: int | None = None
+    """How wide the forward is; None: as wide as the longest row."""
+    packed: PackedSequences | None = None
+    """Where the rows lie once they are concatenated; None: they are padded."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Concatenation:
+    """What the layout of ranks asks of micro-batches whose rows are concatenated."""
+
+    always: bool = False
+    """Whether rows are concatenated even where the plan does not pack them."""
+    sequence_multiple: int = 1
+    """Each sequence is padded to a multiple of this many tokens."""
+    total_multiple: int = 1
+    """All of them together are padded to a multiple of this many."""
+
+    def of(self, rows: SlicedDataDict[Any]) -> PackedSequences:
+        """Return where the tokens of `rows` lie."""
+        lengths, multiple, planned = rows["input_lengths"], self.sequence_multiple, 0
+        if isinstance(rows.micro_batch_options, SequencePacking):
+            assert rows.micro_batch_lengths is not None, "a plan has lengths"
+            multiple = math.lcm(multiple, rows.micro_batch_options.sequence_length_pad_multiple)
+            planned = rows.micro_batch_lengths[0][0]
+        total = sum(round_up(size, multiple) for size in lengths.tolist())
+        return PackedSequences.of(
+            lengths,
+            rows["input_ids"].shape[1],
+            pad_multiple=multiple,
+            total_length=round_up(max(total, planned), self.total_multiple),
+        )
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Step:
+    """This rank's share of one global batch."""
+
+    rows: SlicedDataDict[Any]
+    start: int
+    """First of `rows` in this rank's batch."""
+    spans: Sequence[Span]
+    """Rows of each micro-batch, counted from `start`."""
+    concatenation: Concatenation
+
+    def micro_batches(
+        self, device: torch.device, *, num_passes: int | None = None
+    ) -> Iterator[MicroBatch]:
+        """Yield each micro-batch on `device`.
+
+        Args:
+            device: Where the rows are wanted.
+            num_passes: How many to yield, at least those there are: what is missing counts for
+                nothing. None: as many as there are.
+        """
+        pieces = list(zip(self.spans, self._cut(), strict=True))
+        end, idle = self.spans[-1][1], _stand_in(pieces[-1][1])
+        if idle.micro_batch_lengths is not None:
+            # The plan has none of these: they are as short as they can be.
+            idle.micro_batch_lengths = [[1]]
+        pieces += [((end, end), idle)] * ((num_passes or len(pieces)) - len(pieces))
+        for span, rows in pieces:
+            yield self._micro_batch(span, rows, device)
+
+    def _micro_batch(
+        self, span: Span, rows: SlicedDataDict[Any], device: torch.device
+    ) -> MicroBatch:
+        low, high = span
+        options = self.rows.micro_batch_options
+        # A copy-free view on the CPU: whoever needs to write takes a copy of its own.
+        taken = rows if low < high else _stand_in(rows)
+        is_packed = self.concatenation.always or isinstance(options, SequencePacking)
+        packed = self.concatenation.of(taken) if is_packed else None
+        dynamic = isinstance(options, DynamicBatching)
+        return MicroBatch(
+            span=(self.start + low, self.start + high),
+            width=taken["input_ids"].shape[1] if dynamic else None,
+            packed=None if packed is None else packed.to(device),
+            rows=taken.to(device),
+        )
+
+    def _cut(self) -> Iterator[SlicedDataDict[Any]]:
+        options = self.rows.micro_batch_options
+        if isinstance(options, DynamicBatching):
+            return self.rows.make_microbatch_iterator_with_dynamic_shapes()
+        if isinstance(options, SequencePacking):
+            return self.rows.make_microbatch_iterator_for_packable_sequences()
+        return (self.rows.slice(low, high) for low, high in self.spans)
+
+
+def plan_spans(rows_per_rank: Sequence[int], *, rank: int, size: int) -> list[Span]:
+    """Return this rank's spans of at most `size` rows, as many as the fullest rank needs.
+
+    Example: rows_per_rank=[5, 2], size=2 -> rank 0: (0,2) (2,4) (4,5); rank 1: (0,2) (2,2) (2,2)
+    """
+    num_rows = rows_per_rank[rank]
+    num_spans = -(-max(rows_per_rank) // size)
+    edges = [min(index * size, num_rows) for index in range(num_spans + 1)]
+    return list(pairwise(edges))
+
+
+def plan_steps(
+    rows_per_rank: Sequence[int], *, rank: int, local_batch_size: int, micro_batch_size: int
+) -> list[list[Span]]:
+    """Return this rank's spans of each optimizer step; the last step takes what is left.
+
+    Example: rows_per_rank=[3, 2], local_batch_size=2, micro_batch_size=1
+        rank 0: [[(0,1), (1,2)], [(2,3)]]
+        rank 1: [[(0,1), (1,2)], [(2,2)]]
+    """
+    num_steps = -(-max(rows_per_rank) // local_batch_size)
+    steps: list[list[Span]] = []
+    for step in range(num_steps):
+        starts = [min(step * local_batch_size, rows) for rows in rows_per_rank]
+        counts = [
+            min(local_batch_size, rows - start)
+            for rows, start in zip(rows_per_rank, starts, strict=True)
+        ]
+        spans = plan_spans(counts, rank=rank, size=micro_batch_size)
+        steps.append([(starts[rank] + start, starts[rank] + end) for start, end in spans])
+    return steps
+
+
+def gather_row_counts(
+    num_rows: int, *, group: dist.ProcessGroup, device: torch.device
+) -> list[int]:
+    """Return every rank's number of rows, in the group's order. Collective.
+
+    Raises:
+        ValueError: No rank has any row.
+    """
+    counts = torch.zeros(dist.get_world_size(group), dtype=torch.int64, device=device)
+    counts[dist.get_rank(group)] = num_rows
+    dist.all_reduce(counts, group=group)
+    rows_per_rank = [int(count) for count in counts]
+    if not any(rows_per_rank):
+        raise ValueError("the batch has no rows: input_ids is empty on every rank")
+    return rows_per_rank
+
+
+def steps_of(
+    data: BatchedDataDict[Any],
+    *,
+    local_batch_size: int | None = None,
+    given: int | None,
+    default: int,
+    planned_by: str | None,
+    concatenation: Concatenation,
+    group: dist.ProcessGroup,
+    device: torch.device,
+) -> list[Step]:
+    """Return how this rank goes through `data`: by its plan, or in micro-batches of one size.
+
+    Collective.
+
+    Args:
+        data: This rank's rows.
+        local_batch_size: Rows of each step on this rank; None: one step of all rows.
+        given: Rows of a micro-batch, as the call gives them.
+        default: Rows of a micro-batch, where the call gives none.
+        planned_by: The config section that plans micro-batches. None: they have one size.
+        concatenation: How rows are concatenated, where they are.
+        group: The data-parallel ranks.
+        device: Where the group's tensors lie.
+
+    Raises:
+        ValueError: The batch has no rows, its plan is missing or contradicts `given`.
+    """
+    rows_per_rank = gather_row_counts(data.size, group=group, device=device)
+    if isinstance(data, SlicedDataDict) and data.micro_batch_options is not None:
+        if given is not None:
+            raise ValueError(
+                f"micro-batches of {given} rows contradict the plan that the batch carries"
+            )
+        return planned_steps(data, concatenation=concatenation, group=group, device=device)
+    if planned_by is not None:
+        raise ValueError(
+            f"policy.{planned_by}.enabled=True, and the batch carries no plan: "
+            "pass what shard_by_batch_size returns"
+        )
+    return fixed_steps(
+        data,
+        rows_per_rank,
+        rank=dist.get_rank(group),
+        local_batch_size=local_batch_size or max(rows_per_rank),
+        micro_batch_size=given or default,
+        concatenation=concatenation,
+    )
+
+
+def fixed_steps(
+    data: BatchedDataDict[Any],
+    rows_per_rank: Sequence[int],
+    *,
+    rank: int,
+    local_batch_size: int,
+    micro_batch_size: int,
+    concatenation: Concatenation,
+) -> list[Step]:
+    """Return the steps of a batch without a plan, see `plan_steps`."""
+    steps: list[Step] = []
+    for spans in plan_steps(
+        rows_per_rank,
+        rank=rank,
+        local_batch_size=local_batch_size,
+        micro_batch_size=micro_batch_size,
+    ):
+        start, end = spans[0][0], spans[-1][1]
+        own = [(low - start, high - start) for low, high in spans]
+        rows = data.slice(start, end)
+        steps.append(Step(rows=rows, start=start, spans=own, concatenation=concatenation))
+    return steps
+
+
+def planned_steps(
+    data: SlicedDataDict[Any],
+    *,
+    concatenation: Concatenation,
+    group: dist.ProcessGroup,
+    device: torch.device,
+) -> list[Step]:
+    """Return the steps of a batch that carries a plan. Collective.
+
+    Raises:
+        ValueError: The plan is not one of these rows, or the ranks' plans do not go together.
+    """
+    counts, indices = data.elem_counts_per_gb, data.micro_batch_indices
+    assert counts is not None, "a plan counts its rows"
+    assert indices is not None, "a plan has micro-batches"
+    if sum(counts) != data.size:
+        raise ValueError(f"the plan has elem_counts_per_gb={counts} for {data.size} rows")
+    _check_equal_passes([len(batch) for batch in indices], group=group, device=device)
+    starts = [sum(counts[:index]) for index in range(len(counts))]
+    return [
+        Step(
+            rows=data.get_batch(index),
+            start=starts[index],
+            spans=[(low, high) for low, high in indices[index]],
+            concatenation=concatenation,
+        )
+        for index in range(len(counts))
+    ]
+
+
+def _check_equal_passes(
+    passes: list[int], *, group: dist.ProcessGroup, device: torch.device
+) -> None:
+    """Raise on every rank unless all make the same number of passes in each step. Collective."""
+    checksum = zlib.crc32(repr(passes).encode())
+    extremes = torch.tensor([checksum, -checksum], dtype=torch.int64, device=device)
+    dist.all_reduce(extremes, op=dist.ReduceOp.MAX, group=group)
+    if int(extremes[0]) != -int(extremes[1]):
+        raise ValueError(
+            f"the ranks' batches were not sharded together: rank {dist.get_rank(group)} has "
+            f"{passes} micro-batches per global batch, another rank has others"
+        )
+
+
+def _stand_in(rows: SlicedDataDict[Any]) -> SlicedDataDict[Any]:
+    """Return one masked row of one token, of the kind that `rows` has none of."""
+    row: SlicedDataDict[Any] = SlicedDataDict()
+    for key, value in rows.items():
+        is_tensor = isinstance(value, torch.Tensor)
+        row[key] = value.new_zeros((1, *value.shape[1:])) if is_tensor else [None]
+    row["input_lengths"] = torch.ones_like(row["input_lengths"])
+    row.micro_batch_lengths = rows.micro_batch_lengths
+    row.micro_batch_options = rows.micro_batch_options
+    return row

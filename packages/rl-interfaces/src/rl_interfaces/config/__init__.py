@@ -1,0 +1,1 @@
+"""The configuration of a policy: its keys, their defaults, its schema."""

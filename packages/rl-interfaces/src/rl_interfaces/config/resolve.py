@@ -1,0 +1,356 @@
+"""From the dict that a user wrote to one that is complete, typed and free of contradictions."""
+
+from __future__ import annotations
+
+import copy
+import math
+from collections.abc import Iterator, Mapping
+from typing import Any, cast
+
+from rl_interfaces.config.schema import as_mapping, check_typed_dict
+from rl_interfaces.config.types import PolicyConfig
+
+POLICY_DEFAULTS: dict[str, Any] = {
+    # What a policy is; the others are for the models that judge it.
+    "head": "language_model",
+    # Small enough to start on any machine; the throughput of both is the user's to tune.
+    "train_global_batch_size": 32,
+    "train_micro_batch_size": 4,
+    "logprob_batch_size": 4,
+    "generation_batch_size": 32,
+    # What current accelerators are fastest in. Master weights stay float32.
+    "precision": "bfloat16",
+    # No padding beyond what the layout asks for.
+    "make_sequence_length_divisible_by": 1,
+    # `name` is then the model's own.
+    "tokenizer": {},
+    # Both trade speed for memory, which is for the user to ask for.
+    "fsdp_offload_enabled": False,
+    "activation_checkpointing_enabled": False,
+    # A fixed one, so that two runs of one config are the same run.
+    "seed": 0,
+    # A checkpoint's code is a stranger's code.
+    "trust_remote_code": False,
+    # Longer than any collective of a healthy job, shorter than a night.
+    "timeout_s": 600.0,
+    # Under the working directory of the worker.
+    "profile_dir": "profiles",
+    # A backend is a choice, so none is on. Where one is, its ranks are data-parallel.
+    "dtensor_cfg": {
+        "enabled": False,
+        "cpu_offload": False,
+        "sequence_parallel": False,
+        "activation_checkpointing": False,
+        "tensor_parallel_size": 1,
+        "context_parallel_size": 1,
+        # Holds a second copy of weights and optimizer state in host memory while it writes.
+        "async_checkpoint": False,
+        # Sharded over all data-parallel ranks, which takes the least memory.
+        "data_parallel_replicate_size": 1,
+        "lora": {
+            "enabled": False,
+            # Holds what a policy gradient teaches, at a few hundredths of the model's parameters.
+            "r": 16,
+            # Twice the rank, the scale that most published rates were found with.
+            "lora_alpha": 32,
+            # Tokens are scored in training as they were when they were sampled.
+            "lora_dropout": 0.0,
+            # Adapters of attention alone learn less than those of all layers.
+            "target_modules": "all-linear",
+        },
+    },
+    "megatron_cfg": {
+        "enabled": False,
+        "empty_unused_memory_level": 0,
+        "activation_checkpointing": False,
+        "converter_type": "auto",
+        "tensor_model_parallel_size": 1,
+        "pipeline_model_parallel_size": 1,
+        "context_parallel_size": 1,
+        "sequence_parallel": False,
+        "expert_model_parallel_size": 1,
+        # Takes the least memory, and the most time.
+        "recompute_granularity": "full",
+        "recompute_method": "uniform",
+        "recompute_num_layers": 1,
+        # What balances tokens is a loss beside the policy's, which is for the user to ask for.
+        "moe_router_load_balancing_type": "none",
+        "moe_aux_loss_coeff": 0.0,
+        # The one that allows sequences of unlike length over pipeline stages.
+        "moe_token_dispatcher_type": "alltoall",
+    },
+    # Micro-batches of a fixed number of rows, unless a token budget is given.
+    "dynamic_batching": {"enabled": False, "sequence_length_round": 64},
+    # Packs as tightly as plain first-fit-decreasing, in less time on many sequences.
+    "sequence_packing": {"enabled": False, "algorithm": "modified_first_fit_decreasing"},
+}
+"""Every default of a policy, in one place. A key that is not here has none."""
+
+GENERATION_DEFAULTS: dict[str, Any] = {
+    # Needs nothing beside the training worker.
+    "backend": "hf",
+    # Long enough to see what a model says, short enough for a first run.
+    "max_new_tokens": 128,
+    # The model's own distribution, which is what a policy gradient is defined on.
+    "temperature": 1.0,
+    "top_p": 1.0,
+}
+"""The defaults of the section `generation`, where there is one."""
+
+MEGATRON_DEFAULTS: dict[str, dict[str, Any]] = {
+    "optimizer": {
+        # Megatron-core's own, but for the decay: a policy is fine-tuned.
+        "optimizer": "adam",
+        "min_lr": 0.0,
+        "weight_decay": 0.0,
+        "adam_beta1": 0.9,
+        "adam_beta2": 0.999,
+        "adam_eps": 1.0e-8,
+        "sgd_momentum": 0.9,
+        # Both trade something for memory, which is for the user to ask for.
+        "use_distributed_optimizer": False,
+        "use_precision_aware_optimizer": False,
+    },
+    "scheduler": {
+        # The rate, and the decay, stay what they are.
+        "lr_decay_style": "constant",
+        "lr_warmup_iters": 0,
+        "lr_warmup_init": 0.0,
+        "weight_decay_incr_style": "constant",
+    },
+    "distributed_data_parallel_config": {
+        # Sums over many ranks lose digits in 16 bits.
+        "grad_reduce_in_fp32": True,
+        "overlap_grad_reduce": False,
+        "overlap_param_gather": False,
+        # Gradients are sums here: losses are divided by a global count.
+        "average_in_collective": False,
+        "use_custom_fsdp": False,
+    },
+}
+"""The defaults of the sections of `megatron_cfg`: of the first two where they are there."""
+
+_COUNTS = (
+    "train_global_batch_size",
+    "train_micro_batch_size",
+    "logprob_batch_size",
+    "generation_batch_size",
+    "make_sequence_length_divisible_by",
+    "max_total_sequence_length",
+)
+_NOT_NEGATIVE = ("learning_rate", "max_grad_norm")
+_HEADS = ("language_model", "reward", "value")
+_PRECISIONS = ("float32", "bfloat16", "float16")
+# A key of the policy, and the key of a backend's section that means the same.
+_TWINS = (
+    ("fsdp_offload_enabled", "dtensor_cfg", "cpu_offload"),
+    ("activation_checkpointing_enabled", "dtensor_cfg", "activation_checkpointing"),
+    ("activation_checkpointing_enabled", "megatron_cfg", "activation_checkpointing"),
+)
+# What stands in these belongs to somebody else, who may tell None from a missing key.
+_FREE_FORM = ("kwargs", "vllm_cfg")
+
+
+def resolve_policy_config(config: Mapping[str, Any], *, path: str = "policy") -> dict[str, Any]:
+    """Return a complete copy of `config`: checked, defaults filled in, what is not set left out.
+
+    Sections that are not enabled are checked for unknown keys and types alone. A section
+    `<name>_cfg` that is not documented and says `enabled` belongs to a third party's backend and is
+    passed on as it is. Resolving what this returns gives the same again.
+
+    Args:
+        config: A `PolicyConfig`, as far as the user gave it.
+        path: How the errors name the config.
+
+    Raises:
+        ValueError: An unknown key, a wrong type, a value out of range, or two keys that say
+            different things about one matter. The message names keys and values.
+    """
+    third_party = _third_party_sections(as_mapping(config, path=path))
+    documented = {key: config[key] for key in config if key not in third_party}
+    check_typed_dict(documented, PolicyConfig, path=path)
+    given = _without_none(documented)
+    if "model_name" not in given:
+        raise ValueError(f"{path}.model_name is not set: the name or directory of the model")
+    _check_one_backend(given | third_party, path=path)
+    _reconcile_twins(given, path=path)
+    _reconcile_learning_rates(given, path=path)
+    resolved = _merge(POLICY_DEFAULTS, given)
+    resolved["tokenizer"].setdefault("name", resolved["model_name"])
+    _check_values(resolved, path=path)
+    _complete_megatron(resolved["megatron_cfg"])
+    if "generation" in given:
+        resolved["generation"] = _merge(GENERATION_DEFAULTS, given["generation"])
+        _check_generation(resolved["generation"], path=f"{path}.generation")
+    return resolved | third_party
+
+
+def _third_party_sections(config: Mapping[str, Any]) -> dict[str, Any]:
+    """Return copies of the sections that only another package's backend can read."""
+    return {
+        key: copy.deepcopy(value)
+        for key, value in config.items()
+        if str(key).endswith("_cfg")
+        and key not in PolicyConfig.__annotations__
+        and _says_enabled(value)
+    }
+
+
+def _says_enabled(value: Any) -> bool:
+    if not isinstance(value, Mapping):
+        return False
+    return isinstance(cast("Mapping[str, Any]", value).get("enabled"), bool)
+
+
+def _without_none(value: Any) -> Any:
+    """Return a deep copy without the keys whose value is None; free-form sections keep theirs."""
+    if isinstance(value, list):
+        return [_without_none(entry) for entry in cast("list[Any]", value)]
+    if not isinstance(value, Mapping):
+        return copy.deepcopy(value)
+    return {
+        key: copy.deepcopy(entry) if key in _FREE_FORM else _without_none(entry)
+        for key, entry in cast("Mapping[str, Any]", value).items()
+        if entry is not None
+    }
+
+
+def _merge(defaults: Mapping[str, Any], given: Mapping[str, Any]) -> dict[str, Any]:
+    """Return `given` over `defaults`; mappings that stand in both are merged in turn."""
+    out = copy.deepcopy(dict(defaults))
+    for key, entry in given.items():
+        both = isinstance(out.get(key), Mapping)
+        out[key] = _merge(out[key], entry) if both else copy.deepcopy(entry)
+    return out
+
+
+def _complete_megatron(section: dict[str, Any]) -> None:
+    """Fill in the defaults of the sections of an enabled `megatron_cfg`."""
+    if not section["enabled"]:
+        return
+    section.setdefault("distributed_data_parallel_config", {})
+    for name, defaults in MEGATRON_DEFAULTS.items():
+        if name in section:
+            section[name] = _merge(defaults, section[name])
+
+
+def _check_one_backend(given: Mapping[str, Any], *, path: str) -> None:
+    sections = [key for key in given if key.endswith("_cfg") and given[key].get("enabled")]
+    if len(sections) > 1:
+        both = " and ".join(f"{path}.{key}.enabled=True" for key in sections)
+        raise ValueError(f"{both}: enable one backend")
+
+
+def _reconcile_twins(given: dict[str, Any], *, path: str) -> None:
+    """Give two keys that mean the same the same value, or refuse them by name."""
+    for key, section_name, inner in _TWINS:
+        section = given.get(section_name, {})
+        if not section.get("enabled"):
+            continue
+        values = [part[name] for part, name in ((given, key), (section, inner)) if name in part]
+        if len(set(values)) > 1:
+            raise ValueError(
+                f"{path}.{key}={given[key]} contradicts "
+                f"{path}.{section_name}.{inner}={section[inner]}"
+            )
+        for value in values:
+            given[key] = section[inner] = value
+
+
+def _reconcile_learning_rates(given: dict[str, Any], *, path: str) -> None:
+    """Give the optimizers `learning_rate` where they name no rate, or refuse two unlike ones."""
+    if "learning_rate" not in given:
+        return
+    rate = given["learning_rate"]
+    for optimizer_path, arguments in _optimizer_arguments(given):
+        if arguments.get("lr") is None:
+            arguments["lr"] = rate
+        elif arguments["lr"] != rate:
+            raise ValueError(
+                f"{path}.learning_rate={rate} contradicts "
+                f"{path}.{optimizer_path}.lr={arguments['lr']}"
+            )
+
+
+def _optimizer_arguments(given: dict[str, Any]) -> Iterator[tuple[str, dict[str, Any]]]:
+    if "optimizer" in given:
+        yield "optimizer.kwargs", given["optimizer"].setdefault("kwargs", {})
+    megatron = given.get("megatron_cfg", {})
+    if megatron.get("enabled") and "optimizer" in megatron:
+        yield "megatron_cfg.optimizer", megatron["optimizer"]
+
+
+def _check_values(config: Mapping[str, Any], *, path: str) -> None:
+    for key in _COUNTS:
+        _check_count(config, key, path=path)
+    if not 0 < config["timeout_s"] < math.inf:
+        raise ValueError(f"{path}.timeout_s={config['timeout_s']} must be positive and finite")
+    for key in _NOT_NEGATIVE:
+        if key in config and not 0 <= config[key] < math.inf:
+            raise ValueError(f"{path}.{key}={config[key]} must not be negative or infinite")
+    for key, choices in (("precision", _PRECISIONS), ("head", _HEADS)):
+        if config[key] not in choices:
+            raise ValueError(f"{path}.{key}={config[key]!r} must be one of {choices}")
+    if config["dynamic_batching"]["enabled"] and config["sequence_packing"]["enabled"]:
+        raise ValueError(
+            f"{path}.dynamic_batching.enabled=True contradicts "
+            f"{path}.sequence_packing.enabled=True: a micro-batch is either padded or packed"
+        )
+    for name in ("dtensor_cfg", "megatron_cfg"):
+        _check_parallel_sizes(config[name], path=f"{path}.{name}")
+    _check_lora(config["dtensor_cfg"], path=f"{path}.dtensor_cfg")
+    for name in ("dynamic_batching", "sequence_packing"):
+        _check_budgets(config[name], path=f"{path}.{name}")
+
+
+def _check_parallel_sizes(section: Mapping[str, Any], *, path: str) -> None:
+    if not section["enabled"]:
+        return
+    for key in section:
+        if key.endswith(("_parallel_size", "_replicate_size")):
+            _check_count(section, key, path=path)
+
+
+def _check_lora(section: Mapping[str, Any], *, path: str) -> None:
+    lora, path = section["lora"], f"{path}.lora"
+    if not (section["enabled"] and lora["enabled"]):
+        return
+    _check_count(lora, "r", path=path)
+    if not 0 < lora["lora_alpha"] < math.inf:
+        raise ValueError(f"{path}.lora_alpha={lora['lora_alpha']} must be positive and finite")
+    if not 0 <= lora["lora_dropout"] < 1:
+        raise ValueError(f"{path}.lora_dropout={lora['lora_dropout']} must lie in [0, 1)")
+    if not lora["target_modules"]:
+        raise ValueError(f"{path}.target_modules={lora['target_modules']!r} names no layer")
+
+
+def _check_budgets(section: Mapping[str, Any], *, path: str) -> None:
+    if not section["enabled"]:
+        return
+    for key in ("train_mb_tokens", "logprob_mb_tokens"):
+        if key not in section:
+            raise ValueError(f"{path}.{key} is not set: the tokens of a micro-batch")
+    for key in ("train_mb_tokens", "logprob_mb_tokens", "sequence_length_round"):
+        _check_count(section, key, path=path)
+
+
+def _check_generation(generation: Mapping[str, Any], *, path: str) -> None:
+    for key in ("max_new_tokens", "top_k"):
+        _check_count(generation, key, path=path)
+    if not 0 <= generation["temperature"] < math.inf:
+        raise ValueError(
+            f"{path}.temperature={generation['temperature']} must not be negative or infinite"
+        )
+    if not 0 < generation["top_p"] <= 1:
+        raise ValueError(f"{path}.top_p={generation['top_p']} must lie in (0, 1]")
+    colocated = generation.get("colocated", {})
+    if generation["backend"] == "hf" and colocated.get("enabled") is False:
+        raise ValueError(
+            f"{path}.colocated.enabled=False contradicts {path}.backend='hf': "
+            "the training workers sample there"
+        )
+
+
+def _check_count(section: Mapping[str, Any], key: str, *, path: str) -> None:
+    if key in section and section[key] < 1:
+        raise ValueError(f"{path}.{key}={section[key]} must be at least 1")

@@ -1,0 +1,221 @@
+"""Proves a generation backend: what it samples is what a plain model says, and what it refuses.
+
+As pytest tests, with a fixture that may be shared by all of a module's tests:
+
+    from rl_interfaces.testing.generation import GenerationCase, GenerationConformance
+
+    class Mine(GenerationCase):
+        ...  # a backend, and the logits of a plain model with the same weights
+
+    @pytest.fixture(scope="module")
+    def generation_case():
+        return Mine()
+
+    class TestMine(GenerationConformance):
+        pass
+
+Or as a plain call, `check_generation(Mine())`, which raises with a list of what failed. torch is
+imported when the first rule is checked.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Sequence
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+from unittest import SkipTest
+
+from rl_interfaces.generation import GenerationInterface
+from rl_interfaces.testing.report import check_each, require_assertions
+
+if TYPE_CHECKING:
+    import torch
+
+RULES = {
+    "contract": ("the_contracts_version_is_declared",),
+    "outputs": (
+        "outputs_have_the_documented_keys_shapes_and_dtypes",
+        "a_row_is_its_prompt_its_completion_and_padding",
+        "logprobs_are_zero_but_for_the_completion",
+        "greedy_is_the_argmax_of_the_oracle",
+        "greedy_logprobs_are_those_of_the_whole_distribution",
+        "rows_come_back_in_the_callers_order",
+        "no_row_gets_more_tokens_than_configured",
+        "the_batch_is_left_as_it_was",
+    ),
+    "stops": (
+        "a_configured_stop_token_ends_a_row_and_is_part_of_it",
+        "a_configured_stop_string_ends_a_row_and_is_part_of_it",
+        "a_stop_string_of_a_row_ends_that_row_alone",
+    ),
+    "sampling": (
+        "logprobs_are_those_of_the_tempered_distribution",
+        "logprobs_are_those_of_the_truncated_distribution",
+        "tokens_follow_the_tempered_distribution",
+        "tokens_follow_the_top_k_alone",
+        "tokens_follow_the_nucleus_alone",
+        "every_call_samples_anew",
+    ),
+    "errors": (
+        "a_batch_without_lengths_is_refused",
+        "a_length_beyond_the_width_is_refused",
+        "a_prompt_without_room_for_a_token_is_refused",
+        "a_batch_without_rows_is_refused",
+    ),
+    "sleep": (
+        "who_sleeps_does_not_generate",
+        "who_has_woken_generates_as_before",
+    ),
+    "refits": (
+        "samples_carry_the_committed_version",
+        "a_refit_changes_what_is_generated",
+        "nothing_is_generated_before_the_commit",
+        "a_failed_refit_is_healed_by_a_full_one_alone",
+        "a_stale_version_changes_nothing",
+    ),
+}
+"""The rules, by the module `generation_<group>` that has a function of the name for each."""
+
+
+class GenerationCase(ABC):
+    """A backend, and what a plain model of the same weights says.
+
+    Attributes:
+        vocab_size: Tokens of the model.
+        pad_token_id: Fills rows up.
+        end_token_id: Ends a row; None where no token does.
+        max_length: Most tokens of a row, prompt and completion, at least 16.
+        state_error: What is raised where a sleeping backend, or one whose weights are not whole, is
+            to generate. None for a backend that never sleeps: these rules are skipped.
+        tolerance: The largest error of a log-probability in float32; kernels differ in the order
+            of their sums.
+        is_chosen_by_name: Whether a config names the backend, which is then registered in the
+            entry-point group `rl_policy.generation` and says which contract it keeps.
+        num_samples: Samples per statistical check. The probability that a right backend fails one
+            is `generation_oracle.ERROR_PROBABILITY`, whatever the number.
+    """
+
+    vocab_size: int
+    pad_token_id: int
+    end_token_id: int | None
+    max_length: int
+    state_error: type[Exception] | None = None
+    tolerance: float = 1e-4
+    is_chosen_by_name: bool = True
+    num_samples: int = 1000
+
+    @abstractmethod
+    def backend(self, **sampling: Any) -> GenerationInterface:
+        """Return a backend with these keys of `GenerationConfig`; it may be the same every time.
+
+        The others are those of a whole distribution: `temperature` 1, `top_p` 1, `top_k` None, no
+        stops; `max_new_tokens` is always given.
+        """
+
+    @abstractmethod
+    def logits(self, tokens: torch.Tensor) -> torch.Tensor:
+        """Return the logits that a plain model gives after each of `tokens`.
+
+        Args:
+            tokens: `[seq]` int64.
+
+        Returns:
+            `[seq, vocab]`, float32 or better.
+        """
+
+    def batch(self, **columns: Any) -> Any:
+        """Return a batch of columns, a `GenerationDatumSpec`; a dict unless overridden."""
+        return columns
+
+    def sleep(self, backend: GenerationInterface) -> None:
+        """Put the backend to sleep."""
+        assert backend.finish_generation() is True, "finish_generation did not return True"
+
+    def wake(self, backend: GenerationInterface) -> None:
+        """Wake the backend."""
+        assert backend.prepare_for_generation() is True, "prepare_for_generation is not True"
+
+
+class DecodesText(ABC):
+    """What a case of a backend that knows stop strings has too."""
+
+    @abstractmethod
+    def decode(self, tokens: Sequence[int]) -> str:
+        """Return the text of tokens, special ones included."""
+
+
+class ReceivesWeights(ABC):
+    """What a case of a backend that is a `WeightReceiver` has too; it needs a `state_error`."""
+
+    @abstractmethod
+    def change_weights(self) -> None:
+        """Change the plain model as a training step would, by far more than rounding."""
+
+    @abstractmethod
+    def refit(self, backend: Any, version: int) -> None:
+        """Begin, hand over the plain model's weights, and commit."""
+
+    @abstractmethod
+    def fail_refit(self, backend: Any, version: int) -> None:
+        """Begin, and let the transfer break when some weights have arrived; raise nothing."""
+
+
+def rule_names() -> list[str]:
+    """Return the names of the rules."""
+    return [name for names in RULES.values() for name in names]
+
+
+def check_rule(name: str, case: GenerationCase) -> None:
+    """Hold one rule, of `rule_names()`, against a backend.
+
+    Raises:
+        AssertionError: The rule is broken; the message says how.
+        SkipTest: The backend lacks what the rule is about; the message names it.
+        RuntimeError: Python runs without assertions.
+    """
+    require_assertions()
+    (group,) = (group for group, names in RULES.items() if name in names)
+    lacking = _lacking(group, name, case)
+    if lacking:
+        raise SkipTest(f"{type(case).__name__} lacks {lacking}")
+    getattr(import_module(f"rl_interfaces.testing.generation.{group}"), name)(case)
+
+
+def check_generation(case: GenerationCase) -> list[str]:
+    """Hold every rule against a backend; return what was skipped, a line each.
+
+    Raises:
+        AssertionError: Rules are broken; the message has a line for each.
+    """
+    return check_each(rule_names(), lambda name: check_rule(name, case), subject="the backend")
+
+
+class GenerationConformance:
+    """Tests for pytest, one per rule, of the backend that a fixture `generation_case` returns."""
+
+    def pytest_generate_tests(self, metafunc: Any) -> None:
+        """Make a test of every rule; called by pytest."""
+        metafunc.parametrize("rule", rule_names())
+
+    def test_conforms(
+        self,
+        rule: str,
+        generation_case: GenerationCase,
+        record_property: Callable[[str, object], None],
+    ) -> None:
+        """Hold one rule against the backend."""
+        record_property("conformance", rule)
+        check_rule(rule, generation_case)
+
+
+def _lacking(group: str, name: str, case: GenerationCase) -> str:
+    if group == "contract" and not case.is_chosen_by_name:
+        return "is_chosen_by_name: no config names the backend"
+    if "stop_string" in name and not isinstance(case, DecodesText):
+        return "DecodesText: the backend knows no stop strings"
+    if group == "refits" and not isinstance(case, ReceivesWeights):
+        return "ReceivesWeights: the backend gets no weights from a trainer"
+    if group in ("sleep", "refits") and case.state_error is None:
+        return "state_error: the backend never sleeps"
+    return ""

@@ -1,0 +1,125 @@
+"""Rules of a generation backend: the form of what it returns, and greedy decoding."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import torch
+
+from rl_interfaces.testing.generation.oracle import (
+    NUM_NEW,
+    PROMPT_LENGTHS,
+    batch_of,
+    complete,
+    completions_of,
+    greedy_completion,
+    largest_error,
+    prompts,
+)
+
+if TYPE_CHECKING:
+    from rl_interfaces.testing.generation import GenerationCase
+
+DTYPES = {
+    "output_ids": torch.int64,
+    "generation_lengths": torch.int64,
+    "unpadded_sequence_lengths": torch.int64,
+    "logprobs": torch.float32,
+}
+
+
+def outputs_have_the_documented_keys_shapes_and_dtypes(case: GenerationCase) -> None:
+    """On the CPU, as wide as the longest row needs, or wider."""
+    output = complete(case, prompts(case))
+    num_rows, width = output["output_ids"].shape
+    shapes = dict.fromkeys(("output_ids", "logprobs"), (num_rows, width))
+    for key, dtype in DTYPES.items():
+        assert key in output, f"{key!r} is missing"
+        column = output[key]
+        shape = shapes.get(key, (num_rows,))
+        assert tuple(column.shape) == shape, f"{key!r} has shape {list(column.shape)}, not {shape}"
+        assert column.dtype == dtype, f"{key!r} is {column.dtype}, not {dtype}"
+        assert column.device.type == "cpu", f"{key!r} is on {column.device}"
+    assert num_rows == len(PROMPT_LENGTHS), f"{num_rows} rows for {len(PROMPT_LENGTHS)} prompts"
+    longest = int(output["unpadded_sequence_lengths"].max())
+    assert width >= longest, f"{width} columns do not hold a row of {longest}"
+
+
+def a_row_is_its_prompt_its_completion_and_padding(case: GenerationCase) -> None:
+    """For prompts of unlike lengths, completions right behind them."""
+    rows = prompts(case)
+    output = complete(case, rows)
+    lengths, generated = output["unpadded_sequence_lengths"], output["generation_lengths"]
+    total = [len(row) + int(count) for row, count in zip(rows, generated, strict=True)]
+    assert lengths.tolist() == total, f"'unpadded_sequence_lengths' is {lengths}, not {total}"
+    assert int(generated.min()) >= 1, f"a row got no token: {generated.tolist()}"
+    for index, row in enumerate(rows):
+        tokens = output["output_ids"][index].tolist()
+        assert tokens[: len(row)] == row, f"row {index} does not begin with its prompt"
+        padding = set(tokens[total[index] :])
+        assert padding <= {case.pad_token_id}, f"row {index} is filled up with {padding}"
+        completion = tokens[len(row) : total[index]]
+        inside = all(0 <= token < case.vocab_size for token in completion)
+        assert inside, f"row {index} has tokens that the model lacks: {completion}"
+
+
+def logprobs_are_zero_but_for_the_completion(case: GenerationCase) -> None:
+    """At every token of the prompt and of the padding."""
+    rows = prompts(case)
+    output = complete(case, rows)
+    for index, row in enumerate(rows):
+        logprobs, end = output["logprobs"][index], int(output["unpadded_sequence_lengths"][index])
+        assert not logprobs[: len(row)].any(), f"row {index}: not zero in its prompt: {logprobs}"
+        assert not logprobs[end:].any(), f"row {index}: not zero in its padding: {logprobs}"
+        assert bool((logprobs[len(row) : end] < 0).any()), f"row {index}: no log-probabilities"
+
+
+def greedy_is_the_argmax_of_the_oracle(case: GenerationCase) -> None:
+    """By the argument and by a temperature of 0, whatever else is configured."""
+    rows = prompts(case)
+    expected = [greedy_completion(case, row) for row in rows]
+    outputs = {
+        "greedy=True": complete(case, rows, greedy=True, temperature=0.7, top_k=3),
+        "temperature=0": complete(case, rows, temperature=0.0),
+    }
+    for how, output in outputs.items():
+        found = completions_of(output)
+        assert found == expected, f"{how}: {found} is not the argmax, {expected}"
+
+
+def greedy_logprobs_are_those_of_the_whole_distribution(case: GenerationCase) -> None:
+    """Neither tempered nor truncated: otherwise they would all be 0."""
+    output = complete(case, prompts(case), greedy=True, temperature=0.5, top_k=2)
+    error = largest_error(case, output)
+    assert error <= case.tolerance, f"the log-probabilities are off by {error:.2g}"
+    wrong = largest_error(case, output, temperature=0.5, top_k=2)
+    assert wrong > 10 * case.tolerance, "tempered ones are the same: nothing is shown"
+
+
+def rows_come_back_in_the_callers_order(case: GenerationCase) -> None:
+    """Also if they come in another one."""
+    rows = prompts(case)
+    forward = complete(case, rows, greedy=True)["output_ids"]
+    backward = complete(case, rows[::-1], greedy=True)["output_ids"]
+    assert torch.equal(backward.flip(0), forward), "the rows of a batch change places"
+    assert not torch.equal(forward.flip(0), forward), "all rows are the same: nothing is shown"
+
+
+def no_row_gets_more_tokens_than_configured(case: GenerationCase) -> None:
+    """Nor fewer, unless the end token came."""
+    rows = prompts(case)
+    for limit in (1, 3, NUM_NEW):
+        for index, tokens in enumerate(completions_of(complete(case, rows, max_new_tokens=limit))):
+            ended = tokens[-1:] == [case.end_token_id]
+            told = f"row {index} got {len(tokens)} tokens with max_new_tokens={limit}"
+            assert len(tokens) == limit or (ended and len(tokens) < limit), told
+
+
+def the_batch_is_left_as_it_was(case: GenerationCase) -> None:
+    """It may be memory that others read."""
+    batch = batch_of(case, prompts(case))
+    kept = {key: value.clone() for key, value in batch.items()}
+    case.backend(max_new_tokens=NUM_NEW).generate(batch)
+    assert batch.keys() == kept.keys(), f"the batch has the keys {sorted(batch)} now"
+    for key, value in kept.items():
+        assert torch.equal(batch[key], value), f"{key!r} of the batch was written into"

@@ -1,0 +1,42 @@
+import pytest
+import torch
+from rl_batched_data import BatchedDataDict
+from rl_interfaces.backend.batch_checks import check_scoring_batch, check_training_batch
+
+
+def _batch(**changes):
+    columns = {
+        "input_ids": torch.tensor([[5, 6, 7], [8, 9, 0]]),
+        "input_lengths": torch.tensor([3, 2]),
+        "token_mask": torch.tensor([[0.0, 1.0, 1.0], [0.0, 1.0, 0.0]]),
+        "sample_mask": torch.ones(2),
+        "advantages": torch.ones(2, 3),
+        "images": torch.ones(2, 3, 4, 4),
+        "text": ["a", "b"],
+    }
+    columns.update(changes)
+    return BatchedDataDict({key: value for key, value in columns.items() if value is not None})
+
+
+def test_good_batches_pass():
+    check_training_batch(_batch(), pad_token_id=0, needs_token_mask=True)
+    check_training_batch(_batch(token_mask=None), pad_token_id=0, needs_token_mask=False)
+    check_scoring_batch(_batch(sample_mask=None, token_mask=None), pad_token_id=None)
+
+
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        ({"sample_mask": None}, ["'sample_mask' is missing"]),
+        ({"token_mask": None}, ["'token_mask' is missing", "token-level"]),
+        ({"token_mask": torch.ones(2)}, ["'token_mask'", "[2]", "[2, 3]"]),
+        ({"sample_mask": torch.ones(2, 3)}, ["'sample_mask'", "[2, 3]", "expected [2]"]),
+        ({"advantages": torch.ones(2, 4)}, ["'advantages'", "[2, 4]", "[2, 3]"]),
+        ({"text": ["a"]}, ["'text': 1", "'input_ids': 2"]),
+        ({"input_ids": torch.tensor([[5, 6, 7], [0, 8, 9]])}, ["'input_ids'[1]", "right-padded"]),
+    ],
+)
+def test_bad_batches_are_named(changes, words):
+    with pytest.raises(ValueError, match=r".") as error:
+        check_training_batch(_batch(**changes), pad_token_id=0, needs_token_mask=True)
+    assert all(word in str(error.value) for word in words), str(error.value)

@@ -1,0 +1,1 @@
+"""Attention over packed sequences, with a cache or without."""

@@ -1,0 +1,1 @@
+"""Megatron-core models: built, loaded, and what scores their tokens."""

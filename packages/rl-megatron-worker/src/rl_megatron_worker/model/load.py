@@ -1,0 +1,131 @@
+"""From a checkpoint on disk into this rank's parameters, reading no more than their slices."""
+
+from __future__ import annotations
+
+import re
+from typing import TYPE_CHECKING, Any
+
+import torch
+import torch.distributed as dist
+from megatron.core.process_groups_config import ProcessGroupCollection
+from rl_interfaces.backend.checkpoint.hub_files import find_checkpoint
+from rl_interfaces.backend.checkpoint.safetensors_files import SafetensorsFiles
+from rl_interfaces.backend.runtime.agreement import failing_together, first_rank_first
+
+from rl_megatron_worker.weights.names import held_parameters
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Sequence
+
+    from torch import nn
+
+    from rl_megatron_worker.convert import Mapping
+
+# Old checkpoints hold the frequencies of rotary embeddings, which follow from the config.
+_NOT_READ = re.compile(r"\.rotary_emb\.inv_freq$")
+_MAX_NAMED = 5
+
+
+def load_weights(
+    chunks: Sequence[nn.Module], mappings: Sequence[Mapping], hf_config: Any, *, model_name: str
+) -> None:
+    """Fill this rank's parameters from the checkpoint of a Hugging Face model. Collective.
+
+    One parameter is read at a time, and of it the slices that this rank has. Values are rounded to
+    the parameter's dtype.
+
+    Args:
+        chunks: This rank's `GPTModel`s, wrapped or not.
+        mappings: How each parameter is made, of all ranks.
+        hf_config: The model's config.
+        model_name: `policy.model_name`: a directory, or a name on the hub.
+
+    Raises:
+        ValueError: The checkpoint lacks tensors of the model, or has others, or in other shapes.
+    """
+    paths = first_rank_first(lambda: find_checkpoint(model_name, hf_config))
+    held = held_parameters(chunks)
+    with failing_together():
+        if not all(path.endswith(".safetensors") for path in paths):
+            raise ValueError(f"policy.model_name={model_name!r} has no safetensors files")
+        files = SafetensorsFiles(paths)
+        _check_tensors(mappings, files, model_name)
+    _check_parameters(mappings, held)
+    with failing_together(), files:
+        _fill(held, mappings, files)
+
+
+@torch.no_grad()
+def _fill(
+    held: dict[str, nn.Parameter], mappings: Iterable[Mapping], files: SafetensorsFiles
+) -> None:
+    def read(name: str, *, dim: int, start: int, stop: int) -> torch.Tensor:
+        indices = [torch.arange(size) for size in files.shape(name)]
+        indices[dim] = indices[dim][start:stop]
+        return files.read(name, indices)
+
+    by_name = {name: mapping for mapping in mappings for name in mapping.names}
+    groups = ProcessGroupCollection.use_mpu_process_groups(["tp", "expt_tp"])
+    for name, parameter in held.items():
+        mapping = by_name[name]
+        group = groups.tp if mapping.expert is None else groups.expt_tp
+        mapping.fill(parameter, read, rank=group.rank(), size=group.size())
+
+
+def _check_parameters(mappings: Sequence[Mapping], held: dict[str, nn.Parameter]) -> None:
+    """Raise `ValueError` unless all ranks' parameters are those that are mapped. Collective."""
+    known = {name for mapping in mappings for name in mapping.names}
+    with failing_together():
+        if unmapped := sorted(held.keys() - known):
+            raise ValueError(
+                f"the model's converter does not say what makes {len(unmapped)} of its parameters, "
+                f"first {unmapped[:_MAX_NAMED]}"
+            )
+    is_held = [any(name in held for name in mapping.names) for mapping in mappings]
+    device = next(iter(held.values())).device
+    flags = torch.tensor(is_held, dtype=torch.uint8, device=device)
+    dist.all_reduce(flags, op=dist.ReduceOp.MAX)
+    nowhere = [
+        mapping.names[0]
+        for mapping, flag in zip(mappings, flags.tolist(), strict=True)
+        if not flag and not mapping.is_copy
+    ]
+    if nowhere:
+        raise ValueError(
+            f"the model's converter has {len(nowhere)} parameters that the model does not have, "
+            f"first {nowhere[:_MAX_NAMED]}"
+        )
+
+
+def _check_tensors(mappings: Sequence[Mapping], files: SafetensorsFiles, model_name: str) -> None:
+    """Raise `ValueError` unless the files have the model's tensors, in their shapes."""
+    expected = {name: shape for mapping in mappings for name, shape in mapping.sources.items()}
+    found = {name for name in files.names if not _NOT_READ.search(name)}
+    for mapping in mappings:
+        if mapping.second_name in found:
+            _check_copy(mapping, files, model_name)
+            found.discard(mapping.second_name)
+    missing, unexpected = sorted(expected.keys() - found), sorted(found - expected.keys())
+    if missing or unexpected:
+        raise ValueError(
+            f"policy.model_name={model_name!r}: its files lack {len(missing)} tensors of the model "
+            f"that its config describes, first {missing[:_MAX_NAMED]}, and have {len(unexpected)} "
+            f"that the model does not have, first {unexpected[:_MAX_NAMED]}"
+        )
+    for name, shape in expected.items():
+        if tuple(files.shape(name)) != shape:
+            raise ValueError(
+                f"policy.model_name={model_name!r}: {name} has shape {tuple(files.shape(name))} in "
+                f"its files, and {shape} in the model that its config describes"
+            )
+
+
+def _check_copy(mapping: Mapping, files: SafetensorsFiles, model_name: str) -> None:
+    """Raise `ValueError` where the files hold a tied tensor twice, with unlike values."""
+    (source,) = mapping.sources
+    assert mapping.second_name is not None
+    if not files.equal(source, mapping.second_name):
+        raise ValueError(
+            f"policy.model_name={model_name!r}: its config ties {mapping.second_name} to {source}, "
+            "and its files hold unlike values for them; set tie_word_embeddings=false in its config"
+        )

@@ -1,0 +1,1 @@
+"""Groups of ranks, and the pipeline's schedules."""

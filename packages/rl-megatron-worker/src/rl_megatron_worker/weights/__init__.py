@@ -1,0 +1,1 @@
+"""Full weights for inference engines and exports."""
