@@ -16,7 +16,7 @@ from concurrent.futures import ProcessPoolExecutor
 
 import torch
 from report import Row, parse_options, report
-from rl_batched_data.logprobs import api as token_logprobs
+from rl_batched_data import token_logprobs
 
 Scorer = Callable[[torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]
 # What a way of scoring needs to be there: a package, or a GPU as well.

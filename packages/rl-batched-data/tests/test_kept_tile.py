@@ -5,7 +5,7 @@ import test_token_logprobs as cases
 import torch
 import torch.distributed as dist
 from live_bytes import LiveBytes
-from rl_batched_data.logprobs import api as token_logprobs
+from rl_batched_data import token_logprobs
 from torch.utils._python_dispatch import TorchDispatchMode
 
 OPTIONS = {"temperature": 0.7, "logit_scale": 0.6}

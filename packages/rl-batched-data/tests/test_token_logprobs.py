@@ -1,8 +1,7 @@
 import pytest
 import torch
 import torch.distributed as dist
-from rl_batched_data import target_scores, token_scores
-from rl_batched_data.logprobs import api as token_logprobs
+from rl_batched_data import target_scores, token_logprobs, token_scores
 
 # float32 against float64: sums of a few hundred terms in another order, of logits up to 20.
 FLOAT32 = 1e-5

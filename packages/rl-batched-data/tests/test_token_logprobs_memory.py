@@ -3,7 +3,7 @@ import gc
 import pytest
 import torch
 from live_bytes import LiveBytes
-from rl_batched_data.logprobs import api as token_logprobs
+from rl_batched_data import token_logprobs
 
 TOKENS, VOCAB, HIDDEN = 2048, 128 * 1024, 1024
 MEGABYTE = 2**20
