@@ -4,8 +4,7 @@ import sys
 
 import pytest
 from pair_apart import PairApart
-from rl_interfaces.testing.transports import TransportConformance
-from rl_refit.drills import RefitPair
+from rl_refit.testing import RefitPair, TransportConformance
 
 WITHOUT_DRILLS = ("round_trips", "versions")
 

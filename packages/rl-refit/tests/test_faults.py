@@ -2,8 +2,7 @@
 
 import os
 
-from rl_interfaces.testing.transports import TransportConformance
-from rl_refit.drills import RefitPair
+from rl_refit.testing import RefitPair, TransportConformance
 
 # Of each fault, over all transports.
 CASES = int(os.environ.get("REFIT_DRILLS", "20"))

@@ -3,8 +3,7 @@
 import os
 
 import pytest
-from rl_interfaces.testing.transports import TransportConformance
-from rl_refit.drills import RefitPair
+from rl_refit.testing import RefitPair, TransportConformance
 
 CASES = int(os.environ.get("REFIT_DRILLS", "20"))
 pytestmark = pytest.mark.timeout(60 + 10 * CASES)

@@ -2,9 +2,9 @@
 
 import broken_pairs as broken
 import pytest
-from rl_interfaces.testing import transports_kills, transports_leftovers
-from rl_interfaces.testing.transports import RULES, check_rule, rule_names
-from rl_refit import digest, outbound
+from rl_refit import digest
+from rl_refit.sender import stream
+from rl_refit.testing import check_rule, kills, leftovers, rule_names
 
 CASES = 1
 # Those that take longest are held against the pair that breaks them alone.
@@ -71,7 +71,7 @@ PAIRS = [
 
 @pytest.fixture(autouse=True)
 def impatience(monkeypatch):
-    monkeypatch.setattr(transports_leftovers, "GONE_WITHIN_S", 0.5)
+    monkeypatch.setattr(leftovers, "GONE_WITHIN_S", 0.5)
 
 
 def broken_rules(names, pair):
@@ -86,7 +86,7 @@ def broken_rules(names, pair):
 
 @pytest.mark.parametrize(("group", "make", "rules"), PAIRS)
 def test_a_pair_breaks_what_it_is_made_to_break(group, make, rules):
-    names = [name for name in RULES[group] if name in rules or name not in LONG]
+    names = [name for name in rule_names([group]) if name in rules or name not in LONG]
     assert broken_rules(names, make()) == rules
 
 
@@ -95,20 +95,20 @@ def test_a_digest_without_positions_does_not_find_swapped_rows(monkeypatch):
         return int(data.sum()) + position
 
     monkeypatch.setitem(digest.DIGESTS, "xxh3", sum_of_bytes)
-    monkeypatch.setattr(outbound, "RunningDigest", lambda *_, **__: None)
-    found = broken_rules(RULES["faults"], broken.Broken())
+    monkeypatch.setattr(stream, "RunningDigest", lambda *_, **__: None)
+    found = broken_rules(rule_names(["faults"]), broken.Broken())
     assert found == {"swapped_rows_are_found"}
 
 
 @pytest.mark.timeout(120)
-@pytest.mark.parametrize("rule", RULES["kills"])
+@pytest.mark.parametrize("rule", rule_names(["kills"]))
 def test_what_a_killed_process_leaves_is_found(rule):
     with pytest.raises(AssertionError, match="left something"):
         check_rule(rule, broken.LeavesFiles(), num_cases=1)
 
 
 @pytest.mark.timeout(120)
-@pytest.mark.parametrize("rule", RULES["kills"])
+@pytest.mark.parametrize("rule", rule_names(["kills"]))
 @pytest.mark.parametrize(
     ("pair", "told"),
     [
@@ -118,7 +118,7 @@ def test_what_a_killed_process_leaves_is_found(rule):
     ],
 )
 def test_a_survivor_of_a_kill_is_held_to_what_it_does(monkeypatch, rule, pair, told):
-    monkeypatch.setattr(transports_kills, "PATIENCE_S", 10.0)
+    monkeypatch.setattr(kills, "PATIENCE_S", 10.0)
     with pytest.raises(AssertionError, match=told):
         # One of so many kills comes in time.
         check_rule(rule, pair(), num_cases=10)
@@ -126,4 +126,4 @@ def test_a_survivor_of_a_kill_is_held_to_what_it_does(monkeypatch, rule, pair, t
 
 def test_every_rule_has_a_pair_that_breaks_it():
     shown = {rule for entries in BROKEN.values() for _, rules in entries for rule in rules}
-    assert shown | set(RULES["kills"]) == set(rule_names())
+    assert shown | set(rule_names(["kills"])) == set(rule_names())

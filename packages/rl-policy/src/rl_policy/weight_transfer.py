@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from rl_refit.handles import group_keys
+from rl_refit.compat.handles import group_keys
 
 _GIB = 2**30
 _RATE = "refit_gb_per_s"
