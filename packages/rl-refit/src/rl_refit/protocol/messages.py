@@ -20,7 +20,7 @@ class Message(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag=True)
     """What a channel carries; the name of the class goes over the wire as its tag."""
 
 
-class Offer(Message):
+class Offer(Message, frozen=True):
     """What the sender dictates: the plan, the buffers and how buckets are verified.
 
     Attributes:
@@ -40,34 +40,34 @@ class Offer(Message):
     num_fds: Count
 
 
-class Accepted(Message):
+class Accepted(Message, frozen=True):
     """The receiver agrees to the plan and has opened the buffers."""
 
 
-class Join(Message):
+class Join(Message, frozen=True):
     """All receivers have accepted: the transport's sides may join each other."""
 
 
-class Begin(Message):
+class Begin(Message, frozen=True):
     """A refit begins."""
 
     version: int
     plan_hash: str
 
 
-class Ready(Message):
+class Ready(Message, frozen=True):
     """The receiver takes part."""
 
     version: int
 
 
-class Start(Message):
+class Start(Message, frozen=True):
     """All receivers take part."""
 
     version: int
 
 
-class Filled(Message):
+class Filled(Message, frozen=True):
     """A bucket may be read."""
 
     version: int
@@ -77,21 +77,21 @@ class Filled(Message):
     digest: Count
 
 
-class Loaded(Message):
+class Loaded(Message, frozen=True):
     """The receiver has loaded a bucket; its buffer may be filled again."""
 
     version: int
     bucket: Count
 
 
-class End(Message):
+class End(Message, frozen=True):
     """All buckets have been sent."""
 
     version: int
     num_buckets: Count
 
 
-class Done(Message):
+class Done(Message, frozen=True):
     """The receiver has loaded all buckets, in so many seconds of loading and verifying."""
 
     version: int
@@ -99,19 +99,19 @@ class Done(Message):
     verify_s: float
 
 
-class AllLoaded(Message):
+class AllLoaded(Message, frozen=True):
     """Every receiver of this sender has loaded the version."""
 
     version: int
 
 
-class Commit(Message):
+class Commit(Message, frozen=True):
     """The loaded version becomes the committed one."""
 
     version: int
 
 
-class Failure(Message):
+class Failure(Message, frozen=True):
     """The refit has failed at the side that sends this; it closes the connection next."""
 
     kind: str

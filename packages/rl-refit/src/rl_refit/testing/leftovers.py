@@ -11,18 +11,18 @@ import tempfile
 import threading
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Generator
 from pathlib import Path
 
 GONE_WITHIN_S = 10.0
-"""What ends in the background, a thread for example, has this long."""
+"""For what ends in the background, a thread for example."""
 
 Snapshot = dict[str, list[str]]
 
 
 @contextlib.contextmanager
-def private_tempdir() -> Iterator[Path]:
-    """Make temporary files in a directory of this block's own; yield it."""
+def private_tempdir() -> Generator[Path]:
+    """Redirect temporary files to a new directory in this block; yield it."""
     kept = tempfile.tempdir, os.environ.get("TMPDIR")
     # A short path, as those of Unix sockets are limited.
     directory = tempfile.mkdtemp(prefix="t-", dir="/tmp")
@@ -39,11 +39,11 @@ def private_tempdir() -> Iterator[Path]:
 
 
 @contextlib.contextmanager
-def nothing_left() -> Iterator[Callable[[], None]]:
+def nothing_left() -> Generator[Callable[[], None]]:
     """Fail if the block leaves behind what was not there before it.
 
-    Yields a function that takes down which shared memory is in use now: where it has a name, that
-    must be gone at the end.
+    Yields a function that records which shared memory is in use now: if it has a name, that must be
+    gone at the end.
     """
     segments: set[Path] = set()
     with private_tempdir() as directory:
@@ -82,7 +82,7 @@ def _snapshot(directory: Path) -> Snapshot:
 
 
 def _descriptors() -> list[str]:
-    """What is open: the number and the kind, as the number in a name is a new one each time."""
+    """Return the number and kind of each open file; names have numbers that are new each time."""
     found: list[str] = []
     for name in os.listdir("/proc/self/fd"):
         with contextlib.suppress(OSError):

@@ -43,7 +43,7 @@ class LayerwiseReload:
         device: Where the model is.
     """
 
-    def __init__(self, model: torch.nn.Module, model_config: Any, device: torch.device) -> None:
+    def __init__(self, model: Any, model_config: Any, device: torch.device) -> None:
         self._model = model
         self._model_config = model_config
         self._device = device
