@@ -16,7 +16,13 @@ class TestShm(TransportConformance):
 
 class TestShmIntoOtherProcesses(TransportConformance):
     pair = PairApart("shm")
-    groups = (*WITHOUT_DRILLS, "faults")
+    groups = ("versions",)
+
+
+@pytest.mark.slow
+class TestShmOfEveryKindIntoOtherProcesses(TransportConformance):
+    pair = PairApart("shm")
+    groups = ("round_trips", "faults")
     num_cases = 2
 
 

@@ -200,7 +200,7 @@ def test_a_newcomer_that_was_turned_away_is_not_counted_as_present(tensors):
     with make_sender(tensors, num_receivers=2) as sender:
         engines = [Engine(sender.address, rank) for rank in range(2)]
         must(refit(sender, engines, 1))
-        limit, sender._timeout_s = sender._timeout_s, 2.0
+        limit, sender._timeout_s = sender._timeout_s, 1.0
         newcomer = Engine(sender.address, 1)
         sent, refused = refit(sender, [newcomer], 2)
         assert isinstance(sent, RefitTimeoutError)

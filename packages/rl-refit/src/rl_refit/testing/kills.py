@@ -32,7 +32,7 @@ NUM_RECEIVERS = 2
 class SlowSource:
     """Tensors with a moment between them, so that a kill comes in time."""
 
-    def __init__(self, pause_s: float = 0.002) -> None:
+    def __init__(self, pause_s: float = 0.003) -> None:
         self.tensors = some_tensors()
         self.pause_s = pause_s
 
