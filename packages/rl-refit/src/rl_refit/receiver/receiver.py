@@ -38,7 +38,7 @@ class RefitReceiver(Closing):
 
     Args:
         address: The sender's `address`.
-        rank: This receiver's rank, unlike that of any other receiver of the sender.
+        rank: This receiver's rank, distinct among the sender's receivers.
         device: Where `load` wants its tensors.
         timeout_s: Limit of all waits of one `receive`, in seconds.
         expected: Name, dtype and shape of what the engine needs; an offer that differs is refused.

@@ -1,4 +1,4 @@
-"""Rules of a transport: a process that is killed in a refit takes nobody along."""
+"""Rules of a transport: a process that is killed during a refit takes no other along."""
 
 from __future__ import annotations
 
@@ -25,12 +25,12 @@ from rl_refit.testing.pair import RefitPair
 LIMIT_S = 20.0
 PATIENCE_S = 2 * LIMIT_S
 LATEST_S = 0.04
-"""The kill comes within this time, which a refit of a slow source takes."""
+"""The kill comes within this time; a refit of a `SlowSource` takes about as long."""
 NUM_RECEIVERS = 2
 
 
 class SlowSource:
-    """Tensors with a moment between them, so that a kill comes in time."""
+    """Tensors with a pause before each, so that a kill comes during the refit."""
 
     def __init__(self, pause_s: float = 0.003) -> None:
         self.tensors = some_tensors()
@@ -48,41 +48,41 @@ class SlowSource:
 
 
 class Actor:
-    """A process that runs `main(pipe, *arguments)`; killed, or told to end."""
+    """A process that runs `main(pipe, *arguments)` and executes commands."""
 
     def __init__(self, main: Callable[..., None], *arguments: Any) -> None:
-        # Children of a server that has imported torch start in milliseconds.
+        # Forked from a server that has imported torch, a process starts in milliseconds.
         context = multiprocessing.get_context("forkserver")
         self.pipe, other = context.Pipe()
         self.process = context.Process(target=main, args=(other, *arguments), daemon=True)
         self.process.start()
         other.close()
 
-    def order(self, *order: Any) -> None:
-        """Tell the process what to do."""
-        self.pipe.send(order)
+    def send(self, *command: Any) -> None:
+        """Send a command, without waiting for its result."""
+        self.pipe.send(command)
 
-    def answer(self) -> Any:
-        """Return what the process has to say; None if it is dead."""
+    def result(self) -> Any:
+        """Return the result of the last command; None if the process is dead."""
         with contextlib.suppress(EOFError, ConnectionResetError):
             assert self.pipe.poll(PATIENCE_S), f"it hangs: no answer within {PATIENCE_S:g} s"
             return self.pipe.recv()
         return None
 
-    def obey(self, *order: Any) -> None:
-        """Tell the process what to do, and fail unless it does."""
-        self.order(*order)
-        answer = self.answer()
-        assert answer == "done", f"{order[0]} ended with {answer!r}"
+    def run(self, *command: Any) -> None:
+        """Send a command, wait for it, and fail unless it succeeds."""
+        self.send(*command)
+        result = self.result()
+        assert result == "done", f"{command[0]} ended with {result!r}"
 
     def kill(self) -> None:
-        """End the process without a warning."""
+        """End the process by SIGKILL."""
         assert self.process.pid is not None
         os.kill(self.process.pid, signal.SIGKILL)
         self.join()
 
     def join(self) -> None:
-        """Tell the process to end, and wait until it has."""
+        """Send the command to end, and wait until the process has."""
         with contextlib.suppress(BrokenPipeError):
             self.pipe.send(("end",))
         self.process.join(LIMIT_S)
@@ -91,36 +91,36 @@ class Actor:
 
 
 def run_sender(pipe: Connection, pair: RefitPair, directory: str) -> None:
-    """Send on order, and say how it went."""
+    """Send and commit on command; answer each with its outcome."""
     _settle(directory)
     sender = pair.open_sender(
         SlowSource(), num_receivers=NUM_RECEIVERS, timeout_s=LIMIT_S, bucket_bytes=8 << 10
     )
     pipe.send(dict(sender.address))
-    while (order := pipe.recv())[0] != "end":
-        call = sender.send if order[0] == "send" else sender.commit
-        pipe.send(_outcome(pair, lambda c=call, v=order[1]: c(v)))
+    while (command := pipe.recv())[0] != "end":
+        call = sender.send if command[0] == "send" else sender.commit
+        pipe.send(_outcome(lambda c=call, v=command[1]: c(v)))
     sender.close()
 
 
 def run_receiver(pipe: Connection, pair: RefitPair, directory: str, rank: int) -> None:
-    """Receive on order, and say how it went and what is committed."""
+    """Attach to a sender, refit and report on command; answer each with its outcome."""
     _settle(directory)
     engine: Engine | None = None
-    while (order := pipe.recv())[0] != "end":
-        if order[0] == "attach":
+    while (command := pipe.recv())[0] != "end":
+        if command[0] == "attach":
             if engine is not None:
                 engine.receiver.close()
-            engine = Engine(pair, order[1], rank, timeout_s=LIMIT_S)
+            engine = Engine(pair, command[1], rank, timeout_s=LIMIT_S)
             pipe.send("done")
             continue
         assert engine is not None
-        if order[0] == "refit":
-            pipe.send(_outcome(pair, lambda e=engine, v=order[1]: e.refit(v)))
-        elif order[0] == "version":
+        if command[0] == "refit":
+            pipe.send(_outcome(lambda e=engine, v=command[1]: e.refit(v)))
+        elif command[0] == "version":
             pipe.send(engine.receiver.version)
         else:
-            pipe.send(_outcome(pair, lambda e=engine, v=order[1]: _require_ready(e, v)))
+            pipe.send(_outcome(lambda e=engine, v=command[1]: _require_ready(e, v)))
     if engine is not None:
         engine.receiver.close()
 
@@ -136,7 +136,7 @@ def _require_ready(engine: Engine, version: int) -> None:
     require_same(engine.weights, some_tensors(), "the receiver")
 
 
-def _outcome(pair: RefitPair, call: Callable[[], object]) -> Any:
+def _outcome(call: Callable[[], object]) -> Any:
     """Return "done", or the error of a refit; any other ends the process."""
     try:
         call()
@@ -146,7 +146,7 @@ def _outcome(pair: RefitPair, call: Callable[[], object]) -> Any:
 
 
 class Cluster:
-    """One sender and its receivers, each a process; whoever is killed is started again."""
+    """One sender and its receivers, each a process; a killed one is started again."""
 
     def __init__(self, pair: RefitPair, directory: Path) -> None:
         self.pair = pair
@@ -157,33 +157,33 @@ class Cluster:
         self.start_sender()
 
     def start_sender(self) -> None:
-        """Start a sender, and let the receivers know."""
+        """Start a sender, and attach the receivers to it."""
         self.sender = Actor(run_sender, self.pair, self.directory)
-        self.address = self.sender.answer()
+        self.address = self.sender.result()
         for receiver in self.receivers:
-            receiver.obey("attach", self.address)
+            receiver.run("attach", self.address)
 
-    def order_refit(self) -> None:
-        """Let all begin the next version."""
+    def start_refit(self) -> None:
+        """Let all processes begin the next version, without waiting for them."""
         self.version += 1
-        self.sender.order("send", self.version)
+        self.sender.send("send", self.version)
         for receiver in self.receivers:
-            receiver.order("refit", self.version)
+            receiver.send("refit", self.version)
 
     def good_refit(self) -> None:
-        """Refit, commit, and hold every engine against the tensors."""
-        self.order_refit()
-        answers = [actor.answer() for actor in (self.sender, *self.receivers)]
+        """Refit, commit, and compare every engine with the tensors."""
+        self.start_refit()
+        answers = [actor.result() for actor in (self.sender, *self.receivers)]
         assert answers == ["done"] * len(answers), f"a refit ended with {answers}"
-        self.sender.obey("commit", self.version)
+        self.sender.run("commit", self.version)
         for receiver in self.receivers:
-            receiver.obey("ready", self.version)
+            receiver.run("ready", self.version)
         for actor in (self.sender, *self.receivers):
             self.segments |= shared_memory(actor.process.pid)
 
     def kill_sender(self, rng: random.Random) -> bool:
         """Kill the sender in a refit; return whether the refit failed."""
-        self.order_refit()
+        self.start_refit()
         time.sleep(rng.uniform(0, LATEST_S))
         self.sender.kill()
         failed = self._survived(self.receivers, self.receivers)
@@ -192,14 +192,14 @@ class Cluster:
 
     def kill_receiver(self, rng: random.Random) -> bool:
         """Kill a receiver in a refit; return whether the refit failed."""
-        self.order_refit()
+        self.start_refit()
         time.sleep(rng.uniform(0, LATEST_S))
         index = rng.randrange(NUM_RECEIVERS)
         self.receivers[index].kill()
         others = [other for other in self.receivers if other is not self.receivers[index]]
         failed = self._survived([self.sender, *others], others)
         self.receivers[index] = self._receiver(index)
-        self.receivers[index].obey("attach", self.address)
+        self.receivers[index].run("attach", self.address)
         return failed
 
     def close(self) -> None:
@@ -208,21 +208,21 @@ class Cluster:
             actor.join()
 
     def abandon(self) -> None:
-        """End all processes without waiting for what they do."""
+        """Kill all processes."""
         for actor in (self.sender, *self.receivers):
             actor.process.kill()
             actor.process.join(LIMIT_S)
 
     def _survived(self, survivors: Sequence[Actor], receivers: Sequence[Actor]) -> bool:
         """Fail if a survivor hangs, dies or commits; return whether the refit failed for one."""
-        answers = [survivor.answer() for survivor in survivors]
+        answers = [survivor.result() for survivor in survivors]
         for answer in answers:
-            # Some may have been done, where the kill came late.
+            # If the kill came late, some were done before it.
             known = answer == "done" or isinstance(answer, RefitError)
             assert known, f"a survivor ended with {answer!r}"
         for receiver in receivers:
-            receiver.order("version")
-            version = receiver.answer()
+            receiver.send("version")
+            version = receiver.result()
             assert version != self.version, f"version {version} counts, and nobody committed it"
         return answers != ["done"] * len(answers)
 
@@ -233,7 +233,7 @@ class Cluster:
 def _drill(
     pair: RefitPair, num_cases: int, victim: str, kill: Callable[[Cluster, random.Random], bool]
 ) -> None:
-    # Before there is a private directory for temporary files, as the server has its own in there.
+    # Before temporary files are redirected: the server keeps a directory of its own among them.
     preload = ["torch", type(pair).__module__, __name__]
     multiprocessing.get_context("forkserver").set_forkserver_preload(preload)
     forkserver.ensure_running()

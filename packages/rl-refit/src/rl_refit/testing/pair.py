@@ -88,9 +88,10 @@ class _FaultyStream(OutboundStream):
         self._fault = fault
 
     def announce(self, bucket: Bucket, digest: int) -> None:
-        for told in self._fault.announce(Announcement(bucket.index, bucket.nbytes, digest)):
-            announced = replace(self._plan.buckets[told.bucket], nbytes=told.nbytes)
-            super().announce(announced, told.digest)
+        due = Announcement(bucket.index, bucket.nbytes, digest)
+        for made in self._fault.announce(due):
+            announced = replace(self._plan.buckets[made.bucket], nbytes=made.nbytes)
+            super().announce(announced, made.digest)
 
     def fill(self, bucket: Bucket, tensors: NamedTensors) -> int:
         digest = super().fill(bucket, tensors)

@@ -77,7 +77,7 @@ def new_values_arrive_with_every_version(pair: RefitPair, num_cases: int) -> Non
 
 
 def any_size_and_number_of_buffers_will_do(pair: RefitPair, num_cases: int) -> None:
-    """The sender's, as the receiver is told nothing but the address."""
+    """The sender's: the receiver is given nothing but the address."""
     for bucket_bytes, num_buffers in [(256, 1), (1024, 3), (5000, 2), (1 << 20, 3)]:
         with World(
             pair, some_tensors(), bucket_bytes=bucket_bytes, num_buffers=num_buffers
@@ -101,7 +101,7 @@ def tied_tensors_are_sent_once(pair: RefitPair, num_cases: int) -> None:
 
 
 def tensors_with_a_place_of_their_own_are_copied_there(pair: RefitPair, num_cases: int) -> None:
-    """Whole or part by part, and not handed to `load`."""
+    """In full or part by part, and they are not passed to `load`."""
     for bucket_bytes in (1024, 1 << 20):
         tensors = some_tensors()
         own = {name: torch.zeros_like(tensor) for name, tensor in list(tensors.items())[::2]}

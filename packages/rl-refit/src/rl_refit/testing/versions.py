@@ -106,7 +106,7 @@ def a_load_that_fails_stops_all_until_a_full_resend(pair: RefitPair, num_cases: 
         results = world.refit(2)
         require_errors(results, errors.RefitError, "the load of receiver 1 failed")
         for error in results:
-            assert "ZeroDivisionError" in str(error), f"the reason is not told: {error}"
+            assert "ZeroDivisionError" in str(error), f"the error lacks the reason: {error}"
             assert "embed.weight" in str(error), f"the tensor is not named: {error}"
         for engine in world.engines:
             refuses(errors.PoisonedError, engine.receiver.require_ready, "an engine that failed")
