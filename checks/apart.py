@@ -29,7 +29,7 @@ EXTRA_MODULES = {
         "backend": ["rl_interfaces.backend"],
         "testing": ["rl_interfaces.testing"],
     },
-    "rl-refit": {"vllm": ["rl_refit.vllm"]},
+    "rl-refit": {"vllm": ["rl_refit.vllm.engine", "rl_refit.vllm.reload"]},
 }
 # What an extra makes possible.
 WORKS = {
@@ -83,14 +83,13 @@ TESTS = {
         "test_conformance_rules.py",
         "test_conformance_worker.py",
         "test_generation_conformance.py",
-        "test_transport_conformance.py",
     ],
     "rl-refit[testing]": [
-        "test_broadcast.py",
         "test_conformance.py",
         "test_faults.py",
         "test_gpu.py",
         "test_kills.py",
+        "test_testing_kit.py",
         "test_transport_rules.py",
     ],
     "rl-refit[vllm]": ["test_vllm.py"],

@@ -563,7 +563,7 @@ def broadcast_weights(*, config, port):
     """Broadcast to two receivers in threads of rank 0; return whether they got the weights."""
     from concurrent.futures import ThreadPoolExecutor
 
-    from rl_refit.broadcast import BroadcastGroup
+    from rl_refit.compat.broadcast import BroadcastGroup
 
     rank, _ = this_rank()
     with worker_for(config, init_reference_model=False) as worker:

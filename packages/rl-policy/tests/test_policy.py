@@ -12,8 +12,8 @@ from rl_interfaces.backend.runtime.ports import ReservedPort
 from rl_policy import Policy, RayVirtualCluster
 from rl_policy.losses import NLLLoss
 from rl_refit import PoisonedError, RefitError, RefitInProgress, RefitReceiver
-from rl_refit.broadcast import BroadcastGroup
-from rl_refit.handles import rebuild
+from rl_refit.compat.broadcast import BroadcastGroup
+from rl_refit.compat.handles import rebuild
 from tokenizers import Tokenizer
 from tokenizers.models import WordLevel
 from transformers import (

@@ -11,7 +11,7 @@ from rl_interfaces.backend.runtime.ports import ReservedPort
 from rl_policy import RayVirtualCluster
 from rl_policy.generation.engine_state import EngineStateError
 from rl_policy.generation.vllm import VllmGeneration
-from rl_refit import broadcast, handles
+from rl_refit.compat import broadcast, handles
 from transformers import AutoModelForCausalLM
 from vllm_oracles import (
     TEXTS,
