@@ -149,7 +149,9 @@ def test_the_blocks_of_a_page_do_what_they_say(page, workspace):
             raise AssertionError(f"{where}: {command}") from error
 
 
+@pytest.mark.needs("rl-policy[all]")
 @pytest.mark.vllm
+@pytest.mark.slow
 @pytest.mark.parametrize("name", NEEDS_VLLM)
 def test_a_program_with_vllm_runs(name, workspace):
     pytest.importorskip("vllm")

@@ -11,6 +11,8 @@ from transformers import (
     AutoModelForSequenceClassification,
 )
 
+pytestmark = pytest.mark.needs("rl-dtensor-worker[lora]")
+
 LAYOUTS = {"one": (1, {}), "dp2": (2, {}), "tp2": (2, {"tensor_parallel_size": 2})}
 
 

@@ -23,6 +23,8 @@ from test_parity import LAYOUTS as PARITY_LAYOUTS
 from tiny_model import make_batch, make_config
 from transformers import AutoModelForCausalLM
 
+pytestmark = pytest.mark.needs("rl-dtensor-worker[lora]")
+
 peft = pytest.importorskip("peft", reason="comes with the extra lora")
 
 LAYOUTS = {"one": (1, {}), **PARITY_LAYOUTS}

@@ -55,6 +55,7 @@ def test_groups_are_what_is_gathered_at_a_time(pools, model):
     assert all(torch.equal(a, b) for a, (_, b) in zip(tensors, passes, strict=True))
 
 
+@pytest.mark.needs("rl-policy[all]")
 @pytest.mark.vllm
 def test_it_has_all_that_vllm_asks_of_a_source():
     base = pytest.importorskip("vllm.distributed.weight_transfer.base")

@@ -28,6 +28,8 @@ from rl_interfaces.testing.rules.errors import left_padding_is_refused
 from rl_interfaces.testing.rules.scoring import logprobs_are_zero_where_no_token_is_scored
 from rl_interfaces.testing.worker_bench import WorkerBench
 
+pytestmark = pytest.mark.needs("rl-interfaces[testing]")
+
 
 def test_every_rule_has_a_worker_that_breaks_it():
     assert list(BROKEN_WORKERS) == [rule.name for rule in WORKER_RULES]

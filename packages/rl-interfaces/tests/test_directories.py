@@ -8,6 +8,8 @@ import pytest
 from rl_interfaces.backend import directories
 from rl_interfaces.backend.directories import MARKER, check_complete, partial_of
 
+pytestmark = pytest.mark.needs("rl-interfaces[backend]")
+
 NAMES = ("weights", "optimizer")
 
 

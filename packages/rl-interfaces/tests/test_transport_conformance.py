@@ -14,6 +14,8 @@ from rl_interfaces.testing.transports import (
     rule_names,
 )
 
+pytestmark = pytest.mark.needs("rl-interfaces[testing]")
+
 
 class NoPair:
     """Lacks all that the rules ask for."""

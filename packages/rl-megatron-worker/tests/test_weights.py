@@ -166,6 +166,7 @@ def test_order_and_names_are_those_on_disk(models, kind):
     assert dict(named) == {name: tuple(t.shape) for name, t in stored(path).items()}
 
 
+@pytest.mark.needs("rl-policy[all]")
 @pytest.mark.vllm
 def test_it_has_all_that_vllm_asks_of_a_source():
     base = pytest.importorskip("vllm.distributed.weight_transfer.base")

@@ -15,6 +15,8 @@ from rl_refit.broadcast import BroadcastGroup
 from rl_refit.deadline import Deadline
 from rl_refit.transports.collective import ProcessGroup
 
+pytestmark = pytest.mark.needs("rl-refit[testing]")
+
 
 @pytest.fixture
 def port():

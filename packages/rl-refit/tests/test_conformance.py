@@ -7,6 +7,8 @@ from pair_apart import PairApart
 from rl_interfaces.testing.transports import TransportConformance
 from rl_refit.drills import RefitPair
 
+pytestmark = pytest.mark.needs("rl-refit[testing]")
+
 WITHOUT_DRILLS = ("round_trips", "versions")
 
 

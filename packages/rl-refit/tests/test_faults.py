@@ -2,8 +2,11 @@
 
 import os
 
+import pytest
 from rl_interfaces.testing.transports import TransportConformance
 from rl_refit.drills import RefitPair
+
+pytestmark = pytest.mark.needs("rl-refit[testing]")
 
 # Of each fault, over all transports.
 CASES = int(os.environ.get("REFIT_DRILLS", "20"))

@@ -7,7 +7,7 @@ from rl_interfaces.testing.transports import TransportConformance
 from rl_refit.drills import RefitPair
 
 CASES = int(os.environ.get("REFIT_DRILLS", "20"))
-pytestmark = pytest.mark.timeout(60 + 10 * CASES)
+pytestmark = [pytest.mark.timeout(60 + 10 * CASES), pytest.mark.needs("rl-refit[testing]")]
 
 
 class TestShm(TransportConformance):

@@ -6,6 +6,8 @@ from rl_interfaces.testing import transports_kills, transports_leftovers
 from rl_interfaces.testing.transports import RULES, check_rule, rule_names
 from rl_refit import digest, outbound
 
+pytestmark = pytest.mark.needs("rl-refit[testing]")
+
 CASES = 1
 # Those that take longest are held against the pair that breaks them alone.
 LONG = {
