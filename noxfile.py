@@ -260,13 +260,16 @@ def apart(session: nox.Session, package: str) -> None:
     print(format_table(measured))
 
 
-@nox.session(venv_backend="none", tags=["full"])
+@nox.session(reuse_venv=True, tags=["full"])
 def docs(session: nox.Session) -> None:
     """Build the documentation site, with warnings as errors, and run every code block."""
-    run_here(session, "mkdocs", "build", "--strict", "--quiet", "--config-file", "docs/mkdocs.yml")
+    everything = [part for name in PROJECTS for part in editable(TESTED_AS.get(name, name))]
+    install(session, *everything, *group("docs"))
+    session.run("mkdocs", "build", "--strict", "--quiet", "--config-file", "docs/mkdocs.yml")
     # A page is a process of its own.
     ways = ("--numprocesses=2", "--dist=worksteal", "--durations=5")
-    run_here(session, "pytest", "docs/tests", "-m", NO_DEVICE, *ways, *session.posargs)
+    arguments = ["docs/tests", "-m", NO_DEVICE, *ways, *session.posargs]
+    session.run("pytest", *arguments, env=ENVIRONMENT)
 
 
 @nox.session(venv_backend="none")
