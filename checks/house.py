@@ -50,7 +50,7 @@ def _note(frame, event, argument):
             _SEEN.add(name)
             if "/packages/" in name and "/src/" in name and not _importing(frame):
                 with open({entered!r}, "a") as file:
-                    file.write(name + "\\\\n")
+                    file.write(name + "\\n")
             elif "/packages/" in name:
                 _SEEN.discard(name)
 
