@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import functools
 import importlib.util
+import itertools
 import json
 import os
 import shutil
@@ -211,11 +212,11 @@ def tests(session: nox.Session, tested: str) -> None:
 
 @nox.session(venv_backend="none")
 def vllm(session: nox.Session) -> None:
-    """Run the fast tests with a real vLLM, on the CPU; all of them: `nox -s vllm -- -m vllm`."""
+    """Run rl-policy's fast tests with a real vLLM, on the CPU; all: `nox -s vllm -- -m vllm`."""
     require_linux(session)
     beside = [str(ROOT / "examples" / name) for name in TESTED_BESIDE["rl-policy"]]
     install_vllm(session, *editable("rl-policy[all]"), *beside, *group("test"))
-    marked = files_with("pytest.mark.vllm")
+    marked = files_with("pytest.mark.vllm", "rl-policy")
     run_with_vllm(session, "pytest", *marked, "-m", "vllm and not (slow or gpu)", *session.posargs)
 
 
@@ -232,7 +233,10 @@ def apart_vllm(session: nox.Session) -> None:
             package = Requirement(requirement).name
             install_vllm(session, *wheels, *beside(package), *group("test"))
             paths, expression = paths_to_test(requirement)
-            run_with_vllm(session, "pytest", *paths, "-m", expression, *session.posargs)
+            # A package after the other, as modules beside the tests may share a name.
+            for _, group_of in itertools.groupby(paths, lambda path: path.partition("/tests/")[0]):
+                arguments = [*group_of, "-m", expression, "--durations=10", *session.posargs]
+                run_with_vllm(session, "pytest", *arguments)
     print(format_table(measured))
 
 
