@@ -7,6 +7,9 @@ from collections import Counter
 
 import pytest
 
+# Tensors of tests are tiny, and other tests run beside them: more threads only wait for each other.
+os.environ.setdefault("OMP_NUM_THREADS", "1")
+
 
 def pytest_configure() -> None:
     """Give each process of tests a Ray of its own, as several run side by side."""
