@@ -48,6 +48,7 @@ def test_a_new_process_continues_bit_for_bit(saved):
         assert torch.equal(sampled, sampled_2)
 
 
+@pytest.mark.slow_beyond(1)
 @pytest.mark.parametrize("num_ranks", [1, 4])
 def test_another_layout_continues(saved, pools, num_ranks):
     arguments, uninterrupted = saved

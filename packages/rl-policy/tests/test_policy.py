@@ -24,7 +24,7 @@ from transformers import (
     Qwen2ForCausalLM,
 )
 
-pytestmark = pytest.mark.timeout(240)
+pytestmark = [pytest.mark.timeout(240), pytest.mark.needs("rl-policy[dtensor]")]
 
 VOCABULARY, PAD, EOS = 64, 0, 1
 MAX_NEW_TOKENS = 5
@@ -188,6 +188,7 @@ def test_a_reward_model_scores_rows_in_order(cluster, model_path, tokenizer, tmp
     torch.testing.assert_close(scores, expected, **LOGPROB_TOLERANCE)
 
 
+@pytest.mark.needs("rl-policy[lora]")
 def test_adapters_are_saved_as_peft_reads_them(
     cluster, model_path, tokenizer, plain_model, tmp_path
 ):

@@ -25,7 +25,7 @@ from vllm_oracles import (
     save_llama,
 )
 
-pytestmark = pytest.mark.vllm
+pytestmark = [pytest.mark.vllm, pytest.mark.needs("rl-policy[vllm]")]
 
 # Engines cannot import this module, whose functions are sent to them.
 ray.cloudpickle.register_pickle_by_value(sys.modules[__name__])

@@ -28,7 +28,7 @@ from vllm_oracles import (
     save_llama,
 )
 
-pytestmark = pytest.mark.vllm
+pytestmark = [pytest.mark.vllm, pytest.mark.slow, pytest.mark.needs("rl-policy[vllm]")]
 
 
 LIMIT_S = 60.0

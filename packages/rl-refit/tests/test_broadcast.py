@@ -14,6 +14,8 @@ from rl_refit.compat.broadcast import BroadcastGroup
 from rl_refit.protocol.waiting import Deadline
 from rl_refit.transports.collective import ProcessGroup
 
+pytestmark = pytest.mark.needs("rl-refit[testing]")
+
 
 @pytest.fixture
 def port():

@@ -6,6 +6,8 @@ import pytest
 from pair_apart import PairApart
 from rl_refit.testing import RefitPair, TransportConformance
 
+pytestmark = pytest.mark.needs("rl-refit[testing]")
+
 WITHOUT_DRILLS = ("round_trips", "versions")
 
 

@@ -5,6 +5,8 @@ import os
 import pytest
 from rl_refit.testing import RefitPair, TransportConformance
 
+pytestmark = pytest.mark.needs("rl-refit[testing]")
+
 # Of each fault; `nox -s drills` asks for hundreds.
 DRILLS = int(os.environ.get("REFIT_DRILLS", "20"))
 

@@ -7,7 +7,7 @@ from rl_refit.testing import RefitPair, TransportConformance
 
 # `nox -s drills` asks for hundreds.
 DRILLS = int(os.environ.get("REFIT_DRILLS", "20"))
-pytestmark = pytest.mark.timeout(60 + 10 * DRILLS)
+pytestmark = [pytest.mark.timeout(60 + 10 * DRILLS), pytest.mark.needs("rl-refit[testing]")]
 
 
 class Kills(TransportConformance):

@@ -13,6 +13,8 @@ from rl_refit.testing import (
     rule_names,
 )
 
+pytestmark = pytest.mark.needs("rl-refit[testing]")
+
 
 class NoPair:
     """Lacks all that the rules ask for."""

@@ -6,6 +6,8 @@ from rl_refit import digest
 from rl_refit.sender import stream
 from rl_refit.testing import check_rule, engines, kills, leftovers, rule_names
 
+pytestmark = pytest.mark.needs("rl-refit[testing]")
+
 CASES = 1
 # Those that take longest are checked with the pair that breaks them alone.
 LONG = {
