@@ -86,6 +86,11 @@ class Step:
     rows_per_group: int = 1
     """Rows that stay together, see `LossFunction.rows_per_group`."""
 
+    @property
+    def row_spans(self) -> list[Span]:
+        """The rows of each micro-batch, counted from the start of this rank's batch."""
+        return [(self.start + low, self.start + high) for low, high in self.spans]
+
     def micro_batches(
         self, device: torch.device, *, num_passes: int | None = None
     ) -> Iterator[MicroBatch]:
