@@ -13,8 +13,7 @@ import yaml
 from code_blocks import PAGES, ROOT, blocks_of, commands_of
 from command_rules import rule_for
 from rl_interfaces import PolicyConfig, resolve_policy_config
-from rl_policy.config import RunConfig
-from rl_policy.config_loading import load_run_config
+from rl_policy.config import RunConfig, load_run_config
 
 from checks import changed
 

@@ -8,7 +8,7 @@ import pytest
 import ray
 import yaml
 from rl_policy.cli import app
-from rl_policy.config_loading import parse_run_config
+from rl_policy.config import parse_run_config
 from typer.testing import CliRunner
 
 MODULE = [sys.executable, "-c", "from rl_policy.cli import main; main()"]

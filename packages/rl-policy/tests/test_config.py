@@ -1,8 +1,8 @@
 import pytest
 import yaml
 from rl_interfaces import LossType
-from rl_policy.config import RunConfig
-from rl_policy.config_loading import (
+from rl_policy.config import (
+    RunConfig,
     load_run_config,
     override_resumed,
     parse_run_config,

@@ -2,7 +2,7 @@ import logging
 
 import pytest
 from rl_interfaces import LossType
-from rl_policy.config_loading import load_run_config
+from rl_policy.config import load_run_config
 from rl_policy.losses import ClippedPGLoss
 from rl_policy.recipes.grpo import build_loss, warn_of_truncation
 

@@ -1,7 +1,7 @@
 import json
 
 import pytest
-from rl_policy.recipes.metrics import (
+from rl_policy.run.metrics import (
     GrpoMetrics,
     MetricsLog,
     SftMetrics,

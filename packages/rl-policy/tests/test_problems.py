@@ -1,7 +1,7 @@
 import json
 
 import pytest
-from rl_policy.recipes.problems import (
+from rl_policy.data.problems import (
     Problem,
     ProblemSets,
     ProblemStream,

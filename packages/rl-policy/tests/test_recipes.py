@@ -13,7 +13,7 @@ import ray
 import torch
 import yaml
 from rl_policy.cli import app
-from rl_policy.recipes.metrics import read_metrics
+from rl_policy.run.metrics import read_metrics
 from transformers import AutoModelForCausalLM, AutoTokenizer
 from typer.testing import CliRunner
 

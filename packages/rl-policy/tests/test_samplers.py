@@ -3,11 +3,11 @@
 from types import SimpleNamespace
 
 import pytest
-from rl_policy.config_loading import load_run_config
-from rl_policy.recipes import samplers
-from rl_policy.recipes.engines import check_engines, engine_section
-from rl_policy.recipes.samplers import EngineSampler, WorkerSampler
+from rl_policy.config import load_run_config
 from rl_policy.refit import WeightLink
+from rl_policy.run import samplers
+from rl_policy.run.engines import check_engines, engine_section
+from rl_policy.run.samplers import EngineSampler, WorkerSampler
 from transformers import LlamaConfig
 
 

@@ -13,9 +13,9 @@ import typer
 from rl_policy.backends import BackendNotInstalledError
 
 if TYPE_CHECKING:
-    from rl_policy.config import Recipe, RunConfig
-    from rl_policy.recipes.inputs import RunInputs
-    from rl_policy.recipes.run_directory import RunDirectory
+    from rl_policy.config.sections import Recipe, RunConfig
+    from rl_policy.run.directory import RunDirectory
+    from rl_policy.run.inputs import RunInputs
 
 _BAD_INPUT, _INTERRUPTED = 2, 130
 
@@ -138,8 +138,8 @@ def _resolve(
     resume: Path | None,
 ) -> tuple[RunDirectory, RunConfig]:
     """Return directory and configuration; nothing is written."""
-    from rl_policy.config_loading import load_run_config, override_resumed
-    from rl_policy.recipes.run_directory import RunDirectory, new_run_path
+    from rl_policy.config import load_run_config, override_resumed
+    from rl_policy.run.directory import RunDirectory, new_run_path
 
     if resume is None:
         resolved = load_run_config(recipe, path=config, overrides=overrides)
@@ -159,7 +159,7 @@ def _resolve(
 
 
 def _show(config: RunConfig) -> None:
-    from rl_policy.config_loading import render_run_config
+    from rl_policy.config import render_run_config
 
     typer.echo(render_run_config(config), nl=False)
 
@@ -168,7 +168,7 @@ def _prepare(config: RunConfig, directory: RunDirectory, *, is_new: bool) -> Run
     """Return what the run works with, once its directory holds its configuration."""
     from transformers.utils import logging as transformers_logging
 
-    from rl_policy.recipes.inputs import prepare_inputs
+    from rl_policy.run.inputs import prepare_inputs
 
     transformers_logging.disable_progress_bar()
     inputs = prepare_inputs(config)
@@ -182,8 +182,8 @@ def _prepare(config: RunConfig, directory: RunDirectory, *, is_new: bool) -> Run
 def _execute(inputs: RunInputs, directory: RunDirectory) -> None:
     from rich.console import Console
 
-    from rl_policy.recipes.progress import RunDisplay
-    from rl_policy.recipes.run import execute
+    from rl_policy.run.execute import execute
+    from rl_policy.run.progress import RunDisplay
 
     display = RunDisplay(Console(stderr=True))
     display.note(f"Run directory: {directory.path}")

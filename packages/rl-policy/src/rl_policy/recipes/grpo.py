@@ -14,21 +14,20 @@ from rl_batched_data import BatchedDataDict
 from rl_interfaces import GenerationInterface
 
 from rl_policy.config import LossSection
+from rl_policy.data.batches import completion_batch
+from rl_policy.data.problems import ProblemStream
+from rl_policy.data.rewards import group_relative_advantages
 from rl_policy.losses import ClippedPGLoss
 from rl_policy.policy import Policy
-from rl_policy.recipes.advantages import group_relative_advantages
-from rl_policy.recipes.batches import completion_batch
-from rl_policy.recipes.checkpoints import RunState
-from rl_policy.recipes.evaluation import complete, greedy_accuracy
-from rl_policy.recipes.loop import run_loop
-from rl_policy.recipes.metrics import GrpoMetrics, read_metrics, sum_micro_batches
-from rl_policy.recipes.mismatch import check_mismatch, sampler_mismatch
-from rl_policy.recipes.plots import plot_reward
-from rl_policy.recipes.problems import ProblemStream
-from rl_policy.recipes.run_directory import RunDirectory
-from rl_policy.recipes.samplers import Sampler, open_sampler
-from rl_policy.recipes.session import Session, open_policy, save_final
 from rl_policy.recipes.sft import run_sft
+from rl_policy.run.checkpoints import RunState
+from rl_policy.run.directory import RunDirectory
+from rl_policy.run.evaluation import check_mismatch, complete, greedy_accuracy, sampler_mismatch
+from rl_policy.run.loop import run_loop
+from rl_policy.run.metrics import GrpoMetrics, read_metrics, sum_micro_batches
+from rl_policy.run.plots import plot_reward
+from rl_policy.run.samplers import Sampler, open_sampler
+from rl_policy.run.session import Session, open_policy, save_final
 
 _LOGGER = logging.getLogger(__name__)
 _DIAGNOSTICS = ("clip_fraction", "policy_loss", "probs_ratio", "sampler_trainer_ratio")
@@ -164,7 +163,7 @@ class GrpoTrainer:
     def take_step(
         self, step: int, *, is_measured: bool, needs_accuracy: bool
     ) -> tuple[GrpoMetrics, Mapping[str, float]]:
-        """Sample, reward, score and train, see `rl_policy.recipes.loop.Trainer`."""
+        """Sample, reward, score and train, see `rl_policy.run.loop.Trainer`."""
         watch = Stopwatch()
         with watch.measure("step_s"):
             with self._sampler.after_step(step - 1) as source:

@@ -6,14 +6,14 @@ import logging
 from collections.abc import Mapping
 from time import perf_counter
 
+from rl_policy.data.problems import ProblemStream
 from rl_policy.losses import NLLLoss
 from rl_policy.policy import Policy
-from rl_policy.recipes.checkpoints import RunState
-from rl_policy.recipes.evaluation import greedy_accuracy, pass_rate
-from rl_policy.recipes.loop import run_loop
-from rl_policy.recipes.metrics import SftMetrics
-from rl_policy.recipes.problems import ProblemStream
-from rl_policy.recipes.session import Session, open_policy, save_final
+from rl_policy.run.checkpoints import RunState
+from rl_policy.run.evaluation import greedy_accuracy, pass_rate
+from rl_policy.run.loop import run_loop
+from rl_policy.run.metrics import SftMetrics
+from rl_policy.run.session import Session, open_policy, save_final
 
 _LOGGER = logging.getLogger(__name__)
 
@@ -89,7 +89,7 @@ class SftTrainer:
     def take_step(
         self, step: int, *, is_measured: bool, needs_accuracy: bool
     ) -> tuple[SftMetrics, Mapping[str, float]]:
-        """Take an optimizer step, see `rl_policy.recipes.loop.Trainer`."""
+        """Take an optimizer step, see `rl_policy.run.loop.Trainer`."""
         started = perf_counter()
         batch = self._inputs.encoder.answer_batch(self._stream.take(self._batch_size))
         result = self._policy.train(batch, NLLLoss())

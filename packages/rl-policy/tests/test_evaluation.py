@@ -2,8 +2,8 @@ import math
 
 import pytest
 import torch
-from rl_policy.config_loading import load_run_config
-from rl_policy.recipes.mismatch import check_mismatch, sampler_mismatch
+from rl_policy.config import load_run_config
+from rl_policy.run.evaluation import check_mismatch, sampler_mismatch
 from rl_refit import VerificationError
 
 

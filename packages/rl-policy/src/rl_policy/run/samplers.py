@@ -15,10 +15,10 @@ from rl_policy.generation.backends import load_engine
 from rl_policy.generation.engine_state import INITIAL_VERSION
 from rl_policy.generation.vllm import VllmGeneration
 from rl_policy.policy import Policy
-from rl_policy.recipes.checkpoints import RunState
-from rl_policy.recipes.engines import engine_section, keeps_weights
-from rl_policy.recipes.session import Session
 from rl_policy.refit import WeightLink
+from rl_policy.run.checkpoints import RunState
+from rl_policy.run.engines import engine_section, keeps_weights
+from rl_policy.run.session import Session
 
 
 class Sampler(Protocol):

@@ -7,10 +7,10 @@ from dataclasses import replace
 from typing import Protocol
 
 from rl_policy.policy import Policy
-from rl_policy.recipes.checkpoints import Checkpoint, CheckpointManager, RunState
-from rl_policy.recipes.metrics import GrpoMetrics, MetricsLog, SftMetrics
-from rl_policy.recipes.progress import Phase
-from rl_policy.recipes.session import Session
+from rl_policy.run.checkpoints import Checkpoint, CheckpointManager, RunState
+from rl_policy.run.metrics import GrpoMetrics, MetricsLog, SftMetrics
+from rl_policy.run.progress import Phase
+from rl_policy.run.session import Session
 
 Metrics = GrpoMetrics | SftMetrics
 

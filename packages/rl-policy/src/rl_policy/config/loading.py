@@ -12,8 +12,8 @@ from omegaconf import OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 from pydantic import BaseModel, ValidationError
 
-from rl_policy.config import BUILTIN_RUN, DEFAULT_POLICY, Recipe, RunConfig
-from rl_policy.config_policy import BUILTIN_MODEL, merge_policy, merge_sections
+from rl_policy.config.policy import BUILTIN_MODEL, merge_policy, merge_sections
+from rl_policy.config.sections import BUILTIN_RUN, DEFAULT_POLICY, Recipe, RunConfig
 
 
 def load_run_config(

@@ -1,6 +1,6 @@
 import pytest
-from rl_policy.config_loading import load_run_config
-from rl_policy.recipes.run_directory import RunDirectory, new_run_path, write_durably
+from rl_policy.config import load_run_config
+from rl_policy.run.directory import RunDirectory, new_run_path, write_durably
 
 
 def test_a_run_directory_holds_its_configuration(tmp_path):

@@ -1,18 +1,22 @@
-"""Losses over token log-probabilities: clipped policy gradient, and negative log-likelihood.
-
-Both obey `rl_interfaces.LossFunction`: the value of a micro-batch is a sum divided by a count of
-the whole global batch, so that the values of all micro-batches and ranks add up to the loss of the
-batch. So do the metrics, which are numbers of the global batch once they are added up.
-"""
+"""Policy-gradient losses: PPO's clipped surrogate with the terms of GRPO and its successors."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
-from typing import Any, ClassVar
+from dataclasses import dataclass
+from typing import ClassVar
 
 import torch
 from rl_interfaces import LossInput, LossType
+
+from rl_policy.losses.reduction import (
+    as_numbers,
+    masked_difference,
+    require_keys,
+    share_of,
+    target_column,
+    target_mask,
+)
 
 
 @dataclass(kw_only=True, slots=True)
@@ -60,7 +64,7 @@ class ClippedPGLoss:
     input_type: ClassVar[LossInput] = LossInput.LOGPROBS
 
     def __post_init__(self) -> None:
-        """Raise `ValueError`, naming the argument, where a value is out of its range."""
+        """Raise `ValueError`, naming the argument, if a value is out of its range."""
         if not 0 <= self.clip_low < 1:
             raise ValueError(f"clip_low={self.clip_low} must lie in [0, 1)")
         if self.clip_high < 0:
@@ -76,10 +80,10 @@ class ClippedPGLoss:
     def __call__(
         self,
         next_token_logits: torch.Tensor,
-        data: Mapping[str, Any],
+        data: Mapping[str, torch.Tensor],
         global_valid_seqs: torch.Tensor,
         global_valid_toks: torch.Tensor,
-    ) -> tuple[torch.Tensor, dict[str, Any]]:
+    ) -> tuple[torch.Tensor, dict[str, float]]:
         """Return the micro-batch's share of the loss, and its metrics.
 
         Args:
@@ -91,41 +95,41 @@ class ClippedPGLoss:
         Returns:
             The 0-d loss, and floats that add up over micro-batches: `policy_loss`, `kl` (k3 per
             token, where there is a reference), `entropy` (per token, estimated as minus the
-            log-probability of the tokens that were sampled), `clip_fraction` (of tokens whose
-            gradient is cut), `probs_ratio` (mean of r), `sampler_trainer_ratio` (mean of
-            `exp(prev_logprob - generation_logprob)`, where the sampler's are there; 1 where
-            sampler and trainer agree), and `num_valid_samples`.
+            log-probability of the sampled tokens), `clip_fraction` (share of tokens whose gradient
+            a bound sets to zero), `probs_ratio` (mean of r), `sampler_trainer_ratio` (mean of
+            `exp(prev_logprob - generation_logprob)`, if the batch has the latter; 1 if sampler and
+            trainer agree), and `num_valid_samples`.
         """
         self._require_keys(data)
-        mask = _target_mask(data)
+        mask = target_mask(data)
         counts = (global_valid_seqs, global_valid_toks)
         policy_cost, kl, metrics = self._token_terms(next_token_logits[:, 1:], data, mask)
         cost = policy_cost if kl is None else policy_cost + self.kl_coef * kl
         shares = {
-            name: _share(values.detach(), mask, global_valid_toks)
+            name: share_of(values.detach(), mask, global_valid_toks)
             for name, values in metrics.items()
         }
         shares["policy_loss"] = self._reduce(policy_cost.detach(), mask, *counts)
-        return self._reduce(cost, mask, *counts), _as_numbers(shares, data)
+        return self._reduce(cost, mask, *counts), as_numbers(shares, data)
 
     def _token_terms(
-        self, logprobs: torch.Tensor, data: Mapping[str, Any], mask: torch.Tensor
+        self, logprobs: torch.Tensor, data: Mapping[str, torch.Tensor], mask: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor | None, dict[str, torch.Tensor]]:
         """Return policy cost, KL (None without a reference) and measures, `[batch, seq - 1]`."""
-        prev = _column(data, "prev_logprobs", logprobs)
-        ratio = _masked_difference(logprobs, prev, mask).exp()
-        cost, is_cut = self._clipped_cost(ratio, _column(data, "advantages", logprobs))
-        metrics = {"clip_fraction": is_cut.float(), "probs_ratio": ratio, "entropy": -logprobs}
+        prev = target_column(data, "prev_logprobs", logprobs)
+        ratio = masked_difference(logprobs, prev, mask).exp()
+        cost, is_clipped = self._clipped_cost(ratio, target_column(data, "advantages", logprobs))
+        metrics = {"clip_fraction": is_clipped.float(), "probs_ratio": ratio, "entropy": -logprobs}
         if "generation_logprobs" in data:
-            sampler = _column(data, "generation_logprobs", logprobs)
-            weight = _masked_difference(prev, sampler, mask).exp()
+            sampler = target_column(data, "generation_logprobs", logprobs)
+            weight = masked_difference(prev, sampler, mask).exp()
             metrics["sampler_trainer_ratio"] = weight
             if self.importance_cap is not None:
                 cost = cost * weight.clamp(max=self.importance_cap)
         if "reference_logprobs" not in data:
             return cost, None, metrics
-        log_ratio = _masked_difference(
-            _column(data, "reference_logprobs", logprobs), logprobs, mask
+        log_ratio = masked_difference(
+            target_column(data, "reference_logprobs", logprobs), logprobs, mask
         )
         metrics["kl"] = torch.expm1(log_ratio) - log_ratio
         return cost, metrics["kl"], metrics
@@ -133,15 +137,15 @@ class ClippedPGLoss:
     def _clipped_cost(
         self, ratio: torch.Tensor, advantages: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return the cost of each token, and where a bound cuts its gradient."""
+        """Return the cost of each token, and where a bound sets its gradient to zero."""
         free = -ratio * advantages
         bounded = -ratio.clamp(1 - self.clip_low, 1 + self.clip_high) * advantages
-        cost, is_cut = torch.maximum(free, bounded), bounded > free
+        cost, is_clipped = torch.maximum(free, bounded), bounded > free
         if self.dual_clip is not None:
             ceiling = self.dual_clip * advantages.abs()
             # Where the advantage is positive the cost is negative, and never above the ceiling.
-            cost, is_cut = torch.minimum(cost, ceiling), is_cut | (cost > ceiling)
-        return cost, is_cut
+            cost, is_clipped = torch.minimum(cost, ceiling), is_clipped | (cost > ceiling)
+        return cost, is_clipped
 
     def _reduce(
         self,
@@ -151,11 +155,11 @@ class ClippedPGLoss:
         global_valid_toks: torch.Tensor,
     ) -> torch.Tensor:
         if self.loss_type is LossType.TOKEN_LEVEL:
-            return _share(cost, mask, global_valid_toks)
+            return share_of(cost, mask, global_valid_toks)
         weights = mask / mask.sum(dim=1, keepdim=True).clamp(min=1)
-        return _share(cost, weights, global_valid_seqs)
+        return share_of(cost, weights, global_valid_seqs)
 
-    def _require_keys(self, data: Mapping[str, Any]) -> None:
+    def _require_keys(self, data: Mapping[str, torch.Tensor]) -> None:
         reasons = {
             "token_mask": "the target tokens",
             "sample_mask": "the valid samples",
@@ -166,77 +170,4 @@ class ClippedPGLoss:
             reasons["reference_logprobs"] = f"read as kl_coef={self.kl_coef}"
         if self.importance_cap is not None:
             reasons["generation_logprobs"] = f"read as importance_cap={self.importance_cap}"
-        _require(data, reasons, loss=type(self).__name__)
-
-
-@dataclass(kw_only=True, slots=True)
-class NLLLoss:
-    """The negative log-likelihood of the target tokens, the loss of supervised fine-tuning.
-
-    The batch holds `token_mask` `[batch, seq]` and `sample_mask` `[batch]`.
-    """
-
-    loss_type: LossType = field(default=LossType.TOKEN_LEVEL, init=False)
-    input_type: ClassVar[LossInput] = LossInput.LOGPROBS
-
-    def __call__(
-        self,
-        next_token_logits: torch.Tensor,
-        data: Mapping[str, Any],
-        global_valid_seqs: torch.Tensor,
-        global_valid_toks: torch.Tensor,
-    ) -> tuple[torch.Tensor, dict[str, Any]]:
-        """Return the micro-batch's share of the loss, and its metrics.
-
-        Args:
-            next_token_logits: `[batch, seq]` float32 token log-probabilities.
-            data: The micro-batch, see the class.
-            global_valid_seqs: 0-d; not read.
-            global_valid_toks: 0-d; valid target tokens of the global batch.
-
-        Returns:
-            The 0-d loss in nats per token, and `nll` (the same number) and `num_valid_samples`.
-        """
-        reasons = {"token_mask": "the target tokens", "sample_mask": "the valid samples"}
-        _require(data, reasons, loss=type(self).__name__)
-        loss = _share(-next_token_logits[:, 1:], _target_mask(data), global_valid_toks)
-        return loss, _as_numbers({"nll": loss.detach()}, data)
-
-
-def _require(data: Mapping[str, Any], reasons: Mapping[str, str], *, loss: str) -> None:
-    for key, reason in reasons.items():
-        if key not in data:
-            raise ValueError(f"{loss} needs the key {key!r} in the batch: {reason}")
-
-
-def _target_mask(data: Mapping[str, Any]) -> torch.Tensor:
-    """Return `[batch, seq - 1]` float32, 1 at the targets: no position predicts the first token."""
-    return data["token_mask"][:, 1:].float() * data["sample_mask"].float()[:, None]
-
-
-def _column(data: Mapping[str, Any], key: str, logprobs: torch.Tensor) -> torch.Tensor:
-    """Return `data[key]` without its first column, with the shape of `logprobs`."""
-    values = data[key][:, 1:]
-    if values.shape != logprobs.shape:
-        raise ValueError(
-            f"{key} has shape {tuple(data[key].shape)}, "
-            f"the log-probabilities {(logprobs.shape[0], logprobs.shape[1] + 1)}"
-        )
-    return values
-
-
-def _masked_difference(left: torch.Tensor, right: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
-    """Return `left - right` at the targets and 0 elsewhere, where its exponential may overflow."""
-    return torch.where(mask > 0, left - right, 0.0)
-
-
-def _share(values: torch.Tensor, weights: torch.Tensor, count: torch.Tensor) -> torch.Tensor:
-    """Return the weighted sum over a global count; a global batch without targets gives 0."""
-    return (values * weights).sum() / torch.as_tensor(count, device=values.device).clamp(min=1)
-
-
-def _as_numbers(metrics: Mapping[str, torch.Tensor], data: Mapping[str, Any]) -> dict[str, Any]:
-    """Return floats, read from the device in one go."""
-    numbers = torch.stack([value.float() for value in metrics.values()]).tolist()
-    num_valid_samples = int(data["sample_mask"].sum())
-    return {**dict(zip(metrics, numbers, strict=True)), "num_valid_samples": num_valid_samples}
+        require_keys(data, reasons, loss=type(self).__name__)

@@ -7,12 +7,12 @@ from pathlib import Path
 from time import perf_counter
 
 from rl_policy.recipes.grpo import run_grpo
-from rl_policy.recipes.inputs import RunInputs
-from rl_policy.recipes.metrics import read_metrics
-from rl_policy.recipes.progress import RunDisplay
-from rl_policy.recipes.run_directory import RunDirectory
-from rl_policy.recipes.session import Session, base_model, open_cluster
 from rl_policy.recipes.sft import run_sft
+from rl_policy.run.directory import RunDirectory
+from rl_policy.run.inputs import RunInputs
+from rl_policy.run.metrics import read_metrics
+from rl_policy.run.progress import RunDisplay
+from rl_policy.run.session import Session, base_model, open_cluster
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

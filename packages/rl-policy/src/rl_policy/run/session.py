@@ -11,14 +11,14 @@ from typing import Any
 
 from rl_policy.cluster import RayVirtualCluster
 from rl_policy.config import RunConfig
+from rl_policy.data.tiny_model import build_tiny_model, tiny_model_config
 from rl_policy.policy import Policy
 from rl_policy.ray_session import SESSION
-from rl_policy.recipes.checkpoints import Checkpoint, CheckpointManager
-from rl_policy.recipes.inputs import RunInputs
-from rl_policy.recipes.metrics import MetricsLog
-from rl_policy.recipes.progress import RunDisplay
-from rl_policy.recipes.run_directory import RunDirectory, sync_directory
-from rl_policy.recipes.tiny_model import build_tiny_model, tiny_model_config
+from rl_policy.run.checkpoints import Checkpoint, CheckpointManager
+from rl_policy.run.directory import RunDirectory, sync_directory
+from rl_policy.run.inputs import RunInputs
+from rl_policy.run.metrics import MetricsLog
+from rl_policy.run.progress import RunDisplay
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -12,7 +12,7 @@ from typing import Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
 
-from rl_policy.config_policy import (
+from rl_policy.config.policy import (
     BUILTIN_MODEL,
     merge_policy,
     merge_sections,

@@ -9,7 +9,7 @@ from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
-from rl_policy.recipes.run_directory import sync_directory
+from rl_policy.run.directory import sync_directory
 
 _PREFIX, _PARTIAL, _STATE = "step_", ".partial", "state.json"
 

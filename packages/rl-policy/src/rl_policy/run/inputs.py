@@ -13,12 +13,12 @@ from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
 from rl_policy import backends
 from rl_policy.config import RunConfig
-from rl_policy.recipes.arithmetic import arithmetic_problems
-from rl_policy.recipes.batches import ProblemEncoder
-from rl_policy.recipes.engines import check_engines
-from rl_policy.recipes.problems import Problem, ProblemSets, divide_problems, read_problems
-from rl_policy.recipes.rewards import ExactMatch
-from rl_policy.recipes.tiny_model import build_tokenizer, tiny_model_config
+from rl_policy.data.arithmetic import arithmetic_problems
+from rl_policy.data.batches import ProblemEncoder
+from rl_policy.data.problems import Problem, ProblemSets, divide_problems, read_problems
+from rl_policy.data.rewards import ExactMatch
+from rl_policy.data.tiny_model import build_tokenizer, tiny_model_config
+from rl_policy.run.engines import check_engines
 
 _LOGGER = logging.getLogger(__name__)
 

@@ -13,7 +13,7 @@ from typing import Any
 
 from torch.utils.tensorboard import SummaryWriter
 
-from rl_policy.recipes.run_directory import write_durably
+from rl_policy.run.directory import write_durably
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

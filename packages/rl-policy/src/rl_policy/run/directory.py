@@ -6,8 +6,7 @@ import os
 from datetime import datetime
 from pathlib import Path
 
-from rl_policy.config import RunConfig
-from rl_policy.config_loading import parse_run_config, read_yaml, render_run_config
+from rl_policy.config import RunConfig, parse_run_config, read_yaml, render_run_config
 
 
 class RunDirectory:

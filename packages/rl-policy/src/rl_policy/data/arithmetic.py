@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import random
 
-from rl_policy.recipes.problems import Problem, ProblemSets
+from rl_policy.data.problems import Problem, ProblemSets
 
 DEMONSTRATIONS_PER_PROBLEM = 4
 """Careful or careless, each by its own draw: no problem is always shown wrong."""
