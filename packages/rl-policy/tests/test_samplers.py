@@ -4,6 +4,7 @@ from types import SimpleNamespace
 
 import pytest
 from rl_policy.config import load_run_config
+from rl_policy.recipes.sft import sft_policy
 from rl_policy.refit import WeightLink
 from rl_policy.run import samplers
 from rl_policy.run.engines import check_engines, engine_section
@@ -238,7 +239,7 @@ def test_engines_apart_get_devices_of_one_node_each_which_end_with_them(monkeypa
 
 def test_the_supervised_part_samples_with_the_workers():
     config = load("policy.generation.backend=vllm", "policy.generation.colocated.enabled=false")
-    generation = config.sft_policy()["generation"]
+    generation = sft_policy(config)["generation"]
     assert generation["backend"] == "hf"
     assert generation["max_new_tokens"] == config.policy["generation"]["max_new_tokens"]
 

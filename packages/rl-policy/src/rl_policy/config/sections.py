@@ -1,67 +1,22 @@
-"""The configuration of a run: its sections, and every default in one place.
+"""The sections that every run has, and those that several recipes share.
 
-`DEFAULT_POLICY` completes the section `policy`, whose keys `rl_interfaces.PolicyConfig` documents.
-`BUILTIN_RUN` goes over all defaults in a run that builds its own model, where `policy.model_name`
-is not set or `builtin`: it holds what only a model of a hundred thousand parameters can bear.
+A recipe brings further sections: the configuration of a run is of a type that is put together from
+both, see `run_config_type`.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any, Literal
+from functools import cache
+from typing import Any, Literal, TypeVar
 
-from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
+from pydantic import BaseModel, ConfigDict, Field, create_model, field_validator, model_validator
 
-from rl_policy.config.policy import (
-    BUILTIN_MODEL,
-    merge_policy,
-    merge_sections,
-    resolve_policy,
-)
+from rl_policy.config.policy import BUILTIN_MODEL, Settings, resolve_policy
 from rl_policy.generation.backends import WORKERS_OWN
+from rl_policy.recipes.registry import find_recipe
 
-Recipe = Literal["grpo", "sft"]
-
-DEFAULT_POLICY: dict[str, Any] = {
-    # Runs everywhere. bfloat16 is the better choice on a recent GPU.
-    "precision": "float32",
-    "train_global_batch_size": 32,
-    "train_micro_batch_size": 4,
-    "logprob_batch_size": 4,
-    "generation_batch_size": 32,
-    "max_total_sequence_length": 512,
-    "max_grad_norm": 1.0,
-    # A rate that fine-tuning of a pretrained model survives.
-    "optimizer": {
-        "name": "torch.optim.AdamW",
-        "kwargs": {"lr": 1.0e-6, "betas": [0.9, 0.95], "weight_decay": 0.0},
-    },
-    "generation": {"backend": "hf", "max_new_tokens": 128, "temperature": 1.0},
-    "dtensor_cfg": {"enabled": True},
-}
-
-BUILTIN_RUN: dict[str, Any] = {
-    "policy": {
-        "train_global_batch_size": 256,
-        "train_micro_batch_size": 128,
-        "logprob_batch_size": 256,
-        "generation_batch_size": 256,
-        "max_total_sequence_length": 32,
-        "optimizer": {"kwargs": {"lr": 3.0e-4}},
-        "generation": {
-            "max_new_tokens": 6,
-            # Nothing to compile or to capture for a model this small.
-            "vllm_cfg": {"enforce_eager": True, "kv_cache_memory_bytes": 64 * 2**20},
-        },
-    },
-    "sft": {
-        "steps": 1000,
-        "eval_every": 25,
-        "stop_pass_rate": 0.95,
-        "policy": {"optimizer": {"kwargs": {"lr": 2.0e-3}}},
-    },
-    "grpo": {"steps": 60, "prompts_per_step": 64, "samples_per_prompt": 8},
-}
+SectionT = TypeVar("SectionT", bound="Section")
 
 
 class Section(BaseModel):
@@ -78,7 +33,7 @@ class ClusterSection(Section):
     bundle_ct_per_node_list: list[int] = Field(default=[2], min_length=1)
     """Workers on each node."""
     use_gpus: bool | None = None
-    """Whether a worker gets a GPU. null: where there are any."""
+    """Whether a worker gets a GPU. null: if there are any."""
     num_gpus_per_node: int = Field(default=8, ge=1)
     """Most GPUs that a node has."""
     placement_group_strategy: str = "SPREAD"
@@ -86,7 +41,7 @@ class ClusterSection(Section):
 
 
 class TinyModelSection(Section):
-    """The model that is built where `policy.model_name` is not set: a Qwen2."""
+    """The model that is built if `policy.model_name` is not set: a Qwen2."""
 
     hidden_size: int = Field(default=64, ge=32)
     """Width; a multiple of head_size."""
@@ -101,22 +56,23 @@ class TinyModelSection(Section):
 
 
 class DataSection(Section):
-    """The problems: the user's own, or doublings that are made here."""
+    """What is trained on: the user's own problems or preference pairs, or doublings made here."""
 
     path: str | None = None
-    """JSON lines with the texts `prompt` and `answer`. null: doublings."""
+    """JSON lines with the texts `prompt` and `answer`; for preferences `prompt`, `chosen` and
+    `rejected`. null: doublings."""
     heldout_path: str | None = None
-    """The same, for problems that are only evaluated. null: taken out of the others."""
+    """The same, for what is only evaluated. null: held out of the others."""
     num_heldout: int = Field(default=256, ge=1)
-    """Problems that accuracy is measured on, and that are never trained on."""
+    """Prompts that accuracy is measured on, and that are never trained on."""
     num_validation: int = Field(default=256, ge=1)
-    """Problems that say when the supervised part is done. Taken out only where that asks for it."""
+    """Problems that sft.stop_pass_rate is measured on, held out if that is set."""
     max_number: int = Field(default=9999, ge=9)
     """Largest number that is doubled in the problems made here."""
     careless_share: float = Field(default=0.6, ge=0, le=1)
-    """Share of the demonstrations made here that forget to carry. GRPO has to find out."""
+    """Share of the demonstrations made here that forget to carry; GRPO has to correct them."""
     use_chat_template: bool = False
-    """Put each prompt as a user's message through the tokenizer's chat template."""
+    """Render each prompt as a user's message with the tokenizer's chat template."""
 
 
 class RewardSection(Section):
@@ -127,67 +83,8 @@ class RewardSection(Section):
     all of it. null: the completion is the answer, without the white space around it."""
 
 
-class LossSection(Section):
-    """GRPO's loss. The keys are the arguments of `rl_policy.losses.ClippedPGLoss`."""
-
-    clip_low: float = Field(default=0.2, ge=0, lt=1)
-    """How far the probability ratio may fall below 1."""
-    clip_high: float = Field(default=0.28, ge=0)
-    """How far it may rise above 1."""
-    dual_clip: float | None = Field(default=None, gt=1)
-    """Largest cost per unit of negative advantage. null: no bound."""
-    kl_coef: float = Field(default=0.001, ge=0)
-    """Weight of the KL penalty against the model that GRPO started from. 0 saves the reference
-    model and its pass; `kl` is then null in the metrics."""
-    importance_cap: float | None = Field(default=2.0, ge=1)
-    """Largest importance weight between sampler and trainer. null: no correction."""
-    loss_type: Literal["token_level", "sequence_level"] = "token_level"
-    """What counts the same: every token, or every sequence."""
-
-
-class SftSection(Section):
-    """Supervised fine-tuning on prompt and answer, alone or as the warm-up of GRPO."""
-
-    steps: int = Field(default=200, ge=1)
-    """Most optimizer steps."""
-    eval_every: int = Field(default=20, ge=1)
-    """Steps between two measurements."""
-    stop_pass_rate: float | None = Field(default=None, gt=0, le=1)
-    """Stop when this share of the validation problems is solved by at least one of
-    `pass_samples` samples: GRPO learns from those alone. null: take all steps."""
-    pass_samples: int = Field(default=8, ge=1)
-    """Samples per validation problem."""
-    policy: dict[str, Any] = Field(default_factory=dict)
-    """Keys of `policy` that are different in the supervised part."""
-
-
-class GrpoSection(Section):
-    """Group relative policy optimization."""
-
-    steps: int = Field(default=100, ge=1)
-    """Steps, each with new samples."""
-    prompts_per_step: int = Field(default=16, ge=1)
-    """Problems per step."""
-    samples_per_prompt: int = Field(default=8, ge=2)
-    """Completions per problem, the group that a completion is compared with."""
-    epochs_per_step: int = Field(default=1, ge=1)
-    """Passes over the samples of a step, each of samples / policy.train_global_batch_size
-    optimizer steps."""
-    leave_one_out: bool = False
-    """Leave a completion's own reward out of its baseline (RLOO)."""
-    divide_by_std: bool = True
-    """Divide advantages by the standard deviation of the group."""
-    old_logprobs: Literal["trainer", "sampler"] = "trainer"
-    """Where the log-probabilities before the update come from. `sampler` saves a pass; it needs
-    a sampler that gives the trainer's numbers: no top_k, no top_p, no importance_cap."""
-    eval_every: int = Field(default=5, ge=1)
-    """Steps between two measurements of held-out accuracy."""
-    warm_up: bool | None = None
-    """Start with supervised fine-tuning. null: where the model is built here, and knows nothing."""
-
-
 class RefitSection(Section):
-    """Handing weights to inference engines, where policy.generation.backend names some."""
+    """Sending weights to inference engines, if policy.generation.backend names some."""
 
     transport: str | None = None
     """`shm`, `cuda_ipc`, `collective`, `golden`, or a third party's. null: the fastest that reaches
@@ -209,41 +106,50 @@ class CheckpointSection(Section):
     every: int = Field(default=25, ge=1)
     """Steps between two checkpoints."""
     keep_last: int = Field(default=2, ge=1)
-    """Newest checkpoints that are kept; the best by accuracy is kept besides."""
+    """Newest checkpoints that are kept; the best, by accuracy, is kept besides."""
 
 
 class RunConfig(Section):
-    """A run of one recipe."""
+    """A run of one recipe: the sections that every run has.
 
-    recipe: Recipe
-    """`grpo` or `sft`; the command's name."""
+    The type of a run's configuration is a subclass, made by `run_config_type`, that has the
+    recipe's sections too; `section` returns those by their type.
+    """
+
+    recipe: str
+    """The command: a recipe that an installed package registers."""
     seed: int = Field(default=0, ge=0)
-    """Of data, order, the model built here and, where policy.seed is not set, the workers."""
-    policy: dict[str, Any]
+    """Of data, order, the model built here and, if policy.seed is not set, the workers."""
+    policy: Settings
     """The policy: the keys of `rl_interfaces.PolicyConfig`."""
     cluster: ClusterSection = ClusterSection()
     tiny_model: TinyModelSection = TinyModelSection()
     data: DataSection = DataSection()
-    reward: RewardSection = RewardSection()
-    sft: SftSection = SftSection()
-    grpo: GrpoSection = GrpoSection()
-    loss: LossSection = LossSection()
-    refit: RefitSection = RefitSection()
     checkpoint: CheckpointSection = CheckpointSection()
 
     @field_validator("policy")
     @classmethod
-    def _complete_policy(cls, policy: dict[str, Any]) -> dict[str, Any]:
+    def _complete_policy(cls, policy: Settings) -> Settings:
         return resolve_policy(policy)
 
     @model_validator(mode="after")
     def _check(self) -> RunConfig:
-        self.sft_policy()
-        _check_adapters(self)
         _check_tokenizer(self)
         _check_sizes(self)
-        _check_sampling(self)
+        find_recipe(self.recipe).check(self)
         return self
+
+    def section(self, kind: type[SectionT]) -> SectionT:
+        """Return the section of a type that the recipe brings.
+
+        Raises:
+            LookupError: The recipe has no such section.
+        """
+        for name in type(self).model_fields:
+            value = getattr(self, name)
+            if isinstance(value, kind):
+                return value
+        raise LookupError(f"a run of {self.recipe!r} has no section of the type {kind.__name__}")
 
     @property
     def has_builtin_model(self) -> bool:
@@ -251,28 +157,15 @@ class RunConfig(Section):
         return self.policy["model_name"] == BUILTIN_MODEL
 
     @property
-    def has_warm_up(self) -> bool:
-        """Whether GRPO starts with supervised fine-tuning."""
-        return self.has_builtin_model if self.grpo.warm_up is None else self.grpo.warm_up
-
-    @property
-    def is_supervised(self) -> bool:
-        """Whether the run has a supervised part, alone or before GRPO."""
-        return self.recipe == "sft" or self.has_warm_up
-
-    @property
-    def num_samples(self) -> int:
-        """Completions per GRPO step."""
-        return self.grpo.prompts_per_step * self.grpo.samples_per_prompt
-
-    @property
     def has_engines(self) -> bool:
-        """Whether GRPO samples with inference engines."""
-        return self.recipe == "grpo" and self.policy["generation"]["backend"] != WORKERS_OWN
+        """Whether inference engines sample for the recipe."""
+        if not find_recipe(self.recipe).samples_with_engines:
+            return False
+        return self.policy["generation"]["backend"] != WORKERS_OWN
 
     @property
     def is_colocated(self) -> bool:
-        """Whether engines, where there are any, share the policy's devices."""
+        """Whether engines share the policy's devices."""
         return self.policy["generation"].get("colocated", {}).get("enabled", True)
 
     @property
@@ -281,33 +174,37 @@ class RunConfig(Section):
         resources = self.policy["generation"].get("colocated", {}).get("resources", {})
         return [resources.get("gpus_per_node", 1)] * resources.get("num_nodes", 1)
 
-    def sft_policy(self) -> dict[str, Any]:
-        """Return the complete section `policy` of the supervised part.
 
-        Its few samples come from the training workers, whatever samples for GRPO.
-        """
-        own = merge_sections({"generation": {"backend": WORKERS_OWN}}, self.sft.policy)
-        merged = merge_policy(self.policy, own)
-        merged.get("generation", {}).pop("colocated", None)
-        return resolve_policy(merged, path="sft.policy")
+def run_config_type(sections: Mapping[str, type[Section]]) -> type[RunConfig]:
+    """Return `RunConfig` with further sections, `{key: type}`.
+
+    Raises:
+        ValueError: A key is one that every run has.
+    """
+    taken = sections.keys() & RunConfig.model_fields.keys()
+    if taken:
+        raise ValueError(f"the section {min(taken)!r} of a recipe is one that every run has")
+    return _run_config_type(tuple(sections.items()))
 
 
-def _check_adapters(config: RunConfig) -> None:
-    """Check that adapters that are given are not applied to a model that has them already."""
-    path = _adapter_path(config.policy)
-    if path is None or config.recipe != "grpo" or not config.has_warm_up:
-        return
-    if path == _adapter_path(config.sft_policy()):
+# The same sections give the same type, as models of two types are never equal.
+@cache
+def _run_config_type(sections: tuple[tuple[str, type[Section]], ...]) -> type[RunConfig]:
+    fields: dict[str, Any] = {key: (kind, kind()) for key, kind in sections}
+    return create_model("RunConfig", __base__=RunConfig, **fields)
+
+
+def check_sampling(config: RunConfig) -> None:
+    """Raise `ValueError` unless the policy can sample completions, which also measure accuracy."""
+    generation = config.policy.get("generation")
+    if generation is None:
+        raise ValueError("policy.generation is not set: the recipe samples completions")
+    longest, new = config.policy["max_total_sequence_length"], generation["max_new_tokens"]
+    if new >= longest:
         raise ValueError(
-            f"policy.dtensor_cfg.lora.adapter_path={path!r} would be applied twice, as the model "
-            "that comes out of the warm-up has these adapters: set grpo.warm_up=false, or give it "
-            "as sft.policy.dtensor_cfg.lora.adapter_path alone"
+            f"policy.generation.max_new_tokens={new} leaves no room for a prompt in "
+            f"policy.max_total_sequence_length={longest}"
         )
-
-
-def _adapter_path(policy: Mapping[str, Any]) -> str | None:
-    lora = policy["dtensor_cfg"]["lora"]
-    return lora.get("adapter_path") if lora["enabled"] else None
 
 
 def _check_tokenizer(config: RunConfig) -> None:
@@ -320,13 +217,8 @@ def _check_tokenizer(config: RunConfig) -> None:
 
 
 def _check_sizes(config: RunConfig) -> None:
-    grpo, gbs = config.grpo, config.policy["train_global_batch_size"]
-    if config.recipe == "grpo" and config.num_samples % gbs:
-        raise ValueError(
-            f"policy.train_global_batch_size={gbs} does not divide the {config.num_samples} "
-            f"samples of a step (grpo.prompts_per_step={grpo.prompts_per_step} * "
-            f"grpo.samples_per_prompt={grpo.samples_per_prompt})"
-        )
+    if "max_total_sequence_length" not in config.policy:
+        raise ValueError("policy.max_total_sequence_length is not set: most tokens of a sequence")
     model = config.tiny_model
     if model.hidden_size % model.head_size:
         raise ValueError(
@@ -338,49 +230,3 @@ def _check_sizes(config: RunConfig) -> None:
             f"cluster.bundle_ct_per_node_list={config.cluster.bundle_ct_per_node_list} "
             "must hold positive numbers"
         )
-
-
-def _check_sampling(config: RunConfig) -> None:
-    """Check what the recipes ask of the sampler, which measures accuracy too."""
-    generation = config.policy.get("generation")
-    if generation is None:
-        raise ValueError("policy.generation is not set: the recipes sample completions")
-    if "max_total_sequence_length" not in config.policy:
-        raise ValueError("policy.max_total_sequence_length is not set: most tokens of a sequence")
-    longest, new = config.policy["max_total_sequence_length"], generation["max_new_tokens"]
-    if new >= longest:
-        raise ValueError(
-            f"policy.generation.max_new_tokens={new} leaves no room for a prompt in "
-            f"policy.max_total_sequence_length={longest}"
-        )
-    if config.recipe == "grpo" and generation["temperature"] == 0:
-        raise ValueError(
-            "policy.generation.temperature=0 makes the completions of a prompt all alike: "
-            "GRPO compares them"
-        )
-    if config.grpo.old_logprobs == "sampler":
-        _check_sampler_logprobs(config, generation)
-    if config.refit.verify == "weights" and generation["backend"] == "vllm":
-        raise ValueError(
-            "refit.verify='weights' contradicts policy.generation.backend='vllm': vLLM fuses its "
-            "weights and cannot yield them by name; use 'digest', or 'logprobs' with a max_mismatch"
-        )
-    if (config.refit.verify == "logprobs") != (config.refit.max_mismatch is not None):
-        raise ValueError(
-            f"refit.verify={config.refit.verify!r} and refit.max_mismatch="
-            f"{config.refit.max_mismatch}: give both or neither, verify='logprobs' and a limit"
-        )
-
-
-def _check_sampler_logprobs(config: RunConfig, generation: dict[str, Any]) -> None:
-    other = {
-        "loss.importance_cap": config.loss.importance_cap,
-        "policy.generation.top_k": generation.get("top_k"),
-        "policy.generation.top_p": None if generation["top_p"] == 1 else generation["top_p"],
-    }
-    for key, value in other.items():
-        if value is not None:
-            raise ValueError(
-                f"grpo.old_logprobs='sampler' contradicts {key}={value}: the sampler's "
-                "log-probabilities are then not the trainer's"
-            )

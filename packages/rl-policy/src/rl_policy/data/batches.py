@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, TypeAlias
 
 import torch
 from rl_batched_data import BatchedDataDict
 from transformers import PreTrainedTokenizerBase
 
 from rl_policy.data.problems import Problem
+
+Batch: TypeAlias = BatchedDataDict[Any]
+"""Tensors by name, one row a sample."""
 
 
 class ProblemEncoder:
@@ -39,7 +42,7 @@ class ProblemEncoder:
         self._end_id = _special_id(tokenizer, "eos_token")
         self._stop_ids = {self._end_id, self.pad_id, *stop_token_ids}
         self._stop_strings = tuple(stop_strings)
-        self._tokenizer = tokenizer
+        self.tokenizer = tokenizer
         self._use_chat_template = use_chat_template
 
     def prompt_tokens(self, problems: Sequence[Problem]) -> list[list[int]]:
@@ -47,7 +50,7 @@ class ProblemEncoder:
         if not self._use_chat_template or not problems:
             return self._tokens([problem.prompt for problem in problems], special=True)
         messages = [[{"role": "user", "content": problem.prompt}] for problem in problems]
-        texts = self._tokenizer.apply_chat_template(
+        texts = self.tokenizer.apply_chat_template(
             messages, tokenize=False, add_generation_prompt=True
         )
         return self._tokens([str(text) for text in texts], special=False)
@@ -57,11 +60,11 @@ class ProblemEncoder:
         rows = self._tokens([problem.answer for problem in problems], special=False)
         return [[*row, self._end_id] for row in rows]
 
-    def prompt_batch(self, problems: Sequence[Problem]) -> BatchedDataDict[Any]:
+    def prompt_batch(self, problems: Sequence[Problem]) -> Batch:
         """Return `input_ids` `[batch, seq]` and `input_lengths` `[batch]` of the prompts."""
         return BatchedDataDict(self._pad(self.prompt_tokens(problems)))
 
-    def answer_batch(self, problems: Sequence[Problem]) -> BatchedDataDict[Any]:
+    def answer_batch(self, problems: Sequence[Problem]) -> Batch:
         """Return prompts with their answers, the tokens of the answers being the targets."""
         prompts, answers = self.prompt_tokens(problems), self.answer_tokens(problems)
         rows = self._pad([prompt + answer for prompt, answer in zip(prompts, answers, strict=True)])
@@ -85,7 +88,7 @@ class ProblemEncoder:
             tokens = row[end - length : end]
             while tokens and tokens[-1] in self._stop_ids:
                 tokens.pop()
-            text = str(self._tokenizer.decode(tokens, skip_special_tokens=False))
+            text = str(self.tokenizer.decode(tokens, skip_special_tokens=False))
             for stop in self._stop_strings:
                 # What follows in the token that completed it was never asked for.
                 text = text.partition(stop)[0]
@@ -96,7 +99,7 @@ class ProblemEncoder:
         """Tokenize in one call, many times as fast as one after the other."""
         if not texts:
             return []
-        return self._tokenizer(texts, add_special_tokens=special, return_attention_mask=False)[
+        return self.tokenizer(texts, add_special_tokens=special, return_attention_mask=False)[
             "input_ids"
         ]
 
@@ -108,9 +111,7 @@ class ProblemEncoder:
         return {"input_ids": input_ids, "input_lengths": lengths}
 
 
-def completion_batch(
-    generated: Mapping[str, torch.Tensor], *, advantages: torch.Tensor
-) -> BatchedDataDict[Any]:
+def completion_batch(generated: Mapping[str, torch.Tensor], *, advantages: torch.Tensor) -> Batch:
     """Return sampled completions as a batch to train on, their tokens being the targets.
 
     Args:

@@ -4,9 +4,12 @@ from __future__ import annotations
 
 import json
 import random
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Generic, TypeVar
+
+ItemT = TypeVar("ItemT")
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,38 +49,38 @@ class ProblemSets:
         assert {problem.prompt for problem in self.demonstrations} <= train
 
 
-class ProblemStream:
-    """Problems without end, in an order that seed and position alone decide.
+class ShuffledStream(Generic[ItemT]):
+    """Items without end, in an order that seed and position alone decide.
 
-    Each pass over the problems has an order of its own, so that a stream which is created anew at a
-    saved position goes on as if it had never been interrupted.
+    Each pass over the items has an order of its own, computed from the seed, so that a stream which
+    is created anew at a saved position continues as if it had never been interrupted.
 
     Args:
-        problems: At least one.
+        items: At least one.
         seed: Of the orders.
-        position: Problems that were drawn before.
+        position: Items that were drawn before.
     """
 
-    def __init__(self, problems: Sequence[Problem], *, seed: int, position: int = 0) -> None:
-        assert problems
+    def __init__(self, items: Sequence[ItemT], *, seed: int, position: int = 0) -> None:
+        assert items
         self.position = position
-        self._problems = problems
+        self._items = items
         self._seed = seed
         self._epoch = -1
         self._order: list[int] = []
 
-    def take(self, count: int) -> list[Problem]:
-        """Return the next `count` problems, and move on."""
+    def take(self, count: int) -> list[ItemT]:
+        """Return the next `count` items, and advance."""
         taken = [self._at(self.position + index) for index in range(count)]
         self.position += count
         return taken
 
-    def _at(self, position: int) -> Problem:
-        epoch, index = divmod(position, len(self._problems))
+    def _at(self, position: int) -> ItemT:
+        epoch, index = divmod(position, len(self._items))
         if epoch != self._epoch:
-            self._epoch, self._order = epoch, list(range(len(self._problems)))
+            self._epoch, self._order = epoch, list(range(len(self._items)))
             random.Random(f"{self._seed}/{epoch}").shuffle(self._order)
-        return self._problems[self._order[index]]
+        return self._items[self._order[index]]
 
 
 def read_problems(path: Path, *, key: str) -> list[Problem]:
@@ -91,25 +94,38 @@ def read_problems(path: Path, *, key: str) -> list[Problem]:
         ValueError: The file cannot be read, holds nothing, or a line is malformed or repeats a
             prompt; the message names file and line.
     """
+    problems: list[Problem] = []
+    first_line: dict[str, int] = {}
+    for number, (prompt, answer) in read_texts(path, fields=("prompt", "answer"), key=key):
+        if prompt in first_line:
+            raise ValueError(f"{path}:{number}: the prompt of line {first_line[prompt]} again")
+        first_line[prompt] = number
+        problems.append(Problem(prompt, answer))
+    if not problems:
+        raise ValueError(f"{key}={path} holds no problem")
+    return problems
+
+
+def read_texts(
+    path: Path, *, fields: Sequence[str], key: str
+) -> Iterator[tuple[int, tuple[str, ...]]]:
+    """Yield the number of each line of a file of JSON lines, and its texts in order of `fields`.
+
+    Args:
+        path: The file. Empty lines are skipped, and further fields ignored.
+        fields: Texts that every object must have.
+        key: The config key that names the file, for the errors.
+
+    Raises:
+        ValueError: The file cannot be read, or a line is malformed; the message names both.
+    """
     try:
         lines = path.read_text(encoding="utf-8").splitlines()
     except (OSError, UnicodeDecodeError) as error:
         raise ValueError(f"{key}={path} cannot be read: {error}") from error
-    problems: list[Problem] = []
-    first_line: dict[str, int] = {}
     for number, line in enumerate(lines, start=1):
-        if not line.strip():
-            continue
-        problem = _parse_problem(line, place=f"{path}:{number}")
-        if problem.prompt in first_line:
-            raise ValueError(
-                f"{path}:{number}: the prompt of line {first_line[problem.prompt]} again"
-            )
-        first_line[problem.prompt] = number
-        problems.append(problem)
-    if not problems:
-        raise ValueError(f"{key}={path} holds no problem")
-    return problems
+        if line.strip():
+            yield number, _parse_texts(line, fields=fields, place=f"{path}:{number}")
 
 
 def divide_problems(
@@ -168,14 +184,14 @@ def _check_division(
         )
 
 
-def _parse_problem(line: str, *, place: str) -> Problem:
+def _parse_texts(line: str, *, fields: Sequence[str], place: str) -> tuple[str, ...]:
     try:
         content = json.loads(line)
     except json.JSONDecodeError as error:
         raise ValueError(f"{place}: not JSON: {error.msg} (column {error.colno})") from error
     if not isinstance(content, dict):
         raise ValueError(f"{place}: must be an object, got {type(content).__name__}")
-    for key in ("prompt", "answer"):
+    for key in fields:
         if not isinstance(content.get(key), str) or not content[key].strip():
             raise ValueError(f"{place}: {key!r} must be a text that is not empty")
-    return Problem(content["prompt"], content["answer"])
+    return tuple(content[key] for key in fields)

@@ -1,4 +1,4 @@
-"""Checkpoints of a run: whole or not there, newest and best kept."""
+"""Checkpoints of a run: complete or absent, the newest and the best kept."""
 
 from __future__ import annotations
 
@@ -16,32 +16,35 @@ _PREFIX, _PARTIAL, _STATE = "step_", ".partial", "state.json"
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class RunState:
-    """What a run has to know to go on, besides what the policy saves.
+    """What a run has to know to be resumed, beside what the policy saves.
 
     Attributes:
         step: Steps taken.
-        data_position: Problems drawn.
-        accuracy: Measured after that step, by which the best checkpoint is known.
-        best_accuracy: The best up to then.
+        data_position: Items drawn from the training data.
+        score: The last score, by which the best checkpoint is chosen, see `StepMetrics`.
         is_done: Whether no step follows, whatever the configuration says.
-        weight_version: The last that engines had; -1 where there were none.
+        weight_version: The last weight version that engines had; -1 without engines.
     """
 
     step: int = 0
     data_position: int = 0
-    accuracy: float = 0.0
-    best_accuracy: float = 0.0
+    score: float = 0.0
     is_done: bool = False
     weight_version: int = -1
+
+    @property
+    def is_new(self) -> bool:
+        """Whether no step was taken yet."""
+        return self.step == 0
 
 
 @dataclass(frozen=True, slots=True)
 class Checkpoint:
-    """A whole checkpoint on disk.
+    """A complete checkpoint on disk.
 
     Attributes:
         path: Its directory, with the parts below and the state as JSON.
-        state: The state.
+        state: Of the run.
     """
 
     path: Path
@@ -66,12 +69,12 @@ class Checkpoint:
 class CheckpointManager:
     """The checkpoints `step_N` below a directory.
 
-    A checkpoint is written under another name, brought to the disk, and renamed: what bears the
-    name is whole.
+    A checkpoint is written under another name, flushed to the disk, and renamed: a directory of
+    that name is complete.
 
     Args:
         directory: Created with the first checkpoint.
-        keep_last: Newest checkpoints to keep; the best by accuracy is kept besides.
+        keep_last: Newest checkpoints to keep; the one with the best score is kept besides.
     """
 
     def __init__(self, directory: Path, *, keep_last: int) -> None:
@@ -98,7 +101,7 @@ class CheckpointManager:
         return Checkpoint(final, state)
 
     def all(self) -> list[Checkpoint]:
-        """Return the whole checkpoints, oldest first."""
+        """Return the complete checkpoints, oldest first."""
         if not self._directory.is_dir():
             return []
         paths = [
@@ -110,21 +113,21 @@ class CheckpointManager:
         return sorted(checkpoints, key=lambda checkpoint: checkpoint.state.step)
 
     def latest(self) -> Checkpoint | None:
-        """Return the newest whole checkpoint."""
+        """Return the newest complete checkpoint; None if there is none."""
         return next(reversed(self.all()), None)
 
     def remove_partial(self) -> None:
-        """Remove what an interrupted `save` has left."""
+        """Remove what an interrupted `save` left behind."""
         for path in self._directory.glob(f"{_PREFIX}*{_PARTIAL}"):
             shutil.rmtree(path)
 
     def _rotate(self) -> None:
         checkpoints = self.all()
         # Of equally good ones the newest is the best, so that fewer are kept.
-        best = max(checkpoints, key=lambda each: (each.state.accuracy, each.state.step))
+        best = max(checkpoints, key=lambda each: (each.state.score, each.state.step))
         for checkpoint in checkpoints[: -self._keep_last]:
             if checkpoint != best:
-                # Renamed first: what is half removed is not whole either.
+                # Renamed first: a directory that is half removed must not look complete.
                 name = checkpoint.path.name + _PARTIAL
                 shutil.rmtree(checkpoint.path.rename(self._directory / name))
 

@@ -1,4 +1,4 @@
-"""The directory of a run: created once, never overwritten, continued on request."""
+"""The directory of a run: created once, never overwritten, resumed on request."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from rl_policy.config import RunConfig, parse_run_config, read_yaml, render_run_
 
 
 class RunDirectory:
-    """Where the files of a run stand.
+    """The paths of a run's files.
 
     Args:
         path: The directory.
@@ -64,7 +64,7 @@ def new_run_path(recipe: str, *, root: Path = Path("runs")) -> Path:
 
 
 def write_durably(path: Path, text: str) -> None:
-    """Write a text file so that it is there whole, or as it was before, whatever happens."""
+    """Replace a text file atomically: after a crash it has the old text or the new one."""
     partial = path.with_name(path.name + ".partial")
     with partial.open("w", encoding="utf-8") as file:
         file.write(text)
@@ -75,7 +75,7 @@ def write_durably(path: Path, text: str) -> None:
 
 
 def sync_directory(path: Path) -> None:
-    """Bring the entries of a directory to the disk, as a rename alone does not."""
+    """Flush the entries of a directory to the disk, as a rename alone does not."""
     descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)

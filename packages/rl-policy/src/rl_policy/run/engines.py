@@ -10,19 +10,19 @@ from rl_refit.transports import find_transport
 from transformers import AutoConfig
 
 from rl_policy import backends
-from rl_policy.config import RunConfig
+from rl_policy.config import RefitSection, RunConfig, Settings
 from rl_policy.generation.backends import load_engine
 from rl_policy.generation.engine_config import generation_of_policy
 
 
-def engine_section(config: RunConfig, *, model: str) -> Any:
+def engine_section(config: RunConfig, *, model: str) -> Settings:
     """Return the `GenerationConfig` of the engines: the policy's, and what follows from it."""
     return {**generation_of_policy(config.policy), "model_name": model}
 
 
 def keeps_weights(config: RunConfig) -> bool:
     """Return whether engines that sleep still have their weights afterwards."""
-    section: Mapping[str, Any] = config.policy["generation"].get("vllm_cfg") or {}
+    section: Settings = config.policy["generation"].get("vllm_cfg") or {}
     return section.get("sleep_level", 1) == 1
 
 
@@ -38,8 +38,8 @@ def check_engines(config: RunConfig) -> None:
         return
     backend = backends.enabled_backend(config.policy)
     backends.require_sending(backend, backends.load(backend))
-    if config.refit.transport is not None:
-        find_transport(config.refit.transport)
+    if (transport := config.section(RefitSection).transport) is not None:
+        find_transport(transport)
     _check_model(config)
     engine_class: Any = load_engine(config.policy["generation"]["backend"])
     section = engine_section(config, model=config.policy["model_name"])
@@ -62,7 +62,7 @@ def _check_model(config: RunConfig) -> None:
         )
 
 
-def _check_positions(section: Mapping[str, Any]) -> None:
+def _check_positions(section: Settings) -> None:
     """Check that the model has a position for each token of the longest row.
 
     vLLM refuses the same when an engine starts, which is after the policy's workers have. Scaled
@@ -76,7 +76,7 @@ def _check_positions(section: Mapping[str, Any]) -> None:
     model = AutoConfig.from_pretrained(
         section["model_name"], trust_remote_code=engine["trust_remote_code"]
     ).get_text_config()
-    rotary: Mapping[str, Any] = getattr(model, "rope_parameters", None) or {}
+    rotary: Settings = getattr(model, "rope_parameters", None) or {}
     # Some models have a section for each kind of layer.
     sections = [each for each in rotary.values() if isinstance(each, Mapping)] or [rotary]
     if any(each.get("rope_type", "default") != "default" for each in sections):

@@ -9,7 +9,7 @@ import torch
 from rl_refit import VerificationError
 
 from rl_policy.data.problems import Problem
-from rl_policy.run.inputs import RunInputs
+from rl_policy.run.inputs import ProblemInputs
 
 if TYPE_CHECKING:
     from rl_batched_data import BatchedDataDict
@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 
 def greedy_accuracy(
-    source: GenerationInterface, problems: Sequence[Problem], *, inputs: RunInputs
+    source: GenerationInterface, problems: Sequence[Problem], *, inputs: ProblemInputs
 ) -> float:
     """Return the share of the problems that are solved by greedy decoding."""
     rewards, _ = complete(source, problems, inputs=inputs, greedy=True)
@@ -25,7 +25,11 @@ def greedy_accuracy(
 
 
 def pass_rate(
-    source: GenerationInterface, problems: Sequence[Problem], *, num_samples: int, inputs: RunInputs
+    source: GenerationInterface,
+    problems: Sequence[Problem],
+    *,
+    num_samples: int,
+    inputs: ProblemInputs,
 ) -> float:
     """Return the share of the problems that at least one of several samples solves (pass@k).
 
@@ -45,9 +49,9 @@ def complete(
     source: GenerationInterface,
     problems: Sequence[Problem],
     *,
-    inputs: RunInputs,
+    inputs: ProblemInputs,
     greedy: bool = False,
-) -> tuple[list[float], BatchedDataDict[GenerationOutputSpec]]:
+) -> tuple[Sequence[float], BatchedDataDict[GenerationOutputSpec]]:
     """Return the reward of one completion per problem, and the completions."""
     generated = source.generate(inputs.encoder.prompt_batch(problems), greedy=greedy)
     return inputs.reward(inputs.encoder.completion_texts(generated), problems), generated

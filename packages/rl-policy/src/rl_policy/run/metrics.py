@@ -5,93 +5,71 @@ from __future__ import annotations
 import json
 import math
 import os
-from collections.abc import Mapping, Sequence
-from contextlib import AbstractContextManager
-from dataclasses import asdict, dataclass, field
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager
+from dataclasses import dataclass, field, fields
 from pathlib import Path
-from typing import Any
+from time import perf_counter
+from typing import ClassVar, TypeAlias
 
 from torch.utils.tensorboard import SummaryWriter
 
 from rl_policy.run.directory import write_durably
 
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class GrpoMetrics:
-    """What is measured in a GRPO step; None where it was not. Step 0 is before any update.
-
-    Attributes:
-        step: The step.
-        reward_mean: Mean reward of the samples; at step 0, of one per held-out problem.
-        accuracy: Share of the held-out problems that greedy decoding solves after the step.
-        loss: Mean over the optimizer steps.
-        grad_norm: The same, before clipping.
-        kl: KL against the reference per token, k3 estimator.
-        entropy: Of the policy per token in nats, estimated from the sampled tokens.
-        tokens_per_s: Tokens of prompts and completions per second of the step.
-        step_s: Seconds of the step, without the measurement of accuracy.
-        generate_s: Seconds of sampling.
-        logprob_s: Seconds of old and reference log-probabilities.
-        train_s: Seconds of optimizer steps.
-        refit_s: Seconds of handing weights to inference engines; 0.0 where there are none.
-        engines: With engines, and under names of their own: the report of the refit that brought
-            what was sampled from (`refit_bytes`, `refit_gb_per_s`, `refit_load_s` ...), its
-            `weight_version`, and how far the engines' log-probabilities are from the trainer's
-            (`mismatch_mean_abs` ..., see `sampler_mismatch`).
-    """
-
-    step: int
-    reward_mean: float | None = None
-    accuracy: float | None = None
-    loss: float | None = None
-    grad_norm: float | None = None
-    kl: float | None = None
-    entropy: float | None = None
-    tokens_per_s: float | None = None
-    step_s: float | None = None
-    generate_s: float | None = None
-    logprob_s: float | None = None
-    train_s: float | None = None
-    refit_s: float = 0.0
-    engines: Mapping[str, float] = field(default_factory=dict)
-
-    def headline(self) -> dict[str, float | None]:
-        """Return what a progress bar shows."""
-        return {"reward": self.reward_mean, "accuracy": self.accuracy}
+Row: TypeAlias = dict[str, float | None]
+"""A line of `metrics.jsonl`: numbers by name, None if one was not measured or is not finite."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class SftMetrics:
-    """What is measured in a supervised step; None where it was not.
+class StepMetrics:
+    """What a recipe measures in a step; step 0 is before the first update.
+
+    A recipe derives a dataclass from it. Each field that it adds is a column of `metrics.jsonl`,
+    None by default: not measured.
+
+    Example:
+        @dataclass(frozen=True, kw_only=True, slots=True)
+        class MyMetrics(StepMetrics):
+            loss: float | None = None
+            accuracy: float | None = None
+            score_column: ClassVar[str] = "accuracy"
+            headline: ClassVar[Mapping[str, str]] = {"loss": "loss", "accuracy": "accuracy"}
 
     Attributes:
         step: The step.
-        accuracy: Share of the held-out problems that greedy decoding solves after the step.
-        pass_rate: Share of the validation problems that one of several samples solves.
-        loss: Negative log-likelihood per target token in nats.
-        grad_norm: Norm of the gradient, before clipping.
-        tokens_per_s: Tokens of prompts and answers per second of the step.
-        step_s: Seconds of the step, without measurements.
+        extra: Further columns, which only some runs have.
+        diagnostics: Numbers for TensorBoard alone.
+        score_column: The column that says how good the model is on held-out data, larger being
+            better: the checkpoint with the best is kept, and the summary of a run shows it.
+        headline: What the progress bar shows, `{shown name: column}`.
     """
 
     step: int
-    accuracy: float | None = None
-    pass_rate: float | None = None
-    loss: float | None = None
-    grad_norm: float | None = None
-    tokens_per_s: float | None = None
-    step_s: float | None = None
+    extra: Mapping[str, float] = field(default_factory=dict)
+    diagnostics: Mapping[str, float] = field(default_factory=dict)
+    score_column: ClassVar[str | None] = None
+    headline: ClassVar[Mapping[str, str]] = {}
 
-    def headline(self) -> dict[str, float | None]:
-        """Return what a progress bar shows."""
-        return {"loss": self.loss, "accuracy": self.accuracy, "pass rate": self.pass_rate}
+    def row(self) -> Row:
+        """Return all columns: the fields in their order, then the further ones."""
+        names = [each.name for each in fields(self) if each.name not in ("extra", "diagnostics")]
+        return {name: getattr(self, name) for name in names} | dict(self.extra)
+
+    def score(self) -> float | None:
+        """Return the number in the score column; None if it was not measured."""
+        return None if self.score_column is None else self.row()[self.score_column]
+
+    def shown(self) -> Row:
+        """Return what the progress bar shows."""
+        row = self.row()
+        return {name: row[column] for name, column in self.headline.items()}
 
 
 class MetricsLog(AbstractContextManager["MetricsLog"]):
     """Writes the metrics of each step as they come.
 
-    A run that is continued takes up the files where its checkpoint was: what was measured after it
-    is dropped, and measured again.
+    A resumed run continues the files at its checkpoint: what was measured after it is dropped, and
+    measured again.
 
     Args:
         path: The JSON lines.
@@ -106,28 +84,24 @@ class MetricsLog(AbstractContextManager["MetricsLog"]):
         self._file = path.open("a", encoding="utf-8")
         self._events = SummaryWriter(str(tensorboard), purge_step=purge_step)
 
-    def write(
-        self, metrics: GrpoMetrics | SftMetrics, diagnostics: Mapping[str, float] | None = None
-    ) -> None:
-        """Write the metrics of one step. What is not finite becomes null, as JSON has no name.
+    def write(self, metrics: StepMetrics) -> None:
+        """Write the metrics of one step. What is not finite becomes null: JSON has no name for it.
 
         Args:
-            metrics: For both files.
-            diagnostics: Numbers for TensorBoard alone.
+            metrics: Of the step.
         """
-        measured = asdict(metrics)
-        measured |= measured.pop("engines", {})
-        row = {name: _finite_or_none(value) for name, value in measured.items()}
+        row = {name: _finite_or_none(value) for name, value in metrics.row().items()}
         self._file.write(json.dumps(row) + "\n")
+        # A reader may follow the file while the run goes on.
         self._file.flush()
         del row["step"]
-        for name, value in {**row, **(diagnostics or {})}.items():
+        for name, value in {**row, **metrics.diagnostics}.items():
             if value is not None:
                 self._events.add_scalar(name, value, metrics.step)
         self._events.flush()
 
     def sync(self) -> None:
-        """Bring what was written to the disk."""
+        """Flush what was written to the disk."""
         os.fsync(self._file.fileno())
 
     def __exit__(self, *exception: object) -> None:
@@ -136,8 +110,22 @@ class MetricsLog(AbstractContextManager["MetricsLog"]):
         self._events.close()
 
 
-def read_metrics(path: Path) -> list[dict[str, Any]]:
-    """Return the objects of a file of metrics."""
+class Stopwatch:
+    """Measures the parts of a step, in seconds by name."""
+
+    def __init__(self) -> None:
+        self.seconds: dict[str, float] = {}
+
+    @contextmanager
+    def measure(self, name: str) -> Iterator[None]:
+        """Record how long the block takes."""
+        started = perf_counter()
+        yield
+        self.seconds[name] = perf_counter() - started
+
+
+def read_metrics(path: Path) -> list[Row]:
+    """Return the rows of a `metrics.jsonl`."""
     return [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
 
 
@@ -150,14 +138,15 @@ def sum_micro_batches(
         all_mb_metrics: `{name: one value per micro-batch}`, of all steps and ranks.
         num_steps: Optimizer steps.
     """
+    # An exact sum: the order in which ranks report must not change a digit.
     return {name: math.fsum(values) / num_steps for name, values in all_mb_metrics.items()}
 
 
 def _lines_up_to(path: Path, step: int) -> str:
-    """Return the lines of the steps up to `step`; the last line may have been cut off."""
+    """Return the lines of the steps up to `step`; the last line may be incomplete."""
     lines = path.read_text(encoding="utf-8").splitlines(keepends=True)
-    whole = [line for line in lines if line.endswith("\n")]
-    return "".join(line for line in whole if json.loads(line)["step"] <= step)
+    complete = [line for line in lines if line.endswith("\n")]
+    return "".join(line for line in complete if json.loads(line)["step"] <= step)
 
 
 def _finite_or_none(value: float | None) -> float | None:

@@ -1,4 +1,4 @@
-"""What a run shows while it goes on."""
+"""The display of a run: a progress bar per phase, a line per measurement."""
 
 from __future__ import annotations
 
@@ -60,17 +60,18 @@ class Phase:
         self._latest: dict[str, float] = {}
         self._task = progress.add_task(name, total=total, completed=completed, numbers="")
 
-    def advance(self, step: int, numbers: Mapping[str, float | None]) -> None:
-        """Move the bar to `step`; a measured accuracy leaves a line above it.
+    def advance(self, step: int, numbers: Mapping[str, float | None], *, is_measured: bool) -> None:
+        """Move the bar to `step`.
 
         Args:
             step: The step.
-            numbers: To stand beside the bar; None leaves the one that is there.
+            numbers: Shown beside the bar; None keeps the number that is there.
+            is_measured: Whether the step has a score: it leaves a line above the bar.
         """
         known = {name: value for name, value in numbers.items() if value is not None}
         self._latest = {**self._latest, **known}
         text = "  ".join(f"{name} {value:.3f}" for name, value in self._latest.items())
         self._progress.update(self._task, completed=step, numbers=text)
-        if "accuracy" in known:
+        if is_measured:
             line = f"{self._name:<8} step {step}/{self._total}  {text}"
             self._progress.console.print(line, highlight=False)

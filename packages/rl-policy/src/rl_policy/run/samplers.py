@@ -10,7 +10,7 @@ from rl_interfaces import GenerationInterface
 
 from rl_policy.cluster import RayVirtualCluster
 from rl_policy.colocation import engines_on_device
-from rl_policy.config import RunConfig
+from rl_policy.config import RefitSection, RunConfig
 from rl_policy.generation.backends import load_engine
 from rl_policy.generation.engine_state import INITIAL_VERSION
 from rl_policy.generation.vllm import VllmGeneration
@@ -18,7 +18,7 @@ from rl_policy.policy import Policy
 from rl_policy.refit import WeightLink
 from rl_policy.run.checkpoints import RunState
 from rl_policy.run.engines import engine_section, keeps_weights
-from rl_policy.run.session import Session
+from rl_policy.run.session import AnySession
 
 
 class Sampler(Protocol):
@@ -118,7 +118,7 @@ class EngineSampler:
 
 @contextmanager
 def open_sampler(
-    session: Session, policy: Policy, *, model: str, start: RunState
+    session: AnySession, policy: Policy, *, model: str, start: RunState
 ) -> Iterator[Sampler]:
     """Give the source of completions that the configuration asks for, and end its processes.
 
@@ -132,6 +132,7 @@ def open_sampler(
     if not config.has_engines:
         yield WorkerSampler(policy)
         return
+    refit = config.section(RefitSection)
     with _open_engine_cluster(session) as cluster:
         engine_class: Any = load_engine(config.policy["generation"]["backend"])
         engines: VllmGeneration = engine_class(
@@ -147,9 +148,9 @@ def open_sampler(
                 engines,
                 is_paired=config.is_colocated,
                 transport=_transport(config, policy),
-                bucket_bytes=_bytes(config.refit.bucket_mib),
+                bucket_bytes=_bytes(refit.bucket_mib),
                 # That of log-probabilities is for whoever has the trainer's: see `check_mismatch`.
-                verify="digest" if config.refit.verify == "logprobs" else config.refit.verify,
+                verify="digest" if refit.verify == "logprobs" else refit.verify,
             )
             if config.is_colocated:
                 engines.finish_generation()
@@ -166,7 +167,7 @@ def open_sampler(
 
 
 @contextmanager
-def _open_engine_cluster(session: Session) -> Iterator[RayVirtualCluster]:
+def _open_engine_cluster(session: AnySession) -> Iterator[RayVirtualCluster]:
     config = session.config
     if config.is_colocated:
         yield session.cluster
@@ -187,8 +188,9 @@ def _open_engine_cluster(session: Session) -> Iterator[RayVirtualCluster]:
 
 def _transport(config: RunConfig, policy: Policy) -> str:
     """Return the configured transport, or the fastest that reaches the engines."""
-    if config.refit.transport is not None:
-        return config.refit.transport
+    configured = config.section(RefitSection).transport
+    if configured is not None:
+        return configured
     if not config.is_colocated:
         return "collective"
     on_gpu = all(info["local_device_id"] is not None for info in policy.get_gpu_info())

@@ -1,31 +1,40 @@
-"""A run while it is going on: its inputs, its files, its devices, and the policies it opens."""
+"""A run in progress: its inputs, files and devices, and the policies that it opens."""
 
 from __future__ import annotations
 
 import shutil
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Generic, TypeAlias, TypeVar
 
 from rl_policy.cluster import RayVirtualCluster
-from rl_policy.config import RunConfig
+from rl_policy.config import RunConfig, Settings
 from rl_policy.data.tiny_model import build_tiny_model, tiny_model_config
 from rl_policy.policy import Policy
 from rl_policy.ray_session import SESSION
-from rl_policy.run.checkpoints import Checkpoint, CheckpointManager
+from rl_policy.run.checkpoints import CheckpointManager, RunState
 from rl_policy.run.directory import RunDirectory, sync_directory
 from rl_policy.run.inputs import RunInputs
 from rl_policy.run.metrics import MetricsLog
 from rl_policy.run.progress import RunDisplay
 
+InputsT = TypeVar("InputsT", bound=RunInputs, covariant=True)
+
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Session:
-    """A run that is going on."""
+class Session(Generic[InputsT]):
+    """A run in progress.
 
-    inputs: RunInputs
+    Attributes:
+        inputs: What the recipe prepared.
+        directory: The files.
+        cluster: The devices of its policies.
+        display: Shows the progress.
+    """
+
+    inputs: InputsT
     directory: RunDirectory
     cluster: RayVirtualCluster
     display: RunDisplay
@@ -36,34 +45,41 @@ class Session:
         return self.inputs.config
 
     def checkpoints(self) -> CheckpointManager:
-        """Return the checkpoints of the run's directory, without what an interruption left."""
+        """Return the checkpoints of the run's directory, less what an interruption left behind."""
         keep_last = self.config.checkpoint.keep_last
         manager = CheckpointManager(self.directory.checkpoints, keep_last=keep_last)
         manager.remove_partial()
         return manager
 
-    def open_log(self, resumed_step: int | None) -> MetricsLog:
-        """Return the measurements of the run's directory, up to the step it goes on from.
+    def open_log(self, start: RunState) -> MetricsLog:
+        """Return the log of the run's directory, with the measurements up to a state.
 
         Args:
-            resumed_step: That step; None drops what an interrupted start has left.
+            start: The state that the run starts from. A new run drops what an earlier start left
+                that was interrupted before its first checkpoint.
         """
-        if resumed_step is None and self.directory.metrics.exists():
-            resumed_step = -1
+        resumed_step = start.step
+        if start.is_new:
+            resumed_step = -1 if self.directory.metrics.exists() else None
         return MetricsLog(
             self.directory.metrics, self.directory.tensorboard, resumed_step=resumed_step
         )
 
 
+AnySession: TypeAlias = Session[RunInputs]
+"""A run of whatever recipe."""
+
+
 @contextmanager
 def open_cluster(config: RunConfig) -> Iterator[RayVirtualCluster]:
-    """Give the devices of the policy, and take them back; leave room for engines beside them."""
+    """Yield the devices of the policy and release them; colocated engines share them."""
     shares = config.has_engines and config.is_colocated
     cluster = RayVirtualCluster(
         **config.cluster.model_dump(), max_colocated_worker_groups=2 if shares else 1
     )
     apart = config.engine_bundles if config.has_engines and not shares else []
-    # A Ray that is started here has the logical CPUs that its first user asks for.
+    # A local Ray is started with the logical CPUs that its first user asks for: a placement group
+    # of more bundles would never be ready.
     num_cpus = sum(config.cluster.bundle_ct_per_node_list) * (2 if shares else 1) + sum(apart)
     SESSION.enter(id(config), num_cpus=num_cpus)
     try:
@@ -75,23 +91,20 @@ def open_cluster(config: RunConfig) -> Iterator[RayVirtualCluster]:
 
 @contextmanager
 def open_policy(
-    session: Session,
-    policy: Mapping[str, Any],
-    *,
-    model: str,
-    has_reference: bool,
-    checkpoint: Checkpoint | None,
-) -> Iterator[Policy]:
-    """Give a policy with an optimizer, and end its processes.
+    session: AnySession, policy: Settings, *, model: str, has_reference: bool
+) -> Iterator[tuple[Policy, RunState]]:
+    """Yield a policy with an optimizer, and the state of the run; end its processes afterwards.
+
+    Both are those of the newest checkpoint of the run's directory, if there is one.
 
     Args:
         session: The run.
         policy: The section `policy` of the configuration.
         model: Name or directory of the model to start from, which is the reference too.
         has_reference: Whether to keep the reference.
-        checkpoint: What to go on from.
     """
-    config: Any = {**policy, "model_name": model}
+    checkpoint = session.checkpoints().latest()
+    config: Any = {**policy, "model_name": model}  # a PolicyConfig, and third parties' sections
     opened = Policy(
         session.cluster,
         config,
@@ -101,13 +114,13 @@ def open_policy(
         init_reference_model=has_reference,
     )
     try:
-        yield opened
+        yield opened, RunState() if checkpoint is None else checkpoint.state
     finally:
         opened.shutdown()
 
 
-def base_model(session: Session) -> str:
-    """Return name or directory of the model that the run starts from, which may be built now."""
+def base_model(session: AnySession) -> str:
+    """Return name or directory of the model that the run starts from; the tiny one is built now."""
     config = session.config
     if not config.has_builtin_model:
         return config.policy["model_name"]
@@ -124,8 +137,8 @@ def base_model(session: Session) -> str:
     return str(path)
 
 
-def save_final(session: Session, policy: Policy) -> None:
-    """Write the model as a Hugging Face directory, with its tokenizer; adapters alone, too."""
+def save_final(session: AnySession, policy: Policy) -> None:
+    """Write model and tokenizer as a Hugging Face directory, and adapters into another."""
 
     def write(path: Path) -> None:
         policy.save_hf_checkpoint(path)
@@ -137,7 +150,7 @@ def save_final(session: Session, policy: Policy) -> None:
 
 
 def write_directory(path: Path, write: Callable[[Path], None]) -> None:
-    """Write a directory beside its place and move it there whole, replacing what is there."""
+    """Write a directory under another name and rename it, replacing what is there."""
     partial = path.with_name(path.name + ".partial")
     if partial.exists():
         shutil.rmtree(partial)
