@@ -181,7 +181,8 @@ class DpoTrainer:
 
     def measure_start(self) -> DpoMetrics:
         """Return the measurements before the first step, where policy and reference are equal."""
-        return DpoMetrics(step=0, **self._measure())
+        accuracy, margin = self._measure()
+        return DpoMetrics(step=0, accuracy=accuracy, heldout_margin=margin)
 
     def take_step(self, step: int, *, is_measured: bool, needs_score: bool) -> DpoMetrics:
         """Take one optimizer step on the next pairs."""
@@ -191,8 +192,11 @@ class DpoTrainer:
         result = self._policy.train(batch, self._loss)
         step_s = perf_counter() - started
         means = sum_micro_batches(result["all_mb_metrics"], num_steps=len(result["loss"]))
+        accuracy, margin = self._measure() if is_measured or needs_score else (None, None)
         return DpoMetrics(
             step=step,
+            accuracy=accuracy,
+            heldout_margin=margin,
             reward_margin=means["reward_margin"],
             chosen_reward=means["chosen_reward"],
             rejected_reward=means["rejected_reward"],
@@ -200,7 +204,6 @@ class DpoTrainer:
             grad_norm=float(result["grad_norm"].mean()),
             tokens_per_s=int(batch["input_lengths"].sum()) / step_s,
             step_s=step_s,
-            **(self._measure() if is_measured or needs_score else {}),
         )
 
     def _batch(self, pairs: Sequence[PreferencePair]) -> Batch:
@@ -211,13 +214,13 @@ class DpoTrainer:
         batch["reference_logprobs"] = reference["reference_logprobs"]
         return batch
 
-    def _measure(self) -> dict[str, float]:
+    def _measure(self) -> tuple[float, float]:
         """Return accuracy and margin of the held-out pairs."""
         rows = len(self._heldout["input_lengths"])
         self._policy.prepare_for_lp_inference()
         result = self._policy.train(self._heldout, self._loss, eval_mode=True, gbs=rows)
         means = sum_micro_batches(result["all_mb_metrics"], num_steps=1)
-        return {"accuracy": means["pair_accuracy"], "heldout_margin": means["reward_margin"]}
+        return means["pair_accuracy"], means["reward_margin"]
 
 
 DPO = Recipe(
