@@ -11,7 +11,7 @@ from transformers import AutoConfig
 
 from rl_policy.backends import TrainingBackend, load_engine
 from rl_policy.config import RunConfig
-from rl_policy.generation.engine_config import generation_of_policy
+from rl_policy.generation.vllm.config import generation_of_policy
 
 
 def engine_section(config: RunConfig, *, model: str) -> Any:

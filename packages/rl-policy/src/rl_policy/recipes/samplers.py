@@ -9,11 +9,11 @@ from typing import Any, Protocol
 from rl_interfaces import GenerationInterface
 
 from rl_policy.backends import load_engine
-from rl_policy.cluster import RayVirtualCluster
 from rl_policy.config import RunConfig
-from rl_policy.generation.engine_state import INITIAL_VERSION
+from rl_policy.generation.state import INITIAL_VERSION
 from rl_policy.generation.vllm import VllmGeneration
 from rl_policy.policy import Policy
+from rl_policy.ray.cluster import RayVirtualCluster
 from rl_policy.recipes.checkpoints import RunState
 from rl_policy.recipes.engines import engine_section, keeps_weights
 from rl_policy.recipes.session import Session

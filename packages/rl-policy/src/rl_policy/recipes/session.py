@@ -9,10 +9,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from rl_policy.cluster import RayVirtualCluster
 from rl_policy.config import RunConfig
 from rl_policy.policy import Policy
-from rl_policy.ray_session import SESSION
+from rl_policy.ray.cluster import RayVirtualCluster
+from rl_policy.ray.session import SESSION
 from rl_policy.recipes.checkpoints import Checkpoint, CheckpointManager
 from rl_policy.recipes.inputs import RunInputs
 from rl_policy.recipes.metrics import MetricsLog

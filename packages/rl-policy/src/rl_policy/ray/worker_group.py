@@ -12,7 +12,7 @@ import ray
 from ray.util.placement_group import placement_group_table
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
-from rl_policy.rank_calls import (
+from rl_policy.ray.rank_calls import (
     GRACE_S,
     Outcome,
     WorkerGroupError,
@@ -20,13 +20,13 @@ from rl_policy.rank_calls import (
     to_exception,
     wait_for_ranks,
 )
-from rl_policy.worker_host import WorkerHost, rank_environments
+from rl_policy.ray.worker_host import WorkerHost, rank_environments
 
 if TYPE_CHECKING:
     from ray.util.placement_group import PlacementGroup
     from rl_interfaces import Cluster
 
-    from rl_policy.named_sharding import NamedSharding
+    from rl_policy.ray.named_sharding import NamedSharding
 
 logger = logging.getLogger(__name__)
 
