@@ -44,7 +44,7 @@ SHOWN = {
 GROUPS = {
     "rl_policy.workers": "packages/rl-policy/src/rl_policy/backends.py",
     "rl_policy.recipes": "packages/rl-policy/src/rl_policy/recipes/registry.py",
-    "rl_policy.generation": "packages/rl-policy/src/rl_policy/generation/backends.py",
+    "rl_policy.generation": "packages/rl-policy/src/rl_policy/backends.py",
     "rl_refit.transports": "packages/rl-refit/src/rl_refit/transports/__init__.py",
     "rl_megatron_worker.converters": (
         "packages/rl-megatron-worker/src/rl_megatron_worker/convert/registry.py"

@@ -273,7 +273,7 @@ def test_the_supervised_part_samples_with_the_workers():
 def test_engines_that_cannot_be_are_refused_before_anything_starts(
     overrides, error, message, monkeypatch
 ):
-    monkeypatch.setattr("rl_policy.generation.vllm.require_vllm", lambda: None)
+    monkeypatch.setattr("rl_policy.generation.vllm.generation.require_vllm", lambda: None)
     config = load("policy.generation.backend=vllm", *overrides)
     with pytest.raises(error, match=message):
         check_engines(config)
@@ -297,7 +297,7 @@ def test_engines_that_cannot_be_are_refused_before_anything_starts(
 def test_an_engine_has_a_position_for_every_token_of_its_longest_row(
     overrides, rotary, allowed, monkeypatch, tmp_path
 ):
-    monkeypatch.setattr("rl_policy.generation.vllm.require_vllm", lambda: None)
+    monkeypatch.setattr("rl_policy.generation.vllm.generation.require_vllm", lambda: None)
     sizes = {"hidden_size": 8, "num_hidden_layers": 1, "num_attention_heads": 1}
     model = LlamaConfig(**sizes, max_position_embeddings=32, rope_parameters=rotary or None)
     model.save_pretrained(tmp_path)

@@ -9,9 +9,9 @@ import pytest
 import rl_refit
 import torch
 from rl_policy import RayVirtualCluster
-from rl_policy.generation.engine_state import EngineStateError
+from rl_policy.generation.state import EngineStateError
 from rl_policy.generation.vllm import VllmGeneration
-from rl_policy.rank_calls import WorkerDiedError
+from rl_policy.ray.rank_calls import WorkerDiedError
 from rl_refit import messages, receivers
 from transformers import AutoModelForCausalLM
 from vllm_oracles import (

@@ -15,6 +15,7 @@ from typing import ClassVar
 
 from pydantic import Field
 
+from rl_policy.backends import WORKERS_OWN
 from rl_policy.config import (
     RewardSection,
     RunConfig,
@@ -27,7 +28,6 @@ from rl_policy.config import (
 )
 from rl_policy.data.batches import ProblemEncoder
 from rl_policy.data.problems import ShuffledStream
-from rl_policy.generation.backends import WORKERS_OWN
 from rl_policy.losses import NLLLoss
 from rl_policy.policy import Policy
 from rl_policy.recipes.registry import Recipe

@@ -12,7 +12,7 @@ import ray
 from ray.util.placement_group import placement_group_table
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
-from rl_policy.rank_calls import (
+from rl_policy.ray.rank_calls import (
     GRACE_S,
     Outcome,
     WorkerGroupError,
@@ -20,13 +20,13 @@ from rl_policy.rank_calls import (
     to_exception,
     wait_for_ranks,
 )
-from rl_policy.worker_host import WorkerHost, rank_environments
+from rl_policy.ray.worker_host import WorkerHost, rank_environments
 
 if TYPE_CHECKING:
     from ray.util.placement_group import PlacementGroup
     from rl_interfaces import Cluster
 
-    from rl_policy.named_sharding import NamedSharding
+    from rl_policy.ray.named_sharding import NamedSharding
 
 logger = logging.getLogger(__name__)
 
@@ -303,6 +303,15 @@ def rank_bundles(
     for group, bundle in bundles:
         order.setdefault(bundle_nodes[group][bundle], len(order))
     return sorted(bundles, key=lambda place: order[bundle_nodes[place[0]][place[1]]])
+
+
+def bundles_per_node(
+    cluster: Cluster, workers_per_node: int | Sequence[int] | None
+) -> list[int] | None:
+    """Return how many bundles of each node to use; None for all of them."""
+    if isinstance(workers_per_node, int):
+        return [workers_per_node] * len(cluster.get_placement_groups())
+    return None if workers_per_node is None else list(workers_per_node)
 
 
 def bundle_nodes(group: PlacementGroup) -> list[str]:

@@ -13,18 +13,23 @@ from rl_interfaces import GenerationInterface
 from transformers import AutoTokenizer
 
 from rl_policy import dispatch
-from rl_policy.generation.engine_config import (
+from rl_policy.generation.rows import check_prompts, row_seeds
+from rl_policy.generation.state import INITIAL_VERSION
+from rl_policy.generation.vllm.config import (
     check_sampling,
     count_engines,
     parse_engine_config,
     parse_sampling_config,
 )
-from rl_policy.generation.engine_state import INITIAL_VERSION
-from rl_policy.generation.sampling import check_prompts, row_seeds
-from rl_policy.generation.vllm_engine import EngineFacts, require_vllm, start_on_rank
-from rl_policy.named_sharding import NamedSharding
-from rl_policy.policy_inputs import bundles_per_node
-from rl_policy.worker_group import RankCall, RayWorkerGroup, bundle_nodes, rank_bundles
+from rl_policy.generation.vllm.engine import EngineFacts, require_vllm, start_on_rank
+from rl_policy.ray.named_sharding import NamedSharding
+from rl_policy.ray.worker_group import (
+    RankCall,
+    RayWorkerGroup,
+    bundle_nodes,
+    bundles_per_node,
+    rank_bundles,
+)
 
 if TYPE_CHECKING:
     from rl_interfaces import (

@@ -14,7 +14,7 @@ from ray.exceptions import GetTimeoutError
 from ray.util.placement_group import PlacementGroup, placement_group, remove_placement_group
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
-from rl_policy.ray_session import SESSION
+from rl_policy.ray.session import SESSION
 
 logger = logging.getLogger(__name__)
 

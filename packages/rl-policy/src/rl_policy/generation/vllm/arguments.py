@@ -1,12 +1,13 @@
-"""What a vLLM engine is told: its arguments and its environment. No vLLM here."""
+"""The arguments of vLLM's `LLM` and `SamplingParams`, and its environment. No vLLM here."""
 
 from __future__ import annotations
 
 import os
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from rl_policy.generation.engine_config import EngineConfig
+    from rl_policy.generation.vllm.config import EngineConfig, SamplingConfig
 
 # vLLM would take its part of the whole machine, which other processes need as well.
 _CPU_CACHE_BYTES = 1 << 30
@@ -82,3 +83,59 @@ def prepare_environment(tensor_parallel_size: int) -> None:
         os.environ.pop(name, None)
     for name, value in _ENVIRONMENT.items():
         os.environ.setdefault(name, value)
+
+
+def request_arguments(
+    sampling: SamplingConfig,
+    *,
+    prompt_lengths: Sequence[int],
+    seeds: Sequence[int],
+    stop_strings: Sequence[Sequence[str] | None],
+    max_length: int,
+    greedy: bool,
+) -> list[dict[str, Any]]:
+    """Return the arguments of vLLM's `SamplingParams` for each row.
+
+    Example, a row of 3 tokens that may grow to 8, sampled at 0.7:
+        {"temperature": 0.7, "top_p": 1.0, "top_k": 0, "max_tokens": 5, "seed": 17, ...}
+
+    Args:
+        sampling: What holds for every row.
+        prompt_lengths: Tokens per prompt, each less than `max_length`.
+        seeds: Per row.
+        stop_strings: Texts per row, besides the configured ones.
+        max_length: Most tokens per row, prompt included.
+        greedy: Take the most likely token, whatever `sampling` says.
+    """
+    shared = _distribution(sampling, greedy=greedy or sampling.temperature == 0) | {
+        # 0 alternatives: the sampled token's log-probability alone.
+        "logprobs": 0,
+        "flat_logprobs": True,
+        # The end token is among ours, and a model's own list of further ones is not the contract's.
+        "ignore_eos": True,
+        "stop_token_ids": list(sampling.stop_token_ids),
+        "include_stop_str_in_output": True,
+        "skip_special_tokens": False,
+    }
+    rows: list[dict[str, Any]] = []
+    for length, seed, texts in zip(prompt_lengths, seeds, stop_strings, strict=True):
+        stops = [*sampling.stop_strings, *(texts or ())]
+        row = {
+            "max_tokens": min(sampling.max_new_tokens, max_length - length),
+            "seed": seed,
+            "stop": stops,
+            "detokenize": bool(stops),
+        }
+        rows.append(shared | row)
+    return rows
+
+
+def _distribution(sampling: SamplingConfig, *, greedy: bool) -> dict[str, Any]:
+    # Greedy rows report the untempered, untruncated distribution, as every backend does.
+    if greedy:
+        return {"temperature": 0.0, "top_p": 1.0, "top_k": 0}
+    return {
+        "temperature": sampling.temperature,
+        "top_p": sampling.top_p,
+        "top_k": sampling.top_k or 0,
+    }

@@ -15,17 +15,20 @@ from rl_refit.vllm_workers import finish_update, on_workers, start_update
 from transformers import AutoConfig
 
 from rl_policy.backends import BackendNotInstalledError
-from rl_policy.generation import worker_side
-from rl_policy.generation.engine_state import TAGS, EngineState, WeightState
-from rl_policy.generation.outputs import Completion, assemble_output
-from rl_policy.generation.sampling import request_arguments
-from rl_policy.generation.vllm_arguments import engine_arguments, prepare_environment
+from rl_policy.generation.rows import Completion, assemble_output
+from rl_policy.generation.state import TAGS, EngineState, WeightState
+from rl_policy.generation.vllm import worker_side
+from rl_policy.generation.vllm.arguments import (
+    engine_arguments,
+    prepare_environment,
+    request_arguments,
+)
 
 if TYPE_CHECKING:
     from rl_batched_data import BatchedDataDict
     from transformers import PreTrainedTokenizerBase
 
-    from rl_policy.generation.engine_config import EngineConfig, SamplingConfig
+    from rl_policy.generation.vllm.config import EngineConfig, SamplingConfig
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
