@@ -1,9 +1,9 @@
 """From a batch to requests, and from completions to a batch. No vLLM here."""
 
 import torch
-from rl_policy.generation.engine_config import parse_sampling_config
-from rl_policy.generation.outputs import Completion, assemble_output
-from rl_policy.generation.sampling import request_arguments, row_seeds
+from rl_policy.generation.rows import Completion, assemble_output, row_seeds
+from rl_policy.generation.vllm.arguments import request_arguments
+from rl_policy.generation.vllm.config import parse_sampling_config
 
 
 def requests(lengths=(3,), stop_strings=None, greedy=False, max_length=100, **config):

@@ -5,13 +5,13 @@ import re
 
 import pytest
 from rl_interfaces import resolve_policy_config
-from rl_policy.generation.engine_config import (
+from rl_policy.generation.vllm.arguments import engine_arguments, prepare_environment
+from rl_policy.generation.vllm.config import (
     count_engines,
     generation_of_policy,
     parse_engine_config,
     parse_sampling_config,
 )
-from rl_policy.generation.vllm_arguments import engine_arguments, prepare_environment
 
 
 def engine(vllm_cfg=None, **changes):
