@@ -21,7 +21,7 @@ import torch
 import torch.distributed as dist
 
 from rl_batched_data.logprobs.tiles import GivenLogits, LogitSource, OutputHead
-from rl_batched_data.sharding.shards import check_positive
+from rl_batched_data.sharding.plan import check_positive
 
 _LOWEST = torch.finfo(torch.float32).min
 
