@@ -17,10 +17,10 @@ Bins = list[list[int]]
 
 
 class _Bins:
-    """Bins under first fit: a tree over their free room finds the first that is roomy enough.
+    """First-fit bins with a max-tree over their free capacity, for O(log n) lookup.
 
-    Node `i` holds the most free room below it, its children are `2i` and `2i + 1`, and the leaves
-    are the bins. Bins not yet opened are there already, as empty ones on the right.
+    Node `i` holds the largest free capacity below it, its children are `2i` and `2i + 1`, and the
+    leaves are the bins. Unopened bins are empty leaves on the right: opening one is a lookup too.
     """
 
     def __init__(self, capacity: int, total: int, count: int) -> None:
@@ -95,7 +95,7 @@ def concatenative(lengths: Sequence[int], capacity: int) -> Bins:
 
 
 def modified_first_fit_decreasing(lengths: Sequence[int], capacity: int) -> Bins:
-    """Return bins in which medium and small sequences fill what the large ones leave.
+    """Return bins whose remaining capacity beside large sequences is filled by smaller ones.
 
     At most 71/60 of the optimum plus 1 (Johnson and Garey 1985,
     doi:10.1016/0885-064X(85)90022-6). Large is more than half the capacity, medium more than a
@@ -172,7 +172,7 @@ class _Sorted:
 
 
 def _follow(links: list[int], start: int) -> int:
-    """Return where the links from `start` end, and shorten the way there."""
+    """Return the end of the links from `start`, with path compression (union-find)."""
     end = start
     while links[end] != end:
         end = links[end]
@@ -191,7 +191,7 @@ def _first_fit(lengths: Sequence[int], order: list[int], capacity: int) -> Bins:
 
 
 def wanted_bins(natural: int, *, min_bin_count: int, bin_count_multiple: int) -> int:
-    """Return the number of bins that `natural` is to be raised to."""
+    """Return the required number of bins, at least `natural`."""
     return round_up(max(natural, min_bin_count), bin_count_multiple)
 
 
