@@ -139,5 +139,5 @@ def test_rules_can_be_chosen(tmp_path):
     name = "weights_load_alone"
     report = check_worker(plain_case(tmp_path), directory=tmp_path, only=[name])
     assert report == Report(rank=0, outcomes=(Outcome(rule=name, status=Status.HOLDS),))
-    with pytest.raises(ValueError, match=r"no rules \['no_such_rule'\]"):
+    with pytest.raises(ValueError, match=r"unknown rules \['no_such_rule'\]"):
         check_worker(plain_case(tmp_path), directory=tmp_path, only=["no_such_rule"])

@@ -77,7 +77,7 @@ RULES = {
 }
 """The names of the rules by subject."""
 
-_MODULES = {
+MODULES = {
     "contract": "outputs",
     "outputs": "outputs",
     "errors": "outputs",
@@ -190,7 +190,7 @@ def check_rule(name: str, case: GenerationCase) -> None:
     lacking = _lacking(group, name, case)
     if lacking:
         raise SkipTest(f"{type(case).__name__} lacks {lacking}")
-    getattr(import_module(f"{__name__}.{_MODULES[group]}"), name)(case)
+    getattr(import_module(f"{__name__}.{MODULES[group]}"), name)(case)
 
 
 def check_generation(case: GenerationCase) -> list[str]:
