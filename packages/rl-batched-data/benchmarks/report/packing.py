@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from rl_batched_data.packing.cost import SequenceCost
+from rl_batched_data import SequenceCost
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
