@@ -325,7 +325,7 @@ def refusal(pools, config, **options):
 @pytest.mark.parametrize(
     ("targets", "words"),
     [
-        (["q_proj", "k_porj"], ["'k_porj'", "is no layer of Qwen3ForCausalLM"]),
+        (["q_proj", "k_porj"], ["'k_porj'", "matches no layer of Qwen3ForCausalLM"]),
         ("no.such.*", ["'no.such.*'", "does not fit Qwen3ForCausalLM"]),
         (["q_proj", "lm_head"], ["takes in lm_head", "output layer"]),
         (["embed_tokens"], ["takes in model.embed_tokens", "only linear layers"]),

@@ -66,7 +66,7 @@ class CachedForward:
             **self._last_only,
             **media,
         ).logits[:, -1]
-        return self._forward.sharing.whole_logits(logits)
+        return self._forward.parallel.gather_logits(logits)
 
 
 def left_pad(

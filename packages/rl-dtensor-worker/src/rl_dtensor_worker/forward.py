@@ -9,7 +9,7 @@ import torch
 from rl_interfaces import LossInput
 from rl_interfaces.backend.scoring import RowScores
 
-from rl_dtensor_worker.parallel.sharing import Sharing
+from rl_dtensor_worker.parallel.context import ParallelContext
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -35,7 +35,7 @@ class Forward:
     """Divides the logits, in every call alike."""
     width_multiple: int
     """Padded rows are completed to a multiple of this, inside."""
-    sharing: Sharing = field(default_factory=Sharing)
+    parallel: ParallelContext = field(default_factory=ParallelContext)
     """The ranks that run it together."""
 
     def logprobs(self, micro_batch: MicroBatch) -> torch.Tensor:
@@ -60,7 +60,7 @@ class Forward:
         """Return all logits, `[batch, seq, vocab]` float32: those of position t are of t + 1."""
         layout = self._lay_out(micro_batch)
         output = self.model(input_ids=layout.tokens, use_cache=False, **layout.arguments)
-        logits = layout.to_rows(self.sharing.whole_logits(output.logits), masked=False).float()
+        logits = layout.to_rows(self.parallel.gather_logits(output.logits), masked=False).float()
         return logits if self.temperature == 1.0 else logits / self.temperature
 
     def for_loss(self, micro_batch: MicroBatch, loss_fn: Any) -> torch.Tensor:
@@ -70,7 +70,7 @@ class Forward:
         return self.logits(micro_batch)
 
     def _lay_out(self, micro_batch: MicroBatch) -> RowLayout:
-        return self.sharing.lay_out(self.model, micro_batch, self.width_multiple)
+        return self.parallel.lay_out(self.model, micro_batch, self.width_multiple)
 
     def _scores(self, micro_batch: MicroBatch, **asked: Any) -> tuple[RowLayout, TokenScores]:
         layout = self._lay_out(micro_batch)

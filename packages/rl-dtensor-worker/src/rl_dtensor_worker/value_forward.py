@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 from rl_interfaces import LossInput
 from torch import nn
 
-from rl_dtensor_worker.parallel.sharing import Sharing
+from rl_dtensor_worker.parallel.context import ParallelContext
 
 if TYPE_CHECKING:
     from collections.abc import Generator
@@ -35,12 +35,12 @@ class ValueForward:
     """Whether a row has one score, that of its last token."""
     width_multiple: int
     """Padded rows are completed to a multiple of this, inside."""
-    sharing: Sharing = field(default_factory=Sharing)
+    parallel: ParallelContext = field(default_factory=ParallelContext)
     """The ranks that run it together."""
 
     def values(self, micro_batch: MicroBatch) -> torch.Tensor:
         """Return the score of each token, `[batch, seq]` float32; padding is 0."""
-        layout = self.sharing.lay_out(self.model, micro_batch, self.width_multiple)
+        layout = self.parallel.lay_out(self.model, micro_batch, self.width_multiple)
         with _output_of_layer(self.model, self.layer):
             values = self.model(input_ids=layout.tokens, use_cache=False, **layout.arguments)
         return layout.to_rows(values.float().squeeze(-1))

@@ -28,12 +28,12 @@ from rl_dtensor_worker.model.lora import AdaptersOff
 from rl_dtensor_worker.modes import evaluating, training_mode
 from rl_dtensor_worker.optim import LossScaler, build_optimizer, build_scheduler
 from rl_dtensor_worker.parallel import context as context_parallel
+from rl_dtensor_worker.parallel.context import ParallelContext
 from rl_dtensor_worker.parallel.fsdp import local_tensor, unshard_fsdp2_model
 from rl_dtensor_worker.parallel.mesh import (
     Meshes,
     leave_process_group,
 )
-from rl_dtensor_worker.parallel.sharing import Sharing
 from rl_dtensor_worker.parallel.tensor.group import TensorParallel
 from rl_dtensor_worker.parallel.tensor.plans import check_sizes, load_custom_plan
 from rl_dtensor_worker.reference import ReferenceModel
@@ -205,7 +205,7 @@ class DTensorPolicyWorker(
         with (
             evaluating(self.model, self._device),
             unshard_fsdp2_model(self.model),
-            self._sharing.whole_sequences(),
+            self._parallel.unsharded_sequences(),
         ):
             return generate(
                 lambda rows: CachedForward(forward, rows),
@@ -244,13 +244,13 @@ class DTensorPolicyWorker(
     ) -> None:
         self._dp_group = self._meshes.data["dp"].get_group()
         self._dp_rank = self._meshes.data["dp"].get_local_rank()
-        self._sharing = self._share()
+        self._parallel = self._share()
         self._tokenizer = tokenizer
         self._pad_token_id: int | None = tokenizer.pad_token_id  # type: ignore[assignment]
         self.model = build_model(
             self._config,
             meshes=self._meshes,
-            tensor_parallel=self._sharing.tensor_parallel,
+            tensor_parallel=self._parallel.tensor_parallel,
             device=self._device,
         )
         self._reference = self._build_reference() if keep_reference else None
@@ -275,11 +275,11 @@ class DTensorPolicyWorker(
         with evaluating(self.model, self._device):
             forward = self._tokens_or_values()
             packed = self._config.planned_by == "sequence_packing"
-            if feature := self._sharing.feature(packed=packed):
+            if feature := self._parallel.feature(packed=packed):
                 check_layout(
                     self.model,
                     forward.logprobs if isinstance(forward, Forward) else forward.values,
-                    sharing=self._sharing,
+                    parallel=self._parallel,
                     feature=feature,
                     compute_dtype=self._config.compute_dtype,
                     device=self._device,
@@ -290,23 +290,23 @@ class DTensorPolicyWorker(
         if self._config.head == "language_model":
             return Forward(
                 model=self.model,
-                head=find_token_head(self.model, self._sharing.tensor_parallel),
+                head=find_token_head(self.model, self._parallel.tensor_parallel),
                 temperature=self._config.temperature,
                 width_multiple=self._config.width_multiple,
-                sharing=self._sharing,
+                parallel=self._parallel,
             )
         return ValueForward(
             model=self.model,
             layer=find_value_layer(self.model, pad_token_id=self._pad_token_id),
             is_reward=self._config.head == "reward",
             width_multiple=self._config.width_multiple,
-            sharing=self._sharing,
+            parallel=self._parallel,
         )
 
-    def _share(self) -> Sharing:
+    def _share(self) -> ParallelContext:
         layout, meshes = self._config.layout, self._meshes
         cuts = self._config.sequence_parallel
-        return Sharing(
+        return ParallelContext(
             tensor_parallel=TensorParallel(meshes.tp, sequence_parallel=cuts)
             if layout.tensor_parallel > 1
             else None,

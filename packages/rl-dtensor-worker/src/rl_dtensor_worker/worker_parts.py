@@ -24,8 +24,8 @@ if TYPE_CHECKING:
     from rl_dtensor_worker.config import WorkerConfig
     from rl_dtensor_worker.forward import Forward
     from rl_dtensor_worker.model.lora import AdaptersOff
+    from rl_dtensor_worker.parallel.context import ParallelContext
     from rl_dtensor_worker.parallel.mesh import Meshes
-    from rl_dtensor_worker.parallel.sharing import Sharing
     from rl_dtensor_worker.reference import ReferenceModel
     from rl_dtensor_worker.train_step import TrainingParts
     from rl_dtensor_worker.value_forward import ValueForward
@@ -43,7 +43,7 @@ class WorkerParts:
     _dp_rank: int
     _tokenizer: PreTrainedTokenizerBase
     _pad_token_id: int | None
-    _sharing: Sharing
+    _parallel: ParallelContext
     _forward: Forward | ValueForward
     _reference: ReferenceModel | AdaptersOff | None
     _training: TrainingParts | None
@@ -58,7 +58,7 @@ class WorkerParts:
             data,
             **sizes,
             planned_by=self._config.planned_by,
-            concatenation=self._sharing.concatenation(),
+            concatenation=self._parallel.concatenation(),
             group=self._dp_group,
             device=self._device,
         )
