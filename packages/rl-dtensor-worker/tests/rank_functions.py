@@ -903,7 +903,7 @@ def train_while_saving(*, config, batch, directory):
     """Train while a save is held back, then load it and train again; return what both gave."""
     import threading
 
-    from rl_dtensor_worker.checkpoint import saving
+    from rl_interfaces.backend.checkpoint import pending as saving
 
     write, may_write = saving.write_parts, threading.Event()
 

@@ -54,6 +54,17 @@ class TensorSource:
         """Yield name and tensor."""
         return iter(self._tensors.items())
 
+    def gather(self, names: Iterable[str]) -> Iterator[tuple[str, torch.Tensor]]:
+        """Yield name and tensor of each of `names`.
+
+        Raises:
+            ValueError: There is no tensor of that name.
+        """
+        names = list(names)
+        if unknown := [name for name in names if name not in self._tensors]:
+            raise ValueError(f"there is no tensor {unknown[0]!r} in the model")
+        return ((name, self._tensors[name]) for name in names)
+
 
 def block_of(name: str) -> str:
     """Return what the names of one repeated block begin with, and "" for all other names.

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import copy
 from collections import defaultdict
-from typing import TYPE_CHECKING, Any
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
 from torch.optim.lr_scheduler import SequentialLR
@@ -14,13 +15,34 @@ if TYPE_CHECKING:
 
     from torch import nn
     from torch.distributed.checkpoint.metadata import TensorStorageMetadata
+    from torch.optim.lr_scheduler import LRScheduler
 
-    from rl_dtensor_worker.train_step import TrainingParts
 
 Tensors = dict[str, torch.Tensor]
 
 
-def state_of(model: nn.Module, training: TrainingParts) -> tuple[Tensors, dict[str, Any]]:
+class Scaler(Protocol):
+    """What scales a loss, and remembers by how much."""
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return plain values."""
+        ...
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Take up what `state_dict` returned."""
+        ...
+
+
+@dataclass(kw_only=True, slots=True)
+class TrainState:
+    """An optimizer of torch, its schedule and its loss scale: the state of training."""
+
+    optimizer: torch.optim.Optimizer
+    scheduler: LRScheduler
+    scaler: Scaler | None = None
+
+
+def state_of(model: nn.Module, training: TrainState) -> tuple[Tensors, dict[str, Any]]:
     """Return the optimizer's tensors as `{parameter/slot: tensor}`, and a copy of all else.
 
     The tensors are the optimizer's own, sharded as their parameters are.
@@ -35,18 +57,18 @@ def state_of(model: nn.Module, training: TrainingParts) -> tuple[Tensors, dict[s
         "counters": counters,
         "groups": groups,
         "scheduler": training.scheduler.state_dict(),
-        "scaler": training.scaler.state_dict(),
+        "scaler": training.scaler.state_dict() if training.scaler is not None else {},
     }
     return tensors, copy.deepcopy(others)
 
 
 def check_fits(
     model: nn.Module,
-    training: TrainingParts,
+    training: TrainState,
     others: dict[str, Any],
     stored: Mapping[str, TensorStorageMetadata],
 ) -> None:
-    """Raise unless a save, of whose tensors `stored` tells, is of this optimizer.
+    """Raise if the checkpoint does not match this optimizer.
 
     Raises:
         ValueError: It is of another optimizer or schedule, or of other parameters.
@@ -71,7 +93,7 @@ def check_fits(
 
 
 def tensors_to_fill(
-    model: nn.Module, training: TrainingParts, stored: Mapping[str, TensorStorageMetadata]
+    model: nn.Module, training: TrainState, stored: Mapping[str, TensorStorageMetadata]
 ) -> Tensors:
     """Return a tensor for each of `stored`, to be filled in place: the optimizer's, or a new one.
 
@@ -103,7 +125,7 @@ def tensors_to_fill(
 
 
 def restore(
-    model: nn.Module, training: TrainingParts, others: dict[str, Any], tensors: Tensors
+    model: nn.Module, training: TrainState, others: dict[str, Any], tensors: Tensors
 ) -> None:
     """Take up what `state_of` returned, and nothing else: `tensors` are those of the save."""
     optimizer = training.optimizer
@@ -122,7 +144,8 @@ def restore(
             value = value.to(_counter_device(_slot(name), before.get(name), parameter, group))
         optimizer.state[parameter][_slot(name)] = value
     training.scheduler.load_state_dict(others["scheduler"])
-    training.scaler.load_state_dict(others["scaler"])
+    if training.scaler is not None:
+        training.scaler.load_state_dict(others["scaler"])
 
 
 def _of_a_first_step(model: nn.Module, optimizer: torch.optim.Optimizer) -> Tensors:
@@ -149,7 +172,7 @@ def _slot(name: str) -> str:
     return name.rpartition("/")[2]
 
 
-def _classes(training: TrainingParts) -> dict[str, str]:
+def _classes(training: TrainState) -> dict[str, str]:
     """Return what steps and what schedules: Adam, say, would take up AdamW's state and turn it."""
     schedule = training.scheduler
     parts = schedule._schedulers if isinstance(schedule, SequentialLR) else [schedule]
