@@ -8,8 +8,7 @@ import rank_functions
 import torch
 from oracle import LOGPROB_TOLERANCE, largest_difference, load, plain_logprobs
 from rank_pool import RankFailure, RankPool
-from rl_dtensor_worker.checkpoint.checkpointer import Checkpointer
-from rl_interfaces.backend.checkpoint.pending import PendingSave
+from rl_interfaces.backend.checkpoint.checkpointer import Checkpointer, PendingSave
 from safetensors.torch import load_file
 from tiny_checkpoints import save_model
 from tiny_model import build_tiny_model, make_batch, make_config
@@ -48,6 +47,7 @@ def test_a_new_process_continues_bit_for_bit(saved):
         assert torch.equal(sampled, sampled_2)
 
 
+@pytest.mark.slow_beyond(1)
 @pytest.mark.parametrize("num_ranks", [1, 4])
 def test_another_layout_continues(saved, pools, num_ranks):
     arguments, uninterrupted = saved
@@ -233,7 +233,7 @@ def test_a_save_that_took_too_long_still_says_what_it_failed_with(tmp_path):
         assert may_fail.wait(60)
         raise RuntimeError("planted")
 
-    checkpointer = Checkpointer(torch.nn.Linear(1, 1), timeout_s=0.01, in_background=True)
+    checkpointer = Checkpointer(None, timeout_s=0.01, in_background=True)
     checkpointer._pending = pending = PendingSave(write, path=tmp_path)
     for _ in range(2):
         with pytest.raises(TimeoutError, match="was not written within"):
@@ -249,7 +249,7 @@ def test_a_process_ends_though_a_save_does_not():
     program = """
 import threading
 from pathlib import Path
-from rl_interfaces.backend.checkpoint.pending import PendingSave
+from rl_interfaces.backend.checkpoint.checkpointer import PendingSave
 
 PendingSave(threading.Event().wait, path=Path("weights"))
 """

@@ -62,6 +62,7 @@ def plain_values(path, head, batch):
     return values
 
 
+@pytest.mark.slow_beyond(3, every=5)
 @pytest.mark.parametrize("section", SECTIONS)
 @pytest.mark.parametrize("num_ranks", [1, 2])
 @pytest.mark.parametrize("num_rows", [1, 7])
@@ -157,7 +158,7 @@ def test_calls_that_a_head_does_not_allow_are_named(pools, tiny_model, judges):
     )
     assert errors.keys() == {"get_logprobs", "get_topk_logits", "too many", "generate", "train"}
     assert (
-        "get_logprobs() needs policy.head='language_model', got 'reward'"
+        "get_logprobs is not available: it needs policy.head='language_model', got 'reward'"
         in (errors["get_logprobs"])
     )
     assert "LogprobLoss wants log-probabilities" in errors["train"]

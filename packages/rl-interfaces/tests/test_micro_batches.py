@@ -1,5 +1,7 @@
 from contextlib import contextmanager
 
+pytestmark = pytest.mark.needs("rl-interfaces[backend]")
+
 import pytest
 import torch
 import torch.distributed as dist

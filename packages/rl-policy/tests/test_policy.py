@@ -12,8 +12,8 @@ from rl_interfaces.backend.runtime.ports import ReservedPort
 from rl_policy import Policy, RayVirtualCluster
 from rl_policy.losses import NLLLoss
 from rl_refit import PoisonedError, RefitError, RefitInProgress, RefitReceiver
-from rl_refit.broadcast import BroadcastGroup
-from rl_refit.handles import rebuild
+from rl_refit.compat.broadcast import BroadcastGroup
+from rl_refit.compat.handles import rebuild
 from tokenizers import Tokenizer
 from tokenizers.models import WordLevel
 from transformers import (
@@ -24,7 +24,7 @@ from transformers import (
     Qwen2ForCausalLM,
 )
 
-pytestmark = pytest.mark.timeout(240)
+pytestmark = [pytest.mark.timeout(240), pytest.mark.needs("rl-policy[dtensor]")]
 
 VOCABULARY, PAD, EOS = 64, 0, 1
 MAX_NEW_TOKENS = 5
@@ -188,6 +188,7 @@ def test_a_reward_model_scores_rows_in_order(cluster, model_path, tokenizer, tmp
     torch.testing.assert_close(scores, expected, **LOGPROB_TOLERANCE)
 
 
+@pytest.mark.needs("rl-policy[lora]")
 def test_adapters_are_saved_as_peft_reads_them(
     cluster, model_path, tokenizer, plain_model, tmp_path
 ):

@@ -24,7 +24,12 @@ from vllm_oracles import (
     save_llama,
 )
 
-pytestmark = [pytest.mark.vllm, pytest.mark.gpu, pytest.mark.timeout(300)]
+pytestmark = [
+    pytest.mark.vllm,
+    pytest.mark.gpu,
+    pytest.mark.timeout(300),
+    pytest.mark.needs("rl-policy[all]"),
+]
 
 ray.cloudpickle.register_pickle_by_value(sys.modules[__name__])
 

@@ -17,7 +17,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 
-from rl_refit.handles import group_keys
+from rl_refit.compat.handles import group_keys
 
 if TYPE_CHECKING:
     from rl_policy.policy import Policy

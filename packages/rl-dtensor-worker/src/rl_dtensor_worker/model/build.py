@@ -8,6 +8,7 @@ import torch
 
 from rl_dtensor_worker.attention.check import check_rotation
 from rl_dtensor_worker.config import load_model_config
+from rl_dtensor_worker.model.heads import value_layer_name
 from rl_dtensor_worker.model.load import ModelLoader, auto_class
 from rl_dtensor_worker.model.lora import (
     adapted_layers,
@@ -17,7 +18,6 @@ from rl_dtensor_worker.model.lora import (
 )
 from rl_dtensor_worker.parallel.fsdp import shard_model
 from rl_dtensor_worker.parallel.tensor.plans import apply_plan, check_sizes, plan_of
-from rl_dtensor_worker.value_forward import value_layer_name
 
 if TYPE_CHECKING:
     from torch import nn

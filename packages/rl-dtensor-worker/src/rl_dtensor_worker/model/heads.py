@@ -37,6 +37,8 @@ _SOFT_CAPS = ("final_logit_softcapping", "logits_soft_cap")
 
 # A range of logits in which all scales and soft caps in use differ measurably.
 _PROBED_LOGITS = (-60.0, 60.0)
+# Names of the score layer of transformers' reward and value models.
+_SCORE_LAYERS = ("score", "classifier")
 # Relative to the largest logit: rounding of a few float32 operations.
 _PROBE_TOLERANCE = 1e-5
 
@@ -242,3 +244,58 @@ def _forward_replaced(
 
 def _local(parameter: torch.Tensor) -> torch.Tensor:
     return parameter.to_local() if isinstance(parameter, DTensor) else parameter
+
+
+def find_value_layer(model: PreTrainedModel, *, pad_token_id: int | None) -> nn.Linear:
+    """Return the score layer of a reward or value model.
+
+    Args:
+        model: The model. Its config gets a padding token if it has none: transformers' sequence
+            classifiers require one, even though their own pooled scores are not used.
+        pad_token_id: The tokenizer's.
+
+    Raises:
+        ValueError: There is none, or it has more than one output.
+    """
+    text_config: Any = model.config.get_text_config()
+    if text_config.pad_token_id is None:
+        text_config.pad_token_id = pad_token_id or 0
+    layer = model.get_submodule(value_layer_name(model))
+    assert isinstance(layer, nn.Linear)
+    return layer
+
+
+def value_layer_name(model: PreTrainedModel) -> str:
+    """Return the name of the score layer of a reward or value model.
+
+    Raises:
+        ValueError: There is none, or it has more than one output.
+    """
+    for name in _SCORE_LAYERS:
+        layer = getattr(model, name, None)
+        if isinstance(layer, nn.Linear) and layer.weight.shape[0] == 1:
+            return name
+    raise ValueError(
+        f"policy.head: {type(model).__name__} has no linear layer with one output named "
+        f"{' or '.join(_SCORE_LAYERS)}"
+    )
+
+
+@contextmanager
+def output_of_layer(model: PreTrainedModel, layer: nn.Linear) -> Generator[None, None, None]:
+    """Make the output of `layer` the model's output inside."""
+    found: list[torch.Tensor] = []
+
+    def keep(_layer: nn.Module, _arguments: Any, output: torch.Tensor) -> None:
+        found.append(output)
+
+    hooks = [
+        layer.register_forward_hook(keep),
+        # FSDP registers the backward pass on the output's tensors, which must not be views.
+        model.register_forward_hook(lambda *_: found.pop().clone(), prepend=True),
+    ]
+    try:
+        yield
+    finally:
+        for hook in hooks:
+            hook.remove()

@@ -162,21 +162,18 @@ def adapted_weights(model: PreTrainedModel) -> dict[str, AdaptedWeight]:
     }
 
 
-class AdaptersOff:
-    """The reference model of a policy with adapters: the model without them."""
-
-    @contextmanager
-    def swapped_in(self, model: PreTrainedModel) -> Generator[None, None, None]:
-        """Disable the adapters inside."""
-        layers = adapted_layers(model).values()
-        # Peft's `disable_adapters` also freezes the adapters, which FSDP would take for permanent.
+@contextmanager
+def adapters_disabled(model: PreTrainedModel) -> Generator[None, None, None]:
+    """Disable the adapters inside: the model is then the one that they were added to."""
+    layers = adapted_layers(model).values()
+    # Peft's `disable_adapters` also freezes the adapters, which FSDP would take for permanent.
+    for layer in layers:
+        layer._disable_adapters = True
+    try:
+        yield
+    finally:
         for layer in layers:
-            layer._disable_adapters = True
-        try:
-            yield
-        finally:
-            for layer in layers:
-                layer._disable_adapters = False
+            layer._disable_adapters = False
 
 
 def check_adapter_config(model: PreTrainedModel, path: Path, *, what: str) -> None:

@@ -53,17 +53,6 @@ def plan_layout(config: Mapping[str, Any], *, world_size: int) -> ParallelLayout
     return layout
 
 
-def leave_process_group() -> None:
-    """Destroy the default process group, if there is one, so that the process can join another.
-
-    DTensor caches sharding decisions together with the first mesh that it saw. A mesh of the next
-    group may compare equal to it while its groups have other names, so the cache is cleared.
-    """
-    if dist.is_initialized():
-        dist.destroy_process_group()
-    _clear_sharding_prop_cache()
-
-
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Meshes:
     """Views of the ranks in one order; tensor-parallel ranks are neighbours."""
@@ -99,8 +88,9 @@ class Meshes:
     def leave(self) -> None:
         """Destroy the meshes' groups and DTensor's references to them. Not collective.
 
-        DTensor keeps each mesh over which it has redistributed tensors. A mesh holds its groups,
-        whose threads would otherwise run on.
+        DTensor caches sharding decisions together with the meshes that they were made for. A mesh
+        holds its groups, whose threads would otherwise run on, and a later mesh may compare equal
+        to it while its groups have other names.
         """
         meshes = (self.data, self.state, self.replicas)
         destroy_groups(group for mesh in meshes for group in mesh.get_all_groups())

@@ -298,7 +298,7 @@ class VllmGeneration(GenerationInterface):
         """Load one group of the tensors that `prepare_refit_info` has announced; True when done.
 
         Args:
-            handles: `{device id: {name: handle}}`, handles of `rl_refit.handles`.
+            handles: `{device id: {name: handle}}`, handles of `rl_refit.compat.handles`.
         """
         self._on_engines("update_from_handles", handles, list(self._known_info()))
         return True
