@@ -254,7 +254,7 @@ def refused_load(*, config, batch, weights_path, optimizer_path):
 
 def start_from_nothing(*, config):
     """Start from a checkpoint that is not there; return what was closed, and what is left."""
-    from rl_dtensor_worker import worker as module
+    from rl_interfaces.backend import worker as module
 
     closed, classes = (
         [],
@@ -634,14 +634,14 @@ def tensors_of(model):
 
 def load_models(*, model_names):
     """Return the tensors of each model, sharded over the data-parallel axis."""
-    from rl_dtensor_worker.config import WorkerConfig
+    from rl_dtensor_worker.config import EngineConfig
     from rl_dtensor_worker.model.build import build_model
     from rl_dtensor_worker.parallel.mesh import Meshes
 
     loaded = []
     with process_group() as environment:
         for name in model_names:
-            config = WorkerConfig.from_policy_config(
+            config = EngineConfig.from_policy_config(
                 make_config(name), world_size=environment.world_size, init_optimizer=True
             )
             device = environment.device
@@ -654,13 +654,13 @@ def load_models(*, model_names):
 
 def load_over_two_axes(*, model_names):
     """Return each model's tensors and placements, on two data- by two tensor-parallel ranks."""
-    from rl_dtensor_worker.config import WorkerConfig
+    from rl_dtensor_worker.config import EngineConfig
     from rl_dtensor_worker.model.load import ModelLoader
 
     loaded = []
     with process_group() as environment:
         for name in model_names:
-            config = WorkerConfig.from_policy_config(
+            config = EngineConfig.from_policy_config(
                 make_config(name), world_size=4, init_optimizer=True
             )
             model = model_on_meta(name)
@@ -859,7 +859,7 @@ def export(*, config, path, max_bytes):
 
 def save_over_two_axes(*, model_name, directory):
     """Add 1 to the weights and save them, over two data- by two tensor-parallel ranks."""
-    from rl_dtensor_worker.config import WorkerConfig
+    from rl_dtensor_worker.config import EngineConfig
     from rl_dtensor_worker.model.build import trained_state
     from rl_dtensor_worker.model.load import ModelLoader
     from rl_dtensor_worker.weights.source import ModelWeights
@@ -869,7 +869,7 @@ def save_over_two_axes(*, model_name, directory):
     from rl_interfaces.backend.engine import HfExport
 
     with process_group() as environment:
-        config = WorkerConfig.from_policy_config(
+        config = EngineConfig.from_policy_config(
             make_config(model_name), world_size=4, init_optimizer=True
         )
         model = model_on_meta(model_name)
@@ -882,7 +882,7 @@ def save_over_two_axes(*, model_name, directory):
         layout = TensorFormat(model=model, training=None, weights=lambda: trained_state(model))
         checkpointer = Checkpointer(layout, timeout_s=60)
         random_state = RankRandomState(data_parallel_rank=0, is_written_here=False, state={})
-        checkpointer.save(f"{directory}/weights", None, None, random_state)
+        checkpointer.save(f"{directory}/weights", None, random_state)
         device = environment.device
         source = ModelWeights(model, wire_dtype=torch.float32, device=device)
         export = HfExport(

@@ -18,7 +18,7 @@ from torch.distributed.tensor import DTensor, Replicate
 from transformers.core_model_loading import WeightConverter, revert_weight_conversion
 
 from rl_dtensor_worker.attention.check import check_layout, check_rotation
-from rl_dtensor_worker.config import WorkerConfig, load_model_config
+from rl_dtensor_worker.config import EngineConfig, load_model_config
 from rl_dtensor_worker.decoder import CachedForward
 from rl_dtensor_worker.forward import Forward, TokenOutput, ValueForward, ValueOutput
 from rl_dtensor_worker.model.build import build_model, persistent_state, trained_state
@@ -89,7 +89,7 @@ class DTensorEngine:
         tokenizer: PreTrainedTokenizerBase,
         init_optimizer: bool,
     ) -> None:
-        self.config = WorkerConfig.from_policy_config(
+        self.config = EngineConfig.from_policy_config(
             config, world_size=environment.world_size, init_optimizer=init_optimizer
         )
         self._device = environment.device
@@ -121,7 +121,7 @@ class DTensorEngine:
         Raises:
             ValueError: They do not fit; the message names key and numbers.
         """
-        parsed = WorkerConfig.from_policy_config(
+        parsed = EngineConfig.from_policy_config(
             config, world_size=world_size, init_optimizer=init_optimizer
         )
         if parsed.custom_parallel_plan is not None:
@@ -188,7 +188,7 @@ class DTensorEngine:
             on_device = is_training and not self.config.cpu_offload
             move_optimizer_state(optimizer, self._device if on_device else _CPU)
         if not self.config.cpu_offload:
-            self.model.to(model_device)
+            cast("nn.Module", self.model).to(model_device)
         move_buffers(self.model, model_device)
         if state is not ResidencyState.REFITTING:
             self.model.train(is_training)
@@ -310,10 +310,14 @@ class DTensorEngine:
 
     def _describe(self) -> EngineInfo:
         head, text_config = self.config.head, self.model.config.get_text_config()
-        lacks = {"score": f"it needs policy.head='reward' or 'value', got {head!r}"}
+        lacks: dict[str, str] = {"score": f"it needs policy.head='reward' or 'value', got {head!r}"}
         if head != "language_model":
             reason = f"it needs policy.head='language_model', got {head!r}"
             lacks = dict.fromkeys(_TOKEN_CALLS, reason)
+            lacks["logprobs"] = (
+                f"policy.head={head!r} gives scores: use a loss whose input_type is "
+                "LossInput.LOGITS, which gets them in place of logits"
+            )
         return EngineInfo(
             device=self._device,
             data_group=self.meshes.data["dp"].get_group(),

@@ -146,11 +146,7 @@ class ValueOutput:
         Raises:
             ValueError: Always.
         """
-        head = "reward" if self.forward.is_reward else "value"
-        raise ValueError(
-            f"policy.head={head!r} gives scores, not log-probabilities: use a loss whose "
-            "input_type is LossInput.LOGITS"
-        )
+        raise ValueError("policy.head: reward and value models have no log-probabilities")
 
     def logits(self, *, sharded: bool = False) -> torch.Tensor:
         """Return float32 scores: `[batch]` of a reward model, `[batch, seq]` of a value model."""

@@ -23,13 +23,13 @@ if TYPE_CHECKING:
     from torch import nn
     from transformers import PreTrainedModel
 
-    from rl_dtensor_worker.config import WorkerConfig
+    from rl_dtensor_worker.config import EngineConfig
     from rl_dtensor_worker.parallel.mesh import Meshes
     from rl_dtensor_worker.parallel.tensor.group import TensorParallel
 
 
 def build_model(
-    config: WorkerConfig,
+    config: EngineConfig,
     *,
     meshes: Meshes,
     tensor_parallel: TensorParallel | None,

@@ -203,7 +203,7 @@ def _check_names(
         missing_keys={name for name, tensor in state.items() if id(tensor) not in filled},
         unexpected_keys=unexpected,
     )
-    model._adjust_missing_and_unexpected_keys(names)
+    model._adjust_missing_and_unexpected_keys(names)  # type: ignore[arg-type]
     if names.unexpected_keys:
         logger.warning(
             "%s has %d tensors that %s does not have; they are ignored: %s",

@@ -25,7 +25,7 @@ from rl_dtensor_worker.model.lora import without_adapters
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
-    from rl_dtensor_worker.config import WorkerConfig
+    from rl_dtensor_worker.config import EngineConfig
 
 logger = logging.getLogger(__name__)
 
@@ -63,7 +63,7 @@ class ModelLoader:
             in safetensors while adapters are enabled.
     """
 
-    def __init__(self, model: PreTrainedModel, config: WorkerConfig) -> None:
+    def __init__(self, model: PreTrainedModel, config: EngineConfig) -> None:
         self._buffers = initial_buffers(model)
         paths = first_rank_first(lambda: find_checkpoint(config.model_name, model.config))
         self._pretrained: PreTrainedModel | None = None
@@ -134,7 +134,7 @@ def initial_buffers(model: PreTrainedModel) -> dict[str, torch.Tensor]:
 
 
 def _load_on_first_rank(
-    model: PreTrainedModel, config: WorkerConfig, path: str
+    model: PreTrainedModel, config: EngineConfig, path: str
 ) -> PreTrainedModel | None:
     """Return the unsharded model on the first rank, None on the others. Collective."""
     if dist.get_rank() == 0:

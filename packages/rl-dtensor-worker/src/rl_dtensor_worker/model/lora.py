@@ -184,7 +184,8 @@ def check_adapter_config(model: PreTrainedModel, path: Path, *, what: str) -> No
     """
     if not (path / _CONFIG_FILE).is_file():
         raise ValueError(f"{what}={str(path)!r} has no {_CONFIG_FILE}")
-    found, own = _peft().LoraConfig.from_pretrained(str(path)), model.peft_config["default"]
+    own: Any = model.peft_config["default"]
+    found = _peft().LoraConfig.from_pretrained(str(path))
     pairs = {key: (getattr(found, key), getattr(own, key)) for key in _MEANINGS}
     # Peft lists score layers of several architectures; only those of this model count.
     names = [name for name in found.modules_to_save or () if _is_layer(model, name)]
