@@ -98,7 +98,8 @@ class ContextShards:
         chunks: list[ContextChunks] = []
         places = torch.empty(len(owned[rank]), dtype=torch.int64)
         base = 0
-        for rows in group_by_length(split.sizes.tolist()):
+        sizes: list[int] = split.sizes.tolist()
+        for rows in group_by_length(sizes):
             for position in range(len(split.chunks_of(rank))):
                 chunk, is_token = split.rows(rows, position, rank=rank, gathered=gathered)
                 flat = base + torch.arange(is_token.numel()).view(is_token.shape)
@@ -130,8 +131,9 @@ class _Split:
         lengths = edges.diff()
         num_chunks = 1 if num_ranks == 1 else 2 * num_ranks
         if bool((lengths % num_chunks).any()):
+            found: list[int] = lengths.tolist()
             raise ValueError(
-                f"sequences of {lengths.tolist()} tokens, padding included, do not divide into "
+                f"sequences of {found} tokens, padding included, do not divide into "
                 f"{num_chunks} chunks for context_parallel_size={num_ranks}"
             )
         return cls(starts=edges[:-1], sizes=lengths // num_chunks, num_ranks=num_ranks)
@@ -143,7 +145,9 @@ class _Split:
     def tokens(self, rank: int) -> torch.Tensor:
         """Return the tokens of `rank`, sequence by sequence."""
         parts = [torch.arange(0)]
-        for start, size in zip(self.starts.tolist(), self.sizes.tolist(), strict=True):
+        starts: list[int] = self.starts.tolist()
+        sizes: list[int] = self.sizes.tolist()
+        for start, size in zip(starts, sizes, strict=True):
             for chunk in self.chunks_of(rank):
                 parts.append(torch.arange(start + chunk * size, start + (chunk + 1) * size))
         return torch.cat(parts)
