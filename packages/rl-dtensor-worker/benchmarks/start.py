@@ -20,7 +20,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from report import Row, parse_options, report
-from rl_dtensor_worker.config import WorkerConfig
+from rl_dtensor_worker.config import EngineConfig
 from rl_dtensor_worker.model import load as loading
 from rl_dtensor_worker.model.build import build_model
 from rl_dtensor_worker.parallel.mesh import Meshes
@@ -68,7 +68,7 @@ def start(rank: int, world_size: int, port: int, model: str, whole: bool, result
         loading.find_checkpoint = lambda *_: ["whole"]
     environment = RankEnvironment.from_environment()
     init_process_group(environment, timeout_s=600)
-    config = WorkerConfig.from_policy_config(
+    config = EngineConfig.from_policy_config(
         {"model_name": model, "precision": "float32", "dtensor_cfg": {"enabled": True}},
         world_size=world_size,
         init_optimizer=False,

@@ -15,9 +15,10 @@ def describe(*, config):
     """Return what a new worker trains, holds and sends."""
     with worker_for(config) as worker:
         model = worker.model
+        optimizer = worker._engine.optimizer.state.optimizer
         return {
             "trained": sorted(n for n, p in model.named_parameters() if p.requires_grad),
-            "optimized": sum(len(g["params"]) for g in worker._training.optimizer.param_groups),
+            "optimized": sum(len(group["params"]) for group in optimizer.param_groups),
             "dtypes": {name: parameter.dtype for name, parameter in model.named_parameters()},
             "parameters": parameters_of(worker),
             "info": worker.prepare_refit_info(),
@@ -59,7 +60,7 @@ def train_and_save(*, config, batch, directory):
         worker.save_adapters(f"{directory}/adapters")
         worker.save_hf_checkpoint(f"{directory}/merged", max_file_bytes=40_000)
         saved = parameters_of(worker)
-        slots = worker._training.optimizer.state
+        slots = worker._engine.optimizer.state.optimizer.state
         worker.train(rows, make_loss("nll"))
         return {
             "sent": sent,

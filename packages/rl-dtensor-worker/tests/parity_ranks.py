@@ -11,7 +11,7 @@ BUDGET = 24
 
 def rows_of(worker, batch, section, *, global_batch_size):
     """Return the rows of this rank's data-parallel place, with the plan of `section`."""
-    mesh = worker._meshes.data["dp"]
+    mesh = worker._engine.meshes.data["dp"]
     rank, num_ranks = mesh.get_local_rank(), mesh.size()
     if section is None:
         size = global_batch_size or batch["input_ids"].shape[0]
@@ -37,7 +37,7 @@ def run_case(*, config, batch, section, num_calls, loss="nll"):
             rows_of(worker, batch, section, global_batch_size=None)[0]
         )
         return {
-            "place": worker._meshes.data["dp"].get_local_rank(),
+            "place": worker._engine.meshes.data["dp"].get_local_rank(),
             "order": order,
             "logprobs": logprobs,
             "reference": reference["reference_logprobs"],
@@ -80,7 +80,7 @@ def generate_and_score(*, config, batch, greedy):
             BatchedDataDict({"input_ids": output["output_ids"], "input_lengths": lengths})
         )["logprobs"]
         return {
-            "place": worker._meshes.data["dp"].get_local_rank(),
+            "place": worker._engine.meshes.data["dp"].get_local_rank(),
             "order": None,
             "prompt_lengths": rows["input_lengths"],
             "scored": scored,
@@ -92,5 +92,5 @@ def call_in_layout(*, config, batch, method, **arguments):
     """Return what a scoring call gives for this rank's rows, and its data-parallel place."""
     with worker_for(config, init_optimizer=False, init_reference_model=False) as worker:
         rows, _ = rows_of(worker, batch, None, global_batch_size=None)
-        place = worker._meshes.data["dp"].get_local_rank()
+        place = worker._engine.meshes.data["dp"].get_local_rank()
         return {"place": place, "order": None, **getattr(worker, method)(rows, **arguments)}

@@ -236,7 +236,7 @@ def refused_load(*, config, batch, weights_path, optimizer_path):
     """Return the error of a load after a `train` call, and whether it changed anything."""
 
     def everything(worker):
-        state = worker._training.optimizer.state
+        state = worker._engine.optimizer.state.optimizer.state
         slots = [dict(state[parameter]) for parameter in worker.model.parameters()]
         tensors = [local_tensor(each).clone() for values in slots for each in values.values()]
         return [*tensors, *shards_of(worker).values()]
@@ -254,7 +254,7 @@ def refused_load(*, config, batch, weights_path, optimizer_path):
 
 def start_from_nothing(*, config):
     """Start from a checkpoint that is not there; return what was closed, and what is left."""
-    from rl_dtensor_worker import worker as module
+    from rl_interfaces.backend import worker as module
 
     closed, classes = (
         [],
@@ -337,8 +337,8 @@ def gradients_around_a_call(*, config, batch, interrupt):
         (step,) = worker._steps(
             my_rows(batch), local_batch_size=None, given=None, default=batch["input_ids"].shape[0]
         )
-        (micro_batch,) = step.micro_batches(worker._device)
-        scores = worker._forward.logprobs(micro_batch)
+        (micro_batch,) = step.micro_batches(worker._engine.info.device)
+        scores = worker._engine.forward.logprobs(micro_batch)
         if interrupt:
             reshard_model(worker.model)
         scores.sum().backward()
@@ -376,7 +376,7 @@ def devices_in_each_state(*, config, batch):
     """Return, per residency state, the devices of parameters, optimizer state and buffers."""
 
     def devices(worker):
-        state = worker._training.optimizer.state.values()
+        state = worker._engine.optimizer.state.optimizer.state.values()
         slots = [v for slots in state for v in slots.values() if v.ndim]
         return tuple(
             {tensor.device.type for tensor in tensors}
@@ -403,7 +403,7 @@ def documented_moves(*, config, batch):
         before = shards_of(worker)
         moved = worker.move_to_cpu(worker.model)
         devices = {tensor.device.type for tensor in (*moved.parameters(), *moved.buffers())}
-        back = worker.move_buffer_to_device(worker.move_to_cuda(moved), worker._device)
+        back = worker.move_buffer_to_device(worker.move_to_cuda(moved), worker._engine.info.device)
         after = shards_of(worker)
         result = worker.train(my_rows(batch, 4), make_loss("nll"))
         return {
@@ -614,15 +614,16 @@ def gather_groups(*, config):
 
 @contextmanager
 def process_group():
-    from rl_dtensor_worker.parallel.mesh import leave_process_group
     from rl_interfaces.backend.runtime.ranks import RankEnvironment, init_process_group
+    from torch.distributed.tensor.debug import _clear_sharding_prop_cache
 
     environment = RankEnvironment.from_environment()
     init_process_group(environment, timeout_s=60)
     try:
         yield environment
     finally:
-        leave_process_group()
+        torch.distributed.destroy_process_group()
+        _clear_sharding_prop_cache()
 
 
 def tensors_of(model):
@@ -633,14 +634,14 @@ def tensors_of(model):
 
 def load_models(*, model_names):
     """Return the tensors of each model, sharded over the data-parallel axis."""
-    from rl_dtensor_worker.config import WorkerConfig
+    from rl_dtensor_worker.config import EngineConfig
     from rl_dtensor_worker.model.build import build_model
     from rl_dtensor_worker.parallel.mesh import Meshes
 
     loaded = []
     with process_group() as environment:
         for name in model_names:
-            config = WorkerConfig.from_policy_config(
+            config = EngineConfig.from_policy_config(
                 make_config(name), world_size=environment.world_size, init_optimizer=True
             )
             device = environment.device
@@ -653,13 +654,13 @@ def load_models(*, model_names):
 
 def load_over_two_axes(*, model_names):
     """Return each model's tensors and placements, on two data- by two tensor-parallel ranks."""
-    from rl_dtensor_worker.config import WorkerConfig
+    from rl_dtensor_worker.config import EngineConfig
     from rl_dtensor_worker.model.load import ModelLoader
 
     loaded = []
     with process_group() as environment:
         for name in model_names:
-            config = WorkerConfig.from_policy_config(
+            config = EngineConfig.from_policy_config(
                 make_config(name), world_size=4, init_optimizer=True
             )
             model = model_on_meta(name)
@@ -763,12 +764,19 @@ def calls_of_the_wrong_head(*, config, batch):
 
 def memory_of_swaps(*, config, batch):
     """Return where all tensors of a swap lie, after the first and after the third."""
+    from rl_interfaces.backend.reference import ReferenceCopy
+
     with worker_for(config) as worker:
         rows, places = my_rows(batch, 4), []
         for _ in range(3):
             worker.get_reference_policy_logprobs(rows)
-            reference = worker._reference
-            held = [*reference._reference.values(), *reference._policy.values()]
+            # The copies are inside the closure that the engine returned.
+            (reference,) = (
+                cell.cell_contents
+                for cell in worker._reference.__wrapped__.__closure__
+                if isinstance(cell.cell_contents, ReferenceCopy)
+            )
+            held = [*reference._reference, *reference._policy]
             held += [local_tensor(parameter) for parameter in worker.model.parameters()]
             places.append([tensor.data_ptr() for tensor in held])
             worker.train(rows, make_loss("nll"))
@@ -851,12 +859,17 @@ def export(*, config, path, max_bytes):
 
 def save_over_two_axes(*, model_name, directory):
     """Add 1 to the weights and save them, over two data- by two tensor-parallel ranks."""
-    from rl_dtensor_worker.checkpoint.checkpointer import Checkpointer, RankRandomState
-    from rl_dtensor_worker.config import WorkerConfig
+    from rl_dtensor_worker.config import EngineConfig
+    from rl_dtensor_worker.model.build import trained_state
     from rl_dtensor_worker.model.load import ModelLoader
+    from rl_dtensor_worker.weights.source import ModelWeights
+    from rl_interfaces.backend.checkpoint.checkpointer import Checkpointer
+    from rl_interfaces.backend.checkpoint.format import RankRandomState, TensorFormat
+    from rl_interfaces.backend.checkpoint.hf_export import write_hf_directory
+    from rl_interfaces.backend.engine import HfExport
 
     with process_group() as environment:
-        config = WorkerConfig.from_policy_config(
+        config = EngineConfig.from_policy_config(
             make_config(model_name), world_size=4, init_optimizer=True
         )
         model = model_on_meta(model_name)
@@ -866,10 +879,17 @@ def save_over_two_axes(*, model_name, directory):
         with torch.no_grad():
             for parameter in model.parameters():
                 local_tensor(parameter).add_(1)
-        checkpointer = Checkpointer(model, timeout_s=60, in_background=False)
+        layout = TensorFormat(model=model, training=None, weights=lambda: trained_state(model))
+        checkpointer = Checkpointer(layout, timeout_s=60)
         random_state = RankRandomState(data_parallel_rank=0, is_written_here=False, state={})
-        checkpointer.save(f"{directory}/weights", None, None, random_state)
-        checkpointer.export(build_tokenizer(), f"{directory}/hf", max_file_bytes=20_000)
+        checkpointer.save(f"{directory}/weights", None, random_state)
+        device = environment.device
+        source = ModelWeights(model, wire_dtype=torch.float32, device=device)
+        export = HfExport(
+            write_config=lambda path: model.save_pretrained(path, state_dict={}), source=source
+        )
+        with checkpointer.replacing(f"{directory}/hf") as path:
+            write_hf_directory(export, build_tokenizer(), path, max_file_bytes=20_000)
         checkpointer.close()
 
 
@@ -903,9 +923,9 @@ def train_while_saving(*, config, batch, directory):
     """Train while a save is held back, then load it and train again; return what both gave."""
     import threading
 
-    from rl_interfaces.backend.checkpoint import pending as saving
+    from rl_interfaces.backend.checkpoint.format import TensorPart
 
-    write, may_write = saving.write_parts, threading.Event()
+    write, may_write = TensorPart.write, threading.Event()
 
     def held_back(*arguments):
         assert may_write.wait(60)
@@ -917,7 +937,7 @@ def train_while_saving(*, config, batch, directory):
 
     rows = my_rows(batch, 4)
     paths = (f"{directory}/weights", f"{directory}/optimizer")
-    saving.write_parts = held_back
+    TensorPart.write = held_back
     try:
         with worker_for(config, init_reference_model=False) as worker:
             worker.train(rows, make_loss("nll"))
@@ -928,7 +948,7 @@ def train_while_saving(*, config, batch, directory):
             worker.load_checkpoint(*paths)
             return is_on_disk, first, advance(worker)
     finally:
-        saving.write_parts = write
+        TensorPart.write = write
 
 
 def num_sharded_modules(*, config):

@@ -57,7 +57,7 @@ def run_rank(rank, *, config, directory, port, first_version, last_version):
 
 def write_version(worker, version):
     """Fill parameters and optimizer state with a number."""
-    optimizer = worker._training.optimizer
+    optimizer = worker._engine.optimizer.state.optimizer
     if not optimizer.state:
         for parameter in worker.model.parameters():
             parameter.grad = torch.zeros_like(parameter)
@@ -74,7 +74,7 @@ def version_of(worker):
     """Return the number in all of this rank's parameters and optimizer state, or all of them."""
     from rl_dtensor_worker.parallel.fsdp import local_tensor
 
-    state = worker._training.optimizer.state
+    state = worker._engine.optimizer.state.optimizer.state
     tensors = [
         tensor for parameter, slots in state.items() for tensor in (parameter, *slots.values())
     ]

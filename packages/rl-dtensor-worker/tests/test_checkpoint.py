@@ -8,8 +8,7 @@ import rank_functions
 import torch
 from oracle import LOGPROB_TOLERANCE, largest_difference, load, plain_logprobs
 from rank_pool import RankFailure, RankPool
-from rl_dtensor_worker.checkpoint.checkpointer import Checkpointer
-from rl_interfaces.backend.checkpoint.pending import PendingSave
+from rl_interfaces.backend.checkpoint.checkpointer import Checkpointer, PendingSave
 from safetensors.torch import load_file
 from tiny_checkpoints import save_model
 from tiny_model import build_tiny_model, make_batch, make_config
@@ -93,7 +92,7 @@ def test_a_start_that_fails_leaves_nothing_open(pools, tiny_model):
     for closed, in_group, text in pools(2).run(
         rank_functions.start_from_nothing, config=make_config(tiny_model)
     ):
-        assert closed == ["WeightTransfer", "Checkpointer"]
+        assert closed == ["Checkpointer", "WeightTransfer"]
         assert not in_group
         assert "weights_path='/no/such/checkpoint'" in text
 
@@ -234,7 +233,7 @@ def test_a_save_that_took_too_long_still_says_what_it_failed_with(tmp_path):
         assert may_fail.wait(60)
         raise RuntimeError("planted")
 
-    checkpointer = Checkpointer(torch.nn.Linear(1, 1), timeout_s=0.01, in_background=True)
+    checkpointer = Checkpointer(None, timeout_s=0.01, in_background=True)
     checkpointer._pending = pending = PendingSave(write, path=tmp_path)
     for _ in range(2):
         with pytest.raises(TimeoutError, match="was not written within"):
@@ -250,7 +249,7 @@ def test_a_process_ends_though_a_save_does_not():
     program = """
 import threading
 from pathlib import Path
-from rl_interfaces.backend.checkpoint.pending import PendingSave
+from rl_interfaces.backend.checkpoint.checkpointer import PendingSave
 
 PendingSave(threading.Event().wait, path=Path("weights"))
 """

@@ -1,7 +1,7 @@
 import pytest
 import torch
 from rl_dtensor_worker import DTensorPolicyWorker
-from rl_dtensor_worker.config import WorkerConfig
+from rl_dtensor_worker.config import EngineConfig
 from tiny_model import make_config
 
 
@@ -89,7 +89,7 @@ def test_the_layout_of_a_good_config(tiny_model):
 def test_learning_rate_stands_in_for_the_kwargs(tiny_model):
     optimizer = {"name": _OPTIMIZER, "kwargs": {}}
     given = make_config(tiny_model, learning_rate=3e-4, optimizer=optimizer)
-    config = WorkerConfig.from_policy_config(given, world_size=1, init_optimizer=True)
+    config = EngineConfig.from_policy_config(given, world_size=1, init_optimizer=True)
     assert config.optimizer is not None
     assert config.optimizer.cls is torch.optim.AdamW
     assert config.optimizer.kwargs == {"lr": 3e-4}
@@ -102,5 +102,5 @@ def test_an_optimizer_is_not_needed_where_none_is_wanted(tiny_model):
 
 def test_greedy_generation_scores_at_temperature_one(tiny_model):
     given = make_config(tiny_model, generation={"max_new_tokens": 4, "temperature": 0.0})
-    config = WorkerConfig.from_policy_config(given, world_size=1, init_optimizer=True)
+    config = EngineConfig.from_policy_config(given, world_size=1, init_optimizer=True)
     assert config.temperature == 1.0

@@ -332,10 +332,10 @@ def refusal(pools, config, **options):
 @pytest.mark.parametrize(
     ("targets", "words"),
     [
-        (["q_proj", "k_porj"], ["'k_porj'", "is no layer of Qwen3ForCausalLM"]),
+        (["q_proj", "k_porj"], ["'k_porj'", "matches no layer of Qwen3ForCausalLM"]),
         ("no.such.*", ["'no.such.*'", "does not fit Qwen3ForCausalLM"]),
-        (["q_proj", "lm_head"], ["takes in lm_head", "output layer"]),
-        (["embed_tokens"], ["takes in model.embed_tokens", "only linear layers"]),
+        (["q_proj", "lm_head"], ["matches lm_head", "output layer"]),
+        (["embed_tokens"], ["matches model.embed_tokens", "linear layers only"]),
     ],
 )
 def test_layers_that_cannot_be_meant_are_named(pools, base, targets, words):

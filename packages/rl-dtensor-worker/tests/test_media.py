@@ -186,7 +186,7 @@ def test_what_cannot_be_done_is_named(pools, vision_model, tiny_model):
     batch = make_rows([True, True, False, False])
     with pytest.raises(RankFailure, match="'image_grid_thw' on some ranks and none on others"):
         pools(2).run(rank_functions.score, config=make_config(vision_model), batch=batch)
-    with pytest.raises(RankFailure, match="Qwen2ForCausalLM takes none of that name"):
+    with pytest.raises(RankFailure, match="which Qwen2ForCausalLM does not take"):
         pools(1).run(rank_functions.score, config=make_config(tiny_model), batch=batch)
     packing = {"enabled": True, "train_mb_tokens": 64, "logprob_mb_tokens": 64}
     with pytest.raises(RankFailure, match=r"the batch has .* instead of policy\.sequence_packing"):

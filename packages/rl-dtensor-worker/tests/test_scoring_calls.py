@@ -158,7 +158,7 @@ def test_calls_that_a_head_does_not_allow_are_named(pools, tiny_model, judges):
     )
     assert errors.keys() == {"get_logprobs", "get_topk_logits", "too many", "generate", "train"}
     assert (
-        "get_logprobs() needs policy.head='language_model', got 'reward'"
+        "get_logprobs is not available: it needs policy.head='language_model', got 'reward'"
         in (errors["get_logprobs"])
     )
     assert "LogprobLoss wants log-probabilities" in errors["train"]

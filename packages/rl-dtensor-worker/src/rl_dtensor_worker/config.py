@@ -1,10 +1,10 @@
-"""A policy config, parsed once into the values that the DTensor worker works with."""
+"""A policy config, parsed once into the values that the DTensor engine uses."""
 
 from __future__ import annotations
 
 import importlib
 import inspect
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -30,7 +30,7 @@ class ClassConfig:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class SchedulerConfig:
-    """Schedulers that follow each other; the next takes over at each milestone."""
+    """Schedulers in sequence; the next one takes over at each milestone."""
 
     parts: tuple[ClassConfig, ...]
     milestones: tuple[int, ...]
@@ -48,33 +48,27 @@ class AdapterConfig:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class WorkerConfig:
-    """Everything the worker reads from the policy config."""
+class EngineConfig:
+    """Everything that the engine reads from the policy config."""
 
     model_name: str
     head: str
     """`language_model`, `reward` or `value`."""
     layout: ParallelLayout
     replicas: int
-    """Whole copies of the sharded model among the data-parallel ranks."""
+    """Replicas of the sharded model among the data-parallel ranks."""
     sequence_parallel: bool
     custom_parallel_plan: str | None
     compute_dtype: torch.dtype
-    train_global_batch_size: int
-    train_micro_batch_size: int
-    logprob_batch_size: int
     planned_by: str | None
     """The config section by which the driver plans micro-batches. None: they have fixed sizes."""
     width_multiple: int
-    max_total_sequence_length: int | None
     max_grad_norm: float | None
     cpu_offload: bool
     activation_checkpointing: bool
     async_checkpoint: bool
     """Write checkpoints while training goes on."""
     trust_remote_code: bool
-    timeout_s: float
-    profile_dir: str
     seed: int
     temperature: float
     """Divides the logits of every log-probability; 1.0 where generation is greedy or absent."""
@@ -82,16 +76,15 @@ class WorkerConfig:
     """None: the model itself is trained."""
     optimizer: ClassConfig | None
     scheduler: SchedulerConfig | None
-    sampling: SamplingConfig | None = field(default=None)
 
     @classmethod
     def from_policy_config(
         cls, config: Mapping[str, Any], *, world_size: int, init_optimizer: bool
-    ) -> WorkerConfig:
+    ) -> EngineConfig:
         """Parse and check `config`.
 
         Raises:
-            ValueError: What it says cannot be done; the message names key and numbers.
+            ValueError: It contradicts itself or the world size; the message names key and numbers.
         """
         resolved = resolve_policy_config(config)
         layout = plan_layout(resolved, world_size=world_size)
@@ -106,35 +99,28 @@ class WorkerConfig:
             sequence_parallel=resolved["dtensor_cfg"]["sequence_parallel"],
             custom_parallel_plan=resolved["dtensor_cfg"].get("custom_parallel_plan"),
             compute_dtype=_DTYPES[resolved["precision"]],
-            train_global_batch_size=resolved["train_global_batch_size"],
-            train_micro_batch_size=resolved["train_micro_batch_size"],
-            logprob_batch_size=resolved["logprob_batch_size"],
             planned_by=_planned_by(resolved),
             width_multiple=resolved["make_sequence_length_divisible_by"],
-            max_total_sequence_length=resolved.get("max_total_sequence_length"),
             max_grad_norm=resolved.get("max_grad_norm"),
             cpu_offload=resolved["dtensor_cfg"]["cpu_offload"],
             activation_checkpointing=resolved["dtensor_cfg"]["activation_checkpointing"],
             async_checkpoint=resolved["dtensor_cfg"]["async_checkpoint"],
             trust_remote_code=resolved["trust_remote_code"],
-            timeout_s=resolved["timeout_s"],
-            profile_dir=resolved["profile_dir"],
             seed=resolved["seed"],
             temperature=(sampling.temperature if sampling else 0.0) or 1.0,
             adapters=_parse_adapters(resolved),
             optimizer=_parse_optimizer(resolved, wanted=init_optimizer),
             scheduler=_parse_scheduler(resolved),
-            sampling=sampling,
         )
 
 
-def load_model_config(config: WorkerConfig) -> Any:
+def load_model_config(config: EngineConfig) -> Any:
     """Return the model's transformers config.
 
     Raises:
-        ValueError: There is no such model.
+        ValueError: The model cannot be found or read.
     """
-    # A row, or a token, has one score.
+    # Reward and value heads have one score per row or token.
     labels = {} if config.head == "language_model" else {"num_labels": 1}
     try:
         return AutoConfig.from_pretrained(
@@ -166,7 +152,7 @@ def _check_head(resolved: Mapping[str, Any]) -> None:
     if resolved["head"] != "language_model" and resolved["dtensor_cfg"]["sequence_parallel"]:
         raise ValueError(
             f"policy.head={resolved['head']!r} contradicts "
-            "policy.dtensor_cfg.sequence_parallel=True: its head reads whole sequences"
+            "policy.dtensor_cfg.sequence_parallel=True: its head needs unsharded sequences"
         )
 
 

@@ -13,7 +13,7 @@ from rl_dtensor_worker.model.media import media_of, token_columns_of
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
-    from torch import nn
+    from transformers import PreTrainedModel
 
     from rl_dtensor_worker.forward import Forward
 
@@ -22,18 +22,18 @@ class CachedForward:
     """A `rl_interfaces.backend.generation.loop.Decoder` of a model of transformers.
 
     Args:
-        forward: Of a model in eval mode, whole but for what tensor-parallel ranks share.
-        rows: What is completed; images and the like are read with the prompts, and then cached.
+        forward: Of a model in eval mode, unsharded except for tensor parallelism.
+        rows: The prompts' batch; media are read in the prefill, and then cached.
 
     Raises:
-        ValueError: The model takes no media of a kind that there are.
+        ValueError: The model does not take a kind of media in the batch.
     """
 
     def __init__(self, forward: Forward, rows: Mapping[str, Any]) -> None:
         self._forward = forward
         self._media = media_of(forward.model, rows)
         self._columns = token_columns_of(forward.model, rows)
-        self._cache = DynamicCache(config=forward.model.config)  # type: ignore[arg-type]
+        self._cache = DynamicCache(config=forward.model.config)
         self._last_only = {"logits_to_keep": 1} if _keeps_last_logits(forward.model) else {}
 
     def prefill(self, prompts: torch.Tensor, lengths: torch.Tensor) -> torch.Tensor:
@@ -66,7 +66,7 @@ class CachedForward:
             **self._last_only,
             **media,
         ).logits[:, -1]
-        return self._forward.sharing.whole_logits(logits)
+        return self._forward.parallel.gather_logits(logits)
 
 
 def left_pad(
@@ -85,5 +85,5 @@ def left_pad(
     return prompts.gather(1, position) * mask, mask, position
 
 
-def _keeps_last_logits(model: nn.Module) -> bool:
+def _keeps_last_logits(model: PreTrainedModel) -> bool:
     return "logits_to_keep" in inspect.signature(model.forward).parameters

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import logging
 from collections import defaultdict
 from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
+from rl_interfaces.backend.engine import OptimizerStep
 from torch.distributed.tensor import DTensor, Replicate
 from torch.optim.lr_scheduler import LambdaLR, LRScheduler, SequentialLR
 
@@ -15,9 +17,13 @@ from rl_dtensor_worker.parallel.fsdp import local_tensor
 if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
 
+    from rl_interfaces.backend.checkpoint.optimizer_state import TrainState
     from torch import nn
 
     from rl_dtensor_worker.config import ClassConfig, SchedulerConfig
+
+
+logger = logging.getLogger(__name__)
 
 
 def build_optimizer(model: nn.Module, config: ClassConfig) -> torch.optim.Optimizer:
@@ -50,16 +56,16 @@ def move_optimizer_state(optimizer: torch.optim.Optimizer, device: torch.device)
 def total_grad_norm(gradients: Iterable[torch.Tensor]) -> torch.Tensor:
     """Return the 2-norm of all gradients, over all ranks, as a 0-d float32 tensor. Collective.
 
-    Squares are summed over the ranks among which a gradient is cut, and counted once where each
-    rank has all of it.
+    The squares of a sharded gradient are summed over the ranks that shard it; a replicated one
+    counts once. Gradients may be on different meshes, which torch's own clipping does not support.
     """
     squares: dict[tuple[str, ...], list[torch.Tensor]] = defaultdict(list)
     groups: dict[str, dist.ProcessGroup] = {}
     for gradient in gradients:
-        cutting = _groups_that_cut(gradient)
-        groups |= cutting
+        sharding = _sharding_groups(gradient)
+        groups |= sharding
         norm = torch.linalg.vector_norm(local_tensor(gradient).float())
-        squares[tuple(cutting)].append(norm**2)
+        squares[tuple(sharding)].append(norm**2)
     totals: list[torch.Tensor] = []
     for names, parts in squares.items():
         total = torch.stack(parts).sum()
@@ -79,6 +85,55 @@ def clip_gradients(
     for parameter in parameters:
         if parameter.grad is not None:
             local_tensor(parameter.grad).mul_(factor.to(parameter.grad.device))
+
+
+class DTensorOptimizer:
+    """An optimizer over DTensors: a `rl_interfaces.backend.engine.EngineOptimizer`.
+
+    Args:
+        model: Its gradients are those that count.
+        state: The optimizer over its trainable parameters, with schedule and loss scale.
+        scaler: The loss scale of `state`.
+        max_grad_norm: Largest 2-norm of all gradients; None or 0 leaves them as they are.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        state: TrainState,
+        *,
+        scaler: LossScaler,
+        max_grad_norm: float | None,
+    ) -> None:
+        self.state = state
+        self.scaler = scaler
+        self._model = model
+        self._max_grad_norm = max_grad_norm
+
+    @property
+    def learning_rate(self) -> float:
+        """The rate of the next step."""
+        return self.state.optimizer.param_groups[0]["lr"]
+
+    def step(self, *, discard: bool) -> OptimizerStep:
+        """See `EngineOptimizer.step`."""
+        parameters = [p for p in self._model.parameters() if p.grad is not None]
+        self.scaler.unscale(parameters)
+        norm = total_grad_norm(p.grad for p in parameters if p.grad is not None)
+        finite = bool(torch.isfinite(norm))
+        stepped = finite and not discard
+        if stepped:
+            clip_gradients(parameters, max_norm=self._max_grad_norm, norm=norm)
+            self.state.optimizer.step()
+        elif not finite and self.scaler.enabled:
+            logger.warning("The loss scale was %g, and is halved", self.scaler.scale)
+        self.scaler.update(finite=finite)
+        self.state.optimizer.zero_grad(set_to_none=True)
+        return OptimizerStep(grad_norm=norm, stepped=stepped)
+
+    def advance_schedule(self) -> None:
+        """See `EngineOptimizer.advance_schedule`."""
+        self.state.scheduler.step()
 
 
 class LossScaler:
@@ -103,7 +158,7 @@ class LossScaler:
                     parameter.grad.div_(self.scale)
 
     def update(self, *, finite: bool) -> None:
-        """Learn whether the last step's gradients were finite."""
+        """Adjust the scale after a step whose gradients were finite, or not."""
         if not self.enabled:
             return
         self.good_steps = self.good_steps + 1 if finite else 0
@@ -117,25 +172,25 @@ class LossScaler:
         return {"scale": self.scale, "good_steps": self.good_steps}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Take up where `state_dict` left off."""
+        """Restore what `state_dict` returned."""
         if self.enabled:
             self.scale, self.good_steps = state["scale"], state["good_steps"]
 
 
-def _groups_that_cut(tensor: torch.Tensor) -> dict[str, dist.ProcessGroup]:
-    """Return the groups of ranks that have parts of `tensor`, by their names.
+def _sharding_groups(tensor: torch.Tensor) -> dict[str, dist.ProcessGroup]:
+    """Return the groups that shard `tensor`, by name.
 
-    Names tell groups apart on every rank alike; the objects may be made anew at each call.
+    Names identify groups consistently; DTensor may make new group objects at each call.
     """
     if not isinstance(tensor, DTensor):
         return {}
     mesh = tensor.device_mesh
-    cutting = (
+    sharding = (
         mesh.get_group(axis)
         for axis, placement in enumerate(tensor.placements)
         if not isinstance(placement, Replicate) and mesh.size(axis) > 1
     )
-    return {group.group_name: group for group in cutting}
+    return {group.group_name: group for group in sharding}
 
 
 def _constant(step: int) -> float:

@@ -1,4 +1,4 @@
-"""How the rows of a micro-batch lie before the model, and how what it gives becomes rows again."""
+"""The layouts in which a model reads a micro-batch, and the way back to the caller's rows."""
 
 from __future__ import annotations
 
@@ -12,9 +12,9 @@ import torch.nn.functional as F
 from rl_dtensor_worker.attention.context import ContextRows
 from rl_dtensor_worker.attention.packed import (
     AttentionRows,
-    WholeRows,
+    FullRows,
     layout_arguments,
-    require_own_attention,
+    require_packed_attention,
     use_packed_attention,
 )
 from rl_dtensor_worker.model.media import media_of, token_columns_of
@@ -23,40 +23,40 @@ if TYPE_CHECKING:
     import torch.distributed as dist
     from rl_batched_data import PackedSequences
     from rl_interfaces.backend.steps import MicroBatch
-    from torch import nn
+    from transformers import PreTrainedModel
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class RowLayout(ABC):
-    """What a forward takes, and the way back to the caller's rows."""
+    """The arguments of a forward, and the mapping of its outputs back to the caller's rows."""
 
     tokens: torch.Tensor
-    """`[rows, seq]` int64, as the model gets them."""
+    """`[rows, seq]` int64, the model's `input_ids`."""
     targets: torch.Tensor
-    """`[rows, seq]` int64: the token after each; any token where there is none."""
+    """`[rows, seq]` int64: the next token at each position; arbitrary after a row's last."""
     arguments: dict[str, Any] = field(default_factory=dict)
-    """What else the model's forward takes."""
+    """Further keyword arguments of the model's forward."""
 
     @abstractmethod
     def to_rows(self, values: torch.Tensor, *, masked: bool = True) -> torch.Tensor:
-        """Return values of positions as `[batch, width, ...]`.
+        """Return per-position values as `[batch, width, ...]`.
 
         Args:
             values: `[rows, seq, ...]`.
-            masked: Whether what is no token gets 0; if not, it may have anything.
+            masked: Whether padding is 0; otherwise it is arbitrary.
         """
 
     @abstractmethod
     def targets_to_rows(self, values: torch.Tensor) -> torch.Tensor:
-        """Return values of targets, each where its token is; 0 at the first of each row, too."""
+        """Return per-target values shifted to their token's position; position 0 is 0."""
 
 
 def lay_out(
-    model: nn.Module,
+    model: PreTrainedModel,
     micro_batch: MicroBatch,
     *,
     width_multiple: int,
-    cuts_sequence: bool,
+    shards_sequence: bool,
     context_group: dist.ProcessGroup | None,
 ) -> RowLayout:
     """Return the layout in which `model` reads `micro_batch`.
@@ -65,17 +65,17 @@ def lay_out(
         model: The model.
         micro_batch: What to lay out.
         width_multiple: Padded rows are completed to a multiple of this.
-        cuts_sequence: Whether the model's forward sees parts of the sequences between its layers.
-        context_group: The ranks that share each sequence of a concatenation.
+        shards_sequence: Whether sequence parallelism shards activations between layers.
+        context_group: The ranks that shard each packed sequence.
 
     Raises:
-        ValueError: The model takes no media of a kind that there are, or cannot with this layout.
+        ValueError: The model or the layout does not support a kind of media in the batch.
     """
     rows = micro_batch.rows
     input_ids, media = rows["input_ids"], media_of(model, rows)
-    if media and (cuts_sequence or micro_batch.packed is not None):
+    if media and (shards_sequence or micro_batch.packed is not None):
         raise ValueError(
-            f"the batch has {sorted(media)}, whose tokens must lie in whole, padded rows: use "
+            f"the batch has {sorted(media)}, whose tokens need unsharded, padded rows: use "
             "policy.dynamic_batching instead of policy.sequence_packing, and neither "
             "policy.dtensor_cfg.sequence_parallel nor context_parallel_size"
         )
@@ -86,8 +86,8 @@ def lay_out(
     lengths = rows["input_lengths"]
     width = micro_batch.width or min(int(lengths.max()), input_ids.shape[1])
     layout = PaddedLayout.of(input_ids, lengths, width=width, width_multiple=width_multiple)
-    if cuts_sequence:
-        return layout.for_parts(model)
+    if shards_sequence:
+        return layout.for_sequence_parallel(model)
     layout.arguments.update(media)
     for key, column in token_columns_of(model, rows).items():
         layout.arguments[key] = _fit(column, width, width_multiple)
@@ -98,18 +98,18 @@ def lay_out(
 class PaddedLayout(RowLayout):
     """Right-padded rows.
 
-    Attention is causal and padding lies on the right, so that no real token sees it: no mask is
-    needed, and attention takes its fastest path.
+    With causal attention no token sees the padding to its right, so no mask is needed and attention
+    takes its fastest path.
     """
 
     is_token: torch.Tensor
-    """`[batch, width]` bool, of the caller's rows."""
+    """`[batch, width]` bool: tokens among the caller's rows, padding elsewhere."""
 
     @classmethod
     def of(
         cls, input_ids: torch.Tensor, lengths: torch.Tensor, *, width: int, width_multiple: int
     ) -> PaddedLayout:
-        """Return rows cut to `width`, then completed to `width_multiple`."""
+        """Return rows truncated to `width`, then padded to `width_multiple`."""
         tokens = _fit(input_ids, width, width_multiple)
         positions = torch.arange(input_ids.shape[1], device=input_ids.device)
         return cls(
@@ -118,14 +118,15 @@ class PaddedLayout(RowLayout):
             is_token=positions < lengths[:, None],
         )
 
-    def for_parts(self, model: nn.Module) -> PaddedLayout:
-        """Return the same for a model whose layers see parts of the sequences.
+    def for_sequence_parallel(self, model: PreTrainedModel) -> PaddedLayout:
+        """Return the same for a model whose activations are sharded along the sequence.
 
-        It can then derive neither a mask nor positions from what it sees.
+        From a local shard the model can derive neither a causal mask nor position ids, so both are
+        passed explicitly.
         """
-        require_own_attention(model)
+        require_packed_attention(model)
         positions = torch.arange(self.tokens.shape[1], device=self.tokens.device)[None]
-        attention = layout_arguments(WholeRows(), self.tokens.device)
+        attention = layout_arguments(FullRows(), self.tokens.device)
         return replace(self, arguments={**attention, "position_ids": positions})
 
     def to_rows(self, values: torch.Tensor, *, masked: bool = True) -> torch.Tensor:
@@ -146,17 +147,19 @@ class PaddedLayout(RowLayout):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class PackedLayout(RowLayout):
-    """Rows laid end to end.
+    """Packed rows.
 
-    With an attention that is not ours, transformers tells sequences apart by where `position_ids`
-    restart, provided that there is neither a mask nor a cache.
+    Attention implementations other than `rl_packed_sdpa` detect sequence boundaries from where
+    `position_ids` restart, which transformers does only without a mask and without a cache.
     """
 
     packed: PackedSequences
 
     @classmethod
-    def of(cls, model: nn.Module, input_ids: torch.Tensor, packed: PackedSequences) -> PackedLayout:
-        """Return the tokens `[1, total]`, and what keeps the sequences apart."""
+    def of(
+        cls, model: PreTrainedModel, input_ids: torch.Tensor, packed: PackedSequences
+    ) -> PackedLayout:
+        """Return the packed tokens `[1, total]` and the arguments that mark their boundaries."""
         tokens = packed.pack(input_ids)
         arguments: dict[str, Any] = {"attention_mask": None, "position_ids": packed.position_ids}
         if use_packed_attention(model):
@@ -175,28 +178,28 @@ class PackedLayout(RowLayout):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ContextLayout(RowLayout):
-    """Rows laid end to end, of which this rank has some chunks."""
+    """Packed rows, of which this rank has some chunks."""
 
     packed: PackedSequences
-    """Where the tokens of all ranks lie."""
+    """The packed sequences of all ranks."""
     rows: ContextRows
 
     @classmethod
     def of(
         cls,
-        model: nn.Module,
+        model: PreTrainedModel,
         input_ids: torch.Tensor,
         packed: PackedSequences,
         group: dist.ProcessGroup,
     ) -> ContextLayout:
         """Return this rank's tokens `[1, total / ranks]`."""
-        require_own_attention(model)
+        require_packed_attention(model)
         rows = ContextRows.of(packed, group)
         tokens = packed.pack(input_ids)
-        positions = {"position_ids": rows.take(packed.position_ids)}
+        positions = {"position_ids": rows.shard(packed.position_ids)}
         return cls(
-            tokens=rows.take(tokens),
-            targets=rows.take(tokens.roll(-1, dims=1)),
+            tokens=rows.shard(tokens),
+            targets=rows.shard(tokens.roll(-1, dims=1)),
             packed=packed,
             rows=rows,
             arguments=layout_arguments(rows, tokens.device) | positions,
@@ -204,11 +207,11 @@ class ContextLayout(RowLayout):
 
     def to_rows(self, values: torch.Tensor, *, masked: bool = True) -> torch.Tensor:
         """See `RowLayout.to_rows`."""
-        return self.packed.unpack(self.rows.join(values))
+        return self.packed.unpack(self.rows.gather(values))
 
     def targets_to_rows(self, values: torch.Tensor) -> torch.Tensor:
         """See `RowLayout.targets_to_rows`."""
-        return self.packed.unpack(self.rows.join(values).roll(1, dims=1), skip_first=True)
+        return self.packed.unpack(self.rows.gather(values).roll(1, dims=1), skip_first=True)
 
 
 def _fit(column: torch.Tensor, width: int, width_multiple: int) -> torch.Tensor:

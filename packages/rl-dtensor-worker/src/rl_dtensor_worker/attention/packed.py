@@ -1,9 +1,9 @@
-"""Attention over concatenated sequences whose cost is that of each sequence alone.
+"""Attention over packed sequences, at the cost of each sequence alone.
 
-transformers tells packed sequences apart by a mask of all tokens by all tokens, which costs the
-square of their sum. Here the tokens go through everything else concatenated; for attention alone
-they are laid out as rows, sequences of about one length together, and go through torch's causal
-scaled-dot-product attention, which then needs no mask.
+transformers separates packed sequences by a mask over all pairs of tokens, whose cost is quadratic
+in the packed length. Here tokens stay packed in all other layers; for attention they are gathered
+into rows, sequences of similar length together, which need no mask in torch's causal
+scaled-dot-product attention.
 """
 
 from __future__ import annotations
@@ -20,12 +20,13 @@ from transformers.masking_utils import sdpa_mask
 if TYPE_CHECKING:
     from rl_batched_data import PackedSequences
     from torch import nn
+    from transformers import PreTrainedModel
 
 NAME = "rl_packed_sdpa"
 
 
 class AttentionLayout(Protocol):
-    """How the sequences of a forward lie, as its attention needs to know."""
+    """The layout of a forward's sequences, which computes its attention."""
 
     def attend(
         self,
@@ -43,20 +44,20 @@ class AttentionLayout(Protocol):
             query: `[rows, heads, seq, head_size]`.
             key: `[rows, key_value_heads, seq, head_size]`.
             value: Like `key`.
-            sliding_window: How many tokens a token sees, itself among them. None: all before it.
-            kwargs: What transformers passes to its own function.
+            sliding_window: How many tokens a token sees, itself included. None: all before it.
+            kwargs: Further arguments of transformers' attention functions.
         """
         ...
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class AttentionRows:
-    """Where the tokens of a concatenation lie once its sequences are rows of a few widths."""
+    """Packed sequences gathered into rows of a few widths, padded on the right."""
 
     groups: list[torch.Tensor]
-    """Per group, `[rows, width]` int64: the token at each place; any token where there is none."""
+    """Per group, `[rows, width]` int64: index of each token; arbitrary in padding."""
     places: torch.Tensor
-    """`[total]` int64: the place of each token in the groups, laid end to end."""
+    """`[total]` int64: index of each token in the flattened groups."""
 
     @classmethod
     def of(cls, packed: PackedSequences) -> AttentionRows:
@@ -95,7 +96,7 @@ class AttentionRows:
         outputs: list[torch.Tensor] = []
         for tokens in self.groups:
             rows_query, rows_key, rows_value = (
-                rows_of(states, tokens) for states in (query, key, value)
+                gather_rows(states, tokens) for states in (query, key, value)
             )
             mask = causal_band(tokens.shape[1], sliding_window, device=query.device)
             output, _ = sdpa_attention_forward(
@@ -106,8 +107,8 @@ class AttentionRows:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class WholeRows:
-    """Rows that are attended to as they lie, whatever part of them the model's forward sees."""
+class FullRows:
+    """Full padded rows, which a sequence-parallel block has gathered before its attention."""
 
     def attend(
         self,
@@ -124,10 +125,10 @@ class WholeRows:
         return output
 
 
-def use_packed_attention(model: nn.Module) -> bool:
-    """Let a model that uses torch's attention use this one; return whether it does.
+def use_packed_attention(model: PreTrainedModel) -> bool:
+    """Switch a model from `sdpa` to this attention; return whether the model now uses it.
 
-    Everything that is not packed takes torch's attention as before.
+    Forwards without `attention_rows` still take torch's attention.
     """
     config: Any = model.config
     if config._attn_implementation != "sdpa":
@@ -138,11 +139,11 @@ def use_packed_attention(model: nn.Module) -> bool:
     return True
 
 
-def require_own_attention(model: nn.Module) -> None:
-    """Let `model` use this attention.
+def require_packed_attention(model: PreTrainedModel) -> None:
+    """Switch `model` to this attention.
 
     Raises:
-        ValueError: It uses an attention of another kind than torch's.
+        ValueError: The model uses another implementation than `sdpa`.
     """
     if not use_packed_attention(model):
         config: Any = model.config
@@ -162,17 +163,17 @@ def packed_attention_forward(
     sliding_window: int | None = None,
     **kwargs: Any,
 ) -> tuple[torch.Tensor, None]:
-    """Return causal attention, within each sequence where `attention_rows` tells them apart.
+    """Return causal attention, within each sequence if `attention_rows` separates them.
 
     Args:
         module: The attention layer.
         query: `[rows, heads, seq, head_size]`.
         key: `[rows, key_value_heads, seq, head_size]`.
         value: Like `key`.
-        attention_mask: Not read where `attention_rows` is given.
-        attention_rows: How the sequences lie; None where the mask tells.
-        sliding_window: How many tokens a token sees, itself among them. None: all before it.
-        kwargs: What transformers passes to its own function.
+        attention_mask: Ignored if `attention_rows` is given.
+        attention_rows: The layout of the sequences. None: as the mask says.
+        sliding_window: How many tokens a token sees, itself included. None: all before it.
+        kwargs: Further arguments of transformers' attention functions.
 
     Returns:
         `[rows, seq, heads, head_size]`, and None for the attention weights.
@@ -187,7 +188,7 @@ def packed_attention_forward(
 
 
 def _require_window(module: nn.Module, sliding_window: int | None) -> None:
-    """Raise where a layer that does not see all tokens says so by its mask alone."""
+    """Raise if a layer restricts attention by its mask alone, which packed attention ignores."""
     config: Any = getattr(module, "config", None)
     kinds = getattr(config, "layer_types", None)
     if kinds:
@@ -197,22 +198,20 @@ def _require_window(module: nn.Module, sliding_window: int | None) -> None:
     if kind != "full_attention" and sliding_window is None:
         raise ValueError(
             "policy: sequence_packing, dtensor_cfg.sequence_parallel and dtensor_cfg."
-            f"context_parallel_size read no masks, by which alone {type(module).__name__} has its "
-            f"{kind}: this model takes padded rows"
+            f"context_parallel_size ignore masks, and {type(module).__name__} implements its "
+            f"{kind} by a mask alone: this model needs padded rows"
         )
 
 
 def layout_arguments(layout: AttentionLayout, device: torch.device) -> dict[str, Any]:
-    """Return what a model's forward takes for its attention to follow `layout`.
-
-    A mask that is given with four axes is passed on as it is: none is made of all tokens.
-    """
+    """Return the keyword arguments by which a model's forward attends according to `layout`."""
+    # transformers passes a 4-d mask on unchanged, and so builds none over all pairs of tokens.
     unread = torch.ones(1, 1, 1, 1, dtype=torch.bool, device=device)
     return {"attention_mask": unread, "attention_rows": layout}
 
 
-def rows_of(states: torch.Tensor, tokens: torch.Tensor) -> torch.Tensor:
-    """Return states `[1, heads, total, size]` at `tokens` `[rows, width]`, per row.
+def gather_rows(states: torch.Tensor, tokens: torch.Tensor) -> torch.Tensor:
+    """Gather states `[1, heads, total, size]` at the indices `tokens` `[rows, width]`.
 
     Returns:
         `[rows, heads, width, size]`.
@@ -223,7 +222,7 @@ def rows_of(states: torch.Tensor, tokens: torch.Tensor) -> torch.Tensor:
 def causal_band(
     width: int, sliding_window: int | None, *, device: torch.device
 ) -> torch.Tensor | None:
-    """Return the mask of a causal window, or None where the window is wider than the rows."""
+    """Return the mask of a causal sliding window; None if the window covers whole rows."""
     if sliding_window is None or sliding_window >= width:
         return None
     distance = torch.arange(width, device=device)

@@ -1,7 +1,7 @@
-"""Which tensors of a checkpoint's files make which tensor of a model, and how.
+"""How tensors in checkpoint files are converted to tensors of a model.
 
-The plan is made of names and shapes alone, while the model is whole and on the meta device. Names
-and fusions are those of transformers' own conversions, as `from_pretrained` applies them.
+The plan is made from names and shapes alone, while the model is unsharded and on the meta device.
+Renamings and fusions are transformers' own conversions, as `from_pretrained` applies them.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ import copy
 import logging
 from dataclasses import dataclass, field
 from types import SimpleNamespace
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import torch
 from rl_interfaces.backend.checkpoint.safetensors_files import take
@@ -25,32 +25,31 @@ from transformers.core_model_loading import (
     rename_source_key,
 )
 
-from rl_dtensor_worker.model.sharded_indices import owned_indices
-from rl_dtensor_worker.parallel.fsdp import local_tensor
+from rl_dtensor_worker.parallel.fsdp import local_tensor, owned_indices
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
     from rl_interfaces.backend.checkpoint.safetensors_files import SafetensorsFiles
-    from torch import nn
+    from transformers import PreTrainedModel
 
 logger = logging.getLogger(__name__)
 
 
 @dataclass(kw_only=True, slots=True)
 class Conversion:
-    """The tensors of the files that become one tensor of the model, or a few at once."""
+    """Tensors in the files that are converted together to one tensor of the model, or several."""
 
     converter: WeightConverter | None
-    """None: the tensor is taken as it is."""
+    """None: the tensor is copied as it is."""
     sources: dict[str, list[str]] = field(default_factory=dict)
-    """The names in the files by the converter's pattern, in the order the converter wants."""
+    """Names in the files by the converter's source pattern, in the order that it expects."""
     name: str
-    """Of the model's tensor, the first where there are several."""
+    """Name of the model's tensor; the first if there are several."""
 
     @property
     def stacks_rows(self) -> bool:
-        """Whether the tensors of a pattern are the rows of the result, so that some suffice."""
+        """Whether each source is one row of the result, so that a rank can read its rows alone."""
         if self.converter is None or len(self.converter.target_patterns) != 1:
             return False
         first, *others = self.converter.operations
@@ -61,8 +60,10 @@ class Conversion:
         ]
         return isinstance(first, MergeModulelist) and first.dim == 0 and all(kept)
 
-    def target_shapes(self, model: nn.Module, files: SafetensorsFiles) -> dict[str, torch.Size]:
-        """Return the shape of each tensor of the model that this makes, by converting nothing."""
+    def target_shapes(
+        self, model: PreTrainedModel, files: SafetensorsFiles
+    ) -> dict[str, torch.Size]:
+        """Return the shape of each resulting tensor, from a conversion on the meta device."""
         if self.converter is None:
             return {self.name: files.shape(self.only_source())}
         with torch.device("meta"):
@@ -74,13 +75,13 @@ class Conversion:
 
     @torch.no_grad()
     def fill(
-        self, model: nn.Module, state: Mapping[str, torch.Tensor], files: SafetensorsFiles
+        self, model: PreTrainedModel, state: Mapping[str, torch.Tensor], files: SafetensorsFiles
     ) -> None:
-        """Read what this rank holds into its shards in `state`."""
+        """Read this rank's shards into `state`."""
         target = state[self.name]
         if self.converter is None:
-            part = files.read(self.only_source(), owned_indices(target))
-            local_tensor(target).copy_(part)
+            shard = files.read(self.only_source(), owned_indices(target))
+            local_tensor(target).copy_(shard)
             return
         rows = owned_indices(target)[0] if self.stacks_rows else None
         read = {
@@ -91,7 +92,7 @@ class Conversion:
             for pattern, names in self.sources.items()
         }
         if not all(read.values()):
-            return  # This rank holds no row.
+            return  # This rank has no row.
         for name, converted in self._convert(model, read).items():
             indices = owned_indices(state[name])
             if rows is not None:
@@ -99,14 +100,15 @@ class Conversion:
             local_tensor(state[name]).copy_(take(converted, indices))
 
     def only_source(self) -> str:
-        """Return the name in the files of what is taken as it is."""
+        """Return the name in the files of a tensor that is copied as it is."""
         ((name,),) = self.sources.values()
         return name
 
     def _convert(
-        self, model: nn.Module, tensors: dict[str, list[torch.Tensor]]
+        self, model: PreTrainedModel, tensors: dict[str, list[torch.Tensor]]
     ) -> dict[str, torch.Tensor]:
         assert self.converter is not None
+        # Converters collect tensors in themselves, and ranks convert more than once.
         converter = copy.deepcopy(self.converter)
         converter.collected_tensors.update(tensors)  # type: ignore[arg-type]
         converted = converter.convert(self.name, model=model, config=model.config)
@@ -117,15 +119,15 @@ class Conversion:
 
 
 def plan_conversions(
-    model: nn.Module, files: SafetensorsFiles, model_name: str
+    model: PreTrainedModel, files: SafetensorsFiles, model_name: str
 ) -> list[Conversion]:
-    """Return what makes each tensor of `model`, of the names and shapes in `files` alone.
+    """Return the conversions that make the tensors of `model`, from names and shapes alone.
 
-    The model remembers the conversions that were used, as after `from_pretrained`: its export has
-    the names that the files have.
+    The model keeps the conversions that were used, as after `from_pretrained`, so that its export
+    has the names of the files.
 
     Raises:
-        ValueError: Tensors of the model are missing, or have another shape.
+        ValueError: Tensors of the model are missing from the files, or have another shape there.
     """
     state = model.state_dict(keep_vars=True)
     renaming = _Renaming(model, state)
@@ -146,8 +148,8 @@ def plan_conversions(
             shapes |= conversion.target_shapes(model, files)
         except (RuntimeError, ValueError) as error:
             raise ValueError(
-                f"policy.model_name={model_name!r}: {conversion.name} cannot be made of the "
-                f"tensors {conversion.sources} of the checkpoint: {error}"
+                f"policy.model_name={model_name!r}: {conversion.name} cannot be converted "
+                f"from the tensors {conversion.sources} of the checkpoint: {error}"
             ) from error
     _check_shapes(shapes, state, model_name)
     _check_names(model, set(shapes), unexpected, model_name)
@@ -155,20 +157,22 @@ def plan_conversions(
 
 
 class _Renaming:
-    """Transformers' way from a name in the files to one of the model."""
+    """Maps names in the files to names in the model, as transformers does."""
 
-    def __init__(self, model: nn.Module, state: Mapping[str, torch.Tensor]) -> None:
-        self.mapping: list[Any] = get_model_conversion_mapping(model)  # type: ignore[arg-type]
+    def __init__(self, model: PreTrainedModel, state: Mapping[str, torch.Tensor]) -> None:
+        self.mapping = get_model_conversion_mapping(model)
         self._renamings = [each for each in self.mapping if isinstance(each, WeightRenaming)]
         self._converters = [each for each in self.mapping if isinstance(each, WeightConverter)]
         self.converters = {
             pattern: each for each in self._converters for pattern in each.source_patterns
         }
-        self._prefix: str = model.base_model_prefix  # type: ignore[assignment]
+        self._prefix = model.base_model_prefix
         self._state = dict(state)
 
     def target_of(self, name: str) -> tuple[str, str | None]:
-        """Return the name in the model, and the pattern of the converter that leads there."""
+        """Return the name in the model, and the source pattern of its converter, if any."""
+        # A checkpoint that a newer transformers saved has the model's names already: the second try
+        # takes a name as it is, if renaming leads nowhere.
         ways = ((self._renamings, self._converters), ([], []))
         for renamings, converters in ways:
             target, pattern = rename_source_key(
@@ -190,23 +194,25 @@ def _check_shapes(
             )
 
 
-def _check_names(model: nn.Module, found: set[str], unexpected: set[str], model_name: str) -> None:
+def _check_names(
+    model: PreTrainedModel, found: set[str], unexpected: set[str], model_name: str
+) -> None:
     state = model.state_dict(keep_vars=True)
     filled = {id(state[name]) for name in found}
     names = SimpleNamespace(
         missing_keys={name for name, tensor in state.items() if id(tensor) not in filled},
         unexpected_keys=unexpected,
     )
-    model._adjust_missing_and_unexpected_keys(names)  # type: ignore[operator]
+    model._adjust_missing_and_unexpected_keys(names)  # type: ignore[arg-type]
     if names.unexpected_keys:
         logger.warning(
-            "%s has %d tensors that %s does not have, and that are not read: %s",
+            "%s has %d tensors that %s does not have; they are ignored: %s",
             model_name,
             len(names.unexpected_keys),
             type(model).__name__,
             sorted(names.unexpected_keys)[:5],
         )
-    # A buffer has the value that the model itself gives it.
+    # Missing buffers keep the values of the model's own initialisation.
     missing = sorted(names.missing_keys - {name for name, _ in model.named_buffers()})
     if missing:
         raise ValueError(

@@ -1,8 +1,8 @@
-"""From hidden states to scores of tokens, where the model's own forward makes logits.
+"""Token scores from hidden states, computed inside the model's own forward.
 
-FSDP gathers the output matrix for the length of the model's own forward, so the scores are made
-inside it: for one forward, the model's output layer computes them from the hidden states that it
-is given, and the forward returns them in place of logits, which then exist only in tiles.
+FSDP all-gathers the output matrix only for the duration of the model's forward, so scores must be
+computed inside it. For one forward the output layer is replaced by a function that computes scores
+from hidden states, and the forward returns those instead of logits, which then exist in tiles only.
 """
 
 from __future__ import annotations
@@ -19,42 +19,46 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from rl_dtensor_worker.parallel.tensor import collectives
-from rl_dtensor_worker.parallel.tensor.group import SEQUENCE
+from rl_dtensor_worker.parallel.tensor.group import SEQUENCE_DIM
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Generator
+
+    from transformers import PreTrainedModel
 
     from rl_dtensor_worker.parallel.tensor.group import TensorParallel
 
 logger = logging.getLogger(__name__)
 
-# What transformers' configs call that which happens to logits after the output layer.
+# Names in transformers' configs of what is applied to logits after the output layer.
 _FACTORS = ("logit_scale", "lm_head_multiplier", "output_multiplier")
 _DIVISORS = ("logits_scaling",)
 _SOFT_CAPS = ("final_logit_softcapping", "logits_soft_cap")
 
-# Logits between which any scale and any soft cap in use can be told apart.
+# A range of logits in which all scales and soft caps in use differ measurably.
 _PROBED_LOGITS = (-60.0, 60.0)
-# Relative to the largest logit: a few float32 operations on each.
+# Names of the score layer of transformers' reward and value models.
+_SCORE_LAYERS = ("score", "classifier")
+# Relative to the largest logit: rounding of a few float32 operations.
 _PROBE_TOLERANCE = 1e-5
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class TokenHead:
-    """How a model's last hidden states become scores of tokens; made by `find_token_head`."""
+    """How token scores are computed from the last hidden states; see `find_token_head`."""
 
     layer: nn.Linear | None
-    """The output layer. None: logits come out of the model's own forward, all at once."""
+    """The output layer. None: the model's own forward makes all logits at once."""
     tensor_parallel: TensorParallel | None = None
-    """The ranks that share the vocabulary."""
+    """The ranks that shard the vocabulary."""
     logit_scale: float = 1.0
-    """The model's factor on the layer's products."""
+    """The model's factor on the output layer's logits."""
     soft_cap: float | None = None
     """The model's soft cap on its logits."""
 
     def target_scores(
         self,
-        model: nn.Module,
+        model: PreTrainedModel,
         tokens: torch.Tensor,
         targets: torch.Tensor,
         *,
@@ -68,11 +72,11 @@ class TokenHead:
         Args:
             model: The model of this head.
             tokens: `[rows, seq]` int64.
-            targets: `[rows, seq]` int64: at each position, the token to score, usually the next.
-            temperature: Divides the logits, last of all.
+            targets: `[rows, seq]` int64: the token to score at each position, usually the next one.
+            temperature: Divides the logits, after scale and soft cap.
             top_k: How many of the largest logits to return.
             entropy: Whether to return the entropy.
-            arguments: What else the forward takes: `position_ids`, say.
+            arguments: Further arguments of the forward, such as `position_ids`.
 
         Returns:
             Fields `[rows, seq]`, and `[rows, seq, top_k]`; see `TokenScores`.
@@ -84,18 +88,19 @@ class TokenHead:
             return target_scores(logits, targets, tp_group=group, **options)
 
         def score(layer: nn.Linear, hidden: torch.Tensor) -> TokenScores:
-            whole = self._whole(hidden)
-            return target_scores(whole, targets, **self._options(layer), **options)
+            full = self._gather_hidden(hidden)
+            return target_scores(full, targets, **self._options(layer), **options)
 
         with _output_layer_replaced(model, self.layer, score):
             return TokenScores(**model(input_ids=tokens, use_cache=False, **arguments))
 
-    def _whole(self, hidden: torch.Tensor) -> torch.Tensor:
-        """Return hidden states of all positions; their gradient is that of all ranks already."""
-        ranks = self.tensor_parallel
-        if ranks is None or not ranks.cuts_sequence:
+    def _gather_hidden(self, hidden: torch.Tensor) -> torch.Tensor:
+        """Return the hidden states of all positions."""
+        tp = self.tensor_parallel
+        if tp is None or not tp.sequence_parallel:
             return hidden
-        return collectives.gather_alike(hidden, ranks.group, SEQUENCE)
+        # `target_scores` all-reduces the gradient of its hidden states over the vocabulary shards.
+        return collectives.gather_for_replicated_use(hidden, tp.group, SEQUENCE_DIM)
 
     def _options(self, layer: nn.Linear) -> ScoringOptions:
         return ScoringOptions(
@@ -108,23 +113,25 @@ class TokenHead:
 
 
 @torch.no_grad()
-def find_token_head(model: nn.Module, tensor_parallel: TensorParallel | None = None) -> TokenHead:
-    """Return how `model` makes scores, once it is known that they are its own. Collective.
+def find_token_head(
+    model: PreTrainedModel, tensor_parallel: TensorParallel | None = None
+) -> TokenHead:
+    """Return the head of `model`, verified against its own forward. Collective.
 
-    The model's forward is run once with known numbers in place of its output layer's products.
-    Where it changes them in a way that its config does not tell, or where the layer is no plain
-    linear one, the model's own forward makes the logits.
+    The forward runs once with known logits in place of the output layer's. If it changes them
+    otherwise than its config says, or if the output layer is not a plain linear one, the head falls
+    back to logits from the model's own forward, with a warning.
     """
-    layer = model.get_output_embeddings()  # type: ignore[operator]
+    layer = model.get_output_embeddings()
     if type(layer) is not nn.Linear:
         reason = f"its output layer is a {type(layer).__name__}"
         return _own_head(model, tensor_parallel, reason)
-    with nullcontext() if tensor_parallel is None else tensor_parallel.whole_sequences():
-        made = _logits_made_of(model, layer)
-    if made is None:
+    with nullcontext() if tensor_parallel is None else tensor_parallel.unsharded_sequences():
+        probed = _probe_logits(model, layer)
+    if probed is None:
         reason = "it does not call its output layer once per forward"
         return _own_head(model, tensor_parallel, reason)
-    given, logits = made
+    given, logits = probed
     for scale, soft_cap in (_configured(model.config), (1.0, None)):
         transform = LogitTransform(scale=scale, soft_cap=soft_cap, temperature=1.0)
         if _close(logits, transform.apply_(given.clone())):
@@ -134,11 +141,13 @@ def find_token_head(model: nn.Module, tensor_parallel: TensorParallel | None = N
                 logit_scale=scale,
                 soft_cap=soft_cap,
             )
-    reason = "it changes its logits in a way that its config does not tell"
+    reason = "it changes its logits otherwise than its config says"
     return _own_head(model, tensor_parallel, reason)
 
 
-def _own_head(model: nn.Module, tensor_parallel: TensorParallel | None, reason: str) -> TokenHead:
+def _own_head(
+    model: PreTrainedModel, tensor_parallel: TensorParallel | None, reason: str
+) -> TokenHead:
     if not torch.distributed.is_initialized() or torch.distributed.get_rank() == 0:
         logger.warning(
             "%s computes all logits of a micro-batch at once: %s", type(model).__name__, reason
@@ -146,8 +155,10 @@ def _own_head(model: nn.Module, tensor_parallel: TensorParallel | None, reason: 
     return TokenHead(layer=None, tensor_parallel=tensor_parallel)
 
 
-def _logits_made_of(model: nn.Module, layer: nn.Linear) -> tuple[torch.Tensor, torch.Tensor] | None:
-    """Return known numbers, and what the forward makes of them; None unless it is given them."""
+def _probe_logits(
+    model: PreTrainedModel, layer: nn.Linear
+) -> tuple[torch.Tensor, torch.Tensor] | None:
+    """Return known logits and the forward's output for them; None if it ignores its layer."""
     device = torch.device(layer.weight.device)
     vocab_size = layer.weight.shape[0]
     tokens = torch.arange(8, device=device)[None] % vocab_size
@@ -166,7 +177,7 @@ def _logits_made_of(model: nn.Module, layer: nn.Linear) -> tuple[torch.Tensor, t
 
 
 def _configured(config: Any) -> tuple[float, float | None]:
-    """Return the factor and the soft cap that a model's config names."""
+    """Return the logit scale and soft cap of a model's config."""
     text = config.get_text_config()
 
     def named(keys: tuple[str, ...]) -> list[float]:
@@ -189,17 +200,19 @@ def _close(logits: torch.Tensor, expected: torch.Tensor) -> bool:
 
 @contextmanager
 def _output_layer_replaced(
-    model: nn.Module, layer: nn.Linear, score: Callable[[nn.Linear, torch.Tensor], TokenScores]
+    model: PreTrainedModel,
+    layer: nn.Linear,
+    score: Callable[[nn.Linear, torch.Tensor], TokenScores],
 ) -> Generator[None, None, None]:
-    """Let `score` take the place of `layer`, and the fields of its result the model's output."""
+    """Replace `layer` by `score`, and the model's output by the fields of its result."""
     found: list[TokenScores] = []
 
     def forward(hidden: torch.Tensor) -> torch.Tensor:
         found.append(score(layer, hidden))
-        # The rest of the forward goes on with something of the same kind as logits.
+        # The rest of the forward expects logits; a vocabulary of one costs nothing.
         return torch.zeros((*found[-1].logprobs.shape, 1), device=hidden.device)
 
-    # In front of FSDP's own hook, which prepares the backward pass from the output's tensors.
+    # Before FSDP's hook, which registers the backward pass on the output's tensors.
     hook = model.register_forward_hook(lambda *_: _tensors_of(found.pop()), prepend=True)
     try:
         with _forward_replaced(layer, forward):
@@ -209,7 +222,7 @@ def _output_layer_replaced(
 
 
 def _tensors_of(scores: TokenScores) -> dict[str, torch.Tensor | None]:
-    """Return the fields in a container that FSDP looks into; those with a gradient are no views."""
+    """Return the fields in a container that FSDP traverses, cloned where they need gradients."""
     values = {field.name: getattr(scores, field.name) for field in fields(scores)}
     return {
         name: value.clone() if value is not None and value.requires_grad else value
@@ -231,3 +244,58 @@ def _forward_replaced(
 
 def _local(parameter: torch.Tensor) -> torch.Tensor:
     return parameter.to_local() if isinstance(parameter, DTensor) else parameter
+
+
+def find_value_layer(model: PreTrainedModel, *, pad_token_id: int | None) -> nn.Linear:
+    """Return the score layer of a reward or value model.
+
+    Args:
+        model: The model. Its config gets a padding token if it has none: transformers' sequence
+            classifiers require one, even though their own pooled scores are not used.
+        pad_token_id: The tokenizer's.
+
+    Raises:
+        ValueError: There is none, or it has more than one output.
+    """
+    text_config: Any = model.config.get_text_config()
+    if text_config.pad_token_id is None:
+        text_config.pad_token_id = pad_token_id or 0
+    layer = model.get_submodule(value_layer_name(model))
+    assert isinstance(layer, nn.Linear)
+    return layer
+
+
+def value_layer_name(model: PreTrainedModel) -> str:
+    """Return the name of the score layer of a reward or value model.
+
+    Raises:
+        ValueError: There is none, or it has more than one output.
+    """
+    for name in _SCORE_LAYERS:
+        layer = getattr(model, name, None)
+        if isinstance(layer, nn.Linear) and layer.weight.shape[0] == 1:
+            return name
+    raise ValueError(
+        f"policy.head: {type(model).__name__} has no linear layer with one output named "
+        f"{' or '.join(_SCORE_LAYERS)}"
+    )
+
+
+@contextmanager
+def output_of_layer(model: PreTrainedModel, layer: nn.Linear) -> Generator[None, None, None]:
+    """Make the output of `layer` the model's output inside."""
+    found: list[torch.Tensor] = []
+
+    def keep(_layer: nn.Module, _arguments: Any, output: torch.Tensor) -> None:
+        found.append(output)
+
+    hooks = [
+        layer.register_forward_hook(keep),
+        # FSDP registers the backward pass on the output's tensors, which must not be views.
+        model.register_forward_hook(lambda *_: found.pop().clone(), prepend=True),
+    ]
+    try:
+        yield
+    finally:
+        for hook in hooks:
+            hook.remove()

@@ -1,4 +1,4 @@
-"""Images and other media of a batch: which of its columns the model's forward takes."""
+"""Images and other media: which columns of a batch the model's forward takes."""
 
 from __future__ import annotations
 
@@ -13,17 +13,17 @@ if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
     from rl_interfaces.backend.steps import Step
-    from torch import nn
+    from transformers import PreTrainedModel
 
-# What tells a token of an image from one of text, `[batch, seq]`.
+# `[batch, seq]` columns that mark whether a token is of an image or of text.
 TOKEN_COLUMNS = ("mm_token_type_ids", "token_type_ids")
 
 
-def media_of(model: nn.Module, rows: Mapping[str, Any]) -> dict[str, torch.Tensor]:
+def media_of(model: PreTrainedModel, rows: Mapping[str, Any]) -> dict[str, torch.Tensor]:
     """Return the media of a micro-batch, each kind concatenated, as the model's forward takes them.
 
     Raises:
-        ValueError: The forward does not take one of them.
+        ValueError: The forward has no argument of that name.
     """
     packed = {key: value for key, value in rows.items() if isinstance(value, PackedTensor)}
     if not packed:
@@ -32,14 +32,14 @@ def media_of(model: nn.Module, rows: Mapping[str, Any]) -> dict[str, torch.Tenso
     unknown = sorted(set(packed) - set(taken))
     if unknown:
         raise ValueError(
-            f"the batch has the media {unknown}, and {type(model).__name__} takes none of that name"
+            f"the batch has the media {unknown}, which {type(model).__name__} does not take"
         )
     tensors = {key: value.as_tensor() for key, value in packed.items()}
     return {key: tensor for key, tensor in tensors.items() if tensor is not None}
 
 
-def token_columns_of(model: nn.Module, rows: Mapping[str, Any]) -> dict[str, torch.Tensor]:
-    """Return the columns `[batch, seq]` besides the tokens that the model's forward takes."""
+def token_columns_of(model: PreTrainedModel, rows: Mapping[str, Any]) -> dict[str, torch.Tensor]:
+    """Return the columns of `TOKEN_COLUMNS` that the model's forward takes."""
     present = [key for key in TOKEN_COLUMNS if key in rows]
     taken = inspect.signature(model.forward).parameters if present else {}
     return {key: rows[key] for key in present if key in taken}
@@ -48,12 +48,13 @@ def token_columns_of(model: nn.Module, rows: Mapping[str, Any]) -> dict[str, tor
 def check_same_media(
     steps: Sequence[Step], *, group: dist.ProcessGroup, device: torch.device
 ) -> None:
-    """Raise on every rank unless in each pass all ranks have the same kinds of media. Collective.
+    """Raise on every rank unless all ranks have the same kinds of media in each pass. Collective.
 
-    The layers that read them are sharded over the ranks, and gathered when they run.
+    FSDP shards the layers that read media: if they ran on some ranks only, their all-gathers would
+    wait for the others.
 
     Raises:
-        ValueError: Names kind and pass.
+        ValueError: Kinds differ; the message names the kind and the micro-batch.
     """
     kinds = sorted({key for step in steps for key in _kinds(step)})
     if not kinds:

@@ -1,9 +1,9 @@
-"""Fully sharded data parallelism: apply it, unshard for a while, copy shards to the CPU."""
+"""Fully sharded data parallelism (FSDP2), and access to the shards of DTensors."""
 
 from __future__ import annotations
 
 from contextlib import contextmanager
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
@@ -15,7 +15,8 @@ from torch.distributed.fsdp import (
     fully_shard,
 )
 from torch.distributed.fsdp._fully_shard._fsdp_common import TrainingState
-from torch.distributed.tensor import DTensor
+from torch.distributed.tensor import DTensor, Shard
+from torch.distributed.tensor.placement_types import _StridedShard
 
 if TYPE_CHECKING:
     from collections.abc import Generator, Iterable
@@ -32,15 +33,20 @@ def shard_model(
     compute_dtype: torch.dtype,
     cpu_offload: bool,
 ) -> nn.Module:
-    """Shard `model` over `mesh`, each of `layers` as a unit of its own.
-
-    A rank that is alone and computes in its parameters' own dtype has nothing to gather and nothing
-    to cast: its model stays as it is, without the copies that FSDP makes all the same.
-
-    A mesh of two axes has copies along the first, and shards along the second.
+    """Shard `model` over `mesh`, each of `layers` as an FSDP unit of its own.
 
     Parameters stay in their own dtype; forward and backward run in `compute_dtype`; gradients are
-    summed, not averaged, in float32. A loss divided by a global count is then right as it is.
+    summed, not averaged, in float32, as the loss is divided by global counts already.
+
+    A single rank that computes in its parameters' dtype has nothing to gather or cast: its model
+    stays as it is, without the copies that FSDP would make.
+
+    Args:
+        model: On the meta device.
+        layers: Its repeated blocks.
+        mesh: With two axes, parameters are replicated along the first and sharded along the second.
+        compute_dtype: Of forward and backward.
+        cpu_offload: Whether parameters, gradients and optimizer state are kept on the CPU.
     """
     casts = any(parameter.dtype != compute_dtype for parameter in model.parameters())
     if dist.get_world_size() == 1 and not casts and not cpu_offload:
@@ -53,17 +59,17 @@ def shard_model(
     fully_shard(model, mesh=mesh, mp_policy=precision, offload_policy=offload)
     for module in _fsdp_modules(model):
         module.set_gradient_divide_factor(1.0)
-        # Sum and nothing else: the pre-multiplied sum behind a divide factor is NCCL's alone.
+        # A divide factor would use the pre-multiplied sum, which only NCCL has.
         module.set_force_sum_reduction_for_comms(True)
     return model
 
 
 @contextmanager
 def unshard_fsdp2_model(model: nn.Module) -> Generator[None, None, None]:
-    """Keep every parameter of `model` whole on each rank; inside, forwards need no collective.
+    """Keep every parameter of `model` unsharded on each rank inside.
 
-    Costs one unsharded copy in the compute dtype. Entering is collective; inside, each rank may
-    run as many forwards as it likes.
+    Costs one full copy in the compute dtype. Entering is collective; inside, forwards need no FSDP
+    collective, and each rank may run a different number of them.
     """
     modules = _fsdp_modules(model)
     reshard = [_reshards_after_forward(module) for module in modules]
@@ -79,26 +85,26 @@ def unshard_fsdp2_model(model: nn.Module) -> Generator[None, None, None]:
 
 
 def reshard_model(model: nn.Module) -> None:
-    """Free the whole parameters that a forward without a backward leaves behind.
+    """Free the unsharded parameters that a forward without a backward leaves behind.
 
-    FSDP keeps its root unsharded after a forward, in the expectation of a backward. Until then
-    `model.named_parameters()` is not the shards that checkpoints and copies want.
+    FSDP keeps its root unsharded after a forward, since a backward usually follows. Until then
+    `model.named_parameters()` yields unsharded tensors, and not the DTensors that checkpoints need.
     """
     for module in _fsdp_modules(model):
         module.reshard()
 
 
 def abandon_pass(model: nn.Module) -> None:
-    """Drop a forward or backward that raised, its gradients included.
+    """Reset FSDP after a forward or backward that raised, and drop its gradients.
 
-    FSDP takes a pass that has begun to be still under way, and so would hand the next one's
-    gradients to no parameter. torch 2.11 has no `FSDPModule.reset_iter_state`, which also keeps
+    FSDP would consider the interrupted pass still in progress, and lose the gradients of the next
+    one. Newer torch has `FSDPModule.reset_iter_state`, but torch 2.11 does not, and it keeps
     gradients that were not reduced yet.
     """
     for module in _fsdp_modules(model):
         state = module._get_fsdp_state()
         if state._is_root is None:
-            continue  # It has never run.
+            continue  # Lazily initialised: this module has never run.
         state._training_state = TrainingState.IDLE
         state._modules_to_run_forward.clear()
         state._state_ctx.iter_forward_root = None
@@ -138,15 +144,37 @@ def get_cpu_state_dict(
 
 
 def local_tensor(tensor: torch.Tensor) -> torch.Tensor:
-    """Return this rank's shard, detached and sharing its memory."""
+    """Return this rank's shard, detached and parallel its memory."""
     detached = tensor.detach()
     return detached.to_local() if isinstance(detached, DTensor) else detached
 
 
 def full_tensor(tensor: torch.Tensor) -> torch.Tensor:
-    """Return the whole tensor on every rank, detached. Collective for a DTensor."""
+    """Return the full tensor on every rank, detached. Collective for a DTensor."""
     detached = tensor.detach()
     return detached.full_tensor() if isinstance(detached, DTensor) else detached
+
+
+def owned_indices(tensor: torch.Tensor) -> list[torch.Tensor]:
+    """Return, per dim, the ascending indices of the full tensor that this rank's shard has.
+
+    Supports any placement on any mesh. If tensor parallelism and FSDP shard the same dim, a rank's
+    rows need not be contiguous.
+    """
+    indices = [torch.arange(size) for size in tensor.shape]
+    if isinstance(tensor, DTensor):
+        coordinate = tensor.device_mesh.get_coordinate()
+        assert coordinate is not None
+        for placement, ranks, rank in zip(
+            tensor.placements, tensor.device_mesh.shape, coordinate, strict=True
+        ):
+            if placement.is_shard() or isinstance(placement, _StridedShard):
+                dim: int = placement.dim  # type: ignore[attr-defined]
+                parts, _ = _along_rows(placement)._split_tensor(
+                    indices[dim], ranks, with_padding=False
+                )
+                indices[dim] = parts[rank]
+    return indices
 
 
 def _fsdp_modules(model: nn.Module) -> list[FSDPModule]:
@@ -157,3 +185,9 @@ def _reshards_after_forward(module: FSDPModule) -> bool:
     # One group, as `shard_model` gives all parameters of a module to one mesh.
     group = module._get_fsdp_state()._fsdp_param_group
     return group is not None and group.post_forward_mesh_info is not None
+
+
+def _along_rows(placement: Any) -> Any:
+    if isinstance(placement, _StridedShard):
+        return _StridedShard(0, split_factor=placement.split_factor)
+    return Shard(0)

@@ -1,4 +1,4 @@
-"""The layout of the ranks, and where this one stands in the device mesh."""
+"""The parallel layout and its device meshes."""
 
 from __future__ import annotations
 
@@ -53,31 +53,20 @@ def plan_layout(config: Mapping[str, Any], *, world_size: int) -> ParallelLayout
     return layout
 
 
-def leave_process_group() -> None:
-    """Leave the default process group, if it is still there, for this process to join another one.
-
-    DTensor remembers how it shards each operation, with the mesh that it saw first. A mesh of the
-    next group may equal that one while its groups have other names, so the memory is cleared.
-    """
-    if dist.is_initialized():
-        dist.destroy_process_group()
-    _clear_sharding_prop_cache()
-
-
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Meshes:
-    """The ranks in two views of one order: tensor-parallel ranks are neighbours."""
+    """Views of the ranks in one order; tensor-parallel ranks are neighbours."""
 
     data: DeviceMesh
-    """Axes `dp`, `cp`, `tp`: which rows and tokens a rank has."""
+    """Axes `dp`, `cp`, `tp`: how rows and tokens are sharded."""
     state: DeviceMesh
-    """Axes `dp_replicate`, `dp_shard_cp`, `tp`: which part of each parameter a rank has."""
-    copies: DeviceMesh
-    """Axes `dp_replicate`, `shards`: which copy of the parameters a rank has a part of."""
+    """Axes `dp_replicate`, `dp_shard_cp`, `tp`: how parameters are sharded."""
+    replicas: DeviceMesh
+    """Axes `dp_replicate`, `shards`: the same with all shards of one replica on one axis."""
 
     @classmethod
     def of(cls, layout: ParallelLayout, *, replicas: int, device_type: str) -> Meshes:
-        """Return the meshes of `layout`, with `replicas` whole copies of the parameters."""
+        """Return the meshes of `layout`, with `replicas` replicas of the parameters."""
         sharded = layout.data_parallel // replicas * layout.context_parallel
         tensor = layout.tensor_parallel
         return cls(
@@ -91,18 +80,19 @@ class Meshes:
                 (replicas, sharded, tensor),
                 mesh_dim_names=("dp_replicate", "dp_shard_cp", "tp"),
             ),
-            copies=init_device_mesh(
+            replicas=init_device_mesh(
                 device_type, (replicas, sharded * tensor), mesh_dim_names=("dp_replicate", "shards")
             ),
         )
 
     def leave(self) -> None:
-        """End the meshes' groups, and what DTensor remembers of them. Not collective.
+        """Destroy the meshes' groups and DTensor's references to them. Not collective.
 
-        DTensor keeps each mesh that it has redistributed tensors over. A mesh names its groups and
-        holds them, so that their threads would run on.
+        DTensor caches sharding decisions together with the meshes that they were made for. A mesh
+        holds its groups, whose threads would otherwise run on, and a later mesh may compare equal
+        to it while its groups have other names.
         """
-        meshes = (self.data, self.state, self.copies)
+        meshes = (self.data, self.state, self.replicas)
         destroy_groups(group for mesh in meshes for group in mesh.get_all_groups())
         for mesh in meshes:
             mesh._pg_registry.clear()
@@ -110,17 +100,17 @@ class Meshes:
 
     @property
     def shards(self) -> dist.ProcessGroup:
-        """The ranks that have the parts of one copy of the parameters, this one among them."""
-        return self.copies["shards"].get_group()
+        """The ranks that hold the shards of one replica, this one included."""
+        return self.replicas["shards"].get_group()
 
     @property
     def fsdp(self) -> DeviceMesh:
-        """The ranks over which FSDP shards, and over which it replicates where it does."""
+        """The mesh over which FSDP shards and, with several replicas, replicates."""
         if self.state["dp_replicate"].size() == 1:
             return self.state["dp_shard_cp"]
         return self.state["dp_replicate", "dp_shard_cp"]
 
     @property
     def tp(self) -> DeviceMesh:
-        """The ranks that share each layer."""
+        """The tensor-parallel ranks."""
         return self.state["tp"]

@@ -1,4 +1,4 @@
-"""Tensors that ranks have parts of, on their way to being whole: several in one collective."""
+"""Bucketed asynchronous all-gather of DTensor shards: several tensors in one collective."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import torch
+from rl_batched_data.padding import round_up
 from torch.distributed.tensor import DTensor, Shard
 from torch.distributed.tensor.placement_types import _StridedShard
 
@@ -22,22 +23,22 @@ NamedTensors = list[tuple[str, torch.Tensor]]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class _Cut:
-    """How a tensor lies on the ranks that have parts of it: rows over rows, over tensor parallel.
+class _ShardLayout:
+    """A tensor sharded by FSDP along dim 0, of its tensor-parallel shard.
 
-    Rank `d * tensor + t` has rows `d` of the part `t` of the tensor.
+    Rank `d * tp + t` has chunk `d` of the rows of tensor-parallel shard `t`.
     """
 
-    rows: int
-    """Ranks over which FSDP cuts the first dimension."""
-    tensor: int
-    """Ranks that share the layer."""
+    fsdp: int
+    """Ranks over which FSDP shards dim 0."""
+    tp: int
+    """Tensor-parallel ranks."""
     dim: int | None
-    """The dimension that those cut; None where each has all of it."""
+    """The dim that tensor parallelism shards; None: replicated."""
 
     @classmethod
-    def of(cls, tensor: torch.Tensor) -> _Cut | None:
-        """Return how `tensor` is cut; None where it is not, or in a way of its own."""
+    def of(cls, tensor: torch.Tensor) -> _ShardLayout | None:
+        """Return the layout of `tensor`; None if it is not sharded, or in another way."""
         if not isinstance(tensor, DTensor):
             return None
         sizes: dict[str, int] = {}
@@ -51,53 +52,55 @@ class _Cut:
         known = sizes.keys() <= {"dp_replicate", "dp_shard_cp", "tp"}
         if not known or dims.get("dp_shard_cp") != 0 or "dp_replicate" in dims:
             return None
-        cut = cls(rows=sizes["dp_shard_cp"], tensor=sizes.get("tp", 1), dim=dims.get("tp"))
-        return cut if cut._is_even(tensor.shape) else None
+        layout = cls(fsdp=sizes["dp_shard_cp"], tp=sizes.get("tp", 1), dim=dims.get("tp"))
+        return layout if layout._is_even(tensor.shape) else None
 
     @property
     def num_ranks(self) -> int:
-        """How many ranks have parts."""
-        return self.rows * self.tensor
+        """Ranks that hold one copy."""
+        return self.fsdp * self.tp
 
-    def part_shape(self, shape: torch.Size) -> list[int]:
-        """Return the shape of what the ranks of one row group share, completed to equal rows."""
-        part = list(shape)
+    def padded_tp_shape(self, shape: torch.Size) -> list[int]:
+        """Return the shape of a tensor-parallel shard, its rows padded to equal FSDP chunks."""
+        padded = list(shape)
         if self.dim is not None:
-            part[self.dim] //= self.tensor
-        part[0] = -(-part[0] // self.rows) * self.rows
-        return part
+            padded[self.dim] //= self.tp
+        padded[0] = round_up(padded[0], self.fsdp)
+        return padded
 
-    def join(self, parts: torch.Tensor, shape: torch.Size) -> torch.Tensor:
-        """Return the tensor whose parts are given, `[ranks, elements]`, each completed."""
-        part = self.part_shape(shape)
-        rows = part[0] // self.rows
-        stacked = parts.view(self.rows, self.tensor, rows, *part[1:]).transpose(0, 1)
-        num_rows = shape[0] // self.tensor if self.dim == 0 else shape[0]
-        blocks = stacked.reshape(self.tensor, *part)[:, :num_rows]
-        if self.tensor == 1 or self.dim is None:
+    def assemble(self, shards: torch.Tensor, shape: torch.Size) -> torch.Tensor:
+        """Return the full tensor from padded shards `[ranks, elements]`."""
+        padded = self.padded_tp_shape(shape)
+        rows = padded[0] // self.fsdp
+        # Ranks count tensor parallelism fastest, while rows of one tensor-parallel shard must meet.
+        stacked = shards.view(self.fsdp, self.tp, rows, *padded[1:]).transpose(0, 1)
+        num_rows = shape[0] // self.tp if self.dim == 0 else shape[0]
+        blocks = stacked.reshape(self.tp, *padded)[:, :num_rows]
+        if self.tp == 1 or self.dim is None:
             return blocks[0]
         return torch.cat(list(blocks), dim=self.dim)
 
     def _is_even(self, shape: torch.Size) -> bool:
-        return self.num_ranks > 1 and (self.dim is None or shape[self.dim] % self.tensor == 0)
+        return self.num_ranks > 1 and (self.dim is None or shape[self.dim] % self.tp == 0)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class _Slot:
-    """Where the part of a tensor lies in what every rank contributes."""
+    """The range of a tensor's shard in the bucket that every rank contributes."""
 
     start: int
     end: int
     shape: torch.Size
-    """Of the whole tensor."""
-    cut: _Cut
+    """Of the full tensor."""
+    layout: _ShardLayout
 
 
 @dataclass(kw_only=True, slots=True)
-class Gather:
-    """Some tensors, in one collective that is under way."""
+class BucketGather:
+    """An all-gather of some tensors that is in flight."""
 
-    whole: dict[str, torch.Tensor]
+    unsharded: dict[str, torch.Tensor]
+    """Tensors that this collective does not carry."""
     slots: dict[str, _Slot]
     names: list[str]
     gathered: torch.Tensor | None = None
@@ -111,50 +114,57 @@ class Gather:
         *,
         group: dist.ProcessGroup | None,
         device: torch.device,
-    ) -> Gather:
-        """Start to gather what is cut; take the rest as it is."""
-        gather = cls(whole={}, slots={}, names=[name for name, _ in tensors])
-        parts: list[tuple[torch.Tensor, torch.dtype]] = []
+    ) -> BucketGather:
+        """Start the all-gather of sharded tensors; take replicated ones as they are.
+
+        Args:
+            tensors: Names and tensors; sharded ones all have the same wire dtype.
+            dtypes: The wire dtype of each.
+            group: The ranks that hold one copy. None: nothing is sharded.
+            device: Where the full tensors are.
+        """
+        gather = cls(unsharded={}, slots={}, names=[name for name, _ in tensors])
+        shards: list[tuple[torch.Tensor, torch.dtype]] = []
         end = 0
         for (name, tensor), dtype in zip(tensors, dtypes, strict=True):
-            cut = _Cut.of(tensor)
-            if cut is None or group is None or cut.num_ranks != group.size():
-                gather.whole[name] = _whole(tensor, dtype, device)
+            layout = _ShardLayout.of(tensor)
+            if layout is None or group is None or layout.num_ranks != group.size():
+                gather.unsharded[name] = _full(tensor, dtype, device)
                 continue
-            start, end = end, end + math.prod(cut.part_shape(tensor.shape)) // cut.rows
-            gather.slots[name] = _Slot(start=start, end=end, shape=tensor.shape, cut=cut)
-            parts.append((local_tensor(tensor), dtype))
-        if parts and group is not None:
-            gather._send(parts, end, group, device)
+            start, end = end, end + math.prod(layout.padded_tp_shape(tensor.shape)) // layout.fsdp
+            gather.slots[name] = _Slot(start=start, end=end, shape=tensor.shape, layout=layout)
+            shards.append((local_tensor(tensor), dtype))
+        if shards and group is not None:
+            gather._send(shards, end, group, device)
         return gather
 
     def _send(
         self,
-        parts: list[tuple[torch.Tensor, torch.dtype]],
+        shards: list[tuple[torch.Tensor, torch.dtype]],
         num_elements: int,
         group: dist.ProcessGroup,
         device: torch.device,
     ) -> None:
-        (dtype,) = {dtype for _, dtype in parts}
+        (dtype,) = {dtype for _, dtype in shards}
         own = torch.empty(num_elements, dtype=dtype, device=device)
-        for (part, _), slot in zip(parts, self.slots.values(), strict=True):
-            own[slot.start : slot.start + part.numel()].view(part.shape).copy_(part)
+        for (shard, _), slot in zip(shards, self.slots.values(), strict=True):
+            own[slot.start : slot.start + shard.numel()].view(shard.shape).copy_(shard)
         self.gathered = torch.empty(group.size(), num_elements, dtype=dtype, device=device)
         self.work = all_gather_single(self.gathered.view(-1), own, group=group, async_op=True)
 
     def finish(self) -> Iterator[tuple[str, torch.Tensor]]:
-        """Wait for the collective, and yield name and whole tensor."""
+        """Wait for the collective; yield name and full tensor, in the order of `start`."""
         if self.work is not None:
             self.work.wait()
         for name in self.names:
             slot = self.slots.get(name)
             if slot is None:
-                yield name, self.whole[name]
+                yield name, self.unsharded[name]
                 continue
             assert self.gathered is not None
-            yield name, slot.cut.join(self.gathered[:, slot.start : slot.end], slot.shape)
+            yield name, slot.layout.assemble(self.gathered[:, slot.start : slot.end], slot.shape)
 
 
-def _whole(tensor: torch.Tensor, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+def _full(tensor: torch.Tensor, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
     cast = tensor.detach().to(device=device, dtype=dtype)
     return cast.full_tensor() if isinstance(cast, DTensor) else cast

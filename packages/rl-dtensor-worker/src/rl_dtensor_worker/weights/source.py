@@ -1,4 +1,4 @@
-"""The model's weights on their way out: whole, in the wire dtype, a layer at a time."""
+"""The model's full weights in the wire dtype, all-gathered a layer at a time."""
 
 from __future__ import annotations
 
@@ -16,45 +16,45 @@ from rl_dtensor_worker.model.lora import (
     adapters_of,
     without_adapters,
 )
-from rl_dtensor_worker.weights.gather import Gather
+from rl_dtensor_worker.weights.gather import BucketGather
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Mapping
 
     import torch.distributed as dist
-    from torch import nn
+    from transformers import PreTrainedModel
 
 
 class WeightMeta(NamedTuple):
-    """What is known of a tensor before it is gathered."""
+    """What the receiver needs to know about a tensor in advance."""
 
     name: str
     dtype: torch.dtype
     """On the wire."""
     shape: tuple[int, ...]
-    """Of the whole tensor."""
+    """Of the full tensor."""
 
 
 class ModelWeights:
-    """The tensors of a sharded model, as often as wanted: a `rl_interfaces.WeightSource`.
+    """The full tensors of a sharded model, iterable repeatedly: a `rl_interfaces.WeightSource`.
 
-    The trainer's side of vLLM's own weight-transfer engines takes it as well.
+    vLLM's own weight-transfer engines accept it as well.
 
-    What is shared between modules comes once, under its first name. Each tensor is cast to the
-    wire dtype before it is gathered, so that no more than is sent crosses the network, and while
-    a layer is handed out, the next one is being gathered. What adapters change is sent as changed;
-    the model's own tensors are left alone.
+    Tied tensors come once, under their first name. Each tensor is cast to the wire dtype before the
+    all-gather, so that no more bytes than needed cross the network, and the next layer is gathered
+    while the current one is consumed. Adapters are merged into the weights that are sent; the
+    model's own tensors do not change.
 
     Args:
-        model: The model; its parameters are read when they are iterated over, not before.
-        wire_dtype: The dtype of every floating-point tensor on the wire; others keep theirs.
-        group: The ranks that have parts of the tensors, each another one. None: nothing is cut.
-        device: Where the whole tensors are gathered.
+        model: The model; its parameters are read during iteration, not before.
+        wire_dtype: The dtype of floating-point tensors on the wire; others keep theirs.
+        group: The ranks that hold the shards of one copy. None: nothing is sharded.
+        device: Where the full tensors are.
     """
 
     def __init__(
         self,
-        model: nn.Module,
+        model: PreTrainedModel,
         *,
         wire_dtype: torch.dtype,
         device: torch.device,
@@ -73,29 +73,29 @@ class ModelWeights:
         ]
 
     def held_names(self) -> None:
-        """Return None: every rank has all tensors once they are gathered."""
+        """Return None: every rank has all tensors after the gather."""
 
     def groups(self) -> list[list[str]]:
-        """Return the names of what is gathered at a time, in the order of `metadata`."""
+        """Return the names that are gathered together, in the order of `metadata`."""
         names = (name for name, _, _ in self.metadata())
         return [list(group) for _, group in groupby(names, key=block_of)]
 
     def iter_groups(self) -> Iterator[tuple[list[str], list[torch.Tensor]]]:
-        """Yield names and whole tensors of each of `groups`. Every rank takes part."""
+        """Yield names and full tensors of each of `groups`. Collective."""
         tensors = iter(self)
         for group in self.groups():
             yield group, [tensor for _, tensor in islice(tensors, len(group))]
 
     def __iter__(self) -> Iterator[tuple[str, torch.Tensor]]:
-        """Yield name and whole tensor in the order of `metadata`. Every rank takes part."""
+        """Yield name and full tensor in the order of `metadata`. Collective."""
         return self.gather(name for name, _, _ in self.metadata())
 
     @torch.no_grad()
     def gather(self, names: Iterable[str]) -> Iterator[tuple[str, torch.Tensor]]:
-        """Yield name and whole tensor of each of `names`. Every rank takes part.
+        """Yield name and full tensor of each of `names`. Collective.
 
         Raises:
-            ValueError: There is no tensor of that name.
+            ValueError: The model has no tensor of that name.
         """
         state = persistent_state(self._model)
         weights, adapters = without_adapters(state), adapters_of(state)
@@ -103,7 +103,7 @@ class ModelWeights:
         names = list(names)
         if unknown := [name for name in names if name not in weights]:
             raise ValueError(f"there is no tensor {unknown[0]!r} in the model")
-        # Two layers in flight: the one that is handed out, and the one that is gathered.
+        # Two layers in flight: one is consumed while the next is gathered.
         pending: _Layer | None = None
         for _, group in groupby(names, key=block_of):
             chosen = {name: weights[name] for name in group}
@@ -122,8 +122,8 @@ class ModelWeights:
 
     def _start(
         self, tensors: Mapping[str, torch.Tensor], dtype: torch.dtype | None = None
-    ) -> Gather:
-        return Gather.start(
+    ) -> BucketGather:
+        return BucketGather.start(
             list(tensors.items()),
             [dtype or self._dtype_of(tensor) for tensor in tensors.values()],
             group=self._group,
@@ -136,14 +136,14 @@ class ModelWeights:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class _Layer:
-    """The weights of one layer on their way, and the adapters that change them."""
+    """The gathers of one layer's weights, and of the adapters that are merged into them."""
 
-    weights: Gather
-    factors: Gather
+    weights: BucketGather
+    factors: BucketGather
     merges: Mapping[str, AdaptedWeight]
 
     def finish(self) -> Iterator[tuple[str, torch.Tensor]]:
-        """Wait for them, and yield name and whole tensor."""
+        """Wait for them; yield name and full tensor."""
         factors = dict(self.factors.finish())
         for name, weight in self.weights.finish():
             merge = self.merges.get(name)

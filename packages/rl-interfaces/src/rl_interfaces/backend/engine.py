@@ -45,7 +45,10 @@ class EngineInfo:
     packing: Concatenation = field(default_factory=Concatenation)
     """What the parallel layout asks of packed rows."""
     lacks: Mapping[str, str] = field(default_factory=dict[str, str])
-    """Calls that this engine cannot serve, each with the reason: they are refused by name."""
+    """Calls that this engine cannot serve, each with the reason: they are refused by name.
+
+    `logprobs` is the one that a loss of log-probabilities makes.
+    """
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -270,6 +270,9 @@ class EngineWorker:
         self, loss_fn: LossFunction, counts: LossCounts, *, eval_mode: bool
     ) -> Callable[[MicroBatch, ForwardOutput], tuple[torch.Tensor, Scored]]:
         takes_logprobs = getattr(loss_fn, "input_type", LossInput.LOGITS) is LossInput.LOGPROBS
+        reason = self._engine.info.lacks.get("logprobs")
+        if takes_logprobs and reason is not None:
+            raise ValueError(f"{type(loss_fn).__name__} wants log-probabilities: {reason}")
         sharded = bool(getattr(loss_fn, "accepts_sharded_logits", False))
         reported = {
             "global_valid_seqs": float(counts.valid_seqs),

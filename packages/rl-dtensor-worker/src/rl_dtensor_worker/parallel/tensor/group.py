@@ -1,10 +1,12 @@
-"""Tensor parallelism: the ranks that share each layer.
+"""The tensor-parallel group, and how activations enter and leave the layers that it shards.
 
-Parameters are DTensors on the axis `tp`, for whoever saves, sends or steps them; a forward sees
-this rank's shards as plain tensors, so that a layer costs its kernels and its collectives alone.
-Between layers activations are whole on every rank, or, under sequence parallelism, cut along the
-sequence (Korthikanti et al. 2022, "Reducing Activation Recomputation in Large Transformer Models"):
-either way `enter` leads into the parallel part of a layer, and `leave` out of it.
+Parameters are DTensors on the mesh axis `tp`, so that the optimizer, checkpoints and weight
+transfer see shards with their placements. A forward pass sees the local shards as plain tensors,
+which keeps DTensor's dispatch out of it: a layer costs its kernels and its collectives.
+
+Between layers activations are replicated or, with sequence parallelism, sharded along the sequence
+(Korthikanti et al. 2022, "Reducing Activation Recomputation in Large Transformer Models"). In both
+cases `gather_input` leads into a sharded layer and `reduce_output` out of it.
 """
 
 from __future__ import annotations
@@ -12,7 +14,6 @@ from __future__ import annotations
 from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
-import torch
 from torch import nn
 from torch.distributed.tensor import Placement, Replicate, distribute_tensor
 
@@ -21,18 +22,19 @@ from rl_dtensor_worker.parallel.tensor import collectives
 if TYPE_CHECKING:
     from collections.abc import Generator
 
+    import torch
     from torch.distributed.device_mesh import DeviceMesh
 
-SEQUENCE = -2
-"""The sequence's dimension: of `[batch, seq, hidden]`, and of tokens laid end to end."""
+SEQUENCE_DIM = -2
+"""Sequence dim of activations: of `[batch, seq, hidden]` and of packed `[tokens, hidden]`."""
 
 
 class TensorParallel:
-    """The ranks that share each layer, and how activations come to them and go.
+    """The ranks that shard each layer together.
 
     Args:
-        mesh: The one-axis mesh of these ranks.
-        sequence_parallel: Whether activations between layers are cut along the sequence.
+        mesh: Their one-axis mesh.
+        sequence_parallel: Whether activations between layers are sharded along the sequence.
     """
 
     def __init__(self, mesh: DeviceMesh, *, sequence_parallel: bool) -> None:
@@ -40,64 +42,81 @@ class TensorParallel:
         self.group = mesh.get_group()
         self.rank = mesh.get_local_rank()
         self.size = mesh.size()
-        self.cuts_sequence = sequence_parallel
-        self._entered: tuple[torch.Tensor, torch.Tensor] | None = None
-        self._inside = False
+        self.sequence_parallel = sequence_parallel
+        self._last_gather: tuple[torch.Tensor, torch.Tensor] | None = None
+        self._input_is_gathered = False
         self._distributed: dict[nn.Parameter, nn.Parameter] = {}
 
     @contextmanager
-    def whole_sequences(self) -> Generator[None, None, None]:
-        """Leave sequences whole inside, for forwards without gradients of any length."""
-        before, self.cuts_sequence = self.cuts_sequence, False
+    def unsharded_sequences(self) -> Generator[None, None, None]:
+        """Switch sequence parallelism off inside.
+
+        For forwards without gradients, whose sequences may be of any length: sequence parallelism
+        needs lengths that the group divides.
+        """
+        before, self.sequence_parallel = self.sequence_parallel, False
         try:
             yield
         finally:
-            self.cuts_sequence = before
+            self.sequence_parallel = before
 
-    def enter(self, values: torch.Tensor) -> torch.Tensor:
-        """Return `values` whole, for each rank to use in its own way.
+    def gather_input(self, values: torch.Tensor) -> torch.Tensor:
+        """Return the full `values`, for a layer whose parameters are sharded.
 
-        What several modules take, such as the input of three projections, enters once.
+        Modules that take the same tensor, such as the query, key and value projections, share one
+        gather, and so one collective in the backward pass.
         """
-        if self._inside:
+        if self._input_is_gathered:
             return values
-        if self._entered is None or self._entered[0] is not values:
-            self._entered = values, self.enter_alone(values)
-        return self._entered[1]
+        if self._last_gather is None or self._last_gather[0] is not values:
+            self._last_gather = values, self.gather_input_once(values)
+        return self._last_gather[1]
 
-    def enter_alone(self, values: torch.Tensor) -> torch.Tensor:
-        """Return what `enter` returns, for a module that nothing leaves."""
-        if self.cuts_sequence:
-            return collectives.gather_parts(values, self.group, SEQUENCE)
-        return collectives.copy_to_ranks(values, self.group)
+    def gather_input_once(self, values: torch.Tensor) -> torch.Tensor:
+        """Return what `gather_input` does without sharing it.
+
+        For modules that no `reduce_output` follows, which would leave a gather that outlives them.
+        """
+        if self.sequence_parallel:
+            return collectives.gather_for_sharded_use(values, self.group, SEQUENCE_DIM)
+        return collectives.copy_to_group(values, self.group)
 
     @contextmanager
-    def inside(self) -> Generator[None, None, None]:
-        """Take it that what enters has been made whole already."""
-        self._inside = True
+    def input_is_gathered(self) -> Generator[None, None, None]:
+        """Make `gather_input` the identity: a surrounding block has gathered already."""
+        self._input_is_gathered = True
         try:
             yield
         finally:
-            self._inside = False
+            self._input_is_gathered = False
 
-    def leave(self, values: torch.Tensor) -> torch.Tensor:
-        """Return the sum of the ranks' `values`, or this rank's part of it."""
-        self._entered = None
-        if self.cuts_sequence:
-            return collectives.scatter_sum(values, self.group, SEQUENCE)
-        return collectives.sum_over_ranks(values, self.group)
+    def reduce_output(self, values: torch.Tensor) -> torch.Tensor:
+        """Return the sum of the ranks' partial `values`; its local chunk with sequence parallelism.
+
+        The chunk is along the sequence.
+        """
+        # The next layer's input is another tensor; holding this one would only keep memory.
+        self._last_gather = None
+        if self.sequence_parallel:
+            return collectives.reduce_scatter_to_group(values, self.group, SEQUENCE_DIM)
+        return collectives.reduce_from_group(values, self.group)
 
     def distribute(self, module: nn.Module, placements: dict[str, Placement]) -> None:
-        """Make the module's own parameters DTensors on these ranks; tied ones stay tied.
+        """Replace the module's own parameters by DTensors on this group; tied ones stay tied.
+
+        Args:
+            module: Its submodules are left alone.
+            placements: By parameter name; a parameter that is not named is replicated.
 
         Raises:
-            ValueError: A parameter is tied to one that is placed in another way.
+            ValueError: A parameter is tied to one with another placement.
         """
         for name, parameter in list(module.named_parameters(recurse=False)):
             placement = placements.get(name, Replicate())
             known = self._distributed.get(parameter)
             if known is None:
                 known = nn.Parameter(
+                    # Without a source rank: every rank has the tensor, on the meta device.
                     distribute_tensor(parameter, self.mesh, [placement], src_data_rank=None),
                     requires_grad=parameter.requires_grad,
                 )

@@ -1,8 +1,8 @@
-"""Which module of a model takes part in tensor parallelism in which way.
+"""Tensor-parallel plans: which style each module of a model gets.
 
-A plan maps patterns of module names, in which `*` stands for one part of a name, to styles: by the
-names that transformers gives them, or, in a plan of the user's, to torch's `ParallelStyle` objects.
-What no pattern matches is whole on every rank.
+A plan maps patterns of module names, in which `*` matches one component, to styles: transformers'
+style names or, in a user's plan, torch's `ParallelStyle` objects. Modules that no pattern matches
+are replicated.
 """
 
 from __future__ import annotations
@@ -15,7 +15,6 @@ from torch import nn
 from torch.distributed.tensor.parallel import ParallelStyle, parallelize_module
 
 from rl_dtensor_worker.model.lora import adapted_layers
-from rl_dtensor_worker.parallel.tensor.adapter_styles import part_styles
 from rl_dtensor_worker.parallel.tensor.styles import (
     Column,
     Experts,
@@ -28,10 +27,13 @@ from rl_dtensor_worker.parallel.tensor.styles import (
     SplitRow,
     Style,
     VocabularyEmbedding,
+    adapter_styles,
 )
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
+
+    from transformers import PreTrainedModel
 
     from rl_dtensor_worker.parallel.tensor.group import TensorParallel
 
@@ -50,13 +52,13 @@ STYLES: dict[str, type[Style]] = {
     "replicated_with_grad_allreduce": ReplicatedOnShards,
     "sequence_parallel": Replicated,
 }
-"""The styles that a plan can name."""
+"""By the style names that a plan can use."""
 
 _HEAD_NORMS = {
     **dict.fromkeys(("q_norm", "q_layernorm", "query_layernorm"), "q_proj"),
     **dict.fromkeys(("k_norm", "k_layernorm", "key_layernorm"), "k_proj"),
 }
-"""Norms of heads, by the projection beside them whose output they take."""
+"""The projection whose output each per-head norm takes, by the norm's name."""
 
 _COLUMNS = ("colwise", "colwise_gather_output", "colwise_rep")
 _OWN_PLANS: dict[str, dict[str, str]] = {
@@ -67,7 +69,7 @@ _OWN_PLANS: dict[str, dict[str, str]] = {
         "mlp.down_proj": "rowwise",
     },
 }
-"""By `model_type`, within a layer: for models that declare no plan themselves."""
+"""By `model_type`, within a decoder layer: for models that declare no plan."""
 
 _DIVIDED = (
     "num_attention_heads",
@@ -82,10 +84,10 @@ _PATH = "policy.dtensor_cfg"
 
 
 def check_sizes(model_config: Any, *, tensor_parallel_size: int) -> None:
-    """Raise unless what the ranks share can be shared equally.
+    """Raise unless the tensor-parallel size divides the model's sizes.
 
     Raises:
-        ValueError: The size does not divide heads, experts or the like; the message names which.
+        ValueError: It does not divide heads, experts or another size; the message names which.
     """
     text = model_config.get_text_config()
     for name in _DIVIDED:
@@ -101,7 +103,7 @@ def load_custom_plan(path: str) -> Plan:
     """Return the plan behind a dotted path: a dict, or a function without arguments.
 
     Raises:
-        ValueError: There is no such thing, or it is no plan.
+        ValueError: The path cannot be imported, or is not a plan.
     """
     key = f"{_PATH}.custom_parallel_plan={path!r}"
     module_name, _, attribute = path.rpartition(".")
@@ -121,14 +123,18 @@ def load_custom_plan(path: str) -> Plan:
     return plan
 
 
-def plan_of(model: nn.Module, *, custom: str | None) -> AppliedPlan:
-    """Return the style of each module that takes part, by its name in `model`.
+def plan_of(model: PreTrainedModel, *, custom: str | None) -> AppliedPlan:
+    """Return the style of each sharded module, by its name in `model`.
 
-    The parts of a layer with adapters have styles of their own.
+    Submodules of a layer with adapters have styles of their own.
+
+    Args:
+        model: The model, unsharded.
+        custom: Dotted path of a user's plan. None: the model's own.
 
     Raises:
-        ValueError: A key of the user's plan matches no module, the model has no plan, or one with
-            a style that is not known here.
+        ValueError: A pattern of the user's plan matches no module, the model has no plan, or its
+            plan has an unsupported style.
     """
     if custom is not None:
         plan: Mapping[str, str | ParallelStyle] = load_custom_plan(custom)
@@ -151,44 +157,46 @@ def plan_of(model: nn.Module, *, custom: str | None) -> AppliedPlan:
         style = styles.get(name)
         return STYLES[style] if isinstance(style, str) else style
 
-    return {**styles, **part_styles(model, adapted_layers(model), style_of)}
+    return {**styles, **adapter_styles(model, adapted_layers(model), style_of)}
 
 
 def apply_plan(
-    model: nn.Module, styles: Mapping[str, str | ParallelStyle | type[Style]], ranks: TensorParallel
+    model: PreTrainedModel,
+    styles: Mapping[str, str | ParallelStyle | type[Style]],
+    tp: TensorParallel,
 ) -> None:
-    """Let each module of `model` run on its part; afterwards every parameter is a DTensor.
+    """Shard each module of `model` by its style; afterwards every parameter is a DTensor.
 
     Raises:
-        ValueError: A parameter of a module whose parts are shared has no place in the plan.
+        ValueError: A module has a parameter of its own beside sharded submodules.
     """
     for name, module in list(model.named_modules()):
         style = styles.get(name)
         if isinstance(style, ParallelStyle):
-            parallelize_module(module, ranks.mesh, style)
+            parallelize_module(module, tp.mesh, style)
         elif style is not None:
             kind = _style_class(style, module, model) if isinstance(style, str) else style
-            kind(ranks).apply(module)
+            kind(tp).apply(module)
         elif own := [parameter for parameter, _ in module.named_parameters(recurse=False)]:
             if shared := [inner for inner in styles if inner.startswith(f"{name}.")]:
                 raise ValueError(
-                    f"{_PATH}.tensor_parallel_size: {name}.{own[0]} is used beside {shared[0]}, of "
-                    "which each rank has a part: this model is not supported"
+                    f"{_PATH}.tensor_parallel_size: {name}.{own[0]} is used beside {shared[0]}, "
+                    "which is sharded: this model is not supported"
                 )
-            Replicated(ranks).apply(module)
-    if ranks.cuts_sequence:
+            Replicated(tp).apply(module)
+    if tp.sequence_parallel:
         for module in _regions(model, styles):
-            Region(ranks).apply(module)
+            Region(tp).apply(module)
 
 
 def _regions(
-    model: nn.Module, styles: Mapping[str, str | ParallelStyle | type[Style]]
+    model: PreTrainedModel, styles: Mapping[str, str | ParallelStyle | type[Style]]
 ) -> list[nn.Module]:
-    """Return the blocks within which sequences have to be whole.
+    """Return the blocks inside which sequence parallelism must gather the sequences.
 
     Raises:
-        ValueError: A block has a part that is not in the plan: whether each rank has all of its
-            gradient, or a share, is not known.
+        ValueError: A block has a submodule that is not in the plan, so that it is unknown whether
+            its gradient is full or partial on each rank.
     """
     output = model.get_output_embeddings()  # type: ignore[operator]
     columns = [name for name, style in styles.items() if style in _COLUMNS]
@@ -198,14 +206,14 @@ def _regions(
             if _has_parameters(module) and inner not in styles:
                 raise ValueError(
                     f"{_PATH}.sequence_parallel=True: {inner} has no place in the plan, and lies "
-                    f"in {name}, which is cut: switch sequence_parallel off, or give "
+                    f"in {name}, which is sharded: switch sequence_parallel off, or give "
                     f"{_PATH}.custom_parallel_plan"
                 )
     return [model.get_submodule(name) for name in sorted(names)]
 
 
-def _plan_of_model(model: nn.Module) -> dict[str, str]:
-    """Return the plan that transformers declares, or ours."""
+def _plan_of_model(model: PreTrainedModel) -> dict[str, str]:
+    """Return the plan that the model declares, else the one in `_OWN_PLANS`."""
     declared: dict[str, str] = dict(getattr(model, "_tp_plan", None) or {})
     if set(declared) - {"lm_head"}:
         _check_declared(model, declared)
@@ -219,10 +227,10 @@ def _plan_of_model(model: nn.Module) -> dict[str, str]:
     return {f"model.layers.*.{name}": style for name, style in _OWN_PLANS[model_type].items()}
 
 
-def _check_declared(model: nn.Module, plan: Mapping[str, str]) -> None:
-    """Raise where the model's plan asks for what is not known here.
+def _check_declared(model: PreTrainedModel, plan: Mapping[str, str]) -> None:
+    """Raise if the model's plan has an unsupported style.
 
-    Entries for the parameters of experts belong to the style of the experts themselves.
+    Entries for parameters of experts are part of the style of the experts module.
     """
     modules = dict(model.named_modules())
     parameters = dict(model.named_parameters())
@@ -240,9 +248,9 @@ def _check_declared(model: nn.Module, plan: Mapping[str, str]) -> None:
 
 
 def _vocabulary_styles(model: Any) -> dict[str, str | ParallelStyle]:
-    """Return that tokens are apart in embedding and output layer, whatever the plan says.
+    """Return vocabulary-sharded styles of embedding and output layer, whatever the plan says.
 
-    Logits are scored where they are, and never gathered.
+    Log-probabilities are computed from sharded logits, which are never gathered.
     """
     names: dict[nn.Module, str] = {module: name for name, module in model.named_modules()}
     found: dict[str, str | ParallelStyle] = {
@@ -257,9 +265,10 @@ def _vocabulary_styles(model: Any) -> dict[str, str | ParallelStyle]:
 def _head_norm_styles(
     modules: Mapping[str, nn.Module], styles: Mapping[str, str | ParallelStyle]
 ) -> dict[str, str | ParallelStyle]:
-    """Return that norms of a rank's own heads have shares of gradients, where a plan is silent.
+    """Return the style of per-head norms that a plan does not name.
 
-    Transformers has no style for them in some models, and plans of users name projections alone.
+    A norm of local heads has a partial gradient. Some of transformers' plans have no style for
+    them, and users' plans usually name projections only.
     """
     found: dict[str, str | ParallelStyle] = {}
     for name, module in modules.items():

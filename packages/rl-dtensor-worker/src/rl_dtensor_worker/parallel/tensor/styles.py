@@ -1,4 +1,14 @@
-"""What a module does with its part of a layer: one class for each way of taking part."""
+"""How a module takes part in tensor parallelism: one class per way, adapters included.
+
+A style places the module's parameters on the group and wraps its forward with the collectives that
+the placement needs.
+
+A linear layer with adapters keeps its style, which gathers its input and reduces its output; its
+submodules get styles that follow from it. `B @ A` is sharded as the layer's weight is. With sharded
+outputs, B has the same rows and A is replicated. With sharded inputs, A has the same columns and B
+is replicated: each rank's product is a partial sum, and joins the one reduction of the layer. In
+both cases the gradient of the replicated factor is partial on each rank.
+"""
 
 from __future__ import annotations
 
@@ -9,58 +19,62 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Shard
+from torch.distributed.tensor.parallel import ParallelStyle
 
 from rl_dtensor_worker.parallel.tensor import collectives
-from rl_dtensor_worker.parallel.tensor.group import SEQUENCE, TensorParallel
+from rl_dtensor_worker.parallel.tensor.group import SEQUENCE_DIM, TensorParallel
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Generator
+    from collections.abc import Callable, Generator, Iterable, Mapping
+
+    Forward = Callable[..., Any]
 
 
 class Style:
     """How one module takes part; each subclass is one way.
 
     Args:
-        ranks: Those that share the layer.
+        tp: The ranks that shard the layer.
     """
 
-    def __init__(self, ranks: TensorParallel) -> None:
-        self.ranks = ranks
+    def __init__(self, tp: TensorParallel) -> None:
+        self.tp = tp
 
     def apply(self, module: nn.Module) -> None:
-        """Distribute the module's parameters, and let its forward run on this rank's part."""
-        self.ranks.distribute(module, self.placements(module))
+        """Distribute the module's parameters and wrap its forward."""
+        self.tp.distribute(module, self.placements(module))
         self.prepare(module)
         module.forward = partial(self._forward, module, module.forward)
 
     def placements(self, module: nn.Module) -> dict[str, Placement]:
-        """Return how each parameter lies on the ranks; those that are left out are whole."""
+        """Return the placement of each parameter; those that are not named are replicated."""
         return {}
 
     def prepare(self, module: nn.Module) -> None:
-        """Adapt what else the module holds to its part."""
+        """Adapt the module's other attributes to its local shard."""
 
-    def run(self, module: nn.Module, forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        """Call `forward`, which sees local parameters, with what it needs."""
+    def run(self, module: nn.Module, forward: Forward, *args: Any, **kwargs: Any) -> Any:
+        """Call `forward`, which sees the local shards, with the collectives around it."""
         return forward(*args, **kwargs)
 
     def gradient(self, placement: Placement) -> Placement:
-        """Return how the gradient of a parameter that lies so comes out of a backward pass."""
-        if isinstance(placement, Replicate) and self.ranks.cuts_sequence:
+        """Return the placement of a parameter's gradient after a backward pass."""
+        # With sequence parallelism a replicated module has seen this rank's tokens alone.
+        if isinstance(placement, Replicate) and self.tp.sequence_parallel:
             return Partial()
         return placement
 
-    def _forward(
-        self, module: nn.Module, forward: Callable[..., Any], *args: Any, **kwargs: Any
-    ) -> Any:
+    def _forward(self, module: nn.Module, forward: Forward, *args: Any, **kwargs: Any) -> Any:
         with self._local_parameters(module):
             return self.run(module, forward, *args, **kwargs)
 
     @contextmanager
     def _local_parameters(self, module: nn.Module) -> Generator[None, None, None]:
+        """Show the module its local shards as plain tensors; gradients reach the DTensors."""
         distributed = {n: p for n, p in module._parameters.items() if isinstance(p, DTensor)}
         for name, parameter in distributed.items():
             gradients = [self.gradient(parameter.placements[0])]
+            # Into `_parameters`, past `register_parameter`: the shards are no leaves of autograd.
             module._parameters[name] = parameter.to_local(grad_placements=gradients)  # type: ignore[assignment]
         try:
             yield
@@ -69,152 +83,239 @@ class Style:
 
 
 class Region(Style):
-    """A block whose projections cut it, and which sees whole sequences: an attention, an MLP."""
+    """A block of sharded projections that needs full sequences: an attention, an MLP."""
 
-    def run(self, module: nn.Module, forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        """Make the hidden states whole, which come first or by their name."""
-        if not self.ranks.cuts_sequence:
+    def run(self, module: nn.Module, forward: Forward, *args: Any, **kwargs: Any) -> Any:
+        """Gather the hidden states, which are the first argument or a keyword argument."""
+        if not self.tp.sequence_parallel:
             return forward(*args, **kwargs)
         if "hidden_states" in kwargs:
-            kwargs["hidden_states"] = self.ranks.enter_alone(kwargs["hidden_states"])
+            kwargs["hidden_states"] = self.tp.gather_input_once(kwargs["hidden_states"])
         else:
-            args = (self.ranks.enter_alone(args[0]), *args[1:])
-        with self.ranks.inside():
+            args = (self.tp.gather_input_once(args[0]), *args[1:])
+        with self.tp.input_is_gathered():
             return forward(*args, **kwargs)
 
 
 class Replicated(Style):
-    """Whole on every rank, and run between layers: norms, routers."""
+    """Replicated, and run on activations between layers: norms, routers."""
 
 
 class ReplicatedOnShards(Style):
-    """Whole on every rank, and used on this rank's heads: norms of queries and keys."""
+    """Replicated, and run on sharded activations: norms of each rank's own heads."""
 
     def gradient(self, placement: Placement) -> Placement:
-        """Return that every rank has a part of the sum."""
+        """Return `Partial`: each rank's gradient comes from its own heads."""
         return Partial()
 
 
 class Column(Style):
-    """A linear layer of which each rank has some outputs."""
+    """A linear layer with sharded outputs."""
 
     def placements(self, module: nn.Module) -> dict[str, Placement]:
-        """Return outputs apart."""
+        """Shard weight and bias along the outputs."""
         return {"weight": Shard(0), "bias": Shard(0)}
 
-    def run(
-        self, module: nn.Module, forward: Callable[..., Any], *args: Any, **kwargs: Any
-    ) -> torch.Tensor:
-        """Take the whole input."""
-        return forward(self.ranks.enter(args[0]), *args[1:], **kwargs)
+    def run(self, module: nn.Module, forward: Forward, *args: Any, **kwargs: Any) -> torch.Tensor:
+        """Gather the input."""
+        return forward(self.tp.gather_input(args[0]), *args[1:], **kwargs)
 
 
 class GatheredColumn(Column):
-    """The same, whose outputs every rank gets: fused projections, which are cut elsewhere."""
+    """A linear layer with sharded outputs that are gathered: fused projections, split later."""
 
-    def run(
-        self, module: nn.Module, forward: Callable[..., Any], *args: Any, **kwargs: Any
-    ) -> torch.Tensor:
-        """Join the ranks' outputs."""
+    def run(self, module: nn.Module, forward: Forward, *args: Any, **kwargs: Any) -> torch.Tensor:
+        """Gather the outputs."""
         output = super().run(module, forward, *args, **kwargs)
-        return collectives.gather_alike(output, self.ranks.group, -1)
+        return collectives.gather_for_replicated_use(output, self.tp.group, -1)
 
 
 class OutputLayer(Column):
-    """The layer that gives the logits: each rank has those of some tokens, and keeps them."""
+    """The layer that makes logits, which stay sharded along the vocabulary."""
 
-    def run(
-        self, module: nn.Module, forward: Callable[..., Any], *args: Any, **kwargs: Any
-    ) -> torch.Tensor:
-        """Take the whole input; no layer follows."""
-        return forward(self.ranks.enter_alone(args[0]), *args[1:], **kwargs)
+    def run(self, module: nn.Module, forward: Forward, *args: Any, **kwargs: Any) -> torch.Tensor:
+        """Gather the input; no `reduce_output` follows."""
+        return forward(self.tp.gather_input_once(args[0]), *args[1:], **kwargs)
 
 
 class Row(Style):
-    """A linear layer of which each rank has some inputs."""
+    """A linear layer with sharded inputs."""
 
     def placements(self, module: nn.Module) -> dict[str, Placement]:
-        """Return inputs apart; the bias is added once, to the sum."""
+        """Shard the weight along the inputs; the bias is replicated."""
         return {"weight": Shard(1)}
 
-    def run(
-        self, module: nn.Module, forward: Callable[..., Any], *args: Any, **kwargs: Any
-    ) -> torch.Tensor:
-        """Sum what the ranks have, then add the bias."""
+    def run(self, module: nn.Module, forward: Forward, *args: Any, **kwargs: Any) -> torch.Tensor:
+        """Reduce the partial outputs, then add the bias once."""
         bias = module._parameters.get("bias")
         if bias is None:
-            return self.ranks.leave(forward(*args, **kwargs))
+            return self.tp.reduce_output(forward(*args, **kwargs))
+        # Before the reduction it would be added once per rank. `_local_parameters` puts it back.
         module._parameters["bias"] = None
-        return self.ranks.leave(forward(*args, **kwargs)) + bias
+        return self.tp.reduce_output(forward(*args, **kwargs)) + bias
 
 
 class SplitRow(Row):
-    """The same, whose input is whole: each rank takes its part of it."""
+    """A linear layer with sharded inputs that is given replicated ones."""
 
-    def run(
-        self, module: nn.Module, forward: Callable[..., Any], *args: Any, **kwargs: Any
-    ) -> torch.Tensor:
-        """Take this rank's part of the input."""
-        part = collectives.take_part(args[0], self.ranks.group, -1)
-        return super().run(module, forward, part, *args[1:], **kwargs)
+    def run(self, module: nn.Module, forward: Forward, *args: Any, **kwargs: Any) -> torch.Tensor:
+        """Take the local chunk of the input."""
+        chunk = collectives.scatter_to_group(args[0], self.tp.group, -1)
+        return super().run(module, forward, chunk, *args[1:], **kwargs)
 
 
 class VocabularyEmbedding(Style):
-    """An embedding of which each rank has some tokens."""
+    """An embedding that is sharded along the vocabulary."""
 
     def placements(self, module: nn.Module) -> dict[str, Placement]:
-        """Return tokens apart."""
+        """Shard the rows."""
         return {"weight": Shard(0)}
 
     def prepare(self, module: nn.Module) -> None:
-        """Move the padding token, which gets no gradient, to its row in this rank's part."""
+        """Map the padding token, whose row gets no gradient, to its row in the local shard."""
         padding = getattr(module, "padding_idx", None)
         if padding is not None:
-            start, end = self._own_tokens(module)
+            start, end = self._token_range(module)
             module.padding_idx = padding - start if start <= padding < end else None  # type: ignore[assignment]
 
-    def run(
-        self, module: nn.Module, forward: Callable[..., Any], *args: Any, **kwargs: Any
-    ) -> torch.Tensor:
-        """Look up the tokens that this rank has, and add the others' up."""
+    def run(self, module: nn.Module, forward: Forward, *args: Any, **kwargs: Any) -> torch.Tensor:
+        """Look up this rank's tokens, zeros for the others, and sum over the ranks."""
         tokens = args[0]
-        start, end = self._own_tokens(module)
-        is_own = (tokens >= start) & (tokens < end)
-        embedded = forward(torch.where(is_own, tokens - start, 0))
-        return self.ranks.leave(torch.where(is_own[..., None], embedded, 0))
+        start, end = self._token_range(module)
+        is_local = (tokens >= start) & (tokens < end)
+        embedded = forward(torch.where(is_local, tokens - start, 0))
+        return self.tp.reduce_output(torch.where(is_local[..., None], embedded, 0))
 
-    def _own_tokens(self, module: nn.Module) -> tuple[int, int]:
-        """Return the tokens `[start, end)` that this rank has."""
+    def _token_range(self, module: nn.Module) -> tuple[int, int]:
+        """Return the range `[start, end)` of this rank's tokens."""
         num_tokens: int = module.num_embeddings  # type: ignore[assignment]
-        size = num_tokens // self.ranks.size
-        return self.ranks.rank * size, (self.ranks.rank + 1) * size
+        size = num_tokens // self.tp.size
+        return self.tp.rank * size, (self.tp.rank + 1) * size
 
 
 class Experts(Style):
-    """The experts of a mixture, of which each rank has some; the router is everybody's.
+    """The experts of a mixture, sharded among the ranks; the router is replicated.
 
-    The module takes tokens `[tokens, hidden]`, the experts of each `[tokens, top_k]` and their
-    weights, as transformers' experts do; an expert's number beyond the last is nobody's.
+    The module takes tokens `[tokens, hidden]`, expert indices `[tokens, top_k]` and routing weights
+    `[tokens, top_k]`, as transformers' experts do, and skips an index equal to the number of
+    experts.
     """
 
     def placements(self, module: nn.Module) -> dict[str, Placement]:
-        """Return experts apart."""
+        """Shard every parameter along the experts."""
         return {name: Shard(0) for name, _ in module.named_parameters(recurse=False)}
 
     def prepare(self, module: nn.Module) -> None:
-        """Count this rank's experts alone, and let the others' be skipped."""
-        # Grouped products leave the rows that no expert takes as they find them, unless told so.
+        """Set the number of local experts."""
+        # Without this flag grouped products leave rows that no local expert takes uninitialised.
         module._is_expert_parallel = True  # type: ignore[assignment]
-        module.num_experts = module.num_experts // self.ranks.size  # type: ignore[assignment, operator]
+        module.num_experts = module.num_experts // self.tp.size  # type: ignore[assignment, operator]
 
-    def run(
-        self, module: nn.Module, forward: Callable[..., Any], *args: Any, **kwargs: Any
-    ) -> torch.Tensor:
-        """Let this rank's experts see their tokens, and add the ranks' results up."""
+    def run(self, module: nn.Module, forward: Forward, *args: Any, **kwargs: Any) -> torch.Tensor:
+        """Run the local experts on their tokens and sum over the ranks."""
         hidden, chosen, weights = args
-        if self.ranks.cuts_sequence:
-            chosen = collectives.all_gather_dim(chosen, self.ranks.group, SEQUENCE)
-        num_own: int = module.num_experts  # type: ignore[assignment]
-        own = chosen - self.ranks.rank * num_own
-        own = torch.where((own >= 0) & (own < num_own), own, num_own)
-        return self.ranks.leave(forward(self.ranks.enter(hidden), own, self.ranks.enter(weights)))
+        if self.tp.sequence_parallel:
+            chosen = collectives.all_gather_dim(chosen, self.tp.group, SEQUENCE_DIM)
+        num_local: int = module.num_experts  # type: ignore[assignment]
+        local = chosen - self.tp.rank * num_local
+        local = torch.where((local >= 0) & (local < num_local), local, num_local)
+        # Hidden states first: a shared expert may have gathered them already.
+        hidden = self.tp.gather_input(hidden)
+        return self.tp.reduce_output(forward(hidden, local, self.tp.gather_input(weights)))
+
+
+class AdapterColumn(Style):
+    """A submodule with sharded outputs, inside a layer that has gathered its input."""
+
+    def placements(self, module: nn.Module) -> dict[str, Placement]:
+        """Shard weight and bias along the outputs."""
+        return {"weight": Shard(0), "bias": Shard(0)}
+
+
+class AdapterRow(Style):
+    """A submodule with sharded inputs, inside a layer that reduces its output."""
+
+    def placements(self, module: nn.Module) -> dict[str, Placement]:
+        """Shard the weight along the inputs; the bias is replicated."""
+        return {"weight": Shard(1)}
+
+    def run(self, module: nn.Module, forward: Forward, *args: Any, **kwargs: Any) -> torch.Tensor:
+        """Add the bias, which adapters leave frozen, on the first rank alone."""
+        bias = module._parameters.get("bias")
+        if bias is not None and self.tp.rank > 0:
+            assert not bias.requires_grad
+            module._parameters["bias"] = None
+        return forward(*args, **kwargs)
+
+
+class AdapterDropout(Style):
+    """Dropout before a matrix with sharded inputs, with the mask that a single rank would draw."""
+
+    def run(self, module: nn.Module, forward: Forward, *args: Any, **kwargs: Any) -> torch.Tensor:
+        """Draw the mask of all inputs, the same on every rank, and apply the local chunk."""
+        (values,) = args
+        width = values.shape[-1] * self.tp.size
+        factors = forward(values.new_ones((*values.shape[:-1], width)))
+        return values * collectives.local_chunk(factors, self.tp.group, -1)
+
+
+_DROPOUT = "lora_dropout.default"
+_ADAPTER_STYLES: dict[type[Style], dict[str, type[Style]]] = {
+    Column: {
+        "base_layer": AdapterColumn,
+        "lora_A.default": ReplicatedOnShards,
+        "lora_B.default": AdapterColumn,
+    },
+    Row: {
+        "base_layer": AdapterRow,
+        _DROPOUT: AdapterDropout,
+        "lora_A.default": AdapterRow,
+        "lora_B.default": ReplicatedOnShards,
+    },
+    **{
+        replicated: dict.fromkeys(("base_layer", "lora_A.default", "lora_B.default"), replicated)
+        for replicated in (Replicated, ReplicatedOnShards)
+    },
+}
+"""Styles of the submodules, by the layer's style or a superclass of it."""
+
+
+def adapter_styles(
+    model: nn.Module,
+    layers: Iterable[str],
+    style_of: Callable[[str], type[Style] | ParallelStyle | None],
+) -> dict[str, type[Style]]:
+    """Return the style of each submodule of the layers with adapters, by its name in `model`.
+
+    Args:
+        model: The model.
+        layers: The names of those layers.
+        style_of: The style of a layer; None if it has no place in the plan.
+
+    Raises:
+        ValueError: Adapters cannot follow a layer's style.
+    """
+    styles: dict[str, type[Style]] = {}
+    for name in layers:
+        style = style_of(name)
+        if style is None:
+            continue
+        for suffix, adapter_style in _adapter_styles_of(style, name).items():
+            inner = f"{name}.{suffix}"
+            # Peft puts an identity there if the dropout probability is 0.
+            if suffix != _DROPOUT or isinstance(model.get_submodule(inner), nn.Dropout):
+                styles[inner] = adapter_style
+    return styles
+
+
+def _adapter_styles_of(style: type[Style] | ParallelStyle, name: str) -> Mapping[str, type[Style]]:
+    if isinstance(style, type):
+        for kind, styles in _ADAPTER_STYLES.items():
+            if issubclass(style, kind):
+                return styles
+    said = style.__name__ if isinstance(style, type) else type(style).__name__
+    raise ValueError(
+        f"policy.dtensor_cfg.custom_parallel_plan has the style {said} for {name}, which adapters "
+        "cannot follow: name it colwise or rowwise, or leave it out of "
+        "policy.dtensor_cfg.lora.target_modules"
+    )

@@ -1,0 +1,184 @@
+"""How context-parallel ranks shard packed sequences, as a plan of token indices.
+
+Every sequence is split into twice as many chunks as there are ranks, and a rank has one chunk from
+the front and its counterpart from the back ("zig-zag"), so that causal attention costs every rank
+the same (Grattafiori et al. 2024, "The Llama 3 Herd of Models", section 3.3.2). Queries stay where
+they are; each rank attends to the gathered keys and values.
+"""
+
+# torch annotates some of its functions only in part.
+# pyright: reportUnknownMemberType=false
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+from rl_batched_data.packing.packed_sequences import group_by_length
+
+
+@dataclass(frozen=True, kw_only=True, slots=True, eq=False)
+class ContextChunks:
+    """One chunk of each of some sequences of about one length, as rows for batched attention."""
+
+    queries: torch.Tensor
+    """`[rows, width]` int64: index of each query among the rank's tokens; any in padding."""
+    keys: torch.Tensor
+    """`[rows, key_width]` int64: index of each visible key among the gathered tokens."""
+    query_positions: torch.Tensor
+    """`[rows, width]` int64: each query's position in its sequence."""
+    is_causal: bool
+    """Whether each row's last query is at its last key, and so plain causal attention, aligned to
+    the lower right, is right without a mask."""
+
+    def to(self, device: torch.device) -> ContextChunks:
+        """Return the same on `device`."""
+        return ContextChunks(
+            queries=self.queries.to(device),
+            keys=self.keys.to(device),
+            query_positions=self.query_positions.to(device),
+            is_causal=self.is_causal,
+        )
+
+    def mask(self, sliding_window: int | None = None) -> torch.Tensor | None:
+        """Return which keys each query sees, `[rows, 1, width, key_width]` bool.
+
+        Args:
+            sliding_window: How many keys a query sees, itself included. None: all before it.
+
+        Returns:
+            None if plain causal attention is right, see `is_causal`.
+        """
+        key_width = self.keys.shape[1]
+        windowed = sliding_window is not None and sliding_window < key_width
+        if self.is_causal and not windowed:
+            return None
+        positions = self.query_positions[:, None, :, None]
+        distance = positions - torch.arange(key_width, device=positions.device)
+        seen = distance >= 0
+        return seen & (distance < sliding_window) if sliding_window is not None else seen
+
+
+@dataclass(frozen=True, kw_only=True, slots=True, eq=False)
+class ContextShards:
+    """The tokens of packed sequences that one rank has, and what it attends to.
+
+    Example, one sequence of 8 tokens over 2 ranks:
+        rank 0: own = [0, 1, 6, 7], rank 1: own = [2, 3, 4, 5]
+        gathered = [0, 1, 4, 5, 6, 7, 2, 3] on both
+    """
+
+    own: torch.Tensor
+    """`[total / ranks]` int64: this rank's tokens, in their order."""
+    gathered: torch.Tensor
+    """`[total]` int64: index of each token in the all-gather of the ranks' tokens."""
+    chunks: list[ContextChunks]
+    places: torch.Tensor
+    """`[total / ranks]` int64: index of each own token in the flattened queries of all chunks."""
+
+    @classmethod
+    def of(cls, cu_seqlens: torch.Tensor, *, rank: int, num_ranks: int) -> ContextShards:
+        """Return the shards of `rank`, on the device of `cu_seqlens`.
+
+        Args:
+            cu_seqlens: `[sequences + 1]`: where each sequence starts, padding included, and the
+                total.
+            rank: Of the context-parallel group.
+            num_ranks: Size of the group. With 1, every sequence is one chunk.
+
+        Raises:
+            ValueError: A length, padding included, is no multiple of the number of chunks.
+        """
+        split = _Split.of(cu_seqlens, num_ranks=num_ranks)
+        owned = [split.tokens(each) for each in range(num_ranks)]
+        order = torch.cat(owned)
+        gathered = torch.empty_like(order)
+        gathered[order] = torch.arange(len(order))
+        chunks: list[ContextChunks] = []
+        places = torch.empty(len(owned[rank]), dtype=torch.int64)
+        base = 0
+        sizes: list[int] = split.sizes.tolist()
+        for rows in group_by_length(sizes):
+            for position in range(len(split.chunks_of(rank))):
+                chunk, is_token = split.rows(rows, position, rank=rank, gathered=gathered)
+                flat = base + torch.arange(is_token.numel()).view(is_token.shape)
+                places[chunk.queries[is_token]] = flat[is_token]
+                base += is_token.numel()
+                chunks.append(chunk)
+        device = cu_seqlens.device
+        return cls(
+            own=owned[rank].to(device),
+            gathered=gathered.to(device),
+            chunks=[chunk.to(device) for chunk in chunks],
+            places=places.to(device),
+        )
+
+
+@dataclass(frozen=True, kw_only=True, slots=True, eq=False)
+class _Split:
+    """Sequences split into equal chunks, on the CPU."""
+
+    starts: torch.Tensor
+    """`[sequences]` int64: each sequence's first token."""
+    sizes: torch.Tensor
+    """`[sequences]` int64: tokens per chunk."""
+    num_ranks: int
+
+    @classmethod
+    def of(cls, cu_seqlens: torch.Tensor, *, num_ranks: int) -> _Split:
+        edges = cu_seqlens.cpu().long()
+        lengths = edges.diff()
+        num_chunks = 1 if num_ranks == 1 else 2 * num_ranks
+        if bool((lengths % num_chunks).any()):
+            found: list[int] = lengths.tolist()
+            raise ValueError(
+                f"sequences of {found} tokens, padding included, do not divide into "
+                f"{num_chunks} chunks for context_parallel_size={num_ranks}"
+            )
+        return cls(starts=edges[:-1], sizes=lengths // num_chunks, num_ranks=num_ranks)
+
+    def chunks_of(self, rank: int) -> tuple[int, ...]:
+        """Return the chunks of a sequence that `rank` has. Example: rank 1 of 4 -> (1, 6)."""
+        return (0,) if self.num_ranks == 1 else (rank, 2 * self.num_ranks - 1 - rank)
+
+    def tokens(self, rank: int) -> torch.Tensor:
+        """Return the tokens of `rank`, sequence by sequence."""
+        parts = [torch.arange(0)]
+        starts: list[int] = self.starts.tolist()
+        sizes: list[int] = self.sizes.tolist()
+        for start, size in zip(starts, sizes, strict=True):
+            for chunk in self.chunks_of(rank):
+                parts.append(torch.arange(start + chunk * size, start + (chunk + 1) * size))
+        return torch.cat(parts)
+
+    def rows(
+        self, rows: list[int], position: int, *, rank: int, gathered: torch.Tensor
+    ) -> tuple[ContextChunks, torch.Tensor]:
+        """Return one of the chunks that `rank` has of each of some sequences.
+
+        Args:
+            rows: The sequences, of about one length.
+            position: 0 for the chunk from the front, 1 for its counterpart.
+            rank: Of the context-parallel group.
+            gathered: See `ContextShards.gathered`.
+
+        Returns:
+            The chunks, and which of their queries are tokens, `[rows, width]` bool.
+        """
+        size, start = self.sizes[rows, None], self.starts[rows, None]
+        numbers = self.chunks_of(rank)
+        number, offsets = numbers[position], torch.arange(int(size.max()))
+        own_start = len(numbers) * (self.sizes.cumsum(0) - self.sizes)[rows, None]
+        num_own = len(numbers) * int(self.sizes.sum())
+        queries = own_start + position * size + offsets
+        keys = start + torch.arange((number + 1) * len(offsets))
+        is_token = offsets < size
+        chunks = ContextChunks(
+            queries=queries.clamp(max=num_own - 1),
+            keys=gathered[keys.clamp(max=len(gathered) - 1)],
+            query_positions=number * size + offsets,
+            # In later chunks, shorter rows would be aligned to keys beyond their end.
+            is_causal=number == 0 or bool(is_token.all()),
+        )
+        return chunks, is_token

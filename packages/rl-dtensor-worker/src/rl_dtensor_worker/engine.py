@@ -1,0 +1,407 @@
+"""The training engine: one rank's model on FSDP2 and DTensor, and the optimizer over it."""
+
+from __future__ import annotations
+
+import copy
+import gc
+from contextlib import ExitStack, contextmanager
+from typing import TYPE_CHECKING, cast
+
+import torch
+from rl_interfaces import ResidencyState
+from rl_interfaces.backend.checkpoint.format import FileWriters, TensorFormat
+from rl_interfaces.backend.checkpoint.optimizer_state import TrainState
+from rl_interfaces.backend.engine import EngineInfo, HfExport, Scored, module_mode
+from rl_interfaces.backend.reference import ReferenceCopy
+from rl_refit.source import block_of
+from torch.distributed.tensor import DTensor, Replicate
+from transformers.core_model_loading import WeightConverter, revert_weight_conversion
+
+from rl_dtensor_worker.attention.check import check_layout, check_rotation
+from rl_dtensor_worker.config import EngineConfig, load_model_config
+from rl_dtensor_worker.decoder import CachedForward
+from rl_dtensor_worker.forward import Forward, TokenOutput, ValueForward, ValueOutput
+from rl_dtensor_worker.model.build import build_model, persistent_state, trained_state
+from rl_dtensor_worker.model.heads import find_token_head, find_value_layer
+from rl_dtensor_worker.model.lora import (
+    adapters_disabled,
+    check_adapter_config,
+    save_adapter_config,
+)
+from rl_dtensor_worker.optim import (
+    DTensorOptimizer,
+    LossScaler,
+    build_optimizer,
+    build_scheduler,
+    move_optimizer_state,
+)
+from rl_dtensor_worker.parallel.context import ParallelContext
+from rl_dtensor_worker.parallel.fsdp import (
+    abandon_pass,
+    local_tensor,
+    reshard_model,
+    unshard_fsdp2_model,
+)
+from rl_dtensor_worker.parallel.mesh import Meshes
+from rl_dtensor_worker.parallel.tensor.group import TensorParallel
+from rl_dtensor_worker.parallel.tensor.plans import check_sizes, load_custom_plan
+from rl_dtensor_worker.weights.source import ModelWeights
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Generator, Iterator, Mapping
+    from contextlib import AbstractContextManager
+    from pathlib import Path
+
+    from rl_interfaces import ParallelLayout
+    from rl_interfaces.backend.engine import LossOfOutput, ScoreFunction
+    from rl_interfaces.backend.runtime.ranks import RankEnvironment
+    from rl_interfaces.backend.steps import MicroBatch, Step
+    from torch import nn
+    from transformers import PreTrainedModel, PreTrainedTokenizerBase
+
+_CPU = torch.device("cpu")
+_TOKEN_CALLS = ("get_logprobs", "get_reference_policy_logprobs", "get_topk_logits", "generate")
+# Where each state has the model, and the optimizer state with the gradients.
+_MODEL_ON_DEVICE = (ResidencyState.TRAINING, ResidencyState.INFERENCE, ResidencyState.REFITTING)
+
+
+class DTensorEngine:
+    """One rank of any transformers model: a `rl_interfaces.backend.engine.Engine`.
+
+    FSDP2 shards the parameters, replicated as often as the config says. Tensor and sequence
+    parallelism shard each layer, context parallelism shards each sequence.
+
+    Args:
+        config: A resolved policy config.
+        environment: This rank; the process group exists already.
+        tokenizer: The model's tokenizer.
+        init_optimizer: Whether the engine trains.
+
+    Raises:
+        ValueError: The config, the parallel layout and the model do not fit each other.
+    """
+
+    def __init__(
+        self,
+        config: Mapping[str, object],
+        *,
+        environment: RankEnvironment,
+        tokenizer: PreTrainedTokenizerBase,
+        init_optimizer: bool,
+    ) -> None:
+        self.config = EngineConfig.from_policy_config(
+            config, world_size=environment.world_size, init_optimizer=init_optimizer
+        )
+        self._device = environment.device
+        with ExitStack() as leaving:
+            self.meshes = Meshes.of(
+                self.config.layout, replicas=self.config.replicas, device_type=self._device.type
+            )
+            leaving.callback(self.meshes.leave)
+            self.parallel = self._parallel_context()
+            self.model = build_model(
+                self.config,
+                meshes=self.meshes,
+                tensor_parallel=self.parallel.tensor_parallel,
+                device=self._device,
+            )
+            self.optimizer = self._build_optimizer()
+            self.forward = self._build_forward(cast("int | None", tokenizer.pad_token_id))
+            self.info = self._describe()
+            self.checkpoint = self._checkpoint_format()
+            self.model.train(init_optimizer)
+            self._leaving = leaving.pop_all()
+
+    @staticmethod
+    def plan_layout(
+        config: Mapping[str, object], *, world_size: int, init_optimizer: bool
+    ) -> ParallelLayout:
+        """Return the parallel layout of `world_size` ranks, and check config and model for it.
+
+        Raises:
+            ValueError: They do not fit; the message names key and numbers.
+        """
+        parsed = EngineConfig.from_policy_config(
+            config, world_size=world_size, init_optimizer=init_optimizer
+        )
+        if parsed.custom_parallel_plan is not None:
+            load_custom_plan(parsed.custom_parallel_plan)
+        model_config = load_model_config(parsed)
+        check_sizes(model_config, tensor_parallel_size=parsed.layout.tensor_parallel)
+        check_rotation(model_config, context_parallel_size=parsed.layout.context_parallel)
+        return parsed.layout
+
+    # Forward and backward
+
+    def run(self, step: Step, score: ScoreFunction) -> list[Scored]:
+        """See `Engine.run`."""
+        return [score(batch, self._output(batch)) for batch in step.micro_batches(self._device)]
+
+    def run_backward(self, step: Step, loss: LossOfOutput) -> list[Scored]:
+        """See `Engine.run_backward`."""
+        assert self.optimizer is not None, "the residency state has an optimizer"
+        found: list[Scored] = []
+        for batch in step.micro_batches(self._device):
+            value, scored = loss(batch, self._output(batch))
+            (value * self.optimizer.scaler.scale).backward()
+            found.append(scored)
+        return found
+
+    @contextmanager
+    def mode(self, *, training: bool) -> Generator[None, None, None]:
+        """See `Engine.mode`; on exit the parameters are sharded."""
+        with module_mode([self.model], training=training):
+            try:
+                yield
+            except BaseException:
+                abandon_pass(self.model)
+                raise
+            finally:
+                reshard_model(self.model)
+
+    @contextmanager
+    def decoders(self) -> Generator[Callable[[Mapping[str, object]], CachedForward], None, None]:
+        """See `Engine.decoders`.
+
+        Parameters are unsharded inside, so that ranks may generate different numbers of tokens.
+        """
+        forward = self.forward
+        assert isinstance(forward, Forward), "EngineInfo.lacks has refused the call"
+        with unshard_fsdp2_model(self.model), self.parallel.unsharded_sequences():
+            yield lambda rows: CachedForward(forward, rows)
+
+    def _output(self, batch: MicroBatch) -> TokenOutput | ValueOutput:
+        if isinstance(self.forward, Forward):
+            return TokenOutput(forward=self.forward, micro_batch=batch)
+        return ValueOutput(forward=self.forward, micro_batch=batch)
+
+    # Residency
+
+    def place(self, state: ResidencyState) -> None:
+        """See `Engine.place`; with FSDP's CPU offload, parameters and optimizer state stay."""
+        is_training = state is ResidencyState.TRAINING
+        model_device = self._device if state in _MODEL_ON_DEVICE else _CPU
+        if self.optimizer is not None:
+            optimizer = self.optimizer.state.optimizer
+            if not is_training:
+                optimizer.zero_grad(set_to_none=True)
+            on_device = is_training and not self.config.cpu_offload
+            move_optimizer_state(optimizer, self._device if on_device else _CPU)
+        if not self.config.cpu_offload:
+            cast("nn.Module", self.model).to(model_device)
+        move_buffers(self.model, model_device)
+        if state is not ResidencyState.REFITTING:
+            self.model.train(is_training)
+        if not is_training:
+            free_cached_memory(self._device)
+
+    # Weights
+
+    def local_parameters(self) -> Iterator[tuple[str, torch.Tensor]]:
+        """See `Engine.local_parameters`; the key of a shard ends in its mesh coordinates."""
+        for name, parameter in self.model.named_parameters():
+            if parameter.requires_grad:
+                yield f"{name}{_shard_suffix(parameter)}", local_tensor(parameter)
+
+    def keep_reference(self) -> Callable[[], AbstractContextManager[None]] | None:
+        """See `Engine.keep_reference`; with adapters the reference is the model without them."""
+        if self.config.adapters is not None:
+            # Disabling adapters does not undo the training of a score layer beside them.
+            is_language_model = self.config.head == "language_model"
+            return (lambda: adapters_disabled(self.model)) if is_language_model else None
+        reference = ReferenceCopy(self._local_state)
+
+        @contextmanager
+        def swapped_in() -> Generator[None, None, None]:
+            # Parameters that a forward has left unsharded would outlast the swap.
+            reshard_model(self.model)
+            with reference.swapped_in():
+                try:
+                    yield
+                finally:
+                    reshard_model(self.model)
+
+        return swapped_in
+
+    def weight_source(self, dtype: torch.dtype) -> ModelWeights:
+        """See `Engine.weight_source`; adapters are merged."""
+        return ModelWeights(
+            self.model, wire_dtype=dtype, group=self.meshes.shards, device=self._device
+        )
+
+    def export(self) -> HfExport:
+        """See `Engine.export`; names are those of the checkpoint that was loaded."""
+        device = next(self.model.parameters()).device
+        source = ModelWeights(
+            self.model, wire_dtype=torch.float32, group=self.meshes.shards, device=device
+        )
+        return HfExport(
+            write_config=self._write_config,
+            source=source,
+            convert=lambda tensors: revert_weight_conversion(self.model, tensors),
+            groups=_conversion_groups(self.model, [meta.name for meta in source.metadata()]),
+        )
+
+    def close(self) -> None:
+        """See `Engine.close`."""
+        self._leaving.close()
+
+    # Construction
+
+    def _parallel_context(self) -> ParallelContext:
+        layout, tp, cp = self.config.layout, None, None
+        if layout.tensor_parallel > 1:
+            tp = TensorParallel(self.meshes.tp, sequence_parallel=self.config.sequence_parallel)
+        if layout.context_parallel > 1:
+            cp = self.meshes.data["cp"].get_group()
+        return ParallelContext(tensor_parallel=tp, context_group=cp)
+
+    def _build_optimizer(self) -> DTensorOptimizer | None:
+        if self.config.optimizer is None:
+            return None
+        optimizer = build_optimizer(self.model, self.config.optimizer)
+        scaler = LossScaler(self.config.compute_dtype)
+        state = TrainState(
+            optimizer=optimizer,
+            scheduler=build_scheduler(optimizer, self.config.scheduler),
+            scaler=scaler,
+        )
+        return DTensorOptimizer(
+            self.model, state, scaler=scaler, max_grad_norm=self.config.max_grad_norm
+        )
+
+    def _build_forward(self, pad_token_id: int | None) -> Forward | ValueForward:
+        # Both probe the model with forward passes, which leave no trace.
+        devices = [self._device] if self._device.type == "cuda" else []
+        with (
+            self.mode(training=False),
+            torch.no_grad(),
+            torch.random.fork_rng(devices=devices),
+        ):
+            forward = self._forward_of_head(pad_token_id)
+            packed = self.config.planned_by == "sequence_packing"
+            if feature := self.parallel.feature(packed=packed):
+                check_layout(
+                    self.model,
+                    forward.logprobs if isinstance(forward, Forward) else forward.values,
+                    parallel=self.parallel,
+                    feature=feature,
+                    compute_dtype=self.config.compute_dtype,
+                    device=self._device,
+                )
+        return forward
+
+    def _forward_of_head(self, pad_token_id: int | None) -> Forward | ValueForward:
+        if self.config.head == "language_model":
+            return Forward(
+                model=self.model,
+                head=find_token_head(self.model, self.parallel.tensor_parallel),
+                temperature=self.config.temperature,
+                width_multiple=self.config.width_multiple,
+                parallel=self.parallel,
+            )
+        return ValueForward(
+            model=self.model,
+            layer=find_value_layer(self.model, pad_token_id=pad_token_id),
+            is_reward=self.config.head == "reward",
+            width_multiple=self.config.width_multiple,
+            parallel=self.parallel,
+        )
+
+    def _describe(self) -> EngineInfo:
+        head, text_config = self.config.head, self.model.config.get_text_config()
+        lacks: dict[str, str] = {"score": f"it needs policy.head='reward' or 'value', got {head!r}"}
+        if head != "language_model":
+            reason = f"it needs policy.head='language_model', got {head!r}"
+            lacks = dict.fromkeys(_TOKEN_CALLS, reason)
+            lacks["logprobs"] = (
+                f"policy.head={head!r} gives scores: use a loss whose input_type is "
+                "LossInput.LOGITS, which gets them in place of logits"
+            )
+        return EngineInfo(
+            device=self._device,
+            data_group=self.meshes.data["dp"].get_group(),
+            vocab_size=text_config.vocab_size,
+            wire_dtype=self.config.compute_dtype,
+            max_sequence_length=getattr(text_config, "max_position_embeddings", None),
+            packing=self.parallel.concatenation(),
+            lacks=lacks,
+        )
+
+    def _checkpoint_format(self) -> TensorFormat:
+        has_adapters = self.config.adapters is not None
+
+        def files() -> FileWriters:
+            text = self.model.config.to_json_string()
+            writers: FileWriters = {"config.json": lambda path: path.write_text(text)}
+            if has_adapters:
+                writers["adapter_config.json"] = lambda path: save_adapter_config(
+                    self.model, path.parent
+                )
+            return writers
+
+        def check(path: Path) -> None:
+            check_adapter_config(self.model, path, what="weights_path")
+
+        return TensorFormat(
+            model=self.model,
+            training=None if self.optimizer is None else self.optimizer.state,
+            weights=lambda: trained_state(self.model),
+            files=files,
+            check=check if has_adapters else None,
+        )
+
+    def _local_state(self) -> list[torch.Tensor]:
+        return [local_tensor(tensor) for tensor in persistent_state(self.model).values()]
+
+    def _write_config(self, directory: Path) -> None:
+        # Without tensors: the config, the generation config and the code of a remote model.
+        self.model.save_pretrained(directory, state_dict={})
+        # And the config once more, with the dtype of the exported weights.
+        config = copy.deepcopy(self.model.config)
+        config.dtype = torch.float32
+        config.save_pretrained(directory)
+
+
+def move_buffers(model: nn.Module, device: str | torch.device) -> nn.Module:
+    """Move the buffers, which FSDP does not manage, and return the model."""
+    for buffer in model.buffers():
+        buffer.data = buffer.data.to(device)
+    return model
+
+
+def free_cached_memory(device: torch.device) -> None:
+    """Return the allocator's cached memory to the GPU; do nothing on the CPU."""
+    if device.type == "cuda":
+        # A full collection takes 0.3 s, and only a GPU's cache has blocks to gain from it.
+        gc.collect()
+        torch.cuda.empty_cache()
+
+
+def _shard_suffix(parameter: torch.Tensor) -> str:
+    """Return the coordinates along the axes that shard a parameter. Example: `[1, 0]`."""
+    if not isinstance(parameter, DTensor):
+        return ""
+    coordinate = parameter.device_mesh.get_coordinate()
+    assert coordinate is not None
+    sharded = [
+        place
+        for place, placement in zip(coordinate, parameter.placements, strict=True)
+        if not isinstance(placement, Replicate)
+    ]
+    return str(sharded) if sharded else ""
+
+
+def _conversion_groups(model: PreTrainedModel, names: list[str]) -> list[list[str]]:
+    """Return the names of tensors that are converted together, in the order of the model.
+
+    Each tensor by itself or, if the model has fused tensors of its checkpoint, each layer.
+    """
+    ignored = set(getattr(model, "_keys_to_ignore_on_save", None) or ())
+    conversions = getattr(model, "_weight_conversions", None) or []
+    by_layer = any(isinstance(each, WeightConverter) for each in conversions)
+    groups: dict[str, list[str]] = {}
+    for name in names:
+        if name not in ignored:
+            groups.setdefault((by_layer and block_of(name)) or name, []).append(name)
+    return list(groups.values())
