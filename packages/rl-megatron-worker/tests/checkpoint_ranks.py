@@ -89,7 +89,7 @@ def refused_ranks(*, directory, dtype, paths):
         saves.save(f"{directory}/weights", f"{directory}/optimizer")
         _, chunks, config, trainer, saves = start(runtime, plan, seed=5, dtype=dtype)
         train_step(runtime, chunks, config, trainer, 0)
-        trainer.make_state()
+        trainer.init_state()
         before = everything(chunks, trainer)
         with pytest.raises(ValueError) as raised:  # noqa: PT011 - the caller looks at the text
             saves.load(*(path and f"{directory}/{path}" for path in paths))

@@ -13,16 +13,13 @@ from rl_megatron_worker.attention.packed import PackedRows
 from rl_megatron_worker.checkpoint.hf_export import write_hf_directory
 from rl_megatron_worker.convert import converter_for
 from rl_megatron_worker.model import load as loading
-from rl_megatron_worker.model.build import (
-    ModelOptions,
-    build_model,
-    run_chunk,
-    scoring_options,
-    transformer_config,
-)
+from rl_megatron_worker.model.build import build_model
+from rl_megatron_worker.model.chunks import run_chunk
+from rl_megatron_worker.model.config import ModelOptions, transformer_config
+from rl_megatron_worker.model.heads import scoring_options
 from rl_megatron_worker.model.load import load_weights
 from rl_megatron_worker.parallel.groups import MegatronLayout
-from rl_megatron_worker.weights.source import MegatronWeights
+from rl_megatron_worker.weights import MegatronWeights
 from tiny_models import build_tokenizer
 from transformers import AutoConfig, GenerationConfig
 

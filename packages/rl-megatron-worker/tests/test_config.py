@@ -254,7 +254,7 @@ def test_a_torch_optimizer_without_counterpart_is_refused():
     [
         ({"tensor_model_parallel_size": 4}, "does not divide the model's 2 query groups"),
         ({"pipeline_model_parallel_size": 4, "num_layers_in_last_pipeline_stage": 3}, "4 layers"),
-        ({"expert_model_parallel_size": 2}, "needs a mixture of experts"),
+        ({"expert_model_parallel_size": 2}, "needs an MoE model"),
         (
             {"activation_checkpointing": True, "recompute_num_layers": 3},
             "recompute_num_layers=3 does not divide the 4 layers",

@@ -4,7 +4,7 @@ import convert_ranks
 import pytest
 import torch
 from rl_megatron_worker.checkpoint.hf_export import plan_files
-from rl_megatron_worker.weights.source import MegatronWeights, WeightMeta
+from rl_megatron_worker.weights import MegatronWeights, WeightMeta
 from rl_refit.source import block_of
 from safetensors.torch import load_file
 from tiny_models import KINDS, build_tiny, build_tokenizer

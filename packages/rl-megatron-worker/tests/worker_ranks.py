@@ -11,7 +11,7 @@ from batches import LOSSES
 from megatron.core import parallel_state
 from rl_batched_data import BatchedDataDict
 from rl_megatron_worker import MegatronPolicyWorker
-from rl_megatron_worker.model.build import unwrapped
+from rl_megatron_worker.model.chunks import unwrapped
 from rl_megatron_worker.residency import place_parameters
 from tiny_models import build_tokenizer
 

@@ -1,4 +1,4 @@
-"""A policy config, parsed once into the values that the Megatron worker works with."""
+"""The policy config, parsed and validated once into the worker's typed settings."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from rl_interfaces import resolve_policy_config
 from rl_interfaces.backend.generation.loop import SamplingConfig
 from transformers import AutoConfig, GenerationConfig
 
-from rl_megatron_worker.model.build import ModelOptions
+from rl_megatron_worker.model.config import ModelOptions
 from rl_megatron_worker.optimizer_config import (
     OptimizerSettings,
     SchedulerSettings,
@@ -35,7 +35,7 @@ _BALANCING_TYPES = ("none", "aux_loss")
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class DataParallelSettings:
-    """How gradients are reduced."""
+    """Settings of the gradient reduction over data-parallel ranks."""
 
     grad_reduce_in_fp32: bool
     overlap_grad_reduce: bool
@@ -44,7 +44,7 @@ class DataParallelSettings:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class WorkerConfig:
-    """Everything the worker reads from the policy config."""
+    """All settings that the worker reads from the policy config."""
 
     model_name: str
     converter_type: str
@@ -54,9 +54,9 @@ class WorkerConfig:
     train_micro_batch_size: int
     logprob_batch_size: int
     planned_by: str | None
-    """The config section by which the driver plans micro-batches. None: they have fixed sizes."""
+    """The config section by which the driver plans micro-batches; None for fixed sizes."""
     sequence_multiple: int
-    """Each sequence is padded to a multiple of this many tokens, inside."""
+    """Each sequence is padded internally to a multiple of this many tokens."""
     max_total_sequence_length: int | None
     optimizer: OptimizerSettings | None
     scheduler: SchedulerSettings
@@ -67,7 +67,7 @@ class WorkerConfig:
     profile_dir: str
     seed: int
     temperature: float
-    """Divides the logits of every log-probability; 1.0 where generation is greedy or absent."""
+    """Divides the logits of every log-probability; 1.0 if generation is greedy or not set."""
     sampling: SamplingConfig | None
 
     @classmethod
@@ -77,7 +77,7 @@ class WorkerConfig:
         """Parse and check `config`.
 
         Raises:
-            ValueError: What it says cannot be done; the message names key and numbers.
+            ValueError: A setting is invalid; the message names key and numbers.
         """
         resolved = resolve_policy_config(config)
         section = resolved["megatron_cfg"]
@@ -115,7 +115,7 @@ def load_model_config(config: WorkerConfig) -> Any:
     """Return the model's transformers config.
 
     Raises:
-        ValueError: There is no such model.
+        ValueError: The model cannot be found or read.
     """
     try:
         return AutoConfig.from_pretrained(
@@ -128,10 +128,10 @@ def load_model_config(config: WorkerConfig) -> Any:
 
 
 def load_generation_config(config: WorkerConfig) -> GenerationConfig | None:
-    """Return how the model's checkpoint says that it generates; None where it does not say."""
+    """Return the generation config of the model's checkpoint; None if it has none."""
     try:
         return GenerationConfig.from_pretrained(config.model_name)
-    except OSError:  # There is no such file.
+    except OSError:  # The checkpoint has no generation_config.json.
         return None
 
 
@@ -144,8 +144,8 @@ def _check_policy(resolved: Mapping[str, Any], *, data_parallel: int) -> None:
         )
     if resolved["head"] != "language_model":
         raise ValueError(
-            f"policy.head={resolved['head']!r} needs another backend: Megatron-core's models here "
-            "are language models"
+            f"policy.head={resolved['head']!r} needs another backend: Megatron-core supports "
+            "language models only"
         )
     if resolved["fsdp_offload_enabled"]:
         raise ValueError(
@@ -165,7 +165,7 @@ def _parse_model(section: Mapping[str, Any], *, precision: str) -> ModelOptions:
     if pipeline_dtype != precision:
         raise ValueError(
             f"{_PATH}.pipeline_dtype={pipeline_dtype!r} contradicts policy.precision="
-            f"{precision!r}: stages send each other what they compute"
+            f"{precision!r}: stages exchange activations in the compute dtype"
         )
     recomputed: dict[str, Any] = {}
     if section["activation_checkpointing"]:
@@ -183,13 +183,13 @@ def _parse_experts(section: Mapping[str, Any]) -> dict[str, Any]:
     key = f"{_PATH}.moe_router_load_balancing_type"
     if kind == "seq_aux_loss":
         raise ValueError(
-            f"{key}='seq_aux_loss' is per sequence, and each micro-batch is one concatenation: "
-            "set 'aux_loss', the loss of a micro-batch"
+            f"{key}='seq_aux_loss' is per sequence, but each micro-batch is packed into one: "
+            "set 'aux_loss', which is per micro-batch"
         )
     if kind == "sinkhorn":
         raise ValueError(
-            f"{key}='sinkhorn' gives tokens to other experts in training than in scoring, and "
-            "weighs these otherwise than the model does: set 'aux_loss' or 'none'"
+            f"{key}='sinkhorn' routes tokens to other experts in training than in scoring, and "
+            "weights them differently from the model: set 'aux_loss' or 'none'"
         )
     if kind not in _BALANCING_TYPES:
         raise ValueError(f"{key}={kind!r} must be one of {_BALANCING_TYPES}")
@@ -229,8 +229,8 @@ def _parse_data_parallel(
     path = f"{_PATH}.distributed_data_parallel_config"
     if given["average_in_collective"]:
         raise ValueError(
-            f"{path}.average_in_collective=True contradicts how losses are divided: gradients are "
-            "sums over the ranks"
+            f"{path}.average_in_collective=True contradicts the loss normalisation: gradients are "
+            "summed over the ranks"
         )
     if given["use_custom_fsdp"]:
         raise ValueError(

@@ -10,7 +10,7 @@ from rl_interfaces.backend.batch_checks import check_scoring_batch, positive
 from rl_interfaces.backend.scoring import RowScores
 
 from rl_megatron_worker.modes import evaluating
-from rl_megatron_worker.parallel.stages import share_tensors
+from rl_megatron_worker.parallel.stages import broadcast_tensors_from_last_stage
 from rl_megatron_worker.worker_parts import WorkerParts
 
 if TYPE_CHECKING:
@@ -114,5 +114,5 @@ class ScoringCalls(WorkerParts):
         with evaluating(self.model, self._runtime):
             for step in steps:
                 self._schedule.run(self._schedule.lay_out(step), on_last_stage)
-        scores = share_tensors(found.scores, device=self._device)
+        scores = broadcast_tensors_from_last_stage(found.scores, device=self._device)
         return {key: values.cpu() for key, values in scores.items()}

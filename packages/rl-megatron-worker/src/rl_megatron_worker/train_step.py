@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 from rl_interfaces.backend.metrics import LossCounts
 
-from rl_megatron_worker.parallel.stages import share_value
+from rl_megatron_worker.parallel.stages import broadcast_from_last_stage
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -151,7 +151,7 @@ def _reported(metrics: Metrics, counts: LossCounts, trainer: Trainer | None) -> 
 
 def _tell_all(found: Sequence[Scored], device: torch.device) -> tuple[torch.Tensor, list[Metrics]]:
     """Return the loss and metrics of the last stage on every stage. Collective."""
-    total, metrics = share_value(
+    total, metrics = broadcast_from_last_stage(
         [sum(value for value, _ in found), [each for _, each in found if each]], device=device
     )
     return torch.tensor(total, dtype=torch.float32, device=device), metrics
@@ -183,7 +183,7 @@ def _sum_over(value: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
 
 
 def _to_number(name: str, value: Any) -> Any:
-    """Return a metric as other stages can be told it, see `share_value`."""
+    """Return a metric as other stages can be told it, see `broadcast_from_last_stage`."""
     value = value.item() if hasattr(value, "item") else value
     try:
         json.dumps(value)

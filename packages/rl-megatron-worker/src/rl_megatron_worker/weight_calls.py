@@ -7,7 +7,7 @@ import zlib
 import torch
 from rl_interfaces.backend.weight_calls import WeightCalls
 
-from rl_megatron_worker.weights.source import MegatronWeights
+from rl_megatron_worker.weights import MegatronWeights
 from rl_megatron_worker.worker_parts import WorkerParts
 
 

@@ -22,8 +22,9 @@ from rl_megatron_worker.checkpoint.checkpointer import Checkpointer
 from rl_megatron_worker.checkpoint_calls import CheckpointCalls
 from rl_megatron_worker.config import WorkerConfig, load_generation_config, load_model_config
 from rl_megatron_worker.convert import converter_for
-from rl_megatron_worker.decoder import Pace, open_decoder
-from rl_megatron_worker.model.build import build_model, transformer_config
+from rl_megatron_worker.decoder import ExpertSync, open_decoder
+from rl_megatron_worker.model.build import build_model
+from rl_megatron_worker.model.config import transformer_config
 from rl_megatron_worker.model.heads import TokenHead
 from rl_megatron_worker.model.load import load_weights
 from rl_megatron_worker.modes import evaluating, training_mode
@@ -204,10 +205,12 @@ class MegatronPolicyWorker(
         def new_decoder() -> Decoder:
             return open_decoder(self._schedule, self._head, self._concatenation)
 
-        pace = Pace(self._dp_group, self._device, is_kept=self._config.layout.deals_experts_to_rows)
-        with evaluating(self.model, self._runtime), pace.kept(new_decoder):
+        sync = ExpertSync(
+            self._dp_group, self._device, enabled=self._config.layout.experts_span_data_ranks
+        )
+        with evaluating(self.model, self._runtime), sync.joining(new_decoder):
             return generate(
-                lambda _: pace.keeping(new_decoder()),
+                lambda _: sync.synchronised(new_decoder()),
                 data,
                 sampling=sampling,
                 greedy=greedy,

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Any
 
 from rl_interfaces.backend.steps import Concatenation, Step, steps_of
 
-from rl_megatron_worker.weights.source import MegatronWeights
+from rl_megatron_worker.weights import MegatronWeights
 
 if TYPE_CHECKING:
     import torch
@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from rl_megatron_worker.checkpoint.checkpointer import Checkpointer
     from rl_megatron_worker.config import WorkerConfig
     from rl_megatron_worker.convert import Converter
-    from rl_megatron_worker.model.architecture import Architecture
+    from rl_megatron_worker.model.config import Architecture
     from rl_megatron_worker.model.heads import TokenHead
     from rl_megatron_worker.optim import Trainer
     from rl_megatron_worker.parallel.schedule import Schedule

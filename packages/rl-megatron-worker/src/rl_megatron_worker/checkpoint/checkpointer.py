@@ -26,7 +26,7 @@ from rl_interfaces.backend.runtime.agreement import failing_together
 from torch.distributed.checkpoint.api import CheckpointException
 
 from rl_megatron_worker.compat.in_process_save import InProcessSave
-from rl_megatron_worker.model.build import unwrapped
+from rl_megatron_worker.model.chunks import unwrapped
 
 if TYPE_CHECKING:
     from collections.abc import Generator, Sequence
@@ -117,7 +117,7 @@ class Checkpointer:
             for index, chunk in enumerate(self._chunks):
                 load_weights(unwrapped(chunk), weights[f"model{index}"])
             if self._trainer is not None and training is None:
-                self._trainer.take_up_weights()
+                self._trainer.reload_weights()
             return None if training is None else _load_random(paths[1] / _random_file())
 
     @contextmanager
@@ -173,7 +173,7 @@ class Checkpointer:
 
     def _training_state(self, *, is_loading: bool) -> dict[str, Any]:
         assert self._trainer is not None
-        self._trainer.make_state()
+        self._trainer.init_state()
         state: dict[str, Any] = {
             "optimizer": self._trainer.optimizer.sharded_state_dict(
                 self._model_state(), is_loading=is_loading, metadata=_metadata()

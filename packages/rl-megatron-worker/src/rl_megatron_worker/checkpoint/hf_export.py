@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
     from transformers import GenerationConfig, PreTrainedTokenizerBase
 
-    from rl_megatron_worker.weights.source import MegatronWeights, WeightMeta
+    from rl_megatron_worker.weights import MegatronWeights, WeightMeta
 
 _SINGLE_FILE = "model.safetensors"
 _INDEX_FILE = "model.safetensors.index.json"

@@ -1,4 +1,4 @@
-"""Writing Megatron-core's checkpoints without processes of their own."""
+"""Megatron-core's checkpoint writer without forked processes."""
 
 from __future__ import annotations
 
@@ -20,15 +20,15 @@ if TYPE_CHECKING:
 
 
 class InProcessSave(TorchDistSaveShardedStrategy):
-    """Writes what Megatron-core's own strategy does, in this process.
+    """Writes the same format as Megatron-core's own strategy, in this process.
 
-    Megatron-core's forks processes and waits for them without a limit, so that one which is killed
-    stops the job for good. Here what fails on one rank is raised on all of them.
+    Megatron-core forks writer processes and waits for them without a timeout: a killed writer hangs
+    the job. Here an error on one rank is raised on all of them.
 
     Args:
         backend: Name of the format.
-        version: Its version.
-        group: The ranks that save, on the CPU.
+        version: Version of the format.
+        group: A CPU process group of the ranks that save.
     """
 
     def __init__(self, backend: str, version: int, *, group: dist.ProcessGroup | None) -> None:
@@ -42,7 +42,7 @@ class InProcessSave(TorchDistSaveShardedStrategy):
         )
         save_tensors(
             mcore_to_pyt_state_dict(by_key, False),
-            # With several threads, torch loses what one of them raises.
+            # With several threads, torch drops an exception raised in one of them.
             storage_writer=FileSystemWriter(checkpoint_dir, thread_count=1),
             planner=MCoreSavePlanner(dedup_replicated_tensors=False, flatten_state_dict=False),
             process_group=self._group,

@@ -1,4 +1,4 @@
-"""What the last pipeline stage has found out, told to the others."""
+"""Broadcasts of the last pipeline stage's results to the other stages."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ if TYPE_CHECKING:
 Tensors = dict[str, torch.Tensor]
 
 
-def share_value(value: Any, *, device: torch.device) -> Any:
-    """Return the last stage's value on every stage. Collective.
+def broadcast_from_last_stage(value: Any, *, device: torch.device) -> Any:
+    """Return the last stage's value on every stage, encoded as JSON. Collective.
 
     Args:
-        value: What JSON can hold; read on the last stage alone.
-        device: Where the group's tensors lie.
+        value: A JSON-serialisable value; ignored on stages before the last.
+        device: The device of the process group's backend.
     """
     group, last, is_last = _last_stage()
     if group.size() == 1:
@@ -35,28 +35,31 @@ def share_value(value: Any, *, device: torch.device) -> Any:
     return value if is_last else json.loads(bytes(data.tolist()))
 
 
-def share_tensors(tensors: Mapping[str, torch.Tensor], *, device: torch.device) -> Tensors:
+def broadcast_tensors_from_last_stage(
+    tensors: Mapping[str, torch.Tensor], *, device: torch.device
+) -> Tensors:
     """Return the last stage's tensors on every stage. Collective.
 
     Args:
-        tensors: Read on the last stage alone.
-        device: Where the group's tensors lie, and those of the other stages will.
+        tensors: Ignored on stages before the last.
+        device: The device of the process group's backend, and of the results.
     """
     group, last, is_last = _last_stage()
     if group.size() == 1:
         return dict(tensors)
-    told = {
+    specs = {
         name: (list(t.shape), str(t.dtype).removeprefix("torch.")) for name, t in tensors.items()
     }
-    shared: Tensors = {}
-    for name, (shape, dtype) in share_value(told, device=device).items():
+    received: Tensors = {}
+    for name, (shape, dtype) in broadcast_from_last_stage(specs, device=device).items():
         if is_last:
+            # gloo corrupts non-contiguous tensors in a broadcast without an error.
             data = tensors[name].to(device).contiguous()
         else:
             data = torch.empty(shape, dtype=getattr(torch, dtype), device=device)
         dist.broadcast(data, src=last, group=group)
-        shared[name] = data
-    return shared
+        received[name] = data
+    return received
 
 
 def _last_stage() -> tuple[dist.ProcessGroup, int, bool]:
