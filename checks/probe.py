@@ -104,8 +104,7 @@ def installed_bytes() -> int:
 
 def import_seconds(package: str) -> float:
     """Return the processor time that importing the public names takes, their bytecode compiled."""
-    compiled = [] if sys.pycache_prefix is None else ["-X", f"pycache_prefix={sys.pycache_prefix}"]
-    command = [sys.executable, *compiled, "-I", "-c", TIMED, package]
+    command = [sys.executable, "-I", "-c", TIMED, package]
     result = subprocess.run(command, capture_output=True, text=True, check=True, timeout=300)
     return float(result.stdout.splitlines()[-1])
 

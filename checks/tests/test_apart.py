@@ -4,8 +4,8 @@ import ast
 
 import pytest
 
-from checks.apart import TESTS, paths_to_test, requirements
-from checks.workspace import PROJECTS, ROOT, third_party
+from checks.apart import NO_DEVICE, files_with, needed_by_tests, paths_to_test, requirements
+from checks.workspace import ROOT, third_party
 
 
 def names_in(path):
@@ -13,32 +13,35 @@ def names_in(path):
     return [node.name for node in ast.parse(path.read_text()).body if hasattr(node, "name")]
 
 
-@pytest.mark.parametrize("package", PROJECTS)
-def test_every_file_is_run_by_some_requirement(package):
-    wanted = [line for line in requirements() if line.partition("[")[0] == package]
-    run = {path.partition("::")[0] for line in wanted for path in paths_to_test(line)}
-    found = ROOT.glob(f"packages/{package}/tests/test_*.py")
-    assert {str(path) for path in found} <= run
+def test_extras_that_tests_need_are_those_that_packages_have():
+    assert set(needed_by_tests()) == {line for line in requirements() if "[" in line}
 
 
-@pytest.mark.parametrize("requirement", requirements())
-def test_every_requirement_has_tests_which_are_there(requirement):
-    listed = paths_to_test(requirement)
+@pytest.mark.parametrize("requirement", [line for line in requirements() if "[" in line])
+def test_every_extra_has_tests(requirement):
+    listed, expression = paths_to_test(requirement)
     assert listed
-    for path, _, name in (each.partition("::") for each in listed):
-        assert not name or name in names_in(ROOT / path), f"{path} has no {name}"
+    assert expression == NO_DEVICE or "vllm" in third_party(requirement)
 
 
-def test_files_of_which_parts_are_run_are_run_whole():
-    """A test beside the parts that are named would be run by nobody."""
+def test_a_package_alone_takes_the_slow_tests_that_need_no_extra():
+    for requirement in requirements():
+        if "[" not in requirement:
+            listed, expression = paths_to_test(requirement)
+            assert expression == f"slow and {NO_DEVICE}"
+            assert set(listed) <= set(files_with("pytest.mark.slow", requirement))
+
+
+def test_a_slow_test_beside_those_of_an_extra_is_run():
+    """Where parts of a file need an extra, no other part of it is run where there is none."""
     parts, whole = {}, set()
-    for line in requirements():
-        for path, _, name in (each.partition("::") for each in paths_to_test(line)):
-            if name:
-                parts.setdefault(path, set()).add(name)
-            else:
+    for requirement, paths in needed_by_tests().items():
+        for path, _, name in (each.partition("::") for each in paths):
+            if not name:
                 whole.add(path)
-    for path in parts.keys() - whole - {str(ROOT / "docs/tests/test_code_blocks.py")}:
+            elif f"packages/{requirement.partition('[')[0]}/" in path:
+                parts.setdefault(path, set()).add(name)
+    for path in parts.keys() - whole:
         tests = {name for name in names_in(ROOT / path) if name.lower().startswith("test")}
         assert tests == parts[path]
 
@@ -47,14 +50,10 @@ def test_files_with_engines_are_run_where_there_are_engines():
     """Elsewhere their tests are left out by their marker."""
     with_engines = {
         path.partition("::")[0]
-        for line in TESTS
+        for line, paths in needed_by_tests().items()
         if "vllm" in third_party(line)
-        for path in paths_to_test(line)
+        for path in paths
     }
-    marked = [
-        str(path)
-        for path in ROOT.glob("packages/*/tests/test_*.py")
-        if "pytest.mark.vllm" in path.read_text()
-    ]
+    marked = files_with("pytest.mark.vllm")
     assert marked
     assert set(marked) <= with_engines

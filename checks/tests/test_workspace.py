@@ -92,8 +92,7 @@ def test_a_base_that_is_not_known_has_all_paths_changed():
 
 
 def test_the_workspace_has_the_directions_it_should_have():
-    # rl-refit by its extra `testing` alone.
-    assert dependents("rl-interfaces") == set(PROJECTS) - {"rl-batched-data"}
+    assert dependents("rl-interfaces") == set(PROJECTS) - {"rl-batched-data", "rl-refit"}
     assert siblings("rl-refit") == {"rl-refit"}
     assert dependents("rl-dtensor-worker") == {"rl-dtensor-worker", "rl-policy"}
     assert dependents("rl-policy") == {"rl-policy"}

@@ -55,6 +55,19 @@ NEEDS_VLLM = {
     "packages/rl-refit/README.md": "from vllm import LLM",
     "docs/pages/how-to/vllm-apart.md": "engines = VllmGeneration(",
 }
+# What `nox -s docs` alone runs: programs over Ray, and what tells which backends are installed, as
+# the workspace's environment has that of an example beside them.
+SLOW_PAGES = {
+    "docs/pages/first-run.md",
+    "docs/pages/how-to/checkpoints.md",
+    "docs/pages/how-to/megatron.md",
+    "docs/pages/how-to/own-model.md",
+    "docs/pages/how-to/own-reward.md",
+    "docs/pages/how-to/write-a-backend.md",
+    "docs/pages/install.md",
+    "docs/pages/troubleshooting.md",
+    "packages/rl-policy/README.md",
+}
 # Installs an example, or a project whose files stand on the page: its entry points are registered
 # for this page alone.
 WRITTEN_PROJECT = re.compile(r"uv pip install (\./(?!packages/)[\w/-]+)")
@@ -134,7 +147,12 @@ def needs_vllm(block):
     return block.language == "python" and NEEDS_VLLM.get(block.page, "\0") in block.text
 
 
-@pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
+def as_parameter(page):
+    name = str(page.relative_to(ROOT))
+    return pytest.param(page, id=name, marks=pytest.mark.slow if name in SLOW_PAGES else [])
+
+
+@pytest.mark.parametrize("page", [as_parameter(page) for page in PAGES])
 def test_the_blocks_of_a_page_do_what_they_say(page, workspace):
     blocks = [block for block in blocks_of(page) if not needs_vllm(block)]
     plans = [steps_of(block) for block in blocks]
@@ -149,7 +167,9 @@ def test_the_blocks_of_a_page_do_what_they_say(page, workspace):
             raise AssertionError(f"{where}: {command}") from error
 
 
+@pytest.mark.needs("rl-policy[all]")
 @pytest.mark.vllm
+@pytest.mark.slow
 @pytest.mark.parametrize("name", NEEDS_VLLM)
 def test_a_program_with_vllm_runs(name, workspace):
     pytest.importorskip("vllm")

@@ -9,6 +9,7 @@ from code_blocks import ROOT
 from rl_interfaces import POLICY_DEFAULTS, PolicyConfig
 
 SITE = ROOT / "build" / "site"
+pytestmark = pytest.mark.slow
 
 
 @pytest.fixture(scope="module")

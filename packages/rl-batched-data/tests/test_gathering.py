@@ -39,6 +39,7 @@ def names_the_key_that_differs(rank):
         batch.all_gather()
 
 
+@pytest.mark.slow_beyond(1)
 @pytest.mark.parametrize("world_size", [1, 3])
 def test_all_gather_returns_the_rows_of_all_ranks(on_gloo_ranks, world_size):
     on_gloo_ranks(world_size, gathers_every_rank, world_size)

@@ -121,6 +121,7 @@ def test_every_sequence_is_in_one_bin_and_no_bin_is_over_capacity(algorithm, cas
     check(get_packer(algorithm, capacity).pack(lengths), lengths, capacity)
 
 
+@pytest.mark.slow_beyond(2)
 @pytest.mark.parametrize("algorithm", ALGORITHMS)
 @many
 @given(case=sequences(max_size=30), fewest=st.integers(1, 10), multiple=st.integers(1, 6))

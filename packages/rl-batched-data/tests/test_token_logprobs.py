@@ -118,6 +118,7 @@ def check_part_of_rank(world_size, from_hidden, dtype, rank):
         assert_close(gradient, own(index, reference), tolerance)
 
 
+@pytest.mark.slow_beyond(1)
 @pytest.mark.parametrize("world_size", [1, 2, 4])
 def test_vocabulary_over_ranks_equals_dense_float64(on_gloo_ranks, world_size):
     on_gloo_ranks(world_size, equals_dense_over_ranks, world_size)

@@ -563,7 +563,7 @@ def broadcast_weights(*, config, port):
     """Broadcast to two receivers in threads of rank 0; return whether they got the weights."""
     from concurrent.futures import ThreadPoolExecutor
 
-    from rl_refit.broadcast import BroadcastGroup
+    from rl_refit.compat.broadcast import BroadcastGroup
 
     rank, _ = this_rank()
     with worker_for(config, init_reference_model=False) as worker:
@@ -903,7 +903,7 @@ def train_while_saving(*, config, batch, directory):
     """Train while a save is held back, then load it and train again; return what both gave."""
     import threading
 
-    from rl_dtensor_worker.checkpoint import saving
+    from rl_interfaces.backend.checkpoint import pending as saving
 
     write, may_write = saving.write_parts, threading.Event()
 

@@ -9,7 +9,7 @@ import torch
 from oracle import LOGPROB_TOLERANCE, largest_difference, load, plain_logprobs
 from rank_pool import RankFailure, RankPool
 from rl_dtensor_worker.checkpoint.checkpointer import Checkpointer
-from rl_dtensor_worker.checkpoint.saving import PendingSave
+from rl_interfaces.backend.checkpoint.pending import PendingSave
 from safetensors.torch import load_file
 from tiny_checkpoints import save_model
 from tiny_model import build_tiny_model, make_batch, make_config
@@ -48,6 +48,7 @@ def test_a_new_process_continues_bit_for_bit(saved):
         assert torch.equal(sampled, sampled_2)
 
 
+@pytest.mark.slow_beyond(1)
 @pytest.mark.parametrize("num_ranks", [1, 4])
 def test_another_layout_continues(saved, pools, num_ranks):
     arguments, uninterrupted = saved
@@ -249,7 +250,7 @@ def test_a_process_ends_though_a_save_does_not():
     program = """
 import threading
 from pathlib import Path
-from rl_dtensor_worker.checkpoint.saving import PendingSave
+from rl_interfaces.backend.checkpoint.pending import PendingSave
 
 PendingSave(threading.Event().wait, path=Path("weights"))
 """

@@ -11,6 +11,8 @@ from transformers import (
     AutoModelForSequenceClassification,
 )
 
+pytestmark = pytest.mark.needs("rl-dtensor-worker[lora]")
+
 LAYOUTS = {"one": (1, {}), "dp2": (2, {}), "tp2": (2, {"tensor_parallel_size": 2})}
 
 
@@ -33,7 +35,10 @@ def reward_model(model, tmp_path_factory):
     return str(path)
 
 
-@pytest.fixture(scope="module", params=LAYOUTS)
+SLOW = [pytest.param(name, marks=pytest.mark.slow) for name in ("one", "dp2")]
+
+
+@pytest.fixture(scope="module", params=["tp2", *SLOW])
 def layout(request):
     return LAYOUTS[request.param]
 

@@ -47,6 +47,7 @@ def test_every_rank_has_the_same_work(num_ranks):
     assert max(work) == min(work)
 
 
+@pytest.mark.slow_beyond(5, every=5)
 @pytest.mark.parametrize("num_ranks", [2, 3])
 @pytest.mark.parametrize("window", [None, 4])
 @pytest.mark.parametrize("key_heads", [1, 2])

@@ -53,6 +53,7 @@ def gradients_of(model):
     return {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
 
 
+@pytest.mark.slow_beyond(4, every=3)
 @pytest.mark.parametrize("name", FAMILIES)
 def test_values_and_gradients_are_those_of_the_models_own_logits(name):
     batch = make_batch(4)

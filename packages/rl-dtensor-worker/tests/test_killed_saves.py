@@ -54,6 +54,7 @@ def versions_of(lines, *words):
     return [int(line.split()[1]) for line in lines if line.split()[0] in words]
 
 
+@pytest.mark.slow_beyond(1)
 @pytest.mark.parametrize("in_background", [False, True])
 def test_the_last_complete_checkpoint_loads(zygote, tiny_model, tmp_path, port, in_background):
     config = make_config(

@@ -30,6 +30,7 @@ def config_of(path, layout, **overrides):
     return num_ranks, make_config(path, dtensor_cfg=section, **overrides)
 
 
+@pytest.mark.slow_beyond(1)
 @pytest.mark.parametrize("layout", ["tp2", "tp2_sp", "cp2", "dp2_tp2"])
 def test_greedy_completions_are_those_of_plain_transformers(pools, qwen3, layout):
     prompts, model = make_batch(4, width=6), load(qwen3)
@@ -69,6 +70,7 @@ def test_ranks_that_share_rows_sample_the_same(pools, qwen3, layout):
         )
 
 
+@pytest.mark.slow_beyond(1)
 @pytest.mark.parametrize(
     ("saved", "loaded"), [("tp2", "dp2"), ("dp2_tp2", "hybrid"), ("hybrid", "tp2_cp2")]
 )
@@ -100,6 +102,7 @@ def test_a_checkpoint_continues_bit_for_bit_in_its_own_layout(pools, qwen3, tmp_
     assert_equal_parameters(resumed, continued, 0.0)
 
 
+@pytest.mark.slow_beyond(2, every=3)
 @pytest.mark.parametrize("saving", ["activation_checkpointing", "cpu_offload"])
 @pytest.mark.parametrize("layout", ["tp2_sp", "cp2"])
 def test_what_saves_memory_changes_nothing(pools, qwen3, layout, saving):
@@ -120,6 +123,7 @@ def test_what_saves_memory_changes_nothing(pools, qwen3, layout, saving):
     assert_equal_parameters(saved["parameters"], plain["parameters"], 0.0)
 
 
+@pytest.mark.slow_beyond(1)
 @pytest.mark.parametrize("layout", ["tp2_sp", "cp2", "hybrid"])
 def test_bfloat16_is_as_close_as_bfloat16_is(pools, qwen3, layout):
     batch = make_batch(4)
@@ -133,6 +137,7 @@ def test_bfloat16_is_as_close_as_bfloat16_is(pools, qwen3, layout):
     )
 
 
+@pytest.mark.slow_beyond(1)
 @pytest.mark.parametrize("layout", ["tp2_sp", "cp2", "dp2_tp2"])
 def test_the_largest_logits_are_those_of_plain_transformers(pools, qwen3, layout):
     batch, model = make_batch(4), load(qwen3)

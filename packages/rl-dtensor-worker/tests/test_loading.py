@@ -34,6 +34,7 @@ def assert_loaded(loaded, path):
         assert torch.equal(tensor, loaded[name]), (path, name)
 
 
+@pytest.mark.slow_beyond(2)
 @pytest.mark.parametrize("num_ranks", [1, 2, 4])
 def test_every_shard_equals_from_pretrained(pools, checkpoints, num_ranks):
     # 66 and 3 rows over four ranks: the last shards are short, or empty.

@@ -23,6 +23,8 @@ from test_parity import LAYOUTS as PARITY_LAYOUTS
 from tiny_model import make_batch, make_config
 from transformers import AutoModelForCausalLM
 
+pytestmark = pytest.mark.needs("rl-dtensor-worker[lora]")
+
 peft = pytest.importorskip("peft", reason="comes with the extra lora")
 
 LAYOUTS = {"one": (1, {}), **PARITY_LAYOUTS}
@@ -100,6 +102,7 @@ CASES = [
 ]
 
 
+@pytest.mark.slow_beyond(3, every=3)
 @pytest.mark.parametrize(("layout", "batching"), CASES)
 def test_every_layout_equals_plain_peft(pools, base, adapters, plain, layout, batching):
     num_ranks = LAYOUTS[layout][0]
@@ -153,6 +156,7 @@ def test_weights_that_stay_are_held_in_the_dtype_of_compute(pools, base):
         assert torch.equal(found["sent"][name], weight.bfloat16())
 
 
+@pytest.mark.slow_beyond(1)
 @pytest.mark.parametrize("layout", ["dp2", "cp2", "tp2_sp"])
 def test_the_reference_is_the_model_without_adapters(pools, base, adapters, layout):
     config = config_of(base, layout, lora={"adapter_path": adapters})
@@ -166,6 +170,7 @@ def test_the_reference_is_the_model_without_adapters(pools, base, adapters, layo
         assert (result["grad_norm"] > 0).all()
 
 
+@pytest.mark.slow_beyond(1)
 @pytest.mark.parametrize(
     ("layout", "precision"), [("dp2", "float32"), ("hybrid", "bfloat16"), ("dp2_tp2", "float32")]
 )
@@ -204,6 +209,7 @@ def test_what_is_saved_loads_everywhere(pools, base, tmp_path, layout, precision
         assert torch.equal(parameter.to(saved["sent"][name].dtype), saved["sent"][name])
 
 
+@pytest.mark.slow_beyond(1)
 @pytest.mark.parametrize(("layout", "other"), [("tp2_sp", "dp2"), ("dp2", "tp2")])
 def test_training_goes_on_in_another_layout(pools, base, tmp_path, layout, other):
     arguments = {"batch": BATCH, "directory": str(tmp_path)}
@@ -281,6 +287,7 @@ def biased(tmp_path_factory):
     return str(path)
 
 
+@pytest.mark.slow_beyond(1)
 @pytest.mark.parametrize(
     "dtensor",
     [

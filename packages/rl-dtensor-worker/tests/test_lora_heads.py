@@ -13,6 +13,8 @@ from test_parity import assert_equal_parameters
 from tiny_model import make_batch, make_config
 from transformers import AutoModelForSequenceClassification, AutoModelForTokenClassification
 
+pytestmark = pytest.mark.needs("rl-dtensor-worker[lora]")
+
 peft = pytest.importorskip("peft", reason="comes with the extra lora")
 
 CLASSES = {

@@ -71,6 +71,7 @@ def test_padding_inside_changes_nothing(pools, tiny_model, section, options):
     torch.testing.assert_close(scores, expected, atol=LOGPROB_TOLERANCE, rtol=0)
 
 
+@pytest.mark.slow_beyond(2, every=5)
 @pytest.mark.parametrize("section", SECTIONS)
 @pytest.mark.parametrize(("num_ranks", "loss"), [(1, "nll"), (2, "nll"), (2, "logits")])
 def test_three_calls_equal_a_plain_loop(pools, tiny_model, section, num_ranks, loss):

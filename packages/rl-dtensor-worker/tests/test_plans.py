@@ -105,6 +105,7 @@ def test_a_worker_that_is_built_without_a_driver_names_it_too(pools, tiny_model)
 
 
 # Attention alone: the norms of queries and keys are of each rank's own heads, and in no plan.
+@pytest.mark.slow_beyond(1)
 @pytest.mark.parametrize(
     ("model", "plan"), [("llama", "NAMED"), ("llama", "torch_styles"), ("qwen3", "ATTENTION")]
 )
@@ -125,6 +126,7 @@ def test_a_custom_plan_gives_the_same_numbers(pools, tmp_path, model, plan):
         assert_equal_parameters(result["parameters"], parameters, PARAMETER_TOLERANCE)
 
 
+@pytest.mark.slow_beyond(1)
 @pytest.mark.parametrize("model", ["llama_tied", "gemma3"])
 def test_a_loss_over_logits_gets_those_of_all_tokens(pools, tmp_path, model):
     path, batch = parity_models.build(model, tmp_path), make_batch(6)

@@ -62,6 +62,7 @@ def plain_values(path, head, batch):
     return values
 
 
+@pytest.mark.slow_beyond(3, every=5)
 @pytest.mark.parametrize("section", SECTIONS)
 @pytest.mark.parametrize("num_ranks", [1, 2])
 @pytest.mark.parametrize("num_rows", [1, 7])

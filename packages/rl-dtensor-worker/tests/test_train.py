@@ -20,6 +20,7 @@ def _plain(model_name, num_calls=3):
     return plain_training(model_name, make_batch(8), global_batch_size=4, num_calls=num_calls)
 
 
+@pytest.mark.slow_beyond(2, every=5)
 @pytest.mark.parametrize("num_ranks", [1, 2])
 @pytest.mark.parametrize("mbs", [1, 2, 4])
 def test_three_steps_equal_a_plain_loop(pools, tiny_model, num_ranks, mbs):
@@ -44,6 +45,7 @@ def test_three_steps_equal_a_plain_loop(pools, tiny_model, num_ranks, mbs):
     assert moved > 100 * PARAMETER_TOLERANCE
 
 
+@pytest.mark.slow_beyond(2)
 @pytest.mark.parametrize(
     "change",
     [

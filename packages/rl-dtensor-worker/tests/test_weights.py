@@ -21,6 +21,7 @@ def expected_tensors(model, dtype):
     return {name: tensor.detach().to(dtype) for name, tensor in load(model).named_parameters()}
 
 
+@pytest.mark.slow_beyond(3, every=5)
 @pytest.mark.parametrize("num_ranks", [1, 2, 3])
 @pytest.mark.parametrize("precision", ["float32", "bfloat16"])
 def test_every_rank_gets_every_tensor_bit_for_bit(pools, model, num_ranks, precision):
@@ -55,6 +56,7 @@ def test_groups_are_what_is_gathered_at_a_time(pools, model):
     assert all(torch.equal(a, b) for a, (_, b) in zip(tensors, passes, strict=True))
 
 
+@pytest.mark.needs("rl-policy[all]")
 @pytest.mark.vllm
 def test_it_has_all_that_vllm_asks_of_a_source():
     base = pytest.importorskip("vllm.distributed.weight_transfer.base")

@@ -3,6 +3,8 @@ import torch
 from rl_batched_data import BatchedDataDict
 from rl_interfaces.backend.batch_checks import check_scoring_batch, check_training_batch
 
+pytestmark = pytest.mark.needs("rl-interfaces[backend]")
+
 
 def _batch(**changes):
     columns = {

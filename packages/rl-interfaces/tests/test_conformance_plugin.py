@@ -5,6 +5,10 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
+pytestmark = pytest.mark.needs("rl-interfaces[testing]")
+
 HERE = Path(__file__).parent
 LOADED = """
 import sys

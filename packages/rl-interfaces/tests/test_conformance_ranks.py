@@ -10,6 +10,8 @@ from twin_ranks import (
     check_on_two_ranks,
 )
 
+pytestmark = pytest.mark.needs("rl-interfaces[testing]")
+
 
 def test_ranks_that_agree_on_a_broken_rule_go_on(tmp_path):
     reports = check_on_two_ranks(tmp_path, NeverAlive)

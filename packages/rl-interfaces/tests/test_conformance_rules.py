@@ -28,6 +28,8 @@ from rl_interfaces.testing.worker.bench import WorkerBench
 from rl_interfaces.testing.worker.rules.errors import left_padding_is_refused
 from rl_interfaces.testing.worker.rules.scoring import logprobs_are_zero_where_no_token_is_scored
 
+pytestmark = pytest.mark.needs("rl-interfaces[testing]")
+
 
 def test_every_rule_has_a_worker_that_breaks_it():
     assert list(BROKEN_WORKERS) == [rule.name for rule in WORKER_RULES]
@@ -37,6 +39,13 @@ def test_every_rule_says_in_a_sentence_what_it_holds():
     assert [rule.name for rule in WORKER_RULES if not rule.summary.endswith(".")] == []
 
 
+@pytest.mark.parametrize("rule", BROKEN_WORKERS)
+def test_a_rule_detects_the_worker_that_breaks_it(tmp_path, rule):
+    case = plain_case(tmp_path, BROKEN_WORKERS[rule])
+    assert check_worker(case, directory=tmp_path, only=[rule]).broken == [rule]
+
+
+@pytest.mark.slow_beyond(3, every=20)
 @pytest.mark.parametrize("rule", BROKEN_WORKERS)
 def test_a_broken_worker_breaks_one_rule(tmp_path, rule):
     report = check_worker(plain_case(tmp_path, BROKEN_WORKERS[rule]), directory=tmp_path)

@@ -4,6 +4,8 @@ import pytest
 from plain_conformance_case import plain_case
 from rl_interfaces.testing import WorkerConformance
 
+pytestmark = pytest.mark.needs("rl-interfaces[testing]")
+
 
 @pytest.fixture(scope="module")
 def worker_case(tmp_path_factory):

@@ -18,6 +18,8 @@ from rl_interfaces.testing.generation import (
 )
 from rl_interfaces.testing.generation.oracle import ERROR_PROBABILITY, chance_of
 
+pytestmark = pytest.mark.needs("rl-interfaces[testing]")
+
 # Each breaks the one rule, but where two have the same thing at their bottom.
 BROKEN = {
     broken.SaysNoVersion: "the_contracts_version_is_declared",

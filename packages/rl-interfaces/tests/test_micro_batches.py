@@ -1,9 +1,21 @@
+from contextlib import contextmanager
+
+pytestmark = pytest.mark.needs("rl-interfaces[backend]")
+
 import pytest
 import torch
+import torch.distributed as dist
 from hypothesis import given
 from hypothesis import strategies as st
 from rl_batched_data import BatchedDataDict
-from rl_interfaces.backend.steps import Concatenation, Step, plan_spans, plan_steps
+from rl_interfaces.backend.steps import (
+    Concatenation,
+    Step,
+    fixed_steps,
+    plan_spans,
+    plan_steps,
+    steps_of,
+)
 
 _ROWS = st.lists(st.integers(0, 40), min_size=1, max_size=5).filter(any)
 
@@ -56,3 +68,77 @@ def test_passes_that_complete_a_planned_step_are_as_short_as_can_be():
     assert [each.packed.total_length for each in (first, second)] == [40, 52]
     for idle in (third, fourth):
         assert (idle.span, idle.packed.total_length) == ((3, 3), 4)
+
+
+def test_a_stand_in_is_a_full_group_of_masked_rows():
+    rows = BatchedDataDict(
+        input_ids=torch.ones(4, 3, dtype=torch.int64),
+        input_lengths=torch.tensor([3, 3, 2, 2]),
+        sample_mask=torch.ones(4),
+    )
+    (step,) = fixed_steps(
+        rows,
+        [4, 8],
+        rank=0,
+        local_batch_size=8,
+        micro_batch_size=2,
+        concatenation=Concatenation(),
+        rows_per_group=2,
+    )
+    sizes = [
+        micro.rows["sample_mask"].tolist() for micro in step.micro_batches(torch.device("cpu"))
+    ]
+    assert sizes == [[1, 1], [1, 1], [0, 0], [0, 0]]
+
+
+@pytest.mark.parametrize(
+    ("rows", "sizes", "message"),
+    [
+        (4, {"given": 3}, r"micro-batch size \[3\]: not multiples of rows_per_group=2"),
+        (4, {"given": None}, r"micro-batch size \[1\]: not multiples of rows_per_group=2"),
+        (3, {"given": 2}, r"rows of the ranks \[3\]: not multiples of rows_per_group=2"),
+    ],
+)
+def test_sizes_that_split_a_group_are_refused(tmp_path, rows, sizes, message):
+    batch = BatchedDataDict(
+        input_ids=torch.ones(rows, 3, dtype=torch.int64), input_lengths=torch.full((rows,), 3)
+    )
+    with one_rank(tmp_path), pytest.raises(ValueError, match=message):
+        paired_steps(batch, **sizes)
+
+
+def test_a_plan_that_splits_a_group_is_refused(tmp_path):
+    batch = BatchedDataDict(
+        input_ids=torch.ones(4, 3, dtype=torch.int64), input_lengths=torch.full((4,), 3)
+    )
+    arguments = {"sequence_packing_args": {"max_tokens_per_microbatch": 9}}
+    ((splits,), _), ((keeps,), _) = (
+        batch.shard_by_batch_size(1, rows_per_group=size, **arguments) for size in (1, 2)
+    )
+    with one_rank(tmp_path):
+        (step,) = paired_steps(keeps, given=None)
+        assert list(step.spans) == [(0, 2), (2, 4)]
+        with pytest.raises(ValueError, match="plan splits groups of rows_per_group=2 rows"):
+            paired_steps(splits, given=None)
+
+
+@contextmanager
+def one_rank(folder):
+    dist.init_process_group("gloo", init_method=f"file://{folder}/one", rank=0, world_size=1)
+    try:
+        yield
+    finally:
+        dist.destroy_process_group()
+
+
+def paired_steps(batch, *, given):
+    return steps_of(
+        batch,
+        given=given,
+        default=1,
+        planned_by=None,
+        concatenation=Concatenation(),
+        group=dist.group.WORLD,
+        device=torch.device("cpu"),
+        rows_per_group=2,
+    )

@@ -7,6 +7,8 @@ import pytest
 import torch.distributed as dist
 from rl_interfaces.backend.runtime.ports import ReservedPort
 
+pytestmark = pytest.mark.needs("rl-interfaces[backend]")
+
 
 def test_nobody_else_gets_the_port():
     with ReservedPort() as port:

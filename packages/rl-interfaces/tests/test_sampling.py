@@ -1,5 +1,7 @@
 import math
 
+pytestmark = pytest.mark.needs("rl-interfaces[backend]")
+
 import pytest
 import torch
 from hypothesis import given, settings

@@ -49,6 +49,7 @@ def test_values_and_gradients_are_those_of_each_sequence_alone(case, groups):
     torch.testing.assert_close(own_grads, expected_grads, rtol=0, atol=TOLERANCE)
 
 
+@pytest.mark.slow_beyond(1)
 @pytest.mark.parametrize(("num_ranks", "lengths"), [(2, [8, 16, 4, 4]), (4, [8, 24, 16])])
 def test_ranks_that_share_sequences_get_the_same(pools, num_ranks, lengths):
     for each in pools(num_ranks).run(context_ranks, lengths=lengths):

@@ -31,6 +31,7 @@ SAME = {
 }
 
 
+@pytest.mark.slow_beyond(2, every=3)
 @pytest.mark.parametrize("case", SAME)
 def test_training_goes_on_exactly(pools, tmp_path, case):
     num_ranks, given = SAME[case]
@@ -60,6 +61,7 @@ OTHERS = {
 }
 
 
+@pytest.mark.slow_beyond(2, every=3)
 @pytest.mark.parametrize("case", OTHERS)
 def test_training_goes_on_in_another_layout(pools, tmp_path, case):
     num_before, before, num_after, after = OTHERS[case]

@@ -34,6 +34,7 @@ def models(tmp_path_factory):
     }
 
 
+@pytest.mark.slow_beyond(2, every=4)
 @pytest.mark.parametrize(("kind", "layout"), CASES)
 def test_greedy_completions_are_those_of_transformers(pools, models, kind, layout):
     model, (num_ranks, sizes) = models[kind, num_layers_of(layout)], LAYOUTS[layout]
@@ -43,6 +44,7 @@ def test_greedy_completions_are_those_of_transformers(pools, models, kind, layou
     assert_greedy_is_that_of_transformers(results, batch, model)
 
 
+@pytest.mark.slow_beyond(2, every=4)
 @pytest.mark.parametrize(("kind", "layout"), CASES)
 def test_sampled_tokens_have_the_log_probabilities_that_scoring_gives(pools, models, kind, layout):
     model, (num_ranks, sizes) = models[kind, num_layers_of(layout)], LAYOUTS[layout]
@@ -79,6 +81,7 @@ EXPERT_LAYOUTS = {
 }
 
 
+@pytest.mark.slow_beyond(1)
 @pytest.mark.parametrize("layout", EXPERT_LAYOUTS)
 def test_experts_that_are_dealt_out_complete_as_those_of_transformers(pools, tmp_path, layout):
     model = build_tiny(tmp_path, "qwen3_moe", num_hidden_layers=2)

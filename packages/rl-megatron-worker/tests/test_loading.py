@@ -53,6 +53,7 @@ VARIANTS |= {
 }
 
 
+@pytest.mark.slow_beyond(5, every=3)
 @pytest.mark.parametrize("variant", VARIANTS)
 def test_logits_are_those_of_transformers(pools, tmp_path, variant):
     kind, settings = VARIANTS[variant]

@@ -33,6 +33,7 @@ CASES = {
 }
 
 
+@pytest.mark.slow_beyond(3, every=4)
 @pytest.mark.parametrize("case", CASES)
 def test_log_probabilities_and_gradients_are_those_of_transformers(pools, case):
     num_ranks, kind, layout = CASES[case]

@@ -52,6 +52,7 @@ CASES = {
 }
 
 
+@pytest.mark.slow_beyond(3, every=4)
 @pytest.mark.parametrize("case", CASES)
 def test_three_steps_are_those_of_torch(pools, case):
     num_ranks, given = CASES[case]
@@ -68,6 +69,7 @@ def test_rate_and_decay_change_once_per_train_call(pools):
     assert decays == pytest.approx([0.0, 0.1, 0.2, 0.3, 0.4, 0.4])
 
 
+@pytest.mark.slow_beyond(1)
 @pytest.mark.parametrize("is_distributed", [False, True])
 def test_float32_copies_gather_steps_that_are_too_small_for_bfloat16(pools, is_distributed):
     [changes] = pools(1).run(small_steps_ranks, is_distributed=is_distributed)

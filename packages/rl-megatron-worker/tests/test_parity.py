@@ -92,6 +92,7 @@ def stored(path):
     return load_file(f"{path}/model.safetensors")
 
 
+@pytest.mark.slow_beyond(12, every=4)
 @pytest.mark.parametrize(("layout", "model", "batching"), CASES, ids=map("-".join, CASES))
 def test_every_layout_equals_plain_transformers(pools, oracles, layout, model, batching):
     num_ranks, sizes = LAYOUTS[layout]

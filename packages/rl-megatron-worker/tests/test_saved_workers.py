@@ -30,6 +30,7 @@ def saved(pools, tmp_path_factory):
     return model, directory, results
 
 
+@pytest.mark.slow_beyond(2)
 @pytest.mark.parametrize(
     ("num_ranks", "layout"),
     [(2, {TP: 2}), (2, {PP: 2}), (2, {}), (1, {})],

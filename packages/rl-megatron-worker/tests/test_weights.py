@@ -59,6 +59,7 @@ def assert_same(tensors, expected):
         assert torch.equal(tensors[name], tensor), name
 
 
+@pytest.mark.slow_beyond(4, every=3)
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_every_rank_gets_every_tensor_bit_for_bit(pools, models, layout):
     num_ranks, sizes, kinds = LAYOUTS[layout]
@@ -166,6 +167,7 @@ def test_order_and_names_are_those_on_disk(models, kind):
     assert dict(named) == {name: tuple(t.shape) for name, t in stored(path).items()}
 
 
+@pytest.mark.needs("rl-policy[all]")
 @pytest.mark.vllm
 def test_it_has_all_that_vllm_asks_of_a_source():
     base = pytest.importorskip("vllm.distributed.weight_transfer.base")
@@ -173,6 +175,7 @@ def test_it_has_all_that_vllm_asks_of_a_source():
     assert all(hasattr(MegatronWeights, name) for name in asked)
 
 
+@pytest.mark.slow_beyond(2, every=3)
 @pytest.mark.parametrize("kind", ["llama", "qwen3_moe"])
 @pytest.mark.parametrize("max_file_bytes", [20_000, 1 << 30], ids=["several files", "one file"])
 def test_an_exported_directory_loads(pools, tmp_path, kind, max_file_bytes):

@@ -73,6 +73,7 @@ VARIANTS = {
 }
 
 
+@pytest.mark.slow_beyond(2, every=3)
 @pytest.mark.parametrize("variant", VARIANTS)
 def test_every_way_of_training_is_the_plain_loop(pools, model, plain, variant):
     num_ranks, layout, optimizer, loss = VARIANTS[variant]
@@ -96,6 +97,7 @@ def test_every_way_of_training_is_the_plain_loop(pools, model, plain, variant):
 BALANCED = {"moe_router_load_balancing_type": "aux_loss", "moe_aux_loss_coeff": 2.0}
 
 
+@pytest.mark.slow_beyond(2, every=3)
 @pytest.mark.parametrize(
     ("num_ranks", "layout", "num_rows", "multiple"),
     [
@@ -170,6 +172,7 @@ def test_eval_mode_gives_the_loss_and_changes_nothing(pools, model, plain):
             assert torch.equal(result["after"][name], tensor)
 
 
+@pytest.mark.slow_beyond(1)
 @pytest.mark.parametrize("layout", [{}, {TP: 2}, {PP: 2}, {"context_parallel_size": 2}])
 def test_the_largest_logits_are_those_of_transformers(pools, model, layout):
     batch = make_batch(5)
@@ -186,6 +189,7 @@ def test_the_largest_logits_are_those_of_transformers(pools, model, layout):
         assert not found["topk_logits"][row, length:].any()
 
 
+@pytest.mark.slow_beyond(1)
 @pytest.mark.parametrize("layout", [{}, {TP: 2, "sequence_parallel": True}, {PP: 2}])
 def test_bfloat16_stays_near_float32(pools, model, layout):
     config = make_config(model, sections={"precision": "bfloat16"}, **layout)
@@ -263,6 +267,7 @@ def test_a_failed_start_leaves_no_group(pools, model):
         assert groups == (False, False)
 
 
+@pytest.mark.slow_beyond(1)
 @pytest.mark.parametrize(
     ("num_ranks", "layout", "failing"),
     [

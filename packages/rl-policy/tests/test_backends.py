@@ -3,7 +3,6 @@ import sys
 import pytest
 from rl_interfaces import CONTRACT_VERSION, ContractVersionError
 from rl_policy import backends
-from rl_policy.generation.backends import load_engine
 
 WORKER = f"class Worker:\n    contract_version = {CONTRACT_VERSION}\n"
 MAJOR, MINOR = CONTRACT_VERSION
@@ -88,7 +87,7 @@ def test_two_enabled_sections_are_both_named():
         backends.enabled_backend(config)
 
 
-GROUPS = {"rl_policy.workers": backends.load, "rl_policy.generation": load_engine}
+GROUPS = {"rl_policy.workers": backends.load, "rl_policy.generation": backends.load_engine}
 
 
 @pytest.mark.parametrize("group", GROUPS)

@@ -4,7 +4,7 @@ import pytest
 import torch
 from backend_runs import TOLERANCE, make_tokenizer, run, save_model
 
-pytestmark = pytest.mark.timeout(240)
+pytestmark = [pytest.mark.timeout(240), pytest.mark.needs("rl-policy[all]")]
 
 BACKENDS = {
     "dtensor": {"tensor_parallel_size": 2},

@@ -11,6 +11,8 @@ from rl_policy.cli import app
 from rl_policy.config_loading import parse_run_config
 from typer.testing import CliRunner
 
+pytestmark = pytest.mark.needs("rl-policy[dtensor]")
+
 MODULE = [sys.executable, "-c", "from rl_policy.cli import main; main()"]
 
 

@@ -150,6 +150,7 @@ def cluster():
     cluster.shutdown()
 
 
+@pytest.mark.needs("rl-policy[dtensor]")
 @pytest.mark.timeout(240)
 class TestPolicy(GenerationConformance):
     """On two data-parallel ranks."""
@@ -175,7 +176,9 @@ class TestPolicy(GenerationConformance):
         assert policy.shutdown() is True
 
 
+@pytest.mark.needs("rl-policy[vllm]")
 @pytest.mark.vllm
+@pytest.mark.slow
 @pytest.mark.timeout(240)
 class TestVllm(GenerationConformance):
     """One engine."""

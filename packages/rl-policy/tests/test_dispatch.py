@@ -33,12 +33,23 @@ def batch(lengths, *, width=None, masks=True):
     return BatchedDataDict(data)
 
 
-def check(data, loss=None, **limits):
-    limits = {"pad_token_id": PAD, "max_length": None} | limits
+def dispatcher(*, ranks=1, **config):
+    """Return the dispatcher of a policy with such a config."""
+    config = resolve_policy_config({"model_name": "any", **config})
+    return dispatch.Dispatcher(config, data_parallel=ranks, pad_token_id=PAD)
+
+
+def check(data, loss=None, *, max_length=None):
+    sharder = dispatcher(train_global_batch_size=4, max_total_sequence_length=max_length)
     if loss is None:
-        dispatch.check_batch(data, **limits)
+        sharder.shard_for_scoring(data)
     else:
-        dispatch.check_train_batch(data, loss, **limits)
+        sharder.shard_for_training(data, loss)
+
+
+class PairLoss:
+    loss_type = LossType.SEQUENCE_LEVEL
+    rows_per_group = 2
 
 
 @given(rows=st.integers(1, 40), ranks=st.integers(1, 8))
@@ -61,14 +72,8 @@ def test_scores_come_back_in_the_callers_order_and_count(rows, ranks):
 def test_planned_scores_come_back_in_the_callers_order(rows, ranks, section):
     data = batch([1 + (7 * row) % 5 for row in range(rows)])
     data["row"] = torch.arange(rows)
-    config = resolve_policy_config(
-        {
-            "model_name": "any",
-            section: {"enabled": True, "train_mb_tokens": 1, "logprob_mb_tokens": 128},
-        }
-    )
-    planned = dispatch.MicroBatching.of(config, "logprob_mb_tokens")
-    shards, order = dispatch.shard_for_scoring(data, data_parallel=ranks, micro_batching=planned)
+    budgets = {"enabled": True, "train_mb_tokens": 1, "logprob_mb_tokens": 128}
+    shards, order = dispatcher(ranks=ranks, **{section: budgets}).shard_for_scoring(data)
     assert len(shards) == ranks
     parts = [{"logprobs": shard["row"][:, None].float()} for shard in shards]
     gathered = dispatch.gather_scores(parts, width=5, order=order)
@@ -94,18 +99,22 @@ def test_the_section_becomes_the_arguments(section, arguments):
         }
     )
     for budget, tokens in (("train_mb_tokens", 32), ("logprob_mb_tokens", 64)):
-        planned = dispatch.MicroBatching.of(config, budget)
+        planned = dispatch.TokenBudget.from_config(config, budget)
         expected = {"max_tokens_per_microbatch": tokens, **arguments}
         assert planned.arguments == {f"{section}_args": expected}
         assert planned.key == f"policy.{section}.{budget}"
-    assert dispatch.MicroBatching.of(resolve_policy_config({"model_name": "any"}), budget) is None
+    assert (
+        dispatch.TokenBudget.from_config(resolve_policy_config({"model_name": "any"}), budget)
+        is None
+    )
 
 
 @given(rows=st.integers(1, 40), ranks=st.integers(1, 4), multiple=st.integers(1, 4))
 def test_every_global_batch_is_shared_out_whole(rows, ranks, multiple):
     gbs = ranks * multiple
     data = batch([3] * rows)
-    shards = dispatch.shard_for_training(data, data_parallel=ranks, gbs=gbs)
+    shards, size = dispatcher(ranks=ranks).shard_for_training(data, TokenLoss(), gbs=gbs)
+    assert size == gbs
     first_tokens = data["input_ids"][:, 0].tolist()
     counts = np.array([shard.elem_counts_per_gb for shard in shards])
     steps = -(-rows // gbs)
@@ -225,10 +234,10 @@ def test_rows_that_are_too_long_are_named():
 
 
 def test_prompts_leave_room_for_a_token():
-    limits = {"pad_token_id": PAD, "max_length": 4}
-    dispatch.check_prompts(batch([3, 2]), **limits)
+    limited = dispatcher(max_total_sequence_length=4)
+    limited.shard_prompts(batch([3, 2]))
     with pytest.raises(ValueError, match=r"'input_lengths'\[1\]=4 leaves no room for a token"):
-        dispatch.check_prompts(batch([3, 4]), **limits)
+        limited.shard_prompts(batch([3, 4]))
 
 
 def test_a_batch_without_rows_is_refused():
@@ -244,6 +253,51 @@ def test_a_batch_without_rows_is_refused():
     [(6, "gbs=6 is not a multiple of data_parallel=4"), (0, "gbs=0 must be positive")],
 )
 def test_global_batches_divide_over_the_ranks(gbs, message):
-    dispatch.check_global_batch_size(8, data_parallel=4, name="gbs")
+    data = batch([2] * 8)
+    dispatcher(ranks=4).shard_for_training(data, TokenLoss(), gbs=8)
     with pytest.raises(ValueError, match=message):
-        dispatch.check_global_batch_size(gbs, data_parallel=4, name="gbs")
+        dispatcher(ranks=4).shard_for_training(data, TokenLoss(), gbs=gbs)
+
+
+@given(
+    lengths=st.lists(st.integers(1, 6), min_size=1, max_size=20),
+    ranks=st.integers(1, 4),
+    groups_per_rank=st.integers(1, 3),
+    section=st.sampled_from([None, "dynamic_batching", "sequence_packing"]),
+)
+def test_the_rows_of_a_group_stay_together(lengths, ranks, groups_per_rank, section):
+    # Rows 2i and 2i + 1 are a pair.
+    data = batch([length for length in lengths for _ in range(2)], width=6)
+    data["row"] = torch.arange(data.size)
+    budgets = {"enabled": True, "train_mb_tokens": 128, "logprob_mb_tokens": 128}
+    planner = dispatcher(
+        ranks=ranks,
+        train_global_batch_size=2 * ranks * groups_per_rank,
+        train_micro_batch_size=2,
+        **({} if section is None else {section: budgets}),
+    )
+    shards, _ = planner.shard_for_training(data, PairLoss())
+    seen = []
+    for shard in shards:
+        rows = shard["row"].tolist()
+        seen += rows
+        assert all(count % 2 == 0 for count in shard.elem_counts_per_gb)
+        assert [row // 2 for row in rows[::2]] == [row // 2 for row in rows[1::2]]
+        for batch_plan in shard.micro_batch_indices or []:
+            assert all(start % 2 == end % 2 == 0 for start, end in batch_plan)
+    assert sorted(seen) == list(range(data.size))
+
+
+@pytest.mark.parametrize(
+    ("rows", "sizes", "message"),
+    [
+        (8, {"gbs": 6}, "gbs=6 is not a multiple of data_parallel=2 x rows_per_group=2"),
+        (8, {"gbs": 4, "mbs": 3}, "mbs=3 is not a multiple of rows_per_group=2"),
+        (8, {"gbs": 4}, "policy.train_micro_batch_size=1 is not a multiple of rows_per_group=2"),
+        (7, {"gbs": 4, "mbs": 2}, "has 7 rows, not a multiple of rows_per_group=2 of PairLoss"),
+    ],
+)
+def test_sizes_that_would_split_a_group_are_named(rows, sizes, message):
+    planner = dispatcher(ranks=2, train_micro_batch_size=1)
+    with pytest.raises(ValueError, match=message):
+        planner.shard_for_training(batch([2] * rows), PairLoss(), **sizes)

@@ -6,10 +6,9 @@ import sys
 
 import pytest
 from rl_interfaces import GenerationInterface, WeightReceiver
-from rl_policy import RayVirtualCluster
-from rl_policy.generation import backends
+from rl_policy import RayVirtualCluster, backends
+from rl_policy.backends import check_generation_backend
 from rl_policy.generation.vllm import VllmGeneration
-from rl_policy.policy_inputs import check_generation_backend
 
 
 def test_vllm_is_found_by_name():

@@ -9,7 +9,12 @@ import pytest
 import yaml
 from rl_policy.recipes.metrics import read_metrics
 
-pytestmark = [pytest.mark.vllm, pytest.mark.slow, pytest.mark.timeout(900)]
+pytestmark = [
+    pytest.mark.vllm,
+    pytest.mark.slow,
+    pytest.mark.timeout(900),
+    pytest.mark.needs("rl-policy[all]"),
+]
 
 # float32 on two implementations; 1e-5 is what is seen.
 MISMATCH = 1e-4

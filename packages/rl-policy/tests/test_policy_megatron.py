@@ -17,7 +17,7 @@ from backend_runs import (
 from rl_policy import Policy, RayVirtualCluster
 from transformers import Qwen3ForCausalLM
 
-pytestmark = pytest.mark.timeout(240)
+pytestmark = [pytest.mark.timeout(240), pytest.mark.needs("rl-policy[megatron]")]
 
 RELATIVE_TOLERANCE = {"rtol": 5e-6, "atol": 0}  # sums of some dozen terms, in another order
 

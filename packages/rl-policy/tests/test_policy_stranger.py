@@ -6,8 +6,14 @@ import pytest
 import ray
 import torch
 from rl_batched_data import BatchedDataDict
-from rl_interfaces import ColocatablePolicyInterface, GenerationInterface, ResidencyError
+from rl_interfaces import (
+    ColocatablePolicyInterface,
+    GenerationInterface,
+    ResidencyError,
+    resolve_policy_config,
+)
 from rl_policy import Policy, RayVirtualCluster
+from rl_policy.policy import with_absolute_paths
 from rl_policy.rank_calls import WorkerGroupError
 from tokenizers import Tokenizer
 from tokenizers.models import WordLevel
@@ -357,3 +363,23 @@ def test_shutdown_leaves_no_process(cluster, tokenizer, stranger, wait_until_gon
     wait_until_gone(pids)
     assert policy.shutdown() is True
     assert ray.is_initialized()
+
+
+def test_paths_mean_the_same_in_another_directory(tmp_path, monkeypatch):
+    (tmp_path / "model").mkdir()
+    monkeypatch.chdir(tmp_path)
+    lora = {"enabled": True, "adapter_path": "adapters"}
+    given = {"model_name": "model", "profile_dir": "profiles", "dtensor_cfg": {"lora": lora}}
+    config = with_absolute_paths(resolve_policy_config(given))
+    assert config["model_name"] == str(tmp_path / "model")
+    assert config["profile_dir"] == str(tmp_path / "profiles")
+    assert config["dtensor_cfg"]["lora"]["adapter_path"] == str(tmp_path / "adapters")
+    assert config["dtensor_cfg"]["lora"]["enabled"] is True
+    assert with_absolute_paths(config) == config
+
+
+def test_a_name_on_a_hub_stays_a_name(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    config = with_absolute_paths(resolve_policy_config({"model_name": "org/model"}))
+    assert config["model_name"] == "org/model"
+    assert config["dtensor_cfg"]["lora"].get("adapter_path") is None

@@ -17,7 +17,7 @@ from rl_policy.recipes.metrics import read_metrics
 from transformers import AutoModelForCausalLM, AutoTokenizer
 from typer.testing import CliRunner
 
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(600), pytest.mark.needs("rl-policy[dtensor]")]
 
 MODULE = [sys.executable, "-c", "from rl_policy.cli import main; main()"]
 TWO_RANKS = "cluster.bundle_ct_per_node_list=[2]"
@@ -226,6 +226,7 @@ def test_a_run_that_was_interrupted_goes_on_as_if_it_had_not_been(run, workplace
     assert all(torch.equal(models[0][name], models[1][name]) for name in models[0])
 
 
+@pytest.mark.needs("rl-policy[lora]")
 def test_adapters_alone_are_trained_after_a_warm_up_of_all(start, workplace):
     peft = pytest.importorskip("peft", reason="comes with the extra lora")
     lora = "policy.dtensor_cfg.lora.enabled"

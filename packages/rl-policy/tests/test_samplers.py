@@ -10,6 +10,8 @@ from rl_policy.recipes.samplers import EngineSampler, WorkerSampler
 from rl_policy.refit import WeightLink
 from transformers import LlamaConfig
 
+pytestmark = pytest.mark.needs("rl-policy[dtensor]")
+
 
 def load(*overrides):
     return load_run_config("grpo", overrides=overrides)

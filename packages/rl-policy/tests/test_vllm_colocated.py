@@ -10,11 +10,10 @@ import ray
 import torch
 from rl_batched_data import BatchedDataDict
 from rl_policy import Policy, RayVirtualCluster
-from rl_policy.colocation import engines_on_device
 from rl_policy.generation.engine_state import EngineStateError
 from rl_policy.generation.vllm import VllmGeneration
 from rl_policy.losses import NLLLoss
-from rl_policy.refit import WeightLink
+from rl_policy.refit import WeightLink, engines_on_device
 from rl_refit import RefitError
 from vllm_oracles import (
     TEXTS,
@@ -25,7 +24,12 @@ from vllm_oracles import (
     save_llama,
 )
 
-pytestmark = [pytest.mark.vllm, pytest.mark.gpu, pytest.mark.timeout(300)]
+pytestmark = [
+    pytest.mark.vllm,
+    pytest.mark.gpu,
+    pytest.mark.timeout(300),
+    pytest.mark.needs("rl-policy[all]"),
+]
 
 ray.cloudpickle.register_pickle_by_value(sys.modules[__name__])
 

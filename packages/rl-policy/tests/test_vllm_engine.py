@@ -29,7 +29,7 @@ from vllm_oracles import (
     save_llama,
 )
 
-pytestmark = pytest.mark.vllm
+pytestmark = [pytest.mark.vllm, pytest.mark.slow, pytest.mark.needs("rl-policy[vllm]")]
 
 
 @pytest.fixture(scope="module")

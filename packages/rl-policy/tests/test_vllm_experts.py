@@ -19,7 +19,7 @@ from vllm_oracles import (
     refit,
 )
 
-pytestmark = pytest.mark.vllm
+pytestmark = [pytest.mark.vllm, pytest.mark.slow, pytest.mark.needs("rl-policy[all]")]
 
 # Not a coincidence of rounding: with the wrong weights a log-probability is off by far more.
 WRONG = 1e-2

@@ -11,7 +11,7 @@ from rl_interfaces.backend.runtime.ports import ReservedPort
 from rl_policy import RayVirtualCluster
 from rl_policy.generation.engine_state import EngineStateError
 from rl_policy.generation.vllm import VllmGeneration
-from rl_refit import broadcast, handles
+from rl_refit.compat import broadcast, handles
 from transformers import AutoModelForCausalLM
 from vllm_oracles import (
     TEXTS,
@@ -25,7 +25,7 @@ from vllm_oracles import (
     save_llama,
 )
 
-pytestmark = pytest.mark.vllm
+pytestmark = [pytest.mark.vllm, pytest.mark.needs("rl-policy[vllm]")]
 
 # Engines cannot import this module, whose functions are sent to them.
 ray.cloudpickle.register_pickle_by_value(sys.modules[__name__])

@@ -2,17 +2,18 @@
 
 import os
 import signal
-from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import rl_refit
 import torch
+from msgspec.structs import replace
 from rl_policy import RayVirtualCluster
 from rl_policy.generation.engine_state import EngineStateError
 from rl_policy.generation.vllm import VllmGeneration
 from rl_policy.rank_calls import WorkerDiedError
-from rl_refit import messages, receivers
+from rl_refit.protocol import messages
+from rl_refit.sender.receivers import Receivers
 from transformers import AutoModelForCausalLM
 from vllm_oracles import (
     TEXTS,
@@ -27,7 +28,7 @@ from vllm_oracles import (
     save_llama,
 )
 
-pytestmark = pytest.mark.vllm
+pytestmark = [pytest.mark.vllm, pytest.mark.slow, pytest.mark.needs("rl-policy[vllm]")]
 
 
 LIMIT_S = 60.0
@@ -84,7 +85,7 @@ def test_an_engine_over_two_ranks_is_refitted_also_after_one_rank_failed(
             check(engines.generate(prompts), model)
             change(model)
             with monkeypatch.context() as patch:
-                patch.setattr(receivers.Receivers, "tell", tell_rank_1_a_wrong_digest)
+                patch.setattr(Receivers, "send", send_rank_1_a_wrong_digest)
                 told = "receiver 1, bucket 2.*its digest is"
                 fail_to_refit(engines, sender, version + 1, told=told)
             with pytest.raises(EngineStateError, match="commit_update"):
@@ -95,7 +96,7 @@ def test_an_engine_over_two_ranks_is_refitted_also_after_one_rank_failed(
             check(engines.generate(prompts), model)
 
 
-def tell_rank_1_a_wrong_digest(self, message):
+def send_rank_1_a_wrong_digest(self, message):
     for rank, channel in self._channels.items():
         if rank == 1 and isinstance(message, messages.Filled) and message.bucket == 2:
             channel.send(replace(message, digest=message.digest ^ 1), self._deadline)

@@ -38,7 +38,7 @@ os.environ.setdefault("VLLM_CPU_OMP_THREADS_BIND", "nobind")
 
 import torch
 from rl_refit import RefitSender, TensorSource
-from rl_refit.handles import HandleOwner, group_keys, rebuild
+from rl_refit.compat.handles import HandleOwner, group_keys, rebuild
 from safetensors.torch import load_file, save_file
 from transformers import LlamaConfig, LlamaForCausalLM
 

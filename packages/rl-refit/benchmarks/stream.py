@@ -34,7 +34,7 @@ from typing import Any
 import torch
 from report import Row, report
 from rl_refit import RefitReceiver, RefitSender, TensorSource
-from rl_refit.handles import HandleOwner, group_keys, rebuild
+from rl_refit.compat.handles import HandleOwner, group_keys, rebuild
 from rl_refit.plan import SMALL_BUCKET_BYTES
 
 Tensors = dict[str, torch.Tensor]

@@ -6,10 +6,10 @@ from functools import partial
 
 import torch
 from rl_refit import RefitReceiver
-from rl_refit.drills import RefitPair
+from rl_refit.testing import RefitPair
 
 _LIMIT_S = 60.0
-_PRELOADED = ["torch", "rl_refit.drills", __name__]
+_PRELOADED = ["torch", "rl_refit.testing", __name__]
 
 
 class PairApart(RefitPair):

@@ -9,17 +9,21 @@ from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
-from rl_interfaces.backend.runtime.ports import ReservedPort
 from rl_refit import RefitError, RefitTimeoutError
-from rl_refit.broadcast import BroadcastGroup
-from rl_refit.deadline import Deadline
+from rl_refit.compat.broadcast import BroadcastGroup
+from rl_refit.protocol.waiting import Deadline
 from rl_refit.transports.collective import ProcessGroup
+
+pytestmark = pytest.mark.needs("rl-refit[testing]")
 
 
 @pytest.fixture
 def port():
-    with ReservedPort() as reserved:
-        yield reserved.number
+    # Bound and never listening, so that the system gives it to nobody else.
+    with socket.socket() as reserved:
+        reserved.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        reserved.bind(("", 0))
+        yield reserved.getsockname()[1]
 
 
 TENSORS = {
@@ -89,7 +93,7 @@ def test_a_group_that_hangs_while_it_is_made_is_given_up_and_closed_if_it_ends(p
             super().close()
             closed.set()
 
-    monkeypatch.setattr("rl_refit.broadcast.ProcessGroup", LateGroup)
+    monkeypatch.setattr("rl_refit.compat.broadcast.ProcessGroup", LateGroup)
     start = time.monotonic()
     with pytest.raises(RefitTimeoutError, match=r"no group of 1 ranks within 0\.3 s"):
         join(0, 1, port, timeout_s=0.3)
@@ -106,7 +110,7 @@ def test_a_rank_outside_the_group_is_refused(port):
 
 LEAVER = """
 import threading, time
-from rl_refit import broadcast
+from rl_refit.compat import broadcast
 from rl_refit.transports import collective
 
 end = collective._end

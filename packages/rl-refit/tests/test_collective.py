@@ -9,7 +9,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from rl_refit.deadline import Deadline
+from rl_refit.protocol.waiting import Deadline
 from rl_refit.transports import ReceiverContext, SenderContext, collective
 
 LIMIT_S = 30.0

@@ -4,8 +4,9 @@ import sys
 
 import pytest
 from pair_apart import PairApart
-from rl_interfaces.testing.transports import TransportConformance
-from rl_refit.drills import RefitPair
+from rl_refit.testing import RefitPair, TransportConformance
+
+pytestmark = pytest.mark.needs("rl-refit[testing]")
 
 WITHOUT_DRILLS = ("round_trips", "versions")
 
@@ -17,7 +18,13 @@ class TestShm(TransportConformance):
 
 class TestShmIntoOtherProcesses(TransportConformance):
     pair = PairApart("shm")
-    groups = (*WITHOUT_DRILLS, "faults")
+    groups = ("versions",)
+
+
+@pytest.mark.slow
+class TestShmOfEveryKindIntoOtherProcesses(TransportConformance):
+    pair = PairApart("shm")
+    groups = ("round_trips", "faults")
     num_cases = 2
 
 

@@ -2,26 +2,37 @@
 
 import os
 
-from rl_interfaces.testing.transports import TransportConformance
-from rl_refit.drills import RefitPair
+import pytest
+from rl_refit.testing import RefitPair, TransportConformance
 
-# Of each fault, over all transports.
-CASES = int(os.environ.get("REFIT_DRILLS", "20"))
+pytestmark = pytest.mark.needs("rl-refit[testing]")
+
+# Of each fault; `nox -s drills` asks for hundreds.
+DRILLS = int(os.environ.get("REFIT_DRILLS", "20"))
 
 
-class TestShm(TransportConformance):
+class Faults(TransportConformance):
+    groups = ("faults",)
+
+
+class TestShm(Faults):
     pair = RefitPair("shm")
-    groups = ("faults",)
-    num_cases = CASES // 2
+    num_cases = DRILLS // 4
 
 
-class TestGolden(TransportConformance):
+@pytest.mark.slow
+class TestShmOften(Faults):
+    pair = RefitPair("shm")
+    num_cases = DRILLS // 2
+
+
+@pytest.mark.slow
+class TestGolden(Faults):
     pair = RefitPair("golden")
-    groups = ("faults",)
-    num_cases = CASES // 4
+    num_cases = DRILLS // 4
 
 
-class TestCollective(TransportConformance):
+@pytest.mark.slow
+class TestCollective(Faults):
     pair = RefitPair("collective")
-    groups = ("faults",)
-    num_cases = CASES // 4
+    num_cases = DRILLS // 4

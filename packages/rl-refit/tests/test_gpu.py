@@ -8,12 +8,11 @@ import torch
 from gpu_receiver import receive
 from pair_apart import PairApart
 from refit_pairs import same, some_tensors
-from rl_interfaces.testing.transports import Fault, TransportConformance
 from rl_refit import RefitError, TensorSource, VerificationError
 from rl_refit.digest import keyed_sum_digest
-from rl_refit.drills import DrillSender
+from rl_refit.testing import DrillSender, Fault, TransportConformance
 
-pytestmark = pytest.mark.gpu
+pytestmark = [pytest.mark.gpu, pytest.mark.needs("rl-refit[testing]")]
 DEVICE = "cuda:0"
 PAIR = PairApart("cuda_ipc", device=DEVICE)
 

@@ -9,13 +9,13 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from rl_refit import handles as handles_module
-from rl_refit.handles import HandleOwner, group_keys, rebuild
+from rl_refit.compat import handles as handles_module
+from rl_refit.compat.handles import HandleOwner, group_keys, rebuild
 from rl_refit.transports import ReceiverContext, find_transport
 
 READER = """
 import pickle, sys, torch
-from rl_refit.handles import rebuild
+from rl_refit.compat.handles import rebuild
 handles = pickle.load(sys.stdin.buffer)
 device = sys.argv[1] if len(sys.argv) > 1 else None
 tensors = {name: rebuild(handle, device) for name, handle in handles.items()}

@@ -3,26 +3,35 @@
 import os
 
 import pytest
-from rl_interfaces.testing.transports import TransportConformance
-from rl_refit.drills import RefitPair
+from rl_refit.testing import RefitPair, TransportConformance
 
-CASES = int(os.environ.get("REFIT_DRILLS", "20"))
-pytestmark = pytest.mark.timeout(60 + 10 * CASES)
+# `nox -s drills` asks for hundreds.
+DRILLS = int(os.environ.get("REFIT_DRILLS", "20"))
+pytestmark = [pytest.mark.timeout(60 + 10 * DRILLS), pytest.mark.needs("rl-refit[testing]")]
 
 
-class TestShm(TransportConformance):
+class Kills(TransportConformance):
+    groups = ("kills",)
+
+
+class TestShm(Kills):
     pair = RefitPair("shm")
-    groups = ("kills",)
-    num_cases = CASES
+    num_cases = DRILLS // 3
 
 
-class TestGolden(TransportConformance):
+@pytest.mark.slow
+class TestGolden(Kills):
     pair = RefitPair("golden")
-    groups = ("kills",)
-    num_cases = CASES
+    num_cases = DRILLS
 
 
-class TestCollective(TransportConformance):
+@pytest.mark.slow
+class TestCollective(Kills):
     pair = RefitPair("collective")
-    groups = ("kills",)
-    num_cases = CASES // 4
+    num_cases = DRILLS // 4
+
+
+@pytest.mark.slow
+class TestShmOften(Kills):
+    pair = RefitPair("shm")
+    num_cases = DRILLS

@@ -1,14 +1,14 @@
 import itertools
 import pickle
 
-import msgpack
+import msgspec
 import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from rl_refit import RefitPlan, TensorSpec
-from rl_refit.pieces import RUN_BYTES, cut_runs
-from rl_refit.plan import ALIGNMENT, differences, layer_of
+from rl_refit.buffers import RUN_BYTES, group_runs
+from rl_refit.plan import ALIGNMENT, WirePlan, differences, layer_of
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float16, torch.int64, torch.bool, torch.uint8]
 SHAPES = st.lists(st.integers(0, 40), max_size=2).map(tuple)
@@ -58,11 +58,11 @@ def test_pieces_are_aligned_do_not_overlap_and_fit(tensors, bucket_bytes):
 
 
 @given(metadata(), BUCKETS)
-def test_a_tensor_that_fits_is_not_split_and_a_module_that_fits_is_not_cut(tensors, bucket_bytes):
+def test_a_tensor_that_fits_is_not_split_nor_a_module_that_fits(tensors, bucket_bytes):
     plan = RefitPlan.of(tensors, bucket_bytes)
     for bucket in plan.buckets:
         for piece in bucket.pieces:
-            if not piece.whole:
+            if not piece.is_full:
                 assert plan.specs[piece.tensor].nbytes > plan.bucket_bytes
     for depth in range(1, 5):
         # Neighbours below one path within a layer: a layer, a module of it, or a tensor.
@@ -81,7 +81,7 @@ def test_a_tensor_that_fits_is_not_split_and_a_module_that_fits_is_not_cut(tenso
                 assert len(homes) == 1, path
 
 
-def test_what_an_engine_fuses_is_not_parted_where_a_layer_is():
+def test_what_an_engine_fuses_stays_together_if_its_layer_does_not():
     shapes = {
         "self_attn.q": 256,
         "self_attn.k": 256,
@@ -95,12 +95,12 @@ def test_what_an_engine_fuses_is_not_parted_where_a_layer_is():
         for name, size in shapes.items()
     ]
     plan = RefitPlan.of(tensors, 2304)
-    cut = [[piece.tensor for piece in bucket.pieces] for bucket in plan.buckets]
-    assert cut == [[0, 1], [2, 3], [4, 5, 6], [7, 8], [9]]
+    packed = [[piece.tensor for piece in bucket.pieces] for bucket in plan.buckets]
+    assert packed == [[0, 1], [2, 3], [4, 5, 6], [7, 8], [9]]
 
 
 @given(metadata(), BUCKETS)
-def test_a_piece_is_in_place_only_if_its_bucket_has_the_whole_layer(tensors, bucket_bytes):
+def test_a_piece_has_its_layer_only_if_its_bucket_holds_all_of_it(tensors, bucket_bytes):
     plan = RefitPlan.of(tensors, bucket_bytes)
     homes = {}
     for bucket in plan.buckets:
@@ -109,7 +109,7 @@ def test_a_piece_is_in_place_only_if_its_bucket_has_the_whole_layer(tensors, buc
     for bucket in plan.buckets:
         for piece in bucket.pieces:
             own = homes[layer_of(plan.specs[piece.tensor].name)]
-            assert piece.in_place == (own == {bucket.index})
+            assert piece.has_layer == (own == {bucket.index})
 
 
 SIZES = st.sampled_from([0, 300, RUN_BYTES // 3, RUN_BYTES // 2, RUN_BYTES + 5])
@@ -119,22 +119,22 @@ SIZES = st.sampled_from([0, 300, RUN_BYTES // 3, RUN_BYTES // 2, RUN_BYTES + 5])
 def test_runs_are_short_and_a_part_is_one_of_its_own(sizes, bucket_bytes):
     tensors = [(f"w{i}", torch.uint8, (size,)) for i, size in enumerate(sizes)]
     for bucket in RefitPlan.of(tensors, bucket_bytes).buckets:
-        runs = cut_runs(bucket.pieces)
+        runs = group_runs(bucket.pieces)
         assert tuple(itertools.chain(*runs)) == bucket.pieces
         for run in runs:
-            assert len(run) == 1 or all(piece.whole for piece in run)
+            assert len(run) == 1 or all(piece.is_full for piece in run)
             assert len(run) == 1 or run[-1].offset + run[-1].size - run[0].offset <= RUN_BYTES
         for run, following in itertools.pairwise(runs):
             end = following[0].offset + following[0].size
-            if run[-1].whole and following[0].whole:
+            if run[-1].is_full and following[0].is_full:
                 assert end - run[0].offset > RUN_BYTES, "the two are one"
 
 
 @given(metadata(), BUCKETS)
-def test_the_wire_form_is_plain_and_gives_the_same_plan(tensors, bucket_bytes):
+def test_the_encoded_plan_gives_the_same_plan(tensors, bucket_bytes):
     plan = RefitPlan.of(tensors, bucket_bytes)
-    wire = msgpack.unpackb(msgpack.packb(plan.to_wire()))
-    assert RefitPlan.from_wire(wire) == plan
+    encoded = msgspec.msgpack.encode(plan.to_wire())
+    assert RefitPlan.from_wire(msgspec.msgpack.decode(encoded, type=WirePlan)) == plan
     assert pickle.loads(pickle.dumps(plan)) == plan
 
 
@@ -155,9 +155,9 @@ def test_whatever_changes_what_is_sent_changes_the_hash(tensors, bucket_bytes, d
     assert RefitPlan.of(tensors[:-1], bucket_bytes).hash != plan.hash
 
 
-def test_a_changed_wire_form_is_refused():
+def test_a_plan_that_was_changed_on_the_wire_is_refused():
     wire = RefitPlan.of([("a", torch.float32, (2, 3))], 4096).to_wire()
-    wire["tensors"][0][2] = [3, 2]
+    wire.tensors[0].shape = (3, 2)
     with pytest.raises(ValueError, match="hash"):
         RefitPlan.from_wire(wire)
 
@@ -171,8 +171,8 @@ def test_layers_stay_together_as_in_the_example():
         ("layers.1.b", torch.float32, (65,)),
     ]
     plan = RefitPlan.of(tensors, 1024)
-    cut = [[piece.tensor for piece in bucket.pieces] for bucket in plan.buckets]
-    assert cut == [[0, 1, 2], [3, 4]]
+    packed = [[piece.tensor for piece in bucket.pieces] for bucket in plan.buckets]
+    assert packed == [[0, 1, 2], [3, 4]]
     assert plan.buckets[1].gaps == [(256 + 260, 768)]
     assert "5 tensors, 1284 bytes, 2 buckets" in str(plan)
 
@@ -190,7 +190,7 @@ def test_the_layer_of_a_name(name, layer):
 
 
 def test_what_cannot_be_planned_is_refused():
-    with pytest.raises(ValueError, match="a comes twice"):
+    with pytest.raises(ValueError, match="a appears twice"):
         RefitPlan.of([("a", torch.float32, ()), ("a", torch.float32, ())])
     with pytest.raises(ValueError, match="bucket_bytes=255"):
         RefitPlan.of([], 255)

@@ -64,7 +64,7 @@ def test_no_load_is_needed_where_every_tensor_has_a_place():
         receiver.begin(1)
         must(outcomes(lambda: sender.send(1), lambda: receiver.receive(1)))
         assert same(parameters, tensors)
-        assert receiver._session.unpacker.room_bytes == 0
+        assert receiver._session.unpacker.scratch_bytes == 0
         receiver.close()
         del parameters["head.weight"]
         receiver = RefitReceiver(sender.address, into=parameters, timeout_s=20)
@@ -83,7 +83,7 @@ def test_a_place_that_does_not_fit_is_refused():
         for error in refit(sender, [engine], 1):
             assert isinstance(error, PlanMismatchError)
             assert "more float32[2] is missing" in str(error)
-            assert "steps int64[7] comes where steps float32[7] is expected" in str(error)
+            assert "steps int64[7] is offered where steps float32[7] is expected" in str(error)
         engine.receiver.close()
 
 
@@ -98,9 +98,9 @@ def test_room_for_split_tensors_is_kept_between_refits_and_freed_at_the_end():
             must(refit(sender, [engine], version))
         unpacker = engine.receiver._session.unpacker
         assert len(set(places[6:])) == 2
-        assert 0 < unpacker.room_bytes <= 2 * 4 * 3002
+        assert 0 < unpacker.scratch_bytes <= 2 * 4 * 3002
         engine.receiver.close()
-        assert unpacker.room_bytes == 0
+        assert unpacker.scratch_bytes == 0
 
 
 def test_tied_tensors_are_sent_once():
@@ -157,7 +157,7 @@ def test_what_is_shared_cannot_be_mapped_for_writing():
         maps = Path("/proc/self/maps").read_text().splitlines()
         modes = [line.split()[1] for line in maps if "memfd:rl-refit" in line]
         assert sorted(modes) == ["r--s", "rw-s"]
-        descriptor = sender._session.side._descriptor
+        descriptor = sender._connections.side._descriptor
         with pytest.raises(PermissionError):
             mmap.mmap(descriptor, 256)
         engine.receiver.close()

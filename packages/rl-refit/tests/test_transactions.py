@@ -17,11 +17,10 @@ from rl_refit import (
     TensorSource,
     VerificationError,
 )
-from rl_refit.control import MAGIC, NONCE, Channel
-from rl_refit.deadline import Deadline
-from rl_refit.endpoint import dial
-from rl_refit.receivers import Receivers
-from rl_refit.sender import Session
+from rl_refit.protocol.channel import Channel
+from rl_refit.protocol.endpoint import MAGIC, NONCE_BYTES, dial
+from rl_refit.protocol.waiting import Deadline
+from rl_refit.sender.receivers import Connections, Receivers
 from rl_refit.transports import collective
 from rl_refit.transports.shm import ShmTransport
 
@@ -201,7 +200,7 @@ def test_a_newcomer_that_was_turned_away_is_not_counted_as_present(tensors):
     with make_sender(tensors, num_receivers=2) as sender:
         engines = [Engine(sender.address, rank) for rank in range(2)]
         must(refit(sender, engines, 1))
-        limit, sender._timeout_s = sender._timeout_s, 2.0
+        limit, sender._timeout_s = sender._timeout_s, 1.0
         newcomer = Engine(sender.address, 1)
         sent, refused = refit(sender, [newcomer], 2)
         assert isinstance(sent, RefitTimeoutError)
@@ -228,7 +227,7 @@ def test_an_offer_that_the_engine_does_not_expect_is_refused(tensors):
         for error in (sent, received):
             assert isinstance(error, PlanMismatchError)
             assert "bias float32[4] is missing" in str(error)
-            assert "embed.weight float32[64, 48] comes where" in str(error)
+            assert "embed.weight float32[64, 48] is offered where" in str(error)
         assert engine.weights == {}
         engine.receiver.close()
 
@@ -307,7 +306,7 @@ def test_a_refit_that_failed_before_it_began_here_is_not_taken_for_the_next(tens
         # Both as they may be for microseconds: the sender has not noticed that the first receiver
         # is gone, nor the second that the sender has hung up behind its failure.
         with monkeypatch.context() as patch:
-            patch.setattr(Session, "is_whole", lambda session: True)
+            patch.setattr(Connections, "are_intact", lambda connections: True)
             with pytest.raises(RefitError, match="the receiver is gone"):
                 sender.send(2)
             patch.setattr(Channel, "has_hung_up", lambda channel: False)
@@ -344,13 +343,13 @@ def test_who_knocks_without_the_token_disturbs_no_refit(tensors, transport, monk
         engines = [Engine(sender.address, rank) for rank in range(2)]
         must(refit(sender, engines, 1))
 
-        answers = counted(monkeypatch, Receivers, "_hear")
-        waits = counted(monkeypatch, Receivers, "are_ready")
+        answers = counted(monkeypatch, Receivers, "_receive")
+        waits = counted(monkeypatch, Receivers, "wait_ready")
 
         def knock_and_receive():
             assert answers.acquire(timeout=LIMIT_S)
             stranger = dial(sender.address["endpoint"], Deadline(LIMIT_S))
-            assert stranger.recv(len(MAGIC) + NONCE, socket.MSG_WAITALL)
+            assert stranger.recv(len(MAGIC) + NONCE_BYTES, socket.MSG_WAITALL)
             stranger.close()
             assert all(waits.acquire(timeout=LIMIT_S) for _ in ("before", "after"))
             return engines[1].refit(2)

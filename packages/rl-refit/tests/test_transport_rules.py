@@ -2,12 +2,14 @@
 
 import broken_pairs as broken
 import pytest
-from rl_interfaces.testing import transports_kills, transports_leftovers
-from rl_interfaces.testing.transports import RULES, check_rule, rule_names
-from rl_refit import digest, outbound
+from rl_refit import digest
+from rl_refit.sender import stream
+from rl_refit.testing import check_rule, engines, kills, leftovers, rule_names
+
+pytestmark = pytest.mark.needs("rl-refit[testing]")
 
 CASES = 1
-# Those that take longest are held against the pair that breaks them alone.
+# Those that take longest are checked with the pair that breaks them alone.
 LONG = {
     "every_kind_of_tensor_arrives_bit_by_bit",
     "every_receiver_gets_every_bit",
@@ -71,7 +73,9 @@ PAIRS = [
 
 @pytest.fixture(autouse=True)
 def impatience(monkeypatch):
-    monkeypatch.setattr(transports_leftovers, "GONE_WITHIN_S", 0.5)
+    # For pairs that leave something, or that wait until the limit.
+    monkeypatch.setattr(leftovers, "GONE_WITHIN_S", 0.5)
+    monkeypatch.setattr(engines, "LIMIT_S", 5.0)
 
 
 def broken_rules(names, pair):
@@ -86,8 +90,14 @@ def broken_rules(names, pair):
 
 @pytest.mark.parametrize(("group", "make", "rules"), PAIRS)
 def test_a_pair_breaks_what_it_is_made_to_break(group, make, rules):
-    names = [name for name in RULES[group] if name in rules or name not in LONG]
-    assert broken_rules(names, make()) == rules
+    assert broken_rules(sorted(rules), make()) == rules
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("group", "make", "rules"), PAIRS)
+def test_a_pair_keeps_the_other_rules_of_its_group(group, make, rules):
+    others = [name for name in rule_names([group]) if name not in rules | LONG]
+    assert broken_rules(others, make()) == set()
 
 
 def test_a_digest_without_positions_does_not_find_swapped_rows(monkeypatch):
@@ -95,35 +105,38 @@ def test_a_digest_without_positions_does_not_find_swapped_rows(monkeypatch):
         return int(data.sum()) + position
 
     monkeypatch.setitem(digest.DIGESTS, "xxh3", sum_of_bytes)
-    monkeypatch.setattr(outbound, "RunningDigest", lambda *_, **__: None)
-    found = broken_rules(RULES["faults"], broken.Broken())
+    monkeypatch.setattr(stream, "RunningDigest", lambda *_, **__: None)
+    found = broken_rules(rule_names(["faults"]), broken.Broken())
     assert found == {"swapped_rows_are_found"}
 
 
 @pytest.mark.timeout(120)
-@pytest.mark.parametrize("rule", RULES["kills"])
+@pytest.mark.parametrize("rule", rule_names(["kills"]))
 def test_what_a_killed_process_leaves_is_found(rule):
     with pytest.raises(AssertionError, match="left something"):
         check_rule(rule, broken.LeavesFiles(), num_cases=1)
 
 
 @pytest.mark.timeout(120)
-@pytest.mark.parametrize("rule", RULES["kills"])
+@pytest.mark.parametrize("rule", rule_names(["kills"]))
 @pytest.mark.parametrize(
-    ("pair", "told"),
+    ("pair", "patience_s", "message"),
     [
-        (broken.CommitsWhatFailed, "counts, and nobody committed it"),
-        (broken.HangsWhereOthersFail, "it hangs: no answer within 10 s"),
-        (broken.DiesWhereOthersFail, "a survivor ended with None"),
+        (broken.CommitsWhatFailed, 20.0, "counts, and nobody committed it"),
+        (broken.HangsWhereOthersFail, 5.0, "it hangs: no answer within 5 s"),
+        (broken.DiesWhereOthersFail, 20.0, "a survivor ended with None"),
     ],
+    ids=["commits", "hangs", "dies"],
 )
-def test_a_survivor_of_a_kill_is_held_to_what_it_does(monkeypatch, rule, pair, told):
-    monkeypatch.setattr(transports_kills, "PATIENCE_S", 10.0)
-    with pytest.raises(AssertionError, match=told):
+def test_a_survivor_of_a_kill_neither_commits_nor_hangs_nor_dies(
+    monkeypatch, rule, pair, patience_s, message
+):
+    monkeypatch.setattr(kills, "PATIENCE_S", patience_s)
+    with pytest.raises(AssertionError, match=message):
         # One of so many kills comes in time.
         check_rule(rule, pair(), num_cases=10)
 
 
 def test_every_rule_has_a_pair_that_breaks_it():
     shown = {rule for entries in BROKEN.values() for _, rules in entries for rule in rules}
-    assert shown | set(RULES["kills"]) == set(rule_names())
+    assert shown | set(rule_names(["kills"])) == set(rule_names())

@@ -13,9 +13,8 @@ import pytest
 import torch
 import vllm
 from rl_refit import PoisonedError, RefitError, RefitSender, TensorSource
-from rl_refit.vllm import init_info, require_ready
-from rl_refit.vllm_workers import on_workers
-from rl_refit.vllm_workers import refit as receive_on_workers
+from rl_refit.vllm import init_info, on_workers, require_ready
+from rl_refit.vllm import refit as receive_on_workers
 from transformers import LlamaConfig, LlamaForCausalLM
 
 SAME = 1e-4  # float32 on two implementations; 1e-6 is what is seen

@@ -1,26 +1,21 @@
-"""The model: the next token is guessed from the last two."""
+"""The model: the next token is predicted from the last two."""
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 
 import torch
+from safetensors.torch import load_file, save_file
 from torch import nn
-
-_FILE = "model.pt"
 
 
 class PairModel(nn.Module):
-    """A language model with a memory of two tokens.
-
-    Args:
-        vocab_size: Tokens that there are.
-        width: Numbers in between.
-    """
+    """A language model with a memory of two tokens, of `[vocab_size, width]` embeddings."""
 
     def __init__(self, vocab_size: int, width: int = 16) -> None:
         super().__init__()
-        self.vocab_size = vocab_size
+        self.config = {"vocab_size": vocab_size, "width": width}
         self.last = nn.Embedding(vocab_size, width)
         self.one_before = nn.Embedding(vocab_size, width)
         self.head = nn.Linear(width, vocab_size)
@@ -30,21 +25,18 @@ class PairModel(nn.Module):
         before = nn.functional.pad(input_ids[:, :-1], (1, 0))
         return self.head(torch.tanh(self.last(input_ids) + self.one_before(before)))
 
-    def save(self, path: str | Path) -> None:
+    def save_config(self, directory: Path) -> None:
+        """Write the sizes; the weights go beside them, as `model.safetensors`."""
+        (directory / "config.json").write_text(json.dumps(self.config))
+
+    def save(self, directory: Path) -> None:
         """Write a directory that `load` reads."""
-        Path(path).mkdir(parents=True, exist_ok=True)
-        torch.save(self.state_dict(), Path(path) / _FILE)
+        self.save_config(directory)
+        save_file(self.state_dict(), directory / "model.safetensors")
 
     @classmethod
-    def load(cls, path: str | Path) -> PairModel:
-        """Return the model that `save` wrote.
-
-        Raises:
-            ValueError: There is none.
-        """
-        if not (Path(path) / _FILE).exists():
-            raise ValueError(f"there is no model at {path}")
-        state = torch.load(Path(path) / _FILE)
-        model = cls(*state["last.weight"].shape)
-        model.load_state_dict(state)
+    def load(cls, directory: str | Path) -> PairModel:
+        """Return the model that lies in a directory."""
+        model = cls(**json.loads((Path(directory) / "config.json").read_text()))
+        model.load_state_dict(load_file(Path(directory) / "model.safetensors"))
         return model

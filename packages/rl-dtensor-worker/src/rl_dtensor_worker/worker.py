@@ -165,6 +165,7 @@ class DTensorPolicyWorker(
             local_batch_size=self._local_batch_size(gbs),
             given=positive("mbs", mbs),
             default=self._config.train_micro_batch_size,
+            rows_per_group=getattr(loss_fn, "rows_per_group", 1),
         )
         training = None if eval_mode else self._training
         mode = evaluating(self.model, self._device) if eval_mode else training_mode(self.model)

@@ -37,9 +37,14 @@ class LossFunction(Protocol):
     all micro-batches and all data-parallel ranks is then the loss of the global batch, whatever its
     division into micro-batches, packs or ranks.
 
-    Two attributes are optional: `input_type` (a `LossInput`; absent means `LOGITS`), and
-    `accepts_sharded_logits` (absent means False; True lets a tensor-parallel backend pass its own
-    vocabulary shard instead of gathering it).
+    Three attributes are optional:
+    - `input_type` (a `LossInput`; absent means `LOGITS`);
+    - `accepts_sharded_logits` (absent means False; True lets a tensor-parallel backend pass its own
+      vocabulary shard instead of gathering it);
+    - `rows_per_group` (int; absent means 1): consecutive rows that the loss needs in one
+      micro-batch, for example 2 for a chosen and a rejected completion. The batch, `gbs` per
+      data-parallel rank and a fixed `mbs` are then multiples of it; a masked micro-batch that
+      stands in for missing rows has as many rows.
 
     Example, a token-level loss over two micro-batches with 3 and 1 valid tokens:
         global_valid_toks = 4

@@ -165,6 +165,7 @@ class MegatronPolicyWorker(
             local_batch_size=self._local_batch_size(gbs),
             given=positive("mbs", mbs),
             default=self._config.train_micro_batch_size,
+            rows_per_group=getattr(loss_fn, "rows_per_group", 1),
         )
         trainer = None if eval_mode else self._trainer
         mode = evaluating(self.model, self._runtime) if eval_mode else training_mode(self.model)

@@ -9,15 +9,14 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from rl_policy.cluster import RayVirtualCluster
     from rl_policy.named_sharding import NamedSharding
-    from rl_policy.policy import Policy
-    from rl_policy.policy_inputs import PathLike
+    from rl_policy.policy import PathLike, Policy
     from rl_policy.worker_group import RayWorkerGroup
 
 __all__ = ["NamedSharding", "PathLike", "Policy", "RayVirtualCluster", "RayWorkerGroup"]
 
 _HOMES = {
     "NamedSharding": "rl_policy.named_sharding",
-    "PathLike": "rl_policy.policy_inputs",
+    "PathLike": "rl_policy.policy",
     "Policy": "rl_policy.policy",
     "RayVirtualCluster": "rl_policy.cluster",
     "RayWorkerGroup": "rl_policy.worker_group",

@@ -1,17 +1,23 @@
-"""Training backends, found by entry point: this package imports none of them by name."""
+"""Training and generation backends, found by entry point: none is imported by name."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import dataclass
 from importlib.metadata import EntryPoint, entry_points
 from typing import TYPE_CHECKING, Any
 
 from rl_interfaces import PolicyConfig, WeightSendingWorker, check_contract_version
 
 if TYPE_CHECKING:
-    from rl_interfaces import PolicyWorker
+    from rl_interfaces import GenerationInterface, PolicyWorker
 
 ENTRY_POINT_GROUP = "rl_policy.workers"
+"""Worker classes of training backends, by name."""
+GENERATION_ENTRY_POINT_GROUP = "rl_policy.generation"
+"""Classes like `VllmGeneration`, by name."""
+WORKERS_OWN = "hf"
+"""The `generation.backend` without an engine: the training workers sample."""
 _SUFFIX = "_cfg"
 
 
@@ -20,6 +26,39 @@ class BackendNotInstalledError(ImportError, ValueError):
 
     An ImportError, as installing it is the remedy, and a ValueError, as the config names it.
     """
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class TrainingBackend:
+    """A training backend: its name and its worker class."""
+
+    name: str
+    worker_class: type[PolicyWorker]
+
+    @classmethod
+    def of_config(cls, config: Mapping[str, Any]) -> TrainingBackend:
+        """Return the backend that a `PolicyConfig` enables; raises what the two calls raise."""
+        name = enabled_backend(config)
+        return cls(name=name, worker_class=load(name))
+
+    def require(self, capability: type, *, lack: str) -> None:
+        """Raise `NotImplementedError` unless the backend has an optional capability.
+
+        Args:
+            capability: A protocol of `rl_interfaces`.
+            lack: What a backend without it does not do, for the message.
+        """
+        wanted = [method for method in dir(capability) if not method.startswith("_")]
+        missing = [method for method in wanted if not hasattr(self.worker_class, method)]
+        if missing:
+            raise NotImplementedError(
+                f"the backend {self.name!r} does not {lack}: {self.worker_class.__name__} lacks "
+                f"{', '.join(missing)} of rl_interfaces.{capability.__name__}"
+            )
+
+    def require_sending(self) -> None:
+        """Raise `NotImplementedError` unless the backend sends weights to inference engines."""
+        self.require(WeightSendingWorker, lack="hand its weights to inference engines")
 
 
 def installed_backends() -> list[str]:
@@ -68,38 +107,42 @@ def load(name: str) -> type[PolicyWorker]:
     return load_entry(entry)
 
 
-def require_sending(name: str, worker_class: type) -> None:
-    """Raise unless the backend can hand its weights to inference engines.
-
-    Args:
-        name: The backend's.
-        worker_class: What `load` returned for it.
-
-    Raises:
-        NotImplementedError: It cannot; the message says what it lacks.
-    """
-    require(name, worker_class, WeightSendingWorker, lack="hand its weights to inference engines")
+def installed_engines() -> list[str]:
+    """Return the names of the engines that installed packages register, sorted."""
+    return sorted({entry.name for entry in entry_points(group=GENERATION_ENTRY_POINT_GROUP)})
 
 
-def require(name: str, worker_class: type, capability: type, *, lack: str) -> None:
-    """Raise unless the backend has one of the optional capabilities of `rl_interfaces`.
-
-    Args:
-        name: The backend's.
-        worker_class: What `load` returned for it.
-        capability: The protocol.
-        lack: What a backend without it does not do.
-
-    Raises:
-        NotImplementedError: It has not; the message says which methods it lacks.
-    """
-    wanted = [method for method in dir(capability) if not method.startswith("_")]
-    missing = [method for method in wanted if not hasattr(worker_class, method)]
-    if missing:
-        raise NotImplementedError(
-            f"the backend {name!r} does not {lack}: {worker_class.__name__} lacks "
-            f"{', '.join(missing)} of rl_interfaces.{capability.__name__}"
+def check_generation_backend(config: Mapping[str, Any]) -> None:
+    """Raise `ValueError` unless a resolved policy config generates with what is installed."""
+    name = config["generation"]["backend"] if "generation" in config else WORKERS_OWN
+    known = [WORKERS_OWN, *installed_engines()]
+    if name not in known:
+        raise ValueError(
+            f"policy.generation.backend={name!r} is not installed: there are "
+            f"{', '.join(map(repr, known))}, where {WORKERS_OWN!r} is the training worker's own "
+            "sampler"
         )
+
+
+def load_engine(name: str) -> type[GenerationInterface]:
+    """Return the class that is registered under `name`.
+
+    It is called as `VllmGeneration` is: with a cluster, a `GenerationConfig`, a tokenizer, a name
+    for its processes, and `seed` and `timeout_s` by keyword.
+
+    Raises:
+        BackendNotInstalledError: No installed package registers it.
+        ContractVersionError: It was written for another version of the contract.
+        ValueError: Two packages register it.
+    """
+    entry = find_entry(GENERATION_ENTRY_POINT_GROUP, name)
+    if entry is None:
+        raise BackendNotInstalledError(
+            f'The "{name}" generation backend is not installed. Install the package that registers '
+            f'it in the entry-point group "{GENERATION_ENTRY_POINT_GROUP}" '
+            f"(installed: {', '.join(installed_engines()) or 'none'})"
+        )
+    return load_entry(entry)
 
 
 def find_entry(group: str, name: str) -> EntryPoint | None:

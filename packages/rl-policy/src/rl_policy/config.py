@@ -12,13 +12,13 @@ from typing import Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
 
+from rl_policy.backends import WORKERS_OWN
 from rl_policy.config_policy import (
     BUILTIN_MODEL,
     merge_policy,
     merge_sections,
     resolve_policy,
 )
-from rl_policy.generation.backends import WORKERS_OWN
 
 Recipe = Literal["grpo", "sft"]
 

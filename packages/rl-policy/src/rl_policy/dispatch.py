@@ -1,4 +1,11 @@
-"""A batch on its way to the ranks and back: checked, shared out, put together. No Ray here."""
+"""Batches between the driver and the data-parallel ranks: checks, sharding, gathering. No Ray here.
+
+    caller's batch --check--> --shard_by_batch_size--> one shard per data-parallel rank
+    caller's order <--gather-- one result per data-parallel rank
+
+Every check runs on the driver before anything is sent: an error of one rank costs a round trip, and
+may leave the other ranks waiting in a collective.
+"""
 
 from __future__ import annotations
 
@@ -15,98 +22,18 @@ if TYPE_CHECKING:
     from rl_interfaces import LossFunction
 
 
-def check_batch(
-    data: BatchedDataDict[Any], *, pad_token_id: int | None, max_length: int | None
-) -> None:
-    """Raise unless every row of `data` can be scored, before anything is sent.
-
-    Args:
-        data: `input_ids` `[batch, seq]`, `input_lengths` `[batch]`, and what else there is.
-        pad_token_id: The tokenizer's padding token, by which left padding is told.
-        max_length: Most tokens per row, `policy.max_total_sequence_length`. None: any.
-
-    Raises:
-        ValueError: Names the key, the row and the numbers.
-    """
-    check_scoring_batch(data, pad_token_id=pad_token_id)
-    _check_size(data, max_length=max_length)
-
-
-def check_prompts(
-    data: BatchedDataDict[Any], *, pad_token_id: int | None, max_length: int | None
-) -> None:
-    """Raise unless every row of `data` can be continued by a token, before anything is sent.
-
-    Args:
-        data: See `check_batch`.
-        pad_token_id: See `check_batch`.
-        max_length: Most tokens per row, prompt and completion.
-
-    Raises:
-        ValueError: Names the key, the row and the numbers.
-    """
-    check_batch(data, pad_token_id=pad_token_id, max_length=max_length)
-    row = int(data["input_lengths"].argmax())
-    if max_length is not None and data["input_lengths"][row] >= max_length:
-        raise ValueError(
-            f"'input_lengths'[{row}]={int(data['input_lengths'][row])} leaves no room for a token "
-            f"in policy.max_total_sequence_length={max_length}"
-        )
-
-
-def check_train_batch(
-    data: BatchedDataDict[Any],
-    loss_fn: LossFunction,
-    *,
-    pad_token_id: int | None,
-    max_length: int | None,
-) -> None:
-    """Raise unless `data` can be trained on with `loss_fn`, before anything is sent.
-
-    Args:
-        data: What `check_batch` wants, `sample_mask` `[batch]`, and `token_mask` `[batch, seq]`
-            where the loss is token-level.
-        loss_fn: The loss.
-        pad_token_id: See `check_batch`.
-        max_length: See `check_batch`.
-
-    Raises:
-        ValueError: Names the key, the row and the numbers.
-    """
-    check_training_batch(
-        data,
-        pad_token_id=pad_token_id,
-        needs_token_mask=loss_fn.loss_type is LossType.TOKEN_LEVEL,
-    )
-    _check_size(data, max_length=max_length)
-
-
-def check_global_batch_size(gbs: int, *, data_parallel: int, name: str) -> None:
-    """Raise `ValueError` unless every data-parallel rank gets the same part of a global batch.
-
-    Args:
-        gbs: Samples per optimizer step.
-        data_parallel: Data-parallel ranks.
-        name: How the error calls `gbs`.
-    """
-    if gbs < 1:
-        raise ValueError(f"{name}={gbs} must be positive")
-    if gbs % data_parallel:
-        raise ValueError(f"{name}={gbs} is not a multiple of data_parallel={data_parallel}")
-
-
 @dataclass(frozen=True, kw_only=True, slots=True)
-class MicroBatching:
-    """The token budget by which micro-batches are planned."""
+class TokenBudget:
+    """The token budget under which micro-batches are planned, in place of a number of rows."""
 
     key: str
-    """Its name in the config, for example `policy.sequence_packing.train_mb_tokens`."""
+    """Its config key, for example `policy.sequence_packing.train_mb_tokens`."""
     arguments: dict[str, Any]
-    """What `shard_by_batch_size` takes."""
+    """Keyword arguments of `shard_by_batch_size`."""
 
     @classmethod
-    def of(cls, config: Mapping[str, Any], budget: str) -> MicroBatching | None:
-        """Return what a resolved policy config asks for; None where micro-batches have one size.
+    def from_config(cls, config: Mapping[str, Any], budget: str) -> TokenBudget | None:
+        """Return the budget of a resolved policy config; None if micro-batches have a fixed size.
 
         Args:
             config: A resolved policy config.
@@ -135,7 +62,7 @@ class MicroBatching:
         return None
 
     def refuse_size(self, name: str, size: int | None) -> None:
-        """Raise `ValueError` if a call gives micro-batches a size beside the budget."""
+        """Raise `ValueError` if a call sets the micro-batch size as well."""
         if size is not None:
             raise ValueError(
                 f"{name}={size} contradicts {self.key}, which decides how many rows a "
@@ -143,73 +70,197 @@ class MicroBatching:
             )
 
     def shard(
-        self, data: BatchedDataDict[Any], *, data_parallel: int, batch_size: int | None = None
+        self,
+        data: BatchedDataDict[Any],
+        *,
+        data_parallel: int,
+        batch_size: int | None = None,
+        rows_per_group: int = 1,
     ) -> tuple[list[BatchedDataDict[Any]], list[int]]:
-        """Return the shards, which carry their plan, and the order of all shards' rows.
+        """Return the shards with their micro-batch plans, and the row order of all shards.
 
         Raises:
-            ValueError: A row is longer than a micro-batch, or the packer is unknown.
+            ValueError: A row or group exceeds the budget, or the packing algorithm is unknown.
         """
         try:
             shards, order = data.shard_by_batch_size(
-                data_parallel, batch_size=batch_size, allow_uneven_shards=True, **self.arguments
+                data_parallel,
+                batch_size=batch_size,
+                allow_uneven_shards=True,
+                rows_per_group=rows_per_group,
+                **self.arguments,
             )
         except ValueError as error:
             raise ValueError(f"{self.key}: {error}") from error
         return [*shards], order
 
 
-def shard_for_training(
-    data: BatchedDataDict[Any],
-    *,
-    data_parallel: int,
-    gbs: int,
-    micro_batching: MicroBatching | None = None,
-) -> list[BatchedDataDict[Any]]:
-    """Return the rows of each data-parallel rank: its part of every global batch.
+class Dispatcher:
+    """Checks a policy's batches and shards them over its data-parallel ranks.
 
-    The last global batch may be short; a rank may then have one row less than another, or none.
-
-    Raises:
-        ValueError: A row is longer than a micro-batch.
+    Args:
+        config: A resolved policy config.
+        data_parallel: Data-parallel ranks.
+        pad_token_id: The tokenizer's padding token, by which left padding is detected. None: none.
     """
-    if micro_batching is not None:
-        return micro_batching.shard(data, data_parallel=data_parallel, batch_size=gbs)[0]
-    return [*data.shard_by_batch_size(data_parallel, batch_size=gbs, allow_uneven_shards=True)]
 
+    def __init__(
+        self, config: Mapping[str, Any], *, data_parallel: int, pad_token_id: int | None
+    ) -> None:
+        self._data_parallel = data_parallel
+        self._pad_token_id = pad_token_id
+        self._max_length: int | None = config.get("max_total_sequence_length")
+        self._global_batch_size: int = config["train_global_batch_size"]
+        self._micro_batch_size: int = config["train_micro_batch_size"]
+        self._train_budget = TokenBudget.from_config(config, "train_mb_tokens")
+        self._scoring_budget = TokenBudget.from_config(config, "logprob_mb_tokens")
 
-def shard_for_scoring(
-    data: BatchedDataDict[Any],
-    *,
-    data_parallel: int,
-    micro_batching: MicroBatching | None = None,
-) -> tuple[list[BatchedDataDict[Any]], list[int] | None]:
-    """Return the rows of each data-parallel rank, and the order of all of them.
+    def shard_for_training(
+        self,
+        data: BatchedDataDict[Any],
+        loss_fn: LossFunction,
+        *,
+        gbs: int | None = None,
+        mbs: int | None = None,
+    ) -> tuple[list[BatchedDataDict[Any]], int]:
+        """Return each rank's rows of every global batch, and the rows of a global batch.
 
-    The order is None where it is the caller's. A rank may have no rows.
+        The last global batch may be short; ranks may then differ by a row, and some have none. With
+        a loss that has `rows_per_group`, all of this holds for groups of rows instead of rows.
 
-    Raises:
-        ValueError: A row is longer than a micro-batch.
-    """
-    if micro_batching is not None:
-        return micro_batching.shard(data, data_parallel=data_parallel)
-    return shard_in_order(data, data_parallel=data_parallel), None
+        Args:
+            data: `input_ids` `[batch, seq]`, `input_lengths` and `sample_mask` `[batch]`, and
+                `token_mask` `[batch, seq]` if the loss is token-level.
+            loss_fn: The loss.
+            gbs: Samples per optimizer step. None: `policy.train_global_batch_size`.
+            mbs: Samples per forward per rank. None: `policy.train_micro_batch_size`.
+
+        Raises:
+            ValueError: Names the key, the row and the numbers.
+        """
+        if self._train_budget is not None:
+            self._train_budget.refuse_size("mbs", mbs)
+        rows_per_group = getattr(loss_fn, "rows_per_group", 1)
+        size = self._checked_batch_size(gbs, mbs, rows_per_group=rows_per_group)
+        check_training_batch(
+            data,
+            pad_token_id=self._pad_token_id,
+            needs_token_mask=loss_fn.loss_type is LossType.TOKEN_LEVEL,
+        )
+        self._check_extent(data)
+        if data.size % rows_per_group:
+            raise ValueError(
+                f"the batch has {data.size} rows, not a multiple of "
+                f"rows_per_group={rows_per_group} of {type(loss_fn).__name__}"
+            )
+        if self._train_budget is not None:
+            shards, _ = self._train_budget.shard(
+                data,
+                data_parallel=self._data_parallel,
+                batch_size=size,
+                rows_per_group=rows_per_group,
+            )
+            return shards, size
+        shards = data.shard_by_batch_size(
+            self._data_parallel,
+            batch_size=size,
+            allow_uneven_shards=True,
+            rows_per_group=rows_per_group,
+        )
+        return [*shards], size
+
+    def shard_for_scoring(
+        self, data: BatchedDataDict[Any], *, micro_batch_size: int | None = None
+    ) -> tuple[list[BatchedDataDict[Any]], list[int] | None]:
+        """Return each rank's rows, and the row order of all shards.
+
+        The order is None if it is the caller's. A rank may have no rows.
+
+        Args:
+            data: `input_ids` `[batch, seq]`, `input_lengths` `[batch]`, and what else there is.
+            micro_batch_size: Rows per forward, as the call gives it.
+
+        Raises:
+            ValueError: Names the key, the row and the numbers.
+        """
+        if self._scoring_budget is not None:
+            self._scoring_budget.refuse_size("micro_batch_size", micro_batch_size)
+        self.check_rows(data)
+        if self._scoring_budget is not None:
+            return self._scoring_budget.shard(data, data_parallel=self._data_parallel)
+        return shard_in_order(data, data_parallel=self._data_parallel), None
+
+    def shard_prompts(self, data: BatchedDataDict[Any]) -> list[BatchedDataDict[Any]]:
+        """Return each rank's prompts, each with room for at least one more token.
+
+        Raises:
+            ValueError: Names the key, the row and the numbers.
+        """
+        self.check_rows(data)
+        row = int(data["input_lengths"].argmax())
+        if self._max_length is not None and data["input_lengths"][row] >= self._max_length:
+            raise ValueError(
+                f"'input_lengths'[{row}]={int(data['input_lengths'][row])} leaves no room for a "
+                f"token in policy.max_total_sequence_length={self._max_length}"
+            )
+        return shard_in_order(data, data_parallel=self._data_parallel)
+
+    def check_rows(self, data: BatchedDataDict[Any]) -> None:
+        """Raise `ValueError`, naming key, row and numbers, unless every row can be scored."""
+        check_scoring_batch(data, pad_token_id=self._pad_token_id)
+        self._check_extent(data)
+
+    def _checked_batch_size(self, gbs: int | None, mbs: int | None, *, rows_per_group: int) -> int:
+        """Return the rows of a global batch, if it and the micro-batches hold full groups."""
+        if rows_per_group < 1:
+            raise ValueError(f"rows_per_group={rows_per_group} of the loss must be positive")
+        name, size = _chosen("gbs", gbs, "policy.train_global_batch_size", self._global_batch_size)
+        if size < 1:
+            raise ValueError(f"{name}={size} must be positive")
+        if size % (self._data_parallel * rows_per_group):
+            groups = f" x rows_per_group={rows_per_group}" if rows_per_group > 1 else ""
+            raise ValueError(
+                f"{name}={size} is not a multiple of data_parallel={self._data_parallel}{groups}"
+            )
+        if self._train_budget is None:
+            mbs_name, rows = _chosen(
+                "mbs", mbs, "policy.train_micro_batch_size", self._micro_batch_size
+            )
+            if rows % rows_per_group:
+                raise ValueError(
+                    f"{mbs_name}={rows} is not a multiple of rows_per_group={rows_per_group}: the "
+                    "loss needs the rows of a group in one micro-batch"
+                )
+        return size
+
+    def _check_extent(self, data: BatchedDataDict[Any]) -> None:
+        if data.size == 0:
+            raise ValueError("'input_ids' has no rows")
+        if self._max_length is None:
+            return
+        lengths, width = data["input_lengths"], data["input_ids"].shape[1]
+        row = int(lengths.argmax())
+        limit = f"policy.max_total_sequence_length={self._max_length}"
+        if lengths[row] > self._max_length:
+            raise ValueError(f"'input_lengths'[{row}]={int(lengths[row])} is more than {limit}")
+        if width > self._max_length:
+            raise ValueError(f"'input_ids' is {width} tokens wide, padding included: over {limit}")
 
 
 def shard_in_order(data: BatchedDataDict[Any], *, data_parallel: int) -> list[BatchedDataDict[Any]]:
-    """Return consecutive parts of `data` that differ by at most a row, and may be empty."""
+    """Return consecutive shards of `data` that differ by at most a row, and may be empty."""
     return [*data.shard_by_batch_size(data_parallel, allow_uneven_shards=True)]
 
 
 def gather_scores(
     parts: Sequence[Mapping[str, Any]], *, width: int, order: Sequence[int] | None = None
 ) -> BatchedDataDict[Any]:
-    """Return the scores of all parts, in the caller's order and width, in memory of its own.
+    """Return the scores of all shards in the caller's row order and width, as a copy.
 
     Args:
         parts: `[rows]` and `[rows, seq, ...]` tensors of each shard's rows, at most `width` wide.
-        width: Columns of the caller's batch; what is missing is filled with 0.
-        order: Where the rows of all parts stood in the caller's batch. None: where they stand.
+        width: Columns of the caller's batch; missing ones are filled with 0.
+        order: The caller's index of each row, shard by shard. None: rows are in order.
     """
     scores: BatchedDataDict[Any] = BatchedDataDict.from_batches(parts)
     gathered: BatchedDataDict[Any] = BatchedDataDict(
@@ -224,17 +275,17 @@ def gather_scores(
 def gather_generations(
     parts: Sequence[Mapping[str, Any]], *, pad_token_id: int
 ) -> BatchedDataDict[Any]:
-    """Return the completions of all parts, in order, as wide as the widest.
+    """Return the completions of all shards in order, padded to the longest.
 
     Args:
-        parts: `GenerationOutputSpec` of consecutive rows.
-        pad_token_id: Fills up `output_ids`; log-probabilities are filled up with 0.
+        parts: A `GenerationOutputSpec` per shard, of consecutive rows.
+        pad_token_id: Pads `output_ids`; log-probabilities are padded with 0.
     """
     return BatchedDataDict.from_batches(parts, pad_value_dict={"output_ids": pad_token_id})
 
 
 def merge_train_results(results: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-    """Return what `Policy.train` returns, from what the data-parallel ranks returned.
+    """Return the result of `Policy.train` from those of the data-parallel ranks.
 
     Example, two ranks with one and two micro-batches:
         [{"all_mb_metrics": {"lr": [1.0]}, ...}, {"all_mb_metrics": {"lr": [1.0, 1.0]}, ...}]
@@ -256,18 +307,9 @@ def merge_train_results(results: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
     }
 
 
-def _check_size(data: BatchedDataDict[Any], *, max_length: int | None) -> None:
-    if data.size == 0:
-        raise ValueError("'input_ids' has no rows")
-    if max_length is None:
-        return
-    lengths, width = data["input_lengths"], data["input_ids"].shape[1]
-    row = int(lengths.argmax())
-    limit = f"policy.max_total_sequence_length={max_length}"
-    if lengths[row] > max_length:
-        raise ValueError(f"'input_lengths'[{row}]={int(lengths[row])} is more than {limit}")
-    if width > max_length:
-        raise ValueError(f"'input_ids' is {width} tokens wide, padding included: over {limit}")
+def _chosen(argument: str, given: int | None, key: str, configured: int) -> tuple[str, int]:
+    """Return the name and the value that hold: the call's argument, else the config's."""
+    return (key, configured) if given is None else (argument, given)
 
 
 def _float32(values: Any) -> torch.Tensor:

@@ -1,58 +1,65 @@
-"""The policy: one object that trains, scores, generates and saves over all ranks."""
+"""The policy: one object that trains, scores, generates and saves over all ranks.
+
+A call is checked and sharded by the `Dispatcher`, run on every rank by the `RayWorkerGroup`, and
+gathered again. The `Residency` mirrors what is on the devices, so that a call in the wrong state
+fails here and not on the ranks.
+"""
 
 from __future__ import annotations
 
+import os
 import sys
+from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 from rl_batched_data import BatchedDataDict
 from rl_interfaces import (
+    AdapterSavingWorker,
     ColocatablePolicyInterface,
     GenerationInterface,
     Residency,
     ResidencyState,
+    RowScoringWorker,
+    TopkLogitsWorker,
     resolve_policy_config,
 )
+from rl_interfaces.backend.generation.loop import SamplingConfig, resolve_pad_id
 
-from rl_policy import backends, dispatch
-from rl_policy.checkpoint_calls import CheckpointCalls
+from rl_policy.backends import TrainingBackend, check_generation_backend
+from rl_policy.dispatch import Dispatcher, gather_generations, gather_scores, merge_train_results
 from rl_policy.named_sharding import NamedSharding
-from rl_policy.policy_inputs import (
-    PathLike,
-    bundles_per_node,
-    check_generation_backend,
-    existing,
-    with_absolute_paths,
-)
-from rl_policy.scoring_calls import ScoringCalls
-from rl_policy.weight_calls import WeightCalls
-from rl_policy.worker_group import RayWorkerGroup
+from rl_policy.refit import RefitRoutes, group_for_ipc
+from rl_policy.worker_group import RayWorkerGroup, bundles_per_node
 
 if TYPE_CHECKING:
+    import ray
     from rl_interfaces import (
         Cluster,
         GenerationDatumSpec,
         GenerationOutputSpec,
+        LogprobOutputSpec,
         LossFunction,
         PolicyConfig,
+        ReferenceLogprobOutputSpec,
+        ScoreOutputSpec,
+        TopkLogitsOutputSpec,
     )
     from transformers import PreTrainedTokenizerBase
 
-# Room for the processes to start in, besides what the ranks may wait for one another.
+PathLike = str | os.PathLike[str]
+"""A path in a file system that every rank sees."""
+
+# Besides `policy.timeout_s`, which ranks may wait for one another: the processes start in it.
 _START_MARGIN_S = 120.0
+# A rank that times out by itself reports why, which the driver should receive.
+_REPORT_MARGIN_S = 10.0
 
 
-class Policy(
-    ScoringCalls,
-    CheckpointCalls,
-    WeightCalls,
-    ColocatablePolicyInterface,
-    GenerationInterface,
-):
+class Policy(ColocatablePolicyInterface, GenerationInterface):
     """A language model on all ranks of a cluster, behind the calls of an RL algorithm.
 
-    The backend is the one whose section `<name>_cfg` the config enables. Everything that can be
-    known to be wrong is refused before an actor starts.
+    The backend is the one whose section `<name>_cfg` the config enables. A configuration that
+    cannot work is refused before an actor starts, as far as it can be known.
 
     Example:
         cluster = RayVirtualCluster(bundle_ct_per_node_list=[2])
@@ -62,9 +69,9 @@ class Policy(
 
     Args:
         cluster: Where the ranks run; the policy does not shut it down.
-        config: A `PolicyConfig`; what is left out takes its default.
+        config: A `PolicyConfig`; missing keys take their defaults.
         tokenizer: The model's tokenizer.
-        name_prefix: Names the ranks in errors and in what they print.
+        name_prefix: Prefix of the ranks' names in errors and in what they print.
         workers_per_node: How many bundles of each node to use. None: all.
         init_optimizer: Whether to train; without an optimizer the policy scores and generates.
         weights_path: Weights of `save_checkpoint` to start from, instead of the model's own.
@@ -72,7 +79,7 @@ class Policy(
         init_reference_model: Whether to keep a frozen copy for reference log-probabilities.
 
     Raises:
-        ValueError: What was passed cannot be done; the message names key and numbers.
+        ValueError: An argument or a config value is not possible; names key and numbers.
     """
 
     def __init__(
@@ -90,27 +97,30 @@ class Policy(
         self.worker_group: RayWorkerGroup | None = None
         self.config = with_absolute_paths(resolve_policy_config(config))
         check_generation_backend(self.config)
-        self._backend = backends.enabled_backend(self.config)
-        self._worker_class = worker_class = backends.load(self._backend)
-        weights = existing("weights_path", weights_path)
-        optimizer = existing("optimizer_path", optimizer_path)
+        self._backend = TrainingBackend.of_config(self.config)
+        weights = _existing("weights_path", weights_path)
+        optimizer = _existing("optimizer_path", optimizer_path)
         if optimizer is not None and not init_optimizer:
             raise ValueError(f"optimizer_path={optimizer!r} contradicts init_optimizer=False")
         per_node = bundles_per_node(cluster, workers_per_node)
-        layout = worker_class.validate_config(
+        layout = self._backend.worker_class.validate_config(
             self.config,
             world_size=cluster.world_size() if per_node is None else sum(per_node),
             init_optimizer=init_optimizer,
         )
         self.tokenizer = tokenizer
         self._has_optimizer = init_optimizer
-        self._may_be_saving = False
+        self._is_save_pending = False
         self._residency = Residency(has_optimizer=init_optimizer)
-        self._data_parallel = layout.data_parallel
-        self._receivers: list[int] = []
+        self._dispatcher = Dispatcher(
+            self.config,
+            data_parallel=layout.data_parallel,
+            pad_token_id=tokenizer.pad_token_id,
+        )
+        self._routes: RefitRoutes | None = None
         self.worker_group = RayWorkerGroup(
             cluster,
-            worker_class,
+            self._backend.worker_class,
             (self.config, tokenizer),
             {
                 "weights_path": weights,
@@ -124,7 +134,7 @@ class Policy(
             start_timeout_s=self.config["timeout_s"] + _START_MARGIN_S,
         )
 
-    # Training and generation
+    # Training
 
     def train(
         self,
@@ -134,10 +144,11 @@ class Policy(
         gbs: int | None = None,
         mbs: int | None = None,
     ) -> dict[str, Any]:
-        """Take an optimizer step per global batch of `data`, the last on what is left.
+        """Take an optimizer step per global batch of `data`, the last on the remaining rows.
 
         Args:
-            data: See `PolicyInterface.train`. Any number of rows.
+            data: See `PolicyInterface.train`. Any number of rows, or of groups of rows if the loss
+                has `rows_per_group`.
             loss_fn: See `LossFunction`; it is pickled to the ranks.
             eval_mode: Loss and metrics only: no parameter changes, and no optimizer is needed.
             gbs: Samples per optimizer step, instead of `policy.train_global_batch_size`.
@@ -148,24 +159,90 @@ class Policy(
             `all_mb_metrics` (`{name: [value per micro-batch]}`, rank by rank).
 
         Raises:
-            ValueError: The batch lacks a key, or numbers do not fit; names both.
+            ValueError: The batch lacks a key, or sizes do not divide; names both.
             ResidencyError: The policy is not in a state to train.
         """
         if not eval_mode and not self._has_optimizer:
             raise ValueError("train() needs an optimizer, and init_optimizer was False")
         self._residency.require("train(eval_mode=True)" if eval_mode else "train")
-        size = self._global_batch_size(gbs)
-        dispatch.check_train_batch(data, loss_fn, **self._limits())
-        shards = dispatch.shard_for_training(
-            data,
-            data_parallel=self._data_parallel,
-            gbs=size,
-            micro_batching=self._micro_batching("train_mb_tokens", mbs=mbs),
-        )
+        shards, size = self._dispatcher.shard_for_training(data, loss_fn, gbs=gbs, mbs=mbs)
         results = self._group.run_sharded(
             "train", shards, loss_fn=loss_fn, eval_mode=eval_mode, gbs=size, mbs=mbs
         )
-        return dispatch.merge_train_results(results)
+        return merge_train_results(results)
+
+    # Scoring
+
+    def get_logprobs(
+        self, data: BatchedDataDict[GenerationDatumSpec]
+    ) -> BatchedDataDict[LogprobOutputSpec]:
+        """Return the log-probability of every token, see `LogprobOutputSpec`.
+
+        Args:
+            data: `input_ids` `[batch, seq]` and `input_lengths` `[batch]`, any number of rows.
+        """
+        return self._score("get_logprobs", data)
+
+    def get_reference_policy_logprobs(
+        self, data: BatchedDataDict[GenerationDatumSpec], micro_batch_size: int | None = None
+    ) -> BatchedDataDict[ReferenceLogprobOutputSpec]:
+        """Return the same under the frozen reference, see `ReferenceLogprobOutputSpec`.
+
+        Args:
+            data: `input_ids` `[batch, seq]` and `input_lengths` `[batch]`, any number of rows.
+            micro_batch_size: Rows per forward per rank, instead of `policy.logprob_batch_size`.
+        """
+        return self._score("get_reference_policy_logprobs", data, micro_batch_size=micro_batch_size)
+
+    def get_topk_logits(
+        self,
+        data: BatchedDataDict[GenerationDatumSpec],
+        k: int,
+        micro_batch_size: int | None = None,
+    ) -> BatchedDataDict[TopkLogitsOutputSpec]:
+        """Return the `k` largest logits of each position, see `TopkLogitsOutputSpec`.
+
+        Args:
+            data: `input_ids` `[batch, seq]` and `input_lengths` `[batch]`, any number of rows.
+            k: How many; at most the vocabulary size.
+            micro_batch_size: Rows per forward per rank, instead of `policy.logprob_batch_size`.
+
+        Raises:
+            NotImplementedError: The backend gives no logits.
+        """
+        self._backend.require(TopkLogitsWorker, lack="give logits")
+        return self._score("get_topk_logits", data, micro_batch_size=micro_batch_size, k=k)
+
+    def score(
+        self, data: BatchedDataDict[GenerationDatumSpec], micro_batch_size: int | None = None
+    ) -> BatchedDataDict[ScoreOutputSpec]:
+        """Return the scores of a reward or value model, `policy.head`, see `ScoreOutputSpec`.
+
+        Args:
+            data: `input_ids` `[batch, seq]` and `input_lengths` `[batch]`, any number of rows.
+            micro_batch_size: Rows per forward per rank, instead of `policy.logprob_batch_size`.
+
+        Raises:
+            NotImplementedError: The backend runs no reward and value models.
+        """
+        self._backend.require(RowScoringWorker, lack="run reward and value models")
+        return self._score("score", data, micro_batch_size=micro_batch_size)
+
+    def _score(
+        self,
+        method: str,
+        data: BatchedDataDict[GenerationDatumSpec],
+        micro_batch_size: int | None = None,
+        **arguments: Any,
+    ) -> BatchedDataDict[Any]:
+        self._residency.require(method)
+        shards, order = self._dispatcher.shard_for_scoring(data, micro_batch_size=micro_batch_size)
+        parts = self._group.run_sharded(
+            method, shards, micro_batch_size=micro_batch_size, **arguments
+        )
+        return gather_scores(parts, width=data["input_ids"].shape[1], order=order)
+
+    # Generation
 
     def generate(
         self, data: BatchedDataDict[GenerationDatumSpec], greedy: bool = False
@@ -176,16 +253,15 @@ class Policy(
             data: The prompts, see `GenerationDatumSpec`; any number of rows.
             greedy: Take the most likely token every time, whatever the configuration says.
         """
-        if "generation" not in self.config:
+        sampling = SamplingConfig.from_policy_config(self.config)
+        if sampling is None:
             raise ValueError("policy.generation is not set: the policy does not generate")
         self._residency.require("generate")
-        pad_token_id = self._output_pad_token_id()
-        dispatch.check_prompts(data, **self._limits())
-        shards = dispatch.shard_in_order(data, data_parallel=self._data_parallel)
+        # transformers sets the tokenizer's token ids by `__getattr__`, which pyright does not see.
+        pad_token_id = resolve_pad_id(sampling, self.tokenizer)  # pyright: ignore[reportArgumentType]
+        shards = self._dispatcher.shard_prompts(data)
         parts = self._group.run_sharded("generate", shards, greedy=greedy)
-        return dispatch.gather_generations(parts, pad_token_id=pad_token_id)
-
-    # Residency
+        return gather_generations(parts, pad_token_id=pad_token_id)
 
     def prepare_for_generation(self, *args: Any, **kwargs: Any) -> bool:
         """Bring the model onto the device if it is not there; True when it is."""
@@ -194,15 +270,17 @@ class Policy(
         return True
 
     def finish_generation(self, *args: Any, **kwargs: Any) -> bool:
-        """Return True: what generation alone needs is freed when `generate` returns."""
+        """Return True: `generate` frees its cache before it returns."""
         return True
+
+    # Residency
 
     def prepare_for_training(self, *args: Any, **kwargs: Any) -> None:
         """Bring model, gradients and optimizer state onto the device."""
         self._move("prepare_for_training")
 
     def finish_training(self, *args: Any, **kwargs: Any) -> None:
-        """Accept that no step follows for now; the next `prepare_for_...` moves what it needs."""
+        """Do nothing: the next `prepare_for_...` call moves what its phase needs."""
 
     def prepare_for_lp_inference(self, *args: Any, **kwargs: Any) -> None:
         """Bring the model onto the device and the optimizer state off it."""
@@ -215,6 +293,196 @@ class Policy(
     def offload_after_refit(self) -> None:
         """Move everything off the device."""
         self._move("offload_after_refit")
+
+    def _move(self, call: str) -> None:
+        self._group.run_all(call)
+        self._residency.enter(call)
+
+    # Checkpoints, allowed in any residency state
+
+    def save_checkpoint(
+        self,
+        weights_path: PathLike,
+        optimizer_path: PathLike | None = None,
+        tokenizer_path: PathLike | None = None,
+    ) -> None:
+        """Write the weights, and the optimizer and the tokenizer if their paths are given.
+
+        With `async_checkpoint` in the backend's section it is written in the background. The next
+        save or load, `finish_checkpoint` or `shutdown` waits for it and raises its failure.
+
+        Raises:
+            ValueError: `optimizer_path` is given and there is no optimizer.
+        """
+        self._require_optimizer_for(optimizer_path)
+        self._group.run_all(
+            "save_checkpoint",
+            weights_path=_absolute(weights_path),
+            optimizer_path=_absolute(optimizer_path),
+            tokenizer_path=_absolute(tokenizer_path),
+        )
+        section = self.config[f"{self._backend.name}_cfg"]
+        self._is_save_pending = section.get("async_checkpoint", False)
+
+    def load_checkpoint(
+        self, weights_path: PathLike, optimizer_path: PathLike | None = None
+    ) -> None:
+        """Load what `save_checkpoint` wrote.
+
+        Raises:
+            ValueError: A path does not exist, or `optimizer_path` is given without an optimizer.
+        """
+        self._require_optimizer_for(optimizer_path)
+        self._group.run_all(
+            "load_checkpoint",
+            weights_path=_existing("weights_path", weights_path),
+            optimizer_path=_existing("optimizer_path", optimizer_path),
+        )
+
+    def finish_checkpoint(self) -> None:
+        """Wait until the last save is on disk.
+
+        Raises:
+            RuntimeError: It could not be written.
+            TimeoutError: It takes longer than `policy.timeout_s`.
+        """
+        if self._is_save_pending:
+            call = self._group.submit_all("finish_checkpoint")
+            self._group.wait(call, timeout_s=self.config["timeout_s"] + _REPORT_MARGIN_S)
+            self._is_save_pending = False
+
+    def save_hf_checkpoint(self, path: PathLike) -> None:
+        """Write a directory that `AutoModelForCausalLM.from_pretrained` loads."""
+        self._group.run_all("save_hf_checkpoint", path=_absolute(path))
+
+    @property
+    def has_adapters(self) -> bool:
+        """Whether low-rank adapters are trained instead of the model's own weights."""
+        section = self.config.get("dtensor_cfg", {})
+        return bool(section.get("enabled") and section["lora"]["enabled"])
+
+    def save_adapters(self, path: PathLike) -> None:
+        """Write a directory that `peft.PeftModel.from_pretrained` loads onto the model.
+
+        Raises:
+            NotImplementedError: The backend trains no adapters.
+            ValueError: The policy trains none.
+        """
+        self._backend.require(AdapterSavingWorker, lack="train adapters")
+        if not self.has_adapters:
+            raise ValueError("save_adapters() needs policy.dtensor_cfg.lora.enabled=True")
+        self._group.run_all("save_adapters", path=_absolute(path))
+
+    def _require_optimizer_for(self, optimizer_path: PathLike | None) -> None:
+        if optimizer_path is not None and not self._has_optimizer:
+            raise ValueError(f"optimizer_path={optimizer_path!r}, and init_optimizer was False")
+
+    # Weights, streamed from worker to engine
+
+    def open_refit(
+        self,
+        num_receivers: int,
+        *,
+        is_paired: bool = False,
+        transport: str = "shm",
+        **options: Any,
+    ) -> list[Mapping[str, Any]]:
+        """Return, for each receiver, the address of its sender.
+
+        An address is a secret of its receiver: whoever has it can read the weights.
+
+        Args:
+            num_receivers: Ranks of the inference engines.
+            is_paired: Whether receiver `i` shares the device of rank `i`, which then sends to it.
+            transport: A name of the entry-point group `rl_refit.transports`.
+            options: Further arguments of `rl_refit.RefitSender`, such as `bucket_bytes`, `verify`.
+        """
+        self._backend.require_sending()
+        self._routes = RefitRoutes.plan(
+            num_receivers, world_size=self._group.world_size, is_paired=is_paired
+        )
+        addresses = self._group.run_all(
+            "open_refit",
+            receivers_per_rank=list(self._routes.receivers_per_rank),
+            transport=transport,
+            **options,
+        )
+        return self._routes.addresses(addresses)
+
+    def send_weights(self, version: int) -> dict[str, float]:
+        """Stream the weights to the receivers of `open_refit`, which receive at the same time.
+
+        Returns:
+            `refit_s`, `refit_bytes`, `refit_gb_per_s`, `refit_slowest_rank`, and the seconds of
+            each phase, see `rl_refit.RefitReport`. The phases overlap.
+
+        Raises:
+            RefitError: A receiver failed or did not answer in time. Call again, for all of them.
+            ResidencyError: The model is not on the device.
+            RuntimeError: `open_refit` was not called.
+        """
+        self.require_ready_to_send()
+        if self._routes is None:
+            raise RuntimeError("send_weights needs receivers: call open_refit first")
+        # A rank whose receiver fails still takes part in the others' gathers, for as long as those
+        # may take: the usual few seconds of grace would end a group that is healthy.
+        call = self._group.submit_all("send_weights", version)
+        reports = self._group.wait(call, grace_s=self.config["timeout_s"])
+        return self._routes.merge_reports(reports)
+
+    def require_ready_to_send(self) -> None:
+        """Raise what `send_weights` would raise at once, before a receiver waits for it.
+
+        Raises:
+            NotImplementedError: The backend does not send weights.
+            ResidencyError: The model is not on the device.
+        """
+        self._backend.require_sending()
+        self._residency.require("send_weights")
+
+    # Weights, by the documented calls: the driver names each group of tensors
+
+    def init_collective(self, ip: str, port: int, world_size: int) -> list[ray.ObjectRef]:
+        """Let rank 0 join a group of `world_size - 1` inference ranks; the futures are not awaited.
+
+        Args:
+            ip: Address of rank 0's node, see `RayVirtualCluster.get_master_address_and_port`.
+            port: A port that is free there.
+            world_size: The inference ranks plus one.
+        """
+        self._backend.require_sending()
+        return self._group.submit_all("init_collective", ip, port, world_size).refs
+
+    def prepare_refit_info(self) -> dict[str, Any] | None:
+        """Return `{name: (shape, wire dtype)}` of every tensor that is sent, in order."""
+        self._backend.require_sending()
+        return self._group.run_all("prepare_refit_info")[0]
+
+    def prepare_info_for_collective(self) -> dict[str, Any]:
+        """Return what `prepare_refit_info` returns; its older name."""
+        self._backend.require_sending()
+        return self._group.run_all("prepare_info_for_collective")[0]
+
+    def prepare_weights_for_ipc(self, _refit_buffer_size_gb: int | None = None) -> list[list[str]]:
+        """Return the names of all tensors, grouped so that each group fits a buffer.
+
+        Args:
+            _refit_buffer_size_gb: The buffer in GiB. None: the smallest free memory of any rank.
+        """
+        self.require_ready_to_send()
+        answers = self._group.run_all("prepare_weights_for_ipc")
+        return group_for_ipc(answers, limit_gib=_refit_buffer_size_gb)
+
+    def get_weights_ipc_handles(self, keys: list[str]) -> dict[str, Any]:
+        """Return `{device id: {name: handle}}` of one group; those of the call before expire."""
+        self.require_ready_to_send()
+        answers = self._group.run_all("get_weights_ipc_handles", keys)
+        return {device: handles for answer in answers for device, handles in answer.items()}
+
+    def broadcast_weights_for_collective(self) -> list[ray.ObjectRef]:
+        """Broadcast every tensor, in order; the futures are not awaited."""
+        self.require_ready_to_send()
+        return self._group.submit_all("broadcast_weights_for_collective").refs
 
     # Information and the end
 
@@ -231,10 +499,9 @@ class Policy(
         self._group.run_all("stop_gpu_profiling")
 
     def shutdown(self) -> bool:
-        """End every process of the policy; True when all of them ended in order.
+        """End every process of the policy; True if all of them ended in order.
 
-        A save in the background is waited for. Calling it twice is fine. The cluster is left as it
-        is.
+        It waits for a save in the background. Calling it twice is fine. The cluster stays up.
 
         Raises:
             RuntimeError: The last save could not be written; all processes have ended.
@@ -254,25 +521,30 @@ class Policy(
         if not sys.is_finalizing():
             self.shutdown()
 
-    # Inside
+    @property
+    def _group(self) -> RayWorkerGroup:
+        assert self.worker_group is not None, "the constructor has started the ranks"
+        return self.worker_group
 
-    def _move(self, call: str) -> None:
-        self._group.run_all(call)
-        self._residency.enter(call)
 
-    def _global_batch_size(self, gbs: int | None) -> int:
-        name = "policy.train_global_batch_size" if gbs is None else "gbs"
-        size = self.config["train_global_batch_size"] if gbs is None else gbs
-        dispatch.check_global_batch_size(size, data_parallel=self._data_parallel, name=name)
-        return size
+def with_absolute_paths(config: dict[str, Any]) -> dict[str, Any]:
+    """Return a resolved config with absolute paths: a rank runs in another working directory."""
+    paths = {"profile_dir": os.path.abspath(config["profile_dir"])}
+    # Any other name is looked up on the Hugging Face hub.
+    if os.path.isdir(config["model_name"]):
+        paths["model_name"] = os.path.abspath(config["model_name"])
+    lora = config["dtensor_cfg"]["lora"]
+    if lora.get("adapter_path"):
+        lora = lora | {"adapter_path": os.path.abspath(lora["adapter_path"])}
+    return config | paths | {"dtensor_cfg": config["dtensor_cfg"] | {"lora": lora}}
 
-    def _output_pad_token_id(self) -> int:
-        candidates: list[Any] = [
-            self.config["generation"].get("pad_token_id"),
-            self.tokenizer.pad_token_id,
-            self.tokenizer.eos_token_id,
-        ]
-        for candidate in candidates:
-            if candidate is not None:
-                return candidate
-        raise ValueError("policy.generation.pad_token_id is not set, and the tokenizer has none")
+
+def _absolute(path: PathLike | None) -> str | None:
+    return None if path is None else os.path.abspath(path)
+
+
+def _existing(name: str, path: PathLike | None) -> str | None:
+    """Return the absolute `path`, or raise a `ValueError` that names it if it does not exist."""
+    if path is not None and not os.path.exists(path):
+        raise ValueError(f"{name}={os.fspath(path)!r} does not exist")
+    return _absolute(path)

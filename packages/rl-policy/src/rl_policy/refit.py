@@ -1,25 +1,46 @@
-"""A refit from the driver's side: it opens and commits a version, and moves no weights itself."""
+"""Refits from the driver's side: who sends to whom, the transaction, and turns on shared devices.
+
+The driver opens and commits a version; the weights themselves go from worker to engine.
+
+    driver    open_refit | begin_update  update  send_weights  wait_for_update  commit_update
+    workers   listen     |                       gather, send
+    engines   connect    | refuse to sample      receive, load                  sample again
+
+A refit that fails between `begin_update` and `commit_update` leaves the engines refusing to sample
+until a full resend is committed.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from typing import Any, Protocol, TypeVar
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 
-from rl_policy.policy import Policy
+from rl_refit.compat.handles import group_keys
+
+if TYPE_CHECKING:
+    from rl_policy.policy import Policy
 
 CallT = TypeVar("CallT")
 
+_GIB = 2**30
+_RATE = "refit_gb_per_s"
+
 
 class RefittedEngines(Protocol[CallT]):
-    """What a refit asks of inference engines; `rl_policy.generation.vllm.VllmGeneration` has it."""
+    """What a refit asks of inference engines, as `rl_policy.generation.vllm.VllmGeneration` has it.
+
+    `CallT` is what `update` returns, a call in flight.
+    """
 
     @property
     def num_receivers(self) -> int:
-        """The processes that receive weights."""
+        """The number of processes that receive weights."""
         ...
 
     def init_transfer(self, address: Sequence[Mapping[str, Any]]) -> None:
-        """Learn, for each receiver, where its weights are going to come from."""
+        """Connect each receiver to its sender's address."""
         ...
 
     def begin_update(self, version: int) -> None:
@@ -35,19 +56,114 @@ class RefittedEngines(Protocol[CallT]):
         ...
 
     def commit_update(self, version: int) -> None:
-        """Sample from the weights that arrived."""
+        """Sample from the received weights from now on."""
         ...
 
 
+class SharedEngines(RefittedEngines[CallT], Protocol[CallT]):
+    """Engines that give the device to a policy and take it back."""
+
+    def prepare_for_generation(self, tags: Sequence[str] | None = None) -> bool:
+        """Wake `weights`, `kv_cache` or, with None, both."""
+        ...
+
+    def finish_generation(self) -> bool:
+        """Sleep."""
+        ...
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class RefitRoutes:
+    """Which trainer rank sends to which receivers."""
+
+    receivers_per_rank: tuple[int, ...]
+    """Receivers of each trainer rank; ranks with none only take part in the gathers."""
+
+    @classmethod
+    def plan(cls, num_receivers: int, *, world_size: int, is_paired: bool) -> RefitRoutes:
+        """Return the routes: from each rank to the receiver on its device, else all from rank 0.
+
+        Example: 2 receivers, 2 ranks, paired -> (1, 1); not paired -> (2, 0)
+
+        Args:
+            num_receivers: Receivers in all.
+            world_size: Trainer ranks.
+            is_paired: Whether receiver `i` shares the device of rank `i`.
+
+        Raises:
+            ValueError: There are no receivers.
+        """
+        if num_receivers < 1:
+            raise ValueError(f"num_receivers={num_receivers} must be positive")
+        if is_paired and num_receivers == world_size:
+            return cls(receivers_per_rank=(1,) * world_size)
+        return cls(receivers_per_rank=(num_receivers, *(0,) * (world_size - 1)))
+
+    def addresses(self, of_ranks: Sequence[Mapping[str, Any] | None]) -> list[Mapping[str, Any]]:
+        """Return the sender's address for each receiver, in receiver order.
+
+        Args:
+            of_ranks: The address of each trainer rank, None without receivers.
+        """
+        found: list[Mapping[str, Any]] = []
+        for address, count in zip(of_ranks, self.receivers_per_rank, strict=True):
+            assert (address is None) == (count == 0), "a rank has an address if it has receivers"
+            found += [address] * count if address is not None else []
+        return found
+
+    def merge_reports(self, reports: Sequence[Mapping[str, float]]) -> dict[str, float]:
+        """Return one refit's numbers over all trainer ranks.
+
+        Seconds are those of the slowest sender. Bytes are those of the model, once.
+
+        Args:
+            reports: Of each trainer rank, see `rl_refit.RefitReport.as_metrics`.
+        """
+        senders = [
+            report for report, count in zip(reports, self.receivers_per_rank, strict=True) if count
+        ]
+        slowest = max(senders, key=lambda report: report["refit_s"])
+        seconds = {
+            name: max(report[name] for report in senders)
+            for name in slowest
+            if name.endswith("_s") and name != _RATE
+        }
+        return {
+            **seconds,
+            "refit_bytes": slowest["refit_bytes"],
+            _RATE: slowest["refit_bytes"] / slowest["refit_s"] / 1e9,
+            "refit_slowest_rank": slowest["refit_slowest_rank"],
+        }
+
+
+def group_for_ipc(
+    answers: Sequence[tuple[Sequence[tuple[str, int]], float]], *, limit_gib: float | None
+) -> list[list[str]]:
+    """Return the names of the tensors in groups that fit a buffer, in order.
+
+    Args:
+        answers: Of each trainer rank: name and bytes of every tensor, and the device's free bytes.
+        limit_gib: The size of the buffer in GiB. None: the smallest free memory of any rank.
+
+    Raises:
+        ValueError: The limit is not positive.
+    """
+    if limit_gib is not None and limit_gib <= 0:
+        raise ValueError(f"_refit_buffer_size_gb={limit_gib} must be positive")
+    free = min(free for _, free in answers)
+    limit = free if limit_gib is None else limit_gib * _GIB
+    return group_keys(answers[0][0], int(limit))
+
+
 class WeightLink:
-    """The way of a policy's weights to inference engines; opened once, used after every step.
+    """The connection from a policy to inference engines; opened once, used after every step.
 
     Args:
         policy: Sends.
         engines: Receive.
         is_paired: Whether receiver `i` shares the device of the policy's rank `i`.
         transport: A name of the entry-point group `rl_refit.transports`.
-        options: What else `rl_refit.RefitSender` takes.
+        options: Further arguments of `rl_refit.RefitSender`.
     """
 
     def __init__(
@@ -67,31 +183,91 @@ class WeightLink:
         engines.init_transfer(addresses)
 
     def refit(self, version: int) -> dict[str, float]:
-        """Give the engines the policy's weights as `version`; return what `send_weights` reports.
+        """Send the policy's weights to the engines as `version`; return `send_weights`' report.
 
-        The version counts once every receiver has loaded all of it. Where this fails, the engines
-        refuse to sample until a call succeeds.
+        The version is committed once every receiver has loaded all of it. If this fails, the
+        engines refuse to sample until a call succeeds.
 
         Raises:
             RefitError: A sender or a receiver failed, or did not answer in time.
-            ValueError: `version` is not newer than what the engines have.
-            ResidencyError: The policy's model is not on the device; the engines are as they were.
+            ValueError: `version` is not newer than the engines' version.
+            ResidencyError: The policy's model is not on the device; the engines are unchanged.
         """
+        # Before the transaction opens: engines would wait for a sender that never starts.
         self._policy.require_ready_to_send()
         self._engines.begin_update(version)
         receiving = self._engines.update(version)
         try:
             report = self._policy.send_weights(version)
         except Exception as error:
-            self._outlast(receiving, error)
+            self._drain(receiving, error)
             raise
         self._engines.wait_for_update(receiving)
         self._engines.commit_update(version)
         return report
 
-    def _outlast(self, receiving: Any, error: Exception) -> None:
-        """Wait for the receivers of a refit that has failed; add to `error` what they say."""
+    def _drain(self, receiving: Any, error: Exception) -> None:
+        """Wait for the receivers of a failed refit; add their own failure to `error` as a note."""
         try:
             self._engines.wait_for_update(receiving)
         except Exception as theirs:
             error.add_note(f"the engines: {type(theirs).__name__}: {theirs}")
+
+
+@contextmanager
+def engines_on_device(
+    policy: Policy, engines: SharedEngines[Any], link: WeightLink, *, version: int | None
+) -> Iterator[dict[str, float] | None]:
+    """Give the device to the engines, which sample inside, and back to the policy.
+
+        policy   train, offload optimizer |              | send | offload model |        | reload
+        engines  asleep                   | wake weights | load | wake cache    | sample | sleep
+
+    The engines' weights wake before the refit, into which they are loaded, and their cache after
+    it, when the policy has freed its memory.
+
+    Args:
+        policy: Holds the device before and after.
+        engines: Hold it inside.
+        link: Sends the weights.
+        version: Of the weights that are sent. None: the engines sample from what they have.
+
+    Yields:
+        The report of the refit, None if there was none.
+
+    Raises:
+        RefitError: The refit failed; nothing is lost. The engines sleep and refuse to sample. Enter
+            again with the same version to repeat the refit, or call `policy.prepare_for_training`
+            to go on without.
+        Exception: Engines could not wake, or the policy not free its memory. The engines sleep. If
+            they have the version already, a note says so: it cannot be sent a second time.
+    """
+    policy.offload_before_refit()
+    report = None
+    try:
+        engines.prepare_for_generation(tags=["weights"])
+        if version is not None:
+            report = link.refit(version)
+        policy.offload_after_refit()
+        engines.prepare_for_generation(tags=["kv_cache"])
+    except Exception as error:
+        _put_to_sleep(engines, error)
+        if report is not None:
+            error.add_note(
+                f"the engines have taken version {version}: enter again with version=None, or, "
+                "where their sleep drops the weights (sleep_level=2), with a newer version"
+            )
+        raise
+    try:
+        yield report
+    finally:
+        engines.finish_generation()
+        policy.prepare_for_lp_inference()
+
+
+def _put_to_sleep(engines: SharedEngines[Any], error: Exception) -> None:
+    """Let engines free the device after `error`; note on it why they could not."""
+    try:
+        engines.finish_generation()
+    except Exception as theirs:
+        error.add_note(f"the engines do not sleep: {type(theirs).__name__}: {theirs}")

@@ -305,6 +305,15 @@ def rank_bundles(
     return sorted(bundles, key=lambda place: order[bundle_nodes[place[0]][place[1]]])
 
 
+def bundles_per_node(
+    cluster: Cluster, workers_per_node: int | Sequence[int] | None
+) -> list[int] | None:
+    """Return how many bundles of each node to use; None for all of them."""
+    if isinstance(workers_per_node, int):
+        return [workers_per_node] * len(cluster.get_placement_groups())
+    return None if workers_per_node is None else list(workers_per_node)
+
+
 def bundle_nodes(group: PlacementGroup) -> list[str]:
     """Return Ray's id of the node that each bundle of `group` is on."""
     nodes = placement_group_table(group)["bundles_to_node_id"]

@@ -1,4 +1,4 @@
-"""A number that changes with any bit of a bucket, and with any bit's place."""
+"""Digests of buckets: 64 bits that depend on every bit and on its position."""
 
 # xxhash and torch annotate some of their functions only in part.
 # pyright: reportUnknownMemberType=false, reportUnknownVariableType=false
@@ -16,26 +16,29 @@ import xxhash
 Digest = Callable[..., int]
 
 PIECE_WORDS = 2 << 20
-"""32-bit words that are multiplied at once: 8 MiB, so that what is written stays in the cache."""
+"""32-bit words that are multiplied at once: 8 MiB, so that the products stay in the cache."""
 
 
 def xxh3_digest(data: torch.Tensor, *, position: int) -> int:
-    """Return the xxh3_64 of `data` (`[bytes]`, uint8, on the CPU), seeded with its position."""
+    """Return the xxh3_64 of `data` (`[bytes]`, uint8, on the CPU), seeded with `position`."""
     return xxhash.xxh3_64_intdigest(data.numpy().data, seed=position)
 
 
 def keyed_sum_digest(data: torch.Tensor, *, position: int) -> int:
-    """Return a digest that a device computes at the speed of its memory.
+    """Return a digest that a GPU computes at the speed of its memory.
 
-    Word `i` (32 bits, signed) of a piece of 8 MiB is multiplied with the odd 64-bit key `i`, and
-    the products are added modulo 2^64. One changed word changes the sum, as an odd key has an
+    Word `i` (32 bits, signed) of a piece of 8 MiB is multiplied by the odd 64-bit key `i`, and the
+    products are added modulo 2^64. One changed word changes the sum, as an odd key has an
     inverse. Two swapped words change it by `(a - b)(k_i - k_j)`, which is 0 modulo 2^64 only if
     the keys' difference is a multiple of 2^33, as `|a - b| < 2^32`: once in 2^32 pairs of keys.
     The sums of the pieces, in order, are then hashed by xxh3_64 with the position as seed.
 
     Args:
-        data: `[bytes]`, uint8, the bytes a multiple of 4.
+        data: `[bytes]`, uint8, contiguous; the number of bytes is a multiple of 4.
         position: Index of the bucket.
+
+    Returns:
+        The same number on every device.
     """
     words = data.view(torch.int32)
     keys = _keys(data.device)
@@ -52,10 +55,14 @@ DIGESTS: dict[str, Digest] = {"xxh3": xxh3_digest, "keyed_sum": keyed_sum_digest
 
 
 class RunningDigest:
-    """The xxh3 digest of a buffer that is being filled, taken while the bytes are in the cache.
+    """The xxh3 digest of a buffer that is being filled, computed while the bytes are in the cache.
+
+    Args:
+        data: The buffer, `[bytes]`, uint8, on the CPU.
+        position: Index of the bucket.
 
     Attributes:
-        seconds: What it has taken so far.
+        seconds: Spent so far.
     """
 
     STEP = 1 << 20
@@ -67,12 +74,12 @@ class RunningDigest:
         self.seconds = 0.0
 
     def advance(self, end: int) -> None:
-        """Take in the bytes up to `end`, once there are enough of them to be worth it."""
+        """Add the bytes up to `end`, once there are enough of them to be worth a call."""
         if end - self._done >= self.STEP:
             self._update(end)
 
     def finish(self) -> int:
-        """Return the digest of the whole buffer."""
+        """Return the digest of the full buffer."""
         self._update(len(self._data))
         return self._hash.intdigest()
 
@@ -84,7 +91,10 @@ class RunningDigest:
 
 
 def tensor_digest(tensor: torch.Tensor) -> int:
-    """Return the digest of a tensor's values in row-major order, wherever it lies."""
+    """Return the digest of a tensor's values in row-major order, on whatever device they are.
+
+    Those of a tensor on the CPU and of one on a GPU are not comparable: they are two functions.
+    """
     data = bytes_of(tensor.detach())
     if data.device.type == "cpu":
         return xxh3_digest(data, position=0)
@@ -94,13 +104,13 @@ def tensor_digest(tensor: torch.Tensor) -> int:
 
 
 def bytes_of(tensor: torch.Tensor) -> torch.Tensor:
-    """Return the bytes of a tensor in row-major order (`[bytes]`, uint8), copied only if needed."""
+    """Return a tensor's bytes in row-major order, `[bytes]`, uint8: a view if it is contiguous."""
     return tensor.contiguous().reshape(-1).view(torch.uint8)
 
 
 @functools.cache
 def _keys(device: torch.device) -> torch.Tensor:
-    # splitmix64 (Steele, Lea and Flood 2014), made odd.
+    # splitmix64 (Steele, Lea and Flood 2014); odd, as only an odd key has an inverse modulo 2^64.
     with np.errstate(over="ignore"):
         state = np.arange(1, PIECE_WORDS + 1, dtype=np.uint64) * np.uint64(0x9E3779B97F4A7C15)
         state = (state ^ (state >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)

@@ -1,4 +1,4 @@
-"""What can go wrong in a refit. Every error can be pickled, and so crosses an actor's border."""
+"""The errors of a refit. All can be pickled, so that they pass between processes."""
 
 from __future__ import annotations
 
@@ -7,9 +7,10 @@ class RefitError(RuntimeError):
     """A refit failed; no version was committed.
 
     Attributes:
-        rank: The receiver's rank, where one is concerned.
+        reason: The message without the prefix that names rank, bucket and tensor.
+        rank: The receiver's rank; None where no single one is concerned.
         bucket: Index of the bucket in the plan.
-        tensor: Name of the tensor, or of the first and last one of the bucket.
+        tensor: Name of the tensor, or of the bucket's first and last one.
     """
 
     def __init__(
@@ -33,11 +34,11 @@ class RefitError(RuntimeError):
 
 
 class PlanMismatchError(RefitError):
-    """The two sides do not agree on what is sent."""
+    """The two sides do not agree on the tensors or their layout."""
 
 
 class VerificationError(RefitError):
-    """What arrived, or what was loaded, is not what was sent."""
+    """What arrived, or what is live after loading, is not what was sent."""
 
 
 class RefitTimeoutError(RefitError):

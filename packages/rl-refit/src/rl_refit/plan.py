@@ -1,4 +1,7 @@
-"""What is sent, in which order and where it lies: a plan of integers, made from metadata alone."""
+"""The plan of a refit: which tensors are sent, in which order, and where each lies in its bucket.
+
+It consists of integers and is made from metadata alone, before any tensor exists.
+"""
 
 from __future__ import annotations
 
@@ -7,19 +10,21 @@ import itertools
 import json
 import math
 import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from typing import Any
 
+import msgspec
 import torch
 
 ALIGNMENT = 256
-"""Every tensor begins at a multiple of this many bytes: a cache line's and a kernel's delight."""
+"""Offsets are multiples of this many bytes, as those of CUDA's allocator are."""
 
 SMALL_BUCKET_BYTES = 4 << 20
-"""Two such buffers stay in a processor's cache, between one side that writes and one that reads."""
+"""Two buffers of this size stay in a processor's cache between the writing and the reading side."""
 
 FORMAT = 1
+"""Of the layout; part of the hash, so that two releases that lay out differently do not agree."""
+
 _NUMBERED_LAYER = re.compile(r"^(.*?\.\d+)\.")
 
 
@@ -29,12 +34,24 @@ def align(num_bytes: int) -> int:
 
 
 def dtype_name(dtype: torch.dtype) -> str:
-    """Return the name of a dtype as it stands on the wire: `bfloat16`."""
+    """Return the name of a dtype as it is sent: `bfloat16`."""
     return str(dtype).removeprefix("torch.")
 
 
+def parse_dtype(name: str) -> torch.dtype:
+    """Return the dtype of that name.
+
+    Raises:
+        ValueError: torch has no such dtype.
+    """
+    dtype = getattr(torch, name, None)
+    if not isinstance(dtype, torch.dtype):
+        raise ValueError(f"torch has no dtype {name!r}")
+    return dtype
+
+
 def layer_of(name: str) -> str:
-    """Return the layer a tensor belongs to: up to the first number in its name, or its module.
+    """Return the layer of a tensor: its name up to the first number, or else its module.
 
     `model.layers.3.mlp.up.weight` belongs to `model.layers.3`, `lm_head.weight` to `lm_head`.
     """
@@ -71,40 +88,56 @@ def _read_spec(entry: tuple[str, torch.dtype, Sequence[int]] | TensorSpec) -> Te
     if isinstance(entry, tuple):
         name, dtype, shape = entry
         return TensorSpec(name, dtype, tuple(map(int, shape)))
-    # vLLM's sources have a class of their own with the same attributes.
+    # vLLM's sources yield a class of their own with the same attributes.
     return TensorSpec(entry.name, entry.dtype, tuple(map(int, entry.shape)))
+
+
+class WireSpec(msgspec.Struct, array_like=True):
+    """A `TensorSpec` as it is sent."""
+
+    name: str
+    dtype: str
+    shape: tuple[int, ...]
+
+
+class WirePlan(msgspec.Struct, forbid_unknown_fields=True):
+    """A plan as it is sent: the receiver derives the buckets and compares the hash."""
+
+    bucket_bytes: int
+    tensors: list[WireSpec]
+    hash: str
 
 
 @dataclass(frozen=True, slots=True)
 class Piece:
-    """A run of bytes of one tensor in one bucket.
+    """A contiguous range of one tensor's bytes in one bucket.
 
     Attributes:
         tensor: Index of the tensor in the plan.
-        start: Where the run begins in the tensor, in bytes.
+        start: Where the range begins in the tensor, in bytes.
         size: Its length in bytes.
-        offset: Where it lies in the bucket.
-        whole: Whether it is the whole tensor.
-        in_place: Whether the bucket has the whole layer, so that a loader that waits for a
-            layer may be handed a view.
+        offset: Where it begins in the bucket, in bytes.
+        is_full: Whether it is the full tensor.
+        has_layer: Whether the bucket holds the tensor's full layer, so that a loader that collects
+            a layer may be given a view.
     """
 
     tensor: int
     start: int
     size: int
     offset: int
-    whole: bool
-    in_place: bool
+    is_full: bool
+    has_layer: bool
 
 
 @dataclass(frozen=True, slots=True)
 class Bucket:
-    """What is sent at once.
+    """The unit of sending.
 
     Attributes:
-        index: Its place in the order of sending.
-        pieces: What lies in it, in order, without overlap.
-        nbytes: Its length, a multiple of the alignment; gaps between the pieces are zero.
+        index: Its position in the order of sending.
+        pieces: Its content, by offset, without overlap.
+        nbytes: Its length, a multiple of the alignment; the gaps between pieces are zero.
     """
 
     index: int
@@ -121,10 +154,10 @@ class Bucket:
 
 @dataclass(frozen=True, slots=True)
 class RefitPlan:
-    """Ordered tensors, cut into buckets.
+    """Ordered tensors, packed into buckets.
 
-    Layers are kept together where a bucket holds one, else their modules are; a tensor larger than
-    a bucket is split. Two plans with the same `hash` put the same bytes into the same places.
+    A layer stays in one bucket where it fits, else each of its modules does; a tensor larger than a
+    bucket is split. Two plans with the same `hash` put the same bytes at the same offsets.
     """
 
     specs: tuple[TensorSpec, ...]
@@ -142,17 +175,17 @@ class RefitPlan:
 
         Args:
             metadata: Name, wire dtype and full shape of each tensor.
-            bucket_bytes: The most bytes of a bucket; rounded down to a multiple of 256.
+            bucket_bytes: Largest size of a bucket; rounded down to a multiple of 256.
 
         Raises:
-            ValueError: A name comes twice, a shape is negative, or a bucket is too small.
+            ValueError: A name appears twice, a shape is negative, or `bucket_bytes` is below 256.
         """
         if bucket_bytes < ALIGNMENT:
             raise ValueError(f"bucket_bytes={bucket_bytes} is less than {ALIGNMENT}")
         specs = read_specs(metadata)
         _check_specs(specs)
         capacity = bucket_bytes // ALIGNMENT * ALIGNMENT
-        buckets = _cut(specs, capacity)
+        buckets = _pack(specs, capacity)
         return cls(specs, capacity, buckets, _hash(specs, capacity, buckets))
 
     @property
@@ -162,7 +195,7 @@ class RefitPlan:
 
     @property
     def largest_bucket(self) -> int:
-        """The bytes a buffer must have."""
+        """The bytes that a buffer must have."""
         return max((bucket.nbytes for bucket in self.buckets), default=0)
 
     def label(self, bucket: Bucket) -> str:
@@ -170,22 +203,22 @@ class RefitPlan:
         first, last = (self.specs[bucket.pieces[i].tensor].name for i in (0, -1))
         return first if first == last else f"{first} .. {last}"
 
-    def to_wire(self) -> dict[str, Any]:
-        """Return the plan as lists, strings and integers."""
-        tensors = [[spec.name, dtype_name(spec.dtype), list(spec.shape)] for spec in self.specs]
-        return {"bucket_bytes": self.bucket_bytes, "tensors": tensors, "hash": self.hash}
+    def to_wire(self) -> WirePlan:
+        """Return the plan as it is sent."""
+        tensors = [WireSpec(spec.name, dtype_name(spec.dtype), spec.shape) for spec in self.specs]
+        return WirePlan(self.bucket_bytes, tensors, self.hash)
 
     @classmethod
-    def from_wire(cls, wire: Mapping[str, Any]) -> RefitPlan:
-        """Return the plan of `to_wire`, made anew from its tensors.
+    def from_wire(cls, wire: WirePlan) -> RefitPlan:
+        """Return the plan of `to_wire`, derived again from its tensors.
 
         Raises:
-            ValueError: The hash is not that of the plan made here.
+            ValueError: A dtype is unknown here, or the hash is not that of the derived plan.
         """
-        metadata = [(name, parse_dtype(dtype), shape) for name, dtype, shape in wire["tensors"]]
-        plan = cls.of(metadata, wire["bucket_bytes"])
-        if plan.hash != wire["hash"]:
-            raise ValueError(f"the plan's hash is {wire['hash']} there and {plan.hash} here")
+        metadata = [(spec.name, parse_dtype(spec.dtype), spec.shape) for spec in wire.tensors]
+        plan = cls.of(metadata, wire.bucket_bytes)
+        if plan.hash != wire.hash:
+            raise ValueError(f"the sender's plan has the hash {wire.hash}, this side's {plan.hash}")
         return plan
 
     def __str__(self) -> str:
@@ -201,24 +234,12 @@ class RefitPlan:
         return "\n".join(lines)
 
 
-def parse_dtype(name: str) -> torch.dtype:
-    """Return the dtype of that name.
-
-    Raises:
-        ValueError: torch has no such dtype.
-    """
-    dtype = getattr(torch, name, None)
-    if not isinstance(dtype, torch.dtype):
-        raise ValueError(f"torch has no dtype {name!r}")
-    return dtype
-
-
 def default_bucket_bytes(specs: Sequence[TensorSpec]) -> int:
-    """Return the bucket size for these tensors: an eighth of all, within 8 and 256 MiB.
+    """Return the bucket size for these tensors: an eighth of all, between 8 and 256 MiB.
 
-    With fewer buckets the first fill and the last load, which overlap with nothing, take up too
-    much of the time; with smaller ones the messages do. A tensor is not split for it, as a loader
-    wants it whole; where receivers copy what comes `into` their own, take `SMALL_BUCKET_BYTES`.
+    With fewer buckets the first fill and the last load, which overlap with nothing, dominate; with
+    smaller ones the messages do. A tensor up to 256 MiB is not split, as most loaders need it in
+    full; receivers that copy what arrives `into` their own tensors use `SMALL_BUCKET_BYTES`.
     """
     sizes = [spec.nbytes for spec in specs]
     wanted = max(sum(sizes) // 8, align(max(sizes, default=0)), 8 << 20)
@@ -226,12 +247,12 @@ def default_bucket_bytes(specs: Sequence[TensorSpec]) -> int:
 
 
 def differences(expected: Sequence[TensorSpec], offered: Sequence[TensorSpec]) -> list[str]:
-    """Return how the tensors offered differ from those expected, one sentence each."""
+    """Return how the offered tensors differ from the expected ones, one sentence each."""
     wanted, given = ({spec.name: spec for spec in specs} for specs in (expected, offered))
     found = [f"{spec} is missing" for name, spec in wanted.items() if name not in given]
     found += [f"{spec} is unexpected" for name, spec in given.items() if name not in wanted]
     found += [
-        f"{given[name]} comes where {spec} is expected"
+        f"{given[name]} is offered where {spec} is expected"
         for name, spec in wanted.items()
         if name in given and given[name] != spec
     ]
@@ -242,91 +263,96 @@ def _check_specs(specs: Sequence[TensorSpec]) -> None:
     seen: set[str] = set()
     for spec in specs:
         if spec.name in seen:
-            raise ValueError(f"the tensor {spec.name} comes twice")
+            raise ValueError(f"the tensor {spec.name} appears twice")
         if any(size < 0 for size in spec.shape):
             raise ValueError(f"the tensor {spec.name} has the shape {spec.shape}")
         seen.add(spec.name)
 
 
-class _Cutter:
-    """Collects `(tensor, start, size, offset)` runs into buckets of a capacity."""
+class _Packer:
+    """Collects `(tensor, start, size, offset)` ranges into buckets of a capacity in bytes."""
 
     def __init__(self, capacity: int) -> None:
         self.capacity = capacity
-        self.runs: list[list[tuple[int, int, int, int]]] = []
+        self.buckets: list[list[tuple[int, int, int, int]]] = []
         self.used = capacity
 
     @property
     def free(self) -> int:
         return self.capacity - self.used
 
-    def cut(self) -> None:
-        self.runs.append([])
+    def open_bucket(self) -> None:
+        self.buckets.append([])
         self.used = 0
 
     def add(self, tensor: int, nbytes: int) -> None:
-        """Put a tensor where there is room; cut for it, and split it only if no bucket holds it."""
-        if not self.runs or self.free < align(nbytes) <= self.capacity:
-            self.cut()
+        """Place a tensor; it is split over buckets only if it is larger than any."""
+        if not self.buckets or self.free < align(nbytes) <= self.capacity:
+            self.open_bucket()
         start = 0
         while True:
             if self.free == 0 and nbytes > start:
-                self.cut()
+                self.open_bucket()
             size = min(self.free, nbytes - start)
-            self.runs[-1].append((tensor, start, size, self.used))
+            # Also for an empty tensor: each has at least one piece, by which it is delivered.
+            self.buckets[-1].append((tensor, start, size, self.used))
             self.used += align(size)
             start += size
             if start == nbytes:
                 return
 
 
-def _cut(specs: Sequence[TensorSpec], capacity: int) -> tuple[Bucket, ...]:
-    cutter = _Cutter(capacity)
+def _pack(specs: Sequence[TensorSpec], capacity: int) -> tuple[Bucket, ...]:
+    packer = _Packer(capacity)
     layers = [layer_of(spec.name) for spec in specs]
     for layer, group in itertools.groupby(range(len(specs)), key=layers.__getitem__):
-        _place(cutter, specs, list(group), layer)
-    homes: dict[str, set[int]] = {}
-    for number, runs in enumerate(cutter.runs):
-        for tensor, *_ in runs:
-            homes.setdefault(layers[tensor], set()).add(number)
+        _place(packer, specs, list(group), layer)
+    buckets_of_layer: dict[str, set[int]] = {}
+    for index, ranges in enumerate(packer.buckets):
+        for tensor, *_ in ranges:
+            buckets_of_layer.setdefault(layers[tensor], set()).add(index)
+
+    def piece(tensor: int, start: int, size: int, offset: int) -> Piece:
+        is_full = size == specs[tensor].nbytes
+        has_layer = len(buckets_of_layer[layers[tensor]]) == 1
+        return Piece(tensor, start, size, offset, is_full, has_layer)
+
     return tuple(
         Bucket(
-            number,
-            tuple(
-                Piece(*run, run[2] == specs[run[0]].nbytes, len(homes[layers[run[0]]]) == 1)
-                for run in runs
-            ),
-            max(align(offset + size) for _, _, size, offset in runs),
+            index,
+            tuple(piece(*each) for each in ranges),
+            max(align(offset + size) for _, _, size, offset in ranges),
         )
-        for number, runs in enumerate(cutter.runs)
+        for index, ranges in enumerate(packer.buckets)
     )
 
 
-def _place(cutter: _Cutter, specs: Sequence[TensorSpec], group: list[int], path: str) -> None:
-    """Put the tensors below `path` into one bucket, or each of its modules into one.
+def _place(packer: _Packer, specs: Sequence[TensorSpec], group: list[int], path: str) -> None:
+    """Place the tensors below `path` in one bucket, or else each of its modules in one.
 
-    Engines fuse tensors of one module (`gate_proj` and `up_proj`), and keep those that come first.
-    So a module that the open bucket does not hold begins a new one, even if that is too small too.
+    Engines fuse tensors of one module (`gate_proj` and `up_proj`) and hold back those that come
+    first. So a module that does not fit into the open bucket begins a new one, even if it is too
+    large for that as well.
     """
     size = sum(align(specs[index].nbytes) for index in group)
     is_layer = path == layer_of(specs[group[0]].name)
-    if cutter.used and cutter.free < size and not (is_layer and size > cutter.capacity):
-        cutter.cut()
-    if size <= cutter.capacity or len(group) == 1:
+    if packer.used and packer.free < size and not (is_layer and size > packer.capacity):
+        packer.open_bucket()
+    if size <= packer.capacity or len(group) == 1:
         for index in group:
-            cutter.add(index, specs[index].nbytes)
+            packer.add(index, specs[index].nbytes)
         return
     depth = path.count(".") + 2
     paths = {index: ".".join(specs[index].name.split(".")[:depth]) for index in group}
-    for inner, part in itertools.groupby(group, key=paths.__getitem__):
-        _place(cutter, specs, list(part), inner)
+    for inner, members in itertools.groupby(group, key=paths.__getitem__):
+        _place(packer, specs, list(members), inner)
 
 
 def _hash(specs: Sequence[TensorSpec], capacity: int, buckets: Sequence[Bucket]) -> str:
     tensors = [[spec.name, dtype_name(spec.dtype), spec.shape] for spec in specs]
-    places = [
+    offsets = [
         [bucket.nbytes, [[p.tensor, p.start, p.size, p.offset] for p in bucket.pieces]]
         for bucket in buckets
     ]
-    text = json.dumps([FORMAT, ALIGNMENT, capacity, tensors, places], separators=(",", ":"))
+    text = json.dumps([FORMAT, ALIGNMENT, capacity, tensors, offsets], separators=(",", ":"))
     return hashlib.sha256(text.encode()).hexdigest()

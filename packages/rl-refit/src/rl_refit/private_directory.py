@@ -1,8 +1,8 @@
-"""Temporary directories that are removed also after their owner was killed.
+"""Temporary directories that are removed even if their owner was killed.
 
-The owner holds a lock on a file in there as long as it lives, so the next one to look sees that
-nobody is at home, and removes what was left behind. The lock goes last, so that a removal that is
-cut short is taken up again.
+The owner holds an `flock` on a file in the directory as long as it lives: a file that can be locked
+has a dead owner, and whoever finds it removes the directory. The lock file is removed last, so that
+an interrupted removal can be resumed.
 """
 
 from __future__ import annotations
@@ -16,22 +16,23 @@ import tempfile
 import time
 from pathlib import Path
 
-from rl_refit.closing import Closing
+from rl_refit.protocol.waiting import Closing
 
 _LOCK, _EARLY_LOCK = "lock", "lock-early"
 
 _BIRTH_S = 300.0
-"""For how long a directory without a lock is taken for one that is just being made or removed."""
+"""Until it is this old, a directory without a lock may be one that is being made or removed."""
 
 
 class PrivateDirectory(Closing):
     """A new directory that this user alone can enter (0700).
 
-    Making one removes those that dead owners have left under the same prefix.
+    Making one also removes those that dead owners have left under the same prefix.
 
     Args:
-        prefix: How its name begins.
-        most_characters: Of its path: where the usual place leads to a longer one it is in `/tmp`.
+        prefix: Of its name.
+        most_characters: Limit of its path; where `tempfile.gettempdir()` leads to a longer one, it
+            is made in `/tmp`.
     """
 
     path: Path
@@ -52,7 +53,7 @@ class PrivateDirectory(Closing):
             raise
 
     def close(self) -> None:
-        """Remove it; a forked process leaves it to its owner. May be called again."""
+        """Remove it, unless this is a fork of the owner. May be called again."""
         if self._lock is not None and os.getpid() == self._owner:
             _remove(self.path)
             os.close(self._lock)
@@ -69,8 +70,8 @@ def remove_abandoned(prefix: str) -> None:
 def remove_if_abandoned(directory: Path) -> None:
     """Remove a `PrivateDirectory` whose owner is dead; leave any other as it is.
 
-    One without a lock, five minutes old, is of an owner that died while making or removing it. It
-    is removed if nothing else is in it.
+    One without a lock that is five minutes old has an owner that died while making or removing it:
+    it is removed if it is otherwise empty.
     """
     with contextlib.suppress(OSError):
         found = directory.lstat()
@@ -90,7 +91,7 @@ def remove_if_abandoned(directory: Path) -> None:
 
 
 def _hold(directory: Path) -> int:
-    # Locked under another name first: a lock that is there and free means that its owner is dead.
+    # Locked under another name first: a lock file that is there and free means a dead owner.
     early = directory / _EARLY_LOCK
     descriptor = os.open(early, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
     try:
@@ -103,7 +104,7 @@ def _hold(directory: Path) -> int:
 
 
 def _remove(directory: Path) -> None:
-    """Remove it as far as that can be done; the lock stays as long as anything else does."""
+    """Remove what can be removed; the lock file stays as long as anything else does."""
     with contextlib.suppress(OSError):
         for path in directory.iterdir():
             if path.name == _LOCK:

@@ -10,14 +10,14 @@ from dataclasses import dataclass, fields
 
 @dataclass(frozen=True, kw_only=True)
 class RefitReport:
-    """One refit, as its sender or one of its receivers saw it.
+    """One refit, as measured by its sender or by one of its receivers.
 
     The phases overlap, so that they may add up to more than `seconds`.
 
     Attributes:
         version: The version that was sent.
-        seconds: The whole call.
-        bytes: Bytes of all tensors.
+        seconds: Of the whole call.
+        bytes: Of all tensors.
         pause_s: Waiting until the other side took part.
         gather_s: Waiting for the source's tensors.
         pack_s: Copying them into the buffers.
@@ -63,10 +63,10 @@ class RefitReport:
 
 
 class Stopwatch:
-    """Adds up the seconds spent in each phase."""
+    """Adds up the seconds spent in each phase of a refit; starts when it is made."""
 
     def __init__(self) -> None:
-        self.seconds: dict[str, float] = {}
+        self._seconds: dict[str, float] = {}
         self._start = time.perf_counter()
 
     @contextmanager
@@ -80,12 +80,27 @@ class Stopwatch:
 
     def add(self, name: str, seconds: float) -> None:
         """Count `seconds` under `name`."""
-        self.seconds[name] = self.seconds.get(name, 0.0) + seconds
-
-    def total(self) -> float:
-        """Return the seconds since the start."""
-        return time.perf_counter() - self._start
+        self._seconds[name] = self.of(name) + seconds
 
     def of(self, name: str) -> float:
         """Return the seconds counted under `name`."""
-        return self.seconds.get(name, 0.0)
+        return self._seconds.get(name, 0.0)
+
+    def report(
+        self, version: int, num_bytes: int, *, slowest_rank: int | None = None
+    ) -> RefitReport:
+        """Return the report of a refit that ends now.
+
+        Args:
+            version: The version that was sent.
+            num_bytes: Of all tensors.
+            slowest_rank: See `RefitReport`.
+        """
+        phases = ("pause", "gather", "pack", "wire", "load", "verify", "resume")
+        return RefitReport(
+            version=version,
+            seconds=time.perf_counter() - self._start,
+            bytes=num_bytes,
+            slowest_rank=slowest_rank,
+            **{f"{phase}_s": self.of(phase) for phase in phases},
+        )

@@ -1,4 +1,4 @@
-"""A weight source over tensors that lie in this process."""
+"""Weight sources: what a sender takes its tensors from."""
 
 from __future__ import annotations
 
@@ -14,16 +14,16 @@ NamedTensors = Mapping[str, torch.Tensor] | Iterable[tuple[str, torch.Tensor]]
 
 
 class WeightSource(Protocol):
-    """The tensors of a model, in a fixed order, as often as wanted."""
+    """The tensors of a model in a fixed order; can be iterated any number of times."""
 
     def metadata(self) -> Sequence[tuple[str, torch.dtype, Sequence[int]]]:
-        """Return name, wire dtype and full shape of every tensor, without moving any."""
+        """Return name, wire dtype and full shape of every tensor, without gathering any."""
         ...
 
     def __iter__(self) -> Iterator[tuple[str, torch.Tensor]]:
         """Yield name and full tensor in the order of `metadata`.
 
-        A tensor keeps its values while the next ones are taken: small ones are sent together.
+        A tensor must keep its values while the next ones are taken: small ones are copied together.
         """
         ...
 
@@ -31,8 +31,11 @@ class WeightSource(Protocol):
 class TensorSource:
     """The tensors of a state dict or of `model.named_parameters()`.
 
-    Tied tensors, that is names for the same elements of the same storage, are sent once, under the
-    first of their names: the engine ties them again.
+    Tied tensors, that is names of the same elements of the same storage, are sent once, under the
+    first of their names: the engine ties them itself.
+
+    Args:
+        tensors: By name; their values are read when they are sent.
     """
 
     def __init__(self, tensors: NamedTensors) -> None:
@@ -40,6 +43,7 @@ class TensorSource:
         self._tensors: dict[str, torch.Tensor] = {}
         seen: set[tuple[object, ...]] = set()
         for name, tensor in pairs.items():
+            # An empty tensor has no address of its own, and is tied to nothing.
             identity = (tensor.data_ptr(), tensor.dtype, tensor.shape, tensor.stride())
             if tensor.numel() and identity in seen:
                 continue
@@ -54,11 +58,22 @@ class TensorSource:
         """Yield name and tensor."""
         return iter(self._tensors.items())
 
+    def gather(self, names: Iterable[str]) -> Iterator[tuple[str, torch.Tensor]]:
+        """Yield name and tensor of each of `names`.
+
+        Raises:
+            ValueError: There is no tensor of that name.
+        """
+        names = list(names)
+        if unknown := [name for name in names if name not in self._tensors]:
+            raise ValueError(f"there is no tensor {unknown[0]!r} in the model")
+        return ((name, self._tensors[name]) for name in names)
+
 
 def block_of(name: str) -> str:
-    """Return what the names of one repeated block begin with, and "" for all other names.
+    """Return the prefix that the names of one repeated block share, "" for all other names.
 
-    A worker gathers a block at a time, and so does the trainer's side of vLLM's own engines.
+    A worker gathers a block at a time, as the trainer's side of vLLM's own engines does.
 
     Example: "model.layers.3.mlp.up_proj.weight" -> "model.layers.3."
     """

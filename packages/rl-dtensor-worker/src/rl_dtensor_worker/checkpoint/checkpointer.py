@@ -19,6 +19,9 @@ from typing import TYPE_CHECKING, Any
 import torch
 import torch.distributed as dist
 from rl_interfaces.backend.checkpoint import directories
+from rl_interfaces.backend.checkpoint import optimizer_state as training_state
+from rl_interfaces.backend.checkpoint import pending as saving
+from rl_interfaces.backend.checkpoint.pending import Part, PendingSave
 from rl_interfaces.backend.checkpoint.saves import (
     begin_save,
     check_one_save,
@@ -30,9 +33,7 @@ from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.hf_storage import HuggingFaceStorageReader
 from torch.distributed.checkpoint.state_dict_loader import load as load_sharded
 
-from rl_dtensor_worker.checkpoint import saving, training_state
 from rl_dtensor_worker.checkpoint.hf_export import write_hf_directory
-from rl_dtensor_worker.checkpoint.saving import Part, PendingSave
 from rl_dtensor_worker.model.build import trained_state
 from rl_dtensor_worker.model.lora import (
     adapted_weights,

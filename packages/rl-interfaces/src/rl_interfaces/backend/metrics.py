@@ -1,11 +1,13 @@
-"""What the losses of one global batch are divided by."""
+"""Counts that losses are divided by, and the report of a `train` call."""
 
 # torch annotates some of its functions only in part.
 # pyright: reportUnknownMemberType=false
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections import defaultdict
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -51,3 +53,20 @@ class LossCounts:
     def is_empty(self) -> bool:
         """Whether nothing is valid."""
         return float(self.valid_seqs) == 0 or float(self.valid_toks) == 0
+
+
+@dataclass(kw_only=True, slots=True)
+class TrainReport:
+    """What the steps of one `train` call have given, the same on all ranks that hold one shard."""
+
+    losses: list[torch.Tensor] = field(default_factory=list[torch.Tensor])
+    """Per step, 0-d float32: the loss over all data-parallel ranks."""
+    grad_norms: list[torch.Tensor] = field(default_factory=list[torch.Tensor])
+    """Per step, 0-d float32, before clipping."""
+    metrics: defaultdict[str, list[Any]] = field(default_factory=lambda: defaultdict(list))
+    """Per micro-batch of this rank that has a valid sample."""
+
+    def add_metrics(self, found: Mapping[str, Any]) -> None:
+        """Append the metrics of one micro-batch."""
+        for name, value in found.items():
+            self.metrics[name].append(value)

@@ -83,6 +83,13 @@ class Step:
     spans: Sequence[Span]
     """Rows of each micro-batch, counted from `start`."""
     concatenation: Concatenation
+    rows_per_group: int = 1
+    """Rows that stay together, see `LossFunction.rows_per_group`."""
+
+    @property
+    def row_spans(self) -> list[Span]:
+        """The rows of each micro-batch, counted from the start of this rank's batch."""
+        return [(self.start + low, self.start + high) for low, high in self.spans]
 
     def micro_batches(
         self, device: torch.device, *, num_passes: int | None = None
@@ -95,7 +102,7 @@ class Step:
                 nothing. None: as many as there are.
         """
         pieces = list(zip(self.spans, self._cut(), strict=True))
-        end, idle = self.spans[-1][1], _stand_in(pieces[-1][1])
+        end, idle = self.spans[-1][1], _stand_in(pieces[-1][1], self.rows_per_group)
         if idle.micro_batch_lengths is not None:
             # The plan has none of these: they are as short as they can be.
             idle.micro_batch_lengths = [[1]]
@@ -109,7 +116,7 @@ class Step:
         low, high = span
         options = self.rows.micro_batch_options
         # A copy-free view on the CPU: whoever needs to write takes a copy of its own.
-        taken = rows if low < high else _stand_in(rows)
+        taken = rows if low < high else _stand_in(rows, self.rows_per_group)
         is_packed = self.concatenation.always or isinstance(options, SequencePacking)
         packed = self.concatenation.of(taken) if is_packed else None
         dynamic = isinstance(options, DynamicBatching)
@@ -189,6 +196,7 @@ def steps_of(
     concatenation: Concatenation,
     group: dist.ProcessGroup,
     device: torch.device,
+    rows_per_group: int = 1,
 ) -> list[Step]:
     """Return how this rank goes through `data`: by its plan, or in micro-batches of one size.
 
@@ -203,9 +211,11 @@ def steps_of(
         concatenation: How rows are concatenated, where they are.
         group: The data-parallel ranks.
         device: Where the group's tensors lie.
+        rows_per_group: Consecutive rows that stay in one micro-batch.
 
     Raises:
-        ValueError: The batch has no rows, its plan is missing or contradicts `given`.
+        ValueError: The batch has no rows, its plan is missing or contradicts `given`, or a size is
+            not a multiple of `rows_per_group`.
     """
     rows_per_rank = gather_row_counts(data.size, group=group, device=device)
     if isinstance(data, SlicedDataDict) and data.micro_batch_options is not None:
@@ -213,19 +223,37 @@ def steps_of(
             raise ValueError(
                 f"micro-batches of {given} rows contradict the plan that the batch carries"
             )
-        return planned_steps(data, concatenation=concatenation, group=group, device=device)
+        _check_groups(rows_per_group, {"rows of the ranks": rows_per_rank})
+        return planned_steps(
+            data,
+            concatenation=concatenation,
+            group=group,
+            device=device,
+            rows_per_group=rows_per_group,
+        )
     if planned_by is not None:
         raise ValueError(
             f"policy.{planned_by}.enabled=True, and the batch carries no plan: "
             "pass what shard_by_batch_size returns"
         )
+    local_batch_size = local_batch_size or max(rows_per_rank)
+    micro_batch_size = given or default
+    _check_groups(
+        rows_per_group,
+        {
+            "rows of the ranks": rows_per_rank,
+            "rows of a global batch on each rank": [local_batch_size],
+            "micro-batch size": [micro_batch_size],
+        },
+    )
     return fixed_steps(
         data,
         rows_per_rank,
         rank=dist.get_rank(group),
-        local_batch_size=local_batch_size or max(rows_per_rank),
-        micro_batch_size=given or default,
+        local_batch_size=local_batch_size,
+        micro_batch_size=micro_batch_size,
         concatenation=concatenation,
+        rows_per_group=rows_per_group,
     )
 
 
@@ -237,6 +265,7 @@ def fixed_steps(
     local_batch_size: int,
     micro_batch_size: int,
     concatenation: Concatenation,
+    rows_per_group: int = 1,
 ) -> list[Step]:
     """Return the steps of a batch without a plan, see `plan_steps`."""
     steps: list[Step] = []
@@ -249,7 +278,15 @@ def fixed_steps(
         start, end = spans[0][0], spans[-1][1]
         own = [(low - start, high - start) for low, high in spans]
         rows = data.slice(start, end)
-        steps.append(Step(rows=rows, start=start, spans=own, concatenation=concatenation))
+        steps.append(
+            Step(
+                rows=rows,
+                start=start,
+                spans=own,
+                concatenation=concatenation,
+                rows_per_group=rows_per_group,
+            )
+        )
     return steps
 
 
@@ -259,18 +296,29 @@ def planned_steps(
     concatenation: Concatenation,
     group: dist.ProcessGroup,
     device: torch.device,
+    rows_per_group: int = 1,
 ) -> list[Step]:
     """Return the steps of a batch that carries a plan. Collective.
 
     Raises:
-        ValueError: The plan is not one of these rows, or the ranks' plans do not go together.
+        ValueError: The plan is not one of these rows, it splits groups of rows, or the ranks' plans
+            do not go together.
     """
     counts, indices = data.elem_counts_per_gb, data.micro_batch_indices
     assert counts is not None, "a plan counts its rows"
     assert indices is not None, "a plan has micro-batches"
     if sum(counts) != data.size:
         raise ValueError(f"the plan has elem_counts_per_gb={counts} for {data.size} rows")
-    _check_equal_passes([len(batch) for batch in indices], group=group, device=device)
+    splits_groups = any(
+        edge % rows_per_group for batch in indices for span in batch for edge in span
+    )
+    _check_plans(
+        [len(batch) for batch in indices],
+        splits_groups=splits_groups,
+        rows_per_group=rows_per_group,
+        group=group,
+        device=device,
+    )
     starts = [sum(counts[:index]) for index in range(len(counts))]
     return [
         Step(
@@ -278,31 +326,55 @@ def planned_steps(
             start=starts[index],
             spans=[(low, high) for low, high in indices[index]],
             concatenation=concatenation,
+            rows_per_group=rows_per_group,
         )
         for index in range(len(counts))
     ]
 
 
-def _check_equal_passes(
-    passes: list[int], *, group: dist.ProcessGroup, device: torch.device
+def _check_plans(
+    passes: list[int],
+    *,
+    splits_groups: bool,
+    rows_per_group: int,
+    group: dist.ProcessGroup,
+    device: torch.device,
 ) -> None:
-    """Raise on every rank unless all make the same number of passes in each step. Collective."""
+    """Raise on every rank unless all make equally many passes and no plan splits a group.
+
+    Collective: a rank that raised alone would leave the others waiting in the next collective.
+    """
     checksum = zlib.crc32(repr(passes).encode())
-    extremes = torch.tensor([checksum, -checksum], dtype=torch.int64, device=device)
+    verdict = [checksum, -checksum, int(splits_groups)]
+    extremes = torch.tensor(verdict, dtype=torch.int64, device=device)
     dist.all_reduce(extremes, op=dist.ReduceOp.MAX, group=group)
     if int(extremes[0]) != -int(extremes[1]):
         raise ValueError(
             f"the ranks' batches were not sharded together: rank {dist.get_rank(group)} has "
             f"{passes} micro-batches per global batch, another rank has others"
         )
+    if int(extremes[2]):
+        raise ValueError(
+            f"the plan splits groups of rows_per_group={rows_per_group} rows, which the loss needs "
+            f"in one micro-batch: pass rows_per_group={rows_per_group} to shard_by_batch_size"
+        )
 
 
-def _stand_in(rows: SlicedDataDict[Any]) -> SlicedDataDict[Any]:
-    """Return one masked row of one token, of the kind that `rows` has none of."""
+def _check_groups(rows_per_group: int, counts: dict[str, list[int]]) -> None:
+    """Raise unless every count holds full groups. The error is the same on every rank."""
+    for name, values in counts.items():
+        if any(value % rows_per_group for value in values):
+            raise ValueError(
+                f"{name} {values}: not multiples of rows_per_group={rows_per_group} of the loss"
+            )
+
+
+def _stand_in(rows: SlicedDataDict[Any], num_rows: int) -> SlicedDataDict[Any]:
+    """Return `num_rows` masked rows of one token, with the keys and widths of `rows`."""
     row: SlicedDataDict[Any] = SlicedDataDict()
     for key, value in rows.items():
         is_tensor = isinstance(value, torch.Tensor)
-        row[key] = value.new_zeros((1, *value.shape[1:])) if is_tensor else [None]
+        row[key] = value.new_zeros((num_rows, *value.shape[1:])) if is_tensor else [None] * num_rows
     row["input_lengths"] = torch.ones_like(row["input_lengths"])
     row.micro_batch_lengths = rows.micro_batch_lengths
     row.micro_batch_options = rows.micro_batch_options

@@ -7,9 +7,9 @@ from collections.abc import Iterable, Iterator
 from typing import Any, Protocol
 
 import torch
-from rl_refit.broadcast import BroadcastGroup
-from rl_refit.endpoint import address_towards
-from rl_refit.handles import HandleOwner
+from rl_refit.compat.broadcast import BroadcastGroup
+from rl_refit.compat.handles import HandleOwner
+from rl_refit.protocol.endpoint import address_towards
 from rl_refit.sender import RefitSender
 from rl_refit.source import WeightSource
 

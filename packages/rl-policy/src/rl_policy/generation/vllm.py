@@ -23,8 +23,13 @@ from rl_policy.generation.engine_state import INITIAL_VERSION
 from rl_policy.generation.sampling import check_prompts, row_seeds
 from rl_policy.generation.vllm_engine import EngineFacts, require_vllm, start_on_rank
 from rl_policy.named_sharding import NamedSharding
-from rl_policy.policy_inputs import bundles_per_node
-from rl_policy.worker_group import RankCall, RayWorkerGroup, bundle_nodes, rank_bundles
+from rl_policy.worker_group import (
+    RankCall,
+    RayWorkerGroup,
+    bundle_nodes,
+    bundles_per_node,
+    rank_bundles,
+)
 
 if TYPE_CHECKING:
     from rl_interfaces import (
@@ -293,7 +298,7 @@ class VllmGeneration(GenerationInterface):
         """Load one group of the tensors that `prepare_refit_info` has announced; True when done.
 
         Args:
-            handles: `{device id: {name: handle}}`, handles of `rl_refit.handles`.
+            handles: `{device id: {name: handle}}`, handles of `rl_refit.compat.handles`.
         """
         self._on_engines("update_from_handles", handles, list(self._known_info()))
         return True

@@ -11,7 +11,7 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 from rl_refit.private_directory import PrivateDirectory
-from rl_refit.vllm_workers import finish_update, on_workers, start_update
+from rl_refit.vllm import finish_update, on_workers, start_update
 from transformers import AutoConfig
 
 from rl_policy.backends import BackendNotInstalledError

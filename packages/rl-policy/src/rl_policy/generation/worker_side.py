@@ -29,7 +29,7 @@ def join_group(
         timeout_s: Most seconds to wait, now and in each broadcast.
     """
     leave_group(worker)
-    worker.rl_policy_group = import_module("rl_refit.broadcast").BroadcastGroup(
+    worker.rl_policy_group = import_module("rl_refit.compat.broadcast").BroadcastGroup(
         ip,
         port,
         rank=first_rank + worker.rank,
@@ -68,7 +68,7 @@ def load_from_handles(worker: Any, handles: Mapping[str, Mapping[str, Any]]) -> 
         handles: `{device id: {name: handle}}`, of which those of the worker's own GPU are taken;
             on the CPU any will do.
     """
-    rebuild = import_module("rl_refit.handles").rebuild
+    rebuild = import_module("rl_refit.compat.handles").rebuild
     if worker.device.type == "cuda":
         own = f"GPU-{torch.cuda.get_device_properties(worker.device).uuid}"
         if own not in handles:

@@ -9,9 +9,8 @@ from typing import Any
 from rl_refit.transports import find_transport
 from transformers import AutoConfig
 
-from rl_policy import backends
+from rl_policy.backends import TrainingBackend, load_engine
 from rl_policy.config import RunConfig
-from rl_policy.generation.backends import load_engine
 from rl_policy.generation.engine_config import generation_of_policy
 
 
@@ -36,8 +35,7 @@ def check_engines(config: RunConfig) -> None:
     """
     if not config.has_engines:
         return
-    backend = backends.enabled_backend(config.policy)
-    backends.require_sending(backend, backends.load(backend))
+    TrainingBackend.of_config(config.policy).require_sending()
     if config.refit.transport is not None:
         find_transport(config.refit.transport)
     _check_model(config)

@@ -8,17 +8,16 @@ from typing import Any, Protocol
 
 from rl_interfaces import GenerationInterface
 
+from rl_policy.backends import load_engine
 from rl_policy.cluster import RayVirtualCluster
-from rl_policy.colocation import engines_on_device
 from rl_policy.config import RunConfig
-from rl_policy.generation.backends import load_engine
 from rl_policy.generation.engine_state import INITIAL_VERSION
 from rl_policy.generation.vllm import VllmGeneration
 from rl_policy.policy import Policy
 from rl_policy.recipes.checkpoints import RunState
 from rl_policy.recipes.engines import engine_section, keeps_weights
 from rl_policy.recipes.session import Session
-from rl_policy.refit import WeightLink
+from rl_policy.refit import WeightLink, engines_on_device
 
 
 class Sampler(Protocol):

@@ -1,10 +1,11 @@
-"""How the bytes of a bucket get from a sender to its receivers."""
+"""How the bytes of a bucket get from a sender to its receivers: `base`, and one module for each."""
 
 from __future__ import annotations
 
 from importlib.metadata import entry_points
 
 from rl_refit.transports.base import (
+    Grant,
     ReceiverContext,
     ReceivingSide,
     SenderContext,
@@ -15,6 +16,7 @@ from rl_refit.transports.base import (
 GROUP = "rl_refit.transports"
 
 __all__ = [
+    "Grant",
     "ReceiverContext",
     "ReceivingSide",
     "SenderContext",
@@ -28,7 +30,7 @@ def find_transport(name: str) -> Transport:
     """Return the transport registered under that name.
 
     Raises:
-        ValueError: None is; the message lists those that are.
+        ValueError: None is registered; the message lists those that are.
     """
     found = {point.name: point for point in entry_points(group=GROUP)}
     if name not in found:

@@ -15,7 +15,10 @@ from typing import Any, ClassVar
 
 import torch
 
-from rl_refit.deadline import Deadline
+from rl_refit.protocol.waiting import Deadline
+
+Grant = dict[str, Any]
+"""What a receiving side needs to open its buffers: strings, numbers, bytes, lists and dicts."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -28,9 +31,9 @@ class SenderContext:
         ranks: The receivers' ranks, in ascending order.
         device: Where the source's tensors are.
         directory: A private directory (0700) that is removed when the sender closes or dies; None
-            where the receivers may be on other machines.
-        host: The address that other machines reach, where the endpoint is a TCP port.
-        timeout_s: Seconds that a wait may take.
+            if the receivers may be on other machines.
+        host: The address that other machines reach, if the endpoint is a TCP port.
+        timeout_s: Limit of one refit, in seconds.
     """
 
     num_buffers: int
@@ -53,13 +56,13 @@ class ReceiverContext:
         descriptors: The files that the sender passed; the receiving side closes them.
         rank: This receiver's rank.
         device: Where `load` wants its tensors.
-        host: The address of this machine that reaches the sender, where that is by TCP.
-        timeout_s: Seconds that a wait may take.
+        host: The address of this machine that reaches the sender, if that is by TCP.
+        timeout_s: Limit of one refit, in seconds.
     """
 
     num_buffers: int
     buffer_bytes: int
-    grant: dict[str, Any]
+    grant: Grant
     descriptors: list[int]
     rank: int
     device: torch.device
@@ -79,23 +82,23 @@ class SendingSide(ABC):
     digest: str = "xxh3"
 
     @abstractmethod
-    def grant(self, rank: int) -> tuple[dict[str, Any], list[int]]:
+    def grant(self, rank: int) -> tuple[Grant, list[int]]:
         """Return what a receiver needs to open its end: plain values, and open files to pass.
 
         The files stay this side's to close.
         """
 
     def join(self, deadline: Deadline) -> None:  # noqa: B027 - most have nothing to do
-        """Meet the receivers, which have the grant by now. Called once."""
+        """Join the receivers, which have the grant by now. Called once."""
 
     def publish(self, bucket: int, nbytes: int, deadline: Deadline) -> None:  # noqa: B027 - most have nothing to do
-        """Let `nbytes` bytes of the bucket's buffer be read; called before it is announced."""
+        """Make `nbytes` bytes of the bucket's buffer readable; called before it is announced."""
 
     def close(self) -> None:  # noqa: B027 - most have nothing to do
-        """Let go of the memory.
+        """Release the memory.
 
         Receivers that still read it are not disturbed. They have been given up, so that what they
-        read no longer matters where the transport uses the memory for the next set of receivers.
+        read no longer matters if the transport uses the memory for the next set of receivers.
         """
 
 
@@ -103,17 +106,17 @@ class ReceivingSide(ABC):
     """A receiver's end.
 
     Attributes:
-        buffers: The memory that `fetch` returns the beginning of, bucket `k` that of buffer
-            `k % num_buffers`; empty where it is not always the same.
+        buffers: The memory whose beginning `fetch` returns, that of bucket `k` in buffer
+            `k % num_buffers`; empty if it is not always the same.
     """
 
     buffers: Sequence[torch.Tensor] = ()
 
     def join(self, deadline: Deadline) -> None:  # noqa: B027 - most have nothing to do
-        """Meet the sender. Called once."""
+        """Join the sender. Called once."""
 
     def expect(self, bucket: int, nbytes: int, deadline: Deadline) -> None:  # noqa: B027 - most have nothing to do
-        """Prepare for a bucket: called before that of the bucket before is loaded."""
+        """Prepare for a bucket: called before the previous one is loaded."""
 
     @abstractmethod
     def fetch(self, bucket: int, nbytes: int, deadline: Deadline) -> torch.Tensor:
@@ -123,7 +126,7 @@ class ReceivingSide(ABC):
         """Called when the bucket has been loaded: wait until the device no longer reads it."""
 
     def close(self) -> None:  # noqa: B027 - most have nothing to do
-        """Let go of the memory."""
+        """Release the memory."""
 
 
 class Transport(ABC):
@@ -144,4 +147,4 @@ class Transport(ABC):
         """Return a receiver's end."""
 
     def close(self) -> None:  # noqa: B027 - most have nothing to do
-        """Let go of what outlasts the ends that were opened. May be called again."""
+        """Release what outlasts the ends that were opened. May be called again."""

@@ -1,9 +1,9 @@
-"""Broadcast over a process group of its own, to engines that may be on other machines.
+"""Broadcast over a separate process group, to engines that may be on other machines.
 
-The sender is rank 0 of the group, its receivers are the others in the order of their ranks. The
-default process group of neither side is touched. NCCL is used where the sender's tensors are on a
-GPU, gloo elsewhere. The control messages are authenticated; what the group itself sends is not,
-nor are the addresses under which its members meet: the network between them must be trusted.
+The sender is rank 0 of the group, its receivers are the others in the order of their ranks. Neither
+side's default process group is touched. The group uses NCCL if the sender's tensors are on a GPU,
+gloo otherwise. The control messages are authenticated; what the group itself sends is not, nor is
+the rendezvous of its members: the network between them must be trusted.
 """
 
 # torch annotates its distributed classes only in part.
@@ -24,29 +24,51 @@ from collections.abc import Generator
 from contextlib import contextmanager
 from typing import Any
 
+import msgspec
 import torch
 import torch.distributed as dist
 
-from rl_refit.deadline import Deadline
+from rl_refit.buffers import split_buffers
 from rl_refit.errors import RefitError
+from rl_refit.protocol.waiting import Deadline
 from rl_refit.transports.base import (
+    Grant,
     ReceiverContext,
     ReceivingSide,
     SenderContext,
     SendingSide,
     Transport,
 )
-from rl_refit.transports.shm import split_buffers
 
 _MARGIN_S = 5.0
-"""How much longer than a refit its broadcasts may take, so that the control messages fail first."""
+"""Broadcasts may take this much longer than a refit, so that the control messages fail first."""
 
 _EXIT_S = 5.0
-"""How long the interpreter's end waits for groups to end."""
+"""How long the exit of the interpreter waits for groups to shut down."""
 
 _ENDING: list[threading.Thread] = []
 
 _ENVIRONMENT = threading.Lock()
+
+
+class GroupGrant(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """What a member needs to join the group.
+
+    Attributes:
+        host: Address of the rendezvous store, which the sender serves.
+        port: Its port.
+        prefix: Of this group's keys in the store.
+        backend: "gloo" or "nccl".
+        group_rank: The member's; the sender is 0.
+        group_size: The receivers and the sender.
+    """
+
+    host: str
+    port: int
+    prefix: str
+    backend: str
+    group_rank: int
+    group_size: int
 
 
 class CollectiveTransport(Transport):
@@ -77,8 +99,7 @@ class _CollectiveSender(SendingSide):
         self._device = memory.device
         listener = socket.create_server((context.host, 0))
         self._port = listener.getsockname()[1]
-        # The store lets anybody in who reaches it, and lists its keys to them: the prefix only
-        # keeps groups apart.
+        # No secret: whoever reaches the store can list its keys. It only separates groups.
         self._prefix = secrets.token_hex(16)
         self._store: dist.Store | None = dist.TCPStore(
             context.host,
@@ -90,27 +111,28 @@ class _CollectiveSender(SendingSide):
         )
         self._membership = _Membership()
 
-    def grant(self, rank: int) -> tuple[dict[str, Any], list[int]]:
-        return self._grant(self._context.ranks.index(rank) + 1), []
+    def grant(self, rank: int) -> tuple[Grant, list[int]]:
+        return msgspec.structs.asdict(self._grant(self._context.ranks.index(rank) + 1)), []
 
     def join(self, deadline: Deadline) -> None:
-        self._membership.enter(_meet(self._grant(0), self._context, self._device, deadline))
+        self._membership.set(_join(self._grant(0), self._context, self._device, deadline))
 
-    def _grant(self, group_rank: int) -> dict[str, Any]:
-        return {
-            "host": self._context.host,
-            "port": self._port,
-            "prefix": self._prefix,
-            "backend": self._backend,
-            "group_rank": group_rank,
-            "group_size": len(self._context.ranks) + 1,
-        }
+    def _grant(self, group_rank: int) -> GroupGrant:
+        assert self._context.host is not None
+        return GroupGrant(
+            host=self._context.host,
+            port=self._port,
+            prefix=self._prefix,
+            backend=self._backend,
+            group_rank=group_rank,
+            group_size=len(self._context.ranks) + 1,
+        )
 
     def publish(self, bucket: int, nbytes: int, deadline: Deadline) -> None:
         self._membership.broadcast(self.buffers[bucket % len(self.buffers)][:nbytes])
 
     def close(self) -> None:
-        self._membership.leave()
+        self._membership.close()
         self._store = None
         self.buffers = []
 
@@ -118,8 +140,8 @@ class _CollectiveSender(SendingSide):
 class _CollectiveReceiver(ReceivingSide):
     def __init__(self, context: ReceiverContext) -> None:
         self._context = context
-        self._grant = context.grant
-        on_gpu = self._grant["backend"] == "nccl"
+        self._grant = msgspec.convert(context.grant, GroupGrant)
+        on_gpu = self._grant.backend == "nccl"
         if on_gpu and context.device.type != "cuda":
             raise RefitError(
                 f"the sender broadcasts over NCCL and this receiver is on {context.device}; give "
@@ -131,20 +153,21 @@ class _CollectiveReceiver(ReceivingSide):
         memory = torch.empty(size, dtype=torch.uint8, device=device)
         self.buffers = split_buffers(memory, context.num_buffers, context.buffer_bytes)
         self._device = memory.device
-        self._expected: dict[int, Any] = {}
+        self._posted: dict[int, Any] = {}
         self._membership = _Membership()
 
     def join(self, deadline: Deadline) -> None:
-        self._membership.enter(_meet(self._grant, self._context, self._device, deadline))
+        self._membership.set(_join(self._grant, self._context, self._device, deadline))
 
     def expect(self, bucket: int, nbytes: int, deadline: Deadline) -> None:
+        # With a single buffer, the next bucket would overwrite the one that is being loaded.
         if len(self.buffers) > 1 or bucket == 0:
             buffer = self.buffers[bucket % len(self.buffers)][:nbytes]
-            self._expected[bucket] = self._membership.broadcast(buffer)
+            self._posted[bucket] = self._membership.broadcast(buffer)
 
     def fetch(self, bucket: int, nbytes: int, deadline: Deadline) -> torch.Tensor:
         data = self.buffers[bucket % len(self.buffers)][:nbytes]
-        work = self._expected.pop(bucket, None) or self._membership.broadcast(data)
+        work = self._posted.pop(bucket, None) or self._membership.broadcast(data)
         if work is not None:
             work.wait(_timedelta(deadline.remaining("broadcast", bucket=bucket)))
         return data
@@ -154,22 +177,25 @@ class _CollectiveReceiver(ReceivingSide):
             torch.cuda.current_stream(self._context.device).synchronize()
 
     def close(self) -> None:
-        self._expected.clear()
-        self._membership.leave()
+        self._posted.clear()
+        self._membership.close()
         self.buffers = []
 
 
 class _Membership:
-    """A side's part in a group. One that is entered late, after it was left, is closed."""
+    """One side's process group, which is made in a thread that may outlive the side.
+
+    A group that is set after `close` is closed at once.
+    """
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
         self._group: ProcessGroup | None = None
-        self._has_left = False
+        self._is_closed = False
 
-    def enter(self, group: ProcessGroup) -> None:
+    def set(self, group: ProcessGroup) -> None:
         with self._lock:
-            if not self._has_left:
+            if not self._is_closed:
                 self._group = group
                 return
         group.close()
@@ -178,21 +204,26 @@ class _Membership:
         assert self._group is not None
         return self._group.broadcast(data)
 
-    def leave(self) -> None:
+    def close(self) -> None:
         with self._lock:
             group, self._group = self._group, None
-            self._has_left = True
+            self._is_closed = True
         if group is not None:
             group.close()
 
 
 class ProcessGroup:
-    """A process group that no other part of the process knows of.
+    """A process group that is not registered with `torch.distributed`. Collective to construct.
 
     Args:
+        store: Where the members meet.
+        rank: Of this member.
+        size: Number of members.
+        backend: "gloo" or "nccl".
+        host: This machine's address, for gloo.
         device: With the index of a GPU: the current one differs between threads.
-        deadline: Of the construction. Over NCCL nothing keeps it.
-        limit_s: The most seconds of one broadcast, in this refit or a later one.
+        deadline: Of the construction. NCCL does not keep it.
+        limit_s: Limit of one broadcast, in this refit or a later one, in seconds.
     """
 
     def __init__(
@@ -214,7 +245,7 @@ class ProcessGroup:
             with torch.cuda.device(device):
                 with _surviving_errors():
                     self._group: Any = dist.ProcessGroupNCCL(store, rank, size, options)
-                # Now, as whoever makes the group is watched, and the first broadcast is not.
+                # Connects now, where `run_bounded` watches, and not in the first broadcast.
                 self._group.eager_connect_single_device(device)
         else:
             options = dist.ProcessGroupGloo._Options()
@@ -228,8 +259,9 @@ class ProcessGroup:
         return self._group.broadcast(data, 0) if len(data) else None
 
     def close(self) -> None:
-        """Leave the group; may not be called twice."""
-        # Its end waits for a broadcast that no other side takes part in any more.
+        """Shut the group down, in the background; may not be called twice."""
+        # In a thread: it waits for a broadcast that no other member takes part in any more. In a
+        # list, so that the thread has the last reference: the destructor may block as well.
         group, self._group = self._group, None
         thread = threading.Thread(target=_end, args=([group],), daemon=True)
         del group
@@ -239,12 +271,12 @@ class ProcessGroup:
 
 @contextmanager
 def _surviving_errors() -> Generator[None]:
-    """Let a NCCL group that is made within be aborted when a peer is lost, and nothing else.
+    """Let a NCCL group that is made in this block be aborted when a peer is lost, and nothing more.
 
-    Torch ends the process by default. The group's constructor reads this variable, see
+    By default torch ends the process. The group's constructor reads the variable, see
     https://docs.pytorch.org/docs/stable/torch_nccl_environment_variables.html
 
-    Others wait meanwhile: nothing may be within that can hang.
+    Holds a lock, as the environment is the whole process's: nothing in the block may hang.
     """
     name, abort_only = "TORCH_NCCL_ASYNC_ERROR_HANDLING", "2"
     with _ENVIRONMENT:
@@ -259,22 +291,23 @@ def _surviving_errors() -> Generator[None]:
                 os.environ[name] = kept
 
 
-def _meet(
-    grant: dict[str, Any],
+def _join(
+    grant: GroupGrant,
     context: SenderContext | ReceiverContext,
     device: torch.device,
     deadline: Deadline,
 ) -> ProcessGroup:
-    """Return the group that `grant` lets into, once all its members are there."""
+    """Return the group of `grant`, once all its members are there."""
     assert context.host is not None
     limit = _timedelta(deadline.remaining("store of the process group"))
-    # The sender connects too: the store that it serves ends with `close`, under whoever waits.
-    store = dist.TCPStore(str(grant["host"]), int(grant["port"]), is_master=False, timeout=limit)
+    # The sender connects as a client, too: the store that it serves ends in `close`, even while a
+    # thread waits in it.
+    store = dist.TCPStore(grant.host, grant.port, is_master=False, timeout=limit)
     return ProcessGroup(
-        dist.PrefixStore(str(grant["prefix"]), store),
-        int(grant["group_rank"]),
-        int(grant["group_size"]),
-        str(grant["backend"]),
+        dist.PrefixStore(grant.prefix, store),
+        grant.group_rank,
+        grant.group_size,
+        grant.backend,
         context.host,
         device,
         deadline,
@@ -284,7 +317,7 @@ def _meet(
 
 @atexit.register
 def _wait_for_ends() -> None:
-    """Let groups end: the process aborts where one does so while the interpreter goes down."""
+    """Let groups shut down: a process aborts if one does so during the exit of the interpreter."""
     end = time.monotonic() + _EXIT_S
     for thread in _ENDING:
         thread.join(max(end - time.monotonic(), 0.0))

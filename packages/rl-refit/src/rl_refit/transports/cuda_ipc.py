@@ -1,11 +1,11 @@
 """GPU memory shared between processes of one machine.
 
-The buffers are exported once per connection, and opened once. A bucket is announced when the
-sender's stream has written it, and acknowledged when the receiver's has read it; no device is
-synchronised as a whole.
+The buffers are exported and opened once per connection. A bucket is announced when the sender's
+stream has written it, and acknowledged when the receiver's has read it; no full device
+synchronisation.
 
-Torch keeps memory until whoever has opened it gives it back, which a killed receiver never does. So
-a sender has the same buffers for all of its connections, one after the other.
+torch keeps exported memory until whoever has opened it releases it, which a killed receiver never
+does. So a sender uses the same buffers for all of its connections, one after the other.
 """
 
 # torch is annotated only in part.
@@ -13,20 +13,19 @@ a sender has the same buffers for all of its connections, one after the other.
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 
-from rl_refit.deadline import Deadline
-from rl_refit.handles import export_cuda, rebuild
+from rl_refit.buffers import split_buffers
+from rl_refit.compat.handles import export_cuda, rebuild
+from rl_refit.protocol.waiting import Deadline
 from rl_refit.transports.base import (
+    Grant,
     ReceiverContext,
     ReceivingSide,
     SenderContext,
     SendingSide,
     Transport,
 )
-from rl_refit.transports.shm import split_buffers
 
 
 class CudaIpcTransport(Transport):
@@ -51,7 +50,7 @@ class CudaIpcTransport(Transport):
         return _CudaIpcReceiver(context)
 
     def close(self) -> None:
-        """Let go of the sender's buffers."""
+        """Release the sender's buffers."""
         self._memory = None
 
 
@@ -64,8 +63,8 @@ class _CudaIpcSender(SendingSide):
         self._written = torch.cuda.Event()
         self._device = context.device
 
-    def grant(self, rank: int) -> tuple[dict[str, Any], list[int]]:
-        # An export is counted, and given back by the one who opened it: one for each receiver.
+    def grant(self, rank: int) -> tuple[Grant, list[int]]:
+        # torch counts each export until its reader releases it, so every receiver needs its own.
         assert self._memory is not None
         return {"buffers": export_cuda(self._memory)}, []
 

@@ -1,4 +1,4 @@
-"""Files in the safetensors format in a private directory: slow, and easily seen to be right."""
+"""safetensors files in a private directory: slow, and obviously right."""
 
 from __future__ import annotations
 
@@ -10,24 +10,25 @@ from typing import Any
 
 import torch
 
-from rl_refit.deadline import Deadline
+from rl_refit.buffers import split_buffers
+from rl_refit.protocol.waiting import Deadline
 from rl_refit.transports.base import (
+    Grant,
     ReceiverContext,
     ReceivingSide,
     SenderContext,
     SendingSide,
     Transport,
 )
-from rl_refit.transports.shm import split_buffers
 
 _KEY = "bucket"
 
 
 class GoldenTransport(Transport):
-    """One file per buffer, written anew for every bucket. The others are tested against it."""
+    """One file per buffer, rewritten for every bucket. The others are tested against it."""
 
     def open_sender(self, context: SenderContext) -> SendingSide:
-        """Return buffers in this process's memory, and files next to them."""
+        """Return buffers in this process's memory, and a file for each."""
         return _GoldenSender(context)
 
     def open_receiver(self, context: ReceiverContext) -> ReceivingSide:
@@ -42,7 +43,7 @@ class _GoldenSender(SendingSide):
         assert context.directory is not None
         self._directory = context.directory
 
-    def grant(self, rank: int) -> tuple[dict[str, Any], list[int]]:
+    def grant(self, rank: int) -> tuple[Grant, list[int]]:
         return {"directory": str(self._directory)}, []
 
     def publish(self, bucket: int, nbytes: int, deadline: Deadline) -> None:
@@ -69,13 +70,14 @@ class _GoldenReceiver(ReceivingSide):
 
 
 def write_tensors(path: Path, tensors: dict[str, torch.Tensor]) -> None:
-    """Write uint8 tensors as a safetensors file that only this user can read."""
+    """Write uint8 tensors as a safetensors file that only this user can read (0600)."""
     header: dict[str, Any] = {}
     end = 0
     for name, tensor in tensors.items():
         start, end = end, end + tensor.nbytes
         header[name] = {"dtype": "U8", "shape": list(tensor.shape), "data_offsets": [start, end]}
     text = json.dumps(header).encode()
+    # The format pads its header with spaces to a multiple of 8 bytes.
     text += b" " * (-len(text) % 8)
     descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, 0o600)
     with open(descriptor, "wb") as file:
@@ -85,7 +87,11 @@ def write_tensors(path: Path, tensors: dict[str, torch.Tensor]) -> None:
 
 
 def read_tensors(path: Path) -> dict[str, torch.Tensor]:
-    """Return the uint8 tensors of a safetensors file."""
+    """Return the uint8 tensors of a safetensors file.
+
+    Raises:
+        ValueError: The file is incomplete, or has tensors of another dtype.
+    """
     with path.open("rb") as file:
         (length,) = struct.unpack("<Q", file.read(8))
         header: dict[str, Any] = json.loads(file.read(length))

@@ -1,4 +1,4 @@
-"""Anonymous shared memory: it has no name, so nothing is left when its last user is gone."""
+"""Anonymous shared memory: it has no name, so that nothing is left when its last user is gone."""
 
 # torch is annotated only in part.
 # pyright: reportUnknownMemberType=false
@@ -13,10 +13,10 @@ import weakref
 
 import torch
 
-# From linux/fcntl.h (5.1): existing mappings may write, new ones may not.
+# From linux/fcntl.h (5.1), not in Python's fcntl: existing mappings may write, new ones may not.
 _F_SEAL_FUTURE_WRITE = 0x0010
 
-# Python's own mmap keeps a copy of the descriptor for every mapping, and there are only so many.
+# Not Python's own mmap, which keeps a duplicate of the descriptor open for every mapping.
 _libc = ctypes.CDLL(None, use_errno=True)
 _libc.mmap.restype = ctypes.c_void_p
 _libc.mmap.argtypes = [ctypes.c_void_p, ctypes.c_size_t, *[ctypes.c_int] * 3, ctypes.c_long]
@@ -27,7 +27,7 @@ _FAILED = ctypes.c_void_p(-1).value
 def create_memory(num_bytes: int) -> tuple[int, torch.Tensor]:
     """Return a descriptor of new shared memory, and the memory (`[num_bytes]`, uint8), writable.
 
-    Whoever gets the descriptor can only read.
+    Whoever is passed the descriptor can only map it read-only.
     """
     descriptor = os.memfd_create("rl-refit", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
     try:
@@ -42,9 +42,14 @@ def create_memory(num_bytes: int) -> tuple[int, torch.Tensor]:
 
 
 def open_memory(descriptor: int, num_bytes: int, *, offset: int = 0) -> torch.Tensor:
-    """Return the memory behind a descriptor (`[num_bytes]`, uint8), from whole pages on.
+    """Return the memory behind a descriptor (`[num_bytes]`, uint8), mapped read-only.
 
-    It is mapped read-only: a write into it ends the process. It is unmapped with its last view.
+    A write into it ends the process. It is unmapped with its last view.
+
+    Args:
+        descriptor: Of `create_memory`; may be closed afterwards.
+        num_bytes: How much to map.
+        offset: A multiple of the page size.
 
     Raises:
         ValueError: The memory is smaller.
@@ -63,6 +68,6 @@ def _map(descriptor: int, num_bytes: int, offset: int, protection: int) -> torch
         number = ctypes.get_errno()
         raise OSError(number, f"cannot map {num_bytes} bytes: {os.strerror(number)}")
     buffer = (ctypes.c_ubyte * num_bytes).from_address(address)
-    # At the end of the process some tensors may still be there, and the kernel unmaps all.
+    # Not at exit: tensors may still be alive then, and the kernel unmaps everything anyway.
     weakref.finalize(buffer, _libc.munmap, address, num_bytes).atexit = False
     return torch.frombuffer(buffer, dtype=torch.uint8)

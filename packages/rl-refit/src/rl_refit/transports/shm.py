@@ -1,14 +1,15 @@
-"""Shared memory between processes of one machine, passed as a descriptor."""
+"""Shared memory between processes of one machine, passed as a file descriptor."""
 
 from __future__ import annotations
 
 import os
-from typing import Any
 
 import torch
 
-from rl_refit.deadline import Deadline
+from rl_refit.buffers import split_buffers
+from rl_refit.protocol.waiting import Deadline
 from rl_refit.transports.base import (
+    Grant,
     ReceiverContext,
     ReceivingSide,
     SenderContext,
@@ -19,7 +20,7 @@ from rl_refit.transports.memory import create_memory, open_memory
 
 
 class ShmTransport(Transport):
-    """All receivers read the same memory, and can only read it."""
+    """All receivers map the same memory, read-only."""
 
     def open_sender(self, context: SenderContext) -> SendingSide:
         """Return newly created shared memory."""
@@ -35,7 +36,7 @@ class _ShmSender(SendingSide):
         self._descriptor, memory = create_memory(context.num_buffers * context.buffer_bytes)
         self.buffers = split_buffers(memory, context.num_buffers, context.buffer_bytes)
 
-    def grant(self, rank: int) -> tuple[dict[str, Any], list[int]]:
+    def grant(self, rank: int) -> tuple[Grant, list[int]]:
         return {}, [self._descriptor]
 
     def close(self) -> None:
@@ -59,8 +60,3 @@ class _ShmReceiver(ReceivingSide):
 
     def close(self) -> None:
         self.buffers = []
-
-
-def split_buffers(memory: torch.Tensor, count: int, size: int) -> list[torch.Tensor]:
-    """Return `count` consecutive buffers of `size` bytes."""
-    return [memory[index * size : (index + 1) * size] for index in range(count)]

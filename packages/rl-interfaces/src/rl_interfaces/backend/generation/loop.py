@@ -50,6 +50,34 @@ class Decoder(Protocol):
         ...
 
 
+class FullForwardDecoder:
+    """A `Decoder` without a cache: every step runs the model over all tokens so far.
+
+    Args:
+        forward: Returns `[rows, seq, vocab]` logits of right-padded `[rows, seq]` tokens.
+    """
+
+    def __init__(self, forward: Callable[[torch.Tensor], torch.Tensor]) -> None:
+        self._forward = forward
+
+    def prefill(self, prompts: torch.Tensor, lengths: torch.Tensor) -> torch.Tensor:
+        """See `Decoder.prefill`."""
+        self._tokens, self._lengths = prompts, lengths
+        return self._next_logits()
+
+    def step(self, tokens: torch.Tensor) -> torch.Tensor:
+        """See `Decoder.step`."""
+        if int(self._lengths.max()) == self._tokens.shape[1]:
+            self._tokens = torch.nn.functional.pad(self._tokens, (0, 16))
+        self._tokens = self._tokens.scatter(1, self._lengths[:, None], tokens[:, None])
+        self._lengths = self._lengths + 1
+        return self._next_logits()
+
+    def _next_logits(self) -> torch.Tensor:
+        rows = torch.arange(len(self._tokens), device=self._tokens.device)
+        return self._forward(self._tokens)[rows, self._lengths - 1]
+
+
 @dataclass(frozen=True, kw_only=True, slots=True)
 class SamplingConfig:
     """How a worker's own generation samples."""

@@ -1,0 +1,719 @@
+"""The one worker: a `PolicyWorker` over any engine."""
+
+from __future__ import annotations
+
+import logging
+import zlib
+from collections.abc import Callable, Generator, Iterable, Mapping
+from contextlib import AbstractContextManager, ExitStack, contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, ClassVar
+
+import torch
+import torch.distributed as dist
+from rl_batched_data import BatchedDataDict
+
+from rl_interfaces.backend.batch_checks import (
+    check_scoring_batch,
+    check_training_batch,
+    positive,
+)
+from rl_interfaces.backend.checkpoint.checkpointer import Checkpointer
+from rl_interfaces.backend.checkpoint.format import RankRandomState
+from rl_interfaces.backend.checkpoint.hf_export import write_hf_directory
+from rl_interfaces.backend.engine import Engine, ForwardOutput, Scored, Tensors
+from rl_interfaces.backend.generation.loop import SamplingConfig, check_room, generate
+from rl_interfaces.backend.metrics import LossCounts, TrainReport
+from rl_interfaces.backend.runtime.agreement import failing_together
+from rl_interfaces.backend.runtime.device import Profiler, describe_device, device_id
+from rl_interfaces.backend.runtime.random import RandomState
+from rl_interfaces.backend.runtime.ranks import RankEnvironment, init_process_group
+from rl_interfaces.backend.scoring import RowScores
+from rl_interfaces.backend.steps import MicroBatch, Step, steps_of
+from rl_interfaces.backend.transfer import WeightTransfer
+from rl_interfaces.config.resolve import resolve_policy_config
+from rl_interfaces.config.types import PolicyConfig
+from rl_interfaces.generation import GenerationDatumSpec, GenerationOutputSpec
+from rl_interfaces.loss import LossFunction, LossInput, LossType
+from rl_interfaces.policy import (
+    LogprobOutputSpec,
+    ReferenceLogprobOutputSpec,
+    TopkLogitsOutputSpec,
+)
+from rl_interfaces.residency import Residency, ResidencyState
+from rl_interfaces.worker import ParallelLayout
+
+logger = logging.getLogger(__name__)
+
+_NOISE = 0.01
+_MAX_FILE_BYTES = 5 * 10**9
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class WorkerSettings:
+    """What the worker itself reads of a policy config; the rest is the engine's."""
+
+    train_global_batch_size: int
+    train_micro_batch_size: int
+    logprob_batch_size: int
+    planned_by: str | None
+    """The section by which the driver plans micro-batches; None: they have fixed sizes."""
+    max_total_sequence_length: int | None
+    sampling: SamplingConfig | None
+    timeout_s: float
+    profile_dir: str
+    seed: int
+
+    @classmethod
+    def from_resolved(cls, resolved: Mapping[str, Any]) -> WorkerSettings:
+        """Parse a config that `resolve_policy_config` has completed.
+
+        Raises:
+            ValueError: There is no room for a prompt.
+        """
+        sections = ("dynamic_batching", "sequence_packing")
+        enabled = [name for name in sections if resolved[name]["enabled"]]
+        return cls(
+            train_global_batch_size=resolved["train_global_batch_size"],
+            train_micro_batch_size=resolved["train_micro_batch_size"],
+            logprob_batch_size=resolved["logprob_batch_size"],
+            planned_by=enabled[0] if enabled else None,
+            max_total_sequence_length=resolved.get("max_total_sequence_length"),
+            sampling=SamplingConfig.from_policy_config(resolved),
+            timeout_s=resolved["timeout_s"],
+            profile_dir=resolved["profile_dir"],
+            seed=resolved["seed"],
+        )
+
+
+class EngineWorker:
+    """One rank of a policy over the engine of `engine_class`.
+
+    A plain class: it runs wherever torchrun's environment variables are set, on its GPU with NCCL
+    or on the CPU with gloo. Every method is called on every rank. A backend names its engine:
+
+        class MyWorker(EngineWorker):
+            engine_class = MyEngine
+
+    The engine's class has a classmethod `plan_layout(config, *, world_size, init_optimizer)`, which
+    checks a resolved config and returns its `ParallelLayout`, and is constructed with
+    `(config, *, environment, tokenizer, init_optimizer)` once the process group is there.
+
+    Args:
+        config: A `PolicyConfig`.
+        tokenizer: The model's tokenizer.
+        weights_path: Weights of `save_checkpoint` to start from, instead of the model's own.
+        optimizer_path: The training state that belongs to them.
+        init_optimizer: Whether to train; without an optimizer the worker only scores and samples.
+        init_reference_model: Whether to keep a frozen copy for reference log-probabilities. It is
+            the model as `model_name` gives it, whatever `weights_path` says.
+
+    Raises:
+        ValueError: The config asks for what cannot be done.
+    """
+
+    contract_version = (1, 0)
+    engine_class: ClassVar[Any]
+
+    def __init__(
+        self,
+        config: PolicyConfig,
+        tokenizer: Any,
+        weights_path: str | None = None,
+        optimizer_path: str | None = None,
+        init_optimizer: bool = True,
+        init_reference_model: bool = True,
+    ) -> None:
+        resolved = resolve_policy_config(config)
+        self._settings = WorkerSettings.from_resolved(resolved)
+        self._environment = RankEnvironment.from_environment()
+        self._tokenizer = tokenizer
+        timeout_s = self._settings.timeout_s
+        with ExitStack() as leaving:
+            if init_process_group(self._environment, timeout_s=timeout_s):
+                leaving.callback(_leave_process_group)
+            self._engine: Engine = self.engine_class(
+                resolved,
+                environment=self._environment,
+                tokenizer=tokenizer,
+                init_optimizer=init_optimizer,
+            )
+            leaving.callback(self._engine.close)
+            info = self._engine.info
+            self._data_rank = dist.get_rank(info.data_group)
+            self._random = RandomState(self._settings.seed + self._data_rank, device=info.device)
+            self._reference = self._engine.keep_reference() if init_reference_model else None
+            self._residency = Residency(has_optimizer=self._engine.optimizer is not None)
+            self._profiler = Profiler(self._environment, directory=self._settings.profile_dir)
+            self._transfer = WeightTransfer(
+                self.weight_source,
+                rank=self._environment.rank,
+                device=info.device,
+                device_id=device_id(info.device),
+                timeout_s=timeout_s,
+            )
+            leaving.callback(self._transfer.close)
+            self._checkpointer = Checkpointer(
+                self._engine.checkpoint, timeout_s=timeout_s, in_background=self.saves_in_background
+            )
+            leaving.callback(self._checkpointer.close)
+            self._writes_random_state = _is_first_of_its_rows(self._data_rank, info.device)
+            if weights_path is not None:
+                self.load_checkpoint(weights_path, optimizer_path)
+            self._leaving = leaving.pop_all()
+
+    def __repr__(self) -> str:
+        return f"{type(self).__name__}[rank={self._environment.rank}]"
+
+    @classmethod
+    def validate_config(
+        cls, config: Mapping[str, Any], *, world_size: int, init_optimizer: bool = True
+    ) -> ParallelLayout:
+        """Return the layout of `world_size` ranks, before any of them starts.
+
+        Raises:
+            ValueError: The config asks for what cannot be done; the message names key and numbers.
+        """
+        resolved = resolve_policy_config(config)
+        settings = WorkerSettings.from_resolved(resolved)
+        layout: ParallelLayout = cls.engine_class.plan_layout(
+            resolved, world_size=world_size, init_optimizer=init_optimizer
+        )
+        if settings.train_global_batch_size % layout.data_parallel:
+            raise ValueError(
+                f"policy.train_global_batch_size={settings.train_global_batch_size} is not "
+                f"divisible by the {layout.data_parallel} data-parallel ranks"
+            )
+        return layout
+
+    @property
+    def model(self) -> Any:
+        """The engine's module or modules on this rank."""
+        return self._engine.model
+
+    @property
+    def saves_in_background(self) -> bool:
+        """Whether a save returns once the state is copied, and is written meanwhile."""
+        return False
+
+    # Training
+
+    def train(
+        self,
+        data: BatchedDataDict[Any],
+        loss_fn: LossFunction,
+        eval_mode: bool = False,
+        gbs: int | None = None,
+        mbs: int | None = None,
+    ) -> dict[str, Any]:
+        """Take an optimizer step per global batch, of which `data` is this rank's shard.
+
+        See `rl_interfaces.PolicyWorker.train`.
+
+        Raises:
+            ValueError: The batch lacks a key, or sizes do not divide.
+            ResidencyError: The worker is not in a state to train.
+        """
+        self._require("train(eval_mode=True)" if eval_mode else "train")
+        check_training_batch(
+            data,
+            pad_token_id=self._tokenizer.pad_token_id,
+            needs_token_mask=loss_fn.loss_type is LossType.TOKEN_LEVEL,
+        )
+        steps = self._steps(
+            data,
+            local_batch_size=self._local_batch_size(gbs),
+            given=positive("mbs", mbs),
+            default=self._settings.train_micro_batch_size,
+            rows_per_group=getattr(loss_fn, "rows_per_group", 1),
+        )
+        with self._scoring() if eval_mode else self._engine.mode(training=True):
+            report = self._run_steps(steps, loss_fn, eval_mode=eval_mode)
+        if not eval_mode:
+            assert self._engine.optimizer is not None, "the residency state has an optimizer"
+            self._engine.optimizer.advance_schedule()
+        return {
+            "global_loss": torch.stack(report.losses).cpu(),
+            "grad_norm": torch.stack(report.grad_norms).cpu() if report.grad_norms else None,
+            "rank": self._environment.rank,
+            "all_mb_metrics": dict(report.metrics),
+        }
+
+    def _run_steps(
+        self, steps: Iterable[Step], loss_fn: LossFunction, *, eval_mode: bool
+    ) -> TrainReport:
+        engine, report, skipped = self._engine, TrainReport(), 0
+        for step in steps:
+            counts = LossCounts.of(
+                step.rows, group=engine.info.data_group, device=engine.info.device
+            )
+            loss = self._loss_of(loss_fn, counts, eval_mode=eval_mode)
+            if eval_mode:
+                found = engine.run(step, lambda batch, output: loss(batch, output)[1])  # noqa: B023
+            else:
+                found = engine.run_backward(step, loss)
+            total = torch.stack([each.tensors["loss"].float() for each in found]).sum()
+            total = total.to(engine.info.device)
+            dist.all_reduce(total, group=engine.info.data_group)
+            report.losses.append(total)
+            for each in found:
+                report.add_metrics(each.metrics)
+            if not eval_mode:
+                skipped += not self._optimizer_step(counts, report)
+        if not eval_mode and self._data_rank == 0:
+            # From one data-parallel rank alone: the sum over the ranks is then the count.
+            report.metrics["skipped_steps"].append(skipped)
+        return report
+
+    def _loss_of(
+        self, loss_fn: LossFunction, counts: LossCounts, *, eval_mode: bool
+    ) -> Callable[[MicroBatch, ForwardOutput], tuple[torch.Tensor, Scored]]:
+        takes_logprobs = getattr(loss_fn, "input_type", LossInput.LOGITS) is LossInput.LOGPROBS
+        sharded = bool(getattr(loss_fn, "accepts_sharded_logits", False))
+        reported = {
+            "global_valid_seqs": float(counts.valid_seqs),
+            "global_valid_toks": float(counts.valid_toks),
+        }
+        if not eval_mode and self._engine.optimizer is not None:
+            reported["lr"] = self._engine.optimizer.learning_rate
+
+        def loss(batch: MicroBatch, output: ForwardOutput) -> tuple[torch.Tensor, Scored]:
+            inputs = output.logprobs() if takes_logprobs else output.logits(sharded=sharded)
+            value, metrics = loss_fn(inputs, batch.rows, *counts.divisors)
+            numbers = {name: _to_number(each) for name, each in metrics.items()}
+            is_counted = numbers["num_valid_samples"] > 0
+            # A copy, as a pipeline schedule scales the loss in place.
+            scored = Scored(
+                tensors={"loss": value.detach().clone()},
+                metrics={**numbers, **reported} if is_counted else {},
+            )
+            return value, scored
+
+        return loss
+
+    def _optimizer_step(self, counts: LossCounts, report: TrainReport) -> bool:
+        assert self._engine.optimizer is not None, "the residency state has an optimizer"
+        is_empty = counts.is_empty
+        step = self._engine.optimizer.step(discard=is_empty)
+        report.grad_norms.append(step.grad_norm)
+        if is_empty:
+            logger.warning(
+                "The global batch has %g valid samples and %g valid tokens: the step is skipped",
+                float(counts.valid_seqs),
+                float(counts.valid_toks),
+            )
+        elif not step.stepped:
+            logger.warning("The gradient norm is %s: the step is skipped", float(step.grad_norm))
+        return step.stepped
+
+    # Scoring
+
+    def get_logprobs(
+        self, data: BatchedDataDict[Any], micro_batch_size: int | None = None
+    ) -> BatchedDataDict[LogprobOutputSpec]:
+        """Return `logprobs`, `[batch, seq]` float32 on the CPU; position 0 and padding are 0.
+
+        Raises:
+            ValueError: The batch lacks a key.
+            ResidencyError: The model is not on the device.
+        """
+        self._require("get_logprobs")
+        return self._score_rows(
+            lambda output: {"logprobs": output.logprobs()}, data, micro_batch_size
+        )
+
+    def get_reference_policy_logprobs(
+        self, data: BatchedDataDict[Any], micro_batch_size: int | None = None
+    ) -> BatchedDataDict[ReferenceLogprobOutputSpec]:
+        """Return `reference_logprobs`: the same under the reference model.
+
+        Raises:
+            RuntimeError: There is no reference model.
+        """
+        self._require("get_reference_policy_logprobs")
+        with self.use_reference_model():
+            scores = self.get_logprobs(data, micro_batch_size)
+        return BatchedDataDict({"reference_logprobs": scores["logprobs"]})
+
+    def get_topk_logits(
+        self, data: BatchedDataDict[Any], k: int, micro_batch_size: int | None = None
+    ) -> BatchedDataDict[TopkLogitsOutputSpec]:
+        """Return `topk_logits` and `topk_indices`, `[batch, seq, k]` on the CPU; 0 at padding.
+
+        Position `t` has the logits that predict token `t + 1`, largest first, temperature applied;
+        the last token of a row has them too.
+
+        Raises:
+            ValueError: `k` is not within the vocabulary.
+        """
+        self._require("get_topk_logits")
+        vocab_size = self._engine.info.vocab_size
+        if not 1 <= k <= vocab_size:
+            raise ValueError(f"k={k} is not within 1..{vocab_size}, the vocabulary")
+        return self._score_rows(lambda output: output.topk_logits(k), data, micro_batch_size)
+
+    @contextmanager
+    def use_reference_model(self) -> Generator[None, None, None]:
+        """Give the model the reference weights inside; on exit it has its own, bit for bit.
+
+        Raises:
+            RuntimeError: There is no reference model.
+        """
+        if self._reference is None:
+            raise RuntimeError(
+                "there is no reference model: init_reference_model was False, or the engine can "
+                "keep none with this config"
+            )
+        with self._reference():
+            yield
+
+    def _score_rows(
+        self,
+        score: Callable[[Any], Tensors],
+        data: BatchedDataDict[Any],
+        micro_batch_size: int | None,
+    ) -> BatchedDataDict[Any]:
+        check_scoring_batch(data, pad_token_id=self._tokenizer.pad_token_id)
+        steps = self._steps(
+            data,
+            local_batch_size=None,
+            given=positive("micro_batch_size", micro_batch_size),
+            default=self._settings.logprob_batch_size,
+        )
+        scores = RowScores(data)
+        with self._scoring():
+            for step in steps:
+                found = self._engine.run(step, lambda _, output: Scored(tensors=score(output)))
+                for span, each in zip(step.row_spans, found, strict=False):
+                    scores.put(span, each.tensors)
+        return BatchedDataDict(scores.scores)
+
+    # Generation
+
+    def generate(
+        self, data: BatchedDataDict[GenerationDatumSpec], greedy: bool = False
+    ) -> BatchedDataDict[GenerationOutputSpec]:
+        """Return a completion for each row, see `GenerationOutputSpec`.
+
+        Raises:
+            ValueError: There is no `policy.generation`, or a prompt leaves no room for a token.
+        """
+        self._require("generate")
+        sampling = self._settings.sampling
+        if sampling is None:
+            raise ValueError("policy.generation is not set: the policy does not generate")
+        check_scoring_batch(data, pad_token_id=self._tokenizer.pad_token_id)
+        check_room(data, longest=self._longest_sequence)
+        with self._scoring(), self._engine.decoders() as open_decoder:
+            return generate(
+                open_decoder,
+                data,
+                sampling=sampling,
+                greedy=greedy,
+                tokenizer=self._tokenizer,
+                generator=self._random.sampling,
+                max_total_length=self._longest_sequence,
+                device=self._engine.info.device,
+            )
+
+    # Residency
+
+    def prepare_for_training(self, *args: Any, **kwargs: Any) -> None:
+        """Bring model and optimizer state onto the device, in train mode."""
+        self._move(ResidencyState.TRAINING, "prepare_for_training")
+
+    def prepare_for_lp_inference(self) -> None:
+        """Bring the model onto the device, in eval mode, and the optimizer state off it."""
+        self._move(ResidencyState.INFERENCE, "prepare_for_lp_inference")
+
+    def offload_before_refit(self) -> None:
+        """Keep the model on the device and move the optimizer state off it."""
+        self._move(ResidencyState.REFITTING, "offload_before_refit")
+
+    def offload_after_refit(self) -> None:
+        """Move everything off the device."""
+        self._transfer.drop_handles()
+        self._move(ResidencyState.OFFLOADED, "offload_after_refit")
+
+    def _move(self, state: ResidencyState, call: str) -> None:
+        self._engine.place(state)
+        self._residency.enter(call)
+
+    # Checkpoints
+
+    def save_checkpoint(
+        self,
+        weights_path: str,
+        optimizer_path: str | None = None,
+        tokenizer_path: str | None = None,
+    ) -> None:
+        """Write the weights; the training state and the tokenizer where a path is given.
+
+        The directories are written beside their places and renamed together when all are complete;
+        the tokenizer, which no training changes, is written into its place after that. The training
+        state holds optimizer, schedule, loss scale and every rank's random state.
+
+        Raises:
+            ValueError: `optimizer_path` is given and there is no optimizer, a path is taken by
+                something that no save has written, or the tokenizer is to lie in a directory that
+                is written in the background.
+            RuntimeError: This save, or the one before it, cannot be written; on every rank.
+        """
+        self._require_optimizer(optimizer_path, to="save")
+        if tokenizer_path is not None and self.saves_in_background:
+            _require_disjoint(tokenizer_path, {weights_path, optimizer_path})
+        self._checkpointer.save(weights_path, optimizer_path, self._random_state_of_rank())
+        with failing_together():
+            if tokenizer_path is not None and self._environment.rank == 0:
+                self._tokenizer.save_pretrained(tokenizer_path)
+
+    def load_checkpoint(self, weights_path: str, optimizer_path: str | None = None) -> None:
+        """Read what `save_checkpoint` wrote, in this layout of ranks or another.
+
+        The saved rates and schedule take the place of those in the config, which has to name the
+        same optimizer and the same kind of schedule.
+
+        Raises:
+            ValueError: A directory is no complete checkpoint of this model, the two are of
+                different saves, there is no optimizer, or the save is of another optimizer or kind
+                of schedule.
+        """
+        self._require_optimizer(optimizer_path, to="load")
+        random_state = self._checkpointer.load(
+            weights_path, optimizer_path, self._random_state_of_rank()
+        )
+        if random_state:
+            self._random.load_state_dict(random_state)
+
+    def finish_checkpoint(self) -> None:
+        """Wait until the last save is on the disk.
+
+        Raises:
+            RuntimeError: It could not be written.
+            TimeoutError: It takes longer than `policy.timeout_s`.
+        """
+        self._checkpointer.finish()
+
+    def save_hf_checkpoint(self, path: str, max_file_bytes: int = _MAX_FILE_BYTES) -> None:
+        """Write a directory that `AutoModelForCausalLM.from_pretrained` loads, in float32.
+
+        Args:
+            path: The directory.
+            max_file_bytes: A larger model is written as several files of at most this size, of
+                which the first rank holds one at a time.
+
+        Raises:
+            ValueError: The path is taken by something that no save has written.
+            RuntimeError: It cannot be written; on every rank.
+        """
+        with self._checkpointer.replacing(path) as directory:
+            write_hf_directory(
+                self._engine.export(), self._tokenizer, directory, max_file_bytes=max_file_bytes
+            )
+
+    def _require_optimizer(self, optimizer_path: str | None, *, to: str) -> None:
+        if optimizer_path is not None and self._engine.optimizer is None:
+            raise ValueError(f"optimizer_path={optimizer_path!r}: there is no optimizer to {to}")
+
+    def _random_state_of_rank(self) -> RankRandomState:
+        return RankRandomState(
+            data_parallel_rank=self._data_rank,
+            is_written_here=self._writes_random_state,
+            state=self._random.state_dict(),
+        )
+
+    # Weights, see `rl_interfaces.WeightSendingWorker`
+
+    @property
+    def weight_source(self) -> Any:
+        """The full weights in the wire dtype, see `rl_interfaces.WeightSource`."""
+        return self._engine.weight_source(self._engine.info.wire_dtype)
+
+    def prepare_refit_info(self) -> dict[str, tuple[tuple[int, ...], torch.dtype]]:
+        """Return `{name: (shape, wire dtype)}` of every tensor that is sent, in order."""
+        metadata = self.weight_source.metadata()
+        return {name: (tuple(shape), dtype) for name, dtype, shape in metadata}
+
+    def prepare_info_for_collective(self) -> dict[str, Any]:
+        """Return what `prepare_refit_info` returns."""
+        return self.prepare_refit_info()
+
+    def open_refit(self, **options: Any) -> dict[str, Any] | None:
+        """Return the address at which this rank's receivers find it, see `WeightTransfer.open`."""
+        return self._transfer.open(**options)
+
+    def send_weights(self, version: int) -> dict[str, float]:
+        """Stream the weights to the receivers; return the seconds of each phase, and the bytes.
+
+        Raises:
+            RefitError: A receiver failed or did not answer in time.
+            ResidencyError: The model is not on the device.
+        """
+        self._require("send_weights")
+        return self._transfer.send(version)
+
+    def prepare_weights_for_ipc(self) -> tuple[list[tuple[str, int]], float]:
+        """Return name and bytes of every tensor as it is sent, and the device's free bytes."""
+        self._require("send_weights")
+        return self._transfer.sizes()
+
+    def get_weights_ipc_handles(self, keys: Iterable[str]) -> dict[str, Any]:
+        """Return `{device id: {name: handle}}`; the handles of the call before expire.
+
+        `rl_refit.handles.rebuild` makes a tensor of a handle, in another process.
+
+        Raises:
+            ValueError: There is no tensor of a name.
+        """
+        self._require("send_weights")
+        return self._transfer.export(keys)
+
+    def init_collective(self, ip: str, port: int, world_size: int) -> None:
+        """Meet `world_size - 1` inference ranks at an address of rank 0, which alone joins."""
+        self._transfer.join(ip, port, world_size)
+
+    def broadcast_weights_for_collective(self) -> None:
+        """Broadcast every tensor to the group of `init_collective`, in order."""
+        self._require("send_weights")
+        self._transfer.broadcast()
+
+    @torch.no_grad()
+    def _add_noise_to_weights(self) -> None:
+        """Add N(0, 0.01^2) to every trainable parameter, to make a transfer visible.
+
+        Ranks that hold the same shard of a parameter draw the same numbers.
+        """
+        generator = torch.Generator(self._engine.info.device)
+        for key, parameter in self._engine.local_parameters():
+            generator.manual_seed(self._settings.seed + zlib.crc32(key.encode()))
+            noise = torch.randn(parameter.shape, generator=generator, device=generator.device)
+            parameter.add_(noise.to(parameter), alpha=_NOISE)
+
+    # Information
+
+    def is_alive(self) -> bool:
+        """Return True."""
+        return True
+
+    def reset_peak_memory_stats(self) -> None:
+        """Start the peak memory figures anew."""
+        if self._environment.device.type == "cuda":
+            torch.cuda.reset_peak_memory_stats(self._environment.device)
+
+    def get_gpu_info(self) -> dict[str, Any]:
+        """Return rank, device, memory figures in MiB, and a few values of one parameter."""
+        name, parameter = next(self._engine.local_parameters())
+        # A parameter whose storage is released while it is off the device has no values.
+        has_values = parameter.untyped_storage().nbytes() > 0
+        sample: list[float] = parameter.detach().flatten()[:4].tolist() if has_values else []
+        return {**describe_device(self._environment), "parameter_sample": {name: sample}}
+
+    def report_device_id(self) -> str:
+        """Return the GPU's UUID, or on the CPU an id of the host."""
+        return device_id(self._environment.device)
+
+    def start_gpu_profiling(self) -> None:
+        """Open a profiling range: CUDA's own, or on the CPU a trace of `torch.profiler`."""
+        self._profiler.start()
+
+    def stop_gpu_profiling(self) -> None:
+        """Close the range; on the CPU the trace is written to `policy.profile_dir`."""
+        self._profiler.stop()
+
+    def shutdown(self) -> None:
+        """Release receivers and handles, and leave the process group if the worker joined it.
+
+        Calling it twice is fine.
+
+        Raises:
+            RuntimeError: The last save could not be written.
+        """
+        self._leaving.close()
+
+    # What the calls share
+
+    def _require(self, call: str) -> None:
+        """Refuse a call that the engine cannot serve, or that the residency state does not allow.
+
+        Raises:
+            ValueError: The engine lacks it; the message has its reason.
+            ResidencyError: The state does not allow it; the message has the call that leads out.
+        """
+        reason = self._engine.info.lacks.get(call.partition("(")[0])
+        if reason is not None:
+            raise ValueError(f"{call} is not available: {reason}")
+        self._residency.require(call)
+
+    @contextmanager
+    def _scoring(self) -> Generator[None, None, None]:
+        """Run in eval mode without gradients; mode and random state are restored."""
+        device = self._engine.info.device
+        devices = [device] if device.type == "cuda" else []
+        mode: AbstractContextManager[None] = self._engine.mode(training=False)
+        with mode, torch.no_grad(), torch.random.fork_rng(devices=devices):
+            yield
+
+    def _steps(
+        self,
+        data: BatchedDataDict[Any],
+        *,
+        local_batch_size: int | None,
+        given: int | None,
+        default: int,
+        rows_per_group: int = 1,
+    ) -> list[Step]:
+        info = self._engine.info
+        return steps_of(
+            data,
+            local_batch_size=local_batch_size,
+            given=given,
+            default=default,
+            planned_by=self._settings.planned_by,
+            concatenation=info.packing,
+            group=info.data_group,
+            device=info.device,
+            rows_per_group=rows_per_group,
+        )
+
+    def _local_batch_size(self, gbs: int | None) -> int:
+        global_size = positive("gbs", gbs) or self._settings.train_global_batch_size
+        num_ranks = dist.get_world_size(self._engine.info.data_group)
+        if global_size % num_ranks:
+            raise ValueError(
+                f"gbs={global_size} is not divisible by the {num_ranks} data-parallel ranks"
+            )
+        return global_size // num_ranks
+
+    @property
+    def _longest_sequence(self) -> int:
+        limits = [self._settings.max_total_sequence_length, self._engine.info.max_sequence_length]
+        return min((limit for limit in limits if limit is not None), default=2**31)
+
+
+def _is_first_of_its_rows(data_rank: int, device: torch.device) -> bool:
+    """Return whether no lower rank holds the same rows as this one. Collective."""
+    own = torch.tensor([data_rank], dtype=torch.int64, device=device)
+    found = [torch.empty_like(own) for _ in range(dist.get_world_size())]
+    dist.all_gather(found, own)
+    return [int(each) for each in found].index(data_rank) == dist.get_rank()
+
+
+def _leave_process_group() -> None:
+    if dist.is_initialized():
+        dist.destroy_process_group()
+
+
+def _require_disjoint(tokenizer_path: str, others: set[str | None]) -> None:
+    """Raise `ValueError` where a save in the background would replace the tokenizer's directory."""
+    place = Path(tokenizer_path).absolute()
+    for other in others - {None}:
+        if Path(str(other)).absolute() in (place, *place.parents):
+            raise ValueError(
+                f"tokenizer_path={tokenizer_path!r} lies in {other!r}, which is replaced when the "
+                "save in the background is complete: give it a directory of its own"
+            )
+
+
+def _to_number(value: Any) -> Any:
+    return value.item() if isinstance(value, torch.Tensor) else value

@@ -1,0 +1,201 @@
+"""Authenticated channels for control messages, over a Unix socket or TCP.
+
+A frame is `length (4 bytes), MAC (32 bytes), payload`. The MAC is an HMAC-SHA256 under a key of
+this connection and direction, over a counter and the payload: no frame can be forged, repeated,
+dropped or reordered. `rl_refit.protocol.endpoint` makes channels, and their keys.
+"""
+
+from __future__ import annotations
+
+import hmac
+import os
+import select
+import socket
+import struct
+from contextlib import suppress
+
+from rl_refit.errors import AuthenticationError, RefitError, RefitTimeoutError
+from rl_refit.protocol.messages import (
+    Failure,
+    Message,
+    decode,
+    encode,
+    failure_of,
+    raise_failure,
+)
+from rl_refit.protocol.waiting import Deadline, poll_briefly
+
+MAX_MESSAGE_BYTES = 64 << 20
+_GOODBYE_S = 1.0
+"""For reporting a failure to a peer, or reading its report, when the refit has failed anyway."""
+_FRAME = struct.Struct("!I32s")
+
+
+class ChannelClosed(ConnectionError):
+    """The other side has closed the connection."""
+
+
+class Channel:
+    """A connection whose other side is authenticated.
+
+    Args:
+        sock: Connected; owned by the channel from now on.
+        peer: Names the other side in errors.
+        send_key: Of the MACs sent, 32 bytes.
+        receive_key: Of the MACs received.
+    """
+
+    def __init__(
+        self, sock: socket.socket, *, peer: str, send_key: bytes, receive_key: bytes
+    ) -> None:
+        sock.setblocking(True)
+        if sock.family != socket.AF_UNIX:
+            sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        self._socket = sock
+        self._input = select.poll()
+        self._input.register(sock, select.POLLIN)
+        self._hang_up = select.poll()
+        self._hang_up.register(sock, select.POLLRDHUP)
+        self._peer = peer
+        self._send_key = send_key
+        self._receive_key = receive_key
+        self._num_sent = 0
+        self._num_received = 0
+
+    def fileno(self) -> int:
+        """Return the descriptor, for a selector."""
+        return self._socket.fileno()
+
+    @property
+    def host(self) -> str | None:
+        """The address by which this machine reaches the other; None for a Unix socket."""
+        return None if self._socket.family == socket.AF_UNIX else self._socket.getsockname()[0]
+
+    def send(self, message: Message, deadline: Deadline) -> None:
+        """Send a message.
+
+        Raises:
+            RefitError: The other side has failed and reported it; or the message is too large.
+            ChannelClosed: The other side is gone.
+            RefitTimeoutError: The other side does not read.
+        """
+        payload = encode(message)
+        if len(payload) > MAX_MESSAGE_BYTES:
+            raise RefitError(
+                f"a {type(message).__name__} of {len(payload)} bytes, at most {MAX_MESSAGE_BYTES} "
+                "are sent"
+            )
+        mac = _seal(self._send_key, self._num_sent, payload)
+        self._num_sent += 1
+        try:
+            self._socket.settimeout(deadline.remaining("room for a message"))
+            self._socket.sendall(_FRAME.pack(len(payload), mac) + payload)
+        except TimeoutError as error:
+            raise RefitTimeoutError(
+                f"no room for a message within {deadline.seconds:g} s"
+            ) from error
+        except OSError as error:
+            self._drain_failure()
+            raise ChannelClosed(str(error)) from error
+
+    def receive(self, deadline: Deadline, waited_for: str = "message") -> Message:
+        """Return the next message.
+
+        Raises:
+            ChannelClosed: The other side is gone.
+            RefitTimeoutError: Nothing came in time.
+            AuthenticationError: The frame is not the other side's next one.
+            RefitError: The frame is authentic, and no message.
+        """
+        poll_briefly(self.has_input)
+        length, mac = _FRAME.unpack(self._read(_FRAME.size, deadline, waited_for))
+        # Checked before it is read: the length itself is not authenticated yet.
+        if length > MAX_MESSAGE_BYTES:
+            raise AuthenticationError(
+                f"a message of {length} bytes, at most {MAX_MESSAGE_BYTES} are read"
+            )
+        payload = self._read(length, deadline, waited_for)
+        if not hmac.compare_digest(mac, _seal(self._receive_key, self._num_received, payload)):
+            raise AuthenticationError("a message that the other side did not send as its next one")
+        self._num_received += 1
+        return decode(payload)
+
+    def has_input(self) -> bool:
+        """Return whether a message, or the end of the connection, can be read at once."""
+        return bool(self._input.poll(0))
+
+    def has_hung_up(self) -> bool:
+        """Return whether the other side has closed, though messages may be left to read."""
+        return bool(self._hang_up.poll(0))
+
+    def send_descriptors(self, descriptors: list[int], deadline: Deadline) -> None:
+        """Pass open files to the other side, which must call `receive_descriptors` next.
+
+        Raises:
+            RefitError: The other side has failed and reported it.
+            ChannelClosed: The other side is gone.
+        """
+        try:
+            self._socket.settimeout(deadline.remaining("room for descriptors"))
+            socket.send_fds(self._socket, [b"F"], descriptors)
+        except OSError as error:
+            self._drain_failure()
+            raise ChannelClosed(str(error)) from error
+
+    def receive_descriptors(self, count: int, deadline: Deadline) -> list[int]:
+        """Return the open files that the other side passes; the caller closes them.
+
+        Raises:
+            ChannelClosed: The other side is gone, or passed another number of files.
+        """
+        try:
+            self._socket.settimeout(deadline.remaining("descriptors"))
+            _, descriptors, _, _ = socket.recv_fds(self._socket, 1, count, socket.MSG_CMSG_CLOEXEC)
+        except OSError as error:
+            raise ChannelClosed(str(error)) from error
+        if len(descriptors) != count:
+            for descriptor in descriptors:
+                os.close(descriptor)
+            raise ChannelClosed(f"{len(descriptors)} descriptors came where {count} were announced")
+        return descriptors
+
+    def close(self, error: BaseException | None = None, *, rank: int | None = None) -> None:
+        """Close the connection; what was sent before can still be read.
+
+        Args:
+            error: Reported to the other side first, if it still reads.
+            rank: The receiver's rank, see `failure_of`.
+        """
+        if error is not None:
+            with suppress(ChannelClosed, RefitError):
+                self.send(failure_of(error, rank=rank), Deadline(_GOODBYE_S))
+        self._socket.close()
+
+    def _drain_failure(self) -> None:
+        """Raise the failure that the other side reported before it closed, if it did."""
+        message: Message | None = None
+        with suppress(ChannelClosed, RefitError):
+            while not isinstance(message, Failure):
+                message = self.receive(Deadline(_GOODBYE_S))
+        if isinstance(message, Failure):
+            raise_failure(message, origin=self._peer)
+
+    def _read(self, size: int, deadline: Deadline, waited_for: str) -> bytes:
+        data = bytearray()
+        while len(data) < size:
+            try:
+                self._socket.settimeout(deadline.remaining(waited_for))
+                # Not a byte beyond the frame: descriptors are attached to the byte after it.
+                chunk = self._socket.recv(min(size - len(data), 1 << 20))
+            except TimeoutError:
+                continue
+            except OSError as error:
+                raise ChannelClosed(str(error)) from error
+            if not chunk:
+                raise ChannelClosed("the connection was closed")
+            data += chunk
+        return bytes(data)
+
+
+def _seal(key: bytes, counter: int, payload: bytes) -> bytes:
+    return hmac.digest(key, struct.pack("!Q", counter) + payload, "sha256")

@@ -1,0 +1,313 @@
+"""Where a sender listens, and how both sides prove that they know the token of its address.
+
+All on one machine, a sender listens on a Unix socket in a private directory; else on a TCP port.
+What a killed sender leaves behind is removed by the next process that looks there: a receiver whose
+connection broke, or another sender that starts.
+
+The handshake, before anything else is said; every HMAC covers both nonces and the rank:
+
+    server  magic, nonce                             8 + 32 bytes
+    client  nonce, rank, HMAC(token, "client")       32 + 4 + 32 bytes
+    server  HMAC(token, "server")                    32 bytes
+
+The keys of the channel are two more such HMACs, one for each direction.
+"""
+
+from __future__ import annotations
+
+import hmac
+import os
+import secrets
+import selectors
+import socket
+import struct
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from rl_refit.errors import AuthenticationError, RefitError
+from rl_refit.private_directory import PrivateDirectory, remove_abandoned, remove_if_abandoned
+from rl_refit.protocol.channel import Channel, ChannelClosed
+from rl_refit.protocol.waiting import Deadline
+
+PREFIX = "rl-refit-"
+MAGIC = b"rlrefit2"
+"""With the version of handshake, frames and messages: sides of two releases refuse each other."""
+NONCE_BYTES = 32
+_MAC_BYTES = 32
+_MOST_CHARACTERS = 90
+"""Of the directory's path: the kernel takes 107 for the path of a socket."""
+_BACKLOG = 128
+_REPLY = struct.Struct(f"!{NONCE_BYTES}sI{_MAC_BYTES}s")
+
+
+class Endpoint:
+    """A listening socket and, where all are on one machine, a private directory.
+
+    Args:
+        host: Listen on a free TCP port of this address; None for a Unix socket.
+
+    Attributes:
+        address: What `dial` takes.
+        directory: The private directory (0700); None with TCP.
+        host: The argument.
+        listener: The socket, for `accept`.
+    """
+
+    def __init__(self, *, host: str | None) -> None:
+        self.host = host
+        self.directory: Path | None = None
+        self._private: PrivateDirectory | None = None
+        self.listener = socket.socket(socket.AF_UNIX if host is None else socket.AF_INET)
+        try:
+            if host is None:
+                self._private = PrivateDirectory(PREFIX, most_characters=_MOST_CHARACTERS)
+                self.directory = self._private.path
+                _listen_unix(self.listener, self.directory / "control")
+                self.address = f"unix:{self.directory / 'control'}"
+            else:
+                remove_abandoned(PREFIX)
+                _listen_tcp(self.listener, host)
+                self.address = f"tcp:{host}:{self.listener.getsockname()[1]}"
+        except BaseException:
+            self.close()
+            raise
+
+    def close(self) -> None:
+        """Stop listening and remove the directory. May be called again."""
+        self.listener.close()
+        if self._private is not None:
+            self._private.close()
+
+
+def dial(address: str, deadline: Deadline) -> socket.socket:
+    """Return a socket connected to an `Endpoint.address`.
+
+    Raises:
+        RefitError: Nobody listens there.
+    """
+    kind, _, rest = address.partition(":")
+    host, _, port = rest.rpartition(":")
+    sock = socket.socket(socket.AF_UNIX) if kind == "unix" else None
+    try:
+        if sock is None:
+            return socket.create_connection((host, int(port)), deadline.remaining("connection"))
+        sock.settimeout(deadline.remaining("connection"))
+        sock.connect(rest)
+        return sock
+    except OSError as error:
+        if sock is not None:
+            sock.close()
+        remove_remains(address)
+        raise RefitError(f"no sender listens on {address}: {error}") from error
+
+
+def address_towards(host: str, port: int) -> str:
+    """Return the address of this machine by which `host` reaches it. Nothing is sent."""
+    # Connecting a datagram socket only looks up the route.
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+        probe.connect((host, port))
+        return probe.getsockname()[0]
+
+
+def remove_remains(address: str, *, within_s: float = 0.0) -> None:
+    """Remove what a sender left at its address, if it is dead or dies within that time."""
+    kind, _, path = address.partition(":")
+    if kind != "unix":
+        return
+    directory = Path(path).parent
+    if not directory.name.startswith(PREFIX):
+        return
+    give_up = time.monotonic() + within_s
+    remove_if_abandoned(directory)
+    while Path(path).exists() and time.monotonic() < give_up:
+        time.sleep(0.005)
+        remove_if_abandoned(directory)
+
+
+def connect(sock: socket.socket, *, token: bytes, rank: int, deadline: Deadline) -> Channel:
+    """Return the authenticated channel of a connected socket: the client's side of the handshake.
+
+    Raises:
+        AuthenticationError: The server does not know the token, or turned this side away.
+        RefitTimeoutError: The server does not answer; it does so while it is sending.
+    """
+    hello = _read_exactly(sock, len(MAGIC) + NONCE_BYTES, deadline)
+    if hello[: len(MAGIC)] != MAGIC:
+        raise AuthenticationError(f"the endpoint does not speak {MAGIC.decode()}")
+    own = secrets.token_bytes(NONCE_BYTES)
+    transcript = hello[len(MAGIC) :] + own + struct.pack("!I", rank)
+    sock.sendall(_REPLY.pack(own, rank, _prove(token, b"client", transcript)))
+    answer = _read_exactly(sock, _MAC_BYTES, deadline)
+    if not hmac.compare_digest(answer, _prove(token, b"server", transcript)):
+        raise AuthenticationError("the endpoint does not know the token")
+    return Channel(
+        sock,
+        peer="the sender",
+        send_key=_prove(token, b"to server", transcript),
+        receive_key=_prove(token, b"to client", transcript),
+    )
+
+
+@dataclass(slots=True)
+class _Guest:
+    """A connection that has not proven yet that it knows the token."""
+
+    socket: socket.socket
+    nonce: bytes = field(default_factory=lambda: secrets.token_bytes(NONCE_BYTES))
+    reply: bytearray = field(default_factory=bytearray)
+
+
+def accept(
+    listener: socket.socket,
+    count: int,
+    *,
+    token: bytes,
+    deadline: Deadline,
+    present: Mapping[int, Channel] | None = None,
+) -> dict[int, Channel]:
+    """Return the channels of `count` receivers by rank: the server's side of the handshake.
+
+    A connection of another user, or without the token, is closed and not waited for; one that says
+    nothing keeps nobody waiting. A second one of a rank replaces the first.
+
+    Args:
+        listener: Of an `Endpoint`.
+        count: How many ranks to wait for.
+        token: Of the sender's address.
+        deadline: The limit for all of them.
+        present: Channels that are there already, and count; they are closed if this fails.
+
+    Raises:
+        RefitTimeoutError: Fewer came in time.
+    """
+    channels: dict[int, Channel] = dict(present or {})
+    guests: list[_Guest] = []
+    listener.setblocking(False)
+    try:
+        with selectors.DefaultSelector() as selector:
+            selector.register(listener, selectors.EVENT_READ)
+            while len(channels) < count:
+                left = deadline.remaining(f"connection: {sorted(channels)} of {count} receivers")
+                for key, _ in selector.select(left):
+                    if key.fileobj is not listener:
+                        _read_reply(key.data, selector, guests, channels, token)
+                    elif guest := _greet(listener):
+                        guests.append(guest)
+                        selector.register(guest.socket, selectors.EVENT_READ, guest)
+    except BaseException as error:
+        for channel in channels.values():
+            channel.close(error)
+        raise
+    finally:
+        for guest in guests:
+            guest.socket.close()
+    return channels
+
+
+def _greet(listener: socket.socket) -> _Guest | None:
+    try:
+        sock, _ = listener.accept()
+    except OSError:
+        return None
+    guest = _Guest(sock)
+    if not _is_own_user(sock):
+        sock.close()
+        return None
+    sock.setblocking(False)
+    try:
+        # Fits any new socket's buffer, so that it is sent whole or fails.
+        sock.sendall(MAGIC + guest.nonce)
+    except OSError:
+        sock.close()
+        return None
+    return guest
+
+
+def _read_reply(
+    guest: _Guest,
+    selector: selectors.BaseSelector,
+    guests: list[_Guest],
+    channels: dict[int, Channel],
+    token: bytes,
+) -> None:
+    """Read what a guest has sent; once the reply is complete, admit it or close it."""
+    try:
+        chunk = guest.socket.recv(_REPLY.size - len(guest.reply))
+    except BlockingIOError:
+        return
+    except OSError:
+        chunk = b""
+    guest.reply += chunk
+    if chunk and len(guest.reply) < _REPLY.size:
+        return
+    selector.unregister(guest.socket)
+    guests.remove(guest)
+    admitted = _admit(guest, token) if chunk else None
+    if admitted is None:
+        guest.socket.close()
+        return
+    rank, channel = admitted
+    if rank in channels:
+        channels[rank].close()
+    channels[rank] = channel
+
+
+def _admit(guest: _Guest, token: bytes) -> tuple[int, Channel] | None:
+    nonce, rank, proof = _REPLY.unpack(guest.reply)
+    transcript = guest.nonce + nonce + struct.pack("!I", rank)
+    if not hmac.compare_digest(proof, _prove(token, b"client", transcript)):
+        return None
+    try:
+        guest.socket.sendall(_prove(token, b"server", transcript))
+    except OSError:
+        return None
+    channel = Channel(
+        guest.socket,
+        peer=f"receiver {rank}",
+        send_key=_prove(token, b"to client", transcript),
+        receive_key=_prove(token, b"to server", transcript),
+    )
+    return rank, channel
+
+
+def _listen_unix(listener: socket.socket, path: Path) -> None:
+    listener.bind(str(path))
+    path.chmod(0o600)
+    listener.listen(_BACKLOG)
+
+
+def _listen_tcp(listener: socket.socket, host: str) -> None:
+    listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    listener.bind((host, 0))
+    listener.listen(_BACKLOG)
+
+
+def _is_own_user(sock: socket.socket) -> bool:
+    if sock.family != socket.AF_UNIX:
+        return True
+    credentials = sock.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, struct.calcsize("3i"))
+    _, user, _ = struct.unpack("3i", credentials)
+    return user == os.geteuid()
+
+
+def _read_exactly(sock: socket.socket, size: int, deadline: Deadline) -> bytes:
+    data = b""
+    while len(data) < size:
+        sock.settimeout(deadline.remaining("answer of the sender's endpoint"))
+        try:
+            chunk = sock.recv(size - len(data))
+        except TimeoutError:
+            continue
+        except OSError as error:
+            raise ChannelClosed(str(error)) from error
+        if not chunk:
+            raise AuthenticationError("the endpoint turned this connection away")
+        data += chunk
+    return data
+
+
+def _prove(token: bytes, role: bytes, transcript: bytes) -> bytes:
+    # The role keeps a proof from being sent back as the other side's, and separates the keys.
+    return hmac.digest(token, b"rl-refit/1 " + role + b":" + transcript, "sha256")

@@ -1,0 +1,168 @@
+"""The sender's half of the pipeline: fill a bucket's buffer, digest it, announce it.
+
+The next tensor is taken from the source before the wait for a free buffer, so that the gather of
+one bucket, the copy of another and the receivers' load of a third overlap.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import torch
+
+from rl_refit.buffers import PieceViews, Run, copy_all, zero_ranges
+from rl_refit.digest import DIGESTS, RunningDigest, bytes_of
+from rl_refit.errors import RefitError
+from rl_refit.plan import Bucket, RefitPlan, TensorSpec
+from rl_refit.protocol.messages import AllLoaded, End, Filled
+from rl_refit.protocol.waiting import Deadline
+from rl_refit.report import Stopwatch
+from rl_refit.sender.receivers import Receivers
+from rl_refit.transports.base import SendingSide
+
+NamedTensors = Iterator[tuple[str, torch.Tensor]]
+
+
+class OutboundStream:
+    """Sends the buckets of one refit.
+
+    Args:
+        plan: What lies where.
+        side: The sender's end of the transport.
+        views: The pieces of the buckets in the side's buffers.
+        receivers: Ready for this version.
+        version: Of the refit.
+        verify: Whether buckets get a digest.
+        deadline: For all waits.
+        watch: Counts the phases.
+    """
+
+    def __init__(
+        self,
+        plan: RefitPlan,
+        side: SendingSide,
+        views: PieceViews,
+        receivers: Receivers,
+        *,
+        version: int,
+        verify: bool,
+        deadline: Deadline,
+        watch: Stopwatch,
+    ) -> None:
+        self._plan = plan
+        self._side = side
+        self._views = views
+        self._receivers = receivers
+        self._version = version
+        self._verify = verify
+        self._deadline = deadline
+        self._watch = watch
+        # The bytes of a tensor that is split over buckets, while it is being sent.
+        self._split: torch.Tensor | None = None
+
+    def run(self, tensors: NamedTensors) -> None:
+        """Send every bucket; return when all receivers have loaded all."""
+        watch = self._watch
+        for bucket in self._plan.buckets:
+            digest = self.fill(bucket, tensors)
+            with watch.phase("wire"):
+                self._publish(bucket)
+                self.announce(bucket, digest)
+        check_exhausted(tensors)
+        with watch.phase("resume"):
+            self._receivers.send(End(self._version, len(self._plan.buckets)))
+            self._receivers.wait_done()
+            self._receivers.send(AllLoaded(self._version))
+
+    def announce(self, bucket: Bucket, digest: int) -> None:
+        """Tell the receivers that a bucket may be read."""
+        slot = bucket.index % len(self._side.buffers)
+        self._receivers.send(Filled(self._version, bucket.index, slot, bucket.nbytes, digest))
+
+    def fill(self, bucket: Bucket, tensors: NamedTensors) -> int:
+        """Copy a bucket's tensors into its buffer; return its digest, or 0 without verification."""
+        buffers = self._side.buffers
+        buffer = buffers[bucket.index % len(buffers)][: bucket.nbytes]
+        running: RunningDigest | None = None
+        for run in self._views.of(bucket):
+            with self._watch.phase("gather"):
+                taken = self._take(run, tensors)
+            # Not before the first tensors are here: their gather overlaps with the receivers' load.
+            if run.pieces[0] is bucket.pieces[0]:
+                running = self._make_room(bucket, buffer)
+            with self._watch.phase("pack"):
+                copy_all(run.views, taken)
+            if running is not None:
+                running.advance(run.end)
+        return self._finish_digest(bucket, buffer, running)
+
+    def _publish(self, bucket: Bucket) -> None:
+        try:
+            self._side.publish(bucket.index, bucket.nbytes, self._deadline)
+        except Exception as error:
+            # A receiver that has failed is the better explanation.
+            self._receivers.read_pending()
+            raise RefitError(
+                f"the bucket cannot be published: {error!r}",
+                bucket=bucket.index,
+                tensor=self._plan.label(bucket),
+            ) from error
+
+    def _make_room(self, bucket: Bucket, buffer: torch.Tensor) -> RunningDigest | None:
+        """Wait until the bucket's buffer is free; return its running digest, if it gets one."""
+        with self._watch.phase("wire"):
+            previous = bucket.index - len(self._side.buffers)
+            self._receivers.wait_loaded(self._plan, previous)
+        # The digest covers the gaps too, and they hold an earlier bucket's bytes.
+        zero_ranges(buffer, bucket.gaps)
+        if self._verify and self._side.digest == "xxh3":
+            return RunningDigest(buffer, position=bucket.index)
+        return None
+
+    def _finish_digest(
+        self, bucket: Bucket, buffer: torch.Tensor, running: RunningDigest | None
+    ) -> int:
+        if not self._verify:
+            return 0
+        if running is not None:
+            digest = running.finish()
+            self._watch.add("verify", running.seconds)
+            return digest
+        with self._watch.phase("verify"):
+            return DIGESTS[self._side.digest](buffer, position=bucket.index)
+
+    def _take(self, run: Run, tensors: NamedTensors) -> list[torch.Tensor]:
+        """Return what a run is filled with: the source's next tensors, or a part of one."""
+        first = run.pieces[0]
+        if first.is_full:
+            return [take_tensor(self._plan.specs[piece.tensor], tensors) for piece in run.pieces]
+        if first.start == 0:
+            self._split = bytes_of(take_tensor(self._plan.specs[first.tensor], tensors))
+        assert self._split is not None
+        part = self._split[first.start : first.start + first.size]
+        if first.start + first.size == len(self._split):
+            self._split = None
+        return [part]
+
+
+def take_tensor(spec: TensorSpec, tensors: NamedTensors) -> torch.Tensor:
+    """Return the next tensor of a source.
+
+    Raises:
+        RefitError: There is none, or it is not the one that the source's metadata promised.
+    """
+    entry = next(tensors, None)
+    if entry is None:
+        raise RefitError("the source ends before it", tensor=spec.name)
+    name, tensor = entry
+    if name != spec.name or tensor.dtype != spec.dtype or tensor.shape != spec.shape:
+        given = TensorSpec(name, tensor.dtype, tuple(tensor.shape))
+        raise RefitError(f"the source yields {given} where {spec} is planned", tensor=spec.name)
+    return tensor.detach() if tensor.requires_grad else tensor
+
+
+def check_exhausted(tensors: NamedTensors) -> None:
+    """Raise `RefitError` if a source has more tensors than its metadata named."""
+    extra = next(tensors, None)
+    if extra is not None:
+        raise RefitError("the source yields a tensor that is not planned", tensor=extra[0])

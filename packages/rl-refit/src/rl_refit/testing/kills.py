@@ -1,0 +1,268 @@
+"""Rules of a transport: a process that is killed during a refit takes no other along."""
+
+from __future__ import annotations
+
+import contextlib
+import multiprocessing
+import os
+import random
+import signal
+import tempfile
+import time
+from collections.abc import Callable, Iterator, Sequence
+from multiprocessing import forkserver
+from multiprocessing.connection import Connection
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from rl_refit.errors import RefitError
+from rl_refit.testing.engines import Engine, require_same, some_tensors
+from rl_refit.testing.leftovers import private_tempdir, shared_memory
+from rl_refit.testing.pair import RefitPair
+
+LIMIT_S = 20.0
+PATIENCE_S = 2 * LIMIT_S
+LATEST_S = 0.04
+"""The kill comes within this time; a refit of a `SlowSource` takes about as long."""
+NUM_RECEIVERS = 2
+
+
+class SlowSource:
+    """Tensors with a pause before each, so that a kill comes during the refit."""
+
+    def __init__(self, pause_s: float = 0.003) -> None:
+        self.tensors = some_tensors()
+        self.pause_s = pause_s
+
+    def metadata(self) -> list[tuple[str, torch.dtype, Sequence[int]]]:
+        """Return name, dtype and shape of every tensor."""
+        return [(name, tensor.dtype, tuple(tensor.shape)) for name, tensor in self.tensors.items()]
+
+    def __iter__(self) -> Iterator[tuple[str, torch.Tensor]]:
+        """Yield name and tensor, after a pause each."""
+        for entry in self.tensors.items():
+            time.sleep(self.pause_s)
+            yield entry
+
+
+class Actor:
+    """A process that runs `main(pipe, *arguments)` and executes commands."""
+
+    def __init__(self, main: Callable[..., None], *arguments: Any) -> None:
+        # Forked from a server that has imported torch, a process starts in milliseconds.
+        context = multiprocessing.get_context("forkserver")
+        self.pipe, other = context.Pipe()
+        self.process = context.Process(target=main, args=(other, *arguments), daemon=True)
+        self.process.start()
+        other.close()
+
+    def send(self, *command: Any) -> None:
+        """Send a command, without waiting for its result."""
+        self.pipe.send(command)
+
+    def result(self) -> Any:
+        """Return the result of the last command; None if the process is dead."""
+        with contextlib.suppress(EOFError, ConnectionResetError):
+            assert self.pipe.poll(PATIENCE_S), f"it hangs: no answer within {PATIENCE_S:g} s"
+            return self.pipe.recv()
+        return None
+
+    def run(self, *command: Any) -> None:
+        """Send a command, wait for it, and fail unless it succeeds."""
+        self.send(*command)
+        result = self.result()
+        assert result == "done", f"{command[0]} ended with {result!r}"
+
+    def kill(self) -> None:
+        """End the process by SIGKILL."""
+        assert self.process.pid is not None
+        os.kill(self.process.pid, signal.SIGKILL)
+        self.join()
+
+    def join(self) -> None:
+        """Send the command to end, and wait until the process has."""
+        with contextlib.suppress(BrokenPipeError):
+            self.pipe.send(("end",))
+        self.process.join(LIMIT_S)
+        assert not self.process.is_alive(), "it does not end"
+        self.pipe.close()
+
+
+def run_sender(pipe: Connection, pair: RefitPair, directory: str) -> None:
+    """Send and commit on command; answer each with its outcome."""
+    _settle(directory)
+    sender = pair.open_sender(
+        SlowSource(), num_receivers=NUM_RECEIVERS, timeout_s=LIMIT_S, bucket_bytes=8 << 10
+    )
+    pipe.send(dict(sender.address))
+    while (command := pipe.recv())[0] != "end":
+        call = sender.send if command[0] == "send" else sender.commit
+        pipe.send(_outcome(lambda c=call, v=command[1]: c(v)))
+    sender.close()
+
+
+def run_receiver(pipe: Connection, pair: RefitPair, directory: str, rank: int) -> None:
+    """Attach to a sender, refit and report on command; answer each with its outcome."""
+    _settle(directory)
+    engine: Engine | None = None
+    while (command := pipe.recv())[0] != "end":
+        if command[0] == "attach":
+            if engine is not None:
+                engine.receiver.close()
+            engine = Engine(pair, command[1], rank, timeout_s=LIMIT_S)
+            pipe.send("done")
+            continue
+        assert engine is not None
+        if command[0] == "refit":
+            pipe.send(_outcome(lambda e=engine, v=command[1]: e.refit(v)))
+        elif command[0] == "version":
+            pipe.send(engine.receiver.version)
+        else:
+            pipe.send(_outcome(lambda e=engine, v=command[1]: _require_ready(e, v)))
+    if engine is not None:
+        engine.receiver.close()
+
+
+def _settle(directory: str) -> None:
+    tempfile.tempdir = os.environ["TMPDIR"] = directory
+    torch.set_num_threads(1)
+
+
+def _require_ready(engine: Engine, version: int) -> None:
+    ready = engine.receiver.require_ready()
+    assert ready == version, f"at version {ready}, not {version}"
+    require_same(engine.weights, some_tensors(), "the receiver")
+
+
+def _outcome(call: Callable[[], object]) -> Any:
+    """Return "done", or the error of a refit; any other ends the process."""
+    try:
+        call()
+    except RefitError as error:
+        return error
+    return "done"
+
+
+class Cluster:
+    """One sender and its receivers, each a process; a killed one is started again."""
+
+    def __init__(self, pair: RefitPair, directory: Path) -> None:
+        self.pair = pair
+        self.directory = str(directory)
+        self.version = 0
+        self.segments: set[Path] = set()
+        self.receivers = [self._receiver(rank) for rank in range(NUM_RECEIVERS)]
+        self.start_sender()
+
+    def start_sender(self) -> None:
+        """Start a sender, and attach the receivers to it."""
+        self.sender = Actor(run_sender, self.pair, self.directory)
+        self.address = self.sender.result()
+        for receiver in self.receivers:
+            receiver.run("attach", self.address)
+
+    def start_refit(self) -> None:
+        """Let all processes begin the next version, without waiting for them."""
+        self.version += 1
+        self.sender.send("send", self.version)
+        for receiver in self.receivers:
+            receiver.send("refit", self.version)
+
+    def good_refit(self) -> None:
+        """Refit, commit, and compare every engine with the tensors."""
+        self.start_refit()
+        answers = [actor.result() for actor in (self.sender, *self.receivers)]
+        assert answers == ["done"] * len(answers), f"a refit ended with {answers}"
+        self.sender.run("commit", self.version)
+        for receiver in self.receivers:
+            receiver.run("ready", self.version)
+        for actor in (self.sender, *self.receivers):
+            self.segments |= shared_memory(actor.process.pid)
+
+    def kill_sender(self, rng: random.Random) -> bool:
+        """Kill the sender in a refit; return whether the refit failed."""
+        self.start_refit()
+        time.sleep(rng.uniform(0, LATEST_S))
+        self.sender.kill()
+        failed = self._survived(self.receivers, self.receivers)
+        self.start_sender()
+        return failed
+
+    def kill_receiver(self, rng: random.Random) -> bool:
+        """Kill a receiver in a refit; return whether the refit failed."""
+        self.start_refit()
+        time.sleep(rng.uniform(0, LATEST_S))
+        index = rng.randrange(NUM_RECEIVERS)
+        self.receivers[index].kill()
+        others = [other for other in self.receivers if other is not self.receivers[index]]
+        failed = self._survived([self.sender, *others], others)
+        self.receivers[index] = self._receiver(index)
+        self.receivers[index].run("attach", self.address)
+        return failed
+
+    def close(self) -> None:
+        """End all processes."""
+        for actor in (self.sender, *self.receivers):
+            actor.join()
+
+    def abandon(self) -> None:
+        """Kill all processes."""
+        for actor in (self.sender, *self.receivers):
+            actor.process.kill()
+            actor.process.join(LIMIT_S)
+
+    def _survived(self, survivors: Sequence[Actor], receivers: Sequence[Actor]) -> bool:
+        """Fail if a survivor hangs, dies or commits; return whether the refit failed for one."""
+        answers = [survivor.result() for survivor in survivors]
+        for answer in answers:
+            # If the kill came late, some were done before it.
+            known = answer == "done" or isinstance(answer, RefitError)
+            assert known, f"a survivor ended with {answer!r}"
+        for receiver in receivers:
+            receiver.send("version")
+            version = receiver.result()
+            assert version != self.version, f"version {version} counts, and nobody committed it"
+        return answers != ["done"] * len(answers)
+
+    def _receiver(self, rank: int) -> Actor:
+        return Actor(run_receiver, self.pair, self.directory, rank)
+
+
+def _drill(
+    pair: RefitPair, num_cases: int, victim: str, kill: Callable[[Cluster, random.Random], bool]
+) -> None:
+    # Before temporary files are redirected: the server keeps a directory of its own among them.
+    preload = ["torch", type(pair).__module__, __name__]
+    multiprocessing.get_context("forkserver").set_forkserver_preload(preload)
+    forkserver.ensure_running()
+    failed = 0
+    with private_tempdir() as directory:
+        cluster = Cluster(pair, directory)
+        try:
+            cluster.good_refit()
+            alive = len(list(directory.iterdir()))
+            for case in range(num_cases):
+                failed += kill(cluster, random.Random(f"{victim} {case}"))
+                left = sorted(path.name for path in directory.iterdir())
+                assert len(left) <= alive, f"the {victim} that was killed left something: {left}"
+                cluster.good_refit()
+            cluster.close()
+        except BaseException:
+            cluster.abandon()
+            raise
+        left = sorted(path.name for path in directory.iterdir())
+        left += sorted(str(path) for path in cluster.segments if path.exists())
+        assert not left, f"left behind: {left}"
+    assert failed >= max(1, num_cases // 5), f"only {failed} of {num_cases} kills came in time"
+
+
+def a_killed_sender_takes_nobody_along(pair: RefitPair, num_cases: int) -> None:
+    """At a random moment of a refit; a full resend by another one heals."""
+    _drill(pair, num_cases, "sender", Cluster.kill_sender)
+
+
+def a_killed_receiver_takes_nobody_along(pair: RefitPair, num_cases: int) -> None:
+    """At a random moment of a refit; a full resend to a new one and the others heals."""
+    _drill(pair, num_cases, "receiver", Cluster.kill_receiver)

@@ -1,0 +1,168 @@
+"""The weight-transfer engine: each of vLLM's workers is a receiver."""
+
+# vLLM is not installed where this is checked.
+# pyright: basic, reportMissingImports=false
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from vllm.config import set_current_vllm_config
+from vllm.distributed.weight_transfer.base import (
+    WeightTransferEngine,
+    WeightTransferInitInfo,
+    WeightTransferUpdateInfo,
+)
+
+from rl_refit.errors import RefitError
+from rl_refit.receiver import RefitReceiver
+from rl_refit.vllm.reload import LayerwiseReload
+
+
+@dataclass
+class RefitInitInfo(WeightTransferInitInfo):
+    """Where a worker finds its sender.
+
+    Attributes:
+        address: The sender's `address`, or one for each worker of this engine, by worker rank.
+        rank_offset: Added to the worker's rank over all data-parallel replicas of this engine,
+            so that the receivers of one sender have distinct ranks.
+        timeout_s: Limit of all waits of one refit, in seconds.
+    """
+
+    address: dict[str, Any] | list[dict[str, Any]]
+    rank_offset: int = 0
+    timeout_s: float = 300.0
+
+
+@dataclass
+class RefitUpdateInfo(WeightTransferUpdateInfo):
+    """Which version is sent."""
+
+    version: int
+
+
+class RefitWeightTransferEngine(WeightTransferEngine[RefitInitInfo, RefitUpdateInfo]):
+    """One worker's receiver.
+
+    Attributes:
+        receiver: Knows which version is committed; None before `init_transfer_engine`.
+        report: Of the last refit, as `RefitReport.as_metrics` gives it.
+    """
+
+    init_info_cls = RefitInitInfo
+    update_info_cls = RefitUpdateInfo
+
+    receiver: RefitReceiver | None = None
+    report: dict[str, float] | None = None
+    _reload: LayerwiseReload | None = None
+
+    def init_transfer_engine(self, init_info: RefitInitInfo) -> None:
+        """Take the sender's address. The connection is made when it first sends.
+
+        Raises:
+            ValueError: The sender wants live weights compared by name, which vLLM cannot give.
+        """
+        self.shutdown()
+        layout = self.parallel_config
+        rank = layout.data_parallel_index * layout.world_size + layout.rank
+        address = init_info.address
+        if isinstance(address, list):
+            address = address[rank]
+        if address["verify"] == "weights":
+            raise ValueError(
+                'verify="weights" compares live weights by name, and vLLM fuses (qkv_proj, '
+                'gate_up_proj), shards and repacks them: take verify="digest", and compare '
+                "log-probabilities"
+            )
+        self.receiver = RefitReceiver(
+            address,
+            init_info.rank_offset + rank,
+            device=self.device,
+            timeout_s=init_info.timeout_s,
+        )
+
+    def start_weight_update(self) -> None:
+        """Listen to the sender; the version is not known, and the live weights are still valid."""
+        if self.receiver is not None:
+            self.receiver.catch_up()
+
+    def update_weights(self, update_info: dict[str, Any]) -> None:
+        """Receive a version and load it."""
+        # The inherited method synchronises an accelerator, which a CPU does not have.
+        self.receive_weights(self.parse_update_info(update_info))
+
+    def receive_weights(self, update_info: RefitUpdateInfo) -> None:
+        """Begin a refit to the version and load all of it.
+
+        Raises:
+            StaleVersionError: It is not newer than the committed one; nothing changes.
+            RefitError: The refit failed, or the sender has not sent all parameters of the model.
+                The next full one heals the worker.
+        """
+        receiver = self.require_receiver()
+        receiver.begin(update_info.version)
+        try:
+            # vLLM processes the weights in `check`, before the sender is told that all is loaded:
+            # a failure there fails the refit at both ends.
+            report = receiver.receive(
+                update_info.version, self._load, load_keeps=False, check=self._complete
+            )
+        except BaseException:
+            self.abandon()
+            raise
+        self.report = report.as_metrics()
+
+    def finish_weight_update(self) -> None:
+        """Process what was loaded with `load`; what a sender sent is processed already.
+
+        Raises:
+            RefitError: The model has parameters that were not loaded.
+        """
+        if self._reload is not None:
+            try:
+                self._complete()
+            except BaseException:
+                self.abandon()
+                raise
+
+    def load(self, tensors: list[tuple[str, torch.Tensor]]) -> None:
+        """Load tensors that came another way; `finish_weight_update` completes the load."""
+        with set_current_vllm_config(self.vllm_config):
+            try:
+                self._load(tensors)
+            except BaseException:
+                self.abandon()
+                raise
+
+    def abandon(self) -> None:
+        """Give up a load that was not finished; see `LayerwiseReload.abandon`."""
+        if self._reload is not None:
+            with set_current_vllm_config(self.vllm_config):
+                self._reload.abandon()
+            self._reload = None
+
+    def shutdown(self) -> None:
+        """Close the connection to the sender."""
+        if self.receiver is not None:
+            self.receiver.close()
+
+    def require_receiver(self) -> RefitReceiver:
+        """Return the receiver, or raise `RefitError` before `init_transfer_engine`."""
+        if self.receiver is None:
+            raise RefitError("init_weight_transfer_engine was not called")
+        return self.receiver
+
+    def _load(self, tensors: list[tuple[str, torch.Tensor]]) -> None:
+        if self._reload is None:
+            self._reload = LayerwiseReload(self.model, self.model_config, self.device)
+        self._reload.load(tensors)
+
+    def _complete(self) -> None:
+        if self._reload is None:
+            # A plan without tensors: the missing parameters are found all the same.
+            self._reload = LayerwiseReload(self.model, self.model_config, self.device)
+        self._reload.complete()
+        self._reload = None

@@ -1,0 +1,61 @@
+"""The kit by itself; `test_transport_rules` has pairs that break its rules."""
+
+import subprocess
+import sys
+from unittest import SkipTest
+
+import pytest
+from rl_refit.testing import (
+    RULES,
+    TransportConformance,
+    check_rule,
+    check_transport,
+    rule_names,
+)
+
+pytestmark = pytest.mark.needs("rl-refit[testing]")
+
+
+class NoPair:
+    """Lacks all that the rules ask for."""
+
+    is_for_processes = False
+
+
+def test_the_suite_is_imported_without_pytest():
+    code = "import sys; import rl_refit.testing; assert 'pytest' not in sys.modules"
+    subprocess.run([sys.executable, "-c", code], check=True)
+
+
+def test_every_rule_has_a_name_of_its_own_and_says_what_it_means():
+    assert all(rule.__doc__ for rules in RULES.values() for rule in rules)
+    assert len(set(rule_names())) == len(rule_names()) == 28
+
+
+def test_the_report_names_every_broken_rule_and_why():
+    with pytest.raises(AssertionError) as caught:
+        check_transport(NoPair())
+    first, *lines = str(caught.value).splitlines()
+    assert first == "the transport does not conform:"
+    kept = rule_names(group for group in RULES if group != "kills")
+    assert [line.partition(":")[0] for line in lines] == kept
+    assert all("AttributeError" in line for line in lines)
+
+
+def test_what_a_pair_lacks_is_skipped_by_name():
+    with pytest.raises(SkipTest, match="is_for_processes is false"):
+        check_rule("a_killed_sender_takes_nobody_along", NoPair())
+    skipped = check_transport(NoPair(), groups=["kills"])
+    assert [line.partition(":")[0] for line in skipped] == rule_names(["kills"])
+
+
+class TestSkips(TransportConformance):
+    """That the suite makes a test of each rule of its groups, and skips what does not apply."""
+
+    pair = NoPair()
+    groups = ("kills",)
+
+    @pytest.fixture(autouse=True)
+    def lacks(self, rule):
+        with pytest.raises(SkipTest):
+            check_rule(rule, self.pair)
