@@ -160,7 +160,7 @@ def test_files_of_another_kind_are_refused(pools, tmp_path):
 @pytest.mark.parametrize(
     ("edit", "named"),
     [
-        (convert_ranks.without_biases, "does not say what makes 2 of its parameters"),
+        (convert_ranks.without_biases, "has no mapping for 2 of its parameters"),
         (
             convert_ranks.with_a_gate,
             "1 parameters that the model does not have, first ['decoder.layers.0.gate']",

@@ -131,7 +131,7 @@ DOES_NOT_DIVIDE = {
     "tokens": (
         {"tensor": 2, "expert_tensor": 2},
         EXPERTS,
-        r"mixture of experts needs .*sequence_parallel=True",
+        r"MoE model needs .*sequence_parallel=True",
     ),
     "layers": ({"pipeline": 3}, {}, r"pipeline_model_parallel_size=3 .* 8 layers"),
     "first": ({"pipeline": 3, "first_stage_layers": 1}, {}, r"8 layers \(first stage: 1"),

@@ -1,4 +1,4 @@
-"""The policy config, parsed and validated once into the worker's typed settings."""
+"""The policy config, parsed and validated once into the engine's typed settings."""
 
 from __future__ import annotations
 
@@ -43,37 +43,32 @@ class DataParallelSettings:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class WorkerConfig:
-    """All settings that the worker reads from the policy config."""
+class EngineConfig:
+    """All settings that the engine reads from the policy config.
+
+    The worker reads its own, see `rl_interfaces.backend.worker.WorkerSettings`.
+    """
 
     model_name: str
     converter_type: str
     layout: MegatronLayout
     model: ModelOptions
-    train_global_batch_size: int
-    train_micro_batch_size: int
-    logprob_batch_size: int
-    planned_by: str | None
-    """The config section by which the driver plans micro-batches; None for fixed sizes."""
     sequence_multiple: int
     """Each sequence is padded internally to a multiple of this many tokens."""
-    max_total_sequence_length: int | None
     optimizer: OptimizerSettings | None
     scheduler: SchedulerSettings
     data_parallel: DataParallelSettings
     empty_unused_memory_level: int
     trust_remote_code: bool
     timeout_s: float
-    profile_dir: str
     seed: int
     temperature: float
     """Divides the logits of every log-probability; 1.0 if generation is greedy or not set."""
-    sampling: SamplingConfig | None
 
     @classmethod
     def from_policy_config(
         cls, config: Mapping[str, Any], *, world_size: int, init_optimizer: bool
-    ) -> WorkerConfig:
+    ) -> EngineConfig:
         """Parse and check `config`.
 
         Raises:
@@ -90,28 +85,21 @@ class WorkerConfig:
             converter_type=section["converter_type"],
             layout=layout,
             model=_parse_model(section, precision=resolved["precision"]),
-            train_global_batch_size=resolved["train_global_batch_size"],
-            train_micro_batch_size=resolved["train_micro_batch_size"],
-            logprob_batch_size=resolved["logprob_batch_size"],
-            planned_by=_planned_by(resolved),
             sequence_multiple=math.lcm(
                 layout.token_multiple, resolved["make_sequence_length_divisible_by"]
             ),
-            max_total_sequence_length=resolved.get("max_total_sequence_length"),
             optimizer=optimizer,
             scheduler=parse_scheduler(resolved, optimizer),
             data_parallel=_parse_data_parallel(section, optimizer),
             empty_unused_memory_level=_memory_level(section),
             trust_remote_code=resolved["trust_remote_code"],
             timeout_s=resolved["timeout_s"],
-            profile_dir=resolved["profile_dir"],
             seed=resolved["seed"],
             temperature=(sampling.temperature if sampling else 0.0) or 1.0,
-            sampling=sampling,
         )
 
 
-def load_model_config(config: WorkerConfig) -> Any:
+def load_model_config(config: EngineConfig) -> Any:
     """Return the model's transformers config.
 
     Raises:
@@ -127,7 +115,7 @@ def load_model_config(config: WorkerConfig) -> Any:
         ) from error
 
 
-def load_generation_config(config: WorkerConfig) -> GenerationConfig | None:
+def load_generation_config(config: EngineConfig) -> GenerationConfig | None:
     """Return the generation config of the model's checkpoint; None if it has none."""
     try:
         return GenerationConfig.from_pretrained(config.model_name)
@@ -151,13 +139,6 @@ def _check_policy(resolved: Mapping[str, Any], *, data_parallel: int) -> None:
         raise ValueError(
             f"policy.fsdp_offload_enabled=True needs FSDP, and {_PATH}.enabled=True has none"
         )
-
-
-def _planned_by(resolved: Mapping[str, Any]) -> str | None:
-    enabled = [
-        name for name in ("dynamic_batching", "sequence_packing") if resolved[name]["enabled"]
-    ]
-    return enabled[0] if enabled else None
 
 
 def _parse_model(section: Mapping[str, Any], *, precision: str) -> ModelOptions:

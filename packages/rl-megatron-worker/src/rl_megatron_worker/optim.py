@@ -10,6 +10,7 @@ from megatron.core.distributed import DistributedDataParallelConfig, finalize_mo
 from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
 from megatron.core.optimizer.clip_grads import clip_grad_by_total_norm_fp32
 from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
+from rl_interfaces.backend.engine import OptimizerStep
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
@@ -43,8 +44,8 @@ def ddp_config(
 class Trainer:
     """The optimizer and the scheduler of this rank.
 
-    A step is `begin_step`, the backward passes, `gradient_norm` and, if the gradients are finite,
-    `step`. Learning rate and weight decay change with `step_scheduler`, once per `train` call.
+    A step is `begin_step`, the backward passes, and `step`. Learning rate and weight decay change
+    with `advance_schedule`, once per `train` call.
 
     Args:
         chunks: The model on this rank with loaded weights: 16-bit ones get float32 copies.
@@ -52,6 +53,7 @@ class Trainer:
         optimizer: Settings of the optimizer.
         scheduler: Settings of the scheduler.
         runtime: Device and scope of this rank.
+        frees_memory: Whether to release the allocator's unused memory after each step.
     """
 
     def __init__(
@@ -61,10 +63,13 @@ class Trainer:
         optimizer: OptimizerSettings,
         scheduler: SchedulerSettings,
         runtime: Runtime,
+        *,
+        frees_memory: bool = False,
     ) -> None:
         self.chunks = cast("list[DistributedDataParallel]", list(chunks))
         modules: list[Any] = list(chunks)
         self._runtime = runtime
+        self._frees_memory = frees_memory
         self._config = config
         self._balancing = cast("float", config.moe_aux_loss_coeff)
         self._num_sharing = config.tensor_model_parallel_size * config.context_parallel_size
@@ -101,10 +106,24 @@ class Trainer:
         """
         weight = self._balancing * self._num_sharing
         self._config.moe_aux_loss_coeff = weight / max(num_tokens, 1)
+        self.clear_gradients()
+
+    def clear_gradients(self) -> None:
+        """Set all gradients to zero, and reset the state of their reduction."""
         with self._runtime.scope():
             for chunk in self.chunks:
                 chunk.zero_grad_buffer()
             self.optimizer.zero_grad()
+
+    def step(self, *, discard: bool = False) -> OptimizerStep:
+        """Step if the gradients are finite, see `EngineOptimizer.step`. Collective."""
+        norm, finite = self.gradient_norm()
+        stepped = finite and not discard
+        if stepped:
+            self.apply_gradients(norm)
+        if self._frees_memory:
+            self._runtime.free_cached_memory()
+        return OptimizerStep(grad_norm=norm, stepped=stepped)
 
     def gradient_norm(self) -> tuple[torch.Tensor, bool]:
         """Return the global gradient norm, 0-d float32, and whether all gradients are finite.
@@ -119,14 +138,14 @@ class Trainer:
         total = torch.tensor(norm, dtype=torch.float32)
         return total, bool(total.isfinite())
 
-    def step(self, norm: torch.Tensor) -> None:
+    def apply_gradients(self, norm: torch.Tensor) -> None:
         """Clip gradients of this norm to `max_grad_norm`, and step. Collective."""
         with self._runtime.scope():
             if self._max_norm:
                 self._clip(float(norm))
             self.optimizer.step_with_ready_grads()
 
-    def step_scheduler(self) -> None:
+    def advance_schedule(self) -> None:
         """Step the scheduler at the end of a `train` call. Collective.
 
         With `overlap_param_gather` the next forward would gather the updated parameters; they are

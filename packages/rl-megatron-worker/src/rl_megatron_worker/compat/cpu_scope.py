@@ -150,11 +150,15 @@ def _enter_stream(stream: _Stream) -> _Stream:
     return stream
 
 
-def _rng_state(device: object = None, clone: bool = False, graph_safe: bool = False) -> torch.Tensor:
+def _rng_state(
+    device: object = None, clone: bool = False, graph_safe: bool = False
+) -> torch.Tensor:
     return torch.get_rng_state()
 
 
-def _set_rng_state(new_state: torch.Tensor, device: object = None, graph_safe: bool = False) -> None:
+def _set_rng_state(
+    new_state: torch.Tensor, device: object = None, graph_safe: bool = False
+) -> None:
     torch.set_rng_state(new_state)
 
 

@@ -18,7 +18,6 @@ from megatron.core.tensor_parallel import (
 )
 from megatron.core.transformer.utils import make_sharded_tensors_for_checkpoint
 from rl_batched_data.logprobs.api import target_scores
-from rl_interfaces import LossInput
 from torch import nn
 
 from rl_megatron_worker.model.chunks import unwrapped
@@ -148,12 +147,6 @@ class TokenHead:
         logits = gather_from_tensor_model_parallel_region(own.contiguous())
         return logits[..., : self.vocab_size].float()
 
-    def for_loss(self, layout: PackedLayout, hidden: torch.Tensor, loss_fn: Any) -> torch.Tensor:
-        """Return the input of `loss_fn`: gathered logits, or token log-probabilities."""
-        if getattr(loss_fn, "input_type", LossInput.LOGITS) is LossInput.LOGPROBS:
-            return self.logprobs(layout, hidden)
-        return layout.to_rows(self.logits(hidden) / self.temperature)
-
     def _scores(self, layout: PackedLayout, hidden: torch.Tensor, **asked: Any) -> TokenScores:
         return target_scores(
             hidden,
@@ -162,3 +155,26 @@ class TokenHead:
             **asked,
             **scoring_options(self.chunk),
         )
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class PackedOutput:
+    """The output of a micro-batch: a `rl_interfaces.backend.engine.ForwardOutput`."""
+
+    head: TokenHead
+    layout: PackedLayout
+    hidden: torch.Tensor
+    """`[own tokens, hidden]`, the hidden states of the last stage."""
+
+    def logprobs(self) -> torch.Tensor:
+        """Return token log-probabilities, `[batch, seq]` float32; 0 at 0 and padding."""
+        return self.head.logprobs(self.layout, self.hidden)
+
+    def logits(self, *, sharded: bool = False) -> torch.Tensor:
+        """Return the logits with temperature, `[batch, seq, vocab]` float32, always gathered."""
+        logits = self.head.logits(self.hidden) / self.head.temperature
+        return self.layout.to_rows(logits)
+
+    def topk_logits(self, k: int) -> dict[str, torch.Tensor]:
+        """Return `topk_logits` and `topk_indices`, `[batch, seq, k]`; 0 at padding."""
+        return self.head.topk_logits(self.layout, self.hidden, k=k)

@@ -20,17 +20,16 @@ from rl_megatron_worker.attention.layout import PackedLayout
 from rl_megatron_worker.model.chunks import run_chunk, unwrapped
 from rl_megatron_worker.model.config import uses_transformer_engine
 from rl_megatron_worker.model.heads import output_matrix
+from rl_megatron_worker.parallel.stages import with_plain_metrics
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Generator, Iterator, Sequence
 
+    from rl_interfaces.backend.engine import Scored, Tensors
     from rl_interfaces.backend.steps import Step
     from torch import nn
 
     from rl_megatron_worker.runtime import Runtime
-
-Scored = Any
-"""The result of a scoring function for a micro-batch."""
 
 
 class _Failure:
@@ -103,9 +102,9 @@ class Schedule:
         """
         failure = _Failure()
 
-        def on_last_stage(layout: PackedLayout, hidden: torch.Tensor, **_: bool) -> Scored:
+        def on_last_stage(layout: PackedLayout, hidden: torch.Tensor, **_: bool) -> Scored | None:
             with failure.deferred():
-                return score(layout, hidden)
+                return with_plain_metrics(score(layout, hidden))
             return None
 
         found = self._run_layouts(
@@ -130,7 +129,7 @@ class Schedule:
 
         def on_last_stage(
             layout: PackedLayout, hidden: torch.Tensor
-        ) -> tuple[torch.Tensor, torch.Tensor, Scored]:
+        ) -> tuple[torch.Tensor, torch.Tensor, Scored | None]:
             # With a token count of 0 `finalize_model_grads` does not divide the gradients: the loss
             # is already divided by the global count.
             num_tokens = torch.zeros((), dtype=torch.int, device=hidden.device)
@@ -138,7 +137,7 @@ class Schedule:
                 value, scored = loss(layout, hidden)
                 if not value.requires_grad:
                     value = value + self._zero_loss(hidden)
-                return value, num_tokens, scored
+                return value, num_tokens, with_plain_metrics(scored)
             return self._zero_loss(hidden), num_tokens, None
 
         found = self._run_layouts(layouts, on_last_stage, forward_only=False)
@@ -147,14 +146,14 @@ class Schedule:
 
     @torch.no_grad()
     def run_one(
-        self, layout: PackedLayout, score: Callable[[PackedLayout, torch.Tensor], Scored]
-    ) -> Scored | None:
+        self, layout: PackedLayout, score: Callable[[PackedLayout, torch.Tensor], Tensors]
+    ) -> Tensors | None:
         """Return `score` of one micro-batch; None on stages before the last."""
         # Passes that only complete an interleaved schedule must not write to the cache.
         idle = replace(layout, rows=replace(layout.rows, cache=None))
         layouts = [layout] + [idle] * (self._num_passes(1) - 1)
 
-        def on_last_stage(layout: PackedLayout, hidden: torch.Tensor, **_: bool) -> Scored:
+        def on_last_stage(layout: PackedLayout, hidden: torch.Tensor, **_: bool) -> Tensors:
             return score(layout, hidden)
 
         found = self._run_layouts(
@@ -164,7 +163,7 @@ class Schedule:
 
     def _run_layouts(
         self, layouts: Sequence[PackedLayout], on_last_stage: Callable[..., Any], **options: Any
-    ) -> list[Scored]:
+    ) -> list[Any]:
         def forward_step(
             iterator: Iterator[PackedLayout], chunk: nn.Module
         ) -> tuple[torch.Tensor, Callable[..., Any]]:

@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any, cast
 
 import torch
 import torch.distributed as dist
 from megatron.core import parallel_state
+from rl_interfaces.backend.engine import Scored
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
+    from collections.abc import Mapping, Sequence
 
 Tensors = dict[str, torch.Tensor]
 
@@ -60,6 +62,50 @@ def broadcast_tensors_from_last_stage(
         dist.broadcast(data, src=last, group=group)
         received[name] = data
     return received
+
+
+def broadcast_scored(found: Sequence[Scored], *, device: torch.device) -> list[Scored]:
+    """Return the last stage's results of all micro-batches on every stage. Collective.
+
+    Args:
+        found: Ignored on stages before the last. The metrics have to be JSON-serialisable, see
+            `with_plain_metrics`.
+        device: The device of the process group's backend.
+
+    Returns:
+        The results, with their tensors on `device`.
+    """
+    metrics = broadcast_from_last_stage([each.metrics for each in found], device=device)
+    # The names carry the index, so that the shapes of all micro-batches are sent at once.
+    named = {
+        f"{index}/{name}": tensor
+        for index, each in enumerate(found)
+        for name, tensor in each.tensors.items()
+    }
+    results = [Scored(metrics=each) for each in metrics]
+    for key, tensor in broadcast_tensors_from_last_stage(named, device=device).items():
+        index, _, name = key.partition("/")
+        results[int(index)].tensors[name] = tensor
+    return results
+
+
+def with_plain_metrics(scored: Scored) -> Scored:
+    """Return the result with metrics that `broadcast_scored` can send.
+
+    Call it where an exception is deferred: the other stages wait for the broadcast.
+
+    Raises:
+        TypeError: A metric is not JSON-serialisable; the message names it.
+    """
+    metrics: dict[str, Any] = {}
+    for name, value in scored.metrics.items():
+        # Scalars of numpy, and tensors, have `item`.
+        metrics[name] = value.item() if hasattr(value, "item") else value
+        try:
+            json.dumps(metrics[name])
+        except TypeError as error:
+            raise TypeError(f"the loss's metric {name!r} is {value!r}: {error}") from error
+    return replace(scored, metrics=metrics)
 
 
 def _last_stage() -> tuple[dist.ProcessGroup, int, bool]:
