@@ -12,7 +12,7 @@ import pytest
 import ray
 from rl_interfaces import Cluster
 from rl_policy import RayVirtualCluster
-from rl_policy import cluster as cluster_module
+from rl_policy.ray import cluster as cluster_module
 
 pytestmark = pytest.mark.timeout(180)
 

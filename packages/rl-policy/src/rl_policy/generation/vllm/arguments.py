@@ -7,7 +7,9 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from rl_policy.generation.vllm.config import EngineConfig, SamplingConfig
+    from rl_interfaces.backend.generation.loop import SamplingConfig
+
+    from rl_policy.generation.vllm.config import EngineConfig
 
 # vLLM would take its part of the whole machine, which other processes need as well.
 _CPU_CACHE_BYTES = 1 << 30

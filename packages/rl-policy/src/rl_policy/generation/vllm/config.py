@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, NotRequired, TypedDict
 
 from rl_interfaces import GenerationConfig
+from rl_interfaces.backend.generation.loop import SamplingConfig, Tokenizer, resolve_pad_id
 from rl_interfaces.config.resolve import GENERATION_DEFAULTS
 from rl_interfaces.config.schema import check_typed_dict
 
@@ -89,26 +90,6 @@ class VllmSection(TypedDict):
     """Most seconds that one call of `generate` may take."""
     engine_kwargs: NotRequired[dict[str, Any]]
     """Further arguments of vLLM's `LLM`, passed on as they are."""
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class SamplingConfig:
-    """How completions are sampled."""
-
-    max_new_tokens: int
-    """Most tokens generated per row."""
-    temperature: float
-    """Divides the logits; 0 takes the most likely token."""
-    top_p: float
-    """Probability that the kept tokens reach; 1.0 keeps all."""
-    top_k: int | None
-    """Tokens that are kept; None keeps all."""
-    stop_token_ids: tuple[int, ...]
-    """Tokens that end a row, the tokenizer's end token among them."""
-    stop_strings: tuple[str, ...]
-    """Texts that end every row."""
-    pad_token_id: int
-    """Fills `output_ids` behind each row's end."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -201,38 +182,34 @@ def parse_engine_config(
 
 
 def parse_sampling_config(
-    config: Mapping[str, Any],
-    *,
-    pad_token_id: int | None,
-    end_token_id: int | None,
-    path: str = "generation",
+    config: Mapping[str, Any], tokenizer: Tokenizer, *, batch_size: int, path: str = "generation"
 ) -> SamplingConfig:
-    """Return the sampler's part of a `GenerationConfig`, checked, defaults filled in.
+    """Return the sampler's part of a `GenerationConfig`, checked, with the token ids it needs.
+
+    The tokenizer's end token ends every row besides the configured ones.
 
     Args:
         config: A `GenerationConfig`.
-        pad_token_id: The tokenizer's padding token.
-        end_token_id: The tokenizer's end token, which ends every row.
-        path: How the errors name the config.
+        tokenizer: Its padding or end token pads, if the config names none.
+        batch_size: Rows that an engine generates at a time.
+        path: Prefix of the keys in errors.
 
     Raises:
-        ValueError: A wrong type or a value out of range, or no padding token; names key and value.
+        ValueError: A wrong type, a value out of range or no padding token; names key and value.
     """
     given = check_sampling(config, path=path)
-    candidates = (given.get("pad_token_id"), pad_token_id, end_token_id)
-    pads = [candidate for candidate in candidates if candidate is not None]
-    if not pads:
-        raise ValueError(f"{path}.pad_token_id is not set, and the tokenizer has none")
-    ends = set() if end_token_id is None else {end_token_id}
-    return SamplingConfig(
+    ends = set() if tokenizer.eos_token_id is None else {tokenizer.eos_token_id}
+    sampling = SamplingConfig(
         max_new_tokens=given["max_new_tokens"],
         temperature=given["temperature"],
         top_p=given["top_p"],
         top_k=given.get("top_k"),
         stop_token_ids=tuple(sorted(ends.union(given.get("stop_token_ids", ())))),
         stop_strings=tuple(given.get("stop_strings", ())),
-        pad_token_id=pads[0],
+        pad_token_id=given.get("pad_token_id"),
+        batch_size=batch_size,
     )
+    return replace(sampling, pad_token_id=resolve_pad_id(sampling, tokenizer))
 
 
 def check_sampling(config: Mapping[str, Any], *, path: str) -> dict[str, Any]:

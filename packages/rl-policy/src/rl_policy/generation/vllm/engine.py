@@ -26,9 +26,10 @@ from rl_policy.generation.vllm.arguments import (
 
 if TYPE_CHECKING:
     from rl_batched_data import BatchedDataDict
+    from rl_interfaces.backend.generation.loop import SamplingConfig
     from transformers import PreTrainedTokenizerBase
 
-    from rl_policy.generation.vllm.config import EngineConfig, SamplingConfig
+    from rl_policy.generation.vllm.config import EngineConfig
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -145,6 +146,7 @@ class VllmEngine:
             max_length=self._llm.llm_engine.model_config.max_model_len,
             greedy=greedy,
         )
+        assert sampling.pad_token_id is not None, "parsing has resolved it"
         return assemble_output(
             prompts,
             self._complete(prompts, arguments),

@@ -97,8 +97,8 @@ class VllmGeneration(GenerationInterface):
         self._tokenizer = tokenizer
         self._sampling = parse_sampling_config(
             config,
-            pad_token_id=_token_id(tokenizer, "pad"),
-            end_token_id=_token_id(tokenizer, "eos"),
+            tokenizer,  # pyright: ignore[reportArgumentType] # its ids are set at run time
+            batch_size=engine.max_num_seqs,
         )
         self._timeout_s = timeout_s
         self._generate_timeout_s = engine.generate_timeout_s
@@ -185,6 +185,7 @@ class VllmGeneration(GenerationInterface):
         parts = self._engines.wait(call, timeout_s=self._generate_timeout_s)
         if not greedy:  # which draws nothing: a run goes on with the samples it would have had
             self._calls_since_version += 1
+        assert self._sampling.pad_token_id is not None, "parsing has resolved it"
         return dispatch.gather_generations(parts, pad_token_id=self._sampling.pad_token_id)
 
     def prepare_for_generation(
