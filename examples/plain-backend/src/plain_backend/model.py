@@ -29,10 +29,11 @@ class PairModel(nn.Module):
         """Write the sizes; the weights go beside them, as `model.safetensors`."""
         (directory / "config.json").write_text(json.dumps(self.config))
 
-    def save(self, directory: Path) -> None:
+    def save(self, directory: str | Path) -> None:
         """Write a directory that `load` reads."""
-        self.save_config(directory)
-        save_file(self.state_dict(), directory / "model.safetensors")
+        Path(directory).mkdir(parents=True, exist_ok=True)
+        self.save_config(Path(directory))
+        save_file(self.state_dict(), Path(directory) / "model.safetensors")
 
     @classmethod
     def load(cls, directory: str | Path) -> PairModel:

@@ -189,8 +189,9 @@ def merge_sections(base: Mapping[str, Any], given: Mapping[str, Any]) -> dict[st
     """Return a deep copy of `base` updated with `given`; nested mappings are merged recursively."""
     merged = copy.deepcopy(dict(base))
     for key, entry in given.items():
+        section: Any = entry
         both = isinstance(entry, Mapping) and isinstance(merged.get(key), Mapping)
-        merged[key] = merge_sections(merged[key], entry) if both else copy.deepcopy(entry)
+        merged[key] = merge_sections(merged[key], section) if both else copy.deepcopy(section)
     return merged
 
 
