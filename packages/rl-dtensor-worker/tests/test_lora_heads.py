@@ -138,7 +138,10 @@ def test_all_linear_layers_are_not_that_of_the_scores(pools, judges, head):
 @pytest.mark.parametrize(
     ("lora", "words"),
     [
-        ({"target_modules": ["q_proj", "score"]}, "matches score: adapters are supported on linear layers only"),
+        (
+            {"target_modules": ["q_proj", "score"]},
+            "matches score: adapters are supported on linear layers only",
+        ),
         ({"adapter_path": "of a language model"}, "has modules_to_save=[]"),
     ],
 )
