@@ -14,7 +14,7 @@ from typing import Any
 
 from code_blocks import ROOT
 from packaging.requirements import Requirement
-from rl_policy.cli import app
+from rl_policy.cli import build_app
 from typer.testing import CliRunner
 
 # Stand-ins for what a page lets its reader choose.
@@ -28,7 +28,7 @@ def check_run(command: str) -> None:
     # A run's directory is there on these pages, as its reader has it by then.
     words = ["a-new-run" if before == "--out" else word for before, word in pairwise(["", *words])]
     arguments = words[words.index("rl-policy") + 1 :]
-    result = CliRunner().invoke(app, [*arguments, "--show-config"])
+    result = CliRunner().invoke(build_app(), [*arguments, "--show-config"])
     assert result.exit_code == 0, f"{command}: {result.output}"
 
 
@@ -108,7 +108,7 @@ class Rule:
 
 RULES = [
     Rule(
-        r"(uv run )?rl-policy (grpo|sft)\b(?!.*(--show-config|--out quick|--resume quick))",
+        r"(uv run )?rl-policy (grpo|sft|dpo)\b(?!.*(--show-config|--out quick|--resume quick))",
         "a run takes minutes, or a GPU",
         check_run,
     ),

@@ -11,7 +11,7 @@ sys.path[:0] = [str(Path(__file__).parent), str(Path(__file__).parents[2])]
 def finished_run(tmp_path_factory):
     """Return a tiny model with its tokenizer, as a run leaves them in `final/`."""
     from rl_policy.config import TinyModelSection
-    from rl_policy.recipes.tiny_model import build_tiny_model, tiny_model_config
+    from rl_policy.data.tiny_model import build_tiny_model, tiny_model_config
 
     path = tmp_path_factory.mktemp("finished") / "final"
     config = tiny_model_config(TinyModelSection(), max_sequence_length=64)
@@ -22,8 +22,8 @@ def finished_run(tmp_path_factory):
 @pytest.fixture
 def workspace(tmp_path, finished_run, monkeypatch):
     """Return an empty directory but for a finished run, `runs/first`, and a started one."""
-    from rl_policy.config_loading import load_run_config
-    from rl_policy.recipes.run_directory import RunDirectory
+    from rl_policy.config import load_run_config
+    from rl_policy.run.directory import RunDirectory
 
     model = tmp_path / "runs" / "first" / "final"
     model.parent.mkdir(parents=True)

@@ -7,7 +7,8 @@ import time
 
 import numpy as np
 from report import Row, parse_options, report
-from rl_batched_data import PackingMetrics, SequenceCost, get_packer
+from report.packing import PackingMetrics
+from rl_batched_data import SequenceCost, get_packer
 
 CAPACITY = 8192
 RANKS = 8

@@ -61,7 +61,6 @@ def main() -> None:
     ways: dict[str, Callable[[], Any]] = {
         "plain": lambda: batch.shard_by_batch_size(SHARDS),
         "plain, global batches": lambda: batch.shard_by_batch_size(SHARDS, batch_size=size // 4),
-        "balanced": lambda: batch.shard_by_batch_size(SHARDS, balancing_args={}),
         "dynamic": lambda: batch.shard_by_batch_size(SHARDS, dynamic_batching_args=budget),
         "packed": lambda: batch.shard_by_batch_size(SHARDS, sequence_packing_args=packing),
     }

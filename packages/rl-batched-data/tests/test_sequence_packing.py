@@ -42,23 +42,20 @@ def test_equal_sequences_fill_their_micro_batches():
     shards=st.integers(1, 6),
     batch_size=st.none() | st.integers(1, 30),
     multiple=st.sampled_from([1, 4]),
-    max_shapes=st.none() | st.integers(1, 5),
 )
 def test_every_row_once_within_capacity_and_equally_many_micro_batches(
-    algorithm, lengths, shards, batch_size, multiple, max_shapes
+    algorithm, lengths, shards, batch_size, multiple
 ):
     lengths = [length * multiple for length in lengths]
     options = SequencePacking(
         max_tokens_per_microbatch=50,
         algorithm=algorithm,
         sequence_length_pad_multiple=multiple,
-        max_shapes=max_shapes,
         cost=SequenceCost(per_token=1, per_token_squared=0.1),
     )
     plans = plan_packed_shards(lengths, options, shards=shards, batch_size=batch_size)
     assert sorted(row for plan in plans for row in plan.rows) == list(range(len(lengths)))
     assert len({tuple(map(len, plan.micro_batch_indices)) for plan in plans}) == 1
-    shapes = set()
     for plan in plans:
         first = 0
         for count, indices, sums in zip(
@@ -67,14 +64,12 @@ def test_every_row_once_within_capacity_and_equally_many_micro_batches(
             plan.micro_batch_lengths,
             strict=True,
         ):
-            shapes.update(sums)
             for (low, high), tokens in zip(indices, sums, strict=True):
                 own = sum(lengths[row] for row in plan.rows[first + low : first + high])
                 assert own <= tokens <= 50
                 assert tokens % multiple == 0
-                assert max_shapes is not None or tokens == max(own, multiple)
+                assert tokens == max(own, multiple)
             first += count
-    assert max_shapes is None or len(shapes) <= max_shapes
 
 
 @given(lengths=st.lists(st.integers(1, 10), min_size=1, max_size=50), shards=st.integers(1, 6))
@@ -104,7 +99,6 @@ def test_a_sequence_over_capacity_is_named():
             {"max_tokens_per_microbatch": 8, "sequence_length_pad_multiple": 16},
             "sequence_length_pad_multiple=16 is more than max_tokens_per_microbatch=8",
         ),
-        ({"max_tokens_per_microbatch": 8, "max_shapes": 0}, "max_shapes=0 must be at least 1"),
     ],
 )
 def test_wrong_options_are_named(options, message):

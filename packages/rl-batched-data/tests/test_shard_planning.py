@@ -4,7 +4,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from rl_batched_data import BatchedDataDict, PackedTensor, SequenceCost
+from rl_batched_data import BatchedDataDict, PackedTensor
 
 DYNAMIC = {
     "max_tokens_per_microbatch": 64,
@@ -19,15 +19,10 @@ PACKED = {
     "input_lengths_key": "input_lengths",
     "sequence_length_pad_multiple": 4,
 }
-BALANCED = {
-    "input_lengths_key": "input_lengths",
-    "cost": SequenceCost(per_token=1.0, per_token_squared=0.1),
-}
 WAYS = [
     {"dynamic_batching_args": DYNAMIC},
     {"sequence_packing_args": PACKED},
-    {"sequence_packing_args": {**PACKED, "algorithm": "cost_balanced", "max_shapes": 3}},
-    {"balancing_args": BALANCED, "allow_uneven_shards": True},
+    {"sequence_packing_args": {**PACKED, "algorithm": "cost_balanced"}},
 ]
 
 batches = st.lists(st.integers(1, 30), max_size=24).map(lambda lengths: make_batch(lengths))
@@ -141,7 +136,6 @@ def groups_of(batch):
     "way",
     [
         {"allow_uneven_shards": True},
-        {"balancing_args": BALANCED, "allow_uneven_shards": True},
         {"dynamic_batching_args": DYNAMIC},
         {"sequence_packing_args": PACKED},
     ],
@@ -167,17 +161,6 @@ def test_groups_of_rows_stay_on_one_shard_and_in_one_micro_batch(way, lengths, s
     assert sorted(seen) == list(range(len(lengths) // 3))
 
 
-def test_balanced_shards_are_closer_in_cost_than_consecutive_ones():
-    lengths = [30] * 8 + [10] * 8 + [3] * 16
-    batch = make_batch(lengths)
-    parts, order = batch.shard_by_batch_size(4, balancing_args=BALANCED)
-    assert [part.size for part in parts] == [8] * 4
-    assert len({int(part["input_lengths"].sum()) for part in parts}) == 1
-    assert sorted(order) == list(range(32))
-    plain = batch.shard_by_batch_size(4)
-    assert len({int(part["input_lengths"].sum()) for part in plain}) > 1
-
-
 def test_a_contiguous_shard_is_a_view():
     batch = make_batch([5] * 4)
     part = batch.shard_by_batch_size(2)[1]
@@ -191,11 +174,6 @@ def test_a_contiguous_shard_is_a_view():
             {},
             {"dynamic_batching_args": DYNAMIC, "sequence_packing_args": PACKED},
             "dynamic_batching_args and sequence_packing_args exclude each other",
-        ),
-        (
-            {},
-            {"sequence_packing_args": PACKED, "balancing_args": {}},
-            "sequence_packing_args and balancing_args exclude each other",
         ),
         (
             {},
@@ -225,8 +203,8 @@ def test_a_contiguous_shard_is_a_view():
         ),
         (
             {"input_lengths": torch.tensor([4, 4, -2, 4])},
-            {"balancing_args": {}},
-            r"'input_lengths'\[2\]=-2 must be at least 1",
+            {"dynamic_batching_args": DYNAMIC},
+            r"'input_lengths'\[2\]=-2 must be within 1..30",
         ),
         (
             {"input_lengths": torch.tensor([4, 4, 31, 4])},

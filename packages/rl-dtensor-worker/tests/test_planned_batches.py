@@ -54,7 +54,6 @@ def test_logprobs_equal_plain_transformers(pools, tiny_model, section, num_ranks
     [
         ("dynamic_batching", {"sequence_length_round": 5}),  # wider than the batch, too
         ("sequence_packing", {"sequence_length_pad_multiple": 4}),
-        ("sequence_packing", {"max_shapes": 1}),
     ],
 )
 def test_padding_inside_changes_nothing(pools, tiny_model, section, options):

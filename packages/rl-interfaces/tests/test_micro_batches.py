@@ -1,7 +1,5 @@
 from contextlib import contextmanager
 
-pytestmark = pytest.mark.needs("rl-interfaces[backend]")
-
 import pytest
 import torch
 import torch.distributed as dist
@@ -16,6 +14,8 @@ from rl_interfaces.backend.steps import (
     plan_steps,
     steps_of,
 )
+
+pytestmark = pytest.mark.needs("rl-interfaces[backend]")
 
 _ROWS = st.lists(st.integers(0, 40), min_size=1, max_size=5).filter(any)
 

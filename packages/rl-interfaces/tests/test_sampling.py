@@ -1,12 +1,12 @@
 import math
 
-pytestmark = pytest.mark.needs("rl-interfaces[backend]")
-
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from rl_interfaces.backend.generation.sampling import sample_tokens, truncate_logits
+
+pytestmark = pytest.mark.needs("rl-interfaces[backend]")
 
 
 def _kept_naively(logits, top_k, top_p):

@@ -27,12 +27,10 @@ from rl_dtensor_worker import DTensorPolicyWorker
 from rl_interfaces import LossInput, LossType
 from rl_megatron_worker import MegatronPolicyWorker
 from rl_megatron_worker.attention.layout import PackedLayout
-from rl_megatron_worker.model.build import (
-    build_model,
-    run_chunk,
-    scoring_options,
-    transformer_config,
-)
+from rl_megatron_worker.model.build import build_model
+from rl_megatron_worker.model.chunks import run_chunk
+from rl_megatron_worker.model.config import transformer_config
+from rl_megatron_worker.model.heads import scoring_options
 from rl_megatron_worker.optim import ddp_config
 from tokenizers import Tokenizer, models
 from transformers import PreTrainedTokenizerFast, Qwen2Config, Qwen2ForCausalLM
@@ -103,24 +101,27 @@ class BareLoop:
 
     def __init__(self, worker: Any, batch: BatchedDataDict[Any]) -> None:
         self._worker = worker
-        config, architecture = worker._config, worker._architecture
+        config, architecture = worker._engine._config, worker._engine._architecture
         megatron_config = transformer_config(
-            architecture, config.layout, config.model, worker._runtime
+            architecture, config.layout, config.model, worker._engine.runtime
         )
         megatron_config.finalize_model_grads_func = finalize_model_grads
         (self._chunk,) = build_model(
             architecture,
             megatron_config,
             config.layout,
-            worker._runtime,
+            worker._engine.runtime,
             ddp=ddp_config(config.data_parallel, config.optimizer),
         )
         self._chunk.load_state_dict(worker.model[0].state_dict())
         self._num_targets = float(batch["token_mask"].sum())
         (step,) = worker._steps(
-            batch, local_batch_size=None, given=None, default=worker._config.train_micro_batch_size
+            batch,
+            local_batch_size=None,
+            given=None,
+            default=worker._settings.train_micro_batch_size,
         )
-        device = worker._runtime.device
+        device = worker._engine.runtime.device
         self._layouts = [PackedLayout.of(each) for each in step.micro_batches(device)]
         self._masks = [
             layout.packed.pack(layout.micro_batch.rows["token_mask"])[0].roll(-1)
@@ -134,13 +135,13 @@ class BareLoop:
             clip_grad=1.0,
             bf16=torch.cuda.is_available(),
         )
-        with worker._runtime.scope():
+        with worker._engine.runtime.scope():
             self._optimizer = get_megatron_optimizer(settings, [self._chunk])
         megatron_config.grad_scale_func = self._optimizer.scale_loss
 
     def step(self) -> None:
         """Take an optimizer step."""
-        with self._worker._runtime.scope():
+        with self._worker._engine.runtime.scope():
             self._chunk.zero_grad_buffer()
             self._optimizer.zero_grad()
             get_forward_backward_func()(

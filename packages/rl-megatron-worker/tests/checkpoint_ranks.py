@@ -8,14 +8,29 @@ import pytest
 import torch
 from megatron_ranks import build_reference, job
 from optim_ranks import build_trainer, train_step
-from rl_megatron_worker.checkpoint.checkpointer import Checkpointer
-from rl_megatron_worker.compat.in_process_save import InProcessSave
+from rl_interfaces.backend.checkpoint.checkpointer import Checkpointer
+from rl_interfaces.backend.checkpoint.format import RankRandomState
+from rl_megatron_worker.checkpoint import InProcessSave, MegatronFormat
+
+
+class Saves(Checkpointer):
+    """A checkpointer whose callers need not say what the random state is."""
+
+    def save(self, weights_path, optimizer_path, state=None):
+        super().save(weights_path, optimizer_path, rank_state(state or {}))
+
+    def load(self, weights_path, optimizer_path):
+        return super().load(weights_path, optimizer_path, rank_state({}))
+
+
+def rank_state(state):
+    return RankRandomState(data_parallel_rank=0, is_written_here=True, state=state)
 
 
 def start(runtime, plan, kind="dense", *, seed=0, timeout_s=60, **given):
     reference = build_reference(kind, seed=seed)
     chunks, config, trainer = build_trainer(runtime, plan, reference, **given)
-    saves = Checkpointer(chunks, runtime, timeout_s=timeout_s, trainer=trainer)
+    saves = Saves(MegatronFormat(chunks, runtime, trainer=trainer), timeout_s=timeout_s)
     return reference, chunks, config, trainer, saves
 
 
@@ -24,7 +39,7 @@ def save_ranks(*, directory, layout=None, **given):
     with job(**(layout or {})) as (runtime, plan):
         _, chunks, config, trainer, saves = start(runtime, plan, **given)
         first, _ = train_step(runtime, chunks, config, trainer, 0)
-        trainer.step_scheduler()
+        trainer.advance_schedule()
         drawn = torch.rand(3).tolist()
         saves.save(f"{directory}/weights", f"{directory}/optimizer", {"cpu": torch.get_rng_state()})
         children = psutil.Process().children()
@@ -75,7 +90,7 @@ def weights_only_ranks(*, directory, dtype):
         saves.load(f"{directory}/weights", None)
         trainer.begin_step(num_tokens=1)
         norm, _ = trainer.gradient_norm()
-        trainer.step(norm)  # no gradients and no decay of vectors: weights go to their copies
+        trainer.apply_gradients(norm)  # zero gradients, no decay of vectors: weights are copies
         pairs = zip(chunks[0].parameters(), others[0].parameters(), strict=True)
         return max((a - b).abs().max().item() for a, b in pairs if a.ndim == 1)
 
@@ -89,7 +104,7 @@ def refused_ranks(*, directory, dtype, paths):
         saves.save(f"{directory}/weights", f"{directory}/optimizer")
         _, chunks, config, trainer, saves = start(runtime, plan, seed=5, dtype=dtype)
         train_step(runtime, chunks, config, trainer, 0)
-        trainer.make_state()
+        trainer.init_state()
         before = everything(chunks, trainer)
         with pytest.raises(ValueError) as raised:  # noqa: PT011 - the caller looks at the text
             saves.load(*(path and f"{directory}/{path}" for path in paths))
@@ -116,7 +131,7 @@ def going_back_ranks(*, directory):
         def take_steps(count):
             for step in range(count):
                 train_step(runtime, chunks, config, trainer, step)
-                trainer.step_scheduler()
+                trainer.advance_schedule()
             return trainer.scheduler.num_steps, trainer.learning_rate
 
         saved = take_steps(2)

@@ -2,27 +2,27 @@
 
 from contextlib import contextmanager
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 import torch
 from megatron.core import parallel_state
 from megatron.core.distributed import DistributedDataParallelConfig
 from megatron_ranks import job
+from rl_interfaces.backend.checkpoint.hf_export import write_hf_directory
 from rl_interfaces.backend.checkpoint.safetensors_files import SafetensorsFiles
+from rl_interfaces.backend.engine import HfExport
 from rl_megatron_worker.attention.packed import PackedRows
-from rl_megatron_worker.checkpoint.hf_export import write_hf_directory
 from rl_megatron_worker.convert import converter_for
+from rl_megatron_worker.engine import write_config
 from rl_megatron_worker.model import load as loading
-from rl_megatron_worker.model.build import (
-    ModelOptions,
-    build_model,
-    run_chunk,
-    scoring_options,
-    transformer_config,
-)
+from rl_megatron_worker.model.build import build_model
+from rl_megatron_worker.model.chunks import run_chunk
+from rl_megatron_worker.model.config import ModelOptions, transformer_config
+from rl_megatron_worker.model.heads import scoring_options
 from rl_megatron_worker.model.load import load_weights
 from rl_megatron_worker.parallel.groups import MegatronLayout
-from rl_megatron_worker.weights.source import MegatronWeights
+from rl_megatron_worker.weights import MegatronWeights
 from tiny_models import build_tokenizer
 from transformers import AutoConfig, GenerationConfig
 
@@ -197,10 +197,13 @@ def export(*, path, layout, directory, max_file_bytes, dtype=torch.float32):
     with job(**layout) as (runtime, ranks):
         chunks, mappings, hf_config = load(path, runtime, ranks, dtype=dtype)
         write_hf_directory(
-            MegatronWeights(chunks, mappings, wire_dtype=torch.float32, device=CPU),
-            hf_config,
+            HfExport(
+                write_config=partial(
+                    write_config, hf_config, GenerationConfig(eos_token_id=[1, 2])
+                ),
+                source=MegatronWeights(chunks, mappings, wire_dtype=torch.float32, device=CPU),
+            ),
             build_tokenizer(),
             Path(directory),
-            generation_config=GenerationConfig(eos_token_id=[1, 2]),
             max_file_bytes=max_file_bytes,
         )

@@ -11,14 +11,10 @@ from reference_models import VOCAB, architecture_of, build_reference, shard_of
 from rl_batched_data.logprobs.api import target_scores
 from rl_interfaces.backend.runtime.ranks import RankEnvironment, init_process_group
 from rl_megatron_worker.attention.packed import PackedRows
-from rl_megatron_worker.model.build import (
-    ModelOptions,
-    build_model,
-    run_chunk,
-    scoring_options,
-    transformer_config,
-    unwrapped,
-)
+from rl_megatron_worker.model.build import build_model
+from rl_megatron_worker.model.chunks import run_chunk, unwrapped
+from rl_megatron_worker.model.config import ModelOptions, transformer_config
+from rl_megatron_worker.model.heads import scoring_options
 from rl_megatron_worker.parallel.groups import (
     check_sizes,
     init_model_parallel,
@@ -153,7 +149,7 @@ def _loss(chunk, rows, tokens, collected, hidden):
     layout = rows.layout
     scores = target_scores(hidden, layout.take(tokens.roll(-1)), **scoring_options(chunk))
     weights = layout.take(token_weights(tokens))
-    collected.append(layout.join(scores.logprobs.detach()))
+    collected.append(layout.gather_in_order(scores.logprobs.detach()))
     loss = (scores.logprobs * weights).sum()
     return loss, torch.zeros((), dtype=torch.int), {"loss": loss.detach().clone()}
 

@@ -75,7 +75,7 @@ def train_step(runtime, chunks, config, trainer, step):
     )
     norm, finite = trainer.gradient_norm()
     if finite:
-        trainer.step(norm)
+        trainer.apply_gradients(norm)
     return norm, finite
 
 
@@ -118,7 +118,7 @@ def three_steps_ranks(
             expected = reference_step(reference, oracle, step, num_ranks=plan.data)
             norms.append(((norm - expected).abs() / expected).item())
             assert finite
-        trainer.step_scheduler()
+        trainer.advance_schedule()
         pairs = expected_parameters(chunks, dict(reference.named_parameters()), reference.config)
         return {
             "norms": max(norms),
@@ -146,7 +146,7 @@ def schedule_ranks():
         for _ in range(6):
             decays = [group["weight_decay"] for group in trainer.optimizer.param_groups]
             found.append((trainer.learning_rate, max(decays)))
-            trainer.step_scheduler()
+            trainer.advance_schedule()
         return found
 
 
@@ -193,7 +193,7 @@ def overflow_ranks(*, kind, layout=None):
         victim.main_grad.view(-1)[0] = float("inf")
         norm, finite = trainer.gradient_norm()
         same = all(torch.equal(a, b) for a, (_, b) in zip(before, named, strict=True))
-        scales = [part.grad_scaler.scale.item() for part in trainer._parts()]
+        scales = [part.grad_scaler.scale.item() for part in trainer._optimizers()]
         finite_norm = None
         while finite_norm is None:
             # Scaled by 2 ** 15 the gradients are too large as well, for some steps.

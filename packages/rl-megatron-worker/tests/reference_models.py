@@ -2,7 +2,7 @@
 
 import torch
 import torch.nn.functional as F
-from rl_megatron_worker.model.architecture import Architecture
+from rl_megatron_worker.model.config import Architecture
 from transformers import Qwen3Config, Qwen3ForCausalLM, Qwen3MoeConfig, Qwen3MoeForCausalLM
 
 VOCAB = 61  # no multiple of two: tensor parallelism completes it

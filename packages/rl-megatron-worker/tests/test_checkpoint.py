@@ -12,7 +12,7 @@ from checkpoint_ranks import (
     weights_only_ranks,
 )
 from forked_ranks import RankFailure
-from rl_megatron_worker.checkpoint.checkpointer import load_weights, without_extra_states
+from rl_megatron_worker.checkpoint import load_weights, without_extra_states
 
 # Of the norm of the next step's gradients, which another layout sums up in another order.
 NORM_TOLERANCE = 1e-6

@@ -5,7 +5,7 @@ import copy
 import pytest
 import torch
 from rl_megatron_worker import MegatronPolicyWorker
-from rl_megatron_worker.config import WorkerConfig
+from rl_megatron_worker.config import EngineConfig
 from tiny_models import build_tiny
 
 ADAM = {"optimizer": "adam", "lr": 1e-3}
@@ -22,7 +22,7 @@ def config(**section):
 
 
 def parse(given, *, world_size=4, init_optimizer=True):
-    return WorkerConfig.from_policy_config(
+    return EngineConfig.from_policy_config(
         given, world_size=world_size, init_optimizer=init_optimizer
     )
 
@@ -187,7 +187,7 @@ REFUSED = {
     "sinkhorn": (
         {"moe_router_load_balancing_type": "sinkhorn"},
         {},
-        "moe_router_load_balancing_type='sinkhorn' gives tokens to other experts",
+        "moe_router_load_balancing_type='sinkhorn' routes tokens to other experts",
     ),
     "negative-weight": (
         {"moe_router_load_balancing_type": "aux_loss", "moe_aux_loss_coeff": -0.01},
@@ -218,7 +218,7 @@ REFUSED = {
     "torch": (
         {},
         {"scheduler": {"name": "torch.optim.lr_scheduler.LinearLR", "kwargs": {}}},
-        "policy.scheduler is of torch's schedulers",
+        "policy.scheduler configures torch's schedulers",
     ),
     "unknown": ({"tensor_parallel_size": 2}, {}, "tensor_parallel_size is not a known key"),
 }
@@ -254,7 +254,7 @@ def test_a_torch_optimizer_without_counterpart_is_refused():
     [
         ({"tensor_model_parallel_size": 4}, "does not divide the model's 2 query groups"),
         ({"pipeline_model_parallel_size": 4, "num_layers_in_last_pipeline_stage": 3}, "4 layers"),
-        ({"expert_model_parallel_size": 2}, "needs a mixture of experts"),
+        ({"expert_model_parallel_size": 2}, "needs an MoE model"),
         (
             {"activation_checkpointing": True, "recompute_num_layers": 3},
             "recompute_num_layers=3 does not divide the 4 layers",

@@ -12,7 +12,7 @@ from rl_megatron_worker.convert import (
     register_converter,
     registry,
 )
-from rl_megatron_worker.convert.pieces import cut, total_length
+from rl_megatron_worker.convert.mappings import slice_pieces, total_length
 from safetensors.torch import load_file
 from tiny_models import KINDS, build_tiny, tiny_config
 from transformers import AutoConfig, GPT2Config
@@ -45,13 +45,13 @@ def mappings_of(path):
 def shard_length(mapping, size, vocab_size):
     if "embedding" in mapping.names[0] or "output" in mapping.names[0]:
         return -(-vocab_size // size)
-    return mapping.shard_shape(size)[mapping.axis]
+    return mapping.shard_shape(size)[mapping.piece_dim]
 
 
 def shard_of(mapping, tensors, *, rank, size, vocab_size=66):
     """Return the shard of a rank, as a model would hold it."""
     shape = list(mapping.shard_shape(size))
-    shape[mapping.axis] = shard_length(mapping, size, vocab_size)
+    shape[mapping.piece_dim] = shard_length(mapping, size, vocab_size)
     shard = torch.full(shape, torch.nan)
 
     def read(name, *, dim, start, stop):
@@ -74,7 +74,7 @@ def test_what_is_cut_for_ranks_joins_bit_for_bit(checkpoint, size):
         for rank in range(size):
             shard = shard_of(mapping, tensors, rank=rank, size=size)
             assert not shard.isnan().any()
-            mapping.spread(shard, into, rank=rank, size=size)
+            mapping.unshard(shard, into, rank=rank, size=size)
         assert not joined.keys() & into.keys()
         joined |= into
     assert joined.keys() == tensors.keys()
@@ -163,7 +163,9 @@ def test_cut_takes_the_rows_between(lengths, bounds):
         pieces.append(Piece(str(index), 3, 3 + length))
         rows += [(str(index), 3 + row) for row in range(length)]
     start, stop = sorted(bounds)
-    taken = [(p.source, row) for p in cut(pieces, start, stop) for row in range(p.start, p.stop)]
+    taken = [
+        (p.source, row) for p in slice_pieces(pieces, start, stop) for row in range(p.start, p.stop)
+    ]
     assert taken == rows[start:stop]
     assert total_length(pieces) == len(rows)
 

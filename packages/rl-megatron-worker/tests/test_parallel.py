@@ -2,7 +2,7 @@
 
 import pytest
 from rl_interfaces import ParallelLayout
-from rl_megatron_worker.model.architecture import Architecture
+from rl_megatron_worker.model.config import Architecture
 from rl_megatron_worker.parallel.groups import MegatronLayout, check_sizes, plan_layout
 
 
@@ -99,7 +99,7 @@ REFUSED = {
     "dispatcher": ({"moe_token_dispatcher_type": "flex"}, r"'flex' must be 'alltoall' or"),
     "gathered-experts": (
         {"moe_token_dispatcher_type": "allgather", "expert_model_parallel_size": 2},
-        r"'allgather' takes no sequences of unlike length with .*expert_model_parallel_size=2",
+        r"'allgather' does not support sequences of different .*expert_model_parallel_size=2",
     ),
 }
 
@@ -117,11 +117,11 @@ DOES_NOT_DIVIDE = {
     "groups": ({"tensor": 4}, {}, r"tensor_model_parallel_size=4 .* 2 query groups"),
     "units": ({"tensor": 2}, {"ffn_hidden_size": 49}, r"size=2 .* 49 MLP units"),
     "experts": ({"expert": 3}, EXPERTS, r"expert_model_parallel_size=3 .* 4 experts"),
-    "no-experts": ({"expert": 2}, {}, r"expert_model_parallel_size=2 needs a mixture"),
+    "no-experts": ({"expert": 2}, {}, r"expert_model_parallel_size=2 needs an MoE"),
     "no-expert-parts": (
         {"tensor": 2, "expert_tensor": 1},
         {},
-        r"expert_tensor_parallel_size=1 differs from tensor_model_parallel_size=2: .* a mixture",
+        r"expert_tensor_parallel_size=1 differs from tensor_model_parallel_size=2: .* an MoE",
     ),
     "expert-parts": (
         {"tensor": 2, "sequence_parallel": True, "expert_tensor": 1},
@@ -131,7 +131,7 @@ DOES_NOT_DIVIDE = {
     "tokens": (
         {"tensor": 2, "expert_tensor": 2},
         EXPERTS,
-        r"mixture of experts needs .*sequence_parallel=True",
+        r"MoE model needs .*sequence_parallel=True",
     ),
     "layers": ({"pipeline": 3}, {}, r"pipeline_model_parallel_size=3 .* 8 layers"),
     "first": ({"pipeline": 3, "first_stage_layers": 1}, {}, r"8 layers \(first stage: 1"),

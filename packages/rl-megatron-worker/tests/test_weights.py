@@ -3,8 +3,8 @@
 import convert_ranks
 import pytest
 import torch
-from rl_megatron_worker.checkpoint.hf_export import plan_files
-from rl_megatron_worker.weights.source import MegatronWeights, WeightMeta
+from rl_interfaces.backend.checkpoint.hf_export import plan_files
+from rl_megatron_worker.weights import MegatronWeights
 from rl_refit.source import block_of
 from safetensors.torch import load_file
 from tiny_models import KINDS, build_tiny, build_tokenizer
@@ -202,8 +202,6 @@ def test_an_exported_directory_loads(pools, tmp_path, kind, max_file_bytes):
 
 def test_files_are_planned_by_size():
     sizes = {"a": 3, "b": 2, "c": 9, "d": 1}
-    metadata = [WeightMeta(name, torch.float32, (size,)) for name, size in sizes.items()]
-    files = plan_files(metadata, max_file_bytes=20)
-    assert list(files.values()) == [["a", "b"], ["c"], ["d"]]
-    assert next(iter(files)) == "model-00001-of-00003.safetensors"
-    assert plan_files(metadata, max_file_bytes=60) == {"model.safetensors": list(sizes)}
+    groups = [[name] for name in sizes]
+    assert plan_files(groups, sizes, max_file_bytes=5) == [[["a"], ["b"]], [["c"]], [["d"]]]
+    assert plan_files(groups, sizes, max_file_bytes=15) == [groups]

@@ -11,8 +11,8 @@ from batches import LOSSES
 from megatron.core import parallel_state
 from rl_batched_data import BatchedDataDict
 from rl_megatron_worker import MegatronPolicyWorker
-from rl_megatron_worker.model.build import unwrapped
-from rl_megatron_worker.residency import place_parameters
+from rl_megatron_worker.model.chunks import unwrapped
+from rl_megatron_worker.placement import place_parameters
 from tiny_models import build_tokenizer
 
 BUDGET = 24
@@ -179,7 +179,7 @@ def devices_in_each_state(*, config, batch):
 
 def _devices(worker):
     parameters = {each.device.type for chunk in worker.model for each in chunk.parameters()}
-    state = worker._trainer.optimizer.state
+    state = worker._engine.optimizer.optimizer.state
     optimizer = {
         value.device.type
         for _, values in state.items()
@@ -223,7 +223,7 @@ def load_and_train(*, config, batch, directory):
 def place_as_on_cuda(*, config):
     """Move parameters off the device and back, as CUDA has it done; return what that changes."""
     with worker_for(config, init_reference_model=False) as worker:
-        before, scope = sent_by(worker), worker._runtime.scope
+        before, scope = sent_by(worker), worker._engine.runtime.scope
         cuda = SimpleNamespace(on_cuda=True, device=torch.device("cpu"), scope=scope)
         for on_device in (False, True):
             place_parameters(worker.model, cuda, on_device=on_device)

@@ -1,8 +1,8 @@
 import pytest
 import torch
-from rl_policy.recipes.batches import ProblemEncoder, completion_batch
-from rl_policy.recipes.problems import Problem
-from rl_policy.recipes.tiny_model import build_tokenizer
+from rl_policy.data.batches import ProblemEncoder, completion_batch
+from rl_policy.data.problems import Problem
+from rl_policy.data.tiny_model import build_tokenizer
 
 PROBLEMS = [Problem("1+2=", "3"), Problem("10+20=", "30")]
 PAD, END = 0, 1

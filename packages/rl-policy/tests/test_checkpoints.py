@@ -1,7 +1,7 @@
 import os
 
 import pytest
-from rl_policy.recipes.checkpoints import CheckpointManager, RunState
+from rl_policy.run.checkpoints import CheckpointManager, RunState
 
 
 def save(manager, step, accuracy=0.5):
@@ -9,7 +9,7 @@ def save(manager, step, accuracy=0.5):
         checkpoint.weights.mkdir()
         (checkpoint.weights / "shard").write_text(str(step))
 
-    return manager.save(RunState(step=step, data_position=10 * step, accuracy=accuracy), write)
+    return manager.save(RunState(step=step, data_position=10 * step, score=accuracy), write)
 
 
 def names(directory):
@@ -23,7 +23,7 @@ def test_what_is_saved_is_found_again(tmp_path):
     found = CheckpointManager(tmp_path / "checkpoints", keep_last=2).latest()
     assert found == saved
     assert found.path.name == "step_5"
-    assert found.state == RunState(step=5, data_position=50, accuracy=0.5)
+    assert found.state == RunState(step=5, data_position=50, score=0.5)
     assert (found.weights / "shard").read_text() == "5"
 
 
@@ -60,7 +60,7 @@ def test_a_checkpoint_that_was_not_finished_is_not_taken(tmp_path):
         raise RuntimeError("the machine went away")
 
     with pytest.raises(RuntimeError):
-        manager.save(RunState(step=2, accuracy=0.9), fail)
+        manager.save(RunState(step=2, score=0.9), fail)
     assert names(tmp_path) == ["step_1", "step_2.partial"]
     resumed = CheckpointManager(tmp_path, keep_last=2)
     assert resumed.latest().state.step == 1

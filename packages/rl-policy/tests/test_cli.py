@@ -7,8 +7,8 @@ from functools import partial
 import pytest
 import ray
 import yaml
-from rl_policy.cli import app
-from rl_policy.config_loading import parse_run_config
+from rl_policy.cli import build_app
+from rl_policy.config import parse_run_config
 from typer.testing import CliRunner
 
 pytestmark = pytest.mark.needs("rl-policy[dtensor]")
@@ -33,7 +33,7 @@ def run_apart(*arguments, cwd):
 def rl_policy(tmp_path, monkeypatch):
     """Return a function that runs the command line here, in `tmp_path`."""
     monkeypatch.chdir(tmp_path)
-    return partial(CliRunner().invoke, app)
+    return partial(CliRunner().invoke, build_app())
 
 
 def test_help_explains_every_flag_and_loads_nothing_heavy(tmp_path):
@@ -49,7 +49,7 @@ def test_help_explains_every_flag_and_loads_nothing_heavy(tmp_path):
     assert time.monotonic() - started < 60
 
 
-@pytest.mark.parametrize("recipe", ["grpo", "sft"])
+@pytest.mark.parametrize("recipe", ["dpo", "grpo", "sft"])
 def test_the_configuration_is_shown_and_nothing_is_written(tmp_path, rl_policy, recipe):
     result = rl_policy([recipe, "--show-config", "grpo.steps=3"])
     assert result.exit_code == 0, result.stderr

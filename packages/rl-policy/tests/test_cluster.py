@@ -12,7 +12,7 @@ import pytest
 import ray
 from rl_interfaces import Cluster
 from rl_policy import RayVirtualCluster
-from rl_policy import cluster as cluster_module
+from rl_policy.ray import cluster as cluster_module
 
 pytestmark = pytest.mark.timeout(180)
 
@@ -191,7 +191,7 @@ def test_importing_the_package_loads_nothing_heavy():
 
 def test_workers_run_in_the_drivers_environment_under_uv_run():
     check = (
-        "import rl_policy.cluster, ray._private.ray_constants as constants;"
+        "import rl_policy.ray.cluster, ray._private.ray_constants as constants;"
         "print(constants.RAY_ENABLE_UV_RUN_RUNTIME_ENV)"
     )
     environment = {k: v for k, v in os.environ.items() if k != "RAY_ENABLE_UV_RUN_RUNTIME_ENV"}

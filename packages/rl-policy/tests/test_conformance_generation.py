@@ -15,7 +15,7 @@ from rl_interfaces.testing.generation import (
     ReceivesWeights,
 )
 from rl_policy import Policy, RayVirtualCluster
-from rl_policy.generation.engine_state import EngineStateError
+from rl_policy.generation.state import EngineStateError
 from rl_policy.generation.vllm import VllmGeneration
 from transformers import AutoModelForCausalLM
 from vllm_oracles import MAX_MODEL_LEN, ascii_tokenizer, generation_config, refit, save_llama

@@ -3,8 +3,8 @@
 from types import SimpleNamespace
 
 import pytest
-from rl_policy.generation.engine_state import TAGS, EngineState, EngineStateError
-from rl_policy.generation.vllm_engine import VllmEngine
+from rl_policy.generation.state import TAGS, EngineState, EngineStateError
+from rl_policy.generation.vllm.engine import VllmEngine
 
 
 @pytest.fixture

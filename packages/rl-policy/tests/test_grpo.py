@@ -2,14 +2,14 @@ import logging
 
 import pytest
 from rl_interfaces import LossType
-from rl_policy.config_loading import load_run_config
+from rl_policy.config import load_run_config
 from rl_policy.losses import ClippedPGLoss
-from rl_policy.recipes.grpo import build_loss, warn_of_truncation
+from rl_policy.recipes.grpo import LossSection, build_loss, warn_of_truncation
 
 
 def test_the_section_loss_becomes_the_loss():
     overrides = ["loss.clip_low=0.1", "loss.dual_clip=3", "loss.loss_type=sequence_level"]
-    section = load_run_config("grpo", overrides=overrides).loss
+    section = load_run_config("grpo", overrides=overrides).section(LossSection)
     assert build_loss(section) == ClippedPGLoss(
         clip_low=0.1,
         clip_high=0.28,

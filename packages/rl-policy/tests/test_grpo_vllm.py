@@ -7,7 +7,7 @@ import sys
 
 import pytest
 import yaml
-from rl_policy.recipes.metrics import read_metrics
+from rl_policy.run.metrics import read_metrics
 
 pytestmark = [
     pytest.mark.vllm,

@@ -4,7 +4,7 @@ import pickle
 import pytest
 import torch
 from rl_interfaces import LossFunction, LossInput, LossType
-from rl_policy.losses import ClippedPGLoss, NLLLoss
+from rl_policy.losses import ClippedPGLoss, DPOLoss, NLLLoss
 
 # Hand-computed numbers are written in float64 and compared with float32 results.
 TOLERANCE = {"rtol": 1e-6, "atol": 1e-6}
@@ -319,3 +319,66 @@ def test_the_level_may_be_named_as_in_a_config():
     assert ClippedPGLoss(loss_type="sequence_level").loss_type is LossType.SEQUENCE_LEVEL
     with pytest.raises(ValueError, match="'by_token' is not a valid LossType"):
         ClippedPGLoss(loss_type="by_token")
+
+
+def pairs():
+    """Return two pairs whose summed log-ratios are +2, -1 and 0.5, 1.5, and their batch."""
+    ratios = torch.tensor([[9.0, 1.5, 0.5], [9.0, -1.0, 7.0], [9.0, 0.5, 7.0], [9.0, 1.0, 0.5]])
+    reference = torch.full((4, 3), -2.0)
+    batch = {
+        "token_mask": torch.tensor([[0, 1, 1], [0, 1, 0], [0, 1, 0], [0, 1, 1]]),
+        "sample_mask": torch.ones(4),
+        "reference_logprobs": reference,
+    }
+    return (reference + ratios).requires_grad_(), batch
+
+
+@pytest.mark.parametrize(
+    ("beta", "label_smoothing", "losses"),
+    [
+        # Margins 0.5 * 3 and 0.5 * (-1): log(1 + exp(-1.5)) and log(1 + exp(0.5)).
+        (0.5, 0.0, (0.2014132780, 0.9740769842)),
+        # 0.9 of those, and 0.1 of log(1 + exp(1.5)) and log(1 + exp(-0.5)).
+        (0.5, 0.1, (0.3514132780, 0.9240769842)),
+        # Margins 3 and -1: log(1 + exp(-3)) and log(1 + exp(1)).
+        (1.0, 0.0, (0.0485873516, 1.3132616875)),
+    ],
+)
+def test_dpo_against_hand_computed_values(beta, label_smoothing, losses):
+    logprobs, batch = pairs()
+    loss_fn = DPOLoss(beta=beta, label_smoothing=label_smoothing)
+    value, metrics = evaluate(loss_fn, logprobs, batch)
+    value.backward()
+    assert value.item() == pytest.approx(sum(losses) / 2, rel=1e-6)
+    assert metrics == {
+        "reward_margin": pytest.approx(beta * (3 - 1) / 2, rel=1e-6),
+        "chosen_reward": pytest.approx(beta * (2 + 0.5) / 2, rel=1e-6),
+        "rejected_reward": pytest.approx(beta * (-1 + 1.5) / 2, rel=1e-6),
+        "pair_accuracy": 0.5,
+        "num_valid_samples": 4,
+    }
+    # The chosen rows are pushed up, the rejected ones down, at target tokens alone.
+    assert torch.equal(logprobs.grad != 0, batch["token_mask"] == 1)
+    assert (logprobs.grad[0::2] <= 0).all()
+    assert (logprobs.grad[1::2] >= 0).all()
+
+
+def test_masked_pairs_have_no_part_in_dpo():
+    logprobs, batch = pairs()
+    batch["sample_mask"] = torch.tensor([1.0, 1.0, 0.0, 0.0])
+    value, metrics = evaluate(DPOLoss(beta=0.5), logprobs, batch)
+    assert value.item() == pytest.approx(0.2014132780, rel=1e-6)
+    assert (metrics["pair_accuracy"], metrics["num_valid_samples"]) == (1.0, 2)
+
+
+def test_what_is_no_pair_is_named():
+    logprobs, batch = pairs()
+    with pytest.raises(ValueError, match="3 rows, which are no pairs"):
+        evaluate(DPOLoss(), logprobs[:3], {key: value[:3] for key, value in batch.items()})
+    batch["sample_mask"] = torch.tensor([1.0, 0.0, 1.0, 1.0])
+    with pytest.raises(ValueError, match="sample_mask differs between the two rows"):
+        evaluate(DPOLoss(), logprobs, batch)
+    with pytest.raises(ValueError, match=r"beta=0 must be positive"):
+        DPOLoss(beta=0)
+    with pytest.raises(ValueError, match=r"label_smoothing=0.5 must lie in \[0, 0.5\)"):
+        DPOLoss(label_smoothing=0.5)

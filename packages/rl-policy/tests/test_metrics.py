@@ -1,13 +1,9 @@
 import json
 
 import pytest
-from rl_policy.recipes.metrics import (
-    GrpoMetrics,
-    MetricsLog,
-    SftMetrics,
-    read_metrics,
-    sum_micro_batches,
-)
+from rl_policy.recipes.grpo import GrpoMetrics
+from rl_policy.recipes.sft import SftMetrics
+from rl_policy.run.metrics import MetricsLog, read_metrics, sum_micro_batches
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 KEYS = [
@@ -40,7 +36,8 @@ def paths(tmp_path):
 def test_an_object_per_step_and_the_same_as_events(tmp_path):
     with MetricsLog(*paths(tmp_path)) as log:
         log.write(GrpoMetrics(step=0, accuracy=0.25))
-        log.write(GrpoMetrics(step=1, reward_mean=0.5, kl=0.125), {"clip_fraction": 0.75})
+        measured = {"clip_fraction": 0.75}
+        log.write(GrpoMetrics(step=1, reward_mean=0.5, kl=0.125, diagnostics=measured))
     rows = read_metrics(tmp_path / "metrics.jsonl")
     assert [list(row) for row in rows] == [KEYS, KEYS]
     assert (rows[0]["accuracy"], rows[0]["reward_mean"], rows[0]["refit_s"]) == (0.25, None, 0.0)
@@ -53,7 +50,7 @@ def test_an_object_per_step_and_the_same_as_events(tmp_path):
 def test_what_engines_add_stands_beside_the_rest(tmp_path):
     engines = {"refit_s": 1.5, "refit_bytes": 8, "weight_version": 3, "mismatch_kl": 0.25}
     with MetricsLog(*paths(tmp_path)) as log:
-        log.write(GrpoMetrics(step=4, loss=0.5, engines=engines))
+        log.write(GrpoMetrics(step=4, loss=0.5, extra=engines))
     (row,) = read_metrics(tmp_path / "metrics.jsonl")
     assert list(row) == [*KEYS, "refit_bytes", "weight_version", "mismatch_kl"]
     assert {name: row[name] for name in engines} == engines

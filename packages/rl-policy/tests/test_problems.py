@@ -1,10 +1,10 @@
 import json
 
 import pytest
-from rl_policy.recipes.problems import (
+from rl_policy.data.problems import (
     Problem,
     ProblemSets,
-    ProblemStream,
+    ShuffledStream,
     divide_problems,
     read_problems,
 )
@@ -98,7 +98,7 @@ def test_too_few_problems_are_named():
 
 
 def test_a_pass_of_the_stream_holds_every_problem_once_in_an_order_of_its_own():
-    stream = ProblemStream(PROBLEMS, seed=0)
+    stream = ShuffledStream(PROBLEMS, seed=0)
     first, second = stream.take(20), stream.take(20)
     assert prompts(first) == prompts(second) == prompts(PROBLEMS)
     assert first != second
@@ -107,7 +107,7 @@ def test_a_pass_of_the_stream_holds_every_problem_once_in_an_order_of_its_own():
 
 @pytest.mark.parametrize("position", [0, 7, 20, 33])
 def test_a_stream_goes_on_from_a_saved_position(position):
-    whole = ProblemStream(PROBLEMS, seed=5).take(50)
-    stream = ProblemStream(PROBLEMS, seed=5, position=position)
+    whole = ShuffledStream(PROBLEMS, seed=5).take(50)
+    stream = ShuffledStream(PROBLEMS, seed=5, position=position)
     assert stream.take(10) == whole[position : position + 10]
     assert stream.position == position + 10

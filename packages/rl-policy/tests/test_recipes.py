@@ -12,8 +12,8 @@ import pytest
 import ray
 import torch
 import yaml
-from rl_policy.cli import app
-from rl_policy.recipes.metrics import read_metrics
+from rl_policy.cli import build_app
+from rl_policy.run.metrics import read_metrics
 from transformers import AutoModelForCausalLM, AutoTokenizer
 from typer.testing import CliRunner
 
@@ -97,7 +97,7 @@ def start(workplace, environment, monkeypatch):
 
     def start(command, out, *settings, config="run.yaml"):
         arguments = [command, "--config", config, "--out", out, "data.path=problems.jsonl"]
-        result = CliRunner().invoke(app, [*arguments, *settings], catch_exceptions=False)
+        result = CliRunner().invoke(build_app(), [*arguments, *settings], catch_exceptions=False)
         assert result.exit_code == 0, result.stderr
 
     return start

@@ -3,11 +3,12 @@
 from types import SimpleNamespace
 
 import pytest
-from rl_policy.config_loading import load_run_config
-from rl_policy.recipes import samplers
-from rl_policy.recipes.engines import check_engines, engine_section
-from rl_policy.recipes.samplers import EngineSampler, WorkerSampler
+from rl_policy.config import load_run_config
+from rl_policy.recipes.sft import sft_policy
 from rl_policy.refit import WeightLink
+from rl_policy.run import samplers
+from rl_policy.run.engines import check_engines, engine_section
+from rl_policy.run.samplers import EngineSampler, WorkerSampler
 from transformers import LlamaConfig
 
 pytestmark = pytest.mark.needs("rl-policy[dtensor]")
@@ -240,7 +241,7 @@ def test_engines_apart_get_devices_of_one_node_each_which_end_with_them(monkeypa
 
 def test_the_supervised_part_samples_with_the_workers():
     config = load("policy.generation.backend=vllm", "policy.generation.colocated.enabled=false")
-    generation = config.sft_policy()["generation"]
+    generation = sft_policy(config)["generation"]
     assert generation["backend"] == "hf"
     assert generation["max_new_tokens"] == config.policy["generation"]["max_new_tokens"]
 
@@ -274,7 +275,7 @@ def test_the_supervised_part_samples_with_the_workers():
 def test_engines_that_cannot_be_are_refused_before_anything_starts(
     overrides, error, message, monkeypatch
 ):
-    monkeypatch.setattr("rl_policy.generation.vllm.require_vllm", lambda: None)
+    monkeypatch.setattr("rl_policy.generation.vllm.generation.require_vllm", lambda: None)
     config = load("policy.generation.backend=vllm", *overrides)
     with pytest.raises(error, match=message):
         check_engines(config)
@@ -298,7 +299,7 @@ def test_engines_that_cannot_be_are_refused_before_anything_starts(
 def test_an_engine_has_a_position_for_every_token_of_its_longest_row(
     overrides, rotary, allowed, monkeypatch, tmp_path
 ):
-    monkeypatch.setattr("rl_policy.generation.vllm.require_vllm", lambda: None)
+    monkeypatch.setattr("rl_policy.generation.vllm.generation.require_vllm", lambda: None)
     sizes = {"hidden_size": 8, "num_hidden_layers": 1, "num_attention_heads": 1}
     model = LlamaConfig(**sizes, max_position_embeddings=32, rope_parameters=rotary or None)
     model.save_pretrained(tmp_path)

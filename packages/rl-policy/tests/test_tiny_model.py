@@ -1,7 +1,7 @@
 import pytest
 import torch
 from rl_policy.config import TinyModelSection
-from rl_policy.recipes.tiny_model import (
+from rl_policy.data.tiny_model import (
     END,
     PAD,
     build_tiny_model,

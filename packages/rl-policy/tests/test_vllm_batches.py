@@ -1,13 +1,17 @@
 """From a batch to requests, and from completions to a batch. No vLLM here."""
 
+from types import SimpleNamespace
+
 import torch
-from rl_policy.generation.engine_config import parse_sampling_config
-from rl_policy.generation.outputs import Completion, assemble_output
-from rl_policy.generation.sampling import request_arguments, row_seeds
+from rl_policy.generation.rows import Completion, assemble_output, row_seeds
+from rl_policy.generation.vllm.arguments import request_arguments
+from rl_policy.generation.vllm.config import parse_sampling_config
 
 
 def requests(lengths=(3,), stop_strings=None, greedy=False, max_length=100, **config):
-    sampling = parse_sampling_config(config, pad_token_id=0, end_token_id=1)
+    sampling = parse_sampling_config(
+        config, SimpleNamespace(pad_token_id=0, eos_token_id=1), batch_size=8
+    )
     return request_arguments(
         sampling,
         prompt_lengths=lengths,
@@ -39,7 +43,9 @@ def test_greedy_rows_are_neither_tempered_nor_truncated():
 
 def test_stops_of_the_row_come_on_top_of_the_configured_ones():
     sampling = parse_sampling_config(
-        {"stop_strings": ["."], "stop_token_ids": [7]}, pad_token_id=0, end_token_id=1
+        {"stop_strings": ["."], "stop_token_ids": [7]},
+        SimpleNamespace(pad_token_id=0, eos_token_id=1),
+        batch_size=8,
     )
     rows = request_arguments(
         sampling,

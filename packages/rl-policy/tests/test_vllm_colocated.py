@@ -10,7 +10,7 @@ import ray
 import torch
 from rl_batched_data import BatchedDataDict
 from rl_policy import Policy, RayVirtualCluster
-from rl_policy.generation.engine_state import EngineStateError
+from rl_policy.generation.state import EngineStateError
 from rl_policy.generation.vllm import VllmGeneration
 from rl_policy.losses import NLLLoss
 from rl_policy.refit import WeightLink, engines_on_device

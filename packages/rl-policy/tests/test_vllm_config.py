@@ -2,16 +2,17 @@
 
 import os
 import re
+from types import SimpleNamespace
 
 import pytest
 from rl_interfaces import resolve_policy_config
-from rl_policy.generation.engine_config import (
+from rl_policy.generation.vllm.arguments import engine_arguments, prepare_environment
+from rl_policy.generation.vllm.config import (
     count_engines,
     generation_of_policy,
     parse_engine_config,
     parse_sampling_config,
 )
-from rl_policy.generation.vllm_arguments import engine_arguments, prepare_environment
 
 
 def engine(vllm_cfg=None, **changes):
@@ -19,8 +20,9 @@ def engine(vllm_cfg=None, **changes):
     return parse_engine_config(config, seed=3)
 
 
-def sampling(pad_token_id=0, end_token_id=1, **config):
-    return parse_sampling_config(config, pad_token_id=pad_token_id, end_token_id=end_token_id)
+def sampling(pad=0, end=1, **config):
+    tokenizer = SimpleNamespace(pad_token_id=pad, eos_token_id=end)
+    return parse_sampling_config(config, tokenizer, batch_size=8)
 
 
 def test_an_empty_section_takes_every_default():
@@ -74,21 +76,19 @@ def test_a_model_is_needed():
 
 def test_the_end_token_ends_rows_besides_the_configured_ones():
     assert sampling(stop_token_ids=[7, 5]).stop_token_ids == (1, 5, 7)
-    assert sampling(end_token_id=None).stop_token_ids == ()
+    assert sampling(end=None).stop_token_ids == ()
 
 
 @pytest.mark.parametrize(
     ("configured", "pad", "end", "expected"), [(9, 0, 1, 9), (None, 0, 1, 0), (None, None, 1, 1)]
 )
 def test_the_padding_token_is_the_configured_one_first(configured, pad, end, expected):
-    given = {"pad_token_id": configured}
-    config = parse_sampling_config(given, pad_token_id=pad, end_token_id=end)
-    assert config.pad_token_id == expected
+    assert sampling(pad, end, pad_token_id=configured).pad_token_id == expected
 
 
 def test_no_padding_token_at_all_is_refused():
-    with pytest.raises(ValueError, match="pad_token_id is not set, and the tokenizer has none"):
-        sampling(pad_token_id=None, end_token_id=None)
+    with pytest.raises(ValueError, match="pad_token_id is not set, and the tokenizer has neither"):
+        sampling(pad=None, end=None)
 
 
 @pytest.mark.parametrize(

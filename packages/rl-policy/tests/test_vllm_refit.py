@@ -9,7 +9,7 @@ import rl_refit
 import torch
 from rl_interfaces.backend.runtime.ports import ReservedPort
 from rl_policy import RayVirtualCluster
-from rl_policy.generation.engine_state import EngineStateError
+from rl_policy.generation.state import EngineStateError
 from rl_policy.generation.vllm import VllmGeneration
 from rl_refit.compat import broadcast, handles
 from transformers import AutoModelForCausalLM

@@ -9,9 +9,9 @@ import rl_refit
 import torch
 from msgspec.structs import replace
 from rl_policy import RayVirtualCluster
-from rl_policy.generation.engine_state import EngineStateError
+from rl_policy.generation.state import EngineStateError
 from rl_policy.generation.vllm import VllmGeneration
-from rl_policy.rank_calls import WorkerDiedError
+from rl_policy.ray.rank_calls import WorkerDiedError
 from rl_refit.protocol import messages
 from rl_refit.sender.receivers import Receivers
 from transformers import AutoModelForCausalLM

@@ -1,6 +1,6 @@
 import pytest
-from rl_policy.worker_group import rank_bundles
-from rl_policy.worker_host import Placement, rank_environments
+from rl_policy.ray.worker_group import rank_bundles
+from rl_policy.ray.worker_host import Placement, rank_environments
 
 
 def environments(placements, omp_num_threads=None):

@@ -10,21 +10,17 @@ from rl_batched_data.logprobs.api import (
 )
 from rl_batched_data.packed_tensor import PackedTensor
 from rl_batched_data.packing.cost import SequenceCost
-from rl_batched_data.packing.metrics import PackingMetrics
 from rl_batched_data.packing.packed_sequences import PackedSequences
 from rl_batched_data.packing.packers import SequencePacker, get_packer
 from rl_batched_data.padding import pad_right, round_up, verify_right_padding
 from rl_batched_data.sharding.dynamic import DynamicBatchingArgs
 from rl_batched_data.sharding.packing import SequencePackingArgs
-from rl_batched_data.sharding.plan import BalancingArgs
 
 __all__ = [
-    "BalancingArgs",
     "BatchedDataDict",
     "DynamicBatchingArgs",
     "PackedSequences",
     "PackedTensor",
-    "PackingMetrics",
     "ScoringOptions",
     "SequenceCost",
     "SequencePacker",

@@ -20,11 +20,11 @@ class Cluster(Protocol):
     def get_master_address_and_port(self) -> tuple[str, int]:
         """Return the address of rank 0's node and a port that is free there.
 
-        It is for a group of one's own, such as that of `init_collective`. The ranks of a policy
-        meet at a port that rank 0 holds for itself.
+        For additional process groups, such as that of `init_collective`. The policy's own ranks
+        rendezvous at a port that rank 0 reserves itself.
         """
         ...
 
     def shutdown(self) -> None:
-        """Give the bundles back. Calling it twice is fine."""
+        """Release the bundles. Idempotent."""
         ...

@@ -1,30 +1,30 @@
-"""The version of these contracts, and which backends go with it."""
+"""The version of the contract, and the check that a backend is compatible with it."""
 
 from __future__ import annotations
 
 from typing import TypeGuard, cast
 
 CONTRACT_VERSION = (1, 0)
-"""Major and minor. A new minor version adds what a caller may ask for; a new major one changes what
-was there."""
+"""Major and minor. A minor version adds calls or keys; a major version changes existing
+ones."""
 
 
 class ContractVersionError(ImportError, ValueError):
-    """A backend was written for a contract that this version of the interfaces does not keep.
+    """A backend implements a contract version that this rl-interfaces does not support.
 
-    An ImportError, as installing another version is the remedy, and a ValueError, as a config names
-    the backend.
+    An ImportError because installing another version fixes it, and a ValueError because the config
+    names the backend.
     """
 
 
 def check_contract_version(backend: type, *, owner: str) -> None:
-    """Raise unless `backend.contract_version` goes with `CONTRACT_VERSION`.
+    """Raise unless `backend.contract_version` is compatible with `CONTRACT_VERSION`.
 
-    It does if the major versions are equal and its minor version is not the newer one.
+    Compatible: equal major versions, and a minor version that is not newer.
 
     Args:
         backend: A worker or an inference engine.
-        owner: The package that it comes from, for the message.
+        owner: The package that provides it, for the message.
 
     Raises:
         ContractVersionError: The message names both versions, the package and what to upgrade.

@@ -1,4 +1,4 @@
-"""Generation: its configuration, what goes in, what comes out."""
+"""Generation: configuration, inputs and outputs of a generation backend."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ if TYPE_CHECKING:
 
 
 class ColocationResources(TypedDict):
-    """The devices of a generation engine that does not share the trainer's."""
+    """The devices of a generation engine that is not colocated with the trainer."""
 
     gpus_per_node: int | None
     """Devices per node."""
@@ -48,9 +48,9 @@ class GenerationConfig(TypedDict):
     stop_token_ids: list[int] | None
     """Tokens that end a row. They are part of the output."""
     stop_strings: list[str] | None
-    """Texts that end a row. They are part of the output."""
+    """Strings that end a row. They are part of the output."""
     pad_token_id: NotRequired[int]
-    """Fills `output_ids` beyond each row's end; the tokenizer's when absent."""
+    """Padding of `output_ids`; the tokenizer's pad token when absent."""
     colocated: NotRequired[ColocationConfig]
     """Whether generation shares the trainer's devices."""
     vllm_cfg: NotRequired[dict[str, Any]]
@@ -58,7 +58,7 @@ class GenerationConfig(TypedDict):
 
 
 class GenerationDatumSpec(TypedDict):
-    """What `generate` is given.
+    """The input of `generate`.
 
     Example, two prompts of 3 and 2 tokens, pad id 0:
         input_ids     = [[11, 12, 13], [21, 22, 0]]   int64 [2, 3], right-padded
@@ -71,13 +71,13 @@ class GenerationDatumSpec(TypedDict):
     input_lengths: torch.Tensor
     """`[batch]` int64, tokens per row."""
     stop_strings: NotRequired[list[list[str] | None]]
-    """`[batch]` texts that end a row, besides the configured ones."""
+    """`[batch]` strings that end a row, in addition to the configured ones."""
 
 
 class GenerationOutputSpec(TypedDict):
-    """What `generate` returns.
+    """The output of `generate`.
 
-    Example, the two prompts above, which got 2 and 1 tokens:
+    Example, the two prompts above with completions of 2 and 1 tokens:
         output_ids                = [[11, 12, 13, 14, 15], [21, 22, 23, 0, 0]]   int64 [2, 5]
         generation_lengths        = [2, 1]                                       int64 [2]
         unpadded_sequence_lengths = [5, 3]                                       int64 [2]
@@ -96,7 +96,7 @@ class GenerationOutputSpec(TypedDict):
 
 
 class GenerationInterface(ABC):
-    """What a source of completions offers."""
+    """A generation backend."""
 
     @abstractmethod
     def generate(
@@ -111,8 +111,8 @@ class GenerationInterface(ABC):
 
     @abstractmethod
     def prepare_for_generation(self, *args: Any, **kwargs: Any) -> bool:
-        """Bring what generation needs onto the device; True when it is there."""
+        """Load everything that generation needs onto the device; True on success."""
 
     @abstractmethod
     def finish_generation(self, *args: Any, **kwargs: Any) -> bool:
-        """Free what only generation needs; True when it is freed."""
+        """Free the memory that only generation needs; True on success."""

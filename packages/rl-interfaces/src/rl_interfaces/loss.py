@@ -1,4 +1,4 @@
-"""What a loss function looks like to a policy that trains with it."""
+"""The protocol of loss functions."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ if TYPE_CHECKING:
 
 
 class LossType(Enum):
-    """What a loss is averaged over: decides which global count it is divided by."""
+    """What a loss is averaged over, and so the global count it is divided by."""
 
     TOKEN_LEVEL = "token_level"
     """Divided by the number of valid target tokens of the global batch."""
@@ -21,7 +21,7 @@ class LossType(Enum):
 
 
 class LossInput(Enum):
-    """What a loss is given as its first argument."""
+    """The kind of tensor that a loss takes as its first argument."""
 
     LOGITS = "logits"
     """`[batch, seq, vocab]`, temperature applied: position `t` scores token `t + 1`."""
@@ -31,7 +31,7 @@ class LossInput(Enum):
 
 @runtime_checkable
 class LossFunction(Protocol):
-    """A loss over one micro-batch, normalised by the counts of the whole global batch.
+    """A loss over one micro-batch, normalised by the counts of the global batch.
 
     The value is a sum over the micro-batch divided by a *global* count. The sum of the values over
     all micro-batches and all data-parallel ranks is then the loss of the global batch, whatever its
@@ -65,8 +65,8 @@ class LossFunction(Protocol):
         """Return the micro-batch's share of the global loss, and its metrics.
 
         Args:
-            next_token_logits: What `input_type` says: logits or token log-probabilities.
-            data: The micro-batch, rows as the caller gave them.
+            next_token_logits: Logits or token log-probabilities, according to `input_type`.
+            data: The micro-batch, in the caller's row layout.
             global_valid_seqs: 0-d; sum of `sample_mask` over the global batch.
             global_valid_toks: 0-d; sum of `token_mask[:, 1:] * sample_mask[:, None]` over it.
 

@@ -1,4 +1,4 @@
-"""The policy: what an RL algorithm may ask of the model that it trains."""
+"""The policy interfaces: the calls that an RL algorithm makes on the model it trains."""
 
 from __future__ import annotations
 
@@ -44,22 +44,22 @@ class ReferenceLogprobOutputSpec(TypedDict):
 class TopkLogitsOutputSpec(TypedDict):
     """The largest logits of each position, as the target of a distillation.
 
-    Example, rows of 3 and 2 tokens, a vocabulary of 4 and k=2; what follows upon the first row's
-    last token counts too:
+    Example, rows of 3 and 2 tokens, a vocabulary of 4 and k=2; the last token of a row has
+    next-token logits too:
         input_ids    = [[3, 1, 2], [1, 0, 0]], input_lengths = [3, 2]
         topk_logits  = [[[2.0, 0.5], [1.0, 0.1], [3.0, 2.0]], [[0.3, 0.2], [1.5, 1.0], [0.0, 0.0]]]
         topk_indices = [[[1, 2], [2, 0], [3, 1]], [[0, 2], [3, 1], [0, 0]]]   int64 [2, 3, 2]
     """
 
     topk_logits: torch.Tensor
-    """`[batch, seq, k]` float32 on the CPU, largest first, temperature applied: those of position
-    `t` are of token `t + 1`. Padding is 0."""
+    """`[batch, seq, k]` float32 on the CPU, largest first, temperature applied. `topk_logits[t]`
+    predict token `t + 1`. Padding is 0."""
     topk_indices: torch.Tensor
-    """`[batch, seq, k]` int64 on the CPU: the tokens that they belong to. Padding is 0."""
+    """`[batch, seq, k]` int64 on the CPU: the token ids of `topk_logits`. Padding is 0."""
 
 
 class ScoreOutputSpec(TypedDict):
-    """What a reward model or a value model says of each row.
+    """Scores of a reward model or a value model.
 
     Example, rows of 3 and 2 tokens:
         reward model: scores = [0.7, -1.2]                         float32 [2]
@@ -67,8 +67,8 @@ class ScoreOutputSpec(TypedDict):
     """
 
     scores: torch.Tensor
-    """Float32 on the CPU. `[batch]` at the last token of each row, or `[batch, seq]`, whose padding
-    is 0."""
+    """Float32 on the CPU: `[batch]`, at the last token of each row, or `[batch, seq]` with zero
+    padding."""
 
 
 class PolicyInterface(ABC):
@@ -88,7 +88,7 @@ class PolicyInterface(ABC):
     def get_reference_policy_logprobs(
         self, data: BatchedDataDict[GenerationDatumSpec]
     ) -> BatchedDataDict[ReferenceLogprobOutputSpec]:
-        """Return the same under the reference copy, see `ReferenceLogprobOutputSpec`.
+        """Return the log-probabilities under the reference model, see `ReferenceLogprobOutputSpec`.
 
         Args:
             data: `input_ids` `[batch, seq]` and `input_lengths` `[batch]`.
@@ -114,23 +114,23 @@ class PolicyInterface(ABC):
 
     @abstractmethod
     def finish_training(self, *args: Any, **kwargs: Any) -> None:
-        """Tell the policy that no training step follows for now."""
+        """Mark the end of a training phase."""
 
     @abstractmethod
     def save_checkpoint(self, *args: Any, **kwargs: Any) -> None:
-        """Write weights, and what else is asked for, to disk."""
+        """Write the weights, and optionally optimizer state and tokenizer, to disk."""
 
     @abstractmethod
     def shutdown(self) -> bool:
-        """End every process of the policy; True when all of them ended in order."""
+        """Stop all processes of the policy; True if all of them exited cleanly."""
 
 
 class ColocatablePolicyInterface(PolicyInterface):
-    """A policy whose weights can be handed to an inference engine, on its own devices or others."""
+    """A policy that sends its weights to an inference engine, colocated or on other devices."""
 
     @abstractmethod
     def init_collective(self, ip: str, port: int, world_size: int) -> list[ray.ObjectRef[Any]]:
-        """Join the group over which weights are broadcast; the futures are not waited for.
+        """Join the process group for weight broadcasts; returns futures without waiting for them.
 
         Args:
             ip: Address of the group's store.
@@ -168,4 +168,4 @@ class ColocatablePolicyInterface(PolicyInterface):
 
     @abstractmethod
     def broadcast_weights_for_collective(self) -> list[ray.ObjectRef[Any]]:
-        """Broadcast every tensor over the group; the futures are not waited for."""
+        """Broadcast every tensor over the group; returns futures without waiting for them."""

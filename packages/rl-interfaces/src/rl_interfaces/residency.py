@@ -1,4 +1,4 @@
-"""Where a worker's tensors live, as an explicit state that every backend shares.
+"""The residency state machine: which of a worker's tensors are on the device.
 
 A worker starts in `training` when it has an optimizer, else in `inference`:
 
@@ -32,7 +32,7 @@ class ResidencyState(Enum):
 
 
 class ResidencyError(RuntimeError):
-    """A call came in a state that does not allow it."""
+    """A call is not allowed in the current state."""
 
 
 _TRAIN = frozenset({ResidencyState.TRAINING})
@@ -58,7 +58,7 @@ _LEADS_TO = {
 
 
 class Residency:
-    """The state of one worker, and the rules of the module's table."""
+    """The residency state of one worker, with the transitions of the table above."""
 
     def __init__(self, *, has_optimizer: bool) -> None:
         self.state = ResidencyState.TRAINING if has_optimizer else ResidencyState.INFERENCE
@@ -73,6 +73,6 @@ class Residency:
             )
 
     def enter(self, call: str) -> ResidencyState:
-        """Record that `call` has moved what it moves, and return the state it leads to."""
+        """Record that `call` has moved its tensors, and return the new state."""
         self.state = _LEADS_TO[call]
         return self.state

@@ -1,4 +1,4 @@
-"""Weights on their way from a trainer to an inference engine."""
+"""Protocols for sending weights from a trainer to an inference engine."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ if TYPE_CHECKING:
 
 
 class TensorSpec(Protocol):
-    """What is known of a tensor before it is sent."""
+    """Metadata of a tensor to be sent."""
 
     @property
     def name(self) -> str:
@@ -31,30 +31,30 @@ class TensorSpec(Protocol):
 
 @runtime_checkable
 class WeightSource(Protocol):
-    """The tensors of a model, in a fixed order, as often as wanted.
+    """The tensors of a model in a fixed order; iterable repeatedly.
 
-    The same in structure as the weight source of vLLM's trainer-side transfer engines.
+    Structurally compatible with the weight source of vLLM's trainer-side transfer engines.
     """
 
     def metadata(self) -> Sequence[tuple[str, torch.dtype, tuple[int, ...]]]:
-        """Return name, wire dtype and full shape of every tensor, without moving any."""
+        """Return name, wire dtype and full shape of every tensor, without gathering any."""
         ...
 
     def __iter__(self) -> Iterator[tuple[str, torch.Tensor]]:
-        """Yield name and full tensor in the order of `metadata`. Every trainer rank takes part."""
+        """Yield name and full tensor in the order of `metadata`. Collective."""
         ...
 
 
 @runtime_checkable
 class WeightReceiver(Protocol):
-    """An engine that gets its weights from a trainer."""
+    """An inference engine that receives its weights from a trainer."""
 
     def init_collective(self, ip: str, port: int, world_size: int) -> list[Any]:
-        """Join the group over which weights are broadcast; the futures are not waited for."""
+        """Join the group for weight broadcasts; returns futures without waiting for them."""
         ...
 
     def prepare_refit_info(self, info: dict[str, Any]) -> None:
-        """Learn `{name: (shape, wire dtype)}` of what is going to be sent."""
+        """Record `{name: (shape, wire dtype)}` of the tensors to be received."""
         ...
 
     def update_weights(self, handles: dict[str, Any]) -> bool:
@@ -62,7 +62,7 @@ class WeightReceiver(Protocol):
         ...
 
     def update_weights_from_collective(self) -> list[Any]:
-        """Receive every tensor over the group; the futures are not waited for."""
+        """Receive every tensor over the group; returns futures without waiting for them."""
         ...
 
     def begin_update(self, version: int) -> None:

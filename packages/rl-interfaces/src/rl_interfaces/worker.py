@@ -1,4 +1,4 @@
-"""The worker: what a policy may call on one rank of a training backend."""
+"""The worker protocol: the calls that a policy makes on one rank of a training backend."""
 
 from __future__ import annotations
 
@@ -50,14 +50,14 @@ class PolicyWorker(Protocol):
 
     The process is described by torchrun's environment variables (`RANK`, `WORLD_SIZE`,
     `LOCAL_RANK`, `MASTER_ADDR`, `MASTER_PORT`). A worker joins the default process group unless the
-    process has, and leaves what it joined. Every rank gets every call. A backend registers its
-    class in the entry-point group `rl_policy.workers` under a name, and is chosen by the config
-    section `<name>_cfg` whose `enabled` is true.
+    process already has, and destroys it only if it created it. Every call is made on every rank.
+    A backend registers its class in the entry-point group `rl_policy.workers` under a name, and is
+    chosen by the config section `<name>_cfg` whose `enabled` is true.
 
     The constructor takes `(config, tokenizer, weights_path=None, optimizer_path=None,
-    init_optimizer=True, init_reference_model=True, **kwargs)`. The class says by its attribute
-    `contract_version` which version of these contracts it was written for, see `CONTRACT_VERSION`.
-    `rl_interfaces.testing` holds a worker to all that is said here.
+    init_optimizer=True, init_reference_model=True, **kwargs)`. The class attribute
+    `contract_version` declares the contract version it implements, see `CONTRACT_VERSION`. The
+    conformance kit `rl_interfaces.testing` checks everything that is documented here.
     """
 
     @staticmethod
@@ -67,7 +67,7 @@ class PolicyWorker(Protocol):
         """Return the layout of `world_size` ranks, before any of them starts.
 
         Raises:
-            ValueError: What the config says cannot be done; the message names key and numbers.
+            ValueError: The config cannot be run; the message names keys and numbers.
         """
         ...
 
@@ -79,13 +79,13 @@ class PolicyWorker(Protocol):
         gbs: int | None = None,
         mbs: int | None = None,
     ) -> dict[str, Any]:
-        """Take an optimizer step per global batch, of which `data` is this rank's share.
+        """Take an optimizer step per global batch; `data` is this rank's shard.
 
         A step whose gradients are not finite changes neither weights nor optimizer state. Its norm
-        is returned as it is, and a warning is logged by `logging`.
+        is returned unchanged, and a warning is logged.
 
         Args:
-            data: This rank's rows. Ranks may hold unlike numbers of rows.
+            data: This rank's rows. Ranks may hold different numbers of rows.
             loss_fn: See `LossFunction`.
             eval_mode: Loss and metrics only: no parameter changes, and no optimizer is needed.
             gbs: Samples per optimizer step over all data-parallel ranks, for this call.
@@ -94,8 +94,8 @@ class PolicyWorker(Protocol):
         Returns:
             `global_loss` (float32 `[steps]`), `grad_norm` (float32 `[steps]`, None in eval mode),
             `rank`, and `all_mb_metrics` (`{name: [value per micro-batch of this rank]}`). Of those,
-            `skipped_steps` is `[steps of this call that changed nothing]`, told by rank 0 and by no
-            other data-parallel rank; there is none in eval mode.
+            `skipped_steps` is `[number of skipped steps of this call]`, reported by data-parallel
+            rank 0 only, and absent in eval mode.
         """
         ...
 
@@ -139,15 +139,15 @@ class PolicyWorker(Protocol):
         optimizer_path: str | None = None,
         tokenizer_path: str | None = None,
     ) -> None:
-        """Write the weights, and optimizer and tokenizer where asked; all ranks together."""
+        """Write the weights, and optimizer and tokenizer if a path is given. Collective."""
         ...
 
     def load_checkpoint(self, weights_path: str, optimizer_path: str | None = None) -> None:
-        """Read what `save_checkpoint` wrote; all ranks together."""
+        """Load what `save_checkpoint` wrote. Collective."""
         ...
 
     def save_hf_checkpoint(self, path: str) -> None:
-        """Write a directory that transformers' `from_pretrained` loads; all ranks together."""
+        """Write a directory that transformers' `from_pretrained` loads. Collective."""
         ...
 
     def is_alive(self) -> bool:
@@ -171,13 +171,13 @@ class PolicyWorker(Protocol):
         ...
 
     def shutdown(self) -> None:
-        """Free what the worker holds, and leave the process group if the worker has joined it."""
+        """Free the worker's memory, and destroy the process group if the worker created it."""
         ...
 
 
 @runtime_checkable
 class TopkLogitsWorker(Protocol):
-    """What a worker has besides, whose model can be the teacher of a distillation."""
+    """Optional: a worker whose model can be a distillation teacher."""
 
     def get_topk_logits(
         self, data: BatchedDataDict[Any], k: int, micro_batch_size: int | None = None
@@ -188,7 +188,7 @@ class TopkLogitsWorker(Protocol):
 
 @runtime_checkable
 class RowScoringWorker(Protocol):
-    """What a worker has besides, whose model can be a reward or a value model."""
+    """Optional: a worker whose model can be a reward or a value model."""
 
     def score(
         self, data: BatchedDataDict[Any], micro_batch_size: int | None = None
@@ -199,19 +199,16 @@ class RowScoringWorker(Protocol):
 
 @runtime_checkable
 class AdapterSavingWorker(Protocol):
-    """What a worker has besides, which can train low-rank adapters."""
+    """Optional: a worker that trains low-rank adapters."""
 
     def save_adapters(self, path: str) -> None:
-        """Write a directory that `peft.PeftModel.from_pretrained` loads; all ranks together."""
+        """Write a directory that `peft.PeftModel.from_pretrained` loads. Collective."""
         ...
 
 
 @runtime_checkable
 class WeightSendingWorker(Protocol):
-    """What a worker has besides, whose weights can be handed to inference engines.
-
-    A capability of its own: a backend without it trains, scores and generates all the same.
-    """
+    """Optional: a worker that sends its weights to inference engines."""
 
     def prepare_refit_info(self) -> dict[str, Any]:
         """Return `{name: (shape, wire dtype)}` of every tensor that is sent, in order.
@@ -223,19 +220,19 @@ class WeightSendingWorker(Protocol):
     def open_refit(
         self, *, receivers_per_rank: list[int], transport: str, **options: Any
     ) -> dict[str, Any] | None:
-        """Return the address at which this rank's receivers find it, None where it has none.
+        """Return the address that this rank's receivers connect to, None if it has no receivers.
 
         Args:
             receivers_per_rank: How many receivers each trainer rank sends to.
-            transport: How the bytes get there, see `rl_refit.transports`.
-            options: What else `rl_refit.RefitSender` takes.
+            transport: The transport, see `rl_refit.transports`.
+            options: Further arguments of `rl_refit.RefitSender`.
         """
         ...
 
     def send_weights(self, version: int) -> dict[str, float]:
-        """Stream the weights; return the numbers of `rl_refit.RefitReport`. All ranks together.
+        """Stream the weights; return the numbers of `rl_refit.RefitReport`. Collective.
 
-        A rank whose receiver fails still takes part in the gathers of the others.
+        A rank whose receiver fails still takes part in the all-gathers.
         """
         ...
 
@@ -244,14 +241,14 @@ class WeightSendingWorker(Protocol):
         ...
 
     def get_weights_ipc_handles(self, keys: list[str]) -> dict[str, Any]:
-        """Return `{device id: {name: handle}}` of `keys` alone; those of the call before expire.
+        """Return `{device id: {name: handle}}` of `keys`. Collective.
 
-        All ranks together.
+        Handles of an earlier call become invalid.
         """
         ...
 
     def init_collective(self, ip: str, port: int, world_size: int) -> None:
-        """Meet `world_size - 1` inference ranks at an address of rank 0, which alone joins."""
+        """Join a group with `world_size - 1` inference ranks; only trainer rank 0 joins."""
         ...
 
     def prepare_info_for_collective(self) -> dict[str, Any]:
@@ -259,5 +256,5 @@ class WeightSendingWorker(Protocol):
         ...
 
     def broadcast_weights_for_collective(self) -> None:
-        """Broadcast every tensor to that group, in order. All ranks together."""
+        """Broadcast every tensor to that group, in order. Collective."""
         ...

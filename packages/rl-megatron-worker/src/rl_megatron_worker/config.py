@@ -1,4 +1,4 @@
-"""A policy config, parsed once into the values that the Megatron worker works with."""
+"""The policy config, parsed and validated once into the engine's typed settings."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from rl_interfaces import resolve_policy_config
 from rl_interfaces.backend.generation.loop import SamplingConfig
 from transformers import AutoConfig, GenerationConfig
 
-from rl_megatron_worker.model.build import ModelOptions
+from rl_megatron_worker.model.config import ModelOptions
 from rl_megatron_worker.optimizer_config import (
     OptimizerSettings,
     SchedulerSettings,
@@ -35,7 +35,7 @@ _BALANCING_TYPES = ("none", "aux_loss")
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class DataParallelSettings:
-    """How gradients are reduced."""
+    """Settings of the gradient reduction over data-parallel ranks."""
 
     grad_reduce_in_fp32: bool
     overlap_grad_reduce: bool
@@ -43,41 +43,36 @@ class DataParallelSettings:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class WorkerConfig:
-    """Everything the worker reads from the policy config."""
+class EngineConfig:
+    """All settings that the engine reads from the policy config.
+
+    The worker reads its own, see `rl_interfaces.backend.worker.WorkerSettings`.
+    """
 
     model_name: str
     converter_type: str
     layout: MegatronLayout
     model: ModelOptions
-    train_global_batch_size: int
-    train_micro_batch_size: int
-    logprob_batch_size: int
-    planned_by: str | None
-    """The config section by which the driver plans micro-batches. None: they have fixed sizes."""
     sequence_multiple: int
-    """Each sequence is padded to a multiple of this many tokens, inside."""
-    max_total_sequence_length: int | None
+    """Each sequence is padded internally to a multiple of this many tokens."""
     optimizer: OptimizerSettings | None
     scheduler: SchedulerSettings
     data_parallel: DataParallelSettings
     empty_unused_memory_level: int
     trust_remote_code: bool
     timeout_s: float
-    profile_dir: str
     seed: int
     temperature: float
-    """Divides the logits of every log-probability; 1.0 where generation is greedy or absent."""
-    sampling: SamplingConfig | None
+    """Divides the logits of every log-probability; 1.0 if generation is greedy or not set."""
 
     @classmethod
     def from_policy_config(
         cls, config: Mapping[str, Any], *, world_size: int, init_optimizer: bool
-    ) -> WorkerConfig:
+    ) -> EngineConfig:
         """Parse and check `config`.
 
         Raises:
-            ValueError: What it says cannot be done; the message names key and numbers.
+            ValueError: A setting is invalid; the message names key and numbers.
         """
         resolved = resolve_policy_config(config)
         section = resolved["megatron_cfg"]
@@ -90,32 +85,25 @@ class WorkerConfig:
             converter_type=section["converter_type"],
             layout=layout,
             model=_parse_model(section, precision=resolved["precision"]),
-            train_global_batch_size=resolved["train_global_batch_size"],
-            train_micro_batch_size=resolved["train_micro_batch_size"],
-            logprob_batch_size=resolved["logprob_batch_size"],
-            planned_by=_planned_by(resolved),
             sequence_multiple=math.lcm(
                 layout.token_multiple, resolved["make_sequence_length_divisible_by"]
             ),
-            max_total_sequence_length=resolved.get("max_total_sequence_length"),
             optimizer=optimizer,
             scheduler=parse_scheduler(resolved, optimizer),
             data_parallel=_parse_data_parallel(section, optimizer),
             empty_unused_memory_level=_memory_level(section),
             trust_remote_code=resolved["trust_remote_code"],
             timeout_s=resolved["timeout_s"],
-            profile_dir=resolved["profile_dir"],
             seed=resolved["seed"],
             temperature=(sampling.temperature if sampling else 0.0) or 1.0,
-            sampling=sampling,
         )
 
 
-def load_model_config(config: WorkerConfig) -> Any:
+def load_model_config(config: EngineConfig) -> Any:
     """Return the model's transformers config.
 
     Raises:
-        ValueError: There is no such model.
+        ValueError: The model cannot be found or read.
     """
     try:
         return AutoConfig.from_pretrained(
@@ -127,11 +115,11 @@ def load_model_config(config: WorkerConfig) -> Any:
         ) from error
 
 
-def load_generation_config(config: WorkerConfig) -> GenerationConfig | None:
-    """Return how the model's checkpoint says that it generates; None where it does not say."""
+def load_generation_config(config: EngineConfig) -> GenerationConfig | None:
+    """Return the generation config of the model's checkpoint; None if it has none."""
     try:
         return GenerationConfig.from_pretrained(config.model_name)
-    except OSError:  # There is no such file.
+    except OSError:  # The checkpoint has no generation_config.json.
         return None
 
 
@@ -144,8 +132,8 @@ def _check_policy(resolved: Mapping[str, Any], *, data_parallel: int) -> None:
         )
     if resolved["head"] != "language_model":
         raise ValueError(
-            f"policy.head={resolved['head']!r} needs another backend: Megatron-core's models here "
-            "are language models"
+            f"policy.head={resolved['head']!r} needs another backend: Megatron-core supports "
+            "language models only"
         )
     if resolved["fsdp_offload_enabled"]:
         raise ValueError(
@@ -153,19 +141,12 @@ def _check_policy(resolved: Mapping[str, Any], *, data_parallel: int) -> None:
         )
 
 
-def _planned_by(resolved: Mapping[str, Any]) -> str | None:
-    enabled = [
-        name for name in ("dynamic_batching", "sequence_packing") if resolved[name]["enabled"]
-    ]
-    return enabled[0] if enabled else None
-
-
 def _parse_model(section: Mapping[str, Any], *, precision: str) -> ModelOptions:
     pipeline_dtype = section.get("pipeline_dtype", precision)
     if pipeline_dtype != precision:
         raise ValueError(
             f"{_PATH}.pipeline_dtype={pipeline_dtype!r} contradicts policy.precision="
-            f"{precision!r}: stages send each other what they compute"
+            f"{precision!r}: stages exchange activations in the compute dtype"
         )
     recomputed: dict[str, Any] = {}
     if section["activation_checkpointing"]:
@@ -183,13 +164,13 @@ def _parse_experts(section: Mapping[str, Any]) -> dict[str, Any]:
     key = f"{_PATH}.moe_router_load_balancing_type"
     if kind == "seq_aux_loss":
         raise ValueError(
-            f"{key}='seq_aux_loss' is per sequence, and each micro-batch is one concatenation: "
-            "set 'aux_loss', the loss of a micro-batch"
+            f"{key}='seq_aux_loss' is per sequence, but each micro-batch is packed into one: "
+            "set 'aux_loss', which is per micro-batch"
         )
     if kind == "sinkhorn":
         raise ValueError(
-            f"{key}='sinkhorn' gives tokens to other experts in training than in scoring, and "
-            "weighs these otherwise than the model does: set 'aux_loss' or 'none'"
+            f"{key}='sinkhorn' routes tokens to other experts in training than in scoring, and "
+            "weights them differently from the model: set 'aux_loss' or 'none'"
         )
     if kind not in _BALANCING_TYPES:
         raise ValueError(f"{key}={kind!r} must be one of {_BALANCING_TYPES}")
@@ -229,8 +210,8 @@ def _parse_data_parallel(
     path = f"{_PATH}.distributed_data_parallel_config"
     if given["average_in_collective"]:
         raise ValueError(
-            f"{path}.average_in_collective=True contradicts how losses are divided: gradients are "
-            "sums over the ranks"
+            f"{path}.average_in_collective=True contradicts the loss normalisation: gradients are "
+            "summed over the ranks"
         )
     if given["use_custom_fsdp"]:
         raise ValueError(

@@ -1,4 +1,4 @@
-"""The forwards of generation: with a key-value cache, or over everything again."""
+"""Forward passes of generation: with a key-value cache, or recomputing the full sequences."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ from rl_interfaces.backend.steps import Concatenation, MicroBatch
 
 from rl_megatron_worker.attention.cache import KeyValueCache
 from rl_megatron_worker.attention.layout import PackedLayout
-from rl_megatron_worker.model.build import unwrapped
-from rl_megatron_worker.parallel.stages import share_tensors
+from rl_megatron_worker.model.chunks import unwrapped
+from rl_megatron_worker.parallel.stages import broadcast_tensors_from_last_stage
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Generator
@@ -27,72 +27,73 @@ if TYPE_CHECKING:
 def open_decoder(
     schedule: Schedule, head: TokenHead | None, concatenation: Concatenation
 ) -> Decoder:
-    """Return what gives the logits of some rows: with a cache, where the layers can have one.
+    """Return a decoder for some rows, with a key-value cache if the attention supports one.
 
-    They cannot where ranks share sequences, nor with Transformer Engine's attention.
+    Context parallelism and Transformer Engine's attention do not.
 
     Args:
-        schedule: The model.
-        head: What the last stage makes of hidden states; None on the others.
-        concatenation: What the layout asks of rows that are laid end to end.
+        schedule: Runs the model.
+        head: The output head; None on stages before the last.
+        concatenation: The layout's requirements on packed rows.
     """
     if schedule.takes_cache:
-        return CachedForward(schedule, head, concatenation)
-    return WholeForward(schedule, head, concatenation)
+        return CachedDecoder(schedule, head, concatenation)
+    return FullDecoder(schedule, head, concatenation)
 
 
-class Pace:
-    """Lets ranks that deal out experts among them go forward together, whatever rows they have.
+class ExpertSync:
+    """Synchronises the forward passes of expert-parallel ranks that generate different rows.
 
-    Every forward of one is one of all, and rows end where they end. So each rank says before each
-    whether it has rows left, and those that have none go along with a token of their own.
+    The all-to-all of an MoE layer involves all ranks, but rows finish at different steps. So the
+    ranks agree before each forward whether any has rows left; a rank that has none joins with a
+    dummy token.
 
     Args:
-        group: The ranks with other rows.
-        device: Where the group's tensors lie.
-        is_kept: Whether the ranks depend on each other at all.
+        group: The data-parallel ranks.
+        device: The device of the process group's backend.
+        enabled: Whether expert-parallel groups span data-parallel ranks.
     """
 
-    def __init__(self, group: dist.ProcessGroup, device: torch.device, *, is_kept: bool) -> None:
-        self._group, self._device, self._is_kept = group, device, is_kept
+    def __init__(self, group: dist.ProcessGroup, device: torch.device, *, enabled: bool) -> None:
+        self._group, self._device, self._enabled = group, device, enabled
 
-    def keeping(self, decoder: Decoder) -> Decoder:
-        """Return a decoder that meets the others before each forward."""
-        return _Paced(decoder, self._anybody) if self._is_kept else decoder
+    def synchronised(self, decoder: Decoder) -> Decoder:
+        """Return a decoder that synchronises with the other ranks before each forward."""
+        return _SyncedDecoder(decoder, self._any_rank_active) if self._enabled else decoder
 
     @contextmanager
-    def kept(self, new_decoder: Callable[[], Decoder]) -> Generator[None, None, None]:
-        """Go along until no rank has rows left, after the body."""
+    def joining(self, new_decoder: Callable[[], Decoder]) -> Generator[None, None, None]:
+        """After the body, join the other ranks' forwards until none has rows left."""
         yield
         one = torch.ones(1, dtype=torch.int64, device=self._device)
-        while self._is_kept and self._anybody(has_rows=False):
+        while self._enabled and self._any_rank_active(has_rows=False):
             new_decoder().prefill(one[:, None], one)
 
-    def _anybody(self, *, has_rows: bool) -> bool:
+    def _any_rank_active(self, *, has_rows: bool) -> bool:
         flag = torch.tensor(has_rows, dtype=torch.int64, device=self._device)
         dist.all_reduce(flag, op=dist.ReduceOp.MAX, group=self._group)
         return bool(flag)
 
 
-class _Paced:
-    """A decoder each of whose forwards others have been told of."""
+class _SyncedDecoder:
+    """A decoder that announces each forward to the other ranks."""
 
-    def __init__(self, decoder: Decoder, tell: Callable[..., bool]) -> None:
-        self._decoder, self._tell = decoder, tell
+    def __init__(self, decoder: Decoder, announce: Callable[..., bool]) -> None:
+        self._decoder, self._announce = decoder, announce
 
     def prefill(self, prompts: torch.Tensor, lengths: torch.Tensor) -> torch.Tensor:
         """See `Decoder.prefill`."""
-        self._tell(has_rows=True)
+        self._announce(has_rows=True)
         return self._decoder.prefill(prompts, lengths)
 
     def step(self, tokens: torch.Tensor) -> torch.Tensor:
         """See `Decoder.step`."""
-        self._tell(has_rows=True)
+        self._announce(has_rows=True)
         return self._decoder.step(tokens)
 
 
-class WholeForward:
-    """A `Decoder` that runs the model over all tokens for each new one."""
+class FullDecoder:
+    """A `Decoder` that recomputes all tokens for each new one."""
 
     def __init__(
         self, schedule: Schedule, head: TokenHead | None, concatenation: Concatenation
@@ -104,17 +105,18 @@ class WholeForward:
     def prefill(self, prompts: torch.Tensor, lengths: torch.Tensor) -> torch.Tensor:
         """See `Decoder.prefill`."""
         self._tokens, self._lengths = prompts, lengths
-        return self._logits(self._lay_out(prompts, lengths))
+        return self._logits(self._pack(prompts, lengths))
 
     def step(self, tokens: torch.Tensor) -> torch.Tensor:
         """See `Decoder.step`."""
         if int(self._lengths.max()) == self._tokens.shape[1]:
+            # In blocks, as every growth copies all tokens.
             self._tokens = torch.nn.functional.pad(self._tokens, (0, 16))
         self._tokens = self._tokens.scatter(1, self._lengths[:, None], tokens[:, None])
         self._lengths = self._lengths + 1
-        return self._logits(self._lay_out(self._tokens, self._lengths))
+        return self._logits(self._pack(self._tokens, self._lengths))
 
-    def _lay_out(self, tokens: torch.Tensor, lengths: torch.Tensor) -> PackedLayout:
+    def _pack(self, tokens: torch.Tensor, lengths: torch.Tensor) -> PackedLayout:
         rows: SlicedDataDict[Any] = SlicedDataDict(
             BatchedDataDict({"input_ids": tokens, "input_lengths": lengths})
         )
@@ -122,7 +124,7 @@ class WholeForward:
         return PackedLayout.of(MicroBatch(span=(0, len(tokens)), rows=rows, packed=packed))
 
     def _logits(self, layout: PackedLayout) -> torch.Tensor:
-        """Return the logits after the last token of each row, `[rows, vocab]`, on all stages."""
+        """Return the next-token logits of each row, `[rows, vocab]`, on all stages."""
 
         def score(layout: PackedLayout, hidden: torch.Tensor) -> dict[str, torch.Tensor]:
             assert self._head is not None, "only the last stage has hidden states to score"
@@ -132,15 +134,15 @@ class WholeForward:
 
         found = self._schedule.run_one(layout, score)
         device = self._schedule.runtime.device
-        return share_tensors(found or {}, device=device)["logits"]
+        return broadcast_tensors_from_last_stage(found or {}, device=device)["logits"]
 
 
-class CachedForward(WholeForward):
+class CachedDecoder(FullDecoder):
     """A `Decoder` with a key-value cache."""
 
     def prefill(self, prompts: torch.Tensor, lengths: torch.Tensor) -> torch.Tensor:
         """See `Decoder.prefill`."""
-        layout = self._lay_out(prompts, lengths)
+        layout = self._pack(prompts, lengths)
         self._cache = KeyValueCache(prompts=layout.packed, lengths=lengths)
         layout.rows.cache = self._cache
         return self._logits(layout)
@@ -148,11 +150,11 @@ class CachedForward(WholeForward):
     def step(self, tokens: torch.Tensor) -> torch.Tensor:
         """See `Decoder.step`."""
         self._cache.lengths = self._cache.lengths + 1
-        layout = self._lay_out_step(tokens)
-        with self._rotating(self._cache.positions(layout.packed.total_length)):
+        layout = self._pack_step(tokens)
+        with self._rotary_positions(self._cache.positions(layout.packed.total_length)):
             return self._logits(layout)
 
-    def _lay_out_step(self, tokens: torch.Tensor) -> PackedLayout:
+    def _pack_step(self, tokens: torch.Tensor) -> PackedLayout:
         ones = torch.ones_like(tokens)
         rows: SlicedDataDict[Any] = SlicedDataDict(
             BatchedDataDict({"input_ids": tokens[:, None], "input_lengths": ones})
@@ -162,15 +164,16 @@ class CachedForward(WholeForward):
         packed = PackedSequences.of(ones, 1, total_length=total)
         layout = PackedLayout.of(MicroBatch(span=(0, len(tokens)), rows=rows, packed=packed))
         layout.rows.cache = self._cache
-        # Rotary embeddings are made for as many positions as there are.
+        # Rotary frequencies are computed up to this length.
         layout.rows.max_seqlen_q = layout.rows.max_seqlen_kv = int(self._cache.lengths.max())
         return layout
 
     @contextmanager
-    def _rotating(self, positions: torch.Tensor) -> Generator[None, None, None]:
-        """Let rotary embeddings be those of `positions`, one per token.
+    def _rotary_positions(self, positions: torch.Tensor) -> Generator[None, None, None]:
+        """Use the rotary embeddings of `positions`, one per token.
 
-        Megatron-core takes frequencies that are as many as the tokens for those of each of them.
+        Each row is a packed sequence of one token, which Megatron-core would place at position 0.
+        Given one frequency per token, it applies them token by token.
         """
 
         def at_positions(module: Any, args: Any, frequencies: torch.Tensor) -> torch.Tensor:

@@ -1,4 +1,4 @@
-"""Megatron-core's optimizer and schedule over the chunks of this rank."""
+"""Megatron-core's optimizer and parameter scheduler over the chunks of this rank."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ from megatron.core.distributed import DistributedDataParallelConfig, finalize_mo
 from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
 from megatron.core.optimizer.clip_grads import clip_grad_by_total_norm_fp32
 from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
+from rl_interfaces.backend.engine import OptimizerStep
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
@@ -23,7 +24,7 @@ if TYPE_CHECKING:
     from rl_megatron_worker.optimizer_config import OptimizerSettings, SchedulerSettings
     from rl_megatron_worker.runtime import Runtime
 
-# Megatron-core's own start at 2 ** 32 would cost the first dozens of steps.
+# Megatron-core starts at 2 ** 32, which would skip the first dozens of steps.
 _FIRST_LOSS_SCALE = 2.0**16
 _STEPS_BEFORE_GROWTH = 2000
 
@@ -31,7 +32,7 @@ _STEPS_BEFORE_GROWTH = 2000
 def ddp_config(
     settings: DataParallelSettings, optimizer: OptimizerSettings
 ) -> DistributedDataParallelConfig:
-    """Return how Megatron-core reduces gradients for this optimizer."""
+    """Return Megatron-core's config of the gradient reduction for this optimizer."""
     return DistributedDataParallelConfig(
         grad_reduce_in_fp32=settings.grad_reduce_in_fp32,
         overlap_grad_reduce=settings.overlap_grad_reduce,
@@ -41,18 +42,18 @@ def ddp_config(
 
 
 class Trainer:
-    """The optimizer and the schedule of this rank.
+    """The optimizer and the scheduler of this rank.
 
-    A step is `begin_step`, the backward passes, `gradient_norm`, and then, where the gradients
-    are finite, `step`. The learning rate and weight decay change with `step_scheduler`, at the end
-    of a `train` call.
+    A step is `begin_step`, the backward passes, and `step`. Learning rate and weight decay change
+    with `advance_schedule`, once per `train` call.
 
     Args:
-        chunks: The model on this rank, its weights loaded: of 16 bits, float32 copies are made.
-        config: Megatron-core's config of the model; is told what a backward pass needs to know.
-        optimizer: The optimizer.
-        scheduler: The schedule.
-        runtime: The device.
+        chunks: The model on this rank with loaded weights: 16-bit ones get float32 copies.
+        config: Megatron-core's config of the model; its gradient hooks are set here.
+        optimizer: Settings of the optimizer.
+        scheduler: Settings of the scheduler.
+        runtime: Device and scope of this rank.
+        frees_memory: Whether to release the allocator's unused memory after each step.
     """
 
     def __init__(
@@ -62,10 +63,13 @@ class Trainer:
         optimizer: OptimizerSettings,
         scheduler: SchedulerSettings,
         runtime: Runtime,
+        *,
+        frees_memory: bool = False,
     ) -> None:
         self.chunks = cast("list[DistributedDataParallel]", list(chunks))
         modules: list[Any] = list(chunks)
         self._runtime = runtime
+        self._frees_memory = frees_memory
         self._config = config
         self._balancing = cast("float", config.moe_aux_loss_coeff)
         self._num_sharing = config.tensor_model_parallel_size * config.context_parallel_size
@@ -76,42 +80,56 @@ class Trainer:
                 get_megatron_optimizer(_optimizer_config(optimizer, config), modules),
             )
             if optimizer.kind == "sgd":
-                for part in self._parts():
-                    part.init_state_fn = _make_momentum
+                for part in self._optimizers():
+                    part.init_state_fn = _init_momentum
             self.scheduler = _scheduler(self.optimizer, optimizer, scheduler)
-        self._link(config)
+        self._set_gradient_hooks(config)
 
     @property
     def learning_rate(self) -> float:
-        """The rate of the next step."""
+        """The learning rate of the next step."""
         return self.optimizer.param_groups[0]["lr"]
 
     @property
     def balances_experts(self) -> bool:
-        """Whether a loss of the experts' balance is added, which counts tokens."""
+        """Whether an MoE load-balancing loss is added, whose weight depends on the token count."""
         return self._balancing != 0
 
     def begin_step(self, num_tokens: int) -> None:
         """Clear the gradients.
 
         Args:
-            num_tokens: Of all micro-batches on all ranks. Megatron-core multiplies the experts'
-                balancing loss with the tokens of each micro-batch, and leaves the division to a
-                mean over tokens that losses have had before they come here. It takes those of one
-                rank: where ranks share sequences, each has a part of the tokens and of the loss.
+            num_tokens: Of all micro-batches on all ranks. Megatron-core multiplies the
+                load-balancing loss by the local tokens of each micro-batch and expects a later
+                division by the global count, which our losses have had already. Under tensor or
+                context parallelism each rank counts its shard of the tokens only.
         """
         weight = self._balancing * self._num_sharing
         self._config.moe_aux_loss_coeff = weight / max(num_tokens, 1)
+        self.clear_gradients()
+
+    def clear_gradients(self) -> None:
+        """Set all gradients to zero, and reset the state of their reduction."""
         with self._runtime.scope():
             for chunk in self.chunks:
                 chunk.zero_grad_buffer()
             self.optimizer.zero_grad()
 
-    def gradient_norm(self) -> tuple[torch.Tensor, bool]:
-        """Return the norm over all ranks, 0-d float32, and whether all gradients are finite.
+    def step(self, *, discard: bool = False) -> OptimizerStep:
+        """Step if the gradients are finite, see `EngineOptimizer.step`. Collective."""
+        norm, finite = self.gradient_norm()
+        stepped = finite and not discard
+        if stepped:
+            self.apply_gradients(norm)
+        if self._frees_memory:
+            self._runtime.free_cached_memory()
+        return OptimizerStep(grad_norm=norm, stepped=stepped)
 
-        Call it once per step, after the backward passes: it takes the loss scale out of the
-        gradients, and learns from it. Collective.
+    def gradient_norm(self) -> tuple[torch.Tensor, bool]:
+        """Return the global gradient norm, 0-d float32, and whether all gradients are finite.
+
+        Call it once per step, after the backward passes: it unscales the gradients and updates the
+        loss scale. Collective.
         """
         with self._runtime.scope():
             overflown = self.optimizer.prepare_grads()
@@ -120,18 +138,18 @@ class Trainer:
         total = torch.tensor(norm, dtype=torch.float32)
         return total, bool(total.isfinite())
 
-    def step(self, norm: torch.Tensor) -> None:
-        """Scale gradients of this norm down to the largest one allowed, and step. Collective."""
+    def apply_gradients(self, norm: torch.Tensor) -> None:
+        """Clip gradients of this norm to `max_grad_norm`, and step. Collective."""
         with self._runtime.scope():
             if self._max_norm:
                 self._clip(float(norm))
             self.optimizer.step_with_ready_grads()
 
-    def step_scheduler(self) -> None:
-        """End a `train` call. Collective.
+    def advance_schedule(self) -> None:
+        """Step the scheduler at the end of a `train` call. Collective.
 
-        Parameters that are to arrive during the next forward are waited for, as others may read
-        them before.
+        With `overlap_param_gather` the next forward would gather the updated parameters; they are
+        gathered here, as scoring, saving and weight sending may read them first.
         """
         with self._runtime.scope():
             self.scheduler.step(1)
@@ -140,33 +158,35 @@ class Trainer:
                     chunk.start_param_sync(force_sync=True)
 
     def load_schedule(self, state: dict[str, Any]) -> None:
-        """Go on from the place in the schedule that a checkpoint holds."""
-        # Megatron-core adds the saved steps to its own, and sets the weight decay before its ends.
+        """Restore the position in the schedule from a checkpoint."""
+        # Megatron-core adds the saved steps to its own, and computes the weight decay before it
+        # restores the bounds: reset, load, and recompute with a step of 0.
         self.scheduler.num_steps = 0
         self.scheduler.load_state_dict(state)
         self.scheduler.step(0)
 
-    def take_up_weights(self) -> None:
-        """Take up weights that were loaded into the model since: float32 copies are made anew."""
+    def reload_weights(self) -> None:
+        """Refresh the float32 copies from weights that were loaded into the model."""
         with self._runtime.scope():
             self.optimizer.reload_model_params()
 
-    def make_state(self) -> None:
-        """Make the state that the first step would, so that a checkpoint always has the same."""
-        for part in self._parts():
+    def init_state(self) -> None:
+        """Create the state of the first step, so that a checkpoint always has the same tensors."""
+        for part in self._optimizers():
             part.init_state_fn(part.optimizer, part.config)
 
     def move_state(self, device: torch.device) -> None:
-        """Move the optimizer's state, and float32 copies of the weights, to `device`."""
+        """Move the optimizer's state and the float32 copies of the weights to `device`."""
         models = {
             parameter.untyped_storage().data_ptr()
             for chunk in self.chunks
             for parameter in chunk.parameters()
         }
-        for part in self._parts():
+        for part in self._optimizers():
             for group in part.optimizer.param_groups:
                 for copy in group["params"]:
-                    # Without float32 copies these are the model's own, or parts of them.
+                    # Without float32 copies these are the model's own parameters, or views of them,
+                    # which move with the model.
                     if copy.untyped_storage().data_ptr() not in models:
                         copy.data = copy.data.to(device)
             for state in part.optimizer.state.values():
@@ -175,34 +195,35 @@ class Trainer:
                         state[name] = value.to(device)
 
     def release_gradients(self) -> None:
-        """Free the gradients' memory."""
+        """Free the memory of the gradient buffers."""
         with self._runtime.scope():
             for chunk in self.chunks:
                 chunk.offload_grad_buffers()
 
     def restore_gradients(self) -> None:
-        """Get memory for gradients again; they are zero."""
+        """Reallocate the gradient buffers, filled with zeros."""
         with self._runtime.scope():
             for chunk in self.chunks:
                 chunk.restore_grad_buffers()
 
-    def _parts(self) -> Iterator[Any]:
-        """Yield the optimizers of what is dense, and of experts, with anything on this rank."""
+    def _optimizers(self) -> Iterator[Any]:
+        """Yield the optimizers of dense and of expert parameters that this rank has any of."""
         for part in self.optimizer.chained_optimizers:
             if part.optimizer is not None:
                 yield part
 
     def _clip(self, norm: float) -> None:
         assert self._max_norm is not None
-        for part in self._parts():
+        for part in self._optimizers():
             clip_grad_by_total_norm_fp32(part.get_parameters(), self._max_norm, norm)
 
     def _align_loss_scales(self) -> None:
-        """Let one loss scale hold for all parameters.
+        """Use the lowest loss scale for all optimizers.
 
-        Megatron-core lets that of experts go its own way, and multiplies the loss with the first.
+        Megatron-core updates those of dense and expert parameters separately, and scales the loss
+        by the first.
         """
-        scalers = [part.grad_scaler for part in self._parts() if hasattr(part, "grad_scaler")]
+        scalers = [part.grad_scaler for part in self._optimizers() if hasattr(part, "grad_scaler")]
         scalers = [scaler for scaler in scalers if scaler is not None]
         if len(scalers) > 1:
             states = [scaler.state_dict() for scaler in scalers]
@@ -210,22 +231,21 @@ class Trainer:
             for scaler in scalers:
                 scaler.load_state_dict(lowest)
 
-    def _link(self, config: TransformerConfig) -> None:
-        """Tell the schedules how to scale losses, and to reduce gradients once per step."""
+    def _set_gradient_hooks(self, config: TransformerConfig) -> None:
+        """Let the schedules scale losses, and reduce gradients once per step."""
         config.grad_scale_func = self.optimizer.scale_loss
         config.finalize_model_grads_func = finalize_model_grads
         if self.chunks[0].ddp_config.overlap_grad_reduce:
-            config.no_sync_func = partial(_AddingUp, self.chunks)
+            config.no_sync_func = partial(_AccumulateOnly, self.chunks)
 
 
-class _AddingUp:
-    """While it is entered, gradients add up; those of the last micro-batch are also reduced.
+class _AccumulateOnly:
+    """`no_sync` of all chunks: gradients accumulate inside, and are reduced after it.
 
-    The chunks' own `no_sync` is a generator, and schedules that run forward alone enter it and do
-    not leave it. Where such a pass fails, its frames live on with the error until Python collects
-    garbage; the generator would end then, be it in the middle of a later step, whose gradients
-    were reduced before all of them were there. This one does nothing at its end. What is left
-    entered lasts until the next `begin_step`.
+    The chunks' own `no_sync` is a generator, and forward-only schedules enter it without leaving.
+    If such a pass fails, garbage collection finalises the generator later, possibly during another
+    step, whose gradients would be reduced too early. This class has no finaliser; if it stays
+    entered, the next `begin_step` resets it.
     """
 
     def __init__(self, chunks: Sequence[DistributedDataParallel]) -> None:
@@ -236,12 +256,12 @@ class _AddingUp:
         ]
 
     def __enter__(self) -> None:
-        self._say_whether_last(False)
+        self._set_last(False)
 
     def __exit__(self, *_: object) -> None:
-        self._say_whether_last(True)
+        self._set_last(True)
 
-    def _say_whether_last(self, is_last: bool) -> None:
+    def _set_last(self, is_last: bool) -> None:
         for group in self._groups:
             group.is_last_microbatch = is_last
 
@@ -264,13 +284,13 @@ def _optimizer_config(optimizer: OptimizerSettings, config: TransformerConfig) -
         initial_loss_scale=_FIRST_LOSS_SCALE,
         loss_scale_window=_STEPS_BEFORE_GROWTH,
         hysteresis=1,
-        # The gradients are clipped here.
+        # `Trainer.step` clips: it needs the norm before.
         clip_grad=0.0,
     )
 
 
-def _make_momentum(optimizer: torch.optim.Optimizer, config: OptimizerConfig | None = None) -> None:
-    """Make SGD's state, as Megatron-core does not: of zeros, which a first step finds alike."""
+def _init_momentum(optimizer: torch.optim.Optimizer, config: OptimizerConfig | None = None) -> None:
+    """Create SGD's state, which Megatron-core does not: zeros, equivalent to the first step."""
     for group in optimizer.param_groups:
         for parameter in group["params"] if group["momentum"] else []:
             state = optimizer.state[parameter]

@@ -1,4 +1,4 @@
-"""The sections `optimizer` and `scheduler`, parsed: Megatron-core's own, or one of torch's."""
+"""Parsing of the sections `optimizer` and `scheduler`, Megatron-core's own or torch's."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ if TYPE_CHECKING:
     from collections.abc import Mapping
 
 _PATH = "policy.megatron_cfg.optimizer"
-# Where torch's optimizers and their arguments are found in Megatron-core's.
+# Megatron-core's counterparts of torch's optimizers.
 _TORCH_OPTIMIZERS = {
     "torch.optim.AdamW": {"optimizer": "adam", "decoupled": True},
     "torch.optim.Adam": {"optimizer": "adam", "decoupled": False},
@@ -22,7 +22,7 @@ _TORCH_DEFAULTS = {
     "torch.optim.Adam": {"lr": 1e-3, "betas": (0.9, 0.999), "eps": 1e-8, "weight_decay": 0.0},
     "torch.optim.SGD": {"lr": 1e-3, "momentum": 0.0, "weight_decay": 0.0},
 }
-# What stands in the section beside the policy's own keys, and what it has to agree with.
+# Flags of the section that duplicate `policy.precision` and have to agree with it.
 _PRECISION_OF_FLAG = {"bf16": "bfloat16", "fp16": "float16"}
 _RATE_STYLES = ("constant", "linear", "cosine", "inverse-square-root")
 _DECAY_STYLES = ("constant", "linear", "cosine")
@@ -30,7 +30,7 @@ _DECAY_STYLES = ("constant", "linear", "cosine")
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class OptimizerSettings:
-    """The optimizer."""
+    """Settings of the optimizer."""
 
     kind: str
     """`adam` or `sgd`."""
@@ -38,19 +38,19 @@ class OptimizerSettings:
     min_lr: float
     weight_decay: float
     decoupled_weight_decay: bool
-    """Whether the decay is apart from the gradient, as in AdamW."""
+    """Whether weight decay is decoupled, as in AdamW."""
     adam_betas: tuple[float, float]
     adam_eps: float
     sgd_momentum: float
     is_distributed: bool
     """Whether its state is sharded over the data-parallel ranks."""
     max_grad_norm: float | None
-    """Gradients are scaled down to this norm."""
+    """Gradients are clipped to this norm."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class SchedulerSettings:
-    """How the learning rate and the weight decay change; a step is a `train` call."""
+    """Schedules of learning rate and weight decay; a step is a `train` call."""
 
     lr_decay_style: str
     lr_decay_steps: int
@@ -64,10 +64,10 @@ class SchedulerSettings:
 def parse_optimizer(resolved: Mapping[str, Any]) -> OptimizerSettings:
     """Return the optimizer of a resolved policy config.
 
-    Where `policy.megatron_cfg.optimizer` is not there, `policy.optimizer` is said in its terms.
+    Without `policy.megatron_cfg.optimizer`, `policy.optimizer` is translated.
 
     Raises:
-        ValueError: It cannot be done; the message names keys and values.
+        ValueError: A setting is invalid; the message names keys and values.
     """
     given = resolved["megatron_cfg"].get("optimizer")
     decoupled = True
@@ -84,8 +84,8 @@ def parse_optimizer(resolved: Mapping[str, Any]) -> OptimizerSettings:
     _check_precision(given, resolved["precision"])
     if given["use_precision_aware_optimizer"]:
         raise ValueError(
-            f"{_PATH}.use_precision_aware_optimizer=True: its float32 weights are inside of "
-            "Transformer Engine's optimizer, where Megatron-core does not renew them when weights "
+            f"{_PATH}.use_precision_aware_optimizer=True: its float32 weights are inside "
+            "Transformer Engine's optimizer, where Megatron-core does not update them when weights "
             f"are loaded; set {_PATH}.use_distributed_optimizer=True to save memory"
         )
     return OptimizerSettings(
@@ -105,19 +105,19 @@ def parse_optimizer(resolved: Mapping[str, Any]) -> OptimizerSettings:
 def parse_scheduler(
     resolved: Mapping[str, Any], optimizer: OptimizerSettings | None
 ) -> SchedulerSettings:
-    """Return the schedule of a resolved policy config: where there is none, nothing changes.
+    """Return the schedule of a resolved policy config; without one all rates are constant.
 
     Args:
         resolved: The config.
-        optimizer: Whose weight decay it is, where the schedule names none.
+        optimizer: Its weight decay is the default of the schedule.
 
     Raises:
-        ValueError: It cannot be done; the message names keys and values.
+        ValueError: A setting is invalid; the message names keys and values.
     """
     if "scheduler" in resolved:
         raise ValueError(
-            "policy.scheduler is of torch's schedulers: with policy.megatron_cfg.enabled=True set "
-            "policy.megatron_cfg.scheduler"
+            "policy.scheduler configures torch's schedulers: with policy.megatron_cfg.enabled=True "
+            "set policy.megatron_cfg.scheduler"
         )
     given = resolved["megatron_cfg"].get("scheduler", MEGATRON_DEFAULTS["scheduler"])
     path = "policy.megatron_cfg.scheduler"
@@ -134,7 +134,7 @@ def parse_scheduler(
             f"{path}.lr_decay_iters is not set: the `train` calls of lr_decay_style={style!r} and "
             f"weight_decay_incr_style={decay_style!r}"
         )
-    # A constant rate is over its decay at once.
+    # Megatron-core needs a number of decay steps for a constant rate too.
     decay = warmup + 1 if decay is None else decay
     if not 0 <= warmup < decay:
         raise ValueError(f"{path}.lr_warmup_iters={warmup} must be below lr_decay_iters={decay}")
@@ -170,7 +170,7 @@ def _weight_decays(given: Mapping[str, Any], own: float, *, path: str) -> tuple[
 
 
 def _from_torch(resolved: Mapping[str, Any]) -> tuple[dict[str, Any], bool]:
-    """Return `policy.optimizer` as the keys of Megatron-core's, and whether its decay is apart."""
+    """Return `policy.optimizer` as Megatron-core's keys, and whether its decay is decoupled."""
     given = resolved.get("optimizer")
     if given is None:
         raise ValueError(
@@ -180,7 +180,7 @@ def _from_torch(resolved: Mapping[str, Any]) -> tuple[dict[str, Any], bool]:
     name = given.get("name")
     if name not in _TORCH_OPTIMIZERS:
         raise ValueError(
-            f"policy.optimizer.name={name!r} has no counterpart in Megatron-core (there are: "
+            f"policy.optimizer.name={name!r} has no counterpart in Megatron-core (supported: "
             f"{', '.join(_TORCH_OPTIMIZERS)}): set {_PATH}"
         )
     defaults = _TORCH_DEFAULTS[name]
@@ -188,7 +188,7 @@ def _from_torch(resolved: Mapping[str, Any]) -> tuple[dict[str, Any], bool]:
     if unknown := sorted(kwargs.keys() - defaults.keys()):
         raise ValueError(
             f"policy.optimizer.kwargs.{unknown[0]}={kwargs[unknown[0]]!r} has no counterpart in "
-            f"Megatron-core (there are: {', '.join(defaults)}): set {_PATH}"
+            f"Megatron-core (supported: {', '.join(defaults)}): set {_PATH}"
         )
     arguments = defaults | kwargs
     translated = MEGATRON_DEFAULTS["optimizer"] | {

@@ -1,4 +1,4 @@
-"""On which device this rank computes, and the scope in which Megatron-core does so."""
+"""The device of this rank, and the scope in which Megatron-core is called."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import torch
 from megatron.core import tensor_parallel
 
 from rl_megatron_worker.compat.cpu_scope import cpu_scope
-from rl_megatron_worker.compat.stand_ins import engine_stand_ins
+from rl_megatron_worker.compat.patches import engine_stand_ins
 
 if TYPE_CHECKING:
     from collections.abc import Generator
@@ -18,18 +18,18 @@ if TYPE_CHECKING:
 
 
 def may_have_gpus() -> bool:
-    """Return whether ranks may have GPUs that run what is installed here.
+    """Return whether ranks may run on GPUs, given the installed build of torch.
 
-    A driver often runs where there is none, and starts ranks elsewhere with the same packages.
+    The driver may run on a machine without GPUs and start ranks on others.
     """
     return torch.backends.cuda.is_built()
 
 
 class Runtime:
-    """The device of one rank. Nothing else in this package asks for it.
+    """The device of one rank; the rest of the package takes it from here.
 
     Args:
-        environment: The rank.
+        environment: Rank and world size.
     """
 
     def __init__(self, environment: RankEnvironment) -> None:
@@ -43,28 +43,28 @@ class Runtime:
 
     @contextmanager
     def scope(self) -> Generator[None, None, None]:
-        """Enter around every call of Megatron-core, in the thread that makes it.
+        """Enter around every Megatron-core call, in the calling thread. Reentrant.
 
-        It may be entered again inside, which costs next to nothing.
+        On CUDA it selects the device; without CUDA it applies the CPU patches.
 
         Raises:
-            RuntimeError: This megatron-core cannot be run on the CPU.
+            RuntimeError: This version of megatron-core is not supported on the CPU.
         """
         on_device = torch.cuda.device(self.device) if self.on_cuda else cpu_scope()
         with on_device, engine_stand_ins():
             yield
 
     def seed(self, seed: int) -> None:
-        """Seed every generator; tensor- and expert-parallel ranks get streams of their own.
+        """Seed every generator; tensor- and expert-parallel ranks get different RNG states.
 
-        Ranks that share each layer draw alike outside of its parallel parts, so they are to be
-        given the same seed. Call it once model parallelism is set up.
+        Outside of tensor-parallel regions the ranks of a model replica have to draw the same
+        numbers: give them the same seed. Call it after `init_model_parallel`.
         """
         torch.manual_seed(seed)
         with self.scope():
             tensor_parallel.model_parallel_cuda_manual_seed(seed)
 
     def free_cached_memory(self) -> None:
-        """Return the memory that the allocator caches to the device."""
+        """Release the caching allocator's unused memory."""
         if self.on_cuda:
             torch.cuda.empty_cache()

@@ -7,19 +7,19 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from rl_policy.cluster import RayVirtualCluster
-    from rl_policy.named_sharding import NamedSharding
     from rl_policy.policy import PathLike, Policy
-    from rl_policy.worker_group import RayWorkerGroup
+    from rl_policy.ray.cluster import RayVirtualCluster
+    from rl_policy.ray.named_sharding import NamedSharding
+    from rl_policy.ray.worker_group import RayWorkerGroup
 
 __all__ = ["NamedSharding", "PathLike", "Policy", "RayVirtualCluster", "RayWorkerGroup"]
 
 _HOMES = {
-    "NamedSharding": "rl_policy.named_sharding",
+    "NamedSharding": "rl_policy.ray.named_sharding",
     "PathLike": "rl_policy.policy",
     "Policy": "rl_policy.policy",
-    "RayVirtualCluster": "rl_policy.cluster",
-    "RayWorkerGroup": "rl_policy.worker_group",
+    "RayVirtualCluster": "rl_policy.ray.cluster",
+    "RayWorkerGroup": "rl_policy.ray.worker_group",
 }
 
 # Ray reads this when it is imported. Under `uv run` it would otherwise ship the working directory

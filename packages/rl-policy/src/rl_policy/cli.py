@@ -1,30 +1,25 @@
-"""The command line: `rl-policy grpo` and `rl-policy sft`.
+"""The command line: a command `rl-policy NAME` for each recipe that is installed.
 
-What is heavy is imported by the commands, so that `--help` is there at once.
+What is heavy is imported by the commands, so that `--help` answers at once.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from rl_policy.backends import BackendNotInstalledError
+from rl_policy.recipes.registry import describe_recipe, installed_recipes
 
 if TYPE_CHECKING:
-    from rl_policy.config import Recipe, RunConfig
-    from rl_policy.recipes.inputs import RunInputs
-    from rl_policy.recipes.run_directory import RunDirectory
+    from rl_policy.config import RunConfig
+    from rl_policy.run.directory import RunDirectory
+    from rl_policy.run.inputs import RunInputs
 
 _BAD_INPUT, _INTERRUPTED = 2, 130
-
-app = typer.Typer(
-    help="Train a language model by reinforcement learning, on one machine or many.",
-    no_args_is_help=True,
-    add_completion=False,
-    pretty_exceptions_enable=False,
-)
 
 Overrides = Annotated[
     list[str] | None,
@@ -65,45 +60,41 @@ ShowConfig = Annotated[
 ]
 
 
-@app.command(
-    help="Train a model with GRPO on problems with verifiable answers. Without arguments, a tiny "
-    "model is built, warmed up by supervised fine-tuning, and trained to double numbers. "
-    "The run directory gets metrics.jsonl, TensorBoard events, reward.png, checkpoints/, and the "
-    "trained model, which transformers loads, as final/."
-)
-def grpo(
-    overrides: Overrides = None,
-    config: ConfigFile = None,
-    out: Out = None,
-    resume: Resume = None,
-    show_config: ShowConfig = False,
-) -> None:
-    """Carry out the command `grpo`."""
-    _command("grpo", overrides or [], config, out, resume, show_config=show_config)
-
-
-@app.command(
-    help="Fine-tune a model on problems and their answers. The run directory gets metrics.jsonl, "
-    "TensorBoard events, checkpoints/, and the trained model, which transformers loads, as final/."
-)
-def sft(
-    overrides: Overrides = None,
-    config: ConfigFile = None,
-    out: Out = None,
-    resume: Resume = None,
-    show_config: ShowConfig = False,
-) -> None:
-    """Carry out the command `sft`."""
-    _command("sft", overrides or [], config, out, resume, show_config=show_config)
+def build_app() -> typer.Typer:
+    """Return the command line, with a command for each recipe that is installed."""
+    app = typer.Typer(
+        help="Train a language model, on one machine or many. Each command is a recipe.",
+        no_args_is_help=True,
+        add_completion=False,
+        pretty_exceptions_enable=False,
+    )
+    for name in installed_recipes():
+        app.command(name, help=describe_recipe(name))(_command_of(name))
+    return app
 
 
 def main() -> None:
     """Run the command line."""
-    app()
+    build_app()()
+
+
+def _command_of(recipe: str) -> Callable[..., None]:
+    """Return the command of a recipe: typer reads its flags off the signature."""
+
+    def command(
+        overrides: Overrides = None,
+        config: ConfigFile = None,
+        out: Out = None,
+        resume: Resume = None,
+        show_config: ShowConfig = False,
+    ) -> None:
+        _command(recipe, overrides or [], config, out, resume, show_config=show_config)
+
+    return command
 
 
 def _command(
-    recipe: Recipe,
+    recipe: str,
     overrides: list[str],
     config: Path | None,
     out: Path | None,
@@ -130,7 +121,7 @@ def _command(
 
 
 def _resolve(
-    recipe: Recipe,
+    recipe: str,
     overrides: list[str],
     *,
     config: Path | None,
@@ -138,8 +129,8 @@ def _resolve(
     resume: Path | None,
 ) -> tuple[RunDirectory, RunConfig]:
     """Return directory and configuration; nothing is written."""
-    from rl_policy.config_loading import load_run_config, override_resumed
-    from rl_policy.recipes.run_directory import RunDirectory, new_run_path
+    from rl_policy.config import load_run_config, override_resumed
+    from rl_policy.run.directory import RunDirectory, new_run_path
 
     if resume is None:
         resolved = load_run_config(recipe, path=config, overrides=overrides)
@@ -159,7 +150,7 @@ def _resolve(
 
 
 def _show(config: RunConfig) -> None:
-    from rl_policy.config_loading import render_run_config
+    from rl_policy.config import render_run_config
 
     typer.echo(render_run_config(config), nl=False)
 
@@ -168,7 +159,7 @@ def _prepare(config: RunConfig, directory: RunDirectory, *, is_new: bool) -> Run
     """Return what the run works with, once its directory holds its configuration."""
     from transformers.utils import logging as transformers_logging
 
-    from rl_policy.recipes.inputs import prepare_inputs
+    from rl_policy.run.inputs import prepare_inputs
 
     transformers_logging.disable_progress_bar()
     inputs = prepare_inputs(config)
@@ -182,8 +173,8 @@ def _prepare(config: RunConfig, directory: RunDirectory, *, is_new: bool) -> Run
 def _execute(inputs: RunInputs, directory: RunDirectory) -> None:
     from rich.console import Console
 
-    from rl_policy.recipes.progress import RunDisplay
-    from rl_policy.recipes.run import execute
+    from rl_policy.run.execute import execute
+    from rl_policy.run.progress import RunDisplay
 
     display = RunDisplay(Console(stderr=True))
     display.note(f"Run directory: {directory.path}")

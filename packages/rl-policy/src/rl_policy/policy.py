@@ -27,9 +27,9 @@ from rl_interfaces.backend.generation.loop import SamplingConfig, resolve_pad_id
 
 from rl_policy.backends import TrainingBackend, check_generation_backend
 from rl_policy.dispatch import Dispatcher, gather_generations, gather_scores, merge_train_results
-from rl_policy.named_sharding import NamedSharding
+from rl_policy.ray.named_sharding import NamedSharding
+from rl_policy.ray.worker_group import RayWorkerGroup, bundles_per_node
 from rl_policy.refit import RefitRoutes, group_for_ipc
-from rl_policy.worker_group import RayWorkerGroup, bundles_per_node
 
 if TYPE_CHECKING:
     import ray
@@ -115,7 +115,7 @@ class Policy(ColocatablePolicyInterface, GenerationInterface):
         self._dispatcher = Dispatcher(
             self.config,
             data_parallel=layout.data_parallel,
-            pad_token_id=tokenizer.pad_token_id,
+            pad_token_id=tokenizer.pad_token_id,  # pyright: ignore[reportArgumentType] # an id
         )
         self._routes: RefitRoutes | None = None
         self.worker_group = RayWorkerGroup(

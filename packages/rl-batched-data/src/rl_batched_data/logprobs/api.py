@@ -1,4 +1,4 @@
-"""Log-probabilities of tokens, the one place where they come from."""
+"""Token log-probabilities: the one implementation for training and scoring."""
 
 # torch annotates some of its functions only in part.
 # pyright: reportUnknownMemberType=false
@@ -15,30 +15,30 @@ from rl_batched_data.logprobs.kernel import LogitTransform, ScoringTask, VocabSc
 
 
 class ScoringOptions(TypedDict, total=False):
-    """How logits come about, and in what pieces. Every key may be left out."""
+    """How logits are computed and tiled. Every key is optional."""
 
     output_matrix: torch.Tensor | None
     """`[vocab, hidden]`, in the dtype of the hidden states. With it, the inputs are hidden states,
-    and neither pass ever holds all logits; without it, they are logits."""
+    and the full logits are never materialised; without it, the inputs are logits."""
     output_bias: torch.Tensor | None
     """`[vocab]`, added to the logits of an `output_matrix`."""
     temperature: float
-    """Divides the logits, last of all; 1."""
+    """Divides the logits after scaling and soft cap; default 1."""
     logit_scale: float
     """The model's factor on its logits (Cohere; 1 / `logits_scaling` for Granite); 1."""
     soft_cap: float | None
     """The model's soft cap (Gemma 2): logits become `soft_cap * tanh(logits / soft_cap)`."""
     tp_group: dist.ProcessGroup | None
-    """The ranks that share the vocabulary: inputs or matrix are then this rank's part of it."""
+    """The group that the vocabulary is sharded over; inputs or matrix are this rank's shard."""
     vocab_start: int | None
-    """The first token of this rank's part; rank times size when absent."""
+    """First token id of this rank's shard; rank times shard size when absent."""
     chunk_logits: int
-    """Logits held at once: more is faster, at about 8 bytes each; 2 ** 24."""
+    """Logits per tile: more is faster, at about 8 bytes each; default 2 ** 24."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class TokenScores:
-    """What is known of tokens under the distributions that they were drawn from."""
+    """Log-probabilities of target tokens, and statistics of their distributions."""
 
     logprobs: torch.Tensor
     """`[batch, seq]` float32: log-probabilities; NaN for a token outside the vocabulary."""
@@ -50,7 +50,7 @@ class TokenScores:
     """`[batch, seq, k]` float32, largest first; None unless asked for. Without gradient; less the
     normalizer, they are log-probabilities."""
     top_k_indices: torch.Tensor | None
-    """`[batch, seq, k]` int64: the tokens they belong to, of the whole vocabulary."""
+    """`[batch, seq, k]` int64: their token ids in the full vocabulary."""
 
 
 def token_logprobs(
@@ -64,7 +64,7 @@ def token_logprobs(
     Args:
         inputs: Logits `[batch, seq, vocab]`, or, with `output_matrix`, hidden states
             `[batch, seq, hidden]`; any float. Position `t` scores token `t + 1`.
-        tokens: `[batch, seq]` int64, right-padded; what padding scores is meaningless, not zero.
+        tokens: `[batch, seq]` int64, right-padded; results at padding are meaningless, not zero.
         options: See `ScoringOptions`.
 
     Returns:
@@ -123,7 +123,7 @@ def target_scores(
 ) -> TokenScores:
     """Return the scores of `targets`, each under the logits at its own position, without a shift.
 
-    For sequences that are split over ranks, whose next token may lie on another one.
+    For sequences sharded by context parallelism, whose next token may be on another rank.
 
     Args:
         inputs: `[..., vocab]`, or `[..., hidden]` with `output_matrix`.

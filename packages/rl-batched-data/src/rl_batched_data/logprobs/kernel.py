@@ -1,10 +1,10 @@
-"""Scores of targets under softmax distributions over a large vocabulary, tile by tile.
+"""Target log-probabilities, entropies and top-k logits over a large vocabulary, tile by tile.
 
-No more than a tile of the logits is in float32, or, with an output matrix, exists, at a time; the
-backward pass makes each tile but the last again. Over ranks that share the vocabulary, the forward
-pass reduces a few numbers per position, and the backward pass the gradient of the hidden states.
+At most one tile of logits is in float32 (with an output matrix, is materialised) at a time; the
+backward pass recomputes every tile but the last. With a vocabulary sharded over ranks, the forward
+pass all-reduces a few values per position, the backward pass the gradient of the hidden states.
 
-Shapes: `N` positions, `V` this rank's part of the vocabulary, `X` either `V` (logits) or the hidden
+Shapes: `N` positions, `V` this rank's vocabulary shard, `X` either `V` (logits) or the hidden
 size, `K` of the top; `n` and `v` are the positions and tokens of a tile.
 """
 
@@ -21,14 +21,14 @@ import torch
 import torch.distributed as dist
 
 from rl_batched_data.logprobs.tiles import GivenLogits, LogitSource, OutputHead
-from rl_batched_data.sharding.shards import check_positive
+from rl_batched_data.sharding.plan import check_positive
 
 _LOWEST = torch.finfo(torch.float32).min
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class LogitTransform:
-    """What happens to a product of hidden states and output matrix before the softmax."""
+    """The model's logit scaling and soft cap, and the temperature, applied before the softmax."""
 
     scale: float
     """The factor that comes first."""
@@ -50,28 +50,29 @@ class LogitTransform:
         return raw.mul_(self.scale / self.soft_cap).tanh_().mul_(self.soft_cap / self.temperature)
 
     def slope(self, logits: torch.Tensor) -> torch.Tensor | float:
-        """Return the derivative of the transform where it yields `logits`."""
+        """Return the derivative of the transform, in terms of its result `logits`."""
         if self.soft_cap is None:
             return self.scale / self.temperature
+        # y = cap / T * tanh(scale * x / cap): dy/dx = scale / T * (1 - tanh^2), tanh = T * y / cap.
         part = logits.mul(self.temperature / self.soft_cap)
         return part.square_().neg_().add_(1).mul_(self.scale / self.temperature)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ScoringTask:
-    """What is to be computed, besides the tensors."""
+    """The options of one scoring call."""
 
     transform: LogitTransform
     vocab_size: int
-    """Tokens of this rank's part."""
+    """Size of this rank's vocabulary shard."""
     vocab_start: int
-    """The first of them."""
+    """First token id of the shard."""
     tp_group: dist.ProcessGroup | None
-    """The ranks that share the vocabulary."""
+    """The group that the vocabulary is sharded over."""
     with_entropy: bool
     top_k: int
     chunk_logits: int
-    """Logits of a tile."""
+    """Logits per tile."""
 
     def __post_init__(self) -> None:
         check_positive("chunk_logits", self.chunk_logits)
@@ -85,15 +86,15 @@ class ScoringTask:
         matrix_VH: torch.Tensor | None,
         bias_V: torch.Tensor | None,
     ) -> LogitSource:
-        """Return where the tiles of logits come from."""
+        """Return the source of logit tiles."""
         if matrix_VH is None:
             return GivenLogits(inputs_NX, self.chunk_logits)
         return OutputHead(inputs_NX, matrix_VH, bias_V, self.chunk_logits)
 
     def keeps_tile(self, source: LogitSource) -> bool:
-        """Return whether the forward pass leaves what the backward pass can go on with.
+        """Return whether the backward pass can reuse the forward pass's last tile.
 
-        Of a tile, the exponentials remain. A soft cap and the entropy need its logits again.
+        The tile holds exponentials by then; a soft cap and the entropy need the logits again.
         """
         return source.makes_tiles and self.transform.soft_cap is None and not self.with_entropy
 
@@ -114,7 +115,7 @@ class VocabScores(torch.autograd.Function):
         targets_N: torch.Tensor,
         task: ScoringTask,
     ) -> tuple[torch.Tensor, ...]:
-        """Go through the tiles once, keeping a few sums per position."""
+        """Accumulate the online softmax over all tiles."""
         local_N = targets_N - task.vocab_start
         source = task.source(inputs_NX, matrix_VH, bias_V)
         keeps_tile = any(ctx.needs_input_grad[:3]) and task.keeps_tile(source)
@@ -125,12 +126,14 @@ class VocabScores(torch.autograd.Function):
                 for cols in source.tiling.cols:
                     logits_nv = task.transform.apply_(source.tile(rows, cols))
                     sums.rows(rows).add(logits_nv, local_N[rows], cols, task)
+                    # The last tile is still in memory: keeping it saves one product in backward.
                     if keeps_tile and (rows.stop, cols.stop) == (len(local_N), task.vocab_size):
                         highest_n = sums.highest_N[rows].clone()
                         ctx.kept = _KeptTile(logits_nv, highest_n, place=(rows, cols))
         if task.tp_group is not None:
             sums.join_ranks(task.tp_group)
         normalizer_N, entropy_N = sums.normalizer(), sums.entropy(task)
+        # A target that no shard has found is outside the vocabulary: NaN rather than a wrong value.
         logprobs_N = torch.where(sums.found_N > 0, sums.target_N, torch.nan) - normalizer_N
         ctx.save_for_backward(inputs_NX, matrix_VH, bias_V, local_N, normalizer_N, entropy_N)
         ctx.task = task
@@ -139,7 +142,7 @@ class VocabScores(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
-        """Go through the tiles again, turning each into the tile of its gradient."""
+        """Recompute each tile and turn it into the gradient of its logits, in place."""
         inputs_NX, matrix_VH, bias_V, local_N, normalizer_N, entropy_N = ctx.saved_tensors
         task: ScoringTask = ctx.task
 
@@ -147,7 +150,7 @@ class VocabScores(torch.autograd.Function):
             grad_n1 = push = grads[0][rows, None]
             kept: _KeptTile | None = ctx.kept
             if kept is not None and kept.place == (rows, cols):
-                # It is overwritten: a second pass over one graph makes it again.
+                # Overwritten below: a second backward over the graph recomputes the tile.
                 ctx.kept = None
                 slope = task.transform.slope(kept.exponentials_nv)
                 probs_nv = kept.probabilities_(normalizer_N[rows])
@@ -155,10 +158,12 @@ class VocabScores(torch.autograd.Function):
                 logits_nv = task.transform.apply_(source.tile(rows, cols))
                 slope = task.transform.slope(logits_nv)
                 logits_nv.sub_(normalizer_N[rows, None])
+                # dH/dlogit = -p * (log p + H), so both gradients share the factor -p.
                 if task.with_entropy:
                     push = logits_nv.clamp(min=_LOWEST).add_(entropy_N[rows, None])
                     push.mul_(grads[2][rows, None]).add_(grad_n1)
                 probs_nv = logits_nv.exp_()
+            # d log p(target) / d logit = [is target] - p.
             grad_nv = probs_nv.mul_(push).neg_()
             position_n1, inside_n1 = _within(local_N[rows, None], cols)
             grad_nv.scatter_add_(1, position_n1, grad_n1 * inside_n1)
@@ -168,21 +173,21 @@ class VocabScores(torch.autograd.Function):
             source = task.source(inputs_NX, matrix_VH, bias_V)
             found = source.backward(gradient_tile, ctx.needs_input_grad[:3])
         if task.tp_group is not None and matrix_VH is not None and found[0] is not None:
-            # Every rank's tokens pull at the same hidden states.
+            # Each rank holds the gradient from its own vocabulary shard only.
             dist.all_reduce(found[0], group=task.tp_group)
         return (*found, None, None)
 
 
 @dataclass(frozen=True, slots=True)
 class _KeptTile:
-    """What the forward pass has made of its last tile."""
+    """The forward pass's last tile, after exponentiation."""
 
     exponentials_nv: torch.Tensor
-    """Of the logits less the highest of their position."""
+    """exp(logits - highest)."""
     highest_n: torch.Tensor
-    """Of this rank's logits."""
+    """Running maximum of this rank's logits per position."""
     place: tuple[slice, slice]
-    """Its positions and its tokens."""
+    """Its rows and columns."""
 
     def probabilities_(self, normalizer_n: torch.Tensor) -> torch.Tensor:
         """Return the probabilities, in the same memory."""
@@ -191,24 +196,24 @@ class _KeptTile:
 
 @dataclass(kw_only=True, slots=True)
 class _Sums:
-    """What a pass over a part of the vocabulary leaves of it, per position; written in place."""
+    """Online-softmax accumulators per position, updated in place."""
 
     highest_N: torch.Tensor
     """The highest logit."""
     total_N: torch.Tensor
-    """The sum of exponentials of logits less the highest."""
+    """Sum of exp(logit - highest)."""
     weighted_N: torch.Tensor
-    """The sum of the same, each times what it is the exponential of."""
+    """Sum of (logit - highest) * exp(logit - highest), for the entropy."""
     target_N: torch.Tensor
-    """The target's logit; zero where the target is not in the part."""
+    """The target's logit; zero if the target is in another shard."""
     found_N: torch.Tensor
-    """One where the target is in the part, else zero."""
+    """One if the target is in this shard, else zero."""
     top_logits_NK: torch.Tensor
     top_tokens_NK: torch.Tensor
 
     @classmethod
     def empty(cls, num_positions: int, top_k: int, device: torch.device) -> _Sums:
-        """Return what no tokens at all leave."""
+        """Return the accumulators before the first tile."""
         zeros = torch.zeros(4, num_positions, device=device)
         top_logits_NK = torch.full((num_positions, top_k), -torch.inf, device=device)
         return cls(
@@ -222,7 +227,7 @@ class _Sums:
         )
 
     def rows(self, rows: slice) -> _Sums:
-        """Return the sums of some positions, in the same memory."""
+        """Return a view on some positions."""
         return _Sums(
             highest_N=self.highest_N[rows],
             total_N=self.total_N[rows],
@@ -236,7 +241,7 @@ class _Sums:
     def add(
         self, logits_nv: torch.Tensor, local_n: torch.Tensor, cols: slice, task: ScoringTask
     ) -> None:
-        """Take in one more tile, which is overwritten."""
+        """Accumulate one tile, which is overwritten."""
         position_n1, inside_n1 = _within(local_n[:, None], cols)
         chosen_n1 = torch.where(inside_n1, logits_nv.gather(1, position_n1), 0)
         self.target_N += chosen_n1.squeeze(1)
@@ -255,9 +260,10 @@ class _Sums:
             self.total_N += logits_nv.exp_().sum(1)
 
     def join_ranks(self, group: dist.ProcessGroup) -> None:
-        """Take in the parts of the other ranks of `group`, which end up with the same sums."""
+        """All-reduce the accumulators over `group`."""
         highest_N = self.highest_N.clone()
         dist.all_reduce(highest_N, op=dist.ReduceOp.MAX, group=group)
+        # Sums are relative to each rank's own maximum: rescale to the global one before adding.
         self._rebase(highest_N)
         joined = torch.stack([self.total_N, self.weighted_N, self.target_N, self.found_N])
         dist.all_reduce(joined, group=group)
@@ -279,7 +285,7 @@ class _Sums:
         return self.total_N.log() - self.weighted_N / self.total_N
 
     def _rebase(self, highest_N: torch.Tensor) -> None:
-        """Express the sums relative to another highest logit."""
+        """Rescale the sums to a new running maximum."""
         change_N = (self.highest_N - highest_N).clamp_(min=_LOWEST)
         factor_N = change_N.exp()
         self.weighted_N.addcmul_(change_N, self.total_N).mul_(factor_N)
@@ -295,14 +301,14 @@ class _Sums:
 
 
 def _without_autocast(device: torch.device) -> AbstractContextManager[Any]:
-    """Keep products in the dtypes they are given in; not every device has autocast."""
+    """Disable autocast, which would change the dtypes of the products."""
     if not torch.amp.is_autocast_available(device.type):
         return nullcontext()
     return torch.autocast(device.type, enabled=False)
 
 
 def _within(local_n1: torch.Tensor, cols: slice) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return where targets lie in a tile, and whether they do; where not, a place that exists."""
+    """Return the target's column in a tile, clamped to it, and whether the target is inside."""
     inside_n1 = (local_n1 >= cols.start) & (local_n1 < cols.stop)
     return (local_n1 - cols.start).clamp_(0, cols.stop - cols.start - 1), inside_n1
 

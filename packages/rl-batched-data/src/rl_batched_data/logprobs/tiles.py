@@ -1,6 +1,6 @@
-"""Logits in tiles of some positions and some tokens, given or made of hidden states.
+"""Tiles of logits, sliced from given logits or computed from hidden states.
 
-Shapes: `N` positions, `V` this rank's part of the vocabulary, `H` hidden size; `n` and `v` are the
+Shapes: `N` positions, `V` this rank's vocabulary shard, `H` hidden size; `n` and `v` are the
 positions and tokens of a tile.
 """
 
@@ -19,7 +19,7 @@ Gradients = tuple[torch.Tensor | None, torch.Tensor | None, torch.Tensor | None]
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Tiling:
-    """The positions and the tokens of the tiles: every pair of the two is one."""
+    """Row and column slices; every pair is a tile."""
 
     rows: list[slice]
     cols: list[slice]
@@ -29,22 +29,22 @@ class Tiling:
         """Return tiles of `chunk_logits` logits that are as wide as the vocabulary, if they can."""
         height = max(1, min(chunk_logits // vocab_size, num_positions))
         width = min(vocab_size, chunk_logits // height)
-        return cls(rows=_cut(num_positions, height), cols=_cut(vocab_size, width))
+        return cls(rows=_slices(num_positions, height), cols=_slices(vocab_size, width))
 
     @classmethod
     def of_products(cls, num_positions: int, vocab_size: int, chunk_logits: int) -> Tiling:
         """Return tiles of `chunk_logits` logits that are about as wide as high."""
         height = max(1, min(isqrt(chunk_logits), num_positions))
         width = min(vocab_size, chunk_logits // height)
-        return cls(rows=_cut(num_positions, height), cols=_cut(vocab_size, width))
+        return cls(rows=_slices(num_positions, height), cols=_slices(vocab_size, width))
 
 
 class LogitSource(Protocol):
-    """Where logits come from, and where their gradient goes."""
+    """A source of logit tiles, with its backward pass."""
 
     tiling: Tiling
     makes_tiles: bool
-    """Whether a tile takes a product of matrices, so that it is worth keeping."""
+    """Whether a tile costs a matrix product, and so is worth keeping for the backward pass."""
 
     def tile(self, rows: slice, cols: slice) -> torch.Tensor:
         """Return a tile of logits, float32, that may be overwritten."""
@@ -106,10 +106,10 @@ class OutputHead:
         return raw_nv if self.bias_V is None else raw_nv.add_(self.bias_V[cols])
 
     def backward(self, gradient_tile: GradientTile, needed: tuple[bool, bool, bool]) -> Gradients:
-        """Return the gradients, each in the dtype of what it is of.
+        """Return the gradients, each in the dtype of its tensor.
 
-        The tokens are the outer loop, so that a part of the matrix gets its gradient as a whole.
-        The last tile comes first: it may have been kept, and makes room then.
+        The vocabulary is the outer loop, so that each slice of the matrix gradient is accumulated
+        in float32 once. Tiles run in reverse: the last one may be kept, and is freed first.
         """
         hidden, matrix, bias = self.hidden_NH, self.matrix_VH, self.bias_V
         grad_NH = torch.zeros_like(hidden, dtype=torch.float32) if needed[0] else None
@@ -135,7 +135,7 @@ class OutputHead:
         return None if grad_NH is None else grad_NH.to(hidden.dtype), grad_VH, grad_V
 
 
-def _cut(size: int, step: int) -> list[slice]:
+def _slices(size: int, step: int) -> list[slice]:
     return [slice(low, min(low + step, size)) for low in range(0, size, step)]
 
 

@@ -1,23 +1,26 @@
-"""First-fit bin packing in O(n log n): each sequence goes to the first bin that has room for it.
+"""First-fit bin packing in O(n log n), and splitting of bins up to a required count.
 
-Functions take lengths that lie in 1..capacity and return bins of indices into them.
+Every function takes lengths within 1..capacity and returns bins of indices into them.
 """
 
 from __future__ import annotations
 
+import heapq
 import random
 from bisect import bisect_right
 from collections.abc import Sequence
 from itertools import groupby
 
+from rl_batched_data.padding import round_up
+
 Bins = list[list[int]]
 
 
 class _Bins:
-    """Bins under first fit: a tree over their free room finds the first that is roomy enough.
+    """First-fit bins with a max-tree over their free capacity, for O(log n) lookup.
 
-    Node `i` holds the most free room below it, its children are `2i` and `2i + 1`, and the leaves
-    are the bins. Bins not yet opened are there already, as empty ones on the right.
+    Node `i` holds the largest free capacity below it, its children are `2i` and `2i + 1`, and the
+    leaves are the bins. Unopened bins are empty leaves on the right: opening one is a lookup too.
     """
 
     def __init__(self, capacity: int, total: int, count: int) -> None:
@@ -92,7 +95,7 @@ def concatenative(lengths: Sequence[int], capacity: int) -> Bins:
 
 
 def modified_first_fit_decreasing(lengths: Sequence[int], capacity: int) -> Bins:
-    """Return bins in which medium and small sequences fill what the large ones leave.
+    """Return bins whose remaining capacity beside large sequences is filled by smaller ones.
 
     At most 71/60 of the optimum plus 1 (Johnson and Garey 1985,
     doi:10.1016/0885-064X(85)90022-6). Large is more than half the capacity, medium more than a
@@ -169,7 +172,7 @@ class _Sorted:
 
 
 def _follow(links: list[int], start: int) -> int:
-    """Return where the links from `start` end, and shorten the way there."""
+    """Return the end of the links from `start`, with path compression (union-find)."""
     end = start
     while links[end] != end:
         end = links[end]
@@ -185,3 +188,47 @@ def _first_fit(lengths: Sequence[int], order: list[int], capacity: int) -> Bins:
     for length, run in groupby(order, key=lengths.__getitem__):
         packed.place(length, list(run))
     return packed.bins
+
+
+def wanted_bins(natural: int, *, min_bin_count: int, bin_count_multiple: int) -> int:
+    """Return the required number of bins, at least `natural`."""
+    return round_up(max(natural, min_bin_count), bin_count_multiple)
+
+
+def split_to_count(bins: Bins, lengths: Sequence[int], count: int, *, allow_empty: bool) -> Bins:
+    """Return at least `count` bins, made by halving the fullest that holds two sequences.
+
+    Raises:
+        ValueError: There are fewer sequences than `count`, and empty bins are not allowed.
+    """
+    if len(bins) >= count and all(bins):
+        return bins
+    num_sequences = sum(len(content) for content in bins)
+    if num_sequences < count and not allow_empty:
+        raise ValueError(f"{num_sequences} sequences cannot fill {count} bins")
+    bins = list(bins)
+    missing = max(0, count - max(num_sequences, len(bins)))
+    fullest = [
+        (-sum(lengths[i] for i in content), number)
+        for number, content in enumerate(bins)
+        if len(content) > 1
+    ]
+    heapq.heapify(fullest)
+    while len(bins) < count - missing:
+        number = heapq.heappop(fullest)[1]
+        for place, half in zip((number, len(bins)), _halves(bins[number], lengths), strict=True):
+            bins[place : place + 1] = [half]
+            if len(half) > 1:
+                heapq.heappush(fullest, (-sum(lengths[i] for i in half), place))
+    return bins + [[] for _ in range(missing)]
+
+
+def _halves(content: list[int], lengths: Sequence[int]) -> tuple[list[int], list[int]]:
+    """Return two bins of about equal length: the longest sequence goes to the emptier one."""
+    halves: tuple[list[int], list[int]] = ([], [])
+    sums = [0, 0]
+    for index in sorted(content, key=lengths.__getitem__, reverse=True):
+        emptier = 0 if sums[0] <= sums[1] else 1
+        halves[emptier].append(index)
+        sums[emptier] += lengths[index]
+    return halves

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import NotRequired, TypedDict
 
 from rl_batched_data.padding import round_up
-from rl_batched_data.sharding.shards import (
+from rl_batched_data.sharding.plan import (
     MicroBatch,
     ShardPlan,
     check_positive,

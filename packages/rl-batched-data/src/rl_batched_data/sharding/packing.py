@@ -9,7 +9,7 @@ from typing import NotRequired, TypedDict
 from rl_batched_data.packing.cost import SequenceCost
 from rl_batched_data.packing.packers import SequencePacker, get_packer
 from rl_batched_data.padding import round_up
-from rl_batched_data.sharding.shards import (
+from rl_batched_data.sharding.plan import (
     MicroBatch,
     ShardPlan,
     check_positive,
@@ -32,9 +32,6 @@ class SequencePackingArgs(TypedDict):
     """The entry with the tokens of each row; `input_lengths` when absent."""
     sequence_length_pad_multiple: NotRequired[int]
     """Each sequence is padded to a multiple of this; 1 when absent."""
-    max_shapes: NotRequired[int | None]
-    """Micro-batches are padded at their end to one of at most this many lengths, for compilers and
-    allocators that mind many shapes; None pads none."""
     cost: NotRequired[SequenceCost]
     """What `cost_balanced` balances; the tokens when absent."""
 
@@ -48,14 +45,11 @@ class SequencePacking:
     input_key: str = "input_ids"
     input_lengths_key: str = "input_lengths"
     sequence_length_pad_multiple: int = 1
-    max_shapes: int | None = None
     cost: SequenceCost | None = None
 
     def __post_init__(self) -> None:
         check_positive("max_tokens_per_microbatch", self.max_tokens_per_microbatch)
         check_positive("sequence_length_pad_multiple", self.sequence_length_pad_multiple)
-        if self.max_shapes is not None:
-            check_positive("max_shapes", self.max_shapes)
         if self.sequence_length_pad_multiple > self.max_tokens_per_microbatch:
             raise ValueError(
                 f"sequence_length_pad_multiple={self.sequence_length_pad_multiple} is more than "
@@ -70,10 +64,7 @@ class SequencePacking:
 
     def packed_length(self, tokens: int) -> int:
         """Return the length to which a micro-batch of that many tokens is padded."""
-        step = self.sequence_length_pad_multiple
-        if self.max_shapes is not None:
-            step = round_up(-(-self.capacity // self.max_shapes), step)
-        return min(round_up(max(tokens, 1), step), self.capacity)
+        return round_up(max(tokens, 1), self.sequence_length_pad_multiple)
 
 
 def plan_packed_shards(

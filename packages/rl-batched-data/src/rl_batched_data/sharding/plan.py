@@ -1,183 +1,165 @@
-"""From the arguments of `shard_by_batch_size` to a plan per shard: check everything, then plan."""
-
-# torch annotates some of its functions only in part.
-# pyright: reportUnknownMemberType=false
+"""Which rows go to which shard, as integers. Nothing here touches a tensor."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, fields
-from typing import Any, NotRequired, TypedDict, TypeVar, cast
-
-import torch
-
-from rl_batched_data.packing.cost import SequenceCost
-from rl_batched_data.padding import round_up
-from rl_batched_data.sharding.dynamic import (
-    DynamicBatching,
-    DynamicBatchingArgs,
-    plan_dynamic_shards,
-)
-from rl_batched_data.sharding.packing import (
-    SequencePacking,
-    SequencePackingArgs,
-    plan_packed_shards,
-)
-from rl_batched_data.sharding.shards import (
-    ShardPlan,
-    check_positive,
-    expand_groups,
-    plan_balanced_shards,
-    plan_shards,
-)
-
-OptionsT = TypeVar("OptionsT", bound="ShardingOptions")
-NumberT = TypeVar("NumberT", int, float)
-
-
-class BalancingArgs(TypedDict):
-    """The `balancing_args` of `shard_by_batch_size`."""
-
-    input_lengths_key: NotRequired[str]
-    """The entry with the tokens of each row; `input_lengths` when absent."""
-    cost: NotRequired[SequenceCost]
-    """What is balanced; the tokens when absent."""
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import NamedTuple
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Balancing:
-    """`BalancingArgs` with defaults."""
+class ShardPlan:
+    """The rows of one shard, in order, and how they divide into global and micro-batches.
 
-    input_lengths_key: str = "input_lengths"
-    cost: SequenceCost = field(default_factory=SequenceCost)
-
-
-ShardingOptions = Balancing | DynamicBatching | SequencePacking
-
-
-def parse_options(
-    *,
-    dynamic_batching_args: DynamicBatchingArgs | None,
-    sequence_packing_args: SequencePackingArgs | None,
-    balancing_args: BalancingArgs | None,
-) -> ShardingOptions | None:
-    """Return the options of the one way of sharding that is asked for, or None.
-
-    Raises:
-        ValueError: Two ways are asked for, or a key is unknown, missing or out of range.
+    Example, 8 rows over 2 shards in global batches of 4; the plan of the first shard:
+        rows               = [0, 1, 4, 5]
+        elem_counts_per_gb = [2, 2]
     """
-    given: list[tuple[str, type[ShardingOptions], Mapping[str, Any] | None]] = [
-        ("dynamic_batching_args", DynamicBatching, dynamic_batching_args),
-        ("sequence_packing_args", SequencePacking, sequence_packing_args),
-        ("balancing_args", Balancing, balancing_args),
-    ]
-    asked = [(name, kind, args) for name, kind, args in given if args is not None]
-    if len(asked) > 1:
-        raise ValueError(f"{asked[0][0]} and {asked[1][0]} exclude each other: give one of them")
-    return _parse(*asked[0]) if asked else None
+
+    rows: list[int]
+    """Row indices of the whole batch."""
+    elem_counts_per_gb: list[int]
+    """The shard's rows of each global batch; they follow one another in `rows`."""
+    micro_batch_indices: list[list[list[int]]] | None = None
+    """Per global batch, `[start, end)` of each micro-batch, counted from that global batch."""
+    micro_batch_lengths: list[list[int]] | None = None
+    """Per global batch, the width (dynamic) or the tokens (packed) of each micro-batch."""
 
 
-def plan_batch(
-    entries: Mapping[str, Any],
+class MicroBatch(NamedTuple):
+    """The rows of one micro-batch, and its width (dynamic) or its tokens (packed)."""
+
+    rows: list[int]
+    length: int
+
+
+def plan_shards(
     num_rows: int,
     *,
     shards: int,
-    batch_size: int | None,
-    allow_uneven_shards: bool,
-    options: ShardingOptions | None,
-    rows_per_group: int,
+    batch_size: int | None = None,
+    allow_uneven_shards: bool = False,
 ) -> list[ShardPlan]:
-    """Return one plan per shard, in rows.
+    """Return one plan per shard: every global batch is split into consecutive, equal parts.
+
+    With `allow_uneven_shards` any number of rows is legal: the parts of a global batch then differ
+    by at most one row, the larger ones first, and a part may be empty.
+
+    Args:
+        num_rows: Rows of the whole batch.
+        shards: Number of shards.
+        batch_size: Rows of a global batch; the whole batch when None.
+        allow_uneven_shards: Accept rows that neither `batch_size` nor `shards` divide.
 
     Raises:
-        ValueError: A key is missing, or numbers are out of range or do not divide.
+        ValueError: A size is not positive, or rows do not divide and may not be uneven.
     """
-    check_positive("rows_per_group", rows_per_group)
-    for name, count in (("rows", num_rows), ("batch_size", batch_size)):
-        if count is not None and count % rows_per_group:
-            raise ValueError(f"{name}={count} is not a multiple of rows_per_group={rows_per_group}")
-    groups_per_batch = None if batch_size is None else batch_size // rows_per_group
-    if options is None:
-        plans = plan_shards(
-            num_rows // rows_per_group,
-            shards=shards,
-            batch_size=groups_per_batch,
-            allow_uneven_shards=allow_uneven_shards,
-        )
-    elif isinstance(options, Balancing):
-        costs = options.cost.of_all(read_lengths(entries, options.input_lengths_key))
-        plans = plan_balanced_shards(
-            [sum(group) for group in _groups(costs, rows_per_group)],
-            shards=shards,
-            batch_size=groups_per_batch,
-            allow_uneven_shards=allow_uneven_shards,
-        )
-    else:
-        plans = _plan_micro_batches(entries, options, shards, groups_per_batch, rows_per_group)
-    return [expand_groups(plan, rows_per_group) for plan in plans]
-
-
-def read_lengths(
-    entries: Mapping[str, Any], lengths_key: str, input_key: str | None = None
-) -> list[int]:
-    """Return the tokens of each row.
-
-    Raises:
-        ValueError: An entry is missing or has the wrong shape, or a length is not within 1 and the
-            width of `input_key`; names key, row and numbers.
-    """
-    for key, num_axes in ((lengths_key, 1), (input_key, 2)):
-        if key is not None and key not in entries:
-            raise ValueError(f"{key!r} is missing; the batch has {sorted(entries)}")
-        if key is not None and (
-            not isinstance(entries[key], torch.Tensor) or entries[key].ndim < num_axes
-        ):
-            raise ValueError(f"{key!r} must be a tensor with at least {num_axes} axes")
-    lengths = cast(list[int], entries[lengths_key].tolist())
-    highest = max(lengths, default=1) if input_key is None else int(entries[input_key].shape[1])
-    for row, length in enumerate(lengths):
-        if not 1 <= length <= highest:
-            within = f"within 1..{highest}, the width of {input_key!r}"
-            limit = "at least 1" if input_key is None else within
-            raise ValueError(f"{lengths_key!r}[{row}]={length} must be {limit}")
-    return lengths
-
-
-def _plan_micro_batches(
-    entries: Mapping[str, Any],
-    options: DynamicBatching | SequencePacking,
-    shards: int,
-    groups_per_batch: int | None,
-    rows_per_group: int,
-) -> list[ShardPlan]:
-    lengths = read_lengths(entries, options.input_lengths_key, options.input_key)
-    if isinstance(options, DynamicBatching):
-        longest = [max(group) for group in _groups(lengths, rows_per_group)]
-        return plan_dynamic_shards(
-            longest,
-            options,
-            shards=shards,
-            batch_size=groups_per_batch,
-            rows_per_unit=rows_per_group,
-        )
-    padded = [round_up(length, options.sequence_length_pad_multiple) for length in lengths]
-    return plan_packed_shards(
-        [sum(group) for group in _groups(padded, rows_per_group)],
-        options,
-        shards=shards,
-        batch_size=groups_per_batch,
-        rows_per_unit=rows_per_group,
+    batches = _global_batches(num_rows, shards, batch_size, allow_uneven_shards)
+    return _join(
+        [
+            [list(range(low, high)) for low, high in balanced_bounds(start, end, parts=shards)]
+            for start, end in batches
+        ],
+        shards,
     )
 
 
-def _parse(name: str, kind: type[OptionsT], args: Mapping[str, Any]) -> OptionsT:
-    known = {entry.name for entry in fields(kind)}
-    if unknown := sorted(set(args) - known):
-        raise ValueError(f"{name} has unknown keys {unknown}; it takes {sorted(known)}")
-    if "max_tokens_per_microbatch" in known - set(args):
-        raise ValueError(f"{name} lacks the key 'max_tokens_per_microbatch'")
-    return kind(**args)
+def plan_micro_batches(
+    batches: Sequence[Sequence[Sequence[MicroBatch]]], shards: int
+) -> list[ShardPlan]:
+    """Return one plan per shard from the micro-batches of each global batch and shard."""
+    plans: list[ShardPlan] = []
+    for shard in range(shards):
+        own = [batch[shard] for batch in batches]
+        sizes = [[len(micro.rows) for micro in batch] for batch in own]
+        plans.append(
+            ShardPlan(
+                rows=[row for batch in own for micro in batch for row in micro.rows],
+                elem_counts_per_gb=[sum(batch) for batch in sizes],
+                micro_batch_indices=[_bounds(batch) for batch in sizes],
+                micro_batch_lengths=[[micro.length for micro in batch] for batch in own],
+            )
+        )
+    return plans
 
 
-def _groups(values: Sequence[NumberT], size: int) -> list[Sequence[NumberT]]:
-    return [values[start : start + size] for start in range(0, len(values), size)]
+def expand_groups(plan: ShardPlan, rows_per_group: int) -> ShardPlan:
+    """Return the plan of rows, where `plan` is one of groups of `rows_per_group` rows each."""
+    size = rows_per_group
+    indices = plan.micro_batch_indices
+    return replace(
+        plan,
+        rows=[group * size + row for group in plan.rows for row in range(size)],
+        elem_counts_per_gb=[count * size for count in plan.elem_counts_per_gb],
+        micro_batch_indices=None
+        if indices is None
+        else [[[low * size, high * size] for low, high in batch] for batch in indices],
+    )
+
+
+def global_batch_bounds(num_rows: int, batch_size: int | None) -> list[tuple[int, int]]:
+    """Return `[start, end)` of each global batch; the last one may be short.
+
+    Without a `batch_size`, all rows are one global batch, even if there are none.
+    """
+    if batch_size is None:
+        return [(0, num_rows)]
+    return [(start, min(start + batch_size, num_rows)) for start in range(0, num_rows, batch_size)]
+
+
+def balanced_bounds(start: int, end: int, *, parts: int) -> list[tuple[int, int]]:
+    """Return `[start, end)` cut into consecutive parts that differ by at most one in size."""
+    share, rest = divmod(end - start, parts)
+    bounds: list[tuple[int, int]] = []
+    low = start
+    for part in range(parts):
+        high = low + share + (part < rest)
+        bounds.append((low, high))
+        low = high
+    return bounds
+
+
+def check_positive(name: str, value: int) -> None:
+    """Raise a `ValueError` that names `name`, unless `value` is at least 1."""
+    if value < 1:
+        raise ValueError(f"{name}={value} must be at least 1")
+
+
+def check_sizes(shards: int, batch_size: int | None) -> None:
+    """Raise a `ValueError` that names the size which is not positive."""
+    check_positive("shards", shards)
+    if batch_size is not None:
+        check_positive("batch_size", batch_size)
+
+
+def _global_batches(
+    num_rows: int, shards: int, batch_size: int | None, allow_uneven_shards: bool
+) -> list[tuple[int, int]]:
+    check_sizes(shards, batch_size)
+    size = num_rows if batch_size is None else batch_size
+    advice = "pass allow_uneven_shards=True to share out what is left"
+    if not allow_uneven_shards and size and num_rows % size:
+        raise ValueError(f"{num_rows} rows are not a multiple of batch_size={size}: {advice}")
+    if not allow_uneven_shards and size % shards:
+        raise ValueError(f"batch_size={size} is not a multiple of shards={shards}: {advice}")
+    return global_batch_bounds(num_rows, batch_size)
+
+
+def _join(batches: list[list[list[int]]], shards: int) -> list[ShardPlan]:
+    """Return one plan per shard from the rows of each global batch and shard."""
+    return [
+        ShardPlan(
+            rows=[row for batch in batches for row in batch[shard]],
+            elem_counts_per_gb=[len(batch[shard]) for batch in batches],
+        )
+        for shard in range(shards)
+    ]
+
+
+def _bounds(sizes: list[int]) -> list[list[int]]:
+    bounds: list[list[int]] = []
+    low = 0
+    for size in sizes:
+        bounds.append([low, low + size])
+        low += size
+    return bounds

@@ -564,7 +564,7 @@ class EngineWorker:
     def get_weights_ipc_handles(self, keys: Iterable[str]) -> dict[str, Any]:
         """Return `{device id: {name: handle}}`; the handles of the call before expire.
 
-        `rl_refit.handles.rebuild` makes a tensor of a handle, in another process.
+        `rl_refit.compat.handles.rebuild` makes a tensor of a handle, in another process.
 
         Raises:
             ValueError: There is no tensor of a name.

@@ -1,4 +1,4 @@
-"""From the dict that a user wrote to one that is complete, typed and free of contradictions."""
+"""Resolution of a user's policy config: validation, defaults and consistency of related keys."""
 
 from __future__ import annotations
 
@@ -11,14 +11,14 @@ from rl_interfaces.config.schema import as_mapping, check_typed_dict
 from rl_interfaces.config.types import PolicyConfig
 
 POLICY_DEFAULTS: dict[str, Any] = {
-    # What a policy is; the others are for the models that judge it.
+    # The policy itself; the other heads are for reward and value models.
     "head": "language_model",
     # Small enough to start on any machine; the throughput of both is the user's to tune.
     "train_global_batch_size": 32,
     "train_micro_batch_size": 4,
     "logprob_batch_size": 4,
     "generation_batch_size": 32,
-    # What current accelerators are fastest in. Master weights stay float32.
+    # Fastest on current accelerators. Master weights stay float32.
     "precision": "bfloat16",
     # No padding beyond what the layout asks for.
     "make_sequence_length_divisible_by": 1,
@@ -27,15 +27,15 @@ POLICY_DEFAULTS: dict[str, Any] = {
     # Both trade speed for memory, which is for the user to ask for.
     "fsdp_offload_enabled": False,
     "activation_checkpointing_enabled": False,
-    # A fixed one, so that two runs of one config are the same run.
+    # Fixed, so that two runs of one config are identical.
     "seed": 0,
-    # A checkpoint's code is a stranger's code.
+    # Code in a checkpoint is untrusted.
     "trust_remote_code": False,
     # Longer than any collective of a healthy job, shorter than a night.
     "timeout_s": 600.0,
     # Under the working directory of the worker.
     "profile_dir": "profiles",
-    # A backend is a choice, so none is on. Where one is, its ranks are data-parallel.
+    # No backend is enabled by default. All ranks of an enabled one are data-parallel.
     "dtensor_cfg": {
         "enabled": False,
         "cpu_offload": False,
@@ -49,13 +49,13 @@ POLICY_DEFAULTS: dict[str, Any] = {
         "data_parallel_replicate_size": 1,
         "lora": {
             "enabled": False,
-            # Holds what a policy gradient teaches, at a few hundredths of the model's parameters.
+            # Enough for policy-gradient updates, at a few percent of the model's parameters.
             "r": 16,
-            # Twice the rank, the scale that most published rates were found with.
+            # Twice the rank: the scale that most published learning rates were tuned for.
             "lora_alpha": 32,
-            # Tokens are scored in training as they were when they were sampled.
+            # Without dropout, training scores tokens as the sampler did.
             "lora_dropout": 0.0,
-            # Adapters of attention alone learn less than those of all layers.
+            # Adapters on attention layers only learn less than adapters on all layers.
             "target_modules": "all-linear",
         },
     },
@@ -73,10 +73,10 @@ POLICY_DEFAULTS: dict[str, Any] = {
         "recompute_granularity": "full",
         "recompute_method": "uniform",
         "recompute_num_layers": 1,
-        # What balances tokens is a loss beside the policy's, which is for the user to ask for.
+        # Load balancing adds an auxiliary loss to the policy's: opt-in.
         "moe_router_load_balancing_type": "none",
         "moe_aux_loss_coeff": 0.0,
-        # The one that allows sequences of unlike length over pipeline stages.
+        # The only one that supports variable sequence lengths across pipeline stages.
         "moe_token_dispatcher_type": "alltoall",
     },
     # Micro-batches of a fixed number of rows, unless a token budget is given.
@@ -112,14 +112,14 @@ MEGATRON_DEFAULTS: dict[str, dict[str, Any]] = {
         "use_precision_aware_optimizer": False,
     },
     "scheduler": {
-        # The rate, and the decay, stay what they are.
+        # Learning rate and weight decay stay constant.
         "lr_decay_style": "constant",
         "lr_warmup_iters": 0,
         "lr_warmup_init": 0.0,
         "weight_decay_incr_style": "constant",
     },
     "distributed_data_parallel_config": {
-        # Sums over many ranks lose digits in 16 bits.
+        # Sums over many ranks lose precision in 16 bits.
         "grad_reduce_in_fp32": True,
         "overlap_grad_reduce": False,
         "overlap_param_gather": False,
@@ -152,19 +152,19 @@ _FREE_FORM = ("kwargs", "vllm_cfg")
 
 
 def resolve_policy_config(config: Mapping[str, Any], *, path: str = "policy") -> dict[str, Any]:
-    """Return a complete copy of `config`: checked, defaults filled in, what is not set left out.
+    """Return a validated copy of `config` with defaults filled in and unset keys left out.
 
-    Sections that are not enabled are checked for unknown keys and types alone. A section
-    `<name>_cfg` that is not documented and says `enabled` belongs to a third party's backend and is
-    passed on as it is. Resolving what this returns gives the same again.
+    Sections that are not enabled are checked for unknown keys and types only. An undocumented
+    section `<name>_cfg` with a key `enabled` belongs to a third-party backend and is passed through
+    unchanged. Idempotent.
 
     Args:
-        config: A `PolicyConfig`, as far as the user gave it.
-        path: How the errors name the config.
+        config: A `PolicyConfig`; keys may be missing.
+        path: Prefix of the keys in error messages.
 
     Raises:
-        ValueError: An unknown key, a wrong type, a value out of range, or two keys that say
-            different things about one matter. The message names keys and values.
+        ValueError: An unknown key, a wrong type, a value out of range, or two keys that
+            contradict each other. The message names keys and values.
     """
     third_party = _third_party_sections(as_mapping(config, path=path))
     documented = {key: config[key] for key in config if key not in third_party}
@@ -175,18 +175,27 @@ def resolve_policy_config(config: Mapping[str, Any], *, path: str = "policy") ->
     _check_one_backend(given | third_party, path=path)
     _reconcile_twins(given, path=path)
     _reconcile_learning_rates(given, path=path)
-    resolved = _merge(POLICY_DEFAULTS, given)
+    resolved = merge_sections(POLICY_DEFAULTS, given)
     resolved["tokenizer"].setdefault("name", resolved["model_name"])
     _check_values(resolved, path=path)
     _complete_megatron(resolved["megatron_cfg"])
     if "generation" in given:
-        resolved["generation"] = _merge(GENERATION_DEFAULTS, given["generation"])
+        resolved["generation"] = merge_sections(GENERATION_DEFAULTS, given["generation"])
         _check_generation(resolved["generation"], path=f"{path}.generation")
     return resolved | third_party
 
 
+def merge_sections(base: Mapping[str, Any], given: Mapping[str, Any]) -> dict[str, Any]:
+    """Return a deep copy of `base` updated with `given`; nested mappings are merged recursively."""
+    merged = copy.deepcopy(dict(base))
+    for key, entry in given.items():
+        both = isinstance(entry, Mapping) and isinstance(merged.get(key), Mapping)
+        merged[key] = merge_sections(merged[key], entry) if both else copy.deepcopy(entry)
+    return merged
+
+
 def _third_party_sections(config: Mapping[str, Any]) -> dict[str, Any]:
-    """Return copies of the sections that only another package's backend can read."""
+    """Return copies of the sections of third-party backends."""
     return {
         key: copy.deepcopy(value)
         for key, value in config.items()
@@ -215,15 +224,6 @@ def _without_none(value: Any) -> Any:
     }
 
 
-def _merge(defaults: Mapping[str, Any], given: Mapping[str, Any]) -> dict[str, Any]:
-    """Return `given` over `defaults`; mappings that stand in both are merged in turn."""
-    out = copy.deepcopy(dict(defaults))
-    for key, entry in given.items():
-        both = isinstance(out.get(key), Mapping)
-        out[key] = _merge(out[key], entry) if both else copy.deepcopy(entry)
-    return out
-
-
 def _complete_megatron(section: dict[str, Any]) -> None:
     """Fill in the defaults of the sections of an enabled `megatron_cfg`."""
     if not section["enabled"]:
@@ -231,7 +231,7 @@ def _complete_megatron(section: dict[str, Any]) -> None:
     section.setdefault("distributed_data_parallel_config", {})
     for name, defaults in MEGATRON_DEFAULTS.items():
         if name in section:
-            section[name] = _merge(defaults, section[name])
+            section[name] = merge_sections(defaults, section[name])
 
 
 def _check_one_backend(given: Mapping[str, Any], *, path: str) -> None:
@@ -242,7 +242,7 @@ def _check_one_backend(given: Mapping[str, Any], *, path: str) -> None:
 
 
 def _reconcile_twins(given: dict[str, Any], *, path: str) -> None:
-    """Give two keys that mean the same the same value, or refuse them by name."""
+    """Copy the value of one of two equivalent keys to the other; raise if they differ."""
     for key, section_name, inner in _TWINS:
         section = given.get(section_name, {})
         if not section.get("enabled"):
@@ -258,7 +258,7 @@ def _reconcile_twins(given: dict[str, Any], *, path: str) -> None:
 
 
 def _reconcile_learning_rates(given: dict[str, Any], *, path: str) -> None:
-    """Give the optimizers `learning_rate` where they name no rate, or refuse two unlike ones."""
+    """Set each optimizer's missing `lr` to `learning_rate`; raise if they differ."""
     if "learning_rate" not in given:
         return
     rate = given["learning_rate"]

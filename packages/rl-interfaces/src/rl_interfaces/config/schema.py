@@ -1,4 +1,4 @@
-"""Holding a value that a user wrote against the types of a TypedDict."""
+"""Validation of a user's value against the types of a TypedDict."""
 
 from __future__ import annotations
 
@@ -24,9 +24,9 @@ def check_typed_dict(value: Any, typed_dict: type, *, path: str) -> None:
     is converted.
 
     Args:
-        value: What the user gave.
-        typed_dict: The TypedDict class to hold it against.
-        path: How the errors name the value.
+        value: The user's value.
+        typed_dict: The TypedDict class that declares keys and types.
+        path: Prefix of the keys in error messages.
     """
     problem = _typed_dict_problem(value, typed_dict, path=path)
     if problem is not None:
@@ -98,7 +98,7 @@ def _union_problem(value: Any, members: tuple[Any, ...], *, path: str) -> _Probl
     problems = [_type_problem(value, member, path=path) for member in members]
     if None in problems:
         return None
-    # The member that fits furthest into the value is the one that was meant.
+    # The member that matches deepest is the one the user meant: report its problem.
     deepest = max((p for p in problems if p is not None), key=lambda problem: len(problem.path))
     if deepest.path != path:
         return deepest

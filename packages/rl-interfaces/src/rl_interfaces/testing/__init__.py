@@ -26,8 +26,7 @@ if TYPE_CHECKING:
         Way,
         WorkerCase,
     )
-    from rl_interfaces.testing.worker.kit import WORKER_RULES, check_worker
-    from rl_interfaces.testing.worker.suite import WorkerConformance
+    from rl_interfaces.testing.worker.kit import WORKER_RULES, WorkerConformance, check_worker
 
 _HOMES = {
     "report": (
@@ -46,8 +45,7 @@ _HOMES = {
         "Way",
         "WorkerCase",
     ),
-    "worker.kit": ("WORKER_RULES", "check_worker"),
-    "worker.suite": ("WorkerConformance",),
+    "worker.kit": ("WORKER_RULES", "WorkerConformance", "check_worker"),
 }
 
 __all__ = [

@@ -1,4 +1,4 @@
-"""Assertions that say what they saw, whether pytest is there or not."""
+"""Assertions with descriptive messages, independent of pytest's rewriting."""
 
 from __future__ import annotations
 
@@ -22,12 +22,12 @@ def expect_close(
     atol: float = 0.0,
     rtol: float = 0.0,
 ) -> None:
-    """Raise unless two tensors of any float dtypes agree; with no tolerance, unless they are equal.
+    """Raise unless two float tensors agree, compared in float64; exactly without tolerances.
 
     Args:
-        found: What the backend gave.
-        expected: What it should have been.
-        what: Names it in the error.
+        found: The backend's result.
+        expected: The reference.
+        what: Names the tensor in the error.
         atol: The largest absolute difference.
         rtol: The largest difference in relation to `expected`.
     """
@@ -48,28 +48,28 @@ def expect_tensors(
     atol: float = 0.0,
 ) -> None:
     """Raise unless two sets of tensors have the same names and agree, see `expect_close`."""
-    expect(len(expected) > 0, f"{what}: there is nothing to compare with")
+    expect(len(expected) > 0, f"{what}: the reference is empty")
     expect(
         set(found) == set(expected),
-        f"{what}: {sorted(set(found) ^ set(expected))} are on one side alone",
+        f"{what}: {sorted(set(found) ^ set(expected))} exist on one side only",
     )
     for name, tensor in expected.items():
         expect_close(found[name], tensor, f"{what}, {name}", atol=atol)
 
 
 def expect_unlike(left: torch.Tensor, right: torch.Tensor, what: str) -> None:
-    """Raise where two tensors are equal: a check that compares them could not fail."""
-    expect(not torch.equal(left, right), f"{what} are equal, so that nothing is shown")
+    """Raise if two tensors are equal: a comparison against them could not fail."""
+    expect(not torch.equal(left, right), f"{what} are equal: the check would prove nothing")
 
 
 def expect_error(
     call: Callable[[], Any], kind: type[Exception], *, words: tuple[str, ...], what: str
 ) -> None:
-    """Raise unless `call` raises `kind` with a text in which each of `words` occurs."""
+    """Raise unless `call` raises `kind` with a message that contains each of `words`."""
     try:
         call()
     except kind as error:
         missing = [word for word in words if word not in str(error)]
         expect(not missing, f"{what}: the error does not name {missing}: {error}")
     else:
-        raise AssertionError(f"{what} is accepted, where {kind.__name__} was expected")
+        raise AssertionError(f"{what} is accepted, expected {kind.__name__}")

@@ -1,6 +1,6 @@
-"""The plug-in of pytest: the fixtures of the conformance tests, and what they have shown.
+"""pytest plugin: fixtures of the conformance tests, and a summary of their outcomes.
 
-Loading it does not load torch: the kit itself is loaded when its tests run.
+It does not import torch: pytest loads it in every session, the kit only when its tests run.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 @pytest.fixture(scope="session")
 def run_ranks() -> Callable[..., list[Any]]:
-    """Call a function on every rank of a job: here on one, in this process."""
+    """Call a function on every rank of a job; the default is one rank, in this process."""
     return lambda function, **arguments: [function(**arguments)]
 
 
@@ -30,7 +30,7 @@ def worker_reports(
     run_ranks: Callable[..., list[Report]],
     tmp_path_factory: pytest.TempPathFactory,
 ) -> list[Report]:
-    """What became on each rank of the rules whose tests are selected."""
+    """The report of each rank, on the rules whose tests are selected."""
     from rl_interfaces.testing.worker.kit import check_worker
 
     items = [item for item in request.session.items if isinstance(item, pytest.Function)]
@@ -43,7 +43,7 @@ def worker_reports(
 
 
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
-    """Say for each suite how many rules hold, and which do not apply and why."""
+    """Print the counts of outcomes per suite, and each rule that failed or was skipped."""
     suites: defaultdict[str, dict[str, list[str]]] = defaultdict(lambda: defaultdict(list))
     for outcome in ("passed", "failed", "skipped"):
         for report in terminalreporter.stats.get(outcome, []):

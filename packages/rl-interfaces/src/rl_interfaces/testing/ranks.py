@@ -1,4 +1,8 @@
-"""The ranks that a check runs on: their group, and whether they agree on what they saw."""
+"""The process group that a check runs on, and agreement of its ranks on each verdict.
+
+Verdicts travel over a gloo group of their own. The worker under test may leave its collectives
+half-way, and a message on its own groups could then be matched with the wrong call.
+"""
 
 from __future__ import annotations
 
@@ -6,7 +10,7 @@ import os
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import torch.distributed as dist
 
@@ -19,11 +23,11 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Ranks:
-    """This rank, and a group over which nothing but verdicts goes."""
+    """This rank, and a process group that carries verdicts only."""
 
     rank: int
     world_size: int
-    verdicts: Any
+    verdicts: dist.ProcessGroup
 
     def any(self, condition: bool) -> bool:
         """Return whether `condition` is true on any rank. Collective."""
@@ -34,9 +38,9 @@ class Ranks:
         return all(self._gather(condition))
 
     def _gather(self, condition: bool) -> list[bool]:
-        # Without the group the gather would do nothing.
+        # After destroy_process_group the gather would return without communicating.
         if not dist.is_initialized():
-            raise RuntimeError("the process group of the ranks is gone: a worker has left it")
+            raise RuntimeError("the process group is gone: a worker has destroyed it")
         gathered = [condition] * self.world_size
         dist.all_gather_object(gathered, condition, group=self.verdicts)
         return gathered
@@ -44,9 +48,9 @@ class Ranks:
 
 @contextmanager
 def joined_ranks(*, timeout_s: float) -> Iterator[Ranks]:
-    """Join the process group, unless the caller has; without torchrun's variables, as one rank.
+    """Join the process group unless the caller has; as a single rank without torchrun's variables.
 
-    The group outlives every worker, so that several workers can follow one another.
+    The group outlives each worker, so that the rules can build several workers in a row.
     """
     with ExitStack() as leaving:
         leaving.enter_context(_one_rank_unless_launched())
@@ -61,7 +65,7 @@ def joined_ranks(*, timeout_s: float) -> Iterator[Ranks]:
 
 
 def _leave() -> None:
-    # A worker that breaks a rule may have left it already.
+    # A worker that breaks a rule may have destroyed it already.
     if dist.is_initialized():
         dist.destroy_process_group()
 

@@ -1,4 +1,4 @@
-"""Rules, what became of each, and how that is told."""
+"""Rules, their outcomes, and the report of a run."""
 
 from __future__ import annotations
 
@@ -14,21 +14,21 @@ if TYPE_CHECKING:
 
 
 class NotApplicable(Exception):
-    """A rule says nothing about this backend; the text says what it lacks."""
+    """A rule does not apply to this backend; the text names what it lacks."""
 
 
 class ConformanceError(AssertionError):
-    """A backend breaks rules; the text names each, with what was seen."""
+    """A backend breaks rules; the text names each, with the traceback."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Rule:
-    """One thing that a backend is held to."""
+    """One requirement on a backend."""
 
     check: Callable[[Any], None]
-    """Raises where the rule is broken, or `NotApplicable` where it says nothing."""
+    """Raises if the rule is broken, or `NotApplicable`."""
     needs: type | None = None
-    """The optional capability that it is about, a protocol of `rl_interfaces`."""
+    """The optional capability it applies to, a protocol of `rl_interfaces`."""
 
     @property
     def name(self) -> str:
@@ -54,31 +54,31 @@ def rules_of(*modules: ModuleType) -> tuple[Rule, ...]:
 
 
 class Status(Enum):
-    """What became of a rule."""
+    """The outcome of a rule."""
 
     HOLDS = "holds"
-    """It was checked."""
+    """The backend follows it."""
     BROKEN = "broken"
-    """It was checked, and the backend breaks it."""
+    """The backend breaks it."""
     NOT_APPLICABLE = "not applicable"
-    """The backend has nothing to check; the text names what it lacks."""
+    """The backend lacks the capability that the text names."""
     NOT_RUN = "not run"
-    """The ranks were at odds over a rule before it."""
+    """An earlier rule failed on some ranks only."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Outcome:
-    """What became of one rule on one rank."""
+    """The outcome of one rule on one rank."""
 
     rule: str
     status: Status
     text: str = ""
-    """What was seen, or what is lacking."""
+    """The traceback, or the capability that is missing."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Report:
-    """What became of every rule on one rank."""
+    """The outcomes of all rules on one rank."""
 
     rank: int
     outcomes: tuple[Outcome, ...]
@@ -95,11 +95,11 @@ class Report:
 
 
 def run_rule(rule: Rule, subject: Any) -> Outcome:
-    """Return what becomes of `rule` where its subject is what it is called with.
+    """Call `rule` with `subject` and return the outcome.
 
     Args:
-        rule: One with `needs` is about an optional capability.
-        subject: Has a `require`, which raises `NotApplicable`, where a rule has `needs`.
+        rule: If it has `needs`, it applies to an optional capability.
+        subject: Has a method `require`, which raises `NotApplicable`, if the rule has `needs`.
     """
     try:
         if rule.needs is not None:
@@ -114,7 +114,7 @@ def run_rule(rule: Rule, subject: Any) -> Outcome:
 
 
 def require_conformance(reports: Sequence[Report]) -> None:
-    """Raise unless every rule that was checked holds on every rank.
+    """Raise if a rule is broken or was not run on any rank.
 
     Raises:
         ConformanceError: Names the rules and the ranks.
@@ -130,18 +130,20 @@ def require_conformance(reports: Sequence[Report]) -> None:
 
 
 def require_assertions() -> None:
-    """Raise a RuntimeError where rules that are written as `assert` would be left out."""
+    """Raise a RuntimeError under `python -O`, which strips the assertions of the rules."""
     if not __debug__:
-        raise RuntimeError("python -O leaves out the assertions that the rules are made of")
+        raise RuntimeError(
+            "python -O strips the assertions that the rules consist of: run without it"
+        )
 
 
 def check_each(names: Iterable[str], check: Callable[[str], None], *, subject: str) -> list[str]:
-    """Call `check` with each name of a rule; return what was skipped, a line each.
+    """Call `check` with the name of each rule; return one line per skipped rule.
 
     Args:
-        names: The rules.
-        check: Raises where a rule is broken, and `SkipTest` where it says nothing.
-        subject: What is checked, for the message.
+        names: Names of the rules.
+        check: Raises if a rule is broken, and `SkipTest` if it does not apply.
+        subject: Names what is checked in the message.
 
     Raises:
         ConformanceError: Rules are broken; the message has a line for each.

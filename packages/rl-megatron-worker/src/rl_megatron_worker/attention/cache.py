@@ -1,4 +1,4 @@
-"""Keys and values of what some rows have so far, for forwards that add a token to each."""
+"""The key-value cache of generation: one packed prefill, then one token per row and step."""
 
 from __future__ import annotations
 
@@ -16,28 +16,28 @@ Pair = tuple[torch.Tensor, torch.Tensor]
 
 @dataclass(kw_only=True, slots=True)
 class KeyValueCache:
-    """What the attentions of this rank's layers have seen, rotary embeddings applied.
+    """Keys and values of this rank's layers, after rotary embeddings.
 
-    The first forward is over prompts, laid end to end; each later one over a token per row, in the
-    rows' order, and what completes them.
+    The first forward is over packed prompts (prefill); each later one over one token per row, in
+    the order of the rows, followed by padding tokens.
     """
 
     prompts: PackedSequences
     lengths: torch.Tensor
-    """`[rows]` int64: tokens of each row, those of the forward under way included."""
+    """`[rows]` int64: tokens of each row, including those of the current forward."""
     layers: dict[int, Pair] = field(default_factory=dict)
     """By layer, `[rows, capacity, query_groups, head_size]` each."""
 
     def positions(self, num_tokens: int) -> torch.Tensor:
-        """Return where the tokens of a later forward stand in their rows, `[num_tokens]` int64."""
+        """Return the position in its row of each token of a decoding step, `[num_tokens]` int64."""
         return F.pad(self.lengths - 1, (0, num_tokens - len(self.lengths)))
 
     def has(self, layer: int) -> bool:
-        """Return whether a layer has seen the prompts."""
+        """Return whether a layer has cached the prompts."""
         return layer in self.layers
 
     def fill(self, layer: int, key: torch.Tensor, value: torch.Tensor) -> None:
-        """Take the keys and values of the prompts, `[tokens, query_groups, head_size]`."""
+        """Cache the keys and values of the prompts, `[tokens, query_groups, head_size]`."""
         self.layers[layer] = (self.prompts.unpack(key[None]), self.prompts.unpack(value[None]))
 
     def attend(
@@ -49,14 +49,14 @@ class KeyValueCache:
         *,
         scale: float | None,
     ) -> torch.Tensor:
-        """Add a token to each row; return what it attends to, `[tokens, heads * head_size]`.
+        """Append one token to each row; return its attention output, `[tokens, heads * head_size]`.
 
         Args:
-            layer: Its number.
-            query: `[tokens, heads, head_size]`; tokens beyond the rows get 0.
+            layer: Megatron-core's number of the layer.
+            query: `[tokens, heads, head_size]`; the output of padding tokens beyond the rows is 0.
             key: `[tokens, query_groups, head_size]`.
             value: Like `key`.
-            scale: Multiplies the products; one over the root of the head size when None.
+            scale: Softmax scale; `head_size ** -0.5` when None.
         """
         num_rows = len(self.lengths)
         keys, values = self._add(layer, key[:num_rows], value[:num_rows])
@@ -74,7 +74,7 @@ class KeyValueCache:
     def _add(self, layer: int, key: torch.Tensor, value: torch.Tensor) -> Pair:
         pair = self.layers[layer]
         if int(self.lengths.max()) > pair[0].shape[1]:
-            # Half as much again, so that what is copied stays linear in what is generated.
+            # Grow by half, so that the copies stay linear in the number of generated tokens.
             room = max(16, pair[0].shape[1] // 2)
             pair = (F.pad(pair[0], (0, 0, 0, 0, 0, room)), F.pad(pair[1], (0, 0, 0, 0, 0, room)))
             self.layers[layer] = pair

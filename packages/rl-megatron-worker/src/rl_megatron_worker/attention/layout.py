@@ -1,4 +1,4 @@
-"""How the rows of a micro-batch lie before the model, and how what it gives becomes rows again."""
+"""The packed layout of a micro-batch: rows to tokens before the model, and back after it."""
 
 from __future__ import annotations
 
@@ -18,23 +18,23 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class PackedLayout:
-    """Rows laid end to end, of which this rank has all tokens, or some chunks of each."""
+    """Packed rows; under context parallelism this rank holds two chunks of each."""
 
     micro_batch: MicroBatch
     packed: PackedSequences
-    """Where the tokens of all context-parallel ranks lie."""
+    """The packing, over the tokens of all context-parallel ranks."""
     rows: PackedRows
-    """The same, as the model's layers are told."""
+    """The same as `PackedSeqParams`, which the model's layers take."""
     tokens: torch.Tensor
     """`[own tokens]` int64."""
     targets: torch.Tensor
-    """`[own tokens]` int64: the token after each; any token where there is none."""
+    """`[own tokens]` int64: the next token of each token; arbitrary at the end of a row."""
 
     @classmethod
     def of(cls, micro_batch: MicroBatch) -> PackedLayout:
-        """Return the layout of a micro-batch whose rows are to be concatenated."""
+        """Return the layout of a packed micro-batch."""
         packed = micro_batch.packed
-        assert packed is not None, "every micro-batch is concatenated"
+        assert packed is not None, "every micro-batch is packed"
         group = cast("dist.ProcessGroup", parallel_state.get_context_parallel_group())
         rows = PackedRows.of(packed.cu_seqlens, max_seqlen=packed.max_seqlen, group=group)
         assert rows.layout is not None
@@ -48,17 +48,17 @@ class PackedLayout:
         )
 
     def to_rows(self, values: torch.Tensor) -> torch.Tensor:
-        """Return values of own tokens as `[batch, width, ...]`; padding gets 0.
+        """Return per-token values of this rank as gathered `[batch, width, ...]`; padding gets 0.
 
         Args:
             values: `[own tokens, ...]`.
         """
-        return self.packed.unpack(self._join(values)[None])
+        return self.packed.unpack(self._gather(values)[None])
 
     def targets_to_rows(self, values: torch.Tensor) -> torch.Tensor:
-        """Return values of targets, each where its token is; 0 at the first of each row, too."""
-        return self.packed.unpack(self._join(values).roll(1, dims=0)[None], skip_first=True)
+        """Return per-target values at the targets' positions; position 0 of each row gets 0."""
+        return self.packed.unpack(self._gather(values).roll(1, dims=0)[None], skip_first=True)
 
-    def _join(self, values: torch.Tensor) -> torch.Tensor:
+    def _gather(self, values: torch.Tensor) -> torch.Tensor:
         assert self.rows.layout is not None
-        return self.rows.layout.join(values)
+        return self.rows.layout.gather_in_order(values)

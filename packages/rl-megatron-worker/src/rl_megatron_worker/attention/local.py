@@ -1,15 +1,15 @@
-"""Causal attention within concatenated sequences, for Megatron-core's layers, on every device.
+"""Causal attention over packed sequences for Megatron-core's layers, on every device.
 
-Megatron-core's own attention takes neither concatenated sequences nor context parallelism, and
-Transformer Engine's needs a GPU. This one lays the tokens out as rows of about one length and goes
-through torch's scaled-dot-product attention. With context parallelism queries stay, keys and values
-are gathered.
+Megatron-core's own attention supports neither packed sequences nor context parallelism, and
+Transformer Engine's needs a GPU. This one groups sequences of similar length into padded rows and
+calls torch's scaled-dot-product attention. Under context parallelism queries stay local; keys and
+values are all-gathered.
 """
 
 from __future__ import annotations
 
 from contextlib import nullcontext
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import torch
 import torch.nn.functional as F
@@ -34,13 +34,13 @@ class PackedAttention(MegatronModule):
     """The `core_attention` of a layer: no parameters, and `PackedRows` at every call.
 
     Args:
-        config: The model.
-        layer_number: Counts from 1.
-        attn_mask_type: Causal, whatever it says.
-        attention_type: Self-attention is the only one.
-        cp_comm_type: Keys and values are gathered, whatever it says.
-        softmax_scale: Multiplies the products; one over the root of the head size when None.
-        pg_collection: The ranks; the rows know those that share them.
+        config: Megatron-core's config of the model.
+        layer_number: Counts from 1, over all pipeline stages.
+        attn_mask_type: Ignored: attention is causal.
+        attention_type: Must be `self`.
+        cp_comm_type: Ignored: keys and values are all-gathered.
+        softmax_scale: `head_size ** -0.5` when None.
+        pg_collection: Ignored: `PackedRows` holds the context-parallel group.
     """
 
     def __init__(
@@ -67,17 +67,17 @@ class PackedAttention(MegatronModule):
         attention_mask: torch.Tensor | None,
         *,
         packed_seq_params: PackedSeqParams | None = None,
-        **unread: Any,
+        **unused: object,
     ) -> torch.Tensor:
-        """Return what each token attends to, `[tokens, heads * head_size]`.
+        """Return the attention output of each token, `[tokens, heads * head_size]`.
 
         Args:
-            query: `[tokens, heads, head_size]`, this rank's.
-            key: `[tokens, query_groups, head_size]`, this rank's.
+            query: `[tokens, heads, head_size]`, local tokens.
+            key: `[tokens, query_groups, head_size]`, local tokens.
             value: Like `key`.
-            attention_mask: Not read: attention is causal within each sequence.
+            attention_mask: Ignored: attention is causal within each sequence.
             packed_seq_params: `PackedRows`.
-            unread: What other attentions take.
+            unused: Arguments of other `core_attention` modules.
         """
         assert isinstance(packed_seq_params, PackedRows), type(packed_seq_params)
         layout, cache = packed_seq_params.layout, packed_seq_params.cache
@@ -87,6 +87,7 @@ class PackedAttention(MegatronModule):
         if cache is not None:
             cache.fill(self.layer_number, key, value)
         if layout.group is not None:
+            # One collective for both; their gradients are reduce-scattered in the backward pass.
             both = layout.gather(torch.cat([key, value], dim=-1))
             key, value = both.split([key.shape[-1], value.shape[-1]], dim=-1)
         outputs = [self._attend(group, query, key, value) for group in layout.groups]
@@ -95,8 +96,9 @@ class PackedAttention(MegatronModule):
     def _attend(
         self, group: RowGroup, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor
     ) -> torch.Tensor:
-        """Return the outputs of a group's rows, laid end to end."""
+        """Return the outputs of a group's rows, flattened to `[rows * width, heads * size]`."""
         width, key_width = group.queries.shape[1], group.keys.shape[1]
+        # Flash kernels take `is_causal` alone; a bias object or a mask selects slower ones.
         is_square = group.mask is None and width == key_width
         mask = group.mask
         if mask is None and not is_square:
@@ -104,7 +106,7 @@ class PackedAttention(MegatronModule):
         rows_query = query[group.queries].transpose(1, 2)
         rows_key, rows_value = (each[group.keys].transpose(1, 2) for each in (key, value))
         dropout = self.config.attention_dropout if self.training else 0.0
-        with _own_random_state() if dropout else nullcontext():
+        with _tensor_parallel_rng() if dropout else nullcontext():
             output = F.scaled_dot_product_attention(
                 rows_query,
                 rows_key,
@@ -118,8 +120,8 @@ class PackedAttention(MegatronModule):
         return output.transpose(1, 2).flatten(2).flatten(0, 1)
 
 
-def _own_random_state() -> AbstractContextManager[None]:
-    """Return the state from which each tensor-parallel rank drops from heads of its own."""
+def _tensor_parallel_rng() -> AbstractContextManager[None]:
+    """Return the scope of the RNG state that differs between tensor-parallel ranks (dropout)."""
     tracker = get_cuda_rng_tracker()
     assert tracker is not None
     return tracker.fork()

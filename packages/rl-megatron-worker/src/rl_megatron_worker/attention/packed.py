@@ -1,9 +1,9 @@
-"""Where the tokens of concatenated sequences lie: over the ranks that share them, and in attention.
+"""Indices of packed tokens: sharded over context-parallel ranks, and as rows for attention.
 
-With context parallelism every sequence is cut into twice as many chunks as there are ranks, and a
-rank has one from the front and its counterpart from the back, so that causal attention costs all
-ranks the same (Grattafiori et al. 2024, "The Llama 3 Herd of Models", section 3.3.2). For attention
-alone the tokens are laid out as rows, chunks of about one length together.
+Under context parallelism every sequence is split into `2 * cp` chunks, and a rank holds one from
+the front and its mirror image from the back, which balances the cost of causal attention
+(Grattafiori et al. 2024, "The Llama 3 Herd of Models", section 3.3.2). For attention alone, chunks
+of similar length are padded to rows of one width.
 """
 
 from __future__ import annotations
@@ -24,44 +24,44 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class RowGroup:
-    """Chunks of about one length, at the same place in their sequences."""
+    """Chunks of similar length, at the same position in their sequences."""
 
     queries: torch.Tensor
-    """`[rows, width]` int64: this rank's token at each place; any token where there is none."""
+    """`[rows, width]` int64: index of the local token at each place; arbitrary at padding."""
     keys: torch.Tensor
-    """`[rows, key_width]` int64: what the queries may see, in the order of the gathered tokens."""
+    """`[rows, key_width]` int64: the keys of each row, as indices of the all-gathered tokens."""
     mask: torch.Tensor | None
-    """`[rows, 1, width, key_width]` bool: who sees whom. None: each row's last query sees its last
-    key, and those before it one less each."""
+    """`[rows, 1, width, key_width]` bool: the keys each query attends to. None: lower-right causal,
+    the last query of a row attends to all its keys."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class TokenLayout:
-    """The tokens of a concatenation, on this rank and all of those that share its sequences."""
+    """Index maps between packed tokens, a rank's shard, and rows."""
 
     own: torch.Tensor
-    """`[total / ranks]` int64: this rank's tokens, in their order."""
+    """`[total / ranks]` int64: the packed tokens that this rank holds, in its order."""
     gathered: torch.Tensor
-    """`[total]` int64: where each token lies once the ranks' tokens are laid end to end."""
+    """`[total]` int64: the index of each packed token in the all-gathered tokens."""
     groups: list[RowGroup]
     places: torch.Tensor
-    """`[total / ranks]` int64: where each own token lies in the groups' queries, end to end."""
+    """`[total / ranks]` int64: the index of each local token in the outputs of all groups."""
     group: dist.ProcessGroup | None
-    """The ranks that share the sequences; None where each has whole ones."""
+    """The context-parallel group; None without context parallelism."""
 
     @classmethod
     def of(cls, cu_seqlens: torch.Tensor, *, group: dist.ProcessGroup | None) -> TokenLayout:
-        """Return the layout of sequences that are padded to multiples of twice the ranks.
+        """Return the layout of sequences padded to multiples of `2 * cp` tokens.
 
         Example, one sequence of 8 tokens over 2 ranks:
             rank 0: own = [0, 1, 6, 7], rank 1: own = [2, 3, 4, 5]
 
         Args:
-            cu_seqlens: `[sequences + 1]`: where each sequence starts, and the total.
-            group: The ranks that share each sequence; None or of one rank where none do.
+            cu_seqlens: `[sequences + 1]`: the start of each sequence, and the total.
+            group: The context-parallel group; None or of one rank without context parallelism.
 
         Raises:
-            ValueError: A sequence cannot be cut.
+            ValueError: A sequence does not divide into the chunks.
         """
         num_ranks = 1 if group is None else group.size()
         rank = 0 if group is None else group.rank()
@@ -89,21 +89,22 @@ class TokenLayout:
         )
 
     def take(self, values: torch.Tensor) -> torch.Tensor:
-        """Return this rank's part of per-token values `[total, ...]`."""
+        """Return this rank's shard of per-token values `[total, ...]`."""
         return values if self.group is None else values.index_select(0, self.own)
 
     def gather(self, values: torch.Tensor) -> torch.Tensor:
-        """Return the ranks' per-token values, laid end to end; the gradients are summed.
+        """All-gather per-token values in rank order; backward is a reduce-scatter.
 
         Args:
             values: `[total / ranks, ...]`.
         """
         return gather_from_sequence_parallel_region(values.contiguous(), group=self.group)
 
-    def join(self, values: torch.Tensor) -> torch.Tensor:
-        """Return the ranks' per-token values in the order of the tokens, `[total, ...]`.
+    def gather_in_order(self, values: torch.Tensor) -> torch.Tensor:
+        """All-gather per-token values in the order of the packed tokens, `[total, ...]`.
 
-        Every rank is to use them in the same way: the gradient of its own part comes back.
+        Every rank has to use them in the same way: the backward pass takes the local slice of the
+        gradient, without a reduction.
 
         Args:
             values: `[total / ranks, ...]`.
@@ -118,11 +119,11 @@ class TokenLayout:
 
 @dataclass
 class PackedRows(PackedSeqParams):
-    """What Megatron-core's layers are told of concatenated sequences, and where the tokens lie."""
+    """`PackedSeqParams` for Megatron-core's layers, with the token layout and the cache."""
 
     layout: TokenLayout | None = None
     cache: KeyValueCache | None = None
-    """What attention is to remember, and to look up once it has; None where it does not."""
+    """Filled by the prefill and read by the steps after it; None outside of generation."""
 
     @classmethod
     def of(
@@ -131,8 +132,8 @@ class PackedRows(PackedSeqParams):
         """Return the parameters of a forward over these sequences.
 
         Args:
-            cu_seqlens: `[sequences + 1]` int32: where each starts, padding included, and the total,
-                over all ranks that share them.
+            cu_seqlens: `[sequences + 1]` int32: the start of each sequence, padding included, and
+                the total, over all context-parallel ranks.
             max_seqlen: The longest sequence, padding included.
             group: See `TokenLayout.of`.
         """
@@ -147,7 +148,7 @@ class PackedRows(PackedSeqParams):
 
 
 def chunks_of(rank: int, num_ranks: int) -> tuple[int, ...]:
-    """Return the chunks of every sequence that `rank` has; whole sequences are one chunk.
+    """Return the indices of each sequence's chunks on `rank`; (0,) for one rank.
 
     Example: rank 1 of 4 -> (1, 6)
     """
@@ -167,7 +168,7 @@ def _tokens_of(
 def _rows(
     starts: torch.Tensor, sizes: torch.Tensor, chunks: tuple[int, ...], gathered: torch.Tensor
 ) -> tuple[list[RowGroup], torch.Tensor]:
-    """Return this rank's chunks as rows, and the place of each own token in them."""
+    """Return this rank's chunks as rows, and the index of each local token in them."""
     own_starts = len(chunks) * (sizes.cumsum(0) - sizes)
     places = torch.empty(len(chunks) * int(sizes.sum()), dtype=torch.int64)
     groups: list[RowGroup] = []
@@ -182,7 +183,7 @@ def _rows(
             base += is_token.numel()
             key_offsets = torch.arange((chunk + 1) * len(offsets))
             keys = (starts[rows, None] + key_offsets).clamp(max=len(gathered) - 1)
-            # Rows of unlike length agree on who sees whom only from the front of their sequences.
+            # In a later chunk, padding shifts the lower-right diagonal of shorter rows: mask them.
             is_plain = chunk == 0 or bool(is_token.all())
             seen = (chunk * widths + offsets)[:, None, :, None] >= key_offsets
             groups.append(

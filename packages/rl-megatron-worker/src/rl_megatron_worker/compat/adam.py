@@ -13,18 +13,18 @@ if TYPE_CHECKING:
 
 
 class GroupStepAdam(Optimizer):
-    """Adam whose count of steps stands in the parameter group, as Transformer Engine's and Apex's.
+    """Adam that counts steps per parameter group, like Transformer Engine's and Apex's FusedAdam.
 
-    Megatron-core's distributed optimizer saves and loads that, and no other, so that a checkpoint
-    of the one is a checkpoint of the others.
+    Megatron-core's distributed optimizer saves and loads that layout only; so checkpoints written
+    with and without Transformer Engine are interchangeable.
 
     Args:
         params: Parameters, or groups of them.
         lr: Learning rate.
-        betas: Decays of the running averages.
-        eps: Added to the root.
-        weight_decay: Decay.
-        adam_w_mode: Whether the decay is apart from the gradient, as in AdamW.
+        betas: Decay rates of the two moments.
+        eps: Added to the denominator.
+        weight_decay: Weight decay.
+        adam_w_mode: Whether weight decay is decoupled, as in AdamW.
     """
 
     def __init__(
@@ -46,7 +46,7 @@ class GroupStepAdam(Optimizer):
     def step(self, closure: Callable[[], float]) -> float: ...
     @torch.no_grad()
     def step(self, closure: Callable[[], float] | None = None) -> float | None:
-        """Take a step with the gradients that there are; closures are not taken."""
+        """Update every parameter that has a gradient; closures are not supported."""
         assert closure is None
         for group in self.param_groups:
             trained = [each for each in group["params"] if each.grad is not None]
@@ -68,7 +68,7 @@ class GroupStepAdam(Optimizer):
             [self.state[each]["exp_avg"] for each in trained],
             [self.state[each]["exp_avg_sq"] for each in trained],
             [],
-            # Torch counts for itself, from the steps that have been.
+            # Torch increments the step itself.
             [torch.tensor(float(group["step"] - 1)) for _ in trained],
             decoupled_weight_decay=self._decoupled,
             amsgrad=False,

@@ -1,17 +1,16 @@
-"""Megatron-core where there is no GPU: one context manager, entered around each of its calls.
+"""Megatron-core without a GPU: one context manager, entered around each of its calls.
 
-Megatron-core asks for CUDA in about forty places that have nothing to do with what it computes:
-the device of a buffer, the name of a tensor's type, a stream to wait for. Within the scope these
-get the CPU; its kernels, collectives and schedules are the same ones as on a GPU. Nothing is
-patched before the scope is entered, and nothing stays patched after it is left.
+Megatron-core hard-codes CUDA in about forty places that do not depend on it: the device of a
+buffer, the name of a tensor type, a stream to wait for. Inside the scope these resolve to the CPU;
+kernels, collectives and schedules are those of a GPU run. Nothing is patched outside of the scope.
 
-Two kinds of things change inside:
+Two kinds of patches apply inside:
 
 - Attributes of `torch.cuda`, of `torch.autograd`, and of two modules of Megatron-core (`Patches`).
-  They are the process's, so other threads see them too, for as long as any thread is inside.
-- What torch's own calls do with CUDA as a device (`_CudaMeansCpu`). Torch keeps this per thread:
+  They are process-global: other threads see them while any thread is inside.
+- A `TorchFunctionMode` that maps the device of torch calls (`_CudaMeansCpu`). It is thread-local:
   enter the scope in the thread that runs the step. The backward pass of CPU tensors runs in the
-  thread that calls it, and so is covered.
+  calling thread, and so is covered.
 """
 
 from __future__ import annotations
@@ -37,7 +36,7 @@ _FIRST_VERSION, _END_VERSION = (0, 16, 1), (0, 17, 0)
 
 
 class _CudaMeansCpu(TorchFunctionMode):
-    """Lets torch's calls in this thread run on the CPU where they name CUDA."""
+    """Maps the device CUDA to the CPU in every torch call of this thread."""
 
     def __torch_function__(
         self,
@@ -46,8 +45,8 @@ class _CudaMeansCpu(TorchFunctionMode):
         args: tuple[Any, ...] = (),
         kwargs: dict[str, Any] | None = None,
     ) -> Any:
-        # Hundreds of thousands of calls in a minute, of which nearly all are let through.
-        call = _CALLS_OF_THEIR_OWN.get(func, func)
+        # A hot path: hundreds of thousands of calls per minute, nearly all passed on unchanged.
+        call = _OVERRIDES.get(func, func)
         if not kwargs:
             return call(*args)
         if _is_cuda(kwargs.get("device")):
@@ -57,17 +56,17 @@ class _CudaMeansCpu(TorchFunctionMode):
         return call(*args, **kwargs)
 
 
-def _stay(tensor: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
+def _stay(tensor: torch.Tensor, *args: object, **kwargs: object) -> torch.Tensor:
     return tensor
 
 
-def _copy(tensor: torch.Tensor, *args: Any) -> torch.Tensor:
-    """Return a copy, as on CUDA: the caller may free the storage of what it has pinned."""
+def _copy(tensor: torch.Tensor, *args: object) -> torch.Tensor:
+    """Return a copy, as on CUDA: `_ParamAndGradBuffer.offload_to_cpu` frees the source storage."""
     return tensor.clone()
 
 
 def _type(tensor: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
-    """Return the name that CUDA has for it: Megatron-core asks whether it can compute with it."""
+    """Return CUDA's name of the type: Megatron-core compares it with `torch.cuda.FloatTensor`."""
     if args or kwargs:
         return tensor.type(*args, **kwargs)
     return tensor.type().replace("torch.", "torch.cuda.", 1)
@@ -78,7 +77,7 @@ def _to(tensor: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
     return to(*(_CPU if _is_cuda(each) else each for each in args), **kwargs)
 
 
-_CALLS_OF_THEIR_OWN: dict[Callable[..., Any], Callable[..., Any]] = {
+_OVERRIDES: dict[Callable[..., Any], Callable[..., Any]] = {
     torch.Tensor.cuda: _stay,
     torch.Tensor.pin_memory: _copy,
     torch.Tensor.type: _type,
@@ -87,9 +86,12 @@ _CALLS_OF_THEIR_OWN: dict[Callable[..., Any], Callable[..., Any]] = {
 
 
 class _Stream:
-    """CUDA's streams, where everything runs in the order of the calls."""
+    """Stand-in for `torch.cuda.Stream`: on the CPU everything runs in the order of the calls.
 
-    def __init__(self, *args: Any, **kwargs: Any) -> None:
+    A class, not a factory: transformers evaluates `torch.cuda.Stream | None` at import.
+    """
+
+    def __init__(self, *args: object, **kwargs: object) -> None:
         pass
 
     def __enter__(self) -> _Stream:
@@ -98,14 +100,14 @@ class _Stream:
     def __exit__(self, *error: object) -> None:
         pass
 
-    def wait_stream(self, stream: Any) -> None:
+    def wait_stream(self, stream: object) -> None:
         """Return at once."""
 
-    def wait_event(self, event: Any) -> None:
+    def wait_event(self, event: object) -> None:
         """Return at once."""
 
-    def record_event(self, event: Any = None) -> Any:
-        """Return an event that has happened."""
+    def record_event(self, event: _Event | None = None) -> _Event:
+        """Return a completed event."""
         return event or _Event()
 
     def synchronize(self) -> None:
@@ -113,19 +115,19 @@ class _Stream:
 
 
 class _Event:
-    """CUDA's events, where everything recorded has happened."""
+    """Stand-in for `torch.cuda.Event`: complete as soon as it is recorded."""
 
-    def __init__(self, *args: Any, **kwargs: Any) -> None:
+    def __init__(self, *args: object, **kwargs: object) -> None:
         pass
 
-    def record(self, stream: Any = None) -> None:
+    def record(self, stream: object = None) -> None:
         """Return at once."""
 
-    def wait(self, stream: Any = None) -> None:
+    def wait(self, stream: object = None) -> None:
         """Return at once."""
 
     def query(self) -> bool:
-        """Return that it has happened."""
+        """Return that the event is complete."""
         return True
 
     def synchronize(self) -> None:
@@ -136,23 +138,27 @@ def _cpu_device() -> torch.device:
     return _CPU
 
 
-def _nothing(device: Any = None) -> None:
+def _nothing(device: object = None) -> None:
     pass
 
 
-def _a_stream(device: Any = None) -> _Stream:
+def _a_stream(device: object = None) -> _Stream:
     return _Stream()
 
 
-def _enter_stream(stream: Any) -> Any:
+def _enter_stream(stream: _Stream) -> _Stream:
     return stream
 
 
-def _rng_state(device: Any = None, clone: bool = False, graph_safe: bool = False) -> torch.Tensor:
+def _rng_state(
+    device: object = None, clone: bool = False, graph_safe: bool = False
+) -> torch.Tensor:
     return torch.get_rng_state()
 
 
-def _set_rng_state(new_state: torch.Tensor, device: Any = None, graph_safe: bool = False) -> None:
+def _set_rng_state(
+    new_state: torch.Tensor, device: object = None, graph_safe: bool = False
+) -> None:
     torch.set_rng_state(new_state)
 
 
@@ -161,7 +167,7 @@ def _manual_seed(seed: int) -> None:
 
 
 def _as_splits(tensor: Any, as_numpy: bool = False, record_stream: bool = False) -> Any:
-    """Return the split sizes of an all-to-all as what it takes: numpy, where that is asked for."""
+    """Return split sizes as numpy if asked for: 0.16.1 returns CPU tensors unconverted."""
     return tensor.numpy() if as_numpy and isinstance(tensor, torch.Tensor) else tensor
 
 
@@ -169,7 +175,7 @@ _run_backward: Callable[..., Any] = torch.autograd.graph._engine_run_backward
 
 
 def _run_backward_inside(*args: Any, **kwargs: Any) -> Any:
-    """Run a backward pass inside the mode, which torch leaves for the time of each of its calls."""
+    """Re-enter the mode for a backward pass: torch disables it while it handles `backward()`."""
     if not _patches.entered:
         return _run_backward(*args, **kwargs)
     with _CudaMeansCpu():
@@ -198,12 +204,10 @@ _patches = Patches(_PATCHES)
 
 @contextmanager
 def cpu_scope() -> Generator[None, None, None]:
-    """Let Megatron-core run on the CPU inside; changes nothing where CUDA is available.
-
-    A thread that is inside may enter again, which does nothing.
+    """Let Megatron-core run on the CPU inside; a no-op if CUDA is available. Reentrant.
 
     Raises:
-        RuntimeError: The insides of this megatron-core are not known.
+        RuntimeError: This version of megatron-core is not supported on the CPU.
     """
     if _patches.entered or torch.cuda.is_available():
         yield
@@ -215,7 +219,7 @@ def cpu_scope() -> Generator[None, None, None]:
 
 @functools.cache
 def check_megatron_is_known(version: tuple[int, int, int]) -> None:
-    """Raise `RuntimeError` unless what the scope changes is there, in a version that it knows."""
+    """Raise `RuntimeError` if the version is not supported, or lacks an attribute to patch."""
     numbers, first, end = (
         ".".join(map(str, each)) for each in (version, _FIRST_VERSION, _END_VERSION)
     )
@@ -232,7 +236,7 @@ def check_megatron_is_known(version: tuple[int, int, int]) -> None:
         )
 
 
-def _is_cuda(device: Any) -> bool:
+def _is_cuda(device: object) -> bool:
     return (isinstance(device, str) and device.startswith("cuda")) or (
         isinstance(device, torch.device) and device.type == "cuda"
     )

@@ -1,7 +1,6 @@
-"""Hugging Face models in Megatron-core's terms, by `model_type`."""
+"""Conversion between Hugging Face and Megatron-core models, by `model_type`."""
 
-from rl_megatron_worker.convert.mappings import GateUp, Mapping, Qkv, Vocabulary
-from rl_megatron_worker.convert.pieces import Piece
+from rl_megatron_worker.convert.mappings import GateUp, Mapping, Piece, Qkv, Vocabulary
 from rl_megatron_worker.convert.registry import (
     Converter,
     converter_for,

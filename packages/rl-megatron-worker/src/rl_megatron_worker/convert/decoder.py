@@ -1,4 +1,4 @@
-"""The mappings of a decoder with rotary embeddings, grouped queries and gated units."""
+"""Parameter mappings of a decoder with rotary embeddings, grouped queries and gated MLPs."""
 
 from __future__ import annotations
 
@@ -7,15 +7,15 @@ from typing import TYPE_CHECKING
 from rl_megatron_worker.convert.mappings import GateUp, Mapping, Qkv, Vocabulary
 
 if TYPE_CHECKING:
-    from rl_megatron_worker.model.architecture import Architecture
+    from rl_megatron_worker.model.config import Architecture
 
 EMBEDDING = "model.embed_tokens.weight"
 
 
 def decoder_mappings(architecture: Architecture) -> list[Mapping]:
-    """Return how each parameter is made, in the order in which the tensors are handed out.
+    """Return the mapping of every parameter, in the order of export.
 
-    The Hugging Face names are those that Llama, Qwen2, Qwen3 and Qwen3-MoE have on disk.
+    The Hugging Face names are those of Llama, Qwen2, Qwen3 and Qwen3-MoE checkpoints.
     """
     hidden_size = architecture.transformer["hidden_size"]
     vocabulary = (architecture.vocab_size, hidden_size)
@@ -24,7 +24,7 @@ def decoder_mappings(architecture: Architecture) -> list[Mapping]:
     ]
     for layer in range(architecture.num_layers):
         mappings += _attention(architecture, layer)
-        mappings += _experts(architecture, layer) or _gated_unit(architecture, layer)
+        mappings += _experts(architecture, layer) or _gated_mlp(architecture, layer)
         mappings += _norms(hidden_size, layer)
     mappings.append(
         Mapping(
@@ -37,12 +37,12 @@ def decoder_mappings(architecture: Architecture) -> list[Mapping]:
 
 
 def _output_layer(vocabulary: tuple[int, int], *, tied: bool) -> Mapping:
-    """Tied, it is a parameter of its own only where another stage has the embedding."""
+    """If tied, it is a separate parameter only if the embedding is on another stage."""
     name = "lm_head.weight"
     return Vocabulary(
         names=("output_layer.weight",),
         sources={EMBEDDING if tied else name: vocabulary},
-        second_name=name if tied else None,
+        tied_name=name if tied else None,
     )
 
 
@@ -87,7 +87,7 @@ def _attention(architecture: Architecture, layer: int) -> list[Mapping]:
 
 
 def _norms(hidden_size: int, layer: int) -> list[Mapping]:
-    """Return those of the two norms, which Transformer Engine fuses with what follows them."""
+    """Return the two norms; Transformer Engine fuses them with the linear layers after them."""
     ours, theirs = f"decoder.layers.{layer}", f"model.layers.{layer}"
     names = {
         "input_layernorm": ("input_layernorm", "self_attention.linear_qkv"),
@@ -102,8 +102,8 @@ def _norms(hidden_size: int, layer: int) -> list[Mapping]:
     ]
 
 
-def _gated_unit(architecture: Architecture, layer: int) -> list[Mapping]:
-    return _two_projections(
+def _gated_mlp(architecture: Architecture, layer: int) -> list[Mapping]:
+    return _gated_projections(
         f"decoder.layers.{layer}.mlp",
         f"model.layers.{layer}.mlp",
         hidden_size=architecture.transformer["hidden_size"],
@@ -113,7 +113,7 @@ def _gated_unit(architecture: Architecture, layer: int) -> list[Mapping]:
 
 
 def _experts(architecture: Architecture, layer: int) -> list[Mapping]:
-    """Return those of a layer's router and experts; nothing where it has none."""
+    """Return the router and experts of an MoE layer; an empty list for a dense layer."""
     if not architecture.has_experts(layer):
         return []
     fields = architecture.transformer
@@ -126,7 +126,7 @@ def _experts(architecture: Architecture, layer: int) -> list[Mapping]:
         )
     ]
     for expert in range(num_experts):
-        mappings += _two_projections(
+        mappings += _gated_projections(
             f"{ours}.experts.local_experts.{expert}",
             f"{theirs}.experts.{expert}",
             hidden_size=hidden_size,
@@ -136,7 +136,7 @@ def _experts(architecture: Architecture, layer: int) -> list[Mapping]:
     return mappings
 
 
-def _two_projections(
+def _gated_projections(
     ours: str, theirs: str, *, hidden_size: int, inner_size: int, expert: int | None
 ) -> list[Mapping]:
     inner = (inner_size, hidden_size)

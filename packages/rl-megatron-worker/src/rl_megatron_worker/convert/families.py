@@ -1,4 +1,4 @@
-"""The families of models that are converted, each as what it adds to a plain decoder."""
+"""The supported model families, each as its difference from a plain Llama decoder."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from rl_megatron_worker.convert.settings import (
     require_full_attention,
     rotary,
 )
-from rl_megatron_worker.model.architecture import Architecture
+from rl_megatron_worker.model.config import Architecture
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -27,16 +27,16 @@ Fields = dict[str, Any]
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class DecoderConverter:
-    """Converts a family of decoders with Llama's names: RMS norms and gated SiLU units."""
+    """Converts a family with Llama's parameter names, RMSNorm and SwiGLU MLPs."""
 
     family_fields: Callable[[Any], Fields]
-    """Returns what a family's config adds to the fields of `TransformerConfig`, or refuses it."""
+    """Returns the family's additional `TransformerConfig` fields, or raises `ValueError`."""
 
     def architecture(self, hf_config: Any) -> Architecture:
-        """Return the model in Megatron-core's terms.
+        """Return the Megatron-core architecture of a Hugging Face config.
 
         Raises:
-            ValueError: The config has a setting with which `GPTModel` would compute other numbers.
+            ValueError: `GPTModel` would compute other numbers under a setting of the config.
         """
         require(hf_config, "hidden_act", "silu", "swish")
         require(hf_config, "attention_dropout", 0.0, None)
@@ -52,7 +52,7 @@ class DecoderConverter:
         )
 
     def mappings(self, architecture: Architecture) -> list[Mapping]:
-        """Return how each parameter is made of the Hugging Face tensors."""
+        """Return the mapping of every parameter from Hugging Face tensors."""
         return decoder_mappings(architecture)
 
 
@@ -77,7 +77,7 @@ def _plain_fields(hf_config: Any) -> Fields:
 
 
 def _llama(hf_config: Any) -> Fields:
-    # Megatron-core has biases in all linear layers, or in those of queries, keys and values alone.
+    # Megatron-core supports biases in all linear layers, or in the QKV projection alone.
     require(hf_config, "attention_bias", False)
     require(hf_config, "mlp_bias", False)
     return {}
@@ -98,7 +98,7 @@ def _qwen3_moe(hf_config: Any) -> Fields:
     fields = _qwen3(hf_config)
     num_chosen, renormalised = hf_config.num_experts_per_tok, hf_config.norm_topk_prob
     if num_chosen == 1 and renormalised:
-        # One renormalised probability is 1 whatever the router says.
+        # With one expert per token the renormalised probability is always 1.
         raise refusal(hf_config, "num_experts_per_tok=1 with norm_topk_prob=True", "False")
     dense, step = hf_config.mlp_only_layers, hf_config.decoder_sparse_step
     layers = range(hf_config.num_hidden_layers)
@@ -110,7 +110,7 @@ def _qwen3_moe(hf_config: Any) -> Fields:
         "moe_layer_freq": pattern,
         "moe_ffn_hidden_size": hf_config.moe_intermediate_size,
         "moe_router_topk": num_chosen,
-        # A softmax over the chosen is one over all, renormalised over the chosen.
+        # A softmax over the top k equals a full softmax, renormalised over the top k.
         "moe_router_pre_softmax": not renormalised,
         "moe_router_score_function": "softmax",
     }

@@ -1,16 +1,14 @@
-"""Which Hugging Face tensors make a parameter of Megatron-core, said row by row.
+"""How a Megatron-core parameter is assembled from Hugging Face tensors, as slices.
 
-A mapping is data: names, shapes and, for any number of tensor-parallel ranks, the pieces of the
-Hugging Face tensors that a rank's shard is made of, one after the other. The same pieces serve to
-read a shard from a checkpoint and to write it back.
+A mapping is data: names, shapes and, for any tensor-parallel size, the slices of the Hugging Face
+tensors that a rank's shard is concatenated from. The same slices serve to read a shard from a
+checkpoint and to write it back.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Protocol
-
-from rl_megatron_worker.convert.pieces import Piece, cut, total_length
+from typing import TYPE_CHECKING, NamedTuple, Protocol
 
 if TYPE_CHECKING:
     from collections.abc import Mapping as Map
@@ -20,104 +18,118 @@ if TYPE_CHECKING:
 Shape = tuple[int, ...]
 
 
+class Piece(NamedTuple):
+    """The slice `start:stop` of a tensor along the sharded dimension."""
+
+    source: str | None
+    """Name of the Hugging Face tensor; None for `stop - start` rows of zeros."""
+    start: int
+    stop: int
+
+    @property
+    def length(self) -> int:
+        """Number of rows."""
+        return self.stop - self.start
+
+
 class ReadSlice(Protocol):
-    """Reads a part of a Hugging Face tensor."""
+    """Reads a slice of a Hugging Face tensor."""
 
     def __call__(self, name: str, *, dim: int, start: int, stop: int) -> torch.Tensor:
-        """Return what of the tensor lies between `start` and `stop` in `dim`."""
+        """Return the slice `start:stop` of the tensor along `dim`."""
         ...
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Mapping:
-    """One tensor of each side. The base of all kinds of mappings."""
+    """A one-to-one mapping, and the base class of the others."""
 
     names: tuple[str, ...]
-    """What Megatron-core calls the parameter in an undivided model: layers and experts are counted
-    from 0 over all ranks. The local layers' name first, then Transformer Engine's if it differs."""
+    """The global names of the parameter: layers and experts are counted from 0 over all ranks. The
+    name in local layers first, then Transformer Engine's if it differs."""
     sources: dict[str, Shape]
-    """The whole Hugging Face tensors, by name. All are alike but for the dimension `axis`."""
+    """Full shapes of the Hugging Face tensors, by name. They differ in `piece_dim` only."""
     dim: int | None = None
-    """The dimension that tensor-parallel ranks cut; None where each has the whole parameter."""
+    """The dimension sharded by tensor parallelism; None if the parameter is replicated."""
     expert: int | None = None
-    """The expert whose it is: the ranks that hold this expert have it, and those that share each
-    expert cut it. None where all ranks of the stage have it, or have parts of it."""
-    second_name: str | None = None
-    """Where the parameter is a copy, whose original is exported: the name under which checkpoints
-    may hold the Hugging Face tensor once more."""
+    """Index of the expert that it belongs to: it is on the ranks that hold this expert, sharded by
+    expert-tensor parallelism. None for parameters outside of experts."""
+    tied_name: str | None = None
+    """Set for a tied copy of a parameter that is exported under its own mapping: the name under
+    which a checkpoint may hold the tensor a second time."""
 
     @property
     def is_copy(self) -> bool:
-        """Whether another mapping makes the same tensor."""
-        return self.second_name is not None
+        """Whether it is a tied copy, which is not exported."""
+        return self.tied_name is not None
 
     @property
-    def axis(self) -> int:
-        """The dimension along which pieces follow each other."""
+    def piece_dim(self) -> int:
+        """The dimension along which pieces are concatenated."""
         return self.dim or 0
 
-    def whole(self, *, size: int, length: int) -> list[Piece]:
-        """Return the pieces of the shards of all `size` ranks, each of `length` rows."""
-        return [Piece(name, 0, shape[self.axis]) for name, shape in self.sources.items()]
+    def all_pieces(self, *, size: int, length: int) -> list[Piece]:
+        """Return the pieces of all `size` shards, of `length` rows each, in rank order."""
+        return [Piece(name, 0, shape[self.piece_dim]) for name, shape in self.sources.items()]
 
     def pieces(self, *, rank: int, size: int, length: int) -> list[Piece]:
         """Return the pieces of a rank's shard.
 
         Args:
-            rank: Of the tensor-parallel ranks.
-            size: How many there are.
-            length: Rows, or columns where those are cut, of each rank's shard.
+            rank: The tensor-parallel rank.
+            size: The tensor-parallel size.
+            length: Size of each rank's shard along `piece_dim`, padding included.
         """
         if self.dim is None:
             rank, size = 0, 1
-        whole = self.whole(size=size, length=length)
-        assert total_length(whole) == size * length, (self.names[0], size, length)
-        return cut(whole, rank * length, (rank + 1) * length)
+        every = self.all_pieces(size=size, length=length)
+        assert total_length(every) == size * length, (self.names[0], size, length)
+        return slice_pieces(every, rank * length, (rank + 1) * length)
 
     def shard_shape(self, size: int) -> Shape:
-        """Return the shape of a rank's shard, without any padding."""
+        """Return the shape of a rank's shard, without padding."""
         shapes = list(self.sources.values())
         shard = list(shapes[0])
-        rows = sum(shape[self.axis] for shape in shapes)
-        shard[self.axis] = rows if self.dim is None else rows // size
+        rows = sum(shape[self.piece_dim] for shape in shapes)
+        shard[self.piece_dim] = rows if self.dim is None else rows // size
         return tuple(shard)
 
     def fill(self, shard: torch.Tensor, read: ReadSlice, *, rank: int, size: int) -> None:
-        """Write into a rank's `shard` what it is made of, in place."""
+        """Fill a rank's `shard` in place with the slices that it consists of."""
         offset = 0
-        for piece in self.pieces(rank=rank, size=size, length=shard.shape[self.axis]):
-            target = shard.narrow(self.axis, offset, piece.length)
+        for piece in self.pieces(rank=rank, size=size, length=shard.shape[self.piece_dim]):
+            target = shard.narrow(self.piece_dim, offset, piece.length)
             if piece.source is None:
                 target.zero_()
             else:
-                part = read(piece.source, dim=self.axis, start=piece.start, stop=piece.stop)
+                part = read(piece.source, dim=self.piece_dim, start=piece.start, stop=piece.stop)
                 target.copy_(part)
             offset += piece.length
 
-    def spread(
+    def unshard(
         self, shard: torch.Tensor, into: Map[str, torch.Tensor], *, rank: int, size: int
     ) -> None:
-        """Write what a rank's `shard` is made of into the whole tensors that are in `into`."""
+        """Copy a rank's `shard` into its slices of the full tensors in `into`."""
         offset = 0
-        for piece in self.pieces(rank=rank, size=size, length=shard.shape[self.axis]):
+        for piece in self.pieces(rank=rank, size=size, length=shard.shape[self.piece_dim]):
             if piece.source is not None and piece.source in into:
-                target = into[piece.source].narrow(self.axis, piece.start, piece.length)
-                target.copy_(shard.narrow(self.axis, offset, piece.length))
+                target = into[piece.source].narrow(self.piece_dim, piece.start, piece.length)
+                target.copy_(shard.narrow(self.piece_dim, offset, piece.length))
             offset += piece.length
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Vocabulary(Mapping):
-    """A row for each token, and zeros for the rows that complete the last shard.
+    """One row per token, padded with zero rows to a multiple of the tensor-parallel size.
 
-    Zeros, as no token looks them up and the softmax leaves their logits out: they get no gradient,
-    and nothing that training does to weights (decay, averages of moments) moves them.
+    No token looks the padding up and the softmax excludes its logits: it gets no gradient, and
+    neither weight decay nor the optimizer's moments move it away from zero.
     """
 
     dim: int | None = 0
 
-    def whole(self, *, size: int, length: int) -> list[Piece]:
-        """Return the tokens' rows and the padding."""
+    def all_pieces(self, *, size: int, length: int) -> list[Piece]:
+        """Return the rows of the tokens, and the padding."""
         ((name, shape),) = self.sources.items()
         padding = max(0, size * length - shape[0])
         return [Piece(name, 0, shape[0]), *([Piece(None, 0, padding)] if padding else [])]
@@ -125,9 +137,9 @@ class Vocabulary(Mapping):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Qkv(Mapping):
-    """Queries, keys and values in one: of each group its queries, then its key and its value.
+    """The fused QKV projection, interleaved by query group: queries, then key, then value.
 
-    `sources` are the projections of queries, keys and values, in this order; weights or biases.
+    `sources` are `q_proj`, `k_proj` and `v_proj`, in this order; weights or biases.
 
     Example: 4 heads in 2 groups are `q0 q1 k0 v0 q2 q3 k1 v1`.
     """
@@ -135,8 +147,8 @@ class Qkv(Mapping):
     num_groups: int
     dim: int | None = 0
 
-    def whole(self, *, size: int, length: int) -> list[Piece]:
-        """Return the three pieces of each group."""
+    def all_pieces(self, *, size: int, length: int) -> list[Piece]:
+        """Return three pieces for each query group."""
         rows = [(name, shape[0] // self.num_groups) for name, shape in self.sources.items()]
         return [
             Piece(name, group * num_rows, (group + 1) * num_rows)
@@ -147,14 +159,14 @@ class Qkv(Mapping):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class GateUp(Mapping):
-    """A gated unit's two projections in one: each rank has its part of both, the gate's first.
+    """The fused gate and up projection: each rank's shard is its gate shard, then its up shard.
 
     `sources` are gate and up, in this order.
     """
 
     dim: int | None = 0
 
-    def whole(self, *, size: int, length: int) -> list[Piece]:
+    def all_pieces(self, *, size: int, length: int) -> list[Piece]:
         """Return two pieces for each rank."""
         half = length // 2
         return [
@@ -162,3 +174,24 @@ class GateUp(Mapping):
             for rank in range(size)
             for name in self.sources
         ]
+
+
+def slice_pieces(pieces: list[Piece], start: int, stop: int) -> list[Piece]:
+    """Return the pieces of the rows `start:stop` of the concatenation of `pieces`.
+
+    Example: of `[("q", 0, 4), ("k", 0, 2)]` the rows 3 to 5 are `[("q", 3, 4), ("k", 0, 1)]`.
+    """
+    kept: list[Piece] = []
+    offset = 0
+    for source, first, last in pieces:
+        begin = max(first, first + start - offset)
+        end = min(last, first + stop - offset)
+        if begin < end:
+            kept.append(Piece(source, begin, end))
+        offset += last - first
+    return kept
+
+
+def total_length(pieces: list[Piece]) -> int:
+    """Return the total number of rows of `pieces`."""
+    return sum(piece.length for piece in pieces)

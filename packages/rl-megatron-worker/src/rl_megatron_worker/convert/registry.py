@@ -1,4 +1,4 @@
-"""Converters by `model_type`: our own, and those of others."""
+"""Lookup of converters by `model_type`: built in, registered, or from entry points."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from rl_megatron_worker.convert.families import CONVERTERS
 
 if TYPE_CHECKING:
     from rl_megatron_worker.convert.mappings import Mapping
-    from rl_megatron_worker.model.architecture import Architecture
+    from rl_megatron_worker.model.config import Architecture
 
 ENTRY_POINT_GROUP = "rl_megatron_worker.converters"
 """Each entry is a `Converter`, named after the `model_type` that it converts."""
@@ -18,42 +18,42 @@ _registered: dict[str, Converter] = {}
 
 
 class Converter(Protocol):
-    """Says a family of models in Megatron-core's terms."""
+    """Converts a family of models to Megatron-core."""
 
     def architecture(self, hf_config: Any) -> Architecture:
-        """Return the model that a Hugging Face config describes.
+        """Return the Megatron-core architecture of a Hugging Face config.
 
         Raises:
-            ValueError: It has a setting with which `GPTModel` would compute other numbers.
+            ValueError: `GPTModel` would compute other numbers under a setting of the config.
         """
         ...
 
     def mappings(self, architecture: Architecture) -> list[Mapping]:
-        """Return how each parameter is made of Hugging Face tensors, in the order of export."""
+        """Return the mapping of every parameter, in the order of export."""
         ...
 
 
 def register_converter(model_type: str, converter: Converter) -> None:
-    """Let `converter` convert models of `model_type`, in place of any other that does."""
+    """Register a converter for `model_type`; it takes precedence over any other."""
     _registered[model_type] = converter
 
 
 def known_converters() -> list[str]:
-    """Return the names of all entries, sorted."""
+    """Return the names of all converters, sorted."""
     installed = (entry.name for entry in entry_points(group=ENTRY_POINT_GROUP))
     return sorted({*CONVERTERS, *_registered, *installed})
 
 
 def converter_for(hf_config: Any, converter_type: str = "auto") -> Converter:
-    """Return what converts a model.
+    """Return the converter of a model.
 
     Args:
         hf_config: The model's config.
-        converter_type: `policy.megatron_cfg.converter_type`: the name of an entry; "auto" is the
-            config's `model_type`.
+        converter_type: `policy.megatron_cfg.converter_type`: the name of a converter; "auto" is
+            the config's `model_type`.
 
     Raises:
-        ValueError: There is no such entry.
+        ValueError: There is no such converter.
     """
     is_auto = converter_type == "auto"
     name = hf_config.model_type if is_auto else converter_type
@@ -65,8 +65,8 @@ def converter_for(hf_config: Any, converter_type: str = "auto") -> Converter:
         else f"policy.megatron_cfg.converter_type={name!r}"
     )
     raise ValueError(
-        f"{asked}, for which there is no conversion to Megatron-core (there are: "
-        f"{', '.join(known_converters())}); others register theirs as an entry point of "
+        f"{asked}, for which there is no converter to Megatron-core (available: "
+        f"{', '.join(known_converters())}); register another one as an entry point of "
         f"{ENTRY_POINT_GROUP!r}"
     )
 

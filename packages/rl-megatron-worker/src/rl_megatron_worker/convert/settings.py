@@ -1,10 +1,10 @@
-"""What Hugging Face configs say, checked against what Megatron-core's `GPTModel` computes."""
+"""Checks of Hugging Face config settings against what Megatron-core's `GPTModel` computes."""
 
 from __future__ import annotations
 
 from typing import Any
 
-# What `GPTModel` has for Llama 3's scaling and takes no argument for.
+# Constants of Llama 3's RoPE scaling that `GPTModel` hard-codes.
 _LLAMA3 = {
     "low_freq_factor": 1.0,
     "high_freq_factor": 4.0,
@@ -13,15 +13,15 @@ _LLAMA3 = {
 
 
 def require(hf_config: Any, name: str, *allowed: Any) -> None:
-    """Refuse a setting that `GPTModel` would compute differently.
+    """Raise if `GPTModel` would compute a setting differently.
 
     Args:
-        hf_config: The model's config. One that lacks the setting passes.
-        name: The setting.
-        allowed: The values with which both compute the same.
+        hf_config: The model's config. A missing setting passes.
+        name: Name of the setting.
+        allowed: The supported values.
 
     Raises:
-        ValueError: It has another value.
+        ValueError: The setting has another value.
     """
     value = getattr(hf_config, name, allowed[0])
     if value not in allowed:
@@ -29,7 +29,7 @@ def require(hf_config: Any, name: str, *allowed: Any) -> None:
 
 
 def refusal(hf_config: Any, setting: str, supported: str) -> ValueError:
-    """Return the error that names a setting, and what would be supported."""
+    """Return the error that names a setting, and the supported value."""
     return ValueError(
         f"policy.model_name={hf_config.name_or_path!r}: its config ({hf_config.model_type}) has "
         f"{setting}, which Megatron-core's GPTModel does not compute; supported: {supported}"
@@ -37,7 +37,7 @@ def refusal(hf_config: Any, setting: str, supported: str) -> ValueError:
 
 
 def require_full_attention(hf_config: Any) -> None:
-    """Refuse layers whose attention looks back no further than a window."""
+    """Raise if a layer has sliding-window attention."""
     kinds = getattr(hf_config, "layer_types", None)
     window = getattr(hf_config, "sliding_window", None)
     if kinds is None and window is not None:
@@ -51,16 +51,16 @@ def require_full_attention(hf_config: Any) -> None:
 
 
 def head_size(hf_config: Any) -> int:
-    """Return the width of one attention head."""
+    """Return the size of an attention head."""
     given = getattr(hf_config, "head_dim", None)
     return given or hf_config.hidden_size // hf_config.num_attention_heads
 
 
 def rotary(hf_config: Any) -> tuple[float, dict[str, Any]]:
-    """Return theta, and `GPTModel`'s arguments for scaled frequencies.
+    """Return the RoPE base, and `GPTModel`'s arguments for scaled frequencies.
 
     Raises:
-        ValueError: The frequencies are scaled in a way that `GPTModel` does not have.
+        ValueError: `GPTModel` does not support the kind of scaling.
     """
     parameters: dict[str, Any] = hf_config.rope_parameters
     theta, kind = parameters["rope_theta"], parameters.get("rope_type", "default")

@@ -1,4 +1,4 @@
-"""From a checkpoint on disk into this rank's parameters, reading no more than their slices."""
+"""Loading a Hugging Face checkpoint into this rank's parameters, reading only its slices."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from rl_interfaces.backend.checkpoint.hub_files import find_checkpoint
 from rl_interfaces.backend.checkpoint.safetensors_files import SafetensorsFiles
 from rl_interfaces.backend.runtime.agreement import failing_together, first_rank_first
 
-from rl_megatron_worker.weights.names import held_parameters
+from rl_megatron_worker.model.chunks import held_parameters
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
     from rl_megatron_worker.convert import Mapping
 
-# Old checkpoints hold the frequencies of rotary embeddings, which follow from the config.
+# Old checkpoints store the rotary frequencies, which follow from the config.
 _NOT_READ = re.compile(r"\.rotary_emb\.inv_freq$")
 _MAX_NAMED = 5
 
@@ -31,17 +31,17 @@ def load_weights(
 ) -> None:
     """Fill this rank's parameters from the checkpoint of a Hugging Face model. Collective.
 
-    One parameter is read at a time, and of it the slices that this rank has. Values are rounded to
-    the parameter's dtype.
+    Parameters are read one at a time, only the slices of this rank's shards. Values are cast to the
+    parameter's dtype.
 
     Args:
         chunks: This rank's `GPTModel`s, wrapped or not.
-        mappings: How each parameter is made, of all ranks.
+        mappings: The mappings of all ranks' parameters.
         hf_config: The model's config.
-        model_name: `policy.model_name`: a directory, or a name on the hub.
+        model_name: `policy.model_name`: a directory, or a model name on the hub.
 
     Raises:
-        ValueError: The checkpoint lacks tensors of the model, or has others, or in other shapes.
+        ValueError: Tensors of the checkpoint are missing, unexpected, or of another shape.
     """
     paths = first_rank_first(lambda: find_checkpoint(model_name, hf_config))
     held = held_parameters(chunks)
@@ -73,14 +73,15 @@ def _fill(
 
 
 def _check_parameters(mappings: Sequence[Mapping], held: dict[str, nn.Parameter]) -> None:
-    """Raise `ValueError` unless all ranks' parameters are those that are mapped. Collective."""
+    """Raise `ValueError` if mappings and parameters of all ranks do not match. Collective."""
     known = {name for mapping in mappings for name in mapping.names}
     with failing_together():
         if unmapped := sorted(held.keys() - known):
             raise ValueError(
-                f"the model's converter does not say what makes {len(unmapped)} of its parameters, "
+                f"the model's converter has no mapping for {len(unmapped)} of its parameters, "
                 f"first {unmapped[:_MAX_NAMED]}"
             )
+    # Each rank holds some of the parameters: a mapping is fulfilled if any rank has it.
     is_held = [any(name in held for name in mapping.names) for mapping in mappings]
     device = next(iter(held.values())).device
     flags = torch.tensor(is_held, dtype=torch.uint8, device=device)
@@ -92,19 +93,19 @@ def _check_parameters(mappings: Sequence[Mapping], held: dict[str, nn.Parameter]
     ]
     if nowhere:
         raise ValueError(
-            f"the model's converter has {len(nowhere)} parameters that the model does not have, "
+            f"the model's converter maps {len(nowhere)} parameters that the model does not have, "
             f"first {nowhere[:_MAX_NAMED]}"
         )
 
 
 def _check_tensors(mappings: Sequence[Mapping], files: SafetensorsFiles, model_name: str) -> None:
-    """Raise `ValueError` unless the files have the model's tensors, in their shapes."""
+    """Raise `ValueError` if names or shapes of the files' tensors do not match the model."""
     expected = {name: shape for mapping in mappings for name, shape in mapping.sources.items()}
     found = {name for name in files.names if not _NOT_READ.search(name)}
     for mapping in mappings:
-        if mapping.second_name in found:
+        if mapping.tied_name in found:
             _check_copy(mapping, files, model_name)
-            found.discard(mapping.second_name)
+            found.discard(mapping.tied_name)
     missing, unexpected = sorted(expected.keys() - found), sorted(found - expected.keys())
     if missing or unexpected:
         raise ValueError(
@@ -121,11 +122,11 @@ def _check_tensors(mappings: Sequence[Mapping], files: SafetensorsFiles, model_n
 
 
 def _check_copy(mapping: Mapping, files: SafetensorsFiles, model_name: str) -> None:
-    """Raise `ValueError` where the files hold a tied tensor twice, with unlike values."""
+    """Raise `ValueError` if the files hold a tied tensor twice, with different values."""
     (source,) = mapping.sources
-    assert mapping.second_name is not None
-    if not files.equal(source, mapping.second_name):
+    assert mapping.tied_name is not None
+    if not files.equal(source, mapping.tied_name):
         raise ValueError(
-            f"policy.model_name={model_name!r}: its config ties {mapping.second_name} to {source}, "
-            "and its files hold unlike values for them; set tie_word_embeddings=false in its config"
+            f"policy.model_name={model_name!r}: its config ties {mapping.tied_name} to {source}, "
+            "but its files hold different values for them; set tie_word_embeddings=false"
         )

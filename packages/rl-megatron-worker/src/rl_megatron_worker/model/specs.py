@@ -1,4 +1,4 @@
-"""Which modules a layer of Megatron-core is made of."""
+"""Module specs of the transformer layers: Transformer Engine's, or local ones for every device."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import importlib.util
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from megatron.core.fusions.fused_bias_dropout import get_bias_dropout_add
 from megatron.core.models.backends import LocalSpecProvider
 from megatron.core.models.gpt.gpt_layer_specs import (
@@ -26,9 +27,9 @@ from megatron.core.transformer.transformer_layer import (
     TransformerLayerSubmodules,
     get_transformer_layer_offset,
 )
+from torch import nn
 
 from rl_megatron_worker.attention.local import PackedAttention
-from rl_megatron_worker.compat.norms import RMSNorm
 
 
 def has_transformer_engine() -> bool:
@@ -37,10 +38,10 @@ def has_transformer_engine() -> bool:
 
 
 def fits_transformer_engine(dtype: torch.dtype, *, on_cuda: bool) -> bool:
-    """Return whether Transformer Engine can compute layers of this dtype.
+    """Return whether Transformer Engine supports layers of this dtype.
 
-    It needs a GPU, and its attention over concatenated sequences ("thd") takes 16 bits alone:
-    neither flash nor fused attention computes in float32, and its unfused one takes no thd.
+    It needs a GPU, and its attention over packed sequences ("thd") is 16-bit only: neither flash
+    nor fused attention supports float32, and its unfused attention does not support thd.
     """
     return on_cuda and dtype in (torch.bfloat16, torch.float16)
 
@@ -48,12 +49,12 @@ def fits_transformer_engine(dtype: torch.dtype, *, on_cuda: bool) -> bool:
 def block_spec(
     config: TransformerConfig, *, vp_stage: int | None, transformer_engine: bool
 ) -> TransformerBlockSubmodules:
-    """Return the layers of a model chunk of this rank.
+    """Return the layer specs of a model chunk of this rank.
 
     Args:
-        config: The model.
-        vp_stage: The chunk, where this rank has several.
-        transformer_engine: Whether to take Transformer Engine's modules instead of local ones.
+        config: Megatron-core's config of the model.
+        vp_stage: The virtual pipeline stage; None without interleaving.
+        transformer_engine: Whether to use Transformer Engine's modules instead of local ones.
     """
     if transformer_engine:
         return get_gpt_decoder_block_spec(config, use_transformer_engine=True, vp_stage=vp_stage)
@@ -67,15 +68,45 @@ def block_spec(
     return TransformerBlockSubmodules(layer_specs=layers, layer_norm=norm)
 
 
+class RMSNorm(nn.Module):
+    """RMSNorm that supports sequence parallelism, which Megatron-core's `WrappedTorchNorm` refuses.
+
+    The weight's gradient has to be all-reduced over the sequence shards: Megatron-core does so for
+    parameters with the attribute `sequence_parallel`.
+
+    Args:
+        config: Megatron-core's config of the model.
+        hidden_size: Size of the last dimension.
+        eps: Added to the mean square.
+        unused: Arguments of other normalisations.
+    """
+
+    def __init__(
+        self, config: TransformerConfig, hidden_size: int, eps: float = 1e-5, **unused: object
+    ) -> None:
+        super().__init__()
+        assert config.normalization == "RMSNorm", config.normalization
+        assert not config.layernorm_zero_centered_gamma, "the weight is the factor itself"
+        self.eps = eps
+        self.weight = nn.Parameter(
+            torch.ones(hidden_size, dtype=config.params_dtype, device=torch.cuda.current_device())
+        )
+        self.weight.sequence_parallel = config.sequence_parallel  # type: ignore[attr-defined]
+
+    def forward(self, hidden: torch.Tensor) -> torch.Tensor:
+        """Return the normalised `hidden`, `[..., hidden_size]`."""
+        return F.rms_norm(hidden, self.weight.shape, self.weight, self.eps)
+
+
 class _LocalModules(LocalSpecProvider):
-    """Megatron-core's modules for every device, with attention and normalisation of our own."""
+    """Megatron-core's local modules, with our attention and normalisation."""
 
     def layer_norm(self, rms_norm: bool = False, for_qk: bool = False) -> type:
-        """Return the normalisation."""
+        """Return the normalisation layer."""
         return RMSNorm
 
     def core_attention(self) -> type:
-        """Return the attention."""
+        """Return the attention module."""
         return PackedAttention
 
 
@@ -89,10 +120,10 @@ def _layer_spec(config: TransformerConfig, *, num_experts: int | None) -> Module
         q_layernorm=norm_of_heads,
         k_layernorm=norm_of_heads,
     )
-    # The annotations of Megatron-core do not say that a function will do.
+    # Annotated as a module, but Megatron-core passes functions too.
     add_residual: Any = get_bias_dropout_add
-    # Transformer Engine's names of the same weights, so that a checkpoint of one kind of layer can
-    # be read into the other; what else its modules save is left out, see `without_extra_states`.
+    # Transformer Engine's names of the same weights: checkpoints are interchangeable between both
+    # kinds of layers. Extra states of its modules are dropped, see `without_extra_states`.
     names = {"input_layernorm.": "self_attention.linear_qkv.layer_norm_"}
     if num_experts is None:
         names["pre_mlp_layernorm."] = "mlp.linear_fc1.layer_norm_"
@@ -115,7 +146,7 @@ def _layer_spec(config: TransformerConfig, *, num_experts: int | None) -> Module
 
 
 def _layers_with_experts(config: TransformerConfig) -> list[bool]:
-    """Return for every layer of the model whether its MLP is a mixture of experts."""
+    """Return for every layer of the model whether it is an MoE layer."""
     if config.num_moe_experts is None:
         return [False] * config.num_layers
     frequency = config.moe_layer_freq

@@ -1,1 +1,1 @@
-"""Groups of ranks, and the pipeline's schedules."""
+"""Parallel layout, process groups and pipeline schedules."""

@@ -1,4 +1,4 @@
-"""How the ranks share the model, planned in plain numbers, and Megatron-core's groups of them."""
+"""The parallel layout, planned in plain integers, and Megatron-core's process groups."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from rl_interfaces.backend.runtime.ranks import destroy_groups
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
-    from rl_megatron_worker.model.architecture import Architecture
+    from rl_megatron_worker.model.config import Architecture
     from rl_megatron_worker.runtime import Runtime
 
 _PATH = "policy.megatron_cfg"
@@ -20,11 +20,11 @@ _PATH = "policy.megatron_cfg"
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class MegatronLayout:
-    """The sizes of the groups of ranks, and how the layers are dealt out.
+    """Parallel sizes, and the assignment of layers to pipeline stages.
 
-    Ranks stand in Megatron-core's order, tensor-parallel ones next to each other, then context-,
-    data- and pipeline-parallel ones: the order of `ParallelLayout`. The ranks of one pipeline stage
-    have the experts in an order of their own: expert-tensor-, expert-, expert-data-parallel.
+    Ranks are in Megatron-core's order, from the fastest: tensor, context, data, pipeline, as in
+    `ParallelLayout`. Within a stage experts have their own order: expert-tensor, expert,
+    expert-data.
 
     Example, 4 ranks with tensor=2, pipeline=2:
         ranks 0 and 1 share the first half of the layers, ranks 2 and 3 the second
@@ -35,17 +35,17 @@ class MegatronLayout:
     pipeline: int = 1
     context: int = 1
     expert: int = 1
-    """Ranks over which experts are dealt out."""
+    """Expert-parallel size."""
     expert_tensor: int = 1
-    """Ranks that share each expert."""
+    """Expert-tensor-parallel size."""
     virtual_stages: int | None = None
-    """Model chunks of each rank, where there are several."""
+    """Model chunks per rank of an interleaved schedule; None without interleaving."""
     first_stage_layers: int | None = None
-    """Layers of the first stage, where stages differ."""
+    """Layers of the first stage, if different."""
     last_stage_layers: int | None = None
-    """Layers of the last stage, where stages differ."""
+    """Layers of the last stage, if different."""
     sequence_parallel: bool = False
-    """Whether tensor-parallel ranks share the sequence between the parts that they share."""
+    """Whether activations outside of tensor-parallel regions are sharded along the sequence."""
 
     @property
     def world_size(self) -> int:
@@ -54,7 +54,7 @@ class MegatronLayout:
 
     @property
     def for_driver(self) -> ParallelLayout:
-        """The same, as far as the driver needs it to deal out rows."""
+        """The layout as the driver sees it, which shards batches by it."""
         return ParallelLayout(
             data_parallel=self.data,
             pipeline_parallel=self.pipeline,
@@ -63,14 +63,14 @@ class MegatronLayout:
         )
 
     @property
-    def deals_experts_to_rows(self) -> bool:
-        """Whether experts are dealt out over ranks that have rows of their own."""
+    def experts_span_data_ranks(self) -> bool:
+        """Whether expert-parallel groups contain ranks with different rows."""
         own = self.tensor * self.context
         return self.expert > 1 and own % (self.expert * self.expert_tensor) != 0
 
     @property
     def token_multiple(self) -> int:
-        """What the tokens of each sequence, padding included, have to be a multiple of."""
+        """The divisor of the padded length of each sequence, in tokens."""
         chunks = 2 * self.context if self.context > 1 else 1
         return chunks * (self.tensor if self.sequence_parallel else 1)
 
@@ -85,7 +85,7 @@ def plan_layout(section: Mapping[str, Any], *, world_size: int) -> MegatronLayou
     pipeline = section["pipeline_model_parallel_size"]
     context = section["context_parallel_size"]
     expert = section["expert_model_parallel_size"]
-    # Megatron-core's own default: experts are cut like everything else.
+    # Megatron-core's default: experts are sharded like all other layers.
     expert_tensor = section.get("expert_tensor_parallel_size") or tensor
     sizes = ("tensor_model_parallel_size", "pipeline_model_parallel_size", "context_parallel_size")
     _check_divides(section, sizes, world_size=world_size)
@@ -119,12 +119,12 @@ def plan_layout(section: Mapping[str, Any], *, world_size: int) -> MegatronLayou
 def check_sizes(
     architecture: Architecture, layout: MegatronLayout, *, recomputed_unit: int | None = None
 ) -> None:
-    """Refuse a model that does not divide into what ranks have.
+    """Raise if the model does not divide by the parallel sizes.
 
     Args:
-        architecture: The model.
-        layout: The ranks.
-        recomputed_unit: Layers that are computed again together; None where layers are not.
+        architecture: The model's architecture.
+        layout: The parallel layout.
+        recomputed_unit: Layers recomputed as one unit; None without uniform recomputation.
 
     Raises:
         ValueError: A size does not divide; the message names key and numbers.
@@ -154,26 +154,26 @@ def check_sizes(
         if recomputed_unit is not None and count % recomputed_unit:
             raise ValueError(
                 f"{_PATH}.recompute_num_layers={recomputed_unit} does not divide the {count} "
-                f"layers that a rank has together: {_PATH}.recompute_method='uniform' computes "
-                "units of so many again"
+                f"layers of a rank's chunk: {_PATH}.recompute_method='uniform' recomputes "
+                "units of that many layers"
             )
 
 
 def check_device(layout: MegatronLayout, *, on_cuda: bool) -> None:
-    """Raise `ValueError` where ranks without GPUs cannot have this layout."""
+    """Raise `ValueError` if this layout needs GPUs and there are none."""
     if layout.expert > 1 and layout.expert_tensor > 1 and not on_cuda:
         raise ValueError(
             f"{_PATH}.expert_model_parallel_size={layout.expert} with "
             f"{_PATH}.expert_tensor_parallel_size={layout.expert_tensor} needs GPUs: gloo cannot "
-            "gather unlike numbers of tokens. Set one of them to 1"
+            "gather different numbers of tokens. Set one of them to 1"
         )
 
 
 def init_model_parallel(layout: MegatronLayout, runtime: Runtime, *, timeout_s: float) -> None:
-    """Set up Megatron-core's groups; the default process group is there. Collective.
+    """Create Megatron-core's groups in the default process group. Collective.
 
     Raises:
-        ValueError: The device cannot have this layout.
+        ValueError: The device does not support this layout.
     """
     check_device(layout, on_cuda=runtime.on_cuda)
     with runtime.scope():
@@ -184,15 +184,15 @@ def init_model_parallel(layout: MegatronLayout, runtime: Runtime, *, timeout_s: 
             context_parallel_size=layout.context,
             expert_model_parallel_size=layout.expert,
             expert_tensor_parallel_size=layout.expert_tensor,
-            # It is made a `timedelta` of, which takes fractions.
+            # Annotated as int, but passed to `timedelta`, which takes fractions.
             distributed_timeout_minutes=timeout_s / 60,  # type: ignore[arg-type]
         )
 
 
 def leave_model_parallel() -> None:
-    """End Megatron-core's groups, which it only forgets. Not collective."""
+    """Destroy Megatron-core's groups, which it only forgets itself. Not collective."""
     made: list[Any] = parallel_state._global_process_group_list or []
-    # None stands for the default group there.
+    # None in this list is the default group, which may not be ours.
     destroy_groups(group for group in made if group is not None)
     parallel_state.destroy_model_parallel()
 
@@ -209,7 +209,7 @@ def _check_divides(section: Mapping[str, Any], keys: tuple[str, ...], *, world_s
 
 
 def _check_stages(section: Mapping[str, Any]) -> None:
-    """Refuse what says how pipeline stages differ where there is one stage."""
+    """Raise if options of pipeline stages are set without pipeline parallelism."""
     pipeline = section["pipeline_model_parallel_size"]
     for key in (
         "virtual_pipeline_model_parallel_size",
@@ -228,7 +228,7 @@ def _check_stages(section: Mapping[str, Any]) -> None:
 
 
 def _check_dispatcher(section: Mapping[str, Any]) -> None:
-    """Refuse to gather tokens for experts where ranks or stages have unlike numbers of them."""
+    """Raise if the all-gather dispatcher would meet ranks with different numbers of tokens."""
     dispatcher = section["moe_token_dispatcher_type"]
     if dispatcher not in ("alltoall", "allgather"):
         raise ValueError(
@@ -237,43 +237,44 @@ def _check_dispatcher(section: Mapping[str, Any]) -> None:
     for key in ("expert_model_parallel_size", "pipeline_model_parallel_size"):
         if dispatcher == "allgather" and section[key] > 1:
             raise ValueError(
-                f"{_PATH}.moe_token_dispatcher_type='allgather' takes no sequences of unlike "
-                f"length with {_PATH}.{key}={section[key]}: set 'alltoall'"
+                f"{_PATH}.moe_token_dispatcher_type='allgather' does not support sequences of "
+                f"different length with {_PATH}.{key}={section[key]}: set 'alltoall'"
             )
 
 
 def _check_experts(num_experts: int | None, layout: MegatronLayout) -> None:
-    """Refuse sizes of experts that the model, or what else is shared, does not go with."""
+    """Raise if the expert sizes contradict the model or the other parallel sizes."""
     tensor = layout.tensor
     if layout.expert > 1 and not num_experts:
         raise ValueError(
-            f"{_PATH}.expert_model_parallel_size={layout.expert} needs a mixture of experts, "
-            "which the model is not"
+            f"{_PATH}.expert_model_parallel_size={layout.expert} needs an MoE model, "
+            "which this one is not"
         )
     if not num_experts and layout.expert_tensor != tensor:
         raise ValueError(
             f"{_PATH}.expert_tensor_parallel_size={layout.expert_tensor} differs from "
-            f"tensor_model_parallel_size={tensor}: that needs a mixture of experts, which the "
-            "model is not"
+            f"tensor_model_parallel_size={tensor}: that needs an MoE model, which "
+            "this one is not"
         )
     if num_experts and layout.expert == 1 and layout.expert_tensor != tensor:
-        # Megatron-core sums such experts' gradients over the ranks that share rows alone.
+        # Megatron-core would reduce such experts' gradients over the wrong ranks: the data-parallel
+        # group of dense layers.
         raise ValueError(
             f"{_PATH}.expert_tensor_parallel_size={layout.expert_tensor} differs from "
             f"tensor_model_parallel_size={tensor}: that needs expert_model_parallel_size > 1, got 1"
         )
     if num_experts and tensor > 1 and not layout.sequence_parallel:
         raise ValueError(
-            f"{_PATH}.tensor_model_parallel_size={tensor} of a mixture of experts needs "
+            f"{_PATH}.tensor_model_parallel_size={tensor} of an MoE model needs "
             f"{_PATH}.sequence_parallel=True"
         )
 
 
 def _layers_of_chunks(num_layers: int, layout: MegatronLayout) -> list[int]:
-    """Return the unlike numbers of layers that chunks have.
+    """Return the distinct numbers of layers per chunk.
 
     Raises:
-        ValueError: They do not divide into stages, of which the first and last may be given.
+        ValueError: The layers do not divide into stages, or those of a stage into chunks.
     """
     given = [each for each in (layout.first_stage_layers, layout.last_stage_layers) if each]
     others, stages = num_layers - sum(given), layout.pipeline - len(given)

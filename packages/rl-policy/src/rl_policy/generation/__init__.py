@@ -1,1 +1,1 @@
-"""Inference engines over Ray, found by name. Importing this imports none of them."""
+"""Inference engines over Ray: what all of them share here, each kind in a folder of its own."""

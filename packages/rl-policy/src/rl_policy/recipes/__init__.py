@@ -1,1 +1,1 @@
-"""Training recipes over a `Policy`: supervised fine-tuning and GRPO, with what they need."""
+"""Training recipes: GRPO, supervised fine-tuning, preferences (DPO), and others by entry point."""

@@ -1,75 +1,198 @@
-"""Group relative policy optimization (Shao et al. 2024) on problems with verifiable answers."""
+"""Train a model with GRPO on problems with verifiable answers.
+
+Without arguments, a tiny model is built, warmed up by supervised fine-tuning, and trained to double
+numbers. The run directory gets metrics.jsonl, TensorBoard events, reward.png, checkpoints/, and the
+trained model, which transformers loads, as final/.
+
+The algorithm: group relative policy optimization (Shao et al. 2024).
+"""
 
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
-from dataclasses import replace
-from time import perf_counter
-from typing import Any
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from typing import ClassVar, Literal
 
 import torch
-from rl_batched_data import BatchedDataDict
+from pydantic import Field
 from rl_interfaces import GenerationInterface
 
-from rl_policy.config import LossSection
+from rl_policy.config import (
+    RefitSection,
+    RewardSection,
+    RunConfig,
+    Section,
+    Settings,
+    check_sampling,
+)
+from rl_policy.data.batches import Batch, ProblemEncoder, completion_batch
+from rl_policy.data.problems import ShuffledStream
+from rl_policy.data.rewards import group_relative_advantages
 from rl_policy.losses import ClippedPGLoss
 from rl_policy.policy import Policy
-from rl_policy.recipes.advantages import group_relative_advantages
-from rl_policy.recipes.batches import completion_batch
-from rl_policy.recipes.checkpoints import RunState
-from rl_policy.recipes.evaluation import complete, greedy_accuracy
-from rl_policy.recipes.loop import run_loop
-from rl_policy.recipes.metrics import GrpoMetrics, read_metrics, sum_micro_batches
-from rl_policy.recipes.mismatch import check_mismatch, sampler_mismatch
-from rl_policy.recipes.plots import plot_reward
-from rl_policy.recipes.problems import ProblemStream
-from rl_policy.recipes.run_directory import RunDirectory
-from rl_policy.recipes.samplers import Sampler, open_sampler
-from rl_policy.recipes.session import Session, open_policy, save_final
-from rl_policy.recipes.sft import run_sft
+from rl_policy.recipes.registry import Recipe
+from rl_policy.recipes.sft import SFT, SftSection, prepare_sft, run_sft, sft_policy
+from rl_policy.run.checkpoints import RunState
+from rl_policy.run.directory import RunDirectory
+from rl_policy.run.evaluation import (
+    check_mismatch,
+    complete,
+    greedy_accuracy,
+    sampler_mismatch,
+)
+from rl_policy.run.inputs import ProblemInputs, prepare_problems
+from rl_policy.run.loop import run_loop
+from rl_policy.run.metrics import StepMetrics, Stopwatch, read_metrics, sum_micro_batches
+from rl_policy.run.plots import plot_reward
+from rl_policy.run.samplers import Sampler, open_sampler
+from rl_policy.run.session import Session, open_policy
 
 _LOGGER = logging.getLogger(__name__)
 _DIAGNOSTICS = ("clip_fraction", "policy_loss", "probs_ratio", "sampler_trainer_ratio")
 
 
-def run_grpo(session: Session, *, model: str) -> None:
-    """Train a model with GRPO and write it to the run's directory, or go on with doing so.
+class GrpoSection(Section):
+    """Group relative policy optimization."""
+
+    steps: int = Field(default=100, ge=1)
+    """Steps, each with new samples."""
+    prompts_per_step: int = Field(default=16, ge=1)
+    """Problems per step."""
+    samples_per_prompt: int = Field(default=8, ge=2)
+    """Completions per problem, the group that a completion is compared with."""
+    epochs_per_step: int = Field(default=1, ge=1)
+    """Passes over the samples of a step, each of samples / policy.train_global_batch_size
+    optimizer steps."""
+    leave_one_out: bool = False
+    """Leave a completion's own reward out of its baseline (RLOO)."""
+    divide_by_std: bool = True
+    """Divide advantages by the standard deviation of the group."""
+    old_logprobs: Literal["trainer", "sampler"] = "trainer"
+    """Where the log-probabilities before the update come from. `sampler` saves a pass; it needs
+    a sampler that gives the trainer's numbers: no top_k, no top_p, no importance_cap."""
+    eval_every: int = Field(default=5, ge=1)
+    """Steps between two measurements of held-out accuracy."""
+    warm_up: bool | None = None
+    """Start with supervised fine-tuning. null: where the model is built here, and knows nothing."""
+
+
+class LossSection(Section):
+    """GRPO's loss. The keys are the arguments of `rl_policy.losses.ClippedPGLoss`."""
+
+    clip_low: float = Field(default=0.2, ge=0, lt=1)
+    """How far the probability ratio may fall below 1."""
+    clip_high: float = Field(default=0.28, ge=0)
+    """How far it may rise above 1."""
+    dual_clip: float | None = Field(default=None, gt=1)
+    """Largest cost per unit of negative advantage. null: no bound."""
+    kl_coef: float = Field(default=0.001, ge=0)
+    """Weight of the KL penalty against the model that GRPO started from. 0 saves the reference
+    model and its pass; `kl` is then null in the metrics."""
+    importance_cap: float | None = Field(default=2.0, ge=1)
+    """Largest importance weight between sampler and trainer. null: no correction."""
+    loss_type: Literal["token_level", "sequence_level"] = "token_level"
+    """What counts the same: every token, or every sequence."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class GrpoMetrics(StepMetrics):
+    """What is measured in a GRPO step; None if it was not.
+
+    With engines, `extra` has the report of the refit that brought the weights which were sampled
+    from (`refit_bytes`, `refit_gb_per_s`, `refit_load_s` ...), its `weight_version`, and how far
+    the engines' log-probabilities are from the trainer's (`mismatch_mean_abs` ..., see
+    `sampler_mismatch`).
+
+    Attributes:
+        reward_mean: Mean reward of the samples; at step 0, of one per held-out problem.
+        accuracy: Share of the held-out problems that greedy decoding solves after the step.
+        loss: Mean over the optimizer steps.
+        grad_norm: The same, before clipping.
+        kl: KL against the reference per token, k3 estimator.
+        entropy: Of the policy per token in nats, estimated from the sampled tokens.
+        tokens_per_s: Tokens of prompts and completions per second of the step.
+        step_s: Seconds of the step, without the measurement of accuracy.
+        generate_s: Seconds of sampling.
+        logprob_s: Seconds of old and reference log-probabilities.
+        train_s: Seconds of optimizer steps.
+        refit_s: Seconds of sending weights to inference engines; 0.0 without engines.
+    """
+
+    reward_mean: float | None = None
+    accuracy: float | None = None
+    loss: float | None = None
+    grad_norm: float | None = None
+    kl: float | None = None
+    entropy: float | None = None
+    tokens_per_s: float | None = None
+    step_s: float | None = None
+    generate_s: float | None = None
+    logprob_s: float | None = None
+    train_s: float | None = None
+    refit_s: float = 0.0
+    score_column: ClassVar[str | None] = "accuracy"
+    headline: ClassVar[Mapping[str, str]] = {"reward": "reward_mean", "accuracy": "accuracy"}
+
+
+def has_warm_up(config: RunConfig) -> bool:
+    """Return whether the run starts with supervised fine-tuning."""
+    configured = config.section(GrpoSection).warm_up
+    return config.has_builtin_model if configured is None else configured
+
+
+def check_grpo(config: RunConfig) -> None:
+    """Raise `ValueError` if keys contradict each other."""
+    sft_policy(config)
+    _check_adapters(config)
+    _check_batch_size(config)
+    check_sampling(config)
+    generation = config.policy["generation"]
+    if generation["temperature"] == 0:
+        raise ValueError(
+            "policy.generation.temperature=0 makes the completions of a prompt all alike: "
+            "GRPO compares them"
+        )
+    if config.section(GrpoSection).old_logprobs == "sampler":
+        _check_sampler_logprobs(config, generation)
+    _check_refit(config.section(RefitSection), generation)
+
+
+def prepare_grpo(config: RunConfig, encoder: ProblemEncoder) -> ProblemInputs:
+    """Return the problems of the run, checked for the warm-up too."""
+    return (prepare_sft if has_warm_up(config) else prepare_problems)(config, encoder)
+
+
+def run_grpo(session: Session[ProblemInputs], model: str) -> None:
+    """Train a model with GRPO and write it to the run's directory, or resume doing so.
 
     Args:
         session: The run.
         model: Name or directory of the model to start from.
     """
     config = session.config
+    grpo = config.section(GrpoSection)
     warn_of_truncation(config.policy["generation"])
-    if config.has_warm_up:
+    if has_warm_up(config):
         model = warm_up(session, model=model)
-    checkpoint = session.checkpoints().latest()
-    start = RunState() if checkpoint is None else checkpoint.state
-    opened = open_policy(
-        session,
-        config.policy,
-        model=model,
-        has_reference=config.loss.kl_coef > 0,
-        checkpoint=checkpoint,
-    )
-    with opened as policy, open_sampler(session, policy, model=model, start=start) as sampler:
-        run_loop(
-            session,
-            GrpoTrainer(session, policy, sampler, start=start),
-            policy,
-            name="GRPO",
-            num_steps=config.grpo.steps,
-            eval_every=config.grpo.eval_every,
-            checkpoint=checkpoint,
-        )
-        save_final(session, policy)
+    has_reference = config.section(LossSection).kl_coef > 0
+    with open_policy(session, config.policy, model=model, has_reference=has_reference) as opened:
+        policy, start = opened
+        with open_sampler(session, policy, model=model, start=start) as sampler:
+            run_loop(
+                session,
+                GrpoTrainer(session, policy, sampler, start=start),
+                policy,
+                name="GRPO",
+                num_steps=grpo.steps,
+                eval_every=grpo.eval_every,
+                start=start,
+            )
     plot_reward(read_metrics(session.directory.metrics), session.directory.plot)
 
 
-def warm_up(session: Session, *, model: str) -> str:
-    """Fine-tune the model in a directory of its own, unless that was done, and return where it is.
+def warm_up(session: Session[ProblemInputs], *, model: str) -> str:
+    """Fine-tune the model in a directory of its own, unless that was done, and return its path.
 
     Args:
         session: The run.
@@ -78,12 +201,12 @@ def warm_up(session: Session, *, model: str) -> str:
     directory = RunDirectory(session.directory.warm_up)
     if not directory.final.is_dir():
         directory.path.mkdir(exist_ok=True)
-        run_sft(replace(session, directory=directory), model=model)
+        run_sft(replace(session, directory=directory), model)
     return str(directory.final)
 
 
-def warn_of_truncation(generation: Mapping[str, Any]) -> None:
-    """Log a warning where the sampler leaves tokens out that the trainer counts in.
+def warn_of_truncation(generation: Settings) -> None:
+    """Log a warning if the sampler excludes tokens that the trainer gives a probability.
 
     Args:
         generation: The section `policy.generation`.
@@ -91,8 +214,8 @@ def warn_of_truncation(generation: Mapping[str, Any]) -> None:
     untruncated = {"top_k": None, "top_p": 1.0}
     truncations = [
         f"policy.generation.{key}={generation[key]}"
-        for key, whole in untruncated.items()
-        if generation.get(key, whole) != whole
+        for key, off in untruncated.items()
+        if generation.get(key, off) != off
     ]
     if truncations:
         _LOGGER.warning(
@@ -108,28 +231,28 @@ def build_loss(section: LossSection) -> ClippedPGLoss:
 
 
 class GrpoTrainer:
-    """Takes and measures GRPO steps.
+    """Takes and measures GRPO steps, see `rl_policy.run.loop.Trainer`.
 
     Args:
         session: The run.
         policy: What is trained.
         sampler: Where completions come from.
-        start: Where the run stands.
+        start: The state of the run.
     """
 
     def __init__(
-        self, session: Session, policy: Policy, sampler: Sampler, *, start: RunState
+        self, session: Session[ProblemInputs], policy: Policy, sampler: Sampler, *, start: RunState
     ) -> None:
         self.is_done = False
         self._inputs = session.inputs
-        self._config = session.config.grpo
-        self._has_reference = session.config.loss.kl_coef > 0
-        self._loss = build_loss(session.config.loss)
+        self._config = session.config.section(GrpoSection)
+        self._has_reference = session.config.section(LossSection).kl_coef > 0
+        self._loss = build_loss(session.config.section(LossSection))
         self._policy = policy
         self._sampler = sampler
         self._has_engines = session.config.has_engines
-        self._max_mismatch = session.config.refit.max_mismatch
-        self._stream = ProblemStream(
+        self._max_mismatch = session.config.section(RefitSection).max_mismatch
+        self._stream = ShuffledStream(
             session.inputs.problems.train,
             seed=session.config.seed,
             position=start.data_position,
@@ -142,7 +265,7 @@ class GrpoTrainer:
 
     @property
     def weight_version(self) -> int:
-        """The last that engines had; -1 where there are none."""
+        """The last weight version that engines had; -1 without engines."""
         return int(self._sampler.report().get("weight_version", RunState().weight_version))
 
     def measure_start(self) -> GrpoMetrics:
@@ -152,44 +275,42 @@ class GrpoTrainer:
             rewards, generated = complete(source, heldout, inputs=self._inputs)
             accuracy = greedy_accuracy(source, heldout, inputs=self._inputs)
             refit = self._sampler.report()
-        engines: dict[str, float] = {}
+        extra: dict[str, float] = {}
         if self._has_engines:
             self._policy.prepare_for_lp_inference()
             batch = completion_batch(generated, advantages=torch.zeros(len(rewards)))
             scores = self._policy.get_logprobs(batch)["logprobs"]
-            engines = {**refit, **self._mismatch(batch, scores)}
+            extra = {**refit, **self._mismatch(batch, scores)}
         reward_mean = sum(rewards) / len(rewards)
-        return GrpoMetrics(step=0, reward_mean=reward_mean, accuracy=accuracy, engines=engines)
+        return GrpoMetrics(step=0, reward_mean=reward_mean, accuracy=accuracy, extra=extra)
 
-    def take_step(
-        self, step: int, *, is_measured: bool, needs_accuracy: bool
-    ) -> tuple[GrpoMetrics, Mapping[str, float]]:
-        """Sample, reward, score and train, see `rl_policy.recipes.loop.Trainer`."""
+    def take_step(self, step: int, *, is_measured: bool, needs_score: bool) -> GrpoMetrics:
+        """Sample, reward, score and train."""
         watch = Stopwatch()
         with watch.measure("step_s"):
             with self._sampler.after_step(step - 1) as source:
-                engines = self._sampler.report()
+                extra = self._sampler.report()
                 with watch.measure("generate_s"):
                     batch, reward_mean = self._sample(source)
             with watch.measure("logprob_s"):
-                engines |= self._score(batch)
+                extra |= self._score(batch)
             with watch.measure("train_s"):
                 trained = self._train(batch)
-        metrics = GrpoMetrics(
+        return GrpoMetrics(
             step=step,
             reward_mean=reward_mean,
-            accuracy=self._accuracy(step) if is_measured or needs_accuracy else None,
+            accuracy=self._accuracy(step) if is_measured or needs_score else None,
             loss=trained["loss"],
             grad_norm=trained["grad_norm"],
             kl=trained.get("kl"),
             entropy=trained["entropy"],
             tokens_per_s=int(batch["input_lengths"].sum()) / watch.seconds["step_s"],
-            engines=engines,
+            extra=extra,
+            diagnostics={name: trained[name] for name in _DIAGNOSTICS if name in trained},
             **watch.seconds,
         )
-        return metrics, {name: trained[name] for name in _DIAGNOSTICS if name in trained}
 
-    def _sample(self, source: GenerationInterface) -> tuple[BatchedDataDict[Any], float]:
+    def _sample(self, source: GenerationInterface) -> tuple[Batch, float]:
         """Return a batch of completions with their advantages, and the mean reward."""
         group_size = self._config.samples_per_prompt
         problems = self._stream.take(self._config.prompts_per_step)
@@ -206,11 +327,11 @@ class GrpoTrainer:
         )
         return completion_batch(generated, advantages=advantages), float(rewards.mean())
 
-    def _score(self, batch: BatchedDataDict[Any]) -> dict[str, float]:
-        """Add old and reference log-probabilities to the batch, where the loss reads them.
+    def _score(self, batch: Batch) -> dict[str, float]:
+        """Add old and reference log-probabilities to the batch, if the loss reads them.
 
         Returns:
-            How far the engines' log-probabilities are from the trainer's, where there are any.
+            How far the engines' log-probabilities are from the trainer's; empty without engines.
         """
         own = self._config.old_logprobs == "trainer"
         mismatch: dict[str, float] = {}
@@ -228,15 +349,13 @@ class GrpoTrainer:
             batch["reference_logprobs"] = reference["reference_logprobs"]
         return mismatch
 
-    def _mismatch(
-        self, batch: BatchedDataDict[Any], trainer_logprobs: torch.Tensor
-    ) -> dict[str, float]:
+    def _mismatch(self, batch: Batch, trainer_logprobs: torch.Tensor) -> dict[str, float]:
         measured = sampler_mismatch(batch, trainer_logprobs)
         check_mismatch(measured, limit=self._max_mismatch)
         return measured
 
-    def _train(self, batch: BatchedDataDict[Any]) -> dict[str, float]:
-        """Pass over the batch, and return the means of what was measured."""
+    def _train(self, batch: Batch) -> dict[str, float]:
+        """Train on the batch, and return the means of what was measured."""
         self._policy.prepare_for_training()
         results = [
             self._policy.train(batch, self._loss) for _ in range(self._config.epochs_per_step)
@@ -257,15 +376,83 @@ class GrpoTrainer:
             return greedy_accuracy(source, self._inputs.problems.heldout, inputs=self._inputs)
 
 
-class Stopwatch:
-    """Seconds by name."""
+def _check_adapters(config: RunConfig) -> None:
+    """Check that adapters are not applied to a model that has them already."""
+    path = _adapter_path(config.policy)
+    if path is None or not has_warm_up(config):
+        return
+    if path == _adapter_path(sft_policy(config)):
+        raise ValueError(
+            f"policy.dtensor_cfg.lora.adapter_path={path!r} would be applied twice, as the model "
+            "that comes out of the warm-up has these adapters: set grpo.warm_up=false, or give it "
+            "as sft.policy.dtensor_cfg.lora.adapter_path alone"
+        )
 
-    def __init__(self) -> None:
-        self.seconds: dict[str, float] = {}
 
-    @contextmanager
-    def measure(self, name: str) -> Iterator[None]:
-        """Record how long the block takes."""
-        started = perf_counter()
-        yield
-        self.seconds[name] = perf_counter() - started
+def _adapter_path(policy: Settings) -> str | None:
+    lora = policy["dtensor_cfg"]["lora"]
+    return lora.get("adapter_path") if lora["enabled"] else None
+
+
+def _check_batch_size(config: RunConfig) -> None:
+    grpo, gbs = config.section(GrpoSection), config.policy["train_global_batch_size"]
+    num_samples = grpo.prompts_per_step * grpo.samples_per_prompt
+    if num_samples % gbs:
+        raise ValueError(
+            f"policy.train_global_batch_size={gbs} does not divide the {num_samples} "
+            f"samples of a step (grpo.prompts_per_step={grpo.prompts_per_step} * "
+            f"grpo.samples_per_prompt={grpo.samples_per_prompt})"
+        )
+
+
+def _check_sampler_logprobs(config: RunConfig, generation: Settings) -> None:
+    other = {
+        "loss.importance_cap": config.section(LossSection).importance_cap,
+        "policy.generation.top_k": generation.get("top_k"),
+        "policy.generation.top_p": None if generation["top_p"] == 1 else generation["top_p"],
+    }
+    for key, value in other.items():
+        if value is not None:
+            raise ValueError(
+                f"grpo.old_logprobs='sampler' contradicts {key}={value}: the sampler's "
+                "log-probabilities are then not the trainer's"
+            )
+
+
+def _check_refit(refit: RefitSection, generation: Settings) -> None:
+    if refit.verify == "weights" and generation["backend"] == "vllm":
+        raise ValueError(
+            "refit.verify='weights' contradicts policy.generation.backend='vllm': vLLM fuses its "
+            "weights and cannot yield them by name; use 'digest', or 'logprobs' with a max_mismatch"
+        )
+    if (refit.verify == "logprobs") != (refit.max_mismatch is not None):
+        raise ValueError(
+            f"refit.verify={refit.verify!r} and refit.max_mismatch="
+            f"{refit.max_mismatch}: give both or neither, verify='logprobs' and a limit"
+        )
+
+
+def _policies(config: RunConfig) -> list[Settings]:
+    return [config.policy, *([sft_policy(config)] if has_warm_up(config) else [])]
+
+
+GRPO = Recipe(
+    name="grpo",
+    sections={
+        "grpo": GrpoSection,
+        "loss": LossSection,
+        "reward": RewardSection,
+        "sft": SftSection,
+        "refit": RefitSection,
+    },
+    metrics=GrpoMetrics,
+    prepare=prepare_grpo,
+    run=run_grpo,
+    check=check_grpo,
+    policies=_policies,
+    builtin={
+        **SFT.builtin,
+        "grpo": {"steps": 60, "prompts_per_step": 64, "samples_per_prompt": 8},
+    },
+    samples_with_engines=True,
+)

@@ -1,71 +1,177 @@
-"""Supervised fine-tuning on problems and their answers, alone or as the warm-up of GRPO."""
+"""Fine-tune a model on problems and their answers.
+
+Without arguments, a tiny model is built and trained on doublings, most of them shown wrong. The run
+directory gets metrics.jsonl, TensorBoard events, checkpoints/, and the trained model, which
+transformers loads, as final/.
+"""
 
 from __future__ import annotations
 
 import logging
 from collections.abc import Mapping
+from dataclasses import dataclass
 from time import perf_counter
+from typing import ClassVar
 
+from pydantic import Field
+
+from rl_policy.backends import WORKERS_OWN
+from rl_policy.config import (
+    RewardSection,
+    RunConfig,
+    Section,
+    Settings,
+    check_sampling,
+    merge_policy,
+    merge_sections,
+    resolve_policy,
+)
+from rl_policy.data.batches import ProblemEncoder
+from rl_policy.data.problems import ShuffledStream
 from rl_policy.losses import NLLLoss
 from rl_policy.policy import Policy
-from rl_policy.recipes.checkpoints import RunState
-from rl_policy.recipes.evaluation import greedy_accuracy, pass_rate
-from rl_policy.recipes.loop import run_loop
-from rl_policy.recipes.metrics import SftMetrics
-from rl_policy.recipes.problems import ProblemStream
-from rl_policy.recipes.session import Session, open_policy, save_final
+from rl_policy.recipes.registry import Recipe
+from rl_policy.run.checkpoints import RunState
+from rl_policy.run.evaluation import greedy_accuracy, pass_rate
+from rl_policy.run.inputs import ProblemInputs, check_rows, prepare_problems
+from rl_policy.run.loop import run_loop
+from rl_policy.run.metrics import StepMetrics
+from rl_policy.run.session import Session, open_policy
 
 _LOGGER = logging.getLogger(__name__)
 
 
-def run_sft(session: Session, *, model: str) -> None:
-    """Fine-tune a model and write it to the run's directory, or go on with doing so.
+class SftSection(Section):
+    """Supervised fine-tuning on prompt and answer, alone or as the warm-up of GRPO."""
+
+    steps: int = Field(default=200, ge=1)
+    """Most optimizer steps."""
+    eval_every: int = Field(default=20, ge=1)
+    """Steps between two measurements."""
+    stop_pass_rate: float | None = Field(default=None, gt=0, le=1)
+    """Stop when this share of the validation problems is solved by at least one of
+    `pass_samples` samples: GRPO learns from those alone. null: take all steps."""
+    pass_samples: int = Field(default=8, ge=1)
+    """Samples per validation problem."""
+    policy: Settings = Field(default_factory=dict)
+    """Keys of `policy` that are different in the supervised part."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class SftMetrics(StepMetrics):
+    """What is measured in a supervised step; None if it was not.
+
+    Attributes:
+        accuracy: Share of the held-out problems that greedy decoding solves after the step.
+        pass_rate: Share of the validation problems that one of several samples solves.
+        loss: Negative log-likelihood per target token in nats.
+        grad_norm: Norm of the gradient, before clipping.
+        tokens_per_s: Tokens of prompts and answers per second of the step.
+        step_s: Seconds of the step, without measurements.
+    """
+
+    accuracy: float | None = None
+    pass_rate: float | None = None
+    loss: float | None = None
+    grad_norm: float | None = None
+    tokens_per_s: float | None = None
+    step_s: float | None = None
+    score_column: ClassVar[str | None] = "accuracy"
+    headline: ClassVar[Mapping[str, str]] = {
+        "loss": "loss",
+        "accuracy": "accuracy",
+        "pass rate": "pass_rate",
+    }
+
+
+def sft_policy(config: RunConfig) -> Settings:
+    """Return the complete section `policy` of a supervised part.
+
+    Its few samples come from the training workers, whatever samples for another recipe.
+
+    Raises:
+        ValueError: What `sft.policy` changes is wrong.
+    """
+    own = merge_sections(
+        {"generation": {"backend": WORKERS_OWN}}, config.section(SftSection).policy
+    )
+    merged = merge_policy(config.policy, own)
+    merged.get("generation", {}).pop("colocated", None)
+    return resolve_policy(merged, path="sft.policy")
+
+
+def check_sft(config: RunConfig) -> None:
+    """Raise `ValueError` if keys contradict each other."""
+    check_sampling(config)
+    sft_policy(config)
+
+
+def prepare_sft(config: RunConfig, encoder: ProblemEncoder) -> ProblemInputs:
+    """Return the problems of a run with a supervised part, and check that it can train on them.
+
+    Raises:
+        ValueError: A problem does not fit; the message names keys and numbers.
+    """
+    sft = config.section(SftSection)
+    num_validation = 0 if sft.stop_pass_rate is None else config.data.num_validation
+    inputs = prepare_problems(config, encoder, num_validation=num_validation)
+    key = "sft.policy" if "max_total_sequence_length" in sft.policy else "policy"
+    check_rows(
+        inputs.problems.demonstrations,
+        encoder=encoder,
+        limit=sft_policy(config)["max_total_sequence_length"],
+        key=f"{key}.max_total_sequence_length",
+    )
+    return inputs
+
+
+def run_sft(session: Session[ProblemInputs], model: str) -> None:
+    """Fine-tune a model and write it to the run's directory, or resume doing so.
 
     Args:
         session: The run.
         model: Name or directory of the model to start from.
     """
     config = session.config
-    checkpoint = session.checkpoints().latest()
-    start = RunState() if checkpoint is None else checkpoint.state
-    with open_policy(
-        session, config.sft_policy(), model=model, has_reference=False, checkpoint=checkpoint
-    ) as policy:
+    sft = config.section(SftSection)
+    with open_policy(session, sft_policy(config), model=model, has_reference=False) as opened:
+        policy, start = opened
         trainer = SftTrainer(session, policy, start=start)
         run_loop(
             session,
             trainer,
             policy,
             name="SFT",
-            num_steps=config.sft.steps,
-            eval_every=config.sft.eval_every,
-            checkpoint=checkpoint,
+            num_steps=sft.steps,
+            eval_every=sft.eval_every,
+            start=start,
         )
-        if config.sft.stop_pass_rate is not None and not trainer.is_done:
-            _LOGGER.warning(
-                "sft.steps=%d were not enough to reach sft.stop_pass_rate=%s",
-                config.sft.steps,
-                config.sft.stop_pass_rate,
-            )
-        save_final(session, policy)
+    if sft.stop_pass_rate is not None and not trainer.is_done:
+        _LOGGER.warning(
+            "sft.steps=%d were not enough to reach sft.stop_pass_rate=%s",
+            sft.steps,
+            sft.stop_pass_rate,
+        )
 
 
 class SftTrainer:
-    """Takes and measures supervised steps.
+    """Takes and measures supervised steps, see `rl_policy.run.loop.Trainer`.
 
     Args:
         session: The run.
         policy: What is trained.
-        start: Where the run stands.
+        start: The state of the run.
     """
 
-    def __init__(self, session: Session, policy: Policy, *, start: RunState) -> None:
+    weight_version = RunState().weight_version
+
+    def __init__(self, session: Session[ProblemInputs], policy: Policy, *, start: RunState) -> None:
         self.is_done = start.is_done
         self._inputs = session.inputs
-        self._config = session.config.sft
-        self._batch_size = session.config.sft_policy()["train_global_batch_size"]
+        self._config = session.config.section(SftSection)
+        self._batch_size = sft_policy(session.config)["train_global_batch_size"]
         self._policy = policy
-        self._stream = ProblemStream(
+        self._stream = ShuffledStream(
             session.inputs.problems.demonstrations,
             seed=session.config.seed,
             position=start.data_position,
@@ -76,28 +182,22 @@ class SftTrainer:
         """Demonstrations drawn so far."""
         return self._stream.position
 
-    @property
-    def weight_version(self) -> int:
-        """No version: the training workers sample themselves."""
-        return RunState().weight_version
-
     def measure_start(self) -> SftMetrics:
         """Return the measurements before the first step."""
         accuracy, rate = self._measure(needs_pass_rate=True)
         return SftMetrics(step=0, accuracy=accuracy, pass_rate=rate)
 
-    def take_step(
-        self, step: int, *, is_measured: bool, needs_accuracy: bool
-    ) -> tuple[SftMetrics, Mapping[str, float]]:
-        """Take an optimizer step, see `rl_policy.recipes.loop.Trainer`."""
+    def take_step(self, step: int, *, is_measured: bool, needs_score: bool) -> SftMetrics:
+        """Take one optimizer step on the next demonstrations."""
         started = perf_counter()
         batch = self._inputs.encoder.answer_batch(self._stream.take(self._batch_size))
         result = self._policy.train(batch, NLLLoss())
         step_s = perf_counter() - started
         accuracy, rate = None, None
-        if is_measured or needs_accuracy:
+        if is_measured or needs_score:
             accuracy, rate = self._measure(needs_pass_rate=is_measured)
-        metrics = SftMetrics(
+        self.is_done = self._meets_criterion(rate)
+        return SftMetrics(
             step=step,
             accuracy=accuracy,
             pass_rate=rate,
@@ -106,15 +206,13 @@ class SftTrainer:
             tokens_per_s=int(batch["input_lengths"].sum()) / step_s,
             step_s=step_s,
         )
-        self.is_done = self._meets_criterion(rate)
-        return metrics, {}
 
     def _meets_criterion(self, measured: float | None) -> bool:
         wanted = self._config.stop_pass_rate
         return measured is not None and wanted is not None and measured >= wanted
 
     def _measure(self, *, needs_pass_rate: bool) -> tuple[float, float | None]:
-        """Return held-out accuracy and, where the criterion asks for it, the pass rate."""
+        """Return held-out accuracy and, if the criterion asks for it, the pass rate."""
         sets = self._inputs.problems
         self._policy.prepare_for_generation()
         accuracy, rate = greedy_accuracy(self._policy, sets.heldout, inputs=self._inputs), None
@@ -126,3 +224,22 @@ class SftTrainer:
         self._policy.finish_generation()
         self._policy.prepare_for_training()
         return accuracy, rate
+
+
+SFT = Recipe(
+    name="sft",
+    sections={"sft": SftSection, "reward": RewardSection},
+    metrics=SftMetrics,
+    prepare=prepare_sft,
+    run=run_sft,
+    check=check_sft,
+    policies=lambda config: [sft_policy(config)],
+    builtin={
+        "sft": {
+            "steps": 1000,
+            "eval_every": 25,
+            "stop_pass_rate": 0.95,
+            "policy": {"optimizer": {"kwargs": {"lr": 2.0e-3}}},
+        }
+    },
+)

@@ -1,4 +1,4 @@
-"""Proves a generation backend: what it samples is what a plain model says, and what it refuses.
+"""Conformance of a generation backend: its samples against a plain model, and what it rejects.
 
 As pytest tests, with a fixture that may be shared by all of a module's tests:
 
@@ -75,25 +75,36 @@ RULES = {
         "a_stale_version_changes_nothing",
     ),
 }
-"""The rules, by the module `generation_<group>` that has a function of the name for each."""
+"""The names of the rules by subject."""
+
+MODULES = {
+    "contract": "outputs",
+    "outputs": "outputs",
+    "errors": "outputs",
+    "sampling": "sampling",
+    "stops": "sampling",
+    "sleep": "lifecycle",
+    "refits": "lifecycle",
+}
+"""The module that defines a function of the name for each rule of a subject."""
 
 
 class GenerationCase(ABC):
-    """A backend, and what a plain model of the same weights says.
+    """A backend, and a plain model with the same weights to compare it with.
 
     Attributes:
         vocab_size: Tokens of the model.
-        pad_token_id: Fills rows up.
+        pad_token_id: Padding token.
         end_token_id: Ends a row; None where no token does.
         max_length: Most tokens of a row, prompt and completion, at least 16.
-        state_error: What is raised where a sleeping backend, or one whose weights are not whole, is
-            to generate. None for a backend that never sleeps: these rules are skipped.
+        state_error: Raised by `generate` while the backend sleeps or a weight update is incomplete.
+            None for a backend that never sleeps: these rules are skipped.
         tolerance: The largest error of a log-probability in float32; kernels differ in the order
             of their sums.
         is_chosen_by_name: Whether a config names the backend, which is then registered in the
-            entry-point group `rl_policy.generation` and says which contract it keeps.
-        num_samples: Samples per statistical check. The probability that a right backend fails one
-            is `generation_oracle.ERROR_PROBABILITY`, whatever the number.
+            entry-point group `rl_policy.generation` and declares its contract version.
+        num_samples: Samples per statistical check. The probability that a correct backend fails
+            one is `oracle.ERROR_PROBABILITY`, whatever the number.
     """
 
     vocab_size: int
@@ -109,7 +120,7 @@ class GenerationCase(ABC):
     def backend(self, **sampling: Any) -> GenerationInterface:
         """Return a backend with these keys of `GenerationConfig`; it may be the same every time.
 
-        The others are those of a whole distribution: `temperature` 1, `top_p` 1, `top_k` None, no
+        The other keys select the full distribution: `temperature` 1, `top_p` 1, `top_k` None, no
         stops; `max_new_tokens` is always given.
         """
 
@@ -138,7 +149,7 @@ class GenerationCase(ABC):
 
 
 class DecodesText(ABC):
-    """What a case of a backend that knows stop strings has too."""
+    """Implemented by a case whose backend supports stop strings."""
 
     @abstractmethod
     def decode(self, tokens: Sequence[int]) -> str:
@@ -146,7 +157,7 @@ class DecodesText(ABC):
 
 
 class ReceivesWeights(ABC):
-    """What a case of a backend that is a `WeightReceiver` has too; it needs a `state_error`."""
+    """Implemented by a case whose backend is a `WeightReceiver`; needs a `state_error`."""
 
     @abstractmethod
     def change_weights(self) -> None:
@@ -154,11 +165,11 @@ class ReceivesWeights(ABC):
 
     @abstractmethod
     def refit(self, backend: Any, version: int) -> None:
-        """Begin, hand over the plain model's weights, and commit."""
+        """Begin an update, transfer the plain model's weights, and commit."""
 
     @abstractmethod
     def fail_refit(self, backend: Any, version: int) -> None:
-        """Begin, and let the transfer break when some weights have arrived; raise nothing."""
+        """Begin an update and break the transfer after some weights have arrived; raise nothing."""
 
 
 def rule_names() -> list[str]:
@@ -167,7 +178,7 @@ def rule_names() -> list[str]:
 
 
 def check_rule(name: str, case: GenerationCase) -> None:
-    """Hold one rule, of `rule_names()`, against a backend.
+    """Check one rule of `rule_names()`.
 
     Raises:
         AssertionError: The rule is broken; the message says how.
@@ -179,11 +190,11 @@ def check_rule(name: str, case: GenerationCase) -> None:
     lacking = _lacking(group, name, case)
     if lacking:
         raise SkipTest(f"{type(case).__name__} lacks {lacking}")
-    getattr(import_module(f"rl_interfaces.testing.generation.{group}"), name)(case)
+    getattr(import_module(f"{__name__}.{MODULES[group]}"), name)(case)
 
 
 def check_generation(case: GenerationCase) -> list[str]:
-    """Hold every rule against a backend; return what was skipped, a line each.
+    """Check every rule; return one line per skipped rule.
 
     Raises:
         AssertionError: Rules are broken; the message has a line for each.
@@ -204,7 +215,7 @@ class GenerationConformance:
         generation_case: GenerationCase,
         record_property: Callable[[str, object], None],
     ) -> None:
-        """Hold one rule against the backend."""
+        """Check one rule."""
         record_property("conformance", rule)
         check_rule(rule, generation_case)
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -11,11 +11,11 @@ if TYPE_CHECKING:
     from rl_interfaces.testing.generation import GenerationCase
 
 ERROR_PROBABILITY = 1e-6
-"""That a backend which samples right fails one statistical check."""
+"""Probability that a correct backend fails one statistical check."""
 NUM_NEW = 6
 PROMPT_LENGTHS = (3, 1, 5, 2, 4)
 _FEWEST_EXPECTED = 5.0
-"""A cell of Pearson's test that expects fewer is put together with others."""
+"""Cells of Pearson's test with a lower expected count are merged into one."""
 
 
 def prompts(case: GenerationCase, lengths: Sequence[int] = PROMPT_LENGTHS) -> list[list[int]]:
@@ -63,7 +63,7 @@ def completions_of(output: Any) -> list[list[int]]:
 def greedy_completion(
     case: GenerationCase, prompt: Sequence[int], num_tokens: int = NUM_NEW
 ) -> list[int]:
-    """Return the most likely continuation, a whole forward per token."""
+    """Return the most likely continuation, a full forward per token."""
     tokens = list(prompt)
     while len(tokens) < len(prompt) + num_tokens:
         tokens.append(int(case.logits(torch.tensor(tokens))[-1].argmax()))
@@ -122,3 +122,12 @@ def chance_of(counts: torch.Tensor, probabilities: torch.Tensor) -> float:
     statistic = ((seen - due) ** 2 / due).sum()
     freedom = torch.tensor((len(due) - 1) / 2, dtype=torch.float64)
     return float(torch.special.gammaincc(freedom, statistic / 2))
+
+
+def error_of(call: Callable[[], object]) -> Exception | None:
+    """Return what `call` raises, None if nothing."""
+    try:
+        call()
+    except Exception as error:
+        return error
+    return None

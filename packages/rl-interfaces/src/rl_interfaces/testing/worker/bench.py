@@ -11,12 +11,11 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 
+from rl_interfaces.config.resolve import merge_sections
 from rl_interfaces.loss import LossType
 from rl_interfaces.testing.expectations import expect, expect_close
 from rl_interfaces.testing.report import NotApplicable
-from rl_interfaces.testing.worker.batches import make_columns
-from rl_interfaces.testing.worker.case import merged
-from rl_interfaces.testing.worker.losses import LogprobLoss
+from rl_interfaces.testing.worker.inputs import LogprobLoss, make_columns
 from rl_interfaces.testing.worker.oracle import (
     Columns,
     PlainRun,
@@ -107,7 +106,7 @@ class WorkerBench:
         """Give a worker that has just been built, alone; `options` are its constructor's."""
         assert not self._fresh_lives, "one worker at a time"
         self.close()
-        config = merged(self.case.config, settings or {})
+        config = merge_sections(self.case.config, settings or {})
         worker = self.worker_class(config, self.case.tokenizer, **options)
         self._fresh_lives = True
         try:

@@ -140,13 +140,3 @@ class WorkerCase:
     def temperature(self) -> float:
         """What divides the logits."""
         return float((self.config.get("generation") or {}).get("temperature") or 1.0)
-
-
-def merged(config: Mapping[str, Any], settings: Mapping[str, Any]) -> dict[str, Any]:
-    """Return `config` with `settings` over it, section by section."""
-    result = dict(config)
-    for key, value in settings.items():
-        own = result.get(key)
-        both_sections = isinstance(own, Mapping) and isinstance(value, Mapping)
-        result[key] = merged(own, value) if both_sections else value  # type: ignore[arg-type]
-    return result

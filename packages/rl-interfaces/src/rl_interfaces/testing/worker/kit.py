@@ -1,12 +1,21 @@
-"""Every rule about a worker, and the function that checks one rank of it."""
+"""Every rule about a worker: `check_worker` on one rank, `WorkerConformance` as pytest tests."""
 
 from __future__ import annotations
 
 from pathlib import Path
 from typing import TYPE_CHECKING
+from unittest import SkipTest
 
 from rl_interfaces.testing.ranks import Ranks, joined_ranks
-from rl_interfaces.testing.report import Outcome, Report, Rule, Status, rules_of, run_rule
+from rl_interfaces.testing.report import (
+    Outcome,
+    Report,
+    Rule,
+    Status,
+    require_conformance,
+    rules_of,
+    run_rule,
+)
 from rl_interfaces.testing.worker.bench import WorkerBench
 from rl_interfaces.testing.worker.rules import (
     checkpoints,
@@ -21,11 +30,13 @@ from rl_interfaces.testing.worker.rules import (
 )
 
 if TYPE_CHECKING:
-    from collections.abc import Collection
+    from collections.abc import Callable, Collection
+
+    import pytest
 
     from rl_interfaces.testing.worker.case import WorkerCase
 
-# Those that leave one worker as it is come first, so that they share it.
+# Rules that leave the worker unchanged come first, so that they share one.
 WORKER_RULES: tuple[Rule, ...] = rules_of(
     information, errors, sampling, weights, scoring, training, traces, residency, checkpoints
 )
@@ -34,23 +45,23 @@ WORKER_RULES: tuple[Rule, ...] = rules_of(
 def check_worker(
     case: WorkerCase, *, directory: str | Path, only: Collection[str] | None = None
 ) -> Report:
-    """Return what becomes of each rule on this rank; every rank calls it at the same time.
+    """Return the outcome of each rule on this rank. Collective.
 
-    Without torchrun's environment variables it runs as the only rank. Where the ranks are at odds
-    over a rule, which some of them may have left half-way, the rules after it are not run.
+    Without torchrun's environment variables it runs as a single rank. If a rule fails on some ranks
+    only, the later rules are not run: the failed ranks may have left a collective half-way.
 
     Args:
-        case: The worker, and what it is held against.
-        directory: An empty directory that every rank sees.
+        case: The worker and its reference model.
+        directory: An empty directory shared by all ranks.
         only: The names of the rules to check. None: all.
 
     Raises:
-        ValueError: `only` names a rule that there is not, or the case cannot be used at all.
+        ValueError: `only` names an unknown rule, or the case is unusable.
     """
     names = [rule.name for rule in WORKER_RULES]
     unknown = sorted(set(only or ()) - set(names))
     if unknown:
-        raise ValueError(f"there are no rules {unknown}: there are {names}")
+        raise ValueError(f"unknown rules {unknown}; known are {names}")
     wanted = [rule for rule in WORKER_RULES if only is None or rule.name in only]
     with joined_ranks(timeout_s=case.timeout_s) as ranks:
         bench = WorkerBench(case, ranks=ranks, directory=Path(directory))
@@ -71,13 +82,56 @@ def _run(rules: list[Rule], bench: WorkerBench, ranks: Ranks) -> list[Outcome]:
         outcome = run_rule(rule, bench)
         is_broken = outcome.status is Status.BROKEN
         if is_broken:
+            # The worker's state is unknown after a failure: the next rule builds a new one.
             bench.close()
+        # Every rank takes part in the verdict, also after a failure: a rank that moved on to the
+        # next rule alone would wait in the worker's collectives for ranks that never come.
         try:
             if ranks.any(is_broken) and not ranks.all(is_broken):
-                obstacle = "the ranks were at odds over a rule before it"
+                obstacle = "an earlier rule failed on some ranks only"
         except Exception as error:
-            obstacle = f"the ranks lost one another in {rule.name}: {error}"
+            obstacle = f"communication between ranks failed after {rule.name}: {error}"
             if not is_broken:
                 outcome = Outcome(rule=rule.name, status=Status.BROKEN, text=obstacle)
         outcomes.append(outcome)
     return outcomes
+
+
+class WorkerConformance:
+    """One pytest test per rule, for the worker of the fixture `worker_case`.
+
+    All rules run once per case, in an order that reuses workers, and each test reports the outcome
+    of its rule. Rules on a capability that the worker lacks are skipped and name it.
+
+    To run on several ranks, define a fixture `run_ranks`: a function that takes a function and its
+    keyword arguments, calls it on every rank of a job and returns the results of all ranks.
+
+    Example:
+        @pytest.fixture(scope="module")
+        def worker_case():
+            return WorkerCase(worker_class=MyWorker, ...)
+
+        class TestMine(WorkerConformance):
+            pass
+    """
+
+    def pytest_generate_tests(self, metafunc: pytest.Metafunc) -> None:
+        """Make a test of every rule; called by pytest."""
+        # A suite may have tests of its own beside those of the rules.
+        if "rule" in metafunc.fixturenames:
+            metafunc.parametrize("rule", [rule.name for rule in WORKER_RULES])
+
+    def test_conformance(
+        self,
+        rule: str,
+        worker_reports: list[Report],
+        record_property: Callable[[str, object], None],
+    ) -> None:
+        """Fail where the rule is broken on a rank; skip where it says nothing on any."""
+        record_property("conformance", rule)
+        outcomes = [report.of(rule) for report in worker_reports]
+        require_conformance(
+            [Report(rank=report.rank, outcomes=(report.of(rule),)) for report in worker_reports]
+        )
+        if all(each.status is Status.NOT_APPLICABLE for each in outcomes):
+            raise SkipTest(outcomes[0].text)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from rl_interfaces.testing.expectations import expect_error
 from rl_interfaces.testing.report import rule
 from rl_interfaces.testing.worker.bench import WorkerBench
-from rl_interfaces.testing.worker.losses import LogprobLoss
+from rl_interfaces.testing.worker.inputs import LogprobLoss
 
 
 @rule()

@@ -7,7 +7,7 @@ import torch
 from rl_interfaces.testing.expectations import expect, expect_close, expect_unlike
 from rl_interfaces.testing.report import NotApplicable, rule
 from rl_interfaces.testing.worker.bench import WorkerBench
-from rl_interfaces.testing.worker.losses import LogprobLoss
+from rl_interfaces.testing.worker.inputs import LogprobLoss
 from rl_interfaces.testing.worker.oracle import is_target, plain_logprobs, plain_loss, row_logits
 from rl_interfaces.worker import RowScoringWorker, TopkLogitsWorker
 

@@ -10,7 +10,7 @@ import torch
 from rl_interfaces.testing.expectations import expect, expect_close
 from rl_interfaces.testing.report import rule
 from rl_interfaces.testing.worker.bench import WorkerBench
-from rl_interfaces.testing.worker.losses import LogprobLoss
+from rl_interfaces.testing.worker.inputs import LogprobLoss
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator

@@ -18,7 +18,7 @@ from rl_interfaces.testing.expectations import (
 )
 from rl_interfaces.testing.report import NotApplicable, rule
 from rl_interfaces.testing.worker.bench import WorkerBench
-from rl_interfaces.testing.worker.losses import (
+from rl_interfaces.testing.worker.inputs import (
     InfiniteLoss,
     LogitLoss,
     LogprobLoss,

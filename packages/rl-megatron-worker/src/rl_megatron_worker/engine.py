@@ -1,0 +1,380 @@
+"""Megatron-core as an engine: one rank's model, schedule, optimizer and weights.
+
+`rl_interfaces.backend.worker.EngineWorker` makes a policy worker of it.
+"""
+
+from __future__ import annotations
+
+import copy
+from contextlib import ExitStack, contextmanager
+from functools import partial
+from typing import TYPE_CHECKING, Any, cast
+
+import torch
+import torch.distributed as dist
+from megatron.core import parallel_state
+from rl_interfaces import ResidencyState
+from rl_interfaces.backend.engine import EngineInfo, HfExport, module_mode
+from rl_interfaces.backend.reference import ReferenceCopy
+from rl_interfaces.backend.steps import Concatenation
+
+from rl_megatron_worker.checkpoint import MegatronFormat
+from rl_megatron_worker.config import EngineConfig, load_generation_config, load_model_config
+from rl_megatron_worker.convert import converter_for
+from rl_megatron_worker.decoder import ExpertSync, open_decoder
+from rl_megatron_worker.model.build import build_model
+from rl_megatron_worker.model.config import transformer_config
+from rl_megatron_worker.model.heads import PackedOutput, TokenHead
+from rl_megatron_worker.model.load import load_weights
+from rl_megatron_worker.optim import Trainer, ddp_config
+from rl_megatron_worker.parallel.groups import (
+    check_device,
+    check_sizes,
+    init_model_parallel,
+    leave_model_parallel,
+)
+from rl_megatron_worker.parallel.schedule import Schedule
+from rl_megatron_worker.parallel.stages import broadcast_scored
+from rl_megatron_worker.placement import place_parameters
+from rl_megatron_worker.runtime import Runtime, may_have_gpus
+from rl_megatron_worker.weights import MegatronWeights
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
+    from contextlib import AbstractContextManager
+    from pathlib import Path
+
+    from rl_interfaces import ParallelLayout
+    from rl_interfaces.backend.engine import LossOfOutput, Scored, ScoreFunction
+    from rl_interfaces.backend.generation.loop import Decoder
+    from rl_interfaces.backend.runtime.ranks import RankEnvironment
+    from rl_interfaces.backend.steps import Step
+    from transformers import GenerationConfig, PreTrainedTokenizerBase
+
+    from rl_megatron_worker.attention.layout import PackedLayout
+
+_CPU = torch.device("cpu")
+
+
+class MegatronEngine:
+    """One rank of a model on Megatron-core: a `rl_interfaces.backend.engine.Engine`.
+
+    Args:
+        config: A resolved policy config.
+        environment: The rank; the default process group exists.
+        tokenizer: Not used: the model's config gives the vocabulary.
+        init_optimizer: Whether to build an optimizer.
+
+    Raises:
+        ValueError: A setting is invalid; the message names key and numbers.
+    """
+
+    def __init__(
+        self,
+        config: Mapping[str, Any],
+        *,
+        environment: RankEnvironment,
+        tokenizer: PreTrainedTokenizerBase | None = None,
+        init_optimizer: bool = True,
+    ) -> None:
+        self._config = EngineConfig.from_policy_config(
+            config, world_size=environment.world_size, init_optimizer=init_optimizer
+        )
+        self.runtime = Runtime(environment)
+        layout = self._config.layout
+        with ExitStack() as leaving:
+            # First on the stack: groups are left after all that uses them, and on any failure.
+            leaving.callback(leave_model_parallel)
+            init_model_parallel(layout, self.runtime, timeout_s=self._config.timeout_s)
+            self._hf_config = load_model_config(self._config)
+            self._generation_config = load_generation_config(self._config)
+            converter = converter_for(self._hf_config, self._config.converter_type)
+            self._architecture = converter.architecture(self._hf_config)
+            check_sizes(
+                self._architecture, layout, recomputed_unit=self._config.model.recomputed_unit
+            )
+            self._mappings = converter.mappings(self._architecture)
+            self.info = self._build_info()
+            self.runtime.seed(self._config.seed + dist.get_rank(self.info.data_group))
+            self._build_model()
+            self._leaving = leaving.pop_all()
+        self._state = ResidencyState.TRAINING if self.optimizer else ResidencyState.INFERENCE
+        self._set_mode(training=self.optimizer is not None)
+
+    @classmethod
+    def plan_layout(
+        cls, config: Mapping[str, Any], *, world_size: int, init_optimizer: bool = True
+    ) -> ParallelLayout:
+        """Return the layout of `world_size` ranks, before any of them starts.
+
+        Raises:
+            ValueError: A setting is invalid; the message names key and numbers.
+        """
+        parsed = EngineConfig.from_policy_config(
+            config, world_size=world_size, init_optimizer=init_optimizer
+        )
+        hf_config = load_model_config(parsed)
+        converter = converter_for(hf_config, parsed.converter_type)
+        check_device(parsed.layout, on_cuda=may_have_gpus())
+        check_sizes(
+            converter.architecture(hf_config),
+            parsed.layout,
+            recomputed_unit=parsed.model.recomputed_unit,
+        )
+        return parsed.layout.for_driver
+
+    # Forward and backward passes
+
+    def run(self, step: Step, score: ScoreFunction) -> list[Scored]:
+        """See `Engine.run`; every pipeline stage returns the results of the last one."""
+
+        def on_last_stage(layout: PackedLayout, hidden: torch.Tensor) -> Scored:
+            return score(layout.micro_batch, self._output(layout, hidden))
+
+        found = self._schedule.run(self._schedule.lay_out(step), on_last_stage)
+        self._free_memory(level=1)
+        return broadcast_scored(found, device=self.info.device)
+
+    def run_backward(self, step: Step, loss: LossOfOutput) -> list[Scored]:
+        """See `Engine.run_backward`; the gradients of an earlier step are cleared first.
+
+        They are cleared here, not only after a step: a pass that failed has left the gradient
+        buckets in the middle of an accumulation.
+        """
+        assert self.optimizer is not None, "the engine was built without an optimizer"
+
+        def on_last_stage(
+            layout: PackedLayout, hidden: torch.Tensor
+        ) -> tuple[torch.Tensor, Scored]:
+            return loss(layout.micro_batch, self._output(layout, hidden))
+
+        layouts = self._schedule.lay_out(step)
+        num_tokens = self._num_tokens(layouts) if self.optimizer.balances_experts else 1
+        self.optimizer.begin_step(num_tokens)
+        found = self._schedule.run_backward(layouts, on_last_stage)
+        self._free_memory(level=1)
+        return broadcast_scored(found, device=self.info.device)
+
+    def mode(self, *, training: bool) -> AbstractContextManager[None]:
+        """See `Engine.mode`."""
+        return self._mode(training=training)
+
+    @contextmanager
+    def decoders(self) -> Generator[Callable[[Mapping[str, Any]], Decoder], None, None]:
+        """See `Engine.decoders`; expert-parallel ranks synchronise their forward passes."""
+
+        def new_decoder() -> Decoder:
+            return open_decoder(self._schedule, self._head, self.info.packing)
+
+        sync = ExpertSync(
+            self.info.data_group,
+            self.info.device,
+            enabled=self._config.layout.experts_span_data_ranks,
+        )
+        with sync.joining(new_decoder):
+            yield lambda _: sync.synchronised(new_decoder())
+
+    # Residency
+
+    def place(self, state: ResidencyState) -> None:
+        """See `Engine.place`."""
+        self._state = state
+        self._place(
+            model=state is not ResidencyState.OFFLOADED,
+            training=state is ResidencyState.TRAINING,
+        )
+        if state is not ResidencyState.REFITTING:
+            self._set_mode(training=state is ResidencyState.TRAINING)
+
+    @contextmanager
+    def on_device(self) -> Generator[None, None, None]:
+        """Have model and optimizer state on the device inside, and then where they were."""
+        self._place(model=True, training=True)
+        try:
+            yield
+        finally:
+            self._place(
+                model=self._state is not ResidencyState.OFFLOADED,
+                training=self._state is ResidencyState.TRAINING,
+            )
+
+    # Weights
+
+    def local_parameters(self) -> Iterator[tuple[str, torch.Tensor]]:
+        """Yield the name in its chunk and this rank's shard of every parameter.
+
+        Tied embeddings have one key on the first and the last stage, each of which has a copy.
+        """
+        for chunk in self.model:
+            for name, parameter in chunk.named_parameters():
+                is_tied = getattr(parameter, "shared_embedding", False)
+                yield "embeddings" if is_tied else name, parameter
+
+    def keep_reference(self) -> Callable[[], AbstractContextManager[None]]:
+        """See `Engine.keep_reference`."""
+        return ReferenceCopy(self._local_tensors).swapped_in
+
+    def weight_source(self, dtype: torch.dtype) -> MegatronWeights:
+        """Return the full weights in `dtype` under Hugging Face names."""
+        return MegatronWeights(
+            self.model, self._mappings, wire_dtype=dtype, device=self.info.device
+        )
+
+    def export(self) -> HfExport:
+        """See `Engine.export`."""
+        return HfExport(
+            write_config=partial(write_config, self._hf_config, self._generation_config),
+            source=_ResidentWeights(self, self.weight_source(torch.float32)),
+        )
+
+    def close(self) -> None:
+        """Leave Megatron-core's process groups. Not collective; may be called again."""
+        self._leaving.close()
+
+    # Inside
+
+    def _build_info(self) -> EngineInfo:
+        multiple = self._config.sequence_multiple
+        return EngineInfo(
+            device=self.runtime.device,
+            data_group=cast("dist.ProcessGroup", parallel_state.get_data_parallel_group()),
+            vocab_size=self._architecture.vocab_size,
+            wire_dtype=self._config.model.params_dtype,
+            max_sequence_length=self._architecture.max_sequence_length,
+            # Megatron-core's layers run over packed rows here, whatever the plan of the batch.
+            packing=Concatenation(always=True, sequence_multiple=multiple, total_multiple=multiple),
+        )
+
+    def _build_model(self) -> None:
+        config, optimizer = self._config, self._config.optimizer
+        megatron_config = transformer_config(
+            self._architecture, config.layout, config.model, self.runtime
+        )
+        self.model = build_model(
+            self._architecture,
+            megatron_config,
+            config.layout,
+            self.runtime,
+            ddp=None if optimizer is None else ddp_config(config.data_parallel, optimizer),
+        )
+        # Before the optimizer, which makes its float32 copies of the weights when it is built.
+        load_weights(self.model, self._mappings, self._hf_config, model_name=config.model_name)
+        self._schedule = Schedule(chunks=self.model, runtime=self.runtime)
+        self._head = self._build_head()
+        self.optimizer = None
+        if optimizer is not None:
+            self.optimizer = Trainer(
+                self.model,
+                megatron_config,
+                optimizer,
+                config.scheduler,
+                self.runtime,
+                frees_memory=config.empty_unused_memory_level >= 2,
+            )
+        self.checkpoint = MegatronFormat(
+            self.model, self.runtime, trainer=self.optimizer, on_device=self.on_device
+        )
+
+    def _build_head(self) -> TokenHead | None:
+        if not self._schedule.is_last_stage:
+            return None
+        return TokenHead(
+            chunk=self.model[-1],
+            vocab_size=self._architecture.vocab_size,
+            temperature=self._config.temperature,
+        )
+
+    def _output(self, layout: PackedLayout, hidden: torch.Tensor) -> PackedOutput:
+        assert self._head is not None, "only the last stage has hidden states to score"
+        return PackedOutput(head=self._head, layout=layout, hidden=hidden)
+
+    def _num_tokens(self, layouts: Sequence[PackedLayout]) -> int:
+        """Return the number of tokens of a step on all data-parallel ranks. Collective.
+
+        Padding and the passes that complete a schedule count too: the router sees their tokens,
+        and they take part in the load-balancing loss.
+        """
+        own = sum(layout.packed.total_length for layout in layouts)
+        total = torch.tensor(own, dtype=torch.int64, device=self.info.device)
+        dist.all_reduce(total, group=self.info.data_group)
+        return int(total)
+
+    @contextmanager
+    def _mode(self, *, training: bool) -> Generator[None, None, None]:
+        with module_mode(self.model, training=training):
+            try:
+                yield
+            except BaseException:
+                if training and self.optimizer is not None:
+                    self.optimizer.clear_gradients()
+                raise
+
+    def _set_mode(self, *, training: bool) -> None:
+        for chunk in self.model:
+            chunk.train(training)
+
+    def _free_memory(self, *, level: int) -> None:
+        if self._config.empty_unused_memory_level >= level:
+            self.runtime.free_cached_memory()
+
+    def _place(self, *, model: bool, training: bool) -> None:
+        """Have on the device what is asked for, and the rest on the CPU."""
+        # Gradients first, both ways: the peak never holds gradients and moving weights together.
+        if self.optimizer is not None and not training:
+            self.optimizer.release_gradients()
+            self.optimizer.move_state(_CPU)
+        place_parameters(self.model, self.runtime, on_device=model)
+        if self.optimizer is not None and training:
+            self.optimizer.move_state(self.info.device)
+            self.optimizer.restore_gradients()
+        self.runtime.free_cached_memory()
+
+    def _local_tensors(self) -> list[torch.Tensor]:
+        """Return every parameter, and every buffer that a checkpoint holds."""
+        tensors: list[torch.Tensor] = []
+        for chunk in self.model:
+            tensors += chunk.parameters()
+            persistent = chunk.state_dict(keep_vars=True)
+            # `nn.Module.named_buffers`: data parallelism replaces `buffers` by a list of its own.
+            tensors += [buffer for name, buffer in chunk.named_buffers() if name in persistent]
+        return tensors
+
+
+def write_config(
+    hf_config: Any, generation_config: GenerationConfig | None, directory: Path
+) -> None:
+    """Write the config of a float32 export, and the generation config if there is one."""
+    written = copy.deepcopy(hf_config)
+    written.dtype = torch.float32
+    written.save_pretrained(directory)
+    if generation_config is not None:
+        generation_config.save_pretrained(directory)
+
+
+class _ResidentWeights:
+    """A weight source that moves the model onto the device while it gathers.
+
+    An export is allowed in every residency state, also while the model is offloaded.
+    """
+
+    def __init__(self, engine: MegatronEngine, weights: MegatronWeights) -> None:
+        self._engine, self._weights = engine, weights
+        self.metadata, self.held_names = weights.metadata, weights.held_names
+
+    def groups(self) -> list[list[str]]:
+        """See `MegatronWeights.groups`."""
+        return self._weights.groups()
+
+    def iter_groups(self) -> Iterator[tuple[list[str], list[torch.Tensor]]]:
+        """See `MegatronWeights.iter_groups`."""
+        with self._engine.on_device():
+            yield from self._weights.iter_groups()
+
+    def __iter__(self) -> Iterator[tuple[str, torch.Tensor]]:
+        with self._engine.on_device():
+            yield from self._weights
+
+    def gather(self, names: Iterable[str]) -> Iterator[tuple[str, torch.Tensor]]:
+        """See `MegatronWeights.gather`."""
+        with self._engine.on_device():
+            yield from self._weights.gather(names)

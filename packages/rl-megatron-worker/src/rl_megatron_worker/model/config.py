@@ -1,0 +1,141 @@
+"""The model and the choices that a layout leaves open, as Megatron-core's config of it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+import torch
+from megatron.core.transformer.transformer_config import TransformerConfig
+
+from rl_megatron_worker.model.specs import fits_transformer_engine, has_transformer_engine
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+    from rl_megatron_worker.parallel.groups import MegatronLayout
+    from rl_megatron_worker.runtime import Runtime
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Architecture:
+    """A Hugging Face config as arguments of Megatron-core's `GPTModel`."""
+
+    transformer: dict[str, Any]
+    """The fields of `TransformerConfig` that the model determines: `num_layers`, `hidden_size` ...
+
+    For an MoE model `moe_layer_freq` is a list with 1 for each MoE layer and 0 for others.
+    """
+    vocab_size: int
+    """Number of tokens, without padding for tensor parallelism."""
+    max_sequence_length: int
+    """The longest sequence that the model supports."""
+    tied_embeddings: bool
+    """Whether the output layer shares the embedding's weight."""
+    rotary_base: float
+    """Base (theta) of the rotary embedding."""
+    rotary_scaling: dict[str, Any] = field(default_factory=dict)
+    """`GPTModel`'s arguments for scaled rotary embeddings; empty without scaling."""
+
+    @property
+    def num_layers(self) -> int:
+        """Number of layers, over all stages."""
+        return self.transformer["num_layers"]
+
+    def has_experts(self, layer: int) -> bool:
+        """Return whether a layer, counted from 0, is an MoE layer."""
+        if self.transformer.get("num_moe_experts") is None:
+            return False
+        return self.transformer["moe_layer_freq"][layer] == 1
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ModelOptions:
+    """The user's choices for a model, besides the parallel layout."""
+
+    params_dtype: torch.dtype
+    """Dtype of parameters and compute."""
+    pipeline_dtype: torch.dtype
+    """Dtype of activations sent between stages."""
+    recompute_granularity: str | None = None
+    """`full` recomputes layers in the backward pass, `selective` core attention only."""
+    recompute_method: str | None = None
+    """`uniform` or `block`, with `full`."""
+    recompute_num_layers: int | None = None
+    """With `full`: layers per checkpoint (`uniform`), or recomputed layers (`block`)."""
+    moe_options: Mapping[str, Any] = field(default_factory=dict)
+    """Further MoE fields of `TransformerConfig`."""
+
+    @property
+    def recomputed_unit(self) -> int | None:
+        """Layers recomputed as one unit under `uniform`; None otherwise."""
+        return self.recompute_num_layers if self.recompute_method == "uniform" else None
+
+
+def transformer_config(
+    architecture: Architecture, layout: MegatronLayout, options: ModelOptions, runtime: Runtime
+) -> TransformerConfig:
+    """Return Megatron-core's config of the model.
+
+    Fused kernels need a GPU or Transformer Engine; without them unfused operators are used.
+    """
+    engine = uses_transformer_engine(runtime, options.params_dtype)
+    moe_options = {"moe_token_dispatcher_type": "alltoall", **options.moe_options}
+    is_gated = architecture.transformer.get("gated_linear_unit", False)
+    fields = {
+        "params_dtype": options.params_dtype,
+        "pipeline_dtype": options.pipeline_dtype,
+        "bf16": options.params_dtype is torch.bfloat16,
+        "fp16": options.params_dtype is torch.float16,
+        "tensor_model_parallel_size": layout.tensor,
+        "pipeline_model_parallel_size": layout.pipeline,
+        "virtual_pipeline_model_parallel_size": layout.virtual_stages,
+        "num_layers_in_first_pipeline_stage": layout.first_stage_layers,
+        "num_layers_in_last_pipeline_stage": layout.last_stage_layers,
+        "context_parallel_size": layout.context,
+        "expert_model_parallel_size": layout.expert,
+        "expert_tensor_parallel_size": layout.expert_tensor,
+        "sequence_parallel": layout.sequence_parallel,
+        "recompute_granularity": options.recompute_granularity,
+        "recompute_method": options.recompute_method,
+        "recompute_num_layers": options.recompute_num_layers,
+        # Packed micro-batches differ in their number of tokens. Megatron-core rejects that for the
+        # all-gather dispatcher; `plan_layout` rejects that dispatcher wherever it matters.
+        "variable_seq_lengths": moe_options["moe_token_dispatcher_type"] != "allgather",
+        # With two stages, next and previous rank are the same: batched sends of an interleaved
+        # schedule would match a forward activation with a backward gradient.
+        "overlap_p2p_comm": layout.virtual_stages is not None,
+        "batch_p2p_comm": layout.virtual_stages is None,
+        # Gradients are summed, not averaged: the loss is already divided by a global count.
+        "calculate_per_token_loss": True,
+        "init_method": _no_init,
+        "output_layer_init_method": _no_init,
+        "embedding_init_method": _no_init,
+        "masked_softmax_fusion": False,
+        "bias_activation_fusion": runtime.on_cuda and is_gated,
+        "bias_dropout_fusion": runtime.on_cuda,
+        "apply_rope_fusion": engine,
+        "gradient_accumulation_fusion": False,
+        "persist_layer_norm": engine,
+        "moe_permute_fusion": False,
+        "moe_grouped_gemm": False,
+    }
+    return TransformerConfig(**(architecture.transformer | fields | moe_options))
+
+
+def uses_transformer_engine(runtime: Runtime, dtype: torch.dtype) -> bool:
+    """Return whether layers of this dtype are built from Transformer Engine's modules."""
+    return fits_transformer_engine(dtype, on_cuda=runtime.on_cuda) and has_transformer_engine()
+
+
+def padded_vocab_size(architecture: Architecture, layout: MegatronLayout) -> int:
+    """Return the vocabulary size, padded to a multiple of the tensor-parallel size."""
+    return -(-architecture.vocab_size // layout.tensor) * layout.tensor
+
+
+def _no_init(weight: torch.Tensor) -> torch.Tensor:
+    """Leave the weight uninitialised, as weights are loaded, and the RNG state unchanged.
+
+    Initialisation cannot be disabled: Megatron-core sets the tensor-parallel attributes there.
+    """
+    return weight

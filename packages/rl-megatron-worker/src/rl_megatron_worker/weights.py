@@ -1,0 +1,327 @@
+"""The model's weights on their way out: full, in the wire dtype, a layer at a time.
+
+`MegatronWeights` is the source that receivers see; below it, the gathers of a layer: shards are
+all-gathered on the stage that has the layer, and broadcast from there to the other stages.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, field
+from functools import cached_property
+from itertools import accumulate, groupby, islice
+from typing import TYPE_CHECKING, NamedTuple
+
+import torch
+import torch.distributed as dist
+from megatron.core.process_groups_config import ProcessGroupCollection
+from rl_refit.source import block_of
+
+from rl_megatron_worker.model.chunks import held_parameters, place_of
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Iterator, Sequence
+    from collections.abc import Mapping as Map
+
+    from torch import nn
+
+    from rl_megatron_worker.convert import Mapping
+
+_GROUPS = ["tp", "pp", "ep", "expt_tp", "tp_ep"]
+Tensors = dict[str, torch.Tensor]
+Shape = tuple[int, ...]
+
+# Its name since torch 2.13, which warns of the other.
+_all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+
+
+class WeightMeta(NamedTuple):
+    """Metadata of a tensor, known before it is gathered."""
+
+    name: str
+    dtype: torch.dtype
+    """The wire dtype."""
+    shape: tuple[int, ...]
+    """The full shape."""
+
+
+class MegatronWeights:
+    """The model's full tensors under Hugging Face names: a `rl_interfaces.WeightSource`.
+
+    vLLM's own weight-transfer engines take it as well. A layer's shards are cast to the wire dtype,
+    all-gathered on the layer's pipeline stage, and broadcast to the other stages; the gather of the
+    next layer overlaps with the consumption of the current one.
+
+    Args:
+        chunks: This rank's `GPTModel`s; their parameters are read when they are iterated over.
+        mappings: The mappings of all ranks' parameters, in the order of export.
+        wire_dtype: The dtype of every tensor on the wire.
+        device: The device of the gathered tensors.
+        groups: Megatron-core's process groups; its global ones by default.
+    """
+
+    def __init__(
+        self,
+        chunks: Sequence[nn.Module],
+        mappings: Sequence[Mapping],
+        *,
+        wire_dtype: torch.dtype,
+        device: torch.device,
+        groups: ProcessGroupCollection | None = None,
+    ) -> None:
+        self._chunks = chunks
+        self._wire_dtype = wire_dtype
+        self._device = device
+        self._groups = groups or ProcessGroupCollection.use_mpu_process_groups(_GROUPS)
+        exported = [mapping for mapping in mappings if not mapping.is_copy]
+        self._mapping_of = {name: each for each in exported for name in each.sources}
+        experts = [each.expert for each in exported if each.expert is not None]
+        self._num_experts = max(experts) + 1 if experts else 0
+
+    def metadata(self) -> list[WeightMeta]:
+        """Return name, wire dtype and full shape of every tensor, without moving any."""
+        return [
+            WeightMeta(name, self._wire_dtype, mapping.sources[name])
+            for name, mapping in self._mapping_of.items()
+        ]
+
+    def held_names(self) -> None:
+        """Return None: every rank receives all tensors."""
+
+    def groups(self) -> list[list[str]]:
+        """Return the names of the tensors gathered together, in the order of `metadata`."""
+        return [list(group) for _, group in groupby(self._mapping_of, key=block_of)]
+
+    def iter_groups(self) -> Iterator[tuple[list[str], list[torch.Tensor]]]:
+        """Yield names and full tensors of each of `groups`. Collective."""
+        tensors = iter(self)
+        for group in self.groups():
+            yield group, [tensor for _, tensor in islice(tensors, len(group))]
+
+    def __iter__(self) -> Iterator[tuple[str, torch.Tensor]]:
+        """Yield name and full tensor in the order of `metadata`. Collective."""
+        return self.gather(self._mapping_of)
+
+    @torch.no_grad()
+    def gather(self, names: Iterable[str]) -> Iterator[tuple[str, torch.Tensor]]:
+        """Yield name and full tensor of each of `names`. Collective.
+
+        Raises:
+            ValueError: The model has no tensor of that name.
+        """
+        names = list(names)
+        if unknown := [name for name in names if name not in self._mapping_of]:
+            raise ValueError(f"there is no tensor {unknown[0]!r} in the model")
+        held = self._held()
+        # Two layers in flight: the gather of the next one overlaps with the use of the current one.
+        pending: _LayerGather | None = None
+        for (_, stage), group in groupby(names, key=self._layer_and_stage):
+            following = self._start(list(group), stage, held)
+            if pending is not None:
+                yield from pending.finish()
+            pending = following
+        if pending is not None:
+            yield from pending.finish()
+
+    def _start(self, names: list[str], stage: int, held: dict[str, torch.Tensor]) -> _LayerGather:
+        """Start to gather tensors of one pipeline stage."""
+        groups = self._groups
+        layer = _LayerGather(
+            {name: self._mapping_of[name].sources[name] for name in names},
+            dtype=self._wire_dtype,
+            device=self._device,
+            stage=stage,
+            pipeline=groups.pp,
+        )
+        if groups.pp.rank() != stage:
+            return layer
+        # A fused parameter has several names (QKV, gate and up): gather it once.
+        mappings = {self._mapping_of[name].names[0]: self._mapping_of[name] for name in names}
+        dense = [each for each in mappings.values() if each.expert is None]
+        experts = [each for each in mappings.values() if each.expert is not None]
+        for each in dense:
+            if each.dim is None:
+                layer.copy_replicated(each, held[each.names[0]])
+        if sharded := [each for each in dense if each.dim is not None]:
+            layer.start_gather([sharded], held, group=groups.tp)
+        if experts:
+            layer.start_gather(self._by_expert_rank(experts), held, group=groups.tp_ep)
+        return layer
+
+    def _by_expert_rank(self, experts: list[Mapping]) -> list[list[Mapping]]:
+        """Return the experts' mappings by the expert-parallel rank that holds them."""
+        ranks, shards = self._groups.ep.size(), self._groups.expt_tp.size()
+        position = self._groups.ep.rank() * shards + self._groups.expt_tp.rank()
+        assert self._groups.tp_ep.rank() == position, "expert-tensor-parallel ranks are adjacent"
+        num_experts = self._num_experts // ranks
+        by_rank: list[list[Mapping]] = [[] for _ in range(ranks)]
+        for each in experts:
+            assert each.expert is not None
+            by_rank[each.expert // num_experts].append(each)
+        return by_rank
+
+    def _held(self) -> dict[str, torch.Tensor]:
+        """Return this rank's parameters by the first names of their mappings."""
+        held = held_parameters(self._chunks)
+        return {
+            mapping.names[0]: held[name]
+            for mapping in self._mapping_of.values()
+            for name in mapping.names
+            if name in held
+        }
+
+    def _layer_and_stage(self, name: str) -> tuple[str, int]:
+        return block_of(name), self._stage_of[place_of(self._mapping_of[name].names[0])]
+
+    @cached_property
+    def _stage_of(self) -> dict[str, int]:
+        """The pipeline stage of each name prefix, see `place_of`. Collective on first access."""
+        pipeline = self._groups.pp
+        mine = {place_of(name) for name in self._held()}
+        places = sorted({place_of(mapping.names[0]) for mapping in self._mapping_of.values()})
+        stages = torch.tensor(
+            [pipeline.rank() if place in mine else -1 for place in places], device=self._device
+        )
+        dist.all_reduce(stages, op=dist.ReduceOp.MAX, group=pipeline)
+        stage_of = dict(zip(places, stages.tolist(), strict=True))
+        assert all(stage >= 0 for stage in stage_of.values()), stage_of
+        return stage_of
+
+
+class _LayerGather:
+    """The full tensors of a layer: gathered on its pipeline stage, broadcast to the others.
+
+    Args:
+        shapes: Full shapes, by name.
+        dtype: The wire dtype.
+        device: The device of the gathered tensors.
+        stage: The pipeline stage of the layer.
+        pipeline: The pipeline-parallel group.
+    """
+
+    def __init__(
+        self,
+        shapes: Map[str, Shape],
+        *,
+        dtype: torch.dtype,
+        device: torch.device,
+        stage: int,
+        pipeline: dist.ProcessGroup,
+    ) -> None:
+        sizes = [math.prod(shape) for shape in shapes.values()]
+        # One flat buffer, so that the broadcast to the other stages is one collective.
+        self._flat = torch.empty(sum(sizes), dtype=dtype, device=device)
+        parts = self._flat.split(sizes)
+        self._tensors = {
+            name: part.view(shape)
+            for part, (name, shape) in zip(parts, shapes.items(), strict=True)
+        }
+        self._stage = stage
+        self._pipeline = pipeline
+        self._gathers: list[_Gather] = []
+
+    def copy_replicated(self, mapping: Mapping, parameter: torch.Tensor) -> None:
+        """Copy a parameter that this rank holds unsharded."""
+        mapping.unshard(parameter, self._tensors, rank=0, size=1)
+
+    def start_gather(
+        self, mappings: Sequence[Sequence[Mapping]], held: Tensors, *, group: dist.ProcessGroup
+    ) -> None:
+        """Start an asynchronous all-gather of sharded parameters. Collective.
+
+        Args:
+            mappings: One list per set of consecutive ranks in the group: rank `i * shards + j`
+                holds shard `j` of each of `mappings[i]`.
+            held: This rank's shards, by the first names of their mappings.
+            group: The ranks that hold the shards.
+        """
+        if group.size() == 1:
+            for mapping in mappings[0]:
+                self.copy_replicated(mapping, held[mapping.names[0]])
+            return
+        gather = _Gather.start(
+            mappings, held, group=group, dtype=self._flat.dtype, device=self._flat.device
+        )
+        self._gathers.append(gather)
+
+    def finish(self) -> Iterator[tuple[str, torch.Tensor]]:
+        """Wait for the gathers, broadcast, and yield name and full tensor. Collective."""
+        for gather in self._gathers:
+            gather.unshard(self._tensors)
+        self._gathers.clear()
+        if self._pipeline.size() > 1:
+            source = dist.get_global_rank(self._pipeline, self._stage)
+            dist.broadcast(self._flat, src=source, group=self._pipeline)
+        yield from self._tensors.items()
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class _ShardSlot:
+    """The range of a parameter's shard in a rank's flat contribution to a gather."""
+
+    mapping: Mapping
+    start: int
+    end: int
+    shape: Shape
+
+
+def _assign_slots(mappings: Sequence[Mapping], shapes: Sequence[Shape]) -> list[_ShardSlot]:
+    ends = list(accumulate(math.prod(shape) for shape in shapes))
+    return [
+        _ShardSlot(mapping=mapping, start=start, end=end, shape=shape)
+        for mapping, shape, start, end in zip(mappings, shapes, [0, *ends], ends, strict=False)
+    ]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class _Gather:
+    """A pending all-gather of the shards of several parameters."""
+
+    parts: list[list[_ShardSlot]]
+    """The slots of each set of ranks."""
+    num_shards: int
+    """Number of ranks in each set."""
+    gathered: torch.Tensor
+    """`[sets, ranks per set, elements]`."""
+    work: dist.Work = field(repr=False)
+
+    @classmethod
+    def start(
+        cls,
+        mappings: Sequence[Sequence[Mapping]],
+        held: Tensors,
+        *,
+        group: dist.ProcessGroup,
+        dtype: torch.dtype,
+        device: torch.device,
+    ) -> _Gather:
+        num_shards, rest = divmod(group.size(), len(mappings))
+        assert rest == 0, (group.size(), len(mappings))
+        parts = [
+            _assign_slots(each, [_shard_shape(mapping, held, num_shards) for mapping in each])
+            for each in mappings
+        ]
+        # An all-gather needs equal sizes: sets with fewer parameters leave the rest uninitialised.
+        num_elements = max(each[-1].end if each else 0 for each in parts)
+        own = torch.empty(num_elements, dtype=dtype, device=device)
+        for part in parts[group.rank() // num_shards]:
+            own[part.start : part.end].view(part.shape).copy_(held[part.mapping.names[0]])
+        gathered = own.new_empty(len(mappings), num_shards, num_elements)
+        work = _all_gather(gathered.view(-1), own, group=group, async_op=True)
+        assert work is not None
+        return cls(parts=parts, num_shards=num_shards, gathered=gathered, work=work)
+
+    def unshard(self, into: Tensors) -> None:
+        """Wait for the collective, and copy the shards into the full tensors."""
+        self.work.wait()
+        for parts, shards in zip(self.parts, self.gathered, strict=True):
+            for part in parts:
+                for rank, elements in enumerate(shards):
+                    shard = elements[part.start : part.end].view(part.shape)
+                    part.mapping.unshard(shard, into, rank=rank, size=self.num_shards)
+
+
+def _shard_shape(mapping: Mapping, held: Tensors, size: int) -> Shape:
+    """Return the shape of each rank's shard, padded as on this rank."""
+    own = held.get(mapping.names[0])
+    return mapping.shard_shape(size) if own is None else tuple(own.shape)

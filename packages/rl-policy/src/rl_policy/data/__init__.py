@@ -1,0 +1,1 @@
+"""What recipes train on: problems, preference pairs, their batches and rewards, the tiny model."""

@@ -1,0 +1,127 @@
+"""The rows of a batch around an inference engine: checked, seeded, and assembled with completions.
+
+Nothing here knows a particular engine.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from rl_batched_data import BatchedDataDict
+from rl_interfaces.backend.batch_checks import check_scoring_batch
+
+_SEED_BYTES = 7  # of 8, so that the sign of an int64 is never touched
+
+
+def check_prompts(
+    data: BatchedDataDict[Any], *, pad_token_id: int | None, max_length: int, vocab_size: int
+) -> None:
+    """Raise unless an engine can continue every row of `data`, before anything is sent.
+
+    Args:
+        data: See `GenerationDatumSpec`.
+        pad_token_id: The tokenizer's padding token, by which left padding is detected.
+        max_length: Most tokens per row, prompt and completion.
+        vocab_size: Tokens that the model has.
+
+    Raises:
+        ValueError: Names the key, the row and the numbers.
+    """
+    check_scoring_batch(data, pad_token_id=pad_token_id)
+    lengths = data["input_lengths"]
+    if not len(lengths):
+        raise ValueError("'input_ids' has no rows")
+    row = int(lengths.argmax())
+    if lengths[row] >= max_length:
+        raise ValueError(
+            f"'input_lengths'[{row}]={int(lengths[row])} leaves no room for a token in "
+            f"{max_length} tokens (generation.vllm_cfg.max_model_len, or the model's own)"
+        )
+    highest = int(data["input_ids"].max())
+    if highest >= vocab_size:
+        raise ValueError(
+            f"'input_ids' holds the token {highest}: the model has {vocab_size} tokens"
+        )
+
+
+def row_seeds(num_rows: int, *, seed: int, weight_version: int, call: int) -> torch.Tensor:
+    """Return a seed per row, the same for the same numbers on however many engines.
+
+    Args:
+        num_rows: Rows of the batch.
+        seed: Of the run.
+        weight_version: Of the weights that are sampled from. A resumed run continues with other
+            seeds than it began with.
+        call: Earlier calls that sampled from these weights.
+
+    Returns:
+        `[num_rows]` int64, not negative.
+    """
+    prefix = f"{seed}/{weight_version}/{call}/"
+    digests = (
+        hashlib.blake2b(f"{prefix}{row}".encode(), digest_size=_SEED_BYTES).digest()
+        for row in range(num_rows)
+    )
+    return torch.tensor([int.from_bytes(digest) for digest in digests], dtype=torch.int64)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Completion:
+    """An engine's completion of one prompt."""
+
+    token_ids: Sequence[int]
+    """The generated tokens, including the one that ended the row."""
+    logprobs: Sequence[float]
+    """Of each token, under the distribution that it was sampled from."""
+
+
+def assemble_output(
+    prompts: Sequence[Sequence[int]],
+    completions: Sequence[Completion],
+    *,
+    pad_token_id: int,
+    weight_version: int,
+) -> BatchedDataDict[Any]:
+    """Return a `GenerationOutputSpec` with the weight version of each row.
+
+    Example, prompts [1, 2] and [3] that got [4] and [5, 6], padding 0, version 9:
+        output_ids                = [[1, 2, 4], [3, 5, 6]]
+        generation_lengths        = [1, 2]
+        unpadded_sequence_lengths = [3, 3]
+        logprobs                  = [[0, 0, -0.1], [0, -0.2, -0.3]]
+        weight_version            = [9, 9]
+
+    Args:
+        prompts: The tokens of each row, without padding.
+        completions: In the same order.
+        pad_token_id: Pads `output_ids` after each row's end.
+        weight_version: Of the weights that were sampled from, see `WeightReceiver.commit_update`.
+    """
+    lengths = [
+        len(prompt) + len(completion.token_ids)
+        for prompt, completion in zip(prompts, completions, strict=True)
+    ]
+    width = max(lengths, default=0)
+    output_ids = torch.full((len(lengths), width), pad_token_id, dtype=torch.int64)
+    logprobs = torch.zeros((len(lengths), width), dtype=torch.float32)
+    for row, (prompt, completion) in enumerate(zip(prompts, completions, strict=True)):
+        tokens = [*prompt, *completion.token_ids]
+        output_ids[row, : len(tokens)] = torch.tensor(tokens, dtype=torch.int64)
+        logprobs[row, len(prompt) : len(tokens)] = torch.tensor(
+            list(completion.logprobs), dtype=torch.float32
+        )
+    return BatchedDataDict(
+        {
+            "output_ids": output_ids,
+            "generation_lengths": torch.tensor(
+                [len(completion.token_ids) for completion in completions], dtype=torch.int64
+            ),
+            "unpadded_sequence_lengths": torch.tensor(lengths, dtype=torch.int64),
+            "logprobs": logprobs,
+            "weight_version": torch.full((len(lengths),), weight_version, dtype=torch.int64),
+        }
+    )

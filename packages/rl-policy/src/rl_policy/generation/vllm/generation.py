@@ -1,0 +1,354 @@
+"""Completions from vLLM: one engine per tensor-parallel group of a cluster's bundles."""
+
+from __future__ import annotations
+
+import sys
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+from rl_batched_data import BatchedDataDict
+from rl_interfaces import GenerationInterface
+from transformers import AutoTokenizer
+
+from rl_policy import dispatch
+from rl_policy.generation.rows import check_prompts, row_seeds
+from rl_policy.generation.state import INITIAL_VERSION
+from rl_policy.generation.vllm.config import (
+    check_sampling,
+    count_engines,
+    parse_engine_config,
+    parse_sampling_config,
+)
+from rl_policy.generation.vllm.engine import EngineFacts, require_vllm, start_on_rank
+from rl_policy.ray.named_sharding import NamedSharding
+from rl_policy.ray.worker_group import (
+    RankCall,
+    RayWorkerGroup,
+    bundle_nodes,
+    bundles_per_node,
+    rank_bundles,
+)
+
+if TYPE_CHECKING:
+    from rl_interfaces import (
+        Cluster,
+        GenerationConfig,
+        GenerationDatumSpec,
+        GenerationOutputSpec,
+    )
+    from transformers import PreTrainedTokenizerBase
+
+# A receiver that gives up says why, which is worth the wait.
+_MARGIN_S = 10.0
+_ROW_KEYS = ("input_ids", "input_lengths", "stop_strings")
+
+
+class VllmGeneration(GenerationInterface):
+    """vLLM engines on the bundles of a cluster, behind the calls of an RL algorithm.
+
+    Each engine has `vllm_cfg.tensor_parallel_size` bundles of one node, and the rows of a batch are
+    shared out over the engines. A cluster that a policy runs on as well is shared by giving it
+    `max_colocated_worker_groups=2`. Everything that can be known to be wrong is refused before an
+    engine starts. Samples are reproducible: they depend on `seed`, the weights' version, the number
+    of calls that sampled since that version came, and the row, and not on the number of engines.
+
+    Example:
+        engines = VllmGeneration(cluster, {"backend": "vllm", "model_name": "my-model",
+                                           "vllm_cfg": {"precision": "float32"}, ...}, tokenizer)
+        engines.generate(prompts)["weight_version"]  -> tensor([-1, -1])
+
+    Args:
+        cluster: Where the engines run; they do not shut it down.
+        config: A `GenerationConfig`, see `VllmSection` for its `vllm_cfg`.
+        tokenizer: The model's tokenizer. None: the one that `model_name` has.
+        name_prefix: Names the engines in errors and in what they print.
+        workers_per_node: How many bundles of each node to use. None: all.
+        seed: Of everything random.
+        timeout_s: Most seconds that the start, or any call but `generate`, may take.
+
+    Raises:
+        ValueError: What was passed cannot be done; the message names key and numbers.
+        ImportError: vLLM is not installed.
+    """
+
+    contract_version = (1, 0)
+
+    def __init__(
+        self,
+        cluster: Cluster,
+        config: GenerationConfig,
+        tokenizer: PreTrainedTokenizerBase | None = None,
+        name_prefix: str = "vllm",
+        workers_per_node: int | list[int] | None = None,
+        *,
+        seed: int = 0,
+        timeout_s: float = 600.0,
+    ) -> None:
+        self._group: RayWorkerGroup | None = None
+        engine = parse_engine_config(config, seed=seed)
+        require_vllm()
+        if tokenizer is None:
+            tokenizer = AutoTokenizer.from_pretrained(
+                engine.model_name, trust_remote_code=engine.trust_remote_code
+            )
+        assert tokenizer is not None
+        self._tokenizer = tokenizer
+        self._sampling = parse_sampling_config(
+            config,
+            tokenizer,  # pyright: ignore[reportArgumentType] # its ids are set at run time
+            batch_size=engine.max_num_seqs,
+        )
+        self._timeout_s = timeout_s
+        self._generate_timeout_s = engine.generate_timeout_s
+        self._seed = seed
+        self._version = INITIAL_VERSION
+        self._calls_since_version = 0
+        self._refit_info: dict[str, Any] = {}
+        per_node = bundles_per_node(cluster, workers_per_node)
+        sharding = _engine_grid(cluster, per_node, engine.tensor_parallel_size)
+        self._group = RayWorkerGroup(
+            cluster,
+            start_on_rank,
+            (engine, tokenizer),
+            sharding=sharding,
+            name=name_prefix,
+            workers_per_node=per_node,
+            start_timeout_s=timeout_s,
+        )
+        self.facts: list[EngineFacts] = self._on_engines("describe")
+
+    @staticmethod
+    def validate_config(config: Mapping[str, Any]) -> None:
+        """Raise what the constructor would raise for `config`, before anything starts.
+
+        Raises:
+            ValueError: A key is unknown, or a value out of range; names key and value.
+            ImportError: vLLM is not installed.
+        """
+        parse_engine_config(config, seed=0, path="policy.generation")
+        check_sampling(config, path="policy.generation")
+        require_vllm()
+
+    @property
+    def weight_version(self) -> int:
+        """The version that samples carry: -1 before the first refit, see `commit_update`."""
+        return self._version
+
+    @property
+    def num_engines(self) -> int:
+        """The number of engines."""
+        return self._engines.sharding.get_axis_size("data_parallel")
+
+    @property
+    def num_receivers(self) -> int:
+        """The processes that receive weights: every rank of every engine."""
+        return self._engines.sharding.size
+
+    def generate(
+        self, data: BatchedDataDict[GenerationDatumSpec], greedy: bool = False
+    ) -> BatchedDataDict[GenerationOutputSpec]:
+        """Return a completion per row, in the caller's order, see `GenerationOutputSpec`.
+
+        Args:
+            data: The prompts, see `GenerationDatumSpec`; any number of rows.
+            greedy: Take the most likely token every time, whatever the configuration says.
+
+        Returns:
+            What `GenerationOutputSpec` says, and `weight_version` `[batch]` int64: the version that
+            was committed when the row was sampled, -1 before the first refit.
+
+        Raises:
+            ValueError: A prompt leaves no room for a token, or holds one that the model lacks.
+            EngineStateError: An engine sleeps, or its weights are not whole.
+        """
+        check_prompts(
+            data,
+            pad_token_id=_token_id(self._tokenizer, "pad"),
+            max_length=min(facts.max_model_len for facts in self.facts),
+            vocab_size=min(facts.vocab_size for facts in self.facts),
+        )
+        num_rows = data["input_ids"].shape[0]
+        seeds = row_seeds(
+            num_rows,
+            seed=self._seed,
+            weight_version=self._version,
+            call=self._calls_since_version,
+        )
+        rows = {key: data[key] for key in _ROW_KEYS if key in data}
+        batch = BatchedDataDict(rows | {"sampling_seeds": seeds})
+        shards = dispatch.shard_in_order(batch, data_parallel=self.num_engines)
+        call = self._engines.submit_sharded(
+            "generate", shards, sampling=self._sampling, greedy=greedy
+        )
+        parts = self._engines.wait(call, timeout_s=self._generate_timeout_s)
+        if not greedy:  # which draws nothing: a run goes on with the samples it would have had
+            self._calls_since_version += 1
+        assert self._sampling.pad_token_id is not None, "parsing has resolved it"
+        return dispatch.gather_generations(parts, pad_token_id=self._sampling.pad_token_id)
+
+    def prepare_for_generation(
+        self, tags: Sequence[str] | None = None, *args: Any, **kwargs: Any
+    ) -> bool:
+        """Wake the engines; True when all of their memory is in place.
+
+        Args:
+            tags: What to wake, of `weights` and `kv_cache`. None: both. A refit needs `weights`
+                alone, and has the room of the other for its buffers.
+            args: Ignored.
+            kwargs: Ignored.
+        """
+        return all(self._on_engines("wake", tags))
+
+    def finish_generation(self, *args: Any, **kwargs: Any) -> bool:
+        """Put the engines to sleep, see `vllm_cfg.sleep_level`; True when they do."""
+        self._on_engines("sleep")
+        return True
+
+    # Weights
+
+    def init_transfer(self, address: Mapping[str, Any] | Sequence[Mapping[str, Any]]) -> None:
+        """Tell the engines where weights are going to come from; a new sender replaces an old one.
+
+        Args:
+            address: The `address` of an `rl_refit.RefitSender` for all `num_receivers` receivers,
+                or one address for each of them. Receivers are ranked from 0, engine by engine.
+
+        Raises:
+            ValueError: There are not as many addresses as receivers.
+        """
+        single = isinstance(address, Mapping)
+        addresses = [address] * self.num_receivers if single else list(address)
+        if len(addresses) != self.num_receivers:
+            raise ValueError(
+                f"{len(addresses)} addresses do not fit {self.num_receivers} receivers"
+            )
+        self._on_engines("init_transfer", addresses, timeout_s=self._timeout_s)
+
+    def begin_update(self, version: int) -> None:
+        """Open a transaction on every engine: none samples until `commit_update`.
+
+        Raises:
+            ValueError: `version` is not newer than what an engine has.
+            EngineStateError: The weights of an engine sleep.
+        """
+        self._on_engines("begin_update", version)
+
+    def update(self, version: int) -> RankCall:
+        """Let every engine receive and load all weights, at the same time as the sender sends.
+
+        Example, with a sender in this process:
+            call = engines.update(3)
+            sender.send(3)
+            reports = engines.wait_for_update(call)
+
+        Returns:
+            A running call for `wait_for_update`. Where it fails, the engines refuse to sample until
+            a full resend is committed.
+        """
+        return self._engines.submit_all("update", version)
+
+    def commit_update(self, version: int) -> None:
+        """Sample from the weights that arrived, and mark samples with `version`, from now on.
+
+        Raises:
+            EngineStateError: `version` has not arrived at every engine.
+        """
+        self._on_engines("commit_update", version)
+        if version != self._version:
+            self._version, self._calls_since_version = version, 0
+
+    def wait_for_update(self, call: RankCall) -> list[dict[str, float]]:
+        """Return a report per receiver of what `update` has started, or raise what made it fail."""
+        results = self._engines.wait(call, timeout_s=self._timeout_s + _MARGIN_S)
+        return [report for reports in self._of_engines(results) for report in reports]
+
+    def prepare_refit_info(self, info: dict[str, Any]) -> None:
+        """Learn `{name: (shape, wire dtype)}` of what the calls below are going to load."""
+        self._refit_info = dict(info)
+
+    def init_collective(self, ip: str, port: int, world_size: int) -> list[Any]:
+        """Join a trainer's group, whose rank 0 waits at an address; `update` needs none.
+
+        Args:
+            ip: The trainer's address.
+            port: A port there.
+            world_size: `num_receivers` and the trainer.
+
+        Returns:
+            Futures that are not waited for, as the trainer has to join meanwhile.
+        """
+        if world_size != self.num_receivers + 1:
+            raise ValueError(
+                f"world_size={world_size} does not fit {self.num_receivers} receivers and a trainer"
+            )
+        return self._engines.submit_all(
+            "init_collective", ip, port, world_size, timeout_s=self._timeout_s
+        ).refs
+
+    def update_weights_from_collective(self) -> list[Any]:
+        """Receive over the group of `init_collective` what `prepare_refit_info` has announced.
+
+        Returns:
+            Futures that are not waited for, as the trainer has to broadcast meanwhile.
+        """
+        return self._engines.submit_all("update_from_collective", self._known_info()).refs
+
+    def update_weights(self, handles: dict[str, Any]) -> bool:
+        """Load one group of the tensors that `prepare_refit_info` has announced; True when done.
+
+        Args:
+            handles: `{device id: {name: handle}}`, handles of `rl_refit.compat.handles`.
+        """
+        self._on_engines("update_from_handles", handles, list(self._known_info()))
+        return True
+
+    # The end
+
+    def shutdown(self) -> bool:
+        """End every process of the engines; True when all of them ended in order.
+
+        Calling it twice is fine. The cluster is left as it is.
+        """
+        return self._group is None or self._group.shutdown()
+
+    def __del__(self) -> None:
+        """Shut down, unless the interpreter is going away and takes the processes with it."""
+        if not sys.is_finalizing():
+            self.shutdown()
+
+    def _known_info(self) -> dict[str, Any]:
+        if not self._refit_info:
+            raise RuntimeError("prepare_refit_info was not called: nobody knows what is to come")
+        return self._refit_info
+
+    @property
+    def _engines(self) -> RayWorkerGroup:
+        assert self._group is not None
+        return self._group
+
+    def _on_engines(self, method: str, *args: Any, **kwargs: Any) -> list[Any]:
+        """Call `method` on every engine; return one result per engine."""
+        call = self._engines.submit_all(method, *args, **kwargs)
+        return self._of_engines(self._engines.wait(call, timeout_s=self._timeout_s))
+
+    def _of_engines(self, results: Sequence[Any]) -> list[Any]:
+        """Return the results of the ranks that have an engine, each the first of its group."""
+        return list(results[:: self.num_receivers // self.num_engines])
+
+
+def _engine_grid(
+    cluster: Cluster, per_node: Sequence[int] | None, tensor_parallel_size: int
+) -> NamedSharding:
+    nodes = [bundle_nodes(group) for group in cluster.get_placement_groups()]
+    places = rank_bundles(nodes, workers_per_node=per_node)
+    ranks_per_node = Counter(nodes[group][bundle] for group, bundle in places)
+    num_engines = count_engines(ranks_per_node, tensor_parallel_size=tensor_parallel_size)
+    shape = (num_engines, tensor_parallel_size)
+    grid = np.arange(num_engines * tensor_parallel_size).reshape(shape)
+    return NamedSharding(grid, ["data_parallel", "tensor_parallel"])
+
+
+def _token_id(tokenizer: PreTrainedTokenizerBase, name: str) -> int | None:
+    return getattr(tokenizer, f"{name}_token_id")

@@ -1,0 +1,205 @@
+"""Devices for a policy: bundles of a Ray cluster, one per rank."""
+
+from __future__ import annotations
+
+import logging
+import socket
+import sys
+from collections.abc import Sequence
+from time import monotonic
+from uuid import uuid4
+
+import ray
+from ray.exceptions import GetTimeoutError
+from ray.util.placement_group import PlacementGroup, placement_group, remove_placement_group
+from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
+
+from rl_policy.ray.session import SESSION
+
+logger = logging.getLogger(__name__)
+
+_STRATEGIES = ("SPREAD", "PACK", "STRICT_SPREAD", "STRICT_PACK")
+# Long enough for a node that is just joining, short enough not to look like a hang.
+_RESERVE_LIMIT_S = 60.0
+# After which a user wants to know what is being waited for.
+_PATIENCE_S = 3.0
+
+
+class RayVirtualCluster:
+    """Bundles on one or more nodes, reserved when they are first asked for.
+
+    A running Ray is joined, otherwise a local one is started, which `shutdown` ends again. A bundle
+    holds one GPU where GPUs are used, and a CPU for each worker group that may share it: a rank
+    takes one of its bundle's CPUs and the same part of its GPU. CPUs are logical, so a local Ray
+    runs four ranks on two cores.
+
+    Example, two nodes with four ranks each, shared by a trainer and an inference engine:
+        RayVirtualCluster(bundle_ct_per_node_list=[4, 4], max_colocated_worker_groups=2)
+
+    Args:
+        bundle_ct_per_node_list: Ranks per node, one placement group each.
+        use_gpus: Whether a bundle holds a GPU. None: where Ray sees any.
+        max_colocated_worker_groups: Worker groups that may run in the same bundles.
+        num_gpus_per_node: Most GPUs that a node has.
+        name: Names the placement groups.
+        placement_group_strategy: Ray's, for the bundles of each placement group.
+
+    Raises:
+        ValueError: An argument makes no sense.
+    """
+
+    def __init__(
+        self,
+        bundle_ct_per_node_list: list[int],
+        use_gpus: bool | None = None,
+        max_colocated_worker_groups: int = 1,
+        num_gpus_per_node: int = 8,
+        name: str = "",
+        placement_group_strategy: str = "SPREAD",
+    ) -> None:
+        self._placement_groups: list[PlacementGroup] | None = None
+        self._is_shut_down = False
+        _check_bundle_counts(bundle_ct_per_node_list)
+        if max_colocated_worker_groups < 1:
+            raise ValueError(
+                f"max_colocated_worker_groups={max_colocated_worker_groups} must be positive"
+            )
+        if placement_group_strategy not in _STRATEGIES:
+            raise ValueError(
+                f"placement_group_strategy={placement_group_strategy!r} must be one of "
+                f"{_STRATEGIES}"
+            )
+        self._bundle_counts = list(bundle_ct_per_node_list)
+        self._use_gpus = use_gpus
+        self._max_worker_groups = max_colocated_worker_groups
+        self._num_gpus_per_node = num_gpus_per_node
+        self._name = name
+        self._strategy = placement_group_strategy
+        if use_gpus:
+            self._check_gpus_per_node()
+
+    def world_size(self) -> int:
+        """Return the number of bundles, which is the number of ranks."""
+        return sum(self._bundle_counts)
+
+    def get_placement_groups(self) -> list[PlacementGroup]:
+        """Return the placement groups that hold the bundles, in node order.
+
+        Raises:
+            ValueError: The Ray that was started here can never hold them.
+            TimeoutError: They were not free in time. The message names asked and available.
+            RuntimeError: The cluster is shut down.
+        """
+        if self._is_shut_down:
+            raise RuntimeError("the cluster is shut down")
+        if self._placement_groups is None:
+            SESSION.enter(id(self), num_cpus=self.world_size() * self._max_worker_groups)
+            try:
+                self._placement_groups = self._reserve()
+            except BaseException:
+                SESSION.leave(id(self))
+                raise
+        return list(self._placement_groups)
+
+    def get_master_address_and_port(self) -> tuple[str, int]:
+        """Return the address of rank 0's node and a port that is free there."""
+        in_first_bundle = PlacementGroupSchedulingStrategy(
+            self.get_placement_groups()[0], placement_group_bundle_index=0
+        )
+        task = ray.remote(_address_and_free_port)
+        answer = task.options(num_cpus=0, scheduling_strategy=in_first_bundle).remote()
+        try:
+            return ray.get(answer, timeout=_RESERVE_LIMIT_S)
+        except GetTimeoutError as error:
+            message = f"rank 0's node gave no free port within {_RESERVE_LIMIT_S:.0f} s"
+            raise TimeoutError(message) from error
+
+    def shutdown(self) -> None:
+        """Give the bundles back, and end Ray if it was started here. Calling it twice is fine."""
+        self._is_shut_down = True
+        if self._placement_groups is None:
+            return
+        groups, self._placement_groups = self._placement_groups, None
+        if ray.is_initialized():
+            _remove(groups)
+        SESSION.leave(id(self))
+
+    def __del__(self) -> None:
+        """Shut down, unless the interpreter is going away and takes Ray with it."""
+        if not sys.is_finalizing():
+            self.shutdown()
+
+    def _reserve(self) -> list[PlacementGroup]:
+        total = ray.cluster_resources()
+        use_gpus = self._use_gpus
+        if use_gpus is None:
+            use_gpus = total.get("GPU", 0) > 0
+        if use_gpus:
+            self._check_gpus_per_node()
+        bundle = {"CPU": float(self._max_worker_groups)} | ({"GPU": 1.0} if use_gpus else {})
+        asked = {key: amount * self.world_size() for key, amount in bundle.items()}
+        if SESSION.is_local and any(total.get(key, 0) < asked[key] for key in asked):
+            raise ValueError(self._shortage(asked))
+        groups = [
+            placement_group([bundle] * count, strategy=self._strategy, name=self._name_of(node))
+            for node, count in enumerate(self._bundle_counts)
+        ]
+        try:
+            if not _all_ready(groups, limit_s=_PATIENCE_S):
+                logger.warning("waiting for devices: %s", self._shortage(asked))
+                if not _all_ready(groups, limit_s=_RESERVE_LIMIT_S):
+                    raise TimeoutError(self._shortage(asked))
+        except BaseException:
+            _remove(groups)
+            raise
+        return groups
+
+    def _name_of(self, node: int) -> str:
+        # Ray wants names to be unique, and takes "" for no name.
+        return f"{self._name}-{node}-{uuid4().hex[:8]}" if self._name else ""
+
+    def _check_gpus_per_node(self) -> None:
+        for node, count in enumerate(self._bundle_counts):
+            if count > self._num_gpus_per_node:
+                raise ValueError(
+                    f"bundle_ct_per_node_list[{node}]={count} is more than "
+                    f"num_gpus_per_node={self._num_gpus_per_node}"
+                )
+
+    def _shortage(self, asked: dict[str, float]) -> str:
+        total, free = ray.cluster_resources(), ray.available_resources()
+        amounts = ", ".join(
+            f"{amount:g} {key} asked ({free.get(key, 0):g} free of {total.get(key, 0):g})"
+            for key, amount in asked.items()
+        )
+        return (
+            f"Ray cannot hold bundle_ct_per_node_list={self._bundle_counts} with "
+            f"max_colocated_worker_groups={self._max_worker_groups}, "
+            f"placement_group_strategy={self._strategy!r}: {amounts}"
+        )
+
+
+def _check_bundle_counts(counts: Sequence[int]) -> None:
+    if not counts:
+        raise ValueError("bundle_ct_per_node_list is empty: give the number of ranks per node")
+    for node, count in enumerate(counts):
+        if not isinstance(count, int) or isinstance(count, bool) or count < 1:
+            raise ValueError(
+                f"bundle_ct_per_node_list[{node}]={count!r} must be a positive integer"
+            )
+
+
+def _all_ready(groups: Sequence[PlacementGroup], *, limit_s: float) -> bool:
+    deadline = monotonic() + limit_s
+    return all(group.wait(max(0.0, deadline - monotonic())) for group in groups)
+
+
+def _remove(groups: Sequence[PlacementGroup]) -> None:
+    for group in groups:
+        remove_placement_group(group)
+
+
+def _address_and_free_port() -> tuple[str, int]:
+    with socket.socket() as probe:
+        probe.bind(("", 0))
+        return ray.util.get_node_ip_address(), probe.getsockname()[1]

@@ -1,0 +1,234 @@
+"""Train a model on preferences with DPO: pairs of a chosen and a rejected completion.
+
+Without arguments, a tiny model is built, and learns to prefer right doublings to ones that forget
+to carry. The run directory gets metrics.jsonl, TensorBoard events, checkpoints/, and the trained
+model, which transformers loads, as final/.
+
+The algorithm: direct preference optimization (Rafailov et al. 2023). The model that a run starts
+from is its reference.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from time import perf_counter
+from typing import ClassVar
+
+from pydantic import Field
+
+from rl_policy.config import RunConfig, Section
+from rl_policy.data.batches import Batch, ProblemEncoder
+from rl_policy.data.preferences import (
+    PairSets,
+    PreferencePair,
+    arithmetic_pairs,
+    divide_pairs,
+    read_pairs,
+)
+from rl_policy.data.problems import ShuffledStream
+from rl_policy.losses import DPOLoss
+from rl_policy.policy import Policy
+from rl_policy.recipes.registry import Recipe
+from rl_policy.run.checkpoints import RunState
+from rl_policy.run.inputs import RunInputs, check_rows
+from rl_policy.run.loop import run_loop
+from rl_policy.run.metrics import StepMetrics, sum_micro_batches
+from rl_policy.run.session import Session, open_policy
+
+
+class DpoSection(Section):
+    """Direct preference optimization."""
+
+    steps: int = Field(default=100, ge=1)
+    """Optimizer steps, each on policy.train_global_batch_size / 2 pairs."""
+    eval_every: int = Field(default=10, ge=1)
+    """Steps between two measurements of the held-out pairs."""
+    beta: float = Field(default=0.1, gt=0)
+    """Strength of the tie to the reference: reward per nat of log-ratio."""
+    label_smoothing: float = Field(default=0.0, ge=0, lt=0.5)
+    """Share of pairs whose label is taken to be flipped."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class DpoMetrics(StepMetrics):
+    """What is measured in a DPO step; None if it was not.
+
+    Attributes:
+        accuracy: Share of the held-out pairs whose chosen completion has the larger reward.
+        heldout_margin: Mean reward of the chosen less that of the rejected, over held-out pairs.
+        reward_margin: The same over the pairs of the step, before its update.
+        chosen_reward: Mean implicit reward of the chosen completions of the step.
+        rejected_reward: The same of the rejected ones.
+        loss: In nats per pair.
+        grad_norm: Norm of the gradient, before clipping.
+        tokens_per_s: Tokens of both completions, with their prompts, per second of the step.
+        step_s: Seconds of the step, without measurements.
+    """
+
+    accuracy: float | None = None
+    heldout_margin: float | None = None
+    reward_margin: float | None = None
+    chosen_reward: float | None = None
+    rejected_reward: float | None = None
+    loss: float | None = None
+    grad_norm: float | None = None
+    tokens_per_s: float | None = None
+    step_s: float | None = None
+    score_column: ClassVar[str | None] = "accuracy"
+    headline: ClassVar[Mapping[str, str]] = {
+        "loss": "loss",
+        "margin": "heldout_margin",
+        "accuracy": "accuracy",
+    }
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class PairInputs(RunInputs):
+    """The inputs of a run on preference pairs."""
+
+    pairs: PairSets
+
+
+def check_dpo(config: RunConfig) -> None:
+    """Raise `ValueError` if a batch or a micro-batch would hold half a pair."""
+    for key in ("train_global_batch_size", "train_micro_batch_size"):
+        if config.policy[key] % DPOLoss.rows_per_group:
+            raise ValueError(
+                f"policy.{key}={config.policy[key]} is not even: a preference pair is two rows"
+            )
+
+
+def prepare_dpo(config: RunConfig, encoder: ProblemEncoder) -> PairInputs:
+    """Return the preference pairs of the run.
+
+    Raises:
+        ValueError: They cannot be read or divided, or do not fit into a sequence.
+    """
+    data, heldout = config.data, None
+    if data.heldout_path is not None:
+        if data.path is None:
+            raise ValueError(f"data.heldout_path={data.heldout_path} needs data.path")
+        heldout = read_pairs(Path(data.heldout_path), key="data.heldout_path")
+    pairs = divide_pairs(
+        arithmetic_pairs(max_number=data.max_number)
+        if data.path is None
+        else read_pairs(Path(data.path), key="data.path"),
+        heldout=heldout,
+        num_heldout=data.num_heldout,
+        seed=config.seed,
+    )
+    check_rows(
+        [row for pair in (*pairs.train, *pairs.heldout) for row in pair.rows],
+        encoder=encoder,
+        limit=config.policy["max_total_sequence_length"],
+        key="policy.max_total_sequence_length",
+    )
+    return PairInputs(config=config, encoder=encoder, pairs=pairs)
+
+
+def run_dpo(session: Session[PairInputs], model: str) -> None:
+    """Train a model with DPO and write it to the run's directory, or resume doing so.
+
+    Args:
+        session: The run.
+        model: Name or directory of the model to start from, which is the reference too.
+    """
+    config = session.config
+    dpo = config.section(DpoSection)
+    with open_policy(session, config.policy, model=model, has_reference=True) as (policy, start):
+        run_loop(
+            session,
+            DpoTrainer(session, policy, start=start),
+            policy,
+            name="DPO",
+            num_steps=dpo.steps,
+            eval_every=dpo.eval_every,
+            start=start,
+        )
+
+
+class DpoTrainer:
+    """Takes and measures DPO steps, see `rl_policy.run.loop.Trainer`.
+
+    Args:
+        session: The run.
+        policy: What is trained.
+        start: The state of the run.
+    """
+
+    is_done = False
+    weight_version = RunState().weight_version
+
+    def __init__(self, session: Session[PairInputs], policy: Policy, *, start: RunState) -> None:
+        config = session.config
+        dpo = config.section(DpoSection)
+        self._loss = DPOLoss(beta=dpo.beta, label_smoothing=dpo.label_smoothing)
+        self._num_pairs = config.policy["train_global_batch_size"] // DPOLoss.rows_per_group
+        self._encoder = session.inputs.encoder
+        self._policy = policy
+        self._stream = ShuffledStream(
+            session.inputs.pairs.train, seed=config.seed, position=start.data_position
+        )
+        # The reference is frozen: its log-probabilities of what is measured are computed once.
+        self._heldout = self._batch(session.inputs.pairs.heldout)
+
+    @property
+    def data_position(self) -> int:
+        """Pairs drawn so far."""
+        return self._stream.position
+
+    def measure_start(self) -> DpoMetrics:
+        """Return the measurements before the first step, where policy and reference are equal."""
+        accuracy, margin = self._measure()
+        return DpoMetrics(step=0, accuracy=accuracy, heldout_margin=margin)
+
+    def take_step(self, step: int, *, is_measured: bool, needs_score: bool) -> DpoMetrics:
+        """Take one optimizer step on the next pairs."""
+        started = perf_counter()
+        batch = self._batch(self._stream.take(self._num_pairs))
+        self._policy.prepare_for_training()
+        result = self._policy.train(batch, self._loss)
+        step_s = perf_counter() - started
+        means = sum_micro_batches(result["all_mb_metrics"], num_steps=len(result["loss"]))
+        accuracy, margin = self._measure() if is_measured or needs_score else (None, None)
+        return DpoMetrics(
+            step=step,
+            accuracy=accuracy,
+            heldout_margin=margin,
+            reward_margin=means["reward_margin"],
+            chosen_reward=means["chosen_reward"],
+            rejected_reward=means["rejected_reward"],
+            loss=float(result["loss"].mean()),
+            grad_norm=float(result["grad_norm"].mean()),
+            tokens_per_s=int(batch["input_lengths"].sum()) / step_s,
+            step_s=step_s,
+        )
+
+    def _batch(self, pairs: Sequence[PreferencePair]) -> Batch:
+        """Return two adjacent rows a pair, chosen first, with the reference's log-probabilities."""
+        batch = self._encoder.answer_batch([row for pair in pairs for row in pair.rows])
+        self._policy.prepare_for_lp_inference()
+        reference = self._policy.get_reference_policy_logprobs(batch)
+        batch["reference_logprobs"] = reference["reference_logprobs"]
+        return batch
+
+    def _measure(self) -> tuple[float, float]:
+        """Return accuracy and margin of the held-out pairs."""
+        rows = len(self._heldout["input_lengths"])
+        self._policy.prepare_for_lp_inference()
+        result = self._policy.train(self._heldout, self._loss, eval_mode=True, gbs=rows)
+        means = sum_micro_batches(result["all_mb_metrics"], num_steps=1)
+        return means["pair_accuracy"], means["reward_margin"]
+
+
+DPO = Recipe(
+    name="dpo",
+    sections={"dpo": DpoSection},
+    metrics=DpoMetrics,
+    prepare=prepare_dpo,
+    run=run_dpo,
+    check=check_dpo,
+    builtin={"dpo": {"steps": 60}},
+)

@@ -1,0 +1,1 @@
+"""A run while it goes on: its inputs, devices, loop, measurements, checkpoints and files."""

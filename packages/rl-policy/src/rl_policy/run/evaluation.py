@@ -1,0 +1,101 @@
+"""What is measured of a policy: the problems it solves, and how far its sampler is from it."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING
+
+import torch
+from rl_refit import VerificationError
+
+from rl_policy.data.problems import Problem
+from rl_policy.run.inputs import ProblemInputs
+
+if TYPE_CHECKING:
+    from rl_batched_data import BatchedDataDict
+    from rl_interfaces import GenerationInterface, GenerationOutputSpec
+
+
+def greedy_accuracy(
+    source: GenerationInterface, problems: Sequence[Problem], *, inputs: ProblemInputs
+) -> float:
+    """Return the share of the problems that are solved by greedy decoding."""
+    rewards, _ = complete(source, problems, inputs=inputs, greedy=True)
+    return sum(rewards) / len(rewards)
+
+
+def pass_rate(
+    source: GenerationInterface,
+    problems: Sequence[Problem],
+    *,
+    num_samples: int,
+    inputs: ProblemInputs,
+) -> float:
+    """Return the share of the problems that at least one of several samples solves (pass@k).
+
+    Args:
+        source: Samples.
+        problems: The problems.
+        num_samples: Samples per problem.
+        inputs: Of the run.
+    """
+    repeated = [problem for problem in problems for _ in range(num_samples)]
+    rewards, _ = complete(source, repeated, inputs=inputs)
+    best = [max(rewards[at : at + num_samples]) for at in range(0, len(rewards), num_samples)]
+    return sum(best) / len(best)
+
+
+def complete(
+    source: GenerationInterface,
+    problems: Sequence[Problem],
+    *,
+    inputs: ProblemInputs,
+    greedy: bool = False,
+) -> tuple[Sequence[float], BatchedDataDict[GenerationOutputSpec]]:
+    """Return the reward of one completion per problem, and the completions."""
+    generated = source.generate(inputs.encoder.prompt_batch(problems), greedy=greedy)
+    return inputs.reward(inputs.encoder.completion_texts(generated), problems), generated
+
+
+def sampler_mismatch(
+    batch: Mapping[str, torch.Tensor], trainer_logprobs: torch.Tensor
+) -> dict[str, float]:
+    """Return measures of one batch of samples; all but the first two are 1 and 0 at best.
+
+    Args:
+        batch: `generation_logprobs` and `token_mask`, `[batch, seq]`.
+        trainer_logprobs: `[batch, seq]`, under the weights that were sampled from.
+
+    Returns:
+        `mismatch_mean_abs` and `mismatch_max_abs`: of the differences, in nats.
+        `token_mult_prob_error`: mean of exp(|difference|), as NeMo RL reports it; 1 at best.
+        `mismatch_kl`: KL(sampler || trainer) per token, k3 estimator (Schulman 2020).
+    """
+    sampled = batch["token_mask"].bool()
+    difference = (trainer_logprobs - batch["generation_logprobs"])[sampled].double()
+    if not len(difference):
+        raise ValueError("'token_mask' marks no token: there is nothing to compare")
+    return {
+        "mismatch_mean_abs": float(difference.abs().mean()),
+        "mismatch_max_abs": float(difference.abs().max()),
+        "token_mult_prob_error": float(difference.abs().exp().mean()),
+        "mismatch_kl": float((difference.exp() - 1 - difference).mean()),
+    }
+
+
+def check_mismatch(measured: Mapping[str, float], *, limit: float | None) -> None:
+    """Raise where a refit has left the sampler with other weights than the trainer's.
+
+    Args:
+        measured: What `sampler_mismatch` returned.
+        limit: Most nats that one token may be off. None: any.
+
+    Raises:
+        VerificationError: One is off by more.
+    """
+    worst = measured["mismatch_max_abs"]
+    if limit is not None and not worst <= limit:
+        raise VerificationError(
+            f"the engines' log-probabilities are off by up to {worst:.3g} nats, more than "
+            f"refit.max_mismatch={limit:g}: their weights are not the trainer's"
+        )

@@ -1,0 +1,220 @@
+"""What a run works with, checked as far as possible before anything starts."""
+
+from __future__ import annotations
+
+import logging
+import tempfile
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from transformers import AutoTokenizer, PreTrainedTokenizerBase
+
+from rl_policy import backends
+from rl_policy.config import RewardSection, RunConfig, Settings
+from rl_policy.data.arithmetic import arithmetic_problems
+from rl_policy.data.batches import ProblemEncoder
+from rl_policy.data.problems import Problem, ProblemSets, divide_problems, read_problems
+from rl_policy.data.rewards import ExactMatch
+from rl_policy.data.tiny_model import build_tokenizer, tiny_model_config
+from rl_policy.recipes.registry import find_recipe
+from rl_policy.run.engines import check_engines
+
+_LOGGER = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class RunInputs:
+    """The configuration, and what follows from it alone. A recipe derives its own from it.
+
+    Attributes:
+        config: Of the run.
+        encoder: Turns texts into batches, under the model's tokenizer.
+    """
+
+    config: RunConfig
+    encoder: ProblemEncoder
+
+    @property
+    def tokenizer(self) -> PreTrainedTokenizerBase:
+        """The model's tokenizer."""
+        return self.encoder.tokenizer
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ProblemInputs(RunInputs):
+    """The inputs of recipes on problems with verifiable answers.
+
+    Attributes:
+        problems: Divided into what is trained on and what is measured.
+        reward: Returns the reward of each completion of the problem at the same index.
+    """
+
+    problems: ProblemSets
+    reward: Callable[[Sequence[str], Sequence[Problem]], Sequence[float]]
+
+
+def prepare_inputs(config: RunConfig) -> RunInputs:
+    """Return the inputs of a run; nothing is written, and no process is started.
+
+    Raises:
+        ValueError: The configuration cannot be run; the message names keys and numbers, or file
+            and line.
+    """
+    recipe = find_recipe(config.recipe)
+    tokenizer = build_tokenizer() if config.has_builtin_model else _load_tokenizer(config)
+    generation: Settings = config.policy.get("generation") or {}
+    encoder = ProblemEncoder(
+        tokenizer,
+        use_chat_template=config.data.use_chat_template,
+        stop_token_ids=generation.get("stop_token_ids", ()),
+        stop_strings=generation.get("stop_strings", ()),
+    )
+    inputs = recipe.prepare(config, encoder)
+    _check_backend(config, recipe.policies(config))
+    check_engines(config)
+    return inputs
+
+
+def prepare_problems(
+    config: RunConfig, encoder: ProblemEncoder, *, num_validation: int = 0
+) -> ProblemInputs:
+    """Return the problems of a run and their reward, checked against the sequence lengths.
+
+    Args:
+        config: With the section `reward`.
+        encoder: Of the run.
+        num_validation: Problems to hold out for the stopping criterion of a supervised part.
+
+    Raises:
+        ValueError: The problems cannot be read or divided, or do not fit.
+    """
+    pattern = config.section(RewardSection).answer_pattern
+    reward = ExactMatch(pattern)
+    problems = _load_problems(config, num_validation=num_validation)
+    measured = (*problems.train, *problems.heldout, *problems.validation)
+    _check_prompts(config, measured, encoder=encoder)
+    if pattern is None:
+        _check_answers(config, measured, encoder=encoder)
+    return ProblemInputs(config=config, encoder=encoder, problems=problems, reward=reward)
+
+
+def check_rows(rows: Sequence[Problem], *, encoder: ProblemEncoder, limit: int, key: str) -> None:
+    """Raise `ValueError` unless every prompt fits into a sequence together with its answer.
+
+    Args:
+        rows: What is trained on.
+        encoder: Of the run.
+        limit: Most tokens of a sequence.
+        key: The config key that says so.
+    """
+    prompts, answers = encoder.prompt_tokens(rows), encoder.answer_tokens(rows)
+    lengths = (len(each) + len(other) for each, other in zip(prompts, answers, strict=True))
+    prompt, length = _longest(rows, lengths)
+    if length > limit:
+        raise ValueError(
+            f"the prompt {prompt[:40]!r} and its answer have {length} tokens, more than "
+            f"{key}={limit}"
+        )
+
+
+def _load_tokenizer(config: RunConfig) -> PreTrainedTokenizerBase:
+    section = config.policy["tokenizer"]
+    name = section["name"]
+    if name.startswith((".", "/", "~")) and not Path(name).is_dir():
+        key = "model_name" if name == config.policy["model_name"] else "tokenizer.name"
+        raise ValueError(f"policy.{key}={name!r} is no directory")
+    try:
+        tokenizer = AutoTokenizer.from_pretrained(
+            name, trust_remote_code=config.policy["trust_remote_code"]
+        )
+    except (OSError, ValueError) as error:
+        raise ValueError(f"policy.tokenizer.name={name!r} cannot be loaded: {error}") from error
+    if "chat_template" in section:
+        tokenizer.chat_template = section["chat_template"]
+    if tokenizer.pad_token is None and tokenizer.eos_token is not None:
+        _LOGGER.warning("The tokenizer %r has no padding token: its end token pads", name)
+        tokenizer.pad_token = tokenizer.eos_token
+    return tokenizer
+
+
+def _load_problems(config: RunConfig, *, num_validation: int) -> ProblemSets:
+    data = config.data
+    if data.path is None:
+        if data.heldout_path is not None:
+            raise ValueError(f"data.heldout_path={data.heldout_path} needs data.path")
+        return arithmetic_problems(
+            max_number=data.max_number,
+            num_heldout=data.num_heldout,
+            num_validation=num_validation,
+            careless_share=data.careless_share,
+            seed=config.seed,
+        )
+    heldout = None
+    if data.heldout_path is not None:
+        heldout = read_problems(Path(data.heldout_path), key="data.heldout_path")
+    return divide_problems(
+        read_problems(Path(data.path), key="data.path"),
+        heldout=heldout,
+        num_heldout=data.num_heldout,
+        num_validation=num_validation,
+        seed=config.seed,
+    )
+
+
+def _check_prompts(
+    config: RunConfig, problems: Sequence[Problem], *, encoder: ProblemEncoder
+) -> None:
+    """Check that every prompt leaves room for a completion."""
+    new = config.policy["generation"]["max_new_tokens"]
+    prompt, length = _longest(problems, map(len, encoder.prompt_tokens(problems)))
+    for key, longest in _length_limits(config).items():
+        if length + new > longest:
+            raise ValueError(
+                f"the prompt {prompt[:40]!r} has {length} tokens: with policy.generation."
+                f"max_new_tokens={new} it exceeds {key}={longest}"
+            )
+
+
+def _check_answers(
+    config: RunConfig, problems: Sequence[Problem], *, encoder: ProblemEncoder
+) -> None:
+    """Check that every answer fits into a completion, which is the answer and nothing else."""
+    new = config.policy["generation"]["max_new_tokens"]
+    prompt, length = _longest(problems, map(len, encoder.answer_tokens(problems)))
+    if length > new:
+        raise ValueError(
+            f"the answer to {prompt[:40]!r} has {length} tokens with the end token, more than "
+            f"policy.generation.max_new_tokens={new}: no completion can be right"
+        )
+
+
+def _length_limits(config: RunConfig) -> dict[str, int]:
+    """Return the most tokens of a prompt with its completion, by the key that says so."""
+    limits = {"policy.max_total_sequence_length": config.policy["max_total_sequence_length"]}
+    engine = config.policy["generation"].get("vllm_cfg") or {}
+    if config.has_engines and engine.get("max_model_len") is not None:
+        # An engine would end completions there, as if the policy had ended them itself.
+        limits["policy.generation.vllm_cfg.max_model_len"] = engine["max_model_len"]
+    return limits
+
+
+def _longest(problems: Iterable[Problem], lengths: Iterable[int]) -> tuple[str, int]:
+    problem, length = max(zip(problems, lengths, strict=True), key=lambda pair: pair[1])
+    return problem.prompt, length
+
+
+def _check_backend(config: RunConfig, policies: Sequence[Settings]) -> None:
+    """Let the backend check the sections `policy` that the run is going to use."""
+    worker_class = backends.load(backends.enabled_backend(config.policy))
+    world_size = sum(config.cluster.bundle_ct_per_node_list)
+    with tempfile.TemporaryDirectory() as directory:
+        if config.has_builtin_model:
+            # The backend reads the shape of the model, which is not built yet, from a directory.
+            length = config.policy["max_total_sequence_length"]
+            tiny_model_config(config.tiny_model, max_sequence_length=length).save_pretrained(
+                directory
+            )
+            policies = [{**policy, "model_name": directory} for policy in policies]
+        for policy in policies:
+            worker_class.validate_config(policy, world_size=world_size, init_optimizer=True)
