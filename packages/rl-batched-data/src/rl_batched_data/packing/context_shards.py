@@ -99,7 +99,7 @@ class ContextShards:
         chunks: list[ContextChunks] = []
         places = torch.empty(len(owned[rank]), dtype=torch.int64)
         base = 0
-        sizes = cast("list[int]", split.sizes.tolist())
+        sizes = _integers(split.sizes)
         for rows in group_by_length(sizes):
             for position in range(len(split.chunks_of(rank))):
                 chunk, is_token = split.rows(rows, position, rank=rank, gathered=gathered)
@@ -132,7 +132,7 @@ class _Split:
         lengths = edges.diff()
         num_chunks = 1 if num_ranks == 1 else 2 * num_ranks
         if bool((lengths % num_chunks).any()):
-            found = cast("list[int]", lengths.tolist())
+            found = _integers(lengths)
             raise ValueError(
                 f"sequences of {found} tokens, padding included, do not divide into "
                 f"{num_chunks} chunks for context_parallel_size={num_ranks}"
@@ -146,8 +146,8 @@ class _Split:
     def tokens(self, rank: int) -> torch.Tensor:
         """Return the tokens of `rank`, sequence by sequence."""
         parts = [torch.arange(0)]
-        starts = cast("list[int]", self.starts.tolist())
-        sizes = cast("list[int]", self.sizes.tolist())
+        starts = _integers(self.starts)
+        sizes = _integers(self.sizes)
         for start, size in zip(starts, sizes, strict=True):
             for chunk in self.chunks_of(rank):
                 parts.append(torch.arange(start + chunk * size, start + (chunk + 1) * size))
@@ -183,3 +183,7 @@ class _Split:
             is_causal=number == 0 or bool(is_token.all()),
         )
         return chunks, is_token
+
+
+def _integers(tensor: torch.Tensor) -> list[int]:
+    return cast(list[int], tensor.tolist())

@@ -5,10 +5,10 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 import torch
-from rl_batched_data.padding import verify_right_padding
+from rl_batched_data import verify_right_padding
 
 if TYPE_CHECKING:
-    from rl_batched_data.batched_data_dict import BatchedDataDict
+    from rl_batched_data import BatchedDataDict
 
 
 def check_scoring_batch(data: BatchedDataDict[Any], *, pad_token_id: int | None) -> None:

@@ -177,7 +177,8 @@ class Engine(Protocol):
     def local_parameters(self) -> Iterator[tuple[str, torch.Tensor]]:
         """Yield a key and this rank's shard of every trainable parameter.
 
-        Ranks have the same key exactly where they hold the same values.
+        A key is the parameter's name, followed by `[...]` where that tells shards apart: ranks that
+        hold the same values have the same key.
         """
         ...
 

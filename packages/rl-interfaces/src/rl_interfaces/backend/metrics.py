@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from rl_batched_data.batched_data_dict import BatchedDataDict
+from rl_batched_data import BatchedDataDict
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

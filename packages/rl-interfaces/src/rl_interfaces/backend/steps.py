@@ -19,9 +19,8 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
-from rl_batched_data.batched_data_dict import BatchedDataDict, SlicedDataDict
+from rl_batched_data import BatchedDataDict, SlicedDataDict, round_up
 from rl_batched_data.packing.packed_sequences import PackedSequences
-from rl_batched_data.padding import round_up
 from rl_batched_data.sharding.dynamic import DynamicBatching
 from rl_batched_data.sharding.packing import SequencePacking
 

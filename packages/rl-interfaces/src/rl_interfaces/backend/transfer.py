@@ -7,10 +7,10 @@ from collections.abc import Iterable, Iterator
 from typing import Any, Protocol
 
 import torch
+from rl_refit import RefitSender
 from rl_refit.compat.broadcast import BroadcastGroup
 from rl_refit.compat.handles import HandleOwner
 from rl_refit.protocol.endpoint import address_towards
-from rl_refit.sender import RefitSender
 from rl_refit.source import WeightSource
 
 

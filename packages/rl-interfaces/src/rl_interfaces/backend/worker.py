@@ -606,7 +606,8 @@ class EngineWorker:
 
     def get_gpu_info(self) -> dict[str, Any]:
         """Return rank, device, memory figures in MiB, and a few values of one parameter."""
-        name, parameter = next(self._engine.local_parameters())
+        key, parameter = next(self._engine.local_parameters())
+        name = key.partition("[")[0]
         # A parameter whose storage is released while it is off the device has no values.
         has_values = parameter.untyped_storage().nbytes() > 0
         sample: list[float] = parameter.detach().flatten()[:4].tolist() if has_values else []

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from typing import Any, Protocol
 
 import torch
-from rl_batched_data.batched_data_dict import BatchedDataDict
+from rl_batched_data import BatchedDataDict
 
 from rl_interfaces.backend.generation.sampling import sample_tokens
 
