@@ -64,9 +64,9 @@ class PolicyCase(LlamaCase):
 
         def change(host):
             worker = host._worker
-            worker._config = replace(
-                worker._config, sampling=replace(worker._config.sampling, **fields)
-            )
+            settings = worker._settings
+            sampled = replace(settings.sampling, **fields)
+            worker._settings = replace(settings, sampling=sampled)
 
         hosts = self.running.worker_group._hosts
         ray.get([host.__ray_call__.remote(change) for host in hosts], timeout=60)

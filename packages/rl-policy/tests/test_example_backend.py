@@ -110,5 +110,9 @@ def test_it_trains_through_the_policy(policy, model, tmp_path):
     assert not torch.equal(policy.get_logprobs(data)["logprobs"], before)
     output = policy.generate(data)
     assert torch.all(output["generation_lengths"] <= 3)
-    with pytest.raises(NotImplementedError, match="'plain' does not give logits"):
-        policy.get_topk_logits(data, 2)
+    top = policy.get_topk_logits(data, 2)["topk_logits"]
+    expected = trained(data["input_ids"]).topk(2).values
+    for row, length in enumerate(data["input_lengths"]):
+        torch.testing.assert_close(top[row, :length], expected[row, :length], **TOLERANCE)
+    with pytest.raises(NotImplementedError, match="'plain' does not"):
+        policy.score(data)

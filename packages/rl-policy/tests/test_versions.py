@@ -92,5 +92,8 @@ def test_ci_runs_every_session_that_runs_by_default():
     noxfile = (ROOT / "noxfile.py").read_text()
     (listed,) = re.findall(r"nox\.options\.sessions = (\[.*?\])", noxfile, re.DOTALL)
     workflow = (ROOT / ".github" / "workflows" / "ci.yml").read_text()
-    runs = " ".join(re.findall(r"run: nox -s (.+)", workflow))
-    assert [name for name in ast.literal_eval(listed) if not re.search(rf"\b{name}\b", runs)] == []
+    runs = " ".join(re.findall(r"nox -s (.+)", workflow))
+    # A session of one package runs in the workflow for each package that a change concerns, and the
+    # wheels are built by the sessions that install them.
+    names = {name.partition("(")[0] for name in ast.literal_eval(listed)} - {"wheels"}
+    assert {name for name in names if not re.search(rf"\b{name}\b", runs)} == set()

@@ -59,3 +59,13 @@ class TestSkips(TransportConformance):
     def lacks(self, rule):
         with pytest.raises(SkipTest):
             check_rule(rule, self.pair)
+
+
+def test_rules_that_python_leaves_out_are_not_said_to_hold():
+    code = (
+        "from rl_refit import testing as kit\n"
+        "try: kit.check_rule(kit.rule_names()[0], None)\n"
+        "except RuntimeError as error: print(error)"
+    )
+    run = subprocess.run([sys.executable, "-O", "-c", code], check=True, stdout=subprocess.PIPE)
+    assert b"python -O removes the assertions" in run.stdout
