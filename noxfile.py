@@ -162,7 +162,7 @@ def run_here(session: nox.Session, *command: str) -> None:
 
 
 def test_package(session: nox.Session, package: str, *arguments: str) -> None:
-    """Run a package's tests that need no device, the slow ones too, in the session's environment.
+    """Run a package's tests that need no device, slow ones too, in nox's environment.
 
     Two at a time, by file, as tests wait for processes to start and leave a core idle.
     """
