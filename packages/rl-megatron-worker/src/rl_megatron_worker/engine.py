@@ -155,9 +155,16 @@ class MegatronEngine:
         self._free_memory(level=1)
         return broadcast_scored(found, device=self.info.device)
 
-    def mode(self, *, training: bool) -> AbstractContextManager[None]:
+    @contextmanager
+    def mode(self, *, training: bool) -> Generator[None, None, None]:
         """See `Engine.mode`."""
-        return self._mode(training=training)
+        with module_mode(self.model, training=training):
+            try:
+                yield
+            except BaseException:
+                if training and self.optimizer is not None:
+                    self.optimizer.clear_gradients()
+                raise
 
     @contextmanager
     def decoders(self) -> Generator[Callable[[Mapping[str, Any]], Decoder], None, None]:
@@ -298,16 +305,6 @@ class MegatronEngine:
         total = torch.tensor(own, dtype=torch.int64, device=self.info.device)
         dist.all_reduce(total, group=self.info.data_group)
         return int(total)
-
-    @contextmanager
-    def _mode(self, *, training: bool) -> Generator[None, None, None]:
-        with module_mode(self.model, training=training):
-            try:
-                yield
-            except BaseException:
-                if training and self.optimizer is not None:
-                    self.optimizer.clear_gradients()
-                raise
 
     def _set_mode(self, *, training: bool) -> None:
         for chunk in self.model:

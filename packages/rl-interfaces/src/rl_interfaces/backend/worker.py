@@ -388,6 +388,7 @@ class EngineWorker:
         with self._scoring():
             for step in steps:
                 found = self._engine.run(step, lambda _, output: Scored(tensors=score(output)))
+                # A pipeline may have run masked micro-batches beyond those of the step.
                 for span, each in zip(step.row_spans, found, strict=False):
                     scores.put(span, each.tensors)
         return BatchedDataDict(scores.scores)
