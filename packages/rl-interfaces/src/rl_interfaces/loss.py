@@ -61,7 +61,7 @@ class LossFunction(Protocol):
         data: Mapping[str, Any],
         global_valid_seqs: torch.Tensor,
         global_valid_toks: torch.Tensor,
-    ) -> tuple[torch.Tensor, dict[str, Any]]:
+    ) -> tuple[torch.Tensor, Mapping[str, float | torch.Tensor]]:
         """Return the micro-batch's share of the global loss, and its metrics.
 
         Args:
@@ -71,6 +71,7 @@ class LossFunction(Protocol):
             global_valid_toks: 0-d; sum of `token_mask[:, 1:] * sample_mask[:, None]` over it.
 
         Returns:
-            The 0-d loss, and a dict of numbers that contains `num_valid_samples`.
+            The 0-d loss, and numbers by name, `num_valid_samples` among them. A 0-d tensor becomes
+            a number.
         """
         ...
