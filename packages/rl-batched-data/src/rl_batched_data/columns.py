@@ -1,4 +1,10 @@
-"""One column of a batch: what each operation on rows does to a tensor, a list or a PackedTensor."""
+"""The columns of a batch: tensors, lists, and `PackedTensor`s, whose rows differ in shape.
+
+The first half has `PackedTensor` and what each operation on rows does to a column; the second,
+pickling that moves tensors out of band (pickle protocol 5). A tensor pickles by copying its whole
+storage. A numpy array hands its memory to the transport instead: an object store writes it once,
+and every reader on the machine maps the same bytes.
+"""
 
 # torch annotates some of its functions only in part.
 # pyright: reportUnknownMemberType=false
@@ -6,14 +12,169 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Sequence
+import warnings
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import Any, TypeAlias, cast
 
+import numpy as np
+import numpy.typing as npt
 import torch
 
-from rl_batched_data.packed_tensor import PackedTensor
 from rl_batched_data.padding import pad_right
-from rl_batched_data.tensor_pickling import TensorView, from_picklable, to_picklable
+
+# numpy has no bfloat16 or float8: the bytes travel as integers of the same width.
+_CARRIERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+
+
+@dataclass(frozen=True, slots=True)
+class TensorView:
+    """The memory of a tensor as a numpy array of integers, and the dtype it stands for."""
+
+    array: npt.NDArray[Any]
+    dtype: torch.dtype
+
+
+TensorOrView = TensorView | torch.Tensor | None
+
+
+def to_picklable(tensor: torch.Tensor) -> TensorView | torch.Tensor:
+    """Return `tensor` as a numpy view of its own memory, or itself where numpy cannot view it.
+
+    Only dense CPU tensors without a gradient are viewed. One that is not contiguous is copied.
+    """
+    carrier = _CARRIERS.get(tensor.element_size())
+    plain = (
+        type(tensor) is torch.Tensor
+        and tensor.device.type == "cpu"
+        and tensor.layout is torch.strided
+        and not tensor.requires_grad
+        and not tensor.is_complex()
+        and not tensor.is_quantized
+    )
+    if not plain or carrier is None:
+        return tensor
+    return TensorView(tensor.contiguous().view(carrier).numpy(), tensor.dtype)
+
+
+def from_picklable(value: TensorView | torch.Tensor) -> torch.Tensor:
+    """Return the tensor that `to_picklable` was given, on the memory that the pickle came with."""
+    if isinstance(value, torch.Tensor):
+        return value
+    if not value.array.flags.writeable:
+        return _from_read_only(value.array).view(value.dtype)
+    return torch.from_numpy(value.array).view(value.dtype)
+
+
+def _from_read_only(array: npt.NDArray[Any]) -> torch.Tensor:
+    if array.size == 0:
+        return torch.from_numpy(np.empty_like(array))
+    with warnings.catch_warnings():
+        # torch has no read-only tensors and says so once: readers of a batch know not to write.
+        warnings.filterwarnings("ignore", message="The given NumPy array is not writable")
+        return torch.from_numpy(array)
+
+
+_Reduced = tuple[Callable[[list[TensorOrView], int], "PackedTensor"], tuple[Any, ...]]
+
+
+class PackedTensor:
+    """One tensor, or none, per row, to be concatenated along `dim_to_pack` when a model reads them.
+
+    Example, a batch of three rows with two, no and one image of 3 features:
+        packed = PackedTensor([torch.ones(2, 3), None, torch.zeros(1, 3)], dim_to_pack=0)
+        len(packed)         -> 3
+        packed.as_tensor()  -> float32 [3, 3]
+    """
+
+    def __init__(
+        self, tensors: torch.Tensor | Sequence[torch.Tensor | None], dim_to_pack: int
+    ) -> None:
+        self.tensors: list[torch.Tensor | None] = (
+            [tensors] if isinstance(tensors, torch.Tensor) else list(tensors)
+        )
+        self.dim_to_pack = dim_to_pack
+
+    def __len__(self) -> int:
+        return len(self.tensors)
+
+    def __repr__(self) -> str:
+        shapes = [None if row is None else list(row.shape) for row in self.tensors]
+        return f"PackedTensor({shapes}, dim_to_pack={self.dim_to_pack})"
+
+    def __eq__(self, other: object) -> bool:
+        if not isinstance(other, PackedTensor):
+            return NotImplemented
+        return (
+            self.dim_to_pack == other.dim_to_pack
+            and len(self) == len(other)
+            and all(_equal_rows(a, b) for a, b in zip(self.tensors, other.tensors, strict=True))
+        )
+
+    __hash__ = None  # type: ignore[assignment]
+
+    def __reduce__(self) -> _Reduced:
+        rows = [None if row is None else to_picklable(row) for row in self.tensors]
+        return _rebuild, (rows, self.dim_to_pack)
+
+    def as_tensor(self, device: torch.device | str | None = None) -> torch.Tensor | None:
+        """Return all rows concatenated along `dim_to_pack`, or None when no row has a tensor.
+
+        Args:
+            device: Where the result is put; the rows stay where they are.
+        """
+        rows = [row.to(device) if device is not None else row for row in self._present()]
+        return torch.cat(rows, dim=self.dim_to_pack) if rows else None
+
+    def slice(self, indices: Sequence[int] | torch.Tensor) -> PackedTensor:
+        """Return the rows at `indices`, in that order, sharing their memory."""
+        if isinstance(indices, torch.Tensor):
+            indices = cast(list[int], indices.tolist())
+        return PackedTensor([self.tensors[i] for i in indices], self.dim_to_pack)
+
+    def to(self, device: torch.device | str, *, non_blocking: bool = False) -> PackedTensor:
+        """Move every row to `device` and return self."""
+        self.tensors = [
+            None if row is None else row.to(device, non_blocking=non_blocking)
+            for row in self.tensors
+        ]
+        return self
+
+    def clone(self) -> PackedTensor:
+        """Return a copy that shares no memory."""
+        rows = [None if row is None else row.clone() for row in self.tensors]
+        return PackedTensor(rows, self.dim_to_pack)
+
+    @classmethod
+    def concat(cls, parts: Sequence[PackedTensor]) -> PackedTensor:
+        """Return the rows of all `parts`, in order.
+
+        Raises:
+            ValueError: There is no part, or the parts differ in `dim_to_pack`.
+        """
+        dims = {part.dim_to_pack for part in parts}
+        if len(dims) != 1:
+            raise ValueError(f"parts must agree in dim_to_pack, got {sorted(dims)}")
+        return cls([row for part in parts for row in part.tensors], dims.pop())
+
+    @classmethod
+    def empty_like(cls, other: PackedTensor) -> PackedTensor:
+        """Return as many rows as `other` has, none of which has a tensor."""
+        return cls([None] * len(other), other.dim_to_pack)
+
+    def _present(self) -> list[torch.Tensor]:
+        return [row for row in self.tensors if row is not None]
+
+
+def _rebuild(rows: list[TensorOrView], dim_to_pack: int) -> PackedTensor:
+    return PackedTensor([None if row is None else from_picklable(row) for row in rows], dim_to_pack)
+
+
+def _equal_rows(left: torch.Tensor | None, right: torch.Tensor | None) -> bool:
+    if left is None or right is None:
+        return left is right
+    return left.dtype == right.dtype and torch.equal(left, right)
+
 
 Column: TypeAlias = torch.Tensor | list[Any] | PackedTensor
 

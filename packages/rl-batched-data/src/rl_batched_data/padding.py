@@ -8,6 +8,12 @@ from typing import Any
 import torch
 
 
+def check_positive(name: str, value: int) -> None:
+    """Raise a `ValueError` that names `name`, unless `value` is at least 1."""
+    if value < 1:
+        raise ValueError(f"{name}={value} must be at least 1")
+
+
 def round_up(value: int, multiple: int) -> int:
     """Return the smallest multiple of `multiple` that is at least `value`."""
     return -(-value // multiple) * multiple

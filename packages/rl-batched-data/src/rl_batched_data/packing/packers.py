@@ -9,7 +9,7 @@ from typing import Protocol
 from rl_batched_data.packing import first_fit
 from rl_batched_data.packing.cost import SequenceCost, cost_balanced
 from rl_batched_data.packing.first_fit import split_to_count, wanted_bins
-from rl_batched_data.sharding.plan import check_positive
+from rl_batched_data.padding import check_positive
 
 _Algorithm = Callable[["PackerOptions", Sequence[int]], list[list[int]]]
 
