@@ -1,9 +1,8 @@
-"""The columns of a batch: tensors, lists, and `PackedTensor`s, whose rows differ in shape.
+"""The columns of a batch (tensors, lists, `PackedTensor`s), operations on their rows, and pickling.
 
-The first half has `PackedTensor` and what each operation on rows does to a column; the second,
-pickling that moves tensors out of band (pickle protocol 5). A tensor pickles by copying its whole
-storage. A numpy array hands its memory to the transport instead: an object store writes it once,
-and every reader on the machine maps the same bytes.
+Tensors are pickled as numpy views, whose bytes pickle protocol 5 (PEP 574) moves out of band: an
+object store writes them once, and every reader on the machine maps the same memory. A pickled
+tensor would copy its full storage instead.
 """
 
 # torch annotates some of its functions only in part.
@@ -23,15 +22,15 @@ import torch
 
 from rl_batched_data.padding import pad_right
 
-# numpy has no bfloat16 or float8: the bytes travel as integers of the same width.
+# numpy has no bfloat16 or float8: the bytes are sent as integers of the same width.
 _CARRIERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
 @dataclass(frozen=True, slots=True)
 class TensorView:
-    """The memory of a tensor as a numpy array of integers, and the dtype it stands for."""
+    """The memory of a tensor as a numpy array of integers, and its dtype."""
 
-    array: npt.NDArray[Any]
+    array: npt.NDArray[np.integer]
     dtype: torch.dtype
 
 
@@ -39,9 +38,9 @@ TensorOrView = TensorView | torch.Tensor | None
 
 
 def to_picklable(tensor: torch.Tensor) -> TensorView | torch.Tensor:
-    """Return `tensor` as a numpy view of its own memory, or itself where numpy cannot view it.
+    """Return a numpy view of the memory of `tensor`, or `tensor` if numpy cannot view it.
 
-    Only dense CPU tensors without a gradient are viewed. One that is not contiguous is copied.
+    Only dense CPU tensors without a gradient have a view; a non-contiguous one is copied.
     """
     carrier = _CARRIERS.get(tensor.element_size())
     plain = (
@@ -58,7 +57,7 @@ def to_picklable(tensor: torch.Tensor) -> TensorView | torch.Tensor:
 
 
 def from_picklable(value: TensorView | torch.Tensor) -> torch.Tensor:
-    """Return the tensor that `to_picklable` was given, on the memory that the pickle came with."""
+    """Return the tensor that `to_picklable` was given, backed by the unpickled memory."""
     if isinstance(value, torch.Tensor):
         return value
     if not value.array.flags.writeable:
@@ -66,20 +65,22 @@ def from_picklable(value: TensorView | torch.Tensor) -> torch.Tensor:
     return torch.from_numpy(value.array).view(value.dtype)
 
 
-def _from_read_only(array: npt.NDArray[Any]) -> torch.Tensor:
+def _from_read_only(array: npt.NDArray[np.integer]) -> torch.Tensor:
     if array.size == 0:
         return torch.from_numpy(np.empty_like(array))
     with warnings.catch_warnings():
-        # torch has no read-only tensors and says so once: readers of a batch know not to write.
+        # torch has no read-only tensors and warns; an unpickled batch is documented as read-only.
         warnings.filterwarnings("ignore", message="The given NumPy array is not writable")
         return torch.from_numpy(array)
 
 
-_Reduced = tuple[Callable[[list[TensorOrView], int], "PackedTensor"], tuple[Any, ...]]
+_Reduced = tuple[
+    Callable[[list[TensorOrView], int], "PackedTensor"], tuple[list[TensorOrView], int]
+]
 
 
 class PackedTensor:
-    """One tensor, or none, per row, to be concatenated along `dim_to_pack` when a model reads them.
+    """One tensor, or None, per row; the model reads them concatenated along `dim_to_pack`.
 
     Example, a batch of three rows with two, no and one image of 3 features:
         packed = PackedTensor([torch.ones(2, 3), None, torch.zeros(1, 3)], dim_to_pack=0)
@@ -118,16 +119,16 @@ class PackedTensor:
         return _rebuild, (rows, self.dim_to_pack)
 
     def as_tensor(self, device: torch.device | str | None = None) -> torch.Tensor | None:
-        """Return all rows concatenated along `dim_to_pack`, or None when no row has a tensor.
+        """Return all rows concatenated along `dim_to_pack`, or None if no row has a tensor.
 
         Args:
-            device: Where the result is put; the rows stay where they are.
+            device: Device of the result; the rows themselves are not moved.
         """
         rows = [row.to(device) if device is not None else row for row in self._present()]
         return torch.cat(rows, dim=self.dim_to_pack) if rows else None
 
     def slice(self, indices: Sequence[int] | torch.Tensor) -> PackedTensor:
-        """Return the rows at `indices`, in that order, sharing their memory."""
+        """Return the rows at `indices`, in that order, without copying tensors."""
         if isinstance(indices, torch.Tensor):
             indices = cast(list[int], indices.tolist())
         return PackedTensor([self.tensors[i] for i in indices], self.dim_to_pack)
@@ -150,7 +151,7 @@ class PackedTensor:
         """Return the rows of all `parts`, in order.
 
         Raises:
-            ValueError: There is no part, or the parts differ in `dim_to_pack`.
+            ValueError: `parts` is empty, or its members differ in `dim_to_pack`.
         """
         dims = {part.dim_to_pack for part in parts}
         if len(dims) != 1:
@@ -159,7 +160,7 @@ class PackedTensor:
 
     @classmethod
     def empty_like(cls, other: PackedTensor) -> PackedTensor:
-        """Return as many rows as `other` has, none of which has a tensor."""
+        """Return `len(other)` rows without tensors."""
         return cls([None] * len(other), other.dim_to_pack)
 
     def _present(self) -> list[torch.Tensor]:
@@ -176,11 +177,12 @@ def _equal_rows(left: torch.Tensor | None, right: torch.Tensor | None) -> bool:
     return left.dtype == right.dtype and torch.equal(left, right)
 
 
+# What a list holds is the caller's own.
 Column: TypeAlias = torch.Tensor | list[Any] | PackedTensor
 
 
 def num_rows(column: Column) -> int:
-    """Return the size of the first axis; a tensor without one has no rows."""
+    """Return the size of dim 0; a 0-dim tensor has no rows."""
     if isinstance(column, torch.Tensor):
         return column.shape[0] if column.ndim else 0
     return len(column)
@@ -194,7 +196,7 @@ def slice_rows(column: Column, start: int, end: int) -> Column:
 
 
 def select_rows(column: Column, index: torch.Tensor) -> Column:
-    """Return the rows at `index`, an int64 vector on the CPU, as a copy."""
+    """Return a copy of the rows at `index`, `[rows]` int64 on the CPU."""
     if isinstance(column, torch.Tensor):
         return column.index_select(0, index.to(column.device))
     if isinstance(column, PackedTensor):
@@ -203,14 +205,14 @@ def select_rows(column: Column, index: torch.Tensor) -> Column:
 
 
 def fit_width(column: Column, *, given: int, width: int) -> Column:
-    """Return a tensor whose second axis is `given` wide cut or zero-padded to `width` there."""
+    """Return `column` truncated or zero-padded to `width` along dim 1 if it is `given` wide there."""
     if not isinstance(column, torch.Tensor) or column.ndim < 2 or column.shape[1] != given:
         return column
     return pad_right(column.narrow(1, 0, min(width, given)), width)
 
 
 def repeat_rows(column: Column, num_repeats: int) -> Column:
-    """Return every row `num_repeats` times in a row; what a list holds is copied deeply."""
+    """Return every row `num_repeats` times, consecutively; list elements are deep-copied."""
     if isinstance(column, torch.Tensor):
         return column.repeat_interleave(num_repeats, 0)
     if isinstance(column, PackedTensor):
@@ -220,31 +222,31 @@ def repeat_rows(column: Column, num_repeats: int) -> Column:
 
 
 def clone(column: Column) -> Column:
-    """Return a column that shares no tensor memory with `column`."""
+    """Return a deep copy."""
     if isinstance(column, list):
         return copy.deepcopy(column)
     return column.clone()
 
 
 def equal(left: Column, right: Column) -> bool:
-    """Return whether two columns hold the same values in the same types."""
+    """Return whether two columns have equal values and dtypes."""
     if isinstance(left, torch.Tensor) and isinstance(right, torch.Tensor):
         return left.dtype == right.dtype and torch.equal(left, right)
     return type(left) is type(right) and bool(left == right)
 
 
 def describe(column: Column) -> str:
-    """Return the shape and dtype, as in `int64[4, 8]`."""
+    """Return dtype and shape, such as `int64[4, 8]`."""
     if isinstance(column, torch.Tensor):
         return f"{str(column.dtype).removeprefix('torch.')}{list(column.shape)}"
     return f"{type(column).__name__}[{len(column)}]"
 
 
 def concat(key: str, columns: Sequence[Column], pad_value: float) -> Column:
-    """Return the rows of all columns, those of tensors padded on the right to the widest.
+    """Return the rows of all columns; tensors are right-padded to the widest.
 
     Raises:
-        ValueError: The columns differ in kind, dtype, device or number of axes; names `key`.
+        ValueError: Columns differ in kind, dtype, device or number of axes; names `key`.
     """
     kinds = {type(column) for column in columns}
     if len(kinds) > 1:
@@ -258,14 +260,14 @@ def concat(key: str, columns: Sequence[Column], pad_value: float) -> Column:
     return [row for column in columns if isinstance(column, list) for row in column]
 
 
-def to_picklable_column(column: Column) -> Any:
+def to_picklable_column(column: Column) -> Column | TensorView:
     """Return `column` with its tensors as numpy views."""
     if isinstance(column, torch.Tensor):
         return to_picklable(column)
     return column
 
 
-def from_picklable_column(value: Any) -> Column:
+def from_picklable_column(value: Column | TensorView) -> Column:
     """Return the column that `to_picklable_column` was given."""
     return from_picklable(value) if isinstance(value, TensorView) else value
 
