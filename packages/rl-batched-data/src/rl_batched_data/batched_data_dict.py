@@ -10,13 +10,20 @@ import torch
 from typing_extensions import TypeVar
 
 from rl_batched_data import columns
-from rl_batched_data.columns import Column
-from rl_batched_data.packed_tensor import PackedTensor
+from rl_batched_data.columns import Column, PackedTensor
 from rl_batched_data.packing.packed_sequences import PackedSequences
-from rl_batched_data.sharding.api import ShardingOptions, parse_options, plan_batch
-from rl_batched_data.sharding.dynamic import DynamicBatching, DynamicBatchingArgs
-from rl_batched_data.sharding.packing import SequencePacking, SequencePackingArgs
-from rl_batched_data.sharding.plan import ShardPlan, balanced_bounds, check_positive
+from rl_batched_data.padding import check_positive
+from rl_batched_data.sharding import (
+    DynamicBatching,
+    DynamicBatchingArgs,
+    SequencePacking,
+    SequencePackingArgs,
+    ShardingOptions,
+    ShardPlan,
+    balanced_bounds,
+    parse_options,
+    plan_batch,
+)
 
 # The default makes a bare `BatchedDataDict` a batch of any keys.
 SpecT = TypeVar("SpecT", default=Any)
