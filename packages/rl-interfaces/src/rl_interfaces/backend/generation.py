@@ -143,8 +143,8 @@ class Completions:
 
 
 def generate(
-    open_decoder: Callable[[BatchedDataDict[Any]], Decoder],
-    data: BatchedDataDict[Any],
+    open_decoder: Callable[[BatchedDataDict], Decoder],
+    data: BatchedDataDict,
     *,
     sampling: SamplingConfig,
     greedy: bool,
@@ -152,7 +152,7 @@ def generate(
     generator: torch.Generator,
     max_total_length: int,
     device: torch.device,
-) -> BatchedDataDict[Any]:
+) -> BatchedDataDict:
     """Return a `GenerationOutputSpec` for the rows of `data`, on the CPU.
 
     Args:
@@ -169,7 +169,7 @@ def generate(
     input_ids, lengths = data["input_ids"], data["input_lengths"]
     num_rows = input_ids.shape[0]
     extra_stops = data.get("stop_strings") or [None] * num_rows
-    parts: list[BatchedDataDict[Any]] = []
+    parts: list[BatchedDataDict] = []
     pad_id = resolve_pad_id(sampling, tokenizer)
     for start in range(0, num_rows, sampling.batch_size):
         rows = slice(start, min(start + sampling.batch_size, num_rows))
@@ -197,7 +197,7 @@ def generate(
     return BatchedDataDict.from_batches(parts, pad_value_dict=padding)
 
 
-def check_room(data: BatchedDataDict[Any], *, longest: int) -> None:
+def check_room(data: BatchedDataDict, *, longest: int) -> None:
     """Raise `ValueError` unless every prompt leaves room for a new token in `longest` tokens."""
     full = (data["input_lengths"] >= longest).nonzero().flatten()
     if len(full):
@@ -225,7 +225,7 @@ def resolve_pad_id(sampling: SamplingConfig, tokenizer: Tokenizer) -> int:
 
 def assemble(
     prompts: torch.Tensor, prompt_lengths: torch.Tensor, completions: Completions, *, pad_id: int
-) -> BatchedDataDict[Any]:
+) -> BatchedDataDict:
     """Put each completion right behind its prompt, and padding behind that.
 
     Args:
@@ -319,7 +319,7 @@ def _stop_token_ids(
     return torch.tensor(sorted(ids), dtype=torch.int64, device=device)
 
 
-def _empty_output(input_ids: torch.Tensor) -> BatchedDataDict[Any]:
+def _empty_output(input_ids: torch.Tensor) -> BatchedDataDict:
     none = torch.zeros(0, dtype=torch.int64)
     return BatchedDataDict(
         {

@@ -43,7 +43,7 @@ class MicroBatch:
 
     span: Span
     """Rows of this rank's batch; empty where it has none left."""
-    rows: SlicedDataDict[Any]
+    rows: SlicedDataDict
     """Those rows on the device; where there are none, one that counts for nothing."""
     width: int | None = None
     """How wide the forward is; None: as wide as the longest row."""
@@ -62,7 +62,7 @@ class Concatenation:
     total_multiple: int = 1
     """All of them together are padded to a multiple of this many."""
 
-    def of(self, rows: SlicedDataDict[Any]) -> PackedSequences:
+    def of(self, rows: SlicedDataDict) -> PackedSequences:
         """Return where the tokens of `rows` lie."""
         lengths, multiple, planned = rows["input_lengths"], self.sequence_multiple, 0
         if isinstance(rows.micro_batch_options, SequencePacking):
@@ -82,7 +82,7 @@ class Concatenation:
 class Step:
     """This rank's share of one global batch."""
 
-    rows: SlicedDataDict[Any]
+    rows: SlicedDataDict
     start: int
     """First of `rows` in this rank's batch."""
     spans: Sequence[Span]
@@ -115,9 +115,7 @@ class Step:
         for span, rows in pieces:
             yield self._micro_batch(span, rows, device)
 
-    def _micro_batch(
-        self, span: Span, rows: SlicedDataDict[Any], device: torch.device
-    ) -> MicroBatch:
+    def _micro_batch(self, span: Span, rows: SlicedDataDict, device: torch.device) -> MicroBatch:
         low, high = span
         options = self.rows.micro_batch_options
         # A copy-free view on the CPU: whoever needs to write takes a copy of its own.
@@ -132,7 +130,7 @@ class Step:
             rows=taken.to(device),
         )
 
-    def _cut(self) -> Iterator[SlicedDataDict[Any]]:
+    def _cut(self) -> Iterator[SlicedDataDict]:
         options = self.rows.micro_batch_options
         if isinstance(options, DynamicBatching):
             return self.rows.make_microbatch_iterator_with_dynamic_shapes()
@@ -192,7 +190,7 @@ def gather_row_counts(
 
 
 def steps_of(
-    data: BatchedDataDict[Any],
+    data: BatchedDataDict,
     *,
     local_batch_size: int | None = None,
     given: int | None,
@@ -263,7 +261,7 @@ def steps_of(
 
 
 def fixed_steps(
-    data: BatchedDataDict[Any],
+    data: BatchedDataDict,
     rows_per_rank: Sequence[int],
     *,
     rank: int,
@@ -296,7 +294,7 @@ def fixed_steps(
 
 
 def planned_steps(
-    data: SlicedDataDict[Any],
+    data: SlicedDataDict,
     *,
     concatenation: Concatenation,
     group: dist.ProcessGroup,
@@ -374,9 +372,9 @@ def _check_groups(rows_per_group: int, counts: dict[str, list[int]]) -> None:
             )
 
 
-def _stand_in(rows: SlicedDataDict[Any], num_rows: int) -> SlicedDataDict[Any]:
+def _stand_in(rows: SlicedDataDict, num_rows: int) -> SlicedDataDict:
     """Return `num_rows` masked rows of one token, with the keys and widths of `rows`."""
-    row: SlicedDataDict[Any] = SlicedDataDict()
+    row: SlicedDataDict = SlicedDataDict()
     for key, value in rows.items():
         is_tensor = isinstance(value, torch.Tensor)
         row[key] = value.new_zeros((num_rows, *value.shape[1:])) if is_tensor else [None] * num_rows
@@ -386,7 +384,7 @@ def _stand_in(rows: SlicedDataDict[Any], num_rows: int) -> SlicedDataDict[Any]:
     return row
 
 
-def check_scoring_batch(data: BatchedDataDict[Any], *, pad_token_id: int | None) -> None:
+def check_scoring_batch(data: BatchedDataDict, *, pad_token_id: int | None) -> None:
     """Raise unless `data` has right-padded `input_ids` with their `input_lengths`.
 
     Args:
@@ -401,7 +399,7 @@ def check_scoring_batch(data: BatchedDataDict[Any], *, pad_token_id: int | None)
 
 
 def check_training_batch(
-    data: BatchedDataDict[Any], *, pad_token_id: int | None, needs_token_mask: bool
+    data: BatchedDataDict, *, pad_token_id: int | None, needs_token_mask: bool
 ) -> None:
     """Raise unless `data` has the masks of a training batch too, and its widths agree.
 
@@ -458,7 +456,7 @@ class LossCounts:
 
     @classmethod
     def of(
-        cls, rows: BatchedDataDict[Any], *, group: dist.ProcessGroup, device: torch.device
+        cls, rows: BatchedDataDict, *, group: dist.ProcessGroup, device: torch.device
     ) -> LossCounts:
         """Return the counts of a global batch, of which `rows` is this rank's share. Collective.
 
@@ -511,7 +509,7 @@ class RowScores:
         data: The rows.
     """
 
-    def __init__(self, data: BatchedDataDict[Any]) -> None:
+    def __init__(self, data: BatchedDataDict) -> None:
         self._shape = data["input_ids"].shape
         self.scores: dict[str, torch.Tensor] = {}
 

@@ -208,7 +208,7 @@ class EngineWorker:
 
     def train(
         self,
-        data: BatchedDataDict[Any],
+        data: BatchedDataDict,
         loss_fn: LossFunction,
         eval_mode: bool = False,
         gbs: int | None = None,
@@ -320,7 +320,7 @@ class EngineWorker:
     # Scoring
 
     def get_logprobs(
-        self, data: BatchedDataDict[Any], micro_batch_size: int | None = None
+        self, data: BatchedDataDict, micro_batch_size: int | None = None
     ) -> BatchedDataDict[LogprobOutputSpec]:
         """Return `logprobs`, `[batch, seq]` float32 on the CPU; position 0 and padding are 0.
 
@@ -334,7 +334,7 @@ class EngineWorker:
         )
 
     def get_reference_policy_logprobs(
-        self, data: BatchedDataDict[Any], micro_batch_size: int | None = None
+        self, data: BatchedDataDict, micro_batch_size: int | None = None
     ) -> BatchedDataDict[ReferenceLogprobOutputSpec]:
         """Return `reference_logprobs`: the same under the reference model.
 
@@ -347,7 +347,7 @@ class EngineWorker:
         return BatchedDataDict({"reference_logprobs": scores["logprobs"]})
 
     def get_topk_logits(
-        self, data: BatchedDataDict[Any], k: int, micro_batch_size: int | None = None
+        self, data: BatchedDataDict, k: int, micro_batch_size: int | None = None
     ) -> BatchedDataDict[TopkLogitsOutputSpec]:
         """Return `topk_logits` and `topk_indices`, `[batch, seq, k]` on the CPU; 0 at padding.
 
@@ -381,9 +381,9 @@ class EngineWorker:
     def _score_rows(
         self,
         score: Callable[[Any], Tensors],
-        data: BatchedDataDict[Any],
+        data: BatchedDataDict,
         micro_batch_size: int | None,
-    ) -> BatchedDataDict[Any]:
+    ) -> BatchedDataDict:
         check_scoring_batch(data, pad_token_id=self._tokenizer.pad_token_id)
         steps = self._steps(
             data,
@@ -430,7 +430,7 @@ class EngineWorker:
 
     # Residency
 
-    def prepare_for_training(self, *args: Any, **kwargs: Any) -> None:
+    def prepare_for_training(self, *args: object, **kwargs: object) -> None:
         """Bring model and optimizer state onto the device, in train mode."""
         self._move(ResidencyState.TRAINING, "prepare_for_training")
 
@@ -668,7 +668,7 @@ class EngineWorker:
 
     def _steps(
         self,
-        data: BatchedDataDict[Any],
+        data: BatchedDataDict,
         *,
         local_batch_size: int | None,
         given: int | None,

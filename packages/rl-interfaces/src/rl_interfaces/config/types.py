@@ -6,11 +6,16 @@ Every key may be left out or be None, which both mean "not set": the defaults st
 
 from __future__ import annotations
 
-from typing import Any, NotRequired
+from typing import Any, NotRequired, TypeAlias
 
 from typing_extensions import TypedDict
 
 from rl_interfaces.generation import GenerationConfig
+
+ResolvedConfig: TypeAlias = "dict[str, Any]"
+"""A `PolicyConfig` after `resolve_policy_config`, or a section of it: keys and types are checked,
+defaults filled in and unset keys left out. Sections of third-party backends have keys of their own,
+so that this is no TypedDict."""
 
 SchedulerMilestones = dict[str, list[int]]
 """`{"milestones": [n, ...]}`: the `train` calls at which a list's next scheduler takes over."""
@@ -220,7 +225,7 @@ class PytorchOptimizerConfig(TypedDict):
 
     name: str
     """For example `torch.optim.AdamW`."""
-    kwargs: dict[str, Any]
+    kwargs: dict[str, object]
     """Its keyword arguments."""
 
 
@@ -229,7 +234,7 @@ class SinglePytorchSchedulerConfig(TypedDict):
 
     name: str
     """For example `torch.optim.lr_scheduler.LinearLR`."""
-    kwargs: dict[str, Any]
+    kwargs: dict[str, object]
     """Its keyword arguments."""
 
 

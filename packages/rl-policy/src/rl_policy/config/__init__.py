@@ -1,5 +1,7 @@
 """The configuration of a run: its sections and defaults, read from files and overrides."""
 
+from rl_interfaces.config.resolve import merge_sections
+
 from rl_policy.config.loading import (
     load_run_config,
     override_resumed,
@@ -13,7 +15,6 @@ from rl_policy.config.policy import (
     DEFAULT_POLICY,
     Settings,
     merge_policy,
-    merge_sections,
     resolve_policy,
 )
 from rl_policy.config.sections import (

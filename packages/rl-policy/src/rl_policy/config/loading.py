@@ -12,6 +12,7 @@ from omegaconf import OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 from pydantic import BaseModel, ValidationError
 from pydantic_core import ErrorDetails
+from rl_interfaces.config.resolve import merge_sections
 
 from rl_policy.config.policy import (
     BUILTIN_MODEL,
@@ -19,7 +20,6 @@ from rl_policy.config.policy import (
     DEFAULT_POLICY,
     Settings,
     merge_policy,
-    merge_sections,
 )
 from rl_policy.config.sections import RunConfig, run_config_type
 from rl_policy.recipes.registry import Recipe, find_recipe, installed_recipes

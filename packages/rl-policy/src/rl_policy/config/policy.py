@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from typing import Any, TypeAlias
 
 from rl_interfaces import resolve_policy_config
+from rl_interfaces.config.resolve import merge_sections
 
 Settings: TypeAlias = dict[str, Any]
 """Nested settings as YAML has them. No TypedDict lists their keys, as a third party's backend has a
@@ -67,18 +68,6 @@ def merge_policy(base: Mapping[str, object], given: Mapping[str, object]) -> Set
             for key, value in kept.items()
         }
     return merge_sections(kept, given)
-
-
-def merge_sections(base: Mapping[str, object], given: Mapping[str, object]) -> Settings:
-    """Return `given` over `base`; where both hold a mapping, the two are merged in turn."""
-    merged: Settings = copy.deepcopy(dict(base))
-    for key, value in given.items():
-        below = merged.get(key)
-        if isinstance(value, Mapping) and isinstance(below, Mapping):
-            merged[key] = merge_sections(below, value)
-        else:
-            merged[key] = copy.deepcopy(value)
-    return merged
 
 
 def resolve_policy(policy: Mapping[str, object], *, path: str = "policy") -> Settings:

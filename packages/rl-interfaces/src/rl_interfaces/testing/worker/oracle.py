@@ -8,8 +8,10 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
+from torch.distributed.tensor import DTensor
 
 from rl_interfaces.loss import LossInput, LossType
+from rl_interfaces.testing.expectations import expect
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -205,6 +207,34 @@ class LogitLoss:
         logprobs = next_token_logits[:, :-1].float().log_softmax(-1)
         chosen = logprobs.gather(-1, data["input_ids"][:, 1:, None]).squeeze(-1)
         return _mean(chosen, data, global_valid_toks)
+
+
+class ShardedLogitLoss(LogitLoss):
+    """The same from logits that are sharded along the vocabulary, where the backend shards them.
+
+    Args:
+        num_shards: The tensor-parallel ranks.
+    """
+
+    accepts_sharded_logits = True
+
+    def __init__(self, num_shards: int) -> None:
+        self._num_shards = num_shards
+
+    def __call__(
+        self,
+        next_token_logits: torch.Tensor,
+        data: Mapping[str, Any],
+        global_valid_seqs: torch.Tensor,
+        global_valid_toks: torch.Tensor,
+    ) -> tuple[torch.Tensor, dict[str, Any]]:
+        """Return the micro-batch's share, see `LossFunction`."""
+        if isinstance(next_token_logits, DTensor):
+            size, (placement,) = next_token_logits.device_mesh.size(), next_token_logits.placements
+            expect(placement.is_shard(dim=2), f"the logits are a DTensor with {placement}")
+            expect(size == self._num_shards, f"the logits are sharded over {size} ranks")
+            next_token_logits = next_token_logits.full_tensor()
+        return super().__call__(next_token_logits, data, global_valid_seqs, global_valid_toks)
 
 
 class InfiniteLoss(LogprobLoss):

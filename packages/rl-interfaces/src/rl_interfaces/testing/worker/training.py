@@ -18,6 +18,7 @@ from rl_interfaces.testing.worker.oracle import (
     LogitLoss,
     LogprobLoss,
     SequenceLoss,
+    ShardedLogitLoss,
     parameters_of,
     plain_loss,
 )
@@ -137,6 +138,19 @@ def a_loss_may_ask_for_logits(bench: WorkerBench) -> None:
     expected = bench.trained.results[0]
     for key in ("global_loss", "grad_norm"):
         expect_close(result[key], expected[key], key, rtol=bench.tolerances.loss)
+
+
+@rule()
+def a_loss_may_take_sharded_logits(bench: WorkerBench) -> None:
+    """A loss that accepts sharded logits gives what the same loss of full logits gives."""
+    loss_fn = ShardedLogitLoss(bench.layout.tensor_parallel)
+    with bench.fresh(init_reference_model=False) as worker:
+        result = bench.train(worker, loss_fn=loss_fn)
+        parameters = bench.exported(worker)
+    expected, limit = bench.trained.results[0], bench.tolerances
+    for key in ("global_loss", "grad_norm"):
+        expect_close(result[key], expected[key], key, rtol=limit.loss)
+    expect_tensors(parameters, bench.expected_call.parameters, "parameters", atol=limit.parameter)
 
 
 @rule()

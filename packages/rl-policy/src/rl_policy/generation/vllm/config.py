@@ -9,7 +9,7 @@ from typing import Any, NotRequired, TypedDict
 
 from rl_interfaces import GenerationConfig
 from rl_interfaces.backend.generation import SamplingConfig, Tokenizer, resolve_pad_id
-from rl_interfaces.config.resolve import GENERATION_DEFAULTS
+from rl_interfaces.config.resolve import resolve_generation_config
 from rl_interfaces.config.schema import check_typed_dict
 
 VLLM_DEFAULTS: dict[str, Any] = {
@@ -218,24 +218,12 @@ def check_sampling(config: Mapping[str, Any], *, path: str) -> dict[str, Any]:
     Raises:
         ValueError: A wrong type or a value out of range; names key and value.
     """
-    check_typed_dict(config, GenerationConfig, path=path)
-    given = GENERATION_DEFAULTS | {key: entry for key, entry in config.items() if entry is not None}
-    for key in ("max_new_tokens", "top_k"):
-        if key in given and given[key] < 1:
-            raise ValueError(f"{path}.{key}={given[key]} must be at least 1")
-    temperature = given["temperature"]
-    if not 0 <= temperature < math.inf:
-        raise ValueError(f"{path}.temperature={temperature} must not be negative or infinite")
-    if 0 < temperature < _LOWEST_TEMPERATURE:
+    given = resolve_generation_config(config, path=path)
+    if 0 < given["temperature"] < _LOWEST_TEMPERATURE:
         raise ValueError(
-            f"{path}.temperature={temperature} is below {_LOWEST_TEMPERATURE}, the lowest that "
-            "vLLM samples with: use 0 for greedy decoding"
+            f"{path}.temperature={given['temperature']} is below {_LOWEST_TEMPERATURE}, the lowest "
+            "that vLLM samples with: use 0 for greedy decoding"
         )
-    if not 0 < given["top_p"] <= 1:
-        raise ValueError(f"{path}.top_p={given['top_p']} must lie in (0, 1]")
-    for text in given.get("stop_strings", ()):
-        if not text:
-            raise ValueError(f"{path}.stop_strings holds an empty text, which would end every row")
     return given
 
 
