@@ -246,13 +246,10 @@ def _without_none(section: Mapping[str, object]) -> ResolvedConfig:
     """Return a deep copy without the keys whose value is None; free-form sections keep theirs."""
 
     def copied(value: object) -> object:
-        match value:
-            case list():
-                return [copied(entry) for entry in cast("list[object]", value)]
-            case Mapping():
-                return _without_none(cast("Mapping[str, object]", value))
-            case _:
-                return copy.deepcopy(value)
+        if isinstance(value, list):
+            return [copied(entry) for entry in cast("list[object]", value)]
+        is_section = isinstance(value, Mapping)
+        return _without_none(cast("ResolvedConfig", value)) if is_section else copy.deepcopy(value)
 
     return {
         key: copy.deepcopy(value) if key in _FREE_FORM else copied(value)
