@@ -203,5 +203,7 @@ def test_an_exported_directory_loads(pools, tmp_path, kind, max_file_bytes):
 def test_files_are_planned_by_size():
     sizes = {"a": 3, "b": 2, "c": 9, "d": 1}
     groups = [[name] for name in sizes]
-    assert plan_files(groups, sizes, max_file_bytes=5) == [[["a"], ["b"]], [["c"]], [["d"]]]
-    assert plan_files(groups, sizes, max_file_bytes=15) == [groups]
+    files = plan_files(groups, sizes, max_file_bytes=5)
+    assert list(files) == [f"model-0000{part}-of-00003.safetensors" for part in (1, 2, 3)]
+    assert list(files.values()) == [[["a"], ["b"]], [["c"]], [["d"]]]
+    assert plan_files(groups, sizes, max_file_bytes=15) == {"model.safetensors": groups}

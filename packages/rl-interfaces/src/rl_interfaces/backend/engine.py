@@ -36,14 +36,20 @@ Metrics = dict[str, float]
 """The metrics of one micro-batch. Plain numbers, as pipeline stages exchange them as JSON."""
 
 
+def _all_ranks() -> dist.ProcessGroup:
+    group = dist.group.WORLD
+    assert group is not None, "an engine is built in a process group"
+    return group
+
+
 @dataclass(frozen=True, kw_only=True, slots=True)
 class EngineInfo:
     """The properties of an engine that the worker reads; constant after construction."""
 
     device: torch.device
     vocab_size: int
-    data_group: dist.ProcessGroup | None = None
-    """The data-parallel ranks, including this one; None: all ranks."""
+    data_group: dist.ProcessGroup = field(default_factory=_all_ranks)
+    """The data-parallel ranks, including this one; all ranks by default."""
     wire_dtype: torch.dtype = torch.float32
     """The dtype in which floating-point weights are sent to an inference engine."""
     max_sequence_length: int | None = None

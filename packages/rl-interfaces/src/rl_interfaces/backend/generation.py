@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Protocol, TypeAlias
+from typing import TYPE_CHECKING, Protocol
 
 import torch
 from rl_batched_data import BatchedDataDict
@@ -16,9 +16,6 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
     from rl_interfaces.config.types import ResolvedConfig
-
-
-Tokenizer: TypeAlias = "PreTrainedTokenizerBase"
 
 
 class Decoder(Protocol):

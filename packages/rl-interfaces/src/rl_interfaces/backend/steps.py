@@ -173,7 +173,7 @@ def plan_steps(
 
 
 def gather_row_counts(
-    num_rows: int, *, group: dist.ProcessGroup | None, device: torch.device
+    num_rows: int, *, group: dist.ProcessGroup, device: torch.device
 ) -> list[int]:
     """Return every rank's number of rows, in rank order within the group. Collective.
 
@@ -197,7 +197,7 @@ def steps_of(
     default: int,
     planned_by: str | None,
     concatenation: Concatenation,
-    group: dist.ProcessGroup | None,
+    group: dist.ProcessGroup,
     device: torch.device,
     rows_per_group: int = 1,
 ) -> list[Step]:
@@ -297,7 +297,7 @@ def planned_steps(
     data: SlicedDataDict,
     *,
     concatenation: Concatenation,
-    group: dist.ProcessGroup | None,
+    group: dist.ProcessGroup,
     device: torch.device,
     rows_per_group: int = 1,
 ) -> list[Step]:
@@ -340,7 +340,7 @@ def _check_plans(
     *,
     splits_groups: bool,
     rows_per_group: int,
-    group: dist.ProcessGroup | None,
+    group: dist.ProcessGroup,
     device: torch.device,
 ) -> None:
     """Raise on every rank unless all make equally many passes and no plan splits a group.
@@ -456,7 +456,7 @@ class LossCounts:
 
     @classmethod
     def of(
-        cls, rows: BatchedDataDict, *, group: dist.ProcessGroup | None, device: torch.device
+        cls, rows: BatchedDataDict, *, group: dist.ProcessGroup, device: torch.device
     ) -> LossCounts:
         """Return the counts of a global batch, of which `rows` are this rank's. Collective.
 

@@ -216,7 +216,7 @@ class EngineWorker:
         return layout
 
     @property
-    def model(self) -> object:
+    def model(self) -> Any:
         """The engine's module or modules on this rank."""
         return self._engine.model
 
@@ -737,4 +737,7 @@ def _require_disjoint(tokenizer_path: str, others: set[str | None]) -> None:
 
 
 def _to_number(value: float | torch.Tensor) -> float:
-    return value.item() if isinstance(value, torch.Tensor) else value
+    if isinstance(value, torch.Tensor):
+        return value.item()
+    # A numpy scalar becomes a plain number too.
+    return getattr(value, "item", lambda: value)()

@@ -225,7 +225,7 @@ def merge_sections(base: Mapping[str, object], given: Mapping[str, object]) -> R
         merged[key] = (
             merge_sections(cast("ResolvedConfig", below), cast("ResolvedConfig", value))
             if isinstance(below, Mapping) and isinstance(value, Mapping)
-            else copy.deepcopy(value)
+            else copy.deepcopy(given[key])
         )
     return merged
 
@@ -248,8 +248,9 @@ def _without_none(section: Mapping[str, object]) -> ResolvedConfig:
     def copied(value: object) -> object:
         if isinstance(value, list):
             return [copied(entry) for entry in cast("list[object]", value)]
-        is_section = isinstance(value, Mapping)
-        return _without_none(cast("ResolvedConfig", value)) if is_section else copy.deepcopy(value)
+        if isinstance(value, Mapping):
+            return _without_none(cast("ResolvedConfig", value))
+        return copy.deepcopy(value)
 
     return {
         key: copy.deepcopy(value) if key in _FREE_FORM else copied(value)

@@ -5,12 +5,15 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
-from typing import Any, NotRequired, TypedDict
+from typing import TYPE_CHECKING, Any, NotRequired, TypedDict
 
 from rl_interfaces import GenerationConfig
-from rl_interfaces.backend.generation import SamplingConfig, Tokenizer, resolve_pad_id
+from rl_interfaces.backend.generation import SamplingConfig, resolve_pad_id, special_token_id
 from rl_interfaces.config.resolve import resolve_generation_config
 from rl_interfaces.config.schema import check_typed_dict
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
 
 VLLM_DEFAULTS: dict[str, Any] = {
     # An engine per device.
@@ -182,7 +185,11 @@ def parse_engine_config(
 
 
 def parse_sampling_config(
-    config: Mapping[str, Any], tokenizer: Tokenizer, *, batch_size: int, path: str = "generation"
+    config: Mapping[str, Any],
+    tokenizer: PreTrainedTokenizerBase,
+    *,
+    batch_size: int,
+    path: str = "generation",
 ) -> SamplingConfig:
     """Return the sampler's part of a `GenerationConfig`, checked, with the token ids it needs.
 
@@ -198,7 +205,8 @@ def parse_sampling_config(
         ValueError: A wrong type, a value out of range or no padding token; names key and value.
     """
     given = check_sampling(config, path=path)
-    ends = set() if tokenizer.eos_token_id is None else {tokenizer.eos_token_id}
+    end = special_token_id(tokenizer.eos_token_id)
+    ends = set() if end is None else {end}
     sampling = SamplingConfig(
         max_new_tokens=given["max_new_tokens"],
         temperature=given["temperature"],
