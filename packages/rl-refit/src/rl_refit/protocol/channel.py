@@ -16,7 +16,7 @@ import select
 import socket
 import struct
 from contextlib import suppress
-from typing import Annotated, Any, NoReturn
+from typing import Annotated, NoReturn
 
 import msgspec
 
@@ -53,7 +53,7 @@ class Offer(Message, frozen=True):
     num_buffers: Annotated[int, msgspec.Meta(ge=1)]
     verify: str
     digest: str
-    grant: dict[str, Any]
+    grant: dict[str, object]
     num_fds: Count
 
 
