@@ -86,7 +86,7 @@ class RefitSender(Closing):
                 f"num_receivers={num_receivers} is negative or num_buffers={num_buffers} is below 1"
             )
         Deadline(timeout_s)
-        self.plan = _plan(source, bucket_bytes)
+        self.plan: RefitPlan = _plan(source, bucket_bytes)
         self._source = source
         self._transport_name = transport
         self._transport = find_transport(transport)

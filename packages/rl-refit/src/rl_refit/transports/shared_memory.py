@@ -241,7 +241,7 @@ def export_cuda(tensor: torch.Tensor) -> CudaHandle:
         "shape": list(by_name["tensor_size"]),
         "stride": list(by_name["tensor_stride"]),
     }
-    return CudaHandle(**{name: values[name] for name in CudaHandle.__struct_fields__})
+    return msgspec.convert(values, CudaHandle)
 
 
 def open_cuda(handle: CudaHandle, device: torch.device | str | None = None) -> torch.Tensor:
