@@ -13,14 +13,19 @@ import torch
 
 from rl_refit.buffers import PieceViews
 from rl_refit.errors import RefitError, RefitTimeoutError
+from rl_refit.outbound import (
+    Connections,
+    NamedTensors,
+    OutboundStream,
+    Receivers,
+    check_exhausted,
+    take_tensor,
+)
 from rl_refit.plan import RefitPlan, default_bucket_bytes, read_specs
-from rl_refit.protocol.channel import Channel, ChannelClosed
+from rl_refit.protocol.channel import Begin, Channel, ChannelClosed, Commit, Join, Offer, Start
 from rl_refit.protocol.endpoint import Endpoint, accept
-from rl_refit.protocol.messages import Begin, Commit, Join, Offer, Start
 from rl_refit.protocol.waiting import Closing, Deadline, join_transport
 from rl_refit.report import RefitReport, Stopwatch
-from rl_refit.sender.receivers import Connections, Receivers
-from rl_refit.sender.stream import NamedTensors, OutboundStream, check_exhausted, take_tensor
 from rl_refit.source import WeightSource
 from rl_refit.transports import Grant, SenderContext, SendingSide, find_transport
 
