@@ -10,21 +10,17 @@ from typing import Any
 import torch
 
 from rl_interfaces.loss import LossType
-from rl_interfaces.testing.expectations import (
-    expect,
-    expect_close,
-    expect_tensors,
-    expect_unlike,
-)
+from rl_interfaces.testing.expectations import expect, expect_close, expect_tensors, expect_unlike
 from rl_interfaces.testing.report import NotApplicable, rule
 from rl_interfaces.testing.worker.bench import WorkerBench
-from rl_interfaces.testing.worker.inputs import (
+from rl_interfaces.testing.worker.oracle import (
     InfiniteLoss,
     LogitLoss,
     LogprobLoss,
     SequenceLoss,
+    parameters_of,
+    plain_loss,
 )
-from rl_interfaces.testing.worker.oracle import parameters_of, plain_loss
 
 
 @rule()
