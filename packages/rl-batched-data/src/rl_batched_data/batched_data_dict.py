@@ -73,7 +73,7 @@ class BatchedDataDict(UserDict[str, Any], Generic[SpecT]):
         return f"{type(self).__name__}({', '.join([f'size={self.size}', *described])})"
 
     def __reduce__(self) -> tuple[Callable[..., BatchedDataDict], tuple[object, ...]]:
-        views = {key: columns.to_picklable_column(column) for key, column in self.data.items()}
+        views = {key: columns.to_picklable(column) for key, column in self.data.items()}
         return _rebuild, (type(self), views, self._own_attributes())
 
     def _own_attributes(self) -> dict[str, object]:
@@ -463,7 +463,7 @@ def _rebuild(
     views: Mapping[str, Column | columns.TensorView],
     attributes: Mapping[str, object],
 ) -> BatchedDataDict:
-    batch = cls({key: columns.from_picklable_column(view) for key, view in views.items()})
+    batch = cls({key: columns.from_picklable(view) for key, view in views.items()})
     for name, value in attributes.items():
         setattr(batch, name, value)
     return batch

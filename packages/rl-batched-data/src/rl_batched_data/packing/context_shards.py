@@ -179,7 +179,7 @@ class _Split:
             queries=queries.clamp(max=num_own - 1),
             keys=gathered[keys.clamp(max=len(gathered) - 1)],
             query_positions=number * size + offsets,
-            # Lower-right alignment would let the shorter rows of later chunks see keys past their end.
+            # In later chunks, lower-right alignment would give shorter rows keys past their end.
             is_causal=number == 0 or bool(is_token.all()),
         )
         return chunks, is_token

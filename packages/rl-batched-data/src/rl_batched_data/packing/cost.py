@@ -110,7 +110,7 @@ def cost_balanced(
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class _Task:
-    """The inputs of `cost_balanced`; a plan is a list of bins per rank, the same number for each."""
+    """The inputs of `cost_balanced`; a plan has a list of bins per rank, all of one length."""
 
     lengths: Sequence[int]
     costs: list[float]
@@ -143,7 +143,7 @@ class _Task:
 
     def dealt(self, plan: list[Bins]) -> Bins:
         """Return the bins of all ranks, interleaved."""
-        # Ranks synchronise after every micro-batch, so the n-th bins of all ranks should cost alike.
+        # Collectives synchronise ranks, so the n-th bins of all ranks should cost about the same.
         by_cost = [sorted(bins, key=self.cost_of, reverse=True) for bins in plan]
         return [content for step in zip(*by_cost, strict=True) for content in step]
 
@@ -156,7 +156,7 @@ _Ints = npt.NDArray[np.int64]
 # Negated spread, serial number (breaks ties), and per part its sum and its (group, part) members.
 _Group = tuple[float, int, list[float], list[list[tuple[int, int]]]]
 
-# At most this many groups are merged one pair at a time: the better result, in O(n log n) Python.
+# Above this many groups, merging one pair at a time takes too long.
 _FEW_GROUPS = 256
 # Swapping ends when the costliest part is this close to the mean, or after this many per part.
 _CLOSE = 1e-4

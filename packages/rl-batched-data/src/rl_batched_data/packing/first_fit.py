@@ -24,7 +24,7 @@ class _Bins:
     """
 
     def __init__(self, capacity: int, total: int, count: int) -> None:
-        # First fit leaves at most one bin half empty: it opens fewer than 2 * total / capacity + 1.
+        # At most one first-fit bin is half full or less: fewer than 2 * total / capacity + 1 bins.
         most = min(count, 2 * total // capacity + 1)
         self._first_leaf = 1 << (most - 1).bit_length()
         self._room = [capacity] * (2 * self._first_leaf)
@@ -140,7 +140,7 @@ class _Sorted:
         self._indices = descending[::-1]
         self._lengths = [lengths[i] for i in self._indices]
         self._position = {index: position for position, index in enumerate(self._indices)}
-        # Union-find links to the nearest remaining position: `_below` is shifted by one, and 0 is none.
+        # Union-find links to the nearest remaining position; `_below` is shifted by one, 0 is none.
         self._below = list(range(len(self._indices) + 1))
         self._above = list(range(len(self._indices) + 1))
 

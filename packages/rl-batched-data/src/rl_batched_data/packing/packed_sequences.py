@@ -73,7 +73,7 @@ class PackedSequences:
                 f"{max(sizes, default=0)} each, do not fit into total_length={total} "
                 f"and width={width}"
             )
-        # Trailing padding is a sequence of its own: no real token may attend to it.
+        # Trailing padding is a sequence of its own: `cu_seqlens` must cover the packed row.
         segments = padded if sum(padded) == total else [*padded, total - sum(padded)]
         ends = list(accumulate(segments))
         starts = [end - segment for end, segment in zip(ends, segments, strict=True)]
