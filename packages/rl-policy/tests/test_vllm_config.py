@@ -6,13 +6,14 @@ from types import SimpleNamespace
 
 import pytest
 from rl_interfaces import resolve_policy_config
-from rl_policy.generation.vllm.arguments import engine_arguments, prepare_environment
 from rl_policy.generation.vllm.config import (
     count_engines,
+    engine_arguments,
     generation_of_policy,
     parse_engine_config,
     parse_sampling_config,
 )
+from rl_policy.generation.vllm.engine import prepare_environment
 
 
 def engine(vllm_cfg=None, **changes):

@@ -1,4 +1,4 @@
-"""Training and generation backends, found by entry point: none is imported by name."""
+"""Training and generation backends, found by entry point and never imported by name."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 ENTRY_POINT_GROUP = "rl_policy.workers"
 """Worker classes of training backends, by name."""
 GENERATION_ENTRY_POINT_GROUP = "rl_policy.generation"
-"""Classes like `VllmGeneration`, by name."""
+"""Engine classes, such as `VllmGeneration`, by name."""
 WORKERS_OWN = "hf"
 """The `generation.backend` without an engine: the training workers sample."""
 _SUFFIX = "_cfg"
@@ -24,7 +24,7 @@ _SUFFIX = "_cfg"
 class BackendNotInstalledError(ImportError, ValueError):
     """No installed package registers the backend that the config enables.
 
-    An ImportError, as installing it is the remedy, and a ValueError, as the config names it.
+    An ImportError, as an installation is the remedy, and a ValueError, as the config is invalid.
     """
 
 
@@ -37,7 +37,7 @@ class TrainingBackend:
 
     @classmethod
     def of_config(cls, config: Mapping[str, Any]) -> TrainingBackend:
-        """Return the backend that a `PolicyConfig` enables; raises what the two calls raise."""
+        """Return the backend that a `PolicyConfig` enables; see `enabled_backend` and `load`."""
         name = enabled_backend(config)
         return cls(name=name, worker_class=load(name))
 
@@ -46,7 +46,7 @@ class TrainingBackend:
 
         Args:
             capability: A protocol of `rl_interfaces`.
-            lack: What a backend without it does not do, for the message.
+            lack: The message's verb phrase: "the backend does not ...".
         """
         wanted = [method for method in dir(capability) if not method.startswith("_")]
         missing = [method for method in wanted if not hasattr(self.worker_class, method)]
@@ -70,8 +70,8 @@ def enabled_backend(config: Mapping[str, Any], *, path: str = "policy") -> str:
     """Return the name of the backend whose section `<name>_cfg` has `enabled` true.
 
     Args:
-        config: A `PolicyConfig`; a section that it does not document is a third party's backend.
-        path: How the errors name the config.
+        config: A `PolicyConfig`; an undocumented section is that of a third party's backend.
+        path: Prefix of the keys in errors.
 
     Raises:
         ValueError: None is enabled, or more than one.
@@ -96,7 +96,7 @@ def load(name: str) -> type[PolicyWorker]:
     """Return the worker class that is registered under `name`.
 
     Raises:
-        BackendNotInstalledError: No installed package registers it; the message says what to do.
+        BackendNotInstalledError: No installed package registers it; says how to install it.
         ContractVersionError: It was written for another version of the contract.
         ValueError: Two packages register it.
         Exception: Whatever the import of a broken backend raises.
@@ -113,7 +113,7 @@ def installed_engines() -> list[str]:
 
 
 def check_generation_backend(config: Mapping[str, Any]) -> None:
-    """Raise `ValueError` unless a resolved policy config generates with what is installed."""
+    """Raise `ValueError` unless the generation backend of a resolved policy config is installed."""
     name = config["generation"]["backend"] if "generation" in config else WORKERS_OWN
     known = [WORKERS_OWN, *installed_engines()]
     if name not in known:
@@ -127,8 +127,8 @@ def check_generation_backend(config: Mapping[str, Any]) -> None:
 def load_engine(name: str) -> type[GenerationInterface]:
     """Return the class that is registered under `name`.
 
-    It is called as `VllmGeneration` is: with a cluster, a `GenerationConfig`, a tokenizer, a name
-    for its processes, and `seed` and `timeout_s` by keyword.
+    It is constructed like `VllmGeneration`: with a cluster, a `GenerationConfig`, a tokenizer, a
+    name for its processes, and the keywords `seed` and `timeout_s`.
 
     Raises:
         BackendNotInstalledError: No installed package registers it.
@@ -159,10 +159,10 @@ def find_entry(group: str, name: str) -> EntryPoint | None:
 
 
 def load_entry(entry: EntryPoint) -> Any:
-    """Return the class behind an entry point, whose `contract_version` goes with ours.
+    """Return the class of an entry point, if its `contract_version` is compatible with ours.
 
     Raises:
-        ContractVersionError: It does not; the message names both versions and what to upgrade.
+        ContractVersionError: It is not; names both versions and what to upgrade.
         Exception: Whatever the import of a broken backend raises.
     """
     backend = entry.load()

@@ -29,9 +29,11 @@ if TYPE_CHECKING:
     import ray
     from rl_interfaces import (
         Cluster,
+        DeviceHandles,
         GenerationConfig,
         GenerationDatumSpec,
         GenerationOutputSpec,
+        RefitInfo,
     )
     from transformers import PreTrainedTokenizerBase
 
@@ -266,7 +268,7 @@ class VllmGeneration(GenerationInterface):
         """Set `{name: (shape, wire dtype)}` of all tensors that the calls below load."""
         self._refit_info = dict(info)
 
-    def init_collective(self, ip: str, port: int, world_size: int) -> list[ray.ObjectRef]:
+    def init_collective(self, ip: str, port: int, world_size: int) -> list[ray.ObjectRef[None]]:
         """Join a trainer's group, whose rank 0 listens at the address; `update` needs none.
 
         Args:
@@ -285,7 +287,7 @@ class VllmGeneration(GenerationInterface):
             "init_collective", ip, port, world_size, timeout_s=self._timeout_s
         ).refs
 
-    def update_weights_from_collective(self) -> list[ray.ObjectRef]:
+    def update_weights_from_collective(self) -> list[ray.ObjectRef[None]]:
         """Receive the tensors of `prepare_refit_info` over the group of `init_collective`.
 
         Returns:
@@ -293,7 +295,7 @@ class VllmGeneration(GenerationInterface):
         """
         return self._engines.submit_all("update_from_collective", self._known_info()).refs
 
-    def update_weights(self, handles: dict[str, Any]) -> bool:
+    def update_weights(self, handles: DeviceHandles) -> bool:
         """Load one group of the tensors of `prepare_refit_info`; return True.
 
         Args:
