@@ -136,6 +136,12 @@ def test_further_arguments_are_passed_on():
     assert arguments(engine_kwargs={"block_size": 32})["block_size"] == 32
 
 
+@pytest.mark.parametrize("argument", sorted(arguments()))
+def test_what_vllm_is_passed_cannot_be_passed_a_second_time(argument):
+    with pytest.raises(ValueError, match=rf"engine_kwargs\.{argument} is already set by \w+"):
+        engine({"engine_kwargs": {argument: None}})
+
+
 def test_without_weight_transfer_vllm_is_told_nothing_of_it():
     assert arguments()["weight_transfer_config"] == {"backend": "rl_refit"}
     assert "weight_transfer_config" not in arguments(weight_transfer=False)

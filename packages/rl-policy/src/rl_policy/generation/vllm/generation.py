@@ -102,6 +102,7 @@ class VllmGeneration(GenerationInterface):
         self._timeout_s = timeout_s
         self._generate_timeout_s = engine.generate_timeout_s
         self._seed = seed
+        # A copy for seeds and callers: each engine owns its own, and `commit_update` sets them all.
         self._version = INITIAL_VERSION
         self._calls_since_version = 0
         self._refit_info: RefitInfo = {}
@@ -164,7 +165,7 @@ class VllmGeneration(GenerationInterface):
         """
         check_prompts(
             data,
-            pad_token_id=_token_id(self._tokenizer, "pad"),
+            pad_token_id=self._tokenizer.pad_token_id,  # pyright: ignore[reportArgumentType] # an id
             max_length=min(facts.max_model_len for facts in self.facts),
             vocab_size=min(facts.vocab_size for facts in self.facts),
         )
@@ -348,7 +349,3 @@ def _engine_grid(
     shape = (num_engines, tensor_parallel_size)
     grid = np.arange(num_engines * tensor_parallel_size).reshape(shape)
     return NamedSharding(grid, ["data_parallel", "tensor_parallel"])
-
-
-def _token_id(tokenizer: PreTrainedTokenizerBase, name: str) -> int | None:
-    return getattr(tokenizer, f"{name}_token_id")
