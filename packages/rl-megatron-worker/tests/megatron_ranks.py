@@ -9,7 +9,7 @@ from megatron.core.distributed import DistributedDataParallelConfig, finalize_mo
 from megatron.core.pipeline_parallel import get_forward_backward_func
 from reference_models import VOCAB, architecture_of, build_reference, shard_of
 from rl_batched_data.logprobs import target_scores
-from rl_interfaces.backend.runtime.ranks import RankEnvironment, init_process_group
+from rl_interfaces.backend.runtime import RankEnvironment, init_process_group
 from rl_megatron_worker.attention.packed import PackedRows
 from rl_megatron_worker.model.build import build_model
 from rl_megatron_worker.model.chunks import run_chunk, unwrapped

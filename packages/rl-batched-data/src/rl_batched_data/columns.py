@@ -205,7 +205,7 @@ def select_rows(column: Column, index: torch.Tensor) -> Column:
 
 
 def fit_width(column: Column, *, given: int, width: int) -> Column:
-    """Return `column` truncated or zero-padded to `width` along dim 1 if it is `given` wide there."""
+    """Truncate or zero-pad to `width` along dim 1 a tensor of size `given` there."""
     if not isinstance(column, torch.Tensor) or column.ndim < 2 or column.shape[1] != given:
         return column
     return pad_right(column.narrow(1, 0, min(width, given)), width)

@@ -27,7 +27,7 @@ from megatron.core.dist_checkpointing.strategies.torch import (
     mcore_to_pyt_state_dict,
 )
 from megatron.core.tensor_parallel import get_cuda_rng_tracker
-from rl_interfaces.backend.runtime.agreement import failing_together
+from rl_interfaces.backend.runtime import failing_together
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.filesystem import FileSystemWriter
 from torch.distributed.checkpoint.state_dict_saver import save as save_tensors
@@ -37,7 +37,7 @@ from rl_megatron_worker.model.chunks import unwrapped
 if TYPE_CHECKING:
     from collections.abc import Generator, Sequence
 
-    from rl_interfaces.backend.checkpoint.format import RankRandomState
+    from rl_interfaces.backend.checkpoint.checkpointer import RankRandomState
     from torch import nn
 
     from rl_megatron_worker.optim import Trainer

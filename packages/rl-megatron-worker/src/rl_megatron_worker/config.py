@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from rl_interfaces import resolve_policy_config
-from rl_interfaces.backend.generation.loop import SamplingConfig
+from rl_interfaces.backend.generation import SamplingConfig
 from transformers import AutoConfig, GenerationConfig
 
 from rl_megatron_worker.model.config import ModelOptions

@@ -18,7 +18,7 @@ from rl_megatron_worker.parallel.stages import broadcast_tensors_from_last_stage
 if TYPE_CHECKING:
     from collections.abc import Callable, Generator
 
-    from rl_interfaces.backend.generation.loop import Decoder
+    from rl_interfaces.backend.generation import Decoder
 
     from rl_megatron_worker.model.heads import TokenHead
     from rl_megatron_worker.parallel.schedule import Schedule

@@ -14,7 +14,7 @@ from rl_megatron_worker.compat.patches import engine_stand_ins
 if TYPE_CHECKING:
     from collections.abc import Generator
 
-    from rl_interfaces.backend.runtime.ranks import RankEnvironment
+    from rl_interfaces.backend.runtime import RankEnvironment
 
 
 def may_have_gpus() -> bool:

@@ -24,8 +24,8 @@ class SequencePacker(Protocol):
             lengths: Tokens per sequence.
 
         Raises:
-            ValueError: A length is not within 1..capacity, or there are fewer sequences than required
-                bins; names the numbers.
+            ValueError: A length is not within 1..capacity, or there are fewer sequences than
+                required bins; names the numbers.
         """
         ...
 

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from megatron.core import parallel_state
 from megatron.core.pipeline_parallel import get_forward_backward_func
-from rl_interfaces.backend.runtime.agreement import failing_together
+from rl_interfaces.backend.runtime import failing_together
 
 from rl_megatron_worker.attention.layout import PackedLayout
 from rl_megatron_worker.model.chunks import run_chunk, unwrapped

@@ -39,7 +39,7 @@ from rl_policy.generation.vllm.requests import Completion, assemble_output, requ
 if TYPE_CHECKING:
     from rl_batched_data import BatchedDataDict
     from rl_interfaces import DeviceHandles, GenerationDatumSpec, GenerationOutputSpec, RefitInfo
-    from rl_interfaces.backend.generation.loop import SamplingConfig
+    from rl_interfaces.backend.generation import SamplingConfig
     from transformers import PreTrainedTokenizerBase
 
     from rl_policy.generation.vllm.config import EngineConfig
