@@ -205,5 +205,5 @@ def test_files_are_planned_by_size():
     groups = [[name] for name in sizes]
     files = plan_files(groups, sizes, max_file_bytes=5)
     assert list(files) == [f"model-0000{part}-of-00003.safetensors" for part in (1, 2, 3)]
-    assert list(files.values()) == [[["a"], ["b"]], [["c"]], [["d"]]]
+    assert list(files.values()) == [[["c"]], [["a"], ["b"]], [["d"]]]
     assert plan_files(groups, sizes, max_file_bytes=15) == {"model.safetensors": groups}
