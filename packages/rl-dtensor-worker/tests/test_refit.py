@@ -36,8 +36,8 @@ def test_transfers_in_the_wrong_state_say_what_is_missing(pools, tiny_model):
         rank_functions.transfers_in_wrong_states, config=make_config(tiny_model)
     )
     assert errors[:4] == [
-        "RuntimeError: no refit is open: call open_refit() before send_weights()",
-        "RuntimeError: there is no broadcast group: call init_collective() before broadcast_weights_for_collective()",
+        "RuntimeError: no refit is open: call open_refit() first",
+        "RuntimeError: there is no broadcast group: call init_collective() first",
         "ValueError: there is no tensor 'no such tensor' in the model",
         "allowed",
     ]

@@ -83,7 +83,7 @@ class WeightTransfer:
             RefitError: A receiver failed or did not answer in time.
         """
         if self._sender is None:
-            raise RuntimeError("no refit is open: call open_refit() before send_weights()")
+            raise RuntimeError("no refit is open: call open_refit() first")
         return self._sender.send(version).as_metrics()
 
     def sizes(self) -> tuple[list[tuple[str, int]], float]:
@@ -123,10 +123,7 @@ class WeightTransfer:
             self._group.send(self._source)
             return
         if self._rank == 0:
-            raise RuntimeError(
-                "there is no broadcast group: call init_collective() before "
-                "broadcast_weights_for_collective()"
-            )
+            raise RuntimeError("there is no broadcast group: call init_collective() first")
         # The other ranks are not in the group, and rank 0's all-gathers need their shards.
         for _ in self._source:
             pass

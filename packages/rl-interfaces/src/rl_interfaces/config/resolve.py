@@ -233,7 +233,7 @@ def merge_sections(base: Mapping[str, object], given: Mapping[str, object]) -> R
 def _third_party_sections(config: Mapping[str, object]) -> ResolvedConfig:
     """Return copies of the sections of third-party backends."""
     return {
-        key: copy.deepcopy(value)
+        key: copy.deepcopy(config[key])
         for key, value in config.items()
         if str(key).endswith("_cfg")
         and key not in PolicyConfig.__annotations__

@@ -11,6 +11,7 @@ from rl_interfaces.testing.generation.oracle import (
     ERROR_PROBABILITY,
     NUM_NEW,
     PROMPT_LENGTHS,
+    Columns,
     batch_of,
     chance_of,
     complete,
@@ -157,7 +158,7 @@ def a_length_beyond_the_width_is_refused(case: GenerationCase) -> None:
 def a_prompt_without_room_for_a_token_is_refused(case: GenerationCase) -> None:
     """Key, length and limit are named; a prompt with room for one token gets one."""
     fitting = batch_of(case, prompts(case, (2, case.max_length - 1)), spare=0)
-    output: Any = case.backend(max_new_tokens=NUM_NEW).generate(fitting)
+    output = case.backend(max_new_tokens=NUM_NEW).generate(fitting)
     assert int(output["generation_lengths"][1]) == 1, "a prompt with room for one token"
     full = batch_of(case, prompts(case, (2, case.max_length)), spare=0)
     _require_refusal(case, full, "input_lengths", str(case.max_length))
@@ -172,7 +173,7 @@ def a_batch_without_rows_is_refused(case: GenerationCase) -> None:
     _require_refusal(case, empty, "input_ids")
 
 
-def _require_refusal(case: GenerationCase, batch: Any, *words: str) -> None:
+def _require_refusal(case: GenerationCase, batch: Columns, *words: str) -> None:
     backend = case.backend(max_new_tokens=NUM_NEW)
     error = error_of(lambda: backend.generate(batch))
     assert isinstance(error, ValueError), f"the batch ended with {error!r}, not with a ValueError"
@@ -180,7 +181,8 @@ def _require_refusal(case: GenerationCase, batch: Any, *words: str) -> None:
         assert word in str(error), f"the error does not name {word}: {error}"
 
 
-TRUNCATIONS: tuple[dict[str, Any], ...] = (
+Sampling = dict[str, Any]
+TRUNCATIONS: tuple[Sampling, ...] = (
     {"top_k": 3},
     {"top_p": 0.6},
     {"top_k": 8, "top_p": 0.5},
@@ -227,14 +229,12 @@ def every_call_samples_anew(case: GenerationCase) -> None:
         batch = case.batch(
             input_ids=torch.tensor([prompt] * 8), input_lengths=torch.tensor([len(prompt)] * 8)
         )
-        rows.append(completions_of(backend.generate(batch)))  # type: ignore[arg-type]
+        rows.append(completions_of(backend.generate(batch)))
     assert rows[0] != rows[1], "the second call repeats the first"
     assert any(row != rows[0][0] for row in rows[0]), "all rows of a call are the same"
 
 
-def _require_logprobs(
-    case: GenerationCase, sampling: dict[str, Any], other: dict[str, Any]
-) -> None:
+def _require_logprobs(case: GenerationCase, sampling: Sampling, other: Sampling) -> None:
     output = complete(case, prompts(case) * 2, **sampling)
     error = largest_error(case, output, **sampling)
     assert error <= case.tolerance, f"{sampling}: the log-probabilities are off by {error:.2g}"
@@ -242,7 +242,7 @@ def _require_logprobs(
     assert wrong > _UNLIKE * case.tolerance, f"{sampling} changes nothing: nothing is shown"
 
 
-def _require_samples(case: GenerationCase, sampling: dict[str, Any], other: dict[str, Any]) -> None:
+def _require_samples(case: GenerationCase, sampling: Sampling, other: Sampling) -> None:
     """Fail where one token after a prompt comes from another distribution than that of `sampling`.
 
     First it is shown that samples of the `other` distribution would fail.
@@ -370,7 +370,7 @@ def a_refit_changes_what_is_generated(case: GenerationCase) -> None:
 
 def nothing_is_generated_before_the_commit(case: GenerationCase) -> None:
     """Nor is a version committed of which nothing has arrived; a new beginning is possible."""
-    backend: Any = case.backend(max_new_tokens=NUM_NEW)
+    backend = case.backend(max_new_tokens=NUM_NEW)
     version = _version(case)
     backend.begin_update(version + 1)
     batch = batch_of(case, prompts(case))
@@ -385,7 +385,7 @@ def nothing_is_generated_before_the_commit(case: GenerationCase) -> None:
 
 def a_failed_refit_is_healed_by_a_full_one_alone(case: GenerationCase) -> None:
     """Until then nothing is generated, and nothing is committed."""
-    backend: Any = case.backend(max_new_tokens=NUM_NEW)
+    backend = case.backend(max_new_tokens=NUM_NEW)
     version = _version(case) + 1
     _of(case).change_weights()
     _of(case).fail_refit(backend, version)
@@ -402,7 +402,7 @@ def a_failed_refit_is_healed_by_a_full_one_alone(case: GenerationCase) -> None:
 
 def a_stale_version_changes_nothing(case: GenerationCase) -> None:
     """It is refused by a ValueError with its number, and the backend goes on."""
-    backend: Any = case.backend(max_new_tokens=NUM_NEW)
+    backend = case.backend(max_new_tokens=NUM_NEW)
     version = _version(case) + 1
     _refit(case, version)
     for stale in (version, version - 1):

@@ -7,7 +7,7 @@ from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, cast
 from unittest import SkipTest
 
 import torch.distributed as dist
@@ -69,9 +69,12 @@ def joined_ranks(*, timeout_s: float) -> Iterator[Ranks]:
         environment = RankEnvironment.from_environment()
         if init_process_group(environment, timeout_s=timeout_s):
             leaving.callback(_leave)
-        # torch annotates the rank of no member as a possible result.
-        verdicts: Any = dist.new_group(backend="gloo", timeout=timedelta(seconds=timeout_s))
-        yield Ranks(rank=environment.rank, world_size=environment.world_size, verdicts=verdicts)
+        verdicts = dist.new_group(backend="gloo", timeout=timedelta(seconds=timeout_s))
+        yield Ranks(
+            rank=environment.rank,
+            world_size=environment.world_size,
+            verdicts=cast("dist.ProcessGroup", verdicts),
+        )
 
 
 def _leave() -> None:

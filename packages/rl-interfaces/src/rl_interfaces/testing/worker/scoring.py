@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import torch
 
@@ -21,12 +21,13 @@ from rl_interfaces.testing.worker.oracle import (
 from rl_interfaces.worker import RowScoringWorker, TopkLogitsWorker
 
 if TYPE_CHECKING:
-    from rl_interfaces.testing.worker.case import Batch
+    from rl_interfaces.config.types import ResolvedConfig
+    from rl_interfaces.testing.worker.oracle import Batch
 
 LENGTHS = [4, 2, 6, 3, 5]
 
 
-def _generation(bench: WorkerBench) -> dict[str, Any]:
+def _generation(bench: WorkerBench) -> ResolvedConfig:
     """Return the config's section with its defaults."""
     section = bench.case.config.get("generation")
     if section is None:
@@ -39,7 +40,7 @@ def _prompts(bench: WorkerBench) -> Batch:
     return bench.share(bench.columns(LENGTHS))
 
 
-def _is_generated(prompts: Batch, output: Any) -> torch.Tensor:
+def _is_generated(prompts: Batch, output: Batch) -> torch.Tensor:
     """Return which places of `output_ids` were generated, `[batch, seq]` bool."""
     positions = torch.arange(output["output_ids"].shape[1])
     ends = output["unpadded_sequence_lengths"][:, None]

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import torch
 
@@ -22,13 +22,17 @@ from rl_interfaces.testing.worker.oracle import LogprobLoss, is_target
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
 
+    from rl_interfaces.testing.worker.bench import TrainResult
+    from rl_interfaces.testing.worker.case import Worker
+    from rl_interfaces.testing.worker.oracle import Batch
+
 
 @rule()
 def scoring_and_sampling_leave_no_trace(bench: WorkerBench) -> None:
     """Scores and samples change neither random state nor weights, nor the step that follows."""
     mine = bench.share(bench.scoring)
 
-    def act(worker: Any) -> None:
+    def act(worker: Worker) -> None:
         worker.get_logprobs(mine)
         worker.get_reference_policy_logprobs(mine)
         if bench.case.config.get("generation") is not None:
@@ -53,7 +57,7 @@ def batches_are_not_written_into(bench: WorkerBench) -> None:
     """A batch is as it was after every call that takes one."""
     size = bench.global_batch_size
 
-    def hold(call: Callable[[Any], Any], what: str, *, batch_size: int | None = None) -> None:
+    def hold(call: Callable[..., object], what: str, *, batch_size: int | None = None) -> None:
         mine = bench.share(bench.training, batch_size=batch_size)
         before = {key: value.clone() for key, value in _tensors(mine).items()}
         call(mine)
@@ -70,7 +74,7 @@ def batches_are_not_written_into(bench: WorkerBench) -> None:
         if hasattr(worker, "get_topk_logits"):
             hold(lambda mine: worker.get_topk_logits(mine, 2), "get_topk_logits")
 
-        def train(mine: Any) -> None:
+        def train(mine: Batch) -> None:
             worker.train(mine, LogprobLoss(), gbs=size)
 
         hold(train, "train", batch_size=size)
@@ -80,22 +84,22 @@ def batches_are_not_written_into(bench: WorkerBench) -> None:
 
 
 @contextmanager
-def _reward_worker(bench: WorkerBench) -> Iterator[Any]:
+def _reward_worker(bench: WorkerBench) -> Iterator[Worker]:
     """Give a worker that scores rows, None where there is none."""
     reward = bench.case.reward
     if reward is None or not hasattr(bench.worker_type, "score"):
         yield None
         return
-    options: dict[str, Any] = {"init_optimizer": False, "init_reference_model": False}
+    options: dict[str, object] = {"init_optimizer": False, "init_reference_model": False}
     with bench.fresh(reward.settings, **options) as worker:
         yield worker
 
 
-def _tensors(batch: Any) -> dict[str, torch.Tensor]:
+def _tensors(batch: Batch) -> dict[str, torch.Tensor]:
     return {key: value for key, value in batch.items() if isinstance(value, torch.Tensor)}
 
 
-def _expect_random_state_kept(act: Callable[[], Any]) -> None:
+def _expect_random_state_kept(act: Callable[[], object]) -> None:
     """Call `act`, and raise if the state of a global generator of torch is another then."""
     before = _random_states()
     act()
@@ -109,7 +113,7 @@ def _random_states() -> list[torch.Tensor]:
     return [torch.get_rng_state(), *on_gpus]
 
 
-def _expect_no_trace(bench: WorkerBench, act: Callable[[Any], Any]) -> None:
+def _expect_no_trace(bench: WorkerBench, act: Callable[..., object]) -> None:
     mine = bench.share(bench.scoring)
     repeat = bench.tolerances.repeat
     with bench.fresh() as worker:
@@ -131,10 +135,10 @@ MOVES = (
 )
 
 
-def _calls(bench: WorkerBench, worker: Any) -> dict[str, Callable[[], Any]]:
+def _calls(bench: WorkerBench, worker: Worker) -> dict[str, Callable[[], object]]:
     """Return what the table speaks of and the worker has, by the table's names."""
     mine = bench.share(bench.scoring)
-    calls: dict[str, Callable[[], Any]] = {
+    calls: dict[str, Callable[[], object]] = {
         "train": lambda: bench.train(worker),
         "train(eval_mode=True)": lambda: bench.train(worker, eval_mode=True),
         "get_logprobs": lambda: worker.get_logprobs(mine),
@@ -226,7 +230,7 @@ def a_worker_without_an_optimizer_starts_in_inference(bench: WorkerBench) -> Non
 def offloading_and_reloading_change_nothing(bench: WorkerBench) -> None:
     """A run that goes through every state between its steps is the one that does not."""
     mine, repeat = bench.share(bench.scoring), bench.tolerances.repeat
-    results: list[dict[str, Any]] = []
+    results: list[TrainResult] = []
     with bench.fresh(init_reference_model=False) as worker:
         results.append(bench.train(worker))
         before = worker.get_logprobs(mine)["logprobs"].clone()

@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Any
+from typing import TYPE_CHECKING
 
 import torch
 
@@ -22,6 +22,9 @@ from rl_interfaces.testing.worker.oracle import (
     parameters_of,
     plain_loss,
 )
+
+if TYPE_CHECKING:
+    from rl_interfaces.testing.worker.bench import TrainResult
 
 
 @rule()
@@ -75,7 +78,7 @@ def every_global_batch_is_a_step(bench: WorkerBench) -> None:
     """B rows make ceil(B / gbs) steps, the last on what is left; `gbs` holds for one call alone."""
     unit, rows = bench.layout.data_parallel, len(bench.training["input_ids"])
 
-    def expect_steps(result: dict[str, Any], size: int, what: str) -> None:
+    def expect_steps(result: TrainResult, size: int, what: str) -> None:
         steps = -(-rows // size)
         found = (len(result["global_loss"]), len(result["grad_norm"]))
         expect(found == (steps, steps), f"{rows} rows with {what} made {found} steps")

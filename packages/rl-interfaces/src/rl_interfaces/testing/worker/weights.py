@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING
 
 import torch
 
@@ -20,12 +20,16 @@ from rl_interfaces.testing.worker.bench import NUM_CALLS, TrainedRun, WorkerBenc
 from rl_interfaces.testing.worker.oracle import is_target
 from rl_interfaces.worker import AdapterSavingWorker, WeightSendingWorker
 
+if TYPE_CHECKING:
+    from rl_interfaces.testing.worker.case import Worker
+    from rl_interfaces.weights import RefitInfo
+
 
 @rule(needs=WeightSendingWorker)
 def the_weights_sizes_are_told(bench: WorkerBench) -> None:
     """Names, shapes, wire dtypes and bytes of the weights go together, in one order."""
     worker = bench.worker
-    info: dict[str, Any] = worker.prepare_refit_info()
+    info: RefitInfo = worker.prepare_refit_info()
     expect(info, "prepare_refit_info names no tensor")
     sizes, free = worker.prepare_weights_for_ipc()
     expected = [(name, math.prod(shape) * dtype.itemsize) for name, (shape, dtype) in info.items()]
@@ -67,7 +71,7 @@ def a_receiver_gets_the_weights_of_each_version(bench: WorkerBench) -> None:
         raise NotApplicable("the case names no receiver (`WorkerCase.open_receiver`)")
     versions: list[dict[str, torch.Tensor]] = []
     with bench.fresh(init_reference_model=False) as worker, open_receiver(worker) as receive:
-        info: dict[str, Any] = worker.prepare_refit_info()
+        info: RefitInfo = worker.prepare_refit_info()
         told = {name: (tuple(shape), dtype) for name, (shape, dtype) in info.items()}
         for version in (1, 2):
             bench.train(worker)
@@ -88,7 +92,7 @@ def a_resumed_run_equals_an_uninterrupted_one(bench: WorkerBench) -> None:
     """A new worker that starts from a save gives what the saved one would have given."""
     saved, run = bench.saved, bench.trained
     paths = {"weights_path": saved.weights, "optimizer_path": saved.optimizer}
-    options: dict[str, Any] = {**paths, "init_reference_model": False}
+    options: dict[str, object] = {**paths, "init_reference_model": False}
     with bench.fresh(**options) as worker:
         _expect_rest_of_run(bench, worker, run)
 
@@ -118,7 +122,7 @@ def a_schedule_goes_on_by_calls(bench: WorkerBench) -> None:
         bench.train(worker)
         bench.train(worker, eval_mode=True)
         worker.save_checkpoint(**paths)
-    options: dict[str, Any] = {**paths, "init_reference_model": False}
+    options: dict[str, object] = {**paths, "init_reference_model": False}
     with bench.fresh(schedule.settings, **options) as worker:
         for _ in range(1, NUM_CALLS):
             bench.train(worker)
@@ -130,7 +134,7 @@ def a_schedule_goes_on_by_calls(bench: WorkerBench) -> None:
 def weights_load_alone(bench: WorkerBench) -> None:
     """A worker without an optimizer scores with the weights of a save."""
     mine, saved = bench.share(bench.scoring), bench.saved
-    options: dict[str, Any] = {"init_optimizer": False, "init_reference_model": False}
+    options: dict[str, object] = {"init_optimizer": False, "init_reference_model": False}
     with bench.fresh(weights_path=saved.weights, **options) as worker:
         found = worker.get_logprobs(mine)["logprobs"]
     expect_close(found, saved.logprobs, "get_logprobs", atol=bench.tolerances.repeat)
@@ -187,7 +191,7 @@ def a_checkpoint_that_is_not_there_is_named(bench: WorkerBench) -> None:
     )
 
 
-def _expect_rest_of_run(bench: WorkerBench, worker: Any, run: TrainedRun) -> None:
+def _expect_rest_of_run(bench: WorkerBench, worker: Worker, run: TrainedRun) -> None:
     """Hold a worker that stands after the first call against the run that went on."""
     repeat = bench.tolerances.repeat
     for index in range(1, NUM_CALLS):
