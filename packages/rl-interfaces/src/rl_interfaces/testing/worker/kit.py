@@ -1,4 +1,8 @@
-"""Every rule about a worker: `check_worker` on one rank, `WorkerConformance` as pytest tests."""
+"""The worker kit: `check_worker` runs the rules on one rank, `WorkerConformance` as pytest tests.
+
+Ranks agree on each verdict over a gloo group of their own: a worker under test may leave its
+collectives half-way, and a message on its own groups could then be matched with the wrong call.
+"""
 
 from __future__ import annotations
 
@@ -60,9 +64,8 @@ class Ranks:
 
 @contextmanager
 def joined_ranks(*, timeout_s: float) -> Iterator[Ranks]:
-    """Join the process group unless the caller has; as a single rank without torchrun's variables.
-
-    The group outlives each worker, so that the rules can build several workers in a row.
+    """Join the default process group unless the process is in one; without torchrun's variables, as
+    a single rank. It outlives each worker, so that rules can build several in a row.
     """
     with ExitStack() as leaving:
         leaving.enter_context(_one_rank_unless_launched())
@@ -192,7 +195,7 @@ class WorkerConformance:
         worker_reports: list[Report],
         record_property: Callable[[str, object], None],
     ) -> None:
-        """Fail where the rule is broken on a rank; skip where it says nothing on any."""
+        """Fail if a rank breaks the rule; skip if it applies to no rank."""
         record_property("conformance", rule)
         outcomes = [report.of(rule) for report in worker_reports]
         require_conformance(

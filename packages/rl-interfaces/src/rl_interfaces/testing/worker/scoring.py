@@ -41,7 +41,7 @@ def _prompts(bench: WorkerBench) -> Batch:
 
 
 def _is_generated(prompts: Batch, output: Batch) -> torch.Tensor:
-    """Return which places of `output_ids` were generated, `[batch, seq]` bool."""
+    """Return which positions of `output_ids` were generated, `[batch, seq]` bool."""
     positions = torch.arange(output["output_ids"].shape[1])
     ends = output["unpadded_sequence_lengths"][:, None]
     return (positions >= prompts["input_lengths"][:, None]) & (positions < ends)
@@ -49,7 +49,7 @@ def _is_generated(prompts: Batch, output: Batch) -> torch.Tensor:
 
 @rule()
 def completions_follow_their_prompts(bench: WorkerBench) -> None:
-    """Each row is its prompt, then its completion, then padding; the lengths say so."""
+    """Each row is prompt, completion and padding, with the reported lengths."""
     generation, prompts = _generation(bench), _prompts(bench)
     output = bench.worker.generate(prompts)
     lengths = prompts["input_lengths"]
@@ -66,7 +66,7 @@ def completions_follow_their_prompts(bench: WorkerBench) -> None:
 
 @rule()
 def greedy_completions_are_the_oracles(bench: WorkerBench) -> None:
-    """With `greedy` the most likely token is taken each time, until a row ends."""
+    """With `greedy`, each token is the most likely one, until a row ends."""
     generation, prompts = _generation(bench), _prompts(bench)
     output = bench.worker.generate(prompts, greedy=True)
     end = bench.case.tokenizer.eos_token_id
@@ -104,7 +104,7 @@ def sampled_tokens_have_the_policys_logprobs(bench: WorkerBench) -> None:
 TOP = 3
 OTHER_TEMPERATURE = 0.7
 SIZES = (None, 1, 2)
-"""Rows of a micro-batch: what the worker takes by itself, and what it is told."""
+"""Rows of a micro-batch; None: the configured number."""
 
 
 @rule()
@@ -119,7 +119,7 @@ def logprobs_equal_the_oracle(bench: WorkerBench) -> None:
 
 @rule()
 def logprobs_have_the_batchs_shape(bench: WorkerBench) -> None:
-    """Log-probabilities come as float32 on the CPU, with the batch's rows and its full width."""
+    """Log-probabilities are float32 on the CPU, in the shape of `input_ids`."""
     columns = bench.columns([5, 3, 4, 2, 5], width=9)
     mine = bench.share(columns)
     calls = {

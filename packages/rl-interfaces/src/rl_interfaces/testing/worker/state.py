@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 
 @rule()
 def scoring_and_sampling_leave_no_trace(bench: WorkerBench) -> None:
-    """Scores and samples change neither random state nor weights, nor the step that follows."""
+    """Scoring and sampling change neither random state nor weights nor the next step."""
     mine = bench.share(bench.scoring)
 
     def act(worker: Worker) -> None:
@@ -48,13 +48,13 @@ def scoring_and_sampling_leave_no_trace(bench: WorkerBench) -> None:
 
 @rule()
 def evaluating_leaves_no_trace(bench: WorkerBench) -> None:
-    """`eval_mode` changes neither random state nor weights, nor the step that follows."""
+    """`eval_mode` changes neither random state nor weights nor the next step."""
     _expect_no_trace(bench, lambda worker: bench.train(worker, eval_mode=True))
 
 
 @rule()
 def batches_are_not_written_into(bench: WorkerBench) -> None:
-    """A batch is as it was after every call that takes one."""
+    """No call changes its batch."""
     size = bench.global_batch_size
 
     def hold(call: Callable[..., object], what: str, *, batch_size: int | None = None) -> None:
@@ -85,7 +85,7 @@ def batches_are_not_written_into(bench: WorkerBench) -> None:
 
 @contextmanager
 def _reward_worker(bench: WorkerBench) -> Iterator[Worker]:
-    """Give a worker that scores rows, None where there is none."""
+    """Run the body with a reward worker, or None if the case has none."""
     reward = bench.case.reward
     if reward is None or not hasattr(bench.worker_type, "score"):
         yield None
@@ -100,7 +100,7 @@ def _tensors(batch: Batch) -> dict[str, torch.Tensor]:
 
 
 def _expect_random_state_kept(act: Callable[[], object]) -> None:
-    """Call `act`, and raise if the state of a global generator of torch is another then."""
+    """Call `act` and raise if it changed the state of one of torch's global generators."""
     before = _random_states()
     act()
     after = _random_states()
@@ -136,7 +136,7 @@ MOVES = (
 
 
 def _calls(bench: WorkerBench, worker: Worker) -> dict[str, Callable[[], object]]:
-    """Return what the table speaks of and the worker has, by the table's names."""
+    """Return the calls of the residency table that the worker has, by name."""
     mine = bench.share(bench.scoring)
     calls: dict[str, Callable[[], object]] = {
         "train": lambda: bench.train(worker),
@@ -154,7 +154,7 @@ def _calls(bench: WorkerBench, worker: Worker) -> dict[str, Callable[[], object]
 
 
 def _refusal(residency: Residency, call: str) -> str | None:
-    """Return what the table says against `call`, None where it allows it."""
+    """Return the error of the residency table for `call`, None if it is allowed."""
     try:
         residency.require(call)
     except ResidencyError as error:
@@ -164,7 +164,7 @@ def _refusal(residency: Residency, call: str) -> str | None:
 
 @rule()
 def a_state_allows_what_the_table_allows(bench: WorkerBench) -> None:
-    """In each state the calls that the table allows are answered; saves and loads in every one."""
+    """In each state the allowed calls succeed, and saves and loads succeed in every state."""
     mine, saved = bench.share(bench.scoring), bench.saved
     paths = {move: bench.path("weights") for move in (None, *MOVES)}
     found: dict[str, torch.Tensor] = {}
@@ -196,7 +196,7 @@ def a_state_allows_what_the_table_allows(bench: WorkerBench) -> None:
 
 @rule()
 def a_state_refuses_what_the_table_refuses(bench: WorkerBench) -> None:
-    """A call in the wrong state raises `ResidencyError`, with the state and the way out."""
+    """Calls that are not allowed raise `ResidencyError` with the state and the way out."""
     num_refused = 0
     with bench.fresh() as worker:
         residency = Residency(has_optimizer=True)
@@ -228,7 +228,7 @@ def a_worker_without_an_optimizer_starts_in_inference(bench: WorkerBench) -> Non
 
 @rule()
 def offloading_and_reloading_change_nothing(bench: WorkerBench) -> None:
-    """A run that goes through every state between its steps is the one that does not."""
+    """Passing through every state between steps does not change a run."""
     mine, repeat = bench.share(bench.scoring), bench.tolerances.repeat
     results: list[TrainResult] = []
     with bench.fresh(init_reference_model=False) as worker:
