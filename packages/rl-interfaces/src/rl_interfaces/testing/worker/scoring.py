@@ -21,6 +21,8 @@ from rl_interfaces.testing.worker.oracle import (
 from rl_interfaces.worker import RowScoringWorker, TopkLogitsWorker
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
+
     from rl_interfaces.config.types import ResolvedConfig
     from rl_interfaces.testing.worker.oracle import Batch
 
@@ -107,6 +109,13 @@ SIZES = (None, 1, 2)
 """Rows of a micro-batch; None: the configured number."""
 
 
+def _calls(bench: WorkerBench) -> dict[str, Callable[..., Batch]]:
+    return {
+        "logprobs": bench.worker.get_logprobs,
+        "reference_logprobs": bench.worker.get_reference_policy_logprobs,
+    }
+
+
 @rule()
 def logprobs_equal_the_oracle(bench: WorkerBench) -> None:
     """Log-probabilities are the oracle's, for even, ragged and single rows of any width."""
@@ -122,11 +131,7 @@ def logprobs_have_the_batchs_shape(bench: WorkerBench) -> None:
     """Log-probabilities are float32 on the CPU, in the shape of `input_ids`."""
     columns = bench.columns([5, 3, 4, 2, 5], width=9)
     mine = bench.share(columns)
-    calls = {
-        "logprobs": bench.worker.get_logprobs,
-        "reference_logprobs": bench.worker.get_reference_policy_logprobs,
-    }
-    for key, call in calls.items():
+    for key, call in _calls(bench).items():
         found = call(mine)[key]
         expect(found.shape == mine["input_ids"].shape, f"{key} has shape {list(found.shape)}")
         expect(found.dtype == torch.float32, f"{key} is {found.dtype}, not float32")
@@ -138,11 +143,7 @@ def logprobs_are_zero_where_no_token_is_scored(bench: WorkerBench) -> None:
     """Position 0 and padding are 0, of the policy and of the reference."""
     mine = bench.share(bench.columns(bench.on_every_rank([6, 2, 4, 3, 6, 1]), width=6))
     outside = ~is_target(mine)
-    calls = {
-        "logprobs": bench.worker.get_logprobs,
-        "reference_logprobs": bench.worker.get_reference_policy_logprobs,
-    }
-    for key, call in calls.items():
+    for key, call in _calls(bench).items():
         found = call(mine)[key]
         expect(not found[outside].any(), f"{key}: {found} is not 0 at position 0 and padding")
         expect(found[~outside].any() or outside.all(), f"every one of the {key} is 0")
@@ -152,11 +153,7 @@ def logprobs_are_zero_where_no_token_is_scored(bench: WorkerBench) -> None:
 def micro_batches_do_not_change_logprobs(bench: WorkerBench) -> None:
     """Log-probabilities are the same for any `micro_batch_size`."""
     mine = bench.share(bench.scoring)
-    calls = {
-        "logprobs": bench.worker.get_logprobs,
-        "reference_logprobs": bench.worker.get_reference_policy_logprobs,
-    }
-    for key, call in calls.items():
+    for key, call in _calls(bench).items():
         default = call(mine)[key]
         for size in (1, 2, 16):
             found = call(mine, micro_batch_size=size)[key]
