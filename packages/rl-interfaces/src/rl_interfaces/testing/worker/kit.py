@@ -64,8 +64,10 @@ class Ranks:
 
 @contextmanager
 def joined_ranks(*, timeout_s: float) -> Iterator[Ranks]:
-    """Join the default process group unless the process is in one; without torchrun's variables, as
-    a single rank. It outlives each worker, so that rules can build several in a row.
+    """Join the default process group, unless the process is already in one.
+
+    Without torchrun's variables the job has a single rank. The group outlives each worker, so that
+    rules can build several in a row.
     """
     with ExitStack() as leaving:
         leaving.enter_context(_one_rank_unless_launched())
