@@ -44,7 +44,7 @@ def test_the_report_names_every_broken_rule_and_why():
 
 def test_what_a_pair_lacks_is_skipped_by_name():
     with pytest.raises(SkipTest, match="is_for_processes is false"):
-        check_rule("a_killed_sender_takes_nobody_along", NoPair())
+        check_rule("receivers_survive_a_killed_sender", NoPair())
     skipped = check_transport(NoPair(), groups=["kills"])
     assert [line.partition(":")[0] for line in skipped] == rule_names(["kills"])
 

@@ -164,9 +164,9 @@ class RefitReceiver(Closing):
             with watch.phase("pause"):
                 session = self._meet(version, deadline)
             stream = InboundStream(
-                session.plan,
-                session.side,
-                session.channel,
+                plan=session.plan,
+                side=session.side,
+                channel=session.channel,
                 version=version,
                 digest=None if session.offer.verify == "none" else session.offer.digest,
                 rank=self._rank,

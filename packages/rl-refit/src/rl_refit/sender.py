@@ -86,7 +86,10 @@ class RefitSender(Closing):
                 f"num_receivers={num_receivers} is negative or num_buffers={num_buffers} is below 1"
             )
         Deadline(timeout_s)
-        self.plan: RefitPlan = _plan(source, bucket_bytes)
+        specs = read_specs(source.metadata())
+        if bucket_bytes is None:
+            bucket_bytes = default_bucket_bytes(specs)
+        self.plan: RefitPlan = RefitPlan.of(specs, bucket_bytes)
         self._source = source
         self._transport_name = transport
         self._transport = find_transport(transport)
@@ -181,10 +184,10 @@ class RefitSender(Closing):
         with watch.phase("pause"):
             connections, receivers = self._begin(version, deadline)
         self._stream_class(
-            self.plan,
-            connections.side,
-            connections.views,
-            receivers,
+            plan=self.plan,
+            side=connections.side,
+            views=connections.views,
+            receivers=receivers,
             version=version,
             verify=self._verify != "none",
             deadline=deadline,
@@ -293,13 +296,6 @@ class RefitSender(Closing):
         if self._connections is not None:
             self._connections.close(error)
             self._connections = None
-
-
-def _plan(source: WeightSource, bucket_bytes: int | None) -> RefitPlan:
-    specs = read_specs(source.metadata())
-    if bucket_bytes is None:
-        bucket_bytes = default_bucket_bytes(specs)
-    return RefitPlan.of(specs, bucket_bytes)
 
 
 def _drain(tensors: NamedTensors) -> None:
