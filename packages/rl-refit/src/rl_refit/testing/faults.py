@@ -190,7 +190,7 @@ def _drill(pair: RefitPair, num_cases: int, name: str, run: Callable[[Drill], No
 
 
 def _finds(pair: RefitPair, num_cases: int, kind: type[_AtOneBucket]) -> None:
-    """Fail unless a fault in one bucket is detected, by an error that names a bucket or its lack."""
+    """Fail unless a fault in one bucket is detected, by an error that names a bucket or the end."""
 
     def run(drill: Drill) -> None:
         waits = kind is _Dropped and drill.num_buffers == 1
