@@ -28,10 +28,10 @@ from rl_interfaces import LossInput, LossType
 from rl_megatron_worker import MegatronPolicyWorker
 from rl_megatron_worker.attention.layout import PackedLayout
 from rl_megatron_worker.model.build import build_model
-from rl_megatron_worker.model.chunks import run_chunk
 from rl_megatron_worker.model.config import transformer_config
 from rl_megatron_worker.model.heads import scoring_options
 from rl_megatron_worker.optim import ddp_config
+from rl_megatron_worker.parallel.schedule import run_chunk
 from tokenizers import Tokenizer, models
 from transformers import PreTrainedTokenizerFast, Qwen2Config, Qwen2ForCausalLM
 

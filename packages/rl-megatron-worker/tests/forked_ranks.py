@@ -17,7 +17,7 @@ _LIMIT_S = 240
 # What the functions of all tests import, so that no rank imports it again.
 _PRELOADED = [
     "rl_megatron_worker",
-    "rl_megatron_worker.checkpoint.hf_export",
+    "rl_interfaces.backend.checkpoint.hf_export",
     "transformers",
     *(path.stem for path in sorted(Path(__file__).parent.glob("*_ranks.py"))),
 ]

@@ -12,9 +12,12 @@ from megatron_ranks import (
     reference_pass,
     run_schedule,
 )
-from rl_megatron_worker.config import DataParallelSettings
+from rl_megatron_worker.config import (
+    DataParallelSettings,
+    OptimizerSettings,
+    SchedulerSettings,
+)
 from rl_megatron_worker.optim import Trainer, ddp_config
-from rl_megatron_worker.optimizer_config import OptimizerSettings, SchedulerSettings
 
 MAX_NORM = 3.0
 

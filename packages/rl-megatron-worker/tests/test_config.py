@@ -212,7 +212,6 @@ REFUSED = {
         {},
         "use_distributed_optimizer=True needs .*optimizer='adam'",
     ),
-    "rows": ({}, {"train_global_batch_size": 6}, "train_global_batch_size=6 is not divisible"),
     "head": ({}, {"head": "reward"}, "policy.head='reward' needs another backend"),
     "offload": ({}, {"fsdp_offload_enabled": True}, "fsdp_offload_enabled=True needs FSDP"),
     "torch": (
@@ -284,6 +283,17 @@ def test_a_torch_optimizer_without_counterpart_is_refused():
 def test_what_does_not_fit_the_model_is_refused_before_a_rank_starts(tmp_path, section, message):
     given = config(**section) | {"model_name": build_tiny(tmp_path, "qwen3")}
     with pytest.raises(ValueError, match=message):
+        MegatronPolicyWorker.validate_config(given, world_size=4)
+
+
+def test_a_global_batch_that_ranks_do_not_divide_is_refused(tmp_path):
+    given = config(tensor_model_parallel_size=2) | {
+        "model_name": build_tiny(tmp_path, "qwen3"),
+        "train_global_batch_size": 3,
+    }
+    with pytest.raises(
+        ValueError, match=r"train_global_batch_size=3 is not divisible by the 2 data-parallel"
+    ):
         MegatronPolicyWorker.validate_config(given, world_size=4)
 
 

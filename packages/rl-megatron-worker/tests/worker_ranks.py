@@ -11,8 +11,8 @@ from batches import LOSSES
 from megatron.core import parallel_state
 from rl_batched_data import BatchedDataDict
 from rl_megatron_worker import MegatronPolicyWorker
-from rl_megatron_worker.model.chunks import unwrapped
-from rl_megatron_worker.placement import place_parameters
+from rl_megatron_worker.model.build import unwrapped
+from rl_megatron_worker.runtime import place_parameters
 from tiny_models import build_tokenizer
 
 BUDGET = 24

@@ -3,22 +3,22 @@
 from __future__ import annotations
 
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import torch
 import torch.distributed as dist
 from rl_batched_data import BatchedDataDict, PackedSequences, SlicedDataDict
 from rl_interfaces.backend.steps import Concatenation, MicroBatch
 
-from rl_megatron_worker.attention.cache import KeyValueCache
 from rl_megatron_worker.attention.layout import PackedLayout
-from rl_megatron_worker.model.chunks import unwrapped
-from rl_megatron_worker.parallel.stages import broadcast_tensors_from_last_stage
+from rl_megatron_worker.attention.packed import KeyValueCache
+from rl_megatron_worker.model.build import unwrapped
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Generator
 
     from rl_interfaces.backend.generation.loop import Decoder
+    from torch import nn
 
     from rl_megatron_worker.model.heads import TokenHead
     from rl_megatron_worker.parallel.schedule import Schedule
@@ -117,9 +117,7 @@ class FullDecoder:
         return self._logits(self._pack(self._tokens, self._lengths))
 
     def _pack(self, tokens: torch.Tensor, lengths: torch.Tensor) -> PackedLayout:
-        rows: SlicedDataDict[Any] = SlicedDataDict(
-            BatchedDataDict({"input_ids": tokens, "input_lengths": lengths})
-        )
+        rows = SlicedDataDict(BatchedDataDict({"input_ids": tokens, "input_lengths": lengths}))
         packed = self._concatenation.of(rows)
         return PackedLayout.of(MicroBatch(span=(0, len(tokens)), rows=rows, packed=packed))
 
@@ -132,9 +130,7 @@ class FullDecoder:
             last = layout.micro_batch.rows["input_lengths"] - 1
             return {"logits": self._head.logits(rows[torch.arange(len(rows)), last])}
 
-        found = self._schedule.run_one(layout, score)
-        device = self._schedule.runtime.device
-        return broadcast_tensors_from_last_stage(found or {}, device=device)["logits"]
+        return self._schedule.run_one(layout, score)["logits"]
 
 
 class CachedDecoder(FullDecoder):
@@ -156,7 +152,7 @@ class CachedDecoder(FullDecoder):
 
     def _pack_step(self, tokens: torch.Tensor) -> PackedLayout:
         ones = torch.ones_like(tokens)
-        rows: SlicedDataDict[Any] = SlicedDataDict(
+        rows = SlicedDataDict(
             BatchedDataDict({"input_ids": tokens[:, None], "input_lengths": ones})
         )
         multiple = self._concatenation.total_multiple
@@ -176,7 +172,7 @@ class CachedDecoder(FullDecoder):
         Given one frequency per token, it applies them token by token.
         """
 
-        def at_positions(module: Any, args: Any, frequencies: torch.Tensor) -> torch.Tensor:
+        def at_positions(_: nn.Module, __: object, frequencies: torch.Tensor) -> torch.Tensor:
             return frequencies.index_select(0, positions)
 
         modules = [unwrapped(chunk).rotary_pos_emb for chunk in self._schedule.chunks]

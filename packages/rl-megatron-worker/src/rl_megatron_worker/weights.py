@@ -7,6 +7,7 @@ all-gathered on the stage that has the layer, and broadcast from there to the ot
 from __future__ import annotations
 
 import math
+from contextlib import nullcontext
 from dataclasses import dataclass, field
 from functools import cached_property
 from itertools import accumulate, groupby, islice
@@ -17,11 +18,12 @@ import torch.distributed as dist
 from megatron.core.process_groups_config import ProcessGroupCollection
 from rl_refit.source import block_of
 
-from rl_megatron_worker.model.chunks import held_parameters, place_of
+from rl_megatron_worker.model.load import held_parameters, place_of
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Iterator, Sequence
+    from collections.abc import Callable, Iterable, Iterator, Sequence
     from collections.abc import Mapping as Map
+    from contextlib import AbstractContextManager
 
     from torch import nn
 
@@ -57,7 +59,7 @@ class MegatronWeights:
         mappings: The mappings of all ranks' parameters, in the order of export.
         wire_dtype: The dtype of every tensor on the wire.
         device: The device of the gathered tensors.
-        groups: Megatron-core's process groups; its global ones by default.
+        scope: Entered while tensors are gathered.
     """
 
     def __init__(
@@ -67,12 +69,13 @@ class MegatronWeights:
         *,
         wire_dtype: torch.dtype,
         device: torch.device,
-        groups: ProcessGroupCollection | None = None,
+        scope: Callable[[], AbstractContextManager[None]] = nullcontext,
     ) -> None:
         self._chunks = chunks
         self._wire_dtype = wire_dtype
         self._device = device
-        self._groups = groups or ProcessGroupCollection.use_mpu_process_groups(_GROUPS)
+        self._scope = scope
+        self._groups = ProcessGroupCollection.use_mpu_process_groups(_GROUPS)
         exported = [mapping for mapping in mappings if not mapping.is_copy]
         self._mapping_of = {name: each for each in exported for name in each.sources}
         experts = [each.expert for each in exported if each.expert is not None]
@@ -112,6 +115,10 @@ class MegatronWeights:
         names = list(names)
         if unknown := [name for name in names if name not in self._mapping_of]:
             raise ValueError(f"there is no tensor {unknown[0]!r} in the model")
+        with self._scope():
+            yield from self._gather(names)
+
+    def _gather(self, names: list[str]) -> Iterator[tuple[str, torch.Tensor]]:
         held = self._held()
         # Two layers in flight: the gather of the next one overlaps with the use of the current one.
         pending: _LayerGather | None = None

@@ -40,11 +40,11 @@ class _CudaMeansCpu(TorchFunctionMode):
 
     def __torch_function__(
         self,
-        func: Callable[..., Any],
-        types: Any,
-        args: tuple[Any, ...] = (),
-        kwargs: dict[str, Any] | None = None,
-    ) -> Any:
+        func: Callable[..., object],
+        types: object,
+        args: tuple[object, ...] = (),
+        kwargs: dict[str, object] | None = None,
+    ) -> object:
         # A hot path: hundreds of thousands of calls per minute, nearly all passed on unchanged.
         call = _OVERRIDES.get(func, func)
         if not kwargs:
@@ -65,7 +65,7 @@ def _copy(tensor: torch.Tensor, *args: object) -> torch.Tensor:
     return tensor.clone()
 
 
-def _type(tensor: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
+def _type(tensor: torch.Tensor, *args: Any, **kwargs: Any) -> object:
     """Return CUDA's name of the type: Megatron-core compares it with `torch.cuda.FloatTensor`."""
     if args or kwargs:
         return tensor.type(*args, **kwargs)
@@ -77,7 +77,7 @@ def _to(tensor: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
     return to(*(_CPU if _is_cuda(each) else each for each in args), **kwargs)
 
 
-_OVERRIDES: dict[Callable[..., Any], Callable[..., Any]] = {
+_OVERRIDES: dict[Callable[..., object], Callable[..., object]] = {
     torch.Tensor.cuda: _stay,
     torch.Tensor.pin_memory: _copy,
     torch.Tensor.type: _type,
@@ -166,15 +166,15 @@ def _manual_seed(seed: int) -> None:
     torch.default_generator.manual_seed(seed)
 
 
-def _as_splits(tensor: Any, as_numpy: bool = False, record_stream: bool = False) -> Any:
+def _as_splits(tensor: object, as_numpy: bool = False, record_stream: bool = False) -> object:
     """Return split sizes as numpy if asked for: 0.16.1 returns CPU tensors unconverted."""
     return tensor.numpy() if as_numpy and isinstance(tensor, torch.Tensor) else tensor
 
 
-_run_backward: Callable[..., Any] = torch.autograd.graph._engine_run_backward
+_run_backward: Callable[..., object] = torch.autograd.graph._engine_run_backward
 
 
-def _run_backward_inside(*args: Any, **kwargs: Any) -> Any:
+def _run_backward_inside(*args: object, **kwargs: object) -> object:
     """Re-enter the mode for a backward pass: torch disables it while it handles `backward()`."""
     if not _patches.entered:
         return _run_backward(*args, **kwargs)
