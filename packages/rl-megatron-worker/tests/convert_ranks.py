@@ -9,8 +9,7 @@ import torch
 from megatron.core import parallel_state
 from megatron.core.distributed import DistributedDataParallelConfig
 from megatron_ranks import job
-from rl_interfaces.backend.checkpoint.hf_export import write_hf_directory
-from rl_interfaces.backend.checkpoint.safetensors_files import SafetensorsFiles
+from rl_interfaces.backend.checkpoint.hf_files import SafetensorsFiles, write_hf_directory
 from rl_interfaces.backend.engine import HfExport
 from rl_megatron_worker.attention.layout import PackedRows
 from rl_megatron_worker.convert import converter_for

@@ -4,7 +4,7 @@ import pickle
 
 import pytest
 from rl_refit import RefitError
-from rl_refit.vllm.workers import attempt, finish_update, on_workers
+from rl_refit.vllm import attempt, finish_update, on_workers
 
 
 class Worker:

@@ -1,6 +1,5 @@
 """The contracts of an LLM post-training policy. Importing this loads neither torch nor ray."""
 
-from rl_interfaces.cluster import Cluster
 from rl_interfaces.config.resolve import (
     GENERATION_DEFAULTS,
     POLICY_DEFAULTS,
@@ -22,11 +21,6 @@ from rl_interfaces.config.types import (
     SinglePytorchSchedulerConfig,
     TokenizerConfig,
 )
-from rl_interfaces.contract import (
-    CONTRACT_VERSION,
-    ContractVersionError,
-    check_contract_version,
-)
 from rl_interfaces.generation import (
     ColocationConfig,
     ColocationResources,
@@ -37,22 +31,35 @@ from rl_interfaces.generation import (
 )
 from rl_interfaces.loss import LossFunction, LossInput, LossType
 from rl_interfaces.policy import (
+    Cluster,
     ColocatablePolicyInterface,
     LogprobOutputSpec,
     PolicyInterface,
     ReferenceLogprobOutputSpec,
     ScoreOutputSpec,
     TopkLogitsOutputSpec,
+    TrainOutputSpec,
 )
 from rl_interfaces.residency import Residency, ResidencyError, ResidencyState
-from rl_interfaces.weights import TensorSpec, WeightReceiver, WeightSource
+from rl_interfaces.weights import (
+    DeviceHandles,
+    RefitInfo,
+    TensorSpec,
+    WeightReceiver,
+    WeightSource,
+)
 from rl_interfaces.worker import (
+    CONTRACT_VERSION,
     AdapterSavingWorker,
+    ContractVersionError,
+    GpuInfo,
     ParallelLayout,
     PolicyWorker,
     RowScoringWorker,
     TopkLogitsWorker,
     WeightSendingWorker,
+    WorkerTrainOutputSpec,
+    check_contract_version,
 )
 
 __all__ = [
@@ -66,11 +73,13 @@ __all__ = [
     "ColocationResources",
     "ContractVersionError",
     "DTensorConfig",
+    "DeviceHandles",
     "DynamicBatchingConfig",
     "GenerationConfig",
     "GenerationDatumSpec",
     "GenerationInterface",
     "GenerationOutputSpec",
+    "GpuInfo",
     "LogprobOutputSpec",
     "LoraConfig",
     "LossFunction",
@@ -86,6 +95,7 @@ __all__ = [
     "PolicyWorker",
     "PytorchOptimizerConfig",
     "ReferenceLogprobOutputSpec",
+    "RefitInfo",
     "Residency",
     "ResidencyError",
     "ResidencyState",
@@ -98,9 +108,11 @@ __all__ = [
     "TokenizerConfig",
     "TopkLogitsOutputSpec",
     "TopkLogitsWorker",
+    "TrainOutputSpec",
     "WeightReceiver",
     "WeightSendingWorker",
     "WeightSource",
+    "WorkerTrainOutputSpec",
     "check_contract_version",
     "check_typed_dict",
     "resolve_policy_config",

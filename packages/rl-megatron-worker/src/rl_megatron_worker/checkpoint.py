@@ -31,7 +31,7 @@ from megatron.core.dist_checkpointing.strategies.torch import (
     mcore_to_pyt_state_dict,
 )
 from megatron.core.tensor_parallel import get_cuda_rng_tracker
-from rl_interfaces.backend.runtime.agreement import failing_together
+from rl_interfaces.backend.runtime import failing_together
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.filesystem import FileSystemWriter
 from torch.distributed.checkpoint.state_dict_saver import save as save_tensors
@@ -42,7 +42,7 @@ if TYPE_CHECKING:
     from collections.abc import Generator, Sequence
 
     from megatron.core.tensor_parallel.random import CudaRNGStatesTracker
-    from rl_interfaces.backend.checkpoint.format import RankRandomState
+    from rl_interfaces.backend.checkpoint.checkpointer import RankRandomState
     from torch import nn
 
     from rl_megatron_worker.optim import Trainer
@@ -57,7 +57,7 @@ _FORMAT = ("torch_dist", 1)
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class MegatronPart:
-    """One directory of a save: a `rl_interfaces.backend.checkpoint.format.SavePart`.
+    """One directory of a save: a `rl_interfaces.backend.checkpoint.checkpointer.SavePart`.
 
     The state is collected when it is written, as its tensors have to be on the device then.
     """

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 import torch
 from rl_interfaces import resolve_policy_config
-from rl_interfaces.backend.generation.loop import SamplingConfig
+from rl_interfaces.backend.generation import SamplingConfig
 from rl_interfaces.config.resolve import MEGATRON_DEFAULTS
 from transformers import AutoConfig, GenerationConfig
 

@@ -17,7 +17,7 @@ from rl_megatron_worker.model.build import unwrapped
 if TYPE_CHECKING:
     from collections.abc import Callable, Generator
 
-    from rl_interfaces.backend.generation.loop import Decoder
+    from rl_interfaces.backend.generation import Decoder
     from torch import nn
 
     from rl_megatron_worker.model.heads import TokenHead

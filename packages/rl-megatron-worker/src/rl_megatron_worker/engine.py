@@ -14,8 +14,8 @@ import torch
 import torch.distributed as dist
 from megatron.core import parallel_state
 from rl_interfaces import ResidencyState
+from rl_interfaces.backend.components import ReferenceCopy
 from rl_interfaces.backend.engine import EngineInfo, HfExport, module_mode
-from rl_interfaces.backend.reference import ReferenceCopy
 from rl_interfaces.backend.steps import Concatenation
 
 from rl_megatron_worker.checkpoint import MegatronFormat
@@ -44,8 +44,8 @@ if TYPE_CHECKING:
 
     from rl_interfaces import ParallelLayout
     from rl_interfaces.backend.engine import LossOfOutput, Scored, ScoreFunction
-    from rl_interfaces.backend.generation.loop import Decoder
-    from rl_interfaces.backend.runtime.ranks import RankEnvironment
+    from rl_interfaces.backend.generation import Decoder
+    from rl_interfaces.backend.runtime import RankEnvironment
     from rl_interfaces.backend.steps import Step
     from transformers import GenerationConfig, PreTrainedConfig, PreTrainedTokenizerBase
 

@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from collections.abc import Generator, Sequence
 
     from megatron.core.distributed.param_and_grad_buffer import _ParamAndGradBuffer
-    from rl_interfaces.backend.runtime.ranks import RankEnvironment
+    from rl_interfaces.backend.runtime import RankEnvironment
 
 
 def may_have_gpus() -> bool:

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from rl_batched_data import BatchedDataDict, pad_right
 from rl_interfaces import LossType
-from rl_interfaces.backend.batch_checks import check_scoring_batch, check_training_batch
+from rl_interfaces.backend.steps import check_scoring_batch, check_training_batch
 
 if TYPE_CHECKING:
     from rl_interfaces import LossFunction

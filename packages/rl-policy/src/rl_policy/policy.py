@@ -23,7 +23,7 @@ from rl_interfaces import (
     TopkLogitsWorker,
     resolve_policy_config,
 )
-from rl_interfaces.backend.generation.loop import SamplingConfig, resolve_pad_id
+from rl_interfaces.backend.generation import SamplingConfig, resolve_pad_id
 
 from rl_policy.backends import TrainingBackend, check_generation_backend
 from rl_policy.dispatch import Dispatcher, gather_generations, gather_scores, merge_train_results

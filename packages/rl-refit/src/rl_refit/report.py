@@ -63,10 +63,14 @@ class RefitReport:
 
 
 class Stopwatch:
-    """Adds up the seconds spent in each phase of a refit; starts when it is made."""
+    """Adds up the seconds spent in each named phase; starts when it is made.
+
+    Attributes:
+        seconds: By the name of the phase.
+    """
 
     def __init__(self) -> None:
-        self._seconds: dict[str, float] = {}
+        self.seconds: dict[str, float] = {}
         self._start = time.perf_counter()
 
     @contextmanager
@@ -80,11 +84,11 @@ class Stopwatch:
 
     def add(self, name: str, seconds: float) -> None:
         """Count `seconds` under `name`."""
-        self._seconds[name] = self.of(name) + seconds
+        self.seconds[name] = self.of(name) + seconds
 
     def of(self, name: str) -> float:
         """Return the seconds counted under `name`."""
-        return self._seconds.get(name, 0.0)
+        return self.seconds.get(name, 0.0)
 
     def report(
         self, version: int, num_bytes: int, *, slowest_rank: int | None = None

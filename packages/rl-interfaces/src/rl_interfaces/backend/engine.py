@@ -20,8 +20,8 @@ from torch import nn
 from rl_interfaces.backend.steps import Concatenation, MicroBatch, Step
 
 if TYPE_CHECKING:
-    from rl_interfaces.backend.checkpoint.format import CheckpointFormat
-    from rl_interfaces.backend.generation.loop import Decoder
+    from rl_interfaces.backend.checkpoint.checkpointer import CheckpointFormat
+    from rl_interfaces.backend.generation import Decoder
     from rl_interfaces.backend.transfer import GatheredSource
     from rl_interfaces.residency import ResidencyState
 
@@ -62,7 +62,7 @@ class Scored:
 class ForwardOutput(Protocol):
     """The output of one forward pass, in the caller's rows. May be computed when it is asked for.
 
-    `rl_interfaces.backend.scoring.LogitsOutput` makes one of plain logits.
+    `rl_interfaces.backend.components.LogitsOutput` makes one of plain logits.
     """
 
     def logprobs(self) -> torch.Tensor:
@@ -72,8 +72,14 @@ class ForwardOutput(Protocol):
     def logits(self, *, sharded: bool = False) -> torch.Tensor:
         """Return the logits with temperature, `[batch, seq, vocab]` float32.
 
-        `logits[:, t]` predict token `t + 1`. With `sharded`, a tensor-parallel engine may return
-        this rank's shard of the vocabulary.
+        `logits[:, t]` predict token `t + 1`. The backward pass of a loss of them, which is the
+        same on all tensor-parallel ranks, gives each rank the gradients of its own parameters.
+
+        Args:
+            sharded: A tensor-parallel engine returns a `DTensor` of that global shape, sharded
+                along the last dim over a one-dimensional mesh of the tensor-parallel ranks (shards
+                as `torch.chunk` makes them), see `LossFunction.accepts_sharded_logits`. False, or
+                an engine whose vocabulary is not sharded: a plain tensor.
         """
         ...
 
@@ -186,7 +192,7 @@ class Engine(Protocol):
         """Keep the model as it is now; return the context in which the model has these weights.
 
         On exit the model has its own weights again, bit for bit. None: no reference can be kept.
-        `rl_interfaces.backend.reference.ReferenceCopy` serves any engine.
+        `rl_interfaces.backend.components.ReferenceCopy` serves any engine.
         """
         ...
 

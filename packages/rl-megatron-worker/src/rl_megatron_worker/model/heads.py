@@ -14,7 +14,7 @@ from megatron.core.tensor_parallel import (
     copy_to_tensor_model_parallel_region,
     gather_from_tensor_model_parallel_region,
 )
-from rl_batched_data.logprobs.api import target_scores
+from rl_batched_data.logprobs import target_scores
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Shard
 
@@ -38,7 +38,7 @@ def output_matrix(chunk: nn.Module) -> torch.Tensor:
 
 
 class HeadOptions(TypedDict):
-    """Keyword arguments of `rl_batched_data.logprobs.api.target_scores`."""
+    """Keyword arguments of `rl_batched_data.logprobs.target_scores`."""
 
     output_matrix: torch.Tensor
     vocab_start: int

@@ -11,9 +11,8 @@ from typing import TYPE_CHECKING, cast
 import torch
 import torch.distributed as dist
 from megatron.core.process_groups_config import ProcessGroupCollection
-from rl_interfaces.backend.checkpoint.hub_files import find_checkpoint
-from rl_interfaces.backend.checkpoint.safetensors_files import SafetensorsFiles
-from rl_interfaces.backend.runtime.agreement import failing_together, first_rank_first
+from rl_interfaces.backend.checkpoint.hf_files import SafetensorsFiles, find_checkpoint
+from rl_interfaces.backend.runtime import failing_together, first_rank_first
 
 from rl_megatron_worker.model.build import unwrapped
 

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any, cast
 
 from megatron.core import parallel_state
 from rl_interfaces import ParallelLayout
-from rl_interfaces.backend.runtime.ranks import destroy_groups
+from rl_interfaces.backend.runtime import destroy_groups
 
 if TYPE_CHECKING:
     import torch.distributed as dist

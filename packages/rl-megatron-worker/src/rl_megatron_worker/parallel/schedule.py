@@ -17,7 +17,7 @@ import torch.distributed as dist
 from megatron.core import parallel_state
 from megatron.core.pipeline_parallel import get_forward_backward_func
 from rl_interfaces.backend.engine import Scored
-from rl_interfaces.backend.runtime.agreement import failing_together
+from rl_interfaces.backend.runtime import failing_together
 
 from rl_megatron_worker.attention.layout import PackedLayout
 from rl_megatron_worker.model.build import unwrapped

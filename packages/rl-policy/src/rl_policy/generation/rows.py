@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 from rl_batched_data import BatchedDataDict
-from rl_interfaces.backend.batch_checks import check_scoring_batch
+from rl_interfaces.backend.steps import check_scoring_batch
 
 _SEED_BYTES = 7  # of 8, so that the sign of an int64 is never touched
 

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import ray
-from rl_interfaces.backend.runtime.ports import ReservedPort
+from rl_interfaces.backend.runtime import ReservedPort
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -15,11 +15,15 @@ from collections.abc import Iterable, Mapping
 from typing import Any
 
 import torch
-from torch.multiprocessing.reductions import rebuild_cuda_tensor, reduce_tensor
 
 from rl_refit.plan import dtype_name, parse_dtype
 from rl_refit.protocol.waiting import Closing
-from rl_refit.transports.memory import create_memory, open_memory
+from rl_refit.transports.shared_memory import (
+    create_memory,
+    export_cuda,
+    open_cuda,
+    open_memory,
+)
 
 Handle = dict[str, Any]
 """Plain values: strings, integers and lists of them; for GPU memory bytes as well."""
@@ -113,63 +117,11 @@ def rebuild(handle: Handle, device: torch.device | str | None = None) -> torch.T
     Raises:
         RuntimeError: Its owner has closed it, has ended, or is not reachable from this process.
     """
+    if handle["kind"] == "cuda":
+        return open_cuda(handle, device)
     dtype, shape = parse_dtype(handle["dtype"]), list(handle["shape"])
-    if handle["kind"] == "memory":
-        size = torch.Size(shape).numel() * dtype.itemsize
-        return _open(handle, size).view(dtype).view(shape)
-    arguments = {name: handle[name] for name in _CUDA_PLAIN}
-    if device is not None:
-        arguments["storage_device"] = _index_of(torch.device(device))
-    return rebuild_cuda_tensor(
-        tensor_cls=torch.Tensor,
-        tensor_size=torch.Size(shape),
-        tensor_stride=tuple(handle["stride"]),
-        # As torch itself calls it; for an empty tensor the other class takes other arguments.
-        storage_cls=torch.storage.TypedStorage,
-        dtype=dtype,
-        requires_grad=False,
-        **arguments,
-    )
-
-
-_CUDA_PLAIN = (
-    "tensor_offset",
-    "storage_device",
-    "storage_handle",
-    "storage_size_bytes",
-    "storage_offset_bytes",
-    "ref_counter_handle",
-    "ref_counter_offset",
-    "event_handle",
-    "event_sync_required",
-)
-
-
-def export_cuda(tensor: torch.Tensor) -> Handle:
-    """Return a handle of a GPU tensor. It can be rebuilt once: torch counts its openings."""
-    # In the order in which torch's rebuild_cuda_tensor takes them.
-    arguments: Any = reduce_tensor(tensor)[1]
-    (_, size, stride, offset, _, dtype, device, storage_handle, storage_size) = arguments[:9]
-    (storage_offset, _, counter, counter_offset, event, needs_event) = arguments[9:15]
-    values = (
-        offset,
-        device,
-        storage_handle,
-        storage_size,
-        storage_offset,
-        counter,
-        counter_offset,
-        event,
-        needs_event,
-    )
-    plain = dict(zip(_CUDA_PLAIN, values, strict=True))
-    place = {"shape": list(size), "stride": list(stride)}
-    return {"kind": "cuda", "dtype": dtype_name(dtype), **place, **plain}
-
-
-def _index_of(device: torch.device) -> int:
-    index: Any = device.index
-    return torch.cuda.current_device() if index is None else index
+    size = torch.Size(shape).numel() * dtype.itemsize
+    return _open(handle, size).view(dtype).view(shape)
 
 
 def _open(handle: Handle, size: int) -> torch.Tensor:

@@ -15,10 +15,17 @@ import torch
 
 from rl_refit import errors
 from rl_refit.plan import ALIGNMENT, Bucket, WirePlan
-from rl_refit.testing.engines import Tensors, World, refuses, require_errors
 from rl_refit.testing.leftovers import nothing_left
-from rl_refit.testing.pair import Announcement, Fault, RefitPair
-from rl_refit.testing.round_trips import warm_up
+from rl_refit.testing.pair import (
+    Announcement,
+    Fault,
+    RefitPair,
+    Tensors,
+    World,
+    refuses,
+    require_errors,
+)
+from rl_refit.testing.rules import warm_up
 
 LIMIT_S = 30.0
 LOST_S = 2.0

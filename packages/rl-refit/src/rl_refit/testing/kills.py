@@ -18,9 +18,8 @@ from typing import Any
 import torch
 
 from rl_refit.errors import RefitError
-from rl_refit.testing.engines import Engine, require_same, some_tensors
 from rl_refit.testing.leftovers import private_tempdir, shared_memory
-from rl_refit.testing.pair import RefitPair
+from rl_refit.testing.pair import Engine, RefitPair, require_same, some_tensors
 
 LIMIT_S = 20.0
 PATIENCE_S = 2 * LIMIT_S

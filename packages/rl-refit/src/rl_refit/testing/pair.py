@@ -1,8 +1,9 @@
-"""The two ends over one transport, and faults between them that a test can inject."""
+"""The two ends over one transport, faults between them, and engines that run in threads."""
 
 from __future__ import annotations
 
-from collections.abc import Generator, Iterable, Mapping, Sequence
+import threading
+from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
@@ -10,16 +11,19 @@ from typing import Any
 
 import torch
 
+from rl_refit.outbound import Connections, NamedTensors, OutboundStream, Receivers
 from rl_refit.plan import Bucket, WirePlan
-from rl_refit.protocol.messages import Offer
-from rl_refit.protocol.waiting import Deadline
+from rl_refit.protocol.channel import Offer
+from rl_refit.protocol.waiting import Closing, Deadline
 from rl_refit.receiver import RefitReceiver
-from rl_refit.sender import RefitSender
-from rl_refit.sender.receivers import Connections, Receivers
-from rl_refit.sender.sender import Verify
-from rl_refit.sender.stream import NamedTensors, OutboundStream
+from rl_refit.sender import RefitSender, Verify
 from rl_refit.source import TensorSource, WeightSource
 from rl_refit.transports import Grant, SendingSide
+
+LIMIT_S = 20.0
+"""Far more than a refit of a few kilobytes takes on a busy machine."""
+
+Tensors = dict[str, torch.Tensor]
 
 
 @dataclass(frozen=True, slots=True)
@@ -160,3 +164,143 @@ class RefitPair:
     def tamper(self, sender: DrillSender, fault: Fault, *, timeout_s: float) -> Any:
         """Return a context in which `fault` is injected, and the sender waits `timeout_s`."""
         return sender.tampered(fault, timeout_s=timeout_s)
+
+
+class Engine:
+    """Holds what a receiver has loaded, as an inference engine would."""
+
+    def __init__(
+        self, pair: RefitPair, address: Mapping[str, str | int], rank: int = 0, **options: Any
+    ) -> None:
+        options = {"timeout_s": LIMIT_S, **options}
+        self.receiver: RefitReceiver = pair.open_receiver(address, rank, **options)
+        self.weights: Tensors = {}
+        self.load: Callable[[list[tuple[str, torch.Tensor]]], object] = self.keep
+
+    def keep(self, tensors: list[tuple[str, torch.Tensor]]) -> None:
+        """Copy what has arrived."""
+        for name, tensor in tensors:
+            self.weights[name] = tensor.clone()
+
+    def refit(self, version: int) -> Any:
+        """Begin and receive."""
+        self.weights.clear()
+        self.receiver.begin(version)
+        return self.receiver.receive(version, lambda tensors: self.load(tensors))
+
+
+class World(Closing):
+    """A sender of some tensors and its engines, in this process."""
+
+    def __init__(
+        self,
+        pair: RefitPair,
+        tensors: Mapping[str, torch.Tensor],
+        num_receivers: int = 1,
+        *,
+        engine: Mapping[str, Any] | None = None,
+        **options: Any,
+    ) -> None:
+        self.pair = pair
+        self.tensors = tensors
+        options = {"timeout_s": LIMIT_S, **options}
+        self.sender = pair.open_sender(tensors, num_receivers=num_receivers, **options)
+        self.engines = [
+            Engine(pair, self.sender.address, rank, **(engine or {}))
+            for rank in range(num_receivers)
+        ]
+
+    def refit(self, version: int) -> list[Any]:
+        """Return what the sender and each engine returned or raised."""
+        calls = [lambda e=engine: e.refit(version) for engine in self.engines]
+        # The sender last: a receiver that begins after a failed refit waits for the next one.
+        *received, sent = outcomes(*calls, lambda: self.sender.send(version))
+        return [sent, *received]
+
+    def good_refit(self, version: int) -> None:
+        """Refit, commit, and compare every engine with the tensors."""
+        must(self.refit(version))
+        self.sender.commit(version)
+        for rank, engine in enumerate(self.engines):
+            ready = engine.receiver.require_ready()
+            assert ready == version, f"receiver {rank} is at version {ready}, not {version}"
+            require_same(engine.weights, self.tensors, f"receiver {rank}")
+
+    def close(self) -> None:
+        """Close all ends."""
+        for engine in self.engines:
+            engine.receiver.close()
+        self.sender.close()
+
+
+def some_tensors(seed: int = 0) -> Tensors:
+    """Return layers of different dtypes, the largest tensor larger than a bucket."""
+    generator = torch.Generator().manual_seed(seed)
+
+    def normal(*shape: int) -> torch.Tensor:
+        return torch.randn(shape, generator=generator)
+
+    tensors = {"embed.weight": normal(64, 48)}
+    for layer in range(3):
+        tensors[f"layers.{layer}.qkv.weight"] = normal(48, 40)
+        tensors[f"layers.{layer}.mlp.weight"] = normal(40, 64).bfloat16()
+        tensors[f"layers.{layer}.norm.weight"] = normal(41).half()
+    tensors["steps"] = torch.randint(-9, 9, (7,), generator=generator)
+    tensors["head.weight"] = normal(300, 48)
+    return tensors
+
+
+def require_same(
+    found: Mapping[str, torch.Tensor], wanted: Mapping[str, torch.Tensor], whose: str
+) -> None:
+    """Fail unless both have the same tensors, bit by bit and in the same order."""
+    assert list(found) == list(wanted), f"{whose} has {list(found)}, not {list(wanted)}"
+    for name, tensor in wanted.items():
+        kind = f"{found[name].dtype}{list(found[name].shape)}"
+        due = f"{tensor.dtype}{list(tensor.shape)}"
+        assert kind == due, f"{whose}: {name} is {kind}, not {due}"
+        assert _bits(found[name]) == _bits(tensor), f"{whose}: {name} differs"
+
+
+def _bits(tensor: torch.Tensor) -> bytes:
+    return tensor.detach().cpu().contiguous().view(-1).view(torch.uint8).numpy().tobytes()
+
+
+def outcomes(*calls: Callable[[], Any], limit_s: float = 2 * LIMIT_S) -> list[Any]:
+    """Run the calls concurrently; return what each returned or raised."""
+    results: list[Any] = [AssertionError(f"it hangs: no end within {limit_s:g} s")] * len(calls)
+
+    def run(index: int, call: Callable[[], Any]) -> None:
+        try:
+            results[index] = call()
+        except Exception as error:
+            results[index] = error
+
+    threads = [threading.Thread(target=run, args=pair, daemon=True) for pair in enumerate(calls)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(limit_s)
+    return results
+
+
+def must(results: Sequence[Any]) -> Sequence[Any]:
+    """Return the results, if none is an error."""
+    for result in results:
+        if isinstance(result, BaseException):
+            raise result
+    return results
+
+
+def require_errors(results: Sequence[Any], kind: type[Exception], when: str) -> None:
+    """Fail unless all of the results are errors of a kind."""
+    for who, result in enumerate(results):
+        name = f"receiver {who - 1}" if who else "the sender"
+        assert isinstance(result, kind), f"{when}: {name} ended with {result!r}"
+
+
+def refuses(kind: type[Exception], call: Callable[[], Any], what: str) -> Exception:
+    """Return the error that `call` raises; fail unless it is of a kind."""
+    (result,) = outcomes(call)
+    assert isinstance(result, kind), f"{what} ended with {result!r}, not with {kind.__name__}"
+    return result

@@ -31,7 +31,7 @@ import torch.distributed as dist
 from rl_refit.buffers import split_buffers
 from rl_refit.errors import RefitError
 from rl_refit.protocol.waiting import Deadline
-from rl_refit.transports.base import (
+from rl_refit.transports import (
     Grant,
     ReceiverContext,
     ReceivingSide,

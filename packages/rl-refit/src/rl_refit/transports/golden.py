@@ -12,7 +12,7 @@ import torch
 
 from rl_refit.buffers import split_buffers
 from rl_refit.protocol.waiting import Deadline
-from rl_refit.transports.base import (
+from rl_refit.transports import (
     Grant,
     ReceiverContext,
     ReceivingSide,

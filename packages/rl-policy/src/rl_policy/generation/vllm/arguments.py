@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from rl_interfaces.backend.generation.loop import SamplingConfig
+    from rl_interfaces.backend.generation import SamplingConfig
 
     from rl_policy.generation.vllm.config import EngineConfig
 

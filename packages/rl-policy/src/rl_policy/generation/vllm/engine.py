@@ -26,7 +26,7 @@ from rl_policy.generation.vllm.arguments import (
 
 if TYPE_CHECKING:
     from rl_batched_data import BatchedDataDict
-    from rl_interfaces.backend.generation.loop import SamplingConfig
+    from rl_interfaces.backend.generation import SamplingConfig
     from transformers import PreTrainedTokenizerBase
 
     from rl_policy.generation.vllm.config import EngineConfig
