@@ -33,7 +33,7 @@ def build(path, runtime, layout, *, dtype=torch.float32, ddp=False, mappings=Non
     hf_config = AutoConfig.from_pretrained(path)
     converter = converter_for(hf_config)
     architecture = converter.architecture(hf_config)
-    options = ModelOptions(params_dtype=dtype, pipeline_dtype=dtype)
+    options = ModelOptions(params_dtype=dtype)
     config = transformer_config(architecture, layout, options, runtime)
     reduction = DistributedDataParallelConfig(use_distributed_optimizer=True) if ddp else None
     chunks = build_model(architecture, config, layout, runtime, ddp=reduction)

@@ -62,7 +62,7 @@ def build(runtime, layout, reference, *, dtype=torch.float32, ddp=None, **option
     config = transformer_config(
         architecture,
         layout,
-        ModelOptions(params_dtype=dtype, pipeline_dtype=dtype, **options),
+        ModelOptions(params_dtype=dtype, **options),
         runtime,
     )
     ddp = ddp or DistributedDataParallelConfig()

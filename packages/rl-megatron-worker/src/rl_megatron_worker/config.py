@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import torch
+from megatron.core.distributed import DistributedDataParallelConfig
 from rl_interfaces import resolve_policy_config
 from rl_interfaces.backend.generation import SamplingConfig
 from rl_interfaces.config.resolve import MEGATRON_DEFAULTS
@@ -31,7 +32,6 @@ _MOE_OPTIONS = (
     "moe_aux_loss_coeff",
     "moe_token_dispatcher_type",
 )
-_BALANCING_TYPES = ("none", "aux_loss")
 # Megatron-core's counterparts of torch's optimizers.
 _TORCH_OPTIMIZERS = {
     "torch.optim.AdamW": {"optimizer": "adam", "decoupled": True},
@@ -83,15 +83,6 @@ class SchedulerSettings:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class DataParallelSettings:
-    """Settings of the gradient reduction over data-parallel ranks."""
-
-    grad_reduce_in_fp32: bool
-    overlap_grad_reduce: bool
-    overlap_param_gather: bool
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
 class EngineConfig:
     """All settings that the engine reads from the policy config.
 
@@ -106,7 +97,8 @@ class EngineConfig:
     """Each sequence is padded internally to a multiple of this many tokens."""
     optimizer: OptimizerSettings | None
     scheduler: SchedulerSettings
-    data_parallel: DataParallelSettings
+    data_parallel: DistributedDataParallelConfig
+    """How gradients are reduced over data-parallel ranks."""
     empty_unused_memory_level: int
     trust_remote_code: bool
     timeout_s: float
@@ -140,7 +132,7 @@ class EngineConfig:
             optimizer=optimizer,
             scheduler=_parse_scheduler(resolved, optimizer),
             data_parallel=_parse_data_parallel(section, optimizer),
-            empty_unused_memory_level=_memory_level(section),
+            empty_unused_memory_level=section["empty_unused_memory_level"],
             trust_remote_code=resolved["trust_remote_code"],
             timeout_s=resolved["timeout_s"],
             seed=resolved["seed"],
@@ -173,6 +165,9 @@ def load_generation_config(config: EngineConfig) -> GenerationConfig | None:
 
 
 def _check_policy(resolved: Section) -> None:
+    """Raise if a setting needs another backend, or cannot be."""
+    level = resolved["megatron_cfg"]["empty_unused_memory_level"]
+    _require_choice(f"{_PATH}.empty_unused_memory_level", level, (0, 1, 2))
     if resolved["head"] != "language_model":
         raise ValueError(
             f"policy.head={resolved['head']!r} needs another backend: Megatron-core supports "
@@ -191,14 +186,9 @@ def _parse_model(section: Section, *, precision: str) -> ModelOptions:
             f"{_PATH}.pipeline_dtype={pipeline_dtype!r} contradicts policy.precision="
             f"{precision!r}: stages exchange activations in the compute dtype"
         )
-    recomputed: Fields = {}
-    if section["activation_checkpointing"]:
-        recomputed = _parse_recomputation(section)
+    recomputed = _parse_recomputation(section) if section["activation_checkpointing"] else {}
     return ModelOptions(
-        params_dtype=_DTYPES[precision],
-        pipeline_dtype=_DTYPES[pipeline_dtype],
-        moe_options=_parse_experts(section),
-        **recomputed,
+        params_dtype=_DTYPES[precision], moe_options=_parse_experts(section), **recomputed
     )
 
 
@@ -215,8 +205,7 @@ def _parse_experts(section: Section) -> Fields:
             f"{key}='sinkhorn' routes tokens to other experts in training than in scoring, and "
             "weights them differently from the model: set 'aux_loss' or 'none'"
         )
-    if kind not in _BALANCING_TYPES:
-        raise ValueError(f"{key}={kind!r} must be one of {_BALANCING_TYPES}")
+    _require_choice(key, kind, ("none", "aux_loss"))
     if not weight >= 0:
         raise ValueError(f"{_PATH}.moe_aux_loss_coeff={weight} must not be negative")
     if weight and kind != "aux_loss":
@@ -228,12 +217,8 @@ def _parse_experts(section: Section) -> Fields:
 
 def _parse_recomputation(section: Section) -> Fields:
     granularity, method = section["recompute_granularity"], section["recompute_method"]
-    for key, value, choices in (
-        ("recompute_granularity", granularity, ("full", "selective")),
-        ("recompute_method", method, ("uniform", "block")),
-    ):
-        if value not in choices:
-            raise ValueError(f"{_PATH}.{key}={value!r} must be one of {choices}")
+    _require_choice(f"{_PATH}.recompute_granularity", granularity, ("full", "selective"))
+    _require_choice(f"{_PATH}.recompute_method", method, ("uniform", "block"))
     if granularity == "selective":
         return {"recompute_granularity": granularity}
     num_layers = section["recompute_num_layers"]
@@ -248,7 +233,7 @@ def _parse_recomputation(section: Section) -> Fields:
 
 def _parse_data_parallel(
     section: Section, optimizer: OptimizerSettings | None
-) -> DataParallelSettings:
+) -> DistributedDataParallelConfig:
     given = section["distributed_data_parallel_config"]
     path = f"{_PATH}.distributed_data_parallel_config"
     if given["average_in_collective"]:
@@ -275,18 +260,17 @@ def _parse_data_parallel(
             f"{path}.overlap_param_gather=True needs {path}.overlap_grad_reduce=True and "
             f"{_PATH}.optimizer.use_distributed_optimizer=True"
         )
-    return DataParallelSettings(
+    return DistributedDataParallelConfig(
         grad_reduce_in_fp32=given["grad_reduce_in_fp32"],
         overlap_grad_reduce=given["overlap_grad_reduce"],
         overlap_param_gather=given["overlap_param_gather"],
+        use_distributed_optimizer=optimizer is not None and optimizer.is_distributed,
     )
 
 
-def _memory_level(section: Section) -> int:
-    level = section["empty_unused_memory_level"]
-    if level not in (0, 1, 2):
-        raise ValueError(f"{_PATH}.empty_unused_memory_level={level} must be 0, 1 or 2")
-    return level
+def _require_choice(key: str, value: object, choices: tuple[object, ...]) -> None:
+    if value not in choices:
+        raise ValueError(f"{key}={value!r} must be one of {choices}")
 
 
 def _parse_optimizer(resolved: Section) -> OptimizerSettings:
@@ -297,10 +281,7 @@ def _parse_optimizer(resolved: Section) -> OptimizerSettings:
         given, decoupled = _from_torch(resolved)
     if "lr" not in given:
         raise ValueError(f"{_OPTIMIZER_PATH}.lr is not set: the learning rate")
-    if given["optimizer"] not in ("adam", "sgd"):
-        raise ValueError(
-            f"{_OPTIMIZER_PATH}.optimizer={given['optimizer']!r} must be 'adam' or 'sgd'"
-        )
+    _require_choice(f"{_OPTIMIZER_PATH}.optimizer", given["optimizer"], ("adam", "sgd"))
     if given["optimizer"] == "sgd" and given["use_distributed_optimizer"]:
         raise ValueError(
             f"{_OPTIMIZER_PATH}.use_distributed_optimizer=True needs "
@@ -341,12 +322,8 @@ def _parse_scheduler(resolved: Section, optimizer: OptimizerSettings | None) -> 
     given = resolved["megatron_cfg"].get("scheduler", MEGATRON_DEFAULTS["scheduler"])
     path = f"{_PATH}.scheduler"
     style, decay_style = given["lr_decay_style"], given["weight_decay_incr_style"]
-    for key, value, choices in (
-        ("lr_decay_style", style, _RATE_STYLES),
-        ("weight_decay_incr_style", decay_style, _WEIGHT_DECAY_STYLES),
-    ):
-        if value not in choices:
-            raise ValueError(f"{path}.{key}={value!r} must be one of {choices}")
+    _require_choice(f"{path}.lr_decay_style", style, _RATE_STYLES)
+    _require_choice(f"{path}.weight_decay_incr_style", decay_style, _WEIGHT_DECAY_STYLES)
     warmup, decay = given["lr_warmup_iters"], given.get("lr_decay_iters")
     if decay is None and (style != "constant" or decay_style != "constant"):
         raise ValueError(

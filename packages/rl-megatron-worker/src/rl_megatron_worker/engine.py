@@ -26,7 +26,7 @@ from rl_megatron_worker.model.build import build_model
 from rl_megatron_worker.model.config import transformer_config
 from rl_megatron_worker.model.heads import PackedOutput, TokenHead
 from rl_megatron_worker.model.load import load_weights
-from rl_megatron_worker.optim import Trainer, ddp_config
+from rl_megatron_worker.optim import Trainer
 from rl_megatron_worker.parallel.groups import (
     check_device,
     check_sizes,
@@ -259,7 +259,7 @@ class MegatronEngine:
             megatron_config,
             config.layout,
             self.runtime,
-            ddp=None if optimizer is None else ddp_config(config.data_parallel, optimizer),
+            ddp=None if optimizer is None else config.data_parallel,
         )
         # Before the optimizer, which makes its float32 copies of the weights when it is built.
         load_weights(self.model, self._mappings, self._hf_config, model_name=config.model_name)

@@ -6,7 +6,7 @@ from functools import partial
 from typing import TYPE_CHECKING, cast
 
 import torch
-from megatron.core.distributed import DistributedDataParallelConfig, finalize_model_grads
+from megatron.core.distributed import finalize_model_grads
 from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
 from megatron.core.optimizer.clip_grads import clip_grad_by_total_norm_fp32
 from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
@@ -21,28 +21,12 @@ if TYPE_CHECKING:
     from megatron.core.transformer.transformer_config import TransformerConfig
     from torch import nn
 
-    from rl_megatron_worker.config import (
-        DataParallelSettings,
-        OptimizerSettings,
-        SchedulerSettings,
-    )
+    from rl_megatron_worker.config import OptimizerSettings, SchedulerSettings
     from rl_megatron_worker.runtime import Runtime
 
 # Megatron-core starts at 2 ** 32, which would skip the first dozens of steps.
 _FIRST_LOSS_SCALE = 2.0**16
 _STEPS_BEFORE_GROWTH = 2000
-
-
-def ddp_config(
-    settings: DataParallelSettings, optimizer: OptimizerSettings
-) -> DistributedDataParallelConfig:
-    """Return Megatron-core's config of the gradient reduction for this optimizer."""
-    return DistributedDataParallelConfig(
-        grad_reduce_in_fp32=settings.grad_reduce_in_fp32,
-        overlap_grad_reduce=settings.overlap_grad_reduce,
-        overlap_param_gather=settings.overlap_param_gather,
-        use_distributed_optimizer=optimizer.is_distributed,
-    )
 
 
 class Trainer:

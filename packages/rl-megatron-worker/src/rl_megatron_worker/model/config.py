@@ -54,9 +54,7 @@ class ModelOptions:
     """The user's choices for a model, besides the parallel layout."""
 
     params_dtype: torch.dtype
-    """Dtype of parameters and compute."""
-    pipeline_dtype: torch.dtype
-    """Dtype of activations sent between stages."""
+    """Dtype of parameters, compute, and activations sent between stages."""
     recompute_granularity: str | None = None
     """`full` recomputes layers in the backward pass, `selective` core attention only."""
     recompute_method: str | None = None
@@ -84,7 +82,7 @@ def transformer_config(
     is_gated = architecture.transformer.get("gated_linear_unit", False)
     fields = {
         "params_dtype": options.params_dtype,
-        "pipeline_dtype": options.pipeline_dtype,
+        "pipeline_dtype": options.params_dtype,
         "bf16": options.params_dtype is torch.bfloat16,
         "fp16": options.params_dtype is torch.float16,
         "tensor_model_parallel_size": layout.tensor,
