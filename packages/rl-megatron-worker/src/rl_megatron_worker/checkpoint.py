@@ -79,6 +79,7 @@ class MegatronPart:
         Raises:
             RuntimeError: It cannot be written.
         """
+        # Megatron-core's state refers to the tensors themselves: they must not move while written.
         with self.on_device():
             strategy = InProcessSave(*_FORMAT, group=group)
             try:
@@ -180,6 +181,7 @@ class MegatronFormat:
 
     def _training_state(self, *, is_loading: bool) -> ShardedStateDict:
         assert self._trainer is not None
+        # Before the first step there is no state, which neither save nor load could describe.
         self._trainer.init_state()
         state: ShardedStateDict = {
             "optimizer": self._trainer.optimizer.sharded_state_dict(

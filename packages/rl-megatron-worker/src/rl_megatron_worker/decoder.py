@@ -66,6 +66,7 @@ class ExpertSync:
         """After the body, join the other ranks' forwards until none has rows left."""
         yield
         one = torch.ones(1, dtype=torch.int64, device=self._device)
+        # Ranks with rows announce each forward; this one answers "no rows" until all have none.
         while self._enabled and self._any_rank_active(has_rows=False):
             new_decoder().prefill(one[:, None], one)
 
@@ -138,6 +139,7 @@ class CachedDecoder(FullDecoder):
 
     def prefill(self, prompts: torch.Tensor, lengths: torch.Tensor) -> torch.Tensor:
         """See `Decoder.prefill`."""
+        # Before the pass: the layers fill the cache as they compute keys and values.
         layout = self._pack(prompts, lengths)
         self._cache = KeyValueCache(prompts=layout.packed, lengths=lengths)
         layout.rows.cache = self._cache
@@ -145,6 +147,7 @@ class CachedDecoder(FullDecoder):
 
     def step(self, tokens: torch.Tensor) -> torch.Tensor:
         """See `Decoder.step`."""
+        # Out of place: the caller's prompt lengths stay as they are.
         self._cache.lengths = self._cache.lengths + 1
         layout = self._pack_step(tokens)
         with self._rotary_positions(self._cache.positions(layout.packed.total_length)):
@@ -156,6 +159,7 @@ class CachedDecoder(FullDecoder):
             BatchedDataDict({"input_ids": tokens[:, None], "input_lengths": ones})
         )
         multiple = self._concatenation.total_multiple
+        # Each row is a sequence of one token: not one of them, but their total has to divide.
         total = -(-len(tokens) // multiple) * multiple
         packed = PackedSequences.of(ones, 1, total_length=total)
         layout = PackedLayout.of(MicroBatch(span=(0, len(tokens)), rows=rows, packed=packed))

@@ -62,6 +62,7 @@ class Runtime:
         Outside of tensor-parallel regions the ranks of a model replica have to draw the same
         numbers: give them the same seed. Call it after `init_model_parallel`.
         """
+        # The state outside of tensor-parallel regions, then the tracker of those inside.
         torch.manual_seed(seed)
         with self.scope():
             tensor_parallel.model_parallel_cuda_manual_seed(seed)
@@ -89,6 +90,7 @@ def place_parameters(chunks: Sequence[nn.Module], runtime: Runtime, *, on_device
                     buffer.reload_from_cpu(move_params=True, move_grads=False)
                 else:
                     buffer.offload_to_cpu(move_params=True, move_grads=False)
+            # A view must not get storage of its own: updates are gathered into the buffer.
             inside = {id(parameter) for buffer in buffers for parameter in buffer.params}
             others = (each for each in chunk.parameters() if id(each) not in inside)
             for tensor in (*others, *nn.Module.buffers(chunk)):

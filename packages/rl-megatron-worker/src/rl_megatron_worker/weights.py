@@ -76,6 +76,7 @@ class MegatronWeights:
         self._device = device
         self._scope = scope
         self._groups = ProcessGroupCollection.use_mpu_process_groups(_GROUPS)
+        # A tied output layer is exported once, under the embedding's name.
         exported = [mapping for mapping in mappings if not mapping.is_copy]
         self._mapping_of = {name: each for each in exported for name in each.sources}
         experts = [each.expert for each in exported if each.expert is not None]
@@ -140,17 +141,21 @@ class MegatronWeights:
             stage=stage,
             pipeline=groups.pp,
         )
+        # Other stages only receive: they hold no shard, and their buffer is filled in `finish`.
         if groups.pp.rank() != stage:
             return layer
         # A fused parameter has several names (QKV, gate and up): gather it once.
         mappings = {self._mapping_of[name].names[0]: self._mapping_of[name] for name in names}
         dense = [each for each in mappings.values() if each.expert is None]
         experts = [each for each in mappings.values() if each.expert is not None]
+        # Norms and routers are replicated over tensor-parallel ranks: no collective.
         for each in dense:
             if each.dim is None:
                 layer.copy_replicated(each, held[each.names[0]])
         if sharded := [each for each in dense if each.dim is not None]:
             layer.start_gather([sharded], held, group=groups.tp)
+        # Experts are sharded twice, over expert- and expert-tensor-parallel ranks: one all-gather
+        # over both, in which every rank contributes the experts that it holds.
         if experts:
             layer.start_gather(self._by_expert_rank(experts), held, group=groups.tp_ep)
         return layer
@@ -189,6 +194,7 @@ class MegatronWeights:
         stages = torch.tensor(
             [pipeline.rank() if place in mine else -1 for place in places], device=self._device
         )
+        # Each place is on one stage; the others contribute -1.
         dist.all_reduce(stages, op=dist.ReduceOp.MAX, group=pipeline)
         stage_of = dict(zip(places, stages.tolist(), strict=True))
         assert all(stage >= 0 for stage in stage_of.values()), stage_of
@@ -312,6 +318,7 @@ class _Gather:
         num_elements = max(each[-1].end if each else 0 for each in parts)
         own = torch.empty(num_elements, dtype=dtype, device=device)
         for part in parts[group.rank() // num_shards]:
+            # The cast to the wire dtype, before the bytes are sent.
             own[part.start : part.end].view(part.shape).copy_(held[part.mapping.names[0]])
         gathered = own.new_empty(len(mappings), num_shards, num_elements)
         work = _all_gather(gathered.view(-1), own, group=group, async_op=True)

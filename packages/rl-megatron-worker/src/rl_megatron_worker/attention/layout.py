@@ -60,6 +60,7 @@ class PackedRows(PackedSeqParams):
             max_seqlen_q=max_seqlen,
             max_seqlen_kv=max_seqlen,
             shards=shards,
+            # Masks once per forward pass: every layer attends with the same ones.
             chunks=[(chunk, chunk.mask()) for chunk in shards.chunks],
             context_group=group if num_ranks > 1 else None,
         )
@@ -132,5 +133,7 @@ class PackedLayout:
 
     def targets_to_rows(self, values: torch.Tensor) -> torch.Tensor:
         """Return per-target values at the targets' positions; position 0 of each row gets 0."""
+        # Token t holds the score of token t + 1. The first token of a row gets that of an arbitrary
+        # target, from the end of the row before it: `skip_first` leaves it out.
         shifted = self.rows.gather(values).roll(1, dims=0)
         return self.packed.unpack(shifted[None], skip_first=True)

@@ -85,12 +85,13 @@ class PackedAttention(MegatronModule):
         """
         assert isinstance(packed_seq_params, PackedRows), type(packed_seq_params)
         rows, cache = packed_seq_params, packed_seq_params.cache
+        # The prefill attends as in training; from the second forward on a layer has its keys.
         if cache is not None and cache.has(self.layer_number):
             return cache.attend(self.layer_number, query, key, value, scale=self.softmax_scale)
         if cache is not None:
             cache.fill(self.layer_number, key, value)
         if rows.context_group is not None:
-            # One collective for both.
+            # One all-gather for both, and one reduce-scatter of both gradients.
             both = rows.gather_for_attention(torch.cat([key, value], dim=-1))
             key, value = both.split([key.shape[-1], value.shape[-1]], dim=-1)
         outputs = [self._attend(chunk, mask, query, key, value) for chunk, mask in rows.chunks]
@@ -113,6 +114,7 @@ class PackedAttention(MegatronModule):
             mask = causal_lower_right(width, key_width)
         rows_query = query[chunk.queries].transpose(1, 2)
         rows_key, rows_value = (each[chunk.keys].transpose(1, 2) for each in (key, value))
+        # Heads are sharded over tensor-parallel ranks: each needs random numbers of its own.
         dropout = self.config.attention_dropout if self.training else 0.0
         with _tensor_parallel_rng() if dropout else nullcontext():
             output = F.scaled_dot_product_attention(
@@ -172,6 +174,7 @@ class KeyValueCache:
             value: Like `key`.
             scale: Softmax scale; `head_size ** -0.5` when None.
         """
+        # Tokens beyond the rows complete the total that sequence parallelism has to divide.
         num_rows = len(self.lengths)
         keys, values = self._add(layer, key[:num_rows], value[:num_rows])
         places = torch.arange(keys.shape[1], device=keys.device)
@@ -179,6 +182,7 @@ class KeyValueCache:
             query[:num_rows, :, None],
             keys.transpose(1, 2),
             values.transpose(1, 2),
+            # One query per row sees all tokens so far: the mask hides unused capacity alone.
             attn_mask=(places < self.lengths[:, None])[:, None, None],
             scale=scale,
             enable_gqa=query.shape[1] != key.shape[1],

@@ -50,6 +50,7 @@ class Patches:
     @contextmanager
     def applied(self) -> Generator[None, None, None]:
         """Apply the patches inside."""
+        # Entered again in this thread: the outermost one undoes.
         if self.entered:
             yield
             return
@@ -119,6 +120,7 @@ class GroupStepAdam(Optimizer):
         """Update every parameter that has a gradient; closures are not supported."""
         assert closure is None
         for group in self.param_groups:
+            # As in torch, a parameter without a gradient is left alone, decay included.
             trained = [each for each in group["params"] if each.grad is not None]
             if trained:
                 group["step"] = group.get("step", 0) + 1
@@ -129,6 +131,7 @@ class GroupStepAdam(Optimizer):
         for parameter in trained:
             state = self.state[parameter]
             if not state:
+                # The names that Megatron-core's checkpoints have for the two moments.
                 state["exp_avg"] = torch.zeros_like(parameter)
                 state["exp_avg_sq"] = torch.zeros_like(parameter)
         adam(
@@ -152,6 +155,8 @@ class GroupStepAdam(Optimizer):
 
 def _missing_packages() -> list[Patch]:
     needed: list[Patch] = []
+    # Megatron-core decides at import time that its Adam is torch's, and then refuses to load the
+    # state of a distributed optimizer: these flags say that it has a FusedAdam after all.
     if not distrib_optimizer.HAVE_APEX_OR_TE:
         needed += [
             (megatron_optimizer, "Adam", GroupStepAdam),

@@ -84,6 +84,7 @@ class Mapping:
             size: The tensor-parallel size.
             length: Size of each rank's shard along `piece_dim`, padding included.
         """
+        # Replicated: every rank has the one shard.
         if self.dim is None:
             rank, size = 0, 1
         every = self.all_pieces(size=size, length=length)
@@ -116,6 +117,7 @@ class Mapping:
         """Copy a rank's `shard` into its slices of the full tensors in `into`."""
         offset = 0
         for piece in self.pieces(rank=rank, size=size, length=shard.shape[self.piece_dim]):
+            # Padding has no source; a caller may ask for one of the tensors of a fused parameter.
             if piece.source is not None and piece.source in into:
                 target = into[piece.source].narrow(self.piece_dim, piece.start, piece.length)
                 target.copy_(shard.narrow(self.piece_dim, offset, piece.length))
@@ -153,6 +155,7 @@ class Qkv(Mapping):
 
     def all_pieces(self, *, size: int, length: int) -> list[Piece]:
         """Return three pieces for each query group."""
+        # Interleaved by group, so that a shard of some groups is an attention of its own.
         rows = [(name, shape[0] // self.num_groups) for name, shape in self.sources.items()]
         return [
             Piece(name, group * num_rows, (group + 1) * num_rows)
@@ -172,6 +175,7 @@ class GateUp(Mapping):
 
     def all_pieces(self, *, size: int, length: int) -> list[Piece]:
         """Return two pieces for each rank."""
+        # GPTModel splits its local output in halves: gate and up of a rank have to be adjacent.
         half = length // 2
         return [
             Piece(name, rank * half, (rank + 1) * half)

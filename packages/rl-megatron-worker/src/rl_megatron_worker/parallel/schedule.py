@@ -61,6 +61,7 @@ class _Failure:
         Raises:
             RuntimeError: Another rank failed; the message names rank and error.
         """
+        # All ranks have completed the schedule: nobody is left in a receive.
         with failing_together():
             if self._first is not None:
                 raise self._first
@@ -111,6 +112,7 @@ class Schedule:
         def on_last_stage(layout: PackedLayout, hidden: torch.Tensor, **_: bool) -> Scored | None:
             with failure.deferred():
                 return _with_plain_metrics(score(layout, hidden))
+            # After a failure; the results are thrown away once the schedule is complete.
             return None
 
         found = self._run_layouts(layouts, on_last_stage, forward_only=True)
@@ -178,6 +180,7 @@ class Schedule:
             layout = next(iterator)
             return run_chunk(chunk, layout.tokens, layout.rows), partial(on_last_stage, layout)
 
+        # Each chunk of an interleaved schedule draws all micro-batches from an iterator of its own.
         iterators = [iter(layouts) for _ in self.chunks]
         with self.runtime.scope():
             return get_forward_backward_func()(
@@ -245,6 +248,7 @@ def _broadcast_json(value: T, *, device: torch.device) -> T:
     if group.size() == 1:
         return value
     encoded = json.dumps(value).encode() if is_last else b""
+    # The size first: the other stages have to allocate the buffer that they receive into.
     size = torch.tensor([len(encoded)], dtype=torch.int64, device=device)
     dist.broadcast(size, src=last, group=group)
     data = torch.zeros(int(size), dtype=torch.uint8, device=device)
