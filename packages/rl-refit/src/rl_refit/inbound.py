@@ -100,6 +100,7 @@ class InboundStream:
         with self.watch.phase("wire"):
             message = self._receive(f"bucket {bucket.index} ({label})")
             slot = bucket.index % self.num_buffers
+            # An announcement that was lost, repeated or reordered differs from the one due.
             match message:
                 case Filled(
                     version=self.version,
@@ -156,6 +157,7 @@ class InboundStream:
                         bucket=bucket.index,
                         tensor=self.plan.label(bucket),
                     ) from error
+            # Views must not outlive `release`, after which the sender refills the buffer.
             del tensors
             self.side.release(bucket.index)
 

@@ -162,6 +162,7 @@ class Receivers:
 
     def _receive(self, rank: int) -> None:
         try:
+            # Past the limit too: the frame that has begun to arrive may explain the timeout.
             message = self._channels[rank].receive(self._deadline.at_least(_GRACE_S))
         except ChannelClosed as error:
             bucket = self._last_loaded[rank] + 1
@@ -225,6 +226,7 @@ class OutboundStream:
             with watch.phase("wire"):
                 self._publish(bucket)
                 self.announce(bucket, digest)
+        # Before `End`: a source that disagrees with its metadata fails the refit everywhere.
         check_exhausted(tensors)
         with watch.phase("resume"):
             self.receivers.send(End(self.version, len(self.plan.buckets)))

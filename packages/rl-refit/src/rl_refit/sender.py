@@ -134,6 +134,7 @@ class RefitSender(Closing):
         """
         if self._closed:
             raise RefitError("the sender is closed")
+        # Until this refit succeeds there is nothing to commit, not even the version before it.
         self._sent_version = None
         deadline, watch = Deadline(self._timeout_s), Stopwatch()
         tensors = iter(self._source)
@@ -144,6 +145,7 @@ class RefitSender(Closing):
                 report = self._exhaust(version, tensors, watch)
         except BaseException as error:
             self._disconnect(error)
+            # Not after KeyboardInterrupt or SystemExit, which must not wait for further gathers.
             if isinstance(error, Exception):
                 _drain(tensors)
             raise
@@ -217,6 +219,7 @@ class RefitSender(Closing):
             connections = self._connect(version, deadline)
             receivers = Receivers(connections.channels, version, deadline)
             receivers.send(Begin(version, self.plan.hash))
+            # `_admit_newcomer` drops the connections if a receiver was replaced: then start over.
             while self._connections is connections:
                 if receivers.wait_ready(self._endpoint.listener):
                     receivers.send(Start(version))
@@ -261,6 +264,7 @@ class RefitSender(Closing):
         connections = Connections(channels, side, PieceViews(self.plan, side.buffers))
         try:
             receivers = Receivers(channels, version, deadline)
+            # All offers before the first wait, so that receivers open their buffers concurrently.
             for rank in channels:
                 grant, descriptors = side.grant(rank)
                 offer = self._make_offer(side, grant, len(descriptors))

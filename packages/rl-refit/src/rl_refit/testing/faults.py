@@ -132,7 +132,7 @@ class _AnnouncedTooShort(_AtOneBucket):
         return [replace(due, nbytes=self.drill.rng.randrange(0, due.nbytes, ALIGNMENT))]
 
 
-class _CutOff(_AtOneBucket):
+class _Truncated(_AtOneBucket):
     def damage(self, data: torch.Tensor, rng: random.Random) -> None:
         # The missing bytes are zero. Truncating at the last non-zero byte ensures a difference.
         last = int(data.nonzero()[-1])
@@ -223,7 +223,7 @@ def a_bucket_announced_too_short_is_detected(pair: RefitPair, num_cases: int) ->
 
 def a_truncated_bucket_is_detected(pair: RefitPair, num_cases: int) -> None:
     """A bucket whose last bytes did not arrive."""
-    _finds(pair, num_cases, _CutOff)
+    _finds(pair, num_cases, _Truncated)
 
 
 def a_flipped_bit_is_detected(pair: RefitPair, num_cases: int) -> None:
