@@ -125,7 +125,7 @@ def test_what_a_killed_process_leaves_is_found(rule):
 @pytest.mark.parametrize(
     ("pair", "patience_s", "message"),
     [
-        (broken.CommitsWhatFailed, 20.0, "is committed, by nobody"),
+        (broken.CommitsWhatFailed, 20.0, "is committed without a commit"),
         (broken.HangsWhereOthersFail, 5.0, "it hangs: no answer within 5 s"),
         (broken.DiesWhereOthersFail, 20.0, "a survivor ended with None"),
     ],

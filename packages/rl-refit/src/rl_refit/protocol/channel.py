@@ -73,13 +73,13 @@ class Begin(Message, frozen=True):
 
 
 class Ready(Message, frozen=True):
-    """The receiver takes part."""
+    """The receiver is ready for the refit."""
 
     version: int
 
 
 class Start(Message, frozen=True):
-    """All receivers take part."""
+    """All receivers are ready; buckets follow."""
 
     version: int
 

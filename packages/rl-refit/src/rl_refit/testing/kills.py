@@ -221,7 +221,7 @@ class Cluster:
         for receiver in receivers:
             receiver.send("version")
             version = receiver.result()
-            assert version != self.version, f"version {version} is committed, by nobody"
+            assert version != self.version, f"version {version} is committed without a commit"
         return answers != ["done"] * len(answers)
 
     def _receiver(self, rank: int) -> Actor:
