@@ -5,13 +5,16 @@ import sys
 from unittest import SkipTest
 
 import pytest
+from rl_refit import RefitSender, TensorSource
 from rl_refit.testing import (
     RULES,
     TransportConformance,
     check_rule,
     check_transport,
+    receiver_in_thread,
     rule_names,
 )
+from rl_refit.testing.pair import require_same, some_tensors
 
 pytestmark = pytest.mark.needs("rl-refit[testing]")
 
@@ -69,3 +72,15 @@ def test_rules_that_python_leaves_out_are_not_said_to_hold():
     )
     run = subprocess.run([sys.executable, "-O", "-c", code], check=True, stdout=subprocess.PIPE)
     assert b"python -O removes the assertions" in run.stdout
+
+
+def test_a_trainers_test_gets_its_other_end_in_a_thread():
+    tensors = some_tensors()
+    with (
+        RefitSender(TensorSource(tensors), bucket_bytes=1024, timeout_s=20) as sender,
+        receiver_in_thread(sender.address, send=sender.send, timeout_s=20) as refit,
+    ):
+        for version in (1, 2):
+            for tensor in tensors.values():
+                tensor += 1
+            require_same(refit(version), tensors, "the receiver")
