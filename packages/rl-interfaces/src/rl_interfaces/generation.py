@@ -36,7 +36,7 @@ class GenerationConfig(TypedDict):
     backend: str
     """`hf`: the training worker's own sampler. Other names are engines of `rl-policy`'s extras."""
     max_new_tokens: int
-    """Most tokens generated per row."""
+    """Maximum generated tokens per row."""
     temperature: float
     """Divides the logits, here and in every log-probability of the policy. 0 is greedy decoding."""
     top_p: float
@@ -106,7 +106,7 @@ class GenerationInterface(ABC):
 
         Args:
             data: The prompts, see `GenerationDatumSpec`.
-            greedy: Take the most likely token every time, whatever the configuration says.
+            greedy: Take the most likely token every time, regardless of the configuration.
         """
 
     @abstractmethod

@@ -294,7 +294,7 @@ def _ends_in_string(
     completions = torch.stack(columns, dim=1)[rows]
     texts = tokenizer.batch_decode(completions.tolist(), skip_special_tokens=False)
     for row, text in zip(rows, texts, strict=True):
-        found[row] = any(wanted in text for wanted in strings[row])
+        found[row] = any(stop in text for stop in strings[row])
     return found
 
 

@@ -88,9 +88,9 @@ POLICY_DEFAULTS: ResolvedConfig = {
 """Every default of a policy, in one place. A key that is not here has none."""
 
 GENERATION_DEFAULTS: ResolvedConfig = {
-    # Needs nothing beside the training worker.
+    # Needs only the training worker.
     "backend": "hf",
-    # Long enough to see what a model says, short enough for a first run.
+    # Enough to read a completion, short enough for a first run.
     "max_new_tokens": 128,
     # The model's own distribution, which is what a policy gradient is defined on.
     "temperature": 1.0,

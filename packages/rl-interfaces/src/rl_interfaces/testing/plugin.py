@@ -35,7 +35,7 @@ def worker_reports(
 
     items = [item for item in request.session.items if isinstance(item, pytest.Function)]
     mine = [item for item in items if item.cls is request.cls]
-    # A suite may have tests of its own beside those of the rules.
+    # A suite may have further tests in addition to those of the rules.
     parameters = (item.callspec.params for item in mine if hasattr(item, "callspec"))
     rules = {str(each["rule"]) for each in parameters if "rule" in each}
     directory = str(tmp_path_factory.mktemp("conformance"))

@@ -118,7 +118,7 @@ class GenerationCase(ABC):
 
     @abstractmethod
     def logits(self, tokens: torch.Tensor) -> torch.Tensor:
-        """Return the logits that a plain model gives after each of `tokens`.
+        """Return a plain model's logits after each of `tokens`.
 
         Args:
             tokens: `[seq]` int64.

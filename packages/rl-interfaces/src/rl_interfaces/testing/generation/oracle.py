@@ -1,4 +1,4 @@
-"""Prompts, and what a plain model says of completions: argmax, distributions, probabilities."""
+"""Prompts, and reference results of a plain model: argmax, distributions, log-probabilities."""
 
 from __future__ import annotations
 
@@ -120,7 +120,7 @@ def chance_of(counts: torch.Tensor, probabilities: torch.Tensor) -> float:
     seen = torch.cat([counts[~rare].double(), counts[rare].sum().double()[None]])
     due = torch.cat([expected[~rare], expected[rare].sum()[None]])
     seen, due = seen[due > 0], due[due > 0]
-    assert len(due) > 1, "one cell alone: nothing is shown"
+    assert len(due) > 1, "a single cell: the check proves nothing"
     statistic = ((seen - due) ** 2 / due).sum()
     freedom = torch.tensor((len(due) - 1) / 2, dtype=torch.float64)
     return float(torch.special.gammaincc(freedom, statistic / 2))

@@ -118,9 +118,7 @@ def rows_come_back_in_the_callers_order(case: GenerationCase) -> None:
     forward = complete(case, rows, greedy=True)["output_ids"]
     backward = complete(case, rows[::-1], greedy=True)["output_ids"]
     assert torch.equal(backward.flip(0), forward), "the rows of a batch change places"
-    assert not torch.equal(forward.flip(0), forward), (
-        "all rows are the same: this proves nothing"
-    )
+    assert not torch.equal(forward.flip(0), forward), "all rows are the same: this proves nothing"
 
 
 def no_row_gets_more_tokens_than_configured(case: GenerationCase) -> None:
@@ -129,8 +127,8 @@ def no_row_gets_more_tokens_than_configured(case: GenerationCase) -> None:
     for limit in (1, 3, NUM_NEW):
         for index, tokens in enumerate(completions_of(complete(case, rows, max_new_tokens=limit))):
             ended = tokens[-1:] == [case.end_token_id]
-            told = f"row {index} got {len(tokens)} tokens with max_new_tokens={limit}"
-            assert len(tokens) == limit or (ended and len(tokens) < limit), told
+            message = f"row {index} got {len(tokens)} tokens with max_new_tokens={limit}"
+            assert len(tokens) == limit or (ended and len(tokens) < limit), message
 
 
 def the_batch_is_left_as_it_was(case: GenerationCase) -> None:
@@ -252,8 +250,8 @@ def _require_samples(case: GenerationCase, sampling: Sampling, other: Sampling) 
     prompt = max(prompts(case), key=len)
     logits = case.logits(torch.tensor(prompt))[-1]
     wanted, unwanted = distribution(logits, **sampling), distribution(logits, **other)
-    told = f"{sampling} changes too little for {case.num_samples} samples: the check proves nothing"
-    assert chance_of(unwanted * case.num_samples, wanted) < ERROR_PROBABILITY, told
+    message = f"{sampling} changes too little for {case.num_samples} samples: this proves nothing"
+    assert chance_of(unwanted * case.num_samples, wanted) < ERROR_PROBABILITY, message
     output = complete(case, [prompt] * case.num_samples, max_new_tokens=1, **sampling)
     tokens = torch.tensor([row[0] for row in completions_of(output)])
     counts = torch.bincount(tokens, minlength=len(wanted))

@@ -187,7 +187,7 @@ class WorkerConformance:
 
     def pytest_generate_tests(self, metafunc: pytest.Metafunc) -> None:
         """Make a test of every rule; called by pytest."""
-        # A suite may have tests of its own beside those of the rules.
+        # A suite may have further tests in addition to those of the rules.
         if "rule" in metafunc.fixturenames:
             metafunc.parametrize("rule", [rule.name for rule in WORKER_RULES])
 

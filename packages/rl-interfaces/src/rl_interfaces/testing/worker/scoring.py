@@ -85,7 +85,7 @@ def greedy_completions_are_the_oracles(bench: WorkerBench) -> None:
 
 @rule()
 def sampled_tokens_have_the_policys_logprobs(bench: WorkerBench) -> None:
-    """Generated tokens have the log-probabilities that `get_logprobs` gives; the rest are 0."""
+    """Generated tokens have the log-probabilities of `get_logprobs`; the rest are 0."""
     generation, prompts = _generation(bench), _prompts(bench)
     if generation["top_k"] is not None or generation["top_p"] != 1.0:
         raise NotApplicable("the config truncates: sampled and scored distributions differ")

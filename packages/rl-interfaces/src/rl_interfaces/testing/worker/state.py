@@ -204,9 +204,9 @@ def a_state_refuses_what_the_table_refuses(bench: WorkerBench) -> None:
             getattr(worker, move)()
             state = residency.enter(move).value
             for name, call in _calls(bench, worker).items():
-                told = _refusal(residency, name)
-                if told is not None:
-                    ways = tuple(way for way in MOVES if f"{way}()" in told)
+                refusal = _refusal(residency, name)
+                if refusal is not None:
+                    ways = tuple(way for way in MOVES if f"{way}()" in refusal)
                     what = f"{name} while the worker is {state!r}"
                     expect_error(call, ResidencyError, words=(repr(state), *ways), what=what)
                     num_refused += 1

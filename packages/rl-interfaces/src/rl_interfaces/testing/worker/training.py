@@ -145,7 +145,7 @@ def a_loss_may_ask_for_logits(bench: WorkerBench) -> None:
 
 @rule()
 def a_loss_may_take_sharded_logits(bench: WorkerBench) -> None:
-    """A loss that accepts sharded logits gives what the same loss of full logits gives."""
+    """A loss that accepts sharded logits has the results of the same loss of full logits."""
     loss_fn = ShardedLogitLoss(bench.layout.tensor_parallel)
     with bench.fresh(init_reference_model=False) as worker:
         result = bench.train(worker, loss_fn=loss_fn)

@@ -72,14 +72,14 @@ def a_receiver_gets_the_weights_of_each_version(bench: WorkerBench) -> None:
     versions: list[dict[str, torch.Tensor]] = []
     with bench.fresh(init_reference_model=False) as worker, open_receiver(worker) as receive:
         info: RefitInfo = worker.prepare_refit_info()
-        told = {name: (tuple(shape), dtype) for name, (shape, dtype) in info.items()}
+        announced = {name: (tuple(shape), dtype) for name, (shape, dtype) in info.items()}
         for version in (1, 2):
             bench.train(worker)
             received, held = dict(receive(version)), bench.exported(worker)
             if received:
                 found = {name: (tuple(each.shape), each.dtype) for name, each in received.items()}
-                expect(found == told, "what is received is not what prepare_refit_info says")
-                wire = {name: each.to(told[name][1]) for name, each in held.items()}
+                expect(found == announced, "what is received is not what prepare_refit_info says")
+                wire = {name: each.to(announced[name][1]) for name, each in held.items()}
                 expect_tensors(received, wire, f"version {version}")
             versions.append(received)
     expect(bench.ranks.any(bool(versions[0])), "no rank has received anything")
