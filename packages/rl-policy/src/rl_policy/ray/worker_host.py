@@ -130,6 +130,7 @@ def rank_environments(
             "MASTER_PORT": str(port),
             "CUDA_VISIBLE_DEVICES": ",".join(gpus),
         }
+        # Ray sets OMP_NUM_THREADS to an actor's CPUs, which are logical and here only one.
         if omp_num_threads is not None:
             environment["OMP_NUM_THREADS"] = omp_num_threads
         elif not gpus:

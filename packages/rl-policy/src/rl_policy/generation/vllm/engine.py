@@ -367,7 +367,7 @@ class VllmEngine:
     def _losing_weights_on_error(self, version: int) -> Iterator[None]:
         try:
             yield
-        except BaseException as error:
+        except BaseException as error:  # an interrupted load has overwritten some weights as well
             self._state.lose(f"the refit to version {version} failed ({error})")
             raise
 
