@@ -321,5 +321,5 @@ def _chosen(argument: str, given: int | None, key: str, configured: int) -> tupl
 
 
 def _float32(values: torch.Tensor) -> torch.Tensor:
-    # A copy: what Ray returns is a read-only view of its object store.
+    # A copy, as a result of Ray is a read-only view of its object store.
     return torch.as_tensor(values, dtype=torch.float32).clone()

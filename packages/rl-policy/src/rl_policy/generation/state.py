@@ -1,4 +1,4 @@
-"""The state of an inference engine: what of its memory is on the device, and its weights.
+"""The state of an inference engine: the memory that is on the device, and the weights.
 
 call                      memory needed   weights needed      leads to
 generate                  weights, cache  committed           same
@@ -81,7 +81,7 @@ class EngineState:
     def sleep(self, *, level: int) -> None:
         """Record that the device's memory is freed; on level 2 the weights are dropped."""
         if self._is_updating():
-            self.lose(f"the refit to version {self.incoming} was given up for the engine's sleep")
+            self.lose(f"the refit to version {self.incoming} was abandoned for the engine's sleep")
         self._awake.clear()
         if level == 2:
             self.lose("the engine's sleep (generation.vllm_cfg.sleep_level=2) dropped the weights")

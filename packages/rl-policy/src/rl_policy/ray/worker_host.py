@@ -12,7 +12,7 @@ from rl_interfaces.backend.runtime import ReservedPort
 
 
 class HostedWorker(Protocol):
-    """What a worker of any kind has, whatever else is called by name."""
+    """A worker of any kind; its other methods are called by name."""
 
     def shutdown(self) -> object:
         """Leave the process group and release the device."""

@@ -66,7 +66,7 @@ _BATCH_BYTES = 256 << 20
 
 
 class VllmModelConfig(Protocol):
-    """What is read of vLLM's `ModelConfig`."""
+    """The members of vLLM's `ModelConfig` that are used here."""
 
     max_model_len: int
 
@@ -76,7 +76,7 @@ class VllmModelConfig(Protocol):
 
 
 class VllmWorker(Protocol):
-    """What is read of a worker of vLLM, and the group that this module keeps on it."""
+    """The members of vLLM's worker that are used here, and the group that is stored on it."""
 
     rank: int
     device: torch.device
@@ -385,7 +385,7 @@ def _saved_tokenizer(tokenizer: PreTrainedTokenizerBase, config: EngineConfig) -
         yield str(directory.path)
 
 
-# What runs in vLLM's workers: each function is sent to all of them, and takes the worker first.
+# Functions that run in vLLM's workers: each is sent to all of them, and takes the worker first.
 
 
 def join_group(
