@@ -74,7 +74,7 @@ def test_training_goes_on_in_another_layout(pools, tmp_path, case):
         assert new["random"] == (case == "pp2-to-virtual2")
 
 
-def test_experts_that_were_dealt_out_stay_so_for_their_optimizer(pools, tmp_path):
+def test_optimizer_state_of_expert_parallelism_needs_expert_parallelism(pools, tmp_path):
     pools(2).run(save_ranks, directory=str(tmp_path), layout=EP2, kind="moe")
     with pytest.raises(RankFailure, match=r"size>1, and cannot be loaded with .*size=1") as raised:
         pools(1).run(resume_ranks, directory=str(tmp_path), reference_step=1, kind="moe")
