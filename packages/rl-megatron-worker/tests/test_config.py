@@ -93,9 +93,7 @@ def test_every_documented_key_arrives():
         ("SGD", {"momentum": 0.5}, "sgd", False, (0.9, 0.999), 0.5, 0.0),
     ],
 )
-def test_the_policys_optimizer_is_translated(
-    name, kwargs, kind, decoupled, betas, momentum, decay
-):
+def test_the_policys_optimizer_is_translated(name, kwargs, kind, decoupled, betas, momentum, decay):
     given = config()
     del given["megatron_cfg"]["optimizer"]
     given["optimizer"] = {"name": f"torch.optim.{name}", "kwargs": {"lr": 0.25, **kwargs}}
