@@ -1,7 +1,7 @@
-"""The receiver's half of one refit: take a bucket, compare its digest, load its tensors.
+"""The receiver's half of one refit: fetch a bucket, compare its digest, load its tensors.
 
-`InboundStream` is the pipeline, `Unpacker` gets from buckets back to tensors, and `LiveWeights`
-compares the engine's live parameters with what has arrived, for `verify="weights"`.
+`InboundStream` is the pipeline, `Unpacker` turns buckets into tensors, and `LiveWeights` compares
+the engine's live parameters with what was received, for `verify="weights"`.
 """
 
 from __future__ import annotations
@@ -32,24 +32,24 @@ from rl_refit.transports import ReceivingSide
 
 Load = Callable[[list[tuple[str, torch.Tensor]]], object]
 Unpack = Callable[[Bucket, torch.Tensor], list[tuple[str, torch.Tensor]]]
-"""From a bucket's bytes to the tensors that it completes and that `load` gets."""
+"""Takes a bucket and its bytes; returns the tensors that it completes, for `load`."""
 Observer = Callable[[TensorSpec, int, torch.Tensor], None]
-"""Is called with each piece: its tensor's spec, its first byte in there, and the piece."""
+"""Takes the spec of a piece's tensor, the piece's offset in it in bytes, and the piece."""
 
 
 class InboundStream:
     """Receives the buckets of one refit.
 
     Args:
-        plan: What lies where.
+        plan: The buckets.
         side: The receiver's end of the transport.
         channel: To the sender.
         version: Of the refit.
         digest: A key of `DIGESTS`; None without verification.
-        rank: The receiver's, for error messages.
+        rank: The receiver's rank, for error messages.
         num_buffers: The sender's.
         deadline: For all waits.
-        watch: Counts the phases.
+        watch: Measures the phases.
     """
 
     def __init__(
@@ -76,13 +76,13 @@ class InboundStream:
         self._watch = watch
 
     def run(self, unpack: Unpack, load: Load) -> None:
-        """Load every bucket; return when all are loaded here."""
+        """Load every bucket."""
         buckets = self._plan.buckets
         for bucket in buckets[:1]:
             self._side.expect(bucket.index, bucket.nbytes, self._deadline)
         for bucket in buckets:
             data = self._take(bucket)
-            # A transport that posts receives does so before the load, which then overlaps.
+            # Before the load, so that a transport that posts receives overlaps them with it.
             for following in buckets[bucket.index + 1 : bucket.index + 2]:
                 self._side.expect(following.index, following.nbytes, self._deadline)
             self._load(bucket, data, unpack, load)
@@ -92,7 +92,7 @@ class InboundStream:
             raise RefitError(f"{_describe(message)} arrived where the end was due", rank=self._rank)
 
     def finish(self) -> None:
-        """Report that all is loaded and checked here; wait until it is everywhere."""
+        """Report that all buckets are loaded; wait until every other receiver has reported it."""
         spent = (self._watch.of("load"), self._watch.of("verify"))
         self._channel.send(Done(self._version, *spent), self._deadline)
         with self._watch.phase("resume"):
@@ -107,7 +107,7 @@ class InboundStream:
         return message
 
     def _take(self, bucket: Bucket) -> torch.Tensor:
-        """Return the bytes of the bucket that is due, once they have arrived and are verified."""
+        """Receive the bucket that is due; return its bytes if their digest is the sender's."""
         label = self._plan.label(bucket)
         with self._watch.phase("wire"):
             message = self._receive(f"bucket {bucket.index} ({label})")
@@ -144,7 +144,8 @@ class InboundStream:
         try:
             return self._side.fetch(bucket.index, bucket.nbytes, self._deadline)
         except Exception as error:
-            # If the memory is gone because the sender has failed, its report came before.
+            # If the memory is gone because the sender has failed, its report is already here, and
+            # explains the error better.
             while self._channel.has_input():
                 self._receive("message of the sender")
             raise RefitError(
@@ -176,13 +177,13 @@ def _describe(message: Message) -> str:
 
 
 class Unpacker:
-    """Unpacks buckets, with memory that is kept from one refit to the next.
+    """Turns buckets into tensors; its memory is reused by every refit.
 
     Args:
-        plan: What lies where.
+        plan: The buckets.
         side: The receiver's end of the transport.
-        device: Where tensors are wanted.
-        into: The engine's own tensors by name: pieces are copied there as they arrive.
+        device: Where `load` expects its tensors.
+        into: The engine's own tensors by name, into which pieces are copied as they arrive.
     """
 
     def __init__(
@@ -196,7 +197,7 @@ class Unpacker:
         self._plan = plan
         self._device = device
         self._into = into
-        # Views can be kept only if buckets always arrive in the same memory, on the right device.
+        # Views can be cached only if a bucket always arrives in the same memory, on this device.
         is_stable = bool(side.buffers) and all(b.device == device for b in side.buffers)
         self._views = PieceViews(plan, side.buffers) if is_stable else None
         self._partial = torch.empty(0, dtype=torch.uint8)
@@ -204,18 +205,18 @@ class Unpacker:
 
     @property
     def scratch_bytes(self) -> int:
-        """The memory that is kept for assembling tensors that arrive in parts."""
+        """The memory kept to assemble split tensors."""
         return sum(len(memory) for memory in self._scratch)
 
     def unpack(
         self, bucket: Bucket, data: torch.Tensor, *, load_keeps: bool, observe: Observer | None
     ) -> list[tuple[str, torch.Tensor]]:
-        """Copy the tensors of `into`; return the others that this bucket completes.
+        """Copy pieces into the tensors of `into`; return the other tensors that are complete now.
 
         Args:
             bucket: The next one in order.
             data: Its bytes, `[nbytes]`, uint8.
-            load_keeps: Copy those whose layer continues in another bucket.
+            load_keeps: Clone tensors whose layer continues in another bucket.
             observe: Called with each piece, before it is copied.
         """
         if self._views is None:
@@ -249,7 +250,7 @@ class Unpacker:
     def _complete(
         self, spec: TensorSpec, piece: Piece, view: torch.Tensor, load_keeps: bool
     ) -> torch.Tensor | None:
-        """Return the full tensor; or None until the last of its parts, which are assembled."""
+        """Return the full tensor, or None until the last of its pieces has been assembled."""
         if piece.is_full:
             return view.clone() if load_keeps and not piece.has_layer else view
         if piece.start == 0:
@@ -262,8 +263,8 @@ class Unpacker:
     def _room(self, nbytes: int, load_keeps: bool) -> torch.Tensor:
         if load_keeps:
             return torch.empty(nbytes, dtype=torch.uint8, device=self._device)
-        # Two take turns: a tensor may begin in the bucket that completes another one, and both are
-        # needed until that bucket is loaded.
+        # Two alternate: a bucket may complete one split tensor and begin the next, and `load` reads
+        # the first while the second is being assembled.
         self._scratch.reverse()
         if len(self._scratch[0]) < nbytes:
             self._scratch[0] = torch.empty(nbytes, dtype=torch.uint8, device=self._device)
@@ -276,7 +277,7 @@ def _bytes_of_piece(own: torch.Tensor, piece: Piece) -> torch.Tensor:
 
 @dataclass(slots=True)
 class _Received:
-    """The pieces of one tensor as `(start, size, digest)`, and the device they were digested on."""
+    """The pieces of one tensor as `(start, size, digest)`, and the device of the digests."""
 
     spec: TensorSpec
     device: torch.device
@@ -284,13 +285,13 @@ class _Received:
 
 
 class LiveWeights:
-    """The digests of everything that arrived in one refit.
+    """The digests of all tensors received in one refit, to compare live parameters with.
 
     Args:
-        watch: Counts the time of digests as "verify".
+        watch: Measures the time of digests as "verify".
 
     Attributes:
-        checked: Whether the live parameters were compared, and are equal.
+        checked: Whether the live parameters were compared and are equal.
     """
 
     def __init__(self, watch: Stopwatch) -> None:
@@ -299,7 +300,7 @@ class LiveWeights:
         self.checked = False
 
     def observe(self, spec: TensorSpec, start: int, piece: torch.Tensor) -> None:
-        """Digest a tensor, or the part of it that begins at byte `start`."""
+        """Digest a piece, which begins at byte `start` of its tensor."""
         with self._watch.phase("verify"):
             received = self._received.setdefault(spec.name, _Received(spec, piece.device))
             received.pieces.append((start, piece.nbytes, tensor_digest(piece)))
@@ -308,7 +309,7 @@ class LiveWeights:
         """Compare every live tensor with what was received under its name.
 
         Raises:
-            VerificationError: One is missing, unexpected, or differs in dtype, shape or a bit.
+            VerificationError: One is missing or unexpected, or differs in dtype, shape or a bit.
         """
         missing = dict(self._received)
         for name, tensor in tensors:
@@ -321,7 +322,7 @@ class LiveWeights:
                 raise VerificationError(
                     f"{live} is live, {received.spec} was received", rank=rank, tensor=name
                 )
-            # On the device of the received piece: the CPU's digest and the GPU's are two functions.
+            # On the device of the received piece, as the CPU and the GPU use different digests.
             data = bytes_of(tensor.detach().to(received.device))
             for start, size, digest in received.pieces:
                 if tensor_digest(data[start : start + size]) != digest:

@@ -1,8 +1,8 @@
-"""The sender's half of one refit: what its receivers have answered, and the pipeline of buckets.
+"""The sender's half of one refit: the answers of its receivers, and the pipeline of buckets.
 
-The pipeline fills a bucket's buffer, digests it and announces it. The next tensor is taken from the
-source before the wait for a free buffer, so that the gather of one bucket, the copy of another and
-the receivers' load of a third overlap.
+The pipeline fills a bucket's buffer, digests it and announces it. It reads the next tensor from the
+source before it waits for a free buffer, so that the gather of bucket k+2, the transfer of k+1 and
+the receivers' load of k overlap.
 """
 
 from __future__ import annotations
@@ -42,14 +42,14 @@ from rl_refit.transports import SendingSide
 NamedTensors = Iterator[tuple[str, torch.Tensor]]
 
 _GRACE_S = 1.0
-"""To read the rest of a message that has begun to arrive."""
+"""Minimum time for the rest of a message of which some bytes have arrived."""
 
 
 @dataclass(slots=True)
 class Connections:
-    """The channels to all receivers and the buffers that these have opened.
+    """The channels to all receivers, and the buffers that they have opened.
 
-    They last from one refit to the next, until a refit fails or a receiver is replaced.
+    Reused by every refit until one fails or a receiver is replaced.
     """
 
     channels: Mapping[int, Channel]
@@ -58,11 +58,11 @@ class Connections:
 
     def are_intact(self) -> bool:
         """Return whether every receiver is still connected; only between two refits."""
-        # A receiver sends nothing then, so that anything to read is the end of its connection.
+        # Receivers send nothing between refits: anything readable is the end of the connection.
         return not any(channel.has_input() for channel in self.channels.values())
 
     def close(self, error: BaseException | None = None) -> None:
-        """Release everything; report an error to the receivers first."""
+        """Release everything; first report `error` to the receivers, if given."""
         for channel in self.channels.values():
             channel.close(error)
         self.views.close()
@@ -70,7 +70,7 @@ class Connections:
 
 
 class Receivers:
-    """The receivers of one refit, and what each has answered so far.
+    """The receivers of one refit, with the progress that each has reported.
 
     Args:
         channels: By rank.
@@ -78,7 +78,7 @@ class Receivers:
         deadline: For all waits.
 
     Attributes:
-        done: The last answer of each receiver that has loaded everything.
+        done: The `Done` of each receiver that has loaded everything.
     """
 
     def __init__(self, channels: Mapping[int, Channel], version: int, deadline: Deadline) -> None:
@@ -97,7 +97,7 @@ class Receivers:
                 channel.send(message, self._deadline)
 
     def send_offer(self, rank: int, offer: Offer, descriptors: list[int]) -> None:
-        """Send a receiver its offer, and the files that belong to it."""
+        """Send an offer to one receiver, and the file descriptors that belong to it."""
         with _naming(rank):
             self._channels[rank].send(offer, self._deadline)
             if descriptors:
@@ -108,13 +108,13 @@ class Receivers:
         self._wait(lambda: self._channels.keys() - self._accepted, "answer to the offer")
 
     def wait_ready(self, listener: socket.socket) -> bool:
-        """Wait until all take part; return False if somebody connects to the listener instead."""
+        """Wait until all are ready; return False if the listener gets a connection instead."""
         return self._wait(
             lambda: self._channels.keys() - self._ready, "answer to the beginning", until=listener
         )
 
     def wait_loaded(self, plan: RefitPlan, bucket: int) -> None:
-        """Wait until all have loaded that bucket and those before it."""
+        """Wait until all have loaded the bucket and those before it; none if it is negative."""
         if bucket < 0:
             return
         self._wait(
@@ -131,7 +131,7 @@ class Receivers:
         )
 
     def read_pending(self) -> None:
-        """Process what has arrived: raises if a receiver has failed or is gone."""
+        """Process all received messages; raises if a receiver has failed or is gone."""
         for rank, channel in self._channels.items():
             while channel.has_input():
                 self._receive(rank)
@@ -195,14 +195,14 @@ class OutboundStream:
     """Sends the buckets of one refit.
 
     Args:
-        plan: What lies where.
+        plan: The buckets.
         side: The sender's end of the transport.
-        views: The pieces of the buckets in the side's buffers.
+        views: The buckets' pieces as views of the side's buffers.
         receivers: Ready for this version.
         version: Of the refit.
-        verify: Whether buckets get a digest.
+        verify: Whether to digest buckets.
         deadline: For all waits.
-        watch: Counts the phases.
+        watch: Measures the phases.
     """
 
     def __init__(
@@ -225,11 +225,11 @@ class OutboundStream:
         self._verify = verify
         self._deadline = deadline
         self._watch = watch
-        # The bytes of a tensor that is split over buckets, while it is being sent.
+        # The bytes of a tensor that is split over buckets, from its first piece to its last.
         self._split: torch.Tensor | None = None
 
     def run(self, tensors: NamedTensors) -> None:
-        """Send every bucket; return when all receivers have loaded all."""
+        """Send every bucket; return when all receivers have loaded all of them."""
         watch = self._watch
         for bucket in self._plan.buckets:
             digest = self.fill(bucket, tensors)
@@ -243,7 +243,7 @@ class OutboundStream:
             self._receivers.send(AllLoaded(self._version))
 
     def announce(self, bucket: Bucket, digest: int) -> None:
-        """Tell the receivers that a bucket may be read."""
+        """Announce to all receivers that a bucket may be read."""
         slot = bucket.index % len(self._side.buffers)
         self._receivers.send(Filled(self._version, bucket.index, slot, bucket.nbytes, digest))
 
@@ -255,7 +255,8 @@ class OutboundStream:
         for run in self._views.of(bucket):
             with self._watch.phase("gather"):
                 taken = self._take(run, tensors)
-            # Not before the first tensors are here: their gather overlaps with the receivers' load.
+            # Only now: the gather of the first tensors overlaps with the receivers' load of the
+            # bucket that still occupies the buffer.
             if run.pieces[0] is bucket.pieces[0]:
                 running = self._make_room(bucket, buffer)
             with self._watch.phase("pack"):
@@ -268,7 +269,7 @@ class OutboundStream:
         try:
             self._side.publish(bucket.index, bucket.nbytes, self._deadline)
         except Exception as error:
-            # A receiver that has failed is the better explanation.
+            # If a receiver has failed, its report explains the error better.
             self._receivers.read_pending()
             raise RefitError(
                 f"the bucket cannot be published: {error!r}",
@@ -277,11 +278,11 @@ class OutboundStream:
             ) from error
 
     def _make_room(self, bucket: Bucket, buffer: torch.Tensor) -> RunningDigest | None:
-        """Wait until the bucket's buffer is free; return its running digest, if it gets one."""
+        """Wait until the bucket's buffer is free; return its running digest, if there is one."""
         with self._watch.phase("wire"):
             previous = bucket.index - len(self._side.buffers)
             self._receivers.wait_loaded(self._plan, previous)
-        # The digest covers the gaps too, and they hold an earlier bucket's bytes.
+        # The digest covers the gaps as well, which still hold bytes of an earlier bucket.
         zero_ranges(buffer, bucket.gaps)
         if self._verify and self._side.digest == "xxh3":
             return RunningDigest(buffer, position=bucket.index)
@@ -300,7 +301,7 @@ class OutboundStream:
             return DIGESTS[self._side.digest](buffer, position=bucket.index)
 
     def _take(self, run: Run, tensors: NamedTensors) -> list[torch.Tensor]:
-        """Return what a run is filled with: the source's next tensors, or a part of one."""
+        """Return the content of a run: the source's next tensors, or a piece of a split tensor."""
         first = run.pieces[0]
         if first.is_full:
             return [take_tensor(self._plan.specs[piece.tensor], tensors) for piece in run.pieces]
@@ -317,11 +318,11 @@ def take_tensor(spec: TensorSpec, tensors: NamedTensors) -> torch.Tensor:
     """Return the next tensor of a source.
 
     Raises:
-        RefitError: There is none, or it is not the one that the source's metadata promised.
+        RefitError: There is none, or it differs from the source's metadata.
     """
     entry = next(tensors, None)
     if entry is None:
-        raise RefitError("the source ends before it", tensor=spec.name)
+        raise RefitError("the source ends before this tensor", tensor=spec.name)
     name, tensor = entry
     if name != spec.name or tensor.dtype != spec.dtype or tensor.shape != spec.shape:
         given = TensorSpec(name, tensor.dtype, tuple(tensor.shape))
@@ -330,7 +331,7 @@ def take_tensor(spec: TensorSpec, tensors: NamedTensors) -> torch.Tensor:
 
 
 def check_exhausted(tensors: NamedTensors) -> None:
-    """Raise `RefitError` if a source has more tensors than its metadata named."""
+    """Raise `RefitError` if a source has more tensors than its metadata."""
     extra = next(tensors, None)
     if extra is not None:
         raise RefitError("the source yields a tensor that is not planned", tensor=extra[0])

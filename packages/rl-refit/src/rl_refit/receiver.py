@@ -1,6 +1,6 @@
-"""`RefitReceiver`: loads what a sender streams, and tells which version the engine has.
+"""`RefitReceiver`: loads what a sender streams, and knows the version of the engine's weights.
 
-Its session with the sender is the connection, the plan, and the buffers that it has opened.
+Its `Session` with the sender is the connection, the plan, and the buffers that it has opened.
 """
 
 from __future__ import annotations
@@ -41,28 +41,29 @@ logger = logging.getLogger(__name__)
 ReadBack = Callable[[], Iterable[tuple[str, torch.Tensor]]]
 
 _READ_S = 1.0
-"""To read a message of which something has arrived."""
+"""Limit for the rest of a message of which some bytes have arrived."""
 _DEATH_S = 0.1
-"""How long the kernel may take to close the files of a killed process, one after the other."""
+"""How long the kernel may take from closing the socket of a killed process to its lock file."""
 _MOST_DIFFERENCES = 8
-"""That one error message lists."""
+"""Limit of the list in one error message."""
 
 
 class RefitReceiver(Closing):
-    """Loads what a sender streams, and knows which version is the committed one.
+    """Loads what a sender streams, and knows which version is committed.
 
-    `rl_refit.protocol` has its states. Not to be used from two threads at once. A
-    commit of the sender is read at the next call.
+    Its states are those of `rl_refit.protocol`. It processes a commit of the sender at the next
+    call. Not thread-safe.
 
     Args:
         address: The sender's `address`.
         rank: This receiver's rank, distinct among the sender's receivers.
-        device: Where `load` wants its tensors.
-        timeout_s: Limit of all waits of one `receive`, in seconds.
-        expected: Name, dtype and shape of what the engine needs; an offer that differs is refused.
-        into: The engine's own contiguous tensors by name; what arrives under these names is copied
-            there. They are not passed to `load`, and no tensor waits for its last part: the fastest
-            way for an engine whose weights have the trainer's names and shapes.
+        device: Where `load` expects its tensors.
+        timeout_s: Limit of one `receive`, all waits together, in seconds.
+        expected: Name, dtype and shape of the tensors that the engine needs; a sender with others
+            is refused.
+        into: The engine's own contiguous tensors by name. Received tensors of these names are
+            copied into them, piece by piece, and not passed to `load`: the fastest way for an
+            engine whose weights have the trainer's names and shapes.
 
     Raises:
         ValueError: An argument is out of range, or a tensor of `into` is not contiguous.
@@ -101,11 +102,12 @@ class RefitReceiver(Closing):
         return self._weights.committed
 
     def catch_up(self) -> None:
-        """Process what the sender has sent; what it sends from now on belongs to the next refit.
+        """Process the sender's pending messages; later ones belong to the next refit.
 
-        `begin` does so too, unless it was done since the last `receive`. An engine that learns the
-        version only when it is to receive calls this before the sender begins: a sender that fails
-        after that is noticed, and not taken for one whose refit this side has missed.
+        `begin` does so as well, unless this was called since the last `receive`. For an engine that
+        learns the version only when it has to receive: it calls this before the sender begins. A
+        failure that the sender reports afterwards then fails this refit. Without the call it would
+        be attributed to a refit that this side has missed.
         """
         self._read_pending()
         if self._session is not None:
@@ -117,7 +119,7 @@ class RefitReceiver(Closing):
     def begin(self, version: int) -> None:
         """Open a refit: until it is committed, `require_ready` raises.
 
-        Call it before the sender begins, for the reason that `catch_up` gives.
+        Call it before the sender begins, see `catch_up`.
 
         Raises:
             StaleVersionError: The version is not newer than the committed one. Nothing changes.
@@ -136,24 +138,24 @@ class RefitReceiver(Closing):
         check: Callable[[], None] | None = None,
         read_back: ReadBack | None = None,
     ) -> RefitReport:
-        """Load the version that was begun; return when every receiver of the sender has.
+        """Load the version that was begun; return when every receiver of the sender has loaded it.
 
         Args:
-            version: The one given to `begin`.
+            version: The version given to `begin`.
             load: Called once per bucket with the names and tensors that it completes, except those
                 of `into`. A tensor is valid until `load` returns, and in read-only memory if the
-                transport shares it. None only if all are of `into`.
-            load_keeps: Whether `load` may keep a tensor until its full layer has arrived. Those
-                whose layer continues in another bucket are copies then. Without, only tensors that
-                are split over buckets are copied, to memory that is kept until the receiver is
-                closed: twice the largest of them.
-            check: Called after the last bucket, before the sender is told that all is loaded. What
-                it raises fails the refit, as an error of `load` does.
-            read_back: For `verify="weights"`: yields every name with the live parameter.
+                transport shares it. None only if all tensors are in `into`.
+            load_keeps: Whether `load` may keep a tensor until its full layer has arrived. Tensors
+                whose layer continues in another bucket are then cloned. Otherwise only split
+                tensors are copied, to memory of twice the largest of them, which is kept until the
+                receiver is closed.
+            check: Called after the last bucket, before `Done` is reported. Its exception fails the
+                refit, like one of `load`.
+            read_back: For `verify="weights"`: yields every live parameter with its name.
 
         Raises:
-            RefitError: Something failed, here, at the sender or at another receiver. The receiver
-                is poisoned until a refit succeeds.
+            RefitError: This side, the sender or another receiver failed. The receiver is poisoned
+                until a refit succeeds.
         """
         self._weights.require_begun(version)
         deadline, watch = Deadline(self._timeout_s), Stopwatch()
@@ -189,11 +191,11 @@ class RefitReceiver(Closing):
     def check_weights(self, tensors: Iterable[tuple[str, torch.Tensor]]) -> None:
         """Compare live parameters with what was received; for `verify="weights"`.
 
-        For an engine whose parameters are only complete after `receive`: call it before `commit`.
+        For an engine whose parameters are complete only after `receive`: call it before `commit`.
 
         Raises:
             VerificationError: A parameter is missing or differs. The receiver is poisoned.
-            RefitError: There is nothing to compare with.
+            RefitError: Nothing was received with `verify="weights"`.
         """
         if self._live is None:
             raise RefitError('nothing was received with verify="weights"', rank=self._rank)
@@ -208,18 +210,18 @@ class RefitReceiver(Closing):
 
         Raises:
             PoisonedError: The refit failed.
-            RefitError: That version is not loaded.
+            RefitError: `version` is not loaded.
         """
         self._read_pending()
         self._commit(version)
 
     def require_ready(self) -> int:
-        """Return the committed version, if the engine's weights are exactly that version's.
+        """Return the committed version, if the engine holds exactly its weights.
 
         Raises:
             PoisonedError: The last refit failed.
-            RefitInProgress: One has begun and is not committed.
-            RefitError: None was ever committed.
+            RefitInProgress: A refit has begun and is not committed.
+            RefitError: No version was committed yet.
         """
         self._read_pending()
         return self._weights.require_ready()
@@ -231,7 +233,7 @@ class RefitReceiver(Closing):
     def _check(
         self, check: Callable[[], None] | None, read_back: ReadBack | None, watch: Stopwatch
     ) -> None:
-        """Let the engine object to what was loaded, and compare its live parameters."""
+        """Run the engine's own check, and compare its live parameters."""
         if check is not None:
             with watch.phase("load"):
                 try:
@@ -245,7 +247,7 @@ class RefitReceiver(Closing):
                 self._live.check(read_back(), rank=self._rank)
 
     def _meet(self, version: int, deadline: Deadline) -> Session:
-        """Return the session in which the sender starts the refit: the current one or a new one."""
+        """Return the session in which the sender starts the refit: the current or a new one."""
         while True:
             try:
                 if self._session is None:
@@ -253,8 +255,8 @@ class RefitReceiver(Closing):
                 self._take_part(self._session, version, deadline)
                 return self._session
             except ChannelClosed:
-                # The sender has dropped all connections to start over. If it is dead, the next
-                # attempt to connect fails.
+                # The sender dropped all connections to start over, so connect again. If it is dead,
+                # that raises.
                 self._disconnect()
 
     def _take_part(self, session: Session, version: int, deadline: Deadline) -> None:
@@ -286,7 +288,7 @@ class RefitReceiver(Closing):
                 case Failure():
                     raise_failure(message, origin="the sender")
                 case Commit():
-                    # Of a version that this side has given up, or committed by itself.
+                    # Of a version that failed on this side, or was committed by the engine.
                     continue
                 case _:
                     raise RefitError(
@@ -295,10 +297,10 @@ class RefitReceiver(Closing):
                     )
 
     def _read_pending(self) -> None:
-        """Process commits and failures that the sender has sent since the last call.
+        """Process the commits and failures that the sender has sent since the last call.
 
-        The first message that belongs to `receive` stays pending, and so does all behind it: a
-        sender that has failed reports it and hangs up, and the hang-up would end the session.
+        The first message that belongs to `receive` stays pending, and so do all behind it: reading
+        on would reach the hang-up of a failed sender, which ends the session and loses its report.
         """
         while (
             self._session is not None
@@ -347,15 +349,15 @@ def _refuse_to_load(tensors: list[tuple[str, torch.Tensor]]) -> NoReturn:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Session:
-    """What lasts from one refit to the next, until either side closes the connection.
+    """A receiver's state from one refit to the next, until either side closes the connection.
 
     Attributes:
         channel: To the sender.
-        offer: What the sender dictates.
-        plan: Derived from the offer.
+        offer: The parameters that the sender dictates.
+        plan: The offer's.
         side: The receiver's end of the transport.
-        unpacker: With the memory that it keeps.
-        pending: Messages that were read and are not processed yet, oldest first.
+        unpacker: With its memory.
+        pending: Messages that were read and not processed, oldest first.
     """
 
     channel: Channel
@@ -400,11 +402,10 @@ class Connector:
                 raise ValueError(f"into: {name} is not contiguous, its stride is {tensor.stride()}")
 
     def connect(self, deadline: Deadline) -> Session:
-        """Return a new session with the sender, which agrees on the plan and has opened buffers.
+        """Return a new session with the sender.
 
         Raises:
-            RefitError: The sender is not there, or the two sides do not fit; it is reported to the
-                sender.
+            RefitError: No sender listens, or its offer is refused, which is reported to it.
             ChannelClosed: The sender dropped the connection.
         """
         sock = dial(self.endpoint, deadline)
@@ -427,7 +428,7 @@ class Connector:
             raise RefitError(
                 f"{type(offer).__name__} arrived where an offer was due", rank=self._rank
             )
-        # Before the descriptors are read: those of a refused offer are closed with the connection.
+        # Before the descriptors are read: the kernel closes those of a refused offer.
         plan = self._agree(offer.plan)
         descriptors: list[int] = []
         if offer.num_fds:
@@ -463,7 +464,7 @@ class Connector:
         require_message(Join(), channel.receive(deadline, waited_for), rank=self._rank)
 
         def watch() -> None:
-            # Any message but a failure means that the sender has joined, and belongs to the refit.
+            # Any other message than a failure belongs to the refit: the sender has joined.
             while not pending and channel.has_input():
                 message = channel.receive(deadline)
                 if isinstance(message, Failure):
@@ -476,7 +477,8 @@ class Connector:
         """Return the offered plan.
 
         Raises:
-            PlanMismatchError: It is not what this side derives, expects, or has room for.
+            PlanMismatchError: This side packs it differently, expects other tensors, or has other
+                tensors in `into`.
         """
         try:
             plan = RefitPlan.from_wire(wire)
@@ -493,7 +495,7 @@ class Connector:
 
 
 def require_message(due: Message, message: Message, *, rank: int) -> None:
-    """Raise `RefitError` unless `message` is the one that is due, or the error that it reports."""
+    """Raise `RefitError` unless `message` equals `due`; a `Failure` raises the error it reports."""
     if isinstance(message, Failure):
         raise_failure(message, origin="the sender")
     if message != due:

@@ -1,4 +1,4 @@
-"""`RefitSender`: plans once, then streams a source's tensors to its receivers."""
+"""`RefitSender`: plans once, then streams the tensors of a source to its receivers."""
 
 from __future__ import annotations
 
@@ -34,31 +34,31 @@ logger = logging.getLogger(__name__)
 Verify = Literal["none", "digest", "weights"]
 VERIFY_MODES = ("none", "digest", "weights")
 NUM_BUFFERS = 2
-"""One is filled while the other is loaded; a third only hides uneven loads, and costs memory."""
+"""One is filled while the other is loaded. A third costs memory and only hides uneven loads."""
 
 _HANDSHAKE_S = 1.0
-"""For a newcomer to prove itself, while receivers that are connected wait."""
+"""Limit of a newcomer's handshake, during which the connected receivers wait."""
 
 
 class RefitSender(Closing):
-    """Streams a source's tensors to its receivers.
+    """Streams the tensors of a source to its receivers.
 
-    Every wire parameter is the sender's: a receiver needs nothing but the `address`. Not to be
-    used from two threads at once.
+    The sender dictates every wire parameter: a receiver needs nothing but the `address`. Not
+    thread-safe.
 
     Args:
         source: The tensors; iterated once per refit.
         transport: A name of the entry-point group `rl_refit.transports`.
-        num_receivers: How many receivers take part, with distinct ranks. 0 only iterates over the
-            source, for a trainer rank that takes part in its gathers.
+        num_receivers: Number of receivers, with distinct ranks. With 0 the sender only iterates
+            over the source, for a trainer rank that takes part in the gathers.
         bucket_bytes: Largest size of a bucket, and so of each of `num_buffers` buffers; None for
             `default_bucket_bytes`: an eighth of the model, between 8 and 256 MiB.
-        verify: "none"; "digest", a digest of every bucket before it is loaded; "weights", also
-            the live parameters after it, where a receiver can read them back.
-        timeout_s: Limit of all waits of one `send`, in seconds.
-        device: Where the source's tensors are.
-        num_buffers: How many buffers take turns.
-        host: For a transport that crosses machines, this machine's address as others reach it.
+        verify: "none"; "digest" compares a digest of every bucket before it is loaded; "weights"
+            also compares the live parameters after the load, if a receiver can read them back.
+        timeout_s: Limit of one `send`, all waits together, in seconds.
+        device: Device of the source's tensors.
+        num_buffers: Number of buffers, used in turn.
+        host: For a transport between machines, the address at which others reach this one.
 
     Raises:
         ValueError: An argument is out of range, or the transport is not registered.
@@ -86,7 +86,7 @@ class RefitSender(Closing):
                 f"num_receivers={num_receivers} is negative or num_buffers={num_buffers} is below 1"
             )
         Deadline(timeout_s)
-        self.plan = _plan(source, bucket_bytes)
+        self.plan: RefitPlan = _plan(source, bucket_bytes)
         self._source = source
         self._transport_name = transport
         self._transport = find_transport(transport)
@@ -99,7 +99,7 @@ class RefitSender(Closing):
         self._endpoint = None
         if num_receivers:
             self._endpoint = Endpoint(host=host if self._transport.crosses_hosts else None)
-            # Also if nobody closes the sender, at the latest when the process ends.
+            # For senders that are never closed: at garbage collection or at exit.
             weakref.finalize(self, self._endpoint.close)
         self._connections: Connections | None = None
         self._newcomers: dict[int, Channel] = {}
@@ -108,7 +108,7 @@ class RefitSender(Closing):
 
     @property
     def address(self) -> dict[str, str | int]:
-        """All that a receiver needs: strings and integers. Whoever has it can read the weights."""
+        """Everything a receiver needs, as strings and integers; it grants access to the weights."""
         return {
             "transport": self._transport_name,
             "endpoint": self._endpoint.address if self._endpoint else "none",
@@ -123,11 +123,11 @@ class RefitSender(Closing):
         """Send every tensor; return when every receiver has loaded all of them.
 
         The source is iterated once, and to its end even if a receiver or the transport fails, as
-        other trainer ranks may be in its gathers.
+        other trainer ranks may be waiting in its gathers.
 
         Raises:
             RefitError: A receiver failed, or did not answer in time. No version can be committed;
-                call again with any version that the receivers have not committed.
+                call again with any version newer than the committed one.
         """
         if self._closed:
             raise RefitError("the sender is closed")
@@ -148,10 +148,10 @@ class RefitSender(Closing):
         return report
 
     def commit(self, version: int) -> None:
-        """Tell the receivers that the version counts; they read it at their next call.
+        """Commit a version at all receivers, which process the message at their next call.
 
         Raises:
-            RefitError: That version was not the last to be sent, or a receiver is gone.
+            RefitError: The version was not the last one sent, or a receiver is gone.
         """
         if version != self._sent_version:
             raise RefitError(
@@ -197,7 +197,7 @@ class RefitSender(Closing):
         return watch.report(version, self.plan.nbytes, slowest_rank=slowest)
 
     def _exhaust(self, version: int, tensors: NamedTensors, watch: Stopwatch) -> RefitReport:
-        """Take part in the source's gathers, without a receiver of one's own."""
+        """Iterate over the source, to take part in its gathers, without receivers."""
         with watch.phase("gather"):
             for spec in self.plan.specs:
                 take_tensor(spec, tensors)
@@ -205,9 +205,9 @@ class RefitSender(Closing):
         return watch.report(version, self.plan.nbytes)
 
     def _begin(self, version: int, deadline: Deadline) -> tuple[Connections, Receivers]:
-        """Return the connections over which all receivers take part in the refit.
+        """Return connections to all receivers, each of which is ready for the refit.
 
-        They are made anew if a receiver is gone, or if a new one replaces another.
+        Connects again if a receiver is gone, or if a new one takes its place.
         """
         assert self._endpoint is not None
         while True:
@@ -225,7 +225,7 @@ class RefitSender(Closing):
         if self._connections is not None and not self._connections.are_intact():
             self._disconnect(None)
         if self._connections is None:
-            # Owned by `accept` from here on: it closes them if not all come.
+            # `accept` owns them from here on, and closes them if receivers are missing.
             present, self._newcomers = self._newcomers, {}
             channels = accept(
                 self._endpoint.listener,
@@ -238,7 +238,10 @@ class RefitSender(Closing):
         return self._connections
 
     def _admit_newcomer(self) -> None:
-        """Drop all connections if whoever connects is a receiver; the others connect again."""
+        """Authenticate a new connection; drop all others if it is a receiver's, to start over.
+
+        A stranger that cannot authenticate changes nothing.
+        """
         assert self._endpoint is not None
         with suppress(RefitTimeoutError):
             limit = Deadline(_HANDSHAKE_S)
@@ -286,7 +289,7 @@ class RefitSender(Closing):
         return Offer(wire, self._num_buffers, self._verify, side.digest, grant, num_fds)
 
     def _disconnect(self, error: BaseException | None) -> None:
-        """Close all connections, so that the next refit starts with nothing left unread."""
+        """Close all connections, so that the next refit starts without unread messages."""
         if self._connections is not None:
             self._connections.close(error)
             self._connections = None
@@ -300,9 +303,9 @@ def _plan(source: WeightSource, bucket_bytes: int | None) -> RefitPlan:
 
 
 def _drain(tensors: NamedTensors) -> None:
-    """Take what is left of a source, so that no other rank waits in a gather."""
+    """Exhaust a source, so that no other trainer rank hangs in a gather."""
     try:
         for _ in tensors:
             pass
     except Exception as error:
-        logger.warning("the source failed after the refit had: %r", error)
+        logger.warning("after the refit had failed, its source failed as well: %r", error)

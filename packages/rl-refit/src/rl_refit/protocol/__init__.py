@@ -1,31 +1,31 @@
 """The commit protocol: a refit is a transaction over one sender and all of its receivers.
 
-Messages, in order; S is the sender and R each receiver. Once per connection:
+Messages in order, S from the sender and R from each receiver. Once per connection:
 
     S  Offer, then the buffers' file descriptors
-    R  Accepted         it agrees to the plan and has opened the buffers
+    R  Accepted         it accepts the plan and has opened the buffers
     S  Join             all have accepted; the transport's sides join each other
 
 and for each refit:
 
     S  Begin(v)
-    R  Ready(v)         only where `begin(v)` was called
+    R  Ready(v)         only if `begin(v)` was called
     S  Start(v)         all are ready; from here on a lost connection fails the refit
     S  Filled(v, k)     for each bucket k, at most `num_buffers` ahead of `Loaded`
     R  Loaded(v, k)
     S  End(v)
-    R  Done(v)          all buckets are loaded and checked here
+    R  Done(v)          all buckets are loaded and verified by this receiver
     S  AllLoaded(v)     ... and by every other receiver of this sender
-    S  Commit(v)        some time later, at `RefitSender.commit(v)`; never awaited
+    S  Commit(v)        later, from `RefitSender.commit(v)`; has no reply
 
-Either side may send `Failure` in place of its next message, and then closes the connection. A
-message out of order is a failure of whoever receives it. The sender fails a refit on the first
-`Failure` or lost connection, reports it to the other receivers and drops all connections, so that
-the next refit starts over new ones with nothing left unread. Before `Start`, a receiver whose
-connection is dropped connects again and waits; a sender that meets a new receiver of a known rank
-drops all connections in the same way.
+Either side may send `Failure` in place of its next message, and then closes the connection. A side
+that receives a message out of order fails. The sender fails a refit on the first `Failure` or lost
+connection, reports it to the other receivers and drops all connections, so that the next refit
+starts on new ones without unread messages. Before `Start`, a receiver whose connection is dropped
+reconnects and waits. If a new receiver of a known rank connects before `Start`, the sender drops
+all connections in the same way.
 
-States of a receiver, kept by `WeightVersion`, which is the only owner of its version:
+States of a receiver, held by `WeightVersion`, the only owner of its version:
 
     state        the engine's weights are          require_ready()    leaves by
     empty        not from this sender              RefitError         begin
@@ -35,13 +35,13 @@ States of a receiver, kept by `WeightVersion`, which is the only owner of its ve
     poisoned     undefined                         PoisonedError      begin
 
 `begin(v)` leads from every state to "in progress", if v is newer than the committed version. A
-failure at either end leads from "in progress" and "loaded" to "poisoned", and only a complete
-refit leads out of there. `commit(v)` comes from the sender's `Commit`, or from the engine itself
-through `RefitReceiver.commit`: whichever is first counts, the other changes nothing. A committed
-version is never lost by a failure, but the weights that it names are.
+failure on either side leads from "in progress" and "loaded" to "poisoned", and only a complete
+refit leads out of it. `commit(v)` comes from the sender's `Commit` or from the engine itself,
+through `RefitReceiver.commit`: the first one counts, the second changes nothing. After a failure
+the committed version is still known, but its weights are overwritten.
 
-The sender's side has no state but the version that was last sent in full: `RefitSender.commit`
-refuses any other. A failed `send` clears it.
+The sender's only state is the version that was last sent in full: `RefitSender.commit` refuses any
+other. A failed `send` clears it.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ from rl_refit.errors import PoisonedError, RefitError, RefitInProgress, StaleVer
 
 
 class State(Enum):
-    """What the weights of a receiver's engine are; see the module's table."""
+    """The state of an engine's weights; see the module's table."""
 
     EMPTY = "empty"
     IN_PROGRESS = "in progress"
@@ -63,11 +63,11 @@ class State(Enum):
 
 
 class WeightVersion:
-    """The version of one receiver's weights: which one is committed, in progress or lost.
+    """The version and state of one engine's weights.
 
     Args:
-        rank: The receiver's, for error messages; None if there is only one.
-        committed: The version of weights that are there from the start, and ready.
+        rank: The receiver's rank, for error messages; None if there is only one.
+        committed: The version of the weights that the engine starts with; None if it has none.
 
     Attributes:
         committed: The committed version; None before the first.
@@ -108,7 +108,7 @@ class WeightVersion:
         self.state = State.IN_PROGRESS
 
     def require_begun(self, version: int) -> None:
-        """Raise `RefitError` unless that version is in progress."""
+        """Raise `RefitError` unless `version` is in progress."""
         if self.state is not State.IN_PROGRESS or self.begun != version:
             raise RefitError(
                 f"version {version} was not begun ({self}): call begin", rank=self._rank
@@ -119,7 +119,7 @@ class WeightVersion:
         self.state = State.LOADED
 
     def is_loaded(self, version: int) -> bool:
-        """Return whether that version is loaded and can be committed."""
+        """Return whether `version` is loaded and can be committed."""
         return self.state is State.LOADED and self.begun == version
 
     def commit(self, version: int) -> bool:
@@ -127,8 +127,9 @@ class WeightVersion:
 
         Raises:
             PoisonedError: The refit failed.
-            RefitError: That version is not loaded.
+            RefitError: `version` is not loaded.
         """
+        # Both the sender's message and the engine may commit the same version.
         if self.state is State.READY and self.committed == version:
             return False
         if self.is_poisoned:
@@ -145,12 +146,12 @@ class WeightVersion:
         self.reason = reason
 
     def require_ready(self) -> int:
-        """Return the committed version, if the weights are exactly that version's.
+        """Return the committed version, if the engine holds exactly its weights.
 
         Raises:
             PoisonedError: The last refit failed.
-            RefitInProgress: One has begun and is not committed.
-            RefitError: None was ever committed.
+            RefitInProgress: A refit has begun and is not committed.
+            RefitError: No version was committed yet.
         """
         if self.is_poisoned:
             self._refuse()
@@ -166,5 +167,5 @@ class WeightVersion:
         return f"state {self.state.value}, begun {self.begun}, committed {self.committed}"
 
     def _refuse(self) -> NoReturn:
-        message = f"{self}; the weights are undefined until a full refit succeeds"
+        message = f"{self}; the weights are undefined until a complete refit succeeds"
         raise PoisonedError(message, rank=self._rank)

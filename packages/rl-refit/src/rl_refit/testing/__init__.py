@@ -9,17 +9,26 @@ As pytest tests, here for a transport that is registered as `mine`:
 
 Or as a plain call, `check_transport(RefitPair("mine"))`, which raises with a list of what failed.
 Neither a trainer nor an engine is needed. `RULES` lists the rules by group, `pair` makes the two
-ends and injects faults.
+ends and injects faults. The tests of a trainer get its other end from `receiver_in_thread`.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
-from typing import Any
+from typing import TYPE_CHECKING
 from unittest import SkipTest
 
 from rl_refit.testing import faults, kills, rules
-from rl_refit.testing.pair import Announcement, DrillSender, Fault, RefitPair
+from rl_refit.testing.pair import (
+    Announcement,
+    DrillSender,
+    Fault,
+    RefitPair,
+    receiver_in_thread,
+)
+
+if TYPE_CHECKING:
+    import pytest
 
 __all__ = [
     "RULES",
@@ -31,11 +40,12 @@ __all__ = [
     "TransportConformance",
     "check_rule",
     "check_transport",
+    "receiver_in_thread",
     "rule_names",
 ]
 
 Rule = Callable[[RefitPair, int], None]
-"""Takes the transport's two ends and the number of random cases; raises if the rule is broken."""
+"""Takes the transport's two ends and the number of random cases; raises if a rule is broken."""
 
 RULES: dict[str, tuple[Rule, ...]] = {
     "round_trips": (
@@ -146,7 +156,7 @@ class TransportConformance:
     num_cases: int = 20
     groups: Sequence[str] = tuple(RULES)
 
-    def pytest_generate_tests(self, metafunc: Any) -> None:
+    def pytest_generate_tests(self, metafunc: pytest.Metafunc) -> None:
         """Make a test of every rule; called by pytest."""
         metafunc.parametrize("rule", rule_names(self.groups))
 

@@ -11,6 +11,7 @@ from rl_refit import errors
 from rl_refit.testing.leftovers import nothing_left
 from rl_refit.testing.pair import (
     Engine,
+    ReceiverOptions,
     RefitPair,
     Tensors,
     World,
@@ -115,7 +116,7 @@ def tensors_with_a_place_of_their_own_are_copied_there(pair: RefitPair, num_case
         tensors = some_tensors()
         own = {name: torch.zeros_like(tensor) for name, tensor in list(tensors.items())[::2]}
         places = {name: tensor.data_ptr() for name, tensor in own.items()}
-        engine = {"into": own}
+        engine: ReceiverOptions = {"into": own}
         with World(pair, tensors, engine=engine, bucket_bytes=bucket_bytes) as world:
             for version in range(2):
                 for tensor in tensors.values():

@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from importlib.metadata import entry_points
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import ClassVar
 
 import torch
 
@@ -30,13 +30,13 @@ __all__ = [
     "find_transport",
 ]
 
-Grant = dict[str, Any]
+Grant = dict[str, object]
 """What a receiving side needs to open its buffers: strings, numbers, bytes, lists and dicts."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class SenderContext:
-    """What a sending side is made from.
+    """The arguments of a sending side.
 
     Attributes:
         num_buffers: How many buffers take turns; bucket `k` is in buffer `k % num_buffers`.
@@ -60,7 +60,7 @@ class SenderContext:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ReceiverContext:
-    """What a receiving side is made from.
+    """The arguments of a receiving side.
 
     Attributes:
         num_buffers: As in `SenderContext`.
@@ -96,22 +96,21 @@ class SendingSide(ABC):
 
     @abstractmethod
     def grant(self, rank: int) -> tuple[Grant, list[int]]:
-        """Return what a receiver needs to open its end: plain values, and open files to pass.
+        """Return what a receiver needs to open its end: plain values, and file descriptors to pass.
 
-        The files stay this side's to close.
+        This side closes the descriptors.
         """
 
     def join(self, deadline: Deadline) -> None:  # noqa: B027 - most have nothing to do
-        """Join the receivers, which have the grant by now. Called once."""
+        """Join the receivers, each of which has its grant. Called once."""
 
     def publish(self, bucket: int, nbytes: int, deadline: Deadline) -> None:  # noqa: B027 - most have nothing to do
         """Make `nbytes` bytes of the bucket's buffer readable; called before it is announced."""
 
     def close(self) -> None:  # noqa: B027 - most have nothing to do
-        """Release the memory.
+        """Release the memory; receivers that still map it must be able to read on.
 
-        Receivers that still read it are not disturbed. They have been given up, so that what they
-        read no longer matters if the transport uses the memory for the next set of receivers.
+        Their refit has failed, so that the transport may reuse the memory for the next receivers.
         """
 
 
@@ -119,8 +118,8 @@ class ReceivingSide(ABC):
     """A receiver's end.
 
     Attributes:
-        buffers: The memory whose beginning `fetch` returns, that of bucket `k` in buffer
-            `k % num_buffers`; empty if it is not always the same.
+        buffers: The memory that `fetch` returns a prefix of, for bucket `k` that of buffer
+            `k % num_buffers`; empty if bucket `k` is not always fetched into the same memory.
     """
 
     buffers: Sequence[torch.Tensor] = ()
@@ -129,21 +128,21 @@ class ReceivingSide(ABC):
         """Join the sender. Called once."""
 
     def expect(self, bucket: int, nbytes: int, deadline: Deadline) -> None:  # noqa: B027 - most have nothing to do
-        """Prepare for a bucket: called before the previous one is loaded."""
+        """Prepare to receive a bucket; called before the previous one is loaded."""
 
     @abstractmethod
     def fetch(self, bucket: int, nbytes: int, deadline: Deadline) -> torch.Tensor:
         """Return the bytes of an announced bucket (`[nbytes]`, uint8), valid until `release`."""
 
     def release(self, bucket: int) -> None:  # noqa: B027 - most have nothing to do
-        """Called when the bucket has been loaded: wait until the device no longer reads it."""
+        """Wait until the device no longer reads the bucket; called when it has been loaded."""
 
     def close(self) -> None:  # noqa: B027 - most have nothing to do
         """Release the memory."""
 
 
 class Transport(ABC):
-    """Makes the two ends.
+    """A factory of the two ends.
 
     Attributes:
         crosses_hosts: Whether receivers may be on other machines; the control endpoint is then TCP.
@@ -160,7 +159,7 @@ class Transport(ABC):
         """Return a receiver's end."""
 
     def close(self) -> None:  # noqa: B027 - most have nothing to do
-        """Release what outlasts the ends that were opened. May be called again."""
+        """Release what outlives the ends that were opened. May be called again."""
 
 
 def find_transport(name: str) -> Transport:

@@ -1,27 +1,28 @@
-"""Memory that processes of one machine share: anonymous on the CPU (`shm`), CUDA IPC on a GPU.
+"""The transports within one machine: anonymous shared memory (`shm`) and CUDA IPC (`cuda_ipc`).
 
-Shared memory on the CPU has no name, so that nothing is left when its last user is gone; it is
-passed as a file descriptor.
+Shared memory on the CPU has no name and is passed as a file descriptor, so that the kernel frees it
+with its last user.
 
 GPU buffers are exported and opened once per connection. A bucket is announced when the sender's
-stream has written it, and acknowledged when the receiver's has read it; no full device
-synchronisation. torch keeps exported memory until whoever has opened it releases it, which a killed
-receiver never does. So a sender uses the same buffers for all of its connections, one after the
-other.
+stream has written it, and acknowledged when the receiver's stream has read it, without a
+synchronisation of the device. torch frees exported memory only when its reader has released it,
+which a killed receiver never does: so a sender uses one set of buffers for all of its connections.
 """
 
 # torch is annotated only in part.
-# pyright: reportUnknownMemberType=false, reportPrivateUsage=false, reportUnknownVariableType=false
+# pyright: reportUnknownMemberType=false, reportUnknownVariableType=false
+# pyright: reportUnknownArgumentType=false
 
 from __future__ import annotations
 
 import ctypes
 import fcntl
+import inspect
 import mmap
 import os
 import weakref
-from typing import Any
 
+import msgspec
 import torch
 from torch.multiprocessing.reductions import rebuild_cuda_tensor, reduce_tensor
 
@@ -46,17 +47,6 @@ _libc.mmap.restype = ctypes.c_void_p
 _libc.mmap.argtypes = [ctypes.c_void_p, ctypes.c_size_t, *[ctypes.c_int] * 3, ctypes.c_long]
 _libc.munmap.argtypes = [ctypes.c_void_p, ctypes.c_size_t]
 _FAILED = ctypes.c_void_p(-1).value
-_CUDA_PLAIN = (
-    "tensor_offset",
-    "storage_device",
-    "storage_handle",
-    "storage_size_bytes",
-    "storage_offset_bytes",
-    "ref_counter_handle",
-    "ref_counter_offset",
-    "event_handle",
-    "event_sync_required",
-)
 
 
 class ShmTransport(Transport):
@@ -138,9 +128,11 @@ class _CudaIpcSender(SendingSide):
         self._device = context.device
 
     def grant(self, rank: int) -> tuple[Grant, list[int]]:
-        # torch counts each export until its reader releases it, so every receiver needs its own.
+        # An export can be opened once, as torch counts its readers: one for every receiver.
         assert self._memory is not None
-        return {"buffers": export_cuda(self._memory)}, []
+        return {
+            "buffers": msgspec.to_builtins(export_cuda(self._memory), builtin_types=(bytes,))
+        }, []
 
     def publish(self, bucket: int, nbytes: int, deadline: Deadline) -> None:
         self._written.record(torch.cuda.current_stream(self._device))
@@ -153,7 +145,8 @@ class _CudaIpcSender(SendingSide):
 
 class _CudaIpcReceiver(ReceivingSide):
     def __init__(self, context: ReceiverContext) -> None:
-        memory = open_cuda(context.grant["buffers"], context.device)
+        handle = msgspec.convert(context.grant["buffers"], CudaHandle)
+        memory = open_cuda(handle, context.device)
         self.buffers = split_buffers(memory, context.num_buffers, context.buffer_bytes)
         self._device = context.device
         self._read = torch.cuda.Event()
@@ -218,50 +211,64 @@ def _map(descriptor: int, num_bytes: int, offset: int, protection: int) -> torch
     return torch.frombuffer(buffer, dtype=torch.uint8)
 
 
-def export_cuda(tensor: torch.Tensor) -> Grant:
-    """Return a handle of a GPU tensor. It can be rebuilt once: torch counts its openings."""
-    # In the order in which torch's rebuild_cuda_tensor takes them.
-    arguments: Any = reduce_tensor(tensor)[1]
-    (_, size, stride, offset, _, dtype, device, storage_handle, storage_size) = arguments[:9]
-    (storage_offset, _, counter, counter_offset, event, needs_event) = arguments[9:15]
-    values = (
-        offset,
-        device,
-        storage_handle,
-        storage_size,
-        storage_offset,
-        counter,
-        counter_offset,
-        event,
-        needs_event,
-    )
-    plain = dict(zip(_CUDA_PLAIN, values, strict=True))
-    place = {"shape": list(size), "stride": list(stride)}
-    return {"kind": "cuda", "dtype": dtype_name(dtype), **place, **plain}
+class CudaHandle(msgspec.Struct, frozen=True, tag_field="kind", tag="cuda"):
+    """What `torch.multiprocessing` needs to open a GPU tensor; None where the tensor is empty.
+
+    The attributes from `tensor_offset` on are arguments of torch's `rebuild_cuda_tensor`.
+    """
+
+    dtype: str
+    shape: list[int]
+    stride: list[int]
+    tensor_offset: int
+    storage_device: int
+    storage_handle: bytes | None
+    storage_size_bytes: int
+    storage_offset_bytes: int
+    ref_counter_handle: bytes | None
+    ref_counter_offset: int
+    event_handle: bytes | None
+    event_sync_required: bool | None
 
 
-def open_cuda(handle: Grant, device: torch.device | str | None = None) -> torch.Tensor:
+def export_cuda(tensor: torch.Tensor) -> CudaHandle:
+    """Return a handle of a GPU tensor. It can be opened once: torch counts its readers."""
+    arguments = reduce_tensor(tensor)[1]
+    by_name = inspect.signature(rebuild_cuda_tensor).bind(*arguments).arguments
+    values = {
+        **by_name,
+        "dtype": dtype_name(by_name["dtype"]),
+        "shape": list(by_name["tensor_size"]),
+        "stride": list(by_name["tensor_stride"]),
+    }
+    return msgspec.convert(values, CudaHandle)
+
+
+def open_cuda(handle: CudaHandle, device: torch.device | str | None = None) -> torch.Tensor:
     """Return the GPU tensor of `export_cuda`, opened in this process.
 
     Args:
         handle: Of another process.
-        device: The device of this process that reads it; None for the one of the owner's number.
+        device: This process's name of the GPU; None for the one with the owner's index.
     """
-    arguments = {name: handle[name] for name in _CUDA_PLAIN}
+    arguments = msgspec.structs.asdict(handle)
+    dtype, shape, stride = (arguments.pop(name) for name in ("dtype", "shape", "stride"))
     if device is not None:
         arguments["storage_device"] = _index_of(torch.device(device))
     return rebuild_cuda_tensor(
         tensor_cls=torch.Tensor,
-        tensor_size=torch.Size(handle["shape"]),
-        tensor_stride=tuple(handle["stride"]),
+        tensor_size=torch.Size(shape),
+        tensor_stride=tuple(stride),
         # As torch itself calls it; for an empty tensor the other class takes other arguments.
         storage_cls=torch.storage.TypedStorage,
-        dtype=parse_dtype(handle["dtype"]),
+        dtype=parse_dtype(dtype),
         requires_grad=False,
         **arguments,
     )
 
 
 def _index_of(device: torch.device) -> int:
-    index: Any = device.index
-    return torch.cuda.current_device() if index is None else index
+    # torch annotates `index` as int; it is None in `torch.device("cuda")`.
+    if device.index is None:  # pyright: ignore[reportUnnecessaryComparison]
+        return torch.cuda.current_device()
+    return device.index

@@ -10,10 +10,13 @@ vLLM imports `register` as a plug-in. Each of its workers is then a receiver:
 Weights go through vLLM's own layerwise reload, never straight into live parameters. Run with vLLM
 0.32. Importing this package does not import vLLM: `engine` and `reload` do, in vLLM's workers.
 
-vLLM reads its workers' answers one by one and stops at the first error; the answers behind it stay
-queued, and are taken for those to its next call. So where several workers may fail, as in a refit,
-each catches its own error and returns it: call them with `on_workers`.
+vLLM reads its workers' answers one by one and stops at the first error; the remaining answers stay
+queued and are taken for those to its next call. So where several workers may fail, as in a refit,
+each worker catches its own error and returns it: `on_workers` makes such calls.
 """
+
+# vLLM has no public name for whether an update is active.
+# pyright: reportPrivateUsage=false
 
 from __future__ import annotations
 
@@ -22,11 +25,14 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import partial
 from importlib import import_module
-from typing import Any
-
-import torch
+from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 
 from rl_refit.errors import RefitError
+
+if TYPE_CHECKING:
+    import torch
+
+    from rl_refit.receiver import RefitReceiver
 
 BACKEND = "rl_refit"
 
@@ -45,10 +51,61 @@ __all__ = [
     "start_update",
 ]
 
+Result = TypeVar("Result")
+
+
+class LLMEngine(Protocol):
+    """What is used of vLLM's `LLMEngine`."""
+
+    def set_weight_version(self, version: str) -> None:
+        """Record the version that vLLM reports with its outputs."""
+
+
+class LLM(Protocol):
+    """What is used of vLLM's `LLM`."""
+
+    llm_engine: LLMEngine
+
+    def collective_rpc(self, method: Callable[..., object], *, args: tuple[object, ...]) -> Any:
+        """Call a function on every worker; return the results by rank."""
+
+    def reset_prefix_cache(self) -> bool:
+        """Drop the prefix cache; return False if running requests hold it."""
+        ...
+
+
+class TransferEngine(Protocol):
+    """What is used of `rl_refit.vllm.engine.RefitWeightTransferEngine`."""
+
+    report: dict[str, float] | None
+
+    def require_receiver(self) -> RefitReceiver:
+        """Return the receiver."""
+        ...
+
+    def load(self, tensors: list[tuple[str, torch.Tensor]]) -> None:
+        """Load tensors from another source."""
+
+    def abandon(self) -> None:
+        """Give up an unfinished load."""
+
+
+class Worker(Protocol):
+    """What is used of vLLM's `Worker`."""
+
+    weight_transfer_engine: TransferEngine | None
+    _weight_update_active: bool
+
+    def start_weight_update(self) -> None:
+        """Start an update."""
+
+    def finish_weight_update(self) -> None:
+        """Finish the update."""
+
 
 def register() -> None:
     """Make the weight-transfer engine known to vLLM, which calls this in every process."""
-    factory: Any = import_module("vllm.distributed.weight_transfer").WeightTransferEngineFactory
+    factory = import_module("vllm.distributed.weight_transfer").WeightTransferEngineFactory
     # vLLM may load its plug-ins more than once in a process, and refuses a second registration.
     if BACKEND not in factory._registry:
         factory.register_engine(BACKEND, "rl_refit.vllm.engine", "RefitWeightTransferEngine")
@@ -56,7 +113,7 @@ def register() -> None:
 
 def init_info(
     address: Mapping[str, str | int], *, rank_offset: int = 0
-) -> dict[str, dict[str, Any]]:
+) -> dict[str, dict[str, object]]:
     """Return the argument of `LLM.init_weight_transfer_engine`.
 
     Args:
@@ -66,12 +123,13 @@ def init_info(
     return {"init_info": {"address": dict(address), "rank_offset": rank_offset}}
 
 
-def refit(llm: Any, version: int) -> list[dict[str, float] | None]:
+def refit(llm: LLM, version: int) -> list[dict[str, float] | None]:
     """Receive a version and load it on every worker, while its sender sends it.
 
-    Call it before the sender begins, or soon after: a sender that has failed before is taken for
-    one whose refit was missed, and the workers wait for the next one until their `timeout_s` is
-    over. The version counts once the sender, or `commit` on every worker, has committed it.
+    Call it before the sender begins, or soon after. A sender that failed before the call looks like
+    one whose refit these workers missed: they then wait for the next refit, up to their
+    `timeout_s`. The version counts once it is committed, by the sender or by `commit` on every
+    worker.
 
     Args:
         llm: A `vllm.LLM` whose `init_weight_transfer_engine` was called.
@@ -81,7 +139,7 @@ def refit(llm: Any, version: int) -> list[dict[str, float] | None]:
         The metrics of each worker's `RefitReport`.
 
     Raises:
-        RefitError: The refit failed on a worker. The next full one heals all.
+        RefitError: The refit failed on a worker. The next complete one heals all.
         RuntimeError: Not all workers are alive.
     """
     on_workers(llm, start_update)
@@ -90,12 +148,12 @@ def refit(llm: Any, version: int) -> list[dict[str, float] | None]:
     return on_workers(llm, last_report)
 
 
-def finish_update(llm: Any, version: int) -> None:
-    """Finish vLLM's own update, and drop the prefix cache, which the previous weights computed.
+def finish_update(llm: LLM, version: int) -> None:
+    """Finish vLLM's own update, and drop the prefix cache of the previous weights.
 
     Args:
-        llm: A `vllm.LLM` whose workers have loaded everything.
-        version: The version that they have.
+        llm: A `vllm.LLM` whose workers have loaded all weights.
+        version: The version that they have loaded.
 
     Raises:
         RefitError: Requests are running, or the model has parameters that were not loaded.
@@ -109,7 +167,7 @@ def finish_update(llm: Any, version: int) -> None:
         )
 
 
-def on_workers(llm: Any, call: str | Callable[..., Any], *args: Any) -> list[Any]:
+def on_workers(llm: LLM, call: str | Callable[..., Result], *args: object) -> list[Result]:
     """Return what a call returns on each worker, in the order of their ranks.
 
     Args:
@@ -118,36 +176,35 @@ def on_workers(llm: Any, call: str | Callable[..., Any], *args: Any) -> list[Any
         args: The call's arguments.
 
     Raises:
-        Exception: What the call raised on the first worker on which it did; if that cannot be
-            pickled, a `RuntimeError` with its text.
+        Exception: What the call raised on the first worker that failed; if that cannot be pickled,
+            a `RuntimeError` with its text.
         RuntimeError: Not all workers are alive.
     """
     try:
-        attempts: list[Attempt] = llm.collective_rpc(attempt, args=(call, *args))
+        results: list[Result | Raised] = llm.collective_rpc(attempt, args=(call, *args))
     except Exception as error:
-        # Errors of the call itself are answers, so that this is one of vLLM or a worker.
+        # Errors of the call itself are results, so that this is one of vLLM or a worker.
         raise RuntimeError(f"not all of vLLM's workers are alive: {error!r}") from error
-    errors = [made.error for made in attempts if made.error is not None]
-    if errors:
-        raise errors[0]
-    return [made.result for made in attempts]
+    for result in results:
+        if isinstance(result, Raised):
+            raise result.error
+    return [result for result in results if not isinstance(result, Raised)]
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Attempt:
-    """The outcome of a call on one worker."""
+@dataclass(frozen=True, slots=True)
+class Raised:
+    """The error of a call on one worker, returned in place of a result."""
 
-    result: Any = None
-    error: Exception | None = None
+    error: Exception
 
 
-def attempt(worker: Any, call: str | Callable[..., Any], *args: Any) -> Attempt:
-    """Return what a call returns or raises on a worker; see `on_workers`."""
+def attempt(worker: Worker, call: str | Callable[..., Result], *args: object) -> Result | Raised:
+    """Return what a call returns on a worker, or the error that it raises; see `on_workers`."""
     try:
         method = getattr(worker, call) if isinstance(call, str) else partial(call, worker)
-        return Attempt(result=method(*args))
-    except Exception as error:  # of whatever kind: `on_workers` raises it
-        return Attempt(error=_picklable(error))
+        return method(*args)
+    except Exception as error:  # of any kind: `on_workers` raises it
+        return Raised(_picklable(error))
 
 
 def _picklable(error: Exception) -> Exception:
@@ -158,11 +215,11 @@ def _picklable(error: Exception) -> Exception:
     return error
 
 
-# What runs on a worker.
+# The following functions run on a worker.
 
 
-def start_update(worker: Any) -> None:
-    """Start vLLM's weight update, whatever became of the previous one."""
+def start_update(worker: Worker) -> None:
+    """Start vLLM's weight update, in whatever state the previous one ended."""
     abandon(worker)
     # vLLM refuses to start before it has finished; after a failure only some workers have.
     if worker._weight_update_active:
@@ -170,40 +227,48 @@ def start_update(worker: Any) -> None:
     worker.start_weight_update()
 
 
-def require_ready(worker: Any) -> int:
+def require_ready(worker: Worker) -> int:
     """Return a worker's committed version: `on_workers(llm, require_ready)`.
 
     Raises:
         PoisonedError: Its last refit failed.
         RefitInProgress: A refit is not committed yet.
     """
-    return worker.weight_transfer_engine.require_receiver().require_ready()
+    return _engine(worker).require_receiver().require_ready()
 
 
-def commit(worker: Any, version: int) -> int:
-    """Commit a worker's loaded version: `on_workers(llm, commit, 3)`."""
-    receiver = worker.weight_transfer_engine.require_receiver()
+def commit(worker: Worker, version: int) -> int:
+    """Commit a worker's loaded version and return it: `on_workers(llm, commit, 3)`."""
+    receiver = _engine(worker).require_receiver()
     receiver.commit(version)
     return receiver.require_ready()
 
 
-def load(worker: Any, tensors: list[tuple[str, torch.Tensor]]) -> None:
-    """Load tensors that came another way, between `start_update` and `finish_update`.
+def load(worker: Worker, tensors: list[tuple[str, torch.Tensor]]) -> None:
+    """Load tensors from another source, between `start_update` and `finish_update`.
 
     Raises:
-        RefitError: No update is open, so that nothing would finish the load.
+        RefitError: No update is active, so that nothing would finish the load.
     """
     if not worker._weight_update_active:
         raise RefitError("load was called outside start_weight_update and finish_weight_update")
-    worker.weight_transfer_engine.load(tensors)
+    _engine(worker).load(tensors)
 
 
-def abandon(worker: Any) -> None:
-    """Give up a load that was not finished, see `RefitWeightTransferEngine.abandon`."""
+def abandon(worker: Worker) -> None:
+    """Give up an unfinished load, see `RefitWeightTransferEngine.abandon`."""
     if worker.weight_transfer_engine is not None:
         worker.weight_transfer_engine.abandon()
 
 
-def last_report(worker: Any) -> dict[str, float] | None:
+def last_report(worker: Worker) -> dict[str, float] | None:
     """Return the metrics of a worker's last refit."""
-    return worker.weight_transfer_engine.report
+    return _engine(worker).report
+
+
+def _engine(worker: Worker) -> TransferEngine:
+    if worker.weight_transfer_engine is None:
+        raise RefitError(
+            "vLLM has no weight-transfer engine: set weight_transfer_config on the LLM"
+        )
+    return worker.weight_transfer_engine
