@@ -1,5 +1,5 @@
 import pytest
-from rl_policy.data.arithmetic import arithmetic_problems, careless_double
+from rl_policy.data.datasets import arithmetic_problems, careless_double
 
 
 def number_of(problem):

@@ -1,7 +1,7 @@
 import os
 
 import pytest
-from rl_policy.run.checkpoints import CheckpointManager, RunState
+from rl_policy.run.directory import CheckpointManager, RunState
 
 
 def save(manager, step, accuracy=0.5):

@@ -1,7 +1,7 @@
 import struct
 
 import pytest
-from rl_policy.run.plots import plot_reward
+from rl_policy.run.metrics import plot_reward
 
 
 @pytest.mark.parametrize("num_steps", [0, 1, 60])

@@ -1,5 +1,5 @@
 import pytest
-from rl_policy.data.preferences import PreferencePair, arithmetic_pairs, divide_pairs, read_pairs
+from rl_policy.data.datasets import PreferencePair, arithmetic_pairs, divide_pairs, read_pairs
 
 PAIRS = [PreferencePair(f"q{number // 2}", "yes", f"no {number}") for number in range(20)]
 

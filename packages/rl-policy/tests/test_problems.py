@@ -1,7 +1,7 @@
 import json
 
 import pytest
-from rl_policy.data.problems import (
+from rl_policy.data.datasets import (
     Problem,
     ProblemSets,
     ShuffledStream,

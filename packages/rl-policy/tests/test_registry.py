@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 from rl_policy.cli import build_app
 from rl_policy.config import load_run_config, override_resumed
-from rl_policy.recipes.registry import describe_recipe, find_recipe, installed_recipes
+from rl_policy.recipes import describe_recipe, find_recipe, installed_recipes
 from rl_policy.run.metrics import read_metrics
 from typer.testing import CliRunner
 

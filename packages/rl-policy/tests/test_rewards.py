@@ -1,7 +1,7 @@
 import pytest
 import torch
-from rl_policy.data.problems import Problem
-from rl_policy.data.rewards import ExactMatch, group_relative_advantages
+from rl_policy.data.datasets import Problem
+from rl_policy.data.datasets import ExactMatch, group_relative_advantages
 
 PROBLEM = Problem("27+35=", "62")
 REWARDS = torch.tensor([1.0, 0.0, 0.0, 0.0, 2.0, 4.0, 6.0, 8.0])

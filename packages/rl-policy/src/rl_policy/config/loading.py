@@ -22,7 +22,7 @@ from rl_policy.config.policy import (
     merge_sections,
 )
 from rl_policy.config.sections import RunConfig, run_config_type
-from rl_policy.recipes.registry import Recipe, find_recipe, installed_recipes
+from rl_policy.recipes import Recipe, find_recipe, installed_recipes
 
 
 def load_run_config(

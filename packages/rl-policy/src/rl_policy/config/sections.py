@@ -14,7 +14,7 @@ from pydantic import BaseModel, ConfigDict, Field, create_model, field_validator
 
 from rl_policy.backends import WORKERS_OWN
 from rl_policy.config.policy import BUILTIN_MODEL, Settings, resolve_policy
-from rl_policy.recipes.registry import find_recipe
+from rl_policy.recipes import find_recipe
 
 SectionT = TypeVar("SectionT", bound="Section")
 

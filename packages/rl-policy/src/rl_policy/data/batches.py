@@ -9,7 +9,7 @@ import torch
 from rl_batched_data import BatchedDataDict
 from transformers import PreTrainedTokenizerBase
 
-from rl_policy.data.problems import Problem
+from rl_policy.data.datasets import Problem
 
 Batch: TypeAlias = BatchedDataDict[Any]
 """Tensors by name, one row a sample."""

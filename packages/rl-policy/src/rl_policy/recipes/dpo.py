@@ -20,20 +20,20 @@ from pydantic import Field
 
 from rl_policy.config import RunConfig, Section
 from rl_policy.data.batches import Batch, ProblemEncoder
-from rl_policy.data.preferences import (
+from rl_policy.data.datasets import (
     PairSets,
     PreferencePair,
     arithmetic_pairs,
     divide_pairs,
     read_pairs,
 )
-from rl_policy.data.problems import ShuffledStream
+from rl_policy.data.datasets import ShuffledStream
 from rl_policy.losses import DPOLoss
 from rl_policy.policy import Policy
-from rl_policy.recipes.registry import Recipe
-from rl_policy.run.checkpoints import RunState
+from rl_policy.recipes import Recipe
+from rl_policy.run.directory import RunState
 from rl_policy.run.inputs import RunInputs, check_rows
-from rl_policy.run.loop import run_loop
+from rl_policy.run.session import run_loop
 from rl_policy.run.metrics import StepMetrics, sum_micro_batches
 from rl_policy.run.session import Session, open_policy
 
@@ -150,7 +150,7 @@ def run_dpo(session: Session[PairInputs], model: str) -> None:
 
 
 class DpoTrainer:
-    """Takes and measures DPO steps, see `rl_policy.run.loop.Trainer`.
+    """Takes and measures DPO steps, see `rl_policy.run.session.Trainer`.
 
     Args:
         session: The run.

@@ -27,13 +27,13 @@ from rl_policy.config import (
     check_sampling,
 )
 from rl_policy.data.batches import Batch, ProblemEncoder, completion_batch
-from rl_policy.data.problems import ShuffledStream
-from rl_policy.data.rewards import group_relative_advantages
+from rl_policy.data.datasets import ShuffledStream
+from rl_policy.data.datasets import group_relative_advantages
 from rl_policy.losses import ClippedPGLoss
 from rl_policy.policy import Policy
-from rl_policy.recipes.registry import Recipe
+from rl_policy.recipes import Recipe
 from rl_policy.recipes.sft import SFT, SftSection, prepare_sft, run_sft, sft_policy
-from rl_policy.run.checkpoints import RunState
+from rl_policy.run.directory import RunState
 from rl_policy.run.directory import RunDirectory
 from rl_policy.run.evaluation import (
     check_mismatch,
@@ -42,9 +42,9 @@ from rl_policy.run.evaluation import (
     sampler_mismatch,
 )
 from rl_policy.run.inputs import ProblemInputs, prepare_problems
-from rl_policy.run.loop import run_loop
+from rl_policy.run.session import run_loop
 from rl_policy.run.metrics import StepMetrics, Stopwatch, read_metrics, sum_micro_batches
-from rl_policy.run.plots import plot_reward
+from rl_policy.run.metrics import plot_reward
 from rl_policy.run.samplers import Sampler, open_sampler
 from rl_policy.run.session import Session, open_policy
 
@@ -231,7 +231,7 @@ def build_loss(section: LossSection) -> ClippedPGLoss:
 
 
 class GrpoTrainer:
-    """Takes and measures GRPO steps, see `rl_policy.run.loop.Trainer`.
+    """Takes and measures GRPO steps, see `rl_policy.run.session.Trainer`.
 
     Args:
         session: The run.

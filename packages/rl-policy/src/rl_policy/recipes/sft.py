@@ -27,14 +27,14 @@ from rl_policy.config import (
     resolve_policy,
 )
 from rl_policy.data.batches import ProblemEncoder
-from rl_policy.data.problems import ShuffledStream
+from rl_policy.data.datasets import ShuffledStream
 from rl_policy.losses import NLLLoss
 from rl_policy.policy import Policy
-from rl_policy.recipes.registry import Recipe
-from rl_policy.run.checkpoints import RunState
+from rl_policy.recipes import Recipe
+from rl_policy.run.directory import RunState
 from rl_policy.run.evaluation import greedy_accuracy, pass_rate
 from rl_policy.run.inputs import ProblemInputs, check_rows, prepare_problems
-from rl_policy.run.loop import run_loop
+from rl_policy.run.session import run_loop
 from rl_policy.run.metrics import StepMetrics
 from rl_policy.run.session import Session, open_policy
 
@@ -155,7 +155,7 @@ def run_sft(session: Session[ProblemInputs], model: str) -> None:
 
 
 class SftTrainer:
-    """Takes and measures supervised steps, see `rl_policy.run.loop.Trainer`.
+    """Takes and measures supervised steps, see `rl_policy.run.session.Trainer`.
 
     Args:
         session: The run.

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 import torch
 from rl_refit import VerificationError
 
-from rl_policy.data.problems import Problem
+from rl_policy.data.datasets import Problem
 from rl_policy.run.inputs import ProblemInputs
 
 if TYPE_CHECKING:

@@ -151,3 +151,132 @@ def _lines_up_to(path: Path, step: int) -> str:
 
 def _finite_or_none(value: float | None) -> float | None:
     return value if value is not None and math.isfinite(value) else None
+
+
+# PROGRESS
+class RunDisplay:
+    """A progress bar per phase of a run, and a line for each measurement.
+
+    Args:
+        console: Where to show it.
+    """
+
+    def __init__(self, console: Console) -> None:
+        self._console = console
+
+    @contextmanager
+    def phase(self, name: str, *, total: int, completed: int) -> Iterator[Phase]:
+        """Show a bar for the steps of one phase.
+
+        Args:
+            name: Of the phase.
+            total: Steps.
+            completed: Steps that were taken before.
+        """
+        columns = (
+            TextColumn("{task.description:<8}"),
+            BarColumn(bar_width=30),
+            MofNCompleteColumn(),
+            TextColumn("{task.fields[numbers]}"),
+            TimeElapsedColumn(),
+        )
+        with Progress(*columns, console=self._console) as progress:
+            yield Phase(progress, name=name, total=total, completed=completed)
+
+    def note(self, text: str) -> None:
+        """Show a line."""
+        self._console.print(text, highlight=False, markup=False, soft_wrap=True)
+
+
+class Phase:
+    """The bar of one phase.
+
+    Args:
+        progress: The display.
+        name: Of the phase.
+        total: Steps.
+        completed: Steps that were taken before.
+    """
+
+    def __init__(self, progress: Progress, *, name: str, total: int, completed: int) -> None:
+        self._progress = progress
+        self._name = name
+        self._total = total
+        self._latest: dict[str, float] = {}
+        self._task = progress.add_task(name, total=total, completed=completed, numbers="")
+
+    def advance(self, step: int, numbers: Mapping[str, float | None], *, is_measured: bool) -> None:
+        """Move the bar to `step`.
+
+        Args:
+            step: The step.
+            numbers: Shown beside the bar; None keeps the number that is there.
+            is_measured: Whether the step has a score: it leaves a line above the bar.
+        """
+        known = {name: value for name, value in numbers.items() if value is not None}
+        self._latest = {**self._latest, **known}
+        text = "  ".join(f"{name} {value:.3f}" for name, value in self._latest.items())
+        self._progress.update(self._task, completed=step, numbers=text)
+        if is_measured:
+            line = f"{self._name:<8} step {step}/{self._total}  {text}"
+            self._progress.console.print(line, highlight=False)
+
+
+# PLOT
+_REWARD, _ACCURACY = "#4c72b0", "#c44e52"
+
+
+def plot_reward(rows: Sequence[Mapping[str, Any]], path: Path) -> None:
+    """Write train reward and held-out accuracy over the steps as a PNG.
+
+    Args:
+        rows: The objects of `metrics.jsonl`.
+        path: The picture.
+    """
+    figure = Figure(figsize=(8, 4.5), layout="constrained")
+    FigureCanvasAgg(figure)
+    axes = figure.add_subplot()
+    reward = _points(rows, "reward_mean")
+    accuracy = _points(rows, "accuracy")
+    axes.plot(*_columns(reward), color=_REWARD, linewidth=1.2)
+    axes.plot(*_columns(accuracy), color=_ACCURACY, linewidth=2, marker="o", markersize=4)
+    _label_ends(axes, reward, accuracy)
+    axes.set_xlabel("GRPO step")
+    axes.set_ylabel("share of answers that are right")
+    axes.set_ylim(-0.02, 1.05)
+    axes.spines[["top", "right"]].set_visible(False)
+    axes.grid(axis="y", alpha=0.3)
+    if accuracy:
+        (_, first), (_, last) = accuracy[0], accuracy[-1]
+        axes.set_title(f"Held-out accuracy {first:.2f} \u2192 {last:.2f}", loc="left")
+    figure.savefig(path, dpi=150)
+
+
+def _label_ends(
+    axes: Axes, reward: list[tuple[int, float]], accuracy: list[tuple[int, float]]
+) -> None:
+    """Write the name of each curve beside its last point, one above the other."""
+    reward_end, accuracy_end = (points[-1][1] if points else 0.0 for points in (reward, accuracy))
+    is_reward_above = reward_end > accuracy_end
+    for points, text, color, is_above in (
+        (reward, "train reward\n(sampled)", _REWARD, is_reward_above),
+        (accuracy, "held-out accuracy\n(greedy)", _ACCURACY, not is_reward_above),
+    ):
+        if points:
+            axes.annotate(
+                text,
+                points[-1],
+                xytext=(8, 2 if is_above else -2),
+                textcoords="offset points",
+                va="bottom" if is_above else "top",
+                color=color,
+                annotation_clip=False,
+            )
+
+
+def _points(rows: Sequence[Mapping[str, Any]], name: str) -> list[tuple[int, float]]:
+    return [(row["step"], row[name]) for row in rows if row[name] is not None]
+
+
+def _columns(points: list[tuple[int, float]]) -> tuple[list[int], list[float]]:
+    return [step for step, _ in points], [value for _, value in points]

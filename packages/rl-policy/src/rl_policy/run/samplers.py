@@ -15,8 +15,8 @@ from rl_policy.generation.vllm import VllmGeneration
 from rl_policy.policy import Policy
 from rl_policy.ray.cluster import RayVirtualCluster
 from rl_policy.refit import WeightLink, engines_on_device
-from rl_policy.run.checkpoints import RunState
-from rl_policy.run.engines import engine_section, keeps_weights
+from rl_policy.run.directory import RunState
+from rl_policy.run.inputs import engine_section, keeps_weights
 from rl_policy.run.session import AnySession
 
 
