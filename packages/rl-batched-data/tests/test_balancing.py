@@ -3,7 +3,7 @@ import random
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from rl_batched_data.sharding.balance import balance
+from rl_batched_data.packing.cost import balance
 
 
 @settings(max_examples=1000, deadline=None)

@@ -2,7 +2,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from rl_batched_data import SequenceCost
-from rl_batched_data.sharding.packing import SequencePacking, plan_packed_shards
+from rl_batched_data.sharding import SequencePacking, plan_packed_shards
 
 EXAMPLE = [46, 24, 55, 88, 11, 14, 73, 17]
 

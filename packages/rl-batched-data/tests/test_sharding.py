@@ -1,7 +1,7 @@
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from rl_batched_data.sharding.plan import balanced_bounds, plan_shards
+from rl_batched_data.sharding import balanced_bounds, plan_shards
 
 sizes = st.integers(min_value=1, max_value=12)
 

@@ -22,7 +22,7 @@ from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
 from megatron.core.pipeline_parallel import get_forward_backward_func
 from report import Row, parse_options, report
 from rl_batched_data import BatchedDataDict
-from rl_batched_data.logprobs.api import target_scores
+from rl_batched_data.logprobs import target_scores
 from rl_dtensor_worker import DTensorPolicyWorker
 from rl_interfaces import LossInput, LossType
 from rl_megatron_worker import MegatronPolicyWorker

@@ -8,7 +8,7 @@ from megatron.core import parallel_state
 from megatron.core.distributed import DistributedDataParallelConfig, finalize_model_grads
 from megatron.core.pipeline_parallel import get_forward_backward_func
 from reference_models import VOCAB, architecture_of, build_reference, shard_of
-from rl_batched_data.logprobs.api import target_scores
+from rl_batched_data.logprobs import target_scores
 from rl_interfaces.backend.runtime.ranks import RankEnvironment, init_process_group
 from rl_megatron_worker.attention.packed import PackedRows
 from rl_megatron_worker.model.build import build_model

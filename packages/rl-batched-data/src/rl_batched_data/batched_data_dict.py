@@ -4,20 +4,29 @@ from __future__ import annotations
 
 from collections import UserDict
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any, Generic, Self, TypeVar, overload
+from typing import Any, Generic, Self, overload
 
 import torch
+from typing_extensions import TypeVar
 
 from rl_batched_data import columns
-from rl_batched_data.columns import Column
-from rl_batched_data.packed_tensor import PackedTensor
+from rl_batched_data.columns import Column, PackedTensor
 from rl_batched_data.packing.packed_sequences import PackedSequences
-from rl_batched_data.sharding.api import ShardingOptions, parse_options, plan_batch
-from rl_batched_data.sharding.dynamic import DynamicBatching, DynamicBatchingArgs
-from rl_batched_data.sharding.packing import SequencePacking, SequencePackingArgs
-from rl_batched_data.sharding.plan import ShardPlan, balanced_bounds, check_positive
+from rl_batched_data.padding import check_positive
+from rl_batched_data.sharding import (
+    DynamicBatching,
+    DynamicBatchingArgs,
+    SequencePacking,
+    SequencePackingArgs,
+    ShardingOptions,
+    ShardPlan,
+    balanced_bounds,
+    parse_options,
+    plan_batch,
+)
 
-SpecT = TypeVar("SpecT")
+# The default makes a bare `BatchedDataDict` a batch of any keys.
+SpecT = TypeVar("SpecT", default=Any)
 
 _PLAN_ATTRIBUTES = (
     "elem_counts_per_gb",
@@ -30,7 +39,8 @@ _PLAN_ATTRIBUTES = (
 class BatchedDataDict(UserDict[str, Any], Generic[SpecT]):
     """A mapping of names to tensors, lists and `PackedTensor`s with one entry per row.
 
-    The type parameter names the TypedDict of the keys: `BatchedDataDict[GenerationDatumSpec]`.
+    The type parameter names the TypedDict of the keys: `BatchedDataDict[GenerationDatumSpec]`. With
+    none, a batch may have any keys.
 
     A batch that was unpickled may share its memory with other processes: it is to be read only,
     and `writable()` gives a copy.

@@ -1,4 +1,9 @@
-"""One column of a batch: what each operation on rows does to a tensor, a list or a PackedTensor."""
+"""The columns of a batch (tensors, lists, `PackedTensor`s), operations on their rows, and pickling.
+
+Tensors are pickled as numpy views, whose bytes pickle protocol 5 (PEP 574) moves out of band: an
+object store writes them once, and every reader on the machine maps the same memory. A pickled
+tensor would copy its full storage instead.
+"""
 
 # torch annotates some of its functions only in part.
 # pyright: reportUnknownMemberType=false
@@ -6,20 +11,178 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Sequence
+import warnings
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import Any, TypeAlias, cast
 
+import numpy as np
+import numpy.typing as npt
 import torch
 
-from rl_batched_data.packed_tensor import PackedTensor
 from rl_batched_data.padding import pad_right
-from rl_batched_data.tensor_pickling import TensorView, from_picklable, to_picklable
 
+# numpy has no bfloat16 or float8: the bytes are sent as integers of the same width.
+_CARRIERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+
+
+@dataclass(frozen=True, slots=True)
+class TensorView:
+    """The memory of a tensor as a numpy array of integers, and its dtype."""
+
+    array: npt.NDArray[np.integer]
+    dtype: torch.dtype
+
+
+TensorOrView = TensorView | torch.Tensor | None
+
+
+def to_picklable(tensor: torch.Tensor) -> TensorView | torch.Tensor:
+    """Return a numpy view of the memory of `tensor`, or `tensor` if numpy cannot view it.
+
+    Only dense CPU tensors without a gradient have a view; a non-contiguous one is copied.
+    """
+    carrier = _CARRIERS.get(tensor.element_size())
+    plain = (
+        type(tensor) is torch.Tensor
+        and tensor.device.type == "cpu"
+        and tensor.layout is torch.strided
+        and not tensor.requires_grad
+        and not tensor.is_complex()
+        and not tensor.is_quantized
+    )
+    if not plain or carrier is None:
+        return tensor
+    return TensorView(tensor.contiguous().view(carrier).numpy(), tensor.dtype)
+
+
+def from_picklable(value: TensorView | torch.Tensor) -> torch.Tensor:
+    """Return the tensor that `to_picklable` was given, backed by the unpickled memory."""
+    if isinstance(value, torch.Tensor):
+        return value
+    if not value.array.flags.writeable:
+        return _from_read_only(value.array).view(value.dtype)
+    return torch.from_numpy(value.array).view(value.dtype)
+
+
+def _from_read_only(array: npt.NDArray[np.integer]) -> torch.Tensor:
+    if array.size == 0:
+        return torch.from_numpy(np.empty_like(array))
+    with warnings.catch_warnings():
+        # torch has no read-only tensors and warns; an unpickled batch is documented as read-only.
+        warnings.filterwarnings("ignore", message="The given NumPy array is not writable")
+        return torch.from_numpy(array)
+
+
+_Reduced = tuple[
+    Callable[[list[TensorOrView], int], "PackedTensor"], tuple[list[TensorOrView], int]
+]
+
+
+class PackedTensor:
+    """One tensor, or None, per row; the model reads them concatenated along `dim_to_pack`.
+
+    Example, a batch of three rows with two, no and one image of 3 features:
+        packed = PackedTensor([torch.ones(2, 3), None, torch.zeros(1, 3)], dim_to_pack=0)
+        len(packed)         -> 3
+        packed.as_tensor()  -> float32 [3, 3]
+    """
+
+    def __init__(
+        self, tensors: torch.Tensor | Sequence[torch.Tensor | None], dim_to_pack: int
+    ) -> None:
+        self.tensors: list[torch.Tensor | None] = (
+            [tensors] if isinstance(tensors, torch.Tensor) else list(tensors)
+        )
+        self.dim_to_pack = dim_to_pack
+
+    def __len__(self) -> int:
+        return len(self.tensors)
+
+    def __repr__(self) -> str:
+        shapes = [None if row is None else list(row.shape) for row in self.tensors]
+        return f"PackedTensor({shapes}, dim_to_pack={self.dim_to_pack})"
+
+    def __eq__(self, other: object) -> bool:
+        if not isinstance(other, PackedTensor):
+            return NotImplemented
+        return (
+            self.dim_to_pack == other.dim_to_pack
+            and len(self) == len(other)
+            and all(_equal_rows(a, b) for a, b in zip(self.tensors, other.tensors, strict=True))
+        )
+
+    __hash__ = None  # type: ignore[assignment]
+
+    def __reduce__(self) -> _Reduced:
+        rows = [None if row is None else to_picklable(row) for row in self.tensors]
+        return _rebuild, (rows, self.dim_to_pack)
+
+    def as_tensor(self, device: torch.device | str | None = None) -> torch.Tensor | None:
+        """Return all rows concatenated along `dim_to_pack`, or None if no row has a tensor.
+
+        Args:
+            device: Device of the result; the rows themselves are not moved.
+        """
+        rows = [row.to(device) if device is not None else row for row in self._present()]
+        return torch.cat(rows, dim=self.dim_to_pack) if rows else None
+
+    def slice(self, indices: Sequence[int] | torch.Tensor) -> PackedTensor:
+        """Return the rows at `indices`, in that order, without copying tensors."""
+        if isinstance(indices, torch.Tensor):
+            indices = cast(list[int], indices.tolist())
+        return PackedTensor([self.tensors[i] for i in indices], self.dim_to_pack)
+
+    def to(self, device: torch.device | str, *, non_blocking: bool = False) -> PackedTensor:
+        """Move every row to `device` and return self."""
+        self.tensors = [
+            None if row is None else row.to(device, non_blocking=non_blocking)
+            for row in self.tensors
+        ]
+        return self
+
+    def clone(self) -> PackedTensor:
+        """Return a copy that shares no memory."""
+        rows = [None if row is None else row.clone() for row in self.tensors]
+        return PackedTensor(rows, self.dim_to_pack)
+
+    @classmethod
+    def concat(cls, parts: Sequence[PackedTensor]) -> PackedTensor:
+        """Return the rows of all `parts`, in order.
+
+        Raises:
+            ValueError: `parts` is empty, or its members differ in `dim_to_pack`.
+        """
+        dims = {part.dim_to_pack for part in parts}
+        if len(dims) != 1:
+            raise ValueError(f"parts must agree in dim_to_pack, got {sorted(dims)}")
+        return cls([row for part in parts for row in part.tensors], dims.pop())
+
+    @classmethod
+    def empty_like(cls, other: PackedTensor) -> PackedTensor:
+        """Return `len(other)` rows without tensors."""
+        return cls([None] * len(other), other.dim_to_pack)
+
+    def _present(self) -> list[torch.Tensor]:
+        return [row for row in self.tensors if row is not None]
+
+
+def _rebuild(rows: list[TensorOrView], dim_to_pack: int) -> PackedTensor:
+    return PackedTensor([None if row is None else from_picklable(row) for row in rows], dim_to_pack)
+
+
+def _equal_rows(left: torch.Tensor | None, right: torch.Tensor | None) -> bool:
+    if left is None or right is None:
+        return left is right
+    return left.dtype == right.dtype and torch.equal(left, right)
+
+
+# What a list holds is the caller's own.
 Column: TypeAlias = torch.Tensor | list[Any] | PackedTensor
 
 
 def num_rows(column: Column) -> int:
-    """Return the size of the first axis; a tensor without one has no rows."""
+    """Return the size of dim 0; a 0-dim tensor has no rows."""
     if isinstance(column, torch.Tensor):
         return column.shape[0] if column.ndim else 0
     return len(column)
@@ -33,7 +196,7 @@ def slice_rows(column: Column, start: int, end: int) -> Column:
 
 
 def select_rows(column: Column, index: torch.Tensor) -> Column:
-    """Return the rows at `index`, an int64 vector on the CPU, as a copy."""
+    """Return a copy of the rows at `index`, `[rows]` int64 on the CPU."""
     if isinstance(column, torch.Tensor):
         return column.index_select(0, index.to(column.device))
     if isinstance(column, PackedTensor):
@@ -42,14 +205,14 @@ def select_rows(column: Column, index: torch.Tensor) -> Column:
 
 
 def fit_width(column: Column, *, given: int, width: int) -> Column:
-    """Return a tensor whose second axis is `given` wide cut or zero-padded to `width` there."""
+    """Return `column` truncated or zero-padded to `width` along dim 1 if it is `given` wide there."""
     if not isinstance(column, torch.Tensor) or column.ndim < 2 or column.shape[1] != given:
         return column
     return pad_right(column.narrow(1, 0, min(width, given)), width)
 
 
 def repeat_rows(column: Column, num_repeats: int) -> Column:
-    """Return every row `num_repeats` times in a row; what a list holds is copied deeply."""
+    """Return every row `num_repeats` times, consecutively; list elements are deep-copied."""
     if isinstance(column, torch.Tensor):
         return column.repeat_interleave(num_repeats, 0)
     if isinstance(column, PackedTensor):
@@ -59,31 +222,31 @@ def repeat_rows(column: Column, num_repeats: int) -> Column:
 
 
 def clone(column: Column) -> Column:
-    """Return a column that shares no tensor memory with `column`."""
+    """Return a deep copy."""
     if isinstance(column, list):
         return copy.deepcopy(column)
     return column.clone()
 
 
 def equal(left: Column, right: Column) -> bool:
-    """Return whether two columns hold the same values in the same types."""
+    """Return whether two columns have equal values and dtypes."""
     if isinstance(left, torch.Tensor) and isinstance(right, torch.Tensor):
         return left.dtype == right.dtype and torch.equal(left, right)
     return type(left) is type(right) and bool(left == right)
 
 
 def describe(column: Column) -> str:
-    """Return the shape and dtype, as in `int64[4, 8]`."""
+    """Return dtype and shape, such as `int64[4, 8]`."""
     if isinstance(column, torch.Tensor):
         return f"{str(column.dtype).removeprefix('torch.')}{list(column.shape)}"
     return f"{type(column).__name__}[{len(column)}]"
 
 
 def concat(key: str, columns: Sequence[Column], pad_value: float) -> Column:
-    """Return the rows of all columns, those of tensors padded on the right to the widest.
+    """Return the rows of all columns; tensors are right-padded to the widest.
 
     Raises:
-        ValueError: The columns differ in kind, dtype, device or number of axes; names `key`.
+        ValueError: Columns differ in kind, dtype, device or number of axes; names `key`.
     """
     kinds = {type(column) for column in columns}
     if len(kinds) > 1:
@@ -97,14 +260,14 @@ def concat(key: str, columns: Sequence[Column], pad_value: float) -> Column:
     return [row for column in columns if isinstance(column, list) for row in column]
 
 
-def to_picklable_column(column: Column) -> Any:
+def to_picklable_column(column: Column) -> Column | TensorView:
     """Return `column` with its tensors as numpy views."""
     if isinstance(column, torch.Tensor):
         return to_picklable(column)
     return column
 
 
-def from_picklable_column(value: Any) -> Column:
+def from_picklable_column(value: Column | TensorView) -> Column:
     """Return the column that `to_picklable_column` was given."""
     return from_picklable(value) if isinstance(value, TensorView) else value
 

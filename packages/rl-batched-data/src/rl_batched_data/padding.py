@@ -1,11 +1,15 @@
-"""Right padding: rounding lengths up, widening tensors, and telling left padding apart."""
+"""Sizes and right padding: checks, rounding, widening tensors, and detecting left padding."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any
-
 import torch
+
+
+def check_positive(name: str, value: int) -> None:
+    """Raise a `ValueError` that names `name` and `value` if `value` is less than 1."""
+    if value < 1:
+        raise ValueError(f"{name}={value} must be at least 1")
 
 
 def round_up(value: int, multiple: int) -> int:
@@ -14,10 +18,10 @@ def round_up(value: int, multiple: int) -> int:
 
 
 def pad_right(tensor: torch.Tensor, length: int, *, dim: int = 1, value: float = 0) -> torch.Tensor:
-    """Return `tensor` with `dim` widened to `length` by `value`; itself when it is that long.
+    """Return `tensor` padded with `value` to `length` along `dim`; itself if it has that length.
 
     Raises:
-        ValueError: `dim` is longer than `length` already.
+        ValueError: `tensor` is longer than `length` along `dim`.
     """
     missing = length - tensor.shape[dim]
     if missing < 0:
@@ -29,11 +33,11 @@ def pad_right(tensor: torch.Tensor, length: int, *, dim: int = 1, value: float =
     return torch.cat([tensor, tensor.new_full(shape, value)], dim=dim)
 
 
-def verify_right_padding(data: Mapping[str, Any], *, pad_token_id: int | None = None) -> None:
-    """Raise unless every row of `input_ids` is padded on the right, as `input_lengths` says.
+def verify_right_padding(data: Mapping[str, object], *, pad_token_id: int | None = None) -> None:
+    """Raise if a row of `input_ids` is not right-padded to the length in `input_lengths`.
 
-    A row may be filled up with any constant. With `pad_token_id`, a row that starts with it but is
-    filled up with something else is taken to be padded on the left.
+    Padding may be any constant. With `pad_token_id`, a row that starts with it, but whose padding
+    is another token, counts as left-padded.
 
     Args:
         data: `input_ids` `[batch, seq]` and `input_lengths` `[batch]`, any integers.
@@ -53,6 +57,7 @@ def verify_right_padding(data: Mapping[str, Any], *, pad_token_id: int | None = 
         )
     if num_rows == 0:
         return
+    # Without a pad token, the last column is the reference: right padding is constant up to it.
     in_tail = torch.arange(width, device=lengths.device) >= lengths[:, None]
     uneven = ((input_ids != input_ids[:, -1:]) & in_tail).any(dim=1)
     if pad_token_id is not None:
@@ -66,19 +71,25 @@ def verify_right_padding(data: Mapping[str, Any], *, pad_token_id: int | None = 
         )
 
 
-def _ids_and_lengths(data: Mapping[str, Any]) -> tuple[torch.Tensor, torch.Tensor]:
-    for key, num_axes in (("input_ids", 2), ("input_lengths", 1)):
-        if key not in data:
-            raise ValueError(f"{key!r} is missing; the batch has {sorted(data)}")
-        if data[key].ndim != num_axes:
-            raise ValueError(f"{key!r} has shape {list(data[key].shape)}, expected {num_axes} axes")
-    input_ids: torch.Tensor = data["input_ids"]
-    lengths: torch.Tensor = data["input_lengths"]
+def _ids_and_lengths(data: Mapping[str, object]) -> tuple[torch.Tensor, torch.Tensor]:
+    input_ids = _tensor(data, "input_ids", num_axes=2)
+    lengths = _tensor(data, "input_lengths", num_axes=1)
     if len(lengths) != len(input_ids):
         raise ValueError(
             f"'input_lengths' has {len(lengths)} rows, 'input_ids' has {len(input_ids)}"
         )
     return input_ids, lengths.to(input_ids.device)
+
+
+def _tensor(data: Mapping[str, object], key: str, *, num_axes: int) -> torch.Tensor:
+    if key not in data:
+        raise ValueError(f"{key!r} is missing; the batch has {sorted(data)}")
+    value = data[key]
+    if not isinstance(value, torch.Tensor):
+        raise ValueError(f"{key!r} is a {type(value).__name__}, expected a tensor")
+    if value.ndim != num_axes:
+        raise ValueError(f"{key!r} has shape {list(value.shape)}, expected {num_axes} axes")
+    return value
 
 
 def _first(mask: torch.Tensor) -> int:

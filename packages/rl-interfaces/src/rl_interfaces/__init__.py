@@ -43,16 +43,25 @@ from rl_interfaces.policy import (
     ReferenceLogprobOutputSpec,
     ScoreOutputSpec,
     TopkLogitsOutputSpec,
+    TrainOutputSpec,
 )
 from rl_interfaces.residency import Residency, ResidencyError, ResidencyState
-from rl_interfaces.weights import TensorSpec, WeightReceiver, WeightSource
+from rl_interfaces.weights import (
+    DeviceHandles,
+    RefitInfo,
+    TensorSpec,
+    WeightReceiver,
+    WeightSource,
+)
 from rl_interfaces.worker import (
     AdapterSavingWorker,
+    GpuInfo,
     ParallelLayout,
     PolicyWorker,
     RowScoringWorker,
     TopkLogitsWorker,
     WeightSendingWorker,
+    WorkerTrainOutputSpec,
 )
 
 __all__ = [
@@ -66,11 +75,13 @@ __all__ = [
     "ColocationResources",
     "ContractVersionError",
     "DTensorConfig",
+    "DeviceHandles",
     "DynamicBatchingConfig",
     "GenerationConfig",
     "GenerationDatumSpec",
     "GenerationInterface",
     "GenerationOutputSpec",
+    "GpuInfo",
     "LogprobOutputSpec",
     "LoraConfig",
     "LossFunction",
@@ -86,6 +97,7 @@ __all__ = [
     "PolicyWorker",
     "PytorchOptimizerConfig",
     "ReferenceLogprobOutputSpec",
+    "RefitInfo",
     "Residency",
     "ResidencyError",
     "ResidencyState",
@@ -98,9 +110,11 @@ __all__ = [
     "TokenizerConfig",
     "TopkLogitsOutputSpec",
     "TopkLogitsWorker",
+    "TrainOutputSpec",
     "WeightReceiver",
     "WeightSendingWorker",
     "WeightSource",
+    "WorkerTrainOutputSpec",
     "check_contract_version",
     "check_typed_dict",
     "resolve_policy_config",

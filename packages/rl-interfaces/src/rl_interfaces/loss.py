@@ -39,8 +39,12 @@ class LossFunction(Protocol):
 
     Three attributes are optional:
     - `input_type` (a `LossInput`; absent means `LOGITS`);
-    - `accepts_sharded_logits` (absent means False; True lets a tensor-parallel backend pass its own
-      vocabulary shard instead of gathering it);
+    - `accepts_sharded_logits` (absent means False; read with `LOGITS` only): True lets a
+      tensor-parallel backend pass the logits as a `torch.distributed.tensor.DTensor` of global
+      shape `[batch, seq, vocab]`, sharded along the last dim over the tensor-parallel ranks,
+      instead of gathering them. `to_local()` gives this rank's shard, `device_mesh` the ranks that
+      hold the others, `full_tensor()` the full logits. The loss is the same value on all of these
+      ranks. A backend whose logits are not sharded passes a plain tensor;
     - `rows_per_group` (int; absent means 1): consecutive rows that the loss needs in one
       micro-batch, for example 2 for a chosen and a rejected completion. The batch, `gbs` per
       data-parallel rank and a fixed `mbs` are then multiples of it; a masked micro-batch that
@@ -61,16 +65,18 @@ class LossFunction(Protocol):
         data: Mapping[str, Any],
         global_valid_seqs: torch.Tensor,
         global_valid_toks: torch.Tensor,
-    ) -> tuple[torch.Tensor, dict[str, Any]]:
+    ) -> tuple[torch.Tensor, Mapping[str, float | torch.Tensor]]:
         """Return the micro-batch's share of the global loss, and its metrics.
 
         Args:
-            next_token_logits: Logits or token log-probabilities, according to `input_type`.
+            next_token_logits: Logits or token log-probabilities, according to `input_type`; a
+                `DTensor` only where `accepts_sharded_logits` is True.
             data: The micro-batch, in the caller's row layout.
             global_valid_seqs: 0-d; sum of `sample_mask` over the global batch.
             global_valid_toks: 0-d; sum of `token_mask[:, 1:] * sample_mask[:, None]` over it.
 
         Returns:
-            The 0-d loss, and a dict of numbers that contains `num_valid_samples`.
+            The 0-d loss, and numbers by name, `num_valid_samples` among them. A 0-d tensor becomes
+            a number.
         """
         ...

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from typing_extensions import TypedDict
 
@@ -14,6 +14,7 @@ if TYPE_CHECKING:
 
     from rl_interfaces.generation import GenerationDatumSpec
     from rl_interfaces.loss import LossFunction
+    from rl_interfaces.weights import DeviceHandles, RefitInfo
 
 
 class LogprobOutputSpec(TypedDict):
@@ -71,6 +72,23 @@ class ScoreOutputSpec(TypedDict):
     padding."""
 
 
+class TrainOutputSpec(TypedDict):
+    """What `train` did, one entry per optimizer step or per micro-batch.
+
+    Example, two steps of two micro-batches each, on one rank:
+        loss           = [0.72, 0.65]                                       float32 [2]
+        grad_norm      = [1.31, 1.18]                                       float32 [2]
+        all_mb_metrics = {"lr": [1e-3, 1e-3, 1e-3, 1e-3], "skipped_steps": [0], ...}
+    """
+
+    loss: torch.Tensor
+    """`[steps]` float32 on the CPU: the loss of each global batch."""
+    grad_norm: torch.Tensor | None
+    """`[steps]` float32 on the CPU: the 2-norm before clipping; None in eval mode."""
+    all_mb_metrics: dict[str, list[float]]
+    """One value per micro-batch, rank by rank."""
+
+
 class PolicyInterface(ABC):
     """A language model that is trained by reinforcement learning."""
 
@@ -95,7 +113,7 @@ class PolicyInterface(ABC):
         """
 
     @abstractmethod
-    def train(self, data: BatchedDataDict[Any], loss_fn: LossFunction) -> dict[str, Any]:
+    def train(self, data: BatchedDataDict, loss_fn: LossFunction) -> TrainOutputSpec:
         """Take an optimizer step per global batch of `data`.
 
         Args:
@@ -104,20 +122,19 @@ class PolicyInterface(ABC):
             loss_fn: See `LossFunction`.
 
         Returns:
-            `loss` and `grad_norm`, float32 with one entry per step, and `all_mb_metrics`, lists
-            with one entry per micro-batch.
+            Loss and gradient norm of each step, and the metrics, see `TrainOutputSpec`.
         """
 
     @abstractmethod
-    def prepare_for_training(self, *args: Any, **kwargs: Any) -> None:
+    def prepare_for_training(self, *args: object, **kwargs: object) -> None:
         """Bring model, gradients and optimizer state onto the device."""
 
     @abstractmethod
-    def finish_training(self, *args: Any, **kwargs: Any) -> None:
+    def finish_training(self, *args: object, **kwargs: object) -> None:
         """Mark the end of a training phase."""
 
     @abstractmethod
-    def save_checkpoint(self, *args: Any, **kwargs: Any) -> None:
+    def save_checkpoint(self, *args: object, **kwargs: object) -> None:
         """Write the weights, and optionally optimizer state and tokenizer, to disk."""
 
     @abstractmethod
@@ -129,7 +146,7 @@ class ColocatablePolicyInterface(PolicyInterface):
     """A policy that sends its weights to an inference engine, colocated or on other devices."""
 
     @abstractmethod
-    def init_collective(self, ip: str, port: int, world_size: int) -> list[ray.ObjectRef[Any]]:
+    def init_collective(self, ip: str, port: int, world_size: int) -> list[ray.ObjectRef[None]]:
         """Join the process group for weight broadcasts; returns futures without waiting for them.
 
         Args:
@@ -147,15 +164,15 @@ class ColocatablePolicyInterface(PolicyInterface):
         """Move everything off the device."""
 
     @abstractmethod
-    def prepare_refit_info(self) -> dict[str, Any] | None:
+    def prepare_refit_info(self) -> RefitInfo | None:
         """Return `{name: (shape, wire dtype)}` of every tensor that a refit sends."""
 
     @abstractmethod
-    def prepare_weights_for_ipc(self, *args: Any, **kwargs: Any) -> list[list[str]]:
+    def prepare_weights_for_ipc(self, *args: object, **kwargs: object) -> list[list[str]]:
         """Return the names of the tensors, grouped so that each group fits the transfer buffer."""
 
     @abstractmethod
-    def get_weights_ipc_handles(self, keys: list[str]) -> dict[str, Any]:
+    def get_weights_ipc_handles(self, keys: list[str]) -> DeviceHandles:
         """Return `{device id: {name: handle}}` of one group of tensors.
 
         Args:
@@ -163,9 +180,9 @@ class ColocatablePolicyInterface(PolicyInterface):
         """
 
     @abstractmethod
-    def prepare_info_for_collective(self) -> dict[str, Any]:
+    def prepare_info_for_collective(self) -> RefitInfo:
         """Return what `prepare_refit_info` returns; its older name."""
 
     @abstractmethod
-    def broadcast_weights_for_collective(self) -> list[ray.ObjectRef[Any]]:
+    def broadcast_weights_for_collective(self) -> list[ray.ObjectRef[None]]:
         """Broadcast every tensor over the group; returns futures without waiting for them."""

@@ -2,12 +2,19 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
+from typing import TYPE_CHECKING, Protocol, TypeAlias, runtime_checkable
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
 
     import torch
+
+
+RefitInfo: TypeAlias = "dict[str, tuple[tuple[int, ...], torch.dtype]]"
+"""`{name: (full shape, wire dtype)}` of every tensor that a refit sends, in order."""
+
+DeviceHandles: TypeAlias = "dict[str, dict[str, dict[str, object]]]"
+"""`{device id: {name: handle}}`; `rl_refit.compat.handles` makes a handle and opens it."""
 
 
 class TensorSpec(Protocol):
@@ -49,19 +56,19 @@ class WeightSource(Protocol):
 class WeightReceiver(Protocol):
     """An inference engine that receives its weights from a trainer."""
 
-    def init_collective(self, ip: str, port: int, world_size: int) -> list[Any]:
+    def init_collective(self, ip: str, port: int, world_size: int) -> list[object]:
         """Join the group for weight broadcasts; returns futures without waiting for them."""
         ...
 
-    def prepare_refit_info(self, info: dict[str, Any]) -> None:
+    def prepare_refit_info(self, info: RefitInfo) -> None:
         """Record `{name: (shape, wire dtype)}` of the tensors to be received."""
         ...
 
-    def update_weights(self, handles: dict[str, Any]) -> bool:
+    def update_weights(self, handles: DeviceHandles) -> bool:
         """Load the tensors behind one group of inter-process handles."""
         ...
 
-    def update_weights_from_collective(self) -> list[Any]:
+    def update_weights_from_collective(self) -> list[object]:
         """Receive every tensor over the group; returns futures without waiting for them."""
         ...
 

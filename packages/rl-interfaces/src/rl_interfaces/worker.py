@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
+from typing import TYPE_CHECKING, Protocol, runtime_checkable
+
+from typing_extensions import TypedDict
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
+    import torch
     from rl_batched_data import BatchedDataDict
 
     from rl_interfaces.generation import GenerationDatumSpec, GenerationOutputSpec
@@ -18,6 +21,7 @@ if TYPE_CHECKING:
         ScoreOutputSpec,
         TopkLogitsOutputSpec,
     )
+    from rl_interfaces.weights import DeviceHandles, RefitInfo
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -44,6 +48,56 @@ class ParallelLayout:
         )
 
 
+class WorkerTrainOutputSpec(TypedDict):
+    """What `train` did on one rank; `rl_interfaces.TrainOutputSpec` is what the policy makes of it.
+
+    Example, data-parallel rank 0 of two, one step, two micro-batches of its own:
+        global_loss = [0.72], grad_norm = [1.31], rank = 0
+        all_mb_metrics = {"lr": [1e-3, 1e-3], "skipped_steps": [0], ...}
+    """
+
+    global_loss: torch.Tensor
+    """`[steps]` float32 on the CPU: the loss of each global batch, the same on every rank."""
+    grad_norm: torch.Tensor | None
+    """`[steps]` float32 on the CPU: the 2-norm before clipping; None in eval mode."""
+    rank: int
+    """This worker's global rank."""
+    all_mb_metrics: dict[str, list[float]]
+    """One value per micro-batch of this rank. `skipped_steps` has one per call: the number of
+    skipped steps, from data-parallel rank 0 only, and absent in eval mode."""
+
+
+class GpuInfo(TypedDict):
+    """Rank, device and memory figures of a worker's process. Memory is in MiB, 0 on the CPU."""
+
+    rank: int
+    """Global rank."""
+    world_size: int
+    """The number of ranks."""
+    local_rank: int
+    """Rank among those of this machine."""
+    local_device_id: int | None
+    """Index of the GPU among those that the process sees; None on the CPU."""
+    global_device_id: str
+    """What `report_device_id` returns."""
+    device_count: int
+    """The number of GPUs that the process sees."""
+    device_name: str
+    """As the driver names the GPU, or `cpu`."""
+    memory_allocated_mb: float
+    """Held by tensors."""
+    memory_reserved_mb: float
+    """Held by torch's caching allocator."""
+    peak_memory_allocated_mb: float
+    """The most since the start, or since `reset_peak_memory_stats`."""
+    peak_memory_reserved_mb: float
+    """The most since the start, or since `reset_peak_memory_stats`."""
+    env_vars: dict[str, str | None]
+    """Variables that place the process, None where they are not set."""
+    parameter_sample: dict[str, list[float]]
+    """The first values of one parameter's local shard; empty while it is off the device."""
+
+
 @runtime_checkable
 class PolicyWorker(Protocol):
     """One rank of a training backend: a plain class, run by Ray, torchrun or multiprocessing.
@@ -62,7 +116,7 @@ class PolicyWorker(Protocol):
 
     @staticmethod
     def validate_config(
-        config: Mapping[str, Any], *, world_size: int, init_optimizer: bool = True
+        config: Mapping[str, object], *, world_size: int, init_optimizer: bool = True
     ) -> ParallelLayout:
         """Return the layout of `world_size` ranks, before any of them starts.
 
@@ -73,12 +127,12 @@ class PolicyWorker(Protocol):
 
     def train(
         self,
-        data: BatchedDataDict[Any],
+        data: BatchedDataDict,
         loss_fn: LossFunction,
         eval_mode: bool = False,
         gbs: int | None = None,
         mbs: int | None = None,
-    ) -> dict[str, Any]:
+    ) -> WorkerTrainOutputSpec:
         """Take an optimizer step per global batch; `data` is this rank's shard.
 
         A step whose gradients are not finite changes neither weights nor optimizer state. Its norm
@@ -92,21 +146,18 @@ class PolicyWorker(Protocol):
             mbs: Samples per forward on this rank, for this call.
 
         Returns:
-            `global_loss` (float32 `[steps]`), `grad_norm` (float32 `[steps]`, None in eval mode),
-            `rank`, and `all_mb_metrics` (`{name: [value per micro-batch of this rank]}`). Of those,
-            `skipped_steps` is `[number of skipped steps of this call]`, reported by data-parallel
-            rank 0 only, and absent in eval mode.
+            Loss and gradient norm of each step, and the metrics, see `WorkerTrainOutputSpec`.
         """
         ...
 
     def get_logprobs(
-        self, data: BatchedDataDict[Any], micro_batch_size: int | None = None
+        self, data: BatchedDataDict, micro_batch_size: int | None = None
     ) -> BatchedDataDict[LogprobOutputSpec]:
         """Return `logprobs`, `[batch, seq]` float32 on the CPU, of this rank's rows."""
         ...
 
     def get_reference_policy_logprobs(
-        self, data: BatchedDataDict[Any], micro_batch_size: int | None = None
+        self, data: BatchedDataDict, micro_batch_size: int | None = None
     ) -> BatchedDataDict[ReferenceLogprobOutputSpec]:
         """Return `reference_logprobs`, `[batch, seq]` float32 on the CPU, of this rank's rows."""
         ...
@@ -117,7 +168,7 @@ class PolicyWorker(Protocol):
         """Return a completion for each of this rank's rows."""
         ...
 
-    def prepare_for_training(self, *args: Any, **kwargs: Any) -> None:
+    def prepare_for_training(self, *args: object, **kwargs: object) -> None:
         """Enter the state `training`."""
         ...
 
@@ -154,7 +205,7 @@ class PolicyWorker(Protocol):
         """Return True."""
         ...
 
-    def get_gpu_info(self) -> dict[str, Any]:
+    def get_gpu_info(self) -> GpuInfo:
         """Return rank, device and memory figures of this process."""
         ...
 
@@ -180,7 +231,7 @@ class TopkLogitsWorker(Protocol):
     """Optional: a worker whose model can be a distillation teacher."""
 
     def get_topk_logits(
-        self, data: BatchedDataDict[Any], k: int, micro_batch_size: int | None = None
+        self, data: BatchedDataDict, k: int, micro_batch_size: int | None = None
     ) -> BatchedDataDict[TopkLogitsOutputSpec]:
         """Return the `k` largest logits of each position of this rank's rows."""
         ...
@@ -191,7 +242,7 @@ class RowScoringWorker(Protocol):
     """Optional: a worker whose model can be a reward or a value model."""
 
     def score(
-        self, data: BatchedDataDict[Any], micro_batch_size: int | None = None
+        self, data: BatchedDataDict, micro_batch_size: int | None = None
     ) -> BatchedDataDict[ScoreOutputSpec]:
         """Return the scores of this rank's rows."""
         ...
@@ -210,7 +261,7 @@ class AdapterSavingWorker(Protocol):
 class WeightSendingWorker(Protocol):
     """Optional: a worker that sends its weights to inference engines."""
 
-    def prepare_refit_info(self) -> dict[str, Any]:
+    def prepare_refit_info(self) -> RefitInfo:
         """Return `{name: (shape, wire dtype)}` of every tensor that is sent, in order.
 
         The names are those of the parameters in what `save_hf_checkpoint` writes.
@@ -218,8 +269,8 @@ class WeightSendingWorker(Protocol):
         ...
 
     def open_refit(
-        self, *, receivers_per_rank: list[int], transport: str, **options: Any
-    ) -> dict[str, Any] | None:
+        self, *, receivers_per_rank: list[int], transport: str, **options: object
+    ) -> Mapping[str, str | int] | None:
         """Return the address that this rank's receivers connect to, None if it has no receivers.
 
         Args:
@@ -240,7 +291,7 @@ class WeightSendingWorker(Protocol):
         """Return name and wire bytes of every tensor, and the device's free bytes."""
         ...
 
-    def get_weights_ipc_handles(self, keys: list[str]) -> dict[str, Any]:
+    def get_weights_ipc_handles(self, keys: list[str]) -> DeviceHandles:
         """Return `{device id: {name: handle}}` of `keys`. Collective.
 
         Handles of an earlier call become invalid.
@@ -251,7 +302,7 @@ class WeightSendingWorker(Protocol):
         """Join a group with `world_size - 1` inference ranks; only trainer rank 0 joins."""
         ...
 
-    def prepare_info_for_collective(self) -> dict[str, Any]:
+    def prepare_info_for_collective(self) -> RefitInfo:
         """Return what `prepare_refit_info` returns."""
         ...
 

@@ -1,4 +1,4 @@
-"""Packers put sequences into bins of limited capacity; `get_packer` finds one by name."""
+"""Packers assign sequences to bins of limited capacity; `get_packer` returns one by name."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Protocol
 from rl_batched_data.packing import first_fit
 from rl_batched_data.packing.cost import SequenceCost, cost_balanced
 from rl_batched_data.packing.first_fit import split_to_count, wanted_bins
-from rl_batched_data.sharding.plan import check_positive
+from rl_batched_data.padding import check_positive
 
 _Algorithm = Callable[["PackerOptions", Sequence[int]], list[list[int]]]
 
@@ -18,34 +18,34 @@ class SequencePacker(Protocol):
     """What `get_packer` returns."""
 
     def pack(self, lengths: Sequence[int]) -> list[list[int]]:
-        """Return bins of indices into `lengths`, each index in one bin; no bins for no sequences.
+        """Return bins of indices into `lengths`, each index in exactly one; none for no sequences.
 
         Args:
             lengths: Tokens per sequence.
 
         Raises:
-            ValueError: A length is not within 1..capacity, or there are fewer sequences than bins
-                are asked for; names the numbers.
+            ValueError: A length is not within 1..capacity, or there are fewer sequences than required
+                bins; names the numbers.
         """
         ...
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class PackerOptions:
-    """What a packing algorithm is told."""
+    """Parameters of a packing algorithm; see `get_packer`."""
 
     bin_capacity: int
-    """Most tokens per bin."""
+    """Token capacity of a bin."""
     min_bin_count: int
-    """Fewest bins, where there are sequences at all."""
+    """Minimum number of bins for a non-empty input."""
     bin_count_multiple: int
-    """The number of bins is a multiple of this."""
+    """The number of bins is rounded up to a multiple of this."""
     seed: int
-    """Fixes the random order of `first_fit_shuffle`."""
+    """Seed of the random order of `first_fit_shuffle`."""
     cost: SequenceCost
     """What `cost_balanced` balances."""
     allow_empty_bins: bool
-    """Whether bins may stay empty where there are too few sequences."""
+    """Whether missing bins are added empty if there are too few sequences."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -54,7 +54,7 @@ class _Packer:
     options: PackerOptions
 
     def pack(self, lengths: Sequence[int]) -> list[list[int]]:
-        """Return bins of indices into `lengths`, see `SequencePacker`."""
+        """Return bins as `SequencePacker.pack` does."""
         check_lengths(lengths, self.options.bin_capacity)
         if not lengths:
             return []
@@ -77,29 +77,29 @@ def get_packer(
     cost: SequenceCost | None = None,
     allow_empty_bins: bool = False,
 ) -> SequencePacker:
-    """Return the packer of that name.
+    """Return a packer by the name of its algorithm.
 
     `concatenative` keeps the order; `first_fit_decreasing` and `modified_first_fit_decreasing` use
-    few bins; `first_fit_shuffle` mixes short and long sequences. `cost_balanced` uses as few as
-    first-fit decreasing, and deals them so that bin `k` belongs to rank `k % bin_count_multiple`
-    and the ranks' costs are about equal.
+    few bins; `first_fit_shuffle` mixes short and long sequences. `cost_balanced` uses as few bins
+    as first-fit decreasing and orders them so that bin `k` belongs to rank
+    `k % bin_count_multiple`, with about equal cost per rank.
 
     Example:
         get_packer("first_fit_decreasing", 10).pack([6, 5, 4, 5]) -> [[0, 2], [1, 3]]
 
     Args:
         algorithm: One of the names above.
-        bin_capacity: Most tokens per bin.
-        min_bin_count: Fewest bins; bins are split to reach it.
-        bin_count_multiple: The number of bins is a multiple of this, for ranks that need equally
-            many; bins are split to reach it.
-        seed: Fixes the random order of `first_fit_shuffle`.
-        cost: What `cost_balanced` balances; the tokens when None.
-        allow_empty_bins: Add empty bins where there are fewer sequences than bins are asked for,
-            instead of raising.
+        bin_capacity: Token capacity of a bin.
+        min_bin_count: Minimum number of bins; bins are split to reach it.
+        bin_count_multiple: The number of bins is rounded up to a multiple of this, by splitting
+            bins, so that all ranks get the same number.
+        seed: Seed of the random order of `first_fit_shuffle`.
+        cost: What `cost_balanced` balances; the number of tokens when None.
+        allow_empty_bins: Add empty bins if there are fewer sequences than required bins, instead
+            of raising.
 
     Raises:
-        ValueError: There is no such algorithm, or a number is not positive.
+        ValueError: The algorithm is unknown, or a number is not positive.
     """
     if algorithm not in _ALGORITHMS:
         raise ValueError(f"algorithm={algorithm!r} is none of {', '.join(sorted(_ALGORITHMS))}")
@@ -118,7 +118,8 @@ def get_packer(
 
 
 def check_lengths(lengths: Sequence[int], capacity: int) -> None:
-    """Raise a `ValueError` that names the first length that is not within 1..capacity."""
+    """Raise a `ValueError` that names the first length not within 1..capacity."""
+    # `min` and `max` run in C; the loop runs only to find the offender.
     if lengths and min(lengths) >= 1 and max(lengths) <= capacity:
         return
     for index, length in enumerate(lengths):

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from rl_batched_data import ScoringOptions, TokenScores, target_scores
-from rl_batched_data.logprobs.kernel import LogitTransform
+from rl_batched_data.logprobs_kernel import LogitTransform
 from torch import nn
 from torch.distributed.tensor import DTensor
 

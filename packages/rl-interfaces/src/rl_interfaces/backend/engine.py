@@ -72,8 +72,14 @@ class ForwardOutput(Protocol):
     def logits(self, *, sharded: bool = False) -> torch.Tensor:
         """Return the logits with temperature, `[batch, seq, vocab]` float32.
 
-        `logits[:, t]` predict token `t + 1`. With `sharded`, a tensor-parallel engine may return
-        this rank's shard of the vocabulary.
+        `logits[:, t]` predict token `t + 1`. The backward pass of a loss of them, which is the
+        same on all tensor-parallel ranks, gives each rank the gradients of its own parameters.
+
+        Args:
+            sharded: A tensor-parallel engine returns a `DTensor` of that global shape, sharded
+                along the last dim over a one-dimensional mesh of the tensor-parallel ranks (shards
+                as `torch.chunk` makes them), see `LossFunction.accepts_sharded_logits`. False, or
+                an engine whose vocabulary is not sharded: a plain tensor.
         """
         ...
 

@@ -21,8 +21,7 @@ import torch
 import torch.distributed as dist
 from rl_batched_data import BatchedDataDict, SlicedDataDict, round_up
 from rl_batched_data.packing.packed_sequences import PackedSequences
-from rl_batched_data.sharding.dynamic import DynamicBatching
-from rl_batched_data.sharding.packing import SequencePacking
+from rl_batched_data.sharding import DynamicBatching, SequencePacking
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence

@@ -17,7 +17,7 @@ from megatron.core.tensor_parallel import (
     gather_from_tensor_model_parallel_region,
 )
 from megatron.core.transformer.utils import make_sharded_tensors_for_checkpoint
-from rl_batched_data.logprobs.api import target_scores
+from rl_batched_data.logprobs import target_scores
 from torch import nn
 
 from rl_megatron_worker.model.chunks import unwrapped
@@ -88,7 +88,7 @@ def output_matrix(chunk: nn.Module) -> torch.Tensor:
 
 
 class HeadOptions(TypedDict):
-    """Keyword arguments of `rl_batched_data.logprobs.api.target_scores`."""
+    """Keyword arguments of `rl_batched_data.logprobs.target_scores`."""
 
     output_matrix: torch.Tensor
     vocab_start: int

@@ -11,7 +11,7 @@ from typing import TypedDict, Unpack, cast
 import torch
 import torch.distributed as dist
 
-from rl_batched_data.logprobs.kernel import LogitTransform, ScoringTask, VocabScores
+from rl_batched_data.logprobs_kernel import LogitTransform, ScoringTask, VocabScores
 
 
 class ScoringOptions(TypedDict, total=False):

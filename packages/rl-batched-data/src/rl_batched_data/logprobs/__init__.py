@@ -1,1 +1,0 @@
-"""Log-probabilities of tokens under vocabulary-sharded logits."""

@@ -1,1 +1,0 @@
-"""Sharding of a batch over ranks, and its micro-batches: fixed, dynamic, packed."""
