@@ -173,8 +173,8 @@ def _prepare(config: RunConfig, directory: RunDirectory, *, is_new: bool) -> Run
 def _execute(inputs: RunInputs, directory: RunDirectory) -> None:
     from rich.console import Console
 
-    from rl_policy.run.session import execute
     from rl_policy.run.metrics import RunDisplay
+    from rl_policy.run.session import execute
 
     display = RunDisplay(Console(stderr=True))
     display.note(f"Run directory: {directory.path}")

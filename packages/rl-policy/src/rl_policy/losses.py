@@ -1,4 +1,4 @@
-"""Losses over token log-probabilities: supervised, policy gradient (with its advantages), preference.
+"""Losses over token log-probabilities, and the advantages that the policy gradient weighs them by.
 
 All follow `rl_interfaces.LossFunction`. The loss of a micro-batch is a sum divided by a count over
 the *global* batch, so that the values of all micro-batches and data-parallel ranks add up to the

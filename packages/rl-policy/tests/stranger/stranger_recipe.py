@@ -10,9 +10,8 @@ from rl_policy.data.datasets import ShuffledStream
 from rl_policy.losses import NLLLoss
 from rl_policy.recipes import Recipe
 from rl_policy.run.inputs import prepare_problems
-from rl_policy.run.session import run_loop
 from rl_policy.run.metrics import StepMetrics
-from rl_policy.run.session import open_policy
+from rl_policy.run.session import open_policy, run_loop
 
 
 class EchoSection(Section):

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Any, TypeAlias
+from typing import TypeAlias
 
 import torch
 from rl_batched_data import BatchedDataDict
@@ -11,8 +11,8 @@ from transformers import PreTrainedTokenizerBase
 
 from rl_policy.data.datasets import Problem
 
-Batch: TypeAlias = BatchedDataDict[Any]
-"""Tensors by name, one row a sample."""
+Batch: TypeAlias = BatchedDataDict
+"""Tensors by name, one row per sample."""
 
 
 class ProblemEncoder:

@@ -1,7 +1,7 @@
 """What a run trains on: problems with verifiable answers, and preference pairs.
 
-Both are read from JSON lines or built in (doubling a number), divided by prompt into what is trained
-on and what is only measured, and drawn in a seeded order. `ExactMatch` rewards completions.
+Both are read from JSON lines or built in (doubling a number), divided by prompt into what is
+trained on and what is only measured, and drawn in a seeded order. `ExactMatch` rewards completions.
 """
 
 from __future__ import annotations

@@ -34,9 +34,8 @@ from rl_policy.recipes import Recipe
 from rl_policy.run.directory import RunState
 from rl_policy.run.evaluation import greedy_accuracy, pass_rate
 from rl_policy.run.inputs import ProblemInputs, check_rows, prepare_problems
-from rl_policy.run.session import run_loop
-from rl_policy.run.metrics import StepMetrics
-from rl_policy.run.session import Session, open_policy
+from rl_policy.run.metrics import StepMetrics, mean_metrics
+from rl_policy.run.session import Session, open_policy, run_loop
 
 _LOGGER = logging.getLogger(__name__)
 
@@ -191,7 +190,7 @@ class SftTrainer:
         """Take one optimizer step on the next demonstrations."""
         started = perf_counter()
         batch = self._inputs.encoder.answer_batch(self._stream.take(self._batch_size))
-        result = self._policy.train(batch, NLLLoss())
+        means = mean_metrics(self._policy.train(batch, NLLLoss()))
         step_s = perf_counter() - started
         accuracy, rate = None, None
         if is_measured or needs_score:
@@ -201,8 +200,8 @@ class SftTrainer:
             step=step,
             accuracy=accuracy,
             pass_rate=rate,
-            loss=float(result["loss"].mean()),
-            grad_norm=float(result["grad_norm"].mean()),
+            loss=means["loss"],
+            grad_norm=means["grad_norm"],
             tokens_per_s=int(batch["input_lengths"].sum()) / step_s,
             step_s=step_s,
         )

@@ -1,7 +1,7 @@
 """The files of a run: its directory, and checkpoints that are complete or absent.
 
-Everything is written under another name, flushed to the disk and renamed, so that a crash leaves the
-old content or the new one. A run directory is created once, never overwritten, resumed on request.
+All is written under another name, flushed to the disk and renamed, so that a crash leaves the old
+content or the new one. A run directory is created once, never overwritten, resumed on request.
 """
 
 from __future__ import annotations
@@ -201,6 +201,18 @@ def new_run_path(recipe: str, *, root: Path = Path("runs")) -> Path:
     stem = f"{recipe}-{datetime.now():%Y%m%d-%H%M%S}"
     candidates = [root / stem, *(root / f"{stem}-{number}" for number in range(2, 100))]
     return next(path for path in candidates if not path.exists())
+
+
+def write_directory(path: Path, write: Callable[[Path], None]) -> None:
+    """Write a directory under another name, and rename it over what is there."""
+    partial = path.with_name(path.name + ".partial")
+    if partial.exists():
+        shutil.rmtree(partial)
+    write(partial)
+    if path.exists():
+        shutil.rmtree(path)
+    partial.rename(path)
+    sync_directory(path.parent)
 
 
 def write_durably(path: Path, text: str) -> None:

@@ -1,31 +1,41 @@
-"""What a run works with, checked as far as possible before anything starts."""
+"""What a run works with: configuration, tokenizer and data, checked before anything starts."""
 
 from __future__ import annotations
 
 import logging
+import os
 import tempfile
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any, TypeVar
 
-from transformers import AutoTokenizer, PreTrainedTokenizerBase
+from rl_refit.transports import find_transport
+from transformers import AutoConfig, AutoTokenizer, PreTrainedTokenizerBase
 
 from rl_policy import backends
-from rl_policy.config import RewardSection, RunConfig, Settings
-from rl_policy.data.datasets import arithmetic_problems
+from rl_policy.config import DataSection, RefitSection, RewardSection, RunConfig, Settings
 from rl_policy.data.batches import ProblemEncoder
-from rl_policy.data.datasets import Problem, ProblemSets, divide_problems, read_problems
-from rl_policy.data.datasets import ExactMatch
+from rl_policy.data.datasets import (
+    ExactMatch,
+    Problem,
+    ProblemSets,
+    arithmetic_problems,
+    divide_problems,
+    read_problems,
+)
 from rl_policy.data.tiny_model import build_tokenizer, tiny_model_config
+from rl_policy.generation.vllm.config import generation_of_policy
 from rl_policy.recipes import find_recipe
-from rl_policy.run.inputs import check_engines
+
+ItemT = TypeVar("ItemT")
 
 _LOGGER = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class RunInputs:
-    """The configuration, and what follows from it alone. A recipe derives its own from it.
+    """The configuration, and what follows from it alone. A recipe derives its own inputs from it.
 
     Attributes:
         config: Of the run.
@@ -99,6 +109,27 @@ def prepare_problems(
     return ProblemInputs(config=config, encoder=encoder, problems=problems, reward=reward)
 
 
+def read_own_data(
+    data: DataSection, read: Callable[..., list[ItemT]]
+) -> tuple[list[ItemT] | None, list[ItemT] | None]:
+    """Return the items of `data.path` and `data.heldout_path`, None for a path that is not set.
+
+    Args:
+        data: The section.
+        read: `read_problems`, or another function with its arguments.
+
+    Raises:
+        ValueError: A file cannot be read, or only `data.heldout_path` is set.
+    """
+    if data.path is None and data.heldout_path is not None:
+        raise ValueError(f"data.heldout_path={data.heldout_path} needs data.path")
+    heldout = data.heldout_path
+    return (
+        None if data.path is None else read(Path(data.path), key="data.path"),
+        None if heldout is None else read(Path(heldout), key="data.heldout_path"),
+    )
+
+
 def check_rows(rows: Sequence[Problem], *, encoder: ProblemEncoder, limit: int, key: str) -> None:
     """Raise `ValueError` unless every prompt fits into a sequence together with its answer.
 
@@ -140,9 +171,8 @@ def _load_tokenizer(config: RunConfig) -> PreTrainedTokenizerBase:
 
 def _load_problems(config: RunConfig, *, num_validation: int) -> ProblemSets:
     data = config.data
-    if data.path is None:
-        if data.heldout_path is not None:
-            raise ValueError(f"data.heldout_path={data.heldout_path} needs data.path")
+    problems, heldout = read_own_data(data, read_problems)
+    if problems is None:
         return arithmetic_problems(
             max_number=data.max_number,
             num_heldout=data.num_heldout,
@@ -150,11 +180,8 @@ def _load_problems(config: RunConfig, *, num_validation: int) -> ProblemSets:
             careless_share=data.careless_share,
             seed=config.seed,
         )
-    heldout = None
-    if data.heldout_path is not None:
-        heldout = read_problems(Path(data.heldout_path), key="data.heldout_path")
     return divide_problems(
-        read_problems(Path(data.path), key="data.path"),
+        problems,
         heldout=heldout,
         num_heldout=data.num_heldout,
         num_validation=num_validation,
@@ -194,7 +221,7 @@ def _length_limits(config: RunConfig) -> dict[str, int]:
     limits = {"policy.max_total_sequence_length": config.policy["max_total_sequence_length"]}
     engine = config.policy["generation"].get("vllm_cfg") or {}
     if config.has_engines and engine.get("max_model_len") is not None:
-        # An engine would end completions there, as if the policy had ended them itself.
+        # The engine would truncate completions there, as if the policy had ended them itself.
         limits["policy.generation.vllm_cfg.max_model_len"] = engine["max_model_len"]
     return limits
 
@@ -205,7 +232,7 @@ def _longest(problems: Iterable[Problem], lengths: Iterable[int]) -> tuple[str, 
 
 
 def _check_backend(config: RunConfig, policies: Sequence[Settings]) -> None:
-    """Let the backend check the sections `policy` that the run is going to use."""
+    """Let the backend validate the sections `policy` that the run is going to use."""
     worker_class = backends.load(backends.enabled_backend(config.policy))
     world_size = sum(config.cluster.bundle_ct_per_node_list)
     with tempfile.TemporaryDirectory() as directory:
@@ -220,9 +247,8 @@ def _check_backend(config: RunConfig, policies: Sequence[Settings]) -> None:
             worker_class.validate_config(policy, world_size=world_size, init_optimizer=True)
 
 
-# ENGINES
 def engine_section(config: RunConfig, *, model: str) -> Settings:
-    """Return the `GenerationConfig` of the engines: the policy's, and what follows from it."""
+    """Return the `GenerationConfig` of the engines: the policy's, completed."""
     return {**generation_of_policy(config.policy), "model_name": model}
 
 
@@ -233,20 +259,25 @@ def keeps_weights(config: RunConfig) -> bool:
 
 
 def check_engines(config: RunConfig) -> None:
-    """Let the engines check their section, before anything starts.
+    """Let the engines validate their section, before anything starts.
 
     Raises:
-        ValueError: What it says cannot be done; the message names key and numbers.
+        ValueError: Something it asks for cannot be done; the message names key and numbers.
         ImportError: The engines are not installed.
-        NotImplementedError: The training backend does not hand its weights over.
+        NotImplementedError: The training backend does not send weights.
     """
     if not config.has_engines:
         return
-    TrainingBackend.of_config(config.policy).require_sending()
+    backends.TrainingBackend.of_config(config.policy).require_sending()
     if (transport := config.section(RefitSection).transport) is not None:
         find_transport(transport)
-    _check_model(config)
-    engine_class: Any = load_engine(config.policy["generation"]["backend"])
+    given, own = config.policy["generation"].get("model_name"), config.policy["model_name"]
+    if given not in (None, own):
+        raise ValueError(
+            f"policy.generation.model_name={given!r} contradicts policy.model_name={own!r}: the "
+            "engines of a run sample from the policy's weights"
+        )
+    engine_class: Any = backends.load_engine(config.policy["generation"]["backend"])
     section = engine_section(config, model=config.policy["model_name"])
     engine_class.validate_config(section)
     if not config.has_builtin_model:
@@ -255,15 +286,6 @@ def check_engines(config: RunConfig) -> None:
     if not section["vllm_cfg"].get("weight_transfer", True):
         raise ValueError(
             "policy.generation.vllm_cfg.weight_transfer=False: a run gives its engines new weights"
-        )
-
-
-def _check_model(config: RunConfig) -> None:
-    given, own = config.policy["generation"].get("model_name"), config.policy["model_name"]
-    if given not in (None, own):
-        raise ValueError(
-            f"policy.generation.model_name={given!r} contradicts policy.model_name={own!r}: the "
-            "engines of a run sample from the policy's weights"
         )
 
 

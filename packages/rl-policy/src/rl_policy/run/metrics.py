@@ -1,4 +1,4 @@
-"""The measurements of a run: one JSON object a step, and TensorBoard events of the same."""
+"""The measurements of a run: JSON lines, TensorBoard events, the progress bar and the picture."""
 
 from __future__ import annotations
 
@@ -9,15 +9,22 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, field, fields
 from pathlib import Path
-from time import perf_counter
 from typing import ClassVar, TypeAlias
 
+from matplotlib.axes import Axes
+from matplotlib.backends.backend_agg import FigureCanvasAgg
+from matplotlib.figure import Figure
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+from rl_interfaces import TrainOutputSpec
 from torch.utils.tensorboard import SummaryWriter
 
 from rl_policy.run.directory import write_durably
 
 Row: TypeAlias = dict[str, float | None]
 """A line of `metrics.jsonl`: numbers by name, None if one was not measured or is not finite."""
+
+_REWARD_COLOR, _ACCURACY_COLOR = "#4c72b0", "#c44e52"
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -66,9 +73,9 @@ class StepMetrics:
 
 
 class MetricsLog(AbstractContextManager["MetricsLog"]):
-    """Writes the metrics of each step as they come.
+    """Appends the metrics of each step to the JSON lines and to TensorBoard.
 
-    A resumed run continues the files at its checkpoint: what was measured after it is dropped, and
+    A resumed run continues the files at its checkpoint: steps measured after it are dropped, and
     measured again.
 
     Args:
@@ -85,14 +92,10 @@ class MetricsLog(AbstractContextManager["MetricsLog"]):
         self._events = SummaryWriter(str(tensorboard), purge_step=purge_step)
 
     def write(self, metrics: StepMetrics) -> None:
-        """Write the metrics of one step. What is not finite becomes null: JSON has no name for it.
-
-        Args:
-            metrics: Of the step.
-        """
+        """Write the metrics of one step. What is not finite becomes null, as in JSON."""
         row = {name: _finite_or_none(value) for name, value in metrics.row().items()}
         self._file.write(json.dumps(row) + "\n")
-        # A reader may follow the file while the run goes on.
+        # A reader may follow the file during the run.
         self._file.flush()
         del row["step"]
         for name, value in {**row, **metrics.diagnostics}.items():
@@ -101,7 +104,7 @@ class MetricsLog(AbstractContextManager["MetricsLog"]):
         self._events.flush()
 
     def sync(self) -> None:
-        """Flush what was written to the disk."""
+        """Force what was written to the disk."""
         os.fsync(self._file.fileno())
 
     def __exit__(self, *exception: object) -> None:
@@ -110,50 +113,31 @@ class MetricsLog(AbstractContextManager["MetricsLog"]):
         self._events.close()
 
 
-class Stopwatch:
-    """Measures the parts of a step, in seconds by name."""
-
-    def __init__(self) -> None:
-        self.seconds: dict[str, float] = {}
-
-    @contextmanager
-    def measure(self, name: str) -> Iterator[None]:
-        """Record how long the block takes."""
-        started = perf_counter()
-        yield
-        self.seconds[name] = perf_counter() - started
-
-
 def read_metrics(path: Path) -> list[Row]:
     """Return the rows of a `metrics.jsonl`."""
     return [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
 
 
-def sum_micro_batches(
-    all_mb_metrics: Mapping[str, Sequence[float]], *, num_steps: int
-) -> dict[str, float]:
-    """Return the mean over optimizer steps of metrics that add up over micro-batches.
+def mean_metrics(result: TrainOutputSpec) -> dict[str, float]:
+    """Return what `train` measured as means over its optimizer steps.
 
     Args:
-        all_mb_metrics: `{name: one value per micro-batch}`, of all steps and ranks.
-        num_steps: Optimizer steps.
+        result: What `Policy.train` returned. The metrics of its loss add up over micro-batches to
+            a number of the global batch.
+
+    Returns:
+        `loss`, `grad_norm` unless in eval mode, and the loss's own metrics.
     """
+    num_steps = len(result["loss"])
     # An exact sum: the order in which ranks report must not change a digit.
-    return {name: math.fsum(values) / num_steps for name, values in all_mb_metrics.items()}
+    sums = {name: math.fsum(values) for name, values in result["all_mb_metrics"].items()}
+    means = {name: total / num_steps for name, total in sums.items()}
+    for name in ("loss", "grad_norm"):
+        if (values := result[name]) is not None:
+            means[name] = float(values.mean())
+    return means
 
 
-def _lines_up_to(path: Path, step: int) -> str:
-    """Return the lines of the steps up to `step`; the last line may be incomplete."""
-    lines = path.read_text(encoding="utf-8").splitlines(keepends=True)
-    complete = [line for line in lines if line.endswith("\n")]
-    return "".join(line for line in complete if json.loads(line)["step"] <= step)
-
-
-def _finite_or_none(value: float | None) -> float | None:
-    return value if value is not None and math.isfinite(value) else None
-
-
-# PROGRESS
 class RunDisplay:
     """A progress bar per phase of a run, and a line for each measurement.
 
@@ -189,14 +173,7 @@ class RunDisplay:
 
 
 class Phase:
-    """The bar of one phase.
-
-    Args:
-        progress: The display.
-        name: Of the phase.
-        total: Steps.
-        completed: Steps that were taken before.
-    """
+    """The bar of one phase, see `RunDisplay.phase`."""
 
     def __init__(self, progress: Progress, *, name: str, total: int, completed: int) -> None:
         self._progress = progress
@@ -222,12 +199,8 @@ class Phase:
             self._progress.console.print(line, highlight=False)
 
 
-# PLOT
-_REWARD, _ACCURACY = "#4c72b0", "#c44e52"
-
-
-def plot_reward(rows: Sequence[Mapping[str, Any]], path: Path) -> None:
-    """Write train reward and held-out accuracy over the steps as a PNG.
+def plot_reward(rows: Sequence[Row], path: Path) -> None:
+    """Write training reward and held-out accuracy over the steps as a PNG.
 
     Args:
         rows: The objects of `metrics.jsonl`.
@@ -236,11 +209,15 @@ def plot_reward(rows: Sequence[Mapping[str, Any]], path: Path) -> None:
     figure = Figure(figsize=(8, 4.5), layout="constrained")
     FigureCanvasAgg(figure)
     axes = figure.add_subplot()
-    reward = _points(rows, "reward_mean")
-    accuracy = _points(rows, "accuracy")
-    axes.plot(*_columns(reward), color=_REWARD, linewidth=1.2)
-    axes.plot(*_columns(accuracy), color=_ACCURACY, linewidth=2, marker="o", markersize=4)
-    _label_ends(axes, reward, accuracy)
+    reward, accuracy = _points(rows, "reward_mean"), _points(rows, "accuracy")
+    axes.plot(*_columns(reward), color=_REWARD_COLOR, linewidth=1.2)
+    axes.plot(*_columns(accuracy), color=_ACCURACY_COLOR, linewidth=2, marker="o", markersize=4)
+    is_reward_above = (reward[-1][1] if reward else 0.0) > (accuracy[-1][1] if accuracy else 0.0)
+    # The names stand beside the last points, one above the other, so that they never overlap.
+    _label_end(axes, reward, "train reward\n(sampled)", _REWARD_COLOR, is_above=is_reward_above)
+    _label_end(
+        axes, accuracy, "held-out accuracy\n(greedy)", _ACCURACY_COLOR, is_above=not is_reward_above
+    )
     axes.set_xlabel("GRPO step")
     axes.set_ylabel("share of answers that are right")
     axes.set_ylim(-0.02, 1.05)
@@ -252,31 +229,35 @@ def plot_reward(rows: Sequence[Mapping[str, Any]], path: Path) -> None:
     figure.savefig(path, dpi=150)
 
 
-def _label_ends(
-    axes: Axes, reward: list[tuple[int, float]], accuracy: list[tuple[int, float]]
+def _label_end(
+    axes: Axes, points: Sequence[tuple[float, float]], text: str, color: str, *, is_above: bool
 ) -> None:
-    """Write the name of each curve beside its last point, one above the other."""
-    reward_end, accuracy_end = (points[-1][1] if points else 0.0 for points in (reward, accuracy))
-    is_reward_above = reward_end > accuracy_end
-    for points, text, color, is_above in (
-        (reward, "train reward\n(sampled)", _REWARD, is_reward_above),
-        (accuracy, "held-out accuracy\n(greedy)", _ACCURACY, not is_reward_above),
-    ):
-        if points:
-            axes.annotate(
-                text,
-                points[-1],
-                xytext=(8, 2 if is_above else -2),
-                textcoords="offset points",
-                va="bottom" if is_above else "top",
-                color=color,
-                annotation_clip=False,
-            )
+    if points:
+        axes.annotate(
+            text,
+            points[-1],
+            xytext=(8, 2 if is_above else -2),
+            textcoords="offset points",
+            va="bottom" if is_above else "top",
+            color=color,
+            annotation_clip=False,
+        )
 
 
-def _points(rows: Sequence[Mapping[str, Any]], name: str) -> list[tuple[int, float]]:
-    return [(row["step"], row[name]) for row in rows if row[name] is not None]
+def _points(rows: Sequence[Row], name: str) -> list[tuple[float, float]]:
+    return [(row["step"] or 0, value) for row in rows if (value := row[name]) is not None]
 
 
-def _columns(points: list[tuple[int, float]]) -> tuple[list[int], list[float]]:
+def _columns(points: Sequence[tuple[float, float]]) -> tuple[list[float], list[float]]:
     return [step for step, _ in points], [value for _, value in points]
+
+
+def _lines_up_to(path: Path, step: int) -> str:
+    """Return the lines of the steps up to `step`; the last line may be incomplete."""
+    lines = path.read_text(encoding="utf-8").splitlines(keepends=True)
+    complete = [line for line in lines if line.endswith("\n")]
+    return "".join(line for line in complete if json.loads(line)["step"] <= step)
+
+
+def _finite_or_none(value: float | None) -> float | None:
+    return value if value is not None and math.isfinite(value) else None

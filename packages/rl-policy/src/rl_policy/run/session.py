@@ -1,24 +1,29 @@
-"""A run in progress: its inputs, files and devices, and the policies that it opens."""
+"""A run in progress: its devices, the policies it opens, the loop of steps, the summary."""
 
 from __future__ import annotations
 
-import shutil
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, Generic, TypeAlias, TypeVar
+from time import perf_counter
+from typing import Any, Generic, Protocol, TypeAlias, TypeVar
 
 from rl_policy.config import RunConfig, Settings
 from rl_policy.data.tiny_model import build_tiny_model, tiny_model_config
 from rl_policy.policy import Policy
 from rl_policy.ray.cluster import RayVirtualCluster
 from rl_policy.ray.session import SESSION
-from rl_policy.run.directory import CheckpointManager, RunState
-from rl_policy.run.directory import RunDirectory, sync_directory
+from rl_policy.recipes import find_recipe
+from rl_policy.run.directory import (
+    Checkpoint,
+    CheckpointManager,
+    RunDirectory,
+    RunState,
+    write_directory,
+)
 from rl_policy.run.inputs import RunInputs
-from rl_policy.run.metrics import MetricsLog
-from rl_policy.run.metrics import RunDisplay
+from rl_policy.run.metrics import MetricsLog, Phase, RunDisplay, StepMetrics, read_metrics
 
 InputsT = TypeVar("InputsT", bound=RunInputs, covariant=True)
 
@@ -149,19 +154,6 @@ def save_final(session: AnySession, policy: Policy) -> None:
     write_directory(session.directory.final, write)
 
 
-def write_directory(path: Path, write: Callable[[Path], None]) -> None:
-    """Write a directory under another name and rename it, replacing what is there."""
-    partial = path.with_name(path.name + ".partial")
-    if partial.exists():
-        shutil.rmtree(partial)
-    write(partial)
-    if path.exists():
-        shutil.rmtree(path)
-    partial.rename(path)
-    sync_directory(path.parent)
-
-
-# LOOP
 class Trainer(Protocol):
     """Takes and measures the steps of a recipe."""
 
@@ -265,7 +257,6 @@ def _record(
     )
 
 
-# EXEC
 @dataclass(frozen=True, kw_only=True, slots=True)
 class RunSummary:
     """The result of a run.
