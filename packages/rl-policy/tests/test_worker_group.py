@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 import ray
 from rl_policy import NamedSharding, RayVirtualCluster, RayWorkerGroup
-from rl_policy.ray.rank_calls import WorkerDiedError, WorkerGroupError
+from rl_policy.ray.worker_group import WorkerDiedError, WorkerGroupError
 
 pytestmark = pytest.mark.timeout(180)
 

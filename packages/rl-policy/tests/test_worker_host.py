@@ -1,5 +1,5 @@
 import pytest
-from rl_policy.ray.worker_group import rank_bundles
+from rl_policy.ray.cluster import rank_bundles
 from rl_policy.ray.worker_host import Placement, rank_environments
 
 

@@ -9,13 +9,13 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from rl_policy.policy import PathLike, Policy
     from rl_policy.ray.cluster import RayVirtualCluster
-    from rl_policy.ray.named_sharding import NamedSharding
+    from rl_policy.ray.worker_group import NamedSharding
     from rl_policy.ray.worker_group import RayWorkerGroup
 
 __all__ = ["NamedSharding", "PathLike", "Policy", "RayVirtualCluster", "RayWorkerGroup"]
 
 _HOMES = {
-    "NamedSharding": "rl_policy.ray.named_sharding",
+    "NamedSharding": "rl_policy.ray.worker_group",
     "PathLike": "rl_policy.policy",
     "Policy": "rl_policy.policy",
     "RayVirtualCluster": "rl_policy.ray.cluster",

@@ -1,1 +1,1 @@
-"""Inference engines over Ray: what all of them share here, each kind in a folder of its own."""
+"""Inference engines over Ray: each kind in a folder of its own, and in `state` what all share."""

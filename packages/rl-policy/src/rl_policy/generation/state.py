@@ -1,4 +1,4 @@
-"""What an inference engine may do now, as an explicit state: its memory, and its weights.
+"""The state of an inference engine: what of its memory is on the device, and its weights.
 
 call                      memory needed   weights needed      leads to
 generate                  weights, cache  committed           same
@@ -7,75 +7,87 @@ wake(tags)                any             any                 these tags awake
 begin_update(version)     weights         any, and older      updating
 commit_update(version)    weights         updating, received  committed (or is already)
 a failed update           -               -                   lost, until a full resend
+
+Version and weights are a `rl_refit.protocol.transaction.WeightVersion`, the state machine of every
+receiver; here "updating" is its "in progress" and "loaded", and "lost" its "poisoned".
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from enum import Enum
+
+from rl_refit.protocol.transaction import State, WeightVersion
 
 INITIAL_VERSION = -1
 """The version of the weights that an engine has loaded by itself, before any refit."""
 
 TAGS = ("weights", "kv_cache")
-"""The parts of an engine's memory that wake on their own."""
+"""The parts of an engine's memory that can wake separately."""
+
+_LABELS = {State.READY: "committed", State.IN_PROGRESS: "updating", State.LOADED: "updating"}
 
 
 class EngineStateError(RuntimeError):
-    """A call came in a state that does not allow it."""
-
-
-class WeightState(Enum):
-    """What the weights are."""
-
-    COMMITTED = "committed"
-    """Whole, of one version."""
-    UPDATING = "updating"
-    """A refit is in flight."""
-    LOST = "lost"
-    """A refit failed or the memory was given away: nothing may be sampled from them."""
+    """The engine's state does not allow the call."""
 
 
 class EngineState:
     """The state of one engine, and the rules of the module's table."""
 
     def __init__(self) -> None:
-        self.version = INITIAL_VERSION
-        self.weights = WeightState.COMMITTED
-        self.has_received = False
         self._awake: set[str] = set(TAGS)
-        self._why_lost = ""
-        self.incoming = INITIAL_VERSION
+        self._weights = WeightVersion(rank=0)
+        # The engine has loaded its first weights itself: valid, and older than any refit.
+        self._weights.begin(INITIAL_VERSION)
+        self._weights.set_loaded()
+        self._weights.commit(INITIAL_VERSION)
+        self._lost_by = ""
+
+    @property
+    def version(self) -> int:
+        """The committed version."""
+        assert self._weights.committed is not None, "the constructor commits one"
+        return self._weights.committed
+
+    @property
+    def incoming(self) -> int:
+        """The version of the last `begin_update`."""
+        assert self._weights.begun is not None, "the constructor begins one"
+        return self._weights.begun
+
+    @property
+    def is_committed(self) -> bool:
+        """Whether the weights are exactly those of `version`."""
+        return self._weights.state is State.READY
 
     def require_generate(self) -> None:
-        """Raise `EngineStateError` unless the engine may sample."""
-        asleep = self.asleep()
-        if asleep:
+        """Raise `EngineStateError` unless the engine can sample."""
+        if asleep := self.asleep():
             raise EngineStateError(
                 f"generate is not allowed while {' and '.join(asleep)} sleep: "
                 "call prepare_for_generation() first"
             )
-        if self.weights is WeightState.UPDATING:
+        if self._is_updating():
             raise EngineStateError(
                 f"generate is not allowed while weights of version {self.incoming} are on their "
                 "way: call commit_update() when all have arrived"
             )
-        if self.weights is WeightState.LOST:
+        if not self.is_committed:
             raise EngineStateError(
-                f"generate is not allowed: {self._why_lost}. Send all weights again, from "
+                f"generate is not allowed: {self._lost_by}. Send all weights again, from "
                 "begin_update() to commit_update()"
             )
 
     def sleep(self, *, level: int) -> None:
-        """Record that memory was given away; on level 2 the weights are gone for good."""
-        if self.weights is WeightState.UPDATING:
+        """Record that the device's memory is freed; on level 2 the weights are dropped."""
+        if self._is_updating():
             self.lose(f"the refit to version {self.incoming} was given up for the engine's sleep")
         self._awake.clear()
         if level == 2:
             self.lose("the engine's sleep (generation.vllm_cfg.sleep_level=2) dropped the weights")
 
     def asleep(self, tags: Sequence[str] | None = None) -> list[str]:
-        """Return which of `tags`, or None for all, sleep.
+        """Return which of `tags` are asleep; None: of all.
 
         Raises:
             ValueError: A tag is unknown.
@@ -87,15 +99,15 @@ class EngineState:
         return [tag for tag in TAGS if tag in wanted and tag not in self._awake]
 
     def wake(self, tags: Sequence[str]) -> None:
-        """Record that the memory behind `tags` is there."""
+        """Record that the memory of `tags` is on the device."""
         self._awake.update(tags)
 
     def begin_update(self, version: int) -> None:
-        """Record that weights of `version` are coming.
+        """Record that a refit to `version` has begun.
 
         Raises:
-            EngineStateError: The weights sleep.
-            ValueError: `version` is not newer than what the engine has.
+            EngineStateError: The weights are asleep.
+            ValueError: `version` is not newer than the committed one. Nothing changes.
         """
         if "weights" not in self._awake:
             raise EngineStateError(
@@ -106,15 +118,14 @@ class EngineState:
             raise ValueError(
                 f"version={version} is not newer than version {self.version}, which the engine has"
             )
-        self.weights = WeightState.UPDATING
-        self.has_received = False
-        self.incoming = version
+        self._weights.begin(version)
 
     def require_update(self, call: str, version: int) -> None:
-        """Raise `EngineStateError` unless weights of `version` are on their way."""
-        if self.weights is not WeightState.UPDATING:
+        """Raise `EngineStateError` unless a refit to `version` has begun."""
+        if not self._is_updating():
+            label = _LABELS.get(self._weights.state, "lost")
             raise EngineStateError(
-                f"{call}({version}) is not allowed while the weights are {self.weights.value}: "
+                f"{call}({version}) is not allowed while the weights are {label}: "
                 f"call begin_update({version}) first"
             )
         if version != self.incoming:
@@ -123,26 +134,27 @@ class EngineState:
             )
 
     def receive(self) -> None:
-        """Record that all weights have arrived."""
-        self.has_received = True
+        """Record that all weights are loaded."""
+        self._weights.set_loaded()
 
     def require_commit(self, version: int) -> None:
-        """Raise `EngineStateError` unless weights of `version` have arrived in full."""
+        """Raise `EngineStateError` unless all weights of `version` are loaded."""
         self.require_update("commit_update", version)
-        if not self.has_received:
+        if not self._weights.is_loaded(version):
             raise EngineStateError(f"commit_update({version}): not all weights have arrived")
 
     def has_committed(self, version: int) -> bool:
         """Return whether the engine's weights are those of `version`."""
-        return self.weights is WeightState.COMMITTED and self.version == version
+        return self.is_committed and self.version == version
 
     def commit(self) -> None:
-        """Record that the weights that arrived are the engine's own."""
-        self.version = self.incoming
-        self.weights = WeightState.COMMITTED
-        self.has_received = False
+        """Make the loaded weights the committed ones."""
+        self._weights.commit(self.incoming)
 
     def lose(self, reason: str) -> None:
-        """Record why nothing may be sampled from the weights any more."""
-        self.weights = WeightState.LOST
-        self._why_lost = reason
+        """Record why the weights are undefined until a full refit."""
+        self._lost_by = reason
+        self._weights.poison(reason)
+
+    def _is_updating(self) -> bool:
+        return self._weights.state in (State.IN_PROGRESS, State.LOADED)

@@ -1,51 +1,115 @@
-"""Devices for a policy: bundles of a Ray cluster, one per rank."""
+"""Devices for a policy: bundles of a Ray cluster, one per rank, and the Ray that holds them."""
 
 from __future__ import annotations
 
 import logging
+import os
 import socket
 import sys
 from collections.abc import Sequence
 from time import monotonic
+from typing import TYPE_CHECKING
 from uuid import uuid4
 
 import ray
 from ray.exceptions import GetTimeoutError
-from ray.util.placement_group import PlacementGroup, placement_group, remove_placement_group
+from ray.util.placement_group import (
+    PlacementGroup,
+    placement_group,
+    placement_group_table,
+    remove_placement_group,
+)
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
-from rl_policy.ray.session import SESSION
+if TYPE_CHECKING:
+    from rl_interfaces import Cluster
 
 logger = logging.getLogger(__name__)
 
 _STRATEGIES = ("SPREAD", "PACK", "STRICT_SPREAD", "STRICT_PACK")
 # Long enough for a node that is just joining, short enough not to look like a hang.
 _RESERVE_LIMIT_S = 60.0
-# After which a user wants to know what is being waited for.
+# A reservation that takes longer is reported in the log.
 _PATIENCE_S = 3.0
 
 
+class RaySession:
+    """Reference count of the Ray that this process has started, if it has started one.
+
+    A Ray that was running before, or that the program has initialised itself, is joined and never
+    shut down. A local one that was started here is shut down with its last user.
+    """
+
+    def __init__(self) -> None:
+        self._started = False
+        self._users: set[int] = set()
+
+    @property
+    def is_local(self) -> bool:
+        """Whether Ray was started here, and so runs on this machine alone."""
+        return self._started
+
+    def enter(self, user: int, *, num_cpus: int) -> None:
+        """Register a user, and connect to Ray first if this process is not connected.
+
+        Args:
+            user: An id, the same as for `leave`.
+            num_cpus: Logical CPUs that a local Ray offers at least, however many cores there are.
+        """
+        if not ray.is_initialized():
+            self._users.clear()
+            self._started = _join_or_start(num_cpus)
+        if self._started:
+            self._users.add(user)
+
+    def leave(self, user: int) -> None:
+        """Unregister a user; without users left, shut down the Ray that was started here."""
+        self._users.discard(user)
+        if self._started and not self._users:
+            self._started = False
+            if ray.is_initialized():
+                ray.shutdown(wait_for_processes=True)
+
+
+SESSION = RaySession()
+"""The session of this process: `ray.init` connects a process to one Ray."""
+
+
+def _join_or_start(num_cpus: int) -> bool:
+    """Connect to Ray; return whether a local one had to be started."""
+    num_cpus = max(num_cpus, os.cpu_count() or 1)
+    try:
+        ray.init(num_cpus=num_cpus, include_dashboard=False, logging_level=logging.ERROR)
+    except ValueError as refusal:
+        # `ray.init` refuses num_cpus if it finds a running Ray, and there is no public way to look
+        # for one beforehand.
+        logger.debug("joining a running Ray: %s", refusal)
+        ray.init(logging_level=logging.ERROR)
+        return False
+    return True
+
+
 class RayVirtualCluster:
-    """Bundles on one or more nodes, reserved when they are first asked for.
+    """Bundles on one or more nodes, reserved when they are first needed.
 
     A running Ray is joined, otherwise a local one is started, which `shutdown` ends again. A bundle
-    holds one GPU where GPUs are used, and a CPU for each worker group that may share it: a rank
-    takes one of its bundle's CPUs and the same part of its GPU. CPUs are logical, so a local Ray
-    runs four ranks on two cores.
+    holds one GPU if GPUs are used, and one CPU for each worker group that may share it: a rank
+    takes one of the bundle's CPUs and the same fraction of its GPU. CPUs are logical, so a local
+    Ray runs four ranks on two cores.
 
     Example, two nodes with four ranks each, shared by a trainer and an inference engine:
         RayVirtualCluster(bundle_ct_per_node_list=[4, 4], max_colocated_worker_groups=2)
 
     Args:
         bundle_ct_per_node_list: Ranks per node, one placement group each.
-        use_gpus: Whether a bundle holds a GPU. None: where Ray sees any.
+        use_gpus: Whether a bundle holds a GPU. None: if Ray has any.
         max_colocated_worker_groups: Worker groups that may run in the same bundles.
         num_gpus_per_node: Most GPUs that a node has.
-        name: Names the placement groups.
+        name: Prefix of the placement groups' names.
         placement_group_strategy: Ray's, for the bundles of each placement group.
 
     Raises:
-        ValueError: An argument makes no sense.
+        ValueError: An argument is out of range; names it and the numbers.
     """
 
     def __init__(
@@ -86,8 +150,8 @@ class RayVirtualCluster:
         """Return the placement groups that hold the bundles, in node order.
 
         Raises:
-            ValueError: The Ray that was started here can never hold them.
-            TimeoutError: They were not free in time. The message names asked and available.
+            ValueError: The Ray that was started here has too few resources.
+            TimeoutError: The resources were not free in time; names requested and available ones.
             RuntimeError: The cluster is shut down.
         """
         if self._is_shut_down:
@@ -115,7 +179,7 @@ class RayVirtualCluster:
             raise TimeoutError(message) from error
 
     def shutdown(self) -> None:
-        """Give the bundles back, and end Ray if it was started here. Calling it twice is fine."""
+        """Release the bundles, and end Ray if it was started here. Idempotent."""
         self._is_shut_down = True
         if self._placement_groups is None:
             return
@@ -125,7 +189,7 @@ class RayVirtualCluster:
         SESSION.leave(id(self))
 
     def __del__(self) -> None:
-        """Shut down, unless the interpreter is going away and takes Ray with it."""
+        """Shut down, unless the interpreter exits, which ends Ray by itself."""
         if not sys.is_finalizing():
             self.shutdown()
 
@@ -155,7 +219,7 @@ class RayVirtualCluster:
         return groups
 
     def _name_of(self, node: int) -> str:
-        # Ray wants names to be unique, and takes "" for no name.
+        # Names must be unique in a Ray cluster; "" means none.
         return f"{self._name}-{node}-{uuid4().hex[:8]}" if self._name else ""
 
     def _check_gpus_per_node(self) -> None:
@@ -203,3 +267,54 @@ def _address_and_free_port() -> tuple[str, int]:
     with socket.socket() as probe:
         probe.bind(("", 0))
         return ray.util.get_node_ip_address(), probe.getsockname()[1]
+
+
+def rank_bundles(
+    bundle_nodes: Sequence[Sequence[str]], *, workers_per_node: Sequence[int] | None = None
+) -> list[tuple[int, int]]:
+    """Return the placement group and bundle of each rank; ranks of a node are consecutive.
+
+    Example, two placement groups of two bundles that Ray has spread over nodes `a` and `b`:
+        rank_bundles([["a", "b"], ["a", "b"]]) -> [(0, 0), (1, 0), (0, 1), (1, 1)]
+
+    Args:
+        bundle_nodes: The node of each bundle of each placement group, see `bundle_nodes`.
+        workers_per_node: How many of each placement group's bundles to use. None: all.
+
+    Raises:
+        ValueError: More bundles are requested than there are, or none.
+    """
+    counts = [len(nodes) for nodes in bundle_nodes]
+    used = list(workers_per_node) if workers_per_node is not None else counts
+    if len(used) != len(counts):
+        raise ValueError(f"workers_per_node={used} does not fit {len(counts)} nodes")
+    for node, (wanted, count) in enumerate(zip(used, counts, strict=True)):
+        if not 1 <= wanted <= count:
+            raise ValueError(
+                f"workers_per_node={wanted} for node {node}, which has {count} bundles"
+            )
+    bundles = [(group, bundle) for group, wanted in enumerate(used) for bundle in range(wanted)]
+    # A placement group may span nodes (and two groups share one), while torch's collectives and
+    # tensor parallelism expect the ranks of a node to be neighbours.
+    order: dict[str, int] = {}
+    for group, bundle in bundles:
+        order.setdefault(bundle_nodes[group][bundle], len(order))
+    return sorted(bundles, key=lambda place: order[bundle_nodes[place[0]][place[1]]])
+
+
+def bundles_per_node(
+    cluster: Cluster, workers_per_node: int | Sequence[int] | None
+) -> list[int] | None:
+    """Return how many bundles of each node to use; None for all of them."""
+    if isinstance(workers_per_node, int):
+        return [workers_per_node] * len(cluster.get_placement_groups())
+    return None if workers_per_node is None else list(workers_per_node)
+
+
+def bundle_nodes(cluster: Cluster) -> list[list[str]]:
+    """Return Ray's id of the node of each bundle of each placement group."""
+    nodes: list[list[str]] = []
+    for group in cluster.get_placement_groups():
+        by_bundle = placement_group_table(group)["bundles_to_node_id"]
+        nodes.append([by_bundle[bundle] for bundle in range(group.bundle_count)])
+    return nodes

@@ -1,36 +1,145 @@
-"""One worker per rank, each in a Ray actor of its own, called together."""
+"""One worker per rank, each in a Ray actor of its own, called together.
+
+`NamedSharding` says where each rank stands in the parallel layout, `RayWorkerGroup` starts the
+ranks and calls them, and `wait_for_ranks` with `root_failure` finds, when a call fails, the one
+failure that explains the others.
+"""
 
 from __future__ import annotations
 
 import logging
 import os
+import re
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from time import monotonic
 from typing import TYPE_CHECKING, Any, NoReturn
 
+import numpy as np
 import ray
-from ray.util.placement_group import placement_group_table
+import torch.distributed
+from ray.exceptions import RayActorError, RayError, RayTaskError
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
-from rl_policy.ray.rank_calls import (
-    GRACE_S,
-    Outcome,
-    WorkerGroupError,
-    root_failure,
-    to_exception,
-    wait_for_ranks,
-)
-from rl_policy.ray.worker_host import WorkerHost, rank_environments
+from rl_policy.ray.cluster import bundle_nodes, rank_bundles
+from rl_policy.ray.worker_host import HostedWorker, WorkerHost, rank_environments
 
 if TYPE_CHECKING:
+    from numpy.typing import ArrayLike
+    from ray.actor import ActorHandle
     from ray.util.placement_group import PlacementGroup
-    from rl_interfaces import Cluster
-
-    from rl_policy.ray.named_sharding import NamedSharding
+    from rl_interfaces import Cluster, ParallelLayout
 
 logger = logging.getLogger(__name__)
 
 _DATA_AXIS = "data_parallel"
+# How long the other ranks have to fail too, once one has: long enough for Ray to notice the death
+# that made a peer's connection break.
+GRACE_S = 3.0
+# The errors of gloo and NCCL on the ranks that outlive the one that failed.
+_PEER_ERROR = re.compile(r"gloo|nccl|closed by peer|reset by peer|broken pipe", re.IGNORECASE)
+_COLOR = re.compile(r"\x1b\[[0-9;]*m")
+
+
+class NamedSharding:
+    """A grid of ranks with named axes.
+
+    Example, 4 ranks as two data-parallel groups of two tensor-parallel ranks:
+        sharding = NamedSharding([[0, 1], [2, 3]], ["data_parallel", "tensor_parallel"])
+        sharding.get_worker_coords(2)                  -> {"data_parallel": 1, "tensor_parallel": 0}
+        sharding.get_ranks_by_coord(tensor_parallel=1) -> [1, 3]
+
+    Args:
+        layout: The rank of each cell: unique integers, `len(names)` dimensions.
+        names: The name of each dimension, outermost first.
+
+    Raises:
+        ValueError: The layout does not fit the names, or a rank is not unique.
+    """
+
+    def __init__(self, layout: ArrayLike, names: Sequence[str]) -> None:
+        ranks = np.asarray(layout)
+        if not np.issubdtype(ranks.dtype, np.integer):
+            raise ValueError(f"the layout must hold integers, got {ranks.dtype}")
+        if ranks.ndim != len(names):
+            raise ValueError(f"the layout has {ranks.ndim} dimensions, names has {list(names)}")
+        if len(set(names)) != len(names):
+            raise ValueError(f"an axis is named twice: {list(names)}")
+        values, counts = np.unique(ranks, return_counts=True)
+        if (counts > 1).any():
+            raise ValueError(f"ranks stand twice in the layout: {values[counts > 1].tolist()}")
+        self._ranks = ranks.copy()
+        self._ranks.flags.writeable = False
+        self.names = tuple(names)
+
+    @classmethod
+    def from_layout(cls, layout: ParallelLayout) -> NamedSharding:
+        """Return the grid of a backend's layout: pipeline outermost, tensor innermost."""
+        names = ("pipeline_parallel", _DATA_AXIS, "context_parallel", "tensor_parallel")
+        shape = [getattr(layout, name) for name in names]
+        return cls(np.arange(layout.world_size).reshape(shape), names)
+
+    @property
+    def shape(self) -> dict[str, int]:
+        """The size of each axis."""
+        return dict(zip(self.names, self._ranks.shape, strict=True))
+
+    @property
+    def size(self) -> int:
+        """The number of ranks."""
+        return self._ranks.size
+
+    def get_axis_size(self, name: str) -> int:
+        """Return the size of one axis.
+
+        Raises:
+            ValueError: The axis is unknown.
+        """
+        if name not in self.names:
+            raise ValueError(f"{name!r} is not an axis, the axes are {list(self.names)}")
+        return self.shape[name]
+
+    def get_worker_coords(self, rank: int) -> dict[str, int]:
+        """Return the position of `rank` on every axis.
+
+        Raises:
+            ValueError: The rank is unknown.
+        """
+        found = np.argwhere(self._ranks == rank)
+        if len(found) == 0:
+            raise ValueError(f"rank {rank} is not in the layout of {self.size} ranks")
+        return dict(zip(self.names, found[0].tolist(), strict=True))
+
+    def get_ranks_by_coord(self, **coords: int) -> list[int]:
+        """Return the ranks at the given positions, in the order of the layout.
+
+        Args:
+            coords: A position per axis name. An axis that is left out takes all its positions.
+
+        Raises:
+            ValueError: An axis is unknown, or has no such position.
+        """
+        for name, position in coords.items():
+            size = self.get_axis_size(name)
+            if not 0 <= position < size:
+                raise ValueError(f"{name}={position} is outside the axis, which has size {size}")
+        index = tuple(coords.get(name, slice(None)) for name in self.names)
+        return np.atleast_1d(self._ranks[index]).flatten().tolist()
+
+
+class WorkerGroupError(RuntimeError):
+    """The ranks cannot be called any more."""
+
+
+class WorkerDiedError(WorkerGroupError):
+    """The process of a rank has ended."""
+
+
+class RemoteTraceback(Exception):
+    """The traceback on the rank, as the cause of the exception that the driver raises."""
+
+    def __str__(self) -> str:
+        return f"\n{self.args[0]}"
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -42,16 +151,33 @@ class RankCall:
     refs: list[ray.ObjectRef]
     """One future per rank."""
     result_ranks: list[int]
-    """The ranks whose results count; the others hold copies and return None."""
+    """The ranks whose results are used; the others hold the same and return None."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Outcome:
+    """The results and failures of a call."""
+
+    results: dict[int, Any] = field(default_factory=dict)
+    """What each rank returned."""
+    failures: dict[int, Exception] = field(default_factory=dict)
+    """What Ray raised for each rank that failed."""
+    unfinished: list[int] = field(default_factory=list)
+    """Ranks that were still running when the wait ended."""
+
+    @property
+    def is_idle(self) -> bool:
+        """Whether every rank is alive and can take the next call."""
+        return not self.unfinished and not any(map(_is_death, self.failures.values()))
 
 
 class RayWorkerGroup:
     """The workers of one backend on the bundles of a cluster.
 
     A call goes to every rank. When a rank fails, the others get a few seconds to fail as well, and
-    what is raised is the failure behind them: the exception of the worker itself, or
-    `WorkerDiedError`. The group stays usable as long as every rank is alive and idle; otherwise all
-    its actors are ended and later calls raise `WorkerGroupError`.
+    the root cause is raised: the exception of the worker itself, or `WorkerDiedError`. The group
+    stays usable as long as every rank is alive and idle; otherwise all its actors are killed and
+    later calls raise `WorkerGroupError`.
 
     Args:
         cluster: Where the ranks run.
@@ -59,12 +185,12 @@ class RayWorkerGroup:
         worker_args: Its positional arguments, pickled once for all ranks.
         worker_kwargs: Its keyword arguments, pickled once for all ranks.
         sharding: The axes of the ranks, one of which is `data_parallel`.
-        name: Names the group in errors and its ranks in what they print.
+        name: Name of the group in errors, and prefix of its ranks' output.
         workers_per_node: How many bundles of each placement group to use. None: all.
-        start_timeout_s: Seconds that the start of all ranks may take together.
+        start_timeout_s: Limit of each step of the start, in seconds.
 
     Raises:
-        ValueError: The bundles are not as many as the ranks of `sharding`.
+        ValueError: The number of bundles is not the number of ranks of `sharding`.
         TimeoutError: The start took too long; the message names the ranks.
         Exception: Whatever the constructor of a worker raised.
     """
@@ -72,9 +198,9 @@ class RayWorkerGroup:
     def __init__(
         self,
         cluster: Cluster,
-        worker_class: Callable[..., Any],
-        worker_args: Sequence[Any] = (),
-        worker_kwargs: Mapping[str, Any] | None = None,
+        worker_class: Callable[..., HostedWorker],
+        worker_args: Sequence[object] = (),
+        worker_kwargs: Mapping[str, object] | None = None,
         *,
         sharding: NamedSharding,
         name: str = "worker",
@@ -83,21 +209,17 @@ class RayWorkerGroup:
     ) -> None:
         self.name = name
         self.sharding = sharding
-        self._hosts: list[Any] = []
+        self._hosts: list[ActorHandle] = []
         self._failure: Exception | None = None
         self._ended_in_order: bool | None = None
         groups = cluster.get_placement_groups()
-        bundles = rank_bundles(
-            [bundle_nodes(group) for group in groups], workers_per_node=workers_per_node
-        )
+        bundles = rank_bundles(bundle_nodes(cluster), workers_per_node=workers_per_node)
         if len(bundles) != sharding.size:
             raise ValueError(f"{len(bundles)} bundles do not fit {sharding.size} ranks")
         try:
             for rank, (node, bundle) in enumerate(bundles):
                 self._hosts.append(_create_host(groups[node], bundle, name=name, rank=rank))
-            self._start(
-                cluster, (worker_class, worker_args, worker_kwargs or {}), limit_s=start_timeout_s
-            )
+            self._start((worker_class, worker_args, worker_kwargs or {}), start_timeout_s)
         except BaseException:
             self._kill()
             raise
@@ -109,36 +231,40 @@ class RayWorkerGroup:
 
     @property
     def has_ended(self) -> bool:
-        """Whether no call is taken any more, after a failure or `shutdown`."""
+        """Whether calls are refused, after a failure or `shutdown`."""
         return self._failure is not None
 
-    def run_all(self, method: str, *args: Any, **kwargs: Any) -> list[Any]:
+    def run_all(self, method: str, *args: object, **kwargs: object) -> list[Any]:
         """Call `method` with the same arguments on every rank; return one result per rank."""
         return self.wait(self.submit_all(method, *args, **kwargs))
 
-    def run_sharded(self, method: str, shards: Sequence[Any], **kwargs: Any) -> list[Any]:
-        """Call `method` with a shard of its own on each data-parallel coordinate.
+    def run_sharded(self, method: str, shards: Sequence[object], **kwargs: object) -> list[Any]:
+        """Call `method` on every rank, each data-parallel coordinate with its own shard.
 
         Args:
-            method: The method.
+            method: The method's name.
             shards: One per data-parallel coordinate; all ranks of a coordinate get the same.
-            kwargs: What every rank gets.
+            kwargs: Keyword arguments, the same for every rank.
 
         Returns:
             One result per data-parallel coordinate, of the first rank on the other axes.
         """
         return self.wait(self.submit_sharded(method, shards, **kwargs))
 
-    def submit_all(self, method: str, *args: Any, **kwargs: Any) -> RankCall:
+    def submit_all(self, method: str, *args: object, **kwargs: object) -> RankCall:
         """Start what `run_all` runs, without waiting for it."""
         ranks = list(range(self.world_size))
         return self._submit(method, [args] * self.world_size, kwargs, result_ranks=ranks)
 
-    def submit_sharded(self, method: str, shards: Sequence[Any], **kwargs: Any) -> RankCall:
+    def submit_sharded(
+        self, method: str, shards: Sequence[object], **kwargs: object
+    ) -> RankCall:
         """Start what `run_sharded` runs, without waiting for it."""
         size = self.sharding.get_axis_size(_DATA_AXIS)
         if len(shards) != size:
             raise ValueError(f"{len(shards)} shards do not fit {_DATA_AXIS}={size}")
+        # Once per shard, not once per rank: all ranks of a coordinate, and all ranks on a node, map
+        # the same copy in Ray's object store.
         stored = [ray.put(shard) for shard in shards]
         coords = [self.sharding.get_worker_coords(rank) for rank in range(self.world_size)]
         args = [(stored[coord[_DATA_AXIS]],) for coord in coords]
@@ -151,51 +277,56 @@ class RayWorkerGroup:
     def wait(
         self, call: RankCall, timeout_s: float | None = None, *, grace_s: float = GRACE_S
     ) -> list[Any]:
-        """Return the results of a call, or raise what made it fail.
+        """Return the results of a call, or raise its root failure.
 
         Args:
-            call: What `submit_all` or `submit_sharded` has returned.
-            timeout_s: Most seconds to wait; a group that takes longer is ended. None: as long as
+            call: Returned by `submit_all` or `submit_sharded`.
+            timeout_s: Limit in seconds, after which the group is killed. None: wait as long as
                 every rank is alive.
-            grace_s: Seconds that the other ranks have to answer too, once one has failed. What
-                has not by then is ended.
+            grace_s: Seconds that the other ranks have to finish once one has failed; the group is
+                killed if one has not by then.
         """
-        refs = dict(enumerate(call.refs))
-        outcome = wait_for_ranks(refs, timeout_s=timeout_s, grace_s=grace_s)
+        outcome = wait_for_ranks(call.refs, timeout_s=timeout_s, grace_s=grace_s)
         if outcome.failures:
             self._fail(outcome, call.method)
         if outcome.unfinished:
-            self._failure = self._lateness(outcome, call.method, timeout_s)
+            self._failure = TimeoutError(
+                f"ranks {sorted(outcome.unfinished)} of {self.name} did not finish {call.method} "
+                f"within {timeout_s:.0f} s"
+            )
             self._kill()
             raise self._failure
         return [outcome.results[rank] for rank in call.result_ranks]
 
     def shutdown(self, timeout_s: float = 10.0) -> bool:
-        """End every rank; calling it twice is fine.
+        """End every rank. Idempotent.
 
         Args:
-            timeout_s: Seconds that the workers get to leave their process group.
+            timeout_s: Seconds that the workers have to destroy their process groups.
 
         Returns:
-            True when every worker ended in order, False when one had to be killed or had died.
+            True if every worker ended in order, False if one had to be killed or had died.
         """
         if self._ended_in_order is None:
-            self._ended_in_order = False  # stands where leaving is interrupted
+            self._ended_in_order = False  # remains if this is interrupted
             try:
-                self._ended_in_order = self._failure is None and self._leave(timeout_s)
+                self._ended_in_order = self._failure is None and self._shut_workers_down(timeout_s)
             finally:
                 self._failure = self._failure or WorkerGroupError("it was shut down")
                 self._kill()
         return self._ended_in_order
 
     def _start(
-        self, cluster: Cluster, construction: tuple[Callable[..., Any], Any, Any], *, limit_s: float
+        self,
+        construction: tuple[Callable[..., HostedWorker], Sequence[object], Mapping[str, object]],
+        timeout_s: float,
     ) -> None:
-        placements = self._collect(
-            "locate", [host.locate.remote() for host in self._hosts], limit_s
-        )
-        first = self._hosts[0].reserve_address.remote()
-        ((address, port),) = self._collect("reserve_address", [first], limit_s)
+        placements = self.wait(self._call_hosts("locate"), timeout_s)
+        # Rank 0 holds the port from here on, so that no other process can take it before the
+        # worker's rendezvous listens there.
+        address = self._hosts[0].reserve_address.remote()
+        reserved = RankCall(method="reserve_address", refs=[address], result_ranks=[0])
+        ((address, port),) = self.wait(reserved, timeout_s)
         environments = rank_environments(
             placements,
             address=address,
@@ -207,21 +338,19 @@ class RayWorkerGroup:
             host.construct.remote(environment, *stored)
             for host, environment in zip(self._hosts, environments, strict=True)
         ]
-        self._collect("__init__", refs, limit_s)
+        ranks = list(range(self.world_size))
+        self.wait(RankCall(method="__init__", refs=refs, result_ranks=ranks), timeout_s)
 
-    def _collect(self, method: str, refs: Sequence[ray.ObjectRef], limit_s: float) -> list[Any]:
-        outcome = wait_for_ranks(dict(enumerate(refs)), timeout_s=limit_s)
-        if outcome.failures:
-            self._fail(outcome, method)
-        if outcome.unfinished:
-            raise self._lateness(outcome, method, limit_s)
-        return [outcome.results[rank] for rank in range(len(refs))]
+    def _call_hosts(self, method: str) -> RankCall:
+        """Start a call of the `WorkerHost`s themselves."""
+        refs = [getattr(host, method).remote() for host in self._hosts]
+        return RankCall(method=method, refs=refs, result_ranks=list(range(self.world_size)))
 
     def _submit(
         self,
         method: str,
-        args: Sequence[Sequence[Any]],
-        kwargs: Mapping[str, Any],
+        args: Sequence[Sequence[object]],
+        kwargs: Mapping[str, object],
         *,
         result_ranks: list[int],
     ) -> RankCall:
@@ -233,7 +362,9 @@ class RayWorkerGroup:
                 keep = rank in result_ranks
                 refs.append(host.call.remote(method, keep, *args[rank], **kwargs))
         except BaseException:
-            if refs:  # some ranks have a call that the others are never going to get
+            # Some ranks have received a call that the others never will: they would wait for them
+            # in the next collective.
+            if refs:
                 reached = f"{method} reached {len(refs)} of {self.world_size} ranks"
                 self._failure = WorkerGroupError(reached)
                 self._kill()
@@ -251,17 +382,10 @@ class RayWorkerGroup:
             self._kill()
         raise error
 
-    def _lateness(self, outcome: Outcome, method: str, limit_s: float | None) -> TimeoutError:
-        ranks = sorted(outcome.unfinished)
-        return TimeoutError(
-            f"ranks {ranks} of {self.name} did not finish {method} within {limit_s:.0f} s"
-        )
-
-    def _leave(self, timeout_s: float) -> bool:
+    def _shut_workers_down(self, timeout_s: float) -> bool:
         if not ray.is_initialized():
             return False
-        refs = [host.shutdown.remote() for host in self._hosts]
-        outcome = wait_for_ranks(dict(enumerate(refs)), timeout_s=timeout_s)
+        outcome = wait_for_ranks(self._call_hosts("shutdown").refs, timeout_s=timeout_s)
         for rank, failure in outcome.failures.items():
             logger.warning("rank %d of %s did not end in order: %s", rank, self.name, failure)
         for rank in outcome.unfinished:
@@ -274,61 +398,84 @@ class RayWorkerGroup:
                 ray.kill(host)
 
 
-def rank_bundles(
-    bundle_nodes: Sequence[Sequence[str]], *, workers_per_node: Sequence[int] | None = None
-) -> list[tuple[int, int]]:
-    """Return the placement group and bundle of each rank, so that a node's ranks follow each other.
-
-    Example, two placement groups of two bundles that Ray has spread over nodes `a` and `b`:
-        rank_bundles([["a", "b"], ["a", "b"]]) -> [(0, 0), (1, 0), (0, 1), (1, 1)]
+def wait_for_ranks(
+    refs: Sequence[ray.ObjectRef], *, timeout_s: float | None = None, grace_s: float = GRACE_S
+) -> Outcome:
+    """Wait until all ranks have finished, or for `grace_s` after the first failure.
 
     Args:
-        bundle_nodes: The node of each bundle of each placement group.
-        workers_per_node: How many of each placement group's bundles to use. None: all.
-
-    Raises:
-        ValueError: More bundles are asked for than there are, or none.
+        refs: The future of each rank's call, in rank order.
+        timeout_s: Limit in seconds. None: as long as every rank is alive.
+        grace_s: Seconds that the other ranks have to finish once one has failed.
     """
-    counts = [len(nodes) for nodes in bundle_nodes]
-    used = list(workers_per_node) if workers_per_node is not None else counts
-    if len(used) != len(counts):
-        raise ValueError(f"workers_per_node={used} does not fit {len(counts)} nodes")
-    for node, (wanted, count) in enumerate(zip(used, counts, strict=True)):
-        if not 1 <= wanted <= count:
-            raise ValueError(
-                f"workers_per_node={wanted} for node {node}, which has {count} bundles"
-            )
-    bundles = [(group, bundle) for group, wanted in enumerate(used) for bundle in range(wanted)]
-    order: dict[str, int] = {}
-    for group, bundle in bundles:
-        order.setdefault(bundle_nodes[group][bundle], len(order))
-    return sorted(bundles, key=lambda place: order[bundle_nodes[place[0]][place[1]]])
+    waiting = {ref: rank for rank, ref in enumerate(refs)}
+    deadline = float("inf") if timeout_s is None else monotonic() + timeout_s
+    outcome = Outcome()
+    while waiting and (left := deadline - monotonic()) > 0:
+        ready, _ = ray.wait(list(waiting), num_returns=1, timeout=min(left, 1.0))
+        for ref in ready:
+            rank = waiting.pop(ref)
+            try:
+                outcome.results[rank] = ray.get(ref)
+            except Exception as error:  # any: `_fail` decides which of them is raised
+                outcome.failures[rank] = error
+                deadline = min(deadline, monotonic() + grace_s)
+    outcome.unfinished.extend(waiting.values())
+    return outcome
 
 
-def bundles_per_node(
-    cluster: Cluster, workers_per_node: int | Sequence[int] | None
-) -> list[int] | None:
-    """Return how many bundles of each node to use; None for all of them."""
-    if isinstance(workers_per_node, int):
-        return [workers_per_node] * len(cluster.get_placement_groups())
-    return None if workers_per_node is None else list(workers_per_node)
+def root_failure(outcome: Outcome) -> int:
+    """Return the rank whose failure explains the others.
+
+    The death of a process precedes an exception, and an exception precedes the errors that
+    `torch.distributed` raises on ranks that have lost a peer.
+    """
+    return min(outcome.failures, key=lambda rank: (_depth(outcome.failures[rank]), rank))
 
 
-def bundle_nodes(group: PlacementGroup) -> list[str]:
-    """Return Ray's id of the node that each bundle of `group` is on."""
-    nodes = placement_group_table(group)["bundles_to_node_id"]
-    return [nodes[bundle] for bundle in range(group.bundle_count)]
+def to_exception(failure: Exception, *, rank: int, group: str, method: str) -> Exception:
+    """Return the exception that the driver raises: the worker's own if there is one.
+
+    Args:
+        failure: What Ray raised.
+        rank: The rank that failed.
+        group: The name of the worker group.
+        method: The method that was called.
+    """
+    where = f"rank {rank} of {group}"
+    if _is_death(failure):
+        return WorkerDiedError(f"{where} died during {method}: {failure}")
+    cause = failure.cause if isinstance(failure, RayTaskError) else None
+    if not isinstance(cause, Exception) or isinstance(cause, RayError):
+        # The worker's exception could not be pickled, and only its text has arrived.
+        return WorkerGroupError(f"{where} failed during {method}: {failure}")
+    cause.__cause__ = RemoteTraceback(_COLOR.sub("", str(failure)))
+    cause.add_note(f"raised on {where} during {method}")
+    return cause
 
 
-def _create_host(group: PlacementGroup, bundle: int, *, name: str, rank: int) -> Any:
-    """Start the actor of one rank: one CPU of its bundle, and that part of the bundle's GPU."""
+def _is_death(failure: Exception) -> bool:
+    return isinstance(failure, RayActorError)
+
+
+def _depth(failure: Exception) -> int:
+    if _is_death(failure):
+        return 0
+    cause = failure.cause if isinstance(failure, RayTaskError) else failure
+    if isinstance(cause, torch.distributed.DistError):
+        return 2
+    is_peer_error = isinstance(cause, RuntimeError) and _PEER_ERROR.search(str(cause))
+    return 2 if is_peer_error else 1
+
+
+def _create_host(group: PlacementGroup, bundle: int, *, name: str, rank: int) -> ActorHandle:
+    """Start the actor of one rank, on one CPU of its bundle and that fraction of its GPU."""
     resources = group.bundle_specs[bundle]
-    share = 1 / resources["CPU"]
     return (
         ray.remote(WorkerHost)
         .options(
             num_cpus=1,
-            num_gpus=resources.get("GPU", 0) * share,
+            num_gpus=resources.get("GPU", 0) / resources["CPU"],
             scheduling_strategy=PlacementGroupSchedulingStrategy(
                 group, placement_group_bundle_index=bundle
             ),

@@ -1,19 +1,27 @@
-"""One rank's process: its environment, its worker, and the calls that reach it."""
+"""One rank's process: its environment, its worker, and the calls to it."""
 
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Protocol
 
 import ray
 from rl_interfaces.backend.runtime.ports import ReservedPort
 
 
+class HostedWorker(Protocol):
+    """What a worker of any kind has, whatever else is called by name."""
+
+    def shutdown(self) -> object:
+        """Leave the process group and release the device."""
+        ...
+
+
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Placement:
-    """Where Ray has put a rank."""
+    """Where Ray runs a rank."""
 
     node_id: str
     """Ray's id of the node."""
@@ -24,19 +32,20 @@ class Placement:
 
 
 class WorkerHost:
-    """A generic Ray actor that holds one worker, so that the worker itself knows nothing of Ray.
+    """The Ray actor of one rank. It holds the worker, which itself knows nothing of Ray.
 
     Args:
-        name: Prefix of the lines that this process prints.
+        name: The worker group's, a prefix of the lines that this process prints.
         rank: The rank.
     """
 
     def __init__(self, name: str, rank: int) -> None:
         self._label = f"{name}-{rank}"
-        self._worker: Any = None
+        self._worker: HostedWorker | None = None
         self._port: ReservedPort | None = None
 
     def __repr__(self) -> str:
+        # Ray prefixes the actor's output with it.
         return self._label
 
     def locate(self) -> Placement:
@@ -48,27 +57,27 @@ class WorkerHost:
         )
 
     def reserve_address(self) -> tuple[str, int]:
-        """Return this node's address and a port there that is this process's until it ends."""
+        """Return this node's address and a port there, which this process holds until it ends."""
         self._port = ReservedPort()
         return ray.util.get_node_ip_address(), self._port.number
 
     def construct(
         self,
         environment: Mapping[str, str],
-        worker_class: type,
-        args: Sequence[Any],
-        kwargs: Mapping[str, Any],
+        worker_class: Callable[..., HostedWorker],
+        args: Sequence[object],
+        kwargs: Mapping[str, object],
     ) -> None:
         """Set the environment and construct the worker in it."""
         os.environ.update(environment)
         self._worker = worker_class(*args, **kwargs)
 
-    def call(self, method: str, keep_result: bool, *args: Any, **kwargs: Any) -> Any:
+    def call(self, method: str, keep_result: bool, *args: object, **kwargs: object) -> object:
         """Call a method of the worker.
 
         Args:
             method: Its name.
-            keep_result: False: return None, for a result that another rank returns as well.
+            keep_result: False: return None, as another rank returns the same result.
             args: Its positional arguments.
             kwargs: Its keyword arguments.
         """
@@ -76,7 +85,7 @@ class WorkerHost:
         return result if keep_result else None
 
     def shutdown(self) -> None:
-        """Let the worker leave its process group."""
+        """Shut the worker down, if it was constructed."""
         if self._worker is not None:
             self._worker.shutdown()
 
@@ -90,8 +99,9 @@ def rank_environments(
 ) -> list[dict[str, str]]:
     """Return torchrun's environment variables for each rank.
 
-    Every rank of a node sees all GPUs of the group on that node, its own at `LOCAL_RANK`; without
-    GPUs it sees none, even where the machine has some, and gets its part of the node's cores.
+    Every rank sees all GPUs of the group on its node, its own at index `LOCAL_RANK`. In a group
+    without GPUs a rank sees none, even if the machine has some, and its threads get an equal share
+    of the node's cores.
 
     Example, two ranks on node `a` with GPUs 2 and 3, one on node `b` with GPU 0:
         RANK                  0    1    2
@@ -101,8 +111,8 @@ def rank_environments(
     Args:
         placements: Where each rank runs, in rank order.
         address: Of rank 0's node.
-        port: A port there that is rank 0's to listen on.
-        omp_num_threads: What the user has set, which is left as it is.
+        port: A port there that rank 0 has reserved.
+        omp_num_threads: The user's own setting, which is kept. None: not set.
     """
     ranks_on: dict[str, list[int]] = {}
     for rank, placement in enumerate(placements):

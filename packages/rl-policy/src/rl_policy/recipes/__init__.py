@@ -16,8 +16,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
 if TYPE_CHECKING:
-    from rl_policy.config.policy import Settings
-    from rl_policy.config.sections import RunConfig, Section
+    from rl_policy.config import RunConfig, Section, Settings
     from rl_policy.data.batches import ProblemEncoder
     from rl_policy.run.inputs import RunInputs
     from rl_policy.run.metrics import StepMetrics

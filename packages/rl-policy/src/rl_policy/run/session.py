@@ -12,8 +12,7 @@ from typing import Any, Generic, Protocol, TypeAlias, TypeVar
 from rl_policy.config import RunConfig, Settings
 from rl_policy.data.tiny_model import build_tiny_model, tiny_model_config
 from rl_policy.policy import Policy
-from rl_policy.ray.cluster import RayVirtualCluster
-from rl_policy.ray.session import SESSION
+from rl_policy.ray.cluster import SESSION, RayVirtualCluster
 from rl_policy.recipes import find_recipe
 from rl_policy.run.directory import (
     Checkpoint,

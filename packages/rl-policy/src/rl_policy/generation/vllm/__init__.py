@@ -12,7 +12,7 @@ __all__ = ["VllmGeneration"]
 
 
 def __getattr__(name: str) -> object:
-    # vLLM's own workers import `worker_side` of this package, and have no use for Ray.
+    # Lazily, as vLLM's own workers import `engine` of this package, and need no Ray.
     if name not in __all__:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     return getattr(import_module("rl_policy.generation.vllm.generation"), name)

@@ -1,41 +1,77 @@
-"""The section `generation` of a config, parsed once for vLLM engines and their samples."""
+"""The section `generation` of a config, parsed once: for vLLM's engines, and for their samples.
+
+    GenerationConfig --parse_engine_config--> EngineConfig --engine_arguments--> vllm.LLM(...)
+                     --parse_sampling_config--> SamplingConfig (see `requests`)
+
+vLLM is not imported here: a config is checked before anything starts.
+"""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass, field, replace
-from typing import Any, NotRequired, TypedDict
+from dataclasses import dataclass, field, fields, replace
+from typing import Any
 
 from rl_interfaces import GenerationConfig
 from rl_interfaces.backend.generation.loop import SamplingConfig, Tokenizer, resolve_pad_id
 from rl_interfaces.config.resolve import GENERATION_DEFAULTS
 from rl_interfaces.config.schema import check_typed_dict
 
-VLLM_DEFAULTS: dict[str, Any] = {
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class VllmSection:
+    """The section `vllm_cfg`: how each engine runs. Keys, types and defaults are these fields'."""
+
     # An engine per device.
-    "tensor_parallel_size": 1,
+    tensor_parallel_size: int = 1
+    """Devices per engine, all on one node."""
     # The policy's own default, so that sampler and trainer round alike.
-    "precision": "bfloat16",
-    # Half of the device: a trainer that shares it has the other half.
-    "gpu_memory_utilization": 0.5,
-    # vLLM's own for a server; more rows wait their turn inside the engine.
-    "max_num_seqs": 256,
+    precision: str = "bfloat16"
+    """`float32`, `bfloat16`, `float16`, or `auto` for the dtype in the model's config."""
+    max_model_len: int | None = None
+    """Most tokens per row, prompt and completion. None: the model's own limit."""
+    # vLLM's own for a server; further rows wait inside the engine.
+    max_num_seqs: int = 256
+    """Rows that an engine generates at a time."""
+    # Half of the device, as a colocated trainer needs the other half.
+    gpu_memory_utilization: float = 0.5
+    """Fraction of a device's memory that an engine may use, in (0, 1]."""
+    kv_cache_memory_bytes: int | None = None
+    """Bytes of the key-value cache. None: what `gpu_memory_utilization` leaves; 1 GiB on a CPU."""
     # CUDA graphs pay for their capture within a few steps.
-    "enforce_eager": False,
-    # The weights that `model_name` has; a refit replaces them.
-    "load_format": "auto",
-    # A stranger's checkpoint may bring code, which is for the user to allow.
-    "trust_remote_code": False,
-    # Weights wait on the CPU, so that an engine that sleeps needs no refit to go on.
-    "sleep_level": 1,
-    # An engine of a policy gets new weights after every step.
-    "weight_transfer": True,
+    enforce_eager: bool = False
+    """True: no CUDA graphs and no compilation."""
+    # The weights of `model_name`; a refit replaces them.
+    load_format: str = "auto"
+    """vLLM's; `dummy` starts from random weights, for an engine that is refitted at once."""
+    # Code in a checkpoint is untrusted.
+    trust_remote_code: bool = False
+    """Whether code that comes with the model may run."""
+    # With the weights on the CPU, an engine resumes after sleep without a refit.
+    sleep_level: int = 1
+    """What `finish_generation` does: 1 keeps the weights on the CPU, 2 drops them until a refit."""
+    # A policy's engines are refitted after every step.
+    weight_transfer: bool = True
+    """Whether the engine can be refitted, through the plug-in of `rl-refit`."""
     # An hour: longer than a healthy batch, shorter than a night.
-    "generate_timeout_s": 3600.0,
-    "engine_kwargs": {},
-}
-"""Every default of the section `vllm_cfg`. A key that is not here has none."""
+    generate_timeout_s: float = 3600.0
+    """Limit of one call of `generate`, in seconds."""
+    engine_kwargs: dict[str, object] = field(default_factory=dict)
+    """Further arguments of vLLM's `LLM`, passed on unchanged."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class EngineConfig(VllmSection):
+    """How each engine runs: the section `vllm_cfg`, and what is configured outside of it."""
+
+    model_name: str
+    """Name or directory of the model."""
+    is_colocated: bool
+    """Whether a trainer shares the devices, so that the engine has to sleep."""
+    seed: int
+    """Seed of vLLM's own random state."""
+
 
 _PRECISIONS = ("float32", "bfloat16", "float16", "auto")
 _POSITIVE_COUNTS = (
@@ -44,10 +80,23 @@ _POSITIVE_COUNTS = (
     "max_model_len",
     "kv_cache_memory_bytes",
 )
-# Below this vLLM raises the temperature by itself, and the log-probabilities would be another's.
+# Below this vLLM raises the temperature by itself, and the log-probabilities would be those of
+# another distribution.
 _LOWEST_TEMPERATURE = 0.01
-# What this package passes to vLLM, and the key that says it.
-_OWN_ARGUMENTS = {
+# By default vLLM sizes the cache by the machine's memory, which other processes need as well.
+_CPU_CACHE_BYTES = 1 << 30
+# Keys of the section that are arguments of `LLM` by the same name.
+_PASSED_ON = (
+    "tensor_parallel_size",
+    "gpu_memory_utilization",
+    "max_model_len",
+    "max_num_seqs",
+    "enforce_eager",
+    "load_format",
+    "trust_remote_code",
+)
+# The other arguments that `engine_arguments` sets, and the key that decides each.
+_OWNERS = {
     "model": "generation.model_name",
     "tokenizer": "the policy's tokenizer",
     "dtype": "vllm_cfg.precision",
@@ -58,82 +107,14 @@ _OWN_ARGUMENTS = {
     "weight_transfer_config": "vllm_cfg.weight_transfer",
     "data_parallel_size": "the number of bundles",
     "distributed_executor_backend": "vllm_cfg.tensor_parallel_size",
-}
-
-
-class VllmSection(TypedDict):
-    """The section `vllm_cfg`: how each engine runs. Every key may be missing."""
-
-    tensor_parallel_size: NotRequired[int]
-    """Devices per engine, all on one node."""
-    precision: NotRequired[str]
-    """`float32`, `bfloat16`, `float16`, or `auto` for what the model's config says."""
-    max_model_len: NotRequired[int | None]
-    """Most tokens per row, prompt and completion. None: what the model allows."""
-    max_num_seqs: NotRequired[int]
-    """Rows that an engine generates at a time."""
-    gpu_memory_utilization: NotRequired[float]
-    """Part of a device's memory that an engine may take, in (0, 1]."""
-    kv_cache_memory_bytes: NotRequired[int | None]
-    """Bytes of the key-value cache. None: what `gpu_memory_utilization` leaves; 1 GiB on a CPU."""
-    enforce_eager: NotRequired[bool]
-    """True: no CUDA graphs and no compilation."""
-    load_format: NotRequired[str]
-    """vLLM's; `dummy` starts from random weights, for an engine that is refitted at once."""
-    trust_remote_code: NotRequired[bool]
-    """Whether code that comes with the model may run."""
-    sleep_level: NotRequired[int]
-    """What `finish_generation` does: 1 keeps the weights on the CPU, 2 drops them until a refit."""
-    weight_transfer: NotRequired[bool]
-    """Whether the engine can get new weights, through the plug-in of `rl-refit`."""
-    generate_timeout_s: NotRequired[float]
-    """Most seconds that one call of `generate` may take."""
-    engine_kwargs: NotRequired[dict[str, Any]]
-    """Further arguments of vLLM's `LLM`, passed on as they are."""
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class EngineConfig:
-    """How each engine runs."""
-
-    model_name: str
-    """Name or directory of the model."""
-    tensor_parallel_size: int
-    """Devices per engine."""
-    precision: str
-    """The dtype of weights and activations."""
-    max_num_seqs: int
-    """Rows at a time."""
-    gpu_memory_utilization: float
-    """Part of a device's memory."""
-    enforce_eager: bool
-    """Neither graphs nor compilation."""
-    load_format: str
-    """Where the first weights come from."""
-    trust_remote_code: bool
-    """Whether the model's own code may run."""
-    sleep_level: int
-    """1 or 2, see `VllmSection`."""
-    generate_timeout_s: float
-    """Limit of one `generate`."""
-    is_colocated: bool
-    """Whether a trainer shares the devices, so that the engine has to sleep."""
-    seed: int
-    """Of everything random."""
-    weight_transfer: bool
-    """Whether it can get new weights."""
-    max_model_len: int | None = None
-    """Most tokens per row; None is the model's own limit."""
-    kv_cache_memory_bytes: int | None = None
-    """Bytes of the key-value cache."""
-    engine_kwargs: dict[str, Any] = field(default_factory=dict)
-    """Further arguments of vLLM's `LLM`."""
+} | {key.name: f"vllm_cfg.{key.name}" for key in fields(VllmSection)}
 
 
 def generation_of_policy(policy: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the section `generation` of a policy, with the policy's own values where it is silent.
+    """Return a policy's section `generation`, completed by the policy's own values.
 
-    The engine then has the policy's model, precision and longest row.
+    Model, precision, longest row and `trust_remote_code` are the policy's unless the section has
+    them.
 
     Args:
         policy: A resolved `PolicyConfig` that has the section.
@@ -144,20 +125,19 @@ def generation_of_policy(policy: Mapping[str, Any]) -> dict[str, Any]:
         "max_model_len": policy.get("max_total_sequence_length"),
         "trust_remote_code": policy["trust_remote_code"],
     }
-    given: dict[str, Any] = generation.get("vllm_cfg") or {}
-    section = inherited | {key: value for key, value in given.items() if value is not None}
+    section = inherited | _without_none(generation.get("vllm_cfg") or {})
     return {"model_name": policy["model_name"], **generation, "vllm_cfg": section}
 
 
 def parse_engine_config(
     config: Mapping[str, Any], *, seed: int, path: str = "generation"
 ) -> EngineConfig:
-    """Return the engine's part of a `GenerationConfig`, checked, defaults filled in.
+    """Return the engine's part of a `GenerationConfig`, validated and complete.
 
     Args:
         config: A `GenerationConfig`.
-        seed: Of everything random.
-        path: How the errors name the config.
+        seed: Seed of the engine's random state.
+        path: Prefix of the keys in errors.
 
     Raises:
         ValueError: An unknown key, a wrong type, or a value out of range; names key and value.
@@ -166,31 +146,28 @@ def parse_engine_config(
     if not config.get("model_name"):
         raise ValueError(f"{path}.model_name is not set: the name or directory of the model")
     path = f"{path}.vllm_cfg"
-    given: dict[str, Any] = config.get("vllm_cfg") or {}
+    given = config.get("vllm_cfg") or {}
     check_typed_dict(given, VllmSection, path=path)
-    section: dict[str, Any] = VLLM_DEFAULTS | {
-        key: value for key, value in given.items() if value is not None
-    }
-    _check_section(section, path=path)
-    colocated = config.get("colocated") or {}
-    return EngineConfig(
+    engine = EngineConfig(
         model_name=config["model_name"],
-        is_colocated=colocated.get("enabled", True),
+        is_colocated=(config.get("colocated") or {}).get("enabled", True),
         seed=seed,
-        **section,
+        **_without_none(given),
     )
+    _check_section(engine, path=path)
+    return engine
 
 
 def parse_sampling_config(
     config: Mapping[str, Any], tokenizer: Tokenizer, *, batch_size: int, path: str = "generation"
 ) -> SamplingConfig:
-    """Return the sampler's part of a `GenerationConfig`, checked, with the token ids it needs.
+    """Return the sampler's part of a `GenerationConfig`, validated, with its token ids.
 
-    The tokenizer's end token ends every row besides the configured ones.
+    The tokenizer's end token ends a row in addition to the configured ones.
 
     Args:
         config: A `GenerationConfig`.
-        tokenizer: Its padding or end token pads, if the config names none.
+        tokenizer: Its padding token, or else its end token, pads if the config names none.
         batch_size: Rows that an engine generates at a time.
         path: Prefix of the keys in errors.
 
@@ -219,7 +196,7 @@ def check_sampling(config: Mapping[str, Any], *, path: str) -> dict[str, Any]:
         ValueError: A wrong type or a value out of range; names key and value.
     """
     check_typed_dict(config, GenerationConfig, path=path)
-    given = GENERATION_DEFAULTS | {key: entry for key, entry in config.items() if entry is not None}
+    given = GENERATION_DEFAULTS | _without_none(config)
     for key in ("max_new_tokens", "top_k"):
         if key in given and given[key] < 1:
             raise ValueError(f"{path}.{key}={given[key]} must be at least 1")
@@ -240,7 +217,7 @@ def check_sampling(config: Mapping[str, Any], *, path: str) -> dict[str, Any]:
 
 
 def count_engines(ranks_per_node: Mapping[str, int], *, tensor_parallel_size: int) -> int:
-    """Return how many engines the bundles hold, each on one node.
+    """Return the number of engines that fit on the bundles, each engine on one node.
 
     Args:
         ranks_per_node: Bundles by node.
@@ -258,21 +235,58 @@ def count_engines(ranks_per_node: Mapping[str, int], *, tensor_parallel_size: in
     return sum(ranks_per_node.values()) // tensor_parallel_size
 
 
-def _check_section(section: Mapping[str, Any], *, path: str) -> None:
+def engine_arguments(
+    config: EngineConfig, *, tokenizer: str, enable_sleep_mode: bool, is_cpu: bool
+) -> dict[str, object]:
+    """Return the arguments of vLLM's `LLM`.
+
+    Args:
+        config: How the engine runs.
+        tokenizer: The tokenizer's directory.
+        enable_sleep_mode: Whether vLLM can free the device's memory.
+        is_cpu: Whether the device is the CPU.
+    """
+    cache_bytes = config.kv_cache_memory_bytes
+    if cache_bytes is None and is_cpu:
+        cache_bytes = _CPU_CACHE_BYTES
+    arguments: dict[str, object] = {key: getattr(config, key) for key in _PASSED_ON} | {
+        "model": config.model_name,
+        "tokenizer": tokenizer,
+        "dtype": config.precision,
+        "seed": config.seed,
+        "distributed_executor_backend": "mp" if config.tensor_parallel_size > 1 else "uni",
+        "kv_cache_memory_bytes": cache_bytes,
+        "enable_sleep_mode": enable_sleep_mode,
+        # Of the distribution that was sampled from; vLLM's default ignores the temperature.
+        "logprobs_mode": "processed_logprobs",
+        # Ignore the sampling defaults that come with a model: the config has them all.
+        "generation_config": "vllm",
+    }
+    if config.weight_transfer:
+        arguments["weight_transfer_config"] = {"backend": "rl_refit"}
+    return arguments | config.engine_kwargs
+
+
+def _check_section(section: VllmSection, *, path: str) -> None:
     for key in _POSITIVE_COUNTS:
-        if key in section and section[key] < 1:
-            raise ValueError(f"{path}.{key}={section[key]} must be at least 1")
-    if not 0 < section["gpu_memory_utilization"] <= 1:
-        value = section["gpu_memory_utilization"]
+        count = getattr(section, key)
+        if count is not None and count < 1:
+            raise ValueError(f"{path}.{key}={count} must be at least 1")
+    if not 0 < section.gpu_memory_utilization <= 1:
+        value = section.gpu_memory_utilization
         raise ValueError(f"{path}.gpu_memory_utilization={value} must lie in (0, 1]")
-    if section["precision"] not in _PRECISIONS:
-        raise ValueError(f"{path}.precision={section['precision']!r} must be one of {_PRECISIONS}")
-    if section["sleep_level"] not in (1, 2):
-        raise ValueError(f"{path}.sleep_level={section['sleep_level']} must be 1 or 2")
-    if not 0 < section["generate_timeout_s"] < math.inf:
-        value = section["generate_timeout_s"]
+    if section.precision not in _PRECISIONS:
+        raise ValueError(f"{path}.precision={section.precision!r} must be one of {_PRECISIONS}")
+    if section.sleep_level not in (1, 2):
+        raise ValueError(f"{path}.sleep_level={section.sleep_level} must be 1 or 2")
+    if not 0 < section.generate_timeout_s < math.inf:
+        value = section.generate_timeout_s
         raise ValueError(f"{path}.generate_timeout_s={value} must be positive and finite")
-    for key in section["engine_kwargs"]:
-        if key in _OWN_ARGUMENTS or key in VllmSection.__annotations__:
-            owner = _OWN_ARGUMENTS.get(key, f"vllm_cfg.{key}")
-            raise ValueError(f"{path}.engine_kwargs.{key} is already set by {owner}")
+    for key in section.engine_kwargs:
+        if key in _OWNERS:
+            raise ValueError(f"{path}.engine_kwargs.{key} is already set by {_OWNERS[key]}")
+
+
+def _without_none(section: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the keys that are set: None means "not set"."""
+    return {key: value for key, value in section.items() if value is not None}

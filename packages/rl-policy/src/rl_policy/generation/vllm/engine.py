@@ -1,67 +1,128 @@
-"""One vLLM engine in this process. A plain class: Ray is not known here."""
+"""One vLLM engine in this process, and the functions that run in vLLM's own workers.
+
+An engine is a plain class: Ray is not known here, and vLLM is imported when an engine starts. Of
+its two ways to new weights, `update` has a `RefitReceiver` in each of vLLM's workers (`rl_refit`'s
+plug-in), while `update_from_collective` and `update_from_handles` load tensors by name, by the
+functions at the end of this module.
+"""
 
 from __future__ import annotations
 
 import importlib.util
 import os
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from importlib import import_module
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 
+import torch
+from rl_refit.compat.broadcast import BroadcastGroup
+from rl_refit.compat.handles import rebuild
 from rl_refit.private_directory import PrivateDirectory
-from rl_refit.vllm import finish_update, on_workers, start_update
+from rl_refit.vllm import (
+    abandon,
+    commit,
+    finish_update,
+    last_report,
+    load,
+    on_workers,
+    start_update,
+)
 from transformers import AutoConfig
 
 from rl_policy.backends import BackendNotInstalledError
-from rl_policy.generation.rows import Completion, assemble_output
-from rl_policy.generation.state import TAGS, EngineState, WeightState
-from rl_policy.generation.vllm import worker_side
-from rl_policy.generation.vllm.arguments import (
-    engine_arguments,
-    prepare_environment,
-    request_arguments,
-)
+from rl_policy.generation.state import TAGS, EngineState
+from rl_policy.generation.vllm.config import engine_arguments
+from rl_policy.generation.vllm.requests import Completion, assemble_output, request_arguments
 
 if TYPE_CHECKING:
     from rl_batched_data import BatchedDataDict
+    from rl_interfaces import GenerationDatumSpec, GenerationOutputSpec
     from rl_interfaces.backend.generation.loop import SamplingConfig
+    from rl_refit.compat.broadcast import Info
+    from rl_refit.compat.handles import Handle
     from transformers import PreTrainedTokenizerBase
 
     from rl_policy.generation.vllm.config import EngineConfig
 
+ArgumentT = TypeVar("ArgumentT")
+
+# torchrun's variables describe the worker group, while vLLM has process groups of its own.
+_FOREIGN_VARIABLES = (
+    "RANK",
+    "WORLD_SIZE",
+    "LOCAL_RANK",
+    "LOCAL_WORLD_SIZE",
+    "MASTER_ADDR",
+    "MASTER_PORT",
+)
+_ENVIRONMENT = {
+    # The engine's core in this process: one process fewer, and a reproducible schedule.
+    "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
+    # Engines and trainers share the cores; binding would put all of them on the same ones.
+    "VLLM_CPU_OMP_THREADS_BIND": "nobind",
+}
+# Each load walks over all modules of the model, so that tensors are loaded in batches.
+_BATCH_BYTES = 256 << 20
+
+
+class VllmModelConfig(Protocol):
+    """What is read of vLLM's `ModelConfig`."""
+
+    max_model_len: int
+
+    def get_vocab_size(self) -> int:
+        """Return the size of the vocabulary."""
+        ...
+
+
+class VllmWorker(Protocol):
+    """What is read of a worker of vLLM, and the group that this module keeps on it."""
+
+    rank: int
+    device: torch.device
+    rl_policy_group: BroadcastGroup | None
+
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class EngineFacts:
-    """What is known of an engine once it has started."""
+    """Facts about an engine that has started."""
 
     process_id: int
-    """The process that holds it."""
+    """The engine's process."""
     max_model_len: int
     """Most tokens per row, prompt and completion."""
     vocab_size: int
-    """Tokens that a prompt may hold."""
+    """Size of the model's vocabulary."""
 
 
 class BundleHolder:
-    """Keeps a device for an engine that runs from another rank: every call does nothing."""
+    """Holds a device for the engine of another rank: every call returns None."""
 
-    def __getattr__(self, name: str) -> Any:
+    def __getattr__(self, name: str) -> Callable[..., None]:
+        # Python looks up private names of its own, e.g. to pickle, and must not find them.
         if name.startswith("_"):
             raise AttributeError(name)
-        return _do_nothing
+        return lambda *args, **kwargs: None
+
+    def shutdown(self) -> None:
+        """Do nothing."""
 
 
-def start_on_rank(config: EngineConfig, *args: Any) -> VllmEngine | BundleHolder:
+def start_on_rank(
+    config: EngineConfig, tokenizer: PreTrainedTokenizerBase
+) -> VllmEngine | BundleHolder:
     """Return the engine on the first rank of each tensor-parallel group, a holder on the others.
+
+    vLLM starts the worker processes of a group itself, on the GPUs of the other ranks' bundles.
 
     Args:
         config: How the engine runs.
-        args: What else `VllmEngine` takes.
+        tokenizer: See `VllmEngine`.
     """
     index, position = divmod(int(os.environ["RANK"]), config.tensor_parallel_size)
-    return BundleHolder() if position else VllmEngine(config, *args, engine_index=index)
+    return BundleHolder() if position else VllmEngine(config, tokenizer, engine_index=index)
 
 
 def require_vllm() -> None:
@@ -73,13 +134,30 @@ def require_vllm() -> None:
         )
 
 
+def prepare_environment(tensor_parallel_size: int) -> None:
+    """Set this process's environment for an engine, before vLLM is imported.
+
+    Args:
+        tensor_parallel_size: How many of the visible GPUs the engine has, from `LOCAL_RANK` on.
+    """
+    visible = [gpu for gpu in os.environ.get("CUDA_VISIBLE_DEVICES", "").split(",") if gpu]
+    if visible:
+        first = int(os.environ.get("LOCAL_RANK", "0"))
+        own = visible[first : first + tensor_parallel_size]
+        os.environ["CUDA_VISIBLE_DEVICES"] = ",".join(own)
+    for name in _FOREIGN_VARIABLES:
+        os.environ.pop(name, None)
+    for name, value in _ENVIRONMENT.items():
+        os.environ.setdefault(name, value)
+
+
 class VllmEngine:
-    """A vLLM engine: it samples, sleeps, and takes new weights.
+    """A vLLM engine that samples, sleeps and is refitted.
 
     Args:
         config: How it runs.
-        tokenizer: Finds stop strings in the text of a completion.
-        engine_index: Which of the engines this is, from 0.
+        tokenizer: Decodes completions, in which stop strings are matched.
+        engine_index: The index of this engine, from 0.
 
     Raises:
         ImportError: vLLM is not installed.
@@ -97,7 +175,7 @@ class VllmEngine:
         self._config = config
         self._first_receiver = engine_index * config.tensor_parallel_size
         self._state = EngineState()
-        self._arrived: set[str] = set()
+        self._loaded: set[str] = set()
         vllm, platform = import_module("vllm"), import_module("vllm.platforms").current_platform
         self._make_parameters = vllm.SamplingParams
         self._can_sleep = config.is_colocated and platform.is_sleep_mode_available()
@@ -108,30 +186,34 @@ class VllmEngine:
                 enable_sleep_mode=self._can_sleep,
                 is_cpu=platform.is_cpu(),
             )
+            # The types of vLLM are installed with vLLM only.
             self._llm: Any = vllm.LLM(**arguments)
+        self._model: VllmModelConfig = self._llm.llm_engine.model_config
 
     def describe(self) -> EngineFacts:
-        """Return what is known of the engine."""
-        model = self._llm.llm_engine.model_config
+        """Return the engine's facts."""
         return EngineFacts(
             process_id=os.getpid(),
-            max_model_len=model.max_model_len,
-            vocab_size=model.get_vocab_size(),
+            max_model_len=self._model.max_model_len,
+            vocab_size=self._model.get_vocab_size(),
         )
 
     def generate(
-        self, data: BatchedDataDict[Any], *, sampling: SamplingConfig, greedy: bool
-    ) -> BatchedDataDict[Any]:
+        self,
+        data: BatchedDataDict[GenerationDatumSpec],
+        *,
+        sampling: SamplingConfig,
+        greedy: bool,
+    ) -> BatchedDataDict[GenerationOutputSpec]:
         """Return a completion per row, see `assemble_output`.
 
         Args:
-            data: `input_ids`, `input_lengths`, `sampling_seeds` (`[rows]` int64) and, where rows
-                have stop strings of their own, `stop_strings`.
+            data: See `GenerationDatumSpec`, and `sampling_seeds` (`[rows]` int64).
             sampling: How completions are sampled.
             greedy: Take the most likely token.
 
         Raises:
-            EngineStateError: The engine sleeps, or its weights are not whole.
+            EngineStateError: The engine sleeps, or its weights are not those of one version.
         """
         self._state.require_generate()
         lengths = data["input_lengths"].tolist()
@@ -143,7 +225,7 @@ class VllmEngine:
             prompt_lengths=lengths,
             seeds=data["sampling_seeds"].tolist(),
             stop_strings=data.get("stop_strings") or [None] * len(lengths),
-            max_length=self._llm.llm_engine.model_config.max_model_len,
+            max_length=self._model.max_model_len,
             greedy=greedy,
         )
         assert sampling.pad_token_id is not None, "parsing has resolved it"
@@ -155,35 +237,35 @@ class VllmEngine:
         )
 
     def sleep(self) -> None:
-        """Give the device's memory away, where the device lets vLLM do so.
+        """Free the device's memory, on devices on which vLLM can.
 
-        A refit that is in flight is given up: the weights are lost until the next full one.
+        A refit in flight is abandoned: the weights are undefined until the next full one.
         """
-        if self._state.weights is not WeightState.COMMITTED:
-            self._on_workers(import_module("rl_refit.vllm").abandon)
+        if not self._state.is_committed:
+            self._on_workers(abandon)
         level = self._config.sleep_level
         asleep = self._state.asleep()
         self._state.sleep(level=level)
         if self._can_sleep and len(asleep) < len(TAGS):
             if "weights" in asleep:
-                # Without its weights vLLM takes an engine for one that sleeps as a whole.
+                # vLLM takes an engine whose weights are asleep for one that is fully asleep.
                 self._llm.wake_up(["weights"])
             self._llm.sleep(level=level)
 
     def wake(self, tags: Sequence[str] | None) -> bool:
-        """Take the memory behind `tags` back, None for all; True when all of it is there."""
+        """Bring the memory of `tags` (None: all) back; True if all of it is on the device."""
         asleep = self._state.asleep(tags)
         if asleep and self._can_sleep:
             self._llm.wake_up(asleep)
-        self._state.wake(asleep)  # where there was room for it
+        self._state.wake(asleep)  # after the call: it fails if the device has no room
         return not self._state.asleep()
 
-    def init_transfer(self, addresses: Sequence[Mapping[str, Any]], *, timeout_s: float) -> None:
-        """Learn where weights are going to come from.
+    def init_transfer(self, addresses: Sequence[Mapping[str, object]], *, timeout_s: float) -> None:
+        """Set the senders of the engine's receivers.
 
         Args:
-            addresses: The sender's address for each receiver of each engine.
-            timeout_s: Most seconds that a refit may wait.
+            addresses: The sender's address for each receiver of every engine.
+            timeout_s: Limit of each wait of a refit, in seconds.
         """
         last = self._first_receiver + self._config.tensor_parallel_size
         info = {
@@ -194,9 +276,9 @@ class VllmEngine:
         self._on_workers("init_weight_transfer_engine", info)
 
     def begin_update(self, version: int) -> None:
-        """Get ready for all weights of `version`; nothing is sampled until they are committed."""
+        """Open a refit to `version`; nothing is sampled until it is committed."""
         self._state.begin_update(version)
-        self._arrived.clear()
+        self._loaded.clear()
         with self._losing_weights_on_error(version):
             self._on_workers(start_update)
 
@@ -206,50 +288,51 @@ class VllmEngine:
         with self._losing_weights_on_error(version):
             self._on_workers("update_weights", {"version": version})
             finish_update(self._llm, version)
-            reports = self._on_workers(import_module("rl_refit.vllm").last_report)
+            reports = self._on_workers(last_report)
         self._state.receive()
         return reports
 
     def init_collective(self, ip: str, port: int, world_size: int, *, timeout_s: float) -> None:
-        """Meet the trainer, which is rank 0, at an address of it."""
+        """Join the group of the trainer, whose rank 0 listens at the address."""
         first_rank = 1 + self._first_receiver
-        self._on_workers(worker_side.join_group, ip, port, world_size, first_rank, timeout_s)
+        self._on_workers(join_group, ip, port, world_size, first_rank, timeout_s)
 
-    def update_from_collective(self, info: Mapping[str, Any]) -> None:
+    def update_from_collective(self, info: Info) -> None:
         """Receive and load every tensor of `info`, while the trainer broadcasts."""
-        self._load_by_name(worker_side.load_from_group, info, names=info, expected=info)
+        self._load_by_name(load_from_group, info, names=info, expected=info)
 
     def update_from_handles(
-        self, handles: Mapping[str, Mapping[str, Any]], expected: Collection[str]
+        self, handles: Mapping[str, Mapping[str, Handle]], expected: Collection[str]
     ) -> None:
-        """Load one group of tensors; all have arrived once each of `expected` has."""
+        """Load one group of tensors; the update is complete once all of `expected` are loaded."""
         names = {name for group in handles.values() for name in group}
-        self._load_by_name(worker_side.load_from_handles, handles, names=names, expected=expected)
+        self._load_by_name(load_from_handles, handles, names=names, expected=expected)
 
     def commit_update(self, version: int) -> None:
-        """Sample from the weights that arrived, from now on; nothing new the second time.
+        """Sample from the loaded weights from now on. Idempotent.
 
-        All that can fail of a refit has been done in the update: where one of several engines
-        fails, none is committed, and the same version can be sent again.
+        Whatever can fail in a refit is part of the update: if one of several engines fails, none is
+        committed, and the same version can be sent again.
         """
         if self._state.has_committed(version):
             return
         self._state.require_commit(version)
         with self._losing_weights_on_error(version):
-            if not self._arrived:
-                self._on_workers(import_module("rl_refit.vllm").commit, version)
+            # Tensors that were loaded by name have passed no receiver, which could commit them.
+            if not self._loaded:
+                self._on_workers(commit, version)
         self._state.commit()
 
     def shutdown(self) -> None:
-        """End vLLM's own processes. Calling it twice is fine."""
+        """End vLLM's own processes. Idempotent."""
         if self._llm is not None:
             self._llm.llm_engine.engine_core.shutdown()
             self._llm = None
 
     def _load_by_name(
         self,
-        load: Callable[..., None],
-        argument: Any,
+        load_tensors: Callable[[VllmWorker, ArgumentT], None],
+        argument: ArgumentT,
         *,
         names: Collection[str],
         expected: Collection[str],
@@ -257,17 +340,17 @@ class VllmEngine:
         version = self._state.incoming
         self._state.require_update("update_weights", version)
         with self._losing_weights_on_error(version):
-            self._on_workers(load, argument)
-            self._arrived.update(names)
-            if self._arrived.issuperset(expected):
+            self._on_workers(load_tensors, argument)
+            self._loaded.update(names)
+            if self._loaded.issuperset(expected):
                 finish_update(self._llm, version)
                 self._state.receive()
 
-    def _on_workers(self, call: str | Callable[..., Any], *args: Any) -> list[Any]:
+    def _on_workers(self, call: str | Callable[..., object], *args: object) -> list[Any]:
         return on_workers(self._llm, call, *args)
 
     def _complete(
-        self, prompts: list[list[int]], arguments: list[dict[str, Any]]
+        self, prompts: list[list[int]], arguments: list[dict[str, object]]
     ) -> list[Completion]:
         if not prompts:
             return []
@@ -295,16 +378,89 @@ class VllmEngine:
 
 @contextmanager
 def _saved_tokenizer(tokenizer: PreTrainedTokenizerBase, config: EngineConfig) -> Iterator[str]:
-    """Yield a directory with the tokenizer, and with the model's config, which vLLM looks for."""
+    """Yield a directory with the tokenizer and the model's config, which vLLM reads there too."""
     model = AutoConfig.from_pretrained(
         config.model_name, trust_remote_code=config.trust_remote_code
     )
-    # Removed by the next engine that starts, where this one is killed.
+    # If this process is killed, the next engine that starts removes the directory.
     with PrivateDirectory("rl-policy-vllm-") as directory:
         tokenizer.save_pretrained(directory.path)
         model.save_pretrained(directory.path)
         yield str(directory.path)
 
 
-def _do_nothing(*args: Any, **kwargs: Any) -> None:
-    """Take any arguments and return None."""
+# What runs in vLLM's workers: each function is sent to all of them, and takes the worker first.
+
+
+def join_group(
+    worker: VllmWorker, ip: str, port: int, world_size: int, first_rank: int, timeout_s: float
+) -> None:
+    """Join the trainer and the other receivers in a group, instead of an earlier one.
+
+    Args:
+        worker: vLLM's.
+        ip: Address of the trainer's rank 0.
+        port: The port there.
+        world_size: The receivers and the trainer.
+        first_rank: The rank in the group of this engine's first worker.
+        timeout_s: Limit of the rendezvous and of each broadcast, in seconds.
+    """
+    group: BroadcastGroup | None = getattr(worker, "rl_policy_group", None)
+    if group is not None:
+        group.close()
+        worker.rl_policy_group = None
+    worker.rl_policy_group = BroadcastGroup(
+        ip,
+        port,
+        rank=first_rank + worker.rank,
+        world_size=world_size,
+        device=worker.device,
+        timeout_s=timeout_s,
+    )
+
+
+def load_from_group(worker: VllmWorker, info: Info) -> None:
+    """Load the tensors that the trainer broadcasts.
+
+    Args:
+        worker: vLLM's.
+        info: `{name: (shape, wire dtype)}` of all tensors, in order.
+    """
+    group: BroadcastGroup | None = getattr(worker, "rl_policy_group", None)
+    if group is None:
+        raise RuntimeError("init_collective was not called: nobody sends weights")
+    _load_in_batches(worker, group.receive(info))
+
+
+def load_from_handles(
+    worker: VllmWorker, handles: Mapping[str, Mapping[str, Handle]]
+) -> None:
+    """Load the tensors of some handles.
+
+    Args:
+        worker: vLLM's.
+        handles: `{device id: {name: handle}}`. A worker opens those of its own GPU, on the CPU
+            those of any device.
+    """
+    if worker.device.type == "cuda":
+        own = f"GPU-{torch.cuda.get_device_properties(worker.device).uuid}"
+        if own not in handles:
+            raise RuntimeError(f"there are no handles of {own}, but of {sorted(handles)}")
+        chosen = handles[own]
+    else:
+        chosen = next(iter(handles.values()))
+    tensors = ((name, rebuild(handle, worker.device)) for name, handle in chosen.items())
+    _load_in_batches(worker, tensors)
+
+
+def _load_in_batches(worker: VllmWorker, tensors: Iterable[tuple[str, torch.Tensor]]) -> None:
+    batch: list[tuple[str, torch.Tensor]] = []
+    num_bytes = 0
+    for name, tensor in tensors:
+        batch.append((name, tensor))
+        num_bytes += tensor.nbytes
+        if num_bytes >= _BATCH_BYTES:
+            load(worker, batch)
+            batch, num_bytes = [], 0
+    if batch:
+        load(worker, batch)

@@ -1,11 +1,11 @@
-"""Completions from vLLM: one engine per tensor-parallel group of a cluster's bundles."""
+"""The driver's side of vLLM: one engine per tensor-parallel group of a cluster's bundles."""
 
 from __future__ import annotations
 
 import sys
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import numpy as np
 from rl_batched_data import BatchedDataDict
@@ -13,7 +13,6 @@ from rl_interfaces import GenerationInterface
 from transformers import AutoTokenizer
 
 from rl_policy import dispatch
-from rl_policy.generation.rows import check_prompts, row_seeds
 from rl_policy.generation.state import INITIAL_VERSION
 from rl_policy.generation.vllm.config import (
     check_sampling,
@@ -22,16 +21,12 @@ from rl_policy.generation.vllm.config import (
     parse_sampling_config,
 )
 from rl_policy.generation.vllm.engine import EngineFacts, require_vllm, start_on_rank
-from rl_policy.ray.named_sharding import NamedSharding
-from rl_policy.ray.worker_group import (
-    RankCall,
-    RayWorkerGroup,
-    bundle_nodes,
-    bundles_per_node,
-    rank_bundles,
-)
+from rl_policy.generation.vllm.requests import check_prompts, row_seeds
+from rl_policy.ray.cluster import bundle_nodes, bundles_per_node, rank_bundles
+from rl_policy.ray.worker_group import NamedSharding, RankCall, RayWorkerGroup
 
 if TYPE_CHECKING:
+    import ray
     from rl_interfaces import (
         Cluster,
         GenerationConfig,
@@ -40,19 +35,21 @@ if TYPE_CHECKING:
     )
     from transformers import PreTrainedTokenizerBase
 
-# A receiver that gives up says why, which is worth the wait.
+ResultT = TypeVar("ResultT")
+
+# A receiver that times out by itself reports why, which the driver should receive.
 _MARGIN_S = 10.0
 _ROW_KEYS = ("input_ids", "input_lengths", "stop_strings")
 
 
 class VllmGeneration(GenerationInterface):
-    """vLLM engines on the bundles of a cluster, behind the calls of an RL algorithm.
+    """vLLM engines on the bundles of a cluster, with the calls of an RL algorithm.
 
     Each engine has `vllm_cfg.tensor_parallel_size` bundles of one node, and the rows of a batch are
-    shared out over the engines. A cluster that a policy runs on as well is shared by giving it
-    `max_colocated_worker_groups=2`. Everything that can be known to be wrong is refused before an
-    engine starts. Samples are reproducible: they depend on `seed`, the weights' version, the number
-    of calls that sampled since that version came, and the row, and not on the number of engines.
+    sharded over the engines. To share a cluster with a policy, create it with
+    `max_colocated_worker_groups=2`. An invalid configuration is refused before an engine starts.
+    Samples are reproducible: they depend on `seed`, the weights' version, the number of calls that
+    have sampled from that version, and the row, but not on the number of engines.
 
     Example:
         engines = VllmGeneration(cluster, {"backend": "vllm", "model_name": "my-model",
@@ -62,14 +59,14 @@ class VllmGeneration(GenerationInterface):
     Args:
         cluster: Where the engines run; they do not shut it down.
         config: A `GenerationConfig`, see `VllmSection` for its `vllm_cfg`.
-        tokenizer: The model's tokenizer. None: the one that `model_name` has.
-        name_prefix: Names the engines in errors and in what they print.
+        tokenizer: The model's tokenizer. None: that of `model_name`.
+        name_prefix: Prefix of the engines' names in errors and in their output.
         workers_per_node: How many bundles of each node to use. None: all.
-        seed: Of everything random.
-        timeout_s: Most seconds that the start, or any call but `generate`, may take.
+        seed: Seed of the samples.
+        timeout_s: Limit of the start and of each call but `generate`, in seconds.
 
     Raises:
-        ValueError: What was passed cannot be done; the message names key and numbers.
+        ValueError: An argument or a config value is not possible; names key and numbers.
         ImportError: vLLM is not installed.
     """
 
@@ -105,7 +102,7 @@ class VllmGeneration(GenerationInterface):
         self._seed = seed
         self._version = INITIAL_VERSION
         self._calls_since_version = 0
-        self._refit_info: dict[str, Any] = {}
+        self._refit_info: RefitInfo = {}
         per_node = bundles_per_node(cluster, workers_per_node)
         sharding = _engine_grid(cluster, per_node, engine.tensor_parallel_size)
         self._group = RayWorkerGroup(
@@ -121,7 +118,7 @@ class VllmGeneration(GenerationInterface):
 
     @staticmethod
     def validate_config(config: Mapping[str, Any]) -> None:
-        """Raise what the constructor would raise for `config`, before anything starts.
+        """Raise the constructor's errors for `config`, before anything starts.
 
         Raises:
             ValueError: A key is unknown, or a value out of range; names key and value.
@@ -133,7 +130,7 @@ class VllmGeneration(GenerationInterface):
 
     @property
     def weight_version(self) -> int:
-        """The version that samples carry: -1 before the first refit, see `commit_update`."""
+        """The committed version of the weights; -1 before the first refit."""
         return self._version
 
     @property
@@ -143,7 +140,7 @@ class VllmGeneration(GenerationInterface):
 
     @property
     def num_receivers(self) -> int:
-        """The processes that receive weights: every rank of every engine."""
+        """The number of processes that receive weights: all ranks of all engines."""
         return self._engines.sharding.size
 
     def generate(
@@ -156,12 +153,12 @@ class VllmGeneration(GenerationInterface):
             greedy: Take the most likely token every time, whatever the configuration says.
 
         Returns:
-            What `GenerationOutputSpec` says, and `weight_version` `[batch]` int64: the version that
-            was committed when the row was sampled, -1 before the first refit.
+            A `GenerationOutputSpec`, and `weight_version` `[batch]` int64: the committed version
+            that the row was sampled from, -1 before the first refit.
 
         Raises:
-            ValueError: A prompt leaves no room for a token, or holds one that the model lacks.
-            EngineStateError: An engine sleeps, or its weights are not whole.
+            ValueError: A prompt leaves no room for a token, or has one outside the vocabulary.
+            EngineStateError: An engine sleeps, or a refit is in flight or has failed.
         """
         check_prompts(
             data,
@@ -183,40 +180,41 @@ class VllmGeneration(GenerationInterface):
             "generate", shards, sampling=self._sampling, greedy=greedy
         )
         parts = self._engines.wait(call, timeout_s=self._generate_timeout_s)
-        if not greedy:  # which draws nothing: a run goes on with the samples it would have had
+        # Greedy calls draw nothing, so that an evaluation does not change a run's later samples.
+        if not greedy:
             self._calls_since_version += 1
         assert self._sampling.pad_token_id is not None, "parsing has resolved it"
         return dispatch.gather_generations(parts, pad_token_id=self._sampling.pad_token_id)
 
     def prepare_for_generation(
-        self, tags: Sequence[str] | None = None, *args: Any, **kwargs: Any
+        self, tags: Sequence[str] | None = None, *args: object, **kwargs: object
     ) -> bool:
-        """Wake the engines; True when all of their memory is in place.
+        """Wake the engines; True if all of their memory is on the device.
 
         Args:
-            tags: What to wake, of `weights` and `kv_cache`. None: both. A refit needs `weights`
-                alone, and has the room of the other for its buffers.
+            tags: `weights`, `kv_cache` or, with None, both. A refit needs `weights` only, and can
+                use the memory of the other for its buffers.
             args: Ignored.
             kwargs: Ignored.
         """
         return all(self._on_engines("wake", tags))
 
-    def finish_generation(self, *args: Any, **kwargs: Any) -> bool:
-        """Put the engines to sleep, see `vllm_cfg.sleep_level`; True when they do."""
+    def finish_generation(self, *args: object, **kwargs: object) -> bool:
+        """Put the engines to sleep, see `vllm_cfg.sleep_level`; return True."""
         self._on_engines("sleep")
         return True
 
     # Weights
 
-    def init_transfer(self, address: Mapping[str, Any] | Sequence[Mapping[str, Any]]) -> None:
-        """Tell the engines where weights are going to come from; a new sender replaces an old one.
+    def init_transfer(self, address: Mapping[str, object] | Sequence[Mapping[str, object]]) -> None:
+        """Set the sender of each receiver; a later call replaces it.
 
         Args:
             address: The `address` of an `rl_refit.RefitSender` for all `num_receivers` receivers,
                 or one address for each of them. Receivers are ranked from 0, engine by engine.
 
         Raises:
-            ValueError: There are not as many addresses as receivers.
+            ValueError: The number of addresses is not the number of receivers.
         """
         single = isinstance(address, Mapping)
         addresses = [address] * self.num_receivers if single else list(address)
@@ -230,13 +228,13 @@ class VllmGeneration(GenerationInterface):
         """Open a transaction on every engine: none samples until `commit_update`.
 
         Raises:
-            ValueError: `version` is not newer than what an engine has.
-            EngineStateError: The weights of an engine sleep.
+            ValueError: `version` is not newer than an engine's committed version.
+            EngineStateError: The weights of an engine are asleep.
         """
         self._on_engines("begin_update", version)
 
     def update(self, version: int) -> RankCall:
-        """Let every engine receive and load all weights, at the same time as the sender sends.
+        """Start to receive and load all weights on every engine, while the sender sends.
 
         Example, with a sender in this process:
             call = engines.update(3)
@@ -244,32 +242,32 @@ class VllmGeneration(GenerationInterface):
             reports = engines.wait_for_update(call)
 
         Returns:
-            A running call for `wait_for_update`. Where it fails, the engines refuse to sample until
-            a full resend is committed.
+            A running call for `wait_for_update`. If it fails, the engines refuse to sample until a
+            full resend is committed.
         """
         return self._engines.submit_all("update", version)
 
     def commit_update(self, version: int) -> None:
-        """Sample from the weights that arrived, and mark samples with `version`, from now on.
+        """Sample from the loaded weights from now on, with `version` as their `weight_version`.
 
         Raises:
-            EngineStateError: `version` has not arrived at every engine.
+            EngineStateError: An engine has not loaded all weights of `version`.
         """
         self._on_engines("commit_update", version)
         if version != self._version:
             self._version, self._calls_since_version = version, 0
 
     def wait_for_update(self, call: RankCall) -> list[dict[str, float]]:
-        """Return a report per receiver of what `update` has started, or raise what made it fail."""
+        """Wait for a call of `update`; return a report per receiver, or raise its root failure."""
         results = self._engines.wait(call, timeout_s=self._timeout_s + _MARGIN_S)
         return [report for reports in self._of_engines(results) for report in reports]
 
-    def prepare_refit_info(self, info: dict[str, Any]) -> None:
-        """Learn `{name: (shape, wire dtype)}` of what the calls below are going to load."""
+    def prepare_refit_info(self, info: RefitInfo) -> None:
+        """Set `{name: (shape, wire dtype)}` of all tensors that the calls below load."""
         self._refit_info = dict(info)
 
-    def init_collective(self, ip: str, port: int, world_size: int) -> list[Any]:
-        """Join a trainer's group, whose rank 0 waits at an address; `update` needs none.
+    def init_collective(self, ip: str, port: int, world_size: int) -> list[ray.ObjectRef]:
+        """Join a trainer's group, whose rank 0 listens at the address; `update` needs none.
 
         Args:
             ip: The trainer's address.
@@ -277,7 +275,7 @@ class VllmGeneration(GenerationInterface):
             world_size: `num_receivers` and the trainer.
 
         Returns:
-            Futures that are not waited for, as the trainer has to join meanwhile.
+            Futures that are not awaited, as the trainer has to join at the same time.
         """
         if world_size != self.num_receivers + 1:
             raise ValueError(
@@ -287,16 +285,16 @@ class VllmGeneration(GenerationInterface):
             "init_collective", ip, port, world_size, timeout_s=self._timeout_s
         ).refs
 
-    def update_weights_from_collective(self) -> list[Any]:
-        """Receive over the group of `init_collective` what `prepare_refit_info` has announced.
+    def update_weights_from_collective(self) -> list[ray.ObjectRef]:
+        """Receive the tensors of `prepare_refit_info` over the group of `init_collective`.
 
         Returns:
-            Futures that are not waited for, as the trainer has to broadcast meanwhile.
+            Futures that are not awaited, as the trainer has to broadcast at the same time.
         """
         return self._engines.submit_all("update_from_collective", self._known_info()).refs
 
     def update_weights(self, handles: dict[str, Any]) -> bool:
-        """Load one group of the tensors that `prepare_refit_info` has announced; True when done.
+        """Load one group of the tensors of `prepare_refit_info`; return True.
 
         Args:
             handles: `{device id: {name: handle}}`, handles of `rl_refit.compat.handles`.
@@ -307,20 +305,20 @@ class VllmGeneration(GenerationInterface):
     # The end
 
     def shutdown(self) -> bool:
-        """End every process of the engines; True when all of them ended in order.
+        """End every process of the engines; True if all of them ended in order.
 
-        Calling it twice is fine. The cluster is left as it is.
+        Idempotent. The cluster stays up.
         """
         return self._group is None or self._group.shutdown()
 
     def __del__(self) -> None:
-        """Shut down, unless the interpreter is going away and takes the processes with it."""
+        """Shut down, unless the interpreter exits, which ends the processes by itself."""
         if not sys.is_finalizing():
             self.shutdown()
 
-    def _known_info(self) -> dict[str, Any]:
+    def _known_info(self) -> RefitInfo:
         if not self._refit_info:
-            raise RuntimeError("prepare_refit_info was not called: nobody knows what is to come")
+            raise RuntimeError("prepare_refit_info was not called: the tensors are not known")
         return self._refit_info
 
     @property
@@ -328,20 +326,20 @@ class VllmGeneration(GenerationInterface):
         assert self._group is not None
         return self._group
 
-    def _on_engines(self, method: str, *args: Any, **kwargs: Any) -> list[Any]:
+    def _on_engines(self, method: str, *args: object, **kwargs: object) -> list[Any]:
         """Call `method` on every engine; return one result per engine."""
         call = self._engines.submit_all(method, *args, **kwargs)
         return self._of_engines(self._engines.wait(call, timeout_s=self._timeout_s))
 
-    def _of_engines(self, results: Sequence[Any]) -> list[Any]:
-        """Return the results of the ranks that have an engine, each the first of its group."""
+    def _of_engines(self, results: Sequence[ResultT]) -> list[ResultT]:
+        """Return the results of the ranks with an engine, the first of each group."""
         return list(results[:: self.num_receivers // self.num_engines])
 
 
 def _engine_grid(
     cluster: Cluster, per_node: Sequence[int] | None, tensor_parallel_size: int
 ) -> NamedSharding:
-    nodes = [bundle_nodes(group) for group in cluster.get_placement_groups()]
+    nodes = bundle_nodes(cluster)
     places = rank_bundles(nodes, workers_per_node=per_node)
     ranks_per_node = Counter(nodes[group][bundle] for group, bundle in places)
     num_engines = count_engines(ranks_per_node, tensor_parallel_size=tensor_parallel_size)

@@ -1,6 +1,10 @@
-"""The rows of a batch around an inference engine: checked, seeded, and assembled with completions.
+"""A batch on its way through vLLM: checked and seeded rows, requests, and the assembled output.
 
-Nothing here knows a particular engine.
+    GenerationDatumSpec --check_prompts, row_seeds--> on the driver, for all engines
+                        --request_arguments--> one `SamplingParams` per row, in an engine
+    Completion per row  --assemble_output--> GenerationOutputSpec
+
+vLLM is not imported here.
 """
 
 from __future__ import annotations
@@ -8,17 +12,25 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING
 
 import torch
 from rl_batched_data import BatchedDataDict
 from rl_interfaces.backend.batch_checks import check_scoring_batch
 
-_SEED_BYTES = 7  # of 8, so that the sign of an int64 is never touched
+if TYPE_CHECKING:
+    from rl_interfaces import GenerationDatumSpec, GenerationOutputSpec
+    from rl_interfaces.backend.generation.loop import SamplingConfig
+
+_SEED_BYTES = 7  # of 8: an int64 without its sign bit
 
 
 def check_prompts(
-    data: BatchedDataDict[Any], *, pad_token_id: int | None, max_length: int, vocab_size: int
+    data: BatchedDataDict[GenerationDatumSpec],
+    *,
+    pad_token_id: int | None,
+    max_length: int,
+    vocab_size: int,
 ) -> None:
     """Raise unless an engine can continue every row of `data`, before anything is sent.
 
@@ -26,7 +38,7 @@ def check_prompts(
         data: See `GenerationDatumSpec`.
         pad_token_id: The tokenizer's padding token, by which left padding is detected.
         max_length: Most tokens per row, prompt and completion.
-        vocab_size: Tokens that the model has.
+        vocab_size: Size of the model's vocabulary.
 
     Raises:
         ValueError: Names the key, the row and the numbers.
@@ -49,14 +61,14 @@ def check_prompts(
 
 
 def row_seeds(num_rows: int, *, seed: int, weight_version: int, call: int) -> torch.Tensor:
-    """Return a seed per row, the same for the same numbers on however many engines.
+    """Return a seed per row, which does not depend on the number of engines.
 
     Args:
         num_rows: Rows of the batch.
-        seed: Of the run.
-        weight_version: Of the weights that are sampled from. A resumed run continues with other
-            seeds than it began with.
-        call: Earlier calls that sampled from these weights.
+        seed: The run's.
+        weight_version: Of the weights that are sampled from, so that a resumed run does not repeat
+            the seeds of its first steps.
+        call: The number of earlier calls that sampled from these weights.
 
     Returns:
         `[num_rows]` int64, not negative.
@@ -67,6 +79,63 @@ def row_seeds(num_rows: int, *, seed: int, weight_version: int, call: int) -> to
         for row in range(num_rows)
     )
     return torch.tensor([int.from_bytes(digest) for digest in digests], dtype=torch.int64)
+
+
+def request_arguments(
+    sampling: SamplingConfig,
+    *,
+    prompt_lengths: Sequence[int],
+    seeds: Sequence[int],
+    stop_strings: Sequence[Sequence[str] | None],
+    max_length: int,
+    greedy: bool,
+) -> list[dict[str, object]]:
+    """Return the arguments of vLLM's `SamplingParams` for each row.
+
+    Example, a prompt of 3 tokens in a row of at most 8, temperature 0.7:
+        {"temperature": 0.7, "top_p": 1.0, "top_k": 0, "max_tokens": 5, "seed": 17, ...}
+
+    Args:
+        sampling: The configuration of all rows.
+        prompt_lengths: Tokens per prompt, each less than `max_length`.
+        seeds: Per row.
+        stop_strings: Per row, in addition to the configured ones.
+        max_length: Most tokens per row, prompt included.
+        greedy: Take the most likely token, whatever `sampling` says.
+    """
+    shared = _distribution(sampling, greedy=greedy or sampling.temperature == 0) | {
+        # 0 alternatives: the sampled token's log-probability alone.
+        "logprobs": 0,
+        "flat_logprobs": True,
+        # The end token is one of ours, and a model's list of further ones is not in the contract.
+        "ignore_eos": True,
+        "stop_token_ids": list(sampling.stop_token_ids),
+        "include_stop_str_in_output": True,
+        "skip_special_tokens": False,
+    }
+    rows: list[dict[str, object]] = []
+    for length, seed, texts in zip(prompt_lengths, seeds, stop_strings, strict=True):
+        stops = [*sampling.stop_strings, *(texts or ())]
+        row = {
+            "max_tokens": min(sampling.max_new_tokens, max_length - length),
+            "seed": seed,
+            "stop": stops,
+            # Stop strings are matched in text, which costs time without any.
+            "detokenize": bool(stops),
+        }
+        rows.append(shared | row)
+    return rows
+
+
+def _distribution(sampling: SamplingConfig, *, greedy: bool) -> dict[str, object]:
+    # Greedy rows report the untempered, untruncated distribution, as in every backend.
+    if greedy:
+        return {"temperature": 0.0, "top_p": 1.0, "top_k": 0}
+    return {
+        "temperature": sampling.temperature,
+        "top_p": sampling.top_p,
+        "top_k": sampling.top_k or 0,
+    }
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -85,10 +154,10 @@ def assemble_output(
     *,
     pad_token_id: int,
     weight_version: int,
-) -> BatchedDataDict[Any]:
+) -> BatchedDataDict[GenerationOutputSpec]:
     """Return a `GenerationOutputSpec` with the weight version of each row.
 
-    Example, prompts [1, 2] and [3] that got [4] and [5, 6], padding 0, version 9:
+    Example, prompts [1, 2] and [3], completions [4] and [5, 6], padding 0, version 9:
         output_ids                = [[1, 2, 4], [3, 5, 6]]
         generation_lengths        = [1, 2]
         unpadded_sequence_lengths = [3, 3]
@@ -98,7 +167,7 @@ def assemble_output(
     Args:
         prompts: The tokens of each row, without padding.
         completions: In the same order.
-        pad_token_id: Pads `output_ids` after each row's end.
+        pad_token_id: Pads `output_ids` on the right.
         weight_version: Of the weights that were sampled from, see `WeightReceiver.commit_update`.
     """
     lengths = [

@@ -1,0 +1,518 @@
+"""The configuration of a run: its sections and defaults, read from files and overrides.
+
+    YAML file, then section.key=value  --over-->  defaults  --checked-->  RunConfig  -->  YAML
+
+A recipe brings sections of its own: the type of a run's configuration is composed of those that
+every run has and the recipe's, see `run_config_type`. Keys, types and ranges are pydantic's to
+check; the section `policy` is `rl_interfaces.resolve_policy_config`'s.
+"""
+
+from __future__ import annotations
+
+import copy
+import difflib
+from collections.abc import Iterator, Mapping, Sequence
+from functools import cache
+from pathlib import Path
+from typing import Any, Literal, TypeAlias, TypeVar, cast
+
+import yaml
+from omegaconf import OmegaConf
+from omegaconf.errors import OmegaConfBaseException
+from pydantic import (
+    BaseModel,
+    ConfigDict,
+    Field,
+    ValidationError,
+    create_model,
+    field_validator,
+    model_validator,
+)
+from pydantic_core import ErrorDetails
+from rl_interfaces import resolve_policy_config
+from rl_interfaces.config.resolve import merge_sections
+
+from rl_policy.backends import WORKERS_OWN
+from rl_policy.recipes import Recipe, find_recipe, installed_recipes
+
+SectionT = TypeVar("SectionT", bound="Section")
+
+Settings: TypeAlias = dict[str, Any]
+"""Nested settings as in YAML. No TypedDict has all their keys, as a third party's backend has a
+section of its own."""
+
+BUILTIN_MODEL = "builtin"
+"""The value of `policy.model_name` for the model that a run builds."""
+
+DEFAULT_POLICY: Settings = {
+    # Runs everywhere. bfloat16 is the better choice on a recent GPU.
+    "precision": "float32",
+    "train_global_batch_size": 32,
+    "train_micro_batch_size": 4,
+    "logprob_batch_size": 4,
+    "generation_batch_size": 32,
+    "max_total_sequence_length": 512,
+    "max_grad_norm": 1.0,
+    # A learning rate at which fine-tuning of a pretrained model is stable.
+    "optimizer": {
+        "name": "torch.optim.AdamW",
+        "kwargs": {"lr": 1.0e-6, "betas": [0.9, 0.95], "weight_decay": 0.0},
+    },
+    "generation": {"backend": "hf", "max_new_tokens": 128, "temperature": 1.0},
+    "dtensor_cfg": {"enabled": True},
+}
+"""The command line's own defaults, over those of `rl_interfaces`."""
+
+BUILTIN_POLICY: Settings = {
+    "train_global_batch_size": 256,
+    "train_micro_batch_size": 128,
+    "logprob_batch_size": 256,
+    "generation_batch_size": 256,
+    "max_total_sequence_length": 32,
+    "optimizer": {"kwargs": {"lr": 3.0e-4}},
+    "generation": {
+        "max_new_tokens": 6,
+        # Compilation and graph capture take longer than a run of a model this small.
+        "vllm_cfg": {"enforce_eager": True, "kv_cache_memory_bytes": 64 * 2**20},
+    },
+}
+"""Over `DEFAULT_POLICY` in a run that builds its own model, of about a hundred thousand parameters:
+batch sizes and a learning rate that a large model could not use."""
+
+
+def merge_policy(base: Mapping[str, object], given: Mapping[str, object]) -> Settings:
+    """Return `given` merged over `base`, section by section.
+
+    The optimizer of `base` is dropped if `given` names another, and its backend is disabled if
+    `given` enables one.
+    """
+    kept: Settings = copy.deepcopy(dict(base))
+    if _optimizer_name(given) not in (None, _optimizer_name(kept)):
+        # Keyword arguments of one optimizer are unknown to another.
+        kept.pop("optimizer", None)
+    if any(_is_enabled(key, value) for key, value in given.items()):
+        kept = {
+            key: {**value, "enabled": False} if _is_enabled(key, value) else value
+            for key, value in kept.items()
+        }
+    return merge_sections(kept, given)
+
+
+def resolve_policy(policy: Mapping[str, object], *, path: str = "policy") -> Settings:
+    """Return the complete section; without a model's name it is that of the built-in model.
+
+    Args:
+        policy: The section; keys may be missing.
+        path: Prefix of the keys in errors.
+
+    Raises:
+        ValueError: As `rl_interfaces.resolve_policy_config`, or `async_checkpoint` is on: a run
+            relies on a checkpoint being complete when the call returns.
+    """
+    if policy.get("model_name") is None:
+        policy = {**policy, "model_name": BUILTIN_MODEL}
+    resolved = resolve_policy_config(policy, path=path)
+    if resolved["dtensor_cfg"]["async_checkpoint"]:
+        raise ValueError(
+            f"{path}.dtensor_cfg.async_checkpoint=True is not supported by a recipe's run, which "
+            "renames a checkpoint once it is saved: leave it out, or drive a Policy yourself"
+        )
+    return resolved
+
+
+def _optimizer_name(policy: Mapping[str, object]) -> object:
+    optimizer = policy.get("optimizer")
+    return optimizer.get("name") if isinstance(optimizer, Mapping) else None
+
+
+def _is_enabled(key: str, value: object) -> bool:
+    return key.endswith("_cfg") and isinstance(value, Mapping) and bool(value.get("enabled"))
+
+
+class Section(BaseModel):
+    """A section: immutable, and without unknown keys or conversions between types."""
+
+    model_config = ConfigDict(
+        extra="forbid", frozen=True, strict=True, use_attribute_docstrings=True
+    )
+
+
+class ClusterSection(Section):
+    """The devices. The keys are the arguments of `rl_policy.RayVirtualCluster`."""
+
+    bundle_ct_per_node_list: list[int] = Field(default=[2], min_length=1)
+    """Workers on each node."""
+    use_gpus: bool | None = None
+    """Whether a worker gets a GPU. null: if there are any."""
+    num_gpus_per_node: int = Field(default=8, ge=1)
+    """Most GPUs that a node has."""
+    placement_group_strategy: str = "SPREAD"
+    """Ray's strategy for the workers of a node."""
+
+
+class TinyModelSection(Section):
+    """The Qwen2 model that is built if `policy.model_name` is not set."""
+
+    hidden_size: int = Field(default=64, ge=32)
+    """Width; a multiple of head_size."""
+    intermediate_size: int = Field(default=256, ge=1)
+    """Width of the MLPs."""
+    num_layers: int = Field(default=2, ge=1)
+    """Layers."""
+    head_size: int = Field(default=32, ge=32)
+    """Width of an attention head. Inference engines refuse less than 32."""
+    initializer_range: float = Field(default=0.1, gt=0)
+    """Standard deviation of the weights. At this width, the 0.02 of large models learns slowly."""
+
+
+class DataSection(Section):
+    """The training data: the user's problems or preference pairs, or generated doublings."""
+
+    path: str | None = None
+    """JSON lines with the texts `prompt` and `answer`; for preferences `prompt`, `chosen` and
+    `rejected`. null: doublings."""
+    heldout_path: str | None = None
+    """The same, for what is only evaluated. null: held out of the others."""
+    num_heldout: int = Field(default=256, ge=1)
+    """Prompts that accuracy is measured on, and that are never trained on."""
+    num_validation: int = Field(default=256, ge=1)
+    """Problems that sft.stop_pass_rate is measured on, held out if that is set."""
+    max_number: int = Field(default=9999, ge=9)
+    """Largest number that is doubled in the problems made here."""
+    careless_share: float = Field(default=0.6, ge=0, le=1)
+    """Share of the demonstrations made here that forget to carry; GRPO has to correct them."""
+    use_chat_template: bool = False
+    """Render each prompt as a user's message with the tokenizer's chat template."""
+
+
+class RewardSection(Section):
+    """The reward: 1 if the text of the answer is exactly right, otherwise 0."""
+
+    answer_pattern: str | None = None
+    """Regular expression whose last match in the completion is its answer: the first group, or
+    all of it. null: the completion, stripped of white space, is the answer."""
+
+
+class RefitSection(Section):
+    """Sending weights to inference engines, if policy.generation.backend names some."""
+
+    transport: str | None = None
+    """`shm`, `cuda_ipc`, `collective`, `golden`, or a third party's. null: the fastest that reaches
+    the engines."""
+    bucket_mib: int | None = Field(default=None, ge=1)
+    """Size of each of two buffers, in MiB. null: by the model's size."""
+    verify: Literal["none", "digest", "weights", "logprobs"] = "digest"
+    """`digest` checks every buffer before it is loaded; `weights` the live parameters too, of
+    engines that can yield them by name, which vLLM cannot; `logprobs`, besides the digest, ends the
+    run where mismatch_max_abs is over max_mismatch."""
+    max_mismatch: float | None = Field(default=None, gt=0)
+    """Most nats between an engine's log-probability of a sampled token and the trainer's. Float32
+    stays under 1e-4; bfloat16 is off by some hundredths."""
+
+
+class CheckpointSection(Section):
+    """Checkpoints of a run, from which `--resume` continues it."""
+
+    every: int = Field(default=25, ge=1)
+    """Steps between two checkpoints."""
+    keep_last: int = Field(default=2, ge=1)
+    """Newest checkpoints that are kept; the best, by accuracy, is kept besides."""
+
+
+class RunConfig(Section):
+    """A run of one recipe: the sections that every run has.
+
+    The type of a run's configuration is a subclass made by `run_config_type`, with the recipe's
+    sections as further fields; `section` returns those by their type.
+    """
+
+    recipe: str
+    """The command: a recipe that an installed package registers."""
+    seed: int = Field(default=0, ge=0)
+    """Of data, order, the model built here and, if policy.seed is not set, the workers."""
+    policy: Settings
+    """The policy: the keys of `rl_interfaces.PolicyConfig`."""
+    cluster: ClusterSection = ClusterSection()
+    tiny_model: TinyModelSection = TinyModelSection()
+    data: DataSection = DataSection()
+    checkpoint: CheckpointSection = CheckpointSection()
+
+    @field_validator("policy")
+    @classmethod
+    def _complete_policy(cls, policy: Settings) -> Settings:
+        return resolve_policy(policy)
+
+    @model_validator(mode="after")
+    def _check(self) -> RunConfig:
+        _check_tokenizer(self)
+        _check_sizes(self)
+        find_recipe(self.recipe).check(self)
+        return self
+
+    def section(self, kind: type[SectionT]) -> SectionT:
+        """Return the recipe's section of a given type.
+
+        Raises:
+            LookupError: The recipe has no such section.
+        """
+        for name in type(self).model_fields:
+            value = getattr(self, name)
+            if isinstance(value, kind):
+                return value
+        raise LookupError(f"a run of {self.recipe!r} has no section of the type {kind.__name__}")
+
+    @property
+    def has_builtin_model(self) -> bool:
+        """Whether the model is built by the run."""
+        return self.policy["model_name"] == BUILTIN_MODEL
+
+    @property
+    def has_engines(self) -> bool:
+        """Whether inference engines sample for the recipe."""
+        if not find_recipe(self.recipe).samples_with_engines:
+            return False
+        return self.policy["generation"]["backend"] != WORKERS_OWN
+
+    @property
+    def is_colocated(self) -> bool:
+        """Whether engines share the policy's devices."""
+        return self.policy["generation"].get("colocated", {}).get("enabled", True)
+
+    @property
+    def engine_bundles(self) -> list[int]:
+        """Devices per node of engines that do not share the policy's; one by default."""
+        resources = self.policy["generation"].get("colocated", {}).get("resources", {})
+        return [resources.get("gpus_per_node", 1)] * resources.get("num_nodes", 1)
+
+
+def run_config_type(sections: Mapping[str, type[Section]]) -> type[RunConfig]:
+    """Return `RunConfig` with further sections, `{key: type}`.
+
+    Raises:
+        ValueError: A key is one that every run has.
+    """
+    taken = sections.keys() & RunConfig.model_fields.keys()
+    if taken:
+        raise ValueError(f"the section {min(taken)!r} of a recipe is one that every run has")
+    return _run_config_type(tuple(sections.items()))
+
+
+# Cached, as two configurations of different types are never equal to pydantic.
+@cache
+def _run_config_type(sections: tuple[tuple[str, type[Section]], ...]) -> type[RunConfig]:
+    fields: dict[str, Any] = {key: (kind, kind()) for key, kind in sections}
+    return create_model("RunConfig", __base__=RunConfig, **fields)
+
+
+def check_sampling(config: RunConfig) -> None:
+    """Raise `ValueError` unless the policy can sample completions."""
+    generation = config.policy.get("generation")
+    if generation is None:
+        raise ValueError("policy.generation is not set: the recipe samples completions")
+    longest, new = config.policy["max_total_sequence_length"], generation["max_new_tokens"]
+    if new >= longest:
+        raise ValueError(
+            f"policy.generation.max_new_tokens={new} leaves no room for a prompt in "
+            f"policy.max_total_sequence_length={longest}"
+        )
+
+
+def _check_tokenizer(config: RunConfig) -> None:
+    name = config.policy["tokenizer"]["name"]
+    if config.has_builtin_model and name != BUILTIN_MODEL:
+        raise ValueError(
+            f"policy.tokenizer.name={name!r} contradicts policy.model_name={BUILTIN_MODEL!r}: "
+            "the model that is built here has its own tokenizer"
+        )
+
+
+def _check_sizes(config: RunConfig) -> None:
+    if "max_total_sequence_length" not in config.policy:
+        raise ValueError("policy.max_total_sequence_length is not set: most tokens of a sequence")
+    model = config.tiny_model
+    if model.hidden_size % model.head_size:
+        raise ValueError(
+            f"tiny_model.head_size={model.head_size} does not divide "
+            f"tiny_model.hidden_size={model.hidden_size}"
+        )
+    if min(config.cluster.bundle_ct_per_node_list) < 1:
+        raise ValueError(
+            f"cluster.bundle_ct_per_node_list={config.cluster.bundle_ct_per_node_list} "
+            "must hold positive numbers"
+        )
+
+
+def load_run_config(
+    recipe: str, *, path: Path | None = None, overrides: Sequence[str] = ()
+) -> RunConfig:
+    """Return the configuration of a new run.
+
+    Args:
+        recipe: The command.
+        path: A YAML file. It may hold sections of other installed recipes, so that one file serves
+            several commands; those are checked for keys and types only.
+        overrides: `section.key=value`, the value in YAML; they take precedence over the file.
+
+    Raises:
+        ValueError: The file cannot be read, or its content is wrong; one line that names the key.
+    """
+    given = read_yaml(path) if path is not None else {}
+    given = merge_sections(given, parse_overrides(overrides))
+    if given.setdefault("recipe", recipe) != recipe:
+        raise ValueError(f"recipe={given['recipe']!r} contradicts the command {recipe!r}")
+    return parse_run_config(_add_defaults(given, find_recipe(recipe)))
+
+
+def parse_run_config(given: Mapping[str, object]) -> RunConfig:
+    """Return the checked configuration, with the sections' own defaults for missing keys.
+
+    Raises:
+        ValueError: Names the key and the value, in one line.
+    """
+    recipe = given.get("recipe")
+    if not isinstance(recipe, str):
+        raise ValueError(f"recipe={recipe!r} must be the name of a recipe")
+    kind = _config_type(find_recipe(recipe), given)
+    try:
+        return kind.model_validate(dict(given))
+    except ValidationError as error:
+        entries = error.errors(include_url=False)
+        raise ValueError("; ".join(_describe(entry, kind) for entry in entries)) from None
+
+
+def override_resumed(config: RunConfig, overrides: Sequence[str]) -> RunConfig:
+    """Return the configuration of a resumed run.
+
+    Args:
+        config: That of the interrupted run.
+        overrides: `section.key=value`; only the recipe's numbers of steps and `checkpoint.*`,
+            which leave the steps taken so far valid.
+
+    Raises:
+        ValueError: Another key, or an invalid value.
+    """
+    allowed = find_recipe(config.recipe).step_keys
+    for override in overrides:
+        key = override.partition("=")[0]
+        if key not in allowed and not key.startswith("checkpoint."):
+            raise ValueError(
+                f"{key} cannot change when a run is resumed: only {', '.join(allowed)} and "
+                "checkpoint.* can"
+            )
+    return parse_run_config(merge_sections(config.model_dump(), parse_overrides(overrides)))
+
+
+def read_yaml(path: Path) -> Settings:
+    """Return the mapping in a YAML file.
+
+    Raises:
+        ValueError: The file cannot be read or holds no mapping; names the file.
+    """
+    try:
+        content = OmegaConf.to_container(OmegaConf.load(path), resolve=True)
+    except (OSError, yaml.YAMLError, OmegaConfBaseException) as error:
+        raise ValueError(f"cannot read the config {path}: {_one_line(error)}") from error
+    if not isinstance(content, dict):
+        raise ValueError(f"the config {path} must hold a mapping")
+    return {str(key): value for key, value in content.items()}
+
+
+def parse_overrides(overrides: Sequence[str]) -> Settings:
+    """Return `section.key=value` arguments as nested mappings.
+
+    Raises:
+        ValueError: An argument has no `=`, or a value is no YAML.
+    """
+    for override in overrides:
+        if "=" not in override.removeprefix("="):
+            raise ValueError(f"cannot read {override!r}: expected section.key=value")
+    try:
+        content = OmegaConf.to_container(OmegaConf.from_dotlist(list(overrides)), resolve=True)
+    except (yaml.YAMLError, OmegaConfBaseException) as error:
+        raise ValueError(f"cannot read {' '.join(overrides)}: {_one_line(error)}") from error
+    assert isinstance(content, dict)
+    return {str(key): value for key, value in content.items()}
+
+
+def render_run_config(config: RunConfig) -> str:
+    """Return the configuration as YAML, with a comment above each key."""
+    return "\n".join(_render(config, indent="")) + "\n"
+
+
+def _add_defaults(given: Settings, recipe: Recipe) -> Settings:
+    """Return `given` over the defaults of `policy` and, if it is used, the built-in model's."""
+    policy = given.get("policy") or {}
+    if not isinstance(policy, Mapping):
+        raise ValueError(f"policy must be a mapping, got {type(policy).__name__} {policy!r}")
+    is_builtin = policy.get("model_name") in (None, BUILTIN_MODEL)
+    layers = [BUILTIN_POLICY, recipe.builtin.get("policy", {})] if is_builtin else []
+    base = DEFAULT_POLICY
+    for layer in layers:
+        base = merge_policy(base, layer)
+    complete = merge_sections({**(recipe.builtin if is_builtin else {}), "policy": {}}, given)
+    complete["policy"] = merge_policy(base, policy)
+    complete["policy"].setdefault("seed", given.get("seed", RunConfig.model_fields["seed"].default))
+    if is_builtin:
+        complete["policy"]["model_name"] = BUILTIN_MODEL
+    return complete
+
+
+def _config_type(recipe: Recipe, given: Mapping[str, object]) -> type[RunConfig]:
+    """Return the type of a run's configuration, with the given sections of other recipes too.
+
+    Another recipe may not be importable, so it is imported only if a key is unknown without it.
+    """
+    sections = dict(recipe.sections)
+    unknown = given.keys() - RunConfig.model_fields.keys() - sections.keys()
+    for name in installed_recipes():
+        if not unknown:
+            break
+        for key, kind in find_recipe(name).sections.items():
+            if key in unknown:
+                sections[key] = kind
+                unknown.remove(key)
+    return run_config_type(sections)
+
+
+def _describe(entry: ErrorDetails, kind: type[RunConfig]) -> str:
+    key = ".".join(str(part) for part in entry["loc"])
+    if entry["type"] == "value_error":  # raised by our own checks, which name the key themselves
+        return str(entry.get("ctx", {})["error"])
+    if entry["type"] == "extra_forbidden":
+        near = difflib.get_close_matches(str(entry["loc"][-1]), _keys_beside(entry["loc"], kind), 1)
+        hint = f", did you mean {near[0]!r}?" if near else ""
+        return f"{key} is not a known key{hint}"
+    message = entry["msg"]
+    return f"{key}={entry['input']!r}: {message[:1].lower()}{message[1:]}"
+
+
+def _keys_beside(location: tuple[int | str, ...], kind: type[BaseModel]) -> list[str]:
+    """Return the known keys of the section in which an unknown key was found."""
+    for part in location[:-1]:
+        inner = kind.model_fields[str(part)].annotation
+        if not (isinstance(inner, type) and issubclass(inner, BaseModel)):
+            return []
+        kind = inner
+    known = list(kind.model_fields)
+    return known if len(location) > 1 else [*known, *installed_recipes()]
+
+
+def _render(section: BaseModel, *, indent: str) -> Iterator[str]:
+    for name, field in type(section).model_fields.items():
+        value = getattr(section, name)
+        if isinstance(value, BaseModel):
+            summary = (type(value).__doc__ or "").strip()
+            yield from ("", *_comment(summary, indent=indent), f"{indent}{name}:")
+            yield from _render(value, indent=indent + "  ")
+            continue
+        yield from _comment(field.description or "", indent=indent)
+        text = cast(str, yaml.safe_dump({name: value}, sort_keys=False))
+        yield from (indent + line for line in text.rstrip().splitlines())
+
+
+def _comment(text: str, *, indent: str) -> Iterator[str]:
+    return (f"{indent}# {line.strip()}" for line in text.splitlines())
+
+
+def _one_line(error: Exception) -> str:
+    return " ".join(str(error).split())
