@@ -14,7 +14,7 @@ from rl_interfaces import Cluster
 from rl_policy import RayVirtualCluster
 from rl_policy.ray import cluster as cluster_module
 
-pytestmark = pytest.mark.timeout(180)
+pytestmark = [pytest.mark.timeout(180), pytest.mark.usefixtures("ray_apart")]
 
 
 @pytest.fixture

@@ -69,7 +69,7 @@ def plain_model(model_path):
 
 
 @pytest.fixture(scope="module")
-def cluster():
+def cluster(shared_ray):
     cluster = RayVirtualCluster([2], use_gpus=False, max_colocated_worker_groups=2)
     yield cluster
     cluster.shutdown()

@@ -37,7 +37,7 @@ def stranger(stranger_path):
 
 
 @pytest.fixture(scope="module")
-def cluster(stranger_path):
+def cluster(shared_ray, stranger_path):
     cluster = RayVirtualCluster([NUM_RANKS], use_gpus=False, max_colocated_worker_groups=3)
     yield cluster
     cluster.shutdown()

@@ -53,7 +53,7 @@ def test_the_command_line_lists_what_is_registered_without_importing_it(register
 
 @pytest.mark.timeout(240)
 def test_a_strangers_recipe_runs_by_its_module_and_its_section_alone(
-    register, tmp_path, monkeypatch
+    shared_ray, register, tmp_path, monkeypatch
 ):
     register("echo = stranger_recipe:ECHO")
     monkeypatch.chdir(tmp_path)

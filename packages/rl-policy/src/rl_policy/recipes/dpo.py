@@ -165,6 +165,10 @@ class DpoTrainer:
         )
         # The reference is frozen: its log-probabilities of the held-out pairs are computed once.
         self._heldout = self._batch(session.inputs.pairs.heldout)
+        # One global batch, so that means are over all held-out pairs. Every data-parallel rank gets
+        # full pairs of it, so it is rounded up; the missing rows are completed as in any last step.
+        rows, multiple = self._heldout.size, session.cluster.world_size() * DPOLoss.rows_per_group
+        self._heldout_batch_size = rows + -rows % multiple
 
     @property
     def data_position(self) -> int:
@@ -208,10 +212,10 @@ class DpoTrainer:
 
     def _measure(self) -> tuple[float, float]:
         """Return accuracy and margin of the held-out pairs."""
-        rows = len(self._heldout["input_lengths"])
         self._policy.prepare_for_lp_inference()
-        # One global batch, so that the means are over all held-out pairs.
-        result = self._policy.train(self._heldout, self._loss, eval_mode=True, gbs=rows)
+        result = self._policy.train(
+            self._heldout, self._loss, eval_mode=True, gbs=self._heldout_batch_size
+        )
         means = mean_metrics(result)
         return means["pair_accuracy"], means["reward_margin"]
 
