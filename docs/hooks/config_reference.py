@@ -1,14 +1,15 @@
 """Writes the tables of the configuration reference from the code that reads the configuration.
 
-A line `{{ table: MODULE.CLASS DEFAULTS }}` of a page becomes a table of the keys of a TypedDict or
-of a pydantic model. `DEFAULTS` is where a TypedDict's defaults stand: `module:NAME`, followed by
-`.key` for those of a section.
+A line `{{ table: MODULE.CLASS DEFAULTS }}` of a page becomes a table of the keys of a TypedDict, a
+dataclass or a pydantic model. `DEFAULTS` is where a TypedDict's defaults stand: `module:NAME`,
+followed by `.key` for those of a section.
 """
 
 from __future__ import annotations
 
 import re
 from collections.abc import Iterator, Mapping
+from dataclasses import asdict, is_dataclass
 from importlib import import_module
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -49,8 +50,10 @@ def table(path: str, defaults: str | None) -> str:
     kind = getattr(import_module(module), name)
     if issubclass(kind, BaseModel):
         keys = list(keys_of_model(kind))
+    elif is_dataclass(kind):
+        keys = keys_of_class(module, name, asdict(kind()))
     else:
-        keys = keys_of_typed_dict(module, name, {} if defaults is None else lookup(defaults))
+        keys = keys_of_class(module, name, {} if defaults is None else lookup(defaults))
     if not keys:
         raise ValueError(f"{path} has no keys")
     lines = ["| key | type | default | what it says |", "|---|---|---|---|"]
@@ -72,8 +75,8 @@ def keys_of_model(kind: type[BaseModel]) -> Iterator[Key]:
         yield Key(name, annotation(field.annotation), shown, field.description)
 
 
-def keys_of_typed_dict(module: str, name: str, defaults: Mapping[str, Any]) -> list[Key]:
-    """Return the keys of a TypedDict, whose docstrings stand below them in the source."""
+def keys_of_class(module: str, name: str, defaults: Mapping[str, Any]) -> list[Key]:
+    """Return the keys of a TypedDict or dataclass, with the docstrings below them in the source."""
     source = griffe.visit(
         module, filepath=Path(), code=Path(str(import_module(module).__file__)).read_text()
     )
@@ -81,22 +84,21 @@ def keys_of_typed_dict(module: str, name: str, defaults: Mapping[str, Any]) -> l
     unknown = set(defaults) - set(members)
     if unknown:
         raise ValueError(f"defaults for {sorted(unknown)}, which {name} does not have")
-    return [
-        Key(
-            key,
-            re.sub(r"^NotRequired\[(.*)\]$", r"\1", str(member.annotation)),
-            shown_default(defaults, key),
-            member.docstring.value if member.docstring else "",
-        )
-        for key, member in members.items()
-    ]
+    keys: list[Key] = []
+    for key, member in members.items():
+        written = re.sub(r"^NotRequired\[(.*)\]$", r"\1", str(member.annotation))
+        meaning = member.docstring.value if member.docstring else ""
+        keys.append(Key(key, written, shown_default(defaults, key, written), meaning))
+    return keys
 
 
-def shown_default(defaults: Mapping[str, Any], key: str) -> str:
+def shown_default(defaults: Mapping[str, Any], key: str, written: str) -> str:
     """Return a default as a table shows it; that of a section is its own table."""
     if key not in defaults:
         return _NONE
-    return "see below" if isinstance(defaults[key], dict) else code(defaults[key])
+    # A mapping with keys of any name has no table.
+    is_section = isinstance(defaults[key], dict) and not written.startswith("dict[")
+    return "see below" if is_section else code(defaults[key])
 
 
 def lookup(place: str) -> Mapping[str, Any]:

@@ -1,7 +1,5 @@
 """The backend keeps the rules of the conformance kit."""
 
-from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
 from functools import partial
 
 import pytest
@@ -10,7 +8,7 @@ import torch.distributed as dist
 from plain_backend import PairModel, PlainWorker
 from rl_batched_data import BatchedDataDict
 from rl_interfaces.testing import ScheduleCase, Way, WorkerCase, WorkerConformance
-from rl_refit import RefitReceiver
+from rl_refit.testing import receiver_in_thread
 from tokenizers import Tokenizer
 from tokenizers.models import WordLevel
 from transformers import PreTrainedTokenizerFast
@@ -36,31 +34,12 @@ def planned(section):
     return Way(settings={section: settings}, make_batches=partial(make_batches, plan=section))
 
 
-@contextmanager
 def open_receiver(worker):
     """Stream to a receiver in a thread of this rank."""
     address = worker.open_refit(
         receivers_per_rank=[1] * dist.get_world_size(), transport="shm", bucket_bytes=1 << 12
     )
-    receiver = RefitReceiver(address, dist.get_rank(), timeout_s=LIMIT_S)
-
-    def load(version):
-        received = {}
-        receiver.begin(version)
-        receiver.receive(version, lambda pairs: received.update((n, t.clone()) for n, t in pairs))
-        receiver.commit(version)
-        return received
-
-    def receive(version):
-        running = pool.submit(load, version)
-        worker.send_weights(version)
-        return running.result(timeout=LIMIT_S)
-
-    with ThreadPoolExecutor(1) as pool:
-        try:
-            yield receive
-        finally:
-            receiver.close()
+    return receiver_in_thread(address, dist.get_rank(), send=worker.send_weights, timeout_s=LIMIT_S)
 
 
 @pytest.fixture(scope="module")

@@ -24,7 +24,7 @@ from rl_dtensor_worker.config import EngineConfig
 from rl_dtensor_worker.model import load as loading
 from rl_dtensor_worker.model.build import build_model
 from rl_dtensor_worker.parallel.mesh import Meshes
-from rl_interfaces.backend.runtime.ranks import RankEnvironment, init_process_group
+from rl_interfaces.backend.runtime import RankEnvironment, init_process_group
 from transformers import Qwen2Config, Qwen2ForCausalLM
 
 RUNS = 3

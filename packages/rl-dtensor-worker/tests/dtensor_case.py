@@ -1,8 +1,6 @@
 """The worker as a case of the conformance kit; spawned ranks import it."""
 
 import functools
-from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
 from functools import partial
 
 import peft
@@ -10,7 +8,7 @@ import torch
 from rl_batched_data import BatchedDataDict
 from rl_dtensor_worker import DTensorPolicyWorker
 from rl_interfaces.testing import AdapterCase, RewardCase, ScheduleCase, Way, WorkerCase
-from rl_refit import RefitReceiver
+from rl_refit.testing import receiver_in_thread
 from tiny_model import build_tokenizer, make_config
 from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification
 
@@ -56,32 +54,13 @@ def falling(call):
     return RATE * (1 - call / DECAY_CALLS)
 
 
-@contextmanager
 def open_receiver(worker):
     """Stream to a receiver in a thread of this rank."""
     rank, ranks = worker.get_gpu_info()["rank"], torch.distributed.get_world_size()
     address = worker.open_refit(
         receivers_per_rank=[1] * ranks, transport="shm", bucket_bytes=1 << 14
     )
-    receiver = RefitReceiver(address, rank, timeout_s=LIMIT_S)
-
-    def load(version):
-        received = {}
-        receiver.begin(version)
-        receiver.receive(version, lambda pairs: received.update((n, t.clone()) for n, t in pairs))
-        receiver.commit(version)
-        return received
-
-    def receive(version):
-        running = pool.submit(load, version)
-        worker.send_weights(version)
-        return running.result(timeout=LIMIT_S)
-
-    with ThreadPoolExecutor(1) as pool:
-        try:
-            yield receive
-        finally:
-            receiver.close()
+    return receiver_in_thread(address, rank, send=worker.send_weights, timeout_s=LIMIT_S)
 
 
 def planned(section):

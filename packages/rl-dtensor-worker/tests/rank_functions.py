@@ -614,7 +614,7 @@ def gather_groups(*, config):
 
 @contextmanager
 def process_group():
-    from rl_interfaces.backend.runtime.ranks import RankEnvironment, init_process_group
+    from rl_interfaces.backend.runtime import RankEnvironment, init_process_group
     from torch.distributed.tensor.debug import _clear_sharding_prop_cache
 
     environment = RankEnvironment.from_environment()
@@ -710,7 +710,7 @@ def shard_over_two_axes(model):
 def load_with_a_broken_rank(*, model_name):
     """Let the last rank fail to read; return the error of each."""
     from rl_dtensor_worker.model import load as loading
-    from rl_interfaces.backend.checkpoint.safetensors_files import SafetensorsFiles
+    from rl_interfaces.backend.checkpoint.hf_files import SafetensorsFiles
 
     class Unreadable(SafetensorsFiles):
         def read(self, name, indices=None):
@@ -764,7 +764,7 @@ def calls_of_the_wrong_head(*, config, batch):
 
 def memory_of_swaps(*, config, batch):
     """Return where all tensors of a swap lie, after the first and after the third."""
-    from rl_interfaces.backend.reference import ReferenceCopy
+    from rl_interfaces.backend.components import ReferenceCopy
 
     with worker_for(config) as worker:
         rows, places = my_rows(batch, 4), []
@@ -863,9 +863,12 @@ def save_over_two_axes(*, model_name, directory):
     from rl_dtensor_worker.model.build import trained_state
     from rl_dtensor_worker.model.load import ModelLoader
     from rl_dtensor_worker.weights.source import ModelWeights
-    from rl_interfaces.backend.checkpoint.checkpointer import Checkpointer
-    from rl_interfaces.backend.checkpoint.format import RankRandomState, TensorFormat
-    from rl_interfaces.backend.checkpoint.hf_export import write_hf_directory
+    from rl_interfaces.backend.checkpoint.checkpointer import (
+        Checkpointer,
+        RankRandomState,
+        TensorFormat,
+    )
+    from rl_interfaces.backend.checkpoint.hf_files import write_hf_directory
     from rl_interfaces.backend.engine import HfExport
 
     with process_group() as environment:
@@ -923,7 +926,7 @@ def train_while_saving(*, config, batch, directory):
     """Train while a save is held back, then load it and train again; return what both gave."""
     import threading
 
-    from rl_interfaces.backend.checkpoint.format import TensorPart
+    from rl_interfaces.backend.checkpoint.checkpointer import TensorPart
 
     write, may_write = TensorPart.write, threading.Event()
 

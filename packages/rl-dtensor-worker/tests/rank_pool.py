@@ -7,7 +7,7 @@ import time
 import traceback
 from multiprocessing.connection import wait
 
-from rl_interfaces.backend.runtime.ports import ReservedPort
+from rl_interfaces.backend.runtime import ReservedPort
 
 _LIMIT_S = 240
 

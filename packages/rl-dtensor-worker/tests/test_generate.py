@@ -3,7 +3,7 @@ import rank_functions
 import torch
 from oracle import LOGPROB_TOLERANCE, load
 from rank_pool import RankFailure
-from rl_interfaces.backend.generation.sampling import truncate_logits
+from rl_interfaces.backend.generation import truncate_logits
 from tiny_model import EOS, PAD, build_tokenizer, make_batch, make_config
 
 

@@ -8,7 +8,7 @@ import time
 
 import pytest
 import save_until_killed
-from rl_interfaces.backend.runtime.ports import ReservedPort
+from rl_interfaces.backend.runtime import ReservedPort
 from tiny_model import make_config
 
 # `CHECKPOINT_KILLS=200` kills more often.

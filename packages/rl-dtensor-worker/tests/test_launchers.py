@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 from oracle import LOGPROB_TOLERANCE, load, plain_logprobs
-from rl_interfaces.backend.runtime.ranks import RankEnvironment
+from rl_interfaces.backend.runtime import RankEnvironment
 from tiny_model import make_batch
 
 _SCRIPT = """

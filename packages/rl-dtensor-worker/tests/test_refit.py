@@ -2,7 +2,7 @@
 
 import pytest
 import rank_functions
-from rl_interfaces.backend.runtime.ports import ReservedPort
+from rl_interfaces.backend.runtime import ReservedPort
 from tiny_model import make_config
 
 

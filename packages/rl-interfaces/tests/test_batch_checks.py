@@ -1,7 +1,7 @@
 import pytest
 import torch
 from rl_batched_data import BatchedDataDict
-from rl_interfaces.backend.batch_checks import check_scoring_batch, check_training_batch
+from rl_interfaces.backend.steps import check_scoring_batch, check_training_batch
 
 pytestmark = pytest.mark.needs("rl-interfaces[backend]")
 

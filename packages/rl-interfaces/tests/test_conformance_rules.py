@@ -23,10 +23,10 @@ from rl_interfaces.testing import (
     check_worker,
     require_conformance,
 )
-from rl_interfaces.testing.ranks import Ranks
 from rl_interfaces.testing.worker.bench import WorkerBench
-from rl_interfaces.testing.worker.rules.errors import left_padding_is_refused
-from rl_interfaces.testing.worker.rules.scoring import logprobs_are_zero_where_no_token_is_scored
+from rl_interfaces.testing.worker.information import left_padding_is_refused
+from rl_interfaces.testing.worker.kit import Ranks
+from rl_interfaces.testing.worker.scoring import logprobs_are_zero_where_no_token_is_scored
 
 pytestmark = pytest.mark.needs("rl-interfaces[testing]")
 

@@ -5,7 +5,7 @@ from datetime import timedelta
 
 import pytest
 import torch.distributed as dist
-from rl_interfaces.backend.runtime.ports import ReservedPort
+from rl_interfaces.backend.runtime import ReservedPort
 
 pytestmark = pytest.mark.needs("rl-interfaces[backend]")
 

@@ -4,7 +4,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from rl_interfaces.backend.generation.sampling import sample_tokens, truncate_logits
+from rl_interfaces.backend.generation import sample_tokens, truncate_logits
 
 pytestmark = pytest.mark.needs("rl-interfaces[backend]")
 

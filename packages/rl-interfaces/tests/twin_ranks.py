@@ -10,7 +10,7 @@ import torch.distributed as dist
 from plain_conformance_case import plain_case
 from plain_policy_worker import PlainWorker
 from rl_interfaces import ParallelLayout
-from rl_interfaces.backend.runtime.ports import ReservedPort
+from rl_interfaces.backend.runtime import ReservedPort
 from rl_interfaces.testing import check_worker
 
 RULES = ["a_worker_says_where_it_is", "a_layout_is_of_all_ranks", "unknown_keys_are_named"]

@@ -28,10 +28,9 @@ from rl_interfaces import LossInput, LossType
 from rl_megatron_worker import MegatronPolicyWorker
 from rl_megatron_worker.attention.layout import PackedLayout
 from rl_megatron_worker.model.build import build_model
-from rl_megatron_worker.model.chunks import run_chunk
 from rl_megatron_worker.model.config import transformer_config
 from rl_megatron_worker.model.heads import scoring_options
-from rl_megatron_worker.optim import ddp_config
+from rl_megatron_worker.parallel.schedule import run_chunk
 from tokenizers import Tokenizer, models
 from transformers import PreTrainedTokenizerFast, Qwen2Config, Qwen2ForCausalLM
 
@@ -111,7 +110,7 @@ class BareLoop:
             megatron_config,
             config.layout,
             worker._engine.runtime,
-            ddp=ddp_config(config.data_parallel, config.optimizer),
+            ddp=config.data_parallel,
         )
         self._chunk.load_state_dict(worker.model[0].state_dict())
         self._num_targets = float(batch["token_mask"].sum())

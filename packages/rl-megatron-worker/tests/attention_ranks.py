@@ -6,8 +6,8 @@ import torch
 from megatron.core import parallel_state
 from megatron.core.transformer.transformer_config import TransformerConfig
 from megatron_ranks import job
-from rl_megatron_worker.attention.local import PackedAttention
-from rl_megatron_worker.attention.packed import PackedRows
+from rl_megatron_worker.attention.layout import PackedRows
+from rl_megatron_worker.attention.packed import PackedAttention
 
 
 def plain_attention(query, key, value, lengths):
@@ -37,8 +37,7 @@ def context_ranks(*, lengths):
         edges = torch.tensor([0, *lengths], dtype=torch.int32).cumsum(0, dtype=torch.int32)
         group = parallel_state.get_context_parallel_group()
         rows = PackedRows.of(edges, max_seqlen=max(lengths), group=group)
-        layout = rows.layout
-        inputs = [layout.take(each).clone().requires_grad_() for each in whole]
+        inputs = [rows.shard(each).clone().requires_grad_() for each in whole]
         config = TransformerConfig(
             num_layers=1,
             hidden_size=heads * size,
@@ -46,16 +45,16 @@ def context_ranks(*, lengths):
             context_parallel_size=num_ranks,
         )
         own = PackedAttention(config, 1, None, "self").eval()(*inputs, None, packed_seq_params=rows)
-        grads = torch.autograd.grad((own * layout.take(weights)).sum(), inputs)
+        grads = torch.autograd.grad((own * rows.shard(weights)).sum(), inputs)
         for each in whole:
             each.requires_grad_()
         expected = plain_attention(*whole, lengths)
         expected_grads = torch.autograd.grad((expected * weights).sum(), whole)
         return {
-            "values": (own - layout.take(expected)).abs().max().item(),
+            "values": (own - rows.shard(expected)).abs().max().item(),
             "gradients": [
-                (a - layout.take(b)).abs().max().item()
+                (a - rows.shard(b)).abs().max().item()
                 for a, b in zip(grads, expected_grads, strict=True)
             ],
-            "joined": torch.equal(layout.gather_in_order(layout.take(weights)), weights),
+            "joined": torch.equal(rows.gather(rows.shard(weights)), weights),
         }

@@ -1,7 +1,7 @@
 """Batches, configs and losses that are small enough for any machine."""
 
 import torch
-from rl_batched_data import BatchedDataDict
+from rl_batched_data import BatchedDataDict, token_logprobs
 from rl_interfaces import LossInput, LossType
 from tiny_models import PAD, VOCAB_SIZE
 
@@ -69,6 +69,34 @@ class LogitLoss:
         return _masked_mean(chosen, data, global_valid_toks)
 
 
+class ShardedLoss(LogprobLoss):
+    """The same from this rank's shard of the logits; no rank ever has all of them."""
+
+    input_type = LossInput.LOGITS
+    accepts_sharded_logits = True
+
+    def __call__(self, next_token_logits, data, global_valid_seqs, global_valid_toks):
+        group = next_token_logits.device_mesh.get_group()
+        shard_size = -(-next_token_logits.shape[-1] // group.size())
+        logprobs = token_logprobs(
+            next_token_logits.to_local(),
+            data["input_ids"],
+            tp_group=group,
+            vocab_start=group.rank() * shard_size,
+        )
+        loss, metrics = _masked_mean(logprobs[:, 1:], data, global_valid_toks)
+        return loss, metrics | {"shard_size": next_token_logits.to_local().shape[-1]}
+
+
+class GatheringLoss(LogitLoss):
+    """The same from shards that the loss gathers itself."""
+
+    accepts_sharded_logits = True
+
+    def __call__(self, next_token_logits, *others):
+        return super().__call__(next_token_logits.full_tensor(), *others)
+
+
 class NonFiniteLoss(LogprobLoss):
     """A loss whose gradients are not finite."""
 
@@ -79,7 +107,13 @@ class NonFiniteLoss(LogprobLoss):
         return loss * torch.tensor(float("inf")), metrics
 
 
-LOSSES = {"nll": LogprobLoss, "logits": LogitLoss, "nonfinite": NonFiniteLoss}
+LOSSES = {
+    "nll": LogprobLoss,
+    "logits": LogitLoss,
+    "sharded": ShardedLoss,
+    "gathering": GatheringLoss,
+    "nonfinite": NonFiniteLoss,
+}
 
 
 def _masked_mean(logprobs, data, global_valid_toks):

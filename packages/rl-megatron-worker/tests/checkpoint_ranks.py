@@ -8,8 +8,7 @@ import pytest
 import torch
 from megatron_ranks import build_reference, job
 from optim_ranks import build_trainer, train_step
-from rl_interfaces.backend.checkpoint.checkpointer import Checkpointer
-from rl_interfaces.backend.checkpoint.format import RankRandomState
+from rl_interfaces.backend.checkpoint.checkpointer import Checkpointer, RankRandomState
 from rl_megatron_worker.checkpoint import InProcessSave, MegatronFormat
 
 

@@ -9,19 +9,18 @@ import torch
 from megatron.core import parallel_state
 from megatron.core.distributed import DistributedDataParallelConfig
 from megatron_ranks import job
-from rl_interfaces.backend.checkpoint.hf_export import write_hf_directory
-from rl_interfaces.backend.checkpoint.safetensors_files import SafetensorsFiles
+from rl_interfaces.backend.checkpoint.hf_files import SafetensorsFiles, write_hf_directory
 from rl_interfaces.backend.engine import HfExport
-from rl_megatron_worker.attention.packed import PackedRows
+from rl_megatron_worker.attention.layout import PackedRows
 from rl_megatron_worker.convert import converter_for
 from rl_megatron_worker.engine import write_config
 from rl_megatron_worker.model import load as loading
 from rl_megatron_worker.model.build import build_model
-from rl_megatron_worker.model.chunks import run_chunk
 from rl_megatron_worker.model.config import ModelOptions, transformer_config
 from rl_megatron_worker.model.heads import scoring_options
 from rl_megatron_worker.model.load import load_weights
 from rl_megatron_worker.parallel.groups import MegatronLayout
+from rl_megatron_worker.parallel.schedule import run_chunk
 from rl_megatron_worker.weights import MegatronWeights
 from tiny_models import build_tokenizer
 from transformers import AutoConfig, GenerationConfig
@@ -34,7 +33,7 @@ def build(path, runtime, layout, *, dtype=torch.float32, ddp=False, mappings=Non
     hf_config = AutoConfig.from_pretrained(path)
     converter = converter_for(hf_config)
     architecture = converter.architecture(hf_config)
-    options = ModelOptions(params_dtype=dtype, pipeline_dtype=dtype)
+    options = ModelOptions(params_dtype=dtype)
     config = transformer_config(architecture, layout, options, runtime)
     reduction = DistributedDataParallelConfig(use_distributed_optimizer=True) if ddp else None
     chunks = build_model(architecture, config, layout, runtime, ddp=reduction)

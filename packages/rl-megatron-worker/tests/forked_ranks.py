@@ -8,18 +8,21 @@ import os
 import pickle
 import time
 import traceback
+from functools import cache
+from multiprocessing import forkserver
 from multiprocessing.connection import wait
 from pathlib import Path
 
+import pytest
 from torch.distributed import TCPStore
 
 _LIMIT_S = 240
+_TESTS = Path(__file__).parent
 # What the functions of all tests import, so that no rank imports it again.
 _PRELOADED = [
     "rl_megatron_worker",
-    "rl_megatron_worker.checkpoint.hf_export",
-    "transformers",
-    *(path.stem for path in sorted(Path(__file__).parent.glob("*_ranks.py"))),
+    "megatron_case",
+    *(path.stem for path in sorted(_TESTS.glob("*_ranks.py"))),
 ]
 
 
@@ -47,13 +50,23 @@ class RankFailure(AssertionError):
         self.kind, self.text = kind, text
 
 
+@cache
+def _start_server():
+    """Start the server that ranks are forked from, with everything imported."""
+    multiprocessing.set_forkserver_preload(_PRELOADED)
+    with pytest.MonkeyPatch.context() as patch:
+        # The server ignores `sys.path`, and skips a module that it does not find without a word.
+        patch.setenv("PYTHONPATH", str(_TESTS))
+        forkserver.ensure_running()
+
+
 class RankPool:
     """Runs a function on `num_ranks` processes at the same time."""
 
     def __init__(self, num_ranks):
         self.num_ranks = num_ranks
+        _start_server()
         self._context = multiprocessing.get_context("forkserver")
-        self._context.set_forkserver_preload(_PRELOADED)
 
     def run(self, function, **kwargs):
         """Return every rank's result, in rank order; raise the first rank's failure."""

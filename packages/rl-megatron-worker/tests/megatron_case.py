@@ -1,7 +1,5 @@
 """The worker as a case of the conformance kit; forked ranks import it."""
 
-from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
 from functools import partial
 
 import torch
@@ -9,7 +7,7 @@ from batches import make_config
 from rl_batched_data import BatchedDataDict
 from rl_interfaces.testing import ScheduleCase, Way, WorkerCase
 from rl_megatron_worker import MegatronPolicyWorker
-from rl_refit import RefitReceiver
+from rl_refit.testing import receiver_in_thread
 from tiny_models import build_tokenizer
 from transformers import AutoModelForCausalLM
 
@@ -42,32 +40,13 @@ def falling(call):
     return RATE * (1 - call / DECAY_CALLS)
 
 
-@contextmanager
 def open_receiver(worker):
     """Stream to a receiver in a thread of this rank."""
     rank, ranks = worker.get_gpu_info()["rank"], torch.distributed.get_world_size()
     address = worker.open_refit(
         receivers_per_rank=[1] * ranks, transport="shm", bucket_bytes=1 << 14
     )
-    receiver = RefitReceiver(address, rank, timeout_s=LIMIT_S)
-
-    def load(version):
-        received = {}
-        receiver.begin(version)
-        receiver.receive(version, lambda pairs: received.update((n, t.clone()) for n, t in pairs))
-        receiver.commit(version)
-        return received
-
-    def receive(version):
-        running = pool.submit(load, version)
-        worker.send_weights(version)
-        return running.result(timeout=LIMIT_S)
-
-    with ThreadPoolExecutor(1) as pool:
-        try:
-            yield receive
-        finally:
-            receiver.close()
+    return receiver_in_thread(address, rank, send=worker.send_weights, timeout_s=LIMIT_S)
 
 
 def planned(section):

@@ -9,10 +9,9 @@ from megatron.core.distributed import DistributedDataParallelConfig, finalize_mo
 from megatron.core.pipeline_parallel import get_forward_backward_func
 from reference_models import VOCAB, architecture_of, build_reference, shard_of
 from rl_batched_data.logprobs import target_scores
-from rl_interfaces.backend.runtime.ranks import RankEnvironment, init_process_group
-from rl_megatron_worker.attention.packed import PackedRows
-from rl_megatron_worker.model.build import build_model
-from rl_megatron_worker.model.chunks import run_chunk, unwrapped
+from rl_interfaces.backend.runtime import RankEnvironment, init_process_group
+from rl_megatron_worker.attention.layout import PackedRows
+from rl_megatron_worker.model.build import build_model, unwrapped
 from rl_megatron_worker.model.config import ModelOptions, transformer_config
 from rl_megatron_worker.model.heads import scoring_options
 from rl_megatron_worker.parallel.groups import (
@@ -21,6 +20,7 @@ from rl_megatron_worker.parallel.groups import (
     leave_model_parallel,
     plan_layout,
 )
+from rl_megatron_worker.parallel.schedule import run_chunk
 from rl_megatron_worker.runtime import Runtime
 
 # The sequences of some micro-batches: multiples of twice the ranks that share them.
@@ -62,7 +62,7 @@ def build(runtime, layout, reference, *, dtype=torch.float32, ddp=None, **option
     config = transformer_config(
         architecture,
         layout,
-        ModelOptions(params_dtype=dtype, pipeline_dtype=dtype, **options),
+        ModelOptions(params_dtype=dtype, **options),
         runtime,
     )
     ddp = ddp or DistributedDataParallelConfig()
@@ -127,7 +127,7 @@ def run_schedule(runtime, chunks, config, micro_batches, *, forward_only=False):
     def forward_step(batches, chunk):
         tokens, lengths = next(batches)
         rows = make_rows(lengths)
-        hidden = run_chunk(chunk, rows.layout.take(tokens), rows)
+        hidden = run_chunk(chunk, rows.shard(tokens), rows)
         return hidden, partial(_loss, chunk, rows, tokens, collected)
 
     with runtime.scope():
@@ -146,10 +146,9 @@ def run_schedule(runtime, chunks, config, micro_batches, *, forward_only=False):
 
 
 def _loss(chunk, rows, tokens, collected, hidden):
-    layout = rows.layout
-    scores = target_scores(hidden, layout.take(tokens.roll(-1)), **scoring_options(chunk))
-    weights = layout.take(token_weights(tokens))
-    collected.append(layout.gather_in_order(scores.logprobs.detach()))
+    scores = target_scores(hidden, rows.shard(tokens.roll(-1)), **scoring_options(chunk))
+    weights = rows.shard(token_weights(tokens))
+    collected.append(rows.gather(scores.logprobs.detach()))
     loss = (scores.logprobs * weights).sum()
     return loss, torch.zeros((), dtype=torch.int), {"loss": loss.detach().clone()}
 

@@ -2,6 +2,7 @@
 
 import torch
 from megatron.core import parallel_state
+from megatron.core.distributed import DistributedDataParallelConfig
 from megatron_ranks import (
     LENGTHS,
     build,
@@ -12,9 +13,8 @@ from megatron_ranks import (
     reference_pass,
     run_schedule,
 )
-from rl_megatron_worker.config import DataParallelSettings
-from rl_megatron_worker.optim import Trainer, ddp_config
-from rl_megatron_worker.optimizer_config import OptimizerSettings, SchedulerSettings
+from rl_megatron_worker.config import OptimizerSettings, SchedulerSettings
+from rl_megatron_worker.optim import Trainer
 
 MAX_NORM = 3.0
 
@@ -53,12 +53,12 @@ def constant_schedule(weight_decay):
 def build_trainer(runtime, layout, reference, *, overlap=False, schedule=None, dtype=None, **given):
     """Return the chunks, Megatron-core's config and the trainer."""
     settings = optimizer_settings(**given)
-    reduction = DataParallelSettings(
+    ddp = DistributedDataParallelConfig(
         grad_reduce_in_fp32=True,
         overlap_grad_reduce=overlap,
         overlap_param_gather=overlap and settings.is_distributed,
+        use_distributed_optimizer=settings.is_distributed,
     )
-    ddp = ddp_config(reduction, settings)
     chunks, config = build(runtime, layout, reference, ddp=ddp, dtype=dtype or torch.float32)
     schedule = schedule or constant_schedule(settings.weight_decay)
     return chunks, config, Trainer(chunks, config, settings, schedule, runtime)

@@ -4,8 +4,8 @@ import pytest
 import torch
 from attention_ranks import context_ranks, plain_attention
 from megatron.core.transformer.transformer_config import TransformerConfig
-from rl_megatron_worker.attention.local import PackedAttention
-from rl_megatron_worker.attention.packed import PackedRows, TokenLayout, chunks_of
+from rl_megatron_worker.attention.layout import PackedRows
+from rl_megatron_worker.attention.packed import PackedAttention
 from rl_megatron_worker.compat.cpu_scope import cpu_scope
 
 # The inputs are float64: what differs is the order of sums.
@@ -71,32 +71,11 @@ def test_dropout_drops_while_training_alone():
         )
 
 
-def test_a_rank_has_a_chunk_from_the_front_and_one_from_the_back():
-    assert chunks_of(0, 1) == (0,)
-    assert [chunks_of(rank, 4) for rank in range(4)] == [(0, 7), (1, 6), (2, 5), (3, 4)]
+def test_a_sequence_that_does_not_divide_is_refused():
+    class TwoRanks:
+        """A group of which only size and rank are asked."""
 
+        rank, size = staticmethod(lambda: 0), staticmethod(lambda: 2)
 
-class Ranks:
-    """A group of which only size and rank are asked."""
-
-    def __init__(self, rank, size):
-        self._rank, self._size = rank, size
-
-    def rank(self):
-        return self._rank
-
-    def size(self):
-        return self._size
-
-
-def test_tokens_are_shared_out_evenly_and_completely():
-    lengths = [8, 4, 12]
-    layouts = [TokenLayout.of(edges_of(lengths), group=Ranks(rank, 2)) for rank in range(2)]
-    own = torch.cat([layout.own for layout in layouts])
-    assert layouts[0].own.tolist() == [0, 1, 6, 7, 8, 11, 12, 13, 14, 21, 22, 23]
-    assert torch.equal(own[layouts[0].gathered], torch.arange(24))
-
-
-def test_a_sequence_that_cannot_be_cut_is_refused():
     with pytest.raises(ValueError, match=r"\[8, 6\] tokens.*context_parallel_size=2"):
-        TokenLayout.of(edges_of([8, 6]), group=Ranks(0, 2))
+        PackedRows.of(edges_of([8, 6]), max_seqlen=8, group=TwoRanks)

@@ -3,7 +3,7 @@
 import pytest
 import torch
 from megatron_ranks import whole_model_ranks
-from rl_megatron_worker.model.specs import fits_transformer_engine
+from rl_megatron_worker.model.config import fits_transformer_engine
 
 # Log-probabilities of float32 models of four layers differ by the order of sums alone.
 LOGPROB_TOLERANCE = 1e-5

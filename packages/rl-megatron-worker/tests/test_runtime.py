@@ -7,7 +7,7 @@ import torch
 from megatron.core.optimizer import distrib_optimizer
 from megatron.core.tensor_parallel import random as megatron_random
 from megatron.core.transformer.moe import moe_utils, token_dispatcher
-from rl_interfaces.backend.runtime.ranks import RankEnvironment
+from rl_interfaces.backend.runtime import RankEnvironment
 from rl_megatron_worker.compat import cpu_scope as cpu_scope_module
 from rl_megatron_worker.compat.cpu_scope import check_megatron_is_known, cpu_scope
 from rl_megatron_worker.runtime import Runtime

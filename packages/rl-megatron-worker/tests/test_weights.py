@@ -3,7 +3,7 @@
 import convert_ranks
 import pytest
 import torch
-from rl_interfaces.backend.checkpoint.hf_export import plan_files
+from rl_interfaces.backend.checkpoint.hf_files import plan_files
 from rl_megatron_worker.weights import MegatronWeights
 from rl_refit.source import block_of
 from safetensors.torch import load_file

@@ -25,6 +25,7 @@ from worker_ranks import (
     train_and_look,
     train_between_moves,
     train_with_a_text,
+    train_without_gathering,
     train_without_rows,
 )
 
@@ -128,6 +129,44 @@ def test_the_balancing_loss_weighs_what_its_coefficient_says(
     for result in results:
         (norm,) = result["results"][0]["grad_norm"].tolist()
         assert norm == pytest.approx(expected, rel=RELATIVE_TOLERANCE)
+
+
+@pytest.mark.parametrize(
+    ("num_ranks", "layout", "vocab_size"),
+    [
+        (2, {TP: 2}, 66),
+        # Shards of 34 and 33 tokens; rows on two ranks of their own, scored by the last stage.
+        (4, {TP: 2, PP: 2}, 67),
+        (4, {TP: 2, "sequence_parallel": True, "context_parallel_size": 2}, 67),
+    ],
+    ids=["tp2", "tp2_pp2", "tp2_sp_cp2"],
+)
+def test_a_loss_of_sharded_logits_equals_that_of_full_ones(
+    pools, tmp_path, num_ranks, layout, vocab_size
+):
+    model = build_tiny(tmp_path, "qwen3", num_hidden_layers=2, vocab_size=vocab_size)
+    arguments = {"config": make_config(model, **layout), "batch": make_batch(6)}
+    runs = {
+        "logits": pools(num_ranks).run(train_and_look, **arguments, loss="logits"),
+        "sharded": pools(num_ranks).run(train_without_gathering, **arguments, loss="sharded"),
+        "gathering": pools(num_ranks).run(train_without_gathering, **arguments, loss="gathering"),
+    }
+    for loss in ("sharded", "gathering"):
+        for found, expected in zip(runs[loss], runs["logits"], strict=True):
+            for key in ("global_loss", "grad_norm"):
+                torch.testing.assert_close(
+                    found["results"][0][key],
+                    expected["results"][0][key],
+                    rtol=RELATIVE_TOLERANCE,
+                    atol=0,
+                )
+            assert_equal_parameters(found["after"], expected["after"], PARAMETER_TOLERANCE)
+    sizes = {size for each in runs["sharded"] for size in shard_sizes(each)}
+    assert sizes <= {vocab_size // 2, -(-vocab_size // 2)}
+
+
+def shard_sizes(found):
+    return found["results"][0]["all_mb_metrics"]["shard_size"]
 
 
 def test_metrics_come_once_from_each_data_parallel_place(pools, model):

@@ -11,8 +11,9 @@ from batches import LOSSES
 from megatron.core import parallel_state
 from rl_batched_data import BatchedDataDict
 from rl_megatron_worker import MegatronPolicyWorker
-from rl_megatron_worker.model.chunks import unwrapped
-from rl_megatron_worker.placement import place_parameters
+from rl_megatron_worker.model import heads
+from rl_megatron_worker.model.build import unwrapped
+from rl_megatron_worker.runtime import place_parameters
 from tiny_models import build_tokenizer
 
 BUDGET = 24
@@ -102,6 +103,16 @@ def train_and_look(*, config, batch, loss, eval_mode=False, num_calls=1):
             "after": sent_by(worker),
             "logprobs": worker.get_logprobs(rows_of(batch)[0])["logprobs"],
         }
+
+
+def train_without_gathering(*, config, batch, loss):
+    """`train_and_look` on ranks that do not gather logits over the vocabulary."""
+
+    def refuse(*_):
+        raise AssertionError("logits were gathered")
+
+    heads.gather_from_tensor_model_parallel_region = refuse
+    return train_and_look(config=config, batch=batch, loss=loss)
 
 
 def topk(*, config, batch, k):

@@ -8,7 +8,7 @@ import ray
 import torch
 from rl_batched_data import BatchedDataDict
 from rl_interfaces import LossInput, LossType, ResidencyError
-from rl_interfaces.backend.runtime.ports import ReservedPort
+from rl_interfaces.backend.runtime import ReservedPort
 from rl_policy import Policy, RayVirtualCluster
 from rl_policy.losses import NLLLoss
 from rl_refit import PoisonedError, RefitError, RefitInProgress, RefitReceiver

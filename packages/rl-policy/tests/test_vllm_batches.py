@@ -3,9 +3,13 @@
 from types import SimpleNamespace
 
 import torch
-from rl_policy.generation.rows import Completion, assemble_output, row_seeds
-from rl_policy.generation.vllm.arguments import request_arguments
 from rl_policy.generation.vllm.config import parse_sampling_config
+from rl_policy.generation.vllm.requests import (
+    Completion,
+    assemble_output,
+    request_arguments,
+    row_seeds,
+)
 
 
 def requests(lengths=(3,), stop_strings=None, greedy=False, max_length=100, **config):

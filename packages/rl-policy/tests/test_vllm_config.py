@@ -6,13 +6,14 @@ from types import SimpleNamespace
 
 import pytest
 from rl_interfaces import resolve_policy_config
-from rl_policy.generation.vllm.arguments import engine_arguments, prepare_environment
 from rl_policy.generation.vllm.config import (
     count_engines,
+    engine_arguments,
     generation_of_policy,
     parse_engine_config,
     parse_sampling_config,
 )
+from rl_policy.generation.vllm.engine import prepare_environment
 
 
 def engine(vllm_cfg=None, **changes):
@@ -133,6 +134,12 @@ def test_the_cpu_gets_a_cache_of_its_own_size_unless_one_is_given():
 
 def test_further_arguments_are_passed_on():
     assert arguments(engine_kwargs={"block_size": 32})["block_size"] == 32
+
+
+@pytest.mark.parametrize("argument", sorted(arguments()))
+def test_what_vllm_is_passed_cannot_be_passed_a_second_time(argument):
+    with pytest.raises(ValueError, match=rf"engine_kwargs\.{argument} is already set by \w+"):
+        engine({"engine_kwargs": {argument: None}})
 
 
 def test_without_weight_transfer_vllm_is_told_nothing_of_it():

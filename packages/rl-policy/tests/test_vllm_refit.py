@@ -7,7 +7,7 @@ import pytest
 import ray
 import rl_refit
 import torch
-from rl_interfaces.backend.runtime.ports import ReservedPort
+from rl_interfaces.backend.runtime import ReservedPort
 from rl_policy import RayVirtualCluster
 from rl_policy.generation.state import EngineStateError
 from rl_policy.generation.vllm import VllmGeneration

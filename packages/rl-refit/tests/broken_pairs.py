@@ -15,7 +15,7 @@ from rl_refit import (
     StaleVersionError,
     TensorSource,
 )
-from rl_refit.protocol.transaction import State
+from rl_refit.protocol import State
 from rl_refit.testing import DrillSender, RefitPair
 
 

@@ -13,7 +13,16 @@ from msgspec import msgpack
 from rl_refit import AuthenticationError, RefitError, RefitPlan, RefitTimeoutError
 from rl_refit.private_directory import remove_abandoned
 from rl_refit.protocol import endpoint as endpoint_module
-from rl_refit.protocol.channel import MAX_MESSAGE_BYTES, ChannelClosed
+from rl_refit.protocol.channel import (
+    MAX_MESSAGE_BYTES,
+    Begin,
+    ChannelClosed,
+    Failure,
+    Loaded,
+    Offer,
+    decode,
+    encode,
+)
 from rl_refit.protocol.endpoint import (
     MAGIC,
     NONCE_BYTES,
@@ -24,7 +33,6 @@ from rl_refit.protocol.endpoint import (
     dial,
     remove_remains,
 )
-from rl_refit.protocol.messages import Begin, Failure, Loaded, Offer, decode, encode
 from rl_refit.protocol.waiting import Deadline
 
 TOKEN = bytes(range(32))

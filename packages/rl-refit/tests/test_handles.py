@@ -9,9 +9,8 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from rl_refit.compat import handles as handles_module
 from rl_refit.compat.handles import HandleOwner, group_keys, rebuild
-from rl_refit.transports import ReceiverContext, find_transport
+from rl_refit.transports import ReceiverContext, find_transport, shared_memory
 
 READER = """
 import pickle, sys, torch
@@ -149,7 +148,7 @@ def opened(monkeypatch):
         found.update(arguments)
         raise Opened
 
-    monkeypatch.setattr(handles_module, "rebuild_cuda_tensor", open_memory)
+    monkeypatch.setattr(shared_memory, "rebuild_cuda_tensor", open_memory)
     return found
 
 

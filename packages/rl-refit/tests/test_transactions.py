@@ -17,12 +17,12 @@ from rl_refit import (
     TensorSource,
     VerificationError,
 )
+from rl_refit.outbound import Connections, Receivers
 from rl_refit.protocol.channel import Channel
 from rl_refit.protocol.endpoint import MAGIC, NONCE_BYTES, dial
 from rl_refit.protocol.waiting import Deadline
-from rl_refit.sender.receivers import Connections, Receivers
 from rl_refit.transports import collective
-from rl_refit.transports.shm import ShmTransport
+from rl_refit.transports.shared_memory import ShmTransport
 
 
 @pytest.fixture

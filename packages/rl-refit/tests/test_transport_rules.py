@@ -2,9 +2,9 @@
 
 import broken_pairs as broken
 import pytest
-from rl_refit import digest
-from rl_refit.sender import stream
-from rl_refit.testing import check_rule, engines, kills, leftovers, rule_names
+from rl_refit import digest, outbound
+from rl_refit.testing import check_rule, kills, leftovers, rule_names
+from rl_refit.testing import pair as pair_module
 
 pytestmark = pytest.mark.needs("rl-refit[testing]")
 
@@ -75,7 +75,7 @@ PAIRS = [
 def impatience(monkeypatch):
     # For pairs that leave something, or that wait until the limit.
     monkeypatch.setattr(leftovers, "GONE_WITHIN_S", 0.5)
-    monkeypatch.setattr(engines, "LIMIT_S", 5.0)
+    monkeypatch.setattr(pair_module, "LIMIT_S", 5.0)
 
 
 def broken_rules(names, pair):
@@ -105,7 +105,7 @@ def test_a_digest_without_positions_does_not_find_swapped_rows(monkeypatch):
         return int(data.sum()) + position
 
     monkeypatch.setitem(digest.DIGESTS, "xxh3", sum_of_bytes)
-    monkeypatch.setattr(stream, "RunningDigest", lambda *_, **__: None)
+    monkeypatch.setattr(outbound, "RunningDigest", lambda *_, **__: None)
     found = broken_rules(rule_names(["faults"]), broken.Broken())
     assert found == {"swapped_rows_are_found"}
 

@@ -2,7 +2,7 @@
 
 import pytest
 from rl_refit import PoisonedError, RefitError, RefitInProgress, StaleVersionError
-from rl_refit.protocol.transaction import State, WeightVersion
+from rl_refit.protocol import State, WeightVersion
 
 # How each state is reached, with version 3 committed before where that is possible.
 PATHS = {

@@ -9,13 +9,11 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from rl_interfaces import ParallelLayout, ResidencyState
-from rl_interfaces.backend.checkpoint.format import TensorFormat
+from rl_interfaces.backend.checkpoint.checkpointer import TensorFormat
 from rl_interfaces.backend.checkpoint.optimizer_state import TrainState
+from rl_interfaces.backend.components import LogitsOutput, ReferenceCopy, ReplicatedOptimizer
 from rl_interfaces.backend.engine import EngineInfo, HfExport, Scored, module_mode
-from rl_interfaces.backend.generation.loop import FullForwardDecoder
-from rl_interfaces.backend.optimizer import ReplicatedOptimizer
-from rl_interfaces.backend.reference import ReferenceCopy
-from rl_interfaces.backend.scoring import LogitsOutput
+from rl_interfaces.backend.generation import FullForwardDecoder
 from rl_interfaces.backend.steps import MicroBatch, Step
 from rl_interfaces.backend.worker import EngineWorker
 from rl_refit.source import TensorSource

@@ -1,4 +1,4 @@
-"""The batch that every package speaks: a mapping whose values share their first axis."""
+"""The batch type of every package: a mapping of columns that share their rows, dim 0."""
 
 from __future__ import annotations
 
@@ -37,13 +37,13 @@ _PLAN_ATTRIBUTES = (
 
 
 class BatchedDataDict(UserDict[str, Any], Generic[SpecT]):
-    """A mapping of names to tensors, lists and `PackedTensor`s with one entry per row.
+    """A mapping of names to tensors, lists and `PackedTensor`s, each with one entry per row.
 
     The type parameter names the TypedDict of the keys: `BatchedDataDict[GenerationDatumSpec]`. With
     none, a batch may have any keys.
 
-    A batch that was unpickled may share its memory with other processes: it is to be read only,
-    and `writable()` gives a copy.
+    An unpickled batch may share its memory with other processes: treat it as read-only, and call
+    `writable()` for a copy.
 
     Example, two rows:
         batch = BatchedDataDict({"input_ids": torch.tensor([[1, 2], [3, 0]]), "text": ["a", "b"]})
@@ -51,7 +51,7 @@ class BatchedDataDict(UserDict[str, Any], Generic[SpecT]):
         batch.slice(1, 2)    -> SlicedDataDict(size=1, input_ids=int64[1, 2], text=list[1])
     """
 
-    def __setitem__(self, key: str, item: Any) -> None:
+    def __setitem__(self, key: str, item: object) -> None:
         if not isinstance(item, torch.Tensor | list | PackedTensor):
             raise TypeError(
                 f"{key!r} is a {type(item).__name__}, expected a tensor, a list or a PackedTensor"
@@ -72,21 +72,21 @@ class BatchedDataDict(UserDict[str, Any], Generic[SpecT]):
         described = [f"{key}={columns.describe(column)}" for key, column in self.data.items()]
         return f"{type(self).__name__}({', '.join([f'size={self.size}', *described])})"
 
-    def __reduce__(self) -> tuple[Callable[..., Any], tuple[Any, ...]]:
-        views = {key: columns.to_picklable_column(column) for key, column in self.data.items()}
+    def __reduce__(self) -> tuple[Callable[..., BatchedDataDict], tuple[object, ...]]:
+        views = {key: columns.to_picklable(column) for key, column in self.data.items()}
         return _rebuild, (type(self), views, self._own_attributes())
 
-    def _own_attributes(self) -> dict[str, Any]:
-        """Return what a subclass keeps beside the entries, for pickling."""
+    def _own_attributes(self) -> dict[str, object]:
+        """Return the attributes of a subclass that are pickled beside the entries."""
         return {}
 
     @property
     def size(self) -> int:
-        """The number of rows; 0 without keys."""
+        """The number of rows; 0 if the batch is empty."""
         return next((columns.num_rows(column) for column in self.data.values()), 0)
 
     def check_sizes(self) -> None:
-        """Raise a `ValueError` that names keys and sizes, unless all entries have `size` rows."""
+        """Raise a `ValueError` that names keys and sizes if the numbers of rows differ."""
         sizes = {key: columns.num_rows(column) for key, column in self.data.items()}
         if len(set(sizes.values())) > 1:
             raise ValueError(f"entries of a batch differ in their number of rows: {sizes}")
@@ -94,20 +94,19 @@ class BatchedDataDict(UserDict[str, Any], Generic[SpecT]):
     @classmethod
     def from_batches(
         cls,
-        batches: Sequence[Mapping[str, Any]],
+        batches: Sequence[Mapping[str, Column]],
         pad_value_dict: Mapping[str, float] | None = None,
     ) -> Self:
-        """Return the rows of all `batches`, in order; an empty batch when there are none.
+        """Return the rows of all `batches`, in order; an empty batch if there are none.
 
-        Tensors with two or more axes are padded on the right, in every axis but the first, to the
-        widest of the batches.
+        Tensors are right-padded along every dim but the first to the largest size.
 
         Args:
             batches: Batches, or plain dicts, with the same keys and dtypes.
-            pad_value_dict: The value to pad with per key; 0 where it names none.
+            pad_value_dict: Padding value per key; default 0.
 
         Raises:
-            ValueError: Keys, kinds or dtypes differ; names the key.
+            ValueError: Keys, types or dtypes differ; names the key.
         """
         if not batches:
             return cls()
@@ -124,10 +123,10 @@ class BatchedDataDict(UserDict[str, Any], Generic[SpecT]):
         )
 
     def select_indices(self, indices: Sequence[int] | torch.Tensor) -> Self:
-        """Return a copy of the rows at `indices`, in that order; an index may come repeatedly.
+        """Return a copy of the rows at `indices`, in that order; indices may repeat.
 
         Raises:
-            ValueError: An index is not within the rows.
+            ValueError: An index is out of range.
         """
         index = torch.as_tensor(indices, device="cpu").to(torch.int64)
         outside = index[(index < 0) | (index >= self.size)]
@@ -136,17 +135,17 @@ class BatchedDataDict(UserDict[str, Any], Generic[SpecT]):
         return type(self)(self._map(lambda column: columns.select_rows(column, index)))
 
     def repeat_interleave(self, num_repeats: int) -> Self:
-        """Return every row `num_repeats` times in a row; what lists hold is copied deeply."""
+        """Return every row `num_repeats` times, consecutively; list elements are deep-copied."""
         return type(self)(self._map(lambda column: columns.repeat_rows(column, num_repeats)))
 
     def reorder_data(self, order: Sequence[int]) -> Self:
-        """Put row `j` at position `order[j]`, in place, and return self.
+        """Move row `j` to position `order[j]`, in place, and return self.
 
-        With the `order` that `shard_by_batch_size` returned, this restores the caller's order. A
-        micro-batch plan does not survive it.
+        With the `order` that `shard_by_batch_size` returned, this restores the original order. A
+        micro-batch plan is dropped.
 
         Raises:
-            ValueError: `order` is no permutation of the rows.
+            ValueError: `order` is not a permutation of the rows.
         """
         if sorted(order) != list(range(self.size)):
             raise ValueError(
@@ -158,10 +157,10 @@ class BatchedDataDict(UserDict[str, Any], Generic[SpecT]):
         return self
 
     def truncate_tensors(self, dim: int, truncated_len: int) -> None:
-        """Cut every tensor that has an axis `dim` to at most `truncated_len` there, in place.
+        """Truncate every tensor with more than `dim` dims to `truncated_len` along `dim`, in place.
 
         Raises:
-            ValueError: `dim` is the batch axis.
+            ValueError: `dim` is the batch dim.
         """
         if dim < 1:
             raise ValueError(f"dim={dim} must be at least 1: axis 0 is the batch")
@@ -177,7 +176,7 @@ class BatchedDataDict(UserDict[str, Any], Generic[SpecT]):
         return self
 
     def writable(self) -> Self:
-        """Return a copy that shares no memory and may be written to."""
+        """Return a copy that shares no memory and may be modified in place."""
         copied = self.copy()
         copied.data.update(self._map(columns.clone))
         return copied
@@ -187,7 +186,7 @@ class BatchedDataDict(UserDict[str, Any], Generic[SpecT]):
         return dict(self.data)
 
     def slice(self, start: int, end: int) -> SlicedDataDict[SpecT]:
-        """Return rows `start` to `end`, sharing the memory of their tensors.
+        """Return rows `[start, end)` without copying tensors.
 
         Raises:
             ValueError: Not `0 <= start <= end <= size`.
@@ -197,7 +196,7 @@ class BatchedDataDict(UserDict[str, Any], Generic[SpecT]):
         return SlicedDataDict(self._map(lambda column: columns.slice_rows(column, start, end)))
 
     def chunk(self, rank: int, chunks: int) -> SlicedDataDict[SpecT]:
-        """Return a copy of part `rank` of `chunks` consecutive ones, which differ by at most a row.
+        """Return a copy of chunk `rank` of `chunks`, whose sizes differ by at most one row.
 
         Raises:
             ValueError: Not `0 <= rank < chunks`.
@@ -211,18 +210,18 @@ class BatchedDataDict(UserDict[str, Any], Generic[SpecT]):
         )
 
     def get_batch(self, batch_idx: int, batch_size: int) -> SlicedDataDict[SpecT]:
-        """Return global batch `batch_idx`, the last of which may be short, without copying.
+        """Return global batch `batch_idx` without copying; the last one may be short.
 
         Args:
-            batch_idx: Which one, from 0.
-            batch_size: Rows of a global batch.
+            batch_idx: Index of the global batch, from 0.
+            batch_size: Rows per global batch.
 
         Raises:
             ValueError: There is no such global batch.
         """
         check_positive("batch_size", batch_size)
         start = batch_idx * batch_size
-        # An empty batch has one, which is empty.
+        # An empty batch has one global batch, which is empty.
         if not 0 <= start < max(self.size, 1):
             raise ValueError(
                 f"there is no global batch {batch_idx} of {batch_size} rows in {self.size} rows"
@@ -230,7 +229,7 @@ class BatchedDataDict(UserDict[str, Any], Generic[SpecT]):
         return self.slice(start, min(start + batch_size, self.size))
 
     def make_microbatch_iterator(self, micro_batch_size: int) -> Iterator[SlicedDataDict[SpecT]]:
-        """Yield `micro_batch_size` rows at a time, the last time what is left, without copying.
+        """Yield `micro_batch_size` rows at a time without copying; the last ones may be fewer.
 
         Raises:
             ValueError: `micro_batch_size` is not positive.
@@ -274,34 +273,33 @@ class BatchedDataDict(UserDict[str, Any], Generic[SpecT]):
         *,
         rows_per_group: int = 1,
     ) -> list[SlicedDataDict[SpecT]] | tuple[list[SlicedDataDict[SpecT]], list[int]]:
-        """Return the rows of each shard: a part of every global batch, in the order of those.
+        """Shard every global batch, and return each shard's rows, global batch after global batch.
 
-        By default the rows of a shard are consecutive. `dynamic_batching_args` and
-        `sequence_packing_args`, of which at most one is given, change the order of the rows; the
-        new order is then returned too, and `reorder_data` undoes it.
+        By default, a shard takes consecutive rows. `dynamic_batching_args` and
+        `sequence_packing_args`, which exclude each other, reorder the rows; the new order is then
+        returned too, and `reorder_data` undoes it.
 
         Example, rows [0..7], shards=2, batch_size=4:
             [0, 1, 4, 5] and [2, 3, 6, 7]
 
         Args:
             shards: Number of shards, one per data-parallel rank.
-            batch_size: Rows of a global batch; the whole batch when None.
-            allow_uneven_shards: Take any number of rows. The parts of a global batch then differ
-                by at most one row, and may be empty: 9 rows over 8 shards are 2,1,1,1,1,1,1,1.
-                Dynamic batching and packing always do.
+            batch_size: Rows per global batch; all rows when None.
+            allow_uneven_shards: Accept any number of rows. Shards of a global batch then differ by
+                at most one row, and may be empty: 9 rows over 8 shards are 2,1,1,1,1,1,1,1.
+                Dynamic batching and packing always accept any number.
             dynamic_batching_args: Plan micro-batches under a budget of padded tokens, see
                 `plan_dynamic_shards`.
-            sequence_packing_args: Plan micro-batches of concatenated sequences, see
-                `plan_packed_shards`.
-            rows_per_group: Consecutive rows that stay on one shard and in one micro-batch.
+            sequence_packing_args: Plan micro-batches of packed sequences, see `plan_packed_shards`.
+            rows_per_group: Consecutive rows that stay in one shard and one micro-batch.
 
         Returns:
-            The shards, and where the order changed, the shards and the rows of all shards, one
-            shard after the other.
+            The shards; with dynamic batching or packing, the shards and their row indices, shard
+            after shard.
 
         Raises:
-            ValueError: Entries differ in size, a key is missing, or numbers are out of range or do
-                not divide; before any tensor is touched.
+            ValueError: Entries differ in size, a key is missing, or a number is out of range or
+                does not divide; raised before any tensor is touched.
         """
         self.check_sizes()
         options = parse_options(
@@ -342,25 +340,25 @@ class BatchedDataDict(UserDict[str, Any], Generic[SpecT]):
 
 
 class SlicedDataDict(BatchedDataDict[SpecT]):
-    """Some rows of a batch, and the plan by which a worker goes through them.
+    """Rows of a batch with their division into global batches and micro-batches.
 
-    The plan is empty (None) unless `shard_by_batch_size` made it. It survives pickling.
+    Without a plan from `shard_by_batch_size`, the attributes are None. Pickling keeps them.
     """
 
     elem_counts_per_gb: list[int] | None = None
-    """Rows of each global batch."""
+    """Number of rows in each global batch."""
     micro_batch_indices: list[list[list[int]]] | None = None
-    """Per global batch, `[start, end)` of each micro-batch, counted from that global batch."""
+    """Per global batch, `[start, end)` of each micro-batch, relative to that global batch."""
     micro_batch_lengths: list[list[int]] | None = None
     """Per global batch, the width (dynamic) or the tokens (packed) of each micro-batch."""
     micro_batch_options: DynamicBatching | SequencePacking | None = None
-    """What the micro-batches were planned with."""
+    """The options that the micro-batches were planned with."""
 
-    def _own_attributes(self) -> dict[str, Any]:
+    def _own_attributes(self) -> dict[str, object]:
         return {name: getattr(self, name) for name in _PLAN_ATTRIBUTES}
 
     def reorder_data(self, order: Sequence[int]) -> Self:
-        """Put row `j` at position `order[j]`, in place, drop the plan, and return self."""
+        """Move row `j` to position `order[j]`, in place, drop the plan, and return self."""
         super().reorder_data(order)
         for name in _PLAN_ATTRIBUTES:
             setattr(self, name, None)
@@ -370,9 +368,9 @@ class SlicedDataDict(BatchedDataDict[SpecT]):
         """Return global batch `batch_idx` with its part of the plan, without copying.
 
         Args:
-            batch_idx: Which one, from 0.
-            batch_size: Rows of a global batch, where no micro-batches are planned; None follows
-                the plan.
+            batch_idx: Index of the global batch, from 0.
+            batch_size: Rows per global batch if no micro-batches are planned; None follows the
+                plan.
 
         Raises:
             ValueError: There is no such global batch, or neither a plan nor a `batch_size`.
@@ -394,10 +392,10 @@ class SlicedDataDict(BatchedDataDict[SpecT]):
         return batch
 
     def make_microbatch_iterator_with_dynamic_shapes(self) -> Iterator[SlicedDataDict[SpecT]]:
-        """Yield the planned micro-batches, each cut or zero-padded to its planned width.
+        """Yield the planned micro-batches, each truncated or zero-padded to its planned width.
 
-        Entries are as wide as `input_key` was, or stay as they are. A micro-batch has no rows only
-        where a shard has fewer rows than micro-batches.
+        This resizes the entries that have the width of `input_key`. A micro-batch has no rows only
+        if the shard has fewer rows than micro-batches.
 
         Raises:
             ValueError: The batch was not sharded with `dynamic_batching_args`.
@@ -411,7 +409,7 @@ class SlicedDataDict(BatchedDataDict[SpecT]):
         )
 
     def make_microbatch_iterator_for_packable_sequences(self) -> Iterator[SlicedDataDict[SpecT]]:
-        """Yield the rows of each planned bin; `packed_sequences` of them says how to concatenate.
+        """Yield the rows of each planned bin; their `packed_sequences()` is the packed layout.
 
         Raises:
             ValueError: The batch was not sharded with `sequence_packing_args`.
@@ -421,7 +419,7 @@ class SlicedDataDict(BatchedDataDict[SpecT]):
         return (micro_batch for micro_batch, _ in self._planned())
 
     def packed_sequences(self) -> PackedSequences:
-        """Return the layout of this packed micro-batch, padded as planned.
+        """Return the layout of this packed micro-batch, with the planned padding.
 
         Raises:
             ValueError: The batch is not one packed micro-batch.
@@ -437,10 +435,7 @@ class SlicedDataDict(BatchedDataDict[SpecT]):
         )
 
     def fit_width(self, input_key: str, width: int) -> SlicedDataDict[SpecT]:
-        """Return the batch with all entries that are as wide as `input_key` made `width` wide.
-
-        They are cut, or padded with zeros.
-        """
+        """Truncate or zero-pad to `width` the entries that are as wide as `input_key`."""
         given = self[input_key].shape[1]
         return SlicedDataDict(
             self._map(lambda column: columns.fit_width(column, given=given, width=width))
@@ -464,9 +459,11 @@ class SlicedDataDict(BatchedDataDict[SpecT]):
 
 
 def _rebuild(
-    cls: type[BatchedDataDict[Any]], views: dict[str, Any], attributes: dict[str, Any]
-) -> BatchedDataDict[Any]:
-    batch = cls({key: columns.from_picklable_column(view) for key, view in views.items()})
+    cls: type[BatchedDataDict],
+    views: Mapping[str, Column | columns.TensorView],
+    attributes: Mapping[str, object],
+) -> BatchedDataDict:
+    batch = cls({key: columns.from_picklable(view) for key, view in views.items()})
     for name, value in attributes.items():
         setattr(batch, name, value)
     return batch

@@ -14,7 +14,7 @@ import copy
 import warnings
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any, TypeAlias, cast
+from typing import Any, TypeAlias, TypeVar, cast
 
 import numpy as np
 import numpy.typing as npt
@@ -34,31 +34,32 @@ class TensorView:
     dtype: torch.dtype
 
 
-TensorOrView = TensorView | torch.Tensor | None
+ValueT = TypeVar("ValueT")
 
 
-def to_picklable(tensor: torch.Tensor) -> TensorView | torch.Tensor:
-    """Return a numpy view of the memory of `tensor`, or `tensor` if numpy cannot view it.
+def to_picklable(value: ValueT) -> ValueT | TensorView:
+    """Return a numpy view of the memory of a tensor, or `value` if numpy cannot view it.
 
     Only dense CPU tensors without a gradient have a view; a non-contiguous one is copied.
     """
-    carrier = _CARRIERS.get(tensor.element_size())
-    plain = (
-        type(tensor) is torch.Tensor
-        and tensor.device.type == "cpu"
-        and tensor.layout is torch.strided
-        and not tensor.requires_grad
-        and not tensor.is_complex()
-        and not tensor.is_quantized
-    )
-    if not plain or carrier is None:
-        return tensor
-    return TensorView(tensor.contiguous().view(carrier).numpy(), tensor.dtype)
+    if (
+        not isinstance(value, torch.Tensor)
+        or type(value) is not torch.Tensor
+        or value.device.type != "cpu"
+        or value.layout is not torch.strided
+        or value.requires_grad
+        or value.is_complex()
+        or value.is_quantized
+        or value.element_size() not in _CARRIERS
+    ):
+        return value
+    carrier = _CARRIERS[value.element_size()]
+    return TensorView(value.contiguous().view(carrier).numpy(), value.dtype)
 
 
-def from_picklable(value: TensorView | torch.Tensor) -> torch.Tensor:
-    """Return the tensor that `to_picklable` was given, backed by the unpickled memory."""
-    if isinstance(value, torch.Tensor):
+def from_picklable(value: ValueT | TensorView) -> ValueT | torch.Tensor:
+    """Return the value that `to_picklable` was given, backed by the unpickled memory."""
+    if not isinstance(value, TensorView):
         return value
     if not value.array.flags.writeable:
         return _from_read_only(value.array).view(value.dtype)
@@ -74,9 +75,8 @@ def _from_read_only(array: npt.NDArray[np.integer]) -> torch.Tensor:
         return torch.from_numpy(array)
 
 
-_Reduced = tuple[
-    Callable[[list[TensorOrView], int], "PackedTensor"], tuple[list[TensorOrView], int]
-]
+# One entry per row.
+_Rows: TypeAlias = list[torch.Tensor | TensorView | None]
 
 
 class PackedTensor:
@@ -114,8 +114,8 @@ class PackedTensor:
 
     __hash__ = None  # type: ignore[assignment]
 
-    def __reduce__(self) -> _Reduced:
-        rows = [None if row is None else to_picklable(row) for row in self.tensors]
+    def __reduce__(self) -> tuple[Callable[[_Rows, int], PackedTensor], tuple[_Rows, int]]:
+        rows: _Rows = [to_picklable(row) for row in self.tensors]
         return _rebuild, (rows, self.dim_to_pack)
 
     def as_tensor(self, device: torch.device | str | None = None) -> torch.Tensor | None:
@@ -167,8 +167,8 @@ class PackedTensor:
         return [row for row in self.tensors if row is not None]
 
 
-def _rebuild(rows: list[TensorOrView], dim_to_pack: int) -> PackedTensor:
-    return PackedTensor([None if row is None else from_picklable(row) for row in rows], dim_to_pack)
+def _rebuild(rows: _Rows, dim_to_pack: int) -> PackedTensor:
+    return PackedTensor([from_picklable(row) for row in rows], dim_to_pack)
 
 
 def _equal_rows(left: torch.Tensor | None, right: torch.Tensor | None) -> bool:
@@ -205,7 +205,7 @@ def select_rows(column: Column, index: torch.Tensor) -> Column:
 
 
 def fit_width(column: Column, *, given: int, width: int) -> Column:
-    """Return `column` truncated or zero-padded to `width` along dim 1 if it is `given` wide there."""
+    """Truncate or zero-pad to `width` along dim 1 a tensor of size `given` there."""
     if not isinstance(column, torch.Tensor) or column.ndim < 2 or column.shape[1] != given:
         return column
     return pad_right(column.narrow(1, 0, min(width, given)), width)
@@ -258,18 +258,6 @@ def concat(key: str, columns: Sequence[Column], pad_value: float) -> Column:
     if packed:
         return PackedTensor.concat(packed)
     return [row for column in columns if isinstance(column, list) for row in column]
-
-
-def to_picklable_column(column: Column) -> Column | TensorView:
-    """Return `column` with its tensors as numpy views."""
-    if isinstance(column, torch.Tensor):
-        return to_picklable(column)
-    return column
-
-
-def from_picklable_column(value: Column | TensorView) -> Column:
-    """Return the column that `to_picklable_column` was given."""
-    return from_picklable(value) if isinstance(value, TensorView) else value
 
 
 def _concat_tensors(key: str, tensors: list[torch.Tensor], pad_value: float) -> torch.Tensor:

@@ -1,4 +1,4 @@
-"""Token log-probabilities: the one implementation for training and scoring."""
+"""Token log-probabilities, shared by training and scoring so that the two agree."""
 
 # torch annotates some of its functions only in part.
 # pyright: reportUnknownMemberType=false
@@ -15,7 +15,7 @@ from rl_batched_data.logprobs_kernel import LogitTransform, ScoringTask, VocabSc
 
 
 class ScoringOptions(TypedDict, total=False):
-    """How logits are computed and tiled. Every key is optional."""
+    """How logits are computed, transformed and tiled. Every key is optional."""
 
     output_matrix: torch.Tensor | None
     """`[vocab, hidden]`, in the dtype of the hidden states. With it, the inputs are hidden states,
@@ -25,15 +25,15 @@ class ScoringOptions(TypedDict, total=False):
     temperature: float
     """Divides the logits after scaling and soft cap; default 1."""
     logit_scale: float
-    """The model's factor on its logits (Cohere; 1 / `logits_scaling` for Granite); 1."""
+    """The model's factor on its logits (Cohere; 1 / `logits_scaling` for Granite); default 1."""
     soft_cap: float | None
-    """The model's soft cap (Gemma 2): logits become `soft_cap * tanh(logits / soft_cap)`."""
+    """The model's soft cap (Gemma 2): `soft_cap * tanh(logits / soft_cap)`; none when absent."""
     tp_group: dist.ProcessGroup | None
-    """The group that the vocabulary is sharded over; inputs or matrix are this rank's shard."""
+    """Group over which the vocabulary is sharded; logits or matrix are this rank's shard."""
     vocab_start: int | None
-    """First token id of this rank's shard; rank times shard size when absent."""
+    """First token id of this rank's shard; default rank times shard size."""
     chunk_logits: int
-    """Logits per tile: more is faster, at about 8 bytes each; default 2 ** 24."""
+    """Logits per tile, at about 8 bytes each; more is faster; default 2 ** 24."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
@@ -43,20 +43,20 @@ class TokenScores:
     logprobs: torch.Tensor
     """`[batch, seq]` float32: log-probabilities; NaN for a token outside the vocabulary."""
     normalizer: torch.Tensor
-    """`[batch, seq]` float32: log of the sum of exponentials of the logits; without gradient."""
+    """`[batch, seq]` float32: log-sum-exp of the logits; without gradient."""
     entropy: torch.Tensor | None
-    """`[batch, seq]` float32, in nats; None unless asked for."""
+    """`[batch, seq]` float32, in nats; None unless requested."""
     top_k_logits: torch.Tensor | None
-    """`[batch, seq, k]` float32, largest first; None unless asked for. Without gradient; less the
+    """`[batch, seq, k]` float32, largest first, without gradient; None unless requested. Minus the
     normalizer, they are log-probabilities."""
     top_k_indices: torch.Tensor | None
-    """`[batch, seq, k]` int64: their token ids in the full vocabulary."""
+    """`[batch, seq, k]` int64: their token ids, in the full vocabulary."""
 
 
 def token_logprobs(
     inputs: torch.Tensor, tokens: torch.Tensor, **options: Unpack[ScoringOptions]
 ) -> torch.Tensor:
-    """Return the log-probability of each token given those before it.
+    """Return the log-probability of each token given the tokens before it.
 
     Example, a row of three tokens:
         tokens = [[5, 6, 7]] -> [[0, log p(6 | 5), log p(7 | 5, 6)]]
@@ -64,12 +64,12 @@ def token_logprobs(
     Args:
         inputs: Logits `[batch, seq, vocab]`, or, with `output_matrix`, hidden states
             `[batch, seq, hidden]`; any float. Position `t` scores token `t + 1`.
-        tokens: `[batch, seq]` int64, right-padded; results at padding are meaningless, not zero.
+        tokens: `[batch, seq]` int64, right-padded; results at padding are undefined.
         options: See `ScoringOptions`.
 
     Returns:
-        `[batch, seq]` float32; column 0 is zero, as no position scores the first token. Every rank
-        of `tp_group` gets the same.
+        `[batch, seq]` float32, the same on every rank of `tp_group`; column 0 is zero, as no
+        position scores the first token.
 
     Raises:
         ValueError: A number is out of range, or shapes or dtypes do not match.
@@ -85,13 +85,13 @@ def token_scores(
     top_k: int = 0,
     **options: Unpack[ScoringOptions],
 ) -> TokenScores:
-    """Return `token_logprobs` and more; position `t` of every field is about token `t`.
+    """Return log-probabilities, normalizers, entropies and top-k; position `t` scores token `t`.
 
     Args:
         inputs: As in `token_logprobs`.
         tokens: As in `token_logprobs`.
-        entropy: Whether to return the entropy, which has a gradient.
-        top_k: How many of the largest logits to return.
+        entropy: Whether to return the entropy, which is differentiable.
+        top_k: Number of largest logits to return.
         options: See `ScoringOptions`.
 
     Raises:
@@ -99,7 +99,7 @@ def token_scores(
     """
     if tokens.ndim != 2:
         raise ValueError(f"tokens have shape {list(tokens.shape)}, expected [batch, seq]")
-    # The last position of a row scores nothing: it is given the row's first token, then dropped.
+    # The last position of a row predicts past its end: it scores the first token and is dropped.
     aligned = target_scores(
         inputs, tokens.roll(-1, dims=1), entropy=entropy, top_k=top_k, **options
     )
@@ -121,9 +121,9 @@ def target_scores(
     top_k: int = 0,
     **options: Unpack[ScoringOptions],
 ) -> TokenScores:
-    """Return the scores of `targets`, each under the logits at its own position, without a shift.
+    """Return the scores of `targets`, each under the logits at its own position, unshifted.
 
-    For sequences sharded by context parallelism, whose next token may be on another rank.
+    For sequences sharded over context-parallel ranks, where the next token may be on another rank.
 
     Args:
         inputs: `[..., vocab]`, or `[..., hidden]` with `output_matrix`.
@@ -153,7 +153,7 @@ def target_scores(
 
 
 def _shift(values: torch.Tensor) -> torch.Tensor:
-    """Move every row one position to the right, with zero in front."""
+    """Shift every row one position to the right, and fill with zero."""
     return torch.cat([torch.zeros_like(values[:, :1]), values[:, :-1]], dim=1)
 
 

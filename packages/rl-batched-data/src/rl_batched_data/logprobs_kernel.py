@@ -1,11 +1,14 @@
 """Target log-probabilities, entropies and top-k logits over a large vocabulary, tile by tile.
 
-At most one tile of logits is in float32 (with an output matrix, is materialised) at a time; the
-backward pass recomputes every tile but the last. With a vocabulary sharded over ranks, the forward
-pass all-reduces a few values per position, the backward pass the gradient of the hidden states.
+At most one float32 tile of logits exists at a time; with an output matrix, the full logits are
+never materialised. The forward pass is an online softmax (Milakov and Gimelshein 2018,
+arXiv:1805.02867) over tiles, and the backward pass recomputes every tile but the last, as in Cut
+Cross-Entropy (Wijmans et al. 2024, arXiv:2411.09009). If the vocabulary is sharded over ranks, the
+forward pass all-reduces a few values per position and the backward pass the gradient of the hidden
+states, as Megatron-LM's vocab-parallel cross-entropy does.
 
-Shapes: `N` positions, `V` this rank's vocabulary shard, `X` either `V` (logits) or the hidden
-size, `K` of the top; `n` and `v` are the positions and tokens of a tile.
+Shapes: `N` positions, `V` this rank's vocabulary shard, `H` hidden size, `X` either `V` (logits) or
+`H` (hidden states), `K` top logits; `n` and `v` are the positions and tokens of a tile.
 """
 
 # torch annotates some of its functions only in part.
@@ -17,26 +20,35 @@ from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from math import isqrt
-from typing import Any, Protocol
+from typing import Protocol
 
 import torch
 import torch.distributed as dist
 
 from rl_batched_data.padding import check_positive
 
+# Stands for -inf: a difference of two is finite, where -inf - -inf is NaN.
 _LOWEST = torch.finfo(torch.float32).min
+
+_GradientTile = Callable[[slice, slice], torch.Tensor]
+_Gradients = tuple[torch.Tensor | None, torch.Tensor | None, torch.Tensor | None]
+# Inputs, matrix, bias, targets within the shard, normalizers, entropies.
+_Saved = tuple[
+    torch.Tensor, torch.Tensor | None, torch.Tensor | None, torch.Tensor, torch.Tensor, torch.Tensor
+]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class LogitTransform:
-    """The model's logit scaling and soft cap, and the temperature, applied before the softmax."""
+    """Logit scaling, soft cap and temperature, in this order.
+
+    `soft_cap * tanh(scale * x / soft_cap) / temperature`, as in Gemma 2 (arXiv:2408.00118); without
+    a soft cap, `scale * x / temperature`.
+    """
 
     scale: float
-    """The factor that comes first."""
     soft_cap: float | None
-    """Logits end up within plus and minus this."""
     temperature: float
-    """Divides, last of all."""
 
     def __post_init__(self) -> None:
         if self.temperature <= 0:
@@ -45,13 +57,13 @@ class LogitTransform:
             raise ValueError(f"soft_cap={self.soft_cap} must be greater than 0")
 
     def apply_(self, raw: torch.Tensor) -> torch.Tensor:
-        """Transform `raw` in place."""
+        """Transform `raw` logits in place."""
         if self.soft_cap is None:
             return raw.mul_(self.scale / self.temperature)
         return raw.mul_(self.scale / self.soft_cap).tanh_().mul_(self.soft_cap / self.temperature)
 
     def slope(self, logits: torch.Tensor) -> torch.Tensor | float:
-        """Return the derivative of the transform, in terms of its result `logits`."""
+        """Return the derivative of the transform, given the transformed `logits`."""
         if self.soft_cap is None:
             return self.scale / self.temperature
         # y = cap / T * tanh(scale * x / cap): dy/dx = scale / T * (1 - tanh^2), tanh = T * y / cap.
@@ -81,35 +93,30 @@ class ScoringTask:
         if not 0 <= self.top_k <= self.vocab_size * num_ranks:
             raise ValueError(f"top_k={self.top_k} is not within 0..{self.vocab_size * num_ranks}")
 
-    def source(
-        self,
-        inputs_NX: torch.Tensor,
-        matrix_VH: torch.Tensor | None,
-        bias_V: torch.Tensor | None,
-    ) -> LogitSource:
-        """Return the source of logit tiles."""
-        if matrix_VH is None:
-            return GivenLogits(inputs_NX, self.chunk_logits)
-        return OutputHead(inputs_NX, matrix_VH, bias_V, self.chunk_logits)
 
-    def keeps_tile(self, source: LogitSource) -> bool:
-        """Return whether the backward pass can reuse the forward pass's last tile.
+class _Context(Protocol):
+    """The members of autograd's context that `VocabScores` uses."""
 
-        The tile holds exponentials by then; a soft cap and the entropy need the logits again.
-        """
-        return source.makes_tiles and self.transform.soft_cap is None and not self.with_entropy
+    task: ScoringTask
+    kept: _KeptTile | None
+    needs_input_grad: tuple[bool, bool, bool, bool, bool]
+
+    @property
+    def saved_tensors(self) -> _Saved: ...
+    def save_for_backward(self, *tensors: torch.Tensor | None) -> None: ...
+    def mark_non_differentiable(self, *tensors: torch.Tensor) -> None: ...
 
 
 class VocabScores(torch.autograd.Function):
-    """Scores of targets; the arguments are inputs, matrix, bias, targets and a `ScoringTask`.
+    """Scores of target tokens, differentiable in inputs, output matrix and bias.
 
-    The results are log-probabilities, normalizers, entropies (zero unless asked for), the `K`
-    largest logits, and their tokens.
+    `apply(inputs, matrix, bias, targets, task)` returns log-probabilities, normalizers, entropies
+    (zeros unless requested), the `K` largest logits, and their token ids.
     """
 
     @staticmethod
     def forward(
-        ctx: Any,
+        ctx: _Context,
         inputs_NX: torch.Tensor,
         matrix_VH: torch.Tensor | None,
         bias_V: torch.Tensor | None,
@@ -118,8 +125,10 @@ class VocabScores(torch.autograd.Function):
     ) -> tuple[torch.Tensor, ...]:
         """Accumulate the online softmax over all tiles."""
         local_N = targets_N - task.vocab_start
-        source = task.source(inputs_NX, matrix_VH, bias_V)
-        keeps_tile = any(ctx.needs_input_grad[:3]) and task.keeps_tile(source)
+        source = _logit_source(task, inputs_NX, matrix_VH, bias_V)
+        # The tile holds exponentials by then; a soft cap and the entropy need the logits again.
+        reusable = task.transform.soft_cap is None and not task.with_entropy
+        keeps_tile = source.makes_tiles and reusable and any(ctx.needs_input_grad[:3])
         ctx.kept = None
         sums = _Sums.empty(len(local_N), task.top_k, inputs_NX.device)
         with _without_autocast(inputs_NX.device):
@@ -142,14 +151,14 @@ class VocabScores(torch.autograd.Function):
         return logprobs_N, normalizer_N, entropy_N, sums.top_logits_NK, sums.top_tokens_NK
 
     @staticmethod
-    def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
-        """Recompute each tile and turn it into the gradient of its logits, in place."""
+    def backward(ctx: _Context, *grads: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        """Recompute each tile and overwrite it with the gradient of its logits."""
         inputs_NX, matrix_VH, bias_V, local_N, normalizer_N, entropy_N = ctx.saved_tensors
-        task: ScoringTask = ctx.task
+        task = ctx.task
 
         def gradient_tile(rows: slice, cols: slice) -> torch.Tensor:
             grad_n1 = push = grads[0][rows, None]
-            kept: _KeptTile | None = ctx.kept
+            kept = ctx.kept
             if kept is not None and kept.place == (rows, cols):
                 # Overwritten below: a second backward over the graph recomputes the tile.
                 ctx.kept = None
@@ -171,7 +180,7 @@ class VocabScores(torch.autograd.Function):
             return grad_nv.mul_(slope)
 
         with _without_autocast(inputs_NX.device):
-            source = task.source(inputs_NX, matrix_VH, bias_V)
+            source = _logit_source(task, inputs_NX, matrix_VH, bias_V)
             found = source.backward(gradient_tile, ctx.needs_input_grad[:3])
         if task.tp_group is not None and matrix_VH is not None and found[0] is not None:
             # Each rank holds the gradient from its own vocabulary shard only.
@@ -181,17 +190,17 @@ class VocabScores(torch.autograd.Function):
 
 @dataclass(frozen=True, slots=True)
 class _KeptTile:
-    """The forward pass's last tile, after exponentiation."""
+    """The last tile of the forward pass, exponentiated."""
 
     exponentials_nv: torch.Tensor
     """exp(logits - highest)."""
     highest_n: torch.Tensor
-    """Running maximum of this rank's logits per position."""
+    """Maximum of this rank's logits per position."""
     place: tuple[slice, slice]
-    """Its rows and columns."""
+    """Rows and columns of the tile."""
 
     def probabilities_(self, normalizer_n: torch.Tensor) -> torch.Tensor:
-        """Return the probabilities, in the same memory."""
+        """Return the probabilities, overwriting the exponentials."""
         return self.exponentials_nv.mul_((self.highest_n - normalizer_n).exp_()[:, None])
 
 
@@ -200,21 +209,21 @@ class _Sums:
     """Online-softmax accumulators per position, updated in place."""
 
     highest_N: torch.Tensor
-    """The highest logit."""
+    """Running maximum of the logits."""
     total_N: torch.Tensor
     """Sum of exp(logit - highest)."""
     weighted_N: torch.Tensor
     """Sum of (logit - highest) * exp(logit - highest), for the entropy."""
     target_N: torch.Tensor
-    """The target's logit; zero if the target is in another shard."""
+    """Logit of the target; zero if it is in another rank's shard."""
     found_N: torch.Tensor
-    """One if the target is in this shard, else zero."""
+    """One if the target is in this rank's shard, else zero."""
     top_logits_NK: torch.Tensor
     top_tokens_NK: torch.Tensor
 
     @classmethod
     def empty(cls, num_positions: int, top_k: int, device: torch.device) -> _Sums:
-        """Return the accumulators before the first tile."""
+        """Return the accumulators of no tiles."""
         zeros = torch.zeros(4, num_positions, device=device)
         top_logits_NK = torch.full((num_positions, top_k), -torch.inf, device=device)
         return cls(
@@ -228,7 +237,7 @@ class _Sums:
         )
 
     def rows(self, rows: slice) -> _Sums:
-        """Return a view on some positions."""
+        """Return a view of some positions."""
         return _Sums(
             highest_N=self.highest_N[rows],
             total_N=self.total_N[rows],
@@ -242,7 +251,7 @@ class _Sums:
     def add(
         self, logits_nv: torch.Tensor, local_n: torch.Tensor, cols: slice, task: ScoringTask
     ) -> None:
-        """Accumulate one tile, which is overwritten."""
+        """Accumulate one tile of logits, which is overwritten."""
         position_n1, inside_n1 = _within(local_n[:, None], cols)
         chosen_n1 = torch.where(inside_n1, logits_nv.gather(1, position_n1), 0)
         self.target_N += chosen_n1.squeeze(1)
@@ -254,6 +263,7 @@ class _Sums:
         self._rebase(torch.maximum(self.highest_N, logits_nv.amax(1)))
         logits_nv.sub_(self.highest_N[:, None])
         if task.with_entropy:
+            # The clamp makes p * log p zero, not NaN, for logits of -inf.
             probs_nv = logits_nv.exp()
             self.total_N += probs_nv.sum(1)
             self.weighted_N += probs_nv.mul_(logits_nv.clamp_(min=_LOWEST)).sum(1)
@@ -276,17 +286,20 @@ class _Sums:
             self._add_top(torch.cat(logits, dim=1), torch.cat(tokens, dim=1))
 
     def normalizer(self) -> torch.Tensor:
-        """Return the log of the sum of exponentials of the logits."""
+        """Return the log-sum-exp of the logits."""
         return self.total_N.log() + self.highest_N
 
     def entropy(self, task: ScoringTask) -> torch.Tensor:
-        """Return the entropy in nats, or zeros where none is asked for."""
+        """Return the entropy in nats, or zeros unless requested."""
+        # H = log(total) - E[logit - highest].
         if not task.with_entropy:
             return torch.zeros_like(self.total_N)
         return self.total_N.log() - self.weighted_N / self.total_N
 
     def _rebase(self, highest_N: torch.Tensor) -> None:
         """Rescale the sums to a new running maximum."""
+        # With d = old - new maximum: total' = e^d total, weighted' = e^d (weighted + d total). The
+        # clamp keeps d finite for the first tile, where 0 * -inf would be NaN.
         change_N = (self.highest_N - highest_N).clamp_(min=_LOWEST)
         factor_N = change_N.exp()
         self.weighted_N.addcmul_(change_N, self.total_N).mul_(factor_N)
@@ -301,15 +314,26 @@ class _Sums:
         self.top_tokens_NK.copy_(tokens.gather(1, places))
 
 
-def _without_autocast(device: torch.device) -> AbstractContextManager[Any]:
-    """Disable autocast, which would change the dtypes of the products."""
+def _logit_source(
+    task: ScoringTask,
+    inputs_NX: torch.Tensor,
+    matrix_VH: torch.Tensor | None,
+    bias_V: torch.Tensor | None,
+) -> _LogitSource:
+    if matrix_VH is None:
+        return _GivenLogits(inputs_NX, task.chunk_logits)
+    return _OutputHead(inputs_NX, matrix_VH, bias_V, task.chunk_logits)
+
+
+def _without_autocast(device: torch.device) -> AbstractContextManager[object]:
+    """Disable autocast, which would compute the matrix products in its own dtype."""
     if not torch.amp.is_autocast_available(device.type):
         return nullcontext()
     return torch.autocast(device.type, enabled=False)
 
 
 def _within(local_n1: torch.Tensor, cols: slice) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return the target's column in a tile, clamped to it, and whether the target is inside."""
+    """Return the target's column in a tile, clamped to the tile, and whether it is inside."""
     inside_n1 = (local_n1 >= cols.start) & (local_n1 < cols.stop)
     return (local_n1 - cols.start).clamp_(0, cols.stop - cols.start - 1), inside_n1
 
@@ -320,69 +344,66 @@ def _gather(values: torch.Tensor, group: dist.ProcessGroup) -> list[torch.Tensor
     return gathered
 
 
-GradientTile = Callable[[slice, slice], torch.Tensor]
-Gradients = tuple[torch.Tensor | None, torch.Tensor | None, torch.Tensor | None]
-
-
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Tiling:
-    """Row and column slices; every pair is a tile."""
+class _Tiling:
+    """Slices of rows and columns; every pair of them is a tile."""
 
     rows: list[slice]
     cols: list[slice]
 
     @classmethod
-    def of_logits(cls, num_positions: int, vocab_size: int, chunk_logits: int) -> Tiling:
-        """Return tiles of `chunk_logits` logits that are as wide as the vocabulary, if they can."""
+    def of_logits(cls, num_positions: int, vocab_size: int, chunk_logits: int) -> _Tiling:
+        """Return tiles of `chunk_logits` logits, full vocabulary rows if they fit."""
         height = max(1, min(chunk_logits // vocab_size, num_positions))
         width = min(vocab_size, chunk_logits // height)
         return cls(rows=_slices(num_positions, height), cols=_slices(vocab_size, width))
 
     @classmethod
-    def of_products(cls, num_positions: int, vocab_size: int, chunk_logits: int) -> Tiling:
-        """Return tiles of `chunk_logits` logits that are about as wide as high."""
+    def of_products(cls, num_positions: int, vocab_size: int, chunk_logits: int) -> _Tiling:
+        """Return about square tiles of `chunk_logits` logits."""
+        # A square tile reads the fewest hidden states and matrix rows per logit.
         height = max(1, min(isqrt(chunk_logits), num_positions))
         width = min(vocab_size, chunk_logits // height)
         return cls(rows=_slices(num_positions, height), cols=_slices(vocab_size, width))
 
 
-class LogitSource(Protocol):
-    """A source of logit tiles, with its backward pass."""
+class _LogitSource(Protocol):
+    """A source of logit tiles and its backward pass."""
 
-    tiling: Tiling
+    tiling: _Tiling
     makes_tiles: bool
-    """Whether a tile costs a matrix product, and so is worth keeping for the backward pass."""
+    """Whether a tile costs a matrix product, which makes it worth keeping for the backward."""
 
     def tile(self, rows: slice, cols: slice) -> torch.Tensor:
-        """Return a tile of logits, float32, that may be overwritten."""
+        """Return a float32 tile of logits that the caller may overwrite."""
         ...
 
-    def backward(self, gradient_tile: GradientTile, needed: tuple[bool, bool, bool]) -> Gradients:
-        """Return the gradients of inputs, matrix and bias, where `needed`.
+    def backward(self, gradient_tile: _GradientTile, needed: tuple[bool, bool, bool]) -> _Gradients:
+        """Return the gradients of inputs, matrix and bias, None for those not `needed`.
 
         Args:
-            gradient_tile: Returns the gradient of the logits of a tile, given its place.
-            needed: Whether each of the three is needed.
+            gradient_tile: Returns the gradient of the logits of a tile, given its rows and columns.
+            needed: Whether each of the three gradients is needed.
         """
         ...
 
 
-class GivenLogits:
-    """Logits that exist already."""
+class _GivenLogits:
+    """Tiles sliced from given logits."""
 
     makes_tiles = False
 
     def __init__(self, logits_NV: torch.Tensor, chunk_logits: int) -> None:
         self.logits_NV = logits_NV
         num_positions, vocab_size = logits_NV.shape
-        self.tiling = Tiling.of_logits(num_positions, vocab_size, chunk_logits)
+        self.tiling = _Tiling.of_logits(num_positions, vocab_size, chunk_logits)
 
     def tile(self, rows: slice, cols: slice) -> torch.Tensor:
-        """Return a copy of a tile, in float32."""
+        """Return a float32 copy of a tile."""
         return self.logits_NV[rows, cols].to(torch.float32, copy=True)
 
-    def backward(self, gradient_tile: GradientTile, needed: tuple[bool, bool, bool]) -> Gradients:
-        """Return the gradient of the logits, in their dtype."""
+    def backward(self, gradient_tile: _GradientTile, needed: tuple[bool, bool, bool]) -> _Gradients:
+        """Return the gradient of the logits in their dtype."""
         if not needed[0]:
             return None, None, None
         grad_NV = torch.empty_like(self.logits_NV)
@@ -392,8 +413,8 @@ class GivenLogits:
         return grad_NV, None, None
 
 
-class OutputHead:
-    """Logits as products of hidden states and an output matrix, accumulated in float32."""
+class _OutputHead:
+    """Tiles computed as hidden states times output matrix, accumulated in float32."""
 
     makes_tiles = True
 
@@ -405,23 +426,21 @@ class OutputHead:
         chunk_logits: int,
     ) -> None:
         self.hidden_NH, self.matrix_VH, self.bias_V = hidden_NH, matrix_VH, bias_V
-        self.tiling = Tiling.of_products(len(hidden_NH), len(matrix_VH), chunk_logits)
+        self.tiling = _Tiling.of_products(len(hidden_NH), len(matrix_VH), chunk_logits)
 
     def tile(self, rows: slice, cols: slice) -> torch.Tensor:
-        """Return a tile of products, in float32."""
+        """Return a float32 tile of products."""
         raw_nv = _product(self.hidden_NH[rows], self.matrix_VH[cols].T)
         return raw_nv if self.bias_V is None else raw_nv.add_(self.bias_V[cols])
 
-    def backward(self, gradient_tile: GradientTile, needed: tuple[bool, bool, bool]) -> Gradients:
-        """Return the gradients, each in the dtype of its tensor.
-
-        The vocabulary is the outer loop, so that each slice of the matrix gradient is accumulated
-        in float32 once. Tiles run in reverse: the last one may be kept, and is freed first.
-        """
+    def backward(self, gradient_tile: _GradientTile, needed: tuple[bool, bool, bool]) -> _Gradients:
+        """Return each gradient in the dtype of its tensor."""
         hidden, matrix, bias = self.hidden_NH, self.matrix_VH, self.bias_V
         grad_NH = torch.zeros_like(hidden, dtype=torch.float32) if needed[0] else None
         grad_VH = torch.empty_like(matrix) if needed[1] else None
         grad_V = torch.empty_like(bias) if needed[2] and bias is not None else None
+        # The vocabulary is the outer loop: only one slice of the matrix gradient is in float32 at a
+        # time. The order is reversed to free the tile that the forward pass kept first.
         for cols in reversed(self.tiling.cols):
             grad_vH = torch.zeros_like(matrix[cols], dtype=torch.float32)
             grad_v = torch.zeros(len(grad_vH), device=matrix.device)
@@ -449,6 +468,7 @@ def _slices(size: int, step: int) -> list[slice]:
 def _product(left: torch.Tensor, right: torch.Tensor) -> torch.Tensor:
     if left.dtype == torch.float32:
         return left @ right
+    # Tensor cores take bfloat16 factors and accumulate in float32; the CPU has no such product.
     if left.is_cuda:
         return torch.mm(left, right, out_dtype=torch.float32)
     return left.float() @ right.float()

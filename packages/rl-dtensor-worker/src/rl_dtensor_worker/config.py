@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from rl_interfaces import ParallelLayout, resolve_policy_config
-from rl_interfaces.backend.generation.loop import SamplingConfig
+from rl_interfaces.backend.generation import SamplingConfig
 from transformers import AutoConfig
 
 from rl_dtensor_worker.parallel.mesh import plan_layout

@@ -9,10 +9,10 @@ from typing import TYPE_CHECKING, cast
 
 import torch
 from rl_interfaces import ResidencyState
-from rl_interfaces.backend.checkpoint.format import FileWriters, TensorFormat
+from rl_interfaces.backend.checkpoint.checkpointer import FileWriters, TensorFormat
 from rl_interfaces.backend.checkpoint.optimizer_state import TrainState
+from rl_interfaces.backend.components import ReferenceCopy
 from rl_interfaces.backend.engine import EngineInfo, HfExport, Scored, module_mode
-from rl_interfaces.backend.reference import ReferenceCopy
 from rl_refit.source import block_of
 from torch.distributed.tensor import DTensor, Replicate
 from transformers.core_model_loading import WeightConverter, revert_weight_conversion
@@ -54,7 +54,7 @@ if TYPE_CHECKING:
 
     from rl_interfaces import ParallelLayout
     from rl_interfaces.backend.engine import LossOfOutput, ScoreFunction
-    from rl_interfaces.backend.runtime.ranks import RankEnvironment
+    from rl_interfaces.backend.runtime import RankEnvironment
     from rl_interfaces.backend.steps import MicroBatch, Step
     from torch import nn
     from transformers import PreTrainedModel, PreTrainedTokenizerBase

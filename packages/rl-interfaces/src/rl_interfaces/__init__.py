@@ -1,6 +1,5 @@
 """The contracts of an LLM post-training policy. Importing this loads neither torch nor ray."""
 
-from rl_interfaces.cluster import Cluster
 from rl_interfaces.config.resolve import (
     GENERATION_DEFAULTS,
     POLICY_DEFAULTS,
@@ -22,11 +21,6 @@ from rl_interfaces.config.types import (
     SinglePytorchSchedulerConfig,
     TokenizerConfig,
 )
-from rl_interfaces.contract import (
-    CONTRACT_VERSION,
-    ContractVersionError,
-    check_contract_version,
-)
 from rl_interfaces.generation import (
     ColocationConfig,
     ColocationResources,
@@ -37,6 +31,7 @@ from rl_interfaces.generation import (
 )
 from rl_interfaces.loss import LossFunction, LossInput, LossType
 from rl_interfaces.policy import (
+    Cluster,
     ColocatablePolicyInterface,
     LogprobOutputSpec,
     PolicyInterface,
@@ -54,7 +49,9 @@ from rl_interfaces.weights import (
     WeightSource,
 )
 from rl_interfaces.worker import (
+    CONTRACT_VERSION,
     AdapterSavingWorker,
+    ContractVersionError,
     GpuInfo,
     ParallelLayout,
     PolicyWorker,
@@ -62,6 +59,7 @@ from rl_interfaces.worker import (
     TopkLogitsWorker,
     WeightSendingWorker,
     WorkerTrainOutputSpec,
+    check_contract_version,
 )
 
 __all__ = [

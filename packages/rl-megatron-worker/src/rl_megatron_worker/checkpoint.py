@@ -12,14 +12,18 @@ from collections.abc import Callable
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING
 
 import torch
 import torch.distributed as dist
 from megatron.core import dist_checkpointing, parallel_state
 from megatron.core.dist_checkpointing.core import CheckpointingException
 from megatron.core.dist_checkpointing.dict_utils import nested_values
-from megatron.core.dist_checkpointing.mapping import ShardedTensor, ShardedTensorFactory
+from megatron.core.dist_checkpointing.mapping import (
+    ShardedStateDict,
+    ShardedTensor,
+    ShardedTensorFactory,
+)
 from megatron.core.dist_checkpointing.strategies.torch import (
     MCoreSavePlanner,
     TorchDistSaveShardedStrategy,
@@ -27,17 +31,18 @@ from megatron.core.dist_checkpointing.strategies.torch import (
     mcore_to_pyt_state_dict,
 )
 from megatron.core.tensor_parallel import get_cuda_rng_tracker
-from rl_interfaces.backend.runtime.agreement import failing_together
+from rl_interfaces.backend.runtime import failing_together
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.filesystem import FileSystemWriter
 from torch.distributed.checkpoint.state_dict_saver import save as save_tensors
 
-from rl_megatron_worker.model.chunks import unwrapped
+from rl_megatron_worker.model.build import unwrapped
 
 if TYPE_CHECKING:
     from collections.abc import Generator, Sequence
 
-    from rl_interfaces.backend.checkpoint.format import RankRandomState
+    from megatron.core.tensor_parallel.random import CudaRNGStatesTracker
+    from rl_interfaces.backend.checkpoint.checkpointer import RankRandomState
     from torch import nn
 
     from rl_megatron_worker.optim import Trainer
@@ -52,13 +57,13 @@ _FORMAT = ("torch_dist", 1)
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class MegatronPart:
-    """One directory of a save: a `rl_interfaces.backend.checkpoint.format.SavePart`.
+    """One directory of a save: a `rl_interfaces.backend.checkpoint.checkpointer.SavePart`.
 
     The state is collected when it is written, as its tensors have to be on the device then.
     """
 
     target: Path
-    state: Callable[[], dict[str, Any]]
+    state: Callable[[], ShardedStateDict]
     """Returns Megatron-core's sharded state, which a save consumes."""
     on_device: OnDevice
     random_state: Tensors | None = None
@@ -74,6 +79,7 @@ class MegatronPart:
         Raises:
             RuntimeError: It cannot be written.
         """
+        # Megatron-core's state refers to the tensors themselves: they must not move while written.
         with self.on_device():
             strategy = InProcessSave(*_FORMAT, group=group)
             try:
@@ -153,7 +159,7 @@ class MegatronFormat:
                 self._trainer.reload_weights()
         return _load_random(training / _random_file()) if training and is_trained else None
 
-    def _model_state(self) -> dict[str, Any]:
+    def _model_state(self) -> ShardedStateDict:
         """Return the weights as Megatron-core's sharded tensors; a save consumes them."""
         return {
             f"model{index}": without_extra_states(
@@ -162,7 +168,7 @@ class MegatronFormat:
             for index, chunk in enumerate(self._chunks)
         }
 
-    def _load_training(self, state: dict[str, Any], path: Path) -> None:
+    def _load_training(self, state: ShardedStateDict, path: Path) -> None:
         assert self._trainer is not None
         try:
             self._trainer.optimizer.load_state_dict(state["optimizer"])
@@ -173,10 +179,11 @@ class MegatronFormat:
             ) from error
         self._trainer.load_schedule(state["scheduler"])
 
-    def _training_state(self, *, is_loading: bool) -> dict[str, Any]:
+    def _training_state(self, *, is_loading: bool) -> ShardedStateDict:
         assert self._trainer is not None
+        # Before the first step there is no state, which neither save nor load could describe.
         self._trainer.init_state()
-        state: dict[str, Any] = {
+        state: ShardedStateDict = {
             "optimizer": self._trainer.optimizer.sharded_state_dict(
                 self._model_state(), is_loading=is_loading, metadata=_metadata()
             )
@@ -219,7 +226,7 @@ class InProcessSave(TorchDistSaveShardedStrategy):
         super().__init__(backend, version)
         self._group = group
 
-    def save(self, sharded_state_dict: dict[str, Any], checkpoint_dir: str | Path) -> None:
+    def save(self, sharded_state_dict: ShardedStateDict, checkpoint_dir: str | Path) -> None:
         """Write the tensors and objects; collective."""
         by_key, _, _ = _replace_state_dict_keys_with_sharded_keys(
             sharded_state_dict, self.keep_only_main_replica
@@ -233,7 +240,7 @@ class InProcessSave(TorchDistSaveShardedStrategy):
         )
 
 
-def without_extra_states(state: dict[str, Any]) -> dict[str, Any]:
+def without_extra_states(state: ShardedStateDict) -> ShardedStateDict:
     """Return a model's state without the extra states of Transformer Engine's modules.
 
     They hold the scales of FP8 training, which is not supported here. Local layers have no such
@@ -242,7 +249,7 @@ def without_extra_states(state: dict[str, Any]) -> dict[str, Any]:
     return {name: value for name, value in state.items() if not _is_extra(name)}
 
 
-def load_weights(model: nn.Module, state: dict[str, Any]) -> None:
+def load_weights(model: nn.Module, state: ShardedStateDict) -> None:
     """Load a state into a model, ignoring extra states.
 
     Raises:
@@ -261,7 +268,7 @@ def _is_extra(name: str) -> bool:
     return name.endswith("_extra_state")
 
 
-def _metadata() -> dict[str, Any]:
+def _metadata() -> dict[str, object]:
     """Return the save options: the distributed optimizer's state is saved per full parameter."""
     return {
         "distrib_optim_sharding_type": "fully_reshardable",
@@ -270,16 +277,18 @@ def _metadata() -> dict[str, Any]:
     }
 
 
-def _read(state: dict[str, Any], path: Path) -> dict[str, Any]:
+def _read(state: ShardedStateDict, path: Path) -> ShardedStateDict:
     """Read a directory into the structure of `state`, whose own tensors stay unchanged."""
     for value in nested_values(state):
         # Megatron-core reads into the given tensors in place, before it detects missing keys.
         if isinstance(value, ShardedTensor | ShardedTensorFactory) and value.data is not None:
             value.data = torch.empty_like(value.data)
     try:
-        return cast("dict[str, Any]", dist_checkpointing.load(state, str(path)))
+        loaded = dist_checkpointing.load(state, str(path))
     except (CheckpointingException, CheckpointException, KeyError) as error:
         raise ValueError(f"{str(path)!r} is no checkpoint of this model: {error}") from error
+    assert isinstance(loaded, dict), "missing keys are raised, not returned"
+    return loaded
 
 
 def _random_file() -> str:
@@ -302,15 +311,17 @@ def _load_random(path: Path) -> Tensors | None:
         logger.warning("%s is not there: the random state of this rank is not restored", path)
         return None
     states: Tensors = torch.load(path, weights_only=True)
-    tracker = _tracker()
+    tracker = _rng_tracker()
     own = {name: states.pop(f"megatron/{name}") for name in tracker.get_states()}
     tracker.set_states(own)
     return states
 
 
 def _megatron_random_states() -> Tensors:
-    return {f"megatron/{name}": state for name, state in _tracker().get_states().items()}
+    return {f"megatron/{name}": state for name, state in _rng_tracker().get_states().items()}
 
 
-def _tracker() -> Any:
-    return get_cuda_rng_tracker()
+def _rng_tracker() -> CudaRNGStatesTracker:
+    tracker = get_cuda_rng_tracker()
+    assert tracker is not None, "the runtime has seeded it"
+    return tracker

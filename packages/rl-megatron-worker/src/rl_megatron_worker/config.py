@@ -4,42 +4,82 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import torch
+from megatron.core.distributed import DistributedDataParallelConfig
 from rl_interfaces import resolve_policy_config
-from rl_interfaces.backend.generation.loop import SamplingConfig
+from rl_interfaces.backend.generation import SamplingConfig
+from rl_interfaces.config.resolve import MEGATRON_DEFAULTS
 from transformers import AutoConfig, GenerationConfig
 
 from rl_megatron_worker.model.config import ModelOptions
-from rl_megatron_worker.optimizer_config import (
-    OptimizerSettings,
-    SchedulerSettings,
-    parse_optimizer,
-    parse_scheduler,
-)
 from rl_megatron_worker.parallel.groups import MegatronLayout, plan_layout
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
+    from transformers import PreTrainedConfig
+
+    from rl_megatron_worker.model.config import Fields
+    from rl_megatron_worker.parallel.groups import Section
+
 _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 _PATH = "policy.megatron_cfg"
+_OPTIMIZER_PATH = f"{_PATH}.optimizer"
 _MOE_OPTIONS = (
     "moe_router_load_balancing_type",
     "moe_aux_loss_coeff",
     "moe_token_dispatcher_type",
 )
-_BALANCING_TYPES = ("none", "aux_loss")
+# Megatron-core's counterparts of torch's optimizers.
+_TORCH_OPTIMIZERS = {
+    "torch.optim.AdamW": {"optimizer": "adam", "decoupled": True},
+    "torch.optim.Adam": {"optimizer": "adam", "decoupled": False},
+    "torch.optim.SGD": {"optimizer": "sgd", "decoupled": False},
+}
+_TORCH_DEFAULTS = {
+    "torch.optim.AdamW": {"lr": 1e-3, "betas": (0.9, 0.999), "eps": 1e-8, "weight_decay": 0.01},
+    "torch.optim.Adam": {"lr": 1e-3, "betas": (0.9, 0.999), "eps": 1e-8, "weight_decay": 0.0},
+    "torch.optim.SGD": {"lr": 1e-3, "momentum": 0.0, "weight_decay": 0.0},
+}
+# Flags of the section that duplicate `policy.precision` and have to agree with it.
+_PRECISION_OF_FLAG = {"bf16": "bfloat16", "fp16": "float16"}
+_RATE_STYLES = ("constant", "linear", "cosine", "inverse-square-root")
+_WEIGHT_DECAY_STYLES = ("constant", "linear", "cosine")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class DataParallelSettings:
-    """Settings of the gradient reduction over data-parallel ranks."""
+class OptimizerSettings:
+    """Settings of the optimizer."""
 
-    grad_reduce_in_fp32: bool
-    overlap_grad_reduce: bool
-    overlap_param_gather: bool
+    kind: str
+    """`adam` or `sgd`."""
+    lr: float
+    min_lr: float
+    weight_decay: float
+    decoupled_weight_decay: bool
+    """Whether weight decay is decoupled, as in AdamW."""
+    adam_betas: tuple[float, float]
+    adam_eps: float
+    sgd_momentum: float
+    is_distributed: bool
+    """Whether its state is sharded over the data-parallel ranks."""
+    max_grad_norm: float | None
+    """Gradients are clipped to this norm."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class SchedulerSettings:
+    """Schedules of learning rate and weight decay; a step is a `train` call."""
+
+    lr_decay_style: str
+    lr_decay_steps: int
+    lr_warmup_steps: int
+    lr_warmup_init: float
+    start_weight_decay: float
+    end_weight_decay: float
+    weight_decay_style: str
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -57,7 +97,8 @@ class EngineConfig:
     """Each sequence is padded internally to a multiple of this many tokens."""
     optimizer: OptimizerSettings | None
     scheduler: SchedulerSettings
-    data_parallel: DataParallelSettings
+    data_parallel: DistributedDataParallelConfig
+    """How gradients are reduced over data-parallel ranks."""
     empty_unused_memory_level: int
     trust_remote_code: bool
     timeout_s: float
@@ -67,7 +108,7 @@ class EngineConfig:
 
     @classmethod
     def from_policy_config(
-        cls, config: Mapping[str, Any], *, world_size: int, init_optimizer: bool
+        cls, config: Mapping[str, object], *, world_size: int, init_optimizer: bool
     ) -> EngineConfig:
         """Parse and check `config`.
 
@@ -77,8 +118,8 @@ class EngineConfig:
         resolved = resolve_policy_config(config)
         section = resolved["megatron_cfg"]
         layout = plan_layout(section, world_size=world_size)
-        _check_policy(resolved, data_parallel=layout.data)
-        optimizer = parse_optimizer(resolved) if init_optimizer else None
+        _check_policy(resolved)
+        optimizer = _parse_optimizer(resolved) if init_optimizer else None
         sampling = SamplingConfig.from_policy_config(resolved)
         return cls(
             model_name=resolved["model_name"],
@@ -89,9 +130,9 @@ class EngineConfig:
                 layout.token_multiple, resolved["make_sequence_length_divisible_by"]
             ),
             optimizer=optimizer,
-            scheduler=parse_scheduler(resolved, optimizer),
+            scheduler=_parse_scheduler(resolved, optimizer),
             data_parallel=_parse_data_parallel(section, optimizer),
-            empty_unused_memory_level=_memory_level(section),
+            empty_unused_memory_level=section["empty_unused_memory_level"],
             trust_remote_code=resolved["trust_remote_code"],
             timeout_s=resolved["timeout_s"],
             seed=resolved["seed"],
@@ -99,7 +140,7 @@ class EngineConfig:
         )
 
 
-def load_model_config(config: EngineConfig) -> Any:
+def load_model_config(config: EngineConfig) -> PreTrainedConfig:
     """Return the model's transformers config.
 
     Raises:
@@ -123,13 +164,10 @@ def load_generation_config(config: EngineConfig) -> GenerationConfig | None:
         return None
 
 
-def _check_policy(resolved: Mapping[str, Any], *, data_parallel: int) -> None:
-    global_size = resolved["train_global_batch_size"]
-    if global_size % data_parallel:
-        raise ValueError(
-            f"policy.train_global_batch_size={global_size} is not divisible by the "
-            f"{data_parallel} data-parallel ranks"
-        )
+def _check_policy(resolved: Section) -> None:
+    """Raise if a setting needs another backend, or cannot be."""
+    level = resolved["megatron_cfg"]["empty_unused_memory_level"]
+    _require_choice(f"{_PATH}.empty_unused_memory_level", level, (0, 1, 2))
     if resolved["head"] != "language_model":
         raise ValueError(
             f"policy.head={resolved['head']!r} needs another backend: Megatron-core supports "
@@ -141,25 +179,20 @@ def _check_policy(resolved: Mapping[str, Any], *, data_parallel: int) -> None:
         )
 
 
-def _parse_model(section: Mapping[str, Any], *, precision: str) -> ModelOptions:
+def _parse_model(section: Section, *, precision: str) -> ModelOptions:
     pipeline_dtype = section.get("pipeline_dtype", precision)
     if pipeline_dtype != precision:
         raise ValueError(
             f"{_PATH}.pipeline_dtype={pipeline_dtype!r} contradicts policy.precision="
             f"{precision!r}: stages exchange activations in the compute dtype"
         )
-    recomputed: dict[str, Any] = {}
-    if section["activation_checkpointing"]:
-        recomputed = _parse_recomputation(section)
+    recomputed = _parse_recomputation(section) if section["activation_checkpointing"] else {}
     return ModelOptions(
-        params_dtype=_DTYPES[precision],
-        pipeline_dtype=_DTYPES[pipeline_dtype],
-        moe_options=_parse_experts(section),
-        **recomputed,
+        params_dtype=_DTYPES[precision], moe_options=_parse_experts(section), **recomputed
     )
 
 
-def _parse_experts(section: Mapping[str, Any]) -> dict[str, Any]:
+def _parse_experts(section: Section) -> Fields:
     kind, weight = section["moe_router_load_balancing_type"], section["moe_aux_loss_coeff"]
     key = f"{_PATH}.moe_router_load_balancing_type"
     if kind == "seq_aux_loss":
@@ -172,8 +205,7 @@ def _parse_experts(section: Mapping[str, Any]) -> dict[str, Any]:
             f"{key}='sinkhorn' routes tokens to other experts in training than in scoring, and "
             "weights them differently from the model: set 'aux_loss' or 'none'"
         )
-    if kind not in _BALANCING_TYPES:
-        raise ValueError(f"{key}={kind!r} must be one of {_BALANCING_TYPES}")
+    _require_choice(key, kind, ("none", "aux_loss"))
     if not weight >= 0:
         raise ValueError(f"{_PATH}.moe_aux_loss_coeff={weight} must not be negative")
     if weight and kind != "aux_loss":
@@ -183,14 +215,10 @@ def _parse_experts(section: Mapping[str, Any]) -> dict[str, Any]:
     return {name: section[name] for name in _MOE_OPTIONS}
 
 
-def _parse_recomputation(section: Mapping[str, Any]) -> dict[str, Any]:
+def _parse_recomputation(section: Section) -> Fields:
     granularity, method = section["recompute_granularity"], section["recompute_method"]
-    for key, value, choices in (
-        ("recompute_granularity", granularity, ("full", "selective")),
-        ("recompute_method", method, ("uniform", "block")),
-    ):
-        if value not in choices:
-            raise ValueError(f"{_PATH}.{key}={value!r} must be one of {choices}")
+    _require_choice(f"{_PATH}.recompute_granularity", granularity, ("full", "selective"))
+    _require_choice(f"{_PATH}.recompute_method", method, ("uniform", "block"))
     if granularity == "selective":
         return {"recompute_granularity": granularity}
     num_layers = section["recompute_num_layers"]
@@ -204,8 +232,8 @@ def _parse_recomputation(section: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _parse_data_parallel(
-    section: Mapping[str, Any], optimizer: OptimizerSettings | None
-) -> DataParallelSettings:
+    section: Section, optimizer: OptimizerSettings | None
+) -> DistributedDataParallelConfig:
     given = section["distributed_data_parallel_config"]
     path = f"{_PATH}.distributed_data_parallel_config"
     if given["average_in_collective"]:
@@ -232,15 +260,163 @@ def _parse_data_parallel(
             f"{path}.overlap_param_gather=True needs {path}.overlap_grad_reduce=True and "
             f"{_PATH}.optimizer.use_distributed_optimizer=True"
         )
-    return DataParallelSettings(
+    return DistributedDataParallelConfig(
         grad_reduce_in_fp32=given["grad_reduce_in_fp32"],
         overlap_grad_reduce=given["overlap_grad_reduce"],
         overlap_param_gather=given["overlap_param_gather"],
+        use_distributed_optimizer=optimizer is not None and optimizer.is_distributed,
     )
 
 
-def _memory_level(section: Mapping[str, Any]) -> int:
-    level = section["empty_unused_memory_level"]
-    if level not in (0, 1, 2):
-        raise ValueError(f"{_PATH}.empty_unused_memory_level={level} must be 0, 1 or 2")
-    return level
+def _require_choice(key: str, value: object, choices: tuple[object, ...]) -> None:
+    if value not in choices:
+        raise ValueError(f"{key}={value!r} must be one of {choices}")
+
+
+def _parse_optimizer(resolved: Section) -> OptimizerSettings:
+    """Return the optimizer; `policy.optimizer` is translated if the section has none."""
+    given = resolved["megatron_cfg"].get("optimizer")
+    decoupled = True
+    if given is None:
+        given, decoupled = _from_torch(resolved)
+    if "lr" not in given:
+        raise ValueError(f"{_OPTIMIZER_PATH}.lr is not set: the learning rate")
+    _require_choice(f"{_OPTIMIZER_PATH}.optimizer", given["optimizer"], ("adam", "sgd"))
+    if given["optimizer"] == "sgd" and given["use_distributed_optimizer"]:
+        raise ValueError(
+            f"{_OPTIMIZER_PATH}.use_distributed_optimizer=True needs "
+            f"{_OPTIMIZER_PATH}.optimizer='adam'"
+        )
+    if not given["min_lr"] <= given["lr"]:
+        raise ValueError(
+            f"{_OPTIMIZER_PATH}.min_lr={given['min_lr']} must not be above lr={given['lr']}"
+        )
+    _check_precision(given, resolved["precision"])
+    if given["use_precision_aware_optimizer"]:
+        raise ValueError(
+            f"{_OPTIMIZER_PATH}.use_precision_aware_optimizer=True: its float32 weights are inside "
+            "Transformer Engine's optimizer, where Megatron-core does not update them when weights "
+            f"are loaded; set {_OPTIMIZER_PATH}.use_distributed_optimizer=True to save memory"
+        )
+    return OptimizerSettings(
+        kind=given["optimizer"],
+        lr=given["lr"],
+        min_lr=given["min_lr"],
+        weight_decay=given["weight_decay"],
+        decoupled_weight_decay=decoupled,
+        adam_betas=(given["adam_beta1"], given["adam_beta2"]),
+        adam_eps=given["adam_eps"],
+        sgd_momentum=given["sgd_momentum"],
+        is_distributed=given["use_distributed_optimizer"],
+        max_grad_norm=_max_grad_norm(given, resolved),
+    )
+
+
+def _parse_scheduler(resolved: Section, optimizer: OptimizerSettings | None) -> SchedulerSettings:
+    """Return the schedule: constant by default, at the optimizer's own weight decay."""
+    if "scheduler" in resolved:
+        raise ValueError(
+            "policy.scheduler configures torch's schedulers: with policy.megatron_cfg.enabled=True "
+            "set policy.megatron_cfg.scheduler"
+        )
+    given = resolved["megatron_cfg"].get("scheduler", MEGATRON_DEFAULTS["scheduler"])
+    path = f"{_PATH}.scheduler"
+    style, decay_style = given["lr_decay_style"], given["weight_decay_incr_style"]
+    _require_choice(f"{path}.lr_decay_style", style, _RATE_STYLES)
+    _require_choice(f"{path}.weight_decay_incr_style", decay_style, _WEIGHT_DECAY_STYLES)
+    warmup, decay = given["lr_warmup_iters"], given.get("lr_decay_iters")
+    if decay is None and (style != "constant" or decay_style != "constant"):
+        raise ValueError(
+            f"{path}.lr_decay_iters is not set: the `train` calls of lr_decay_style={style!r} and "
+            f"weight_decay_incr_style={decay_style!r}"
+        )
+    # Megatron-core needs a number of decay steps for a constant rate too.
+    decay = warmup + 1 if decay is None else decay
+    if not 0 <= warmup < decay:
+        raise ValueError(f"{path}.lr_warmup_iters={warmup} must be below lr_decay_iters={decay}")
+    if optimizer is not None and given["lr_warmup_init"] > optimizer.lr:
+        raise ValueError(
+            f"{path}.lr_warmup_init={given['lr_warmup_init']} must not be above "
+            f"{_OPTIMIZER_PATH}.lr={optimizer.lr}"
+        )
+    own = 0.0 if optimizer is None else optimizer.weight_decay
+    start, end = _weight_decays(given, own, path=path)
+    return SchedulerSettings(
+        lr_decay_style=style,
+        lr_decay_steps=decay,
+        lr_warmup_steps=warmup,
+        lr_warmup_init=given["lr_warmup_init"],
+        start_weight_decay=start,
+        end_weight_decay=end,
+        weight_decay_style=decay_style,
+    )
+
+
+def _weight_decays(given: Section, own: float, *, path: str) -> tuple[float, float]:
+    start = given.get("start_weight_decay", own)
+    end = given.get("end_weight_decay", start)
+    if given["weight_decay_incr_style"] == "constant" and start != end:
+        raise ValueError(
+            f"{path}.start_weight_decay={start} and end_weight_decay={end} contradict "
+            "weight_decay_incr_style='constant'"
+        )
+    if not 0 <= start <= end:
+        raise ValueError(f"{path}.start_weight_decay={start} must be in 0..end_weight_decay={end}")
+    return start, end
+
+
+def _from_torch(resolved: Section) -> tuple[Section, bool]:
+    """Return `policy.optimizer` as Megatron-core's keys, and whether its decay is decoupled."""
+    given = resolved.get("optimizer")
+    if given is None:
+        raise ValueError(
+            f"{_OPTIMIZER_PATH} is not set, nor is policy.optimizer, and init_optimizer=True needs "
+            "one: give {optimizer: adam, lr: ...}, or pass init_optimizer=False"
+        )
+    name = given.get("name")
+    if name not in _TORCH_OPTIMIZERS:
+        raise ValueError(
+            f"policy.optimizer.name={name!r} has no counterpart in Megatron-core (supported: "
+            f"{', '.join(_TORCH_OPTIMIZERS)}): set {_OPTIMIZER_PATH}"
+        )
+    defaults = _TORCH_DEFAULTS[name]
+    kwargs = given.get("kwargs", {})
+    if unknown := sorted(kwargs.keys() - defaults.keys()):
+        raise ValueError(
+            f"policy.optimizer.kwargs.{unknown[0]}={kwargs[unknown[0]]!r} has no counterpart in "
+            f"Megatron-core (supported: {', '.join(defaults)}): set {_OPTIMIZER_PATH}"
+        )
+    arguments = defaults | kwargs
+    translated = MEGATRON_DEFAULTS["optimizer"] | {
+        "optimizer": _TORCH_OPTIMIZERS[name]["optimizer"],
+        "lr": arguments["lr"],
+        "weight_decay": arguments["weight_decay"],
+    }
+    if "betas" in arguments:
+        translated["adam_beta1"], translated["adam_beta2"] = arguments["betas"]
+        translated["adam_eps"] = arguments["eps"]
+    else:
+        translated["sgd_momentum"] = arguments["momentum"]
+    return translated, bool(_TORCH_OPTIMIZERS[name]["decoupled"])
+
+
+def _check_precision(given: Section, precision: str) -> None:
+    dtype = given.get("params_dtype", precision)
+    if dtype != precision:
+        raise ValueError(
+            f"{_OPTIMIZER_PATH}.params_dtype={dtype!r} contradicts policy.precision={precision!r}"
+        )
+    for flag, means in _PRECISION_OF_FLAG.items():
+        if flag in given and given[flag] != (precision == means):
+            raise ValueError(
+                f"{_OPTIMIZER_PATH}.{flag}={given[flag]} contradicts policy.precision={precision!r}"
+            )
+
+
+def _max_grad_norm(given: Section, resolved: Section) -> float | None:
+    own, policys = given.get("clip_grad"), resolved.get("max_grad_norm")
+    if own is not None and policys is not None and own != policys:
+        raise ValueError(
+            f"{_OPTIMIZER_PATH}.clip_grad={own} contradicts policy.max_grad_norm={policys}"
+        )
+    return own if own is not None else policys

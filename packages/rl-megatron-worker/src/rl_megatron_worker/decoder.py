@@ -3,22 +3,22 @@
 from __future__ import annotations
 
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import torch
 import torch.distributed as dist
 from rl_batched_data import BatchedDataDict, PackedSequences, SlicedDataDict
 from rl_interfaces.backend.steps import Concatenation, MicroBatch
 
-from rl_megatron_worker.attention.cache import KeyValueCache
 from rl_megatron_worker.attention.layout import PackedLayout
-from rl_megatron_worker.model.chunks import unwrapped
-from rl_megatron_worker.parallel.stages import broadcast_tensors_from_last_stage
+from rl_megatron_worker.attention.packed import KeyValueCache
+from rl_megatron_worker.model.build import unwrapped
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Generator
 
-    from rl_interfaces.backend.generation.loop import Decoder
+    from rl_interfaces.backend.generation import Decoder
+    from torch import nn
 
     from rl_megatron_worker.model.heads import TokenHead
     from rl_megatron_worker.parallel.schedule import Schedule
@@ -66,6 +66,7 @@ class ExpertSync:
         """After the body, join the other ranks' forwards until none has rows left."""
         yield
         one = torch.ones(1, dtype=torch.int64, device=self._device)
+        # Ranks with rows announce each forward; this one answers "no rows" until all have none.
         while self._enabled and self._any_rank_active(has_rows=False):
             new_decoder().prefill(one[:, None], one)
 
@@ -117,9 +118,7 @@ class FullDecoder:
         return self._logits(self._pack(self._tokens, self._lengths))
 
     def _pack(self, tokens: torch.Tensor, lengths: torch.Tensor) -> PackedLayout:
-        rows: SlicedDataDict[Any] = SlicedDataDict(
-            BatchedDataDict({"input_ids": tokens, "input_lengths": lengths})
-        )
+        rows = SlicedDataDict(BatchedDataDict({"input_ids": tokens, "input_lengths": lengths}))
         packed = self._concatenation.of(rows)
         return PackedLayout.of(MicroBatch(span=(0, len(tokens)), rows=rows, packed=packed))
 
@@ -132,9 +131,7 @@ class FullDecoder:
             last = layout.micro_batch.rows["input_lengths"] - 1
             return {"logits": self._head.logits(rows[torch.arange(len(rows)), last])}
 
-        found = self._schedule.run_one(layout, score)
-        device = self._schedule.runtime.device
-        return broadcast_tensors_from_last_stage(found or {}, device=device)["logits"]
+        return self._schedule.run_one(layout, score)["logits"]
 
 
 class CachedDecoder(FullDecoder):
@@ -142,6 +139,7 @@ class CachedDecoder(FullDecoder):
 
     def prefill(self, prompts: torch.Tensor, lengths: torch.Tensor) -> torch.Tensor:
         """See `Decoder.prefill`."""
+        # Before the pass: the layers fill the cache as they compute keys and values.
         layout = self._pack(prompts, lengths)
         self._cache = KeyValueCache(prompts=layout.packed, lengths=lengths)
         layout.rows.cache = self._cache
@@ -149,6 +147,7 @@ class CachedDecoder(FullDecoder):
 
     def step(self, tokens: torch.Tensor) -> torch.Tensor:
         """See `Decoder.step`."""
+        # Out of place: the caller's prompt lengths stay as they are.
         self._cache.lengths = self._cache.lengths + 1
         layout = self._pack_step(tokens)
         with self._rotary_positions(self._cache.positions(layout.packed.total_length)):
@@ -156,10 +155,11 @@ class CachedDecoder(FullDecoder):
 
     def _pack_step(self, tokens: torch.Tensor) -> PackedLayout:
         ones = torch.ones_like(tokens)
-        rows: SlicedDataDict[Any] = SlicedDataDict(
+        rows = SlicedDataDict(
             BatchedDataDict({"input_ids": tokens[:, None], "input_lengths": ones})
         )
         multiple = self._concatenation.total_multiple
+        # Each row is a sequence of one token: not one of them, but their total has to divide.
         total = -(-len(tokens) // multiple) * multiple
         packed = PackedSequences.of(ones, 1, total_length=total)
         layout = PackedLayout.of(MicroBatch(span=(0, len(tokens)), rows=rows, packed=packed))
@@ -176,7 +176,7 @@ class CachedDecoder(FullDecoder):
         Given one frequency per token, it applies them token by token.
         """
 
-        def at_positions(module: Any, args: Any, frequencies: torch.Tensor) -> torch.Tensor:
+        def at_positions(_: nn.Module, __: object, frequencies: torch.Tensor) -> torch.Tensor:
             return frequencies.index_select(0, positions)
 
         modules = [unwrapped(chunk).rotary_pos_emb for chunk in self._schedule.chunks]

@@ -6,16 +6,16 @@
 from __future__ import annotations
 
 import copy
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, nullcontext
 from functools import partial
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING, cast
 
 import torch
 import torch.distributed as dist
 from megatron.core import parallel_state
 from rl_interfaces import ResidencyState
+from rl_interfaces.backend.components import ReferenceCopy
 from rl_interfaces.backend.engine import EngineInfo, HfExport, module_mode
-from rl_interfaces.backend.reference import ReferenceCopy
 from rl_interfaces.backend.steps import Concatenation
 
 from rl_megatron_worker.checkpoint import MegatronFormat
@@ -26,7 +26,7 @@ from rl_megatron_worker.model.build import build_model
 from rl_megatron_worker.model.config import transformer_config
 from rl_megatron_worker.model.heads import PackedOutput, TokenHead
 from rl_megatron_worker.model.load import load_weights
-from rl_megatron_worker.optim import Trainer, ddp_config
+from rl_megatron_worker.optim import Trainer
 from rl_megatron_worker.parallel.groups import (
     check_device,
     check_sizes,
@@ -34,22 +34,20 @@ from rl_megatron_worker.parallel.groups import (
     leave_model_parallel,
 )
 from rl_megatron_worker.parallel.schedule import Schedule
-from rl_megatron_worker.parallel.stages import broadcast_scored
-from rl_megatron_worker.placement import place_parameters
-from rl_megatron_worker.runtime import Runtime, may_have_gpus
+from rl_megatron_worker.runtime import Runtime, may_have_gpus, place_parameters
 from rl_megatron_worker.weights import MegatronWeights
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
+    from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
     from contextlib import AbstractContextManager
     from pathlib import Path
 
     from rl_interfaces import ParallelLayout
     from rl_interfaces.backend.engine import LossOfOutput, Scored, ScoreFunction
-    from rl_interfaces.backend.generation.loop import Decoder
-    from rl_interfaces.backend.runtime.ranks import RankEnvironment
+    from rl_interfaces.backend.generation import Decoder
+    from rl_interfaces.backend.runtime import RankEnvironment
     from rl_interfaces.backend.steps import Step
-    from transformers import GenerationConfig, PreTrainedTokenizerBase
+    from transformers import GenerationConfig, PreTrainedConfig, PreTrainedTokenizerBase
 
     from rl_megatron_worker.attention.layout import PackedLayout
 
@@ -71,7 +69,7 @@ class MegatronEngine:
 
     def __init__(
         self,
-        config: Mapping[str, Any],
+        config: Mapping[str, object],
         *,
         environment: RankEnvironment,
         tokenizer: PreTrainedTokenizerBase | None = None,
@@ -103,7 +101,7 @@ class MegatronEngine:
 
     @classmethod
     def plan_layout(
-        cls, config: Mapping[str, Any], *, world_size: int, init_optimizer: bool = True
+        cls, config: Mapping[str, object], *, world_size: int, init_optimizer: bool = True
     ) -> ParallelLayout:
         """Return the layout of `world_size` ranks, before any of them starts.
 
@@ -133,7 +131,7 @@ class MegatronEngine:
 
         found = self._schedule.run(self._schedule.lay_out(step), on_last_stage)
         self._free_memory(level=1)
-        return broadcast_scored(found, device=self.info.device)
+        return found
 
     def run_backward(self, step: Step, loss: LossOfOutput) -> list[Scored]:
         """See `Engine.run_backward`; the gradients of an earlier step are cleared first.
@@ -153,7 +151,7 @@ class MegatronEngine:
         self.optimizer.begin_step(num_tokens)
         found = self._schedule.run_backward(layouts, on_last_stage)
         self._free_memory(level=1)
-        return broadcast_scored(found, device=self.info.device)
+        return found
 
     @contextmanager
     def mode(self, *, training: bool) -> Generator[None, None, None]:
@@ -167,7 +165,7 @@ class MegatronEngine:
                 raise
 
     @contextmanager
-    def decoders(self) -> Generator[Callable[[Mapping[str, Any]], Decoder], None, None]:
+    def decoders(self) -> Generator[Callable[[Mapping[str, object]], Decoder], None, None]:
         """See `Engine.decoders`; expert-parallel ranks synchronise their forward passes."""
 
         def new_decoder() -> Decoder:
@@ -223,15 +221,14 @@ class MegatronEngine:
 
     def weight_source(self, dtype: torch.dtype) -> MegatronWeights:
         """Return the full weights in `dtype` under Hugging Face names."""
-        return MegatronWeights(
-            self.model, self._mappings, wire_dtype=dtype, device=self.info.device
-        )
+        return self._weights(dtype, scope=nullcontext)
 
     def export(self) -> HfExport:
         """See `Engine.export`."""
         return HfExport(
             write_config=partial(write_config, self._hf_config, self._generation_config),
-            source=_ResidentWeights(self, self.weight_source(torch.float32)),
+            # An export is allowed in every residency state, also while the model is offloaded.
+            source=self._weights(torch.float32, scope=self.on_device),
         )
 
     def close(self) -> None:
@@ -262,12 +259,14 @@ class MegatronEngine:
             megatron_config,
             config.layout,
             self.runtime,
-            ddp=None if optimizer is None else ddp_config(config.data_parallel, optimizer),
+            ddp=None if optimizer is None else config.data_parallel,
         )
         # Before the optimizer, which makes its float32 copies of the weights when it is built.
         load_weights(self.model, self._mappings, self._hf_config, model_name=config.model_name)
         self._schedule = Schedule(chunks=self.model, runtime=self.runtime)
-        self._head = self._build_head()
+        self._head = None
+        if self._schedule.is_last_stage:
+            self._head = TokenHead(chunk=self.model[-1], temperature=config.temperature)
         self.optimizer = None
         if optimizer is not None:
             self.optimizer = Trainer(
@@ -282,13 +281,11 @@ class MegatronEngine:
             self.model, self.runtime, trainer=self.optimizer, on_device=self.on_device
         )
 
-    def _build_head(self) -> TokenHead | None:
-        if not self._schedule.is_last_stage:
-            return None
-        return TokenHead(
-            chunk=self.model[-1],
-            vocab_size=self._architecture.vocab_size,
-            temperature=self._config.temperature,
+    def _weights(
+        self, dtype: torch.dtype, *, scope: Callable[[], AbstractContextManager[None]]
+    ) -> MegatronWeights:
+        return MegatronWeights(
+            self.model, self._mappings, wire_dtype=dtype, device=self.info.device, scope=scope
         )
 
     def _output(self, layout: PackedLayout, hidden: torch.Tensor) -> PackedOutput:
@@ -338,7 +335,7 @@ class MegatronEngine:
 
 
 def write_config(
-    hf_config: Any, generation_config: GenerationConfig | None, directory: Path
+    hf_config: PreTrainedConfig, generation_config: GenerationConfig | None, directory: Path
 ) -> None:
     """Write the config of a float32 export, and the generation config if there is one."""
     written = copy.deepcopy(hf_config)
@@ -346,32 +343,3 @@ def write_config(
     written.save_pretrained(directory)
     if generation_config is not None:
         generation_config.save_pretrained(directory)
-
-
-class _ResidentWeights:
-    """A weight source that moves the model onto the device while it gathers.
-
-    An export is allowed in every residency state, also while the model is offloaded.
-    """
-
-    def __init__(self, engine: MegatronEngine, weights: MegatronWeights) -> None:
-        self._engine, self._weights = engine, weights
-        self.metadata, self.held_names = weights.metadata, weights.held_names
-
-    def groups(self) -> list[list[str]]:
-        """See `MegatronWeights.groups`."""
-        return self._weights.groups()
-
-    def iter_groups(self) -> Iterator[tuple[list[str], list[torch.Tensor]]]:
-        """See `MegatronWeights.iter_groups`."""
-        with self._engine.on_device():
-            yield from self._weights.iter_groups()
-
-    def __iter__(self) -> Iterator[tuple[str, torch.Tensor]]:
-        with self._engine.on_device():
-            yield from self._weights
-
-    def gather(self, names: Iterable[str]) -> Iterator[tuple[str, torch.Tensor]]:
-        """See `MegatronWeights.gather`."""
-        with self._engine.on_device():
-            yield from self._weights.gather(names)

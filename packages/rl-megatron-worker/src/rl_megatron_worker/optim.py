@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 from functools import partial
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING, cast
 
 import torch
-from megatron.core.distributed import DistributedDataParallelConfig, finalize_model_grads
+from megatron.core.distributed import finalize_model_grads
 from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
 from megatron.core.optimizer.clip_grads import clip_grad_by_total_norm_fp32
 from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
@@ -16,29 +16,17 @@ if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
 
     from megatron.core.distributed import DistributedDataParallel
-    from megatron.core.optimizer.optimizer import ChainedOptimizer
+    from megatron.core.optimizer.grad_scaler import DynamicGradScaler
+    from megatron.core.optimizer.optimizer import ChainedOptimizer, MixedPrecisionOptimizer
     from megatron.core.transformer.transformer_config import TransformerConfig
     from torch import nn
 
-    from rl_megatron_worker.config import DataParallelSettings
-    from rl_megatron_worker.optimizer_config import OptimizerSettings, SchedulerSettings
+    from rl_megatron_worker.config import OptimizerSettings, SchedulerSettings
     from rl_megatron_worker.runtime import Runtime
 
 # Megatron-core starts at 2 ** 32, which would skip the first dozens of steps.
 _FIRST_LOSS_SCALE = 2.0**16
 _STEPS_BEFORE_GROWTH = 2000
-
-
-def ddp_config(
-    settings: DataParallelSettings, optimizer: OptimizerSettings
-) -> DistributedDataParallelConfig:
-    """Return Megatron-core's config of the gradient reduction for this optimizer."""
-    return DistributedDataParallelConfig(
-        grad_reduce_in_fp32=settings.grad_reduce_in_fp32,
-        overlap_grad_reduce=settings.overlap_grad_reduce,
-        overlap_param_gather=settings.overlap_param_gather,
-        use_distributed_optimizer=optimizer.is_distributed,
-    )
 
 
 class Trainer:
@@ -67,7 +55,6 @@ class Trainer:
         frees_memory: bool = False,
     ) -> None:
         self.chunks = cast("list[DistributedDataParallel]", list(chunks))
-        modules: list[Any] = list(chunks)
         self._runtime = runtime
         self._frees_memory = frees_memory
         self._config = config
@@ -77,7 +64,8 @@ class Trainer:
         with runtime.scope():
             self.optimizer = cast(
                 "ChainedOptimizer",
-                get_megatron_optimizer(_optimizer_config(optimizer, config), modules),
+                # Annotated as Megatron's own modules; chunks are wrapped in its data parallelism.
+                get_megatron_optimizer(_optimizer_config(optimizer, config), list(self.chunks)),
             )
             if optimizer.kind == "sgd":
                 for part in self._optimizers():
@@ -157,7 +145,7 @@ class Trainer:
                 if chunk.ddp_config.overlap_param_gather:
                     chunk.start_param_sync(force_sync=True)
 
-    def load_schedule(self, state: dict[str, Any]) -> None:
+    def load_schedule(self, state: dict[str, float]) -> None:
         """Restore the position in the schedule from a checkpoint."""
         # Megatron-core adds the saved steps to its own, and computes the weight decay before it
         # restores the bounds: reset, load, and recompute with a step of 0.
@@ -206,16 +194,16 @@ class Trainer:
             for chunk in self.chunks:
                 chunk.restore_grad_buffers()
 
-    def _optimizers(self) -> Iterator[Any]:
+    def _optimizers(self) -> Iterator[MixedPrecisionOptimizer]:
         """Yield the optimizers of dense and of expert parameters that this rank has any of."""
         for part in self.optimizer.chained_optimizers:
             if part.optimizer is not None:
-                yield part
+                yield cast("MixedPrecisionOptimizer", part)
 
     def _clip(self, norm: float) -> None:
         assert self._max_norm is not None
         for part in self._optimizers():
-            clip_grad_by_total_norm_fp32(part.get_parameters(), self._max_norm, norm)
+            clip_grad_by_total_norm_fp32([*part.get_parameters()], self._max_norm, norm)
 
     def _align_loss_scales(self) -> None:
         """Use the lowest loss scale for all optimizers.
@@ -223,8 +211,12 @@ class Trainer:
         Megatron-core updates those of dense and expert parameters separately, and scales the loss
         by the first.
         """
-        scalers = [part.grad_scaler for part in self._optimizers() if hasattr(part, "grad_scaler")]
-        scalers = [scaler for scaler in scalers if scaler is not None]
+        scalers = [
+            cast("DynamicGradScaler", part.grad_scaler)
+            for part in self._optimizers()
+            # float32 optimizers have none, and those of bfloat16 no need of one.
+            if getattr(part, "grad_scaler", None) is not None
+        ]
         if len(scalers) > 1:
             states = [scaler.state_dict() for scaler in scalers]
             lowest = min(states, key=lambda state: (float(state["scale"]), state["growth_tracker"]))

@@ -1,4 +1,4 @@
-"""The device of this rank, and the scope in which Megatron-core is called."""
+"""The device of this rank, the scope of Megatron-core calls, and moving parameters in place."""
 
 from __future__ import annotations
 
@@ -7,14 +7,16 @@ from typing import TYPE_CHECKING
 
 import torch
 from megatron.core import tensor_parallel
+from torch import nn
 
 from rl_megatron_worker.compat.cpu_scope import cpu_scope
 from rl_megatron_worker.compat.patches import engine_stand_ins
 
 if TYPE_CHECKING:
-    from collections.abc import Generator
+    from collections.abc import Generator, Sequence
 
-    from rl_interfaces.backend.runtime.ranks import RankEnvironment
+    from megatron.core.distributed.param_and_grad_buffer import _ParamAndGradBuffer
+    from rl_interfaces.backend.runtime import RankEnvironment
 
 
 def may_have_gpus() -> bool:
@@ -60,6 +62,7 @@ class Runtime:
         Outside of tensor-parallel regions the ranks of a model replica have to draw the same
         numbers: give them the same seed. Call it after `init_model_parallel`.
         """
+        # The state outside of tensor-parallel regions, then the tracker of those inside.
         torch.manual_seed(seed)
         with self.scope():
             tensor_parallel.model_parallel_cuda_manual_seed(seed)
@@ -68,3 +71,39 @@ class Runtime:
         """Release the caching allocator's unused memory."""
         if self.on_cuda:
             torch.cuda.empty_cache()
+
+
+def place_parameters(chunks: Sequence[nn.Module], runtime: Runtime, *, on_device: bool) -> None:
+    """Move the parameters onto the device, or to the CPU.
+
+    With a distributed optimizer parameters are views of a data-parallel buffer. Its storage is
+    released and filled again in place, so the views stay valid.
+    """
+    if not runtime.on_cuda:
+        return
+    device = runtime.device if on_device else torch.device("cpu")
+    with runtime.scope():
+        for chunk in chunks:
+            buffers = _parameter_buffers(chunk)
+            for buffer in buffers:
+                if on_device:
+                    buffer.reload_from_cpu(move_params=True, move_grads=False)
+                else:
+                    buffer.offload_to_cpu(move_params=True, move_grads=False)
+            # A view must not get storage of its own: updates are gathered into the buffer.
+            inside = {id(parameter) for buffer in buffers for parameter in buffer.params}
+            others = (each for each in chunk.parameters() if id(each) not in inside)
+            for tensor in (*others, *nn.Module.buffers(chunk)):
+                tensor.data = tensor.data.to(device)
+        torch.cuda.synchronize()
+
+
+def _parameter_buffers(chunk: nn.Module) -> list[_ParamAndGradBuffer]:
+    """Return the data-parallel buffers of a chunk that hold parameters."""
+    buffers: list[_ParamAndGradBuffer] = []
+    for name in ("buffers", "expert_parallel_buffers"):
+        found = getattr(chunk, name, None)
+        # `nn.Module.buffers` is a method; data parallelism replaces it by a list.
+        if isinstance(found, list):
+            buffers += (buffer for buffer in found if buffer.param_data is not None)
+    return buffers

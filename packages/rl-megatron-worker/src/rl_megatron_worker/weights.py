@@ -7,6 +7,7 @@ all-gathered on the stage that has the layer, and broadcast from there to the ot
 from __future__ import annotations
 
 import math
+from contextlib import nullcontext
 from dataclasses import dataclass, field
 from functools import cached_property
 from itertools import accumulate, groupby, islice
@@ -17,11 +18,12 @@ import torch.distributed as dist
 from megatron.core.process_groups_config import ProcessGroupCollection
 from rl_refit.source import block_of
 
-from rl_megatron_worker.model.chunks import held_parameters, place_of
+from rl_megatron_worker.model.load import held_parameters, place_of
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Iterator, Sequence
+    from collections.abc import Callable, Iterable, Iterator, Sequence
     from collections.abc import Mapping as Map
+    from contextlib import AbstractContextManager
 
     from torch import nn
 
@@ -57,7 +59,7 @@ class MegatronWeights:
         mappings: The mappings of all ranks' parameters, in the order of export.
         wire_dtype: The dtype of every tensor on the wire.
         device: The device of the gathered tensors.
-        groups: Megatron-core's process groups; its global ones by default.
+        scope: Entered while tensors are gathered.
     """
 
     def __init__(
@@ -67,12 +69,14 @@ class MegatronWeights:
         *,
         wire_dtype: torch.dtype,
         device: torch.device,
-        groups: ProcessGroupCollection | None = None,
+        scope: Callable[[], AbstractContextManager[None]] = nullcontext,
     ) -> None:
         self._chunks = chunks
         self._wire_dtype = wire_dtype
         self._device = device
-        self._groups = groups or ProcessGroupCollection.use_mpu_process_groups(_GROUPS)
+        self._scope = scope
+        self._groups = ProcessGroupCollection.use_mpu_process_groups(_GROUPS)
+        # A tied output layer is exported once, under the embedding's name.
         exported = [mapping for mapping in mappings if not mapping.is_copy]
         self._mapping_of = {name: each for each in exported for name in each.sources}
         experts = [each.expert for each in exported if each.expert is not None]
@@ -112,6 +116,10 @@ class MegatronWeights:
         names = list(names)
         if unknown := [name for name in names if name not in self._mapping_of]:
             raise ValueError(f"there is no tensor {unknown[0]!r} in the model")
+        with self._scope():
+            yield from self._gather(names)
+
+    def _gather(self, names: list[str]) -> Iterator[tuple[str, torch.Tensor]]:
         held = self._held()
         # Two layers in flight: the gather of the next one overlaps with the use of the current one.
         pending: _LayerGather | None = None
@@ -133,17 +141,21 @@ class MegatronWeights:
             stage=stage,
             pipeline=groups.pp,
         )
+        # Other stages only receive: they hold no shard, and their buffer is filled in `finish`.
         if groups.pp.rank() != stage:
             return layer
         # A fused parameter has several names (QKV, gate and up): gather it once.
         mappings = {self._mapping_of[name].names[0]: self._mapping_of[name] for name in names}
         dense = [each for each in mappings.values() if each.expert is None]
         experts = [each for each in mappings.values() if each.expert is not None]
+        # Norms and routers are replicated over tensor-parallel ranks: no collective.
         for each in dense:
             if each.dim is None:
                 layer.copy_replicated(each, held[each.names[0]])
         if sharded := [each for each in dense if each.dim is not None]:
             layer.start_gather([sharded], held, group=groups.tp)
+        # Experts are sharded twice, over expert- and expert-tensor-parallel ranks: one all-gather
+        # over both, in which every rank contributes the experts that it holds.
         if experts:
             layer.start_gather(self._by_expert_rank(experts), held, group=groups.tp_ep)
         return layer
@@ -182,6 +194,7 @@ class MegatronWeights:
         stages = torch.tensor(
             [pipeline.rank() if place in mine else -1 for place in places], device=self._device
         )
+        # Each place is on one stage; the others contribute -1.
         dist.all_reduce(stages, op=dist.ReduceOp.MAX, group=pipeline)
         stage_of = dict(zip(places, stages.tolist(), strict=True))
         assert all(stage >= 0 for stage in stage_of.values()), stage_of
@@ -305,6 +318,7 @@ class _Gather:
         num_elements = max(each[-1].end if each else 0 for each in parts)
         own = torch.empty(num_elements, dtype=dtype, device=device)
         for part in parts[group.rank() // num_shards]:
+            # The cast to the wire dtype, before the bytes are sent.
             own[part.start : part.end].view(part.shape).copy_(held[part.mapping.names[0]])
         gathered = own.new_empty(len(mappings), num_shards, num_elements)
         work = _all_gather(gathered.view(-1), own, group=group, async_op=True)

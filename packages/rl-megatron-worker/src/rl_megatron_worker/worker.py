@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 from rl_interfaces.backend.worker import EngineWorker
 
 from rl_megatron_worker.engine import MegatronEngine
@@ -19,6 +17,6 @@ class MegatronPolicyWorker(EngineWorker):
 
     engine_class = MegatronEngine
 
-    def return_state_dict(self) -> dict[str, Any]:
+    def return_state_dict(self) -> dict[str, object]:
         """Return this rank's shard of the model's state, by chunk: `model0`, `model1` ..."""
         return {f"model{index}": chunk.state_dict() for index, chunk in enumerate(self.model)}

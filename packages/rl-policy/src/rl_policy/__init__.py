@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import os
 from importlib import import_module
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from rl_policy.policy import PathLike, Policy
     from rl_policy.ray.cluster import RayVirtualCluster
-    from rl_policy.ray.worker_group import NamedSharding
-    from rl_policy.ray.worker_group import RayWorkerGroup
+    from rl_policy.ray.worker_group import NamedSharding, RayWorkerGroup
 
 __all__ = ["NamedSharding", "PathLike", "Policy", "RayVirtualCluster", "RayWorkerGroup"]
 
@@ -27,7 +26,7 @@ _HOMES = {
 os.environ.setdefault("RAY_ENABLE_UV_RUN_RUNTIME_ENV", "0")
 
 
-def __getattr__(name: str) -> Any:
+def __getattr__(name: str) -> object:
     if name not in _HOMES:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     return getattr(import_module(_HOMES[name]), name)

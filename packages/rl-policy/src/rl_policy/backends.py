@@ -1,4 +1,4 @@
-"""Training and generation backends, found by entry point: none is imported by name."""
+"""Training and generation backends, found by entry point and never imported by name."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 ENTRY_POINT_GROUP = "rl_policy.workers"
 """Worker classes of training backends, by name."""
 GENERATION_ENTRY_POINT_GROUP = "rl_policy.generation"
-"""Classes like `VllmGeneration`, by name."""
+"""Engine classes, such as `VllmGeneration`, by name."""
 WORKERS_OWN = "hf"
 """The `generation.backend` without an engine: the training workers sample."""
 _SUFFIX = "_cfg"
@@ -24,7 +24,7 @@ _SUFFIX = "_cfg"
 class BackendNotInstalledError(ImportError, ValueError):
     """No installed package registers the backend that the config enables.
 
-    An ImportError, as installing it is the remedy, and a ValueError, as the config names it.
+    An ImportError, as an installation is the remedy, and a ValueError, as the config is invalid.
     """
 
 
@@ -36,8 +36,8 @@ class TrainingBackend:
     worker_class: type[PolicyWorker]
 
     @classmethod
-    def of_config(cls, config: Mapping[str, Any]) -> TrainingBackend:
-        """Return the backend that a `PolicyConfig` enables; raises what the two calls raise."""
+    def of_config(cls, config: Mapping[str, object]) -> TrainingBackend:
+        """Return the backend that a `PolicyConfig` enables; see `enabled_backend` and `load`."""
         name = enabled_backend(config)
         return cls(name=name, worker_class=load(name))
 
@@ -46,7 +46,7 @@ class TrainingBackend:
 
         Args:
             capability: A protocol of `rl_interfaces`.
-            lack: What a backend without it does not do, for the message.
+            lack: The message's verb phrase: "the backend does not ...".
         """
         wanted = [method for method in dir(capability) if not method.startswith("_")]
         missing = [method for method in wanted if not hasattr(self.worker_class, method)]
@@ -63,15 +63,15 @@ class TrainingBackend:
 
 def installed_backends() -> list[str]:
     """Return the names of the backends that installed packages register, sorted."""
-    return sorted({entry.name for entry in entry_points(group=ENTRY_POINT_GROUP)})
+    return _installed(ENTRY_POINT_GROUP)
 
 
-def enabled_backend(config: Mapping[str, Any], *, path: str = "policy") -> str:
+def enabled_backend(config: Mapping[str, object], *, path: str = "policy") -> str:
     """Return the name of the backend whose section `<name>_cfg` has `enabled` true.
 
     Args:
-        config: A `PolicyConfig`; a section that it does not document is a third party's backend.
-        path: How the errors name the config.
+        config: A `PolicyConfig`; an undocumented section is that of a third party's backend.
+        path: Prefix of the keys in errors.
 
     Raises:
         ValueError: None is enabled, or more than one.
@@ -87,7 +87,8 @@ def enabled_backend(config: Mapping[str, Any], *, path: str = "policy") -> str:
     if enabled:
         names = " and ".join(f"{path}.{key}.enabled=True" for key in enabled)
         raise ValueError(f"{names}: enable one backend")
-    known = [*_documented_sections(), *(key for key in sections if not _is_documented(key))]
+    documented = [key for key in PolicyConfig.__annotations__ if key.endswith(_SUFFIX)]
+    known = [*documented, *(key for key in sections if key not in documented)]
     names = " or ".join(f"{path}.{key}.enabled" for key in known)
     raise ValueError(f"no backend is enabled: set {names} to true")
 
@@ -96,24 +97,21 @@ def load(name: str) -> type[PolicyWorker]:
     """Return the worker class that is registered under `name`.
 
     Raises:
-        BackendNotInstalledError: No installed package registers it; the message says what to do.
+        BackendNotInstalledError: No installed package registers it; says how to install it.
         ContractVersionError: It was written for another version of the contract.
         ValueError: Two packages register it.
         Exception: Whatever the import of a broken backend raises.
     """
-    entry = find_entry(ENTRY_POINT_GROUP, name)
-    if entry is None:
-        raise BackendNotInstalledError(_not_installed(name))
-    return load_entry(entry)
+    return load_entry(_find_entry(ENTRY_POINT_GROUP, name))
 
 
 def installed_engines() -> list[str]:
     """Return the names of the engines that installed packages register, sorted."""
-    return sorted({entry.name for entry in entry_points(group=GENERATION_ENTRY_POINT_GROUP)})
+    return _installed(GENERATION_ENTRY_POINT_GROUP)
 
 
 def check_generation_backend(config: Mapping[str, Any]) -> None:
-    """Raise `ValueError` unless a resolved policy config generates with what is installed."""
+    """Raise `ValueError` unless the generation backend of a resolved policy config is installed."""
     name = config["generation"]["backend"] if "generation" in config else WORKERS_OWN
     known = [WORKERS_OWN, *installed_engines()]
     if name not in known:
@@ -127,42 +125,22 @@ def check_generation_backend(config: Mapping[str, Any]) -> None:
 def load_engine(name: str) -> type[GenerationInterface]:
     """Return the class that is registered under `name`.
 
-    It is called as `VllmGeneration` is: with a cluster, a `GenerationConfig`, a tokenizer, a name
-    for its processes, and `seed` and `timeout_s` by keyword.
+    It is constructed like `VllmGeneration`: with a cluster, a `GenerationConfig`, a tokenizer, a
+    name for its processes, and the keywords `seed` and `timeout_s`.
 
     Raises:
         BackendNotInstalledError: No installed package registers it.
         ContractVersionError: It was written for another version of the contract.
         ValueError: Two packages register it.
     """
-    entry = find_entry(GENERATION_ENTRY_POINT_GROUP, name)
-    if entry is None:
-        raise BackendNotInstalledError(
-            f'The "{name}" generation backend is not installed. Install the package that registers '
-            f'it in the entry-point group "{GENERATION_ENTRY_POINT_GROUP}" '
-            f"(installed: {', '.join(installed_engines()) or 'none'})"
-        )
-    return load_entry(entry)
-
-
-def find_entry(group: str, name: str) -> EntryPoint | None:
-    """Return the one entry point of `group` called `name`; None where there is none.
-
-    Raises:
-        ValueError: Two packages register it.
-    """
-    entries = list(entry_points(group=group, name=name))
-    if len({entry.value for entry in entries}) > 1:
-        owners = ", ".join(_describe(entry) for entry in entries)
-        raise ValueError(f"The {name!r} backend is registered more than once: {owners}")
-    return entries[0] if entries else None
+    return load_entry(_find_entry(GENERATION_ENTRY_POINT_GROUP, name))
 
 
 def load_entry(entry: EntryPoint) -> Any:
-    """Return the class behind an entry point, whose `contract_version` goes with ours.
+    """Return the class of an entry point, if its `contract_version` is compatible with ours.
 
     Raises:
-        ContractVersionError: It does not; the message names both versions and what to upgrade.
+        ContractVersionError: It is not; names both versions and what to upgrade.
         Exception: Whatever the import of a broken backend raises.
     """
     backend = entry.load()
@@ -171,23 +149,28 @@ def load_entry(entry: EntryPoint) -> Any:
     return backend
 
 
-def _not_installed(name: str) -> str:
-    present = f"(installed backends: {', '.join(installed_backends()) or 'none'})"
-    if _is_documented(name + _SUFFIX):
-        install = f'Install it with: pip install "rl-policy[{name}]"'
-        return f'The "{name}" backend is not installed. {install} {present}'
-    group = f'Install the package that registers it in the entry-point group "{ENTRY_POINT_GROUP}"'
-    return f'The "{name}" backend is not installed. {group} {present}'
+def _find_entry(group: str, name: str) -> EntryPoint:
+    entries = list(entry_points(group=group, name=name))
+    if not entries:
+        is_ours = group == ENTRY_POINT_GROUP and name + _SUFFIX in PolicyConfig.__annotations__
+        install = (
+            f'Install it with: pip install "rl-policy[{name}]"'
+            if is_ours
+            else f'Install the package that registers it in the entry-point group "{group}"'
+        )
+        kind = "backend" if group == ENTRY_POINT_GROUP else "generation backend"
+        raise BackendNotInstalledError(
+            f'The "{name}" {kind} is not installed. {install} '
+            f"(installed {kind}s: {', '.join(_installed(group)) or 'none'})"
+        )
+    if len({entry.value for entry in entries}) > 1:
+        owners = ", ".join(
+            f"{entry.dist.name if entry.dist else 'an unnamed package'} ({entry.value})"
+            for entry in entries
+        )
+        raise ValueError(f"The {name!r} backend is registered more than once: {owners}")
+    return entries[0]
 
 
-def _describe(entry: EntryPoint) -> str:
-    owner = entry.dist.name if entry.dist is not None else "an unnamed package"
-    return f"{owner} ({entry.value})"
-
-
-def _documented_sections() -> list[str]:
-    return [key for key in PolicyConfig.__annotations__ if key.endswith(_SUFFIX)]
-
-
-def _is_documented(section: str) -> bool:
-    return section in PolicyConfig.__annotations__
+def _installed(group: str) -> list[str]:
+    return sorted({entry.name for entry in entry_points(group=group)})

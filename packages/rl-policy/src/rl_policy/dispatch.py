@@ -3,7 +3,7 @@
     caller's batch --check--> --shard_by_batch_size--> one shard per data-parallel rank
     caller's order <--gather-- one result per data-parallel rank
 
-Every check runs on the driver before anything is sent: an error of one rank costs a round trip, and
+Every check runs on the driver before anything is sent: an error on one rank costs a round trip, and
 may leave the other ranks waiting in a collective.
 """
 
@@ -14,26 +14,36 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import torch
-from rl_batched_data import BatchedDataDict, pad_right
+from rl_batched_data import (
+    BatchedDataDict,
+    DynamicBatchingArgs,
+    SequencePackingArgs,
+    pad_right,
+)
 from rl_interfaces import LossType
-from rl_interfaces.backend.batch_checks import check_scoring_batch, check_training_batch
+from rl_interfaces.backend.steps import check_scoring_batch, check_training_batch
 
 if TYPE_CHECKING:
-    from rl_interfaces import LossFunction
+    from rl_interfaces import (
+        GenerationOutputSpec,
+        LossFunction,
+        TrainOutputSpec,
+        WorkerTrainOutputSpec,
+    )
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class TokenBudget:
-    """The token budget under which micro-batches are planned, in place of a number of rows."""
+    """A limit of tokens per micro-batch, in place of a fixed number of rows."""
 
     key: str
     """Its config key, for example `policy.sequence_packing.train_mb_tokens`."""
-    arguments: dict[str, Any]
-    """Keyword arguments of `shard_by_batch_size`."""
+    dynamic_batching_args: DynamicBatchingArgs | None = None
+    sequence_packing_args: SequencePackingArgs | None = None
 
     @classmethod
     def from_config(cls, config: Mapping[str, Any], budget: str) -> TokenBudget | None:
-        """Return the budget of a resolved policy config; None if micro-batches have a fixed size.
+        """Return the budget of a resolved policy config; None if micro-batches have fixed sizes.
 
         Args:
             config: A resolved policy config.
@@ -41,28 +51,26 @@ class TokenBudget:
         """
         dynamic, packing = config["dynamic_batching"], config["sequence_packing"]
         if dynamic["enabled"]:
-            arguments: dict[str, Any] = {
-                "max_tokens_per_microbatch": dynamic[budget],
-                "sequence_length_round": dynamic["sequence_length_round"],
-            }
             return cls(
                 key=f"policy.dynamic_batching.{budget}",
-                arguments={"dynamic_batching_args": arguments},
+                dynamic_batching_args={
+                    "max_tokens_per_microbatch": dynamic[budget],
+                    "sequence_length_round": dynamic["sequence_length_round"],
+                },
             )
         if packing["enabled"]:
-            arguments = {
-                "max_tokens_per_microbatch": packing[budget],
-                "algorithm": packing["algorithm"],
-                "sequence_length_pad_multiple": config["make_sequence_length_divisible_by"],
-            }
             return cls(
                 key=f"policy.sequence_packing.{budget}",
-                arguments={"sequence_packing_args": arguments},
+                sequence_packing_args={
+                    "max_tokens_per_microbatch": packing[budget],
+                    "algorithm": packing["algorithm"],
+                    "sequence_length_pad_multiple": config["make_sequence_length_divisible_by"],
+                },
             )
         return None
 
     def refuse_size(self, name: str, size: int | None) -> None:
-        """Raise `ValueError` if a call sets the micro-batch size as well."""
+        """Raise `ValueError` if a call sets the rows of a micro-batch as well."""
         if size is not None:
             raise ValueError(
                 f"{name}={size} contradicts {self.key}, which decides how many rows a "
@@ -71,12 +79,12 @@ class TokenBudget:
 
     def shard(
         self,
-        data: BatchedDataDict[Any],
+        data: BatchedDataDict,
         *,
         data_parallel: int,
         batch_size: int | None = None,
         rows_per_group: int = 1,
-    ) -> tuple[list[BatchedDataDict[Any]], list[int]]:
+    ) -> tuple[list[BatchedDataDict], list[int]]:
         """Return the shards with their micro-batch plans, and the row order of all shards.
 
         Raises:
@@ -88,7 +96,8 @@ class TokenBudget:
                 batch_size=batch_size,
                 allow_uneven_shards=True,
                 rows_per_group=rows_per_group,
-                **self.arguments,
+                dynamic_batching_args=self.dynamic_batching_args,
+                sequence_packing_args=self.sequence_packing_args,
             )
         except ValueError as error:
             raise ValueError(f"{self.key}: {error}") from error
@@ -117,16 +126,17 @@ class Dispatcher:
 
     def shard_for_training(
         self,
-        data: BatchedDataDict[Any],
+        data: BatchedDataDict,
         loss_fn: LossFunction,
         *,
         gbs: int | None = None,
         mbs: int | None = None,
-    ) -> tuple[list[BatchedDataDict[Any]], int]:
-        """Return each rank's rows of every global batch, and the rows of a global batch.
+    ) -> tuple[list[BatchedDataDict], int]:
+        """Return each data-parallel rank's shard, and the rows of a global batch.
 
-        The last global batch may be short; ranks may then differ by a row, and some have none. With
-        a loss that has `rows_per_group`, all of this holds for groups of rows instead of rows.
+        A shard has the rank's rows of every global batch. The last global batch may be short: ranks
+        may then differ by a row, and some have none. If the loss has `rows_per_group`, the same
+        holds for groups of rows.
 
         Args:
             data: `input_ids` `[batch, seq]`, `input_lengths` and `sample_mask` `[batch]`, and
@@ -160,25 +170,25 @@ class Dispatcher:
                 batch_size=size,
                 rows_per_group=rows_per_group,
             )
-            return shards, size
-        shards = data.shard_by_batch_size(
-            self._data_parallel,
-            batch_size=size,
-            allow_uneven_shards=True,
-            rows_per_group=rows_per_group,
-        )
+        else:
+            shards = data.shard_by_batch_size(
+                self._data_parallel,
+                batch_size=size,
+                allow_uneven_shards=True,
+                rows_per_group=rows_per_group,
+            )
         return [*shards], size
 
     def shard_for_scoring(
-        self, data: BatchedDataDict[Any], *, micro_batch_size: int | None = None
-    ) -> tuple[list[BatchedDataDict[Any]], list[int] | None]:
-        """Return each rank's rows, and the row order of all shards.
+        self, data: BatchedDataDict, *, micro_batch_size: int | None = None
+    ) -> tuple[list[BatchedDataDict], list[int] | None]:
+        """Return each data-parallel rank's shard, and the row order of all shards.
 
         The order is None if it is the caller's. A rank may have no rows.
 
         Args:
-            data: `input_ids` `[batch, seq]`, `input_lengths` `[batch]`, and what else there is.
-            micro_batch_size: Rows per forward, as the call gives it.
+            data: `input_ids` `[batch, seq]`, `input_lengths` `[batch]`, and any other columns.
+            micro_batch_size: Rows per forward, if the call sets it.
 
         Raises:
             ValueError: Names the key, the row and the numbers.
@@ -190,8 +200,8 @@ class Dispatcher:
             return self._scoring_budget.shard(data, data_parallel=self._data_parallel)
         return shard_in_order(data, data_parallel=self._data_parallel), None
 
-    def shard_prompts(self, data: BatchedDataDict[Any]) -> list[BatchedDataDict[Any]]:
-        """Return each rank's prompts, each with room for at least one more token.
+    def shard_prompts(self, data: BatchedDataDict) -> list[BatchedDataDict]:
+        """Return each data-parallel rank's prompts, which leave room for a token.
 
         Raises:
             ValueError: Names the key, the row and the numbers.
@@ -205,13 +215,13 @@ class Dispatcher:
             )
         return shard_in_order(data, data_parallel=self._data_parallel)
 
-    def check_rows(self, data: BatchedDataDict[Any]) -> None:
+    def check_rows(self, data: BatchedDataDict) -> None:
         """Raise `ValueError`, naming key, row and numbers, unless every row can be scored."""
         check_scoring_batch(data, pad_token_id=self._pad_token_id)
         self._check_extent(data)
 
     def _checked_batch_size(self, gbs: int | None, mbs: int | None, *, rows_per_group: int) -> int:
-        """Return the rows of a global batch, if it and the micro-batches hold full groups."""
+        """Return the rows of a global batch; raise if it or a micro-batch would split a group."""
         if rows_per_group < 1:
             raise ValueError(f"rows_per_group={rows_per_group} of the loss must be positive")
         name, size = _chosen("gbs", gbs, "policy.train_global_batch_size", self._global_batch_size)
@@ -233,7 +243,7 @@ class Dispatcher:
                 )
         return size
 
-    def _check_extent(self, data: BatchedDataDict[Any]) -> None:
+    def _check_extent(self, data: BatchedDataDict) -> None:
         if data.size == 0:
             raise ValueError("'input_ids' has no rows")
         if self._max_length is None:
@@ -247,14 +257,17 @@ class Dispatcher:
             raise ValueError(f"'input_ids' is {width} tokens wide, padding included: over {limit}")
 
 
-def shard_in_order(data: BatchedDataDict[Any], *, data_parallel: int) -> list[BatchedDataDict[Any]]:
+def shard_in_order(data: BatchedDataDict, *, data_parallel: int) -> list[BatchedDataDict]:
     """Return consecutive shards of `data` that differ by at most a row, and may be empty."""
     return [*data.shard_by_batch_size(data_parallel, allow_uneven_shards=True)]
 
 
 def gather_scores(
-    parts: Sequence[Mapping[str, Any]], *, width: int, order: Sequence[int] | None = None
-) -> BatchedDataDict[Any]:
+    parts: Sequence[Mapping[str, torch.Tensor]],
+    *,
+    width: int,
+    order: Sequence[int] | None = None,
+) -> BatchedDataDict:
     """Return the scores of all shards in the caller's row order and width, as a copy.
 
     Args:
@@ -262,8 +275,8 @@ def gather_scores(
         width: Columns of the caller's batch; missing ones are filled with 0.
         order: The caller's index of each row, shard by shard. None: rows are in order.
     """
-    scores: BatchedDataDict[Any] = BatchedDataDict.from_batches(parts)
-    gathered: BatchedDataDict[Any] = BatchedDataDict(
+    scores = BatchedDataDict.from_batches(parts)
+    gathered = BatchedDataDict(
         {
             key: values if values.ndim == 1 else pad_right(values, width)
             for key, values in scores.items()
@@ -273,8 +286,8 @@ def gather_scores(
 
 
 def gather_generations(
-    parts: Sequence[Mapping[str, Any]], *, pad_token_id: int
-) -> BatchedDataDict[Any]:
+    parts: Sequence[BatchedDataDict[GenerationOutputSpec]], *, pad_token_id: int
+) -> BatchedDataDict[GenerationOutputSpec]:
     """Return the completions of all shards in order, padded to the longest.
 
     Args:
@@ -284,7 +297,7 @@ def gather_generations(
     return BatchedDataDict.from_batches(parts, pad_value_dict={"output_ids": pad_token_id})
 
 
-def merge_train_results(results: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+def merge_train_results(results: Sequence[WorkerTrainOutputSpec]) -> TrainOutputSpec:
     """Return the result of `Policy.train` from those of the data-parallel ranks.
 
     Example, two ranks with one and two micro-batches:
@@ -295,7 +308,7 @@ def merge_train_results(results: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
         results: In rank order; `global_loss` and `grad_norm` are the same on all of them.
     """
     first = results[0]
-    metrics: dict[str, list[Any]] = {}
+    metrics: dict[str, list[float]] = {}
     for result in results:
         for name, values in result["all_mb_metrics"].items():
             metrics.setdefault(name, []).extend(values)
@@ -308,9 +321,10 @@ def merge_train_results(results: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
 
 
 def _chosen(argument: str, given: int | None, key: str, configured: int) -> tuple[str, int]:
-    """Return the name and the value that hold: the call's argument, else the config's."""
+    """Return the name and value of the call's argument or, if it is None, of the config key."""
     return (key, configured) if given is None else (argument, given)
 
 
-def _float32(values: Any) -> torch.Tensor:
+def _float32(values: torch.Tensor) -> torch.Tensor:
+    # A copy: what Ray returns is a read-only view of its object store.
     return torch.as_tensor(values, dtype=torch.float32).clone()

@@ -1,8 +1,8 @@
 """The policy: one object that trains, scores, generates and saves over all ranks.
 
 A call is checked and sharded by the `Dispatcher`, run on every rank by the `RayWorkerGroup`, and
-gathered again. The `Residency` mirrors what is on the devices, so that a call in the wrong state
-fails here and not on the ranks.
+its results are gathered. The `Residency` mirrors what is on the devices, so that a call in the
+wrong state fails on the driver, before any rank waits in a collective.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from rl_interfaces import (
     TopkLogitsWorker,
     resolve_policy_config,
 )
-from rl_interfaces.backend.generation.loop import SamplingConfig, resolve_pad_id
+from rl_interfaces.backend.generation import SamplingConfig, resolve_pad_id
 
 from rl_policy.backends import TrainingBackend, check_generation_backend
 from rl_policy.dispatch import Dispatcher, gather_generations, gather_scores, merge_train_results
@@ -35,31 +35,35 @@ if TYPE_CHECKING:
     import ray
     from rl_interfaces import (
         Cluster,
+        DeviceHandles,
         GenerationDatumSpec,
         GenerationOutputSpec,
+        GpuInfo,
         LogprobOutputSpec,
         LossFunction,
         PolicyConfig,
         ReferenceLogprobOutputSpec,
+        RefitInfo,
         ScoreOutputSpec,
         TopkLogitsOutputSpec,
+        TrainOutputSpec,
     )
     from transformers import PreTrainedTokenizerBase
 
 PathLike = str | os.PathLike[str]
 """A path in a file system that every rank sees."""
 
-# Besides `policy.timeout_s`, which ranks may wait for one another: the processes start in it.
+# For the start of the processes, before ranks wait for one another for up to `policy.timeout_s`.
 _START_MARGIN_S = 120.0
 # A rank that times out by itself reports why, which the driver should receive.
 _REPORT_MARGIN_S = 10.0
 
 
 class Policy(ColocatablePolicyInterface, GenerationInterface):
-    """A language model on all ranks of a cluster, behind the calls of an RL algorithm.
+    """A language model on all ranks of a cluster, with the calls of an RL algorithm.
 
-    The backend is the one whose section `<name>_cfg` the config enables. A configuration that
-    cannot work is refused before an actor starts, as far as it can be known.
+    The backend is the one whose section `<name>_cfg` the config enables. An invalid configuration
+    is refused before an actor starts.
 
     Example:
         cluster = RayVirtualCluster(bundle_ct_per_node_list=[2])
@@ -71,11 +75,11 @@ class Policy(ColocatablePolicyInterface, GenerationInterface):
         cluster: Where the ranks run; the policy does not shut it down.
         config: A `PolicyConfig`; missing keys take their defaults.
         tokenizer: The model's tokenizer.
-        name_prefix: Prefix of the ranks' names in errors and in what they print.
+        name_prefix: Prefix of the ranks' names in errors and in their output.
         workers_per_node: How many bundles of each node to use. None: all.
         init_optimizer: Whether to train; without an optimizer the policy scores and generates.
         weights_path: Weights of `save_checkpoint` to start from, instead of the model's own.
-        optimizer_path: The optimizer state that belongs to them.
+        optimizer_path: The optimizer state of the same `save_checkpoint`.
         init_reference_model: Whether to keep a frozen copy for reference log-probabilities.
 
     Raises:
@@ -138,12 +142,12 @@ class Policy(ColocatablePolicyInterface, GenerationInterface):
 
     def train(
         self,
-        data: BatchedDataDict[Any],
+        data: BatchedDataDict,
         loss_fn: LossFunction,
         eval_mode: bool = False,
         gbs: int | None = None,
         mbs: int | None = None,
-    ) -> dict[str, Any]:
+    ) -> TrainOutputSpec:
         """Take an optimizer step per global batch of `data`, the last on the remaining rows.
 
         Args:
@@ -155,8 +159,7 @@ class Policy(ColocatablePolicyInterface, GenerationInterface):
             mbs: Samples per forward per rank, instead of `policy.train_micro_batch_size`.
 
         Returns:
-            `loss` (float32 `[steps]`), `grad_norm` (float32 `[steps]`, None in eval mode), and
-            `all_mb_metrics` (`{name: [value per micro-batch]}`, rank by rank).
+            Loss and gradient norm of each step, and the metrics, see `TrainOutputSpec`.
 
         Raises:
             ValueError: The batch lacks a key, or sizes do not divide; names both.
@@ -233,8 +236,8 @@ class Policy(ColocatablePolicyInterface, GenerationInterface):
         method: str,
         data: BatchedDataDict[GenerationDatumSpec],
         micro_batch_size: int | None = None,
-        **arguments: Any,
-    ) -> BatchedDataDict[Any]:
+        **arguments: object,
+    ) -> BatchedDataDict:
         self._residency.require(method)
         shards, order = self._dispatcher.shard_for_scoring(data, micro_batch_size=micro_batch_size)
         parts = self._group.run_sharded(
@@ -257,32 +260,32 @@ class Policy(ColocatablePolicyInterface, GenerationInterface):
         if sampling is None:
             raise ValueError("policy.generation is not set: the policy does not generate")
         self._residency.require("generate")
-        # transformers sets the tokenizer's token ids by `__getattr__`, which pyright does not see.
+        # transformers defines a tokenizer's token ids by `__getattr__`, which has no types.
         pad_token_id = resolve_pad_id(sampling, self.tokenizer)  # pyright: ignore[reportArgumentType]
         shards = self._dispatcher.shard_prompts(data)
         parts = self._group.run_sharded("generate", shards, greedy=greedy)
         return gather_generations(parts, pad_token_id=pad_token_id)
 
-    def prepare_for_generation(self, *args: Any, **kwargs: Any) -> bool:
-        """Bring the model onto the device if it is not there; True when it is."""
+    def prepare_for_generation(self, *args: object, **kwargs: object) -> bool:
+        """Bring the model onto the device if it is offloaded; return True."""
         if self._residency.state is ResidencyState.OFFLOADED:
             self.prepare_for_lp_inference()
         return True
 
-    def finish_generation(self, *args: Any, **kwargs: Any) -> bool:
+    def finish_generation(self, *args: object, **kwargs: object) -> bool:
         """Return True: `generate` frees its cache before it returns."""
         return True
 
     # Residency
 
-    def prepare_for_training(self, *args: Any, **kwargs: Any) -> None:
+    def prepare_for_training(self, *args: object, **kwargs: object) -> None:
         """Bring model, gradients and optimizer state onto the device."""
         self._move("prepare_for_training")
 
-    def finish_training(self, *args: Any, **kwargs: Any) -> None:
-        """Do nothing: the next `prepare_for_...` call moves what its phase needs."""
+    def finish_training(self, *args: object, **kwargs: object) -> None:
+        """Do nothing: the next `prepare_for_...` call moves the state that its phase needs."""
 
-    def prepare_for_lp_inference(self, *args: Any, **kwargs: Any) -> None:
+    def prepare_for_lp_inference(self, *args: object, **kwargs: object) -> None:
         """Bring the model onto the device and the optimizer state off it."""
         self._move("prepare_for_lp_inference")
 
@@ -308,8 +311,8 @@ class Policy(ColocatablePolicyInterface, GenerationInterface):
     ) -> None:
         """Write the weights, and the optimizer and the tokenizer if their paths are given.
 
-        With `async_checkpoint` in the backend's section it is written in the background. The next
-        save or load, `finish_checkpoint` or `shutdown` waits for it and raises its failure.
+        With `async_checkpoint` in the backend's section the write goes on in the background. The
+        next save or load, `finish_checkpoint` or `shutdown` waits for it and raises its failure.
 
         Raises:
             ValueError: `optimizer_path` is given and there is no optimizer.
@@ -327,7 +330,7 @@ class Policy(ColocatablePolicyInterface, GenerationInterface):
     def load_checkpoint(
         self, weights_path: PathLike, optimizer_path: PathLike | None = None
     ) -> None:
-        """Load what `save_checkpoint` wrote.
+        """Load a checkpoint of `save_checkpoint`.
 
         Raises:
             ValueError: A path does not exist, or `optimizer_path` is given without an optimizer.
@@ -385,15 +388,15 @@ class Policy(ColocatablePolicyInterface, GenerationInterface):
         *,
         is_paired: bool = False,
         transport: str = "shm",
-        **options: Any,
-    ) -> list[Mapping[str, Any]]:
-        """Return, for each receiver, the address of its sender.
+        **options: object,
+    ) -> list[Mapping[str, object]]:
+        """Open a sender on each rank with receivers; return each receiver's address to connect to.
 
-        An address is a secret of its receiver: whoever has it can read the weights.
+        An address is a secret: whoever has it can read the weights.
 
         Args:
             num_receivers: Ranks of the inference engines.
-            is_paired: Whether receiver `i` shares the device of rank `i`, which then sends to it.
+            is_paired: Whether receiver `i` shares the device of rank `i`, its sender then.
             transport: A name of the entry-point group `rl_refit.transports`.
             options: Further arguments of `rl_refit.RefitSender`, such as `bucket_bytes`, `verify`.
         """
@@ -424,14 +427,14 @@ class Policy(ColocatablePolicyInterface, GenerationInterface):
         self.require_ready_to_send()
         if self._routes is None:
             raise RuntimeError("send_weights needs receivers: call open_refit first")
-        # A rank whose receiver fails still takes part in the others' gathers, for as long as those
-        # may take: the usual few seconds of grace would end a group that is healthy.
+        # A rank whose receiver fails still takes part in the other ranks' gathers, which may take
+        # longer than the usual few seconds of grace: those would kill a healthy group.
         call = self._group.submit_all("send_weights", version)
         reports = self._group.wait(call, grace_s=self.config["timeout_s"])
         return self._routes.merge_reports(reports)
 
     def require_ready_to_send(self) -> None:
-        """Raise what `send_weights` would raise at once, before a receiver waits for it.
+        """Raise the errors that `send_weights` would raise, before a receiver waits for it.
 
         Raises:
             NotImplementedError: The backend does not send weights.
@@ -442,8 +445,8 @@ class Policy(ColocatablePolicyInterface, GenerationInterface):
 
     # Weights, by the documented calls: the driver names each group of tensors
 
-    def init_collective(self, ip: str, port: int, world_size: int) -> list[ray.ObjectRef]:
-        """Let rank 0 join a group of `world_size - 1` inference ranks; the futures are not awaited.
+    def init_collective(self, ip: str, port: int, world_size: int) -> list[ray.ObjectRef[None]]:
+        """Make rank 0 join a group with the inference ranks; the futures are not awaited.
 
         Args:
             ip: Address of rank 0's node, see `RayVirtualCluster.get_master_address_and_port`.
@@ -453,12 +456,12 @@ class Policy(ColocatablePolicyInterface, GenerationInterface):
         self._backend.require_sending()
         return self._group.submit_all("init_collective", ip, port, world_size).refs
 
-    def prepare_refit_info(self) -> dict[str, Any] | None:
+    def prepare_refit_info(self) -> RefitInfo | None:
         """Return `{name: (shape, wire dtype)}` of every tensor that is sent, in order."""
         self._backend.require_sending()
         return self._group.run_all("prepare_refit_info")[0]
 
-    def prepare_info_for_collective(self) -> dict[str, Any]:
+    def prepare_info_for_collective(self) -> RefitInfo:
         """Return what `prepare_refit_info` returns; its older name."""
         self._backend.require_sending()
         return self._group.run_all("prepare_info_for_collective")[0]
@@ -473,20 +476,20 @@ class Policy(ColocatablePolicyInterface, GenerationInterface):
         answers = self._group.run_all("prepare_weights_for_ipc")
         return group_for_ipc(answers, limit_gib=_refit_buffer_size_gb)
 
-    def get_weights_ipc_handles(self, keys: list[str]) -> dict[str, Any]:
-        """Return `{device id: {name: handle}}` of one group; those of the call before expire."""
+    def get_weights_ipc_handles(self, keys: list[str]) -> DeviceHandles:
+        """Return `{device id: {name: handle}}` of one group; earlier handles become invalid."""
         self.require_ready_to_send()
         answers = self._group.run_all("get_weights_ipc_handles", keys)
         return {device: handles for answer in answers for device, handles in answer.items()}
 
-    def broadcast_weights_for_collective(self) -> list[ray.ObjectRef]:
+    def broadcast_weights_for_collective(self) -> list[ray.ObjectRef[None]]:
         """Broadcast every tensor, in order; the futures are not awaited."""
         self.require_ready_to_send()
         return self._group.submit_all("broadcast_weights_for_collective").refs
 
     # Information and the end
 
-    def get_gpu_info(self) -> list[dict[str, Any]]:
+    def get_gpu_info(self) -> list[GpuInfo]:
         """Return rank, device and memory figures of every rank."""
         return self._group.run_all("get_gpu_info")
 
@@ -501,7 +504,7 @@ class Policy(ColocatablePolicyInterface, GenerationInterface):
     def shutdown(self) -> bool:
         """End every process of the policy; True if all of them ended in order.
 
-        It waits for a save in the background. Calling it twice is fine. The cluster stays up.
+        It waits for a save in the background. Idempotent. The cluster stays up.
 
         Raises:
             RuntimeError: The last save could not be written; all processes have ended.
@@ -517,7 +520,7 @@ class Policy(ColocatablePolicyInterface, GenerationInterface):
         return ended_in_order
 
     def __del__(self) -> None:
-        """Shut down, unless the interpreter is going away and takes the processes with it."""
+        """Shut down, unless the interpreter exits, which ends the processes by itself."""
         if not sys.is_finalizing():
             self.shutdown()
 
@@ -528,7 +531,7 @@ class Policy(ColocatablePolicyInterface, GenerationInterface):
 
 
 def with_absolute_paths(config: dict[str, Any]) -> dict[str, Any]:
-    """Return a resolved config with absolute paths: a rank runs in another working directory."""
+    """Return a resolved config with absolute paths, as ranks run in another working directory."""
     paths = {"profile_dir": os.path.abspath(config["profile_dir"])}
     # Any other name is looked up on the Hugging Face hub.
     if os.path.isdir(config["model_name"]):

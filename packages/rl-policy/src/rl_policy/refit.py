@@ -1,4 +1,4 @@
-"""Refits from the driver's side: who sends to whom, the transaction, and turns on shared devices.
+"""The driver's side of refits: routes, the transaction, and the hand-over of shared devices.
 
 The driver opens and commits a version; the weights themselves go from worker to engine.
 
@@ -15,7 +15,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Protocol, TypeVar
+from typing import TYPE_CHECKING, Generic, Protocol, TypeVar
 
 from rl_refit.compat.handles import group_keys
 
@@ -29,9 +29,9 @@ _RATE = "refit_gb_per_s"
 
 
 class RefittedEngines(Protocol[CallT]):
-    """What a refit asks of inference engines, as `rl_policy.generation.vllm.VllmGeneration` has it.
+    """The calls of a refit on inference engines, such as `VllmGeneration`.
 
-    `CallT` is what `update` returns, a call in flight.
+    `CallT` is the type of a call in flight, which `update` returns.
     """
 
     @property
@@ -39,7 +39,7 @@ class RefittedEngines(Protocol[CallT]):
         """The number of processes that receive weights."""
         ...
 
-    def init_transfer(self, address: Sequence[Mapping[str, Any]]) -> None:
+    def init_transfer(self, address: Sequence[Mapping[str, object]]) -> None:
         """Connect each receiver to its sender's address."""
         ...
 
@@ -48,20 +48,20 @@ class RefittedEngines(Protocol[CallT]):
         ...
 
     def update(self, version: int) -> CallT:
-        """Start to receive, without waiting for it."""
+        """Start to receive, and return without waiting."""
         ...
 
     def wait_for_update(self, call: CallT) -> object:
-        """Wait until all weights are loaded, or raise what made it fail."""
+        """Wait until all weights are loaded, or raise the failure of the update."""
         ...
 
     def commit_update(self, version: int) -> None:
-        """Sample from the received weights from now on."""
+        """Sample from the loaded weights from now on."""
         ...
 
 
 class SharedEngines(RefittedEngines[CallT], Protocol[CallT]):
-    """Engines that give the device to a policy and take it back."""
+    """Engines that share their devices with a policy."""
 
     def prepare_for_generation(self, tags: Sequence[str] | None = None) -> bool:
         """Wake `weights`, `kv_cache` or, with None, both."""
@@ -77,11 +77,11 @@ class RefitRoutes:
     """Which trainer rank sends to which receivers."""
 
     receivers_per_rank: tuple[int, ...]
-    """Receivers of each trainer rank; ranks with none only take part in the gathers."""
+    """Receivers of each trainer rank; ranks with none only take part in the all-gathers."""
 
     @classmethod
     def plan(cls, num_receivers: int, *, world_size: int, is_paired: bool) -> RefitRoutes:
-        """Return the routes: from each rank to the receiver on its device, else all from rank 0.
+        """Return routes from each rank to the receiver on its device, or else all from rank 0.
 
         Example: 2 receivers, 2 ranks, paired -> (1, 1); not paired -> (2, 0)
 
@@ -99,22 +99,24 @@ class RefitRoutes:
             return cls(receivers_per_rank=(1,) * world_size)
         return cls(receivers_per_rank=(num_receivers, *(0,) * (world_size - 1)))
 
-    def addresses(self, of_ranks: Sequence[Mapping[str, Any] | None]) -> list[Mapping[str, Any]]:
+    def addresses(
+        self, of_ranks: Sequence[Mapping[str, object] | None]
+    ) -> list[Mapping[str, object]]:
         """Return the sender's address for each receiver, in receiver order.
 
         Args:
-            of_ranks: The address of each trainer rank, None without receivers.
+            of_ranks: The address of each trainer rank; None if it has no receivers.
         """
-        found: list[Mapping[str, Any]] = []
+        found: list[Mapping[str, object]] = []
         for address, count in zip(of_ranks, self.receivers_per_rank, strict=True):
-            assert (address is None) == (count == 0), "a rank has an address if it has receivers"
+            assert (address is None) == (count == 0), "a rank with receivers has an address"
             found += [address] * count if address is not None else []
         return found
 
     def merge_reports(self, reports: Sequence[Mapping[str, float]]) -> dict[str, float]:
-        """Return one refit's numbers over all trainer ranks.
+        """Return one report of a refit from those of all trainer ranks.
 
-        Seconds are those of the slowest sender. Bytes are those of the model, once.
+        Seconds are the maximum over the senders. Bytes are the model's, counted once.
 
         Args:
             reports: Of each trainer rank, see `rl_refit.RefitReport.as_metrics`.
@@ -155,12 +157,12 @@ def group_for_ipc(
     return group_keys(answers[0][0], int(limit))
 
 
-class WeightLink:
+class WeightLink(Generic[CallT]):
     """The connection from a policy to inference engines; opened once, used after every step.
 
     Args:
-        policy: Sends.
-        engines: Receive.
+        policy: The sender of the weights.
+        engines: Their receivers.
         is_paired: Whether receiver `i` shares the device of the policy's rank `i`.
         transport: A name of the entry-point group `rl_refit.transports`.
         options: Further arguments of `rl_refit.RefitSender`.
@@ -169,11 +171,11 @@ class WeightLink:
     def __init__(
         self,
         policy: Policy,
-        engines: RefittedEngines[Any],
+        engines: RefittedEngines[CallT],
         *,
         is_paired: bool,
         transport: str,
-        **options: Any,
+        **options: object,
     ) -> None:
         self._policy = policy
         self._engines = engines
@@ -189,11 +191,11 @@ class WeightLink:
         engines refuse to sample until a call succeeds.
 
         Raises:
-            RefitError: A sender or a receiver failed, or did not answer in time.
+            RefitError: A sender or a receiver failed or timed out.
             ValueError: `version` is not newer than the engines' version.
             ResidencyError: The policy's model is not on the device; the engines are unchanged.
         """
-        # Before the transaction opens: engines would wait for a sender that never starts.
+        # Before the transaction opens, as engines would wait for a sender that never starts.
         self._policy.require_ready_to_send()
         self._engines.begin_update(version)
         receiving = self._engines.update(version)
@@ -206,8 +208,11 @@ class WeightLink:
         self._engines.commit_update(version)
         return report
 
-    def _drain(self, receiving: Any, error: Exception) -> None:
-        """Wait for the receivers of a failed refit; add their own failure to `error` as a note."""
+    def _drain(self, receiving: CallT, error: Exception) -> None:
+        """Wait for the receivers of a failed refit, so that the engines can take the next call.
+
+        Their own failure, if any, is added to `error` as a note.
+        """
         try:
             self._engines.wait_for_update(receiving)
         except Exception as theirs:
@@ -216,31 +221,31 @@ class WeightLink:
 
 @contextmanager
 def engines_on_device(
-    policy: Policy, engines: SharedEngines[Any], link: WeightLink, *, version: int | None
+    policy: Policy, engines: SharedEngines[CallT], link: WeightLink[CallT], *, version: int | None
 ) -> Iterator[dict[str, float] | None]:
-    """Give the device to the engines, which sample inside, and back to the policy.
+    """Hand the device over to the engines, which sample inside, and back to the policy.
 
         policy   train, offload optimizer |              | send | offload model |        | reload
         engines  asleep                   | wake weights | load | wake cache    | sample | sleep
 
-    The engines' weights wake before the refit, into which they are loaded, and their cache after
-    it, when the policy has freed its memory.
+    The engines' weights wake before the refit, which loads them, and their cache after it, when the
+    policy has freed its memory.
 
     Args:
         policy: Holds the device before and after.
         engines: Hold it inside.
         link: Sends the weights.
-        version: Of the weights that are sent. None: the engines sample from what they have.
+        version: Of the weights that are sent. None: no refit.
 
     Yields:
         The report of the refit, None if there was none.
 
     Raises:
-        RefitError: The refit failed; nothing is lost. The engines sleep and refuse to sample. Enter
-            again with the same version to repeat the refit, or call `policy.prepare_for_training`
-            to go on without.
-        Exception: Engines could not wake, or the policy not free its memory. The engines sleep. If
-            they have the version already, a note says so: it cannot be sent a second time.
+        RefitError: The refit failed. The engines sleep and refuse to sample; the policy is
+            unchanged. Enter again with the same version to repeat the refit, or call
+            `policy.prepare_for_training` to continue without it.
+        Exception: The engines could not wake, or the policy could not free its memory. The engines
+            sleep. A note says if they have committed the version, which cannot be sent twice.
     """
     policy.offload_before_refit()
     report = None
@@ -265,8 +270,8 @@ def engines_on_device(
         policy.prepare_for_lp_inference()
 
 
-def _put_to_sleep(engines: SharedEngines[Any], error: Exception) -> None:
-    """Let engines free the device after `error`; note on it why they could not."""
+def _put_to_sleep(engines: SharedEngines[CallT], error: Exception) -> None:
+    """Make engines free the device after `error`; if they cannot, add a note to it."""
     try:
         engines.finish_generation()
     except Exception as theirs:

@@ -1,4 +1,4 @@
-"""The memory that buckets pass through: its buffers, and the pieces of buckets as views of them."""
+"""The buffers that buckets pass through, and the pieces of buckets as views of them."""
 
 from __future__ import annotations
 
@@ -10,17 +10,17 @@ import torch
 from rl_refit.plan import Bucket, Piece, RefitPlan
 
 RUN_BYTES = 1 << 20
-"""The most that one copy takes together: worth a call, and still in the cache for the digest."""
+"""Most bytes of one copy: enough to amortise the call, few enough to be digested in the cache."""
 
 
 @dataclass(frozen=True, slots=True)
 class Run:
-    """Neighbours in a bucket that are copied by one call: full tensors, or one part of a tensor.
+    """Consecutive pieces that are copied in one call: full tensors, or one piece of a split one.
 
     Attributes:
-        pieces: In order; a piece larger than a run is alone.
-        views: One per piece: a full tensor's has its dtype and shape, a part's is `[size]`, uint8.
-        end: Where the last piece ends in the bucket, in bytes.
+        pieces: In order; a piece larger than `RUN_BYTES` forms a run of its own.
+        views: One per piece: with dtype and shape of a full tensor, else `[size]`, uint8.
+        end: End of the last piece in the bucket, in bytes.
     """
 
     pieces: tuple[Piece, ...]
@@ -32,14 +32,14 @@ class PieceViews:
     """The pieces of every bucket, as views of the buffer that the bucket passes through.
 
     Args:
-        plan: What lies where.
+        plan: The offsets of all pieces.
         buffers: `[buffer_bytes]` each, uint8; bucket `k` passes through buffer `k % len(buffers)`.
     """
 
     def __init__(self, plan: RefitPlan, buffers: Sequence[torch.Tensor]) -> None:
         self._plan = plan
         self._buffers = buffers
-        # Kept from one refit to the next: making a small tensor's view takes longer than its copy.
+        # Cached over refits: creating the view of a small tensor takes longer than copying it.
         self._runs: dict[int, list[Run]] = {}
 
     def of(self, bucket: Bucket) -> list[Run]:
@@ -87,14 +87,15 @@ def group_runs(pieces: Sequence[Piece]) -> list[tuple[Piece, ...]]:
 
 
 def copy_all(targets: list[torch.Tensor], sources: list[torch.Tensor]) -> None:
-    """Copy each source to its target, all by one call."""
-    # torch's own optimizers and FSDP use it; it has no public name.
+    """Copy each source to its target, in one call."""
+    # Faster than a loop of `copy_` for small tensors. torch's optimizers and FSDP use it, though it
+    # has no public name.
     torch._foreach_copy_(targets, sources)  # pyright: ignore[reportPrivateUsage, reportPrivateImportUsage]
 
 
 def zero_ranges(buffer: torch.Tensor, ranges: Iterable[tuple[int, int]]) -> None:
     """Set the `[start, end)` ranges of a buffer to zero."""
-    # There may be thousands, and numpy takes a fraction of torch's time for each.
+    # There may be thousands of gaps, and numpy's overhead for each is a fraction of torch's.
     data = buffer.numpy() if buffer.device.type == "cpu" else buffer
     for start, end in ranges:
         data[start:end] = 0

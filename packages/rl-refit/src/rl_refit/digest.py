@@ -1,4 +1,4 @@
-"""Digests of buckets: 64 bits that depend on every bit and on its position."""
+"""64-bit digests of buckets and tensors, sensitive to every bit and to its position."""
 
 # xxhash and torch annotate some of their functions only in part.
 # pyright: reportUnknownMemberType=false, reportUnknownVariableType=false
@@ -16,7 +16,7 @@ import xxhash
 Digest = Callable[..., int]
 
 PIECE_WORDS = 2 << 20
-"""32-bit words that are multiplied at once: 8 MiB, so that the products stay in the cache."""
+"""Number of 32-bit words multiplied at once: 8 MiB, so that the products stay in the cache."""
 
 
 def xxh3_digest(data: torch.Tensor, *, position: int) -> int:
@@ -25,7 +25,7 @@ def xxh3_digest(data: torch.Tensor, *, position: int) -> int:
 
 
 def keyed_sum_digest(data: torch.Tensor, *, position: int) -> int:
-    """Return a digest that a GPU computes at the speed of its memory.
+    """Return a digest that a GPU computes at memory bandwidth.
 
     Word `i` (32 bits, signed) of a piece of 8 MiB is multiplied by the odd 64-bit key `i`, and the
     products are added modulo 2^64. One changed word changes the sum, as an odd key has an
@@ -55,14 +55,14 @@ DIGESTS: dict[str, Digest] = {"xxh3": xxh3_digest, "keyed_sum": keyed_sum_digest
 
 
 class RunningDigest:
-    """The xxh3 digest of a buffer that is being filled, computed while the bytes are in the cache.
+    """The xxh3 digest of a buffer while it is filled, as long as the bytes are in the cache.
 
     Args:
         data: The buffer, `[bytes]`, uint8, on the CPU.
         position: Index of the bucket.
 
     Attributes:
-        seconds: Spent so far.
+        seconds: Time spent on it so far.
     """
 
     STEP = 1 << 20
@@ -74,7 +74,7 @@ class RunningDigest:
         self.seconds = 0.0
 
     def advance(self, end: int) -> None:
-        """Add the bytes up to `end`, once there are enough of them to be worth a call."""
+        """Hash the bytes up to `end`, if there are enough new ones to be worth a call."""
         if end - self._done >= self.STEP:
             self._update(end)
 
@@ -91,9 +91,9 @@ class RunningDigest:
 
 
 def tensor_digest(tensor: torch.Tensor) -> int:
-    """Return the digest of a tensor's values in row-major order, on whatever device they are.
+    """Return the digest of a tensor's values in row-major order, computed on its device.
 
-    Those of a tensor on the CPU and of one on a GPU are not comparable: they are two functions.
+    Digests from a CPU and from a GPU are not comparable, as they are different functions.
     """
     data = bytes_of(tensor.detach())
     if data.device.type == "cpu":

@@ -1,4 +1,4 @@
-"""The errors of a refit. All can be pickled, so that they pass between processes."""
+"""The errors of a refit. All of them can be pickled, to be passed between processes."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ class RefitError(RuntimeError):
 
     Attributes:
         reason: The message without the prefix that names rank, bucket and tensor.
-        rank: The receiver's rank; None where no single one is concerned.
+        rank: The receiver's rank; None if the error is not about a single receiver.
         bucket: Index of the bucket in the plan.
         tensor: Name of the tensor, or of the bucket's first and last one.
     """
@@ -34,11 +34,11 @@ class RefitError(RuntimeError):
 
 
 class PlanMismatchError(RefitError):
-    """The two sides do not agree on the tensors or their layout."""
+    """The two sides disagree on the tensors or on their packing."""
 
 
 class VerificationError(RefitError):
-    """What arrived, or what is live after loading, is not what was sent."""
+    """The received bytes, or the live weights after loading, differ from what was sent."""
 
 
 class RefitTimeoutError(RefitError):
@@ -58,4 +58,4 @@ class RefitInProgress(RefitError):
 
 
 class PoisonedError(RefitError):
-    """The last refit failed: the weights are undefined until a full one succeeds."""
+    """The last refit failed: the weights are undefined until a complete one succeeds."""

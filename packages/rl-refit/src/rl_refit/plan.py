@@ -1,6 +1,6 @@
-"""The plan of a refit: which tensors are sent, in which order, and where each lies in its bucket.
+"""The plan of a refit: the order of the tensors, and the offset of each in its bucket.
 
-It consists of integers and is made from metadata alone, before any tensor exists.
+It consists of integers and is computed from metadata alone, without any tensor.
 """
 
 from __future__ import annotations
@@ -17,13 +17,13 @@ import msgspec
 import torch
 
 ALIGNMENT = 256
-"""Offsets are multiples of this many bytes, as those of CUDA's allocator are."""
+"""Offsets are multiples of this number of bytes, like those of CUDA's allocator."""
 
 SMALL_BUCKET_BYTES = 4 << 20
-"""Two buffers of this size stay in a processor's cache between the writing and the reading side."""
+"""Two buffers of this size stay in the processor's cache from the writer to the reader."""
 
 FORMAT = 1
-"""Of the layout; part of the hash, so that two releases that lay out differently do not agree."""
+"""Version of the packing; part of the hash, so that releases that pack differently do not agree."""
 
 _NUMBERED_LAYER = re.compile(r"^(.*?\.\d+)\.")
 
@@ -34,7 +34,7 @@ def align(num_bytes: int) -> int:
 
 
 def dtype_name(dtype: torch.dtype) -> str:
-    """Return the name of a dtype as it is sent: `bfloat16`."""
+    """Return the name of a dtype on the wire, such as `bfloat16`."""
     return str(dtype).removeprefix("torch.")
 
 
@@ -69,7 +69,7 @@ class TensorSpec:
 
     @property
     def nbytes(self) -> int:
-        """Its bytes on the wire."""
+        """Its size on the wire, in bytes."""
         return math.prod(self.shape) * self.dtype.itemsize
 
     def __str__(self) -> str:
@@ -80,7 +80,7 @@ Metadata = Iterable[tuple[str, torch.dtype, Sequence[int]] | TensorSpec]
 
 
 def read_specs(metadata: Metadata) -> tuple[TensorSpec, ...]:
-    """Return the specs of tensors; anything with a name, a dtype and a shape is one."""
+    """Return the specs of tensors, given as tuples or as objects with name, dtype and shape."""
     return tuple(_read_spec(entry) for entry in metadata)
 
 
@@ -93,7 +93,7 @@ def _read_spec(entry: tuple[str, torch.dtype, Sequence[int]] | TensorSpec) -> Te
 
 
 class WireSpec(msgspec.Struct, array_like=True):
-    """A `TensorSpec` as it is sent."""
+    """A `TensorSpec` on the wire."""
 
     name: str
     dtype: str
@@ -101,7 +101,7 @@ class WireSpec(msgspec.Struct, array_like=True):
 
 
 class WirePlan(msgspec.Struct, forbid_unknown_fields=True):
-    """A plan as it is sent: the receiver derives the buckets and compares the hash."""
+    """A plan on the wire: the receiver computes the buckets again and compares the hash."""
 
     bucket_bytes: int
     tensors: list[WireSpec]
@@ -114,12 +114,12 @@ class Piece:
 
     Attributes:
         tensor: Index of the tensor in the plan.
-        start: Where the range begins in the tensor, in bytes.
+        start: Offset of the range in the tensor, in bytes.
         size: Its length in bytes.
-        offset: Where it begins in the bucket, in bytes.
+        offset: Its offset in the bucket, in bytes.
         is_full: Whether it is the full tensor.
-        has_layer: Whether the bucket holds the tensor's full layer, so that a loader that collects
-            a layer may be given a view.
+        has_layer: Whether the bucket holds all of the tensor's layer, so that a loader that
+            collects a layer can be given a view.
     """
 
     tensor: int
@@ -136,7 +136,7 @@ class Bucket:
 
     Attributes:
         index: Its position in the order of sending.
-        pieces: Its content, by offset, without overlap.
+        pieces: Its content in the order of offsets, without overlap.
         nbytes: Its length, a multiple of the alignment; the gaps between pieces are zero.
     """
 
@@ -156,8 +156,9 @@ class Bucket:
 class RefitPlan:
     """Ordered tensors, packed into buckets.
 
-    A layer stays in one bucket where it fits, else each of its modules does; a tensor larger than a
-    bucket is split. Two plans with the same `hash` put the same bytes at the same offsets.
+    A layer is packed into one bucket if it fits, otherwise each of its modules that fits is. A
+    tensor larger than a bucket is split. Two plans with the same `hash` put the same bytes at the
+    same offsets.
     """
 
     specs: tuple[TensorSpec, ...]
@@ -171,7 +172,7 @@ class RefitPlan:
         metadata: Metadata,
         bucket_bytes: int = 256 << 20,
     ) -> RefitPlan:
-        """Return the plan for the tensors of `metadata`, in that order.
+        """Return the plan of the tensors of `metadata`, in that order.
 
         Args:
             metadata: Name, wire dtype and full shape of each tensor.
@@ -195,25 +196,25 @@ class RefitPlan:
 
     @property
     def largest_bucket(self) -> int:
-        """The bytes that a buffer must have."""
+        """The size that a buffer must have, in bytes."""
         return max((bucket.nbytes for bucket in self.buckets), default=0)
 
     def label(self, bucket: Bucket) -> str:
-        """Return the names of a bucket's first and last tensor, for a message."""
+        """Return the names of a bucket's first and last tensor, for messages."""
         first, last = (self.specs[bucket.pieces[i].tensor].name for i in (0, -1))
         return first if first == last else f"{first} .. {last}"
 
     def to_wire(self) -> WirePlan:
-        """Return the plan as it is sent."""
+        """Return the plan on the wire."""
         tensors = [WireSpec(spec.name, dtype_name(spec.dtype), spec.shape) for spec in self.specs]
         return WirePlan(self.bucket_bytes, tensors, self.hash)
 
     @classmethod
     def from_wire(cls, wire: WirePlan) -> RefitPlan:
-        """Return the plan of `to_wire`, derived again from its tensors.
+        """Return the plan of `to_wire`, packed again from its tensors.
 
         Raises:
-            ValueError: A dtype is unknown here, or the hash is not that of the derived plan.
+            ValueError: A dtype is unknown on this side, or the hashes differ.
         """
         metadata = [(spec.name, parse_dtype(spec.dtype), spec.shape) for spec in wire.tensors]
         plan = cls.of(metadata, wire.bucket_bytes)
@@ -235,11 +236,12 @@ class RefitPlan:
 
 
 def default_bucket_bytes(specs: Sequence[TensorSpec]) -> int:
-    """Return the bucket size for these tensors: an eighth of all, between 8 and 256 MiB.
+    """Return the default bucket size: an eighth of all bytes, between 8 and 256 MiB.
 
-    With fewer buckets the first fill and the last load, which overlap with nothing, dominate; with
-    smaller ones the messages do. A tensor up to 256 MiB is not split, as most loaders need it in
-    full; receivers that copy what arrives `into` their own tensors use `SMALL_BUCKET_BYTES`.
+    With fewer buckets the first fill and the last load dominate, which overlap with nothing; with
+    smaller buckets the messages dominate. A tensor of up to 256 MiB is not split, as most loaders
+    need it in full. Receivers that copy `into` their own tensors are faster with
+    `SMALL_BUCKET_BYTES`.
     """
     sizes = [spec.nbytes for spec in specs]
     wanted = max(sum(sizes) // 8, align(max(sizes, default=0)), 8 << 20)
@@ -286,7 +288,7 @@ class _Packer:
         self.used = 0
 
     def add(self, tensor: int, nbytes: int) -> None:
-        """Place a tensor; it is split over buckets only if it is larger than any."""
+        """Place a tensor; it is split only if it is larger than a bucket."""
         if not self.buckets or self.free < align(nbytes) <= self.capacity:
             self.open_bucket()
         start = 0
@@ -294,7 +296,7 @@ class _Packer:
             if self.free == 0 and nbytes > start:
                 self.open_bucket()
             size = min(self.free, nbytes - start)
-            # Also for an empty tensor: each has at least one piece, by which it is delivered.
+            # Also for an empty tensor: it is delivered with its piece, so it needs one.
             self.buckets[-1].append((tensor, start, size, self.used))
             self.used += align(size)
             start += size
@@ -328,11 +330,11 @@ def _pack(specs: Sequence[TensorSpec], capacity: int) -> tuple[Bucket, ...]:
 
 
 def _place(packer: _Packer, specs: Sequence[TensorSpec], group: list[int], path: str) -> None:
-    """Place the tensors below `path` in one bucket, or else each of its modules in one.
+    """Place the tensors below `path` in one bucket if they fit, otherwise module by module.
 
-    Engines fuse tensors of one module (`gate_proj` and `up_proj`) and hold back those that come
-    first. So a module that does not fit into the open bucket begins a new one, even if it is too
-    large for that as well.
+    Engines fuse tensors of one module (`gate_proj` and `up_proj`) and keep the first ones until the
+    last has arrived. So a module that does not fit into the open bucket begins a new one, even if
+    it is larger than that.
     """
     size = sum(align(specs[index].nbytes) for index in group)
     is_layer = path == layer_of(specs[group[0]].name)

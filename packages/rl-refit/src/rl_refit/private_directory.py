@@ -1,8 +1,8 @@
 """Temporary directories that are removed even if their owner was killed.
 
-The owner holds an `flock` on a file in the directory as long as it lives: a file that can be locked
-has a dead owner, and whoever finds it removes the directory. The lock file is removed last, so that
-an interrupted removal can be resumed.
+The owner holds an `flock` on a file in the directory for its lifetime. The kernel releases the lock
+of a dead process: any process that can take it removes the directory. The lock file is removed
+last, so that an interrupted removal can be resumed.
 """
 
 from __future__ import annotations
@@ -21,18 +21,18 @@ from rl_refit.protocol.waiting import Closing
 _LOCK, _EARLY_LOCK = "lock", "lock-early"
 
 _BIRTH_S = 300.0
-"""Until it is this old, a directory without a lock may be one that is being made or removed."""
+"""A younger directory without a lock file may be under construction or removal."""
 
 
 class PrivateDirectory(Closing):
-    """A new directory that this user alone can enter (0700).
+    """A new directory that only this user can enter (0700).
 
-    Making one also removes those that dead owners have left under the same prefix.
+    Its construction also removes the directories of dead owners under the same prefix.
 
     Args:
         prefix: Of its name.
-        most_characters: Limit of its path; where `tempfile.gettempdir()` leads to a longer one, it
-            is made in `/tmp`.
+        most_characters: Limit of its path: it is created in `/tmp` if `tempfile.gettempdir()` would
+            make it longer.
     """
 
     path: Path
@@ -61,7 +61,7 @@ class PrivateDirectory(Closing):
 
 
 def remove_abandoned(prefix: str) -> None:
-    """Remove the directories of that prefix that dead owners of this user left behind."""
+    """Remove this user's directories of that prefix whose owners are dead."""
     for root in {Path(tempfile.gettempdir()), Path("/tmp")}:
         for directory in root.glob(f"{prefix}*"):
             remove_if_abandoned(directory)
@@ -70,8 +70,8 @@ def remove_abandoned(prefix: str) -> None:
 def remove_if_abandoned(directory: Path) -> None:
     """Remove a `PrivateDirectory` whose owner is dead; leave any other as it is.
 
-    One without a lock that is five minutes old has an owner that died while making or removing it:
-    it is removed if it is otherwise empty.
+    One without a lock file that is five minutes old has an owner that died while creating or
+    removing it: it is removed if it is otherwise empty.
     """
     with contextlib.suppress(OSError):
         found = directory.lstat()
@@ -91,7 +91,7 @@ def remove_if_abandoned(directory: Path) -> None:
 
 
 def _hold(directory: Path) -> int:
-    # Locked under another name first: a lock file that is there and free means a dead owner.
+    # Locked before it gets its name: a free lock file of that name would mean a dead owner.
     early = directory / _EARLY_LOCK
     descriptor = os.open(early, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
     try:
@@ -104,7 +104,7 @@ def _hold(directory: Path) -> int:
 
 
 def _remove(directory: Path) -> None:
-    """Remove what can be removed; the lock file stays as long as anything else does."""
+    """Remove the content as far as possible; the lock file only if nothing else is left."""
     with contextlib.suppress(OSError):
         for path in directory.iterdir():
             if path.name == _LOCK:

@@ -1,4 +1,4 @@
-"""Where the time of a refit went."""
+"""Measured durations: a stopwatch over named phases, and the report of one refit."""
 
 from __future__ import annotations
 
@@ -10,22 +10,22 @@ from dataclasses import dataclass, fields
 
 @dataclass(frozen=True, kw_only=True)
 class RefitReport:
-    """One refit, as measured by its sender or by one of its receivers.
+    """The durations of one refit, measured by its sender or by one of its receivers.
 
-    The phases overlap, so that they may add up to more than `seconds`.
+    The phases overlap: they may add up to more than `seconds`.
 
     Attributes:
         version: The version that was sent.
-        seconds: Of the whole call.
-        bytes: Of all tensors.
-        pause_s: Waiting until the other side took part.
+        seconds: Duration of the call.
+        bytes: Size of all tensors.
+        pause_s: Waiting until the other side had joined the refit.
         gather_s: Waiting for the source's tensors.
         pack_s: Copying them into the buffers.
-        wire_s: Publishing buckets and waiting for the other side between them.
-        load_s: In the receiver's `load`; at the sender, that of the slowest receiver.
-        verify_s: Computing digests; at the sender, its own and those of the slowest receiver.
+        wire_s: Publishing buckets, and waiting for the other side between them.
+        load_s: In the receiver's `load`; for a sender, that of the slowest receiver.
+        verify_s: Computing digests; for a sender, its own and those of the slowest receiver.
         resume_s: From the last bucket until every receiver had loaded it.
-        slowest_rank: The receiver that spent most time verifying and loading; None without any.
+        slowest_rank: The receiver that verified and loaded longest; None without receivers.
     """
 
     version: int
@@ -42,7 +42,7 @@ class RefitReport:
 
     @property
     def gb_per_s(self) -> float:
-        """10^9 bytes per second of the whole call."""
+        """Throughput of the call, in 10^9 bytes per second."""
         return self.bytes / self.seconds / 1e9 if self.seconds else 0.0
 
     def as_metrics(self) -> dict[str, float]:
@@ -63,10 +63,14 @@ class RefitReport:
 
 
 class Stopwatch:
-    """Adds up the seconds spent in each phase of a refit; starts when it is made."""
+    """Sums the seconds spent in each named phase; its construction starts the total.
+
+    Attributes:
+        seconds: Sum per phase.
+    """
 
     def __init__(self) -> None:
-        self._seconds: dict[str, float] = {}
+        self.seconds: dict[str, float] = {}
         self._start = time.perf_counter()
 
     @contextmanager
@@ -80,11 +84,11 @@ class Stopwatch:
 
     def add(self, name: str, seconds: float) -> None:
         """Count `seconds` under `name`."""
-        self._seconds[name] = self.of(name) + seconds
+        self.seconds[name] = self.of(name) + seconds
 
     def of(self, name: str) -> float:
         """Return the seconds counted under `name`."""
-        return self._seconds.get(name, 0.0)
+        return self.seconds.get(name, 0.0)
 
     def report(
         self, version: int, num_bytes: int, *, slowest_rank: int | None = None

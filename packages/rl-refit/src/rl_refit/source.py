@@ -1,4 +1,4 @@
-"""Weight sources: what a sender takes its tensors from."""
+"""Weight sources: where a sender reads its tensors."""
 
 from __future__ import annotations
 
@@ -17,13 +17,13 @@ class WeightSource(Protocol):
     """The tensors of a model in a fixed order; can be iterated any number of times."""
 
     def metadata(self) -> Sequence[tuple[str, torch.dtype, Sequence[int]]]:
-        """Return name, wire dtype and full shape of every tensor, without gathering any."""
+        """Return name, wire dtype and full shape of every tensor, without gathering one."""
         ...
 
     def __iter__(self) -> Iterator[tuple[str, torch.Tensor]]:
         """Yield name and full tensor in the order of `metadata`.
 
-        A tensor must keep its values while the next ones are taken: small ones are copied together.
+        A tensor must keep its values while the next ones are read: small ones are copied together.
         """
         ...
 
@@ -31,11 +31,11 @@ class WeightSource(Protocol):
 class TensorSource:
     """The tensors of a state dict or of `model.named_parameters()`.
 
-    Tied tensors, that is names of the same elements of the same storage, are sent once, under the
-    first of their names: the engine ties them itself.
+    Tied tensors, that is names of the same elements of the same storage, are sent once, under their
+    first name: the engine ties them itself.
 
     Args:
-        tensors: By name; their values are read when they are sent.
+        tensors: By name; values are read when they are sent.
     """
 
     def __init__(self, tensors: NamedTensors) -> None:
@@ -43,7 +43,7 @@ class TensorSource:
         self._tensors: dict[str, torch.Tensor] = {}
         seen: set[tuple[object, ...]] = set()
         for name, tensor in pairs.items():
-            # An empty tensor has no address of its own, and is tied to nothing.
+            # All empty tensors may share one address, so they do not count as tied.
             identity = (tensor.data_ptr(), tensor.dtype, tensor.shape, tensor.stride())
             if tensor.numel() and identity in seen:
                 continue

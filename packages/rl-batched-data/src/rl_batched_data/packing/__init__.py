@@ -1,1 +1,1 @@
-"""Packing of sequences into bins, and where the tokens of packed sequences lie."""
+"""Packing of sequences into bins, and the token layout of packed sequences."""

@@ -1,9 +1,9 @@
-"""How context-parallel ranks shard packed sequences, as a plan of token indices.
+"""Token indices of packed sequences that are sharded over context-parallel ranks.
 
-Every sequence is split into twice as many chunks as there are ranks, and a rank has one chunk from
-the front and its counterpart from the back ("zig-zag"), so that causal attention costs every rank
-the same (Grattafiori et al. 2024, "The Llama 3 Herd of Models", section 3.3.2). Queries stay where
-they are; each rank attends to the gathered keys and values.
+Every sequence is split into `2 * num_ranks` chunks, and rank `r` owns chunks `r` and
+`2 * num_ranks - 1 - r` ("zig-zag"), which balances the cost of causal attention (Grattafiori et al.
+2024, "The Llama 3 Herd of Models", arXiv:2407.21783, section 3.3.2). Queries stay on their rank;
+keys and values are all-gathered.
 """
 
 # torch annotates some of its functions only in part.
@@ -21,17 +21,17 @@ from rl_batched_data.packing.packed_sequences import group_by_length
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class ContextChunks:
-    """One chunk of each of some sequences of about one length, as rows for batched attention."""
+    """One chunk each of sequences of similar length, as padded rows for batched attention."""
 
     queries: torch.Tensor
-    """`[rows, width]` int64: index of each query among the rank's tokens; any in padding."""
+    """`[rows, width]` int64: index of each query in the rank's tokens; arbitrary in padding."""
     keys: torch.Tensor
-    """`[rows, key_width]` int64: index of each visible key among the gathered tokens."""
+    """`[rows, key_width]` int64: index of each visible key in the gathered tokens."""
     query_positions: torch.Tensor
     """`[rows, width]` int64: each query's position in its sequence."""
     is_causal: bool
-    """Whether each row's last query is at its last key, and so plain causal attention, aligned to
-    the lower right, is right without a mask."""
+    """Whether each row's last query is at its last key, so that causal attention aligned to the
+    lower right needs no mask."""
 
     def to(self, device: torch.device) -> ContextChunks:
         """Return the same on `device`."""
@@ -46,10 +46,10 @@ class ContextChunks:
         """Return which keys each query sees, `[rows, 1, width, key_width]` bool.
 
         Args:
-            sliding_window: How many keys a query sees, itself included. None: all before it.
+            sliding_window: Number of keys that a query sees, itself included; all when None.
 
         Returns:
-            None if plain causal attention is right, see `is_causal`.
+            None if causal attention without a mask is right, see `is_causal`.
         """
         key_width = self.keys.shape[1]
         windowed = sliding_window is not None and sliding_window < key_width
@@ -63,7 +63,7 @@ class ContextChunks:
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class ContextShards:
-    """The tokens of packed sequences that one rank has, and what it attends to.
+    """The tokens of packed sequences that one rank owns, and the keys that they attend to.
 
     Example, one sequence of 8 tokens over 2 ranks:
         rank 0: own = [0, 1, 6, 7], rank 1: own = [2, 3, 4, 5]
@@ -71,28 +71,28 @@ class ContextShards:
     """
 
     own: torch.Tensor
-    """`[total / ranks]` int64: this rank's tokens, in their order."""
+    """`[total / ranks]` int64: indices of this rank's tokens, ascending."""
     gathered: torch.Tensor
-    """`[total]` int64: index of each token in the all-gather of the ranks' tokens."""
+    """`[total]` int64: index of each token in the all-gathered tokens."""
     chunks: list[ContextChunks]
     places: torch.Tensor
-    """`[total / ranks]` int64: index of each own token in the flattened queries of all chunks."""
+    """`[total / ranks]` int64: index of each owned token in the flattened queries of all chunks."""
 
     @classmethod
     def of(cls, cu_seqlens: torch.Tensor, *, rank: int, num_ranks: int) -> ContextShards:
         """Return the shards of `rank`, on the device of `cu_seqlens`.
 
         Args:
-            cu_seqlens: `[sequences + 1]`: where each sequence starts, padding included, and the
-                total.
-            rank: Of the context-parallel group.
+            cu_seqlens: `[sequences + 1]`, any integers: cumulative lengths, padding included.
+            rank: Rank in the context-parallel group.
             num_ranks: Size of the group. With 1, every sequence is one chunk.
 
         Raises:
-            ValueError: A length, padding included, is no multiple of the number of chunks.
+            ValueError: A length, padding included, is not a multiple of the number of chunks.
         """
         split = _Split.of(cu_seqlens, num_ranks=num_ranks)
         owned = [split.tokens(each) for each in range(num_ranks)]
+        # The all-gather concatenates the ranks' tokens: `gathered` inverts that permutation.
         order = torch.cat(owned)
         gathered = torch.empty_like(order)
         gathered[order] = torch.arange(len(order))
@@ -118,10 +118,10 @@ class ContextShards:
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class _Split:
-    """Sequences split into equal chunks, on the CPU."""
+    """Sequences split into equal chunks; tensors are on the CPU."""
 
     starts: torch.Tensor
-    """`[sequences]` int64: each sequence's first token."""
+    """`[sequences]` int64: index of each sequence's first token."""
     sizes: torch.Tensor
     """`[sequences]` int64: tokens per chunk."""
     num_ranks: int
@@ -140,11 +140,11 @@ class _Split:
         return cls(starts=edges[:-1], sizes=lengths // num_chunks, num_ranks=num_ranks)
 
     def chunks_of(self, rank: int) -> tuple[int, ...]:
-        """Return the chunks of a sequence that `rank` has. Example: rank 1 of 4 -> (1, 6)."""
+        """Return the chunks of a sequence that `rank` owns. Example: rank 1 of 4 -> (1, 6)."""
         return (0,) if self.num_ranks == 1 else (rank, 2 * self.num_ranks - 1 - rank)
 
     def tokens(self, rank: int) -> torch.Tensor:
-        """Return the tokens of `rank`, sequence by sequence."""
+        """Return the indices of the tokens of `rank`, sequence after sequence."""
         parts = [torch.arange(0)]
         starts = _integers(self.starts)
         sizes = _integers(self.sizes)
@@ -156,16 +156,16 @@ class _Split:
     def rows(
         self, rows: list[int], position: int, *, rank: int, gathered: torch.Tensor
     ) -> tuple[ContextChunks, torch.Tensor]:
-        """Return one of the chunks that `rank` has of each of some sequences.
+        """Return one chunk each of sequences of similar length.
 
         Args:
-            rows: The sequences, of about one length.
-            position: 0 for the chunk from the front, 1 for its counterpart.
-            rank: Of the context-parallel group.
+            rows: Indices of the sequences.
+            position: 0 for the chunk from the front, 1 for the one from the back.
+            rank: Rank in the context-parallel group.
             gathered: See `ContextShards.gathered`.
 
         Returns:
-            The chunks, and which of their queries are tokens, `[rows, width]` bool.
+            The chunks, and a mask of the queries that are no padding, `[rows, width]` bool.
         """
         size, start = self.sizes[rows, None], self.starts[rows, None]
         numbers = self.chunks_of(rank)
@@ -179,7 +179,7 @@ class _Split:
             queries=queries.clamp(max=num_own - 1),
             keys=gathered[keys.clamp(max=len(gathered) - 1)],
             query_positions=number * size + offsets,
-            # In later chunks, shorter rows would be aligned to keys beyond their end.
+            # In later chunks, lower-right alignment would give shorter rows keys past their end.
             is_causal=number == 0 or bool(is_token.all()),
         )
         return chunks, is_token

@@ -1,10 +1,10 @@
 """The cost of a sequence in FLOPs, and packing that balances it over data-parallel ranks.
 
-`balance` divides items over parts of about equal cost. A group holds some items divided over all
-parts; groups are merged in pairs, the costliest part of one with the cheapest of the other, until
-one is left (the differencing method). Which pair is next decides the quality: all of them at once
-while groups are many, the widest apart when they are few. Swaps of single items between the
-costliest and the cheapest part then even out what is left.
+`balance` partitions items into parts of about equal cost by differencing: a group assigns some
+items to all parts, and groups are merged in pairs, the costliest part of one with the cheapest of
+the other, until one is left. The order of the merges decides the quality: all pairs at once while
+there are many groups, the widest spread first when there are few. Swaps of single items between
+the costliest and the cheapest part then reduce the remaining difference.
 
 Shapes in `balance`: `N` items, `G` groups, `P` parts.
 """
@@ -25,7 +25,7 @@ from rl_batched_data.packing.first_fit import (
     wanted_bins,
 )
 
-# The costliest rank over the mean: below this, the second way is not tried.
+# Below this ratio of the costliest rank to the mean, the alternative is not tried.
 _EVEN_ENOUGH = 1.001
 
 
@@ -40,7 +40,7 @@ class SequenceCost:
     per_token: float = 1.0
     """Cost of one token in the linear layers."""
     per_token_squared: float = 0.0
-    """Cost of attention, per square of the length."""
+    """Cost of attention, per squared length."""
 
     def __post_init__(self) -> None:
         smallest = min(self.per_token, self.per_token_squared)
@@ -62,13 +62,16 @@ class SequenceCost:
         head_dim: int,
         vocab_size: int,
     ) -> SequenceCost:
-        """Return the floating-point operations of a dense decoder's forward pass.
+        """Return the FLOPs of the forward pass of a dense decoder.
 
-        A gated MLP, causal attention, an output matrix. Training takes three times as much of
-        both, which leaves their ratio as it is.
+        It has gated MLPs, causal attention and an output matrix. A product of `[m, k]` and `[k, n]`
+        counts as `2mkn` (Kaplan et al. 2020, arXiv:2001.08361, section 2.1). Training multiplies
+        both terms by three, which leaves their ratio unchanged.
         """
+        # Query and output projections, and the smaller key and value projections.
         attention = hidden_size * head_dim * 2 * (num_attention_heads + num_key_value_heads)
         layer = attention + 3 * hidden_size * intermediate_size
+        # Scores and weighted values are 4 * heads * head_dim * length^2; the causal mask halves it.
         return cls(
             per_token=2 * (num_hidden_layers * layer + hidden_size * vocab_size),
             per_token_squared=2 * num_hidden_layers * num_attention_heads * head_dim,
@@ -86,12 +89,12 @@ class SequenceCost:
 def cost_balanced(
     lengths: Sequence[int], capacity: int, *, ranks: int, min_bin_count: int, cost: SequenceCost
 ) -> Bins:
-    """Return bins of which number `k` belongs to rank `k % ranks`, each rank's costliest first.
+    """Return bins, of which bin `k` belongs to rank `k % ranks`, each rank's costliest first.
 
-    The sequences are balanced over the ranks, and each rank's own are packed. Where that takes more
-    bins than the tokens need, or leaves the ranks uneven, the other way is tried too, to pack all
-    and balance the bins: fewer bins win, then the lower cost of the costliest rank. Bins are empty
-    only where there are fewer sequences than bins.
+    Sequences are balanced over ranks, then packed per rank. If that takes more bins than the tokens
+    need, or leaves the ranks uneven, packing all sequences and then balancing the bins is tried
+    too; the plan with fewer bins wins, then that with the cheaper costliest rank. Bins are empty
+    only if there are fewer sequences than bins.
     """
     costs = cost.of_all(lengths)
     task = _Task(
@@ -107,7 +110,7 @@ def cost_balanced(
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class _Task:
-    """One packing; its plans are lists of bins per rank, equally many each."""
+    """The inputs of `cost_balanced`; a plan has a list of bins per rank, all of one length."""
 
     lengths: Sequence[int]
     costs: list[float]
@@ -133,16 +136,14 @@ class _Task:
         return [[bins[number] for number in share] for share in shares]
 
     def quality(self, plan: list[Bins]) -> tuple[int, int, float]:
-        """Return the numbers of empty and of all bins and the highest cost: less is better."""
+        """Return the numbers of empty and of all bins and the highest cost; lower is better."""
         num_empty = sum(not content for bins in plan for content in bins)
         highest = max(sum(self.cost_of(content) for content in bins) for bins in plan)
         return num_empty, sum(len(bins) for bins in plan), highest
 
     def dealt(self, plan: list[Bins]) -> Bins:
-        """Return the bins of all ranks, one of each rank in turn.
-
-        Ranks run in step, so each starts with its costliest bin and all do alike work at a time.
-        """
+        """Return the bins of all ranks, interleaved."""
+        # Collectives synchronise ranks, so the n-th bins of all ranks should cost about the same.
         by_cost = [sorted(bins, key=self.cost_of, reverse=True) for bins in plan]
         return [content for step in zip(*by_cost, strict=True) for content in step]
 
@@ -152,20 +153,20 @@ class _Task:
 
 _Floats = npt.NDArray[np.float64]
 _Ints = npt.NDArray[np.int64]
-# Minus the spread, a serial number, and per part the sum and the (group, part) it is made of.
+# Negated spread, serial number (breaks ties), and per part its sum and its (group, part) members.
 _Group = tuple[float, int, list[float], list[list[tuple[int, int]]]]
 
-# Merging one pair at a time is worth its time for this many groups.
+# Above this many groups, merging one pair at a time takes too long.
 _FEW_GROUPS = 256
-# Swapping ends when the costliest part is this close to the mean, or after so many swaps per part.
+# Swapping ends when the costliest part is this close to the mean, or after this many per part.
 _CLOSE = 1e-4
 _SWAPS_PER_PART = 8
 
 
 def balance(costs: Sequence[float], *, parts: int) -> list[list[int]]:
-    """Return the indices of `costs` divided over `parts`, whose sizes differ by at most one.
+    """Return the indices of `costs` partitioned into `parts` whose sizes differ by at most one.
 
-    The balanced largest differencing method (Michiels, Korst and Aarts 2003,
+    The balanced largest-first differencing method (Michiels, Korst and Aarts 2003,
     doi:10.1016/S0304-3975(03)00142-5), in O(n log n) for given `parts`.
 
     Example, the costs 8, 7, 6, 5, 4, 3 over 2 parts:
@@ -191,7 +192,7 @@ def balance(costs: Sequence[float], *, parts: int) -> list[list[int]]:
 def _merge_all_pairs(
     sums_GP: _Floats, group_N: _Ints, part_N: _Ints
 ) -> tuple[_Floats, _Ints, _Ints]:
-    """Merge the group with the widest spread with the next one, and so on down the list."""
+    """Merge groups of adjacent spread in pairs, from the widest spread to the narrowest."""
     rank_of_part_GP = np.argsort(np.argsort(-sums_GP, axis=1, kind="stable"), axis=1)
     part_N = rank_of_part_GP[group_N, part_N]
     sums_GP = -np.sort(-sums_GP, axis=1)
@@ -207,7 +208,7 @@ def _merge_all_pairs(
 
 
 def _merge_widest_pairs(sums_GP: _Floats) -> _Ints:
-    """Return where each part of each group ends up once all groups are merged into one."""
+    """Return the final part of each part of each group, `[group, part]`."""
     num_groups, parts = sums_GP.shape
     part_of_group_GP = np.empty((num_groups, parts), dtype=np.int64)
     heap: list[_Group] = []
@@ -230,14 +231,14 @@ def _merge_widest_pairs(sums_GP: _Floats) -> _Ints:
 
 
 def _sorted_group(serial: int, sums: list[float], members: list[list[tuple[int, int]]]) -> _Group:
-    """Return a heap entry: the widest spread first, parts from the costliest to the cheapest."""
+    """Return a heap entry, widest spread first, with the parts from costliest to cheapest."""
     order = sorted(range(len(sums)), key=sums.__getitem__, reverse=True)
     spread = sums[order[0]] - sums[order[-1]]
     return -spread, serial, [sums[part] for part in order], [members[part] for part in order]
 
 
 def _swap_items(costs_N: _Floats, members: list[_Ints]) -> None:
-    """Swap items, in place, between the costliest and the cheapest part while that helps."""
+    """Swap items between the costliest and the cheapest part, in place, while that helps."""
     sums_P = np.array([costs_N[own].sum() for own in members])
     mean = float(sums_P.mean())
     num_swaps = _SWAPS_PER_PART * len(members) if all(map(len, members)) else 0

@@ -1,6 +1,6 @@
-"""First-fit bin packing in O(n log n), and splitting of bins up to a required count.
+"""First-fit bin packing in O(n log n), and splitting of bins to a required count.
 
-Every function takes lengths within 1..capacity and returns bins of indices into them.
+The packing functions take lengths within 1..capacity and return bins of indices into them.
 """
 
 from __future__ import annotations
@@ -19,19 +19,19 @@ Bins = list[list[int]]
 class _Bins:
     """First-fit bins with a max-tree over their free capacity, for O(log n) lookup.
 
-    Node `i` holds the largest free capacity below it, its children are `2i` and `2i + 1`, and the
-    leaves are the bins. Unopened bins are empty leaves on the right: opening one is a lookup too.
+    Node `i` holds the largest free capacity below it; its children are `2i` and `2i + 1`, and the
+    leaves are the bins. Unopened bins are empty leaves on the right, so a lookup finds those too.
     """
 
     def __init__(self, capacity: int, total: int, count: int) -> None:
-        # First fit leaves no two bins half empty, so it opens fewer than 2 * total / capacity + 1.
+        # At most one first-fit bin is half full or less: fewer than 2 * total / capacity + 1 bins.
         most = min(count, 2 * total // capacity + 1)
         self._first_leaf = 1 << (most - 1).bit_length()
         self._room = [capacity] * (2 * self._first_leaf)
         self.bins: Bins = []
 
     def place(self, length: int, indices: list[int]) -> None:
-        """Put equally long sequences, one after the other, into the first bins with room."""
+        """Place sequences of one length, in order, into the first bins with room."""
         room, first_leaf = self._room, self._first_leaf
         placed = 0
         while placed < len(indices):
@@ -49,6 +49,7 @@ class _Bins:
             self._shrink(node, length * len(fitting))
 
     def _shrink(self, node: int, tokens: int) -> None:
+        """Reduce a leaf's free capacity and update its ancestors until one does not change."""
         room = self._room
         room[node] -= tokens
         node //= 2
@@ -62,27 +63,27 @@ class _Bins:
 
 
 def decreasing(lengths: Sequence[int]) -> list[int]:
-    """Return the indices of `lengths`, longest first, ties in their own order."""
+    """Return the indices of `lengths`, longest first; ties keep their order."""
     return sorted(range(len(lengths)), key=lengths.__getitem__, reverse=True)
 
 
 def first_fit_decreasing(lengths: Sequence[int], capacity: int) -> Bins:
-    """Return first-fit bins of the sequences taken longest first.
+    """Return first-fit bins of the sequences, longest first.
 
-    At most 11/9 of the optimum plus 6/9 (Dosa 2007, doi:10.1007/978-3-540-74450-4_1).
+    Opens at most 11/9 OPT + 6/9 bins (Dosa 2007, doi:10.1007/978-3-540-74450-4_1).
     """
     return _first_fit(lengths, decreasing(lengths), capacity)
 
 
 def first_fit_shuffle(lengths: Sequence[int], capacity: int, *, seed: int) -> Bins:
-    """Return first-fit bins of the sequences taken in a random order that `seed` fixes."""
+    """Return first-fit bins of the sequences in a random order, deterministic in `seed`."""
     order = list(range(len(lengths)))
     random.Random(seed).shuffle(order)
     return _first_fit(lengths, order, capacity)
 
 
 def concatenative(lengths: Sequence[int], capacity: int) -> Bins:
-    """Return bins of consecutive sequences; one that has no room left closes its bin."""
+    """Return bins of consecutive sequences (next fit): a sequence that does not fit opens a bin."""
     bins: Bins = []
     room = 0
     for index, length in enumerate(lengths):
@@ -95,11 +96,11 @@ def concatenative(lengths: Sequence[int], capacity: int) -> Bins:
 
 
 def modified_first_fit_decreasing(lengths: Sequence[int], capacity: int) -> Bins:
-    """Return bins whose remaining capacity beside large sequences is filled by smaller ones.
+    """Return first-fit-decreasing bins in which large sequences are first paired with smaller ones.
 
-    At most 71/60 of the optimum plus 1 (Johnson and Garey 1985,
-    doi:10.1016/0885-064X(85)90022-6). Large is more than half the capacity, medium more than a
-    third, small more than a sixth.
+    Opens at most 71/60 OPT + 1 bins (Johnson and Garey 1985, doi:10.1016/0885-064X(85)90022-6),
+    whose steps this follows. Large is more than 1/2 of the capacity, medium more than 1/3, small
+    more than 1/6.
     """
     order = decreasing(lengths)
     large = [i for i in order if 2 * lengths[i] > capacity]
@@ -111,10 +112,12 @@ def modified_first_fit_decreasing(lengths: Sequence[int], capacity: int) -> Bins
         bins[number].append(index)
         room[number] -= lengths[index]
 
+    # Bins descend by their large sequence: the room for a medium one grows.
     for number in range(len(bins)):
         medium = rest.take_largest(at_most=room[number], above=capacity / 3)
         if medium is not None:
             put(number, medium)
+    # Where no medium one fits, two small ones: the smallest, and the largest beside it.
     without_medium = [number for number in reversed(range(len(bins))) if len(bins[number]) == 1]
     for number in without_medium:
         pair = rest.smallest_two(above=capacity / 6, at_most=capacity / 3)
@@ -131,13 +134,13 @@ def modified_first_fit_decreasing(lengths: Sequence[int], capacity: int) -> Bins
 
 
 class _Sorted:
-    """Sequences by length, from which the largest below a limit is taken in O(log n)."""
+    """Sequences sorted by length; takes the longest one below a limit in O(log n)."""
 
     def __init__(self, lengths: Sequence[int], descending: list[int]) -> None:
         self._indices = descending[::-1]
         self._lengths = [lengths[i] for i in self._indices]
         self._position = {index: position for position, index in enumerate(self._indices)}
-        # The nearest position at or below that is not taken, shifted by one; 0 is the end.
+        # Union-find links to the nearest remaining position; `_below` is shifted by one, 0 is none.
         self._below = list(range(len(self._indices) + 1))
         self._above = list(range(len(self._indices) + 1))
 
@@ -151,7 +154,7 @@ class _Sorted:
         return index
 
     def smallest_two(self, *, above: float, at_most: float) -> list[int] | None:
-        """Return the two shortest sequences within the limits, or None if there are no two."""
+        """Return the two shortest sequences within the limits, or None if there are fewer."""
         first = _follow(self._above, bisect_right(self._lengths, above))
         if first >= len(self._indices):
             return None
@@ -167,12 +170,12 @@ class _Sorted:
         self._above[position] = position + 1
 
     def left(self) -> list[int]:
-        """Return what has not been taken, longest first."""
+        """Return the remaining sequences, longest first."""
         return [index for index in reversed(self._indices) if index in self._position]
 
 
 def _follow(links: list[int], start: int) -> int:
-    """Return the end of the links from `start`, with path compression (union-find)."""
+    """Return the root of `start`, with path compression."""
     end = start
     while links[end] != end:
         end = links[end]
@@ -191,15 +194,15 @@ def _first_fit(lengths: Sequence[int], order: list[int], capacity: int) -> Bins:
 
 
 def wanted_bins(natural: int, *, min_bin_count: int, bin_count_multiple: int) -> int:
-    """Return the required number of bins, at least `natural`."""
+    """Return `natural` raised to the minimum and rounded up to the multiple."""
     return round_up(max(natural, min_bin_count), bin_count_multiple)
 
 
 def split_to_count(bins: Bins, lengths: Sequence[int], count: int, *, allow_empty: bool) -> Bins:
-    """Return at least `count` bins, made by halving the fullest that holds two sequences.
+    """Return at least `count` bins, by halving the fullest bin that holds several sequences.
 
     Raises:
-        ValueError: There are fewer sequences than `count`, and empty bins are not allowed.
+        ValueError: There are fewer sequences than `count`, and `allow_empty` is False.
     """
     if len(bins) >= count and all(bins):
         return bins
@@ -224,7 +227,7 @@ def split_to_count(bins: Bins, lengths: Sequence[int], count: int, *, allow_empt
 
 
 def _halves(content: list[int], lengths: Sequence[int]) -> tuple[list[int], list[int]]:
-    """Return two bins of about equal length: the longest sequence goes to the emptier one."""
+    """Return two bins of similar length: each sequence, longest first, goes to the emptier one."""
     halves: tuple[list[int], list[int]] = ([], [])
     sums = [0, 0]
     for index in sorted(content, key=lengths.__getitem__, reverse=True):

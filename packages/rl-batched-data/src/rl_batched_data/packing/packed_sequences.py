@@ -1,4 +1,4 @@
-"""Rows of a micro-batch as one concatenated sequence, and back."""
+"""Layout of packed sequences: from the padded rows of a micro-batch to one row, and back."""
 
 # torch annotates some of its functions only in part.
 # pyright: reportUnknownMemberType=false
@@ -13,13 +13,13 @@ import torch
 
 from rl_batched_data.padding import round_up
 
-# Rows of a group are at most this much shorter than its longest: padding against kernel launches.
+# Shortest over longest sequence of a group: trades padding against kernel launches.
 _SHORTEST_SHARE = 0.7
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class PackedSequences:
-    """Where the tokens of some rows lie once they are concatenated.
+    """The packed layout of padded rows.
 
     Example, rows of 3 and 2 tokens, pad_multiple=4, total_length=12:
         input      = [[11, 12, 13], [21, 22, 0]]
@@ -30,19 +30,19 @@ class PackedSequences:
     """
 
     position_ids: torch.Tensor
-    """`[1, total]` int64; restarts with every sequence, and with the padding at the end."""
+    """`[1, total]` int64; restarts at every sequence, and at the trailing padding."""
     cu_seqlens: torch.Tensor
-    """int32: where each sequence starts, padding included, and the total."""
+    """`[sequences + 1]` int32: cumulative lengths, padding included, as varlen attention takes."""
     max_seqlen: int
-    """The longest sequence, padding included."""
+    """Length of the longest sequence, padding included."""
     num_rows: int
-    """Rows that are packed."""
+    """Number of packed rows."""
     width: int
-    """Size of the sequence axis of the rows."""
+    """Padded width of the rows."""
     packed_index: torch.Tensor
-    """`[tokens]` int64: where each token lies in the concatenation."""
+    """`[tokens]` int64: index of each token in the packed row."""
     row_index: torch.Tensor
-    """`[tokens]` int64: where it lies in the rows, laid end to end."""
+    """`[tokens]` int64: index of each token in the flattened rows."""
 
     @classmethod
     def of(
@@ -53,16 +53,16 @@ class PackedSequences:
         pad_multiple: int = 1,
         total_length: int | None = None,
     ) -> PackedSequences:
-        """Return the layout of rows with these lengths, on the device of `lengths`.
+        """Return the layout of rows of the given lengths, on the device of `lengths`.
 
         Args:
             lengths: `[rows]` int64, tokens per row.
-            width: Size of the sequence axis of the rows.
+            width: Padded width of the rows.
             pad_multiple: Each sequence is padded to a multiple of this.
-            total_length: The concatenation is padded to this; no more than needed when None.
+            total_length: The packed row is padded to this length; unpadded when None.
 
         Raises:
-            ValueError: The sequences are longer than `total_length`, or one than `width`.
+            ValueError: The sequences exceed `total_length`, or one of them exceeds `width`.
         """
         sizes = cast(list[int], lengths.tolist())
         padded = [round_up(size, pad_multiple) for size in sizes]
@@ -73,6 +73,7 @@ class PackedSequences:
                 f"{max(sizes, default=0)} each, do not fit into total_length={total} "
                 f"and width={width}"
             )
+        # Trailing padding is a sequence of its own: `cu_seqlens` must cover the packed row.
         segments = padded if sum(padded) == total else [*padded, total - sum(padded)]
         ends = list(accumulate(segments))
         starts = [end - segment for end, segment in zip(ends, segments, strict=True)]
@@ -92,7 +93,7 @@ class PackedSequences:
 
     @property
     def total_length(self) -> int:
-        """Tokens of the concatenation, padding included."""
+        """Length of the packed row, padding included."""
         return self.position_ids.shape[1]
 
     def to(self, device: torch.device | str) -> PackedSequences:
@@ -106,11 +107,11 @@ class PackedSequences:
         )
 
     def pack(self, values: torch.Tensor, *, pad_value: float = 0) -> torch.Tensor:
-        """Return per-token values concatenated, `pad_value` in the padding.
+        """Return per-token values packed.
 
         Args:
             values: `[rows, width, ...]`.
-            pad_value: Fills the padding.
+            pad_value: Value of the padding.
 
         Returns:
             `[1, total, ...]`.
@@ -122,13 +123,13 @@ class PackedSequences:
     def unpack(
         self, values: torch.Tensor, *, pad_value: float = 0, skip_first: bool = False
     ) -> torch.Tensor:
-        """Return per-token values as rows, `pad_value` in the padding; gradients flow back.
+        """Return packed per-token values as padded rows; differentiable.
 
         Args:
             values: `[1, total, ...]`.
-            pad_value: Fills the padding.
-            skip_first: Leave the first position of each row at `pad_value` as well: in the
-                concatenation, it follows upon another sequence.
+            pad_value: Value of the padding.
+            skip_first: Set the first position of each row to `pad_value` as well: a shifted value
+                there belongs to the previous sequence of the packed row.
 
         Returns:
             `[rows, width, ...]`.
@@ -144,7 +145,7 @@ class PackedSequences:
 
 
 def group_by_length(lengths: list[int]) -> list[list[int]]:
-    """Return the sequences in groups of about one length, the longest first, none of length 0.
+    """Return groups of sequences of similar length, longest first; empty sequences are dropped.
 
     Example: [4, 1, 3] -> [[0, 2], [1]]
     """
@@ -160,5 +161,5 @@ def group_by_length(lengths: list[int]) -> list[list[int]]:
 
 
 def _restarting(sizes: list[int]) -> torch.Tensor:
-    """Return 0, 1, ... per size, one after the other."""
+    """Return the concatenated ranges 0..size-1 of all sizes."""
     return torch.cat([torch.arange(size) for size in sizes] or [torch.arange(0)])

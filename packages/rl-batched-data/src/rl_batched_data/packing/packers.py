@@ -4,14 +4,20 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Protocol
 
-from rl_batched_data.packing import first_fit
 from rl_batched_data.packing.cost import SequenceCost, cost_balanced
-from rl_batched_data.packing.first_fit import split_to_count, wanted_bins
+from rl_batched_data.packing.first_fit import (
+    Bins,
+    concatenative,
+    first_fit_decreasing,
+    first_fit_shuffle,
+    modified_first_fit_decreasing,
+    split_to_count,
+    wanted_bins,
+)
 from rl_batched_data.padding import check_positive
-
-_Algorithm = Callable[["PackerOptions", Sequence[int]], list[list[int]]]
 
 
 class SequencePacker(Protocol):
@@ -24,47 +30,31 @@ class SequencePacker(Protocol):
             lengths: Tokens per sequence.
 
         Raises:
-            ValueError: A length is not within 1..capacity, or there are fewer sequences than required
-                bins; names the numbers.
+            ValueError: A length is not within 1..capacity, or there are fewer sequences than
+                required bins; names the numbers.
         """
         ...
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class PackerOptions:
-    """Parameters of a packing algorithm; see `get_packer`."""
-
-    bin_capacity: int
-    """Token capacity of a bin."""
-    min_bin_count: int
-    """Minimum number of bins for a non-empty input."""
-    bin_count_multiple: int
-    """The number of bins is rounded up to a multiple of this."""
-    seed: int
-    """Seed of the random order of `first_fit_shuffle`."""
-    cost: SequenceCost
-    """What `cost_balanced` balances."""
-    allow_empty_bins: bool
-    """Whether missing bins are added empty if there are too few sequences."""
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
 class _Packer:
-    algorithm: _Algorithm
-    options: PackerOptions
+    algorithm: Callable[[Sequence[int]], Bins]
+    bin_capacity: int
+    min_bin_count: int
+    bin_count_multiple: int
+    allow_empty_bins: bool
 
-    def pack(self, lengths: Sequence[int]) -> list[list[int]]:
-        """Return bins as `SequencePacker.pack` does."""
-        check_lengths(lengths, self.options.bin_capacity)
+    def pack(self, lengths: Sequence[int]) -> Bins:
+        _check_lengths(lengths, self.bin_capacity)
         if not lengths:
             return []
-        bins = self.algorithm(self.options, lengths)
+        bins = self.algorithm(lengths)
         count = wanted_bins(
             len(bins),
-            min_bin_count=self.options.min_bin_count,
-            bin_count_multiple=self.options.bin_count_multiple,
+            min_bin_count=self.min_bin_count,
+            bin_count_multiple=self.bin_count_multiple,
         )
-        return split_to_count(bins, lengths, count, allow_empty=self.options.allow_empty_bins)
+        return split_to_count(bins, lengths, count, allow_empty=self.allow_empty_bins)
 
 
 def get_packer(
@@ -101,23 +91,38 @@ def get_packer(
     Raises:
         ValueError: The algorithm is unknown, or a number is not positive.
     """
-    if algorithm not in _ALGORITHMS:
-        raise ValueError(f"algorithm={algorithm!r} is none of {', '.join(sorted(_ALGORITHMS))}")
-    options = PackerOptions(
+    min_bin_count = 1 if min_bin_count is None else min_bin_count
+    bin_count_multiple = 1 if bin_count_multiple is None else bin_count_multiple
+    check_positive("bin_capacity", bin_capacity)
+    check_positive("min_bin_count", min_bin_count)
+    check_positive("bin_count_multiple", bin_count_multiple)
+    algorithms: dict[str, Callable[[Sequence[int]], Bins]] = {
+        "concatenative": partial(concatenative, capacity=bin_capacity),
+        "first_fit_decreasing": partial(first_fit_decreasing, capacity=bin_capacity),
+        "first_fit_shuffle": partial(first_fit_shuffle, capacity=bin_capacity, seed=seed),
+        "modified_first_fit_decreasing": partial(
+            modified_first_fit_decreasing, capacity=bin_capacity
+        ),
+        "cost_balanced": partial(
+            cost_balanced,
+            capacity=bin_capacity,
+            ranks=bin_count_multiple,
+            min_bin_count=min_bin_count,
+            cost=SequenceCost() if cost is None else cost,
+        ),
+    }
+    if algorithm not in algorithms:
+        raise ValueError(f"algorithm={algorithm!r} is none of {', '.join(sorted(algorithms))}")
+    return _Packer(
+        algorithm=algorithms[algorithm],
         bin_capacity=bin_capacity,
-        min_bin_count=1 if min_bin_count is None else min_bin_count,
-        bin_count_multiple=1 if bin_count_multiple is None else bin_count_multiple,
-        seed=seed,
-        cost=SequenceCost() if cost is None else cost,
+        min_bin_count=min_bin_count,
+        bin_count_multiple=bin_count_multiple,
         allow_empty_bins=allow_empty_bins,
     )
-    check_positive("bin_capacity", options.bin_capacity)
-    check_positive("min_bin_count", options.min_bin_count)
-    check_positive("bin_count_multiple", options.bin_count_multiple)
-    return _Packer(algorithm=_ALGORITHMS[algorithm], options=options)
 
 
-def check_lengths(lengths: Sequence[int], capacity: int) -> None:
+def _check_lengths(lengths: Sequence[int], capacity: int) -> None:
     """Raise a `ValueError` that names the first length not within 1..capacity."""
     # `min` and `max` run in C; the loop runs only to find the offender.
     if lengths and min(lengths) >= 1 and max(lengths) <= capacity:
@@ -128,26 +133,3 @@ def check_lengths(lengths: Sequence[int], capacity: int) -> None:
                 f"sequence {index} has {length} tokens, which is not within 1..{capacity}, "
                 f"the capacity of a bin"
             )
-
-
-_ALGORITHMS: dict[str, _Algorithm] = {
-    "concatenative": lambda options, lengths: first_fit.concatenative(
-        lengths, options.bin_capacity
-    ),
-    "first_fit_decreasing": lambda options, lengths: first_fit.first_fit_decreasing(
-        lengths, options.bin_capacity
-    ),
-    "first_fit_shuffle": lambda options, lengths: first_fit.first_fit_shuffle(
-        lengths, options.bin_capacity, seed=options.seed
-    ),
-    "modified_first_fit_decreasing": lambda options, lengths: (
-        first_fit.modified_first_fit_decreasing(lengths, options.bin_capacity)
-    ),
-    "cost_balanced": lambda options, lengths: cost_balanced(
-        lengths,
-        options.bin_capacity,
-        ranks=options.bin_count_multiple,
-        min_bin_count=options.min_bin_count,
-        cost=options.cost,
-    ),
-}

@@ -13,7 +13,7 @@ from types import SimpleNamespace
 from typing import TYPE_CHECKING
 
 import torch
-from rl_interfaces.backend.checkpoint.safetensors_files import take
+from rl_interfaces.backend.checkpoint.hf_files import take
 from transformers.conversion_mapping import get_model_conversion_mapping
 from transformers.core_model_loading import (
     Concatenate,
@@ -30,7 +30,7 @@ from rl_dtensor_worker.parallel.fsdp import local_tensor, owned_indices
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
-    from rl_interfaces.backend.checkpoint.safetensors_files import SafetensorsFiles
+    from rl_interfaces.backend.checkpoint.hf_files import SafetensorsFiles
     from transformers import PreTrainedModel
 
 logger = logging.getLogger(__name__)

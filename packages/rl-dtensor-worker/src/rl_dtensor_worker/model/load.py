@@ -7,9 +7,8 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
-from rl_interfaces.backend.checkpoint.hub_files import find_checkpoint
-from rl_interfaces.backend.checkpoint.safetensors_files import SafetensorsFiles
-from rl_interfaces.backend.runtime.agreement import failing_together, first_rank_first
+from rl_interfaces.backend.checkpoint.hf_files import SafetensorsFiles, find_checkpoint
+from rl_interfaces.backend.runtime import failing_together, first_rank_first
 from torch.distributed.checkpoint.state_dict import StateDictOptions, set_model_state_dict
 from transformers import (
     AutoModelForCausalLM,

@@ -14,8 +14,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
-from rl_interfaces.backend.checkpoint.safetensors_files import SafetensorsFiles, take
-from rl_interfaces.backend.runtime.agreement import failing_together
+from rl_interfaces.backend.checkpoint.hf_files import SafetensorsFiles, take
+from rl_interfaces.backend.runtime import failing_together
 from safetensors.torch import save_file
 from torch import nn
 

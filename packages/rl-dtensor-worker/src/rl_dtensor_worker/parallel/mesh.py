@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch.distributed as dist
 from rl_interfaces import ParallelLayout
-from rl_interfaces.backend.runtime.ranks import destroy_groups
+from rl_interfaces.backend.runtime import destroy_groups
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor.debug import _clear_sharding_prop_cache
 

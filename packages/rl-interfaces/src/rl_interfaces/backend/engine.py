@@ -20,8 +20,8 @@ from torch import nn
 from rl_interfaces.backend.steps import Concatenation, MicroBatch, Step
 
 if TYPE_CHECKING:
-    from rl_interfaces.backend.checkpoint.format import CheckpointFormat
-    from rl_interfaces.backend.generation.loop import Decoder
+    from rl_interfaces.backend.checkpoint.checkpointer import CheckpointFormat
+    from rl_interfaces.backend.generation import Decoder
     from rl_interfaces.backend.transfer import GatheredSource
     from rl_interfaces.residency import ResidencyState
 
@@ -62,7 +62,7 @@ class Scored:
 class ForwardOutput(Protocol):
     """The output of one forward pass, in the caller's rows. May be computed when it is asked for.
 
-    `rl_interfaces.backend.scoring.LogitsOutput` makes one of plain logits.
+    `rl_interfaces.backend.components.LogitsOutput` makes one of plain logits.
     """
 
     def logprobs(self) -> torch.Tensor:
@@ -192,7 +192,7 @@ class Engine(Protocol):
         """Keep the model as it is now; return the context in which the model has these weights.
 
         On exit the model has its own weights again, bit for bit. None: no reference can be kept.
-        `rl_interfaces.backend.reference.ReferenceCopy` serves any engine.
+        `rl_interfaces.backend.components.ReferenceCopy` serves any engine.
         """
         ...
 

@@ -13,13 +13,20 @@ from __future__ import annotations
 
 import math
 import zlib
-from dataclasses import dataclass
+from collections import defaultdict
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 from itertools import pairwise
 from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
-from rl_batched_data import BatchedDataDict, SlicedDataDict, round_up
+from rl_batched_data import (
+    BatchedDataDict,
+    SlicedDataDict,
+    round_up,
+    verify_right_padding,
+)
 from rl_batched_data.packing.packed_sequences import PackedSequences
 from rl_batched_data.sharding import DynamicBatching, SequencePacking
 
@@ -377,3 +384,153 @@ def _stand_in(rows: SlicedDataDict[Any], num_rows: int) -> SlicedDataDict[Any]:
     row.micro_batch_lengths = rows.micro_batch_lengths
     row.micro_batch_options = rows.micro_batch_options
     return row
+
+
+def check_scoring_batch(data: BatchedDataDict[Any], *, pad_token_id: int | None) -> None:
+    """Raise unless `data` has right-padded `input_ids` with their `input_lengths`.
+
+    Args:
+        data: `input_ids` `[batch, seq]`, `input_lengths` `[batch]`, and what else there is.
+        pad_token_id: The tokenizer's padding token, by which left padding is told.
+
+    Raises:
+        ValueError: Names the key, the row and the numbers.
+    """
+    verify_right_padding(data, pad_token_id=pad_token_id)
+    data.check_sizes()
+
+
+def check_training_batch(
+    data: BatchedDataDict[Any], *, pad_token_id: int | None, needs_token_mask: bool
+) -> None:
+    """Raise unless `data` has the masks of a training batch too, and its widths agree.
+
+    Args:
+        data: What `check_scoring_batch` wants, `sample_mask` `[batch]`, and `token_mask`
+            `[batch, seq]`.
+        pad_token_id: See `check_scoring_batch`.
+        needs_token_mask: Whether the loss is token-level; otherwise `token_mask` may be missing.
+
+    Raises:
+        ValueError: Names the key, the row and the numbers.
+    """
+    check_scoring_batch(data, pad_token_id=pad_token_id)
+    if "sample_mask" not in data:
+        raise ValueError("'sample_mask' is missing: [batch], 1 for each row that counts")
+    if needs_token_mask and "token_mask" not in data:
+        raise ValueError(
+            "'token_mask' is missing, which a token-level loss needs: "
+            "[batch, seq], 1 for each token that is a target"
+        )
+    num_rows, width = data["input_ids"].shape
+    shapes = {"sample_mask": (num_rows,), "token_mask": (num_rows, width)}
+    for key, value in data.items():
+        if not isinstance(value, torch.Tensor):
+            continue
+        is_matrix_of_tokens = value.ndim == len(("batch", "seq"))
+        wanted = shapes.get(key, (num_rows, width) if is_matrix_of_tokens else value.shape)
+        if tuple(value.shape) != tuple(wanted):
+            raise ValueError(
+                f"{key!r} has shape {list(value.shape)}, expected {list(wanted)}, "
+                f"as 'input_ids' has {[num_rows, width]}"
+            )
+
+
+def positive(name: str, value: int | None) -> int | None:
+    """Return `value`, which a caller may leave out.
+
+    Raises:
+        ValueError: It is not positive.
+    """
+    if value is not None and value <= 0:
+        raise ValueError(f"{name}={value} must be positive")
+    return value
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class LossCounts:
+    """The samples and tokens that count in one global batch, over all data-parallel ranks."""
+
+    valid_seqs: torch.Tensor
+    """0-d float32: sum of `sample_mask`."""
+    valid_toks: torch.Tensor
+    """0-d float32: sum of `token_mask[:, 1:] * sample_mask[:, None]`."""
+
+    @classmethod
+    def of(
+        cls, rows: BatchedDataDict[Any], *, group: dist.ProcessGroup, device: torch.device
+    ) -> LossCounts:
+        """Return the counts of a global batch, of which `rows` is this rank's share. Collective.
+
+        Args:
+            rows: `sample_mask`, and `token_mask` or `input_ids`.
+            group: The data-parallel ranks.
+            device: Where the group's tensors lie.
+        """
+        sample_mask = rows["sample_mask"].float()
+        if "token_mask" in rows:
+            num_tokens = (rows["token_mask"][:, 1:].float() * sample_mask[:, None]).sum()
+        else:
+            num_tokens = sample_mask.sum() * (rows["input_ids"].shape[1] - 1)
+        counts = torch.stack([sample_mask.sum(), num_tokens]).to(device)
+        dist.all_reduce(counts, group=group)
+        return cls(valid_seqs=counts[0], valid_toks=counts[1])
+
+    @property
+    def divisors(self) -> tuple[torch.Tensor, torch.Tensor]:
+        """What to hand to a loss: a batch in which nothing is valid has loss 0, not 0 / 0."""
+        return self.valid_seqs.clamp(min=1), self.valid_toks.clamp(min=1)
+
+    @property
+    def is_empty(self) -> bool:
+        """Whether nothing is valid."""
+        return float(self.valid_seqs) == 0 or float(self.valid_toks) == 0
+
+
+@dataclass(kw_only=True, slots=True)
+class TrainReport:
+    """What the steps of one `train` call have given, the same on all ranks that hold one shard."""
+
+    losses: list[torch.Tensor] = field(default_factory=list[torch.Tensor])
+    """Per step, 0-d float32: the loss over all data-parallel ranks."""
+    grad_norms: list[torch.Tensor] = field(default_factory=list[torch.Tensor])
+    """Per step, 0-d float32, before clipping."""
+    metrics: defaultdict[str, list[Any]] = field(default_factory=lambda: defaultdict(list))
+    """Per micro-batch of this rank that has a valid sample."""
+
+    def add_metrics(self, found: Mapping[str, Any]) -> None:
+        """Append the metrics of one micro-batch."""
+        for name, value in found.items():
+            self.metrics[name].append(value)
+
+
+class RowScores:
+    """The scores of all rows of a batch, on the CPU; positions that no micro-batch gives are 0.
+
+    Args:
+        data: The rows.
+    """
+
+    def __init__(self, data: BatchedDataDict[Any]) -> None:
+        self._shape = data["input_ids"].shape
+        self.scores: dict[str, torch.Tensor] = {}
+
+    def put(self, span: Span, values: Mapping[str, torch.Tensor]) -> None:
+        """Store the scores of the rows `span`; `values` may have masked rows beyond them.
+
+        Args:
+            span: Rows of the batch.
+            values: `[rows]` or `[rows, seq, ...]` each; where the widths differ, the wider one ends
+                in padding.
+        """
+        start, end = span
+        for key, rows in values.items():
+            if key not in self.scores:
+                shape = (*self._shape[: min(rows.ndim, 2)], *rows.shape[2:])
+                self.scores[key] = torch.zeros(shape, dtype=rows.dtype)
+            target, taken = self.scores[key][start:end], rows[: end - start]
+            if rows.ndim == 1:
+                target.copy_(taken)
+                continue
+            width = min(target.shape[1], taken.shape[1])
+            target[:, :width] = taken[:, :width].cpu()

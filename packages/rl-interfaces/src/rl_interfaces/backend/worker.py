@@ -14,23 +14,30 @@ import torch
 import torch.distributed as dist
 from rl_batched_data import BatchedDataDict
 
-from rl_interfaces.backend.batch_checks import (
+from rl_interfaces.backend.checkpoint.checkpointer import Checkpointer, RankRandomState
+from rl_interfaces.backend.checkpoint.hf_files import write_hf_directory
+from rl_interfaces.backend.engine import Engine, ForwardOutput, Scored, Tensors
+from rl_interfaces.backend.generation import SamplingConfig, check_room, generate
+from rl_interfaces.backend.runtime import (
+    Profiler,
+    RandomState,
+    RankEnvironment,
+    describe_device,
+    device_id,
+    failing_together,
+    init_process_group,
+)
+from rl_interfaces.backend.steps import (
+    LossCounts,
+    MicroBatch,
+    RowScores,
+    Step,
+    TrainReport,
     check_scoring_batch,
     check_training_batch,
     positive,
+    steps_of,
 )
-from rl_interfaces.backend.checkpoint.checkpointer import Checkpointer
-from rl_interfaces.backend.checkpoint.format import RankRandomState
-from rl_interfaces.backend.checkpoint.hf_export import write_hf_directory
-from rl_interfaces.backend.engine import Engine, ForwardOutput, Scored, Tensors
-from rl_interfaces.backend.generation.loop import SamplingConfig, check_room, generate
-from rl_interfaces.backend.metrics import LossCounts, TrainReport
-from rl_interfaces.backend.runtime.agreement import failing_together
-from rl_interfaces.backend.runtime.device import Profiler, describe_device, device_id
-from rl_interfaces.backend.runtime.random import RandomState
-from rl_interfaces.backend.runtime.ranks import RankEnvironment, init_process_group
-from rl_interfaces.backend.scoring import RowScores
-from rl_interfaces.backend.steps import MicroBatch, Step, steps_of
 from rl_interfaces.backend.transfer import WeightTransfer
 from rl_interfaces.config.resolve import resolve_policy_config
 from rl_interfaces.config.types import PolicyConfig

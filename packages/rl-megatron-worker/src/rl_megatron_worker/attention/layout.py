@@ -1,4 +1,8 @@
-"""The packed layout of a micro-batch: rows to tokens before the model, and back after it."""
+"""Packed micro-batches on one rank: rows to tokens before the model, and back after it.
+
+Under context parallelism this rank holds two chunks of every sequence, see
+`rl_batched_data.packing.context_shards`.
+"""
 
 from __future__ import annotations
 
@@ -6,19 +10,91 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, cast
 
 from megatron.core import parallel_state
-
-from rl_megatron_worker.attention.packed import PackedRows
+from megatron.core.packed_seq_params import PackedSeqParams
+from megatron.core.tensor_parallel import gather_from_sequence_parallel_region
+from rl_batched_data.packing.context_shards import ContextShards
 
 if TYPE_CHECKING:
     import torch
     import torch.distributed as dist
     from rl_batched_data import PackedSequences
+    from rl_batched_data.packing.context_shards import ContextChunks
     from rl_interfaces.backend.steps import MicroBatch
+
+    from rl_megatron_worker.attention.packed import KeyValueCache
+
+
+@dataclass(kw_only=True)
+class PackedRows(PackedSeqParams):
+    """`PackedSeqParams` for Megatron-core's layers, with this rank's shards and the cache."""
+
+    shards: ContextShards
+    chunks: list[tuple[ContextChunks, torch.Tensor | None]]
+    """The chunks of `shards` with their masks, which all layers share."""
+    context_group: dist.ProcessGroup | None
+    """None without context parallelism. Not `cp_group`, which Transformer Engine would use."""
+    cache: KeyValueCache | None = None
+    """Filled by the prefill and read by the steps after it; None outside of generation."""
+
+    @classmethod
+    def of(
+        cls, cu_seqlens: torch.Tensor, *, max_seqlen: int, group: dist.ProcessGroup | None
+    ) -> PackedRows:
+        """Return the parameters of a forward over these sequences.
+
+        Args:
+            cu_seqlens: `[sequences + 1]` int32: the start of each sequence, padding included, and
+                the total, over all context-parallel ranks.
+            max_seqlen: The longest sequence, padding included.
+            group: The context-parallel group; None or of one rank without context parallelism.
+
+        Raises:
+            ValueError: A sequence does not divide into the chunks of all ranks.
+        """
+        rank, num_ranks = (0, 1) if group is None else (group.rank(), group.size())
+        shards = ContextShards.of(cu_seqlens, rank=rank, num_ranks=num_ranks)
+        return cls(
+            qkv_format="thd",
+            cu_seqlens_q=cu_seqlens,
+            cu_seqlens_kv=cu_seqlens,
+            max_seqlen_q=max_seqlen,
+            max_seqlen_kv=max_seqlen,
+            shards=shards,
+            # Masks once per forward pass: every layer attends with the same ones.
+            chunks=[(chunk, chunk.mask()) for chunk in shards.chunks],
+            context_group=group if num_ranks > 1 else None,
+        )
+
+    def shard(self, values: torch.Tensor) -> torch.Tensor:
+        """Return this rank's shard of per-token values `[total, ...]`."""
+        return values if self.context_group is None else values.index_select(0, self.shards.own)
+
+    def gather_for_attention(self, values: torch.Tensor) -> torch.Tensor:
+        """All-gather `[total / ranks, ...]` in rank order, the order of `ContextChunks.keys`.
+
+        Each rank goes on with queries of its own, so the backward pass is a reduce-scatter.
+        """
+        if self.context_group is None:
+            return values
+        return gather_from_sequence_parallel_region(values.contiguous(), group=self.context_group)
+
+    def gather(self, values: torch.Tensor) -> torch.Tensor:
+        """All-gather `[total / ranks, ...]` in the order of the packed tokens, `[total, ...]`.
+
+        Every rank has to use the result in the same way: the backward pass takes the local slice of
+        the gradient, without a reduction.
+        """
+        if self.context_group is None:
+            return values
+        joined = gather_from_sequence_parallel_region(
+            values.contiguous(), tensor_parallel_output_grad=False, group=self.context_group
+        )
+        return joined.index_select(0, self.shards.gathered)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class PackedLayout:
-    """Packed rows; under context parallelism this rank holds two chunks of each."""
+    """A packed micro-batch, and how its rows map to the tokens of this rank."""
 
     micro_batch: MicroBatch
     packed: PackedSequences
@@ -37,14 +113,14 @@ class PackedLayout:
         assert packed is not None, "every micro-batch is packed"
         group = cast("dist.ProcessGroup", parallel_state.get_context_parallel_group())
         rows = PackedRows.of(packed.cu_seqlens, max_seqlen=packed.max_seqlen, group=group)
-        assert rows.layout is not None
         tokens = packed.pack(micro_batch.rows["input_ids"])[0]
         return cls(
             micro_batch=micro_batch,
             packed=packed,
             rows=rows,
-            tokens=rows.layout.take(tokens),
-            targets=rows.layout.take(tokens.roll(-1)),
+            tokens=rows.shard(tokens),
+            # Shifted before they are sharded: the next token may be on another rank.
+            targets=rows.shard(tokens.roll(-1)),
         )
 
     def to_rows(self, values: torch.Tensor) -> torch.Tensor:
@@ -53,12 +129,11 @@ class PackedLayout:
         Args:
             values: `[own tokens, ...]`.
         """
-        return self.packed.unpack(self._gather(values)[None])
+        return self.packed.unpack(self.rows.gather(values)[None])
 
     def targets_to_rows(self, values: torch.Tensor) -> torch.Tensor:
         """Return per-target values at the targets' positions; position 0 of each row gets 0."""
-        return self.packed.unpack(self._gather(values).roll(1, dims=0)[None], skip_first=True)
-
-    def _gather(self, values: torch.Tensor) -> torch.Tensor:
-        assert self.rows.layout is not None
-        return self.rows.layout.gather_in_order(values)
+        # Token t holds the score of token t + 1. The first token of a row gets that of an arbitrary
+        # target, from the end of the row before it: `skip_first` leaves it out.
+        shifted = self.rows.gather(values).roll(1, dims=0)
+        return self.packed.unpack(shifted[None], skip_first=True)

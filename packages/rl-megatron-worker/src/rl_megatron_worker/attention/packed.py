@@ -1,201 +1,209 @@
-"""Indices of packed tokens: sharded over context-parallel ranks, and as rows for attention.
+"""Causal attention over packed sequences for Megatron-core's layers, on every device.
 
-Under context parallelism every sequence is split into `2 * cp` chunks, and a rank holds one from
-the front and its mirror image from the back, which balances the cost of causal attention
-(Grattafiori et al. 2024, "The Llama 3 Herd of Models", section 3.3.2). For attention alone, chunks
-of similar length are padded to rows of one width.
+Megatron-core's own attention supports neither packed sequences nor context parallelism, and
+Transformer Engine's needs a GPU. This one groups sequences of similar length into padded rows and
+calls torch's scaled-dot-product attention. Under context parallelism queries stay local; keys and
+values are all-gathered. In generation a key-value cache takes their place: one packed prefill, then
+one token per row and step.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from contextlib import nullcontext
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 import torch
-from megatron.core.packed_seq_params import PackedSeqParams
-from megatron.core.tensor_parallel import gather_from_sequence_parallel_region
-from rl_batched_data.packing.packed_sequences import group_by_length
+import torch.nn.functional as F
+from megatron.core.tensor_parallel import get_cuda_rng_tracker
+from megatron.core.transformer.module import MegatronModule
+from torch.nn.attention.bias import causal_lower_right
+
+from rl_megatron_worker.attention.layout import PackedRows
 
 if TYPE_CHECKING:
-    import torch.distributed as dist
+    from contextlib import AbstractContextManager
 
-    from rl_megatron_worker.attention.cache import KeyValueCache
+    from megatron.core.packed_seq_params import PackedSeqParams
+    from megatron.core.process_groups_config import ProcessGroupCollection
+    from megatron.core.transformer.enums import AttnMaskType
+    from megatron.core.transformer.transformer_config import TransformerConfig
+    from rl_batched_data import PackedSequences
+    from rl_batched_data.packing.context_shards import ContextChunks
 
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class RowGroup:
-    """Chunks of similar length, at the same position in their sequences."""
-
-    queries: torch.Tensor
-    """`[rows, width]` int64: index of the local token at each place; arbitrary at padding."""
-    keys: torch.Tensor
-    """`[rows, key_width]` int64: the keys of each row, as indices of the all-gathered tokens."""
-    mask: torch.Tensor | None
-    """`[rows, 1, width, key_width]` bool: the keys each query attends to. None: lower-right causal,
-    the last query of a row attends to all its keys."""
+Pair = tuple[torch.Tensor, torch.Tensor]
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class TokenLayout:
-    """Index maps between packed tokens, a rank's shard, and rows."""
+class PackedAttention(MegatronModule):
+    """The `core_attention` of a layer: no parameters, and `PackedRows` at every call.
 
-    own: torch.Tensor
-    """`[total / ranks]` int64: the packed tokens that this rank holds, in its order."""
-    gathered: torch.Tensor
-    """`[total]` int64: the index of each packed token in the all-gathered tokens."""
-    groups: list[RowGroup]
-    places: torch.Tensor
-    """`[total / ranks]` int64: the index of each local token in the outputs of all groups."""
-    group: dist.ProcessGroup | None
-    """The context-parallel group; None without context parallelism."""
-
-    @classmethod
-    def of(cls, cu_seqlens: torch.Tensor, *, group: dist.ProcessGroup | None) -> TokenLayout:
-        """Return the layout of sequences padded to multiples of `2 * cp` tokens.
-
-        Example, one sequence of 8 tokens over 2 ranks:
-            rank 0: own = [0, 1, 6, 7], rank 1: own = [2, 3, 4, 5]
-
-        Args:
-            cu_seqlens: `[sequences + 1]`: the start of each sequence, and the total.
-            group: The context-parallel group; None or of one rank without context parallelism.
-
-        Raises:
-            ValueError: A sequence does not divide into the chunks.
-        """
-        num_ranks = 1 if group is None else group.size()
-        rank = 0 if group is None else group.rank()
-        edges: list[int] = cu_seqlens.tolist()
-        num_chunks = len(chunks_of(0, num_ranks)) * num_ranks
-        starts = torch.tensor(edges[:-1], dtype=torch.int64)
-        lengths = torch.tensor(edges[1:], dtype=torch.int64) - starts
-        if (lengths % num_chunks).any():
-            raise ValueError(
-                f"sequences of {lengths.tolist()} tokens, padding included, do not divide into "
-                f"{num_chunks} chunks: policy.megatron_cfg.context_parallel_size={num_ranks}"
-            )
-        sizes = lengths // num_chunks
-        parts = [_tokens_of(each, starts, sizes, num_ranks) for each in range(num_ranks)]
-        gathered = torch.empty(edges[-1], dtype=torch.int64)
-        gathered[torch.cat(parts)] = torch.arange(edges[-1])
-        groups, places = _rows(starts, sizes, chunks_of(rank, num_ranks), gathered)
-        device = cu_seqlens.device
-        return cls(
-            own=parts[rank].to(device),
-            gathered=gathered.to(device),
-            groups=[_moved(each, device) for each in groups],
-            places=places.to(device),
-            group=group if num_ranks > 1 else None,
-        )
-
-    def take(self, values: torch.Tensor) -> torch.Tensor:
-        """Return this rank's shard of per-token values `[total, ...]`."""
-        return values if self.group is None else values.index_select(0, self.own)
-
-    def gather(self, values: torch.Tensor) -> torch.Tensor:
-        """All-gather per-token values in rank order; backward is a reduce-scatter.
-
-        Args:
-            values: `[total / ranks, ...]`.
-        """
-        return gather_from_sequence_parallel_region(values.contiguous(), group=self.group)
-
-    def gather_in_order(self, values: torch.Tensor) -> torch.Tensor:
-        """All-gather per-token values in the order of the packed tokens, `[total, ...]`.
-
-        Every rank has to use them in the same way: the backward pass takes the local slice of the
-        gradient, without a reduction.
-
-        Args:
-            values: `[total / ranks, ...]`.
-        """
-        if self.group is None:
-            return values
-        joined = gather_from_sequence_parallel_region(
-            values.contiguous(), tensor_parallel_output_grad=False, group=self.group
-        )
-        return joined.index_select(0, self.gathered)
-
-
-@dataclass
-class PackedRows(PackedSeqParams):
-    """`PackedSeqParams` for Megatron-core's layers, with the token layout and the cache."""
-
-    layout: TokenLayout | None = None
-    cache: KeyValueCache | None = None
-    """Filled by the prefill and read by the steps after it; None outside of generation."""
-
-    @classmethod
-    def of(
-        cls, cu_seqlens: torch.Tensor, *, max_seqlen: int, group: dist.ProcessGroup | None
-    ) -> PackedRows:
-        """Return the parameters of a forward over these sequences.
-
-        Args:
-            cu_seqlens: `[sequences + 1]` int32: the start of each sequence, padding included, and
-                the total, over all context-parallel ranks.
-            max_seqlen: The longest sequence, padding included.
-            group: See `TokenLayout.of`.
-        """
-        return cls(
-            qkv_format="thd",
-            cu_seqlens_q=cu_seqlens,
-            cu_seqlens_kv=cu_seqlens,
-            max_seqlen_q=max_seqlen,
-            max_seqlen_kv=max_seqlen,
-            layout=TokenLayout.of(cu_seqlens, group=group),
-        )
-
-
-def chunks_of(rank: int, num_ranks: int) -> tuple[int, ...]:
-    """Return the indices of each sequence's chunks on `rank`; (0,) for one rank.
-
-    Example: rank 1 of 4 -> (1, 6)
+    Args:
+        config: Megatron-core's config of the model.
+        layer_number: Counts from 1, over all pipeline stages.
+        attn_mask_type: Ignored: attention is causal.
+        attention_type: Must be `self`.
+        cp_comm_type: Ignored: keys and values are all-gathered.
+        softmax_scale: `head_size ** -0.5` when None.
+        pg_collection: Ignored: `PackedRows` holds the context-parallel group.
     """
-    return (0,) if num_ranks == 1 else (rank, 2 * num_ranks - 1 - rank)
 
+    def __init__(
+        self,
+        config: TransformerConfig,
+        layer_number: int,
+        attn_mask_type: AttnMaskType,
+        attention_type: str,
+        cp_comm_type: str | None = None,
+        softmax_scale: float | None = None,
+        pg_collection: ProcessGroupCollection | None = None,
+    ) -> None:
+        super().__init__(config)
+        assert attention_type == "self", attention_type
+        assert config.window_size is None, "no sliding windows"
+        self.layer_number = layer_number
+        self.softmax_scale = softmax_scale
 
-def _tokens_of(
-    rank: int, starts: torch.Tensor, sizes: torch.Tensor, num_ranks: int
-) -> torch.Tensor:
-    parts = [torch.arange(0)]
-    for start, size in zip(starts.tolist(), sizes.tolist(), strict=True):
-        for chunk in chunks_of(rank, num_ranks):
-            parts.append(torch.arange(start + chunk * size, start + (chunk + 1) * size))
-    return torch.cat(parts)
+    def forward(
+        self,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        attention_mask: torch.Tensor | None,
+        *,
+        packed_seq_params: PackedSeqParams | None = None,
+        **unused: object,
+    ) -> torch.Tensor:
+        """Return the attention output of each token, `[tokens, heads * head_size]`.
 
+        Args:
+            query: `[tokens, heads, head_size]`, local tokens.
+            key: `[tokens, query_groups, head_size]`, local tokens.
+            value: Like `key`.
+            attention_mask: Ignored: attention is causal within each sequence.
+            packed_seq_params: `PackedRows`.
+            unused: Arguments of other `core_attention` modules.
+        """
+        assert isinstance(packed_seq_params, PackedRows), type(packed_seq_params)
+        rows, cache = packed_seq_params, packed_seq_params.cache
+        # The prefill attends as in training; from the second forward on a layer has its keys.
+        if cache is not None and cache.has(self.layer_number):
+            return cache.attend(self.layer_number, query, key, value, scale=self.softmax_scale)
+        if cache is not None:
+            cache.fill(self.layer_number, key, value)
+        if rows.context_group is not None:
+            # One all-gather for both, and one reduce-scatter of both gradients.
+            both = rows.gather_for_attention(torch.cat([key, value], dim=-1))
+            key, value = both.split([key.shape[-1], value.shape[-1]], dim=-1)
+        outputs = [self._attend(chunk, mask, query, key, value) for chunk, mask in rows.chunks]
+        return torch.cat(outputs).index_select(0, rows.shards.places)
 
-def _rows(
-    starts: torch.Tensor, sizes: torch.Tensor, chunks: tuple[int, ...], gathered: torch.Tensor
-) -> tuple[list[RowGroup], torch.Tensor]:
-    """Return this rank's chunks as rows, and the index of each local token in them."""
-    own_starts = len(chunks) * (sizes.cumsum(0) - sizes)
-    places = torch.empty(len(chunks) * int(sizes.sum()), dtype=torch.int64)
-    groups: list[RowGroup] = []
-    base = 0
-    for rows in group_by_length(sizes.tolist()):
-        widths, offsets = sizes[rows, None], torch.arange(int(sizes[rows].max()))
-        is_token = offsets < widths
-        place = torch.arange(is_token.numel()).view(is_token.shape)
-        for position, chunk in enumerate(chunks):
-            queries = own_starts[rows, None] + position * widths + offsets
-            places[queries[is_token]] = base + place[is_token]
-            base += is_token.numel()
-            key_offsets = torch.arange((chunk + 1) * len(offsets))
-            keys = (starts[rows, None] + key_offsets).clamp(max=len(gathered) - 1)
-            # In a later chunk, padding shifts the lower-right diagonal of shorter rows: mask them.
-            is_plain = chunk == 0 or bool(is_token.all())
-            seen = (chunk * widths + offsets)[:, None, :, None] >= key_offsets
-            groups.append(
-                RowGroup(
-                    queries=queries.clamp(max=len(places) - 1),
-                    keys=gathered[keys],
-                    mask=None if is_plain else seen,
-                )
+    def _attend(
+        self,
+        chunk: ContextChunks,
+        mask: torch.Tensor | None,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+    ) -> torch.Tensor:
+        """Return the outputs of a chunk's rows, flattened to `[rows * width, heads * size]`."""
+        width, key_width = chunk.queries.shape[1], chunk.keys.shape[1]
+        # Flash kernels take `is_causal` alone; a bias object or a mask selects slower ones.
+        is_square = mask is None and width == key_width
+        if mask is None and not is_square:
+            # Aligned to the last key: a later chunk's first query sees the chunks before it.
+            mask = causal_lower_right(width, key_width)
+        rows_query = query[chunk.queries].transpose(1, 2)
+        rows_key, rows_value = (each[chunk.keys].transpose(1, 2) for each in (key, value))
+        # Heads are sharded over tensor-parallel ranks: each needs random numbers of its own.
+        dropout = self.config.attention_dropout if self.training else 0.0
+        with _tensor_parallel_rng() if dropout else nullcontext():
+            output = F.scaled_dot_product_attention(
+                rows_query,
+                rows_key,
+                rows_value,
+                attn_mask=mask,
+                dropout_p=dropout,
+                is_causal=is_square,
+                scale=self.softmax_scale,
+                enable_gqa=query.shape[1] != key.shape[1],
             )
-    return groups, places
+        return output.transpose(1, 2).flatten(2).flatten(0, 1)
 
 
-def _moved(group: RowGroup, device: torch.device) -> RowGroup:
-    mask = None if group.mask is None else group.mask.to(device)
-    return RowGroup(queries=group.queries.to(device), keys=group.keys.to(device), mask=mask)
+@dataclass(kw_only=True, slots=True)
+class KeyValueCache:
+    """Keys and values of this rank's layers, after rotary embeddings.
+
+    The first forward is over packed prompts (prefill); each later one over one token per row, in
+    the order of the rows, followed by padding tokens.
+    """
+
+    prompts: PackedSequences
+    lengths: torch.Tensor
+    """`[rows]` int64: tokens of each row, including those of the current forward."""
+    layers: dict[int, Pair] = field(default_factory=dict)
+    """By layer, `[rows, capacity, query_groups, head_size]` each."""
+
+    def positions(self, num_tokens: int) -> torch.Tensor:
+        """Return the position in its row of each token of a decoding step, `[num_tokens]` int64."""
+        return F.pad(self.lengths - 1, (0, num_tokens - len(self.lengths)))
+
+    def has(self, layer: int) -> bool:
+        """Return whether a layer has cached the prompts."""
+        return layer in self.layers
+
+    def fill(self, layer: int, key: torch.Tensor, value: torch.Tensor) -> None:
+        """Cache the keys and values of the prompts, `[tokens, query_groups, head_size]`."""
+        self.layers[layer] = (self.prompts.unpack(key[None]), self.prompts.unpack(value[None]))
+
+    def attend(
+        self,
+        layer: int,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        *,
+        scale: float | None,
+    ) -> torch.Tensor:
+        """Append one token to each row; return its attention output, `[tokens, heads * head_size]`.
+
+        Args:
+            layer: Megatron-core's number of the layer.
+            query: `[tokens, heads, head_size]`; the output of padding tokens beyond the rows is 0.
+            key: `[tokens, query_groups, head_size]`.
+            value: Like `key`.
+            scale: Softmax scale; `head_size ** -0.5` when None.
+        """
+        # Tokens beyond the rows complete the total that sequence parallelism has to divide.
+        num_rows = len(self.lengths)
+        keys, values = self._add(layer, key[:num_rows], value[:num_rows])
+        places = torch.arange(keys.shape[1], device=keys.device)
+        output = F.scaled_dot_product_attention(
+            query[:num_rows, :, None],
+            keys.transpose(1, 2),
+            values.transpose(1, 2),
+            # One query per row sees all tokens so far: the mask hides unused capacity alone.
+            attn_mask=(places < self.lengths[:, None])[:, None, None],
+            scale=scale,
+            enable_gqa=query.shape[1] != key.shape[1],
+        )
+        return F.pad(output.flatten(1), (0, 0, 0, len(query) - num_rows))
+
+    def _add(self, layer: int, key: torch.Tensor, value: torch.Tensor) -> Pair:
+        pair = self.layers[layer]
+        if int(self.lengths.max()) > pair[0].shape[1]:
+            # Grow by half, so that the copies stay linear in the number of generated tokens.
+            room = max(16, pair[0].shape[1] // 2)
+            pair = (F.pad(pair[0], (0, 0, 0, 0, 0, room)), F.pad(pair[1], (0, 0, 0, 0, 0, room)))
+            self.layers[layer] = pair
+        rows = torch.arange(len(self.lengths), device=key.device)
+        for cached, new in zip(pair, (key, value), strict=True):
+            cached[rows, self.lengths - 1] = new
+        return pair
+
+
+def _tensor_parallel_rng() -> AbstractContextManager[None]:
+    """Return the scope of the RNG state that differs between tensor-parallel ranks (dropout)."""
+    tracker = get_cuda_rng_tracker()
+    assert tracker is not None
+    return tracker.fork()

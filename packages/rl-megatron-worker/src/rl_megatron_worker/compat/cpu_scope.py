@@ -40,17 +40,19 @@ class _CudaMeansCpu(TorchFunctionMode):
 
     def __torch_function__(
         self,
-        func: Callable[..., Any],
-        types: Any,
-        args: tuple[Any, ...] = (),
-        kwargs: dict[str, Any] | None = None,
-    ) -> Any:
+        func: Callable[..., object],
+        types: object,
+        args: tuple[object, ...] = (),
+        kwargs: dict[str, object] | None = None,
+    ) -> object:
         # A hot path: hundreds of thousands of calls per minute, nearly all passed on unchanged.
+        # torch disables the mode during this call, so the overrides below do not come back here.
         call = _OVERRIDES.get(func, func)
         if not kwargs:
             return call(*args)
         if _is_cuda(kwargs.get("device")):
             kwargs = kwargs | {"device": _CPU}
+        # Page-locked memory exists for copies to a GPU; torch refuses to allocate it without one.
         if kwargs.get("pin_memory"):
             kwargs = kwargs | {"pin_memory": False}
         return call(*args, **kwargs)
@@ -65,9 +67,9 @@ def _copy(tensor: torch.Tensor, *args: object) -> torch.Tensor:
     return tensor.clone()
 
 
-def _type(tensor: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
+def _type(tensor: torch.Tensor, *args: Any, **kwargs: Any) -> object:
     """Return CUDA's name of the type: Megatron-core compares it with `torch.cuda.FloatTensor`."""
-    if args or kwargs:
+    if args or kwargs:  # A cast, not a question.
         return tensor.type(*args, **kwargs)
     return tensor.type().replace("torch.", "torch.cuda.", 1)
 
@@ -77,7 +79,8 @@ def _to(tensor: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
     return to(*(_CPU if _is_cuda(each) else each for each in args), **kwargs)
 
 
-_OVERRIDES: dict[Callable[..., Any], Callable[..., Any]] = {
+# By the function that torch hands to the mode: methods are looked up on `torch.Tensor`.
+_OVERRIDES: dict[Callable[..., object], Callable[..., object]] = {
     torch.Tensor.cuda: _stay,
     torch.Tensor.pin_memory: _copy,
     torch.Tensor.type: _type,
@@ -134,6 +137,10 @@ class _Event:
         """Return at once."""
 
 
+# The signatures below are those of the functions that they replace: some arguments are passed by
+# keyword.
+
+
 def _cpu_device() -> torch.device:
     return _CPU
 
@@ -163,19 +170,21 @@ def _set_rng_state(
 
 
 def _manual_seed(seed: int) -> None:
+    # Not `torch.manual_seed`, which seeds the generators of all devices.
     torch.default_generator.manual_seed(seed)
 
 
-def _as_splits(tensor: Any, as_numpy: bool = False, record_stream: bool = False) -> Any:
+def _as_splits(tensor: object, as_numpy: bool = False, record_stream: bool = False) -> object:
     """Return split sizes as numpy if asked for: 0.16.1 returns CPU tensors unconverted."""
     return tensor.numpy() if as_numpy and isinstance(tensor, torch.Tensor) else tensor
 
 
-_run_backward: Callable[..., Any] = torch.autograd.graph._engine_run_backward
+_run_backward: Callable[..., object] = torch.autograd.graph._engine_run_backward
 
 
-def _run_backward_inside(*args: Any, **kwargs: Any) -> Any:
+def _run_backward_inside(*args: object, **kwargs: object) -> object:
     """Re-enter the mode for a backward pass: torch disables it while it handles `backward()`."""
+    # The attribute is replaced for all threads; one outside of the scope keeps torch's behaviour.
     if not _patches.entered:
         return _run_backward(*args, **kwargs)
     with _CudaMeansCpu():
@@ -184,14 +193,17 @@ def _run_backward_inside(*args: Any, **kwargs: Any) -> Any:
 
 _PATCHES: list[Patch] = [
     (torch.autograd, "_engine_run_backward", _run_backward_inside),
+    # Megatron-core passes its result on as a `device`, for which an index would not do.
     (torch.cuda, "current_device", _cpu_device),
     (torch.cuda, "synchronize", _nothing),
     (torch.cuda, "empty_cache", _nothing),
+    # The all-to-all dispatcher and the reduction over optimizer instances create streams.
     (torch.cuda, "Stream", _Stream),
     (torch.cuda, "Event", _Event),
     (torch.cuda, "stream", _enter_stream),
     (torch.cuda, "current_stream", _a_stream),
     (torch.cuda, "default_stream", _a_stream),
+    # Activation recomputation and dropout save, fork and restore these states.
     (torch.cuda, "get_rng_state", _rng_state),
     (torch.cuda, "set_rng_state", _set_rng_state),
     (torch.cuda, "manual_seed", _manual_seed),

@@ -1,22 +1,26 @@
-"""Scoped monkey patches, and those that stand in for Transformer Engine and Apex."""
+"""Scoped monkey patches, and the Adam that stands in for Transformer Engine's and Apex's."""
 
 from __future__ import annotations
 
 import threading
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, overload
 
 import megatron.core.optimizer as megatron_optimizer
+import torch
 from megatron.core.optimizer import distrib_optimizer
 from megatron.core.transformer.moe import moe_utils
-
-from rl_megatron_worker.compat.adam import GroupStepAdam
+from torch.optim import Optimizer
+from torch.optim.adam import adam
 
 if TYPE_CHECKING:
-    from collections.abc import Generator, Sequence
+    from collections.abc import Callable, Generator, Sequence
     from contextlib import AbstractContextManager
+    from types import ModuleType
 
-Patch = tuple[Any, str, Any]
+    from torch.optim.optimizer import ParamsT
+
+Patch = tuple["ModuleType", str, object]
 """Owner, attribute name, replacement. The attribute is looked up on the owner itself."""
 
 _ABSENT = object()
@@ -46,6 +50,7 @@ class Patches:
     @contextmanager
     def applied(self) -> Generator[None, None, None]:
         """Apply the patches inside."""
+        # Entered again in this thread: the outermost one undoes.
         if self.entered:
             yield
             return
@@ -78,8 +83,80 @@ class Patches:
                     setattr(owner, name, original)
 
 
+class GroupStepAdam(Optimizer):
+    """Adam that counts steps per parameter group, like Transformer Engine's and Apex's FusedAdam.
+
+    Megatron-core's distributed optimizer saves and loads that layout only; so checkpoints written
+    with and without Transformer Engine are interchangeable.
+
+    Args:
+        params: Parameters, or groups of them.
+        lr: Learning rate.
+        betas: Decay rates of the two moments.
+        eps: Added to the denominator.
+        weight_decay: Weight decay.
+        adam_w_mode: Whether weight decay is decoupled, as in AdamW.
+    """
+
+    def __init__(
+        self,
+        params: ParamsT,
+        lr: float = 1e-3,
+        betas: tuple[float, float] = (0.9, 0.999),
+        eps: float = 1e-8,
+        weight_decay: float = 0.0,
+        adam_w_mode: bool = True,
+    ) -> None:
+        defaults = {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay}
+        super().__init__(params, defaults)
+        self._decoupled = adam_w_mode
+
+    @overload
+    def step(self, closure: None = None) -> None: ...
+    @overload
+    def step(self, closure: Callable[[], float]) -> float: ...
+    @torch.no_grad()
+    def step(self, closure: Callable[[], float] | None = None) -> float | None:
+        """Update every parameter that has a gradient; closures are not supported."""
+        assert closure is None
+        for group in self.param_groups:
+            # As in torch, a parameter without a gradient is left alone, decay included.
+            trained = [each for each in group["params"] if each.grad is not None]
+            if trained:
+                group["step"] = group.get("step", 0) + 1
+                self._step_group(group, trained)
+        return None
+
+    def _step_group(self, group: dict[str, Any], trained: list[torch.Tensor]) -> None:
+        for parameter in trained:
+            state = self.state[parameter]
+            if not state:
+                # The names that Megatron-core's checkpoints have for the two moments.
+                state["exp_avg"] = torch.zeros_like(parameter)
+                state["exp_avg_sq"] = torch.zeros_like(parameter)
+        adam(
+            trained,
+            [each.grad for each in trained if each.grad is not None],
+            [self.state[each]["exp_avg"] for each in trained],
+            [self.state[each]["exp_avg_sq"] for each in trained],
+            [],
+            # Torch increments the step itself.
+            [torch.tensor(float(group["step"] - 1)) for _ in trained],
+            decoupled_weight_decay=self._decoupled,
+            amsgrad=False,
+            beta1=group["betas"][0],
+            beta2=group["betas"][1],
+            lr=group["lr"],
+            weight_decay=group["weight_decay"],
+            eps=group["eps"],
+            maximize=False,
+        )
+
+
 def _missing_packages() -> list[Patch]:
     needed: list[Patch] = []
+    # Megatron-core decides at import time that its Adam is torch's, and then refuses to load the
+    # state of a distributed optimizer: these flags say that it has a FusedAdam after all.
     if not distrib_optimizer.HAVE_APEX_OR_TE:
         needed += [
             (megatron_optimizer, "Adam", GroupStepAdam),

@@ -3,45 +3,46 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import torch.nn.functional as F
 
-from rl_megatron_worker.convert.decoder import decoder_mappings
-from rl_megatron_worker.convert.settings import (
-    head_size,
-    refusal,
-    require,
-    require_full_attention,
-    rotary,
-)
+from rl_megatron_worker.convert.mappings import decoder_mappings
 from rl_megatron_worker.model.config import Architecture
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from rl_megatron_worker.convert.mappings import Mapping
+    from transformers import PreTrainedConfig
 
-Fields = dict[str, Any]
+    from rl_megatron_worker.convert.mappings import Mapping
+    from rl_megatron_worker.model.config import Fields
+
+# Constants of Llama 3's RoPE scaling that `GPTModel` hard-codes.
+_LLAMA3 = {
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 8192,
+}
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class DecoderConverter:
     """Converts a family with Llama's parameter names, RMSNorm and SwiGLU MLPs."""
 
-    family_fields: Callable[[Any], Fields]
+    family_fields: Callable[[PreTrainedConfig], Fields]
     """Returns the family's additional `TransformerConfig` fields, or raises `ValueError`."""
 
-    def architecture(self, hf_config: Any) -> Architecture:
+    def architecture(self, hf_config: PreTrainedConfig) -> Architecture:
         """Return the Megatron-core architecture of a Hugging Face config.
 
         Raises:
             ValueError: `GPTModel` would compute other numbers under a setting of the config.
         """
-        require(hf_config, "hidden_act", "silu", "swish")
-        require(hf_config, "attention_dropout", 0.0, None)
-        require(hf_config, "quantization_config", None)
-        theta, scaling = rotary(hf_config)
+        _require(hf_config, "hidden_act", "silu", "swish")
+        _require(hf_config, "attention_dropout", 0.0, None)
+        _require(hf_config, "quantization_config", None)
+        theta, scaling = _rotary(hf_config)
         return Architecture(
             transformer=_plain_fields(hf_config) | self.family_fields(hf_config),
             vocab_size=hf_config.vocab_size,
@@ -56,14 +57,14 @@ class DecoderConverter:
         return decoder_mappings(architecture)
 
 
-def _plain_fields(hf_config: Any) -> Fields:
+def _plain_fields(hf_config: PreTrainedConfig) -> Fields:
     return {
         "num_layers": hf_config.num_hidden_layers,
         "hidden_size": hf_config.hidden_size,
         "ffn_hidden_size": hf_config.intermediate_size,
         "num_attention_heads": hf_config.num_attention_heads,
         "num_query_groups": hf_config.num_key_value_heads,
-        "kv_channels": head_size(hf_config),
+        "kv_channels": _head_size(hf_config),
         "normalization": "RMSNorm",
         "layernorm_epsilon": hf_config.rms_norm_eps,
         "gated_linear_unit": True,
@@ -76,30 +77,30 @@ def _plain_fields(hf_config: Any) -> Fields:
     }
 
 
-def _llama(hf_config: Any) -> Fields:
+def _llama(hf_config: PreTrainedConfig) -> Fields:
     # Megatron-core supports biases in all linear layers, or in the QKV projection alone.
-    require(hf_config, "attention_bias", False)
-    require(hf_config, "mlp_bias", False)
+    _require(hf_config, "attention_bias", False)
+    _require(hf_config, "mlp_bias", False)
     return {}
 
 
-def _qwen2(hf_config: Any) -> Fields:
-    require_full_attention(hf_config)
+def _qwen2(hf_config: PreTrainedConfig) -> Fields:
+    _require_full_attention(hf_config)
     return {"add_qkv_bias": True}
 
 
-def _qwen3(hf_config: Any) -> Fields:
-    require(hf_config, "attention_bias", False)
-    require_full_attention(hf_config)
+def _qwen3(hf_config: PreTrainedConfig) -> Fields:
+    _require(hf_config, "attention_bias", False)
+    _require_full_attention(hf_config)
     return {"qk_layernorm": True}
 
 
-def _qwen3_moe(hf_config: Any) -> Fields:
+def _qwen3_moe(hf_config: PreTrainedConfig) -> Fields:
     fields = _qwen3(hf_config)
     num_chosen, renormalised = hf_config.num_experts_per_tok, hf_config.norm_topk_prob
     if num_chosen == 1 and renormalised:
         # With one expert per token the renormalised probability is always 1.
-        raise refusal(hf_config, "num_experts_per_tok=1 with norm_topk_prob=True", "False")
+        raise _refusal(hf_config, "num_experts_per_tok=1 with norm_topk_prob=True", "False")
     dense, step = hf_config.mlp_only_layers, hf_config.decoder_sparse_step
     layers = range(hf_config.num_hidden_layers)
     pattern = [int(layer not in dense and (layer + 1) % step == 0) for layer in layers]
@@ -122,3 +123,72 @@ CONVERTERS = {
     "qwen3": DecoderConverter(family_fields=_qwen3),
     "qwen3_moe": DecoderConverter(family_fields=_qwen3_moe),
 }
+
+
+def _require(hf_config: PreTrainedConfig, name: str, *allowed: object) -> None:
+    """Raise if `GPTModel` would compute a setting differently.
+
+    Args:
+        hf_config: The model's config. A missing setting passes.
+        name: Name of the setting.
+        allowed: The supported values.
+
+    Raises:
+        ValueError: The setting has another value.
+    """
+    value = getattr(hf_config, name, allowed[0])
+    if value not in allowed:
+        raise _refusal(hf_config, f"{name}={value!r}", f"{name}={allowed[0]!r}")
+
+
+def _refusal(hf_config: PreTrainedConfig, setting: str, supported: str) -> ValueError:
+    """Return the error that names a setting, and the supported value."""
+    return ValueError(
+        f"policy.model_name={hf_config.name_or_path!r}: its config ({hf_config.model_type}) has "
+        f"{setting}, which Megatron-core's GPTModel does not compute; supported: {supported}"
+    )
+
+
+def _require_full_attention(hf_config: PreTrainedConfig) -> None:
+    """Raise if a layer has sliding-window attention."""
+    kinds = getattr(hf_config, "layer_types", None)
+    window = getattr(hf_config, "sliding_window", None)
+    if kinds is None and window is not None:
+        raise _refusal(hf_config, f"sliding_window={window}", "sliding_window=None")
+    if others := sorted({kind for kind in kinds or () if kind != "full_attention"}):
+        raise _refusal(
+            hf_config,
+            f"{others[0]!r} (sliding_window={window}) among its layer_types",
+            "full_attention in every layer",
+        )
+
+
+def _head_size(hf_config: PreTrainedConfig) -> int:
+    """Return the size of an attention head."""
+    given = getattr(hf_config, "head_dim", None)
+    return given or hf_config.hidden_size // hf_config.num_attention_heads
+
+
+def _rotary(hf_config: PreTrainedConfig) -> tuple[float, Fields]:
+    """Return the RoPE base, and `GPTModel`'s arguments for scaled frequencies.
+
+    Raises:
+        ValueError: `GPTModel` does not support the kind of scaling.
+    """
+    parameters: Fields = hf_config.rope_parameters
+    theta, kind = parameters["rope_theta"], parameters.get("rope_type", "default")
+    partial = parameters.get("partial_rotary_factor", 1.0)
+    if partial != 1.0:
+        raise _refusal(hf_config, f"partial_rotary_factor={partial}", "1.0")
+    if kind == "default":
+        return theta, {}
+    if kind == "linear":
+        return theta, {"seq_len_interpolation_factor": parameters["factor"]}
+    if kind != "llama3":
+        raise _refusal(hf_config, f"rope_type={kind!r}", "'default', 'linear' and 'llama3'")
+    for name, value in _LLAMA3.items():
+        if parameters[name] != value:
+            raise _refusal(
+                hf_config, f"rope_type='llama3' with {name}={parameters[name]}", str(value)
+            )
+    return theta, {"rope_scaling": True, "rope_scaling_factor": parameters["factor"]}

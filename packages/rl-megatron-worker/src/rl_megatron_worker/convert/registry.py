@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from importlib.metadata import entry_points
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Protocol
 
 from rl_megatron_worker.convert.families import CONVERTERS
 
 if TYPE_CHECKING:
+    from transformers import PreTrainedConfig
+
     from rl_megatron_worker.convert.mappings import Mapping
     from rl_megatron_worker.model.config import Architecture
 
@@ -20,7 +22,7 @@ _registered: dict[str, Converter] = {}
 class Converter(Protocol):
     """Converts a family of models to Megatron-core."""
 
-    def architecture(self, hf_config: Any) -> Architecture:
+    def architecture(self, hf_config: PreTrainedConfig) -> Architecture:
         """Return the Megatron-core architecture of a Hugging Face config.
 
         Raises:
@@ -44,7 +46,7 @@ def known_converters() -> list[str]:
     return sorted({*CONVERTERS, *_registered, *installed})
 
 
-def converter_for(hf_config: Any, converter_type: str = "auto") -> Converter:
+def converter_for(hf_config: PreTrainedConfig, converter_type: str = "auto") -> Converter:
     """Return the converter of a model.
 
     Args:

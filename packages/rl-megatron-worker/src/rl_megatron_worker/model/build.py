@@ -1,24 +1,52 @@
-"""This rank's chunks of the model: Megatron-core's `GPTModel`, one per virtual pipeline stage."""
+"""This rank's chunks of the model: Megatron-core's `GPTModel`, one per virtual pipeline stage.
+
+Layers are Transformer Engine's modules, or local ones that run on every device. The output layer is
+replaced, under its own name and with its own parameter, by one that returns its input
+(`OutputMatrix`): `heads` scores tokens from hidden states without materialising all logits.
+"""
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
+import torch
+import torch.nn.functional as F
 from megatron.core import parallel_state
 from megatron.core.distributed import DistributedDataParallel
+from megatron.core.fusions.fused_bias_dropout import get_bias_dropout_add
+from megatron.core.models.backends import LocalSpecProvider
 from megatron.core.models.gpt import GPTModel
+from megatron.core.models.gpt.gpt_layer_specs import (
+    get_gpt_decoder_block_spec,
+    get_mlp_module_spec_for_backend,
+)
+from megatron.core.tensor_parallel import gather_from_sequence_parallel_region
+from megatron.core.transformer.attention import SelfAttention, SelfAttentionSubmodules
+from megatron.core.transformer.enums import AttnMaskType
+from megatron.core.transformer.identity_op import IdentityOp
 from megatron.core.transformer.module import Float16Module
+from megatron.core.transformer.spec_utils import ModuleSpec
+from megatron.core.transformer.transformer_block import (
+    TransformerBlockSubmodules,
+    get_num_layers_to_build,
+)
 from megatron.core.transformer.transformer_config import TransformerConfig
+from megatron.core.transformer.transformer_layer import (
+    TransformerLayer,
+    TransformerLayerSubmodules,
+    get_transformer_layer_offset,
+)
+from megatron.core.transformer.utils import make_sharded_tensors_for_checkpoint
 from torch import nn
 
+from rl_megatron_worker.attention.packed import PackedAttention
 from rl_megatron_worker.model.config import padded_vocab_size, uses_transformer_engine
-from rl_megatron_worker.model.heads import OutputMatrix
-from rl_megatron_worker.model.specs import (
-    block_spec,
-)
 
 if TYPE_CHECKING:
+    import torch.distributed as dist
+    from megatron.core.dist_checkpointing.mapping import ShardedStateDict
     from megatron.core.distributed import DistributedDataParallelConfig
+    from megatron.core.tensor_parallel import ColumnParallelLinear
 
     from rl_megatron_worker.model.config import Architecture
     from rl_megatron_worker.parallel.groups import MegatronLayout
@@ -70,13 +98,11 @@ def _build_chunk(
 ) -> GPTModel:
     is_first = parallel_state.is_pipeline_first_stage(ignore_virtual=False, vp_stage=vp_stage)
     is_last = parallel_state.is_pipeline_last_stage(ignore_virtual=False, vp_stage=vp_stage)
-    # Megatron-core's annotations are too narrow: it takes block specs, and a float base.
     engine = uses_transformer_engine(runtime, config.params_dtype)
-    layers: Any = block_spec(config, vp_stage=vp_stage, transformer_engine=engine)
-    rotary_base: Any = architecture.rotary_base
     model = GPTModel(
         config=config,
-        transformer_layer_spec=layers,
+        # Annotated as a layer's spec and an int; Megatron-core takes a block's spec and a float.
+        transformer_layer_spec=_block_spec(config, vp_stage, transformer_engine=engine),  # type: ignore[arg-type]
         vocab_size=padded_vocab_size(architecture, layout),
         max_sequence_length=architecture.max_sequence_length,
         pre_process=is_first,
@@ -84,11 +110,171 @@ def _build_chunk(
         parallel_output=True,
         share_embeddings_and_output_weights=architecture.tied_embeddings,
         position_embedding_type="rope",
-        rotary_base=rotary_base,
+        rotary_base=architecture.rotary_base,  # type: ignore[arg-type]
         vp_stage=vp_stage,
         **architecture.rotary_scaling,
     )
     if is_last:
-        head: Any = OutputMatrix(model.output_layer, vocab_size=architecture.vocab_size)
-        model.output_layer = head
+        head = OutputMatrix(model.output_layer, vocab_size=architecture.vocab_size)
+        model.output_layer = head  # type: ignore[assignment]
     return model
+
+
+def unwrapped(chunk: nn.Module) -> GPTModel:
+    """Return the `GPTModel` of a chunk."""
+    while not isinstance(chunk, GPTModel):
+        chunk = cast("nn.Module", chunk.module)
+    return chunk
+
+
+class OutputMatrix(nn.Module):
+    """An output layer that returns its input; the scores multiply it with the weight.
+
+    It has to stay a module that is called: with `overlap_param_gather` the forward hook of data
+    parallelism waits for the all-gather of the weight.
+
+    Args:
+        layer: The layer whose weight it takes.
+        vocab_size: Number of tokens, without padding.
+    """
+
+    def __init__(self, layer: ColumnParallelLinear, *, vocab_size: int) -> None:
+        super().__init__()
+        self.register_parameter("weight", layer.weight)
+        self.vocab_size = vocab_size
+        self.tp_group = cast("dist.ProcessGroup", layer.tp_group)
+        self.sequence_parallel = layer.sequence_parallel
+
+    def forward(
+        self, hidden: torch.Tensor, weight: torch.Tensor | None = None, **unused: object
+    ) -> tuple[torch.Tensor, None]:
+        """Return the full hidden states `[seq, batch, hidden]`, gathered from sequence shards.
+
+        The gradient has to be replicated over tensor-parallel ranks, as it is after the all-reduce
+        over the vocabulary: the backward pass of the gather takes its slice without a reduction.
+        """
+        if self.sequence_parallel:
+            hidden = gather_from_sequence_parallel_region(
+                hidden, tensor_parallel_output_grad=False, group=self.tp_group
+            )
+        return hidden, None
+
+    def sharded_state_dict(
+        self,
+        prefix: str = "",
+        sharded_offsets: tuple[tuple[int, int, int], ...] = (),
+        metadata: dict[str, Any] | None = None,
+    ) -> ShardedStateDict:
+        """Return the weight for a checkpoint, sharded along the vocabulary."""
+        assert metadata is not None
+        return make_sharded_tensors_for_checkpoint(
+            self.state_dict(prefix="", keep_vars=True),
+            prefix,
+            {"weight": 0},
+            sharded_offsets,
+            tp_group=self.tp_group,
+            dp_cp_group=metadata["dp_cp_group"],
+        )
+
+
+def _block_spec(
+    config: TransformerConfig, vp_stage: int | None, *, transformer_engine: bool
+) -> TransformerBlockSubmodules:
+    """Return the layer specs of a model chunk of this rank."""
+    if transformer_engine:
+        return get_gpt_decoder_block_spec(config, use_transformer_engine=True, vp_stage=vp_stage)
+    first = get_transformer_layer_offset(config, vp_stage=vp_stage)
+    num_layers = get_num_layers_to_build(config, vp_stage=vp_stage)
+    layers = [
+        _layer_spec(config, num_experts=config.num_moe_experts if is_moe else None)
+        for is_moe in _layers_with_experts(config)[first : first + num_layers]
+    ]
+    # Without a norm of its own the block would end in `WrappedTorchNorm`.
+    return TransformerBlockSubmodules(layer_specs=layers, layer_norm=RMSNorm)  # type: ignore[arg-type]
+
+
+class RMSNorm(nn.Module):
+    """RMSNorm that supports sequence parallelism, which Megatron-core's `WrappedTorchNorm` refuses.
+
+    The weight's gradient has to be all-reduced over the sequence shards: Megatron-core does so for
+    parameters with the attribute `sequence_parallel`.
+
+    Args:
+        config: Megatron-core's config of the model.
+        hidden_size: Size of the last dimension.
+        eps: Added to the mean square.
+        unused: Arguments of other normalisations.
+    """
+
+    def __init__(
+        self, config: TransformerConfig, hidden_size: int, eps: float = 1e-5, **unused: object
+    ) -> None:
+        super().__init__()
+        assert config.normalization == "RMSNorm", config.normalization
+        assert not config.layernorm_zero_centered_gamma, "the weight is the factor itself"
+        self.eps = eps
+        self.weight = nn.Parameter(
+            torch.ones(hidden_size, dtype=config.params_dtype, device=torch.cuda.current_device())
+        )
+        self.weight.sequence_parallel = config.sequence_parallel  # type: ignore[attr-defined]
+
+    def forward(self, hidden: torch.Tensor) -> torch.Tensor:
+        """Return the normalised `hidden`, `[..., hidden_size]`."""
+        return F.rms_norm(hidden, self.weight.shape, self.weight, self.eps)
+
+
+class _LocalModules(LocalSpecProvider):
+    """Megatron-core's local modules, with our attention and normalisation."""
+
+    def layer_norm(self, rms_norm: bool = False, for_qk: bool = False) -> type:
+        """Return the normalisation layer."""
+        return RMSNorm
+
+    def core_attention(self) -> type:
+        """Return the attention module."""
+        return PackedAttention
+
+
+def _layer_spec(config: TransformerConfig, *, num_experts: int | None) -> ModuleSpec:
+    modules = _LocalModules()
+    norm_of_heads = modules.layer_norm(for_qk=True) if config.qk_layernorm else IdentityOp
+    attention = SelfAttentionSubmodules(
+        linear_qkv=modules.column_parallel_linear(),
+        core_attention=modules.core_attention(),
+        linear_proj=modules.row_parallel_linear(),
+        q_layernorm=norm_of_heads,
+        k_layernorm=norm_of_heads,
+    )
+    # Annotated as a module, but Megatron-core passes functions too.
+    add_residual: Any = get_bias_dropout_add
+    # Transformer Engine's names of the same weights: checkpoints are interchangeable between both
+    # kinds of layers. Extra states of its modules are dropped, see `without_extra_states`.
+    names = {"input_layernorm.": "self_attention.linear_qkv.layer_norm_"}
+    if num_experts is None:
+        names["pre_mlp_layernorm."] = "mlp.linear_fc1.layer_norm_"
+    return ModuleSpec(
+        module=TransformerLayer,
+        submodules=TransformerLayerSubmodules(
+            input_layernorm=modules.layer_norm(),
+            self_attention=ModuleSpec(
+                module=SelfAttention,
+                params={"attn_mask_type": AttnMaskType.causal},
+                submodules=attention,
+            ),
+            self_attn_bda=add_residual,
+            pre_mlp_layernorm=modules.layer_norm(),
+            mlp=get_mlp_module_spec_for_backend(backend=modules, num_experts=num_experts),
+            mlp_bda=add_residual,
+            sharded_state_dict_keys_map=names,
+        ),
+    )
+
+
+def _layers_with_experts(config: TransformerConfig) -> list[bool]:
+    """Return for every layer of the model whether it is an MoE layer."""
+    if config.num_moe_experts is None:
+        return [False] * config.num_layers
+    frequency = config.moe_layer_freq
+    if isinstance(frequency, int):
+        return [index % frequency == 0 for index in range(config.num_layers)]
+    return [bool(each) for each in frequency]

@@ -1,27 +1,27 @@
-"""The model and the choices that a layout leaves open, as Megatron-core's config of it."""
+"""A model's architecture and the user's choices, as Megatron-core's `TransformerConfig`."""
 
 from __future__ import annotations
 
+import importlib.util
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 import torch
 from megatron.core.transformer.transformer_config import TransformerConfig
 
-from rl_megatron_worker.model.specs import fits_transformer_engine, has_transformer_engine
-
 if TYPE_CHECKING:
-    from collections.abc import Mapping
-
     from rl_megatron_worker.parallel.groups import MegatronLayout
     from rl_megatron_worker.runtime import Runtime
+
+Fields = dict[str, Any]
+"""Arguments of a Megatron-core class by name."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Architecture:
     """A Hugging Face config as arguments of Megatron-core's `GPTModel`."""
 
-    transformer: dict[str, Any]
+    transformer: Fields
     """The fields of `TransformerConfig` that the model determines: `num_layers`, `hidden_size` ...
 
     For an MoE model `moe_layer_freq` is a list with 1 for each MoE layer and 0 for others.
@@ -34,7 +34,7 @@ class Architecture:
     """Whether the output layer shares the embedding's weight."""
     rotary_base: float
     """Base (theta) of the rotary embedding."""
-    rotary_scaling: dict[str, Any] = field(default_factory=dict)
+    rotary_scaling: Fields = field(default_factory=dict)
     """`GPTModel`'s arguments for scaled rotary embeddings; empty without scaling."""
 
     @property
@@ -54,16 +54,14 @@ class ModelOptions:
     """The user's choices for a model, besides the parallel layout."""
 
     params_dtype: torch.dtype
-    """Dtype of parameters and compute."""
-    pipeline_dtype: torch.dtype
-    """Dtype of activations sent between stages."""
+    """Dtype of parameters, compute, and activations sent between stages."""
     recompute_granularity: str | None = None
     """`full` recomputes layers in the backward pass, `selective` core attention only."""
     recompute_method: str | None = None
     """`uniform` or `block`, with `full`."""
     recompute_num_layers: int | None = None
     """With `full`: layers per checkpoint (`uniform`), or recomputed layers (`block`)."""
-    moe_options: Mapping[str, Any] = field(default_factory=dict)
+    moe_options: Fields = field(default_factory=dict)
     """Further MoE fields of `TransformerConfig`."""
 
     @property
@@ -84,7 +82,7 @@ def transformer_config(
     is_gated = architecture.transformer.get("gated_linear_unit", False)
     fields = {
         "params_dtype": options.params_dtype,
-        "pipeline_dtype": options.pipeline_dtype,
+        "pipeline_dtype": options.params_dtype,
         "bf16": options.params_dtype is torch.bfloat16,
         "fp16": options.params_dtype is torch.float16,
         "tensor_model_parallel_size": layout.tensor,
@@ -125,7 +123,17 @@ def transformer_config(
 
 def uses_transformer_engine(runtime: Runtime, dtype: torch.dtype) -> bool:
     """Return whether layers of this dtype are built from Transformer Engine's modules."""
-    return fits_transformer_engine(dtype, on_cuda=runtime.on_cuda) and has_transformer_engine()
+    is_installed = importlib.util.find_spec("transformer_engine") is not None
+    return is_installed and fits_transformer_engine(dtype, on_cuda=runtime.on_cuda)
+
+
+def fits_transformer_engine(dtype: torch.dtype, *, on_cuda: bool) -> bool:
+    """Return whether Transformer Engine supports layers of this dtype.
+
+    It needs a GPU, and its attention over packed sequences ("thd") is 16-bit only: neither flash
+    nor fused attention supports float32, and its unfused attention does not support thd.
+    """
+    return on_cuda and dtype in (torch.bfloat16, torch.float16)
 
 
 def padded_vocab_size(architecture: Architecture, layout: MegatronLayout) -> int:

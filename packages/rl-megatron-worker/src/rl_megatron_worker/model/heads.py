@@ -1,90 +1,40 @@
-"""The end of the model: hidden states, the output matrix, and the scores of tokens by the two.
+"""Scores of tokens from the last stage's hidden states and the output matrix.
 
-Log-probabilities are taken from hidden states and the output matrix without materialising all
-logits. For this the output layer is replaced, under its own name and with its own parameter, by
-one that returns its input (`OutputMatrix`).
+Log-probabilities never materialise all logits. Full logits are gathered over the vocabulary only
+for generation and for losses that ask for them.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, TypedDict, cast
+from typing import TYPE_CHECKING, TypedDict, cast
 
 import torch
 from megatron.core.tensor_parallel import (
     copy_to_tensor_model_parallel_region,
-    gather_from_sequence_parallel_region,
     gather_from_tensor_model_parallel_region,
 )
-from megatron.core.transformer.utils import make_sharded_tensors_for_checkpoint
 from rl_batched_data.logprobs import target_scores
-from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Shard
 
-from rl_megatron_worker.model.chunks import unwrapped
+from rl_megatron_worker.model.build import OutputMatrix, unwrapped
 
 if TYPE_CHECKING:
     import torch.distributed as dist
-    from megatron.core.tensor_parallel import ColumnParallelLinear
     from rl_batched_data import TokenScores
+    from torch import nn
 
     from rl_megatron_worker.attention.layout import PackedLayout
-
-
-class OutputMatrix(nn.Module):
-    """An output layer that returns its input; the scores multiply it with the weight.
-
-    It has to stay a module that is called: with `overlap_param_gather` the forward hook of data
-    parallelism waits for the all-gather of the weight.
-
-    Args:
-        layer: The layer whose weight it takes.
-        vocab_size: Number of tokens, without padding.
-    """
-
-    def __init__(self, layer: ColumnParallelLinear, *, vocab_size: int) -> None:
-        super().__init__()
-        self.register_parameter("weight", layer.weight)
-        self.vocab_size = vocab_size
-        self.tp_group = cast("dist.ProcessGroup", layer.tp_group)
-        self.sequence_parallel = layer.sequence_parallel
-
-    def forward(
-        self, hidden: torch.Tensor, weight: torch.Tensor | None = None, **unused: object
-    ) -> tuple[torch.Tensor, None]:
-        """Return the full hidden states `[seq, batch, hidden]`, gathered from sequence shards.
-
-        The gradient has to be replicated over tensor-parallel ranks, as it is after the all-reduce
-        over the vocabulary: the backward pass of the gather takes its slice without a reduction.
-        """
-        if self.sequence_parallel:
-            hidden = gather_from_sequence_parallel_region(
-                hidden, tensor_parallel_output_grad=False, group=self.tp_group
-            )
-        return hidden, None
-
-    def sharded_state_dict(
-        self, prefix: str = "", sharded_offsets: Any = (), metadata: dict[str, Any] | None = None
-    ) -> dict[str, Any]:
-        """Return the weight for a checkpoint, sharded along the vocabulary."""
-        assert metadata is not None
-        return make_sharded_tensors_for_checkpoint(
-            self.state_dict(prefix="", keep_vars=True),
-            prefix,
-            {"weight": 0},
-            sharded_offsets,
-            tp_group=self.tp_group,
-            dp_cp_group=metadata["dp_cp_group"],
-        )
 
 
 def output_matrix(chunk: nn.Module) -> torch.Tensor:
     """Return this rank's shard of the output matrix, `[padded vocab / tp, hidden]`."""
     model = unwrapped(chunk)
     assert model.post_process
-    weight: Any = model.output_layer.weight
     if model.share_embeddings_and_output_weights:
-        weight = model.shared_embedding_or_output_weight()
-    return weight
+        return model.shared_embedding_or_output_weight()
+    return cast("torch.Tensor", model.output_layer.weight)
 
 
 class HeadOptions(TypedDict):
@@ -109,57 +59,44 @@ def scoring_options(chunk: nn.Module) -> HeadOptions:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class TokenHead:
-    """Scores of tokens from the hidden states of the last stage.
-
-    All results are in the caller's row layout, `[batch, seq, ...]`, and replicated over tensor- and
-    context-parallel ranks.
-    """
+    """Logits and scores of the last chunk's hidden states `[own tokens, hidden]`."""
 
     chunk: nn.Module
-    """The last chunk of the model."""
-    vocab_size: int
     temperature: float
-    """Divides the logits, in every call."""
+    """Divides the logits of every score."""
 
-    def logprobs(self, layout: PackedLayout, hidden: torch.Tensor) -> torch.Tensor:
-        """Return token log-probabilities, `[batch, seq]` float32; 0 at 0 and padding."""
-        return layout.targets_to_rows(self._scores(layout, hidden).logprobs)
-
-    def topk_logits(
-        self, layout: PackedLayout, hidden: torch.Tensor, *, k: int
-    ) -> dict[str, torch.Tensor]:
-        """Return `topk_logits` and `topk_indices`, `[batch, seq, k]`; 0 at padding.
-
-        Position `t` predicts token `t + 1`.
-        """
-        scores = self._scores(layout, hidden, top_k=k)
-        assert scores.top_k_logits is not None
-        assert scores.top_k_indices is not None
-        return {
-            "topk_logits": layout.to_rows(scores.top_k_logits),
-            "topk_indices": layout.to_rows(scores.top_k_indices),
-        }
+    @property
+    def vocab_size(self) -> int:
+        """Number of tokens, without padding."""
+        return cast("OutputMatrix", unwrapped(self.chunk).output_layer).vocab_size
 
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:
         """Return gathered logits, `[tokens, vocab]` float32, not divided by the temperature."""
-        matrix = output_matrix(self.chunk)
-        own = copy_to_tensor_model_parallel_region(hidden) @ matrix.T
+        own = copy_to_tensor_model_parallel_region(hidden) @ output_matrix(self.chunk).T
+        # All-gathered with the padding of the vocabulary, as shards have to be of one size.
         logits = gather_from_tensor_model_parallel_region(own.contiguous())
         return logits[..., : self.vocab_size].float()
 
-    def _scores(self, layout: PackedLayout, hidden: torch.Tensor, **asked: Any) -> TokenScores:
-        return target_scores(
-            hidden,
-            layout.targets,
-            temperature=self.temperature,
-            **asked,
-            **scoring_options(self.chunk),
-        )
+    def local_logits(self, hidden: torch.Tensor) -> torch.Tensor:
+        """Return this rank's logits, `[tokens, vocab / tp]` float32, fewer on the last ranks."""
+        matrix = scoring_options(self.chunk)["output_matrix"]
+        # Identity in the forward pass; the backward pass sums the hidden states' gradients, of
+        # which each rank has the part of its shard of the vocabulary.
+        return (copy_to_tensor_model_parallel_region(hidden) @ matrix.T).float()
+
+    def scores(self, hidden: torch.Tensor, targets: torch.Tensor, *, top_k: int = 0) -> TokenScores:
+        """Return the scores of `targets`, replicated over tensor-parallel ranks."""
+        options = scoring_options(self.chunk)
+        return target_scores(hidden, targets, temperature=self.temperature, top_k=top_k, **options)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class PackedOutput:
-    """The output of a micro-batch: a `rl_interfaces.backend.engine.ForwardOutput`."""
+    """The output of a micro-batch: a `rl_interfaces.backend.engine.ForwardOutput`.
+
+    Results are in the caller's row layout, gathered over context-parallel ranks, and replicated
+    over tensor-parallel ranks unless they are asked for sharded.
+    """
 
     head: TokenHead
     layout: PackedLayout
@@ -168,13 +105,41 @@ class PackedOutput:
 
     def logprobs(self) -> torch.Tensor:
         """Return token log-probabilities, `[batch, seq]` float32; 0 at 0 and padding."""
-        return self.head.logprobs(self.layout, self.hidden)
+        scores = self.head.scores(self.hidden, self.layout.targets)
+        return self.layout.targets_to_rows(scores.logprobs)
 
     def logits(self, *, sharded: bool = False) -> torch.Tensor:
-        """Return the logits with temperature, `[batch, seq, vocab]` float32, always gathered."""
-        logits = self.head.logits(self.hidden) / self.head.temperature
-        return self.layout.to_rows(logits)
+        """Return the logits with temperature, `[batch, seq, vocab]` float32.
+
+        Args:
+            sharded: Return a `DTensor` of that shape, sharded along the vocabulary over the
+                tensor-parallel ranks. Without tensor parallelism it is a plain tensor all the same.
+        """
+        group = scoring_options(self.head.chunk)["tp_group"]
+        if not sharded or group.size() == 1:
+            return self.layout.to_rows(self.head.logits(self.hidden) / self.head.temperature)
+        local = self.layout.to_rows(self.head.local_logits(self.hidden) / self.head.temperature)
+        shape = torch.Size([*local.shape[:-1], self.head.vocab_size])
+        # Ranks hold ceil(vocab / tp) rows of the output matrix and the last ones fewer, just as
+        # DTensor shards a size that does not divide.
+        return DTensor.from_local(
+            local,
+            DeviceMesh.from_group(group, local.device.type),
+            [Shard(local.ndim - 1)],
+            run_check=False,
+            shape=shape,
+            stride=torch.empty(shape, device="meta").stride(),
+        )
 
     def topk_logits(self, k: int) -> dict[str, torch.Tensor]:
-        """Return `topk_logits` and `topk_indices`, `[batch, seq, k]`; 0 at padding."""
-        return self.head.topk_logits(self.layout, self.hidden, k=k)
+        """Return `topk_logits` and `topk_indices`, `[batch, seq, k]`; 0 at padding.
+
+        Position `t` predicts token `t + 1`.
+        """
+        scores = self.head.scores(self.hidden, self.layout.targets, top_k=k)
+        assert scores.top_k_logits is not None
+        assert scores.top_k_indices is not None
+        return {
+            "topk_logits": self.layout.to_rows(scores.top_k_logits),
+            "topk_indices": self.layout.to_rows(scores.top_k_indices),
+        }

@@ -1,33 +1,70 @@
-"""Loading a Hugging Face checkpoint into this rank's parameters, reading only its slices."""
+"""This rank's parameters by their global names, loaded from a Hugging Face checkpoint.
+
+Each rank reads the slices of its own shards only.
+"""
 
 from __future__ import annotations
 
 import re
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, cast
 
 import torch
 import torch.distributed as dist
 from megatron.core.process_groups_config import ProcessGroupCollection
-from rl_interfaces.backend.checkpoint.hub_files import find_checkpoint
-from rl_interfaces.backend.checkpoint.safetensors_files import SafetensorsFiles
-from rl_interfaces.backend.runtime.agreement import failing_together, first_rank_first
+from rl_interfaces.backend.checkpoint.hf_files import SafetensorsFiles, find_checkpoint
+from rl_interfaces.backend.runtime import failing_together, first_rank_first
 
-from rl_megatron_worker.model.chunks import held_parameters
+from rl_megatron_worker.model.build import unwrapped
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
 
+    from megatron.core.models.gpt import GPTModel
+    from megatron.core.transformer.moe.moe_layer import MoELayer
+    from megatron.core.transformer.transformer_layer import TransformerLayer
     from torch import nn
+    from transformers import PreTrainedConfig
 
     from rl_megatron_worker.convert import Mapping
 
+_LAYER = re.compile(r"^decoder\.layers\.(\d+)\.")
+_EXPERT = re.compile(r"\.local_experts\.(\d+)\.")
+_PLACE = re.compile(r"^decoder\.layers\.\d+\.|^[^.]+\.(?:final_layernorm\.)?")
 # Old checkpoints store the rotary frequencies, which follow from the config.
 _NOT_READ = re.compile(r"\.rotary_emb\.inv_freq$")
 _MAX_NAMED = 5
 
 
+def held_parameters(chunks: Sequence[nn.Module]) -> dict[str, nn.Parameter]:
+    """Return this rank's parameters by global name: layers and experts counted over all ranks.
+
+    Args:
+        chunks: This rank's `GPTModel`s, wrapped or not.
+    """
+    held: dict[str, nn.Parameter] = {}
+    for chunk in chunks:
+        model = unwrapped(chunk)
+        for name, parameter in model.named_parameters():
+            held[_global_name(name, model)] = parameter
+    return held
+
+
+def place_of(name: str) -> str:
+    """Return the prefix of a global name that determines its pipeline stage.
+
+    Example: "decoder.layers.3.mlp.router.weight" -> "decoder.layers.3."
+    """
+    match = _PLACE.match(name)
+    assert match is not None, name
+    return match.group()
+
+
 def load_weights(
-    chunks: Sequence[nn.Module], mappings: Sequence[Mapping], hf_config: Any, *, model_name: str
+    chunks: Sequence[nn.Module],
+    mappings: Sequence[Mapping],
+    hf_config: PreTrainedConfig,
+    *,
+    model_name: str,
 ) -> None:
     """Fill this rank's parameters from the checkpoint of a Hugging Face model. Collective.
 
@@ -130,3 +167,16 @@ def _check_copy(mapping: Mapping, files: SafetensorsFiles, model_name: str) -> N
             f"policy.model_name={model_name!r}: its config ties {mapping.tied_name} to {source}, "
             "but its files hold different values for them; set tie_word_embeddings=false"
         )
+
+
+def _global_name(name: str, model: GPTModel) -> str:
+    match = _LAYER.match(name)
+    if match is None:
+        return name
+    layer = cast("TransformerLayer", model.decoder.layers[int(match.group(1))])
+    rest = name[match.end() :]
+    if expert := _EXPERT.search(rest):
+        indices = cast("MoELayer", layer.mlp).local_expert_indices
+        rest = _EXPERT.sub(f".local_experts.{indices[int(expert.group(1))]}.", rest)
+    # Megatron-core counts layers from 1.
+    return f"decoder.layers.{layer.layer_number - 1}.{rest}"

@@ -2,18 +2,22 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 from megatron.core import parallel_state
 from rl_interfaces import ParallelLayout
-from rl_interfaces.backend.runtime.ranks import destroy_groups
+from rl_interfaces.backend.runtime import destroy_groups
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
+    import torch.distributed as dist
 
     from rl_megatron_worker.model.config import Architecture
     from rl_megatron_worker.runtime import Runtime
+
+Section = Mapping[str, Any]
+"""A resolved policy config or a section of it: every key has its documented type."""
 
 _PATH = "policy.megatron_cfg"
 
@@ -75,7 +79,7 @@ class MegatronLayout:
         return chunks * (self.tensor if self.sequence_parallel else 1)
 
 
-def plan_layout(section: Mapping[str, Any], *, world_size: int) -> MegatronLayout:
+def plan_layout(section: Section, *, world_size: int) -> MegatronLayout:
     """Return the layout of `world_size` ranks under a resolved `policy.megatron_cfg`.
 
     Raises:
@@ -191,13 +195,13 @@ def init_model_parallel(layout: MegatronLayout, runtime: Runtime, *, timeout_s: 
 
 def leave_model_parallel() -> None:
     """Destroy Megatron-core's groups, which it only forgets itself. Not collective."""
-    made: list[Any] = parallel_state._global_process_group_list or []
+    made = cast("list[dist.ProcessGroup | None]", parallel_state._global_process_group_list or [])
     # None in this list is the default group, which may not be ours.
     destroy_groups(group for group in made if group is not None)
     parallel_state.destroy_model_parallel()
 
 
-def _check_divides(section: Mapping[str, Any], keys: tuple[str, ...], *, world_size: int) -> None:
+def _check_divides(section: Section, keys: tuple[str, ...], *, world_size: int) -> None:
     product = 1
     for key in keys:
         if section[key] < 1:
@@ -208,7 +212,7 @@ def _check_divides(section: Mapping[str, Any], keys: tuple[str, ...], *, world_s
         raise ValueError(f"{named} does not divide world_size={world_size}")
 
 
-def _check_stages(section: Mapping[str, Any]) -> None:
+def _check_stages(section: Section) -> None:
     """Raise if options of pipeline stages are set without pipeline parallelism."""
     pipeline = section["pipeline_model_parallel_size"]
     for key in (
@@ -227,7 +231,7 @@ def _check_stages(section: Mapping[str, Any]) -> None:
             )
 
 
-def _check_dispatcher(section: Mapping[str, Any]) -> None:
+def _check_dispatcher(section: Section) -> None:
     """Raise if the all-gather dispatcher would meet ranks with different numbers of tokens."""
     dispatcher = section["moe_token_dispatcher_type"]
     if dispatcher not in ("alltoall", "allgather"):

@@ -1,35 +1,41 @@
 """Megatron-core's pipeline schedules over the micro-batches of one step.
 
 One forward-backward function serves all layouts: without pipelining, 1F1B, and interleaved 1F1B.
-Scores and losses are computed on the last stage only; `stages` broadcasts them to the others.
+Scores and losses are computed on the last stage only, and then broadcast to the others.
 """
 
 from __future__ import annotations
 
+import json
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, TypeVar, cast
 
 import torch
+import torch.distributed as dist
 from megatron.core import parallel_state
 from megatron.core.pipeline_parallel import get_forward_backward_func
-from rl_interfaces.backend.runtime.agreement import failing_together
+from rl_interfaces.backend.engine import Scored
+from rl_interfaces.backend.runtime import failing_together
 
 from rl_megatron_worker.attention.layout import PackedLayout
-from rl_megatron_worker.model.chunks import run_chunk, unwrapped
+from rl_megatron_worker.model.build import unwrapped
 from rl_megatron_worker.model.config import uses_transformer_engine
 from rl_megatron_worker.model.heads import output_matrix
-from rl_megatron_worker.parallel.stages import with_plain_metrics
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Generator, Iterator, Sequence
+    from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 
-    from rl_interfaces.backend.engine import Scored, Tensors
+    from megatron.core.transformer.transformer_config import TransformerConfig
+    from rl_interfaces.backend.engine import Metrics, Tensors
     from rl_interfaces.backend.steps import Step
     from torch import nn
 
+    from rl_megatron_worker.attention.layout import PackedRows
     from rl_megatron_worker.runtime import Runtime
+
+T = TypeVar("T")
 
 
 class _Failure:
@@ -55,6 +61,7 @@ class _Failure:
         Raises:
             RuntimeError: Another rank failed; the message names rank and error.
         """
+        # All ranks have completed the schedule: nobody is left in a receive.
         with failing_together():
             if self._first is not None:
                 raise self._first
@@ -93,7 +100,7 @@ class Schedule:
         layouts: Sequence[PackedLayout],
         score: Callable[[PackedLayout, torch.Tensor], Scored],
     ) -> list[Scored]:
-        """Return `score` of each micro-batch; an empty list on stages before the last.
+        """Return `score` of each micro-batch, on every stage. Collective.
 
         Args:
             layouts: The micro-batches, from `lay_out`.
@@ -104,14 +111,13 @@ class Schedule:
 
         def on_last_stage(layout: PackedLayout, hidden: torch.Tensor, **_: bool) -> Scored | None:
             with failure.deferred():
-                return with_plain_metrics(score(layout, hidden))
+                return _with_plain_metrics(score(layout, hidden))
+            # After a failure; the results are thrown away once the schedule is complete.
             return None
 
-        found = self._run_layouts(
-            layouts, on_last_stage, forward_only=True, collect_non_loss_data=True
-        )
+        found = self._run_layouts(layouts, on_last_stage, forward_only=True)
         failure.raise_everywhere()
-        return found
+        return _broadcast_scored(found, device=self.runtime.device)
 
     def run_backward(
         self,
@@ -137,39 +143,44 @@ class Schedule:
                 value, scored = loss(layout, hidden)
                 if not value.requires_grad:
                     value = value + self._zero_loss(hidden)
-                return value, num_tokens, with_plain_metrics(scored)
+                return value, num_tokens, _with_plain_metrics(scored)
             return self._zero_loss(hidden), num_tokens, None
 
         found = self._run_layouts(layouts, on_last_stage, forward_only=False)
         failure.raise_everywhere()
-        return found
+        return _broadcast_scored(found, device=self.runtime.device)
 
     @torch.no_grad()
     def run_one(
         self, layout: PackedLayout, score: Callable[[PackedLayout, torch.Tensor], Tensors]
-    ) -> Tensors | None:
-        """Return `score` of one micro-batch; None on stages before the last."""
+    ) -> Tensors:
+        """Return `score` of one micro-batch, on every stage. Collective."""
         # Passes that only complete an interleaved schedule must not write to the cache.
         idle = replace(layout, rows=replace(layout.rows, cache=None))
         layouts = [layout] + [idle] * (self._num_passes(1) - 1)
 
-        def on_last_stage(layout: PackedLayout, hidden: torch.Tensor, **_: bool) -> Tensors:
-            return score(layout, hidden)
+        def on_last_stage(layout: PackedLayout, hidden: torch.Tensor, **_: bool) -> Scored:
+            return Scored(tensors=score(layout, hidden))
 
-        found = self._run_layouts(
-            layouts, on_last_stage, forward_only=True, collect_non_loss_data=True
-        )
-        return found[0] if found else None
+        found = self._run_layouts(layouts, on_last_stage, forward_only=True)
+        return _broadcast_tensors(found[0].tensors if found else {}, device=self.runtime.device)
 
     def _run_layouts(
-        self, layouts: Sequence[PackedLayout], on_last_stage: Callable[..., Any], **options: Any
-    ) -> list[Any]:
+        self,
+        layouts: Sequence[PackedLayout],
+        on_last_stage: Callable[..., object],
+        *,
+        forward_only: bool,
+    ) -> list[Scored]:
+        """Return the last stage's results; an empty list on stages before it."""
+
         def forward_step(
             iterator: Iterator[PackedLayout], chunk: nn.Module
-        ) -> tuple[torch.Tensor, Callable[..., Any]]:
+        ) -> tuple[torch.Tensor, Callable[..., object]]:
             layout = next(iterator)
             return run_chunk(chunk, layout.tokens, layout.rows), partial(on_last_stage, layout)
 
+        # Each chunk of an interleaved schedule draws all micro-batches from an iterator of its own.
         iterators = [iter(layouts) for _ in self.chunks]
         with self.runtime.scope():
             return get_forward_backward_func()(
@@ -180,7 +191,9 @@ class Schedule:
                 # An upper bound: with `variable_seq_lengths` stages exchange the actual shapes.
                 seq_length=max(layout.packed.total_length for layout in layouts),
                 micro_batch_size=1,
-                **options,
+                forward_only=forward_only,
+                # Otherwise it expects a loss, and divides it by the number of micro-batches.
+                collect_non_loss_data=forward_only,
             )
 
     def _zero_loss(self, hidden: torch.Tensor) -> torch.Tensor:
@@ -201,3 +214,110 @@ class Schedule:
             return num_micro_batches
         stages = parallel_state.get_pipeline_model_parallel_world_size()
         return -(-num_micro_batches // stages) * stages
+
+
+def run_chunk(chunk: nn.Module, tokens: torch.Tensor, rows: PackedRows) -> torch.Tensor:
+    """Run a chunk's forward pass; call it inside the runtime's scope.
+
+    Args:
+        chunk: From `build_model`; the schedule has set the input of stages after the first.
+        tokens: `[own tokens]` int64, the shard of this context-parallel rank.
+        rows: The packed-sequence parameters.
+
+    Returns:
+        On the last stage hidden states `[own tokens, hidden]` in the model's dtype, replicated
+        over tensor-parallel ranks; on others the activations for the next stage.
+    """
+    config = cast("TransformerConfig", chunk.config)
+    # `Float16Module` would otherwise cast the output to float32.
+    options = {"fp32_output": False} if config.fp16 or config.bf16 else {}
+    output = chunk(
+        input_ids=tokens[None],
+        # Rotary embeddings take positions from the packed-sequence parameters.
+        position_ids=None,
+        attention_mask=None,
+        packed_seq_params=rows,
+        **options,
+    )
+    return output[0] if unwrapped(chunk).post_process else output
+
+
+def _broadcast_json(value: T, *, device: torch.device) -> T:
+    """Return the last stage's JSON-serialisable value on every stage. Collective."""
+    group, last, is_last = _last_stage()
+    if group.size() == 1:
+        return value
+    encoded = json.dumps(value).encode() if is_last else b""
+    # The size first: the other stages have to allocate the buffer that they receive into.
+    size = torch.tensor([len(encoded)], dtype=torch.int64, device=device)
+    dist.broadcast(size, src=last, group=group)
+    data = torch.zeros(int(size), dtype=torch.uint8, device=device)
+    if is_last:
+        data.copy_(torch.frombuffer(bytearray(encoded), dtype=torch.uint8))
+    dist.broadcast(data, src=last, group=group)
+    return value if is_last else json.loads(bytes(data.tolist()))
+
+
+def _broadcast_tensors(tensors: Mapping[str, torch.Tensor], *, device: torch.device) -> Tensors:
+    """Return the last stage's tensors on every stage, on `device`. Collective."""
+    group, last, is_last = _last_stage()
+    if group.size() == 1:
+        return dict(tensors)
+    specs = {
+        name: (list(t.shape), str(t.dtype).removeprefix("torch.")) for name, t in tensors.items()
+    }
+    received: Tensors = {}
+    for name, (shape, dtype) in _broadcast_json(specs, device=device).items():
+        if is_last:
+            # gloo corrupts non-contiguous tensors in a broadcast without an error.
+            data = tensors[name].to(device).contiguous()
+        else:
+            data = torch.empty(shape, dtype=getattr(torch, dtype), device=device)
+        dist.broadcast(data, src=last, group=group)
+        received[name] = data
+    return received
+
+
+def _broadcast_scored(found: Sequence[Scored], *, device: torch.device) -> list[Scored]:
+    """Return the last stage's results of all micro-batches on every stage. Collective.
+
+    JSON and raw tensors rather than pickled objects: nothing that is received is executed.
+    """
+    metrics = _broadcast_json([each.metrics for each in found], device=device)
+    # The names carry the index, so that the shapes of all micro-batches are sent at once.
+    named = {
+        f"{index}/{name}": tensor
+        for index, each in enumerate(found)
+        for name, tensor in each.tensors.items()
+    }
+    results = [Scored(metrics=each) for each in metrics]
+    for key, tensor in _broadcast_tensors(named, device=device).items():
+        index, _, name = key.partition("/")
+        results[int(index)].tensors[name] = tensor
+    return results
+
+
+def _with_plain_metrics(scored: Scored) -> Scored:
+    """Return the result with metrics that `_broadcast_scored` can send.
+
+    Call it where an exception is deferred: the other stages wait for the broadcast.
+
+    Raises:
+        TypeError: A metric is not JSON-serialisable; the message names it.
+    """
+    metrics: Metrics = {}
+    for name, value in scored.metrics.items():
+        # Scalars of numpy, and tensors, have `item`.
+        metrics[name] = value.item() if hasattr(value, "item") else value
+        try:
+            json.dumps(metrics[name])
+        except TypeError as error:
+            raise TypeError(f"the loss's metric {name!r} is {value!r}: {error}") from error
+    return replace(scored, metrics=metrics)
+
+
+def _last_stage() -> tuple[dist.ProcessGroup, int, bool]:
+    """Return the group of stages, the global rank of the last, and whether it is this one."""
+    group = cast("dist.ProcessGroup", parallel_state.get_pipeline_model_parallel_group())
+    last = dist.get_global_rank(group, group.size() - 1)
+    return group, last, dist.get_rank() == last

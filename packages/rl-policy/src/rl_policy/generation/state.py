@@ -8,7 +8,7 @@ begin_update(version)     weights         any, and older      updating
 commit_update(version)    weights         updating, received  committed (or is already)
 a failed update           -               -                   lost, until a full resend
 
-Version and weights are a `rl_refit.protocol.transaction.WeightVersion`, the state machine of every
+Version and weights are a `rl_refit.protocol.WeightVersion`, the state machine of every
 receiver; here "updating" is its "in progress" and "loaded", and "lost" its "poisoned".
 """
 
@@ -16,7 +16,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from rl_refit.protocol.transaction import State, WeightVersion
+from rl_refit.protocol import State, WeightVersion
 
 INITIAL_VERSION = -1
 """The version of the weights that an engine has loaded by itself, before any refit."""

@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, Any, NoReturn
 import numpy as np
 import ray
 import torch.distributed
+from ray.actor import ActorHandle
 from ray.exceptions import RayActorError, RayError, RayTaskError
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
@@ -26,7 +27,6 @@ from rl_policy.ray.worker_host import HostedWorker, WorkerHost, rank_environment
 
 if TYPE_CHECKING:
     from numpy.typing import ArrayLike
-    from ray.actor import ActorHandle
     from ray.util.placement_group import PlacementGroup
     from rl_interfaces import Cluster, ParallelLayout
 
@@ -256,9 +256,7 @@ class RayWorkerGroup:
         ranks = list(range(self.world_size))
         return self._submit(method, [args] * self.world_size, kwargs, result_ranks=ranks)
 
-    def submit_sharded(
-        self, method: str, shards: Sequence[object], **kwargs: object
-    ) -> RankCall:
+    def submit_sharded(self, method: str, shards: Sequence[object], **kwargs: object) -> RankCall:
         """Start what `run_sharded` runs, without waiting for it."""
         size = self.sharding.get_axis_size(_DATA_AXIS)
         if len(shards) != size:
@@ -334,7 +332,7 @@ class RayWorkerGroup:
             omp_num_threads=os.environ.get("OMP_NUM_THREADS"),
         )
         stored = [ray.put(part) for part in construction]
-        refs = [
+        refs: list[ray.ObjectRef] = [
             host.construct.remote(environment, *stored)
             for host, environment in zip(self._hosts, environments, strict=True)
         ]
@@ -471,14 +469,14 @@ def _depth(failure: Exception) -> int:
 def _create_host(group: PlacementGroup, bundle: int, *, name: str, rank: int) -> ActorHandle:
     """Start the actor of one rank, on one CPU of its bundle and that fraction of its GPU."""
     resources = group.bundle_specs[bundle]
-    return (
-        ray.remote(WorkerHost)
-        .options(
-            num_cpus=1,
-            num_gpus=resources.get("GPU", 0) / resources["CPU"],
-            scheduling_strategy=PlacementGroupSchedulingStrategy(
-                group, placement_group_bundle_index=bundle
-            ),
-        )
-        .remote(name, rank)
+    options = ray.remote(WorkerHost).options(
+        num_cpus=1,
+        num_gpus=resources.get("GPU", 0) / resources["CPU"],
+        scheduling_strategy=PlacementGroupSchedulingStrategy(
+            group, placement_group_bundle_index=bundle
+        ),
     )
+    host = options.remote(name, rank)
+    # By its type it could also be the class itself, which shows the methods' signatures.
+    assert isinstance(host, ActorHandle)
+    return host

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import Protocol
 
 import ray
-from rl_interfaces.backend.runtime.ports import ReservedPort
+from rl_interfaces.backend.runtime import ReservedPort
 
 
 class HostedWorker(Protocol):

@@ -14,6 +14,7 @@ from time import perf_counter
 from typing import ClassVar
 
 from pydantic import Field
+from rl_interfaces.config.resolve import merge_sections
 
 from rl_policy.backends import WORKERS_OWN
 from rl_policy.config import (
@@ -23,7 +24,6 @@ from rl_policy.config import (
     Settings,
     check_sampling,
     merge_policy,
-    merge_sections,
     resolve_policy,
 )
 from rl_policy.data.batches import ProblemEncoder

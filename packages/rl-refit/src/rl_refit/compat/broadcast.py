@@ -1,8 +1,8 @@
-"""One broadcast per tensor: the simplest way to engines on other machines.
+"""One broadcast per tensor: the simplest refit to engines on other machines.
 
-Trainer rank 0 and the inference ranks meet at an address that the driver gives them, and iterate
-over the same tensors in the same order. There is neither authentication nor verification:
-`RefitSender` with the transport `collective` has both, and is faster.
+Trainer rank 0 and the inference ranks rendezvous at an address from the driver, and iterate over
+the same tensors in the same order. Nothing is authenticated or verified: `RefitSender` with the
+transport `collective` does both, and is faster.
 """
 
 # torch annotates its distributed classes only in part.
@@ -34,11 +34,11 @@ class BroadcastGroup(Closing):
         port: A free port there.
         rank: This process's rank; 0 is the trainer.
         world_size: The inference ranks plus one.
-        device: Where tensors are sent from and arrive.
+        device: Device of the tensors.
         timeout_s: Limit of the construction, and of each broadcast, in seconds.
 
     Raises:
-        RefitError: The others did not come in time, or the group cannot be made.
+        RefitError: The other ranks did not join in time, or the group cannot be constructed.
     """
 
     def __init__(
@@ -53,7 +53,7 @@ class BroadcastGroup(Closing):
     ) -> None:
         if not 0 <= rank < world_size:
             raise ValueError(f"rank={rank} is not within world_size={world_size}")
-        # With its index: the group is made in a thread, which has a current GPU of its own.
+        # With its index: the group is constructed in a thread, whose current GPU may differ.
         self._device = torch.empty(0, device=device).device
         self._timeout = datetime.timedelta(seconds=timeout_s)
         self._rank = rank
@@ -82,7 +82,7 @@ class BroadcastGroup(Closing):
         """Broadcast every tensor, in order; return when all are sent or, on a GPU, enqueued.
 
         Raises:
-            RuntimeError: The receivers did not take part in time.
+            RuntimeError: A receiver did not join a broadcast in time.
         """
         for _, tensor in tensors:
             self._broadcast(tensor.detach().to(self._device).contiguous())
@@ -91,10 +91,10 @@ class BroadcastGroup(Closing):
         """Yield name and tensor of everything that rank 0 sends, each in new memory.
 
         Args:
-            info: What is sent, in order.
+            info: The tensors, in the order of sending.
 
         Raises:
-            RuntimeError: The trainer did not take part in time.
+            RuntimeError: The trainer did not join a broadcast in time.
         """
         for name, (shape, dtype) in info.items():
             tensor = torch.empty(tuple(shape), dtype=dtype, device=self._device)
@@ -110,7 +110,7 @@ class BroadcastGroup(Closing):
     def _broadcast(self, tensor: torch.Tensor) -> None:
         if self._group is None:
             raise RuntimeError("the group is closed")
-        # As bytes: not every backend supports every dtype.
+        # As bytes, since not every backend supports every dtype.
         work = self._group.broadcast(tensor.flatten().view(torch.uint8))
         if work is not None:
             work.wait(self._timeout)

@@ -1,36 +1,61 @@
-"""Tensors that another process opens by a handle, and groups of them that fit a buffer.
+"""Handles by which another process opens tensors, and groups of tensors that fit a buffer.
 
-In this older way of refit the handles of every tensor go through the driver, group by group. It
-costs a call per group and a handle per tensor; `RefitSender` needs neither.
+In this older way of refitting, the handles of every tensor pass through the driver, group by group:
+a call per group and a handle per tensor. `RefitSender` needs neither.
 """
 
 # torch is annotated only in part.
-# pyright: reportUnknownMemberType=false, reportPrivateUsage=false, reportUnknownVariableType=false
+# pyright: reportUnknownMemberType=false
 
 from __future__ import annotations
 
 import mmap
 import os
 from collections.abc import Iterable, Mapping
-from typing import Any
 
+import msgspec
 import torch
-from torch.multiprocessing.reductions import rebuild_cuda_tensor, reduce_tensor
 
 from rl_refit.plan import dtype_name, parse_dtype
 from rl_refit.protocol.waiting import Closing
-from rl_refit.transports.memory import create_memory, open_memory
+from rl_refit.transports.shared_memory import (
+    CudaHandle,
+    create_memory,
+    export_cuda,
+    open_cuda,
+    open_memory,
+)
 
-Handle = dict[str, Any]
+Handle = dict[str, object]
 """Plain values: strings, integers and lists of them; for GPU memory bytes as well."""
+
+
+class _MemoryHandle(msgspec.Struct, frozen=True, tag_field="kind", tag="memory"):
+    """A tensor in shared memory that its owner keeps open.
+
+    Attributes:
+        pid: The owner's process.
+        descriptor: The open file in that process.
+        file: Its device and inode, which identify it.
+        offset: Where the tensor begins, in bytes.
+        dtype: Name of the dtype.
+        shape: Of the tensor.
+    """
+
+    pid: int
+    descriptor: int
+    file: list[int]
+    offset: int
+    dtype: str
+    shape: list[int]
 
 
 def group_keys(specs: Iterable[tuple[str, int]], limit_bytes: int) -> list[list[str]]:
     """Return the names in groups of at most `limit_bytes`, in their order.
 
     Args:
-        specs: Name and bytes of each tensor.
-        limit_bytes: Largest size of a group. A larger tensor is a group of its own.
+        specs: Name and size in bytes of each tensor.
+        limit_bytes: Largest size of a group. A larger tensor forms a group of its own.
 
     >>> group_keys([("a", 4), ("b", 4), ("c", 9), ("d", 1)], 8)
     [['a', 'b'], ['c'], ['d']]
@@ -49,8 +74,8 @@ def group_keys(specs: Iterable[tuple[str, int]], limit_bytes: int) -> list[list[
 class HandleOwner(Closing):
     """Keeps the memory behind its handles alive until it is closed.
 
-    On a GPU a handle names the tensor's own memory. On the CPU the tensors are copied into shared
-    memory, which processes of the same user on the same machine can open read-only.
+    On a GPU a handle refers to the tensor's own memory. On the CPU the tensors are copied into
+    shared memory, which processes of the same user on the same machine can open read-only.
     """
 
     def __init__(self) -> None:
@@ -62,23 +87,27 @@ class HandleOwner(Closing):
         on_gpu = {name: t.detach() for name, t in tensors.items() if t.is_cuda}
         elsewhere = {name: t.detach() for name, t in tensors.items() if not t.is_cuda}
         self._tensors += on_gpu.values()
-        handles = {name: export_cuda(tensor) for name, tensor in on_gpu.items()}
+        handles: dict[str, CudaHandle | _MemoryHandle] = {
+            name: export_cuda(tensor) for name, tensor in on_gpu.items()
+        }
         if elsewhere:
             handles |= self._copy(elsewhere)
-        return {name: handles[name] for name in tensors}
+        return {
+            name: msgspec.to_builtins(handles[name], builtin_types=(bytes,)) for name in tensors
+        }
 
     def close(self) -> None:
-        """Release everything. On the CPU, what another process has opened stays valid there."""
+        """Release all memory. On the CPU, tensors opened in another process stay valid there."""
         self._tensors.clear()
         while self._descriptors:
             os.close(self._descriptors.pop())
 
-    def _copy(self, tensors: Mapping[str, torch.Tensor]) -> dict[str, Handle]:
+    def _copy(self, tensors: Mapping[str, torch.Tensor]) -> dict[str, _MemoryHandle]:
         offsets: dict[str, int] = {}
         end = 0
         for name, tensor in tensors.items():
             offsets[name] = end
-            # Mappings begin at page boundaries.
+            # A mapping's offset must be a multiple of the page size.
             end += -(-tensor.nbytes // mmap.ALLOCATIONGRANULARITY) * mmap.ALLOCATIONGRANULARITY
         descriptor, memory = create_memory(end)
         self._descriptors.append(descriptor)
@@ -87,15 +116,14 @@ class HandleOwner(Closing):
             place = memory[offsets[name] : offsets[name] + tensor.nbytes]
             place.view(tensor.dtype).view(tensor.shape).copy_(tensor)
         return {
-            name: {
-                "kind": "memory",
-                "pid": os.getpid(),
-                "descriptor": descriptor,
-                "file": [status.st_dev, status.st_ino],
-                "offset": offsets[name],
-                "dtype": dtype_name(tensor.dtype),
-                "shape": list(tensor.shape),
-            }
+            name: _MemoryHandle(
+                pid=os.getpid(),
+                descriptor=descriptor,
+                file=[status.st_dev, status.st_ino],
+                offset=offsets[name],
+                dtype=dtype_name(tensor.dtype),
+                shape=list(tensor.shape),
+            )
             for name, tensor in tensors.items()
         }
 
@@ -107,74 +135,24 @@ def rebuild(handle: Handle, device: torch.device | str | None = None) -> torch.T
 
     Args:
         handle: Of `HandleOwner.export`.
-        device: For GPU memory, the device of this process that reads it; None for the one of the
-            owner's number, which is another GPU where the two processes see different ones.
+        device: For GPU memory, this process's name of the GPU; None for the one with the owner's
+            index, which is another GPU if the two processes see different ones.
 
     Raises:
         RuntimeError: Its owner has closed it, has ended, or is not reachable from this process.
+        msgspec.ValidationError: It is not a handle.
     """
-    dtype, shape = parse_dtype(handle["dtype"]), list(handle["shape"])
-    if handle["kind"] == "memory":
-        size = torch.Size(shape).numel() * dtype.itemsize
-        return _open(handle, size).view(dtype).view(shape)
-    arguments = {name: handle[name] for name in _CUDA_PLAIN}
-    if device is not None:
-        arguments["storage_device"] = _index_of(torch.device(device))
-    return rebuild_cuda_tensor(
-        tensor_cls=torch.Tensor,
-        tensor_size=torch.Size(shape),
-        tensor_stride=tuple(handle["stride"]),
-        # As torch itself calls it; for an empty tensor the other class takes other arguments.
-        storage_cls=torch.storage.TypedStorage,
-        dtype=dtype,
-        requires_grad=False,
-        **arguments,
-    )
+    opened = msgspec.convert(handle, CudaHandle | _MemoryHandle)
+    if isinstance(opened, CudaHandle):
+        return open_cuda(opened, device)
+    dtype = parse_dtype(opened.dtype)
+    size = torch.Size(opened.shape).numel() * dtype.itemsize
+    return _open(opened, size).view(dtype).view(opened.shape)
 
 
-_CUDA_PLAIN = (
-    "tensor_offset",
-    "storage_device",
-    "storage_handle",
-    "storage_size_bytes",
-    "storage_offset_bytes",
-    "ref_counter_handle",
-    "ref_counter_offset",
-    "event_handle",
-    "event_sync_required",
-)
-
-
-def export_cuda(tensor: torch.Tensor) -> Handle:
-    """Return a handle of a GPU tensor. It can be rebuilt once: torch counts its openings."""
-    # In the order in which torch's rebuild_cuda_tensor takes them.
-    arguments: Any = reduce_tensor(tensor)[1]
-    (_, size, stride, offset, _, dtype, device, storage_handle, storage_size) = arguments[:9]
-    (storage_offset, _, counter, counter_offset, event, needs_event) = arguments[9:15]
-    values = (
-        offset,
-        device,
-        storage_handle,
-        storage_size,
-        storage_offset,
-        counter,
-        counter_offset,
-        event,
-        needs_event,
-    )
-    plain = dict(zip(_CUDA_PLAIN, values, strict=True))
-    place = {"shape": list(size), "stride": list(stride)}
-    return {"kind": "cuda", "dtype": dtype_name(dtype), **place, **plain}
-
-
-def _index_of(device: torch.device) -> int:
-    index: Any = device.index
-    return torch.cuda.current_device() if index is None else index
-
-
-def _open(handle: Handle, size: int) -> torch.Tensor:
-    path = f"/proc/{handle['pid']}/fd/{handle['descriptor']}"
-    subject = f"the memory of process {handle['pid']} cannot be opened"
+def _open(handle: _MemoryHandle, size: int) -> torch.Tensor:
+    path = f"/proc/{handle.pid}/fd/{handle.descriptor}"
+    subject = f"the memory of process {handle.pid} cannot be opened"
     try:
         descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
     except OSError as error:
@@ -183,10 +161,10 @@ def _open(handle: Handle, size: int) -> torch.Tensor:
             "process namespace"
         ) from error
     try:
-        # The number may name another file by now: the owner closes and opens files.
+        # The owner may have closed the memory and opened another file under the same number.
         status = os.fstat(descriptor)
-        if [status.st_dev, status.st_ino] != list(handle["file"]):
+        if [status.st_dev, status.st_ino] != handle.file:
             raise RuntimeError(f"{subject}: its owner has closed it")
-        return open_memory(descriptor, size, offset=handle["offset"])
+        return open_memory(descriptor, size, offset=handle.offset)
     finally:
         os.close(descriptor)

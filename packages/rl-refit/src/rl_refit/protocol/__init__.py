@@ -1,4 +1,171 @@
-"""What sender and receivers say to each other: messages, channels, waits, and the commit protocol.
+"""The commit protocol: a refit is a transaction over one sender and all of its receivers.
 
-Read `transaction` first: it has the order of the messages and the states of a receiver.
+Messages in order, S from the sender and R from each receiver. Once per connection:
+
+    S  Offer, then the buffers' file descriptors
+    R  Accepted         it accepts the plan and has opened the buffers
+    S  Join             all have accepted; the transport's sides join each other
+
+and for each refit:
+
+    S  Begin(v)
+    R  Ready(v)         only if `begin(v)` was called
+    S  Start(v)         all are ready; from here on a lost connection fails the refit
+    S  Filled(v, k)     for each bucket k, at most `num_buffers` ahead of `Loaded`
+    R  Loaded(v, k)
+    S  End(v)
+    R  Done(v)          all buckets are loaded and verified by this receiver
+    S  AllLoaded(v)     ... and by every other receiver of this sender
+    S  Commit(v)        later, from `RefitSender.commit(v)`; has no reply
+
+Either side may send `Failure` in place of its next message, and then closes the connection. A side
+that receives a message out of order fails. The sender fails a refit on the first `Failure` or lost
+connection, reports it to the other receivers and drops all connections, so that the next refit
+starts on new ones without unread messages. Before `Start`, a receiver whose connection is dropped
+reconnects and waits. If a new receiver of a known rank connects before `Start`, the sender drops
+all connections in the same way.
+
+States of a receiver, held by `WeightVersion`, the only owner of its version:
+
+    state        the engine's weights are          require_ready()    leaves by
+    empty        not from this sender              RefitError         begin
+    in progress  old ones, or partly overwritten   RefitInProgress    AllLoaded: loaded
+    loaded       those of v, not yet valid         RefitInProgress    commit(v): ready
+    ready        those of the committed version    returns it         begin
+    poisoned     undefined                         PoisonedError      begin
+
+`begin(v)` leads from every state to "in progress", if v is newer than the committed version. A
+failure on either side leads from "in progress" and "loaded" to "poisoned", and only a complete
+refit leads out of it. `commit(v)` comes from the sender's `Commit` or from the engine itself,
+through `RefitReceiver.commit`: the first one counts, the second changes nothing. After a failure
+the committed version is still known, but its weights are overwritten.
+
+The sender's only state is the version that was last sent in full: `RefitSender.commit` refuses any
+other. A failed `send` clears it.
 """
+
+from __future__ import annotations
+
+from enum import Enum
+from typing import NoReturn
+
+from rl_refit.errors import PoisonedError, RefitError, RefitInProgress, StaleVersionError
+
+
+class State(Enum):
+    """The state of an engine's weights; see the module's table."""
+
+    EMPTY = "empty"
+    IN_PROGRESS = "in progress"
+    LOADED = "loaded"
+    READY = "ready"
+    POISONED = "poisoned"
+
+
+class WeightVersion:
+    """The version and state of one engine's weights.
+
+    Args:
+        rank: The receiver's rank, for error messages; None if there is only one.
+        committed: The version of the weights that the engine starts with; None if it has none.
+
+    Attributes:
+        committed: The committed version; None before the first.
+        begun: The version of the last `begin`.
+        state: See the module's table.
+        reason: Why the weights are undefined, in state "poisoned".
+    """
+
+    def __init__(self, rank: int | None = None, *, committed: int | None = None) -> None:
+        self.committed = committed
+        self.begun: int | None = None
+        self.state = State.EMPTY if committed is None else State.READY
+        self.reason = ""
+        self._rank = rank
+
+    @property
+    def is_updating(self) -> bool:
+        """Whether a refit has begun and is neither committed nor failed."""
+        return self.state in (State.IN_PROGRESS, State.LOADED)
+
+    @property
+    def is_poisoned(self) -> bool:
+        """Whether the weights are undefined, for `reason`."""
+        return self.state is State.POISONED
+
+    def begin(self, version: int) -> None:
+        """Open a refit.
+
+        Raises:
+            StaleVersionError: The version is not newer than the committed one. Nothing changes.
+        """
+        if self.committed is not None and version <= self.committed:
+            raise StaleVersionError(
+                f"version {version} is not newer than the committed {self.committed}",
+                rank=self._rank,
+            )
+        self.begun = version
+        self.state = State.IN_PROGRESS
+
+    def require_begun(self, version: int) -> None:
+        """Raise `RefitError` unless `version` is in progress."""
+        if self.state is not State.IN_PROGRESS or self.begun != version:
+            raise RefitError(
+                f"version {version} was not begun ({self}): call begin", rank=self._rank
+            )
+
+    def set_loaded(self) -> None:
+        """Record that every receiver of the sender has loaded the version."""
+        self.state = State.LOADED
+
+    def is_loaded(self, version: int) -> bool:
+        """Return whether `version` is loaded and can be committed."""
+        return self.state is State.LOADED and self.begun == version
+
+    def commit(self, version: int) -> bool:
+        """Make the loaded version the committed one; return False if it is already.
+
+        Raises:
+            PoisonedError: The refit failed.
+            RefitError: `version` is not loaded.
+        """
+        # Both the sender's message and the engine may commit the same version.
+        if self.state is State.READY and self.committed == version:
+            return False
+        if self.is_poisoned:
+            self._refuse()
+        if not self.is_loaded(version):
+            raise RefitError(f"version {version} cannot be committed: {self}", rank=self._rank)
+        self.committed = version
+        self.state = State.READY
+        return True
+
+    def poison(self, reason: str) -> None:
+        """Record why the weights are undefined until a complete refit succeeds."""
+        self.state = State.POISONED
+        self.reason = reason
+
+    def require_ready(self) -> int:
+        """Return the committed version, if the engine holds exactly its weights.
+
+        Raises:
+            PoisonedError: The last refit failed.
+            RefitInProgress: A refit has begun and is not committed.
+            RefitError: No version was committed yet.
+        """
+        if self.is_poisoned:
+            self._refuse()
+        if self.is_updating:
+            raise RefitInProgress(str(self), rank=self._rank)
+        if self.committed is None:
+            raise RefitError("no version was committed yet", rank=self._rank)
+        return self.committed
+
+    def __str__(self) -> str:
+        if self.is_poisoned:
+            return f"the last refit failed: {self.reason}"
+        return f"state {self.state.value}, begun {self.begun}, committed {self.committed}"
+
+    def _refuse(self) -> NoReturn:
+        message = f"{self}; the weights are undefined until a complete refit succeeds"
+        raise PoisonedError(message, rank=self._rank)

@@ -1,8 +1,11 @@
-"""Authenticated channels for control messages, over a Unix socket or TCP.
+"""Control messages, and the authenticated channels that carry them over a Unix socket or TCP.
 
-A frame is `length (4 bytes), MAC (32 bytes), payload`. The MAC is an HMAC-SHA256 under a key of
-this connection and direction, over a counter and the payload: no frame can be forged, repeated,
-dropped or reordered. `rl_refit.protocol.endpoint` makes channels, and their keys.
+Messages are typed structs, encoded as MessagePack; nothing is unpickled. Who may send which message
+when is written down in `rl_refit.protocol`.
+
+A frame is `length (4 bytes), MAC (32 bytes), payload`. The MAC is an HMAC-SHA256 over a counter and
+the payload, under a key of this connection and direction: no frame can be forged, replayed, dropped
+or reordered unnoticed. `rl_refit.protocol.endpoint` opens channels and derives their keys.
 """
 
 from __future__ import annotations
@@ -13,22 +16,197 @@ import select
 import socket
 import struct
 from contextlib import suppress
+from typing import Annotated, NoReturn
 
+import msgspec
+
+from rl_refit import errors
 from rl_refit.errors import AuthenticationError, RefitError, RefitTimeoutError
-from rl_refit.protocol.messages import (
-    Failure,
-    Message,
-    decode,
-    encode,
-    failure_of,
-    raise_failure,
-)
+from rl_refit.plan import WirePlan
 from rl_refit.protocol.waiting import Deadline, poll_briefly
 
 MAX_MESSAGE_BYTES = 64 << 20
 _GOODBYE_S = 1.0
-"""For reporting a failure to a peer, or reading its report, when the refit has failed anyway."""
+"""Limit for reporting a failure to a peer, or for reading its report, after a refit has failed."""
 _FRAME = struct.Struct("!I32s")
+
+Count = Annotated[int, msgspec.Meta(ge=0)]
+
+
+class Message(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag=True):
+    """A control message; the name of its class is the tag on the wire."""
+
+
+class Offer(Message, frozen=True):
+    """The parameters that the sender dictates: plan, buffers and verification.
+
+    Attributes:
+        plan: Tensors and bucket size; the receiver derives the buckets and compares the hash.
+        num_buffers: Number of buffers, used in turn.
+        verify: A mode of `RefitSender`.
+        digest: A key of `rl_refit.digest.DIGESTS`.
+        grant: Plain values with which the transport's receiving side opens the buffers.
+        num_fds: Number of file descriptors that follow this message.
+    """
+
+    plan: WirePlan
+    num_buffers: Annotated[int, msgspec.Meta(ge=1)]
+    verify: str
+    digest: str
+    grant: dict[str, object]
+    num_fds: Count
+
+
+class Accepted(Message, frozen=True):
+    """The receiver accepts the plan and has opened the buffers."""
+
+
+class Join(Message, frozen=True):
+    """All receivers have accepted: the transport's sides join each other now."""
+
+
+class Begin(Message, frozen=True):
+    """A refit begins."""
+
+    version: int
+    plan_hash: str
+
+
+class Ready(Message, frozen=True):
+    """The receiver takes part."""
+
+    version: int
+
+
+class Start(Message, frozen=True):
+    """All receivers take part."""
+
+    version: int
+
+
+class Filled(Message, frozen=True):
+    """A bucket may be read."""
+
+    version: int
+    bucket: Count
+    buffer: Count
+    nbytes: Count
+    digest: Count
+
+
+class Loaded(Message, frozen=True):
+    """The receiver has loaded a bucket; its buffer may be filled again."""
+
+    version: int
+    bucket: Count
+
+
+class End(Message, frozen=True):
+    """All buckets have been sent."""
+
+    version: int
+    num_buckets: Count
+
+
+class Done(Message, frozen=True):
+    """The receiver has loaded all buckets; with the seconds spent on loading and verifying."""
+
+    version: int
+    load_s: float
+    verify_s: float
+
+
+class AllLoaded(Message, frozen=True):
+    """Every receiver of this sender has loaded the version."""
+
+    version: int
+
+
+class Commit(Message, frozen=True):
+    """The loaded version becomes the committed one."""
+
+    version: int
+
+
+class Failure(Message, frozen=True):
+    """The refit has failed on the side that sends this, which then closes the connection."""
+
+    kind: str
+    reason: str
+    rank: int | None
+    bucket: int | None
+    tensor: str | None
+
+
+_encoder = msgspec.msgpack.Encoder()
+_decoder = msgspec.msgpack.Decoder(
+    Offer
+    | Accepted
+    | Join
+    | Begin
+    | Ready
+    | Start
+    | Filled
+    | Loaded
+    | End
+    | Done
+    | AllLoaded
+    | Commit
+    | Failure
+)
+
+# Raised as the same class here; any other error of a peer becomes a plain `RefitError`.
+_KINDS: dict[str, type[RefitError]] = {
+    kind.__name__: kind
+    for kind in (
+        errors.PlanMismatchError,
+        errors.VerificationError,
+        errors.RefitTimeoutError,
+        errors.StaleVersionError,
+    )
+}
+
+
+def encode(message: Message) -> bytes:
+    """Return the message as bytes."""
+    return _encoder.encode(message)
+
+
+def decode(payload: bytes) -> Message:
+    """Return the message of `encode`.
+
+    Raises:
+        RefitError: The bytes are not a message, or a field is missing, unknown, of another type or
+            out of range.
+    """
+    try:
+        return _decoder.decode(payload)
+    except msgspec.MsgspecError as error:
+        raise RefitError(f"unreadable message: {error}") from error
+
+
+def failure_of(error: BaseException, *, rank: int | None = None) -> Failure:
+    """Return the message that reports an error to the other side.
+
+    Args:
+        error: Raised on this side.
+        rank: The receiver's rank, if the error does not have one itself.
+    """
+    if isinstance(error, RefitError):
+        known = error.rank if error.rank is not None else rank
+        return Failure(type(error).__name__, error.reason, known, error.bucket, error.tensor)
+    return Failure(RefitError.__name__, repr(error), rank, None, None)
+
+
+def raise_failure(failure: Failure, *, origin: str) -> NoReturn:
+    """Raise the error that the other side reported."""
+    kind = _KINDS.get(failure.kind, RefitError)
+    raise kind(
+        f"{origin} reports: {failure.reason}",
+        rank=failure.rank,
+        bucket=failure.bucket,
+        tensor=failure.tensor,
+    )
 
 
 class ChannelClosed(ConnectionError):
@@ -36,13 +214,13 @@ class ChannelClosed(ConnectionError):
 
 
 class Channel:
-    """A connection whose other side is authenticated.
+    """An authenticated connection.
 
     Args:
-        sock: Connected; owned by the channel from now on.
-        peer: Names the other side in errors.
-        send_key: Of the MACs sent, 32 bytes.
-        receive_key: Of the MACs received.
+        sock: Connected; the channel takes ownership.
+        peer: Name of the other side, for errors.
+        send_key: Key of the MACs that are sent, 32 bytes.
+        receive_key: Key of the MACs that are received, 32 bytes.
     """
 
     def __init__(
@@ -75,7 +253,7 @@ class Channel:
         """Send a message.
 
         Raises:
-            RefitError: The other side has failed and reported it; or the message is too large.
+            RefitError: The other side failed and reported it, or the message is too large.
             ChannelClosed: The other side is gone.
             RefitTimeoutError: The other side does not read.
         """
@@ -103,36 +281,36 @@ class Channel:
 
         Raises:
             ChannelClosed: The other side is gone.
-            RefitTimeoutError: Nothing came in time.
+            RefitTimeoutError: No message arrived in time.
             AuthenticationError: The frame is not the other side's next one.
-            RefitError: The frame is authentic, and no message.
+            RefitError: The frame is authentic and does not decode.
         """
         poll_briefly(self.has_input)
         length, mac = _FRAME.unpack(self._read(_FRAME.size, deadline, waited_for))
-        # Checked before it is read: the length itself is not authenticated yet.
+        # Before the payload is read, as nothing authenticates the length until its MAC is checked.
         if length > MAX_MESSAGE_BYTES:
             raise AuthenticationError(
                 f"a message of {length} bytes, at most {MAX_MESSAGE_BYTES} are read"
             )
         payload = self._read(length, deadline, waited_for)
         if not hmac.compare_digest(mac, _seal(self._receive_key, self._num_received, payload)):
-            raise AuthenticationError("a message that the other side did not send as its next one")
+            raise AuthenticationError("a frame is not the next one that the other side sent")
         self._num_received += 1
         return decode(payload)
 
     def has_input(self) -> bool:
-        """Return whether a message, or the end of the connection, can be read at once."""
+        """Return whether a message, or the end of the connection, can be read without waiting."""
         return bool(self._input.poll(0))
 
     def has_hung_up(self) -> bool:
-        """Return whether the other side has closed, though messages may be left to read."""
+        """Return whether the other side has closed; unread messages may be left."""
         return bool(self._hang_up.poll(0))
 
     def send_descriptors(self, descriptors: list[int], deadline: Deadline) -> None:
         """Pass open files to the other side, which must call `receive_descriptors` next.
 
         Raises:
-            RefitError: The other side has failed and reported it.
+            RefitError: The other side failed and reported it.
             ChannelClosed: The other side is gone.
         """
         try:
@@ -143,7 +321,7 @@ class Channel:
             raise ChannelClosed(str(error)) from error
 
     def receive_descriptors(self, count: int, deadline: Deadline) -> list[int]:
-        """Return the open files that the other side passes; the caller closes them.
+        """Return the open files that the other side passes, which the caller closes.
 
         Raises:
             ChannelClosed: The other side is gone, or passed another number of files.
@@ -160,10 +338,10 @@ class Channel:
         return descriptors
 
     def close(self, error: BaseException | None = None, *, rank: int | None = None) -> None:
-        """Close the connection; what was sent before can still be read.
+        """Close the connection; the other side can still read what was sent before.
 
         Args:
-            error: Reported to the other side first, if it still reads.
+            error: Reported to the other side first, if given.
             rank: The receiver's rank, see `failure_of`.
         """
         if error is not None:
@@ -172,7 +350,7 @@ class Channel:
         self._socket.close()
 
     def _drain_failure(self) -> None:
-        """Raise the failure that the other side reported before it closed, if it did."""
+        """Raise the failure that the other side reported before it closed, if any."""
         message: Message | None = None
         with suppress(ChannelClosed, RefitError):
             while not isinstance(message, Failure):
@@ -185,7 +363,7 @@ class Channel:
         while len(data) < size:
             try:
                 self._socket.settimeout(deadline.remaining(waited_for))
-                # Not a byte beyond the frame: descriptors are attached to the byte after it.
+                # Never past the frame: the kernel attaches passed descriptors to the byte after it.
                 chunk = self._socket.recv(min(size - len(data), 1 << 20))
             except TimeoutError:
                 continue

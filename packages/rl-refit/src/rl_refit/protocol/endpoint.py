@@ -1,10 +1,10 @@
-"""Where a sender listens, and how both sides prove that they know the token of its address.
+"""The address of a sender, and the handshake that authenticates both sides of a connection.
 
-All on one machine, a sender listens on a Unix socket in a private directory; else on a TCP port.
-What a killed sender leaves behind is removed by the next process that looks there: a receiver whose
+Within one machine a sender listens on a Unix socket in a private directory, otherwise on a TCP
+port. Files of a killed sender are removed by the next process that finds them: a receiver whose
 connection broke, or another sender that starts.
 
-The handshake, before anything else is said; every HMAC covers both nonces and the rank:
+The handshake comes before any message; every HMAC covers both nonces and the rank:
 
     server  magic, nonce                             8 + 32 bytes
     client  nonce, rank, HMAC(token, "client")       32 + 4 + 32 bytes
@@ -33,23 +33,23 @@ from rl_refit.protocol.waiting import Deadline
 
 PREFIX = "rl-refit-"
 MAGIC = b"rlrefit2"
-"""With the version of handshake, frames and messages: sides of two releases refuse each other."""
+"""Names the version of handshake, frames and messages: incompatible releases refuse each other."""
 NONCE_BYTES = 32
 _MAC_BYTES = 32
 _MOST_CHARACTERS = 90
-"""Of the directory's path: the kernel takes 107 for the path of a socket."""
+"""Limit of the directory's path: the kernel limits the path of a socket to 107 characters."""
 _BACKLOG = 128
 _REPLY = struct.Struct(f"!{NONCE_BYTES}sI{_MAC_BYTES}s")
 
 
 class Endpoint:
-    """A listening socket and, where all are on one machine, a private directory.
+    """A listening socket and, for a Unix socket, its private directory.
 
     Args:
         host: Listen on a free TCP port of this address; None for a Unix socket.
 
     Attributes:
-        address: What `dial` takes.
+        address: The argument of `dial`.
         directory: The private directory (0700); None with TCP.
         host: The argument.
         listener: The socket, for `accept`.
@@ -85,7 +85,7 @@ def dial(address: str, deadline: Deadline) -> socket.socket:
     """Return a socket connected to an `Endpoint.address`.
 
     Raises:
-        RefitError: Nobody listens there.
+        RefitError: No sender listens there.
     """
     kind, _, rest = address.partition(":")
     host, _, port = rest.rpartition(":")
@@ -104,15 +104,15 @@ def dial(address: str, deadline: Deadline) -> socket.socket:
 
 
 def address_towards(host: str, port: int) -> str:
-    """Return the address of this machine by which `host` reaches it. Nothing is sent."""
-    # Connecting a datagram socket only looks up the route.
+    """Return the address by which `host` reaches this machine. Nothing is sent."""
+    # Connecting a datagram socket looks up the route and sends no packet.
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
         probe.connect((host, port))
         return probe.getsockname()[0]
 
 
 def remove_remains(address: str, *, within_s: float = 0.0) -> None:
-    """Remove what a sender left at its address, if it is dead or dies within that time."""
+    """Remove the files of a sender, if it is dead or dies within that time."""
     kind, _, path = address.partition(":")
     if kind != "unix":
         return
@@ -130,8 +130,8 @@ def connect(sock: socket.socket, *, token: bytes, rank: int, deadline: Deadline)
     """Return the authenticated channel of a connected socket: the client's side of the handshake.
 
     Raises:
-        AuthenticationError: The server does not know the token, or turned this side away.
-        RefitTimeoutError: The server does not answer; it does so while it is sending.
+        AuthenticationError: The server does not know the token, or rejected this side.
+        RefitTimeoutError: The server does not answer. It only does while it waits for receivers.
     """
     hello = _read_exactly(sock, len(MAGIC) + NONCE_BYTES, deadline)
     if hello[: len(MAGIC)] != MAGIC:
@@ -152,7 +152,7 @@ def connect(sock: socket.socket, *, token: bytes, rank: int, deadline: Deadline)
 
 @dataclass(slots=True)
 class _Guest:
-    """A connection that has not proven yet that it knows the token."""
+    """A connection that is not authenticated yet."""
 
     socket: socket.socket
     nonce: bytes = field(default_factory=lambda: secrets.token_bytes(NONCE_BYTES))
@@ -169,18 +169,18 @@ def accept(
 ) -> dict[int, Channel]:
     """Return the channels of `count` receivers by rank: the server's side of the handshake.
 
-    A connection of another user, or without the token, is closed and not waited for; one that says
-    nothing keeps nobody waiting. A second one of a rank replaces the first.
+    A connection of another user, or without the token, is closed; a silent one delays no other. A
+    second connection of a rank replaces the first.
 
     Args:
         listener: Of an `Endpoint`.
-        count: How many ranks to wait for.
+        count: Number of ranks to wait for.
         token: Of the sender's address.
-        deadline: The limit for all of them.
-        present: Channels that are there already, and count; they are closed if this fails.
+        deadline: Limit for all of them together.
+        present: Channels of ranks that are connected already; closed if this call fails.
 
     Raises:
-        RefitTimeoutError: Fewer came in time.
+        RefitTimeoutError: Fewer ranks connected in time.
     """
     channels: dict[int, Channel] = dict(present or {})
     guests: list[_Guest] = []
@@ -217,7 +217,7 @@ def _greet(listener: socket.socket) -> _Guest | None:
         return None
     sock.setblocking(False)
     try:
-        # Fits any new socket's buffer, so that it is sent whole or fails.
+        # 40 bytes fit the buffer of any new socket, so that this cannot block or send a part.
         sock.sendall(MAGIC + guest.nonce)
     except OSError:
         sock.close()
@@ -232,7 +232,7 @@ def _read_reply(
     channels: dict[int, Channel],
     token: bytes,
 ) -> None:
-    """Read what a guest has sent; once the reply is complete, admit it or close it."""
+    """Read a guest's reply; once it is complete, admit the guest or close its connection."""
     try:
         chunk = guest.socket.recv(_REPLY.size - len(guest.reply))
     except BlockingIOError:
@@ -303,11 +303,11 @@ def _read_exactly(sock: socket.socket, size: int, deadline: Deadline) -> bytes:
         except OSError as error:
             raise ChannelClosed(str(error)) from error
         if not chunk:
-            raise AuthenticationError("the endpoint turned this connection away")
+            raise AuthenticationError("the endpoint rejected this connection")
         data += chunk
     return data
 
 
 def _prove(token: bytes, role: bytes, transcript: bytes) -> bytes:
-    # The role keeps a proof from being sent back as the other side's, and separates the keys.
+    # The role prevents reflecting a proof back as the other side's, and separates the keys.
     return hmac.digest(token, b"rl-refit/1 " + role + b":" + transcript, "sha256")

@@ -1,4 +1,4 @@
-"""Every wait of a refit: one time limit per call, and waits that end when a peer is gone."""
+"""Time limits: one deadline per call, and waits that end when a peer has failed."""
 
 from __future__ import annotations
 
@@ -18,11 +18,11 @@ Result = TypeVar("Result")
 _SPIN_S = 0.001
 _WATCH_INTERVAL_S = 0.02
 _JOIN_GRACE_S = 2.0
-"""How much longer than its limit a transport may take to join: its own error says more."""
+"""A transport may exceed its limit by this much when it joins: its own error is more specific."""
 
 
 class Closing(AbstractContextManager["Closing"]):
-    """Closes itself at the end of a `with` block."""
+    """Is closed at the end of its `with` block."""
 
     @abstractmethod
     def close(self) -> None:
@@ -36,10 +36,10 @@ class Closing(AbstractContextManager["Closing"]):
 
 
 class Deadline:
-    """One time limit for a whole call, however many waits it has.
+    """The time limit of a call, shared by all of its waits.
 
     Args:
-        seconds: From now on.
+        seconds: From now.
 
     Raises:
         ValueError: `seconds` is not positive.
@@ -66,7 +66,7 @@ class Deadline:
         """Return the seconds that are left.
 
         Raises:
-            RefitTimeoutError: None is left; the message says what was waited for.
+            RefitTimeoutError: No time is left; the message names what was waited for.
         """
         left = self._end - time.monotonic()
         if left > 0:
@@ -76,12 +76,12 @@ class Deadline:
 
 
 def poll_briefly(poll: Callable[[], Result]) -> Result:
-    """Return what `poll` finds within a millisecond, or the falsy result of the last attempt.
+    """Poll for a millisecond; return the first truthy result, or the last falsy one.
 
-    To be called before a blocking wait.
+    Called before a blocking wait.
     """
-    # The kernel tends to wake a sleeper on the processor of the process that wrote to its socket:
-    # two sides that sleep in turns then run one after the other, whatever processors are idle.
+    # The kernel tends to wake a sleeper on the core of the process that wrote to its socket: two
+    # sides that sleep in turns then run one after the other, even if other cores are idle.
     end = time.perf_counter() + _SPIN_S
     while not (found := poll()) and time.perf_counter() < end:
         os.sched_yield()
@@ -91,7 +91,7 @@ def poll_briefly(poll: Callable[[], Result]) -> Result:
 def join_transport(
     join: Callable[[Deadline], None], deadline: Deadline, watch: Callable[[], object]
 ) -> None:
-    """Let a transport's side join its peers, and stop waiting if one of them fails.
+    """Join a transport's side to its peers; stop waiting if a peer fails.
 
     Args:
         join: The `join` of a sending or receiving side.
@@ -116,15 +116,15 @@ def run_bounded(
 ) -> Result:
     """Return the result of `call`, which runs in a thread that is abandoned if it takes too long.
 
-    For a library's call that may not return when a peer dies: making a process group, for example,
-    may notice a death at its time limit or never.
+    For library calls that may not return when a peer dies: constructing a process group, for
+    example, may detect a death at its own time limit or never.
 
     Args:
-        call: May block for ever; what limit it has is its own.
-        limit: Of the wait here.
+        call: May block for ever, or as long as its own limit.
+        limit: Of this wait.
         waited_for: Completes the error message "no ... within 3 s".
-        watch: Called about every 20 ms; what it raises ends the wait.
-        discard: Called with a result that arrives after the wait has ended.
+        watch: Called about every 20 ms; its exception ends the wait.
+        discard: Releases a result that arrives after the wait has ended.
 
     Raises:
         RefitError: `call` raised it or another `RuntimeError`.
@@ -137,7 +137,7 @@ def run_bounded(
             wait([future], min(_WATCH_INTERVAL_S, limit.remaining(waited_for)))
             watch()
     except BaseException:
-        # Cancelled, the thread discards its result itself; else the result is already here.
+        # If cancelled, the thread discards its result itself; otherwise the result is already here.
         if not future.cancel() and future.exception() is None:
             discard(future.result())
         raise
@@ -158,7 +158,8 @@ def _run(
         if future.set_running_or_notify_cancel():
             future.set_exception(error)
         return
-    # The future stays pending until here, so that the waiting thread can still cancel it.
+    # Pending until here, so that exactly one side discards: the waiting thread's `cancel` succeeds
+    # before this line, and this claim of the future succeeds after it.
     if future.set_running_or_notify_cancel():
         future.set_result(result)
     else:

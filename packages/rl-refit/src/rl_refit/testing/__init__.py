@@ -8,19 +8,27 @@ As pytest tests, here for a transport that is registered as `mine`:
         pair = RefitPair("mine")
 
 Or as a plain call, `check_transport(RefitPair("mine"))`, which raises with a list of what failed.
-Neither a trainer nor an engine is needed. `conformance` lists the rules, `pair` makes the two ends
-and injects faults.
+Neither a trainer nor an engine is needed. `RULES` lists the rules by group, `pair` makes the two
+ends and injects faults. The tests of a trainer get its other end from `receiver_in_thread`.
 """
 
-from rl_refit.testing.conformance import (
-    RULES,
-    ConformanceError,
-    TransportConformance,
-    check_rule,
-    check_transport,
-    rule_names,
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from typing import TYPE_CHECKING
+from unittest import SkipTest
+
+from rl_refit.testing import faults, kills, rules
+from rl_refit.testing.pair import (
+    Announcement,
+    DrillSender,
+    Fault,
+    RefitPair,
+    receiver_in_thread,
 )
-from rl_refit.testing.pair import Announcement, DrillSender, Fault, RefitPair
+
+if TYPE_CHECKING:
+    import pytest
 
 __all__ = [
     "RULES",
@@ -32,5 +40,127 @@ __all__ = [
     "TransportConformance",
     "check_rule",
     "check_transport",
+    "receiver_in_thread",
     "rule_names",
 ]
+
+Rule = Callable[[RefitPair, int], None]
+"""Takes the transport's two ends and the number of random cases; raises if a rule is broken."""
+
+RULES: dict[str, tuple[Rule, ...]] = {
+    "round_trips": (
+        rules.every_kind_of_tensor_arrives_bit_by_bit,
+        rules.every_receiver_gets_every_bit,
+        rules.new_values_arrive_with_every_version,
+        rules.any_size_and_number_of_buffers_will_do,
+        rules.tied_tensors_are_sent_once,
+        rules.tensors_with_a_place_of_their_own_are_copied_there,
+        rules.senders_with_receivers_and_without_work_side_by_side,
+        rules.nothing_is_left_behind,
+    ),
+    "versions": (
+        rules.a_version_counts_from_its_commit_on,
+        rules.what_was_not_sent_is_not_committed,
+        rules.a_stale_version_changes_nothing,
+        rules.a_sender_of_another_version_is_refused,
+        rules.tensors_that_the_engine_does_not_expect_are_refused,
+        rules.a_load_that_fails_stops_all_until_a_full_resend,
+        rules.who_does_not_come_is_waited_for_as_long_as_said,
+        rules.a_wrong_token_gets_nothing,
+        rules.a_new_receiver_takes_the_place_of_the_old_one,
+    ),
+    "faults": (
+        faults.a_dropped_bucket_is_found,
+        faults.a_duplicated_bucket_is_found,
+        faults.a_reordered_bucket_is_found,
+        faults.a_bucket_announced_too_short_is_found,
+        faults.a_bucket_cut_off_in_memory_is_found,
+        faults.a_flipped_bit_is_found,
+        faults.swapped_rows_are_found,
+        faults.a_plan_that_was_changed_on_the_way_is_found,
+        faults.another_plan_than_was_agreed_upon_is_found,
+    ),
+    "kills": (
+        kills.a_killed_sender_takes_nobody_along,
+        kills.a_killed_receiver_takes_nobody_along,
+    ),
+}
+"""The rules by group."""
+
+
+class ConformanceError(AssertionError):
+    """A transport breaks rules; the message has a line for each."""
+
+
+def rule_names(groups: Iterable[str] = tuple(RULES)) -> list[str]:
+    """Return the names of the rules of some groups, all by default."""
+    return [rule.__name__ for group in groups for rule in RULES[group]]
+
+
+def check_rule(name: str, pair: RefitPair, *, num_cases: int = 20) -> None:
+    """Check one rule.
+
+    Args:
+        name: One of `rule_names()`.
+        pair: Makes the transport's two ends.
+        num_cases: Random cases of each fault and each kill.
+
+    Raises:
+        AssertionError: The rule is broken; the message says how.
+        SkipTest: The rule does not apply to the pair; the message says why.
+        RuntimeError: Python runs without assertions.
+    """
+    if not __debug__:
+        raise RuntimeError("python -O removes the assertions that the rules consist of")
+    ((group, rule),) = (
+        (group, rule) for group, rules in RULES.items() for rule in rules if rule.__name__ == name
+    )
+    if group == "kills" and not pair.is_for_processes:
+        raise SkipTest("is_for_processes is false: neither end can be killed alone")
+    rule(pair, num_cases)
+
+
+def check_transport(
+    pair: RefitPair, *, num_cases: int = 20, groups: Iterable[str] = tuple(RULES)
+) -> list[str]:
+    """Check the rules of some groups; return what was skipped, a line for each rule.
+
+    Raises:
+        ConformanceError: Rules are broken.
+    """
+    broken: list[str] = []
+    skipped: list[str] = []
+    for name in rule_names(groups):
+        try:
+            check_rule(name, pair, num_cases=num_cases)
+        except SkipTest as reason:
+            skipped.append(f"{name}: {reason}")
+        except Exception as error:
+            first_line = str(error).partition("\n")[0]
+            broken.append(f"{name}: {type(error).__name__}: {first_line}")
+    if broken:
+        raise ConformanceError("\n".join(["the transport does not conform:", *broken]))
+    return skipped
+
+
+class TransportConformance:
+    """Tests for pytest, one per rule: subclass it as `Test...` and give it a `pair`.
+
+    Attributes:
+        pair: Makes the transport's two ends.
+        num_cases: Random cases of each fault and each kill.
+        groups: The rules to check, keys of `RULES`.
+    """
+
+    pair: RefitPair
+    num_cases: int = 20
+    groups: Sequence[str] = tuple(RULES)
+
+    def pytest_generate_tests(self, metafunc: pytest.Metafunc) -> None:
+        """Make a test of every rule; called by pytest."""
+        metafunc.parametrize("rule", rule_names(self.groups))
+
+    def test_conforms(self, rule: str, record_property: Callable[[str, object], None]) -> None:
+        """Check one rule."""
+        record_property("conformance", rule)
+        check_rule(rule, self.pair, num_cases=self.num_cases)

@@ -9,16 +9,23 @@ from __future__ import annotations
 import random
 from collections.abc import Callable, Iterable
 from dataclasses import replace
-from typing import Any
 
 import torch
 
 from rl_refit import errors
 from rl_refit.plan import ALIGNMENT, Bucket, WirePlan
-from rl_refit.testing.engines import Tensors, World, refuses, require_errors
+from rl_refit.report import RefitReport
 from rl_refit.testing.leftovers import nothing_left
-from rl_refit.testing.pair import Announcement, Fault, RefitPair
-from rl_refit.testing.round_trips import warm_up
+from rl_refit.testing.pair import (
+    Announcement,
+    Fault,
+    RefitPair,
+    Tensors,
+    World,
+    refuses,
+    require_errors,
+)
+from rl_refit.testing.rules import warm_up
 
 LIMIT_S = 30.0
 LOST_S = 2.0
@@ -44,8 +51,8 @@ class Drill:
         self.plan = self.world.sender.plan
         self.bucket: Bucket = rng.choice(self.plan.buckets)
 
-    def run(self, fault: Fault, *, limit_s: float = LIMIT_S) -> list[Any]:
-        """Return the errors of the sender and of every receiver; all are healed afterwards."""
+    def run(self, fault: Fault, *, limit_s: float = LIMIT_S) -> list[RefitReport | Exception]:
+        """Return the errors of the sender and of every receiver, and heal them."""
         self.world.good_refit(1)
         for tensor in self.tensors.values():
             tensor += 1
@@ -59,8 +66,8 @@ class Drill:
         self.world.good_refit(2)
         return results
 
-    def fail(self, fault: Fault, limit_s: float = LIMIT_S) -> list[Any]:
-        """Return what a refit with the fault ends with, which is an error everywhere."""
+    def fail(self, fault: Fault, limit_s: float = LIMIT_S) -> list[RefitReport | Exception]:
+        """Return the errors of a refit with the fault, one for each end."""
         version = 2
         with self.world.pair.tamper(self.world.sender, fault, timeout_s=limit_s):
             results = self.world.refit(version)

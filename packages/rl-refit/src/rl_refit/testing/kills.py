@@ -13,14 +13,12 @@ from collections.abc import Callable, Iterator, Sequence
 from multiprocessing import forkserver
 from multiprocessing.connection import Connection
 from pathlib import Path
-from typing import Any
 
 import torch
 
 from rl_refit.errors import RefitError
-from rl_refit.testing.engines import Engine, require_same, some_tensors
 from rl_refit.testing.leftovers import private_tempdir, shared_memory
-from rl_refit.testing.pair import RefitPair
+from rl_refit.testing.pair import Engine, RefitPair, require_same, some_tensors
 
 LIMIT_S = 20.0
 PATIENCE_S = 2 * LIMIT_S
@@ -50,7 +48,7 @@ class SlowSource:
 class Actor:
     """A process that runs `main(pipe, *arguments)` and executes commands."""
 
-    def __init__(self, main: Callable[..., None], *arguments: Any) -> None:
+    def __init__(self, main: Callable[..., None], *arguments: object) -> None:
         # Forked from a server that has imported torch, a process starts in milliseconds.
         context = multiprocessing.get_context("forkserver")
         self.pipe, other = context.Pipe()
@@ -58,18 +56,18 @@ class Actor:
         self.process.start()
         other.close()
 
-    def send(self, *command: Any) -> None:
+    def send(self, *command: object) -> None:
         """Send a command, without waiting for its result."""
         self.pipe.send(command)
 
-    def result(self) -> Any:
+    def result(self) -> object:
         """Return the result of the last command; None if the process is dead."""
         with contextlib.suppress(EOFError, ConnectionResetError):
             assert self.pipe.poll(PATIENCE_S), f"it hangs: no answer within {PATIENCE_S:g} s"
             return self.pipe.recv()
         return None
 
-    def run(self, *command: Any) -> None:
+    def run(self, *command: object) -> None:
         """Send a command, wait for it, and fail unless it succeeds."""
         self.send(*command)
         result = self.result()
@@ -136,7 +134,7 @@ def _require_ready(engine: Engine, version: int) -> None:
     require_same(engine.weights, some_tensors(), "the receiver")
 
 
-def _outcome(call: Callable[[], object]) -> Any:
+def _outcome(call: Callable[[], object]) -> object:
     """Return "done", or the error of a refit; any other ends the process."""
     try:
         call()

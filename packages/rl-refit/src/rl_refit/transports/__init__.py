@@ -1,17 +1,22 @@
-"""How the bytes of a bucket get from a sender to its receivers: `base`, and one module for each."""
+"""What a transport is: how the bytes of a bucket get from a sender to its receivers.
+
+It is memory that a sender fills and receivers read. Everything else, that is the plan, the
+messages, verification and failure, is the same for all. A transport of one's own is a subclass of
+`Transport`, registered under the entry-point group `rl_refit.transports`.
+"""
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+from dataclasses import dataclass
 from importlib.metadata import entry_points
+from pathlib import Path
+from typing import ClassVar
 
-from rl_refit.transports.base import (
-    Grant,
-    ReceiverContext,
-    ReceivingSide,
-    SenderContext,
-    SendingSide,
-    Transport,
-)
+import torch
+
+from rl_refit.protocol.waiting import Deadline
 
 GROUP = "rl_refit.transports"
 
@@ -24,6 +29,137 @@ __all__ = [
     "Transport",
     "find_transport",
 ]
+
+Grant = dict[str, object]
+"""What a receiving side needs to open its buffers: strings, numbers, bytes, lists and dicts."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class SenderContext:
+    """The arguments of a sending side.
+
+    Attributes:
+        num_buffers: How many buffers take turns; bucket `k` is in buffer `k % num_buffers`.
+        buffer_bytes: Bytes of each.
+        ranks: The receivers' ranks, in ascending order.
+        device: Where the source's tensors are.
+        directory: A private directory (0700) that is removed when the sender closes or dies; None
+            if the receivers may be on other machines.
+        host: The address that other machines reach, if the endpoint is a TCP port.
+        timeout_s: Limit of one refit, in seconds.
+    """
+
+    num_buffers: int
+    buffer_bytes: int
+    ranks: tuple[int, ...]
+    device: torch.device
+    directory: Path | None
+    host: str | None
+    timeout_s: float
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ReceiverContext:
+    """The arguments of a receiving side.
+
+    Attributes:
+        num_buffers: As in `SenderContext`.
+        buffer_bytes: As in `SenderContext`.
+        grant: The sender's `grant`.
+        descriptors: The files that the sender passed; the receiving side closes them.
+        rank: This receiver's rank.
+        device: Where `load` wants its tensors.
+        host: The address of this machine that reaches the sender, if that is by TCP.
+        timeout_s: Limit of one refit, in seconds.
+    """
+
+    num_buffers: int
+    buffer_bytes: int
+    grant: Grant
+    descriptors: list[int]
+    rank: int
+    device: torch.device
+    host: str | None
+    timeout_s: float
+
+
+class SendingSide(ABC):
+    """The sender's end.
+
+    Attributes:
+        buffers: `num_buffers` tensors `[buffer_bytes]`, uint8, into which buckets are packed.
+        digest: The digest for memory of this kind, a key of `rl_refit.digest.DIGESTS`.
+    """
+
+    buffers: Sequence[torch.Tensor]
+    digest: str = "xxh3"
+
+    @abstractmethod
+    def grant(self, rank: int) -> tuple[Grant, list[int]]:
+        """Return what a receiver needs to open its end: plain values, and file descriptors to pass.
+
+        This side closes the descriptors.
+        """
+
+    def join(self, deadline: Deadline) -> None:  # noqa: B027 - most have nothing to do
+        """Join the receivers, each of which has its grant. Called once."""
+
+    def publish(self, bucket: int, nbytes: int, deadline: Deadline) -> None:  # noqa: B027 - most have nothing to do
+        """Make `nbytes` bytes of the bucket's buffer readable; called before it is announced."""
+
+    def close(self) -> None:  # noqa: B027 - most have nothing to do
+        """Release the memory; receivers that still map it must be able to read on.
+
+        Their refit has failed, so that the transport may reuse the memory for the next receivers.
+        """
+
+
+class ReceivingSide(ABC):
+    """A receiver's end.
+
+    Attributes:
+        buffers: The memory that `fetch` returns a prefix of, for bucket `k` that of buffer
+            `k % num_buffers`; empty if bucket `k` is not always fetched into the same memory.
+    """
+
+    buffers: Sequence[torch.Tensor] = ()
+
+    def join(self, deadline: Deadline) -> None:  # noqa: B027 - most have nothing to do
+        """Join the sender. Called once."""
+
+    def expect(self, bucket: int, nbytes: int, deadline: Deadline) -> None:  # noqa: B027 - most have nothing to do
+        """Prepare to receive a bucket; called before the previous one is loaded."""
+
+    @abstractmethod
+    def fetch(self, bucket: int, nbytes: int, deadline: Deadline) -> torch.Tensor:
+        """Return the bytes of an announced bucket (`[nbytes]`, uint8), valid until `release`."""
+
+    def release(self, bucket: int) -> None:  # noqa: B027 - most have nothing to do
+        """Wait until the device no longer reads the bucket; called when it has been loaded."""
+
+    def close(self) -> None:  # noqa: B027 - most have nothing to do
+        """Release the memory."""
+
+
+class Transport(ABC):
+    """A factory of the two ends.
+
+    Attributes:
+        crosses_hosts: Whether receivers may be on other machines; the control endpoint is then TCP.
+    """
+
+    crosses_hosts: ClassVar[bool] = False
+
+    @abstractmethod
+    def open_sender(self, context: SenderContext) -> SendingSide:
+        """Return the sender's end."""
+
+    @abstractmethod
+    def open_receiver(self, context: ReceiverContext) -> ReceivingSide:
+        """Return a receiver's end."""
+
+    def close(self) -> None:  # noqa: B027 - most have nothing to do
+        """Release what outlives the ends that were opened. May be called again."""
 
 
 def find_transport(name: str) -> Transport:

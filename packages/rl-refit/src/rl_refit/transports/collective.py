@@ -2,8 +2,8 @@
 
 The sender is rank 0 of the group, its receivers are the others in the order of their ranks. Neither
 side's default process group is touched. The group uses NCCL if the sender's tensors are on a GPU,
-gloo otherwise. The control messages are authenticated; what the group itself sends is not, nor is
-the rendezvous of its members: the network between them must be trusted.
+gloo otherwise. Control messages are authenticated; neither the group's own traffic nor its
+rendezvous is: the network between the members must be trusted.
 """
 
 # torch annotates its distributed classes only in part.
@@ -22,7 +22,6 @@ import threading
 import time
 from collections.abc import Generator
 from contextlib import contextmanager
-from typing import Any
 
 import msgspec
 import torch
@@ -31,7 +30,7 @@ import torch.distributed as dist
 from rl_refit.buffers import split_buffers
 from rl_refit.errors import RefitError
 from rl_refit.protocol.waiting import Deadline
-from rl_refit.transports.base import (
+from rl_refit.transports import (
     Grant,
     ReceiverContext,
     ReceivingSide,
@@ -52,7 +51,7 @@ _ENVIRONMENT = threading.Lock()
 
 
 class GroupGrant(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """What a member needs to join the group.
+    """The arguments with which a member joins the group.
 
     Attributes:
         host: Address of the rendezvous store, which the sender serves.
@@ -77,11 +76,11 @@ class CollectiveTransport(Transport):
     crosses_hosts = True
 
     def open_sender(self, context: SenderContext) -> SendingSide:
-        """Return the end that broadcasts."""
+        """Return the broadcasting end."""
         return _CollectiveSender(context)
 
     def open_receiver(self, context: ReceiverContext) -> ReceivingSide:
-        """Return an end that receives."""
+        """Return a receiving end."""
         return _CollectiveReceiver(context)
 
 
@@ -153,7 +152,7 @@ class _CollectiveReceiver(ReceivingSide):
         memory = torch.empty(size, dtype=torch.uint8, device=device)
         self.buffers = split_buffers(memory, context.num_buffers, context.buffer_bytes)
         self._device = memory.device
-        self._posted: dict[int, Any] = {}
+        self._posted: dict[int, dist.Work | None] = {}
         self._membership = _Membership()
 
     def join(self, deadline: Deadline) -> None:
@@ -183,9 +182,10 @@ class _CollectiveReceiver(ReceivingSide):
 
 
 class _Membership:
-    """One side's process group, which is made in a thread that may outlive the side.
+    """One side's process group, constructed in a thread that may outlive the side.
 
-    A group that is set after `close` is closed at once.
+    `run_bounded` abandons a join that takes too long. If it completes after all, and after `close`,
+    its group is closed at once.
     """
 
     def __init__(self) -> None:
@@ -200,7 +200,7 @@ class _Membership:
                 return
         group.close()
 
-    def broadcast(self, data: torch.Tensor) -> Any:
+    def broadcast(self, data: torch.Tensor) -> dist.Work | None:
         assert self._group is not None
         return self._group.broadcast(data)
 
@@ -216,13 +216,13 @@ class ProcessGroup:
     """A process group that is not registered with `torch.distributed`. Collective to construct.
 
     Args:
-        store: Where the members meet.
+        store: Rendezvous of the members.
         rank: Of this member.
         size: Number of members.
         backend: "gloo" or "nccl".
         host: This machine's address, for gloo.
-        device: With the index of a GPU: the current one differs between threads.
-        deadline: Of the construction. NCCL does not keep it.
+        device: Of a GPU, with its index: the current device differs between threads.
+        deadline: Of the construction. NCCL does not obey it.
         limit_s: Limit of one broadcast, in this refit or a later one, in seconds.
     """
 
@@ -238,30 +238,33 @@ class ProcessGroup:
         *,
         limit_s: float,
     ) -> None:
+        self._group: dist.ProcessGroupGloo | dist.ProcessGroupNCCL | None = None
         limit = _timedelta(deadline.remaining("process group"))
         if backend == "nccl":
             options = dist.ProcessGroupNCCL.Options()
             options._timeout = limit
             with torch.cuda.device(device):
                 with _surviving_errors():
-                    self._group: Any = dist.ProcessGroupNCCL(store, rank, size, options)
-                # Connects now, where `run_bounded` watches, and not in the first broadcast.
-                self._group.eager_connect_single_device(device)
+                    group = dist.ProcessGroupNCCL(store, rank, size, options)
+                # Connect now, while `run_bounded` watches, and not in the first broadcast.
+                group.eager_connect_single_device(device)
         else:
             options = dist.ProcessGroupGloo._Options()
             options._timeout = limit
             options._devices = [dist.ProcessGroupGloo.create_device(hostname=host)]
-            self._group = dist.ProcessGroupGloo(store, rank, size, options)
-        self._group._set_default_timeout(_timedelta(limit_s))
+            group = dist.ProcessGroupGloo(store, rank, size, options)
+        group._set_default_timeout(_timedelta(limit_s))
+        self._group = group
 
-    def broadcast(self, data: torch.Tensor) -> Any:
-        """Start a broadcast from rank 0; return its work, or None if there is nothing to send."""
+    def broadcast(self, data: torch.Tensor) -> dist.Work | None:
+        """Start a broadcast from rank 0; return its work, or None if `data` is empty."""
+        assert self._group is not None
         return self._group.broadcast(data, 0) if len(data) else None
 
     def close(self) -> None:
-        """Shut the group down, in the background; may not be called twice."""
-        # In a thread: it waits for a broadcast that no other member takes part in any more. In a
-        # list, so that the thread has the last reference: the destructor may block as well.
+        """Shut the group down, in the background. May not be called twice."""
+        # In a thread, as it waits for a pending broadcast that no other member joins any more. In a
+        # list, so that the thread drops the last reference: the destructor may block as well.
         group, self._group = self._group, None
         thread = threading.Thread(target=_end, args=([group],), daemon=True)
         del group
@@ -271,12 +274,13 @@ class ProcessGroup:
 
 @contextmanager
 def _surviving_errors() -> Generator[None]:
-    """Let a NCCL group that is made in this block be aborted when a peer is lost, and nothing more.
+    """Make an NCCL group that is constructed in this block survive the loss of a peer.
 
-    By default torch ends the process. The group's constructor reads the variable, see
+    The group is then aborted, where torch would by default end the process. Its constructor reads
+    the variable, see
     https://docs.pytorch.org/docs/stable/torch_nccl_environment_variables.html
 
-    Holds a lock, as the environment is the whole process's: nothing in the block may hang.
+    Holds a lock, as the environment is shared by all threads: nothing in the block may hang.
     """
     name, abort_only = "TORCH_NCCL_ASYNC_ERROR_HANDLING", "2"
     with _ENVIRONMENT:
@@ -297,11 +301,11 @@ def _join(
     device: torch.device,
     deadline: Deadline,
 ) -> ProcessGroup:
-    """Return the group of `grant`, once all its members are there."""
+    """Return the group of `grant`, once all of its members have joined."""
     assert context.host is not None
     limit = _timedelta(deadline.remaining("store of the process group"))
-    # The sender connects as a client, too: the store that it serves ends in `close`, even while a
-    # thread waits in it.
+    # The sender connects as a client, too: the store that it serves is released in `close`, even if
+    # an abandoned thread still waits in this one.
     store = dist.TCPStore(grant.host, grant.port, is_master=False, timeout=limit)
     return ProcessGroup(
         dist.PrefixStore(grant.prefix, store),
@@ -317,14 +321,15 @@ def _join(
 
 @atexit.register
 def _wait_for_ends() -> None:
-    """Let groups shut down: a process aborts if one does so during the exit of the interpreter."""
+    """Wait for groups to shut down: doing so while the interpreter exits aborts the process."""
     end = time.monotonic() + _EXIT_S
     for thread in _ENDING:
         thread.join(max(end - time.monotonic(), 0.0))
 
 
-def _end(groups: list[Any]) -> None:
+def _end(groups: list[dist.ProcessGroupGloo | dist.ProcessGroupNCCL | None]) -> None:
     group = groups.pop()
+    assert group is not None
     group.abort()
 
 

@@ -2,17 +2,16 @@
 
 from __future__ import annotations
 
-import json
 import os
 import struct
 from pathlib import Path
-from typing import Any
 
+import msgspec
 import torch
 
 from rl_refit.buffers import split_buffers
 from rl_refit.protocol.waiting import Deadline
-from rl_refit.transports.base import (
+from rl_refit.transports import (
     Grant,
     ReceiverContext,
     ReceivingSide,
@@ -22,6 +21,14 @@ from rl_refit.transports.base import (
 )
 
 _KEY = "bucket"
+
+
+class _Entry(msgspec.Struct):
+    """A tensor in a safetensors header; `data_offsets` are `(start, end)` in bytes."""
+
+    dtype: str
+    shape: list[int]
+    data_offsets: tuple[int, int]
 
 
 class GoldenTransport(Transport):
@@ -71,12 +78,12 @@ class _GoldenReceiver(ReceivingSide):
 
 def write_tensors(path: Path, tensors: dict[str, torch.Tensor]) -> None:
     """Write uint8 tensors as a safetensors file that only this user can read (0600)."""
-    header: dict[str, Any] = {}
+    header: dict[str, _Entry] = {}
     end = 0
     for name, tensor in tensors.items():
         start, end = end, end + tensor.nbytes
-        header[name] = {"dtype": "U8", "shape": list(tensor.shape), "data_offsets": [start, end]}
-    text = json.dumps(header).encode()
+        header[name] = _Entry("U8", list(tensor.shape), (start, end))
+    text = msgspec.json.encode(header)
     # The format pads its header with spaces to a multiple of 8 bytes.
     text += b" " * (-len(text) % 8)
     descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, 0o600)
@@ -91,20 +98,21 @@ def read_tensors(path: Path) -> dict[str, torch.Tensor]:
 
     Raises:
         ValueError: The file is incomplete, or has tensors of another dtype.
+        msgspec.MsgspecError: Its header is not that of a safetensors file.
     """
     with path.open("rb") as file:
         (length,) = struct.unpack("<Q", file.read(8))
-        header: dict[str, Any] = json.loads(file.read(length))
+        header = msgspec.json.decode(file.read(length), type=dict[str, _Entry])
         data = bytearray(file.read())
     tensors: dict[str, torch.Tensor] = {}
     for name, entry in header.items():
-        start, end = entry["data_offsets"]
-        if entry["dtype"] != "U8" or end > len(data):
+        start, end = entry.data_offsets
+        if entry.dtype != "U8" or end > len(data):
             raise ValueError(f"{path.name} is not a complete file of bytes: {name} is {entry}")
         size = end - start
         raw = torch.frombuffer(data, dtype=torch.uint8, offset=start, count=size) if size else None
         tensors[name] = (torch.empty(0, dtype=torch.uint8) if raw is None else raw).view(
-            entry["shape"]
+            entry.shape
         )
     return tensors
 

@@ -6,7 +6,6 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 from vllm.config import set_current_vllm_config
@@ -23,16 +22,16 @@ from rl_refit.vllm.reload import LayerwiseReload
 
 @dataclass
 class RefitInitInfo(WeightTransferInitInfo):
-    """Where a worker finds its sender.
+    """How a worker connects to its sender.
 
     Attributes:
-        address: The sender's `address`, or one for each worker of this engine, by worker rank.
+        address: The sender's `address`, or one per worker of this engine, by worker rank.
         rank_offset: Added to the worker's rank over all data-parallel replicas of this engine,
             so that the receivers of one sender have distinct ranks.
         timeout_s: Limit of all waits of one refit, in seconds.
     """
 
-    address: dict[str, Any] | list[dict[str, Any]]
+    address: dict[str, str | int] | list[dict[str, str | int]]
     rank_offset: int = 0
     timeout_s: float = 300.0
 
@@ -60,10 +59,10 @@ class RefitWeightTransferEngine(WeightTransferEngine[RefitInitInfo, RefitUpdateI
     _reload: LayerwiseReload | None = None
 
     def init_transfer_engine(self, init_info: RefitInitInfo) -> None:
-        """Take the sender's address. The connection is made when it first sends.
+        """Store the sender's address; the receiver connects when the first refit begins.
 
         Raises:
-            ValueError: The sender wants live weights compared by name, which vLLM cannot give.
+            ValueError: The sender compares live weights by name, which vLLM does not keep.
         """
         self.shutdown()
         layout = self.parallel_config
@@ -85,28 +84,28 @@ class RefitWeightTransferEngine(WeightTransferEngine[RefitInitInfo, RefitUpdateI
         )
 
     def start_weight_update(self) -> None:
-        """Listen to the sender; the version is not known, and the live weights are still valid."""
+        """Process the sender's pending messages; the live weights stay valid until `receive`."""
         if self.receiver is not None:
             self.receiver.catch_up()
 
-    def update_weights(self, update_info: dict[str, Any]) -> None:
+    def update_weights(self, update_info: dict[str, int]) -> None:
         """Receive a version and load it."""
-        # The inherited method synchronises an accelerator, which a CPU does not have.
+        # Overrides a method that synchronises an accelerator, which a CPU does not have.
         self.receive_weights(self.parse_update_info(update_info))
 
     def receive_weights(self, update_info: RefitUpdateInfo) -> None:
-        """Begin a refit to the version and load all of it.
+        """Begin a refit to the version, receive it and load it.
 
         Raises:
             StaleVersionError: It is not newer than the committed one; nothing changes.
-            RefitError: The refit failed, or the sender has not sent all parameters of the model.
-                The next full one heals the worker.
+            RefitError: The refit failed, or the sender's tensors leave out parameters of the model.
+                The next complete refit heals the worker.
         """
         receiver = self.require_receiver()
         receiver.begin(update_info.version)
         try:
-            # vLLM processes the weights in `check`, before the sender is told that all is loaded:
-            # a failure there fails the refit at both ends.
+            # vLLM processes the weights in `check`, before this side reports `Done`: a failure of
+            # its post-processing then fails the refit on both sides.
             report = receiver.receive(
                 update_info.version, self._load, load_keeps=False, check=self._complete
             )
@@ -116,7 +115,7 @@ class RefitWeightTransferEngine(WeightTransferEngine[RefitInitInfo, RefitUpdateI
         self.report = report.as_metrics()
 
     def finish_weight_update(self) -> None:
-        """Process what was loaded with `load`; what a sender sent is processed already.
+        """Post-process what `load` has loaded; a sender's weights are post-processed already.
 
         Raises:
             RefitError: The model has parameters that were not loaded.
@@ -129,7 +128,7 @@ class RefitWeightTransferEngine(WeightTransferEngine[RefitInitInfo, RefitUpdateI
                 raise
 
     def load(self, tensors: list[tuple[str, torch.Tensor]]) -> None:
-        """Load tensors that came another way; `finish_weight_update` completes the load."""
+        """Load tensors from another source; `finish_weight_update` completes the load."""
         with set_current_vllm_config(self.vllm_config):
             try:
                 self._load(tensors)
@@ -138,7 +137,7 @@ class RefitWeightTransferEngine(WeightTransferEngine[RefitInitInfo, RefitUpdateI
                 raise
 
     def abandon(self) -> None:
-        """Give up a load that was not finished; see `LayerwiseReload.abandon`."""
+        """Give up an unfinished load; see `LayerwiseReload.abandon`."""
         if self._reload is not None:
             with set_current_vllm_config(self.vllm_config):
                 self._reload.abandon()
@@ -162,7 +161,7 @@ class RefitWeightTransferEngine(WeightTransferEngine[RefitInitInfo, RefitUpdateI
 
     def _complete(self) -> None:
         if self._reload is None:
-            # A plan without tensors: the missing parameters are found all the same.
+            # A plan without tensors: `complete` reports every parameter as missing.
             self._reload = LayerwiseReload(self.model, self.model_config, self.device)
         self._reload.complete()
         self._reload = None

@@ -1,9 +1,9 @@
-"""One pass of vLLM's layerwise reload, and what it leaves to its caller.
+"""One pass of vLLM's layerwise reload, with the safeguards that vLLM leaves to its caller.
 
-vLLM collects a layer's tensors until their number of elements is complete, then processes the layer
-(fuses, shards, repacks it) and copies the result into the live parameters. What it does not do, and
-is done here: copy what it keeps of a buffer that is refilled, detect missing tensors, give up an
-incomplete load, and, on the CPU, repack tied output layers and experts.
+vLLM collects a layer's tensors until all of its elements have arrived, then processes the layer
+(fuses, shards, repacks it) and copies the result into the live parameters. Added here: tensors that
+it keeps are cloned before their buffer is refilled, missing tensors are detected, an incomplete
+load can be abandoned, and on the CPU tied output layers and experts are repacked.
 """
 
 # vLLM is not installed where this is checked.
@@ -13,7 +13,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from functools import partial
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from vllm.model_executor.layers.attention import is_deferred_attention_layer
@@ -30,20 +30,26 @@ from vllm.model_executor.model_loader.reload.layerwise import get_layerwise_info
 
 from rl_refit.errors import RefitError
 
+if TYPE_CHECKING:
+    from vllm.config import ModelConfig
+    from vllm.model_executor.layers.fused_moe.fused_moe_method_base import FusedMoEMethodBase
+    from vllm.model_executor.model_loader.reload.types import LayerReloadingInfo
+    from vllm.model_executor.models.interfaces_base import VllmModel
+
 _MOST_NAMES = 8
 """That one error message lists."""
 
 
 class LayerwiseReload:
-    """Loads all parameters of a model anew; begins when it is made.
+    """Reloads all parameters of a model, from its construction to `complete` or `abandon`.
 
     Args:
-        model: vLLM's.
-        model_config: vLLM's.
+        model: A model of vLLM.
+        model_config: Its configuration.
         device: Where the model is.
     """
 
-    def __init__(self, model: Any, model_config: Any, device: torch.device) -> None:
+    def __init__(self, model: VllmModel, model_config: ModelConfig, device: torch.device) -> None:
         self._model = model
         self._model_config = model_config
         self._device = device
@@ -58,10 +64,10 @@ class LayerwiseReload:
         _clone_kept(self._layers, tensors)
 
     def complete(self) -> None:
-        """Let vLLM process what was loaded.
+        """Let vLLM process the loaded layers.
 
         Raises:
-            RefitError: Parameters, or parts of them, were not loaded.
+            RefitError: Parameters, or shards of them, were not loaded.
         """
         self._require_all()
         tied = _tied_layers(self._model)
@@ -69,17 +75,17 @@ class LayerwiseReload:
         for layer in tied:
             layer.quant_method.process_weights_after_loading(layer)
         if self._device.type == "cuda":
-            # What fails on the device fails here, before the sender is told that all is loaded.
+            # Asynchronous CUDA errors surface here, before this receiver reports `Done`.
             torch.cuda.current_stream(self._device).synchronize()
 
     def abandon(self) -> None:
-        """Give up: incomplete layers keep what they had.
+        """Give up: incomplete layers keep their old weights.
 
-        The model is then a mixture of old and new weights, all of them real tensors, which can be
-        put to sleep and loaded again.
+        The model is then a mixture of old and new weights. All of them are materialised tensors, so
+        that the engine can sleep, wake up and be loaded again.
         """
-        # Without this vLLM continues with an incomplete layer, and would count the old tensors as
-        # half of those to come.
+        # Otherwise the next reload would resume an incomplete layer, and count the tensors of this
+        # one towards its elements.
         for layer in self._model.modules():
             info = get_layerwise_info(layer)
             if info.can_load():
@@ -88,36 +94,39 @@ class LayerwiseReload:
         finalize_layerwise_reload(self._model, self._model_config)
 
     def _require_all(self) -> None:
-        """Raise unless every parameter has got all its parts.
+        """Raise unless every parameter has received all of its shards.
 
-        vLLM itself takes a layer that has got some for one with padding, and fills the rest with
-        uninitialised memory; one that has got none keeps its old weights.
+        vLLM itself assumes that a layer with some of its elements is padded, and leaves the rest
+        uninitialised; a layer without any keeps its old weights. Neither raises.
         """
         if self._model_config.quantization is not None:
-            return  # vLLM computes the scales itself, or has them from elsewhere
-        # A model of images and text may declare it in the outer config alone.
+            return  # vLLM computes the scales itself, or reads them from a checkpoint
+        # Multimodal models may declare tied embeddings in the outer config alone.
         configs = (self._model_config.hf_config, self._model_config.hf_text_config)
         ties = any(getattr(config, "tie_word_embeddings", False) for config in configs)
-        missing = _missing_parts(self._model, without=ParallelLMHead if ties else ())
+        missing = _missing_shards(self._model, without=ParallelLMHead if ties else ())
         if missing:
             listed = ", ".join(missing[:_MOST_NAMES])
             listed += ", ..." if len(missing) > _MOST_NAMES else ""
             raise RefitError(
-                f"the sender's tensors leave out parts of {len(missing)} of vLLM's parameters: "
+                f"the sender's tensors leave out shards of {len(missing)} of vLLM's parameters: "
                 f"{listed}"
             )
 
 
-def _clone_kept(layers: Sequence[Any], tensors: list[tuple[str, torch.Tensor]]) -> None:
-    """Copy what the loader keeps of a bucket until a layer is complete.
+def _clone_kept(
+    layers: Sequence[LayerReloadingInfo], tensors: list[tuple[str, torch.Tensor]]
+) -> None:
+    """Clone the bucket's tensors that vLLM's loader still references.
 
-    Attention layers and layers with padding keep their tensors until the end, even if all have
-    come: the transport refills the buffer before that.
+    Attention layers and padded layers keep their tensors until `complete`, even if all of them have
+    arrived: the transport refills the buffer before that.
 
     Args:
-        layers: vLLM's notes about each layer.
+        layers: vLLM's state of each layer.
         tensors: The bucket's.
     """
+    # By storage: what the loader keeps may be a view (narrowed, transposed) of a bucket's tensor.
     lent = {tensor.untyped_storage().data_ptr() for _, tensor in tensors}
     for layer in layers:
         for _, call in layer.loaded_weights:
@@ -127,11 +136,11 @@ def _clone_kept(layers: Sequence[Any], tensors: list[tuple[str, torch.Tensor]]) 
                     call.arguments[name] = value.clone()
 
 
-def _missing_parts(model: torch.nn.Module, *, without: type | tuple[()]) -> list[str]:
-    """Return the parameters that lack tensors, by vLLM's name, with the parts that they lack.
+def _missing_shards(model: torch.nn.Module, *, without: type | tuple[()]) -> list[str]:
+    """Return the incomplete parameters, by vLLM's name, with the shards that were not loaded.
 
-    Only layers that vLLM has not completed by the number of elements can lack any. Attention is
-    skipped, which only has scales of its own, and so are layers of the class `without`.
+    Only layers whose elements have not all arrived can be incomplete. Attention layers are skipped,
+    as they have nothing but scales of their own, and so are layers of the class `without`.
     """
     missing: list[str] = []
     for prefix, layer in model.named_modules():
@@ -140,14 +149,19 @@ def _missing_parts(model: torch.nn.Module, *, without: type | tuple[()]) -> list
             continue
         for name, _ in layer.named_parameters(recurse=False):
             loads = [call.arguments for loaded, call in info.loaded_weights if loaded == name]
-            lacks = _missing_shards(layer, loads) if loads else ["all"]
+            lacks = _shards_not_loaded(layer, loads) if loads else ["all"]
             if lacks:
                 missing.append(f"{prefix}.{name} ({', '.join(lacks)})")
     return missing
 
 
-def _missing_shards(layer: Any, loads: Sequence[Mapping[str, Any]]) -> list[str]:
-    """Return which of the tensors that vLLM fuses into one parameter have not come."""
+def _shards_not_loaded(layer: Any, loads: Sequence[Mapping[str, Any]]) -> list[str]:
+    """Return which of the tensors that vLLM fuses into one parameter have not been loaded.
+
+    Args:
+        layer: Any of vLLM's layers; which attributes it has depends on its class.
+        loads: The arguments of the parameter's `weight_loader` calls so far.
+    """
     if "expert_id" in loads[0]:
         shards = {load["shard_id"] for load in loads}
         if shards <= {"w1", "w3"} and layer.moe_config.is_act_and_mul:
@@ -171,10 +185,10 @@ def _missing_shards(layer: Any, loads: Sequence[Mapping[str, Any]]) -> list[str]
 
 
 def _tied_layers(model: torch.nn.Module) -> list[Any]:
-    """Return the output layers that got no weight of their own in this reload.
+    """Return the output layers that received no weight of their own in this reload.
 
-    They share the embedding's, which was loaded under its own name. On the CPU vLLM multiplies
-    with a copy in the kernel's layout, which a reload makes again for the embedding alone.
+    They share the embedding's weight, which is loaded under the embedding's name. On the CPU vLLM
+    multiplies with a repacked copy, which a reload refreshes for the embedding alone.
     """
     return [
         layer
@@ -186,21 +200,21 @@ def _tied_layers(model: torch.nn.Module) -> list[Any]:
 
 
 def _repack_experts_in_reloads(model: torch.nn.Module) -> None:
-    """Let experts on the CPU be processed in every reload as when they were first loaded.
+    """Repack the experts' weights for the CPU's kernel in every reload.
 
-    vLLM repacks their weights for the CPU's kernel only while there is no kernel yet; in a reload
-    it would give that kernel the weights as they came.
+    vLLM repacks them only while a layer has no kernel yet. In a reload the kernel exists, and would
+    be given weights in the checkpoint's layout: wrong results without an error.
     """
-    # Only here: a GPU's workers do not use it, and may not be able to import it.
+    # Imported here, as workers on a GPU do not need it and may not be able to import it.
     from vllm.model_executor.layers.fused_moe.experts.cpu_moe import CPUUnquantizedExperts
 
     for layer in model.modules():
-        method: Any = getattr(layer, "quant_method", None)
+        method: FusedMoEMethodBase = getattr(layer, "quant_method", None)
         kernel = getattr(method, "moe_kernel", None)
         if isinstance(getattr(kernel, "fused_experts", None), CPUUnquantizedExperts):
             method.process_weights_after_loading = partial(_process_without_kernel, method)
 
 
-def _process_without_kernel(method: Any, layer: torch.nn.Module) -> None:
+def _process_without_kernel(method: FusedMoEMethodBase, layer: torch.nn.Module) -> None:
     method.moe_kernel = None
     type(method).process_weights_after_loading(method, layer)

@@ -77,17 +77,6 @@ RULES = {
 }
 """The names of the rules by subject."""
 
-MODULES = {
-    "contract": "outputs",
-    "outputs": "outputs",
-    "errors": "outputs",
-    "sampling": "sampling",
-    "stops": "sampling",
-    "sleep": "lifecycle",
-    "refits": "lifecycle",
-}
-"""The module that defines a function of the name for each rule of a subject."""
-
 
 class GenerationCase(ABC):
     """A backend, and a plain model with the same weights to compare it with.
@@ -190,7 +179,7 @@ def check_rule(name: str, case: GenerationCase) -> None:
     lacking = _lacking(group, name, case)
     if lacking:
         raise SkipTest(f"{type(case).__name__} lacks {lacking}")
-    getattr(import_module(f"{__name__}.{MODULES[group]}"), name)(case)
+    getattr(import_module(f"{__name__}.rules"), name)(case)
 
 
 def check_generation(case: GenerationCase) -> list[str]:

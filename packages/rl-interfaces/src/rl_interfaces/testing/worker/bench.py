@@ -15,11 +15,12 @@ from rl_interfaces.config.resolve import merge_sections
 from rl_interfaces.loss import LossType
 from rl_interfaces.testing.expectations import expect, expect_close
 from rl_interfaces.testing.report import NotApplicable
-from rl_interfaces.testing.worker.inputs import LogprobLoss, make_columns
 from rl_interfaces.testing.worker.oracle import (
     Columns,
+    LogprobLoss,
     PlainRun,
     is_target,
+    make_columns,
     parameters_of,
     plain_logprobs,
     plain_training,
@@ -29,8 +30,8 @@ from rl_interfaces.testing.worker.oracle import (
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Mapping
 
-    from rl_interfaces.testing.ranks import Ranks
     from rl_interfaces.testing.worker.case import Batch, MakeBatches, WorkerCase
+    from rl_interfaces.testing.worker.kit import Ranks
 
 NUM_CALLS = 3
 """Calls of `train` in the run that others are compared with."""

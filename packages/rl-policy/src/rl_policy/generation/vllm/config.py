@@ -14,7 +14,7 @@ from dataclasses import dataclass, field, fields, replace
 from typing import Any
 
 from rl_interfaces import GenerationConfig
-from rl_interfaces.backend.generation.loop import SamplingConfig, Tokenizer, resolve_pad_id
+from rl_interfaces.backend.generation import SamplingConfig, Tokenizer, resolve_pad_id
 from rl_interfaces.config.resolve import GENERATION_DEFAULTS
 from rl_interfaces.config.schema import check_typed_dict
 

@@ -38,10 +38,8 @@ from rl_policy.generation.vllm.requests import Completion, assemble_output, requ
 
 if TYPE_CHECKING:
     from rl_batched_data import BatchedDataDict
-    from rl_interfaces import GenerationDatumSpec, GenerationOutputSpec
-    from rl_interfaces.backend.generation.loop import SamplingConfig
-    from rl_refit.compat.broadcast import Info
-    from rl_refit.compat.handles import Handle
+    from rl_interfaces import DeviceHandles, GenerationDatumSpec, GenerationOutputSpec, RefitInfo
+    from rl_interfaces.backend.generation import SamplingConfig
     from transformers import PreTrainedTokenizerBase
 
     from rl_policy.generation.vllm.config import EngineConfig
@@ -297,13 +295,11 @@ class VllmEngine:
         first_rank = 1 + self._first_receiver
         self._on_workers(join_group, ip, port, world_size, first_rank, timeout_s)
 
-    def update_from_collective(self, info: Info) -> None:
+    def update_from_collective(self, info: RefitInfo) -> None:
         """Receive and load every tensor of `info`, while the trainer broadcasts."""
         self._load_by_name(load_from_group, info, names=info, expected=info)
 
-    def update_from_handles(
-        self, handles: Mapping[str, Mapping[str, Handle]], expected: Collection[str]
-    ) -> None:
+    def update_from_handles(self, handles: DeviceHandles, expected: Collection[str]) -> None:
         """Load one group of tensors; the update is complete once all of `expected` are loaded."""
         names = {name for group in handles.values() for name in group}
         self._load_by_name(load_from_handles, handles, names=names, expected=expected)
@@ -419,7 +415,7 @@ def join_group(
     )
 
 
-def load_from_group(worker: VllmWorker, info: Info) -> None:
+def load_from_group(worker: VllmWorker, info: RefitInfo) -> None:
     """Load the tensors that the trainer broadcasts.
 
     Args:
@@ -432,9 +428,7 @@ def load_from_group(worker: VllmWorker, info: Info) -> None:
     _load_in_batches(worker, group.receive(info))
 
 
-def load_from_handles(
-    worker: VllmWorker, handles: Mapping[str, Mapping[str, Handle]]
-) -> None:
+def load_from_handles(worker: VllmWorker, handles: DeviceHandles) -> None:
     """Load the tensors of some handles.
 
     Args:

@@ -29,9 +29,11 @@ if TYPE_CHECKING:
     import ray
     from rl_interfaces import (
         Cluster,
+        DeviceHandles,
         GenerationConfig,
         GenerationDatumSpec,
         GenerationOutputSpec,
+        RefitInfo,
     )
     from transformers import PreTrainedTokenizerBase
 
@@ -100,6 +102,7 @@ class VllmGeneration(GenerationInterface):
         self._timeout_s = timeout_s
         self._generate_timeout_s = engine.generate_timeout_s
         self._seed = seed
+        # A copy for seeds and callers: each engine owns its own, and `commit_update` sets them all.
         self._version = INITIAL_VERSION
         self._calls_since_version = 0
         self._refit_info: RefitInfo = {}
@@ -162,7 +165,7 @@ class VllmGeneration(GenerationInterface):
         """
         check_prompts(
             data,
-            pad_token_id=_token_id(self._tokenizer, "pad"),
+            pad_token_id=self._tokenizer.pad_token_id,  # pyright: ignore[reportArgumentType] # an id
             max_length=min(facts.max_model_len for facts in self.facts),
             vocab_size=min(facts.vocab_size for facts in self.facts),
         )
@@ -266,7 +269,7 @@ class VllmGeneration(GenerationInterface):
         """Set `{name: (shape, wire dtype)}` of all tensors that the calls below load."""
         self._refit_info = dict(info)
 
-    def init_collective(self, ip: str, port: int, world_size: int) -> list[ray.ObjectRef]:
+    def init_collective(self, ip: str, port: int, world_size: int) -> list[ray.ObjectRef[None]]:
         """Join a trainer's group, whose rank 0 listens at the address; `update` needs none.
 
         Args:
@@ -285,7 +288,7 @@ class VllmGeneration(GenerationInterface):
             "init_collective", ip, port, world_size, timeout_s=self._timeout_s
         ).refs
 
-    def update_weights_from_collective(self) -> list[ray.ObjectRef]:
+    def update_weights_from_collective(self) -> list[ray.ObjectRef[None]]:
         """Receive the tensors of `prepare_refit_info` over the group of `init_collective`.
 
         Returns:
@@ -293,7 +296,7 @@ class VllmGeneration(GenerationInterface):
         """
         return self._engines.submit_all("update_from_collective", self._known_info()).refs
 
-    def update_weights(self, handles: dict[str, Any]) -> bool:
+    def update_weights(self, handles: DeviceHandles) -> bool:
         """Load one group of the tensors of `prepare_refit_info`; return True.
 
         Args:
@@ -346,7 +349,3 @@ def _engine_grid(
     shape = (num_engines, tensor_parallel_size)
     grid = np.arange(num_engines * tensor_parallel_size).reshape(shape)
     return NamedSharding(grid, ["data_parallel", "tensor_parallel"])
-
-
-def _token_id(tokenizer: PreTrainedTokenizerBase, name: str) -> int | None:
-    return getattr(tokenizer, f"{name}_token_id")

@@ -16,11 +16,11 @@ from typing import TYPE_CHECKING
 
 import torch
 from rl_batched_data import BatchedDataDict
-from rl_interfaces.backend.batch_checks import check_scoring_batch
+from rl_interfaces.backend.steps import check_scoring_batch
 
 if TYPE_CHECKING:
     from rl_interfaces import GenerationDatumSpec, GenerationOutputSpec
-    from rl_interfaces.backend.generation.loop import SamplingConfig
+    from rl_interfaces.backend.generation import SamplingConfig
 
 _SEED_BYTES = 7  # of 8: an int64 without its sign bit
 

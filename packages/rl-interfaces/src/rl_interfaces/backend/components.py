@@ -1,0 +1,150 @@
+"""Ready-made parts of an engine: plain logits, a replicated optimizer, a reference copy."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Generator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+from rl_batched_data import token_scores
+
+from rl_interfaces.backend.checkpoint.optimizer_state import TrainState
+from rl_interfaces.backend.engine import OptimizerStep
+from rl_interfaces.backend.steps import MicroBatch
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class LogitsOutput:
+    """A `ForwardOutput` of a model that returns full logits of padded rows."""
+
+    raw: torch.Tensor
+    """`[batch, seq, vocab]`, any float, without temperature; `raw[:, t]` predict token `t + 1`."""
+    micro_batch: MicroBatch
+    temperature: float = 1.0
+
+    def logprobs(self) -> torch.Tensor:
+        """See `ForwardOutput.logprobs`."""
+        tokens = self.micro_batch.rows["input_ids"]
+        scores = token_scores(self.raw, tokens, temperature=self.temperature)
+        return scores.logprobs.where(self._is_token, 0.0)
+
+    def logits(self, *, sharded: bool = False) -> torch.Tensor:
+        """See `ForwardOutput.logits`; no rank has a shard of the vocabulary."""
+        return self.raw.float() / self.temperature
+
+    def topk_logits(self, k: int) -> dict[str, torch.Tensor]:
+        """See `ForwardOutput.topk_logits`."""
+        values, indices = self.logits().topk(k, dim=-1)
+        is_token = self._is_token[..., None]
+        return {
+            "topk_logits": values.where(is_token, 0.0),
+            "topk_indices": indices.where(is_token, 0),
+        }
+
+    @property
+    def _is_token(self) -> torch.Tensor:
+        rows = self.micro_batch.rows
+        columns = torch.arange(rows["input_ids"].shape[1], device=self.raw.device)
+        return columns < rows["input_lengths"][:, None]
+
+
+class ReplicatedOptimizer:
+    """Sums gradients over the data-parallel ranks, clips them and steps.
+
+    Args:
+        parameters: The trainable parameters, of which every rank of `group` has a full copy.
+        state: The optimizer over them, and its schedule.
+        max_grad_norm: Largest 2-norm of all gradients; None leaves them as they are.
+        group: The data-parallel ranks.
+    """
+
+    def __init__(
+        self,
+        parameters: Sequence[torch.nn.Parameter],
+        state: TrainState,
+        *,
+        max_grad_norm: float | None,
+        group: dist.ProcessGroup | None = None,
+    ) -> None:
+        self.state = state
+        self._parameters = list(parameters)
+        self._max_norm = max_grad_norm or float("inf")
+        self._group = group
+
+    @property
+    def learning_rate(self) -> float:
+        """The rate of the next step."""
+        return self.state.optimizer.param_groups[0]["lr"]
+
+    def step(self, *, discard: bool) -> OptimizerStep:
+        """See `EngineOptimizer.step`."""
+        for parameter in self._parameters:
+            if parameter.grad is None:
+                # Ranks may have seen other rows, and all take part in every sum.
+                parameter.grad = torch.zeros_like(parameter)
+            dist.all_reduce(parameter.grad, group=self._group)
+        norm = torch.nn.utils.clip_grad_norm_(self._parameters, self._max_norm)
+        stepped = bool(norm.isfinite()) and not discard
+        if stepped:
+            self.state.optimizer.step()
+        self.state.optimizer.zero_grad(set_to_none=True)
+        return OptimizerStep(grad_norm=norm.float(), stepped=stepped)
+
+    def advance_schedule(self) -> None:
+        """See `EngineOptimizer.advance_schedule`."""
+        self.state.scheduler.step()
+
+
+LocalTensors = Callable[[], Sequence[torch.Tensor]]
+
+
+class ReferenceCopy:
+    """This rank's shards of the model as they were when this was constructed.
+
+    They, and the policy's while the reference is swapped in, have buffers of their own (pinned
+    where the model is on a GPU) that every swap reuses. The model's tensors stay where they are, so
+    that views of them, data-parallel buffers among them, remain valid.
+
+    Args:
+        local_tensors: Returns this rank's shards of every parameter and persistent buffer, in a
+            fixed order, each time it is called.
+    """
+
+    def __init__(self, local_tensors: LocalTensors) -> None:
+        self._local_tensors = local_tensors
+        self._reference = _copies(local_tensors())
+        self._policy: list[torch.Tensor] | None = None
+
+    @contextmanager
+    def swapped_in(self) -> Generator[None, None, None]:
+        """Give the model the reference weights; on exit it has its own again, bit for bit."""
+        live = self._local_tensors()
+        if self._policy is None:
+            self._policy = _copies(live)
+        else:
+            _copy(self._policy, live)
+        _copy(live, self._reference)
+        try:
+            yield
+        finally:
+            _copy(self._local_tensors(), self._policy)
+
+
+def _copies(tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+    pinned = any(tensor.is_cuda for tensor in tensors)
+    copies = [
+        torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=pinned) for tensor in tensors
+    ]
+    _copy(copies, tensors)
+    return copies
+
+
+@torch.no_grad()
+def _copy(targets: Sequence[torch.Tensor], sources: Sequence[torch.Tensor]) -> None:
+    for target, source in zip(targets, sources, strict=True):
+        target.copy_(source, non_blocking=True)
+    # Pinned copies are asynchronous: their sources must not change before they are done.
+    if any(tensor.is_cuda for tensor in (*targets, *sources)):
+        torch.cuda.synchronize()

@@ -1,0 +1,382 @@
+"""Batched generation: sample a token per row, stop, assemble the rows."""
+
+# torch and transformers annotate some of their functions only in part.
+# pyright: reportUnknownMemberType=false, reportUnknownVariableType=false
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import torch
+from rl_batched_data import BatchedDataDict
+
+
+class Tokenizer(Protocol):
+    """What generation needs of a tokenizer of transformers."""
+
+    @property
+    def pad_token_id(self) -> Any:
+        """The id that fills rows up, or None."""
+        ...
+
+    @property
+    def eos_token_id(self) -> Any:
+        """The id that ends a row, or None."""
+        ...
+
+    def batch_decode(self, sequences: Any, *, skip_special_tokens: bool) -> list[str]:
+        """Return the text of each sequence of tokens."""
+        ...
+
+
+class Decoder(Protocol):
+    """A model's forwards over some rows, with a cache of what it has seen."""
+
+    def prefill(self, prompts: torch.Tensor, lengths: torch.Tensor) -> torch.Tensor:
+        """Return the logits of the token after each prompt, `[rows, vocab]`.
+
+        Args:
+            prompts: `[rows, seq]` int64, right-padded.
+            lengths: `[rows]` int64.
+        """
+        ...
+
+    def step(self, tokens: torch.Tensor) -> torch.Tensor:
+        """Return the logits of the token after these, `[rows]` int64, one more per row."""
+        ...
+
+
+class FullForwardDecoder:
+    """A `Decoder` without a cache: every step runs the model over all tokens so far.
+
+    Args:
+        forward: Returns `[rows, seq, vocab]` logits of right-padded `[rows, seq]` tokens.
+    """
+
+    def __init__(self, forward: Callable[[torch.Tensor], torch.Tensor]) -> None:
+        self._forward = forward
+
+    def prefill(self, prompts: torch.Tensor, lengths: torch.Tensor) -> torch.Tensor:
+        """See `Decoder.prefill`."""
+        self._tokens, self._lengths = prompts, lengths
+        return self._next_logits()
+
+    def step(self, tokens: torch.Tensor) -> torch.Tensor:
+        """See `Decoder.step`."""
+        if int(self._lengths.max()) == self._tokens.shape[1]:
+            self._tokens = torch.nn.functional.pad(self._tokens, (0, 16))
+        self._tokens = self._tokens.scatter(1, self._lengths[:, None], tokens[:, None])
+        self._lengths = self._lengths + 1
+        return self._next_logits()
+
+    def _next_logits(self) -> torch.Tensor:
+        rows = torch.arange(len(self._tokens), device=self._tokens.device)
+        return self._forward(self._tokens)[rows, self._lengths - 1]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class SamplingConfig:
+    """How a worker's own generation samples."""
+
+    max_new_tokens: int
+    temperature: float
+    top_p: float
+    top_k: int | None
+    stop_token_ids: tuple[int, ...]
+    stop_strings: tuple[str, ...]
+    pad_token_id: int | None
+    batch_size: int
+    """Rows per forward."""
+
+    @classmethod
+    def from_policy_config(cls, resolved: Mapping[str, Any]) -> SamplingConfig | None:
+        """Return what a resolved policy config says; None where the policy does not generate.
+
+        Raises:
+            ValueError: There is no room for a prompt.
+        """
+        generation = resolved.get("generation")
+        if generation is None:
+            return None
+        longest = resolved.get("max_total_sequence_length")
+        if longest is not None and generation["max_new_tokens"] >= longest:
+            raise ValueError(
+                f"policy.generation.max_new_tokens={generation['max_new_tokens']} leaves no room "
+                f"for a prompt in policy.max_total_sequence_length={longest}"
+            )
+        return cls(
+            max_new_tokens=generation["max_new_tokens"],
+            temperature=float(generation["temperature"]),
+            top_p=float(generation["top_p"]),
+            top_k=generation.get("top_k"),
+            stop_token_ids=tuple(generation.get("stop_token_ids") or ()),
+            stop_strings=tuple(generation.get("stop_strings") or ()),
+            pad_token_id=generation.get("pad_token_id"),
+            batch_size=resolved["generation_batch_size"],
+        )
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class StopRule:
+    """When a row is finished."""
+
+    token_ids: torch.Tensor
+    """`[n]` int64, on the device."""
+    strings: list[tuple[str, ...]]
+    """Per row, texts that end it."""
+    max_lengths: torch.Tensor
+    """`[rows]` int64: most tokens, prompt included."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Completions:
+    """What was generated after each prompt; what follows a row's end is meaningless."""
+
+    tokens: torch.Tensor
+    """`[rows, steps]` int64."""
+    logprobs: torch.Tensor
+    """`[rows, steps]` float32."""
+    lengths: torch.Tensor
+    """`[rows]` int64, the token that ended the row included."""
+
+
+def generate(
+    open_decoder: Callable[[BatchedDataDict[Any]], Decoder],
+    data: BatchedDataDict[Any],
+    *,
+    sampling: SamplingConfig,
+    greedy: bool,
+    tokenizer: Tokenizer,
+    generator: torch.Generator,
+    max_total_length: int,
+    device: torch.device,
+) -> BatchedDataDict[Any]:
+    """Return a `GenerationOutputSpec` for the rows of `data`, on the CPU.
+
+    Args:
+        open_decoder: Is given a few rows of `data`, and returns what gives their logits, its cache
+            empty. Ranks that share a forward are given the same rows, and sample the same tokens.
+        data: See `GenerationDatumSpec`.
+        sampling: Temperature, truncation, stops, rows per forward.
+        greedy: Take the most likely token, whatever `sampling` says.
+        tokenizer: Gives the end and padding tokens, and decodes for stop strings.
+        generator: The source of randomness, on `device`.
+        max_total_length: Most tokens per row, prompt included.
+        device: Where the model is.
+    """
+    input_ids, lengths = data["input_ids"], data["input_lengths"]
+    num_rows = input_ids.shape[0]
+    extra_stops = data.get("stop_strings") or [None] * num_rows
+    parts: list[BatchedDataDict[Any]] = []
+    pad_id = resolve_pad_id(sampling, tokenizer)
+    for start in range(0, num_rows, sampling.batch_size):
+        rows = slice(start, min(start + sampling.batch_size, num_rows))
+        prompts = input_ids[rows].to(device)
+        prompt_lengths = lengths[rows].to(device)
+        stop = StopRule(
+            token_ids=_stop_token_ids(sampling, tokenizer, device=device),
+            strings=[(*sampling.stop_strings, *(texts or ())) for texts in extra_stops[rows]],
+            max_lengths=(prompt_lengths + sampling.max_new_tokens).clamp(max=max_total_length),
+        )
+        completions = _complete(
+            open_decoder(data.slice(rows.start, rows.stop)),
+            prompts,
+            prompt_lengths,
+            stop=stop,
+            sampling=sampling,
+            temperature=0.0 if greedy else sampling.temperature,
+            tokenizer=tokenizer,
+            generator=generator,
+        )
+        parts.append(assemble(prompts, prompt_lengths, completions, pad_id=pad_id))
+    if not parts:
+        return _empty_output(input_ids)
+    padding = {"output_ids": pad_id}
+    return BatchedDataDict.from_batches(parts, pad_value_dict=padding)
+
+
+def check_room(data: BatchedDataDict[Any], *, longest: int) -> None:
+    """Raise `ValueError` unless every prompt leaves room for a new token in `longest` tokens."""
+    full = (data["input_lengths"] >= longest).nonzero().flatten()
+    if len(full):
+        row = int(full[0])
+        raise ValueError(
+            f"input_lengths[{row}]={int(data['input_lengths'][row])} leaves no room for a new "
+            f"token in {longest} tokens (policy.max_total_sequence_length, or the model's own)"
+        )
+
+
+def resolve_pad_id(sampling: SamplingConfig, tokenizer: Tokenizer) -> int:
+    """Return the configured padding token, else the tokenizer's, else its end token.
+
+    Raises:
+        ValueError: There is none of the three.
+    """
+    for candidate in (sampling.pad_token_id, tokenizer.pad_token_id, tokenizer.eos_token_id):
+        if candidate is not None:
+            return int(candidate)  # type: ignore[arg-type]
+    raise ValueError(
+        "policy.generation.pad_token_id is not set, and the tokenizer has neither a padding nor "
+        "an end token"
+    )
+
+
+def assemble(
+    prompts: torch.Tensor, prompt_lengths: torch.Tensor, completions: Completions, *, pad_id: int
+) -> BatchedDataDict[Any]:
+    """Put each completion right behind its prompt, and padding behind that.
+
+    Args:
+        prompts: `[rows, seq]` int64, right-padded.
+        prompt_lengths: `[rows]` int64.
+        completions: What was generated.
+        pad_id: Fills `output_ids`.
+    """
+    total = prompt_lengths + completions.lengths
+    width = int(total.max())
+    position = torch.arange(width, device=prompts.device)[None, :]
+    is_prompt = position < prompt_lengths[:, None]
+    is_completion = ~is_prompt & (position < total[:, None])
+    from_prompt = position.clamp(max=prompts.shape[1] - 1).expand(len(prompts), -1)
+    last_step = completions.tokens.shape[1] - 1
+    step = (position - prompt_lengths[:, None]).clamp(min=0, max=last_step)
+    output_ids = torch.where(is_prompt, prompts.gather(1, from_prompt), pad_id)
+    output_ids = torch.where(is_completion, completions.tokens.gather(1, step), output_ids)
+    logprobs = torch.where(is_completion, completions.logprobs.gather(1, step), 0.0)
+    return BatchedDataDict(
+        {
+            "output_ids": output_ids.cpu(),
+            "generation_lengths": completions.lengths.cpu(),
+            "unpadded_sequence_lengths": total.cpu(),
+            "logprobs": logprobs.cpu(),
+        }
+    )
+
+
+def _complete(
+    decoder: Decoder,
+    prompts: torch.Tensor,
+    prompt_lengths: torch.Tensor,
+    *,
+    stop: StopRule,
+    sampling: SamplingConfig,
+    temperature: float,
+    tokenizer: Tokenizer,
+    generator: torch.Generator,
+) -> Completions:
+    lengths = torch.zeros_like(prompt_lengths)
+    running = prompt_lengths < stop.max_lengths
+    columns: list[torch.Tensor] = []
+    logprob_columns: list[torch.Tensor] = []
+    while bool(running.any()):
+        first = not columns
+        logits = decoder.prefill(prompts, prompt_lengths) if first else decoder.step(columns[-1])
+        sampled, logprobs = sample_tokens(
+            logits,
+            temperature=temperature,
+            top_k=sampling.top_k,
+            top_p=sampling.top_p,
+            generator=generator,
+        )
+        columns.append(sampled)
+        logprob_columns.append(logprobs)
+        lengths += running
+        ended = torch.isin(sampled, stop.token_ids) | (prompt_lengths + lengths >= stop.max_lengths)
+        ended |= _ends_in_string(columns, stop.strings, tokenizer)
+        running &= ~ended
+    return Completions(
+        tokens=torch.stack(columns, dim=1),
+        logprobs=torch.stack(logprob_columns, dim=1),
+        lengths=lengths,
+    )
+
+
+def _ends_in_string(
+    columns: list[torch.Tensor],
+    strings: list[tuple[str, ...]],
+    tokenizer: Tokenizer,
+) -> torch.Tensor:
+    """Return which rows' completions contain one of their stop strings, `[rows]` bool."""
+    found = torch.zeros(len(strings), dtype=torch.bool, device=columns[0].device)
+    rows = [row for row, texts in enumerate(strings) if texts]
+    if not rows:
+        return found
+    completions = torch.stack(columns, dim=1)[rows]
+    texts = tokenizer.batch_decode(completions.tolist(), skip_special_tokens=False)
+    for row, text in zip(rows, texts, strict=True):
+        found[row] = any(wanted in text for wanted in strings[row])
+    return found
+
+
+def _stop_token_ids(
+    sampling: SamplingConfig, tokenizer: Tokenizer, *, device: torch.device
+) -> torch.Tensor:
+    ids = set(sampling.stop_token_ids)
+    if tokenizer.eos_token_id is not None:
+        ids.add(int(tokenizer.eos_token_id))  # type: ignore[arg-type]
+    return torch.tensor(sorted(ids), dtype=torch.int64, device=device)
+
+
+def _empty_output(input_ids: torch.Tensor) -> BatchedDataDict[Any]:
+    none = torch.zeros(0, dtype=torch.int64)
+    return BatchedDataDict(
+        {
+            "output_ids": input_ids.new_zeros((0, input_ids.shape[1])),
+            "generation_lengths": none,
+            "unpadded_sequence_lengths": none.clone(),
+            "logprobs": torch.zeros((0, input_ids.shape[1])),
+        }
+    )
+
+
+def truncate_logits(logits: torch.Tensor, *, top_k: int | None, top_p: float) -> torch.Tensor:
+    """Return `logits` with everything outside the top k, then outside the nucleus, at -inf.
+
+    The nucleus is the smallest set of tokens whose probability reaches `top_p` (Holtzman et al.
+    2020, "The Curious Case of Neural Text Degeneration"); the most likely token is always in it.
+
+    Args:
+        logits: `[rows, vocab]` float32, temperature applied.
+        top_k: Tokens kept per row; ties with the last one are kept too. None keeps all.
+        top_p: Probability to reach, in (0, 1]. 1.0 keeps all.
+    """
+    if top_k is not None and top_k < logits.shape[-1]:
+        threshold = logits.topk(top_k, dim=-1).values[:, -1:]
+        logits = logits.masked_fill(logits < threshold, float("-inf"))
+    if top_p < 1.0:
+        descending, order = logits.sort(dim=-1, descending=True)
+        probabilities = descending.softmax(dim=-1)
+        before = probabilities.cumsum(dim=-1) - probabilities
+        outside = torch.zeros_like(before, dtype=torch.bool).scatter(-1, order, before >= top_p)
+        logits = logits.masked_fill(outside, float("-inf"))
+    return logits
+
+
+def sample_tokens(
+    logits: torch.Tensor,
+    *,
+    temperature: float,
+    top_k: int | None,
+    top_p: float,
+    generator: torch.Generator,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return a token per row, int64 `[rows]`, and its log-probability, float32 `[rows]`.
+
+    Args:
+        logits: `[rows, vocab]`, any float.
+        temperature: Divides the logits; 0 takes the most likely token, whose log-probability is
+            then that under the untempered, untruncated distribution.
+        top_k: See `truncate_logits`.
+        top_p: See `truncate_logits`.
+        generator: The source of randomness, on the logits' device.
+    """
+    logits = logits.float()
+    if temperature == 0:
+        tokens = logits.argmax(dim=-1)
+    else:
+        logits = truncate_logits(logits / temperature, top_k=top_k, top_p=top_p)
+        tokens = torch.multinomial(logits.softmax(dim=-1), 1, generator=generator).squeeze(-1)
+    logprobs = logits.log_softmax(dim=-1).gather(-1, tokens[:, None]).squeeze(-1)
+    return tokens, logprobs

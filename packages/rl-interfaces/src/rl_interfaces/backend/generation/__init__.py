@@ -1,1 +1,0 @@
-"""The loop of batched generation, and the sampling of tokens."""

@@ -1,1 +1,0 @@
-"""Ranks, devices, ports and random state of one process of a job."""

@@ -1,0 +1,188 @@
+"""Rules on what a worker reports about itself, how it ends, and the errors that it raises."""
+
+from __future__ import annotations
+
+import gc
+import time
+from collections import Counter
+from contextlib import suppress
+from itertools import pairwise
+from pathlib import Path
+
+import torch.distributed as dist
+
+from rl_interfaces.testing.expectations import expect, expect_error
+from rl_interfaces.testing.report import NotApplicable, rule
+from rl_interfaces.testing.worker.bench import WorkerBench
+from rl_interfaces.testing.worker.oracle import LogprobLoss
+from rl_interfaces.worker import CONTRACT_VERSION, PolicyWorker, check_contract_version
+
+
+@rule()
+def unknown_keys_are_named(bench: WorkerBench) -> None:
+    """A key that nobody knows is refused before anything starts."""
+    config = {**bench.case.config, "learning_rat": 1.0}
+    expect_error(
+        lambda: bench.worker_class.validate_config(config, world_size=bench.ranks.world_size),
+        ValueError,
+        words=("learning_rat",),
+        what="the key 'learning_rat'",
+    )
+
+
+@rule()
+def sizes_that_cannot_be_are_named(bench: WorkerBench) -> None:
+    """Sizes that are not positive, or that the ranks do not divide, are refused with numbers."""
+    worker, ranks = bench.worker, bench.layout.data_parallel
+    batch = bench.share(bench.scoring)
+    for name, value in (("gbs", -1), ("mbs", -2), ("gbs", 0), ("mbs", 0)):
+        expect_error(
+            lambda name=name, value=value: worker.train(batch, LogprobLoss(), **{name: value}),
+            ValueError,
+            words=(name, str(value)),
+            what=f"{name}={value}",
+        )
+    if ranks > 1:
+        expect_error(
+            lambda: worker.train(batch, LogprobLoss(), gbs=ranks + 1),
+            ValueError,
+            words=("gbs", str(ranks + 1), str(ranks)),
+            what=f"gbs={ranks + 1} over {ranks} data-parallel ranks",
+        )
+
+
+@rule()
+def missing_keys_are_named(bench: WorkerBench) -> None:
+    """A batch that lacks a key is refused with the key's name."""
+    worker = bench.worker
+    for key in ("input_ids", "input_lengths", "sample_mask", "token_mask"):
+        batch = bench.share(bench.scoring)
+        del batch[key]
+        expect_error(
+            lambda batch=batch: worker.train(batch, LogprobLoss()),
+            ValueError,
+            words=(key,),
+            what=f"a batch without {key!r}",
+        )
+
+
+@rule()
+def left_padding_is_refused(bench: WorkerBench) -> None:
+    """Rows that are padded on the left are refused, and not scored as if they were not."""
+    # No row fills the width: a rank that has it alone would see nothing that is wrong.
+    columns = bench.columns(bench.on_every_rank([5, 3, 4, 2, 5, 3]), width=6)
+    rows = columns["input_ids"]
+    expect_error(
+        lambda: bench.worker.get_logprobs(bench.share({**columns, "input_ids": rows.flip(1)})),
+        ValueError,
+        words=("input_ids",),
+        what="left padding",
+    )
+
+
+THREADS, OPEN_FILES = Path("/proc/self/task"), Path("/proc/self/fd")
+NUM_WORKERS = 4
+"""Workers in turn. A leak adds to the count with each of them."""
+SETTLING_S = 1.0
+"""The longest wait for threads and files that are about to go."""
+
+
+@rule()
+def the_contracts_version_is_declared(bench: WorkerBench) -> None:
+    """`contract_version` of the class is one that this version of the interfaces takes."""
+    worker_class = type(bench.worker)
+    check_contract_version(worker_class, owner=worker_class.__module__)
+    expect(len(CONTRACT_VERSION) == 2, "a contract version is a major and a minor number")
+
+
+@rule()
+def every_required_method_is_there(bench: WorkerBench) -> None:
+    """The worker has each method of `rl_interfaces.PolicyWorker`."""
+    wanted = [name for name in dir(PolicyWorker) if not name.startswith("_")]
+    missing = [name for name in wanted if not callable(getattr(bench.worker, name, None))]
+    expect(wanted, "PolicyWorker has methods")
+    expect(not missing, f"the worker lacks {', '.join(missing)} of rl_interfaces.PolicyWorker")
+
+
+@rule()
+def a_worker_says_where_it_is(bench: WorkerBench) -> None:
+    """It is alive, and names its rank and its device, each time alike."""
+    worker = bench.worker
+    expect(worker.is_alive() is True, "is_alive() is not True")
+    rank = worker.get_gpu_info()["rank"]
+    expect(rank == bench.ranks.rank, f"get_gpu_info()['rank'] is {rank} on {bench.ranks.rank}")
+    device = worker.report_device_id()
+    expect(isinstance(device, str) and device, f"report_device_id() is {device!r}")
+    expect(device == worker.report_device_id(), "report_device_id() gives another id each time")
+
+
+@rule()
+def a_layout_is_of_all_ranks(bench: WorkerBench) -> None:
+    """`validate_config` returns a layout of as many ranks as there are."""
+    found = bench.layout.world_size
+    expect(found == bench.ranks.world_size, f"{bench.layout} is of {found} ranks")
+
+
+@rule()
+def a_process_group_is_left_by_whoever_joined_it(bench: WorkerBench) -> None:
+    """A worker joins no second default process group, and stays in one that was there before."""
+    with bench.fresh(init_reference_model=False):
+        pass
+    text = "shutdown() has left the default process group, which the worker did not join"
+    expect(dist.is_initialized(), text)
+
+
+@rule()
+def shutting_down_twice_is_fine(bench: WorkerBench) -> None:
+    """`shutdown` may be called again."""
+    with bench.fresh(init_reference_model=False) as worker:
+        worker.shutdown()
+
+
+@rule()
+def a_worker_takes_its_threads_with_it(bench: WorkerBench) -> None:
+    """Workers that follow one another in a process leave no threads and no open files behind.
+
+    Broken is what every worker adds to. A process starts some threads once, and the pools of some
+    libraries grow with the first few uses.
+    """
+    if not THREADS.is_dir():
+        raise NotApplicable(f"threads are counted in {THREADS}, which is not there")
+    held = [_held_after_a_worker(bench) for _ in range(NUM_WORKERS)]
+    for what in held[0]:
+        counts = [each[what].total() for each in held]
+        added = ", ".join(sorted((held[-1][what] - held[0][what]).elements()))
+        grows = all(earlier < later for earlier, later in pairwise(counts))
+        expect(not grows, f"each worker left {what} behind: {counts} of them, new are {added}")
+
+
+def _held_after_a_worker(bench: WorkerBench) -> dict[str, Counter[str]]:
+    """Return the threads and the open files after one more worker has ended, by name.
+
+    A thread is seen for a moment after it is joined, so what is about to end is waited for.
+    """
+    before = _held_now()
+    with bench.fresh(init_reference_model=False):
+        pass
+    gc.collect()
+    deadline = time.monotonic() + SETTLING_S
+    while True:
+        now = _held_now()
+        settled = all(now[what].total() <= before[what].total() for what in now)
+        if settled or time.monotonic() > deadline:
+            return now
+        time.sleep(0.01)
+
+
+def _held_now() -> dict[str, Counter[str]]:
+    """Return this process's threads and open files: how many there are of each name."""
+    held: dict[str, Counter[str]] = {"threads": Counter(), "open files": Counter()}
+    for entry in THREADS.iterdir():
+        # One that is gone by now is not held.
+        with suppress(FileNotFoundError, ProcessLookupError):
+            held["threads"][(entry / "comm").read_text().strip()] += 1
+    for entry in OPEN_FILES.iterdir():
+        with suppress(FileNotFoundError):
+            # Sockets and pipes are numbered, as in `socket:[4711]`.
+            held["open files"][str(entry.readlink()).partition(":[")[0]] += 1
+    return held

@@ -1,1 +1,0 @@
-"""What a worker is held to, one function a rule."""

@@ -1,0 +1,332 @@
+"""The receiver's half of one refit: fetch a bucket, compare its digest, load its tensors.
+
+`InboundStream` is the pipeline, `Unpacker` turns buckets into tensors, and `LiveWeights` compares
+the engine's live parameters with what was received, for `verify="weights"`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, field
+
+import torch
+
+from rl_refit.buffers import PieceViews, copy_all, view_runs
+from rl_refit.digest import DIGESTS, bytes_of, tensor_digest
+from rl_refit.errors import RefitError, VerificationError
+from rl_refit.plan import Bucket, Piece, RefitPlan, TensorSpec
+from rl_refit.protocol.channel import (
+    AllLoaded,
+    Channel,
+    Done,
+    End,
+    Failure,
+    Filled,
+    Loaded,
+    Message,
+    raise_failure,
+)
+from rl_refit.protocol.waiting import Deadline
+from rl_refit.report import Stopwatch
+from rl_refit.transports import ReceivingSide
+
+Load = Callable[[list[tuple[str, torch.Tensor]]], object]
+Unpack = Callable[[Bucket, torch.Tensor], list[tuple[str, torch.Tensor]]]
+"""Takes a bucket and its bytes; returns the tensors that it completes, for `load`."""
+Observer = Callable[[TensorSpec, int, torch.Tensor], None]
+"""Takes the spec of a piece's tensor, the piece's offset in it in bytes, and the piece."""
+
+
+class InboundStream:
+    """Receives the buckets of one refit.
+
+    Args:
+        plan: The buckets.
+        side: The receiver's end of the transport.
+        channel: To the sender.
+        version: Of the refit.
+        digest: A key of `DIGESTS`; None without verification.
+        rank: The receiver's rank, for error messages.
+        num_buffers: The sender's.
+        deadline: For all waits.
+        watch: Measures the phases.
+    """
+
+    def __init__(
+        self,
+        plan: RefitPlan,
+        side: ReceivingSide,
+        channel: Channel,
+        *,
+        version: int,
+        digest: str | None,
+        rank: int,
+        num_buffers: int,
+        deadline: Deadline,
+        watch: Stopwatch,
+    ) -> None:
+        self._plan = plan
+        self._side = side
+        self._channel = channel
+        self._version = version
+        self._digest = None if digest is None else DIGESTS[digest]
+        self._rank = rank
+        self._num_buffers = num_buffers
+        self._deadline = deadline
+        self._watch = watch
+
+    def run(self, unpack: Unpack, load: Load) -> None:
+        """Load every bucket."""
+        buckets = self._plan.buckets
+        for bucket in buckets[:1]:
+            self._side.expect(bucket.index, bucket.nbytes, self._deadline)
+        for bucket in buckets:
+            data = self._take(bucket)
+            # Before the load, so that a transport that posts receives overlaps them with it.
+            for following in buckets[bucket.index + 1 : bucket.index + 2]:
+                self._side.expect(following.index, following.nbytes, self._deadline)
+            self._load(bucket, data, unpack, load)
+            self._channel.send(Loaded(self._version, bucket.index), self._deadline)
+        message = self._receive("end of the refit")
+        if message != End(self._version, len(buckets)):
+            raise RefitError(f"{_describe(message)} arrived where the end was due", rank=self._rank)
+
+    def finish(self) -> None:
+        """Report that all buckets are loaded; wait until every other receiver has reported it."""
+        spent = (self._watch.of("load"), self._watch.of("verify"))
+        self._channel.send(Done(self._version, *spent), self._deadline)
+        with self._watch.phase("resume"):
+            message = self._receive("confirmation that all receivers have loaded")
+        if message != AllLoaded(self._version):
+            raise RefitError(f"unexpected {_describe(message)}", rank=self._rank)
+
+    def _receive(self, waited_for: str) -> Message:
+        message = self._channel.receive(self._deadline, waited_for)
+        if isinstance(message, Failure):
+            raise_failure(message, origin="the sender")
+        return message
+
+    def _take(self, bucket: Bucket) -> torch.Tensor:
+        """Receive the bucket that is due; return its bytes if their digest is the sender's."""
+        label = self._plan.label(bucket)
+        with self._watch.phase("wire"):
+            message = self._receive(f"bucket {bucket.index} ({label})")
+            slot = bucket.index % self._num_buffers
+            match message:
+                case Filled(
+                    version=self._version,
+                    bucket=bucket.index,
+                    buffer=buffer,
+                    nbytes=bucket.nbytes,
+                    digest=announced,
+                ) if buffer == slot:
+                    data = self._fetch(bucket)
+                case _:
+                    raise VerificationError(
+                        f"{_describe(message)} arrived where {bucket.nbytes} bytes were due",
+                        rank=self._rank,
+                        bucket=bucket.index,
+                        tensor=label,
+                    )
+        if self._digest is not None:
+            with self._watch.phase("verify"):
+                digest = self._digest(data, position=bucket.index)
+            if digest != announced:
+                raise VerificationError(
+                    f"its digest is {digest:016x}, the sender's is {announced:016x}",
+                    rank=self._rank,
+                    bucket=bucket.index,
+                    tensor=label,
+                )
+        return data
+
+    def _fetch(self, bucket: Bucket) -> torch.Tensor:
+        try:
+            return self._side.fetch(bucket.index, bucket.nbytes, self._deadline)
+        except Exception as error:
+            # If the memory is gone because the sender has failed, its report is already here, and
+            # explains the error better.
+            while self._channel.has_input():
+                self._receive("message of the sender")
+            raise RefitError(
+                f"the bucket cannot be read: {error!r}",
+                rank=self._rank,
+                bucket=bucket.index,
+                tensor=self._plan.label(bucket),
+            ) from error
+
+    def _load(self, bucket: Bucket, data: torch.Tensor, unpack: Unpack, load: Load) -> None:
+        with self._watch.phase("load"):
+            tensors = unpack(bucket, data)
+            if tensors:
+                try:
+                    load(tensors)
+                except Exception as error:
+                    raise RefitError(
+                        f"load failed: {error!r}",
+                        rank=self._rank,
+                        bucket=bucket.index,
+                        tensor=self._plan.label(bucket),
+                    ) from error
+            del tensors
+            self._side.release(bucket.index)
+
+
+def _describe(message: Message) -> str:
+    return str(message) if isinstance(message, Filled | End) else type(message).__name__
+
+
+class Unpacker:
+    """Turns buckets into tensors; its memory is reused by every refit.
+
+    Args:
+        plan: The buckets.
+        side: The receiver's end of the transport.
+        device: Where `load` expects its tensors.
+        into: The engine's own tensors by name, into which pieces are copied as they arrive.
+    """
+
+    def __init__(
+        self,
+        plan: RefitPlan,
+        side: ReceivingSide,
+        *,
+        device: torch.device,
+        into: Mapping[str, torch.Tensor],
+    ) -> None:
+        self._plan = plan
+        self._device = device
+        self._into = into
+        # Views can be cached only if a bucket always arrives in the same memory, on this device.
+        is_stable = bool(side.buffers) and all(b.device == device for b in side.buffers)
+        self._views = PieceViews(plan, side.buffers) if is_stable else None
+        self._partial = torch.empty(0, dtype=torch.uint8)
+        self._scratch = [self._partial, self._partial]
+
+    @property
+    def scratch_bytes(self) -> int:
+        """The memory kept to assemble split tensors."""
+        return sum(len(memory) for memory in self._scratch)
+
+    def unpack(
+        self, bucket: Bucket, data: torch.Tensor, *, load_keeps: bool, observe: Observer | None
+    ) -> list[tuple[str, torch.Tensor]]:
+        """Copy pieces into the tensors of `into`; return the other tensors that are complete now.
+
+        Args:
+            bucket: The next one in order.
+            data: Its bytes, `[nbytes]`, uint8.
+            load_keeps: Clone tensors whose layer continues in another bucket.
+            observe: Called with each piece, before it is copied.
+        """
+        if self._views is None:
+            runs = view_runs(self._plan, bucket, data.to(self._device))
+        else:
+            runs = self._views.of(bucket)
+        tensors: list[tuple[str, torch.Tensor]] = []
+        for run in runs:
+            targets: list[torch.Tensor] = []
+            sources: list[torch.Tensor] = []
+            for piece, view in zip(run.pieces, run.views, strict=True):
+                spec = self._plan.specs[piece.tensor]
+                if observe is not None:
+                    observe(spec, piece.start, view)
+                if (own := self._into.get(spec.name)) is not None:
+                    targets.append(own if piece.is_full else _bytes_of_piece(own, piece))
+                    sources.append(view)
+                elif (tensor := self._complete(spec, piece, view, load_keeps)) is not None:
+                    tensors.append((spec.name, tensor))
+            if targets:
+                copy_all(targets, sources)
+        return tensors
+
+    def close(self) -> None:
+        """Release all memory."""
+        self._partial = torch.empty(0, dtype=torch.uint8)
+        self._scratch = [self._partial, self._partial]
+        if self._views is not None:
+            self._views.close()
+
+    def _complete(
+        self, spec: TensorSpec, piece: Piece, view: torch.Tensor, load_keeps: bool
+    ) -> torch.Tensor | None:
+        """Return the full tensor, or None until the last of its pieces has been assembled."""
+        if piece.is_full:
+            return view.clone() if load_keeps and not piece.has_layer else view
+        if piece.start == 0:
+            self._partial = self._room(spec.nbytes, load_keeps)
+        self._partial[piece.start : piece.start + piece.size] = view
+        if piece.start + piece.size < spec.nbytes:
+            return None
+        return self._partial.view(spec.dtype).view(spec.shape)
+
+    def _room(self, nbytes: int, load_keeps: bool) -> torch.Tensor:
+        if load_keeps:
+            return torch.empty(nbytes, dtype=torch.uint8, device=self._device)
+        # Two alternate: a bucket may complete one split tensor and begin the next, and `load` reads
+        # the first while the second is being assembled.
+        self._scratch.reverse()
+        if len(self._scratch[0]) < nbytes:
+            self._scratch[0] = torch.empty(nbytes, dtype=torch.uint8, device=self._device)
+        return self._scratch[0][:nbytes]
+
+
+def _bytes_of_piece(own: torch.Tensor, piece: Piece) -> torch.Tensor:
+    return bytes_of(own)[piece.start : piece.start + piece.size]
+
+
+@dataclass(slots=True)
+class _Received:
+    """The pieces of one tensor as `(start, size, digest)`, and the device of the digests."""
+
+    spec: TensorSpec
+    device: torch.device
+    pieces: list[tuple[int, int, int]] = field(default_factory=list[tuple[int, int, int]])
+
+
+class LiveWeights:
+    """The digests of all tensors received in one refit, to compare live parameters with.
+
+    Args:
+        watch: Measures the time of digests as "verify".
+
+    Attributes:
+        checked: Whether the live parameters were compared and are equal.
+    """
+
+    def __init__(self, watch: Stopwatch) -> None:
+        self._received: dict[str, _Received] = {}
+        self._watch = watch
+        self.checked = False
+
+    def observe(self, spec: TensorSpec, start: int, piece: torch.Tensor) -> None:
+        """Digest a piece, which begins at byte `start` of its tensor."""
+        with self._watch.phase("verify"):
+            received = self._received.setdefault(spec.name, _Received(spec, piece.device))
+            received.pieces.append((start, piece.nbytes, tensor_digest(piece)))
+
+    def check(self, tensors: Iterable[tuple[str, torch.Tensor]], *, rank: int) -> None:
+        """Compare every live tensor with what was received under its name.
+
+        Raises:
+            VerificationError: One is missing or unexpected, or differs in dtype, shape or a bit.
+        """
+        missing = dict(self._received)
+        for name, tensor in tensors:
+            if name not in self._received:
+                raise VerificationError("it is live and was not received", rank=rank, tensor=name)
+            missing.pop(name, None)
+            received = self._received[name]
+            live = TensorSpec(name, tensor.dtype, tuple(tensor.shape))
+            if live != received.spec:
+                raise VerificationError(
+                    f"{live} is live, {received.spec} was received", rank=rank, tensor=name
+                )
+            # On the device of the received piece, as the CPU and the GPU use different digests.
+            data = bytes_of(tensor.detach().to(received.device))
+            for start, size, digest in received.pieces:
+                if tensor_digest(data[start : start + size]) != digest:
+                    raise VerificationError("its live values differ", rank=rank, tensor=name)
+        for name in missing:
+            raise VerificationError("it was received and is not live", rank=rank, tensor=name)
+        self.checked = True

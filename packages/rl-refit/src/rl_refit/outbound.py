@@ -1,0 +1,337 @@
+"""The sender's half of one refit: the answers of its receivers, and the pipeline of buckets.
+
+The pipeline fills a bucket's buffer, digests it and announces it. It reads the next tensor from the
+source before it waits for a free buffer, so that the gather of bucket k+2, the transfer of k+1 and
+the receivers' load of k overlap.
+"""
+
+from __future__ import annotations
+
+import selectors
+import socket
+from collections.abc import Callable, Generator, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import partial
+
+import torch
+
+from rl_refit.buffers import PieceViews, Run, copy_all, zero_ranges
+from rl_refit.digest import DIGESTS, RunningDigest, bytes_of
+from rl_refit.errors import RefitError
+from rl_refit.plan import Bucket, RefitPlan, TensorSpec
+from rl_refit.protocol.channel import (
+    Accepted,
+    AllLoaded,
+    Channel,
+    ChannelClosed,
+    Done,
+    End,
+    Failure,
+    Filled,
+    Loaded,
+    Message,
+    Offer,
+    Ready,
+    raise_failure,
+)
+from rl_refit.protocol.waiting import Deadline, poll_briefly
+from rl_refit.report import Stopwatch
+from rl_refit.transports import SendingSide
+
+NamedTensors = Iterator[tuple[str, torch.Tensor]]
+
+_GRACE_S = 1.0
+"""Minimum time for the rest of a message of which some bytes have arrived."""
+
+
+@dataclass(slots=True)
+class Connections:
+    """The channels to all receivers, and the buffers that they have opened.
+
+    Reused by every refit until one fails or a receiver is replaced.
+    """
+
+    channels: Mapping[int, Channel]
+    side: SendingSide
+    views: PieceViews
+
+    def are_intact(self) -> bool:
+        """Return whether every receiver is still connected; only between two refits."""
+        # Receivers send nothing between refits: anything readable is the end of the connection.
+        return not any(channel.has_input() for channel in self.channels.values())
+
+    def close(self, error: BaseException | None = None) -> None:
+        """Release everything; first report `error` to the receivers, if given."""
+        for channel in self.channels.values():
+            channel.close(error)
+        self.views.close()
+        self.side.close()
+
+
+class Receivers:
+    """The receivers of one refit, with the progress that each has reported.
+
+    Args:
+        channels: By rank.
+        version: Of the refit.
+        deadline: For all waits.
+
+    Attributes:
+        done: The `Done` of each receiver that has loaded everything.
+    """
+
+    def __init__(self, channels: Mapping[int, Channel], version: int, deadline: Deadline) -> None:
+        self._channels = channels
+        self._version = version
+        self._deadline = deadline
+        self._last_loaded = dict.fromkeys(channels, -1)
+        self._accepted: set[int] = set()
+        self._ready: set[int] = set()
+        self.done: dict[int, Done] = {}
+
+    def send(self, message: Message) -> None:
+        """Send a message to all."""
+        for rank, channel in self._channels.items():
+            with _naming(rank):
+                channel.send(message, self._deadline)
+
+    def send_offer(self, rank: int, offer: Offer, descriptors: list[int]) -> None:
+        """Send an offer to one receiver, and the file descriptors that belong to it."""
+        with _naming(rank):
+            self._channels[rank].send(offer, self._deadline)
+            if descriptors:
+                self._channels[rank].send_descriptors(descriptors, self._deadline)
+
+    def wait_accepted(self) -> None:
+        """Wait until all have opened their buffers."""
+        self._wait(lambda: self._channels.keys() - self._accepted, "answer to the offer")
+
+    def wait_ready(self, listener: socket.socket) -> bool:
+        """Wait until all are ready; return False if the listener gets a connection instead."""
+        return self._wait(
+            lambda: self._channels.keys() - self._ready, "answer to the beginning", until=listener
+        )
+
+    def wait_loaded(self, plan: RefitPlan, bucket: int) -> None:
+        """Wait until all have loaded the bucket and those before it; none if it is negative."""
+        if bucket < 0:
+            return
+        self._wait(
+            lambda: {rank for rank, last in self._last_loaded.items() if last < bucket},
+            "confirmation that the bucket is loaded",
+            bucket=bucket,
+            tensor=plan.label(plan.buckets[bucket]),
+        )
+
+    def wait_done(self) -> None:
+        """Wait until all have loaded everything."""
+        self._wait(
+            lambda: self._channels.keys() - self.done.keys(), "confirmation that all is loaded"
+        )
+
+    def read_pending(self) -> None:
+        """Process all received messages; raises if a receiver has failed or is gone."""
+        for rank, channel in self._channels.items():
+            while channel.has_input():
+                self._receive(rank)
+
+    def _wait(
+        self,
+        missing: Callable[[], set[int]],
+        waited_for: str,
+        *,
+        bucket: int | None = None,
+        tensor: str | None = None,
+        until: socket.socket | None = None,
+    ) -> bool:
+        with selectors.DefaultSelector() as selector:
+            for rank, channel in self._channels.items():
+                selector.register(channel, selectors.EVENT_READ, rank)
+            if until is not None:
+                selector.register(until, selectors.EVENT_READ)
+            while ranks := missing():
+                left = self._deadline.remaining(
+                    waited_for, rank=min(ranks), bucket=bucket, tensor=tensor
+                )
+                for key, _ in poll_briefly(partial(selector.select, 0)) or selector.select(left):
+                    if key.fileobj is until:
+                        return False
+                    self._receive(key.data)
+        return True
+
+    def _receive(self, rank: int) -> None:
+        try:
+            message = self._channels[rank].receive(self._deadline.at_least(_GRACE_S))
+        except ChannelClosed as error:
+            bucket = self._last_loaded[rank] + 1
+            raise RefitError(f"the receiver is gone: {error}", rank=rank, bucket=bucket) from error
+        match message:
+            case Failure():
+                raise_failure(message, origin=f"receiver {rank}")
+            case Accepted():
+                self._accepted.add(rank)
+            case Ready(version) if version == self._version:
+                self._ready.add(rank)
+            case Loaded(version, bucket) if version == self._version:
+                if bucket != self._last_loaded[rank] + 1:
+                    raise RefitError("loaded out of order", rank=rank, bucket=bucket)
+                self._last_loaded[rank] = bucket
+            case Done(version) if version == self._version:
+                self.done[rank] = message
+            case _:
+                raise RefitError(f"unexpected {message}", rank=rank)
+
+
+@contextmanager
+def _naming(rank: int) -> Generator[None]:
+    try:
+        yield
+    except ChannelClosed as error:
+        raise RefitError(f"the receiver is gone: {error}", rank=rank) from error
+
+
+class OutboundStream:
+    """Sends the buckets of one refit.
+
+    Args:
+        plan: The buckets.
+        side: The sender's end of the transport.
+        views: The buckets' pieces as views of the side's buffers.
+        receivers: Ready for this version.
+        version: Of the refit.
+        verify: Whether to digest buckets.
+        deadline: For all waits.
+        watch: Measures the phases.
+    """
+
+    def __init__(
+        self,
+        plan: RefitPlan,
+        side: SendingSide,
+        views: PieceViews,
+        receivers: Receivers,
+        *,
+        version: int,
+        verify: bool,
+        deadline: Deadline,
+        watch: Stopwatch,
+    ) -> None:
+        self._plan = plan
+        self._side = side
+        self._views = views
+        self._receivers = receivers
+        self._version = version
+        self._verify = verify
+        self._deadline = deadline
+        self._watch = watch
+        # The bytes of a tensor that is split over buckets, from its first piece to its last.
+        self._split: torch.Tensor | None = None
+
+    def run(self, tensors: NamedTensors) -> None:
+        """Send every bucket; return when all receivers have loaded all of them."""
+        watch = self._watch
+        for bucket in self._plan.buckets:
+            digest = self.fill(bucket, tensors)
+            with watch.phase("wire"):
+                self._publish(bucket)
+                self.announce(bucket, digest)
+        check_exhausted(tensors)
+        with watch.phase("resume"):
+            self._receivers.send(End(self._version, len(self._plan.buckets)))
+            self._receivers.wait_done()
+            self._receivers.send(AllLoaded(self._version))
+
+    def announce(self, bucket: Bucket, digest: int) -> None:
+        """Announce to all receivers that a bucket may be read."""
+        slot = bucket.index % len(self._side.buffers)
+        self._receivers.send(Filled(self._version, bucket.index, slot, bucket.nbytes, digest))
+
+    def fill(self, bucket: Bucket, tensors: NamedTensors) -> int:
+        """Copy a bucket's tensors into its buffer; return its digest, or 0 without verification."""
+        buffers = self._side.buffers
+        buffer = buffers[bucket.index % len(buffers)][: bucket.nbytes]
+        running: RunningDigest | None = None
+        for run in self._views.of(bucket):
+            with self._watch.phase("gather"):
+                taken = self._take(run, tensors)
+            # Only now: the gather of the first tensors overlaps with the receivers' load of the
+            # bucket that still occupies the buffer.
+            if run.pieces[0] is bucket.pieces[0]:
+                running = self._make_room(bucket, buffer)
+            with self._watch.phase("pack"):
+                copy_all(run.views, taken)
+            if running is not None:
+                running.advance(run.end)
+        return self._finish_digest(bucket, buffer, running)
+
+    def _publish(self, bucket: Bucket) -> None:
+        try:
+            self._side.publish(bucket.index, bucket.nbytes, self._deadline)
+        except Exception as error:
+            # If a receiver has failed, its report explains the error better.
+            self._receivers.read_pending()
+            raise RefitError(
+                f"the bucket cannot be published: {error!r}",
+                bucket=bucket.index,
+                tensor=self._plan.label(bucket),
+            ) from error
+
+    def _make_room(self, bucket: Bucket, buffer: torch.Tensor) -> RunningDigest | None:
+        """Wait until the bucket's buffer is free; return its running digest, if there is one."""
+        with self._watch.phase("wire"):
+            previous = bucket.index - len(self._side.buffers)
+            self._receivers.wait_loaded(self._plan, previous)
+        # The digest covers the gaps as well, which still hold bytes of an earlier bucket.
+        zero_ranges(buffer, bucket.gaps)
+        if self._verify and self._side.digest == "xxh3":
+            return RunningDigest(buffer, position=bucket.index)
+        return None
+
+    def _finish_digest(
+        self, bucket: Bucket, buffer: torch.Tensor, running: RunningDigest | None
+    ) -> int:
+        if not self._verify:
+            return 0
+        if running is not None:
+            digest = running.finish()
+            self._watch.add("verify", running.seconds)
+            return digest
+        with self._watch.phase("verify"):
+            return DIGESTS[self._side.digest](buffer, position=bucket.index)
+
+    def _take(self, run: Run, tensors: NamedTensors) -> list[torch.Tensor]:
+        """Return the content of a run: the source's next tensors, or a piece of a split tensor."""
+        first = run.pieces[0]
+        if first.is_full:
+            return [take_tensor(self._plan.specs[piece.tensor], tensors) for piece in run.pieces]
+        if first.start == 0:
+            self._split = bytes_of(take_tensor(self._plan.specs[first.tensor], tensors))
+        assert self._split is not None
+        part = self._split[first.start : first.start + first.size]
+        if first.start + first.size == len(self._split):
+            self._split = None
+        return [part]
+
+
+def take_tensor(spec: TensorSpec, tensors: NamedTensors) -> torch.Tensor:
+    """Return the next tensor of a source.
+
+    Raises:
+        RefitError: There is none, or it differs from the source's metadata.
+    """
+    entry = next(tensors, None)
+    if entry is None:
+        raise RefitError("the source ends before this tensor", tensor=spec.name)
+    name, tensor = entry
+    if name != spec.name or tensor.dtype != spec.dtype or tensor.shape != spec.shape:
+        given = TensorSpec(name, tensor.dtype, tuple(tensor.shape))
+        raise RefitError(f"the source yields {given} where {spec} is planned", tensor=spec.name)
+    return tensor.detach() if tensor.requires_grad else tensor
+
+
+def check_exhausted(tensors: NamedTensors) -> None:
+    """Raise `RefitError` if a source has more tensors than its metadata."""
+    extra = next(tensors, None)
+    if extra is not None:
+        raise RefitError("the source yields a tensor that is not planned", tensor=extra[0])

@@ -1,0 +1,502 @@
+"""`RefitReceiver`: loads what a sender streams, and knows the version of the engine's weights.
+
+Its `Session` with the sender is the connection, the plan, and the buffers that it has opened.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import NoReturn
+
+import torch
+
+from rl_refit.errors import PlanMismatchError, RefitError
+from rl_refit.inbound import InboundStream, LiveWeights, Load, Unpacker
+from rl_refit.plan import RefitPlan, TensorSpec, WirePlan, differences, read_specs
+from rl_refit.protocol import State, WeightVersion
+from rl_refit.protocol.channel import (
+    Accepted,
+    Begin,
+    Channel,
+    ChannelClosed,
+    Commit,
+    Failure,
+    Join,
+    Message,
+    Offer,
+    Ready,
+    Start,
+    raise_failure,
+)
+from rl_refit.protocol.endpoint import connect, dial, remove_remains
+from rl_refit.protocol.waiting import Closing, Deadline, join_transport
+from rl_refit.report import RefitReport, Stopwatch
+from rl_refit.transports import ReceiverContext, ReceivingSide, find_transport
+
+logger = logging.getLogger(__name__)
+
+ReadBack = Callable[[], Iterable[tuple[str, torch.Tensor]]]
+
+_READ_S = 1.0
+"""Limit for the rest of a message of which some bytes have arrived."""
+_DEATH_S = 0.1
+"""How long the kernel may take from closing the socket of a killed process to its lock file."""
+_MOST_DIFFERENCES = 8
+"""Limit of the list in one error message."""
+
+
+class RefitReceiver(Closing):
+    """Loads what a sender streams, and knows which version is committed.
+
+    Its states are those of `rl_refit.protocol`. It processes a commit of the sender at the next
+    call. Not thread-safe.
+
+    Args:
+        address: The sender's `address`.
+        rank: This receiver's rank, distinct among the sender's receivers.
+        device: Where `load` expects its tensors.
+        timeout_s: Limit of one `receive`, all waits together, in seconds.
+        expected: Name, dtype and shape of the tensors that the engine needs; a sender with others
+            is refused.
+        into: The engine's own contiguous tensors by name. Received tensors of these names are
+            copied into them, piece by piece, and not passed to `load`: the fastest way for an
+            engine whose weights have the trainer's names and shapes.
+
+    Raises:
+        ValueError: An argument is out of range, or a tensor of `into` is not contiguous.
+    """
+
+    def __init__(
+        self,
+        address: Mapping[str, str | int],
+        rank: int = 0,
+        *,
+        device: torch.device | str = "cpu",
+        timeout_s: float = 300.0,
+        expected: Iterable[tuple[str, torch.dtype, Sequence[int]]] | None = None,
+        into: Mapping[str, torch.Tensor] | None = None,
+    ) -> None:
+        Deadline(timeout_s)
+        self._rank = rank
+        self._timeout_s = timeout_s
+        self._connector = Connector(
+            address,
+            rank,
+            device=torch.device(device),
+            timeout_s=timeout_s,
+            expected=expected,
+            into=into or {},
+        )
+        self._session: Session | None = None
+        self._weights = WeightVersion(rank)
+        self._is_caught_up = False
+        self._live: LiveWeights | None = None
+
+    @property
+    def version(self) -> int | None:
+        """The committed version; None before the first."""
+        self._read_pending()
+        return self._weights.committed
+
+    def catch_up(self) -> None:
+        """Process the sender's pending messages; later ones belong to the next refit.
+
+        `begin` does so as well, unless this was called since the last `receive`. For an engine that
+        learns the version only when it has to receive: it calls this before the sender begins. A
+        failure that the sender reports afterwards then fails this refit. Without the call it would
+        be attributed to a refit that this side has missed.
+        """
+        self._read_pending()
+        if self._session is not None:
+            has_failed = any(isinstance(message, Failure) for message in self._session.pending)
+            if has_failed or self._session.channel.has_hung_up():
+                self._disconnect()
+        self._is_caught_up = True
+
+    def begin(self, version: int) -> None:
+        """Open a refit: until it is committed, `require_ready` raises.
+
+        Call it before the sender begins, see `catch_up`.
+
+        Raises:
+            StaleVersionError: The version is not newer than the committed one. Nothing changes.
+        """
+        if not self._is_caught_up:
+            self.catch_up()
+            self._is_caught_up = False
+        self._weights.begin(version)
+
+    def receive(
+        self,
+        version: int,
+        load: Load | None = None,
+        *,
+        load_keeps: bool = True,
+        check: Callable[[], None] | None = None,
+        read_back: ReadBack | None = None,
+    ) -> RefitReport:
+        """Load the version that was begun; return when every receiver of the sender has loaded it.
+
+        Args:
+            version: The version given to `begin`.
+            load: Called once per bucket with the names and tensors that it completes, except those
+                of `into`. A tensor is valid until `load` returns, and in read-only memory if the
+                transport shares it. None only if all tensors are in `into`.
+            load_keeps: Whether `load` may keep a tensor until its full layer has arrived. Tensors
+                whose layer continues in another bucket are then cloned. Otherwise only split
+                tensors are copied, to memory of twice the largest of them, which is kept until the
+                receiver is closed.
+            check: Called after the last bucket, before `Done` is reported. Its exception fails the
+                refit, like one of `load`.
+            read_back: For `verify="weights"`: yields every live parameter with its name.
+
+        Raises:
+            RefitError: This side, the sender or another receiver failed. The receiver is poisoned
+                until a refit succeeds.
+        """
+        self._weights.require_begun(version)
+        deadline, watch = Deadline(self._timeout_s), Stopwatch()
+        self._is_caught_up = False
+        try:
+            with watch.phase("pause"):
+                session = self._meet(version, deadline)
+            stream = InboundStream(
+                session.plan,
+                session.side,
+                session.channel,
+                version=version,
+                digest=None if session.offer.verify == "none" else session.offer.digest,
+                rank=self._rank,
+                num_buffers=session.offer.num_buffers,
+                deadline=deadline,
+                watch=watch,
+            )
+            self._live = LiveWeights(watch) if session.offer.verify == "weights" else None
+            observe = None if self._live is None else self._live.observe
+            unpack = partial(session.unpacker.unpack, load_keeps=load_keeps, observe=observe)
+            stream.run(unpack, load or _refuse_to_load)
+            self._check(check, read_back, watch)
+            stream.finish()
+        except BaseException as error:
+            self._fail(error)
+            if isinstance(error, ChannelClosed):
+                raise RefitError(f"the sender is gone: {error}", rank=self._rank) from error
+            raise
+        self._weights.set_loaded()
+        return watch.report(version, session.plan.nbytes, slowest_rank=self._rank)
+
+    def check_weights(self, tensors: Iterable[tuple[str, torch.Tensor]]) -> None:
+        """Compare live parameters with what was received; for `verify="weights"`.
+
+        For an engine whose parameters are complete only after `receive`: call it before `commit`.
+
+        Raises:
+            VerificationError: A parameter is missing or differs. The receiver is poisoned.
+            RefitError: Nothing was received with `verify="weights"`.
+        """
+        if self._live is None:
+            raise RefitError('nothing was received with verify="weights"', rank=self._rank)
+        try:
+            self._live.check(tensors, rank=self._rank)
+        except BaseException as error:
+            self._fail(error)
+            raise
+
+    def commit(self, version: int) -> None:
+        """Make the loaded version the committed one; does nothing if it is already.
+
+        Raises:
+            PoisonedError: The refit failed.
+            RefitError: `version` is not loaded.
+        """
+        self._read_pending()
+        self._commit(version)
+
+    def require_ready(self) -> int:
+        """Return the committed version, if the engine holds exactly its weights.
+
+        Raises:
+            PoisonedError: The last refit failed.
+            RefitInProgress: A refit has begun and is not committed.
+            RefitError: No version was committed yet.
+        """
+        self._read_pending()
+        return self._weights.require_ready()
+
+    def close(self) -> None:
+        """Release the connection and the buffers. May be called again."""
+        self._disconnect()
+
+    def _check(
+        self, check: Callable[[], None] | None, read_back: ReadBack | None, watch: Stopwatch
+    ) -> None:
+        """Run the engine's own check, and compare its live parameters."""
+        if check is not None:
+            with watch.phase("load"):
+                try:
+                    check()
+                except RefitError:
+                    raise
+                except Exception as error:
+                    raise RefitError(f"check failed: {error!r}", rank=self._rank) from error
+        if self._live is not None and read_back is not None:
+            with watch.phase("verify"):
+                self._live.check(read_back(), rank=self._rank)
+
+    def _meet(self, version: int, deadline: Deadline) -> Session:
+        """Return the session in which the sender starts the refit: the current or a new one."""
+        while True:
+            try:
+                if self._session is None:
+                    self._session = self._connector.connect(deadline)
+                self._take_part(self._session, version, deadline)
+                return self._session
+            except ChannelClosed:
+                # The sender dropped all connections to start over, so connect again. If it is dead,
+                # that raises.
+                self._disconnect()
+
+    def _take_part(self, session: Session, version: int, deadline: Deadline) -> None:
+        begin = self._await_begin(session, deadline)
+        if begin.version != version:
+            raise RefitError(
+                f"the sender sends version {begin.version} where {version} was begun",
+                rank=self._rank,
+            )
+        if begin.plan_hash != session.plan.hash:
+            raise PlanMismatchError(
+                f"the sender's plan has the hash {begin.plan_hash}, this side's "
+                f"{session.plan.hash}",
+                rank=self._rank,
+            )
+        session.channel.send(Ready(version), deadline)
+        started = session.channel.receive(deadline, "start: not all are ready")
+        require_message(Start(version), started, rank=self._rank)
+
+    def _await_begin(self, session: Session, deadline: Deadline) -> Begin:
+        while True:
+            if session.pending:
+                message = session.pending.pop(0)
+            else:
+                message = session.channel.receive(deadline, "beginning of the refit")
+            match message:
+                case Begin():
+                    return message
+                case Failure():
+                    raise_failure(message, origin="the sender")
+                case Commit():
+                    # Of a version that failed on this side, or was committed by the engine.
+                    continue
+                case _:
+                    raise RefitError(
+                        f"{type(message).__name__} arrived where a refit was to begin",
+                        rank=self._rank,
+                    )
+
+    def _read_pending(self) -> None:
+        """Process the commits and failures that the sender has sent since the last call.
+
+        The first message that belongs to `receive` stays pending, and so do all behind it: reading
+        on would reach the hang-up of a failed sender, which ends the session and loses its report.
+        """
+        while (
+            self._session is not None
+            and not self._session.pending
+            and self._session.channel.has_input()
+        ):
+            try:
+                message = self._session.channel.receive(Deadline(_READ_S))
+            except ChannelClosed:
+                self._disconnect()
+                return
+            except RefitError as error:
+                self._fail(error)
+                return
+            match message:
+                case Commit(version) if self._weights.is_loaded(version):
+                    self._commit(version)
+                case Failure() if self._weights.state is State.LOADED:
+                    self._weights.poison(f"the sender reports: {message.reason}")
+                case Commit():
+                    pass
+                case _:
+                    self._session.pending.append(message)
+
+    def _commit(self, version: int) -> None:
+        if self._weights.commit(version) and self._live is not None and not self._live.checked:
+            logger.warning("version %d is committed, its live weights not compared", version)
+
+    def _fail(self, error: BaseException) -> None:
+        self._weights.poison(str(error) or repr(error))
+        if self._session is not None:
+            self._session.channel.close(error, rank=self._rank)
+        self._disconnect()
+        if isinstance(error, ChannelClosed):
+            remove_remains(self._connector.endpoint, within_s=_DEATH_S)
+
+    def _disconnect(self) -> None:
+        if self._session is not None:
+            self._session.close()
+            self._session = None
+
+
+def _refuse_to_load(tensors: list[tuple[str, torch.Tensor]]) -> NoReturn:
+    raise ValueError(f"there is no `load`, and {tensors[0][0]} is not of `into`")
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Session:
+    """A receiver's state from one refit to the next, until either side closes the connection.
+
+    Attributes:
+        channel: To the sender.
+        offer: The parameters that the sender dictates.
+        plan: The offer's.
+        side: The receiver's end of the transport.
+        unpacker: With its memory.
+        pending: Messages that were read and not processed, oldest first.
+    """
+
+    channel: Channel
+    offer: Offer
+    plan: RefitPlan
+    side: ReceivingSide
+    unpacker: Unpacker
+    pending: list[Message]
+
+    def close(self) -> None:
+        """Release the connection and all memory."""
+        self.channel.close()
+        self.unpacker.close()
+        self.side.close()
+
+
+class Connector:
+    """Opens sessions with one sender; takes the arguments of `RefitReceiver`."""
+
+    def __init__(
+        self,
+        address: Mapping[str, str | int],
+        rank: int,
+        *,
+        device: torch.device,
+        timeout_s: float,
+        expected: Iterable[tuple[str, torch.dtype, Sequence[int]]] | None,
+        into: Mapping[str, torch.Tensor],
+    ) -> None:
+        self.endpoint = str(address["endpoint"])
+        if self.endpoint == "none":
+            raise ValueError("the address is of a sender with num_receivers=0")
+        self._token = bytes.fromhex(str(address["token"]))
+        self._transport = find_transport(str(address["transport"]))
+        self._rank = rank
+        self._device = device
+        self._timeout_s = timeout_s
+        self._expected = None if expected is None else read_specs(expected)
+        self._into = {name: tensor.detach() for name, tensor in into.items()}
+        for name, tensor in self._into.items():
+            if not tensor.is_contiguous():
+                raise ValueError(f"into: {name} is not contiguous, its stride is {tensor.stride()}")
+
+    def connect(self, deadline: Deadline) -> Session:
+        """Return a new session with the sender.
+
+        Raises:
+            RefitError: No sender listens, or its offer is refused, which is reported to it.
+            ChannelClosed: The sender dropped the connection.
+        """
+        sock = dial(self.endpoint, deadline)
+        try:
+            channel = connect(sock, token=self._token, rank=self._rank, deadline=deadline)
+        except BaseException:
+            sock.close()
+            raise
+        try:
+            return self._open(channel, deadline)
+        except BaseException as error:
+            channel.close(error, rank=self._rank)
+            raise
+
+    def _open(self, channel: Channel, deadline: Deadline) -> Session:
+        offer = channel.receive(deadline, "offer of the sender")
+        if isinstance(offer, Failure):
+            raise_failure(offer, origin="the sender")
+        if not isinstance(offer, Offer):
+            raise RefitError(
+                f"{type(offer).__name__} arrived where an offer was due", rank=self._rank
+            )
+        # Before the descriptors are read: the kernel closes those of a refused offer.
+        plan = self._agree(offer.plan)
+        descriptors: list[int] = []
+        if offer.num_fds:
+            descriptors = channel.receive_descriptors(offer.num_fds, deadline)
+        side = self._transport.open_receiver(
+            ReceiverContext(
+                num_buffers=offer.num_buffers,
+                buffer_bytes=plan.largest_bucket,
+                grant=offer.grant,
+                descriptors=descriptors,
+                rank=self._rank,
+                device=self._device,
+                host=channel.host,
+                timeout_s=self._timeout_s,
+            )
+        )
+        pending: list[Message] = []
+        try:
+            self._join(channel, side, pending, deadline)
+        except BaseException:
+            side.close()
+            raise
+        unpacker = Unpacker(plan, side, device=self._device, into=self._into)
+        return Session(
+            channel=channel, offer=offer, plan=plan, side=side, unpacker=unpacker, pending=pending
+        )
+
+    def _join(
+        self, channel: Channel, side: ReceivingSide, pending: list[Message], deadline: Deadline
+    ) -> None:
+        channel.send(Accepted(), deadline)
+        waited_for = "acceptance by all receivers"
+        require_message(Join(), channel.receive(deadline, waited_for), rank=self._rank)
+
+        def watch() -> None:
+            # Any other message than a failure belongs to the refit: the sender has joined.
+            while not pending and channel.has_input():
+                message = channel.receive(deadline)
+                if isinstance(message, Failure):
+                    raise_failure(message, origin="the sender")
+                pending.append(message)
+
+        join_transport(side.join, deadline, watch)
+
+    def _agree(self, wire: WirePlan) -> RefitPlan:
+        """Return the offered plan.
+
+        Raises:
+            PlanMismatchError: This side packs it differently, expects other tensors, or has other
+                tensors in `into`.
+        """
+        try:
+            plan = RefitPlan.from_wire(wire)
+        except ValueError as error:
+            raise PlanMismatchError(str(error), rank=self._rank) from error
+        found = differences(self._expected, plan.specs) if self._expected is not None else []
+        own = [TensorSpec(name, t.dtype, tuple(t.shape)) for name, t in self._into.items()]
+        found += differences(own, [spec for spec in plan.specs if spec.name in self._into])
+        if found:
+            more = len(found) - _MOST_DIFFERENCES
+            listed = "; ".join(found[:_MOST_DIFFERENCES]) + (f"; {more} more" if more > 0 else "")
+            raise PlanMismatchError(f"the sender's tensors differ: {listed}", rank=self._rank)
+        return plan
+
+
+def require_message(due: Message, message: Message, *, rank: int) -> None:
+    """Raise `RefitError` unless `message` equals `due`; a `Failure` raises the error it reports."""
+    if isinstance(message, Failure):
+        raise_failure(message, origin="the sender")
+    if message != due:
+        raise RefitError(f"{type(message).__name__} arrived where {due} was due", rank=rank)

@@ -1,0 +1,311 @@
+"""`RefitSender`: plans once, then streams the tensors of a source to its receivers."""
+
+from __future__ import annotations
+
+import logging
+import secrets
+import weakref
+from collections.abc import Callable
+from contextlib import suppress
+from typing import Literal
+
+import torch
+
+from rl_refit.buffers import PieceViews
+from rl_refit.errors import RefitError, RefitTimeoutError
+from rl_refit.outbound import (
+    Connections,
+    NamedTensors,
+    OutboundStream,
+    Receivers,
+    check_exhausted,
+    take_tensor,
+)
+from rl_refit.plan import RefitPlan, default_bucket_bytes, read_specs
+from rl_refit.protocol.channel import Begin, Channel, ChannelClosed, Commit, Join, Offer, Start
+from rl_refit.protocol.endpoint import Endpoint, accept
+from rl_refit.protocol.waiting import Closing, Deadline, join_transport
+from rl_refit.report import RefitReport, Stopwatch
+from rl_refit.source import WeightSource
+from rl_refit.transports import Grant, SenderContext, SendingSide, find_transport
+
+logger = logging.getLogger(__name__)
+
+Verify = Literal["none", "digest", "weights"]
+VERIFY_MODES = ("none", "digest", "weights")
+NUM_BUFFERS = 2
+"""One is filled while the other is loaded. A third costs memory and only hides uneven loads."""
+
+_HANDSHAKE_S = 1.0
+"""Limit of a newcomer's handshake, during which the connected receivers wait."""
+
+
+class RefitSender(Closing):
+    """Streams the tensors of a source to its receivers.
+
+    The sender dictates every wire parameter: a receiver needs nothing but the `address`. Not
+    thread-safe.
+
+    Args:
+        source: The tensors; iterated once per refit.
+        transport: A name of the entry-point group `rl_refit.transports`.
+        num_receivers: Number of receivers, with distinct ranks. With 0 the sender only iterates
+            over the source, for a trainer rank that takes part in the gathers.
+        bucket_bytes: Largest size of a bucket, and so of each of `num_buffers` buffers; None for
+            `default_bucket_bytes`: an eighth of the model, between 8 and 256 MiB.
+        verify: "none"; "digest" compares a digest of every bucket before it is loaded; "weights"
+            also compares the live parameters after the load, if a receiver can read them back.
+        timeout_s: Limit of one `send`, all waits together, in seconds.
+        device: Device of the source's tensors.
+        num_buffers: Number of buffers, used in turn.
+        host: For a transport between machines, the address at which others reach this one.
+
+    Raises:
+        ValueError: An argument is out of range, or the transport is not registered.
+    """
+
+    _stream_class: Callable[..., OutboundStream] = OutboundStream
+
+    def __init__(
+        self,
+        source: WeightSource,
+        transport: str = "shm",
+        num_receivers: int = 1,
+        *,
+        bucket_bytes: int | None = None,
+        verify: Verify = "digest",
+        timeout_s: float = 300.0,
+        device: torch.device | str = "cpu",
+        num_buffers: int = NUM_BUFFERS,
+        host: str = "127.0.0.1",
+    ) -> None:
+        if verify not in VERIFY_MODES:
+            raise ValueError(f"verify={verify!r} is not among {VERIFY_MODES}")
+        if num_receivers < 0 or num_buffers < 1:
+            raise ValueError(
+                f"num_receivers={num_receivers} is negative or num_buffers={num_buffers} is below 1"
+            )
+        Deadline(timeout_s)
+        self.plan: RefitPlan = _plan(source, bucket_bytes)
+        self._source = source
+        self._transport_name = transport
+        self._transport = find_transport(transport)
+        self._num_receivers = num_receivers
+        self._num_buffers = num_buffers
+        self._verify = verify
+        self._timeout_s = timeout_s
+        self._device = torch.device(device)
+        self._token = secrets.token_bytes(32)
+        self._endpoint = None
+        if num_receivers:
+            self._endpoint = Endpoint(host=host if self._transport.crosses_hosts else None)
+            # For senders that are never closed: at garbage collection or at exit.
+            weakref.finalize(self, self._endpoint.close)
+        self._connections: Connections | None = None
+        self._newcomers: dict[int, Channel] = {}
+        self._sent_version: int | None = None
+        self._closed = False
+
+    @property
+    def address(self) -> dict[str, str | int]:
+        """Everything a receiver needs, as strings and integers; it grants access to the weights."""
+        return {
+            "transport": self._transport_name,
+            "endpoint": self._endpoint.address if self._endpoint else "none",
+            "token": self._token.hex(),
+            "num_receivers": self._num_receivers,
+            "bucket_bytes": self.plan.bucket_bytes,
+            "num_buffers": self._num_buffers,
+            "verify": self._verify,
+        }
+
+    def send(self, version: int) -> RefitReport:
+        """Send every tensor; return when every receiver has loaded all of them.
+
+        The source is iterated once, and to its end even if a receiver or the transport fails, as
+        other trainer ranks may be waiting in its gathers.
+
+        Raises:
+            RefitError: A receiver failed, or did not answer in time. No version can be committed;
+                call again with any version newer than the committed one.
+        """
+        if self._closed:
+            raise RefitError("the sender is closed")
+        self._sent_version = None
+        deadline, watch = Deadline(self._timeout_s), Stopwatch()
+        tensors = iter(self._source)
+        try:
+            if self._num_receivers:
+                report = self._stream(version, tensors, deadline, watch)
+            else:
+                report = self._exhaust(version, tensors, watch)
+        except BaseException as error:
+            self._disconnect(error)
+            if isinstance(error, Exception):
+                _drain(tensors)
+            raise
+        self._sent_version = version
+        return report
+
+    def commit(self, version: int) -> None:
+        """Commit a version at all receivers, which process the message at their next call.
+
+        Raises:
+            RefitError: The version was not the last one sent, or a receiver is gone.
+        """
+        if version != self._sent_version:
+            raise RefitError(
+                f"version {version} was not sent: the last one was {self._sent_version}"
+            )
+        if self._connections is None:
+            return
+        for rank, channel in self._connections.channels.items():
+            try:
+                channel.send(Commit(version), Deadline(self._timeout_s))
+            except ChannelClosed as error:
+                raise RefitError(f"the receiver is gone: {error}", rank=rank) from error
+
+    def close(self) -> None:
+        """Release connections, buffers and the endpoint. May be called again."""
+        self._closed = True
+        for channel in self._newcomers.values():
+            channel.close()
+        self._disconnect(None)
+        self._transport.close()
+        if self._endpoint is not None:
+            self._endpoint.close()
+
+    def _stream(
+        self, version: int, tensors: NamedTensors, deadline: Deadline, watch: Stopwatch
+    ) -> RefitReport:
+        with watch.phase("pause"):
+            connections, receivers = self._begin(version, deadline)
+        self._stream_class(
+            self.plan,
+            connections.side,
+            connections.views,
+            receivers,
+            version=version,
+            verify=self._verify != "none",
+            deadline=deadline,
+            watch=watch,
+        ).run(tensors)
+        spent = {rank: done.load_s + done.verify_s for rank, done in receivers.done.items()}
+        watch.add("load", max(done.load_s for done in receivers.done.values()))
+        watch.add("verify", max(done.verify_s for done in receivers.done.values()))
+        slowest = max(spent, key=spent.__getitem__)
+        return watch.report(version, self.plan.nbytes, slowest_rank=slowest)
+
+    def _exhaust(self, version: int, tensors: NamedTensors, watch: Stopwatch) -> RefitReport:
+        """Iterate over the source, to take part in its gathers, without receivers."""
+        with watch.phase("gather"):
+            for spec in self.plan.specs:
+                take_tensor(spec, tensors)
+            check_exhausted(tensors)
+        return watch.report(version, self.plan.nbytes)
+
+    def _begin(self, version: int, deadline: Deadline) -> tuple[Connections, Receivers]:
+        """Return connections to all receivers, each of which is ready for the refit.
+
+        Connects again if a receiver is gone, or if a new one takes its place.
+        """
+        assert self._endpoint is not None
+        while True:
+            connections = self._connect(version, deadline)
+            receivers = Receivers(connections.channels, version, deadline)
+            receivers.send(Begin(version, self.plan.hash))
+            while self._connections is connections:
+                if receivers.wait_ready(self._endpoint.listener):
+                    receivers.send(Start(version))
+                    return connections, receivers
+                self._admit_newcomer()
+
+    def _connect(self, version: int, deadline: Deadline) -> Connections:
+        assert self._endpoint is not None
+        if self._connections is not None and not self._connections.are_intact():
+            self._disconnect(None)
+        if self._connections is None:
+            # `accept` owns them from here on, and closes them if receivers are missing.
+            present, self._newcomers = self._newcomers, {}
+            channels = accept(
+                self._endpoint.listener,
+                self._num_receivers,
+                token=self._token,
+                deadline=deadline,
+                present=present,
+            )
+            self._connections = self._open(dict(sorted(channels.items())), version, deadline)
+        return self._connections
+
+    def _admit_newcomer(self) -> None:
+        """Authenticate a new connection; drop all others if it is a receiver's, to start over.
+
+        A stranger that cannot authenticate changes nothing.
+        """
+        assert self._endpoint is not None
+        with suppress(RefitTimeoutError):
+            limit = Deadline(_HANDSHAKE_S)
+            self._newcomers = accept(self._endpoint.listener, 1, token=self._token, deadline=limit)
+            self._disconnect(None)
+
+    def _open(self, channels: dict[int, Channel], version: int, deadline: Deadline) -> Connections:
+        try:
+            side = self._open_side(channels)
+        except BaseException as error:
+            for channel in channels.values():
+                channel.close(error)
+            raise
+        connections = Connections(channels, side, PieceViews(self.plan, side.buffers))
+        try:
+            receivers = Receivers(channels, version, deadline)
+            for rank in channels:
+                grant, descriptors = side.grant(rank)
+                offer = self._make_offer(side, grant, len(descriptors))
+                receivers.send_offer(rank, offer, descriptors)
+            receivers.wait_accepted()
+            receivers.send(Join())
+            join_transport(side.join, deadline, receivers.read_pending)
+        except BaseException as error:
+            connections.close(error)
+            raise
+        return connections
+
+    def _open_side(self, channels: dict[int, Channel]) -> SendingSide:
+        assert self._endpoint is not None
+        return self._transport.open_sender(
+            SenderContext(
+                num_buffers=self._num_buffers,
+                buffer_bytes=self.plan.largest_bucket,
+                ranks=tuple(channels),
+                device=self._device,
+                directory=self._endpoint.directory,
+                host=self._endpoint.host,
+                timeout_s=self._timeout_s,
+            )
+        )
+
+    def _make_offer(self, side: SendingSide, grant: Grant, num_fds: int) -> Offer:
+        wire = self.plan.to_wire()
+        return Offer(wire, self._num_buffers, self._verify, side.digest, grant, num_fds)
+
+    def _disconnect(self, error: BaseException | None) -> None:
+        """Close all connections, so that the next refit starts without unread messages."""
+        if self._connections is not None:
+            self._connections.close(error)
+            self._connections = None
+
+
+def _plan(source: WeightSource, bucket_bytes: int | None) -> RefitPlan:
+    specs = read_specs(source.metadata())
+    if bucket_bytes is None:
+        bucket_bytes = default_bucket_bytes(specs)
+    return RefitPlan.of(specs, bucket_bytes)
+
+
+def _drain(tensors: NamedTensors) -> None:
+    """Exhaust a source, so that no other trainer rank hangs in a gather."""
+    try:
+        for _ in tensors:
+            pass
+    except Exception as error:
+        logger.warning("after the refit had failed, its source failed as well: %r", error)
