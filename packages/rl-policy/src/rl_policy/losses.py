@@ -183,6 +183,7 @@ class ClippedPGLoss:
         self, ratio: torch.Tensor, advantages: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Return the cost of each token, and where a bound sets its gradient to zero."""
+        # Where both costs are equal, at advantage 0 too, nothing counts as clipped.
         free = -ratio * advantages
         bounded = -ratio.clamp(1 - self.clip_low, 1 + self.clip_high) * advantages
         cost, is_clipped = torch.maximum(free, bounded), bounded > free
@@ -201,6 +202,7 @@ class ClippedPGLoss:
     ) -> torch.Tensor:
         if self.loss_type is LossType.TOKEN_LEVEL:
             return _share_of(cost, mask, global_valid_toks)
+        # A sequence without targets has weight 0, not 0 / 0.
         weights = mask / mask.sum(dim=1, keepdim=True).clamp(min=1)
         return _share_of(cost, weights, global_valid_seqs)
 
@@ -406,7 +408,7 @@ def _target_column(
 
 
 def _masked_difference(left: torch.Tensor, right: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
-    """Return `left - right` at the targets and 0 elsewhere, where its exponential may overflow."""
+    """Return `left - right` at the targets and 0 elsewhere, where its `exp` could overflow."""
     # A product with the mask would turn an infinity of a masked position into NaN.
     return torch.where(mask > 0, left - right, 0.0)
 

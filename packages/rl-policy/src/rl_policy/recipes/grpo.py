@@ -190,7 +190,7 @@ def run_grpo(session: Session[ProblemInputs], model: str) -> None:
 
 
 def warm_up(session: Session[ProblemInputs], *, model: str) -> str:
-    """Fine-tune the model in a directory of its own, unless that was done, and return its path.
+    """Fine-tune the model in a subdirectory, unless that is already complete; return its path.
 
     Args:
         session: The run.
@@ -275,6 +275,7 @@ class GrpoTrainer:
             refit = self._sampler.report()
         extra: dict[str, float] = {}
         if self._has_engines:
+            # Before the first update, a difference is due to the engines or to the refit alone.
             self._policy.prepare_for_lp_inference()
             batch = completion_batch(generated, advantages=torch.zeros(len(rewards)))
             scores = self._policy.get_logprobs(batch)["logprobs"]
@@ -354,6 +355,8 @@ class GrpoTrainer:
 
     def _train(self, batch: Batch) -> dict[str, float]:
         """Train on the batch, and return the means of what was measured."""
+        # The batch, and with it `prev_logprobs`, stays the same: from the second update on, the
+        # ratio leaves 1 and the loss clips it.
         self._policy.prepare_for_training()
         epochs = [
             mean_metrics(self._policy.train(batch, self._loss))

@@ -86,7 +86,7 @@ class SftMetrics(StepMetrics):
 def sft_policy(config: RunConfig) -> Settings:
     """Return the complete section `policy` of a supervised part.
 
-    Its few samples come from the training workers, whatever samples for another recipe.
+    Its few samples come from the training workers, also where engines sample for GRPO.
 
     Raises:
         ValueError: What `sft.policy` changes is wrong.

@@ -1,7 +1,7 @@
 """The files of a run: its directory, and checkpoints that are complete or absent.
 
-All is written under another name, flushed to the disk and renamed, so that a crash leaves the old
-content or the new one. A run directory is created once, never overwritten, resumed on request.
+What is written gets its name by a rename once it is complete, so that no crash leaves half of it
+under that name. A run directory is created once, never overwritten, and resumed on request.
 """
 
 from __future__ import annotations
@@ -145,6 +145,7 @@ class CheckpointManager:
         self.remove_partial()
         partial.mkdir(parents=True)
         write(Checkpoint(partial, state))
+        # All files before the rename: after a power loss, a name on the disk may precede its data.
         (partial / _STATE).write_text(json.dumps(asdict(state)) + "\n", encoding="utf-8")
         _sync_tree(partial)
         final = partial.rename(self._directory / name)
@@ -169,7 +170,7 @@ class CheckpointManager:
         return next(reversed(self.all()), None)
 
     def remove_partial(self) -> None:
-        """Remove what an interrupted `save` left behind."""
+        """Remove what an interrupted `save` left behind, or a removal that was interrupted."""
         for path in self._directory.glob(f"{_PREFIX}*{_PARTIAL}"):
             shutil.rmtree(path)
 
@@ -204,7 +205,7 @@ def new_run_path(recipe: str, *, root: Path = Path("runs")) -> Path:
 
 
 def write_directory(path: Path, write: Callable[[Path], None]) -> None:
-    """Write a directory under another name, and rename it over what is there."""
+    """Write a directory under another name, and rename it in place of what is there."""
     partial = path.with_name(path.name + ".partial")
     if partial.exists():
         shutil.rmtree(partial)

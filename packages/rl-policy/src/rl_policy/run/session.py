@@ -76,15 +76,16 @@ AnySession: TypeAlias = Session[RunInputs]
 
 @contextmanager
 def open_cluster(config: RunConfig) -> Iterator[RayVirtualCluster]:
-    """Yield the devices of the policy and release them; colocated engines share them."""
+    """Yield the devices of the policy, which colocated engines share, and release them."""
     shares = config.has_engines and config.is_colocated
     cluster = RayVirtualCluster(
         **config.cluster.model_dump(), max_colocated_worker_groups=2 if shares else 1
     )
-    apart = config.engine_bundles if config.has_engines and not shares else []
+    engine_bundles = config.engine_bundles if config.has_engines and not shares else []
     # A local Ray is started with the logical CPUs that its first user asks for: a placement group
     # of more bundles would never be ready.
-    num_cpus = sum(config.cluster.bundle_ct_per_node_list) * (2 if shares else 1) + sum(apart)
+    num_bundles = sum(config.cluster.bundle_ct_per_node_list)
+    num_cpus = num_bundles * (2 if shares else 1) + sum(engine_bundles)
     SESSION.enter(id(config), num_cpus=num_cpus)
     try:
         yield cluster
