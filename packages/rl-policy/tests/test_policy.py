@@ -363,7 +363,9 @@ def fixed_losses(cluster, model_path, tokenizer):
         policy.shutdown()
 
 
-@pytest.mark.parametrize("section", ["dynamic_batching", "sequence_packing"])
+@pytest.mark.parametrize(
+    "section", [pytest.param("dynamic_batching", marks=pytest.mark.slow), "sequence_packing"]
+)
 def test_planned_micro_batches_give_what_fixed_ones_give(
     cluster, model_path, tokenizer, plain_model, fixed_losses, section
 ):
