@@ -49,7 +49,7 @@ class NLLLoss:
         Args:
             next_token_logits: `[batch, seq]` float32 token log-probabilities.
             data: The micro-batch, see the class.
-            global_valid_seqs: 0-d; not read.
+            global_valid_seqs: 0-d; valid sequences of the global batch, not read.
             global_valid_toks: 0-d; valid target tokens of the global batch.
 
         Returns:

@@ -123,9 +123,7 @@ def prepare_dpo(config: RunConfig, encoder: ProblemEncoder) -> PairInputs:
 def run_dpo(session: Session[PairInputs], model: str) -> None:
     """Train a model with DPO and write it to the run's directory, or resume doing so.
 
-    Args:
-        session: The run.
-        model: Name or directory of the model to start from, which is the reference too.
+    The model that the run starts from is the reference too.
     """
     config = session.config
     dpo = config.section(DpoSection)
@@ -142,13 +140,7 @@ def run_dpo(session: Session[PairInputs], model: str) -> None:
 
 
 class DpoTrainer:
-    """Takes and measures DPO steps, see `rl_policy.run.session.Trainer`.
-
-    Args:
-        session: The run.
-        policy: What is trained.
-        start: The state of the run.
-    """
+    """Takes and measures DPO steps, see `rl_policy.run.session.Trainer`."""
 
     is_done = False
     weight_version = RunState().weight_version

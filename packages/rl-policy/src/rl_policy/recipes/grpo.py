@@ -162,12 +162,7 @@ def prepare_grpo(config: RunConfig, encoder: ProblemEncoder) -> ProblemInputs:
 
 
 def run_grpo(session: Session[ProblemInputs], model: str) -> None:
-    """Train a model with GRPO and write it to the run's directory, or resume doing so.
-
-    Args:
-        session: The run.
-        model: Name or directory of the model to start from.
-    """
+    """Train a model with GRPO and write it to the run's directory, or resume doing so."""
     config = session.config
     grpo = config.section(GrpoSection)
     warn_of_truncation(config.policy["generation"])
@@ -190,12 +185,7 @@ def run_grpo(session: Session[ProblemInputs], model: str) -> None:
 
 
 def warm_up(session: Session[ProblemInputs], *, model: str) -> str:
-    """Fine-tune the model in a subdirectory, unless that is already complete; return its path.
-
-    Args:
-        session: The run.
-        model: Name or directory of the model to start from.
-    """
+    """Fine-tune the model in a subdirectory, unless that is already complete; return its path."""
     directory = RunDirectory(session.directory.warm_up)
     if not directory.final.is_dir():
         directory.path.mkdir(exist_ok=True)
@@ -204,11 +194,7 @@ def warm_up(session: Session[ProblemInputs], *, model: str) -> str:
 
 
 def warn_of_truncation(generation: Settings) -> None:
-    """Log a warning if the sampler excludes tokens that the trainer gives a probability.
-
-    Args:
-        generation: The section `policy.generation`.
-    """
+    """Log a warning if `policy.generation` excludes tokens that the trainer gives a probability."""
     untruncated = {"top_k": None, "top_p": 1.0}
     truncations = [
         f"policy.generation.{key}={generation[key]}"
@@ -229,14 +215,7 @@ def build_loss(section: LossSection) -> ClippedPGLoss:
 
 
 class GrpoTrainer:
-    """Takes and measures GRPO steps, see `rl_policy.run.session.Trainer`.
-
-    Args:
-        session: The run.
-        policy: What is trained.
-        sampler: Where completions come from.
-        start: The state of the run.
-    """
+    """Takes and measures GRPO steps, see `rl_policy.run.session.Trainer`."""
 
     def __init__(
         self, session: Session[ProblemInputs], policy: Policy, sampler: Sampler, *, start: RunState

@@ -125,12 +125,7 @@ def prepare_sft(config: RunConfig, encoder: ProblemEncoder) -> ProblemInputs:
 
 
 def run_sft(session: Session[ProblemInputs], model: str) -> None:
-    """Fine-tune a model and write it to the run's directory, or resume doing so.
-
-    Args:
-        session: The run.
-        model: Name or directory of the model to start from.
-    """
+    """Fine-tune a model and write it to the run's directory, or resume doing so."""
     config = session.config
     sft = config.section(SftSection)
     with open_policy(session, sft_policy(config), model=model, has_reference=False) as opened:
@@ -154,13 +149,7 @@ def run_sft(session: Session[ProblemInputs], model: str) -> None:
 
 
 class SftTrainer:
-    """Takes and measures supervised steps, see `rl_policy.run.session.Trainer`.
-
-    Args:
-        session: The run.
-        policy: What is trained.
-        start: The state of the run.
-    """
+    """Takes and measures supervised steps, see `rl_policy.run.session.Trainer`."""
 
     weight_version = RunState().weight_version
 
