@@ -44,7 +44,7 @@ SHOWN = {
 # Groups of entry points that a page may name, and the file that looks each up.
 GROUPS = {
     "rl_policy.workers": "packages/rl-policy/src/rl_policy/backends.py",
-    "rl_policy.recipes": "packages/rl-policy/src/rl_policy/recipes/registry.py",
+    "rl_policy.recipes": "packages/rl-policy/src/rl_policy/recipes/__init__.py",
     "rl_policy.generation": "packages/rl-policy/src/rl_policy/backends.py",
     "rl_refit.transports": "packages/rl-refit/src/rl_refit/transports/__init__.py",
     "rl_megatron_worker.converters": (

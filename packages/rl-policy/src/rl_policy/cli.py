@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from rl_policy.backends import BackendNotInstalledError
-from rl_policy.recipes.registry import describe_recipe, installed_recipes
+from rl_policy.recipes import describe_recipe, installed_recipes
 
 if TYPE_CHECKING:
     from rl_policy.config import RunConfig
@@ -172,8 +172,8 @@ def _prepare(config: RunConfig, directory: RunDirectory, *, is_new: bool) -> Run
 def _execute(inputs: RunInputs, directory: RunDirectory) -> None:
     from rich.console import Console
 
-    from rl_policy.run.execute import execute
-    from rl_policy.run.progress import RunDisplay
+    from rl_policy.run.metrics import RunDisplay
+    from rl_policy.run.session import execute
 
     display = RunDisplay(Console(stderr=True))
     display.note(f"Run directory: {directory.path}")

@@ -33,7 +33,7 @@ from rl_interfaces import resolve_policy_config
 from rl_interfaces.config.resolve import merge_sections
 
 from rl_policy.backends import WORKERS_OWN
-from rl_policy.recipes.registry import Recipe, find_recipe, installed_recipes
+from rl_policy.recipes import Recipe, find_recipe, installed_recipes
 
 SectionT = TypeVar("SectionT", bound="Section")
 
