@@ -655,7 +655,7 @@ def load_models(*, model_names):
 def load_over_two_axes(*, model_names):
     """Return each model's tensors and placements, on two data- by two tensor-parallel ranks."""
     from rl_dtensor_worker.config import EngineConfig
-    from rl_dtensor_worker.model.load import ModelLoader
+    from rl_dtensor_worker.model.build import ModelLoader
 
     loaded = []
     with process_group() as environment:
@@ -709,7 +709,7 @@ def shard_over_two_axes(model):
 
 def load_with_a_broken_rank(*, model_name):
     """Let the last rank fail to read; return the error of each."""
-    from rl_dtensor_worker.model import load as loading
+    from rl_dtensor_worker.model import build as loading
     from rl_interfaces.backend.checkpoint.hf_files import SafetensorsFiles
 
     class Unreadable(SafetensorsFiles):
@@ -860,9 +860,8 @@ def export(*, config, path, max_bytes):
 def save_over_two_axes(*, model_name, directory):
     """Add 1 to the weights and save them, over two data- by two tensor-parallel ranks."""
     from rl_dtensor_worker.config import EngineConfig
-    from rl_dtensor_worker.model.build import trained_state
-    from rl_dtensor_worker.model.load import ModelLoader
-    from rl_dtensor_worker.weights.source import ModelWeights
+    from rl_dtensor_worker.model.build import ModelLoader, trained_state
+    from rl_dtensor_worker.weights import ModelWeights
     from rl_interfaces.backend.checkpoint.checkpointer import (
         Checkpointer,
         RankRandomState,

@@ -14,8 +14,7 @@ from oracle import (
     plain_training,
 )
 from rl_batched_data import PackedSequences, SlicedDataDict
-from rl_dtensor_worker.forward import Forward
-from rl_dtensor_worker.model.heads import find_token_head
+from rl_dtensor_worker.forward import Forward, find_token_head
 from rl_interfaces.backend.steps import MicroBatch
 from tiny_model import make_batch, make_config
 from torch.utils._python_dispatch import TorchDispatchMode

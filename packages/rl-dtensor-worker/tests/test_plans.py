@@ -10,7 +10,7 @@ import torch
 from oracle import LOGPROB_TOLERANCE, PARAMETER_TOLERANCE, load, plain_logprobs, plain_training
 from rank_pool import RankFailure
 from rl_dtensor_worker import DTensorPolicyWorker
-from rl_dtensor_worker.parallel.tensor.plans import plan_of
+from rl_dtensor_worker.parallel.plans import plan_of
 from test_parity import assert_equal_parameters
 from tiny_model import make_batch, make_config
 from transformers import (

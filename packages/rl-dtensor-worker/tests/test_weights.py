@@ -4,7 +4,7 @@ import pytest
 import rank_functions
 import torch
 from oracle import load
-from rl_dtensor_worker.weights.source import ModelWeights
+from rl_dtensor_worker.weights import ModelWeights
 from rl_refit.source import block_of
 from tiny_model import build_tiny_model, make_config
 from transformers import Qwen2Config, Qwen2ForCausalLM

@@ -88,7 +88,6 @@ class EngineConfig:
         """
         resolved = resolve_policy_config(config)
         layout = plan_layout(resolved, world_size=world_size)
-        _check_batch_sizes(resolved, layout=layout)
         _check_head(resolved)
         sampling = SamplingConfig.from_policy_config(resolved)
         return cls(
@@ -137,15 +136,6 @@ def _planned_by(resolved: Mapping[str, Any]) -> str | None:
         name for name in ("dynamic_batching", "sequence_packing") if resolved[name]["enabled"]
     ]
     return enabled[0] if enabled else None
-
-
-def _check_batch_sizes(resolved: Mapping[str, Any], *, layout: ParallelLayout) -> None:
-    global_size, ranks = resolved["train_global_batch_size"], layout.data_parallel
-    if global_size % ranks:
-        raise ValueError(
-            f"policy.train_global_batch_size={global_size} is not divisible by the "
-            f"{ranks} data-parallel ranks"
-        )
 
 
 def _check_head(resolved: Mapping[str, Any]) -> None:

@@ -126,7 +126,11 @@ class DTensorOptimizer:
             clip_gradients(parameters, max_norm=self._max_grad_norm, norm=norm)
             self.state.optimizer.step()
         elif not finite and self.scaler.enabled:
-            logger.warning("The loss scale was %g, and is halved", self.scaler.scale)
+            logger.warning(
+                "The gradients are not finite under the float16 loss scale %g: it is halved to %g",
+                self.scaler.scale,
+                max(self.scaler.scale / 2, 1.0),
+            )
         self.scaler.update(finite=finite)
         self.state.optimizer.zero_grad(set_to_none=True)
         return OptimizerStep(grad_norm=norm, stepped=stepped)

@@ -15,7 +15,7 @@ from torch import nn
 from torch.distributed.tensor.parallel import ParallelStyle, parallelize_module
 
 from rl_dtensor_worker.model.lora import adapted_layers
-from rl_dtensor_worker.parallel.tensor.styles import (
+from rl_dtensor_worker.parallel.styles import (
     Column,
     Experts,
     GatheredColumn,
@@ -35,7 +35,7 @@ if TYPE_CHECKING:
 
     from transformers import PreTrainedModel
 
-    from rl_dtensor_worker.parallel.tensor.group import TensorParallel
+    from rl_dtensor_worker.parallel.styles import TensorParallel
 
 Plan = dict[str, "str | ParallelStyle"]
 AppliedPlan = dict[str, "str | ParallelStyle | type[Style]"]
