@@ -1,6 +1,7 @@
 """What the tests let every rank do; each builds its own worker and leaves the group again."""
 
 import gc
+import logging
 import os
 from contextlib import contextmanager
 from pathlib import Path
@@ -55,6 +56,23 @@ def train(*, config, batch, num_calls=1, loss="nll", gbs=None, mbs=None):
         rows = my_rows(batch, size)
         results = [worker.train(rows, make_loss(loss), gbs=gbs, mbs=mbs) for _ in range(num_calls)]
         return parameters_of(worker), results
+
+
+def warnings_of_skipped_steps(*, config, batch):
+    """Return what the optimizer warns of while the steps of a call are not finite."""
+    texts = []
+
+    class Kept(logging.Handler):
+        def emit(self, record):
+            texts.append(record.getMessage())
+
+    logger, handler = logging.getLogger("rl_dtensor_worker.optim"), Kept(logging.WARNING)
+    logger.addHandler(handler)
+    try:
+        train(config=config, batch=batch, loss="nonfinite")
+    finally:
+        logger.removeHandler(handler)
+    return texts
 
 
 class _Failing(torch.autograd.Function):

@@ -7,8 +7,8 @@ import parity_ranks
 import pytest
 import rank_functions
 import torch
-from oracle import LOGPROB_TOLERANCE, load, plain_logprobs
-from test_parity import LAYOUTS, assert_equal_parameters, joined
+from oracle import LOGPROB_TOLERANCE, PARAMETER_TOLERANCE, load, plain_logprobs
+from test_parity import LAYOUTS, RELATIVE_TOLERANCE, assert_equal_parameters, joined
 from tiny_model import make_batch, make_config
 from transformers import AutoModelForSequenceClassification
 
@@ -154,6 +154,22 @@ def test_the_largest_logits_are_those_of_plain_transformers(pools, qwen3, layout
         )
         assert torch.equal(indices[row, :length], expected.indices)
         assert not values[row, length:].any()
+
+
+@pytest.mark.parametrize("layout", ["tp2", "tp2_sp"])
+def test_a_loss_that_takes_its_shard_of_the_logits_equals_one_of_full_logits(pools, qwen3, layout):
+    outcomes = {}
+    for loss in ("logits", "sharded_logits"):
+        num_ranks, config = config_of(qwen3, layout)
+        outcomes[loss] = pools(num_ranks).run(
+            parity_ranks.train_on_logits, config=config, batch=make_batch(4), loss=loss
+        )
+    for full, sharded in zip(outcomes["logits"], outcomes["sharded_logits"], strict=True):
+        assert full["num_gathers"] == 3 * 2  # each of two micro-batches in three calls
+        assert sharded["num_gathers"] == 0
+        for key in ("losses", "grad_norms"):
+            torch.testing.assert_close(sharded[key], full[key], rtol=RELATIVE_TOLERANCE, atol=0)
+        assert_equal_parameters(sharded["parameters"], full["parameters"], PARAMETER_TOLERANCE)
 
 
 @pytest.mark.parametrize("layout", ["tp2", "cp2"])

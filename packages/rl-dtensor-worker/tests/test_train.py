@@ -157,6 +157,16 @@ def test_a_step_that_is_not_finite_changes_nothing(pools, tiny_model):
     assert results[0]["all_mb_metrics"]["skipped_steps"] == [2]
 
 
+def test_a_skipped_step_of_float16_names_the_loss_scale(pools, tiny_model):
+    config = make_config(tiny_model, precision="float16")
+    for texts in pools(2).run(
+        rank_functions.warnings_of_skipped_steps, config=config, batch=make_batch(8)
+    ):
+        first, second = texts
+        assert "not finite under the float16 loss scale 65536: it is halved to 32768" in first
+        assert "loss scale 32768: it is halved to 16384" in second
+
+
 def test_a_batch_in_which_nothing_counts_changes_nothing(pools, tiny_model):
     batch = make_batch(4)
     batch["sample_mask"].zero_()

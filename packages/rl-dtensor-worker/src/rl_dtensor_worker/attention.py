@@ -140,7 +140,7 @@ def use_packed_attention(model: PreTrainedModel) -> bool:
 
     Forwards without `attention_rows` still take torch's attention.
     """
-    config: Any = model.config
+    config = model.config
     if config._attn_implementation != "sdpa":
         return config._attn_implementation == NAME
     AttentionInterface.register(NAME, packed_attention_forward)
@@ -156,7 +156,7 @@ def require_packed_attention(model: PreTrainedModel) -> None:
         ValueError: The model uses another implementation than `sdpa`.
     """
     if not use_packed_attention(model):
-        config: Any = model.config
+        config = model.config
         raise ValueError(
             "policy.dtensor_cfg: sequence_parallel and context_parallel_size need attention "
             f"'sdpa', {type(model).__name__} uses {config._attn_implementation!r}"
@@ -199,7 +199,7 @@ def packed_attention_forward(
 
 def _require_window(module: nn.Module, sliding_window: int | None) -> None:
     """Raise if a layer restricts attention by its mask alone, which packed attention ignores."""
-    config: Any = getattr(module, "config", None)
+    config = getattr(module, "config", None)
     kinds = getattr(config, "layer_types", None)
     if kinds:
         kind = kinds[getattr(module, "layer_idx", 0)]
@@ -213,7 +213,7 @@ def _require_window(module: nn.Module, sliding_window: int | None) -> None:
         )
 
 
-def layout_arguments(layout: AttentionLayout, device: torch.device) -> dict[str, Any]:
+def layout_arguments(layout: AttentionLayout, device: torch.device) -> dict[str, object]:
     """Return the keyword arguments by which a model's forward attends according to `layout`."""
     # transformers passes a 4-d mask on unchanged, and so builds none over all pairs of tokens.
     unread = torch.ones(1, 1, 1, 1, dtype=torch.bool, device=device)

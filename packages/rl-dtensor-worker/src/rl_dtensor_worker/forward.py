@@ -31,7 +31,7 @@ if TYPE_CHECKING:
 
     from rl_batched_data import TokenScores
     from rl_interfaces.backend.steps import MicroBatch
-    from transformers import PreTrainedModel
+    from transformers import PreTrainedConfig, PreTrainedModel
 
     from rl_dtensor_worker.layout import RowLayout
     from rl_dtensor_worker.parallel.styles import TensorParallel
@@ -71,7 +71,7 @@ class TokenHead:
         temperature: float,
         top_k: int = 0,
         entropy: bool = False,
-        **arguments: Any,
+        arguments: Mapping[str, object],
     ) -> TokenScores:
         """Run the model's forward; return the scores of `targets`, each at its own position.
 
@@ -182,7 +182,7 @@ def _probe_logits(
     return (given, logits) if calls == [tokens.shape] else None
 
 
-def _configured(config: Any) -> tuple[float, float | None]:
+def _configured(config: PreTrainedConfig) -> tuple[float, float | None]:
     """Return the logit scale and soft cap of a model's config."""
     text = config.get_text_config()
 
@@ -257,7 +257,7 @@ def output_of_layer(model: PreTrainedModel, layer: nn.Linear) -> Generator[None,
     """Make the output of `layer` the model's output inside."""
     found: list[torch.Tensor] = []
 
-    def keep(_layer: nn.Module, _arguments: Any, output: torch.Tensor) -> None:
+    def keep(_layer: nn.Module, _arguments: object, output: torch.Tensor) -> None:
         found.append(output)
 
     hooks = [
@@ -330,15 +330,15 @@ class Forward:
     def _lay_out(self, micro_batch: MicroBatch) -> RowLayout:
         return self.parallel.lay_out(self.model, micro_batch, self.width_multiple)
 
-    def _scores(self, micro_batch: MicroBatch, **asked: Any) -> tuple[RowLayout, TokenScores]:
+    def _scores(self, micro_batch: MicroBatch, *, top_k: int = 0) -> tuple[RowLayout, TokenScores]:
         layout = self._lay_out(micro_batch)
         scores = self.head.target_scores(
             self.model,
             layout.tokens,
             layout.targets,
             temperature=self.temperature,
-            **asked,
-            **layout.arguments,
+            top_k=top_k,
+            arguments=layout.arguments,
         )
         return layout, scores
 
@@ -416,7 +416,7 @@ class CachedForward:
         ValueError: The model does not take a kind of media in the batch.
     """
 
-    def __init__(self, forward: Forward, rows: Mapping[str, Any]) -> None:
+    def __init__(self, forward: Forward, rows: Mapping[str, object]) -> None:
         self._forward = forward
         self._media = media_of(forward.model, rows)
         self._columns = token_columns_of(forward.model, rows)

@@ -7,7 +7,7 @@ import math
 from abc import ABC, abstractmethod
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import torch
 import torch.distributed as dist
@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 
     from rl_batched_data import PackedSequences
     from rl_interfaces.backend.steps import Step
-    from transformers import PreTrainedModel
+    from transformers import PreTrainedConfig, PreTrainedModel
 
     from rl_dtensor_worker.parallel.styles import TensorParallel
 
@@ -42,7 +42,7 @@ _ROTATIONS_BY_LENGTH = ("longrope", "dynamic")
 TOKEN_COLUMNS = ("mm_token_type_ids", "token_type_ids")
 
 
-def media_of(model: PreTrainedModel, rows: Mapping[str, Any]) -> dict[str, torch.Tensor]:
+def media_of(model: PreTrainedModel, rows: Mapping[str, object]) -> dict[str, torch.Tensor]:
     """Return the media of a micro-batch, each kind concatenated, as the model's forward takes them.
 
     Raises:
@@ -61,11 +61,15 @@ def media_of(model: PreTrainedModel, rows: Mapping[str, Any]) -> dict[str, torch
     return {key: tensor for key, tensor in tensors.items() if tensor is not None}
 
 
-def token_columns_of(model: PreTrainedModel, rows: Mapping[str, Any]) -> dict[str, torch.Tensor]:
+def token_columns_of(model: PreTrainedModel, rows: Mapping[str, object]) -> dict[str, torch.Tensor]:
     """Return the columns of `TOKEN_COLUMNS` that the model's forward takes."""
-    present = [key for key in TOKEN_COLUMNS if key in rows]
+    present = {key: rows[key] for key in TOKEN_COLUMNS if key in rows}
     taken = inspect.signature(model.forward).parameters if present else {}
-    return {key: rows[key] for key in present if key in taken}
+    return {
+        key: column
+        for key, column in present.items()
+        if key in taken and isinstance(column, torch.Tensor)
+    }
 
 
 def check_same_media(
@@ -115,7 +119,7 @@ class RowLayout(ABC):
     """`[rows, seq]` int64, the model's `input_ids`."""
     targets: torch.Tensor
     """`[rows, seq]` int64: the next token at each position; arbitrary after a row's last."""
-    arguments: dict[str, Any] = field(default_factory=dict)
+    arguments: dict[str, object] = field(default_factory=dict[str, object])
     """Further keyword arguments of the model's forward."""
 
     @abstractmethod
@@ -199,7 +203,7 @@ class PackedLayout(RowLayout):
     ) -> PackedLayout:
         """Return the packed tokens `[1, total]` and the arguments that mark their boundaries."""
         tokens = packed.pack(input_ids)
-        arguments: dict[str, Any] = {"attention_mask": None, "position_ids": packed.position_ids}
+        arguments: dict[str, object] = {"attention_mask": None, "position_ids": packed.position_ids}
         if use_packed_attention(model):
             arguments |= layout_arguments(AttentionRows.of(packed), tokens.device)
         targets = tokens.roll(-1, dims=1)
@@ -339,13 +343,15 @@ class ParallelContext:
         return tp.size if tp is not None and tp.sequence_parallel else 1
 
 
-def check_rotation(model_config: Any, *, context_parallel_size: int) -> None:
+def check_rotation(model_config: PreTrainedConfig, *, context_parallel_size: int) -> None:
     """Raise if context-parallel ranks would use different rotary frequencies.
 
     Raises:
         ValueError: The model's frequencies depend on the sequence length, and a rank has a shard.
     """
-    given: dict[str, Any] = getattr(model_config.get_text_config(), "rope_parameters", None) or {}
+    given: dict[str, object] = (
+        getattr(model_config.get_text_config(), "rope_parameters", None) or {}
+    )
     by_layer = [each for each in given.values() if isinstance(each, dict)]
     for parameters in by_layer or [given]:
         if context_parallel_size > 1 and parameters.get("rope_type") in _ROTATIONS_BY_LENGTH:
@@ -383,7 +389,7 @@ def check_layout(
     Raises:
         ValueError: Scores differ; the message names the attention and the difference.
     """
-    config: Any = model.config
+    config = model.config
     batch = _random_rows(config.get_text_config().vocab_size)
     packs = parallel.context_group is not None or feature.startswith("sequence_packing")
     packed = parallel.concatenation().of(batch).to(device) if packs else None

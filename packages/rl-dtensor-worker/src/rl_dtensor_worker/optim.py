@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections import defaultdict
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import torch
 import torch.distributed as dist
@@ -171,11 +171,11 @@ class LossScaler:
         elif self.good_steps == self.growth_interval:
             self.scale, self.good_steps = self.scale * 2, 0
 
-    def state_dict(self) -> dict[str, Any]:
+    def state_dict(self) -> dict[str, float]:
         """Return what `load_state_dict` takes."""
         return {"scale": self.scale, "good_steps": self.good_steps}
 
-    def load_state_dict(self, state: dict[str, Any]) -> None:
+    def load_state_dict(self, state: dict[str, float]) -> None:
         """Restore what `state_dict` returned."""
         if self.enabled:
             self.scale, self.good_steps = state["scale"], state["good_steps"]

@@ -46,7 +46,7 @@ class DTensorPolicyWorker(EngineWorker):
         return self._engine.config.async_checkpoint
 
     def score(
-        self, data: BatchedDataDict[Any], micro_batch_size: int | None = None
+        self, data: BatchedDataDict, micro_batch_size: int | None = None
     ) -> BatchedDataDict[ScoreOutputSpec]:
         """Return `scores`: `[batch]` of a reward model, `[batch, seq]` of a value model, float32.
 
@@ -70,7 +70,7 @@ class DTensorPolicyWorker(EngineWorker):
                 self._engine.model, directory, is_writer=self._environment.rank == 0
             )
 
-    def return_state_dict(self) -> dict[str, Any]:
+    def return_state_dict(self) -> dict[str, object]:
         """Return the model's state, of which each rank has its shards."""
         return self._engine.model.state_dict()
 
@@ -133,7 +133,7 @@ class DTensorPolicyWorker(EngineWorker):
                 stack.enter_context(cp_context)
             yield
 
-    def _steps(self, data: BatchedDataDict[Any], **options: Any) -> list[Step]:
+    def _steps(self, data: BatchedDataDict, **options: Any) -> list[Step]:
         """Also check media, before the first step changes anything."""
         steps = super()._steps(data, **options)
         info = self._engine.info

@@ -31,7 +31,7 @@ from rl_dtensor_worker.parallel.fsdp import shard_model
 from rl_dtensor_worker.parallel.plans import apply_plan, check_sizes, plan_of
 
 if TYPE_CHECKING:
-    from transformers import PreTrainedModel
+    from transformers import PreTrainedConfig, PreTrainedModel
 
     from rl_dtensor_worker.config import EngineConfig
     from rl_dtensor_worker.parallel.mesh import Meshes
@@ -119,7 +119,7 @@ def find_value_layer(model: PreTrainedModel, *, pad_token_id: int | None) -> nn.
     Raises:
         ValueError: There is none, or it has more than one output.
     """
-    text_config: Any = model.config.get_text_config()
+    text_config = model.config.get_text_config()
     if text_config.pad_token_id is None:
         text_config.pad_token_id = pad_token_id or 0
     layer = model.get_submodule(value_layer_name(model))
@@ -159,7 +159,7 @@ def decoder_layers(model: PreTrainedModel) -> list[nn.Module]:
     return layers
 
 
-def auto_class(head: str, model_config: Any) -> Any:
+def auto_class(head: str, model_config: PreTrainedConfig) -> Any:
     """Return the `AutoModel...` class for a head and the architecture that a config names.
 
     Args:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import torch
 import torch.distributed as dist
@@ -15,7 +15,7 @@ from torch.distributed.fsdp import (
     fully_shard,
 )
 from torch.distributed.fsdp._fully_shard._fsdp_common import TrainingState
-from torch.distributed.tensor import DTensor, Shard
+from torch.distributed.tensor import DTensor, Placement, Shard
 from torch.distributed.tensor.placement_types import _StridedShard
 
 if TYPE_CHECKING:
@@ -187,7 +187,7 @@ def _reshards_after_forward(module: FSDPModule) -> bool:
     return group is not None and group.post_forward_mesh_info is not None
 
 
-def _along_rows(placement: Any) -> Any:
+def _along_rows(placement: Placement) -> Shard | _StridedShard:
     if isinstance(placement, _StridedShard):
         return _StridedShard(0, split_factor=placement.split_factor)
     return Shard(0)

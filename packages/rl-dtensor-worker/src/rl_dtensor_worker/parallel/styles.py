@@ -19,7 +19,7 @@ from __future__ import annotations
 
 from contextlib import contextmanager
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import torch
 from torch import nn
@@ -40,7 +40,7 @@ if TYPE_CHECKING:
 
     from torch.distributed.device_mesh import DeviceMesh
 
-    Forward = Callable[..., Any]
+    Forward = Callable[..., torch.Tensor]
 
 SEQUENCE_DIM = -2
 """Sequence dim of activations: of `[batch, seq, hidden]` and of packed `[tokens, hidden]`."""
@@ -174,7 +174,9 @@ class Style:
     def prepare(self, module: nn.Module) -> None:
         """Adapt the module's other attributes to its local shard."""
 
-    def run(self, module: nn.Module, forward: Forward, *args: Any, **kwargs: Any) -> Any:
+    def run(
+        self, module: nn.Module, forward: Forward, *args: torch.Tensor, **kwargs: object
+    ) -> object:
         """Call `forward`, which sees the local shards, with the collectives around it."""
         return forward(*args, **kwargs)
 
@@ -185,7 +187,9 @@ class Style:
             return Partial()
         return placement
 
-    def _forward(self, module: nn.Module, forward: Forward, *args: Any, **kwargs: Any) -> Any:
+    def _forward(
+        self, module: nn.Module, forward: Forward, *args: torch.Tensor, **kwargs: object
+    ) -> object:
         with self._local_parameters(module):
             return self.run(module, forward, *args, **kwargs)
 
@@ -206,12 +210,15 @@ class Style:
 class Region(Style):
     """A block of sharded projections that needs full sequences: an attention, an MLP."""
 
-    def run(self, module: nn.Module, forward: Forward, *args: Any, **kwargs: Any) -> Any:
+    def run(
+        self, module: nn.Module, forward: Forward, *args: torch.Tensor, **kwargs: object
+    ) -> object:
         """Gather the hidden states, which are the first argument or a keyword argument."""
         if not self.tp.sequence_parallel:
             return forward(*args, **kwargs)
-        if "hidden_states" in kwargs:
-            kwargs["hidden_states"] = self.tp.gather_input_once(kwargs["hidden_states"])
+        hidden = kwargs.get("hidden_states")
+        if isinstance(hidden, torch.Tensor):
+            kwargs["hidden_states"] = self.tp.gather_input_once(hidden)
         else:
             args = (self.tp.gather_input_once(args[0]), *args[1:])
         with self.tp.input_is_gathered():
@@ -237,7 +244,9 @@ class Column(Style):
         """Shard weight and bias along the outputs."""
         return {"weight": Shard(0), "bias": Shard(0)}
 
-    def run(self, module: nn.Module, forward: Forward, *args: Any, **kwargs: Any) -> torch.Tensor:
+    def run(
+        self, module: nn.Module, forward: Forward, *args: torch.Tensor, **kwargs: object
+    ) -> torch.Tensor:
         """Gather the input."""
         return forward(self.tp.gather_input(args[0]), *args[1:], **kwargs)
 
@@ -245,7 +254,9 @@ class Column(Style):
 class GatheredColumn(Column):
     """A linear layer with sharded outputs that are gathered: fused projections, split later."""
 
-    def run(self, module: nn.Module, forward: Forward, *args: Any, **kwargs: Any) -> torch.Tensor:
+    def run(
+        self, module: nn.Module, forward: Forward, *args: torch.Tensor, **kwargs: object
+    ) -> torch.Tensor:
         """Gather the outputs."""
         output = super().run(module, forward, *args, **kwargs)
         return collectives.gather_for_replicated_use(output, self.tp.group, -1)
@@ -254,7 +265,9 @@ class GatheredColumn(Column):
 class OutputLayer(Column):
     """The layer that makes logits, which stay sharded along the vocabulary."""
 
-    def run(self, module: nn.Module, forward: Forward, *args: Any, **kwargs: Any) -> torch.Tensor:
+    def run(
+        self, module: nn.Module, forward: Forward, *args: torch.Tensor, **kwargs: object
+    ) -> torch.Tensor:
         """Gather the input; no `reduce_output` follows."""
         return forward(self.tp.gather_input_once(args[0]), *args[1:], **kwargs)
 
@@ -266,7 +279,9 @@ class Row(Style):
         """Shard the weight along the inputs; the bias is replicated."""
         return {"weight": Shard(1)}
 
-    def run(self, module: nn.Module, forward: Forward, *args: Any, **kwargs: Any) -> torch.Tensor:
+    def run(
+        self, module: nn.Module, forward: Forward, *args: torch.Tensor, **kwargs: object
+    ) -> torch.Tensor:
         """Reduce the partial outputs, then add the bias once."""
         bias = module._parameters.get("bias")
         if bias is None:
@@ -279,7 +294,9 @@ class Row(Style):
 class SplitRow(Row):
     """A linear layer with sharded inputs that is given replicated ones."""
 
-    def run(self, module: nn.Module, forward: Forward, *args: Any, **kwargs: Any) -> torch.Tensor:
+    def run(
+        self, module: nn.Module, forward: Forward, *args: torch.Tensor, **kwargs: object
+    ) -> torch.Tensor:
         """Take the local chunk of the input."""
         chunk = collectives.scatter_to_group(args[0], self.tp.group, -1)
         return super().run(module, forward, chunk, *args[1:], **kwargs)
@@ -299,7 +316,9 @@ class VocabularyEmbedding(Style):
             start, end = self._token_range(module)
             module.padding_idx = padding - start if start <= padding < end else None  # type: ignore[assignment]
 
-    def run(self, module: nn.Module, forward: Forward, *args: Any, **kwargs: Any) -> torch.Tensor:
+    def run(
+        self, module: nn.Module, forward: Forward, *args: torch.Tensor, **kwargs: object
+    ) -> torch.Tensor:
         """Look up this rank's tokens, zeros for the others, and sum over the ranks."""
         tokens = args[0]
         start, end = self._token_range(module)
@@ -332,7 +351,9 @@ class Experts(Style):
         module._is_expert_parallel = True  # type: ignore[assignment]
         module.num_experts = module.num_experts // self.tp.size  # type: ignore[assignment, operator]
 
-    def run(self, module: nn.Module, forward: Forward, *args: Any, **kwargs: Any) -> torch.Tensor:
+    def run(
+        self, module: nn.Module, forward: Forward, *args: torch.Tensor, **kwargs: object
+    ) -> torch.Tensor:
         """Run the local experts on their tokens and sum over the ranks."""
         hidden, chosen, weights = args
         if self.tp.sequence_parallel:
@@ -360,7 +381,9 @@ class AdapterRow(Style):
         """Shard the weight along the inputs; the bias is replicated."""
         return {"weight": Shard(1)}
 
-    def run(self, module: nn.Module, forward: Forward, *args: Any, **kwargs: Any) -> torch.Tensor:
+    def run(
+        self, module: nn.Module, forward: Forward, *args: torch.Tensor, **kwargs: object
+    ) -> torch.Tensor:
         """Add the bias, which adapters leave frozen, on the first rank alone."""
         bias = module._parameters.get("bias")
         if bias is not None and self.tp.rank > 0:
@@ -372,7 +395,9 @@ class AdapterRow(Style):
 class AdapterDropout(Style):
     """Dropout before a matrix with sharded inputs, with the mask that a single rank would draw."""
 
-    def run(self, module: nn.Module, forward: Forward, *args: Any, **kwargs: Any) -> torch.Tensor:
+    def run(
+        self, module: nn.Module, forward: Forward, *args: torch.Tensor, **kwargs: object
+    ) -> torch.Tensor:
         """Draw the mask of all inputs, the same on every rank, and apply the local chunk."""
         (values,) = args
         width = values.shape[-1] * self.tp.size
