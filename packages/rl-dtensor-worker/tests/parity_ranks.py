@@ -2,7 +2,7 @@
 
 import torch
 from losses_for_tests import make_loss
-from rank_functions import parameters_of, worker_for
+from ranks import parameters_of, worker_for
 from rl_batched_data import BatchedDataDict
 from rl_dtensor_worker.parallel import collectives
 from tiny_model import rows_for_rank

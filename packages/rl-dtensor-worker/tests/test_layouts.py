@@ -2,10 +2,11 @@
 
 import copy
 
+import loading_ranks
 import parity_models
 import parity_ranks
 import pytest
-import rank_functions
+import state_ranks
 import torch
 from oracle import LOGPROB_TOLERANCE, PARAMETER_TOLERANCE, load, plain_logprobs
 from test_parity import LAYOUTS, RELATIVE_TOLERANCE, assert_equal_parameters, joined
@@ -194,7 +195,7 @@ def test_a_process_may_join_one_group_after_another(pools, tmp_path):
     # First over a mesh that equals the worker's, while the groups behind it have other names.
     path = parity_models.build("qwen2", tmp_path)
     num_ranks, config = config_of(path, "dp2_tp2")
-    pools(num_ranks).run(rank_functions.load_over_two_axes, model_names=[path])
+    pools(num_ranks).run(loading_ranks.load_over_two_axes, model_names=[path])
     results = pools(num_ranks).run(
         parity_ranks.run_case, config=config, batch=make_batch(4), section=None, num_calls=1
     )
@@ -204,8 +205,8 @@ def test_a_process_may_join_one_group_after_another(pools, tmp_path):
 @pytest.mark.parametrize("layout", ["dp2", "tp2"])
 def test_a_worker_that_trained_leaves_no_thread_of_its_groups(pools, qwen3, layout):
     num_ranks, config = config_of(qwen3, layout)
-    before = pools(num_ranks).run(rank_functions.threads_of_groups)
+    before = pools(num_ranks).run(state_ranks.threads_of_groups)
     pools(num_ranks).run(
         parity_ranks.run_case, config=config, batch=make_batch(4), section=None, num_calls=1
     )
-    assert pools(num_ranks).run(rank_functions.threads_of_groups) == before
+    assert pools(num_ranks).run(state_ranks.threads_of_groups) == before
