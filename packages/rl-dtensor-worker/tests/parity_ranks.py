@@ -106,7 +106,7 @@ def train_on_logits(*, config, batch, loss):
 
         def watched(values, group, dim):
             gathered = gather(values, group, dim)
-            if gathered.shape[-1] == vocab_size:
+            if dim == -1 and gathered.shape[-1] == vocab_size:
                 gathers.append(tuple(gathered.shape))
             return gathered
 
