@@ -36,8 +36,8 @@ def test_transfers_in_the_wrong_state_say_what_is_missing(pools, tiny_model):
         weights_ranks.transfers_in_wrong_states, config=make_config(tiny_model)
     )
     assert errors[:4] == [
-        "RuntimeError: open_refit was not called: nobody receives the weights",
-        "RuntimeError: init_collective was not called: nobody receives the weights",
+        "RuntimeError: no refit is open: call open_refit() first",
+        "RuntimeError: there is no broadcast group: call init_collective() first",
         "ValueError: there is no tensor 'no such tensor' in the model",
         "allowed",
     ]

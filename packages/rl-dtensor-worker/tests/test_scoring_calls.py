@@ -162,4 +162,4 @@ def test_calls_that_a_head_does_not_allow_are_named(pools, tiny_model, judges):
         "get_logprobs is not available: it needs policy.head='language_model', got 'reward'"
         in (errors["get_logprobs"])
     )
-    assert "LogprobLoss wants log-probabilities" in errors["train"]
+    assert "LogprobLoss needs log-probabilities" in errors["train"]

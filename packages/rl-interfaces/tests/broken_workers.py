@@ -329,6 +329,13 @@ class GivingLogitsUndivided(CapableWorker):
         return super().loss_input(batch, loss_fn)
 
 
+class LabellingAShardAsFull(CapableWorker):
+    def loss_input(self, batch, loss_fn):
+        logits = super().loss_input(batch, loss_fn)
+        is_sharded = getattr(loss_fn, "accepts_sharded_logits", False)
+        return logits[..., :-1] if is_sharded else logits
+
+
 class CountingSequencesOfMicroBatches(CapableWorker):
     def step_loss(self, rows, loss_fn, mbs, eval_mode, metrics):
         def counted(scores, batch, sequences, tokens):
@@ -545,6 +552,10 @@ class StartingAnewWithoutACheckpoint(CapableWorker):
 
 
 BROKEN_WORKERS = {
+    "unknown_keys_are_named": TakingAnyKey,
+    "sizes_that_cannot_be_are_named": TakingAnySize,
+    "missing_keys_are_named": FillingInMasks,
+    "left_padding_is_refused": TakingLeftPadding,
     "the_contracts_version_is_declared": OfAnotherContract,
     "every_required_method_is_there": WithoutProfiling,
     "a_worker_says_where_it_is": OfAnotherRank,
@@ -552,16 +563,9 @@ BROKEN_WORKERS = {
     "a_process_group_is_left_by_whoever_joined_it": LeavingTheGroupOfOthers,
     "shutting_down_twice_is_fine": EndingOnce,
     "a_worker_takes_its_threads_with_it": LeavingAThread,
-    "unknown_keys_are_named": TakingAnyKey,
-    "sizes_that_cannot_be_are_named": TakingAnySize,
-    "missing_keys_are_named": FillingInMasks,
-    "left_padding_is_refused": TakingLeftPadding,
     "completions_follow_their_prompts": MiscountingTokens,
     "greedy_completions_are_the_oracles": NeverGreedy,
     "sampled_tokens_have_the_policys_logprobs": SayingOtherLogprobs,
-    "the_weights_sizes_are_told": MeasuringHalf,
-    "handles_are_of_the_workers_device": NamingAnotherDevice,
-    "a_receiver_gets_the_weights_of_each_version": SendingOldWeights,
     "logprobs_equal_the_oracle": WrongInWideBatches,
     "logprobs_have_the_batchs_shape": CuttingPadding,
     "logprobs_are_zero_where_no_token_is_scored": ScoringPadding,
@@ -570,6 +574,16 @@ BROKEN_WORKERS = {
     "the_reference_stays_the_initial_model": ReferringToLoadedWeights,
     "topk_logits_equal_the_oracle": SmallestFirst,
     "scores_equal_the_oracle": ScoringTheFirstToken,
+    "the_weights_sizes_are_told": MeasuringHalf,
+    "handles_are_of_the_workers_device": NamingAnotherDevice,
+    "a_receiver_gets_the_weights_of_each_version": SendingOldWeights,
+    "a_resumed_run_equals_an_uninterrupted_one": StartingWithoutMoments,
+    "a_running_worker_can_go_back_to_a_save": GoingHalfWayBack,
+    "a_schedule_goes_on_by_calls": SchedulingBySteps,
+    "weights_load_alone": ScoringWithItsFirstWeights,
+    "the_exported_model_is_the_worker": ExportingNothingWhenOffloaded,
+    "saved_adapters_are_the_worker": SavingInitialAdapters,
+    "a_checkpoint_that_is_not_there_is_named": StartingAnewWithoutACheckpoint,
     "losses_equal_the_oracle": MisreportingLateLosses,
     "grad_norms_equal_the_oracle": MisreportingLateNorms,
     "parameters_equal_the_oracle": Drifting,
@@ -578,6 +592,7 @@ BROKEN_WORKERS = {
     "micro_batches_do_not_change_training": AveragingMicroBatches,
     "every_way_of_batching_gives_the_same_numbers": WrongInAnotherOrder,
     "a_loss_may_ask_for_logits": GivingLogitsUndivided,
+    "a_loss_may_take_sharded_logits": LabellingAShardAsFull,
     "a_loss_may_be_of_sequences": CountingSequencesOfMicroBatches,
     "masked_tokens_do_not_count": GuessingTheTokenMask,
     "evaluating_needs_no_optimizer": EvaluatingByItsOptimizer,
@@ -589,13 +604,6 @@ BROKEN_WORKERS = {
     "a_state_refuses_what_the_table_refuses": GeneratingFromNothing,
     "a_worker_without_an_optimizer_starts_in_inference": AlwaysInTraining,
     "offloading_and_reloading_change_nothing": LosingItsMoments,
-    "a_resumed_run_equals_an_uninterrupted_one": StartingWithoutMoments,
-    "a_running_worker_can_go_back_to_a_save": GoingHalfWayBack,
-    "a_schedule_goes_on_by_calls": SchedulingBySteps,
-    "weights_load_alone": ScoringWithItsFirstWeights,
-    "the_exported_model_is_the_worker": ExportingNothingWhenOffloaded,
-    "saved_adapters_are_the_worker": SavingInitialAdapters,
-    "a_checkpoint_that_is_not_there_is_named": StartingAnewWithoutACheckpoint,
 }
 
 BROKEN_IN_PART = [

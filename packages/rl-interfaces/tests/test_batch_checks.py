@@ -1,7 +1,9 @@
 import pytest
 import torch
 from rl_batched_data import BatchedDataDict
+from rl_interfaces import resolve_policy_config
 from rl_interfaces.backend.steps import check_scoring_batch, check_training_batch
+from rl_interfaces.backend.worker import WorkerSettings
 
 pytestmark = pytest.mark.needs("rl-interfaces[backend]")
 
@@ -42,3 +44,16 @@ def test_bad_batches_are_named(changes, words):
     with pytest.raises(ValueError, match=r".") as error:
         check_training_batch(_batch(**changes), pad_token_id=0, needs_token_mask=True)
     assert all(word in str(error.value) for word in words), str(error.value)
+
+
+def test_the_samples_of_a_step_are_divided_by_the_data_parallel_ranks():
+    config = resolve_policy_config({"model_name": "m", "train_global_batch_size": 6})
+    settings = WorkerSettings.from_resolved(config)
+    assert settings.rows_per_rank(None, num_ranks=3) == 2
+    assert settings.rows_per_rank(8, num_ranks=4) == 2
+    with pytest.raises(ValueError, match=r"policy\.train_global_batch_size=6 .* the 4 data-par"):
+        settings.rows_per_rank(None, num_ranks=4)
+    with pytest.raises(ValueError, match=r"gbs=5 .* the 4 data-parallel ranks"):
+        settings.rows_per_rank(5, num_ranks=4)
+    with pytest.raises(ValueError, match=r"gbs=0 must be positive"):
+        settings.rows_per_rank(0, num_ranks=4)

@@ -252,6 +252,10 @@ def test_megatron_takes_the_learning_rate_too():
         ),
         ({"generation": {"top_p": 0.0}}, "policy.generation.top_p=0.0 must lie in (0, 1]"),
         ({"generation": {"top_p": 1.5}}, "policy.generation.top_p=1.5 must lie in (0, 1]"),
+        (
+            {"generation": {"stop_strings": ["a", ""]}},
+            "policy.generation.stop_strings holds an empty",
+        ),
         ({"generation": {"top_k": 0}}, "policy.generation.top_k=0 must be at least 1"),
         (
             {"generation": {"max_new_tokens": 0}},

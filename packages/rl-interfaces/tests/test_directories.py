@@ -78,9 +78,9 @@ def test_what_no_save_has_written_is_not_replaced(tmp_path):
     (target / "thesis.tex").write_text("")
     with pytest.raises(ValueError, match="no save has written it"):
         directories.begin([tmp_path / "weights", target])
-    with pytest.raises(ValueError, match="hold each other"):
+    with pytest.raises(ValueError, match="are nested"):
         directories.begin([tmp_path / "all", tmp_path / "all" / "optimizer"])
-    with pytest.raises(ValueError, match="hold each other"):
+    with pytest.raises(ValueError, match="are nested"):
         directories.begin([tmp_path / "all", Path(tmp_path / "all")])
     assert [path.name for path in tmp_path.iterdir()] == ["mine"]
 

@@ -13,7 +13,11 @@ from rl_interfaces import ParallelLayout
 from rl_interfaces.backend.runtime import ReservedPort
 from rl_interfaces.testing import check_worker
 
-RULES = ["a_worker_says_where_it_is", "a_layout_is_of_all_ranks", "unknown_keys_are_named"]
+RULES = [
+    "a_worker_says_where_it_is",
+    "a_layout_is_of_all_ranks",
+    "a_process_group_is_left_by_whoever_joined_it",
+]
 LIMIT_S = 120
 
 

@@ -276,9 +276,8 @@ def test_engines_that_cannot_be_are_refused_before_anything_starts(
     overrides, error, message, monkeypatch
 ):
     monkeypatch.setattr("rl_policy.generation.vllm.generation.require_vllm", lambda: None)
-    config = load("policy.generation.backend=vllm", *overrides)
     with pytest.raises(error, match=message):
-        check_engines(config)
+        check_engines(load("policy.generation.backend=vllm", *overrides))
 
 
 @pytest.mark.parametrize(

@@ -74,7 +74,7 @@ def tensors_of(directory: str) -> dict[str, torch.Tensor]:
 
 
 def trainer(pipe: Connection, directory: str) -> None:
-    """Hold the weights, and send them when told, until the pipe closes."""
+    """Hold the weights, and send them on request, until the pipe closes."""
     torch.set_num_threads(1)
     tensors = tensors_of(directory)
     source = TensorSource(tensors)

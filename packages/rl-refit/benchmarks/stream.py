@@ -6,7 +6,7 @@ are medians over the rounds, and ratios those of neighbours in time:
 - memcpy: the same tensors copied to other memory of one process by two threads, the limit;
 - copy: the same by one thread, tensor by tensor;
 - into: `RefitSender` to a `RefitReceiver` in another process that has a place for every tensor;
-- load: the same, with a `load` that is handed whole tensors and copies them;
+- load: the same, with a `load` that is given full tensors and copies them;
 - golden: `load` through files;
 - handles: a handle per tensor through a driver process, group by group, stop and wait.
 

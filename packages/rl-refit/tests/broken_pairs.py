@@ -133,12 +133,12 @@ class NeedsReceivers(Broken):
     class sender_class(DrillSender):
         def commit(self, version):
             if self._num_receivers == 0:
-                raise RefitError("nobody to tell")
+                raise RefitError("there are no receivers")
             super().commit(version)
 
 
 class LeavesFiles(Broken):
-    """Whoever opens an end leaves a file, which nobody removes where its owner is killed."""
+    """Each end leaves a file, which is not removed if its owner is killed."""
 
     def open_sender(self, weights, **options):
         tempfile.mkstemp()
@@ -280,7 +280,7 @@ class BlindTo(Broken):
 
 
 class Unverified(Broken):
-    """Whose digests nobody looks at."""
+    """Digests are not compared."""
 
     def open_sender(self, weights, **options):
         return super().open_sender(weights, verify="none", **options)

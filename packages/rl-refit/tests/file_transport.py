@@ -20,9 +20,9 @@ def map_buffers(path, context, flags, access):
         memory = mmap.mmap(descriptor, size, access=access)
     finally:
         os.close(descriptor)
-    whole = torch.frombuffer(memory, dtype=torch.uint8)
+    memory_view = torch.frombuffer(memory, dtype=torch.uint8)
     starts = [index * context.buffer_bytes for index in range(context.num_buffers)]
-    return [whole[start : start + context.buffer_bytes] for start in starts]
+    return [memory_view[start : start + context.buffer_bytes] for start in starts]
 
 
 class FileSender(SendingSide):

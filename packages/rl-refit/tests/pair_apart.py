@@ -133,5 +133,5 @@ def _send(pipe, message):
 
 
 def _receive(pipe):
-    assert pipe.poll(_LIMIT_S), f"no word within {_LIMIT_S:g} s"
+    assert pipe.poll(_LIMIT_S), f"no message within {_LIMIT_S:g} s"
     return pickle.loads(pipe.recv_bytes())

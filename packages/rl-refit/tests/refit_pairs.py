@@ -1,9 +1,10 @@
 """A sender and its receivers in threads of one process."""
 
-import threading
-
 import torch
 from rl_refit import RefitReceiver, RefitSender, TensorSource
+from rl_refit.testing.pair import must, outcomes, some_tensors
+
+__all__ = ["LIMIT_S", "Engine", "make_sender", "must", "outcomes", "refit", "same", "some_tensors"]
 
 LIMIT_S = 20.0
 
@@ -28,22 +29,6 @@ class Engine:
         return self.receiver.receive(version, self.load, load_keeps=self.load_keeps)
 
 
-def some_tensors(seed=0):
-    generator = torch.Generator().manual_seed(seed)
-
-    def normal(*shape):
-        return torch.randn(shape, generator=generator)
-
-    tensors = {"embed.weight": normal(64, 48)}
-    for layer in range(3):
-        tensors[f"layers.{layer}.qkv.weight"] = normal(48, 40)
-        tensors[f"layers.{layer}.mlp.weight"] = normal(40, 64).bfloat16()
-        tensors[f"layers.{layer}.norm.weight"] = normal(41).half()
-    tensors["steps"] = torch.randint(-9, 9, (7,), generator=generator)
-    tensors["head.weight"] = normal(300, 48)
-    return tensors
-
-
 def same(left, right):
     """Whether two dicts of tensors are equal bit by bit, in the same order."""
     return list(left) == list(right) and all(
@@ -60,34 +45,8 @@ def make_sender(tensors, transport="shm", num_receivers=1, **options):
     return RefitSender(TensorSource(tensors), transport, num_receivers, **options)
 
 
-def outcomes(*calls, limit_s=2 * LIMIT_S):
-    """Run the calls at the same time; return what each returned or raised."""
-    results = [AssertionError("it hangs")] * len(calls)
-
-    def run(index, call):
-        try:
-            results[index] = call()
-        except Exception as error:
-            results[index] = error
-
-    threads = [threading.Thread(target=run, args=pair, daemon=True) for pair in enumerate(calls)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join(limit_s)
-    return results
-
-
 def refit(sender, engines, version):
     """Run one refit; return the outcomes of the sender and of each engine."""
     return outcomes(
         lambda: sender.send(version), *[lambda e=engine: e.refit(version) for engine in engines]
     )
-
-
-def must(results):
-    """Return the results, if none is an error."""
-    for result in results:
-        if isinstance(result, BaseException):
-            raise result
-    return results

@@ -270,8 +270,8 @@ UNREADABLE = {
 
 @pytest.mark.parametrize("what", UNREADABLE)
 def test_what_is_no_message_is_refused(what):
-    payload, told = UNREADABLE[what]
-    with pytest.raises(RefitError, match=f"unreadable message: .*{told}"):
+    payload, reason = UNREADABLE[what]
+    with pytest.raises(RefitError, match=f"unreadable message: .*{reason}"):
         decode(payload)
 
 

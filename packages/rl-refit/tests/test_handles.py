@@ -5,6 +5,7 @@ import pickle
 import subprocess
 import sys
 
+import msgspec
 import pytest
 import torch
 from hypothesis import given
@@ -115,6 +116,14 @@ def test_a_process_that_is_gone_is_named():
         handle = owner.export({"a": torch.ones(3)})["a"]
         with pytest.raises(RuntimeError, match="process 4194305 cannot be opened"):
             rebuild({**handle, "pid": 4194305})
+
+
+@pytest.mark.parametrize("change", [{"kind": "file"}, {"offset": "0"}, {"file": None}])
+def test_a_malformed_handle_is_refused(change):
+    with HandleOwner() as owner:
+        handle = owner.export({"a": torch.ones(3)})["a"]
+        with pytest.raises(msgspec.ValidationError):
+            rebuild({**handle, **change})
 
 
 # As `export_cuda` makes it where the owner's GPU is its second one.

@@ -167,7 +167,8 @@ def test_the_report_adds_up():
     tensors = some_tensors()
     with make_sender(tensors, num_receivers=2) as sender:
         engines = [Engine(sender.address, rank) for rank in (4, 7)]
-        sent, *received = must(refit(sender, engines, 5))
+        sent, *received = results = refit(sender, engines, 5)
+        must(results)
         for engine in engines:
             engine.receiver.close()
     assert sent.bytes == sum(tensor.nbytes for tensor in tensors.values())

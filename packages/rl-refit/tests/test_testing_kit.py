@@ -5,13 +5,16 @@ import sys
 from unittest import SkipTest
 
 import pytest
+from rl_refit import RefitSender, TensorSource
 from rl_refit.testing import (
     RULES,
     TransportConformance,
     check_rule,
     check_transport,
+    receiver_in_thread,
     rule_names,
 )
+from rl_refit.testing.pair import require_same, some_tensors
 
 pytestmark = pytest.mark.needs("rl-refit[testing]")
 
@@ -44,7 +47,7 @@ def test_the_report_names_every_broken_rule_and_why():
 
 def test_what_a_pair_lacks_is_skipped_by_name():
     with pytest.raises(SkipTest, match="is_for_processes is false"):
-        check_rule("a_killed_sender_takes_nobody_along", NoPair())
+        check_rule("receivers_survive_a_killed_sender", NoPair())
     skipped = check_transport(NoPair(), groups=["kills"])
     assert [line.partition(":")[0] for line in skipped] == rule_names(["kills"])
 
@@ -69,3 +72,15 @@ def test_rules_that_python_leaves_out_are_not_said_to_hold():
     )
     run = subprocess.run([sys.executable, "-O", "-c", code], check=True, stdout=subprocess.PIPE)
     assert b"python -O removes the assertions" in run.stdout
+
+
+def test_a_trainers_test_gets_its_other_end_in_a_thread():
+    tensors = some_tensors()
+    with (
+        RefitSender(TensorSource(tensors), bucket_bytes=1024, timeout_s=20) as sender,
+        receiver_in_thread(sender.address, send=sender.send, timeout_s=20) as refit,
+    ):
+        for version in (1, 2):
+            for tensor in tensors.values():
+                tensor += 1
+            require_same(refit(version), tensors, "the receiver")

@@ -11,55 +11,58 @@ pytestmark = pytest.mark.needs("rl-refit[testing]")
 CASES = 1
 # Those that take longest are checked with the pair that breaks them alone.
 LONG = {
-    "every_kind_of_tensor_arrives_bit_by_bit",
-    "every_receiver_gets_every_bit",
-    "senders_with_receivers_and_without_work_side_by_side",
-    "who_does_not_come_is_waited_for_as_long_as_said",
-    "a_wrong_token_gets_nothing",
-    "a_dropped_bucket_is_found",
+    "every_kind_of_tensor_arrives_bit_exact",
+    "every_receiver_receives_every_bit",
+    "senders_without_receivers_run_beside_others",
+    "waits_end_at_their_time_limit",
+    "a_wrong_token_is_rejected",
+    "a_dropped_bucket_is_detected",
 }
 # What a pair breaks: one rule, but where the rules have the same thing at their bottom.
 BROKEN = {
     "round_trips": [
-        (broken.LosesNaNs, {"every_kind_of_tensor_arrives_bit_by_bit"}),
-        (broken.ForgetsTheFourthReceiver, {"every_receiver_gets_every_bit"}),
+        (broken.LosesNaNs, {"every_kind_of_tensor_arrives_bit_exact"}),
+        (broken.ForgetsTheFourthReceiver, {"every_receiver_receives_every_bit"}),
         (broken.SendsTheOldAgain, {"new_values_arrive_with_every_version"}),
-        (broken.TakesNoSmallBuffers, {"any_size_and_number_of_buffers_will_do"}),
+        (broken.TakesNoSmallBuffers, {"any_size_and_number_of_buffers_works"}),
         (broken.SendsTiedTwice, {"tied_tensors_are_sent_once"}),
-        (broken.IgnoresInto, {"tensors_with_a_place_of_their_own_are_copied_there"}),
-        (broken.NeedsReceivers, {"senders_with_receivers_and_without_work_side_by_side"}),
-        (broken.LeavesFiles, {"nothing_is_left_behind"}),
-        (broken.LeavesSharedMemory, {"nothing_is_left_behind"}),
+        (broken.IgnoresInto, {"tensors_of_into_are_copied_in_place"}),
+        (broken.NeedsReceivers, {"senders_without_receivers_run_beside_others"}),
+        (broken.LeavesFiles, {"no_resource_is_leaked"}),
+        (broken.LeavesSharedMemory, {"no_resource_is_leaked"}),
     ],
     "versions": [
         (
             broken.CommitsByItself,
-            {"a_version_counts_from_its_commit_on", "what_was_not_sent_is_not_committed"},
+            {"a_version_is_valid_from_its_commit", "only_a_sent_version_is_committed"},
         ),
-        (broken.CommitsWhatIsNotThere, {"what_was_not_sent_is_not_committed"}),
+        (broken.CommitsWhatIsNotThere, {"only_a_sent_version_is_committed"}),
         (broken.GoesBackToOldVersions, {"a_stale_version_changes_nothing"}),
         (broken.ForgetsAnotherVersion, {"a_sender_of_another_version_is_refused"}),
-        (broken.LoadsWhatIsNotExpected, {"tensors_that_the_engine_does_not_expect_are_refused"}),
-        (broken.CommitsAfterAFailure, {"a_load_that_fails_stops_all_until_a_full_resend"}),
-        (broken.DoesNotNameTheWait, {"who_does_not_come_is_waited_for_as_long_as_said"}),
-        (broken.LetsEverybodyIn, {"a_wrong_token_gets_nothing"}),
-        (broken.KeepsTheOldReceiver, {"a_new_receiver_takes_the_place_of_the_old_one"}),
+        (broken.LoadsWhatIsNotExpected, {"unexpected_tensors_are_refused"}),
+        (broken.CommitsAfterAFailure, {"a_failed_load_poisons_all_until_a_full_resend"}),
+        (broken.DoesNotNameTheWait, {"waits_end_at_their_time_limit"}),
+        (broken.LetsEverybodyIn, {"a_wrong_token_is_rejected"}),
+        (broken.KeepsTheOldReceiver, {"a_new_receiver_replaces_the_one_of_its_rank"}),
     ],
     "faults": [
-        (lambda: broken.BlindTo("_Dropped"), {"a_dropped_bucket_is_found"}),
-        (lambda: broken.BlindTo("_Duplicated"), {"a_duplicated_bucket_is_found"}),
-        (lambda: broken.BlindTo("_Reordered"), {"a_reordered_bucket_is_found"}),
-        (lambda: broken.BlindTo("_AnnouncedTooShort"), {"a_bucket_announced_too_short_is_found"}),
-        (lambda: broken.BlindTo("_CutOff"), {"a_bucket_cut_off_in_memory_is_found"}),
-        (lambda: broken.BlindTo("_Flipped"), {"a_flipped_bit_is_found"}),
-        (lambda: broken.BlindTo("_OtherPlan"), {"a_plan_that_was_changed_on_the_way_is_found"}),
-        (lambda: broken.BlindTo("_OtherHash"), {"another_plan_than_was_agreed_upon_is_found"}),
+        (lambda: broken.BlindTo("_Dropped"), {"a_dropped_bucket_is_detected"}),
+        (lambda: broken.BlindTo("_Duplicated"), {"a_duplicated_bucket_is_detected"}),
+        (lambda: broken.BlindTo("_Reordered"), {"a_reordered_bucket_is_detected"}),
+        (
+            lambda: broken.BlindTo("_AnnouncedTooShort"),
+            {"a_bucket_announced_too_short_is_detected"},
+        ),
+        (lambda: broken.BlindTo("_Truncated"), {"a_truncated_bucket_is_detected"}),
+        (lambda: broken.BlindTo("_Flipped"), {"a_flipped_bit_is_detected"}),
+        (lambda: broken.BlindTo("_OtherPlan"), {"a_plan_modified_in_transit_is_detected"}),
+        (lambda: broken.BlindTo("_OtherHash"), {"another_plan_hash_is_detected"}),
         (
             broken.Unverified,
             {
-                "a_bucket_cut_off_in_memory_is_found",
-                "a_flipped_bit_is_found",
-                "swapped_rows_are_found",
+                "a_truncated_bucket_is_detected",
+                "a_flipped_bit_is_detected",
+                "swapped_rows_are_detected",
             },
         ),
     ],
@@ -107,13 +110,13 @@ def test_a_digest_without_positions_does_not_find_swapped_rows(monkeypatch):
     monkeypatch.setitem(digest.DIGESTS, "xxh3", sum_of_bytes)
     monkeypatch.setattr(outbound, "RunningDigest", lambda *_, **__: None)
     found = broken_rules(rule_names(["faults"]), broken.Broken())
-    assert found == {"swapped_rows_are_found"}
+    assert found == {"swapped_rows_are_detected"}
 
 
 @pytest.mark.timeout(120)
 @pytest.mark.parametrize("rule", rule_names(["kills"]))
 def test_what_a_killed_process_leaves_is_found(rule):
-    with pytest.raises(AssertionError, match="left something"):
+    with pytest.raises(AssertionError, match="left files"):
         check_rule(rule, broken.LeavesFiles(), num_cases=1)
 
 
@@ -122,7 +125,7 @@ def test_what_a_killed_process_leaves_is_found(rule):
 @pytest.mark.parametrize(
     ("pair", "patience_s", "message"),
     [
-        (broken.CommitsWhatFailed, 20.0, "counts, and nobody committed it"),
+        (broken.CommitsWhatFailed, 20.0, "is committed without a commit"),
         (broken.HangsWhereOthersFail, 5.0, "it hangs: no answer within 5 s"),
         (broken.DiesWhereOthersFail, 20.0, "a survivor ended with None"),
     ],

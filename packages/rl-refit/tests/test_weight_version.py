@@ -78,3 +78,19 @@ def test_only_a_complete_refit_heals():
     weights.set_loaded()
     assert weights.commit(4) is True
     assert weights.require_ready() == 4
+
+
+def test_an_engine_may_start_with_committed_weights():
+    weights = WeightVersion(committed=0)
+    assert (weights.require_ready(), weights.is_updating, weights.is_poisoned) == (0, False, False)
+    with pytest.raises(StaleVersionError):
+        weights.begin(0)
+    weights.begin(1)
+    assert weights.is_updating
+    weights.set_loaded()
+    assert weights.is_updating
+    weights.poison("no such shard")
+    assert (weights.is_updating, weights.is_poisoned, weights.committed) == (False, True, 0)
+    assert weights.reason == "no such shard"
+    with pytest.raises(PoisonedError, match="the last refit failed: no such shard"):
+        weights.require_ready()

@@ -123,8 +123,8 @@ def check_failure_and_resend(llm, sender, model, *, version, after):
 
 
 def check_omissions(llm, model, transport, *, ranks):
-    """A plan that leaves out a tensor is told on both sides, and changes no version."""
-    for number, (name, told) in enumerate(OMISSIONS.items(), 1):
+    """A plan that leaves out a tensor is reported on both sides, and changes no version."""
+    for number, (name, expected) in enumerate(OMISSIONS.items(), 1):
         kept = [(key, value) for key, value in model.named_parameters() if key != name]
         assert len(kept) == len(list(model.named_parameters())) - 1
         with RefitSender(TensorSource(kept), transport, ranks, timeout_s=60) as sender:
@@ -139,10 +139,10 @@ def check_omissions(llm, model, transport, *, ranks):
 
             thread = threading.Thread(target=send)
             thread.start()
-            with pytest.raises(RefitError, match=re.escape(told)):
+            with pytest.raises(RefitError, match=re.escape(expected)):
                 receive_on_workers(llm, number)
             thread.join()
-            assert told in failed[0], failed
+            assert expected in failed[0], failed
             with pytest.raises(PoisonedError):
                 on_workers(llm, require_ready)
     with RefitSender(TensorSource(model.named_parameters()), transport, ranks) as sender:
@@ -195,7 +195,7 @@ def main():
         pytest.raises(ValueError, match=r'verify="weights".*qkv_proj'),
     ):
         on_workers(llm, "init_weight_transfer_engine", init_info(sender.address)["init_info"])
-    # Buckets that cut layers and split tensors: a failure leaves parts of them in the loader.
+    # Buckets that split layers and tensors: a failure leaves pieces of them in the loader.
     with RefitSender(source, transport, ranks, bucket_bytes=50_000, timeout_s=60) as sender:
         llm.init_weight_transfer_engine(init_info(sender.address))
         for version, after in enumerate((2, 5, 13, 24), 1):

@@ -7,7 +7,6 @@ from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from rl_interfaces import ParallelLayout, ResidencyState
 from rl_interfaces.backend.checkpoint.checkpointer import TensorFormat
 from rl_interfaces.backend.checkpoint.optimizer_state import TrainState
@@ -45,8 +44,8 @@ class PlainEngine:
         self.checkpoint = TensorFormat(
             model=self.model, training=training, weights=self.model.state_dict
         )
-        device, vocab_size = torch.device("cpu"), self.model.config["vocab_size"]
-        self.info = EngineInfo(device=device, data_group=dist.group.WORLD, vocab_size=vocab_size)
+        vocab_size = self.model.config["vocab_size"]
+        self.info = EngineInfo(device=torch.device("cpu"), vocab_size=vocab_size)
         self.temperature = config.get("generation", {}).get("temperature") or 1.0
 
     @staticmethod

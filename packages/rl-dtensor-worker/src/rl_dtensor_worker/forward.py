@@ -406,7 +406,7 @@ class Output:
 
 
 class CachedForward:
-    """A `rl_interfaces.backend.generation.loop.Decoder` of a model of transformers.
+    """A `rl_interfaces.backend.generation.Decoder` of a model of transformers.
 
     Args:
         forward: Of a model in eval mode, unsharded except for tensor parallelism.

@@ -171,14 +171,16 @@ class LossScaler:
         elif self.good_steps == self.growth_interval:
             self.scale, self.good_steps = self.scale * 2, 0
 
-    def state_dict(self) -> dict[str, float]:
+    def state_dict(self) -> dict[str, object]:
         """Return what `load_state_dict` takes."""
         return {"scale": self.scale, "good_steps": self.good_steps}
 
-    def load_state_dict(self, state: dict[str, float]) -> None:
+    def load_state_dict(self, state: dict[str, object]) -> None:
         """Restore what `state_dict` returned."""
         if self.enabled:
-            self.scale, self.good_steps = state["scale"], state["good_steps"]
+            scale, good_steps = state["scale"], state["good_steps"]
+            assert isinstance(scale, float) and isinstance(good_steps, int), "of `state_dict`"
+            self.scale, self.good_steps = scale, good_steps
 
 
 def _sharding_groups(tensor: torch.Tensor) -> dict[str, dist.ProcessGroup]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from typing import TYPE_CHECKING, Any, NotRequired
+from typing import TYPE_CHECKING, NotRequired
 
 from typing_extensions import TypedDict
 
@@ -36,7 +36,7 @@ class GenerationConfig(TypedDict):
     backend: str
     """`hf`: the training worker's own sampler. Other names are engines of `rl-policy`'s extras."""
     max_new_tokens: int
-    """Most tokens generated per row."""
+    """Maximum generated tokens per row."""
     temperature: float
     """Divides the logits, here and in every log-probability of the policy. 0 is greedy decoding."""
     top_p: float
@@ -53,7 +53,7 @@ class GenerationConfig(TypedDict):
     """Padding of `output_ids`; the tokenizer's pad token when absent."""
     colocated: NotRequired[ColocationConfig]
     """Whether generation shares the trainer's devices."""
-    vllm_cfg: NotRequired[dict[str, Any]]
+    vllm_cfg: NotRequired[dict[str, object]]
     """Options of the vLLM engine."""
 
 
@@ -106,13 +106,13 @@ class GenerationInterface(ABC):
 
         Args:
             data: The prompts, see `GenerationDatumSpec`.
-            greedy: Take the most likely token every time, whatever the configuration says.
+            greedy: Take the most likely token every time, regardless of the configuration.
         """
 
     @abstractmethod
-    def prepare_for_generation(self, *args: Any, **kwargs: Any) -> bool:
+    def prepare_for_generation(self, *args: object, **kwargs: object) -> bool:
         """Load everything that generation needs onto the device; True on success."""
 
     @abstractmethod
-    def finish_generation(self, *args: Any, **kwargs: Any) -> bool:
+    def finish_generation(self, *args: object, **kwargs: object) -> bool:
         """Free the memory that only generation needs; True on success."""

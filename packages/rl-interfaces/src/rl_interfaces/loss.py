@@ -48,7 +48,7 @@ class LossFunction(Protocol):
     - `rows_per_group` (int; absent means 1): consecutive rows that the loss needs in one
       micro-batch, for example 2 for a chosen and a rejected completion. The batch, `gbs` per
       data-parallel rank and a fixed `mbs` are then multiples of it; a masked micro-batch that
-      stands in for missing rows has as many rows.
+      replaces missing rows has as many rows.
 
     Example, a token-level loss over two micro-batches with 3 and 1 valid tokens:
         global_valid_toks = 4

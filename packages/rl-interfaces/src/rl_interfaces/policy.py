@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
+from typing import TYPE_CHECKING, Protocol, runtime_checkable
 
 from typing_extensions import TypedDict
 
 if TYPE_CHECKING:
     import ray
     import torch
+    from ray.util.placement_group import PlacementGroup
     from rl_batched_data import BatchedDataDict
 
     from rl_interfaces.generation import GenerationDatumSpec
@@ -196,7 +197,7 @@ class Cluster(Protocol):
         """Return the number of bundles, which is the number of ranks."""
         ...
 
-    def get_placement_groups(self) -> list[Any]:
+    def get_placement_groups(self) -> list[PlacementGroup]:
         """Return the Ray placement groups that hold the bundles, in node order."""
         ...
 

@@ -172,7 +172,7 @@ class DataSection(Section):
     """JSON lines with the texts `prompt` and `answer`; for preferences `prompt`, `chosen` and
     `rejected`. null: doublings."""
     heldout_path: str | None = None
-    """The same, for what is only evaluated. null: held out of the others."""
+    """A file of the same format, for evaluation only. null: held out of the training data."""
     num_heldout: int = Field(default=256, ge=1)
     """Prompts that accuracy is measured on, and that are never trained on."""
     num_validation: int = Field(default=256, ge=1)

@@ -37,10 +37,11 @@ Observer = Callable[[TensorSpec, int, torch.Tensor], None]
 """Takes the spec of a piece's tensor, the piece's offset in it in bytes, and the piece."""
 
 
+@dataclass(frozen=True, kw_only=True, slots=True)
 class InboundStream:
     """Receives the buckets of one refit.
 
-    Args:
+    Attributes:
         plan: The buckets.
         side: The receiver's end of the transport.
         channel: To the sender.
@@ -52,69 +53,57 @@ class InboundStream:
         watch: Measures the phases.
     """
 
-    def __init__(
-        self,
-        plan: RefitPlan,
-        side: ReceivingSide,
-        channel: Channel,
-        *,
-        version: int,
-        digest: str | None,
-        rank: int,
-        num_buffers: int,
-        deadline: Deadline,
-        watch: Stopwatch,
-    ) -> None:
-        self._plan = plan
-        self._side = side
-        self._channel = channel
-        self._version = version
-        self._digest = None if digest is None else DIGESTS[digest]
-        self._rank = rank
-        self._num_buffers = num_buffers
-        self._deadline = deadline
-        self._watch = watch
+    plan: RefitPlan
+    side: ReceivingSide
+    channel: Channel
+    version: int
+    digest: str | None
+    rank: int
+    num_buffers: int
+    deadline: Deadline
+    watch: Stopwatch
 
     def run(self, unpack: Unpack, load: Load) -> None:
         """Load every bucket."""
-        buckets = self._plan.buckets
+        buckets = self.plan.buckets
         for bucket in buckets[:1]:
-            self._side.expect(bucket.index, bucket.nbytes, self._deadline)
+            self.side.expect(bucket.index, bucket.nbytes, self.deadline)
         for bucket in buckets:
             data = self._take(bucket)
             # Before the load, so that a transport that posts receives overlaps them with it.
             for following in buckets[bucket.index + 1 : bucket.index + 2]:
-                self._side.expect(following.index, following.nbytes, self._deadline)
+                self.side.expect(following.index, following.nbytes, self.deadline)
             self._load(bucket, data, unpack, load)
-            self._channel.send(Loaded(self._version, bucket.index), self._deadline)
+            self.channel.send(Loaded(self.version, bucket.index), self.deadline)
         message = self._receive("end of the refit")
-        if message != End(self._version, len(buckets)):
-            raise RefitError(f"{_describe(message)} arrived where the end was due", rank=self._rank)
+        if message != End(self.version, len(buckets)):
+            raise RefitError(f"{_describe(message)} arrived where the end was due", rank=self.rank)
 
     def finish(self) -> None:
         """Report that all buckets are loaded; wait until every other receiver has reported it."""
-        spent = (self._watch.of("load"), self._watch.of("verify"))
-        self._channel.send(Done(self._version, *spent), self._deadline)
-        with self._watch.phase("resume"):
+        spent = (self.watch.of("load"), self.watch.of("verify"))
+        self.channel.send(Done(self.version, *spent), self.deadline)
+        with self.watch.phase("resume"):
             message = self._receive("confirmation that all receivers have loaded")
-        if message != AllLoaded(self._version):
-            raise RefitError(f"unexpected {_describe(message)}", rank=self._rank)
+        if message != AllLoaded(self.version):
+            raise RefitError(f"unexpected {_describe(message)}", rank=self.rank)
 
     def _receive(self, waited_for: str) -> Message:
-        message = self._channel.receive(self._deadline, waited_for)
+        message = self.channel.receive(self.deadline, waited_for)
         if isinstance(message, Failure):
             raise_failure(message, origin="the sender")
         return message
 
     def _take(self, bucket: Bucket) -> torch.Tensor:
         """Receive the bucket that is due; return its bytes if their digest is the sender's."""
-        label = self._plan.label(bucket)
-        with self._watch.phase("wire"):
+        label = self.plan.label(bucket)
+        with self.watch.phase("wire"):
             message = self._receive(f"bucket {bucket.index} ({label})")
-            slot = bucket.index % self._num_buffers
+            slot = bucket.index % self.num_buffers
+            # An announcement that was lost, repeated or reordered differs from the one due.
             match message:
                 case Filled(
-                    version=self._version,
+                    version=self.version,
                     bucket=bucket.index,
                     buffer=buffer,
                     nbytes=bucket.nbytes,
@@ -124,17 +113,17 @@ class InboundStream:
                 case _:
                     raise VerificationError(
                         f"{_describe(message)} arrived where {bucket.nbytes} bytes were due",
-                        rank=self._rank,
+                        rank=self.rank,
                         bucket=bucket.index,
                         tensor=label,
                     )
-        if self._digest is not None:
-            with self._watch.phase("verify"):
-                digest = self._digest(data, position=bucket.index)
+        if self.digest is not None:
+            with self.watch.phase("verify"):
+                digest = DIGESTS[self.digest](data, position=bucket.index)
             if digest != announced:
                 raise VerificationError(
                     f"its digest is {digest:016x}, the sender's is {announced:016x}",
-                    rank=self._rank,
+                    rank=self.rank,
                     bucket=bucket.index,
                     tensor=label,
                 )
@@ -142,21 +131,21 @@ class InboundStream:
 
     def _fetch(self, bucket: Bucket) -> torch.Tensor:
         try:
-            return self._side.fetch(bucket.index, bucket.nbytes, self._deadline)
+            return self.side.fetch(bucket.index, bucket.nbytes, self.deadline)
         except Exception as error:
             # If the memory is gone because the sender has failed, its report is already here, and
             # explains the error better.
-            while self._channel.has_input():
+            while self.channel.has_input():
                 self._receive("message of the sender")
             raise RefitError(
                 f"the bucket cannot be read: {error!r}",
-                rank=self._rank,
+                rank=self.rank,
                 bucket=bucket.index,
-                tensor=self._plan.label(bucket),
+                tensor=self.plan.label(bucket),
             ) from error
 
     def _load(self, bucket: Bucket, data: torch.Tensor, unpack: Unpack, load: Load) -> None:
-        with self._watch.phase("load"):
+        with self.watch.phase("load"):
             tensors = unpack(bucket, data)
             if tensors:
                 try:
@@ -164,12 +153,13 @@ class InboundStream:
                 except Exception as error:
                     raise RefitError(
                         f"load failed: {error!r}",
-                        rank=self._rank,
+                        rank=self.rank,
                         bucket=bucket.index,
-                        tensor=self._plan.label(bucket),
+                        tensor=self.plan.label(bucket),
                     ) from error
+            # Views must not outlive `release`, after which the sender refills the buffer.
             del tensors
-            self._side.release(bucket.index)
+            self.side.release(bucket.index)
 
 
 def _describe(message: Message) -> str:

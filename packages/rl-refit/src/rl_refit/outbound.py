@@ -162,6 +162,7 @@ class Receivers:
 
     def _receive(self, rank: int) -> None:
         try:
+            # Past the limit too: the frame that has begun to arrive may explain the timeout.
             message = self._channels[rank].receive(self._deadline.at_least(_GRACE_S))
         except ChannelClosed as error:
             bucket = self._last_loaded[rank] + 1
@@ -191,10 +192,11 @@ def _naming(rank: int) -> Generator[None]:
         raise RefitError(f"the receiver is gone: {error}", rank=rank) from error
 
 
+@dataclass(kw_only=True)
 class OutboundStream:
     """Sends the buckets of one refit.
 
-    Args:
+    Attributes:
         plan: The buckets.
         side: The sender's end of the transport.
         views: The buckets' pieces as views of the side's buffers.
@@ -205,61 +207,50 @@ class OutboundStream:
         watch: Measures the phases.
     """
 
-    def __init__(
-        self,
-        plan: RefitPlan,
-        side: SendingSide,
-        views: PieceViews,
-        receivers: Receivers,
-        *,
-        version: int,
-        verify: bool,
-        deadline: Deadline,
-        watch: Stopwatch,
-    ) -> None:
-        self._plan = plan
-        self._side = side
-        self._views = views
-        self._receivers = receivers
-        self._version = version
-        self._verify = verify
-        self._deadline = deadline
-        self._watch = watch
-        # The bytes of a tensor that is split over buckets, from its first piece to its last.
-        self._split: torch.Tensor | None = None
+    plan: RefitPlan
+    side: SendingSide
+    views: PieceViews
+    receivers: Receivers
+    version: int
+    verify: bool
+    deadline: Deadline
+    watch: Stopwatch
+    # The bytes of a tensor that is split over buckets, from its first piece to its last.
+    _split: torch.Tensor | None = None
 
     def run(self, tensors: NamedTensors) -> None:
         """Send every bucket; return when all receivers have loaded all of them."""
-        watch = self._watch
-        for bucket in self._plan.buckets:
+        watch = self.watch
+        for bucket in self.plan.buckets:
             digest = self.fill(bucket, tensors)
             with watch.phase("wire"):
                 self._publish(bucket)
                 self.announce(bucket, digest)
+        # Before `End`: a source that disagrees with its metadata fails the refit everywhere.
         check_exhausted(tensors)
         with watch.phase("resume"):
-            self._receivers.send(End(self._version, len(self._plan.buckets)))
-            self._receivers.wait_done()
-            self._receivers.send(AllLoaded(self._version))
+            self.receivers.send(End(self.version, len(self.plan.buckets)))
+            self.receivers.wait_done()
+            self.receivers.send(AllLoaded(self.version))
 
     def announce(self, bucket: Bucket, digest: int) -> None:
         """Announce to all receivers that a bucket may be read."""
-        slot = bucket.index % len(self._side.buffers)
-        self._receivers.send(Filled(self._version, bucket.index, slot, bucket.nbytes, digest))
+        slot = bucket.index % len(self.side.buffers)
+        self.receivers.send(Filled(self.version, bucket.index, slot, bucket.nbytes, digest))
 
     def fill(self, bucket: Bucket, tensors: NamedTensors) -> int:
         """Copy a bucket's tensors into its buffer; return its digest, or 0 without verification."""
-        buffers = self._side.buffers
+        buffers = self.side.buffers
         buffer = buffers[bucket.index % len(buffers)][: bucket.nbytes]
         running: RunningDigest | None = None
-        for run in self._views.of(bucket):
-            with self._watch.phase("gather"):
+        for run in self.views.of(bucket):
+            with self.watch.phase("gather"):
                 taken = self._take(run, tensors)
             # Only now: the gather of the first tensors overlaps with the receivers' load of the
             # bucket that still occupies the buffer.
             if run.pieces[0] is bucket.pieces[0]:
                 running = self._make_room(bucket, buffer)
-            with self._watch.phase("pack"):
+            with self.watch.phase("pack"):
                 copy_all(run.views, taken)
             if running is not None:
                 running.advance(run.end)
@@ -267,46 +258,46 @@ class OutboundStream:
 
     def _publish(self, bucket: Bucket) -> None:
         try:
-            self._side.publish(bucket.index, bucket.nbytes, self._deadline)
+            self.side.publish(bucket.index, bucket.nbytes, self.deadline)
         except Exception as error:
             # If a receiver has failed, its report explains the error better.
-            self._receivers.read_pending()
+            self.receivers.read_pending()
             raise RefitError(
                 f"the bucket cannot be published: {error!r}",
                 bucket=bucket.index,
-                tensor=self._plan.label(bucket),
+                tensor=self.plan.label(bucket),
             ) from error
 
     def _make_room(self, bucket: Bucket, buffer: torch.Tensor) -> RunningDigest | None:
         """Wait until the bucket's buffer is free; return its running digest, if there is one."""
-        with self._watch.phase("wire"):
-            previous = bucket.index - len(self._side.buffers)
-            self._receivers.wait_loaded(self._plan, previous)
+        with self.watch.phase("wire"):
+            previous = bucket.index - len(self.side.buffers)
+            self.receivers.wait_loaded(self.plan, previous)
         # The digest covers the gaps as well, which still hold bytes of an earlier bucket.
         zero_ranges(buffer, bucket.gaps)
-        if self._verify and self._side.digest == "xxh3":
+        if self.verify and self.side.digest == "xxh3":
             return RunningDigest(buffer, position=bucket.index)
         return None
 
     def _finish_digest(
         self, bucket: Bucket, buffer: torch.Tensor, running: RunningDigest | None
     ) -> int:
-        if not self._verify:
+        if not self.verify:
             return 0
         if running is not None:
             digest = running.finish()
-            self._watch.add("verify", running.seconds)
+            self.watch.add("verify", running.seconds)
             return digest
-        with self._watch.phase("verify"):
-            return DIGESTS[self._side.digest](buffer, position=bucket.index)
+        with self.watch.phase("verify"):
+            return DIGESTS[self.side.digest](buffer, position=bucket.index)
 
     def _take(self, run: Run, tensors: NamedTensors) -> list[torch.Tensor]:
         """Return the content of a run: the source's next tensors, or a piece of a split tensor."""
         first = run.pieces[0]
         if first.is_full:
-            return [take_tensor(self._plan.specs[piece.tensor], tensors) for piece in run.pieces]
+            return [take_tensor(self.plan.specs[piece.tensor], tensors) for piece in run.pieces]
         if first.start == 0:
-            self._split = bytes_of(take_tensor(self._plan.specs[first.tensor], tensors))
+            self._split = bytes_of(take_tensor(self.plan.specs[first.tensor], tensors))
         assert self._split is not None
         part = self._split[first.start : first.start + first.size]
         if first.start + first.size == len(self._split):

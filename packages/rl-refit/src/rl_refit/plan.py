@@ -352,6 +352,7 @@ def _place(packer: _Packer, specs: Sequence[TensorSpec], group: list[int], path:
 
 def _hash(specs: Sequence[TensorSpec], capacity: int, buckets: Sequence[Bucket]) -> str:
     tensors = [[spec.name, dtype_name(spec.dtype), spec.shape] for spec in specs]
+    # The offsets as well, so that releases that pack the same tensors differently disagree.
     offsets = [
         [bucket.nbytes, [[p.tensor, p.start, p.size, p.offset] for p in bucket.pieces]]
         for bucket in buckets

@@ -54,6 +54,7 @@ class PrivateDirectory(Closing):
 
     def close(self) -> None:
         """Remove it, unless this is a fork of the owner. May be called again."""
+        # A fork inherits this object and the lock, and must not remove its parent's directory.
         if self._lock is not None and os.getpid() == self._owner:
             _remove(self.path)
             os.close(self._lock)
@@ -78,6 +79,7 @@ def remove_if_abandoned(directory: Path) -> None:
         if not stat.S_ISDIR(found.st_mode) or found.st_uid != os.geteuid():
             return
         try:
+            # Never through a link: other users may create entries in /tmp.
             descriptor = os.open(directory / _LOCK, os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW)
         except FileNotFoundError:
             if time.time() - found.st_mtime > _BIRTH_S:

@@ -164,9 +164,9 @@ class RefitReceiver(Closing):
             with watch.phase("pause"):
                 session = self._meet(version, deadline)
             stream = InboundStream(
-                session.plan,
-                session.side,
-                session.channel,
+                plan=session.plan,
+                side=session.side,
+                channel=session.channel,
                 version=version,
                 digest=None if session.offer.verify == "none" else session.offer.digest,
                 rank=self._rank,
@@ -178,6 +178,7 @@ class RefitReceiver(Closing):
             observe = None if self._live is None else self._live.observe
             unpack = partial(session.unpacker.unpack, load_keeps=load_keeps, observe=observe)
             stream.run(unpack, load or _refuse_to_load)
+            # Before `Done`, so that an error here fails the refit at every receiver.
             self._check(check, read_back, watch)
             stream.finish()
         except BaseException as error:
@@ -212,6 +213,7 @@ class RefitReceiver(Closing):
             PoisonedError: The refit failed.
             RefitError: `version` is not loaded.
         """
+        # The sender may have reported a failure after `receive` returned, which forbids the commit.
         self._read_pending()
         self._commit(version)
 
@@ -330,6 +332,7 @@ class RefitReceiver(Closing):
             logger.warning("version %d is committed, its live weights not compared", version)
 
     def _fail(self, error: BaseException) -> None:
+        # Before anything below can raise: the engine must not sample from a mixture of weights.
         self._weights.poison(str(error) or repr(error))
         if self._session is not None:
             self._session.channel.close(error, rank=self._rank)

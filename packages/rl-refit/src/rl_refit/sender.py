@@ -86,7 +86,10 @@ class RefitSender(Closing):
                 f"num_receivers={num_receivers} is negative or num_buffers={num_buffers} is below 1"
             )
         Deadline(timeout_s)
-        self.plan: RefitPlan = _plan(source, bucket_bytes)
+        specs = read_specs(source.metadata())
+        if bucket_bytes is None:
+            bucket_bytes = default_bucket_bytes(specs)
+        self.plan: RefitPlan = RefitPlan.of(specs, bucket_bytes)
         self._source = source
         self._transport_name = transport
         self._transport = find_transport(transport)
@@ -131,6 +134,7 @@ class RefitSender(Closing):
         """
         if self._closed:
             raise RefitError("the sender is closed")
+        # Until this refit succeeds there is nothing to commit, not even the version before it.
         self._sent_version = None
         deadline, watch = Deadline(self._timeout_s), Stopwatch()
         tensors = iter(self._source)
@@ -141,6 +145,7 @@ class RefitSender(Closing):
                 report = self._exhaust(version, tensors, watch)
         except BaseException as error:
             self._disconnect(error)
+            # Not after KeyboardInterrupt or SystemExit, which must not wait for further gathers.
             if isinstance(error, Exception):
                 _drain(tensors)
             raise
@@ -181,10 +186,10 @@ class RefitSender(Closing):
         with watch.phase("pause"):
             connections, receivers = self._begin(version, deadline)
         self._stream_class(
-            self.plan,
-            connections.side,
-            connections.views,
-            receivers,
+            plan=self.plan,
+            side=connections.side,
+            views=connections.views,
+            receivers=receivers,
             version=version,
             verify=self._verify != "none",
             deadline=deadline,
@@ -214,6 +219,7 @@ class RefitSender(Closing):
             connections = self._connect(version, deadline)
             receivers = Receivers(connections.channels, version, deadline)
             receivers.send(Begin(version, self.plan.hash))
+            # `_admit_newcomer` drops the connections if a receiver was replaced: then start over.
             while self._connections is connections:
                 if receivers.wait_ready(self._endpoint.listener):
                     receivers.send(Start(version))
@@ -258,6 +264,7 @@ class RefitSender(Closing):
         connections = Connections(channels, side, PieceViews(self.plan, side.buffers))
         try:
             receivers = Receivers(channels, version, deadline)
+            # All offers before the first wait, so that receivers open their buffers concurrently.
             for rank in channels:
                 grant, descriptors = side.grant(rank)
                 offer = self._make_offer(side, grant, len(descriptors))
@@ -293,13 +300,6 @@ class RefitSender(Closing):
         if self._connections is not None:
             self._connections.close(error)
             self._connections = None
-
-
-def _plan(source: WeightSource, bucket_bytes: int | None) -> RefitPlan:
-    specs = read_specs(source.metadata())
-    if bucket_bytes is None:
-        bucket_bytes = default_bucket_bytes(specs)
-    return RefitPlan.of(specs, bucket_bytes)
 
 
 def _drain(tensors: NamedTensors) -> None:

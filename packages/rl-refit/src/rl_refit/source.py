@@ -44,6 +44,7 @@ class TensorSource:
         seen: set[tuple[object, ...]] = set()
         for name, tensor in pairs.items():
             # All empty tensors may share one address, so they do not count as tied.
+            # The same bytes seen with another shape, stride or dtype are a tensor of their own.
             identity = (tensor.data_ptr(), tensor.dtype, tensor.shape, tensor.stride())
             if tensor.numel() and identity in seen:
                 continue

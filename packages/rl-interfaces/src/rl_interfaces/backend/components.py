@@ -51,12 +51,12 @@ class LogitsOutput:
 
 
 class ReplicatedOptimizer:
-    """Sums gradients over the data-parallel ranks, clips them and steps.
+    """An `EngineOptimizer` that all-reduces gradients over the data-parallel ranks.
 
     Args:
-        parameters: The trainable parameters, of which every rank of `group` has a full copy.
-        state: The optimizer over them, and its schedule.
-        max_grad_norm: Largest 2-norm of all gradients; None leaves them as they are.
+        parameters: The trainable parameters, replicated on every rank of `group`.
+        state: Their optimizer and its schedule.
+        max_grad_norm: Largest 2-norm of all gradients; None: no clipping.
         group: The data-parallel ranks.
     """
 
@@ -82,7 +82,7 @@ class ReplicatedOptimizer:
         """See `EngineOptimizer.step`."""
         for parameter in self._parameters:
             if parameter.grad is None:
-                # Ranks may have seen other rows, and all take part in every sum.
+                # Unused on this rank's rows, but the other ranks take part in the all-reduce.
                 parameter.grad = torch.zeros_like(parameter)
             dist.all_reduce(parameter.grad, group=self._group)
         norm = torch.nn.utils.clip_grad_norm_(self._parameters, self._max_norm)
@@ -101,15 +101,15 @@ LocalTensors = Callable[[], Sequence[torch.Tensor]]
 
 
 class ReferenceCopy:
-    """This rank's shards of the model as they were when this was constructed.
+    """A CPU copy of this rank's shards of the model, as they were at construction.
 
-    They, and the policy's while the reference is swapped in, have buffers of their own (pinned
-    where the model is on a GPU) that every swap reuses. The model's tensors stay where they are, so
-    that views of them, data-parallel buffers among them, remain valid.
+    A second CPU buffer holds the policy's shards while the reference is swapped in. Both are
+    allocated once, in pinned memory if the model is on a GPU. Values are copied into the model's
+    own tensors, so that views of them, data-parallel buffers among them, remain valid.
 
     Args:
         local_tensors: Returns this rank's shards of every parameter and persistent buffer, in a
-            fixed order, each time it is called.
+            fixed order. Called at every swap.
     """
 
     def __init__(self, local_tensors: LocalTensors) -> None:
@@ -119,7 +119,7 @@ class ReferenceCopy:
 
     @contextmanager
     def swapped_in(self) -> Generator[None, None, None]:
-        """Give the model the reference weights; on exit it has its own again, bit for bit."""
+        """Run the body with the reference weights; the policy's are restored bit for bit."""
         live = self._local_tensors()
         if self._policy is None:
             self._policy = _copies(live)
@@ -145,6 +145,6 @@ def _copies(tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
 def _copy(targets: Sequence[torch.Tensor], sources: Sequence[torch.Tensor]) -> None:
     for target, source in zip(targets, sources, strict=True):
         target.copy_(source, non_blocking=True)
-    # Pinned copies are asynchronous: their sources must not change before they are done.
+    # Copies from and to pinned memory are asynchronous: wait before a source may change.
     if any(tensor.is_cuda for tensor in (*targets, *sources)):
         torch.cuda.synchronize()

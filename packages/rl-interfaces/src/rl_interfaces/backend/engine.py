@@ -1,8 +1,8 @@
-"""What a training backend brings: an engine, of which `EngineWorker` makes a `PolicyWorker`.
+"""The protocol of a training backend: an engine, which `EngineWorker` turns into a `PolicyWorker`.
 
-An engine holds one rank's model and optimizer and runs micro-batches through them. Everything that
-is the same for every backend is written once beside it: checks of batches, optimizer steps, counts
-and metrics, scoring, the reference, residency, generation, checkpoints, weight sending.
+An engine holds one rank's model and optimizer and runs micro-batches through them. What does not
+depend on the backend is implemented once in this package: batch checks, optimizer steps, counts and
+metrics, scoring, the reference model, residency, generation, checkpoints and weight transfer.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Protocol
 
 import torch
 import torch.distributed as dist
@@ -20,49 +20,61 @@ from torch import nn
 from rl_interfaces.backend.steps import Concatenation, MicroBatch, Step
 
 if TYPE_CHECKING:
+    from rl_batched_data import BatchedDataDict
+    from transformers import PreTrainedTokenizerBase
+
     from rl_interfaces.backend.checkpoint.checkpointer import CheckpointFormat
     from rl_interfaces.backend.generation import Decoder
+    from rl_interfaces.backend.runtime import RankEnvironment
     from rl_interfaces.backend.transfer import GatheredSource
+    from rl_interfaces.config.types import ResolvedConfig
     from rl_interfaces.residency import ResidencyState
+    from rl_interfaces.worker import ParallelLayout
 
 Tensors = dict[str, torch.Tensor]
-Metrics = dict[str, Any]
-"""Numbers of one micro-batch by name: what JSON can hold, as other stages receive them."""
+Metrics = dict[str, float]
+"""The metrics of one micro-batch. Plain numbers, as pipeline stages exchange them as JSON."""
+
+
+def _all_ranks() -> dist.ProcessGroup:
+    group = dist.group.WORLD
+    assert group is not None, "an engine is built in a process group"
+    return group
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class EngineInfo:
-    """What the worker has to know of an engine; fixed once it is built."""
+    """The properties of an engine that the worker reads; constant after construction."""
 
     device: torch.device
-    data_group: dist.ProcessGroup
-    """The data-parallel ranks, this one among them."""
     vocab_size: int
+    data_group: dist.ProcessGroup = field(default_factory=_all_ranks)
+    """The data-parallel ranks, including this one; all ranks by default."""
     wire_dtype: torch.dtype = torch.float32
-    """The dtype of floating-point weights on their way to an inference engine."""
+    """The dtype in which floating-point weights are sent to an inference engine."""
     max_sequence_length: int | None = None
-    """The most tokens of a row that the model takes; None: any number."""
+    """The model's maximum sequence length in tokens; None: unlimited."""
     packing: Concatenation = field(default_factory=Concatenation)
-    """What the parallel layout asks of packed rows."""
+    """The alignment that the parallel layout requires of packed rows."""
     lacks: Mapping[str, str] = field(default_factory=dict[str, str])
-    """Calls that this engine cannot serve, each with the reason: they are refused by name.
+    """Unsupported calls, `{call: reason}`: they raise a `ValueError` with the reason.
 
-    `logprobs` is the one that a loss of log-probabilities makes.
+    The key `logprobs` refuses losses whose input is log-probabilities.
     """
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Scored:
-    """What a function of a micro-batch's output returns."""
+    """The result of a score or loss function on one micro-batch."""
 
     tensors: Tensors = field(default_factory=dict[str, torch.Tensor])
-    metrics: Metrics = field(default_factory=dict[str, Any])
+    metrics: Metrics = field(default_factory=dict[str, float])
 
 
 class ForwardOutput(Protocol):
-    """The output of one forward pass, in the caller's rows. May be computed when it is asked for.
+    """The output of one forward pass, in the caller's row layout; may be computed lazily.
 
-    `rl_interfaces.backend.components.LogitsOutput` makes one of plain logits.
+    `rl_interfaces.backend.components.LogitsOutput` implements it for a model that returns logits.
     """
 
     def logprobs(self) -> torch.Tensor:
@@ -94,12 +106,12 @@ LossOfOutput = Callable[[MicroBatch, ForwardOutput], tuple[torch.Tensor, Scored]
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class OptimizerStep:
-    """What became of one optimizer step."""
+    """The outcome of one optimizer step."""
 
     grad_norm: torch.Tensor
     """0-d float32: the 2-norm over all ranks, before clipping."""
     stepped: bool
-    """False where the gradients are not finite, or a step was not wanted: nothing changed."""
+    """False if the gradients were not finite or were discarded: no parameter changed."""
 
 
 class EngineOptimizer(Protocol):
@@ -111,51 +123,85 @@ class EngineOptimizer(Protocol):
         ...
 
     def step(self, *, discard: bool) -> OptimizerStep:
-        """Step where the gradients are finite, and clear them. Collective.
+        """Clip, step if the gradients are finite, and clear them. Collective.
 
         Args:
-            discard: Leave everything as it is, whatever the gradients are; their norm is returned
-                all the same.
+            discard: Compute the norm and clear the gradients, without a step.
         """
         ...
 
     def advance_schedule(self) -> None:
-        """End a `train` call: the learning-rate schedule takes one step."""
+        """Step the learning-rate schedule; called once per `train` call."""
         ...
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class HfExport:
-    """How the weights are exported as a directory that `from_pretrained` loads."""
+    """The source of a directory that transformers' `from_pretrained` loads."""
 
     write_config: Callable[[Path], None]
-    """Writes everything but the weights and the tokenizer; called on the first rank alone."""
+    """Writes the config files into a directory; called on rank 0 only."""
     source: GatheredSource
-    """The weights in float32 under the names of the model."""
+    """The weights in float32, under the engine's parameter names."""
     convert: Callable[[Tensors], Tensors] | None = None
-    """Turns a group of gathered tensors into those of the checkpoint; None: they are the same."""
+    """Converts a group of gathered tensors to the names and shapes of the checkpoint; None: the
+    same."""
     groups: Sequence[Sequence[str]] | None = None
-    """Names that are converted together and go into one file; None: each tensor by itself."""
+    """Names that `convert` takes together and that share a file; None: each tensor by itself."""
 
 
 class Engine(Protocol):
     """One rank of a training backend. Every method is called on every rank.
 
-    Ranks that hold the same rows (tensor-, context- and pipeline-parallel ones) get the same calls
-    and return the same values.
+    The constructor runs after the default process group has been initialised. Ranks of one
+    data-parallel rank (tensor-, context- and pipeline-parallel ones) receive the same calls and
+    return the same values.
     """
 
-    info: EngineInfo
-    model: Any
-    """The module or modules of this rank; the worker shows them as `worker.model`."""
-    optimizer: EngineOptimizer | None
-    """None where the engine was built without one."""
-    checkpoint: CheckpointFormat
+    def __init__(
+        self,
+        config: ResolvedConfig,
+        *,
+        environment: RankEnvironment,
+        tokenizer: PreTrainedTokenizerBase,
+        init_optimizer: bool,
+    ) -> None: ...
+
+    @classmethod
+    def plan_layout(
+        cls, config: ResolvedConfig, *, world_size: int, init_optimizer: bool
+    ) -> ParallelLayout:
+        """Check the backend's part of a config and return its layout, before any rank starts.
+
+        Raises:
+            ValueError: The config cannot be run; the message names keys and numbers.
+        """
+        ...
+
+    @property
+    def info(self) -> EngineInfo:
+        """The properties that the worker reads."""
+        ...
+
+    @property
+    def model(self) -> object:
+        """This rank's module or modules, available to users as `worker.model`."""
+        ...
+
+    @property
+    def optimizer(self) -> EngineOptimizer | None:
+        """None if the engine was built without one."""
+        ...
+
+    @property
+    def checkpoint(self) -> CheckpointFormat:
+        """The format of saves and loads."""
+        ...
 
     def run(self, step: Step, score: ScoreFunction) -> list[Scored]:
-        """Return what `score` gives for each micro-batch of `step`, without gradients.
+        """Return `score`'s result for each micro-batch of `step`, without gradients.
 
-        An exception of `score` is raised on every rank that runs the pass with this one.
+        An exception in `score` is raised on every rank that runs the pass with this one.
         """
         ...
 
@@ -167,45 +213,45 @@ class Engine(Protocol):
         ...
 
     def mode(self, *, training: bool) -> AbstractContextManager[None]:
-        """Run the body in train or eval mode; restore the mode, and free what a pass has left.
+        """Run the body in train or eval mode; on exit restore the mode and free cached memory.
 
-        Where the body raises, no gradients are left.
+        If the body raises, the gradients are cleared.
         """
         ...
 
     def place(self, state: ResidencyState) -> None:
-        """Move model, gradients and optimizer state to where `state` has them, and set the mode.
+        """Move model, gradients and optimizer state as `state` requires, and set the mode.
 
-        Where the device is the CPU nothing moves.
+        On the CPU only the mode changes.
         """
         ...
 
     def local_parameters(self) -> Iterator[tuple[str, torch.Tensor]]:
         """Yield a key and this rank's shard of every trainable parameter.
 
-        A key is the parameter's name, followed by `[...]` where that tells shards apart: ranks that
-        hold the same values have the same key.
+        A key is the parameter's name, with a suffix `[...]` that identifies the shard: equal on
+        two ranks if and only if they hold the same values.
         """
         ...
 
     def keep_reference(self) -> Callable[[], AbstractContextManager[None]] | None:
-        """Keep the model as it is now; return the context in which the model has these weights.
+        """Copy the current weights; return a context in which the model has them.
 
-        On exit the model has its own weights again, bit for bit. None: no reference can be kept.
-        `rl_interfaces.backend.components.ReferenceCopy` serves any engine.
+        The context restores the policy's weights bit for bit on exit. None: this engine has no
+        reference. `rl_interfaces.backend.components.ReferenceCopy` implements it for any engine.
         """
         ...
 
     def weight_source(self, dtype: torch.dtype) -> GatheredSource:
-        """Return the full weights in `dtype`, in the order in which engines load them."""
+        """Return the full weights in `dtype`, in the order in which inference engines load them."""
         ...
 
-    def decoders(self) -> AbstractContextManager[Callable[[Mapping[str, Any]], Decoder]]:
-        """Prepare the model for generation; give what opens a decoder for some rows."""
+    def decoders(self) -> AbstractContextManager[Callable[[BatchedDataDict], Decoder]]:
+        """Prepare the model for generation; the context's value opens a decoder for some rows."""
         ...
 
     def export(self) -> HfExport:
-        """Return how the weights are exported."""
+        """Return the source of `save_hf_checkpoint`."""
         ...
 
     def close(self) -> None:
@@ -215,7 +261,7 @@ class Engine(Protocol):
 
 @contextmanager
 def module_mode(modules: Sequence[nn.Module], *, training: bool) -> Generator[None, None, None]:
-    """Run the body with `modules` in train or eval mode; restore each one's own."""
+    """Run the body with `modules` in train or eval mode; restore the mode of each."""
     before = [module.training for module in modules]
     for module in modules:
         module.train(training)

@@ -5,34 +5,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Protocol
 
 import torch
 from rl_batched_data import BatchedDataDict
 
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
 
-class Tokenizer(Protocol):
-    """What generation needs of a tokenizer of transformers."""
-
-    @property
-    def pad_token_id(self) -> Any:
-        """The id that fills rows up, or None."""
-        ...
-
-    @property
-    def eos_token_id(self) -> Any:
-        """The id that ends a row, or None."""
-        ...
-
-    def batch_decode(self, sequences: Any, *, skip_special_tokens: bool) -> list[str]:
-        """Return the text of each sequence of tokens."""
-        ...
+    from rl_interfaces.config.types import ResolvedConfig
 
 
 class Decoder(Protocol):
-    """A model's forwards over some rows, with a cache of what it has seen."""
+    """Incremental forward passes over some rows, with a key-value cache."""
 
     def prefill(self, prompts: torch.Tensor, lengths: torch.Tensor) -> torch.Tensor:
         """Return the logits of the token after each prompt, `[rows, vocab]`.
@@ -44,15 +31,15 @@ class Decoder(Protocol):
         ...
 
     def step(self, tokens: torch.Tensor) -> torch.Tensor:
-        """Return the logits of the token after these, `[rows]` int64, one more per row."""
+        """Append `tokens`, `[rows]` int64, and return the next logits, `[rows, vocab]`."""
         ...
 
 
 class FullForwardDecoder:
-    """A `Decoder` without a cache: every step runs the model over all tokens so far.
+    """A `Decoder` without a cache: every step runs the model on all previous tokens.
 
     Args:
-        forward: Returns `[rows, seq, vocab]` logits of right-padded `[rows, seq]` tokens.
+        forward: Maps right-padded tokens `[rows, seq]` to logits `[rows, seq, vocab]`.
     """
 
     def __init__(self, forward: Callable[[torch.Tensor], torch.Tensor]) -> None:
@@ -78,7 +65,7 @@ class FullForwardDecoder:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class SamplingConfig:
-    """How a worker's own generation samples."""
+    """The sampling parameters of a worker's own generation."""
 
     max_new_tokens: int
     temperature: float
@@ -88,14 +75,14 @@ class SamplingConfig:
     stop_strings: tuple[str, ...]
     pad_token_id: int | None
     batch_size: int
-    """Rows per forward."""
+    """Rows per forward pass."""
 
     @classmethod
-    def from_policy_config(cls, resolved: Mapping[str, Any]) -> SamplingConfig | None:
-        """Return what a resolved policy config says; None where the policy does not generate.
+    def from_policy_config(cls, resolved: ResolvedConfig) -> SamplingConfig | None:
+        """Parse the section `generation`; None if the policy does not generate.
 
         Raises:
-            ValueError: There is no room for a prompt.
+            ValueError: `max_new_tokens` leaves no room for a prompt.
         """
         generation = resolved.get("generation")
         if generation is None:
@@ -120,56 +107,56 @@ class SamplingConfig:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class StopRule:
-    """When a row is finished."""
+    """The conditions that end a row."""
 
     token_ids: torch.Tensor
     """`[n]` int64, on the device."""
     strings: list[tuple[str, ...]]
-    """Per row, texts that end it."""
+    """The stop strings of each row."""
     max_lengths: torch.Tensor
-    """`[rows]` int64: most tokens, prompt included."""
+    """`[rows]` int64: maximum length in tokens, including the prompt."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Completions:
-    """What was generated after each prompt; what follows a row's end is meaningless."""
+    """The generated tokens of each row; values beyond its length are undefined."""
 
     tokens: torch.Tensor
     """`[rows, steps]` int64."""
     logprobs: torch.Tensor
     """`[rows, steps]` float32."""
     lengths: torch.Tensor
-    """`[rows]` int64, the token that ended the row included."""
+    """`[rows]` int64, including the token that ended the row."""
 
 
 def generate(
-    open_decoder: Callable[[BatchedDataDict[Any]], Decoder],
-    data: BatchedDataDict[Any],
+    open_decoder: Callable[[BatchedDataDict], Decoder],
+    data: BatchedDataDict,
     *,
     sampling: SamplingConfig,
     greedy: bool,
-    tokenizer: Tokenizer,
+    tokenizer: PreTrainedTokenizerBase,
     generator: torch.Generator,
     max_total_length: int,
     device: torch.device,
-) -> BatchedDataDict[Any]:
+) -> BatchedDataDict:
     """Return a `GenerationOutputSpec` for the rows of `data`, on the CPU.
 
     Args:
-        open_decoder: Is given a few rows of `data`, and returns what gives their logits, its cache
-            empty. Ranks that share a forward are given the same rows, and sample the same tokens.
+        open_decoder: Maps some rows of `data` to a decoder with an empty cache. Ranks of one
+            data-parallel rank pass the same rows and sample the same tokens.
         data: See `GenerationDatumSpec`.
-        sampling: Temperature, truncation, stops, rows per forward.
-        greedy: Take the most likely token, whatever `sampling` says.
-        tokenizer: Gives the end and padding tokens, and decodes for stop strings.
-        generator: The source of randomness, on `device`.
-        max_total_length: Most tokens per row, prompt included.
-        device: Where the model is.
+        sampling: Temperature, truncation, stop conditions, rows per forward pass.
+        greedy: Take the most likely token regardless of `sampling`.
+        tokenizer: For the end and padding tokens, and to decode for stop strings.
+        generator: The random generator, on `device`.
+        max_total_length: Maximum tokens per row, including the prompt.
+        device: The model's device.
     """
     input_ids, lengths = data["input_ids"], data["input_lengths"]
     num_rows = input_ids.shape[0]
     extra_stops = data.get("stop_strings") or [None] * num_rows
-    parts: list[BatchedDataDict[Any]] = []
+    parts: list[BatchedDataDict] = []
     pad_id = resolve_pad_id(sampling, tokenizer)
     for start in range(0, num_rows, sampling.batch_size):
         rows = slice(start, min(start + sampling.batch_size, num_rows))
@@ -197,8 +184,8 @@ def generate(
     return BatchedDataDict.from_batches(parts, pad_value_dict=padding)
 
 
-def check_room(data: BatchedDataDict[Any], *, longest: int) -> None:
-    """Raise `ValueError` unless every prompt leaves room for a new token in `longest` tokens."""
+def check_room(data: BatchedDataDict, *, longest: int) -> None:
+    """Raise `ValueError` if a prompt has `longest` tokens or more."""
     full = (data["input_lengths"] >= longest).nonzero().flatten()
     if len(full):
         row = int(full[0])
@@ -208,15 +195,16 @@ def check_room(data: BatchedDataDict[Any], *, longest: int) -> None:
         )
 
 
-def resolve_pad_id(sampling: SamplingConfig, tokenizer: Tokenizer) -> int:
+def resolve_pad_id(sampling: SamplingConfig, tokenizer: PreTrainedTokenizerBase) -> int:
     """Return the configured padding token, else the tokenizer's, else its end token.
 
     Raises:
-        ValueError: There is none of the three.
+        ValueError: None of the three is set.
     """
     for candidate in (sampling.pad_token_id, tokenizer.pad_token_id, tokenizer.eos_token_id):
-        if candidate is not None:
-            return int(candidate)  # type: ignore[arg-type]
+        token_id = special_token_id(candidate)
+        if token_id is not None:
+            return token_id
     raise ValueError(
         "policy.generation.pad_token_id is not set, and the tokenizer has neither a padding nor "
         "an end token"
@@ -225,14 +213,14 @@ def resolve_pad_id(sampling: SamplingConfig, tokenizer: Tokenizer) -> int:
 
 def assemble(
     prompts: torch.Tensor, prompt_lengths: torch.Tensor, completions: Completions, *, pad_id: int
-) -> BatchedDataDict[Any]:
-    """Put each completion right behind its prompt, and padding behind that.
+) -> BatchedDataDict:
+    """Return a `GenerationOutputSpec`: each row is prompt, completion, padding.
 
     Args:
         prompts: `[rows, seq]` int64, right-padded.
         prompt_lengths: `[rows]` int64.
-        completions: What was generated.
-        pad_id: Fills `output_ids`.
+        completions: The generated tokens.
+        pad_id: Padding of `output_ids`.
     """
     total = prompt_lengths + completions.lengths
     width = int(total.max())
@@ -263,7 +251,7 @@ def _complete(
     stop: StopRule,
     sampling: SamplingConfig,
     temperature: float,
-    tokenizer: Tokenizer,
+    tokenizer: PreTrainedTokenizerBase,
     generator: torch.Generator,
 ) -> Completions:
     lengths = torch.zeros_like(prompt_lengths)
@@ -296,7 +284,7 @@ def _complete(
 def _ends_in_string(
     columns: list[torch.Tensor],
     strings: list[tuple[str, ...]],
-    tokenizer: Tokenizer,
+    tokenizer: PreTrainedTokenizerBase,
 ) -> torch.Tensor:
     """Return which rows' completions contain one of their stop strings, `[rows]` bool."""
     found = torch.zeros(len(strings), dtype=torch.bool, device=columns[0].device)
@@ -306,20 +294,24 @@ def _ends_in_string(
     completions = torch.stack(columns, dim=1)[rows]
     texts = tokenizer.batch_decode(completions.tolist(), skip_special_tokens=False)
     for row, text in zip(rows, texts, strict=True):
-        found[row] = any(wanted in text for wanted in strings[row])
+        found[row] = any(stop in text for stop in strings[row])
     return found
 
 
 def _stop_token_ids(
-    sampling: SamplingConfig, tokenizer: Tokenizer, *, device: torch.device
+    sampling: SamplingConfig, tokenizer: PreTrainedTokenizerBase, *, device: torch.device
 ) -> torch.Tensor:
-    ids = set(sampling.stop_token_ids)
-    if tokenizer.eos_token_id is not None:
-        ids.add(int(tokenizer.eos_token_id))  # type: ignore[arg-type]
+    end = special_token_id(tokenizer.eos_token_id)
+    ids = set(sampling.stop_token_ids) | ({end} if end is not None else set())
     return torch.tensor(sorted(ids), dtype=torch.int64, device=device)
 
 
-def _empty_output(input_ids: torch.Tensor) -> BatchedDataDict[Any]:
+def special_token_id(value: object) -> int | None:
+    """Return a `pad_token_id` or `eos_token_id`, which transformers types as more than an int."""
+    return value if isinstance(value, int) else None
+
+
+def _empty_output(input_ids: torch.Tensor) -> BatchedDataDict:
     none = torch.zeros(0, dtype=torch.int64)
     return BatchedDataDict(
         {
@@ -332,7 +324,7 @@ def _empty_output(input_ids: torch.Tensor) -> BatchedDataDict[Any]:
 
 
 def truncate_logits(logits: torch.Tensor, *, top_k: int | None, top_p: float) -> torch.Tensor:
-    """Return `logits` with everything outside the top k, then outside the nucleus, at -inf.
+    """Return `logits` with -inf outside the top k and then outside the nucleus.
 
     The nucleus is the smallest set of tokens whose probability reaches `top_p` (Holtzman et al.
     2020, "The Curious Case of Neural Text Degeneration"); the most likely token is always in it.
@@ -366,11 +358,11 @@ def sample_tokens(
 
     Args:
         logits: `[rows, vocab]`, any float.
-        temperature: Divides the logits; 0 takes the most likely token, whose log-probability is
-            then that under the untempered, untruncated distribution.
+        temperature: Divides the logits. 0 takes the most likely token; its log-probability is
+            that of the full distribution at temperature 1.
         top_k: See `truncate_logits`.
         top_p: See `truncate_logits`.
-        generator: The source of randomness, on the logits' device.
+        generator: The random generator, on the logits' device.
     """
     logits = logits.float()
     if temperature == 0:

@@ -9,7 +9,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Self, TypeVar
+from typing import TYPE_CHECKING, Self, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -17,12 +17,14 @@ import torch.distributed as dist
 if TYPE_CHECKING:
     from collections.abc import Callable, Generator, Iterable
 
+    from rl_interfaces.worker import GpuInfo
+
 _RANK_VARIABLES = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class RankEnvironment:
-    """One rank as torchrun's environment variables describe it."""
+    """This process's place in the job, from torchrun's environment variables."""
 
     rank: int
     world_size: int
@@ -31,7 +33,7 @@ class RankEnvironment:
 
     @classmethod
     def from_environment(cls) -> RankEnvironment:
-        """Read the variables; the device is this rank's GPU, or the CPU where there is none.
+        """Read the variables; the device is this rank's GPU, or the CPU if there is none.
 
         Raises:
             RuntimeError: A variable is missing.
@@ -56,9 +58,9 @@ class RankEnvironment:
 
 
 def init_process_group(environment: RankEnvironment, *, timeout_s: float) -> bool:
-    """Join the default process group; False when the caller had already joined it.
+    """Join the default process group; return False if the process is already in one.
 
-    On CUDA the group carries CPU tensors over gloo too, for offloaded parameters.
+    On CUDA, collectives on CPU tensors (offloaded parameters) use gloo.
     """
     if dist.is_initialized():
         return False
@@ -73,12 +75,13 @@ def init_process_group(environment: RankEnvironment, *, timeout_s: float) -> boo
 
 
 def destroy_groups(groups: Iterable[dist.ProcessGroup]) -> None:
-    """End groups that this rank is in, but not the default one, which may be another's.
+    """Destroy process groups of this rank, except the default one. Not collective.
 
-    Each group has threads and sockets, which go with it. Not collective.
+    The default group may be the caller's. A group that is not destroyed keeps its threads and
+    sockets.
     """
     if not dist.is_initialized():
-        return  # they ended with the default group
+        return  # destroyed along with the default group
     for group in dict.fromkeys(groups):
         if group is not dist.group.WORLD:
             dist.destroy_process_group(group)
@@ -91,9 +94,10 @@ Result = TypeVar("Result")
 
 @contextmanager
 def failing_together(group: dist.ProcessGroup | None = None) -> Generator[None, None, None]:
-    """Run the body on every rank; what it raises on any is raised on all. Collective.
+    """Run the body on every rank; if it raises on any, raise on all. Collective.
 
-    The body itself may only call collectives if it fails on all ranks alike.
+    No rank then waits in a later collective for one that has failed. The body itself may only call
+    collectives if it fails on all ranks alike.
 
     Raises:
         RuntimeError: The body raised on other ranks, and not on this one.
@@ -112,9 +116,9 @@ def failing_together(group: dist.ProcessGroup | None = None) -> Generator[None, 
 
 
 def first_rank_first(function: Callable[[], Result]) -> Result:
-    """Return `function()` of this rank; the first rank calls it before all others. Collective.
+    """Return `function()` of this rank; rank 0 calls it before all others. Collective.
 
-    For what leaves files behind that the others find.
+    For downloads and caches: the other ranks find the files that rank 0 has written.
     """
     with failing_together():
         result = function() if dist.get_rank() == 0 else None
@@ -123,7 +127,7 @@ def first_rank_first(function: Callable[[], Result]) -> Result:
 
 
 def _share(text: str, group: dist.ProcessGroup | None) -> list[str]:
-    """Return every rank's text, as much of it as fits."""
+    """All-gather a text, truncated to `_MAX_BYTES` of UTF-8."""
     on_cpu = "cpu:" in str(dist.get_backend_config(group))
     device = torch.device("cpu") if on_cpu else torch.device("cuda", torch.cuda.current_device())
     encoded = text.encode()[:_MAX_BYTES]
@@ -142,7 +146,7 @@ _REPORTED_VARIABLES = ("CUDA_VISIBLE_DEVICES", "MASTER_ADDR", "MASTER_PORT", "LO
 
 
 def device_id(device: torch.device) -> str:
-    """Return the GPU's UUID, or on the CPU an id of this host that stays the same."""
+    """Return the GPU's UUID, or on the CPU a stable id of the host."""
     if device.type == "cuda":
         return f"GPU-{torch.cuda.get_device_properties(device).uuid}"
     machine = Path("/etc/machine-id")
@@ -151,16 +155,16 @@ def device_id(device: torch.device) -> str:
     return f"CPU-{digest[:32]}"
 
 
-def describe_device(environment: RankEnvironment) -> dict[str, Any]:
-    """Return the figures of `get_gpu_info`; memory is in MiB, and zero on the CPU."""
+def describe_device(
+    environment: RankEnvironment, *, parameter_sample: dict[str, list[float]]
+) -> GpuInfo:
+    """Return the figures of `get_gpu_info`; memory is in MiB, and 0 on the CPU."""
     device = environment.device
     on_cuda = device.type == "cuda"
-    memory = {
-        "memory_allocated_mb": torch.cuda.memory_allocated,
-        "memory_reserved_mb": torch.cuda.memory_reserved,
-        "peak_memory_allocated_mb": torch.cuda.max_memory_allocated,
-        "peak_memory_reserved_mb": torch.cuda.max_memory_reserved,
-    }
+
+    def memory(read: Callable[[torch.device], int]) -> float:
+        return read(device) / _MIB if on_cuda else 0.0
+
     return {
         "rank": environment.rank,
         "world_size": environment.world_size,
@@ -169,8 +173,12 @@ def describe_device(environment: RankEnvironment) -> dict[str, Any]:
         "global_device_id": device_id(device),
         "device_count": torch.cuda.device_count(),
         "device_name": torch.cuda.get_device_name(device) if on_cuda else "cpu",
-        **{key: read(device) / _MIB if on_cuda else 0.0 for key, read in memory.items()},
+        "memory_allocated_mb": memory(torch.cuda.memory_allocated),
+        "memory_reserved_mb": memory(torch.cuda.memory_reserved),
+        "peak_memory_allocated_mb": memory(torch.cuda.max_memory_allocated),
+        "peak_memory_reserved_mb": memory(torch.cuda.max_memory_reserved),
         "env_vars": {name: os.environ.get(name) for name in _REPORTED_VARIABLES},
+        "parameter_sample": parameter_sample,
     }
 
 
@@ -188,7 +196,7 @@ class Profiler:
         """Open the range.
 
         Raises:
-            RuntimeError: One is open.
+            RuntimeError: A range is already open.
         """
         if self._running:
             raise RuntimeError("a profiling range is open: call stop_gpu_profiling() first")
@@ -205,7 +213,7 @@ class Profiler:
         """Close the range; on the CPU, write `DIRECTORY/rank_R_N.json`, a Chrome trace.
 
         Raises:
-            RuntimeError: None is open.
+            RuntimeError: No range is open.
         """
         if not self._running:
             raise RuntimeError("no profiling range is open: call start_gpu_profiling() first")
@@ -223,14 +231,14 @@ class Profiler:
 
 
 class ReservedPort:
-    """A TCP port of this machine that the system gives to nobody else while this object is open.
+    """A TCP port that the system assigns to no other process while this object is open.
 
-    A port that was free a moment ago can be another process's when the listener comes. Here a
-    socket stays bound to it, and never listens. Who knows the number can listen on it with
-    `SO_REUSEADDR` set, as torch's `TCPStore` has it.
+    A port that was free a moment ago may be taken before its listener binds it. Here a socket is
+    bound to it without listening; a listener that sets `SO_REUSEADDR`, as torch's `TCPStore` does,
+    can still bind the number.
 
     Args:
-        host: The address to bind, by default every one of the machine.
+        host: The address to bind; by default all interfaces.
     """
 
     number: int
@@ -243,7 +251,7 @@ class ReservedPort:
         self.number = self._socket.getsockname()[1]
 
     def close(self) -> None:
-        """Give the port back; one who listens on it keeps it. Calling it twice is fine."""
+        """Release the port; an established listener keeps it. Idempotent."""
         self._socket.close()
 
     def __enter__(self) -> Self:
@@ -254,11 +262,11 @@ class ReservedPort:
 
 
 class RandomState:
-    """The default generators of this process, and one of its own for sampling tokens.
+    """The default generators of torch, and a separate generator for sampling tokens.
 
     Args:
-        seed: Ranks that must draw alike are given the same one.
-        device: Where tokens are sampled.
+        seed: The same on ranks that must draw the same numbers.
+        device: The device of the sampling generator.
     """
 
     def __init__(self, seed: int, *, device: torch.device) -> None:
@@ -274,7 +282,7 @@ class RandomState:
         return state
 
     def load_state_dict(self, state: dict[str, torch.Tensor]) -> None:
-        """Take up where `state_dict` left off."""
+        """Restore the states of `state_dict`."""
         torch.set_rng_state(state["cpu"])
         self.sampling.set_state(state["sampling"])
         if self._device.type == "cuda" and "cuda" in state:

@@ -1,9 +1,9 @@
-"""Which rows each forward takes: planned with integers, the same number on every rank.
+"""A batch's way through a worker: checks, optimizer steps, micro-batches, counts, row scores.
 
-FSDP's collectives need every rank to make the same number of passes, and ranks may hold unlike
-numbers of rows. A rank that runs out of rows makes its remaining passes over an empty span, for
-which one masked row stands in. A batch that carries a plan of dynamic or packed micro-batches is
-gone through by that plan, see `BatchedDataDict.shard_by_batch_size`.
+FSDP's collectives need every rank to make the same number of forward passes, and ranks may hold
+different numbers of rows. A rank that runs out of rows makes its remaining passes over an empty
+span, for which one masked row is substituted. A batch that carries a plan of dynamic or packed
+micro-batches follows that plan, see `BatchedDataDict.shard_by_batch_size`.
 """
 
 # torch annotates some of its functions only in part.
@@ -17,7 +17,7 @@ from collections import defaultdict
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from itertools import pairwise
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import torch
 import torch.distributed as dist
@@ -39,31 +39,31 @@ Span = tuple[int, int]
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class MicroBatch:
-    """What one forward takes."""
+    """The input of one forward pass."""
 
     span: Span
-    """Rows of this rank's batch; empty where it has none left."""
-    rows: SlicedDataDict[Any]
-    """Those rows on the device; where there are none, one that counts for nothing."""
+    """Rows of this rank's batch; empty if it has none left."""
+    rows: SlicedDataDict
+    """Those rows on the device; a masked row for an empty span."""
     width: int | None = None
-    """How wide the forward is; None: as wide as the longest row."""
+    """Sequence length of the forward; None: that of the longest row."""
     packed: PackedSequences | None = None
-    """Where the rows lie once they are concatenated; None: they are padded."""
+    """The offsets of packed rows; None: they are padded."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Concatenation:
-    """What the layout of ranks asks of micro-batches whose rows are concatenated."""
+    """The alignment that the parallel layout requires of packed micro-batches."""
 
     always: bool = False
-    """Whether rows are concatenated even where the plan does not pack them."""
+    """Pack rows even if the batch's plan does not."""
     sequence_multiple: int = 1
     """Each sequence is padded to a multiple of this many tokens."""
     total_multiple: int = 1
-    """All of them together are padded to a multiple of this many."""
+    """The packed micro-batch is padded to a multiple of this many tokens."""
 
-    def of(self, rows: SlicedDataDict[Any]) -> PackedSequences:
-        """Return where the tokens of `rows` lie."""
+    def of(self, rows: SlicedDataDict) -> PackedSequences:
+        """Return the packed offsets of `rows`."""
         lengths, multiple, planned = rows["input_lengths"], self.sequence_multiple, 0
         if isinstance(rows.micro_batch_options, SequencePacking):
             assert rows.micro_batch_lengths is not None, "a plan has lengths"
@@ -82,9 +82,9 @@ class Concatenation:
 class Step:
     """This rank's share of one global batch."""
 
-    rows: SlicedDataDict[Any]
+    rows: SlicedDataDict
     start: int
-    """First of `rows` in this rank's batch."""
+    """Index of the first of `rows` in this rank's batch."""
     spans: Sequence[Span]
     """Rows of each micro-batch, counted from `start`."""
     concatenation: Concatenation
@@ -102,25 +102,23 @@ class Step:
         """Yield each micro-batch on `device`.
 
         Args:
-            device: Where the rows are wanted.
-            num_passes: How many to yield, at least those there are: what is missing counts for
-                nothing. None: as many as there are.
+            device: The device of the yielded rows.
+            num_passes: How many to yield; masked ones are appended to the step's own. None: only
+                the step's own.
         """
-        pieces = list(zip(self.spans, self._cut(), strict=True))
+        pieces = list(zip(self.spans, self._slices(), strict=True))
         end, idle = self.spans[-1][1], _stand_in(pieces[-1][1], self.rows_per_group)
         if idle.micro_batch_lengths is not None:
-            # The plan has none of these: they are as short as they can be.
+            # Not in the plan: packed into the smallest possible length.
             idle.micro_batch_lengths = [[1]]
         pieces += [((end, end), idle)] * ((num_passes or len(pieces)) - len(pieces))
         for span, rows in pieces:
             yield self._micro_batch(span, rows, device)
 
-    def _micro_batch(
-        self, span: Span, rows: SlicedDataDict[Any], device: torch.device
-    ) -> MicroBatch:
+    def _micro_batch(self, span: Span, rows: SlicedDataDict, device: torch.device) -> MicroBatch:
         low, high = span
         options = self.rows.micro_batch_options
-        # A copy-free view on the CPU: whoever needs to write takes a copy of its own.
+        # A view of the caller's batch, which is read-only: a copy is made only for another device.
         taken = rows if low < high else _stand_in(rows, self.rows_per_group)
         is_packed = self.concatenation.always or isinstance(options, SequencePacking)
         packed = self.concatenation.of(taken) if is_packed else None
@@ -132,7 +130,7 @@ class Step:
             rows=taken.to(device),
         )
 
-    def _cut(self) -> Iterator[SlicedDataDict[Any]]:
+    def _slices(self) -> Iterator[SlicedDataDict]:
         options = self.rows.micro_batch_options
         if isinstance(options, DynamicBatching):
             return self.rows.make_microbatch_iterator_with_dynamic_shapes()
@@ -142,7 +140,7 @@ class Step:
 
 
 def plan_spans(rows_per_rank: Sequence[int], *, rank: int, size: int) -> list[Span]:
-    """Return this rank's spans of at most `size` rows, as many as the fullest rank needs.
+    """Return this rank's spans of at most `size` rows, as many as the rank with most rows needs.
 
     Example: rows_per_rank=[5, 2], size=2 -> rank 0: (0,2) (2,4) (4,5); rank 1: (0,2) (2,2) (2,2)
     """
@@ -177,7 +175,7 @@ def plan_steps(
 def gather_row_counts(
     num_rows: int, *, group: dist.ProcessGroup, device: torch.device
 ) -> list[int]:
-    """Return every rank's number of rows, in the group's order. Collective.
+    """Return every rank's number of rows, in rank order within the group. Collective.
 
     Raises:
         ValueError: No rank has any row.
@@ -192,7 +190,7 @@ def gather_row_counts(
 
 
 def steps_of(
-    data: BatchedDataDict[Any],
+    data: BatchedDataDict,
     *,
     local_batch_size: int | None = None,
     given: int | None,
@@ -203,19 +201,19 @@ def steps_of(
     device: torch.device,
     rows_per_group: int = 1,
 ) -> list[Step]:
-    """Return how this rank goes through `data`: by its plan, or in micro-batches of one size.
+    """Return the optimizer steps of `data`, by its plan or in micro-batches of a fixed size.
 
     Collective.
 
     Args:
         data: This rank's rows.
         local_batch_size: Rows of each step on this rank; None: one step of all rows.
-        given: Rows of a micro-batch, as the call gives them.
-        default: Rows of a micro-batch, where the call gives none.
-        planned_by: The config section that plans micro-batches. None: they have one size.
-        concatenation: How rows are concatenated, where they are.
+        given: Rows of a micro-batch, from the caller's argument.
+        default: Rows of a micro-batch if `given` is None, from the config.
+        planned_by: The enabled config section that plans micro-batches. None: fixed sizes.
+        concatenation: The alignment of packed rows.
         group: The data-parallel ranks.
-        device: Where the group's tensors lie.
+        device: The device of the group's collectives.
         rows_per_group: Consecutive rows that stay in one micro-batch.
 
     Raises:
@@ -263,7 +261,7 @@ def steps_of(
 
 
 def fixed_steps(
-    data: BatchedDataDict[Any],
+    data: BatchedDataDict,
     rows_per_rank: Sequence[int],
     *,
     rank: int,
@@ -296,7 +294,7 @@ def fixed_steps(
 
 
 def planned_steps(
-    data: SlicedDataDict[Any],
+    data: SlicedDataDict,
     *,
     concatenation: Concatenation,
     group: dist.ProcessGroup,
@@ -306,8 +304,8 @@ def planned_steps(
     """Return the steps of a batch that carries a plan. Collective.
 
     Raises:
-        ValueError: The plan is not one of these rows, it splits groups of rows, or the ranks' plans
-            do not go together.
+        ValueError: The plan is of another batch, it splits groups of rows, or the ranks' plans have
+            different numbers of micro-batches.
     """
     counts, indices = data.elem_counts_per_gb, data.micro_batch_indices
     assert counts is not None, "a plan counts its rows"
@@ -366,7 +364,7 @@ def _check_plans(
 
 
 def _check_groups(rows_per_group: int, counts: dict[str, list[int]]) -> None:
-    """Raise unless every count holds full groups. The error is the same on every rank."""
+    """Raise unless every count is a multiple of the group size; on every rank alike."""
     for name, values in counts.items():
         if any(value % rows_per_group for value in values):
             raise ValueError(
@@ -374,9 +372,9 @@ def _check_groups(rows_per_group: int, counts: dict[str, list[int]]) -> None:
             )
 
 
-def _stand_in(rows: SlicedDataDict[Any], num_rows: int) -> SlicedDataDict[Any]:
+def _stand_in(rows: SlicedDataDict, num_rows: int) -> SlicedDataDict:
     """Return `num_rows` masked rows of one token, with the keys and widths of `rows`."""
-    row: SlicedDataDict[Any] = SlicedDataDict()
+    row: SlicedDataDict = SlicedDataDict()
     for key, value in rows.items():
         is_tensor = isinstance(value, torch.Tensor)
         row[key] = value.new_zeros((num_rows, *value.shape[1:])) if is_tensor else [None] * num_rows
@@ -386,12 +384,12 @@ def _stand_in(rows: SlicedDataDict[Any], num_rows: int) -> SlicedDataDict[Any]:
     return row
 
 
-def check_scoring_batch(data: BatchedDataDict[Any], *, pad_token_id: int | None) -> None:
+def check_scoring_batch(data: BatchedDataDict, *, pad_token_id: int | None) -> None:
     """Raise unless `data` has right-padded `input_ids` with their `input_lengths`.
 
     Args:
-        data: `input_ids` `[batch, seq]`, `input_lengths` `[batch]`, and what else there is.
-        pad_token_id: The tokenizer's padding token, by which left padding is told.
+        data: `input_ids` `[batch, seq]`, `input_lengths` `[batch]`, and any other columns.
+        pad_token_id: The tokenizer's padding token, by which left padding is detected.
 
     Raises:
         ValueError: Names the key, the row and the numbers.
@@ -401,12 +399,12 @@ def check_scoring_batch(data: BatchedDataDict[Any], *, pad_token_id: int | None)
 
 
 def check_training_batch(
-    data: BatchedDataDict[Any], *, pad_token_id: int | None, needs_token_mask: bool
+    data: BatchedDataDict, *, pad_token_id: int | None, needs_token_mask: bool
 ) -> None:
-    """Raise unless `data` has the masks of a training batch too, and its widths agree.
+    """Raise unless `data` also has the masks of a training batch, and its shapes agree.
 
     Args:
-        data: What `check_scoring_batch` wants, `sample_mask` `[batch]`, and `token_mask`
+        data: The columns of `check_scoring_batch`, `sample_mask` `[batch]` and `token_mask`
             `[batch, seq]`.
         pad_token_id: See `check_scoring_batch`.
         needs_token_mask: Whether the loss is token-level; otherwise `token_mask` may be missing.
@@ -437,7 +435,7 @@ def check_training_batch(
 
 
 def positive(name: str, value: int | None) -> int | None:
-    """Return `value`, which a caller may leave out.
+    """Return `value`, an optional argument of the call `name`.
 
     Raises:
         ValueError: It is not positive.
@@ -449,7 +447,7 @@ def positive(name: str, value: int | None) -> int | None:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class LossCounts:
-    """The samples and tokens that count in one global batch, over all data-parallel ranks."""
+    """The valid samples and tokens of one global batch, over all data-parallel ranks."""
 
     valid_seqs: torch.Tensor
     """0-d float32: sum of `sample_mask`."""
@@ -458,14 +456,14 @@ class LossCounts:
 
     @classmethod
     def of(
-        cls, rows: BatchedDataDict[Any], *, group: dist.ProcessGroup, device: torch.device
+        cls, rows: BatchedDataDict, *, group: dist.ProcessGroup, device: torch.device
     ) -> LossCounts:
-        """Return the counts of a global batch, of which `rows` is this rank's share. Collective.
+        """Return the counts of a global batch, of which `rows` are this rank's. Collective.
 
         Args:
             rows: `sample_mask`, and `token_mask` or `input_ids`.
             group: The data-parallel ranks.
-            device: Where the group's tensors lie.
+            device: The device of the group's collectives.
         """
         sample_mask = rows["sample_mask"].float()
         if "token_mask" in rows:
@@ -478,7 +476,7 @@ class LossCounts:
 
     @property
     def divisors(self) -> tuple[torch.Tensor, torch.Tensor]:
-        """What to hand to a loss: a batch in which nothing is valid has loss 0, not 0 / 0."""
+        """The counts as a loss divides by them: at least 1, so that an empty batch has loss 0."""
         return self.valid_seqs.clamp(min=1), self.valid_toks.clamp(min=1)
 
     @property
@@ -489,39 +487,39 @@ class LossCounts:
 
 @dataclass(kw_only=True, slots=True)
 class TrainReport:
-    """What the steps of one `train` call have given, the same on all ranks that hold one shard."""
+    """The accumulated results of one `train` call, the same on all ranks that hold one shard."""
 
     losses: list[torch.Tensor] = field(default_factory=list[torch.Tensor])
     """Per step, 0-d float32: the loss over all data-parallel ranks."""
     grad_norms: list[torch.Tensor] = field(default_factory=list[torch.Tensor])
     """Per step, 0-d float32, before clipping."""
-    metrics: defaultdict[str, list[Any]] = field(default_factory=lambda: defaultdict(list))
+    metrics: defaultdict[str, list[float]] = field(default_factory=lambda: defaultdict(list))
     """Per micro-batch of this rank that has a valid sample."""
 
-    def add_metrics(self, found: Mapping[str, Any]) -> None:
+    def add_metrics(self, found: Mapping[str, float]) -> None:
         """Append the metrics of one micro-batch."""
         for name, value in found.items():
             self.metrics[name].append(value)
 
 
 class RowScores:
-    """The scores of all rows of a batch, on the CPU; positions that no micro-batch gives are 0.
+    """The scores of all rows of a batch, on the CPU; 0 where no micro-batch has a value.
 
     Args:
         data: The rows.
     """
 
-    def __init__(self, data: BatchedDataDict[Any]) -> None:
+    def __init__(self, data: BatchedDataDict) -> None:
         self._shape = data["input_ids"].shape
         self.scores: dict[str, torch.Tensor] = {}
 
     def put(self, span: Span, values: Mapping[str, torch.Tensor]) -> None:
-        """Store the scores of the rows `span`; `values` may have masked rows beyond them.
+        """Store the scores of the rows `span`; `values` may have further, masked rows.
 
         Args:
             span: Rows of the batch.
-            values: `[rows]` or `[rows, seq, ...]` each; where the widths differ, the wider one ends
-                in padding.
+            values: `[rows]` or `[rows, seq, ...]` each. Columns beyond the narrower width are
+                padding.
         """
         start, end = span
         for key, rows in values.items():

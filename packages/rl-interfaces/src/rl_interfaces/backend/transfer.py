@@ -1,9 +1,9 @@
-"""One trainer rank's part in handing the weights to inference engines, by whatever way."""
+"""One trainer rank's side of weight transfer: the stream, IPC handles and the broadcast group."""
 
 from __future__ import annotations
 
 import os
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Any, Protocol
 
 import torch
@@ -13,24 +13,26 @@ from rl_refit.compat.handles import HandleOwner
 from rl_refit.protocol.endpoint import address_towards
 from rl_refit.source import WeightSource
 
+from rl_interfaces.weights import DeviceHandles
+
 
 class GatheredSource(WeightSource, Protocol):
-    """A source whose tensors can be asked for by name as well; every trainer rank takes part."""
+    """A weight source that can also gather tensors by name; every trainer rank takes part."""
 
     def gather(self, names: Iterable[str]) -> Iterator[tuple[str, torch.Tensor]]:
-        """Yield name and whole tensor of each of `names`."""
+        """Yield name and full tensor of each of `names`. Collective."""
         ...
 
 
 class WeightTransfer:
-    """The senders, handles and groups of one rank; `close` lets go of all of them.
+    """The sender, handles and broadcast group of one rank; `close` releases all of them.
 
     Args:
-        source: The weights; every rank takes part in gathering them.
-        rank: The trainer rank that this is.
-        device: Where its tensors are.
-        device_id: What tells its device, or host, from others.
-        timeout_s: The most seconds that one transfer may wait.
+        source: The weights; every rank takes part in the all-gathers.
+        rank: The trainer rank.
+        device: Where the tensors are.
+        device_id: Identifies the device, or the host on the CPU.
+        timeout_s: Limit of each wait, in seconds.
     """
 
     def __init__(
@@ -51,14 +53,14 @@ class WeightTransfer:
         self._handles = HandleOwner()
         self._group: BroadcastGroup | None = None
 
-    # The stream
-
-    def open(self, *, receivers_per_rank: list[int], **options: Any) -> dict[str, Any] | None:
-        """Return the address at which this rank's receivers find it, None where it has none.
+    def open(
+        self, *, receivers_per_rank: list[int], **options: Any
+    ) -> Mapping[str, str | int] | None:
+        """Return the address that this rank's receivers connect to, None if it has none.
 
         Args:
             receivers_per_rank: How many receivers each trainer rank sends to.
-            options: What else `rl_refit.RefitSender` takes.
+            options: Further arguments of `rl_refit.RefitSender`.
         """
         self._close_sender()
         num_receivers = receivers_per_rank[self._rank]
@@ -67,46 +69,43 @@ class WeightTransfer:
             num_receivers=num_receivers,
             timeout_s=self._timeout_s,
             device=self._device,
-            # As the other nodes of the job reach this one; read by transports that cross machines.
+            # The interface over which this node reaches the master is one that the other nodes
+            # reach it by; only transports that cross machines read it.
             host=address_towards(os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])),
             **options,
         )
         return self._sender.address if num_receivers else None
 
     def send(self, version: int) -> dict[str, float]:
-        """Stream every tensor to this rank's receivers; return the report's numbers.
+        """Stream every tensor to this rank's receivers; return the report's metrics. Collective.
 
         Raises:
             RefitError: A receiver failed or did not answer in time.
         """
         if self._sender is None:
-            raise RuntimeError("open_refit was not called: nobody receives the weights")
+            raise RuntimeError("no refit is open: call open_refit() first")
         return self._sender.send(version).as_metrics()
 
-    # Handles that go through the driver
-
     def sizes(self) -> tuple[list[tuple[str, int]], float]:
-        """Return name and bytes of every tensor as it is sent, and the device's free bytes."""
+        """Return name and wire bytes of every tensor, and the device's free bytes."""
         sizes = [
             (name, torch.Size(shape).numel() * dtype.itemsize)
             for name, dtype, shape in self._source.metadata()
         ]
         return sizes, _free_bytes(self._device)
 
-    def export(self, names: Iterable[str]) -> dict[str, Any]:
-        """Return `{device id: {name: handle}}` of some tensors; those of the last call expire."""
+    def export(self, names: Iterable[str]) -> DeviceHandles:
+        """Return `{device id: {name: handle}}`; invalidates earlier handles. Collective."""
         self.drop_handles()
         handles = self._handles.export(dict(self._source.gather(names)))
         return {self._device_id: handles}
 
     def drop_handles(self) -> None:
-        """Let go of the tensors behind all handles."""
+        """Release the tensors behind all exported handles."""
         self._handles.close()
 
-    # The group that the driver names
-
     def join(self, ip: str, port: int, world_size: int) -> None:
-        """Meet the inference ranks at an address; the first trainer rank alone takes part."""
+        """Join the broadcast group with `world_size - 1` inference ranks; trainer rank 0 only."""
         self._close_group()
         if self._rank == 0:
             self._group = BroadcastGroup(
@@ -119,17 +118,18 @@ class WeightTransfer:
             )
 
     def broadcast(self) -> None:
-        """Send every tensor to the group. All trainer ranks take part in the gathers."""
+        """Broadcast every tensor to the group, in order. Collective."""
         if self._group is not None:
             self._group.send(self._source)
             return
         if self._rank == 0:
-            raise RuntimeError("init_collective was not called: nobody receives the weights")
+            raise RuntimeError("there is no broadcast group: call init_collective() first")
+        # The other ranks are not in the group, and rank 0's all-gathers need their shards.
         for _ in self._source:
             pass
 
     def close(self) -> None:
-        """Let go of everything. May be called again."""
+        """Release sender, group and handles. Idempotent."""
         self._close_sender()
         self._close_group()
         self.drop_handles()

@@ -1,4 +1,4 @@
-"""The one worker: a `PolicyWorker` over any engine."""
+"""`EngineWorker`: the `PolicyWorker` over any engine."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from collections.abc import Callable, Generator, Iterable, Mapping
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar, cast
 
 import torch
 import torch.distributed as dist
@@ -17,7 +17,12 @@ from rl_batched_data import BatchedDataDict
 from rl_interfaces.backend.checkpoint.checkpointer import Checkpointer, RankRandomState
 from rl_interfaces.backend.checkpoint.hf_files import write_hf_directory
 from rl_interfaces.backend.engine import Engine, ForwardOutput, Scored, Tensors
-from rl_interfaces.backend.generation import SamplingConfig, check_room, generate
+from rl_interfaces.backend.generation import (
+    SamplingConfig,
+    check_room,
+    generate,
+    special_token_id,
+)
 from rl_interfaces.backend.runtime import (
     Profiler,
     RandomState,
@@ -38,9 +43,9 @@ from rl_interfaces.backend.steps import (
     positive,
     steps_of,
 )
-from rl_interfaces.backend.transfer import WeightTransfer
+from rl_interfaces.backend.transfer import GatheredSource, WeightTransfer
 from rl_interfaces.config.resolve import resolve_policy_config
-from rl_interfaces.config.types import PolicyConfig
+from rl_interfaces.config.types import PolicyConfig, ResolvedConfig
 from rl_interfaces.generation import GenerationDatumSpec, GenerationOutputSpec
 from rl_interfaces.loss import LossFunction, LossInput, LossType
 from rl_interfaces.policy import (
@@ -49,7 +54,11 @@ from rl_interfaces.policy import (
     TopkLogitsOutputSpec,
 )
 from rl_interfaces.residency import Residency, ResidencyState
-from rl_interfaces.worker import ParallelLayout
+from rl_interfaces.weights import DeviceHandles, RefitInfo
+from rl_interfaces.worker import GpuInfo, ParallelLayout, WorkerTrainOutputSpec
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
 
 logger = logging.getLogger(__name__)
 
@@ -59,13 +68,13 @@ _MAX_FILE_BYTES = 5 * 10**9
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class WorkerSettings:
-    """What the worker itself reads of a policy config; the rest is the engine's."""
+    """The keys of a policy config that the worker reads itself; the engine reads the others."""
 
     train_global_batch_size: int
     train_micro_batch_size: int
     logprob_batch_size: int
     planned_by: str | None
-    """The section by which the driver plans micro-batches; None: they have fixed sizes."""
+    """The enabled section by which the driver plans micro-batches; None: fixed sizes."""
     max_total_sequence_length: int | None
     sampling: SamplingConfig | None
     timeout_s: float
@@ -73,11 +82,11 @@ class WorkerSettings:
     seed: int
 
     @classmethod
-    def from_resolved(cls, resolved: Mapping[str, Any]) -> WorkerSettings:
-        """Parse a config that `resolve_policy_config` has completed.
+    def from_resolved(cls, resolved: ResolvedConfig) -> WorkerSettings:
+        """Parse a resolved config.
 
         Raises:
-            ValueError: There is no room for a prompt.
+            ValueError: `max_new_tokens` leaves no room for a prompt.
         """
         sections = ("dynamic_batching", "sequence_packing")
         enabled = [name for name in sections if resolved[name]["enabled"]]
@@ -93,46 +102,61 @@ class WorkerSettings:
             seed=resolved["seed"],
         )
 
+    def rows_per_rank(self, gbs: int | None, *, num_ranks: int) -> int:
+        """Return the rows of an optimizer step on each data-parallel rank.
+
+        Args:
+            gbs: Samples per step over all ranks, from the caller; None: from the config.
+            num_ranks: The data-parallel ranks.
+
+        Raises:
+            ValueError: The samples are not positive or not divisible by the ranks.
+        """
+        key = "policy.train_global_batch_size" if gbs is None else "gbs"
+        size = self.train_global_batch_size if gbs is None else gbs
+        positive(key, size)
+        if size % num_ranks:
+            raise ValueError(
+                f"{key}={size} is not divisible by the {num_ranks} data-parallel ranks"
+            )
+        return size // num_ranks
+
 
 class EngineWorker:
     """One rank of a policy over the engine of `engine_class`.
 
     A plain class: it runs wherever torchrun's environment variables are set, on its GPU with NCCL
-    or on the CPU with gloo. Every method is called on every rank. A backend names its engine:
+    or on the CPU with gloo. Every method is called on every rank. A backend sets its engine:
 
         class MyWorker(EngineWorker):
             engine_class = MyEngine
 
-    The engine's class has a classmethod `plan_layout(config, *, world_size, init_optimizer)`, which
-    checks a resolved config and returns its `ParallelLayout`, and is constructed with
-    `(config, *, environment, tokenizer, init_optimizer)` once the process group is there.
-
     Args:
         config: A `PolicyConfig`.
         tokenizer: The model's tokenizer.
-        weights_path: Weights of `save_checkpoint` to start from, instead of the model's own.
-        optimizer_path: The training state that belongs to them.
-        init_optimizer: Whether to train; without an optimizer the worker only scores and samples.
-        init_reference_model: Whether to keep a frozen copy for reference log-probabilities. It is
-            the model as `model_name` gives it, whatever `weights_path` says.
+        weights_path: Initial weights, from `save_checkpoint`; None: those of `model_name`.
+        optimizer_path: The training state of the same save.
+        init_optimizer: Build an optimizer; without one the worker only scores and samples.
+        init_reference_model: Keep a frozen copy for reference log-probabilities. It always has the
+            weights of `model_name`, also with a `weights_path`.
 
     Raises:
-        ValueError: The config asks for what cannot be done.
+        ValueError: The config is invalid for this backend or number of ranks.
     """
 
     contract_version = (1, 0)
-    engine_class: ClassVar[Any]
+    engine_class: ClassVar[type[Engine]]
 
     def __init__(
         self,
         config: PolicyConfig,
-        tokenizer: Any,
+        tokenizer: PreTrainedTokenizerBase,
         weights_path: str | None = None,
         optimizer_path: str | None = None,
         init_optimizer: bool = True,
         init_reference_model: bool = True,
     ) -> None:
-        resolved = resolve_policy_config(config)
+        resolved = resolve_policy_config(cast("Mapping[str, object]", config))
         self._settings = WorkerSettings.from_resolved(resolved)
         self._environment = RankEnvironment.from_environment()
         self._tokenizer = tokenizer
@@ -148,6 +172,7 @@ class EngineWorker:
             )
             leaving.callback(self._engine.close)
             info = self._engine.info
+            self._rows_per_rank(None)
             self._data_rank = dist.get_rank(info.data_group)
             self._random = RandomState(self._settings.seed + self._data_rank, device=info.device)
             self._reference = self._engine.keep_reference() if init_reference_model else None
@@ -175,23 +200,19 @@ class EngineWorker:
 
     @classmethod
     def validate_config(
-        cls, config: Mapping[str, Any], *, world_size: int, init_optimizer: bool = True
+        cls, config: Mapping[str, object], *, world_size: int, init_optimizer: bool = True
     ) -> ParallelLayout:
         """Return the layout of `world_size` ranks, before any of them starts.
 
         Raises:
-            ValueError: The config asks for what cannot be done; the message names key and numbers.
+            ValueError: The config cannot be run; the message names keys and numbers.
         """
         resolved = resolve_policy_config(config)
         settings = WorkerSettings.from_resolved(resolved)
-        layout: ParallelLayout = cls.engine_class.plan_layout(
+        layout = cls.engine_class.plan_layout(
             resolved, world_size=world_size, init_optimizer=init_optimizer
         )
-        if settings.train_global_batch_size % layout.data_parallel:
-            raise ValueError(
-                f"policy.train_global_batch_size={settings.train_global_batch_size} is not "
-                f"divisible by the {layout.data_parallel} data-parallel ranks"
-            )
+        settings.rows_per_rank(None, num_ranks=layout.data_parallel)
         return layout
 
     @property
@@ -201,36 +222,36 @@ class EngineWorker:
 
     @property
     def saves_in_background(self) -> bool:
-        """Whether a save returns once the state is copied, and is written meanwhile."""
+        """Whether a save returns once the state has been copied, and is written by a thread."""
         return False
 
     # Training
 
     def train(
         self,
-        data: BatchedDataDict[Any],
+        data: BatchedDataDict,
         loss_fn: LossFunction,
         eval_mode: bool = False,
         gbs: int | None = None,
         mbs: int | None = None,
-    ) -> dict[str, Any]:
-        """Take an optimizer step per global batch, of which `data` is this rank's shard.
+    ) -> WorkerTrainOutputSpec:
+        """Take an optimizer step per global batch; `data` is this rank's shard.
 
         See `rl_interfaces.PolicyWorker.train`.
 
         Raises:
             ValueError: The batch lacks a key, or sizes do not divide.
-            ResidencyError: The worker is not in a state to train.
+            ResidencyError: The worker is in another state than `training`.
         """
         self._require("train(eval_mode=True)" if eval_mode else "train")
         check_training_batch(
             data,
-            pad_token_id=self._tokenizer.pad_token_id,
+            pad_token_id=special_token_id(self._tokenizer.pad_token_id),
             needs_token_mask=loss_fn.loss_type is LossType.TOKEN_LEVEL,
         )
         steps = self._steps(
             data,
-            local_batch_size=self._local_batch_size(gbs),
+            local_batch_size=self._rows_per_rank(gbs),
             given=positive("mbs", mbs),
             default=self._settings.train_micro_batch_size,
             rows_per_group=getattr(loss_fn, "rows_per_group", 1),
@@ -269,7 +290,7 @@ class EngineWorker:
             if not eval_mode:
                 skipped += not self._optimizer_step(counts, report)
         if not eval_mode and self._data_rank == 0:
-            # From one data-parallel rank alone: the sum over the ranks is then the count.
+            # From one data-parallel rank only, so that the sum over all ranks is the count.
             report.metrics["skipped_steps"].append(skipped)
         return report
 
@@ -279,7 +300,7 @@ class EngineWorker:
         takes_logprobs = getattr(loss_fn, "input_type", LossInput.LOGITS) is LossInput.LOGPROBS
         reason = self._engine.info.lacks.get("logprobs")
         if takes_logprobs and reason is not None:
-            raise ValueError(f"{type(loss_fn).__name__} wants log-probabilities: {reason}")
+            raise ValueError(f"{type(loss_fn).__name__} needs log-probabilities: {reason}")
         sharded = bool(getattr(loss_fn, "accepts_sharded_logits", False))
         reported = {
             "global_valid_seqs": float(counts.valid_seqs),
@@ -293,7 +314,7 @@ class EngineWorker:
             value, metrics = loss_fn(inputs, batch.rows, *counts.divisors)
             numbers = {name: _to_number(each) for name, each in metrics.items()}
             is_counted = numbers["num_valid_samples"] > 0
-            # A copy, as a pipeline schedule scales the loss in place.
+            # A copy: Megatron's pipeline schedule scales the loss in place.
             scored = Scored(
                 tensors={"loss": value.detach().clone()},
                 metrics={**numbers, **reported} if is_counted else {},
@@ -320,13 +341,13 @@ class EngineWorker:
     # Scoring
 
     def get_logprobs(
-        self, data: BatchedDataDict[Any], micro_batch_size: int | None = None
+        self, data: BatchedDataDict, micro_batch_size: int | None = None
     ) -> BatchedDataDict[LogprobOutputSpec]:
         """Return `logprobs`, `[batch, seq]` float32 on the CPU; position 0 and padding are 0.
 
         Raises:
             ValueError: The batch lacks a key.
-            ResidencyError: The model is not on the device.
+            ResidencyError: The model is offloaded.
         """
         self._require("get_logprobs")
         return self._score_rows(
@@ -334,9 +355,9 @@ class EngineWorker:
         )
 
     def get_reference_policy_logprobs(
-        self, data: BatchedDataDict[Any], micro_batch_size: int | None = None
+        self, data: BatchedDataDict, micro_batch_size: int | None = None
     ) -> BatchedDataDict[ReferenceLogprobOutputSpec]:
-        """Return `reference_logprobs`: the same under the reference model.
+        """Return `reference_logprobs`, like `get_logprobs` under the reference model.
 
         Raises:
             RuntimeError: There is no reference model.
@@ -347,15 +368,12 @@ class EngineWorker:
         return BatchedDataDict({"reference_logprobs": scores["logprobs"]})
 
     def get_topk_logits(
-        self, data: BatchedDataDict[Any], k: int, micro_batch_size: int | None = None
+        self, data: BatchedDataDict, k: int, micro_batch_size: int | None = None
     ) -> BatchedDataDict[TopkLogitsOutputSpec]:
-        """Return `topk_logits` and `topk_indices`, `[batch, seq, k]` on the CPU; 0 at padding.
-
-        Position `t` has the logits that predict token `t + 1`, largest first, temperature applied;
-        the last token of a row has them too.
+        """Return the `k` largest logits of each position, see `TopkLogitsOutputSpec`.
 
         Raises:
-            ValueError: `k` is not within the vocabulary.
+            ValueError: `k` is not in 1..vocabulary size.
         """
         self._require("get_topk_logits")
         vocab_size = self._engine.info.vocab_size
@@ -365,26 +383,26 @@ class EngineWorker:
 
     @contextmanager
     def use_reference_model(self) -> Generator[None, None, None]:
-        """Give the model the reference weights inside; on exit it has its own, bit for bit.
+        """Run the body with the reference weights; the policy's are restored bit for bit.
 
         Raises:
             RuntimeError: There is no reference model.
         """
         if self._reference is None:
             raise RuntimeError(
-                "there is no reference model: init_reference_model was False, or the engine can "
-                "keep none with this config"
+                "there is no reference model: init_reference_model was False, or the engine does "
+                "not support one with this config"
             )
         with self._reference():
             yield
 
     def _score_rows(
         self,
-        score: Callable[[Any], Tensors],
-        data: BatchedDataDict[Any],
+        score: Callable[[ForwardOutput], Tensors],
+        data: BatchedDataDict,
         micro_batch_size: int | None,
-    ) -> BatchedDataDict[Any]:
-        check_scoring_batch(data, pad_token_id=self._tokenizer.pad_token_id)
+    ) -> BatchedDataDict:
+        check_scoring_batch(data, pad_token_id=special_token_id(self._tokenizer.pad_token_id))
         steps = self._steps(
             data,
             local_batch_size=None,
@@ -395,7 +413,7 @@ class EngineWorker:
         with self._scoring():
             for step in steps:
                 found = self._engine.run(step, lambda _, output: Scored(tensors=score(output)))
-                # A pipeline may have run masked micro-batches beyond those of the step.
+                # A pipeline may append masked micro-batches to those of the step.
                 for span, each in zip(step.row_spans, found, strict=False):
                     scores.put(span, each.tensors)
         return BatchedDataDict(scores.scores)
@@ -408,13 +426,13 @@ class EngineWorker:
         """Return a completion for each row, see `GenerationOutputSpec`.
 
         Raises:
-            ValueError: There is no `policy.generation`, or a prompt leaves no room for a token.
+            ValueError: `policy.generation` is not set, or a prompt fills the maximum length.
         """
         self._require("generate")
         sampling = self._settings.sampling
         if sampling is None:
             raise ValueError("policy.generation is not set: the policy does not generate")
-        check_scoring_batch(data, pad_token_id=self._tokenizer.pad_token_id)
+        check_scoring_batch(data, pad_token_id=special_token_id(self._tokenizer.pad_token_id))
         check_room(data, longest=self._longest_sequence)
         with self._scoring(), self._engine.decoders() as open_decoder:
             return generate(
@@ -430,20 +448,20 @@ class EngineWorker:
 
     # Residency
 
-    def prepare_for_training(self, *args: Any, **kwargs: Any) -> None:
-        """Bring model and optimizer state onto the device, in train mode."""
+    def prepare_for_training(self, *args: object, **kwargs: object) -> None:
+        """Move model and optimizer state onto the device and set train mode."""
         self._move(ResidencyState.TRAINING, "prepare_for_training")
 
     def prepare_for_lp_inference(self) -> None:
-        """Bring the model onto the device, in eval mode, and the optimizer state off it."""
+        """Move the model onto the device and optimizer state to the CPU; set eval mode."""
         self._move(ResidencyState.INFERENCE, "prepare_for_lp_inference")
 
     def offload_before_refit(self) -> None:
-        """Keep the model on the device and move the optimizer state off it."""
+        """Move the model onto the device and the optimizer state to the CPU."""
         self._move(ResidencyState.REFITTING, "offload_before_refit")
 
     def offload_after_refit(self) -> None:
-        """Move everything off the device."""
+        """Move everything to the CPU and release exported handles."""
         self._transfer.drop_handles()
         self._move(ResidencyState.OFFLOADED, "offload_after_refit")
 
@@ -459,17 +477,16 @@ class EngineWorker:
         optimizer_path: str | None = None,
         tokenizer_path: str | None = None,
     ) -> None:
-        """Write the weights; the training state and the tokenizer where a path is given.
+        """Write the weights, and training state and tokenizer if a path is given.
 
-        The directories are written beside their places and renamed together when all are complete;
-        the tokenizer, which no training changes, is written into its place after that. The training
+        The directories are written under temporary names and renamed together when all are
+        complete. The tokenizer does not change and is written in place afterwards. The training
         state holds optimizer, schedule, loss scale and every rank's random state.
 
         Raises:
-            ValueError: `optimizer_path` is given and there is no optimizer, a path is taken by
-                something that no save has written, or the tokenizer is to lie in a directory that
-                is written in the background.
-            RuntimeError: This save, or the one before it, cannot be written; on every rank.
+            ValueError: `optimizer_path` without an optimizer, a path exists that no save has
+                written, or `tokenizer_path` is inside a directory that a background save replaces.
+            RuntimeError: This save or the previous one could not be written; on every rank.
         """
         self._require_optimizer(optimizer_path, to="save")
         if tokenizer_path is not None and self.saves_in_background:
@@ -480,15 +497,14 @@ class EngineWorker:
                 self._tokenizer.save_pretrained(tokenizer_path)
 
     def load_checkpoint(self, weights_path: str, optimizer_path: str | None = None) -> None:
-        """Read what `save_checkpoint` wrote, in this layout of ranks or another.
+        """Load what `save_checkpoint` wrote, under any parallel layout.
 
-        The saved rates and schedule take the place of those in the config, which has to name the
-        same optimizer and the same kind of schedule.
+        The saved learning rates and schedule replace those of the config, which must name the same
+        optimizer and scheduler classes.
 
         Raises:
-            ValueError: A directory is no complete checkpoint of this model, the two are of
-                different saves, there is no optimizer, or the save is of another optimizer or kind
-                of schedule.
+            ValueError: A directory is not a complete checkpoint of this model, the two are of
+                different saves, there is no optimizer, or the classes differ.
         """
         self._require_optimizer(optimizer_path, to="load")
         random_state = self._checkpointer.load(
@@ -502,7 +518,7 @@ class EngineWorker:
 
         Raises:
             RuntimeError: It could not be written.
-            TimeoutError: It takes longer than `policy.timeout_s`.
+            TimeoutError: It took longer than `policy.timeout_s`.
         """
         self._checkpointer.finish()
 
@@ -511,12 +527,12 @@ class EngineWorker:
 
         Args:
             path: The directory.
-            max_file_bytes: A larger model is written as several files of at most this size, of
-                which the first rank holds one at a time.
+            max_file_bytes: A larger model is split into files of at most this size; rank 0 holds
+                the tensors of one file at a time.
 
         Raises:
-            ValueError: The path is taken by something that no save has written.
-            RuntimeError: It cannot be written; on every rank.
+            ValueError: The path exists and no save has written it.
+            RuntimeError: It could not be written; on every rank.
         """
         with self._checkpointer.replacing(path) as directory:
             write_hf_directory(
@@ -537,66 +553,64 @@ class EngineWorker:
     # Weights, see `rl_interfaces.WeightSendingWorker`
 
     @property
-    def weight_source(self) -> Any:
+    def weight_source(self) -> GatheredSource:
         """The full weights in the wire dtype, see `rl_interfaces.WeightSource`."""
         return self._engine.weight_source(self._engine.info.wire_dtype)
 
-    def prepare_refit_info(self) -> dict[str, tuple[tuple[int, ...], torch.dtype]]:
+    def prepare_refit_info(self) -> RefitInfo:
         """Return `{name: (shape, wire dtype)}` of every tensor that is sent, in order."""
         metadata = self.weight_source.metadata()
         return {name: (tuple(shape), dtype) for name, dtype, shape in metadata}
 
-    def prepare_info_for_collective(self) -> dict[str, Any]:
+    def prepare_info_for_collective(self) -> RefitInfo:
         """Return what `prepare_refit_info` returns."""
         return self.prepare_refit_info()
 
-    def open_refit(self, **options: Any) -> dict[str, Any] | None:
-        """Return the address at which this rank's receivers find it, see `WeightTransfer.open`."""
+    def open_refit(self, **options: Any) -> Mapping[str, str | int] | None:
+        """Return the address that this rank's receivers connect to, see `WeightTransfer.open`."""
         return self._transfer.open(**options)
 
     def send_weights(self, version: int) -> dict[str, float]:
-        """Stream the weights to the receivers; return the seconds of each phase, and the bytes.
+        """Stream the weights to the receivers; return the seconds of each phase and the bytes.
 
         Raises:
             RefitError: A receiver failed or did not answer in time.
-            ResidencyError: The model is not on the device.
+            ResidencyError: The model is offloaded.
         """
         self._require("send_weights")
         return self._transfer.send(version)
 
     def prepare_weights_for_ipc(self) -> tuple[list[tuple[str, int]], float]:
-        """Return name and bytes of every tensor as it is sent, and the device's free bytes."""
+        """Return name and wire bytes of every tensor, and the device's free bytes."""
         self._require("send_weights")
         return self._transfer.sizes()
 
-    def get_weights_ipc_handles(self, keys: Iterable[str]) -> dict[str, Any]:
-        """Return `{device id: {name: handle}}`; the handles of the call before expire.
+    def get_weights_ipc_handles(self, keys: Iterable[str]) -> DeviceHandles:
+        """Return `{device id: {name: handle}}`; invalidates the handles of the previous call.
 
-        `rl_refit.compat.handles.rebuild` makes a tensor of a handle, in another process.
+        `rl_refit.compat.handles.rebuild` opens a handle in another process.
 
         Raises:
-            ValueError: There is no tensor of a name.
+            ValueError: A key is not the name of a tensor.
         """
         self._require("send_weights")
         return self._transfer.export(keys)
 
     def init_collective(self, ip: str, port: int, world_size: int) -> None:
-        """Meet `world_size - 1` inference ranks at an address of rank 0, which alone joins."""
+        """Join a group with `world_size - 1` inference ranks; only rank 0 joins."""
         self._transfer.join(ip, port, world_size)
 
     def broadcast_weights_for_collective(self) -> None:
-        """Broadcast every tensor to the group of `init_collective`, in order."""
+        """Broadcast every tensor to the group of `init_collective`, in order. Collective."""
         self._require("send_weights")
         self._transfer.broadcast()
 
     @torch.no_grad()
     def _add_noise_to_weights(self) -> None:
-        """Add N(0, 0.01^2) to every trainable parameter, to make a transfer visible.
-
-        Ranks that hold the same shard of a parameter draw the same numbers.
-        """
+        """Add N(0, 0.01^2) noise to every trainable parameter, to make a transfer visible."""
         generator = torch.Generator(self._engine.info.device)
         for key, parameter in self._engine.local_parameters():
+            # The key is the seed: ranks that hold the same shard draw the same noise.
             generator.manual_seed(self._settings.seed + zlib.crc32(key.encode()))
             noise = torch.randn(parameter.shape, generator=generator, device=generator.device)
             parameter.add_(noise.to(parameter), alpha=_NOISE)
@@ -608,49 +622,49 @@ class EngineWorker:
         return True
 
     def reset_peak_memory_stats(self) -> None:
-        """Start the peak memory figures anew."""
+        """Reset the peak memory figures of `get_gpu_info`."""
         if self._environment.device.type == "cuda":
             torch.cuda.reset_peak_memory_stats(self._environment.device)
 
-    def get_gpu_info(self) -> dict[str, Any]:
+    def get_gpu_info(self) -> GpuInfo:
         """Return rank, device, memory figures in MiB, and a few values of one parameter."""
         key, parameter = next(self._engine.local_parameters())
         name = key.partition("[")[0]
-        # A parameter whose storage is released while it is off the device has no values.
+        # FSDP and Megatron release a parameter's storage while it is offloaded.
         has_values = parameter.untyped_storage().nbytes() > 0
         sample: list[float] = parameter.detach().flatten()[:4].tolist() if has_values else []
-        return {**describe_device(self._environment), "parameter_sample": {name: sample}}
+        return describe_device(self._environment, parameter_sample={name: sample})
 
     def report_device_id(self) -> str:
         """Return the GPU's UUID, or on the CPU an id of the host."""
         return device_id(self._environment.device)
 
     def start_gpu_profiling(self) -> None:
-        """Open a profiling range: CUDA's own, or on the CPU a trace of `torch.profiler`."""
+        """Open a profiling range: CUDA's profiler, or `torch.profiler` on the CPU."""
         self._profiler.start()
 
     def stop_gpu_profiling(self) -> None:
-        """Close the range; on the CPU the trace is written to `policy.profile_dir`."""
+        """Close the range; on the CPU, write the trace to `policy.profile_dir`."""
         self._profiler.stop()
 
     def shutdown(self) -> None:
-        """Release receivers and handles, and leave the process group if the worker joined it.
+        """Release all resources, and destroy the process group if the worker created it.
 
-        Calling it twice is fine.
+        Idempotent.
 
         Raises:
             RuntimeError: The last save could not be written.
         """
         self._leaving.close()
 
-    # What the calls share
+    # Shared by the calls
 
     def _require(self, call: str) -> None:
-        """Refuse a call that the engine cannot serve, or that the residency state does not allow.
+        """Raise if the engine does not support a call or the residency state does not allow it.
 
         Raises:
-            ValueError: The engine lacks it; the message has its reason.
-            ResidencyError: The state does not allow it; the message has the call that leads out.
+            ValueError: Unsupported; the message has the engine's reason.
+            ResidencyError: Not allowed; the message names the state and the call that leads out.
         """
         reason = self._engine.info.lacks.get(call.partition("(")[0])
         if reason is not None:
@@ -659,7 +673,7 @@ class EngineWorker:
 
     @contextmanager
     def _scoring(self) -> Generator[None, None, None]:
-        """Run in eval mode without gradients; mode and random state are restored."""
+        """Run the body in eval mode without gradients; restore mode and random state."""
         device = self._engine.info.device
         devices = [device] if device.type == "cuda" else []
         mode: AbstractContextManager[None] = self._engine.mode(training=False)
@@ -668,7 +682,7 @@ class EngineWorker:
 
     def _steps(
         self,
-        data: BatchedDataDict[Any],
+        data: BatchedDataDict,
         *,
         local_batch_size: int | None,
         given: int | None,
@@ -688,14 +702,9 @@ class EngineWorker:
             rows_per_group=rows_per_group,
         )
 
-    def _local_batch_size(self, gbs: int | None) -> int:
-        global_size = positive("gbs", gbs) or self._settings.train_global_batch_size
+    def _rows_per_rank(self, gbs: int | None) -> int:
         num_ranks = dist.get_world_size(self._engine.info.data_group)
-        if global_size % num_ranks:
-            raise ValueError(
-                f"gbs={global_size} is not divisible by the {num_ranks} data-parallel ranks"
-            )
-        return global_size // num_ranks
+        return self._settings.rows_per_rank(gbs, num_ranks=num_ranks)
 
     @property
     def _longest_sequence(self) -> int:
@@ -704,7 +713,7 @@ class EngineWorker:
 
 
 def _is_first_of_its_rows(data_rank: int, device: torch.device) -> bool:
-    """Return whether no lower rank holds the same rows as this one. Collective."""
+    """Return whether this is the lowest rank of its data-parallel rank. Collective."""
     own = torch.tensor([data_rank], dtype=torch.int64, device=device)
     found = [torch.empty_like(own) for _ in range(dist.get_world_size())]
     dist.all_gather(found, own)
@@ -717,15 +726,18 @@ def _leave_process_group() -> None:
 
 
 def _require_disjoint(tokenizer_path: str, others: set[str | None]) -> None:
-    """Raise `ValueError` where a save in the background would replace the tokenizer's directory."""
+    """Raise `ValueError` if a background save would replace the tokenizer's directory."""
     place = Path(tokenizer_path).absolute()
     for other in others - {None}:
         if Path(str(other)).absolute() in (place, *place.parents):
             raise ValueError(
-                f"tokenizer_path={tokenizer_path!r} lies in {other!r}, which is replaced when the "
-                "save in the background is complete: give it a directory of its own"
+                f"tokenizer_path={tokenizer_path!r} is inside {other!r}, which the background save "
+                "replaces when it is complete: use a separate directory"
             )
 
 
-def _to_number(value: Any) -> Any:
-    return value.item() if isinstance(value, torch.Tensor) else value
+def _to_number(value: float | torch.Tensor) -> float:
+    if isinstance(value, torch.Tensor):
+        return value.item()
+    # A numpy scalar becomes a plain number too.
+    return getattr(value, "item", lambda: value)()

@@ -5,12 +5,13 @@ from __future__ import annotations
 import copy
 import math
 from collections.abc import Iterator, Mapping
-from typing import Any, cast
+from typing import cast
 
 from rl_interfaces.config.schema import as_mapping, check_typed_dict
-from rl_interfaces.config.types import PolicyConfig
+from rl_interfaces.config.types import PolicyConfig, ResolvedConfig
+from rl_interfaces.generation import GenerationConfig
 
-POLICY_DEFAULTS: dict[str, Any] = {
+POLICY_DEFAULTS: ResolvedConfig = {
     # The policy itself; the other heads are for reward and value models.
     "head": "language_model",
     # Small enough to start on any machine; the throughput of both is the user's to tune.
@@ -86,10 +87,10 @@ POLICY_DEFAULTS: dict[str, Any] = {
 }
 """Every default of a policy, in one place. A key that is not here has none."""
 
-GENERATION_DEFAULTS: dict[str, Any] = {
-    # Needs nothing beside the training worker.
+GENERATION_DEFAULTS: ResolvedConfig = {
+    # Needs only the training worker.
     "backend": "hf",
-    # Long enough to see what a model says, short enough for a first run.
+    # Enough to read a completion, short enough for a first run.
     "max_new_tokens": 128,
     # The model's own distribution, which is what a policy gradient is defined on.
     "temperature": 1.0,
@@ -97,7 +98,7 @@ GENERATION_DEFAULTS: dict[str, Any] = {
 }
 """The defaults of the section `generation`, where there is one."""
 
-MEGATRON_DEFAULTS: dict[str, dict[str, Any]] = {
+MEGATRON_DEFAULTS: dict[str, ResolvedConfig] = {
     "optimizer": {
         # Megatron-core's own, but for the decay: a policy is fine-tuned.
         "optimizer": "adam",
@@ -147,11 +148,11 @@ _TWINS = (
     ("activation_checkpointing_enabled", "dtensor_cfg", "activation_checkpointing"),
     ("activation_checkpointing_enabled", "megatron_cfg", "activation_checkpointing"),
 )
-# What stands in these belongs to somebody else, who may tell None from a missing key.
+# Passed through to libraries for which None may differ from a missing key.
 _FREE_FORM = ("kwargs", "vllm_cfg")
 
 
-def resolve_policy_config(config: Mapping[str, Any], *, path: str = "policy") -> dict[str, Any]:
+def resolve_policy_config(config: Mapping[str, object], *, path: str = "policy") -> ResolvedConfig:
     """Return a validated copy of `config` with defaults filled in and unset keys left out.
 
     Sections that are not enabled are checked for unknown keys and types only. An undocumented
@@ -180,52 +181,85 @@ def resolve_policy_config(config: Mapping[str, Any], *, path: str = "policy") ->
     _check_values(resolved, path=path)
     _complete_megatron(resolved["megatron_cfg"])
     if "generation" in given:
-        resolved["generation"] = merge_sections(GENERATION_DEFAULTS, given["generation"])
-        _check_generation(resolved["generation"], path=f"{path}.generation")
+        resolved["generation"] = resolve_generation_config(
+            given["generation"], path=f"{path}.generation"
+        )
     return resolved | third_party
 
 
-def merge_sections(base: Mapping[str, Any], given: Mapping[str, Any]) -> dict[str, Any]:
+def resolve_generation_config(
+    config: Mapping[str, object], *, path: str = "policy.generation"
+) -> ResolvedConfig:
+    """Return a validated copy of a `GenerationConfig` with its defaults, see above.
+
+    Raises:
+        ValueError: An unknown key, a wrong type, a value out of range, or two keys that contradict
+            each other. The message names keys and values.
+    """
+    check_typed_dict(config, GenerationConfig, path=path)
+    generation = merge_sections(GENERATION_DEFAULTS, _without_none(config))
+    for key in ("max_new_tokens", "top_k"):
+        _check_count(generation, key, path=path)
+    if not 0 <= generation["temperature"] < math.inf:
+        raise ValueError(
+            f"{path}.temperature={generation['temperature']} must not be negative or infinite"
+        )
+    if not 0 < generation["top_p"] <= 1:
+        raise ValueError(f"{path}.top_p={generation['top_p']} must lie in (0, 1]")
+    if not all(generation.get("stop_strings", ())):
+        raise ValueError(f"{path}.stop_strings holds an empty text, which would end every row")
+    colocated = generation.get("colocated", {})
+    if generation["backend"] == "hf" and colocated.get("enabled") is False:
+        raise ValueError(
+            f"{path}.colocated.enabled=False contradicts {path}.backend='hf': "
+            "the training workers sample there"
+        )
+    return generation
+
+
+def merge_sections(base: Mapping[str, object], given: Mapping[str, object]) -> ResolvedConfig:
     """Return a deep copy of `base` updated with `given`; nested mappings are merged recursively."""
-    merged = copy.deepcopy(dict(base))
-    for key, entry in given.items():
-        section: Any = entry
-        both = isinstance(entry, Mapping) and isinstance(merged.get(key), Mapping)
-        merged[key] = merge_sections(merged[key], section) if both else copy.deepcopy(section)
+    merged: ResolvedConfig = copy.deepcopy(dict(base))
+    for key, value in given.items():
+        below = merged.get(key)
+        merged[key] = (
+            merge_sections(cast("ResolvedConfig", below), cast("ResolvedConfig", value))
+            if isinstance(below, Mapping) and isinstance(value, Mapping)
+            else copy.deepcopy(given[key])
+        )
     return merged
 
 
-def _third_party_sections(config: Mapping[str, Any]) -> dict[str, Any]:
+def _third_party_sections(config: Mapping[str, object]) -> ResolvedConfig:
     """Return copies of the sections of third-party backends."""
     return {
-        key: copy.deepcopy(value)
+        key: copy.deepcopy(config[key])
         for key, value in config.items()
         if str(key).endswith("_cfg")
         and key not in PolicyConfig.__annotations__
-        and _says_enabled(value)
+        and isinstance(value, Mapping)
+        and isinstance(cast("Mapping[str, object]", value).get("enabled"), bool)
     }
 
 
-def _says_enabled(value: Any) -> bool:
-    if not isinstance(value, Mapping):
-        return False
-    return isinstance(cast("Mapping[str, Any]", value).get("enabled"), bool)
-
-
-def _without_none(value: Any) -> Any:
+def _without_none(section: Mapping[str, object]) -> ResolvedConfig:
     """Return a deep copy without the keys whose value is None; free-form sections keep theirs."""
-    if isinstance(value, list):
-        return [_without_none(entry) for entry in cast("list[Any]", value)]
-    if not isinstance(value, Mapping):
+
+    def copied(value: object) -> object:
+        if isinstance(value, list):
+            return [copied(entry) for entry in cast("list[object]", value)]
+        if isinstance(value, Mapping):
+            return _without_none(cast("ResolvedConfig", value))
         return copy.deepcopy(value)
+
     return {
-        key: copy.deepcopy(entry) if key in _FREE_FORM else _without_none(entry)
-        for key, entry in cast("Mapping[str, Any]", value).items()
-        if entry is not None
+        key: copy.deepcopy(value) if key in _FREE_FORM else copied(value)
+        for key, value in section.items()
+        if value is not None
     }
 
 
-def _complete_megatron(section: dict[str, Any]) -> None:
+def _complete_megatron(section: ResolvedConfig) -> None:
     """Fill in the defaults of the sections of an enabled `megatron_cfg`."""
     if not section["enabled"]:
         return
@@ -235,14 +269,14 @@ def _complete_megatron(section: dict[str, Any]) -> None:
             section[name] = merge_sections(defaults, section[name])
 
 
-def _check_one_backend(given: Mapping[str, Any], *, path: str) -> None:
+def _check_one_backend(given: ResolvedConfig, *, path: str) -> None:
     sections = [key for key in given if key.endswith("_cfg") and given[key].get("enabled")]
     if len(sections) > 1:
         both = " and ".join(f"{path}.{key}.enabled=True" for key in sections)
         raise ValueError(f"{both}: enable one backend")
 
 
-def _reconcile_twins(given: dict[str, Any], *, path: str) -> None:
+def _reconcile_twins(given: ResolvedConfig, *, path: str) -> None:
     """Copy the value of one of two equivalent keys to the other; raise if they differ."""
     for key, section_name, inner in _TWINS:
         section = given.get(section_name, {})
@@ -258,7 +292,7 @@ def _reconcile_twins(given: dict[str, Any], *, path: str) -> None:
             given[key] = section[inner] = value
 
 
-def _reconcile_learning_rates(given: dict[str, Any], *, path: str) -> None:
+def _reconcile_learning_rates(given: ResolvedConfig, *, path: str) -> None:
     """Set each optimizer's missing `lr` to `learning_rate`; raise if they differ."""
     if "learning_rate" not in given:
         return
@@ -273,7 +307,7 @@ def _reconcile_learning_rates(given: dict[str, Any], *, path: str) -> None:
             )
 
 
-def _optimizer_arguments(given: dict[str, Any]) -> Iterator[tuple[str, dict[str, Any]]]:
+def _optimizer_arguments(given: ResolvedConfig) -> Iterator[tuple[str, ResolvedConfig]]:
     if "optimizer" in given:
         yield "optimizer.kwargs", given["optimizer"].setdefault("kwargs", {})
     megatron = given.get("megatron_cfg", {})
@@ -281,7 +315,7 @@ def _optimizer_arguments(given: dict[str, Any]) -> Iterator[tuple[str, dict[str,
         yield "megatron_cfg.optimizer", megatron["optimizer"]
 
 
-def _check_values(config: Mapping[str, Any], *, path: str) -> None:
+def _check_values(config: ResolvedConfig, *, path: str) -> None:
     for key in _COUNTS:
         _check_count(config, key, path=path)
     if not 0 < config["timeout_s"] < math.inf:
@@ -304,7 +338,7 @@ def _check_values(config: Mapping[str, Any], *, path: str) -> None:
         _check_budgets(config[name], path=f"{path}.{name}")
 
 
-def _check_parallel_sizes(section: Mapping[str, Any], *, path: str) -> None:
+def _check_parallel_sizes(section: ResolvedConfig, *, path: str) -> None:
     if not section["enabled"]:
         return
     for key in section:
@@ -312,7 +346,7 @@ def _check_parallel_sizes(section: Mapping[str, Any], *, path: str) -> None:
             _check_count(section, key, path=path)
 
 
-def _check_lora(section: Mapping[str, Any], *, path: str) -> None:
+def _check_lora(section: ResolvedConfig, *, path: str) -> None:
     lora, path = section["lora"], f"{path}.lora"
     if not (section["enabled"] and lora["enabled"]):
         return
@@ -325,7 +359,7 @@ def _check_lora(section: Mapping[str, Any], *, path: str) -> None:
         raise ValueError(f"{path}.target_modules={lora['target_modules']!r} names no layer")
 
 
-def _check_budgets(section: Mapping[str, Any], *, path: str) -> None:
+def _check_budgets(section: ResolvedConfig, *, path: str) -> None:
     if not section["enabled"]:
         return
     for key in ("train_mb_tokens", "logprob_mb_tokens"):
@@ -335,23 +369,6 @@ def _check_budgets(section: Mapping[str, Any], *, path: str) -> None:
         _check_count(section, key, path=path)
 
 
-def _check_generation(generation: Mapping[str, Any], *, path: str) -> None:
-    for key in ("max_new_tokens", "top_k"):
-        _check_count(generation, key, path=path)
-    if not 0 <= generation["temperature"] < math.inf:
-        raise ValueError(
-            f"{path}.temperature={generation['temperature']} must not be negative or infinite"
-        )
-    if not 0 < generation["top_p"] <= 1:
-        raise ValueError(f"{path}.top_p={generation['top_p']} must lie in (0, 1]")
-    colocated = generation.get("colocated", {})
-    if generation["backend"] == "hf" and colocated.get("enabled") is False:
-        raise ValueError(
-            f"{path}.colocated.enabled=False contradicts {path}.backend='hf': "
-            "the training workers sample there"
-        )
-
-
-def _check_count(section: Mapping[str, Any], key: str, *, path: str) -> None:
+def _check_count(section: ResolvedConfig, key: str, *, path: str) -> None:
     if key in section and section[key] < 1:
         raise ValueError(f"{path}.{key}={section[key]} must be at least 1")

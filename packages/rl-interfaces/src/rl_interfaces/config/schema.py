@@ -17,7 +17,7 @@ class _Problem:
     text: str
 
 
-def check_typed_dict(value: Any, typed_dict: type, *, path: str) -> None:
+def check_typed_dict(value: object, typed_dict: type, *, path: str) -> None:
     """Raise `ValueError` unless `value` has only keys of `typed_dict`, with values of its types.
 
     Keys may be missing or None, which both mean "not set". An int stands for a float; nothing else
@@ -33,7 +33,7 @@ def check_typed_dict(value: Any, typed_dict: type, *, path: str) -> None:
         raise ValueError(f"{problem.path} {problem.text}")
 
 
-def as_mapping(value: Any, *, path: str) -> Mapping[str, Any]:
+def as_mapping(value: object, *, path: str) -> Mapping[str, object]:
     """Return `value`.
 
     Raises:
@@ -41,14 +41,14 @@ def as_mapping(value: Any, *, path: str) -> Mapping[str, Any]:
     """
     if not isinstance(value, Mapping):
         raise ValueError(f"{path} must be a mapping, got {_describe(value)}")
-    return cast("Mapping[str, Any]", value)
+    return cast("Mapping[str, object]", value)
 
 
-def _typed_dict_problem(value: Any, typed_dict: type, *, path: str) -> _Problem | None:
+def _typed_dict_problem(value: object, typed_dict: type, *, path: str) -> _Problem | None:
     if not isinstance(value, Mapping):
         return _wrong_type(value, "a mapping", path=path)
     hints = get_type_hints(typed_dict, include_extras=True)
-    for key, entry in cast("Mapping[Any, Any]", value).items():
+    for key, entry in cast("Mapping[str, object]", value).items():
         if key not in hints:
             near = difflib.get_close_matches(str(key), hints, n=1)
             hint = f"did you mean {near[0]!r}?" if near else f"the keys are {sorted(hints)}"
@@ -61,13 +61,13 @@ def _typed_dict_problem(value: Any, typed_dict: type, *, path: str) -> _Problem 
     return None
 
 
-def _type_problem(value: Any, expected: Any, *, path: str) -> _Problem | None:
+def _type_problem(value: object, expected: object, *, path: str) -> _Problem | None:
     origin, arguments = get_origin(expected), get_args(expected)
     if origin in (NotRequired, Required):
         return _type_problem(value, arguments[0], path=path)
     if origin in (Union, types.UnionType):
         return _union_problem(value, arguments, path=path)
-    if is_typeddict(expected):
+    if isinstance(expected, type) and is_typeddict(expected):
         return _typed_dict_problem(value, expected, path=path)
     if origin is list:
         return _list_problem(value, arguments[0], path=path)
@@ -78,23 +78,23 @@ def _type_problem(value: Any, expected: Any, *, path: str) -> _Problem | None:
     return None
 
 
-def _list_problem(value: Any, expected: Any, *, path: str) -> _Problem | None:
+def _list_problem(value: object, expected: object, *, path: str) -> _Problem | None:
     if not isinstance(value, list):
         return _wrong_type(value, "a list", path=path)
-    entries = enumerate(cast("list[Any]", value))
+    entries = enumerate(cast("list[object]", value))
     problems = (_type_problem(entry, expected, path=f"{path}[{i}]") for i, entry in entries)
     return next((problem for problem in problems if problem is not None), None)
 
 
-def _dict_problem(value: Any, expected: Any, *, path: str) -> _Problem | None:
+def _dict_problem(value: object, expected: object, *, path: str) -> _Problem | None:
     if not isinstance(value, Mapping):
         return _wrong_type(value, "a mapping", path=path)
-    entries = cast("Mapping[Any, Any]", value).items()
+    entries = cast("Mapping[str, object]", value).items()
     problems = (_type_problem(entry, expected, path=f"{path}.{key}") for key, entry in entries)
     return next((problem for problem in problems if problem is not None), None)
 
 
-def _union_problem(value: Any, members: tuple[Any, ...], *, path: str) -> _Problem | None:
+def _union_problem(value: object, members: tuple[object, ...], *, path: str) -> _Problem | None:
     problems = [_type_problem(value, member, path=path) for member in members]
     if None in problems:
         return None
@@ -106,23 +106,23 @@ def _union_problem(value: Any, members: tuple[Any, ...], *, path: str) -> _Probl
     return _wrong_type(value, names, path=path)
 
 
-def _is_scalar(value: Any, expected: Any) -> bool:
+def _is_scalar(value: object, expected: object) -> bool:
     if expected is Any:
         return True
     if expected is float:
         return isinstance(value, (int, float)) and not isinstance(value, bool)
     if expected is int:
         return isinstance(value, int) and not isinstance(value, bool)
-    return isinstance(value, expected)
+    return isinstance(expected, type) and isinstance(value, expected)
 
 
-def _type_name(expected: Any) -> str:
+def _type_name(expected: object) -> str:
     return "None" if expected is type(None) else str(getattr(expected, "__name__", expected))
 
 
-def _wrong_type(value: Any, expected: str, *, path: str) -> _Problem:
+def _wrong_type(value: object, expected: str, *, path: str) -> _Problem:
     return _Problem(path, f"must be {expected}, got {_describe(value)}")
 
 
-def _describe(value: Any) -> str:
+def _describe(value: object) -> str:
     return "None" if value is None else f"{type(value).__name__} {value!r}"

@@ -1,38 +1,43 @@
-"""The configuration of a policy, as the plain dicts that a YAML file gives.
+"""The configuration of a policy: TypedDicts of the plain dicts that are read from YAML.
 
-Every key may be left out or be None, which both mean "not set": the defaults stand in
-`rl_interfaces.config.resolve`, which also refuses what is misspelt or mistyped.
+Every key may be missing or None, which both mean "not set". `rl_interfaces.config.resolve` has the
+defaults and rejects unknown keys and wrong types.
 """
 
 from __future__ import annotations
 
-from typing import Any, NotRequired
+from typing import Any, NotRequired, TypeAlias
 
 from typing_extensions import TypedDict
 
 from rl_interfaces.generation import GenerationConfig
 
+ResolvedConfig: TypeAlias = "dict[str, Any]"
+"""A `PolicyConfig` after `resolve_policy_config`, or a section of it: keys and types are checked,
+defaults filled in and unset keys left out. Sections of third-party backends have keys of their own,
+so that this is no TypedDict."""
+
 SchedulerMilestones = dict[str, list[int]]
-"""`{"milestones": [n, ...]}`: the `train` calls at which a list's next scheduler takes over."""
+"""`{"milestones": [n, ...]}`: the `train` calls at which the next scheduler of the list starts."""
 
 
 class LoraConfig(TypedDict):
-    """Low-rank adapters, trained in place of the model's weights; the keys are peft's."""
+    """Low-rank adapters, trained instead of the model's weights; the keys are peft's."""
 
     enabled: bool
-    """Train adapters, and leave the weights as they are."""
+    """Train adapters and freeze the model's weights."""
     r: NotRequired[int]
     """Rank of each adapter."""
     lora_alpha: NotRequired[float]
     """An adapter's product is scaled by `lora_alpha / r`."""
     lora_dropout: NotRequired[float]
-    """Share of an adapter's inputs that is dropped in training, and in training alone."""
+    """Dropout probability of an adapter's inputs, in train mode only."""
     target_modules: NotRequired[str | list[str]]
-    """Linear layers by the ends of their names, a pattern of whole names, or `all-linear`: each but
-    the output layer."""
+    """Linear layers: a list of name suffixes, a regular expression of full names, or `all-linear`:
+    all but the output layer."""
     adapter_path: NotRequired[str]
-    """A directory in peft's format to start from, whose numbers are those given here. The reference
-    stays the model without adapters."""
+    """A directory in peft's format with initial adapters; their `r` and `lora_alpha` must match.
+    The reference is the model without adapters."""
 
 
 class DTensorConfig(TypedDict):
@@ -41,47 +46,47 @@ class DTensorConfig(TypedDict):
     enabled: bool
     """Use this backend."""
     cpu_offload: bool
-    """FSDP keeps parameters, gradients and optimizer state on the CPU between uses."""
+    """Offload parameters, gradients and optimizer state to the CPU between uses (FSDP2)."""
     sequence_parallel: bool
     """Shard activations along the sequence between tensor-parallel regions."""
     activation_checkpointing: bool
     """Recompute each layer's activations in the backward pass."""
     tensor_parallel_size: int
-    """Ranks that share each layer's matrices."""
+    """Ranks over which each layer's matrices are sharded."""
     context_parallel_size: int
-    """Ranks that share each sequence."""
+    """Ranks over which each sequence is sharded."""
     custom_parallel_plan: str | None
     """Dotted path to a tensor-parallel plan: a dict, or a function that returns one."""
     async_checkpoint: NotRequired[bool]
-    """Copy a checkpoint to the CPU and write it while training goes on."""
+    """Copy a checkpoint to the CPU and write it in the background."""
     data_parallel_replicate_size: NotRequired[int]
-    """Whole copies of the sharded model: hybrid sharding where it is more than 1."""
+    """Replicas of the sharded model; more than 1 is hybrid sharding (HSDP)."""
     lora: NotRequired[LoraConfig]
     """Train low-rank adapters."""
 
 
 class SequencePackingConfig(TypedDict):
-    """Micro-batches of concatenated sequences, without padding."""
+    """Micro-batches of packed sequences, without padding."""
 
     enabled: bool
-    """Pack."""
+    """Use sequence packing."""
     train_mb_tokens: int
-    """Most tokens per micro-batch in `train`."""
+    """Maximum tokens per micro-batch in `train`."""
     logprob_mb_tokens: int
-    """Most tokens per micro-batch in log-probabilities."""
+    """Maximum tokens per micro-batch in log-probabilities."""
     algorithm: str
-    """Name of the packer."""
+    """The packing algorithm, see `rl_batched_data.packing`."""
 
 
 class DynamicBatchingConfig(TypedDict):
-    """Micro-batches of as many padded rows as a token budget holds."""
+    """Micro-batches of padded rows, up to a token budget."""
 
     enabled: bool
-    """Batch dynamically."""
+    """Use dynamic batching."""
     train_mb_tokens: int
-    """Most tokens, padding included, per micro-batch in `train`."""
+    """Maximum tokens per micro-batch in `train`, including padding."""
     logprob_mb_tokens: int
-    """Most tokens, padding included, per micro-batch in log-probabilities."""
+    """Maximum tokens per micro-batch in log-probabilities, including padding."""
     sequence_length_round: int
     """Micro-batch widths are multiples of this many tokens."""
 
@@ -104,9 +109,9 @@ class MegatronOptimizerConfig(TypedDict):
     params_dtype: str
     """Dtype of the parameters."""
     adam_beta1: float
-    """Adam's first decay."""
+    """Adam's beta1."""
     adam_beta2: float
-    """Adam's second decay."""
+    """Adam's beta2."""
     adam_eps: float
     """Adam's epsilon."""
     sgd_momentum: float
@@ -114,9 +119,9 @@ class MegatronOptimizerConfig(TypedDict):
     use_distributed_optimizer: bool
     """Shard the optimizer state over data-parallel ranks."""
     use_precision_aware_optimizer: bool
-    """Keep optimizer state in lower precision; `rl-megatron-worker` refuses it."""
+    """Keep optimizer state in lower precision; not supported by `rl-megatron-worker`."""
     clip_grad: float
-    """Largest gradient norm."""
+    """Maximum gradient norm."""
 
 
 class MegatronSchedulerConfig(TypedDict):
@@ -131,9 +136,9 @@ class MegatronSchedulerConfig(TypedDict):
     lr_decay_style: str
     """`constant`, `linear`, `cosine` or `inverse-square-root`."""
     lr_decay_iters: int | None
-    """`train` calls over which the rate decays."""
+    """Number of `train` calls of the decay."""
     lr_warmup_iters: int
-    """`train` calls over which the rate rises."""
+    """Number of `train` calls of the warmup."""
     lr_warmup_init: float
     """Learning rate at the first step."""
 
@@ -152,7 +157,7 @@ class MegatronDDPConfig(TypedDict):
     use_custom_fsdp: bool
     """Use Megatron's own fully sharded data parallelism."""
     data_parallel_sharding_strategy: str
-    """What that shards; read with `use_custom_fsdp` alone."""
+    """Megatron-FSDP's sharding strategy; read only with `use_custom_fsdp`."""
 
 
 class MegatronConfig(TypedDict):
@@ -161,43 +166,43 @@ class MegatronConfig(TypedDict):
     enabled: bool
     """Use this backend."""
     empty_unused_memory_level: int
-    """0: never; 1: return cached memory after each pass; 2: after each step too."""
+    """When to empty the CUDA cache. 0: never; 1: after each pass; 2: also after each step."""
     activation_checkpointing: bool
     """Recompute each layer's activations in the backward pass."""
     converter_type: str
-    """Entry of the converter registry; `auto` takes the model's own."""
+    """Name in the converter registry; `auto`: by the model's architecture."""
     tensor_model_parallel_size: int
-    """Ranks that share each layer's matrices."""
+    """Ranks over which each layer's matrices are sharded."""
     pipeline_model_parallel_size: int
-    """Ranks that share the stack of layers."""
+    """Pipeline stages."""
     num_layers_in_first_pipeline_stage: int | None
-    """Layers of the first stage, where stages differ."""
+    """Layers of the first stage, if the stages are uneven."""
     num_layers_in_last_pipeline_stage: int | None
-    """Layers of the last stage, where stages differ."""
+    """Layers of the last stage, if the stages are uneven."""
     context_parallel_size: int
-    """Ranks that share each sequence."""
+    """Ranks over which each sequence is sharded."""
     pipeline_dtype: str
-    """Dtype of what stages send each other."""
+    """Dtype of the activations that stages exchange."""
     sequence_parallel: bool
     """Shard activations along the sequence between tensor-parallel regions."""
     virtual_pipeline_model_parallel_size: NotRequired[int | None]
-    """Stages on each rank of the pipeline, which take turns (interleaved 1F1B)."""
+    """Virtual stages per rank (interleaved 1F1B schedule)."""
     expert_model_parallel_size: NotRequired[int]
-    """Ranks that share the experts of a layer."""
+    """Ranks over which the experts of a layer are distributed."""
     expert_tensor_parallel_size: NotRequired[int | None]
-    """Ranks that share each expert's matrices; as many as the other matrices' where not set."""
+    """Ranks that shard each expert's matrices; default: `tensor_model_parallel_size`."""
     recompute_granularity: NotRequired[str]
-    """`full` layers or `selective`, attention alone; read with `activation_checkpointing`."""
+    """`full` layers, or `selective`: attention only. Read only with `activation_checkpointing`."""
     recompute_method: NotRequired[str]
-    """Of `full`: `uniform` or `block`."""
+    """With `full`: `uniform` or `block`."""
     recompute_num_layers: NotRequired[int]
-    """Of `full`: layers of a unit (`uniform`), or layers that are recomputed (`block`)."""
+    """With `full`: layers per checkpoint (`uniform`), or number of recomputed layers (`block`)."""
     moe_router_load_balancing_type: NotRequired[str]
-    """How tokens are balanced over experts: `none` or `aux_loss`."""
+    """Load balancing of experts: `none` or `aux_loss`."""
     moe_aux_loss_coeff: NotRequired[float]
-    """Weight of `aux_loss`; 0 adds none."""
+    """Coefficient of `aux_loss`."""
     moe_token_dispatcher_type: NotRequired[str]
-    """How tokens travel to experts: `alltoall` or `allgather`."""
+    """Token dispatch to experts: `alltoall` or `allgather`."""
     optimizer: NotRequired[MegatronOptimizerConfig]
     """The optimizer."""
     scheduler: NotRequired[MegatronSchedulerConfig]
@@ -210,9 +215,9 @@ class TokenizerConfig(TypedDict):
     """The tokenizer."""
 
     name: str
-    """Name or directory; the model's own when absent."""
+    """Hugging Face name or directory; default: the model's."""
     chat_template: NotRequired[str | None]
-    """A Jinja template that replaces the tokenizer's own."""
+    """A Jinja template that overrides the tokenizer's."""
 
 
 class PytorchOptimizerConfig(TypedDict):
@@ -220,7 +225,7 @@ class PytorchOptimizerConfig(TypedDict):
 
     name: str
     """For example `torch.optim.AdamW`."""
-    kwargs: dict[str, Any]
+    kwargs: dict[str, object]
     """Its keyword arguments."""
 
 
@@ -229,18 +234,17 @@ class SinglePytorchSchedulerConfig(TypedDict):
 
     name: str
     """For example `torch.optim.lr_scheduler.LinearLR`."""
-    kwargs: dict[str, Any]
+    kwargs: dict[str, object]
     """Its keyword arguments."""
 
 
 class PolicyConfig(TypedDict):
-    """A policy. Only `model_name`, and `optimizer` where it trains, have to be given."""
+    """A policy. Only `model_name` is required, and `optimizer` to train."""
 
     model_name: str
     """Hugging Face name or directory of the model."""
     head: NotRequired[str]
-    """`language_model`, or what gives scores instead of tokens: `reward`, one per row, or `value`,
-    one per token."""
+    """`language_model`, or a scalar head: `reward`, a score per row, or `value`, one per token."""
     tokenizer: TokenizerConfig
     """The tokenizer."""
     train_global_batch_size: int
@@ -248,11 +252,11 @@ class PolicyConfig(TypedDict):
     train_micro_batch_size: int
     """Samples per forward per rank in `train`."""
     learning_rate: float
-    """The optimizer's rate where its kwargs give none."""
+    """The learning rate, if the optimizer's kwargs have no `lr`."""
     logprob_batch_size: int
     """Samples per forward per rank in log-probabilities."""
     generation: GenerationConfig | None
-    """How completions are sampled. None: the policy does not generate."""
+    """Sampling of completions. None: the policy does not generate."""
     generation_batch_size: NotRequired[int]
     """Rows per forward per rank in `generate`."""
     precision: str
@@ -266,11 +270,11 @@ class PolicyConfig(TypedDict):
     sequence_packing: SequencePackingConfig
     """Micro-batches without padding."""
     make_sequence_length_divisible_by: int
-    """Widths are padded inside to a multiple of this many tokens."""
+    """Sequences are padded to a multiple of this many tokens in the forward pass."""
     max_total_sequence_length: int
-    """Most tokens per sequence, prompt and completion."""
+    """Maximum tokens per sequence, prompt and completion."""
     max_grad_norm: float | int | None
-    """Gradients are scaled down to this norm. None: they are not."""
+    """Maximum 2-norm of the gradients, enforced by scaling. None: no clipping."""
     fsdp_offload_enabled: bool
     """The same as `dtensor_cfg.cpu_offload`, for every FSDP backend."""
     activation_checkpointing_enabled: bool
@@ -282,12 +286,12 @@ class PolicyConfig(TypedDict):
         | SinglePytorchSchedulerConfig
         | SchedulerMilestones
     ]
-    """One scheduler, or a list of them with one `{"milestones": [...]}`. Absent: constant rate."""
+    """One scheduler, or several and one `{"milestones": [...]}`. Default: a constant rate."""
     seed: NotRequired[int]
-    """Of sampling and of whatever else is random in a worker."""
+    """Seed of sampling, dropout and adapter initialisation."""
     trust_remote_code: NotRequired[bool]
-    """Let a checkpoint's own Python code run. Only for checkpoints whose code you have read."""
+    """Run Python code from the checkpoint. Only for checkpoints that you trust."""
     timeout_s: NotRequired[float]
-    """Seconds after which a wait of one rank for another fails."""
+    """Limit of each wait of a rank for another, in seconds."""
     profile_dir: NotRequired[str]
-    """Directory of the traces that `start_gpu_profiling` leaves on a CPU."""
+    """Directory of the traces of `start_gpu_profiling` on the CPU."""

@@ -7,7 +7,7 @@ they need is the extra `testing`.
 from __future__ import annotations
 
 from importlib import import_module
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from rl_interfaces.testing.report import (
@@ -67,7 +67,7 @@ __all__ = [
 ]
 
 
-def __getattr__(name: str) -> Any:
+def __getattr__(name: str) -> object:
     for module, names in _HOMES.items():
         if name in names:
             return getattr(import_module(f"{__name__}.{module}"), name)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from typing import Any
 
 import torch
 
@@ -63,7 +62,7 @@ def expect_unlike(left: torch.Tensor, right: torch.Tensor, what: str) -> None:
 
 
 def expect_error(
-    call: Callable[[], Any], kind: type[Exception], *, words: tuple[str, ...], what: str
+    call: Callable[[], object], kind: type[Exception], *, words: tuple[str, ...], what: str
 ) -> None:
     """Raise unless `call` raises `kind` with a message that contains each of `words`."""
     try:

@@ -6,7 +6,7 @@ It does not import torch: pytest loads it in every session, the kit only when it
 from __future__ import annotations
 
 from collections import defaultdict
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import pytest
 
@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 
 @pytest.fixture(scope="session")
-def run_ranks() -> Callable[..., list[Any]]:
+def run_ranks() -> Callable[..., list[object]]:
     """Call a function on every rank of a job; the default is one rank, in this process."""
     return lambda function, **arguments: [function(**arguments)]
 
@@ -35,7 +35,7 @@ def worker_reports(
 
     items = [item for item in request.session.items if isinstance(item, pytest.Function)]
     mine = [item for item in items if item.cls is request.cls]
-    # A suite may have tests of its own beside those of the rules.
+    # A suite may have further tests in addition to those of the rules.
     parameters = (item.callspec.params for item in mine if hasattr(item, "callspec"))
     rules = {str(each["rule"]) for each in parameters if "rule" in each}
     directory = str(tmp_path_factory.mktemp("conformance"))
@@ -62,7 +62,7 @@ def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
                 terminalreporter.write_line(f"  {outcome}: {line}")
 
 
-def _line(rule: str, shown: Any, outcome: str) -> str:
+def _line(rule: str, shown: object, outcome: str) -> str:
     """Return a rule's name, with the reason where it was skipped."""
     reason = shown[2] if outcome == "skipped" and isinstance(shown, tuple) else ""
     return f"{rule} ({reason.removeprefix('Skipped: ')})" if reason else rule

@@ -5,12 +5,14 @@ from __future__ import annotations
 import traceback
 from dataclasses import dataclass
 from enum import Enum
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 from unittest import SkipTest
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Sequence
     from types import ModuleType
+
+    from rl_interfaces.testing.worker.bench import WorkerBench
 
 
 class NotApplicable(Exception):
@@ -25,7 +27,7 @@ class ConformanceError(AssertionError):
 class Rule:
     """One requirement on a backend."""
 
-    check: Callable[[Any], None]
+    check: Callable[[WorkerBench], None]
     """Raises if the rule is broken, or `NotApplicable`."""
     needs: type | None = None
     """The optional capability it applies to, a protocol of `rl_interfaces`."""
@@ -41,7 +43,7 @@ class Rule:
         return (self.check.__doc__ or "").partition("\n")[0]
 
 
-def rule(*, needs: type | None = None) -> Callable[[Callable[[Any], None]], Rule]:
+def rule(*, needs: type | None = None) -> Callable[[Callable[[WorkerBench], None]], Rule]:
     """Return a decorator that makes a `Rule` of a function."""
     return lambda check: Rule(check=check, needs=needs)
 
@@ -94,17 +96,12 @@ class Report:
         return [each.rule for each in self.outcomes if each.status is Status.BROKEN]
 
 
-def run_rule(rule: Rule, subject: Any) -> Outcome:
-    """Call `rule` with `subject` and return the outcome.
-
-    Args:
-        rule: If it has `needs`, it applies to an optional capability.
-        subject: Has a method `require`, which raises `NotApplicable`, if the rule has `needs`.
-    """
+def run_rule(rule: Rule, bench: WorkerBench) -> Outcome:
+    """Call `rule` and return its outcome."""
     try:
         if rule.needs is not None:
-            subject.require(rule.needs)
-        rule.check(subject)
+            bench.require(rule.needs)
+        rule.check(bench)
     except NotApplicable as lack:
         return Outcome(rule=rule.name, status=Status.NOT_APPLICABLE, text=str(lack))
     except Exception as error:

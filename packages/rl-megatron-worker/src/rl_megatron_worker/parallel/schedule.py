@@ -307,8 +307,7 @@ def _with_plain_metrics(scored: Scored) -> Scored:
     """
     metrics: Metrics = {}
     for name, value in scored.metrics.items():
-        # Scalars of numpy, and tensors, have `item`.
-        metrics[name] = value.item() if hasattr(value, "item") else value
+        metrics[name] = value
         try:
             json.dumps(metrics[name])
         except TypeError as error:

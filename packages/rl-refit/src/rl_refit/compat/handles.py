@@ -109,6 +109,7 @@ class HandleOwner(Closing):
             offsets[name] = end
             # A mapping's offset must be a multiple of the page size.
             end += -(-tensor.nbytes // mmap.ALLOCATIONGRANULARITY) * mmap.ALLOCATIONGRANULARITY
+        # One file for all of the call's tensors: descriptors are scarcer than memory.
         descriptor, memory = create_memory(end)
         self._descriptors.append(descriptor)
         status = os.fstat(descriptor)

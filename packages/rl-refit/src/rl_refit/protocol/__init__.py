@@ -104,6 +104,7 @@ class WeightVersion:
                 f"version {version} is not newer than the committed {self.committed}",
                 rank=self._rank,
             )
+        # From every state, also from poisoned: only a complete refit heals, and this starts one.
         self.begun = version
         self.state = State.IN_PROGRESS
 

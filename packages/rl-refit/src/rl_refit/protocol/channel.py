@@ -73,13 +73,13 @@ class Begin(Message, frozen=True):
 
 
 class Ready(Message, frozen=True):
-    """The receiver takes part."""
+    """The receiver is ready for the refit."""
 
     version: int
 
 
 class Start(Message, frozen=True):
-    """All receivers take part."""
+    """All receivers are ready; buckets follow."""
 
     version: int
 
@@ -228,6 +228,7 @@ class Channel:
     ) -> None:
         sock.setblocking(True)
         if sock.family != socket.AF_UNIX:
+            # Messages are small and most of them are waited for: do not delay them to batch them.
             sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         self._socket = sock
         self._input = select.poll()
@@ -264,6 +265,7 @@ class Channel:
                 "are sent"
             )
         mac = _seal(self._send_key, self._num_sent, payload)
+        # Even if sending fails: a frame that was sent in part must not be repeated.
         self._num_sent += 1
         try:
             self._socket.settimeout(deadline.remaining("room for a message"))
@@ -345,6 +347,7 @@ class Channel:
             rank: The receiver's rank, see `failure_of`.
         """
         if error is not None:
+            # Best effort: the other side may be gone, which is often what `error` says.
             with suppress(ChannelClosed, RefitError):
                 self.send(failure_of(error, rank=rank), Deadline(_GOODBYE_S))
         self._socket.close()

@@ -137,6 +137,7 @@ def connect(sock: socket.socket, *, token: bytes, rank: int, deadline: Deadline)
     if hello[: len(MAGIC)] != MAGIC:
         raise AuthenticationError(f"the endpoint does not speak {MAGIC.decode()}")
     own = secrets.token_bytes(NONCE_BYTES)
+    # Both nonces and the rank: a proof is of no use in another connection or for another rank.
     transcript = hello[len(MAGIC) :] + own + struct.pack("!I", rank)
     sock.sendall(_REPLY.pack(own, rank, _prove(token, b"client", transcript)))
     answer = _read_exactly(sock, _MAC_BYTES, deadline)
@@ -184,6 +185,7 @@ def accept(
     """
     channels: dict[int, Channel] = dict(present or {})
     guests: list[_Guest] = []
+    # A connection may be reset between `select` and `accept`, which must not block then.
     listener.setblocking(False)
     try:
         with selectors.DefaultSelector() as selector:
@@ -249,6 +251,7 @@ def _read_reply(
         guest.socket.close()
         return
     rank, channel = admitted
+    # The latest wins: a restarted receiver connects before the old one's socket is found dead.
     if rank in channels:
         channels[rank].close()
     channels[rank] = channel
@@ -285,6 +288,7 @@ def _listen_tcp(listener: socket.socket, host: str) -> None:
 
 
 def _is_own_user(sock: socket.socket) -> bool:
+    # A second barrier behind the modes of socket and directory; over TCP there is only the token.
     if sock.family != socket.AF_UNIX:
         return True
     credentials = sock.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, struct.calcsize("3i"))

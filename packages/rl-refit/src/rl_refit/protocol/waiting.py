@@ -131,6 +131,7 @@ def run_bounded(
         RefitTimeoutError: `call` did not return within the limit.
     """
     future: Future[Result] = Future()
+    # A daemon, so that a call that never returns does not keep the process alive.
     threading.Thread(target=_run, args=(call, future, discard), daemon=True).start()
     try:
         while not future.done():

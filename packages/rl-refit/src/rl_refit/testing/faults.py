@@ -1,7 +1,7 @@
-"""Rules of a transport: no fault on the way may commit a version, hang, or leave anything behind.
+"""Rules of a transport: no fault in transit may commit a version, hang, or leak a resource.
 
-Every rule is checked with random tensors, buckets and receivers; in every case the refit after the
-fault must heal all of them.
+Every rule is checked with random tensors, buckets and numbers of receivers. In every case the refit
+after the fault must heal all receivers.
 """
 
 from __future__ import annotations
@@ -29,11 +29,11 @@ from rl_refit.testing.rules import warm_up
 
 LIMIT_S = 30.0
 LOST_S = 2.0
-"""With one buffer, each side waits for the other if an announcement is lost."""
+"""With one buffer both sides wait until the limit if an announcement is lost: so a short one."""
 
 
 class Drill:
-    """One sender, a few receivers, and a fault in the second refit."""
+    """A sender and one to three receivers, with a fault in the second refit."""
 
     def __init__(self, pair: RefitPair, rng: random.Random) -> None:
         self.rng = rng
@@ -89,7 +89,7 @@ def random_tensors(rng: random.Random) -> Tensors:
 
 
 class _AtOneBucket(Fault):
-    """A fault at the drill's bucket alone."""
+    """A fault in the drill's bucket alone."""
 
     def __init__(self, drill: Drill) -> None:
         self.drill = drill
@@ -102,7 +102,7 @@ class _AtOneBucket(Fault):
             self.damage(data, self.drill.rng)
 
     def replace(self, due: Announcement) -> Iterable[Announcement]:
-        """Return what is announced in place of the bucket."""
+        """Return the announcements in place of the bucket's own."""
         return [due]
 
     def damage(self, data: torch.Tensor, rng: random.Random) -> None:
@@ -121,7 +121,7 @@ class _Duplicated(_AtOneBucket):
 
 class _Reordered(_AtOneBucket):
     def replace(self, due: Announcement) -> Iterable[Announcement]:
-        # The next one in its place, and then itself.
+        # The following bucket in its place, then the bucket itself.
         buckets = self.drill.plan.buckets
         following = buckets[(due.bucket + 1) % len(buckets)]
         return [Announcement(following.index, following.nbytes, due.digest), due]
@@ -132,9 +132,9 @@ class _AnnouncedTooShort(_AtOneBucket):
         return [replace(due, nbytes=self.drill.rng.randrange(0, due.nbytes, ALIGNMENT))]
 
 
-class _CutOff(_AtOneBucket):
+class _Truncated(_AtOneBucket):
     def damage(self, data: torch.Tensor, rng: random.Random) -> None:
-        # What did not arrive is zero; the last byte that was not zero is certainly lost.
+        # The missing bytes are zero. Truncating at the last non-zero byte ensures a difference.
         last = int(data.nonzero()[-1])
         data[rng.randint(0, last) :] = 0
 
@@ -150,7 +150,7 @@ class _Swapped(_AtOneBucket):
         spec = self.drill.plan.specs[piece.tensor]
         width = spec.shape[1] * spec.dtype.itemsize
         rows = data[piece.offset : piece.offset + piece.size // width * width].view(-1, width)
-        if len(rows) < 2:  # a piece of a split tensor with less than two rows: halves of it
+        if len(rows) < 2:  # a piece of a split tensor, shorter than two rows: swap its halves
             rows = data[piece.offset : piece.offset + piece.size // 2 * 2].view(2, -1)
         first, second = rng.sample(range(len(rows)), 2)
         assert not torch.equal(rows[first], rows[second])
@@ -190,7 +190,7 @@ def _drill(pair: RefitPair, num_cases: int, name: str, run: Callable[[Drill], No
 
 
 def _finds(pair: RefitPair, num_cases: int, kind: type[_AtOneBucket]) -> None:
-    """Fail unless a fault at one bucket is found, and blamed on a bucket or on a missing one."""
+    """Fail unless a fault in one bucket is detected, by an error that names a bucket or the end."""
 
     def run(drill: Drill) -> None:
         waits = kind is _Dropped and drill.num_buffers == 1
@@ -201,56 +201,56 @@ def _finds(pair: RefitPair, num_cases: int, kind: type[_AtOneBucket]) -> None:
     _drill(pair, num_cases, kind.__name__, run)
 
 
-def a_dropped_bucket_is_found(pair: RefitPair, num_cases: int) -> None:
+def a_dropped_bucket_is_detected(pair: RefitPair, num_cases: int) -> None:
     """A bucket that is never announced."""
     _finds(pair, num_cases, _Dropped)
 
 
-def a_duplicated_bucket_is_found(pair: RefitPair, num_cases: int) -> None:
+def a_duplicated_bucket_is_detected(pair: RefitPair, num_cases: int) -> None:
     """A bucket that is announced twice."""
     _finds(pair, num_cases, _Duplicated)
 
 
-def a_reordered_bucket_is_found(pair: RefitPair, num_cases: int) -> None:
-    """A bucket that is announced after the next one."""
+def a_reordered_bucket_is_detected(pair: RefitPair, num_cases: int) -> None:
+    """A bucket that is announced after its successor."""
     _finds(pair, num_cases, _Reordered)
 
 
-def a_bucket_announced_too_short_is_found(pair: RefitPair, num_cases: int) -> None:
-    """A bucket with fewer bytes than the plan gives it."""
+def a_bucket_announced_too_short_is_detected(pair: RefitPair, num_cases: int) -> None:
+    """A bucket announced with fewer bytes than in the plan."""
     _finds(pair, num_cases, _AnnouncedTooShort)
 
 
-def a_bucket_cut_off_in_memory_is_found(pair: RefitPair, num_cases: int) -> None:
-    """A bucket whose end has not arrived."""
-    _finds(pair, num_cases, _CutOff)
+def a_truncated_bucket_is_detected(pair: RefitPair, num_cases: int) -> None:
+    """A bucket whose last bytes did not arrive."""
+    _finds(pair, num_cases, _Truncated)
 
 
-def a_flipped_bit_is_found(pair: RefitPair, num_cases: int) -> None:
+def a_flipped_bit_is_detected(pair: RefitPair, num_cases: int) -> None:
     """One bit anywhere in a bucket."""
     _finds(pair, num_cases, _Flipped)
 
 
-def swapped_rows_are_found(pair: RefitPair, num_cases: int) -> None:
-    """Two rows of one matrix, which leave every sum of its bytes as it was."""
+def swapped_rows_are_detected(pair: RefitPair, num_cases: int) -> None:
+    """Two swapped rows of one matrix, which change no sum of its bytes."""
     _finds(pair, num_cases, _Swapped)
 
 
-def a_plan_that_was_changed_on_the_way_is_found(pair: RefitPair, num_cases: int) -> None:
-    """A name, a dtype, a shape or the size of the buckets, at the first refit."""
+def a_plan_modified_in_transit_is_detected(pair: RefitPair, num_cases: int) -> None:
+    """A changed name, dtype, shape or bucket size, in the first refit."""
 
     def run(drill: Drill) -> None:
         _, *received = drill.fail(_OtherPlan(drill))
         mismatch = errors.PlanMismatchError
-        assert any(isinstance(error, mismatch) for error in received), f"it is named: {received}"
+        assert any(isinstance(error, mismatch) for error in received), f"not one of {received}"
         assert all(engine.receiver.version is None for engine in drill.world.engines)
         drill.world.good_refit(2)
 
     _drill(pair, num_cases, "plan", run)
 
 
-def another_plan_than_was_agreed_upon_is_found(pair: RefitPair, num_cases: int) -> None:
-    """Over a connection on which a refit went well."""
+def another_plan_hash_is_detected(pair: RefitPair, num_cases: int) -> None:
+    """Another hash at `Begin`, on a connection with a successful refit."""
 
     def run(drill: Drill) -> None:
         sent, *_ = drill.run(_OtherHash())

@@ -1,4 +1,4 @@
-"""Rules of a transport: a process that is killed during a refit takes no other along."""
+"""Rules of a transport: if a process is killed during a refit, all others survive and recover."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ NUM_RECEIVERS = 2
 
 
 class SlowSource:
-    """Tensors with a pause before each, so that a kill comes during the refit."""
+    """Tensors with a pause before each, so that a kill hits the refit."""
 
     def __init__(self, pause_s: float = 0.003) -> None:
         self.tensors = some_tensors()
@@ -49,7 +49,7 @@ class Actor:
     """A process that runs `main(pipe, *arguments)` and executes commands."""
 
     def __init__(self, main: Callable[..., None], *arguments: object) -> None:
-        # Forked from a server that has imported torch, a process starts in milliseconds.
+        # A process that is forked from a server with torch imported starts in milliseconds.
         context = multiprocessing.get_context("forkserver")
         self.pipe, other = context.Pipe()
         self.process = context.Process(target=main, args=(other, *arguments), daemon=True)
@@ -89,7 +89,7 @@ class Actor:
 
 
 def run_sender(pipe: Connection, pair: RefitPair, directory: str) -> None:
-    """Send and commit on command; answer each with its outcome."""
+    """Send and commit on command; reply to each command with its outcome."""
     _settle(directory)
     sender = pair.open_sender(
         SlowSource(), num_receivers=NUM_RECEIVERS, timeout_s=LIMIT_S, bucket_bytes=8 << 10
@@ -102,7 +102,7 @@ def run_sender(pipe: Connection, pair: RefitPair, directory: str) -> None:
 
 
 def run_receiver(pipe: Connection, pair: RefitPair, directory: str, rank: int) -> None:
-    """Attach to a sender, refit and report on command; answer each with its outcome."""
+    """Attach to a sender, refit and report on command; reply to each command with its outcome."""
     _settle(directory)
     engine: Engine | None = None
     while (command := pipe.recv())[0] != "end":
@@ -135,7 +135,7 @@ def _require_ready(engine: Engine, version: int) -> None:
 
 
 def _outcome(call: Callable[[], object]) -> object:
-    """Return "done", or the error of a refit; any other ends the process."""
+    """Return "done" or the error of a refit; any other error ends the process."""
     try:
         call()
     except RefitError as error:
@@ -144,7 +144,7 @@ def _outcome(call: Callable[[], object]) -> object:
 
 
 class Cluster:
-    """One sender and its receivers, each a process; a killed one is started again."""
+    """A sender and its receivers, one process each; a killed process is restarted."""
 
     def __init__(self, pair: RefitPair, directory: Path) -> None:
         self.pair = pair
@@ -162,7 +162,7 @@ class Cluster:
             receiver.run("attach", self.address)
 
     def start_refit(self) -> None:
-        """Let all processes begin the next version, without waiting for them."""
+        """Start the refit to the next version in all processes, without waiting for it."""
         self.version += 1
         self.sender.send("send", self.version)
         for receiver in self.receivers:
@@ -215,13 +215,13 @@ class Cluster:
         """Fail if a survivor hangs, dies or commits; return whether the refit failed for one."""
         answers = [survivor.result() for survivor in survivors]
         for answer in answers:
-            # If the kill came late, some were done before it.
+            # If the kill came late, some survivors had finished before it.
             known = answer == "done" or isinstance(answer, RefitError)
             assert known, f"a survivor ended with {answer!r}"
         for receiver in receivers:
             receiver.send("version")
             version = receiver.result()
-            assert version != self.version, f"version {version} counts, and nobody committed it"
+            assert version != self.version, f"version {version} is committed without a commit"
         return answers != ["done"] * len(answers)
 
     def _receiver(self, rank: int) -> Actor:
@@ -231,7 +231,7 @@ class Cluster:
 def _drill(
     pair: RefitPair, num_cases: int, victim: str, kill: Callable[[Cluster, random.Random], bool]
 ) -> None:
-    # Before temporary files are redirected: the server keeps a directory of its own among them.
+    # Before temporary files are redirected, as the fork server keeps a directory of its own there.
     preload = ["torch", type(pair).__module__, __name__]
     multiprocessing.get_context("forkserver").set_forkserver_preload(preload)
     forkserver.ensure_running()
@@ -244,7 +244,7 @@ def _drill(
             for case in range(num_cases):
                 failed += kill(cluster, random.Random(f"{victim} {case}"))
                 left = sorted(path.name for path in directory.iterdir())
-                assert len(left) <= alive, f"the {victim} that was killed left something: {left}"
+                assert len(left) <= alive, f"the killed {victim} left files: {left}"
                 cluster.good_refit()
             cluster.close()
         except BaseException:
@@ -253,14 +253,14 @@ def _drill(
         left = sorted(path.name for path in directory.iterdir())
         left += sorted(str(path) for path in cluster.segments if path.exists())
         assert not left, f"left behind: {left}"
-    assert failed >= max(1, num_cases // 5), f"only {failed} of {num_cases} kills came in time"
+    assert failed >= max(1, num_cases // 5), f"only {failed} of {num_cases} kills hit a refit"
 
 
-def a_killed_sender_takes_nobody_along(pair: RefitPair, num_cases: int) -> None:
-    """At a random moment of a refit; a full resend by another one heals."""
+def receivers_survive_a_killed_sender(pair: RefitPair, num_cases: int) -> None:
+    """Killed at a random moment of a refit; a complete refit from a new sender heals."""
     _drill(pair, num_cases, "sender", Cluster.kill_sender)
 
 
-def a_killed_receiver_takes_nobody_along(pair: RefitPair, num_cases: int) -> None:
-    """At a random moment of a refit; a full resend to a new one and the others heals."""
+def others_survive_a_killed_receiver(pair: RefitPair, num_cases: int) -> None:
+    """Killed at a random moment of a refit; a complete refit with a new receiver heals."""
     _drill(pair, num_cases, "receiver", Cluster.kill_receiver)

@@ -1,4 +1,4 @@
-"""What a refit may leave behind: files, open files, shared memory, threads, processes."""
+"""Leaks of a refit: files, open descriptors, shared memory, threads and processes."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from collections.abc import Callable, Generator
 from pathlib import Path
 
 GONE_WITHIN_S = 10.0
-"""For what ends in the background, a thread for example."""
+"""Limit for what ends in the background, a thread for example."""
 
 Snapshot = dict[str, list[str]]
 
@@ -40,10 +40,10 @@ def private_tempdir() -> Generator[Path]:
 
 @contextlib.contextmanager
 def nothing_left() -> Generator[Callable[[], None]]:
-    """Fail if the block leaves behind what was not there before it.
+    """Fail if resources of the block outlive it.
 
-    Yields a function that records which shared memory is in use now: if it has a name, that must be
-    gone at the end.
+    Yields a function that records the named shared memory that is mapped now, which must be gone at
+    the end.
     """
     segments: set[Path] = set()
     with private_tempdir() as directory:
@@ -82,7 +82,7 @@ def _snapshot(directory: Path) -> Snapshot:
 
 
 def _descriptors() -> list[str]:
-    """Return the number and kind of each open file; names have numbers that are new each time."""
+    """Return number and kind of each open file, without the inode numbers, which always differ."""
     found: list[str] = []
     for name in os.listdir("/proc/self/fd"):
         with contextlib.suppress(OSError):

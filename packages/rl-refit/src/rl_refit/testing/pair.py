@@ -8,7 +8,7 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any, TypedDict, TypeVar, Unpack
+from typing import TypedDict, TypeVar, Unpack
 
 import torch
 
@@ -105,21 +105,20 @@ class DrillSender(RefitSender):
             self.plan = kept
 
 
+@dataclass(kw_only=True)
 class _FaultyStream(OutboundStream):
-    def __init__(self, *arguments: Any, fault: Fault, **options: Any) -> None:
-        super().__init__(*arguments, **options)
-        self._fault = fault
+    fault: Fault
 
     def announce(self, bucket: Bucket, digest: int) -> None:
         due = Announcement(bucket.index, bucket.nbytes, digest)
-        for made in self._fault.announce(due):
-            announced = replace(self._plan.buckets[made.bucket], nbytes=made.nbytes)
+        for made in self.fault.announce(due):
+            announced = replace(self.plan.buckets[made.bucket], nbytes=made.nbytes)
             super().announce(announced, made.digest)
 
     def fill(self, bucket: Bucket, tensors: NamedTensors) -> int:
         digest = super().fill(bucket, tensors)
-        buffers = self._side.buffers
-        self._fault.spoil(bucket.index, buffers[bucket.index % len(buffers)][: bucket.nbytes])
+        buffers = self.side.buffers
+        self.fault.spoil(bucket.index, buffers[bucket.index % len(buffers)][: bucket.nbytes])
         return digest
 
 

@@ -1,6 +1,7 @@
-"""Rules of a transport: what arrives is what was sent, and which version counts, who may send it.
+"""Rules of a transport: tensors arrive bit by bit, and only complete versions are committed.
 
-The first group is `round_trips`, the second `versions`.
+The first group is `round_trips`, the second, from `a_version_is_valid_from_its_commit` on,
+`versions`.
 """
 
 from __future__ import annotations
@@ -24,11 +25,11 @@ from rl_refit.testing.pair import (
 )
 
 SHORT_S = 0.4
-"""For a wait that is to end at its limit."""
+"""The limit of waits that must time out."""
 
 
 def kinds_of_tensors() -> Tensors:
-    """Return a tensor of every kind that a model may have, by what it is."""
+    """Return a tensor of every kind that a model may have, by its kind."""
     generator = torch.Generator().manual_seed(1)
 
     def normal(*shape: int) -> torch.Tensor:
@@ -56,8 +57,8 @@ def kinds_of_tensors() -> Tensors:
     }
 
 
-def every_kind_of_tensor_arrives_bit_by_bit(pair: RefitPair, num_cases: int) -> None:
-    """Each alone between two others, and all of them at once."""
+def every_kind_of_tensor_arrives_bit_exact(pair: RefitPair, num_cases: int) -> None:
+    """Each kind between two other tensors, then all kinds together."""
     kinds = kinds_of_tensors()
     alone = [
         {"first": torch.ones(3), kind: tensor, "last": torch.ones(5)}
@@ -68,7 +69,7 @@ def every_kind_of_tensor_arrives_bit_by_bit(pair: RefitPair, num_cases: int) -> 
             world.good_refit(1)
 
 
-def every_receiver_gets_every_bit(pair: RefitPair, num_cases: int) -> None:
+def every_receiver_receives_every_bit(pair: RefitPair, num_cases: int) -> None:
     """One to four receivers, several versions."""
     for num_receivers in range(1, 5):
         with World(pair, some_tensors(), num_receivers) as world:
@@ -77,7 +78,7 @@ def every_receiver_gets_every_bit(pair: RefitPair, num_cases: int) -> None:
 
 
 def new_values_arrive_with_every_version(pair: RefitPair, num_cases: int) -> None:
-    """Over one connection, whose buffers are used again."""
+    """Over one connection, whose buffers are reused."""
     tensors = some_tensors()
     with World(pair, tensors) as world:
         for version in range(4):
@@ -86,8 +87,8 @@ def new_values_arrive_with_every_version(pair: RefitPair, num_cases: int) -> Non
                 tensor += 1
 
 
-def any_size_and_number_of_buffers_will_do(pair: RefitPair, num_cases: int) -> None:
-    """The sender's: the receiver is given nothing but the address."""
+def any_size_and_number_of_buffers_works(pair: RefitPair, num_cases: int) -> None:
+    """The sender chooses them; receivers know nothing but the address."""
     for bucket_bytes, num_buffers in [(256, 1), (1024, 3), (5000, 2), (1 << 20, 3)]:
         with World(
             pair, some_tensors(), bucket_bytes=bucket_bytes, num_buffers=num_buffers
@@ -101,7 +102,7 @@ def any_size_and_number_of_buffers_will_do(pair: RefitPair, num_cases: int) -> N
 
 
 def tied_tensors_are_sent_once(pair: RefitPair, num_cases: int) -> None:
-    """Under the first of their names; other views of the same memory are tensors of their own."""
+    """Under their first name; other views of the same memory are separate tensors."""
     shared = torch.randn(8, 4, generator=torch.Generator().manual_seed(2))
     tensors = {"embed": shared, "half": shared[:4], "turned": shared.T, "head": shared}
     with World(pair, tensors) as world:
@@ -110,8 +111,8 @@ def tied_tensors_are_sent_once(pair: RefitPair, num_cases: int) -> None:
         require_same(world.engines[0].weights, untied, "the receiver")
 
 
-def tensors_with_a_place_of_their_own_are_copied_there(pair: RefitPair, num_cases: int) -> None:
-    """In full or part by part, and they are not passed to `load`."""
+def tensors_of_into_are_copied_in_place(pair: RefitPair, num_cases: int) -> None:
+    """In full or piece by piece, and they are not passed to `load`."""
     for bucket_bytes in (1024, 1 << 20):
         tensors = some_tensors()
         own = {name: torch.zeros_like(tensor) for name, tensor in list(tensors.items())[::2]}
@@ -128,7 +129,7 @@ def tensors_with_a_place_of_their_own_are_copied_there(pair: RefitPair, num_case
         assert {name: tensor.data_ptr() for name, tensor in own.items()} == places
 
 
-def senders_with_receivers_and_without_work_side_by_side(pair: RefitPair, num_cases: int) -> None:
+def senders_without_receivers_run_beside_others(pair: RefitPair, num_cases: int) -> None:
     """One to four trainer ranks, of which the even ones have one to four receivers each."""
     for num_senders in range(1, 5):
         for num_receivers in range(1, 5):
@@ -155,8 +156,8 @@ def _send_side_by_side(pair: RefitPair, num_senders: int, num_receivers: int) ->
         end.close()
 
 
-def nothing_is_left_behind(pair: RefitPair, num_cases: int) -> None:
-    """Neither by what was closed, nor by a sender that nobody received from or closed."""
+def no_resource_is_leaked(pair: RefitPair, num_cases: int) -> None:
+    """Neither by closed ends, nor by a sender that was never used or closed."""
     warm_up(pair)
     with nothing_left() as look, World(pair, some_tensors(), 2) as world:
         for version in range(2):
@@ -167,13 +168,13 @@ def nothing_is_left_behind(pair: RefitPair, num_cases: int) -> None:
 
 
 def warm_up(pair: RefitPair) -> None:
-    """Refit once: libraries keep what they open at their first use."""
+    """Refit once, as libraries keep what they open at their first use."""
     with World(pair, some_tensors()) as world:
         world.good_refit(1)
 
 
-def a_version_counts_from_its_commit_on(pair: RefitPair, num_cases: int) -> None:
-    """Before, the engine is not ready; a new one that has begun leaves the committed one alone."""
+def a_version_is_valid_from_its_commit(pair: RefitPair, num_cases: int) -> None:
+    """The engine is not ready before; the next refit leaves the committed version as it is."""
     with World(pair, some_tensors()) as world:
         (engine,) = world.engines
         receiver = engine.receiver
@@ -192,8 +193,8 @@ def a_version_counts_from_its_commit_on(pair: RefitPair, num_cases: int) -> None
         assert receiver.version == 4
 
 
-def what_was_not_sent_is_not_committed(pair: RefitPair, num_cases: int) -> None:
-    """At neither end, nor is it received where it was not begun."""
+def only_a_sent_version_is_committed(pair: RefitPair, num_cases: int) -> None:
+    """On both sides, and only a version that was begun is received."""
     error = errors.RefitError
     with World(pair, some_tensors()) as world:
         (engine,) = world.engines
@@ -207,7 +208,7 @@ def what_was_not_sent_is_not_committed(pair: RefitPair, num_cases: int) -> None:
 
 
 def a_stale_version_changes_nothing(pair: RefitPair, num_cases: int) -> None:
-    """It is refused, the committed one goes on, and a newer one is welcome."""
+    """It is refused, the committed version stays valid, and a newer one is accepted."""
     for committed in range(1, 6):
         with World(pair, some_tensors(), 2) as world:
             world.good_refit(committed)
@@ -224,7 +225,7 @@ def a_stale_version_changes_nothing(pair: RefitPair, num_cases: int) -> None:
 
 
 def a_sender_of_another_version_is_refused(pair: RefitPair, num_cases: int) -> None:
-    """At both ends, and the engine needs a full resend."""
+    """On both sides, and the engine needs a complete refit."""
     with World(pair, some_tensors()) as world:
         (engine,) = world.engines
         results = outcomes(lambda: world.sender.send(1), lambda: engine.refit(2))
@@ -233,8 +234,8 @@ def a_sender_of_another_version_is_refused(pair: RefitPair, num_cases: int) -> N
         world.good_refit(3)
 
 
-def tensors_that_the_engine_does_not_expect_are_refused(pair: RefitPair, num_cases: int) -> None:
-    """Before one is loaded, by an error that names every one."""
+def unexpected_tensors_are_refused(pair: RefitPair, num_cases: int) -> None:
+    """Before any is loaded, by an error that names each of them."""
     tensors = some_tensors()
     expected = [(name, tensor.dtype, tuple(tensor.shape)) for name, tensor in tensors.items()]
     expected[0] = ("embed.weight", torch.float64, (64, 48))
@@ -248,8 +249,8 @@ def tensors_that_the_engine_does_not_expect_are_refused(pair: RefitPair, num_cas
         assert not world.engines[0].weights, "tensors of a refused plan were loaded"
 
 
-def a_load_that_fails_stops_all_until_a_full_resend(pair: RefitPair, num_cases: int) -> None:
-    """Every engine refuses to be used, and none commits, until all have loaded everything."""
+def a_failed_load_poisons_all_until_a_full_resend(pair: RefitPair, num_cases: int) -> None:
+    """No engine is ready or can commit until all have loaded everything."""
     with World(pair, some_tensors(), 2) as world:
         _, second = world.engines
         must(world.refit(1))
@@ -267,8 +268,8 @@ def a_load_that_fails_stops_all_until_a_full_resend(pair: RefitPair, num_cases: 
         world.good_refit(2)
 
 
-def who_does_not_come_is_waited_for_as_long_as_said(pair: RefitPair, num_cases: int) -> None:
-    """By a sender for its second receiver, and by a receiver for its sender."""
+def waits_end_at_their_time_limit(pair: RefitPair, num_cases: int) -> None:
+    """That of a sender for its second receiver, and that of a receiver for its sender."""
     sender = pair.open_sender(some_tensors(), num_receivers=2, timeout_s=SHORT_S)
     engine = Engine(pair, sender.address)
     sent, received = outcomes(lambda: sender.send(1), lambda: engine.refit(1))
@@ -283,8 +284,8 @@ def who_does_not_come_is_waited_for_as_long_as_said(pair: RefitPair, num_cases: 
     sender.close()
 
 
-def a_wrong_token_gets_nothing(pair: RefitPair, num_cases: int) -> None:
-    """It is turned away, and who has the right one is served."""
+def a_wrong_token_is_rejected(pair: RefitPair, num_cases: int) -> None:
+    """And the receiver with the right token is served afterwards."""
     tensors = some_tensors()
     sender = pair.open_sender(tensors, timeout_s=4 * SHORT_S)
     stranger = Engine(pair, {**sender.address, "token": "00" * 32})
@@ -301,8 +302,8 @@ def a_wrong_token_gets_nothing(pair: RefitPair, num_cases: int) -> None:
     sender.close()
 
 
-def a_new_receiver_takes_the_place_of_the_old_one(pair: RefitPair, num_cases: int) -> None:
-    """Of its rank, while the old one is still there; the other ranks go on."""
+def a_new_receiver_replaces_the_one_of_its_rank(pair: RefitPair, num_cases: int) -> None:
+    """While the old one is still connected; receivers of other ranks stay."""
     with World(pair, some_tensors(), 2) as world:
         world.good_refit(1)
         old = world.engines[0]

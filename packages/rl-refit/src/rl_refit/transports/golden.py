@@ -55,7 +55,7 @@ class _GoldenSender(SendingSide):
 
     def publish(self, bucket: int, nbytes: int, deadline: Deadline) -> None:
         index = bucket % len(self.buffers)
-        write_tensors(_path(self._directory, index), {_KEY: self.buffers[index][:nbytes]})
+        _write(_path(self._directory, index), self.buffers[index][:nbytes])
 
     def close(self) -> None:
         for index in range(len(self.buffers)):
@@ -70,51 +70,38 @@ class _GoldenReceiver(ReceivingSide):
 
     def fetch(self, bucket: int, nbytes: int, deadline: Deadline) -> torch.Tensor:
         path = _path(self._directory, bucket % self._num_buffers)
-        data = read_tensors(path)[_KEY]
+        data = _read(path)
         if len(data) != nbytes:
             raise ValueError(f"{path.name} has {len(data)} bytes, {nbytes} were announced")
         return data
 
 
-def write_tensors(path: Path, tensors: dict[str, torch.Tensor]) -> None:
-    """Write uint8 tensors as a safetensors file that only this user can read (0600)."""
-    header: dict[str, _Entry] = {}
-    end = 0
-    for name, tensor in tensors.items():
-        start, end = end, end + tensor.nbytes
-        header[name] = _Entry("U8", list(tensor.shape), (start, end))
-    text = msgspec.json.encode(header)
+def _write(path: Path, data: torch.Tensor) -> None:
+    """Write bytes (`[size]`, uint8) as a safetensors file that only this user can read (0600)."""
+    header = msgspec.json.encode({_KEY: _Entry("U8", list(data.shape), (0, data.nbytes))})
     # The format pads its header with spaces to a multiple of 8 bytes.
-    text += b" " * (-len(text) % 8)
+    header += b" " * (-len(header) % 8)
     descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, 0o600)
     with open(descriptor, "wb") as file:
-        file.write(struct.pack("<Q", len(text)) + text)
-        for tensor in tensors.values():
-            file.write(tensor.numpy().data)
+        file.write(struct.pack("<Q", len(header)) + header)
+        file.write(data.numpy().data)
 
 
-def read_tensors(path: Path) -> dict[str, torch.Tensor]:
-    """Return the uint8 tensors of a safetensors file.
+def _read(path: Path) -> torch.Tensor:
+    """Return the bytes of a file of `_write`.
 
     Raises:
-        ValueError: The file is incomplete, or has tensors of another dtype.
+        ValueError: The file is incomplete.
         msgspec.MsgspecError: Its header is not that of a safetensors file.
     """
     with path.open("rb") as file:
         (length,) = struct.unpack("<Q", file.read(8))
-        header = msgspec.json.decode(file.read(length), type=dict[str, _Entry])
+        entry = msgspec.json.decode(file.read(length), type=dict[str, _Entry])[_KEY]
         data = bytearray(file.read())
-    tensors: dict[str, torch.Tensor] = {}
-    for name, entry in header.items():
-        start, end = entry.data_offsets
-        if entry.dtype != "U8" or end > len(data):
-            raise ValueError(f"{path.name} is not a complete file of bytes: {name} is {entry}")
-        size = end - start
-        raw = torch.frombuffer(data, dtype=torch.uint8, offset=start, count=size) if size else None
-        tensors[name] = (torch.empty(0, dtype=torch.uint8) if raw is None else raw).view(
-            entry.shape
-        )
-    return tensors
+    if entry.dtype != "U8" or entry.data_offsets != (0, len(data)):
+        raise ValueError(f"{path.name} has {len(data)} bytes and the header {entry}")
+    # torch refuses an empty buffer, as of a bucket with nothing but empty tensors.
+    return torch.frombuffer(data, dtype=torch.uint8) if data else torch.empty(0, dtype=torch.uint8)
 
 
 def _path(directory: Path, index: int) -> Path:

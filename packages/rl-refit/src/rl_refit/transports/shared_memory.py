@@ -76,7 +76,17 @@ class _ShmSender(SendingSide):
         self.buffers = []
 
 
-class _ShmReceiver(ReceivingSide):
+class _SharedReceiver(ReceivingSide):
+    """Reads the sender's own buffers."""
+
+    def fetch(self, bucket: int, nbytes: int, deadline: Deadline) -> torch.Tensor:
+        return self.buffers[bucket % len(self.buffers)][:nbytes]
+
+    def close(self) -> None:
+        self.buffers = []
+
+
+class _ShmReceiver(_SharedReceiver):
     def __init__(self, context: ReceiverContext) -> None:
         (descriptor,) = context.descriptors
         try:
@@ -84,12 +94,6 @@ class _ShmReceiver(ReceivingSide):
         finally:
             os.close(descriptor)
         self.buffers = split_buffers(memory, context.num_buffers, context.buffer_bytes)
-
-    def fetch(self, bucket: int, nbytes: int, deadline: Deadline) -> torch.Tensor:
-        return self.buffers[bucket % len(self.buffers)][:nbytes]
-
-    def close(self) -> None:
-        self.buffers = []
 
 
 class CudaIpcTransport(Transport):
@@ -143,7 +147,7 @@ class _CudaIpcSender(SendingSide):
         self._memory = None
 
 
-class _CudaIpcReceiver(ReceivingSide):
+class _CudaIpcReceiver(_SharedReceiver):
     def __init__(self, context: ReceiverContext) -> None:
         handle = msgspec.convert(context.grant["buffers"], CudaHandle)
         memory = open_cuda(handle, context.device)
@@ -151,15 +155,9 @@ class _CudaIpcReceiver(ReceivingSide):
         self._device = context.device
         self._read = torch.cuda.Event()
 
-    def fetch(self, bucket: int, nbytes: int, deadline: Deadline) -> torch.Tensor:
-        return self.buffers[bucket % len(self.buffers)][:nbytes]
-
     def release(self, bucket: int) -> None:
         self._read.record(torch.cuda.current_stream(self._device))
         self._read.synchronize()
-
-    def close(self) -> None:
-        self.buffers = []
 
 
 def create_memory(num_bytes: int) -> tuple[int, torch.Tensor]:

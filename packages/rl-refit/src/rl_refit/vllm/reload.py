@@ -127,12 +127,12 @@ def _clone_kept(
         tensors: The bucket's.
     """
     # By storage: what the loader keeps may be a view (narrowed, transposed) of a bucket's tensor.
-    lent = {tensor.untyped_storage().data_ptr() for _, tensor in tensors}
+    borrowed = {tensor.untyped_storage().data_ptr() for _, tensor in tensors}
     for layer in layers:
         for _, call in layer.loaded_weights:
             for name, value in call.arguments.items():
                 is_tensor = isinstance(value, torch.Tensor) and value.device.type != "meta"
-                if is_tensor and value.untyped_storage().data_ptr() in lent:
+                if is_tensor and value.untyped_storage().data_ptr() in borrowed:
                     call.arguments[name] = value.clone()
 
 

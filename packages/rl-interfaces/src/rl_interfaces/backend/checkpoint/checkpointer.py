@@ -1,4 +1,4 @@
-"""What a backend writes into the directories of a save, and reads from them.
+"""Saves and loads of one rank, and the format of what they write.
 
 `TensorFormat` is the format of every backend whose optimizer is torch's: weights and optimizer
 tensors are safetensors shards in the layout of `torch.distributed.checkpoint`, so that any layout
@@ -15,7 +15,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from datetime import timedelta
 from pathlib import Path
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Protocol, cast
 
 import torch
 import torch.distributed as dist
@@ -36,71 +36,74 @@ from rl_interfaces.backend.checkpoint.directories import (
     reason_of,
     taking_their_places,
 )
-from rl_interfaces.backend.checkpoint.optimizer_state import TrainState
+from rl_interfaces.backend.checkpoint.optimizer_state import PlainState, TrainState
 from rl_interfaces.backend.runtime import failing_together
+
+if TYPE_CHECKING:
+    from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
 logger = logging.getLogger(__name__)
 
 Tensors = dict[str, torch.Tensor]
-FileWriters = dict[str, Callable[[Path], Any]]
-"""What writes each file, given its path."""
+FileWriters = dict[str, Callable[[Path], object]]
+"""By file name, a function that writes the file to a path."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class RankRandomState:
-    """The random state that a save holds for one data-parallel rank."""
+    """The random state of one data-parallel rank."""
 
     data_parallel_rank: int
     is_written_here: bool
-    """On one of the ranks that hold the same rows."""
+    """True on exactly one rank of each data-parallel rank."""
     state: Tensors
 
     @property
     def file_name(self) -> str:
-        """Name of its file."""
+        """The name of its file."""
         return f"random_{self.data_parallel_rank}.pt"
 
 
 class SavePart(Protocol):
-    """One directory of a save, and what this rank writes into it."""
+    """One directory of a save, with this rank's share of it."""
 
     @property
     def target(self) -> Path:
-        """Where the directory is renamed to once the save is complete."""
+        """The final path of the directory."""
         ...
 
     def staged(self) -> SavePart:
-        """Return the same with copies of the state, which training leaves alone."""
+        """Return the same with copies of the tensors, which training does not change."""
         ...
 
     def write(self, directory: Path, group: dist.ProcessGroup) -> None:
-        """Write into `directory`. Collective over `group`, whose ranks are on the CPU."""
+        """Write into `directory`. Collective over `group`, a gloo group."""
         ...
 
 
 class CheckpointFormat(Protocol):
-    """The state of one rank as a save holds it. Every method is collective."""
+    """How one rank's state is saved and loaded. Every method is collective."""
 
     def parts(
         self, weights: Path, training: Path | None, random_state: RankRandomState
     ) -> Sequence[SavePart]:
-        """Return what is saved: the weights, then the training state where a path is given."""
+        """Return the directories to write: weights, then training state if a path is given."""
         ...
 
     def load(
         self, weights: Path, training: Path | None, random_state: RankRandomState
     ) -> Tensors | None:
-        """Read both into the engine; return the random state of this rank, None where none fits.
+        """Load both into the engine; return this rank's random state, None if the save lacks it.
 
         Raises:
-            ValueError: A directory is no checkpoint of this model or optimizer; nothing changed.
+            ValueError: A directory does not match the model or optimizer; nothing was loaded.
         """
         ...
 
 
 @dataclass(slots=True)
 class TensorPart:
-    """A `SavePart` of tensors, DTensors among them, and small files."""
+    """A `SavePart` of tensors and DTensors, as safetensors shards, and of small files."""
 
     target: Path
     tensors: Tensors
@@ -116,9 +119,9 @@ class TensorPart:
             use_non_blocking_copy=on_cuda,
         )
         stager = DefaultStager(options)
-        copies: Any = stager.stage(self.tensors)
+        copies = stager.stage(self.tensors)
         stager.close()
-        return TensorPart(self.target, copies, self.files)
+        return TensorPart(self.target, cast("Tensors", copies), self.files)
 
     def write(self, directory: Path, group: dist.ProcessGroup) -> None:
         """See `SavePart.write`."""
@@ -132,16 +135,16 @@ class TensorPart:
 
 @dataclass(kw_only=True, slots=True)
 class TensorFormat:
-    """The `CheckpointFormat` of an engine with an optimizer of torch."""
+    """The `CheckpointFormat` of an engine with a torch optimizer."""
 
     model: nn.Module
     training: TrainState | None
     weights: Callable[[], Tensors]
-    """The tensors that are saved as the weights; a load fills them in place."""
+    """Returns the tensors to save as weights; a load fills them in place."""
     files: Callable[[], FileWriters] = field(default=dict)
-    """What else lies beside the weights; asked for on the first rank alone."""
+    """Returns writers of further files in the weights' directory; called on rank 0 only."""
     check: Callable[[Path], None] | None = None
-    """Raises `ValueError` where the directory's files are of another model."""
+    """Raises `ValueError` if the directory's files are of another model."""
 
     def parts(
         self, weights: Path, training: Path | None, random_state: RankRandomState
@@ -164,8 +167,8 @@ class TensorFormat:
     ) -> Tensors | None:
         """See `CheckpointFormat.load`."""
         targets = self.weights()
-        saved: tuple[dict[str, Any], Tensors] | None = None
-        # Everything is checked on all ranks before anything is overwritten on any.
+        saved: tuple[PlainState, Tensors] | None = None
+        # Check on all ranks before any of them overwrites its state.
         with failing_together():
             if self.check is not None:
                 self.check(weights)
@@ -184,10 +187,10 @@ class TensorFormat:
 
 
 def check_tensors(tensors: Mapping[str, torch.Tensor], path: Path, *, what: str) -> None:
-    """Raise unless the directory holds exactly these tensors, in these shapes.
+    """Raise unless the directory has exactly these tensor names and shapes.
 
     Raises:
-        ValueError: It does not; the message names the first tensors that differ.
+        ValueError: The message names the first tensors that differ.
     """
     stored = _stored_tensors(path)
     missing = sorted(tensors.keys() - stored.keys())
@@ -196,8 +199,8 @@ def check_tensors(tensors: Mapping[str, torch.Tensor], path: Path, *, what: str)
     beyond = sorted(stored.keys() - tensors.keys())
     if beyond:
         raise ValueError(
-            f"{what}={str(path)!r} is of another model: it has {len(beyond)} tensors beyond this "
-            f"one's, first {beyond[:3]}"
+            f"{what}={str(path)!r} is of another model: it has {len(beyond)} tensors that this one "
+            f"lacks, first {beyond[:3]}"
         )
     for name, tensor in tensors.items():
         shape = tuple(stored[name].size)
@@ -216,14 +219,15 @@ def _load_tensors(tensors: Tensors, path: Path, *, what: str) -> None:
         raise RuntimeError(f"{what}={str(path)!r} was not loaded: {reason_of(error)}") from error
 
 
-def _stored_tensors(path: Path) -> dict[str, Any]:
-    return HuggingFaceStorageReader(str(path)).read_metadata().state_dict_metadata
+def _stored_tensors(path: Path) -> dict[str, TensorStorageMetadata]:
+    stored = HuggingFaceStorageReader(str(path)).read_metadata().state_dict_metadata
+    return cast("dict[str, TensorStorageMetadata]", stored)  # safetensors holds nothing else
 
 
 def _read_training_state(
     model: nn.Module, training: TrainState, path: Path
-) -> tuple[dict[str, Any], Tensors]:
-    """Return what the directory holds besides its tensors, and the tensors to read into."""
+) -> tuple[PlainState, Tensors]:
+    """Return the directory's plain values, and the tensors to load the others into."""
     others = torch.load(path / "state.pt", weights_only=True, map_location="cpu")
     stored = _stored_tensors(path)
     try:
@@ -235,7 +239,7 @@ def _read_training_state(
 
 def _load_random(path: Path) -> Tensors | None:
     if not path.is_file():
-        logger.warning("%s is not there: the random state of this rank starts anew", path)
+        logger.warning("%s does not exist: the random state of this rank is not restored", path)
         return None
     return torch.load(path, weights_only=True)
 
@@ -244,10 +248,10 @@ class Checkpointer:
     """The saves and loads of one rank. Every method is collective, unless it says otherwise.
 
     Args:
-        checkpoint_format: What is written and read.
-        timeout_s: The most seconds that one rank waits for another.
-        in_background: Whether a save copies the state to the CPU, and writes while the caller goes
-            on. The next call then waits for it, and raises what it failed with.
+        checkpoint_format: The format of the files.
+        timeout_s: Limit of each wait for another rank, in seconds.
+        in_background: A save copies the state to the CPU and returns; a thread writes it. The next
+            call waits for the thread and raises its error.
     """
 
     def __init__(
@@ -262,11 +266,11 @@ class Checkpointer:
     def save(
         self, weights_path: str, optimizer_path: str | None, random_state: RankRandomState
     ) -> None:
-        """Write the weights, and the training state where a path is given.
+        """Write the weights, and the training state if a path is given.
 
         Raises:
-            ValueError: A path is taken by something else than a checkpoint.
-            RuntimeError: It cannot be written, or an earlier save could not.
+            ValueError: A path exists and was not written by a save.
+            RuntimeError: This save or the previous one could not be written.
         """
         self.finish()
         training = None if optimizer_path is None else Path(optimizer_path).absolute()
@@ -281,10 +285,10 @@ class Checkpointer:
     def load(
         self, weights_path: str, optimizer_path: str | None, random_state: RankRandomState
     ) -> dict[str, torch.Tensor] | None:
-        """Read what `save` wrote, in this layout or another; return the random state, if any.
+        """Load what `save` wrote under any parallel layout; return the random state, if any.
 
         Raises:
-            ValueError: A directory is no complete checkpoint of this model, or the two are of
+            ValueError: A directory is not a complete checkpoint of this model, or the two are of
                 different saves.
         """
         self.finish()
@@ -295,11 +299,11 @@ class Checkpointer:
 
     @contextmanager
     def replacing(self, path: str) -> Generator[Path, None, None]:
-        """Give a directory to write into; it takes the place of `path` once the body is done.
+        """Run the body with a temporary directory, which then replaces `path` atomically.
 
         Raises:
-            ValueError: The path is taken by something that no save has written.
-            RuntimeError: It cannot be written, or an earlier save could not.
+            ValueError: The path exists and was not written by a save.
+            RuntimeError: It could not be written, or the previous save could not.
         """
         self.finish()
         target = Path(path).absolute()
@@ -311,7 +315,7 @@ class Checkpointer:
 
         Raises:
             RuntimeError: It could not be written.
-            TimeoutError: It takes longer than the limit.
+            TimeoutError: It took longer than the limit.
         """
         if (pending := self._pending) is not None:
             pending.wait(self._timeout_s)
@@ -319,37 +323,36 @@ class Checkpointer:
             pending.check()
 
     def close(self) -> None:
-        """Wait for the last save and leave the group. Not collective; may be called again.
+        """Wait for the last save and destroy the group. Not collective. Idempotent.
 
         Raises:
             RuntimeError: The last save could not be written.
-            TimeoutError: It takes longer than the limit; it goes on, until the process ends.
+            TimeoutError: It took longer than the limit; its thread continues.
         """
         try:
             self.finish()
         finally:
-            # A save that is late still uses the group.
+            # A save that timed out still uses the group.
             is_late = self._pending is not None
             if self._group is not None and dist.is_initialized() and not is_late:
                 dist.destroy_process_group(self._group)
             self._group = None
 
     def _begin(self, targets: list[Path]) -> dist.ProcessGroup:
-        """Make room for some directories; return the group that writes them."""
+        """Create the partial directories; return the group that writes them."""
         if self._group is None:
-            # Its own and on the CPU: a save in the background meets no collective of training.
+            # A separate gloo group: collectives of a background save must not interleave with
+            # those of training.
             timeout = timedelta(seconds=self._timeout_s)
-            group: Any = dist.new_group(backend="gloo", timeout=timeout)
-            self._group = group
-        assert self._group is not None
+            self._group = cast("dist.ProcessGroup", dist.new_group(backend="gloo", timeout=timeout))
         begin_save(targets, self._group)
         return self._group
 
 
 class PendingSave:
-    """A save that a thread of its own writes; the process does not wait for it at its end.
+    """A save that is written by a daemon thread.
 
-    Where it is interrupted then, its files lie beside their place, see `directories`.
+    If the process exits first, the partial directories are discarded, see `directories`.
     """
 
     def __init__(self, write: Callable[[], None], *, path: Path) -> None:
@@ -360,10 +363,10 @@ class PendingSave:
         self._thread.start()
 
     def wait(self, timeout_s: float) -> None:
-        """Return when it has ended.
+        """Wait for the thread.
 
         Raises:
-            TimeoutError: It takes longer.
+            TimeoutError: It took longer.
         """
         self._thread.join(timeout_s)
         if self._thread.is_alive():
@@ -372,10 +375,10 @@ class PendingSave:
             )
 
     def check(self) -> None:
-        """Raise what a save that has ended failed with.
+        """Raise the error of the thread, if any.
 
         Raises:
-            RuntimeError: It could not be written.
+            RuntimeError: The save could not be written.
         """
         if self._error is not None:
             raise self._error
@@ -388,7 +391,7 @@ class PendingSave:
 
 
 def _write_parts(parts: Sequence[SavePart], group: dist.ProcessGroup) -> None:
-    """Write every part beside its place, then let all take their places."""
+    """Write every partial directory, then commit all of them."""
     with taking_their_places([part.target for part in parts], group):
         for part in parts:
             part.write(directories.partial_of(part.target), group)

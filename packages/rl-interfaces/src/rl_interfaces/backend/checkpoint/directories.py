@@ -1,9 +1,10 @@
-"""Directories that take their places whole, several of them at once, whatever kills the process.
+"""Atomic replacement of several directories at once, also if the process is killed.
 
-A save writes each directory beside its place, as `NAME.partial`. When all files are on the disk,
-each gets a marker, `complete.json`, with the save's id and the size of every file; that of the
-first directory is written last, and with it the save counts. Only then are they renamed into place.
-What was killed before is thrown away; what was killed after is finished by the next save or load.
+A save writes each directory under a temporary name, `NAME.partial`. When all files are on the disk,
+each gets a marker, `complete.json`, with the save's id and the size of every file. The marker of
+the first directory is written last and commits the save; then the directories are renamed. After a
+crash before the commit the partial directories are discarded; after it, the next save or load
+completes the renames.
 
 Functions that are not marked as collective run on one rank, while the others wait.
 """
@@ -16,7 +17,7 @@ import shutil
 import uuid
 from contextlib import contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, NotRequired, TypedDict
 
 import torch.distributed as dist
 from torch.distributed.checkpoint.api import CheckpointException
@@ -29,17 +30,22 @@ if TYPE_CHECKING:
 MARKER = "complete.json"
 
 
+Marker = TypedDict("Marker", {"save": str, "files": dict[str, int], "with": NotRequired[list[str]]})
+"""A marker file: id of the save, size in bytes of every file, and in the first directory `with`,
+the paths of the other directories relative to its parent."""
+
+
 def partial_of(target: Path) -> Path:
-    """Return where `target` is written before it takes its place."""
+    """Return the temporary name under which `target` is written."""
     return target.with_name(f"{target.name}.partial")
 
 
 def begin(targets: Sequence[Path]) -> None:
-    """Make an empty directory beside each target, once an earlier save has been finished.
+    """Complete an interrupted save, then create an empty partial directory for each target.
 
     Raises:
-        ValueError: A target is no directory that a save has written, and is not replaced.
-        OSError: A directory cannot be made.
+        ValueError: A target exists and was not written by a save.
+        OSError: A directory cannot be created.
     """
     _check_targets(targets)
     finish(targets[0])
@@ -49,29 +55,29 @@ def begin(targets: Sequence[Path]) -> None:
 
 
 def commit(targets: Sequence[Path]) -> None:
-    """Mark what stands beside the targets as complete, and let it take their places.
+    """Mark the partial directories as complete and rename them to their targets.
 
     Raises:
-        OSError: It cannot be written; then nothing has taken its place.
+        OSError: A marker cannot be written; no target has been replaced.
     """
     save_id = uuid.uuid4().hex
     first, *others = targets
     for target in others:
-        _mark(partial_of(target), {"save": save_id})
+        _mark(partial_of(target), save_id)
     followers = [os.path.relpath(target, first.parent) for target in others]
-    _mark(partial_of(first), {"save": save_id, "with": followers})
+    _mark(partial_of(first), save_id, others=followers)
     _publish(first)
 
 
 def discard(targets: Sequence[Path]) -> None:
-    """Remove what stands beside the targets."""
+    """Remove the partial directories of the targets."""
     for target in targets:
         if partial_of(target).exists():
             shutil.rmtree(partial_of(target))
 
 
 def finish(target: Path) -> None:
-    """Let a save that was complete when its process died take its place; `target` is its first."""
+    """Complete the renames of a committed save; `target` is its first directory."""
     marker = _read_marker(partial_of(target))
     if marker is not None and "with" in marker:
         _publish(target)
@@ -81,25 +87,25 @@ def check_complete(target: Path, *, what: str) -> str:
     """Return the id of the save that wrote `target`.
 
     Raises:
-        ValueError: It is not complete: it has no marker, or lacks files of it.
+        ValueError: It has no marker, or a file is missing or has another size.
     """
     marker = _read_marker(target)
     if marker is None:
-        raise ValueError(f"{what}={str(target)!r} has no {MARKER}: it is no complete checkpoint")
+        raise ValueError(f"{what}={str(target)!r} has no {MARKER}: it is not a complete checkpoint")
     for name, size in marker["files"].items():
         file = target / name
         found = file.stat().st_size if file.is_file() else None
         if found != size:
             state = "is missing" if found is None else f"has {found} bytes"
             raise ValueError(
-                f"{what}={str(target)!r} is no complete checkpoint: {name} {state}, "
+                f"{what}={str(target)!r} is not a complete checkpoint: {name} {state}, "
                 f"{MARKER} says {size} bytes"
             )
     return marker["save"]
 
 
 def sync(path: Path) -> None:
-    """Bring a file, or the names in a directory, to the disk."""
+    """Flush a file, or the entries of a directory, to the disk (fsync)."""
     descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)
@@ -112,7 +118,7 @@ def _check_targets(targets: Sequence[Path]) -> None:
         if any(
             target == other or target in other.parents for other in targets if other is not target
         ):
-            raise ValueError(f"the directories {[str(each) for each in targets]} hold each other")
+            raise ValueError(f"the directories {[str(each) for each in targets]} are nested")
         if target.is_dir() and not any(target.iterdir()):
             continue
         if target.exists() and _read_marker(target) is None:
@@ -123,10 +129,10 @@ def _check_targets(targets: Sequence[Path]) -> None:
 
 
 def _publish(first: Path) -> None:
-    """Rename a complete save into place, the first directory last. Once more changes nothing."""
+    """Rename the directories of a committed save, the first one last. Idempotent."""
     marker = _read_marker(partial_of(first))
     assert marker is not None
-    for name in marker["with"]:
+    for name in marker.get("with", ()):
         target = Path(os.path.normpath(first.parent / name))
         own = _read_marker(partial_of(target))
         if own is not None and own["save"] == marker["save"]:
@@ -150,7 +156,7 @@ def _old_of(target: Path) -> Path:
     return target.with_name(f"{target.name}.old")
 
 
-def _mark(directory: Path, content: dict[str, Any]) -> None:
+def _mark(directory: Path, save_id: str, *, others: list[str] | None = None) -> None:
     files: dict[str, int] = {}
     for root, _, names in os.walk(directory):
         for name in names:
@@ -158,24 +164,27 @@ def _mark(directory: Path, content: dict[str, Any]) -> None:
             sync(path)
             files[str(path.relative_to(directory))] = path.stat().st_size
         sync(Path(root))
+    marker: Marker = {"save": save_id, "files": files}
+    if others is not None:
+        marker["with"] = others
     unfinished = directory / f"{MARKER}.unfinished"
-    unfinished.write_text(json.dumps({**content, "files": files}, indent=1) + "\n")
+    unfinished.write_text(json.dumps(marker, indent=1) + "\n")
     sync(unfinished)
     unfinished.rename(directory / MARKER)
     sync(directory)
 
 
-def _read_marker(directory: Path) -> dict[str, Any] | None:
+def _read_marker(directory: Path) -> Marker | None:
     path = directory / MARKER
     return json.loads(path.read_text()) if path.is_file() else None
 
 
 def begin_save(targets: list[Path], group: dist.ProcessGroup) -> None:
-    """Make room beside some directories. Collective.
+    """Create the partial directories of `targets`. Collective.
 
     Raises:
-        ValueError: One is something that no save has written.
-        RuntimeError: It cannot be made.
+        ValueError: A target exists and was not written by a save.
+        RuntimeError: A directory cannot be created.
     """
     with naming(targets), failing_together(group):
         if dist.get_rank(group) == 0:
@@ -186,7 +195,7 @@ def begin_save(targets: list[Path], group: dist.ProcessGroup) -> None:
 def taking_their_places(
     targets: list[Path], group: dist.ProcessGroup
 ) -> Generator[None, None, None]:
-    """Let what the body writes beside `targets` take their places, or throw it away. Collective."""
+    """Commit the partial directories that the body fills; discard them if it raises. Collective."""
     is_first = dist.get_rank(group) == 0
     with naming(targets):
         try:
@@ -202,7 +211,7 @@ def taking_their_places(
 
 @contextmanager
 def naming(targets: list[Path]) -> Generator[None, None, None]:
-    """Name the checkpoint in what goes wrong, on every rank alike."""
+    """Add the checkpoint's path to errors of the body."""
     try:
         yield
     except (OSError, RuntimeError, CheckpointException) as error:
@@ -213,7 +222,7 @@ def naming(targets: list[Path]) -> Generator[None, None, None]:
 
 
 def reason_of(error: BaseException) -> str:
-    """Return in a line what went wrong, and on which rank where `error` tells it."""
+    """Return the error as one line, with the failed rank if `error` names it."""
     if not isinstance(error, CheckpointException):
         return str(error) if isinstance(error, RuntimeError) else f"{type(error).__name__}: {error}"
     rank, (cause, _) = min(error.failures.items(), key=lambda item: item[0])
@@ -221,13 +230,13 @@ def reason_of(error: BaseException) -> str:
 
 
 def check_one_save(paths: list[Path]) -> None:
-    """Finish a save that was interrupted, and check that its directories are of one. Collective.
+    """Complete an interrupted save and check that the directories are of one save. Collective.
 
     Args:
-        paths: That of the weights, and that of the training state where it is loaded.
+        paths: The directory of the weights, and that of the training state if it is loaded.
 
     Raises:
-        ValueError: One is not complete, or they are of different saves.
+        ValueError: A directory is not complete, or they are of different saves.
     """
     names = ("weights_path", "optimizer_path")
     with failing_together():

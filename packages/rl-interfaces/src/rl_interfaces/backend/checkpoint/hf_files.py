@@ -5,27 +5,31 @@ from __future__ import annotations
 import json
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import torch
 import torch.distributed as dist
+from huggingface_hub import split_state_dict_into_shards_factory
 from safetensors import safe_open
 from safetensors.torch import save_file
 from transformers.modeling_utils import _get_resolved_checkpoint_files
+from transformers.utils import SAFE_WEIGHTS_INDEX_NAME
 
 from rl_interfaces.backend.runtime import failing_together
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable
+    from collections.abc import Iterable, Mapping
+
+    from transformers import PreTrainedConfig, PreTrainedTokenizerBase
 
     from rl_interfaces.backend.engine import HfExport
 
 
-def find_checkpoint(model_name: str, model_config: Any) -> list[str]:
-    """Return the files of a model's weights, which transformers looks for and fetches.
+def find_checkpoint(model_name: str, model_config: PreTrainedConfig) -> list[str]:
+    """Return the paths of a model's weight files, downloaded by transformers if necessary.
 
     Raises:
-        ValueError: There are none.
+        ValueError: The model has no weights.
     """
     try:
         paths, _ = _get_resolved_checkpoint_files(
@@ -47,12 +51,12 @@ _BLOCK_BYTES = 64 * 2**20
 
 
 class SafetensorsFiles:
-    """The tensors of a few files by name. As a context, it closes the files that were read."""
+    """The tensors of several safetensors files by name; a context manager that closes the files."""
 
     def __init__(self, paths: Iterable[str]) -> None:
         self._paths: dict[str, str] = {}
         self._shapes: dict[str, torch.Size] = {}
-        self._open: dict[str, Any] = {}
+        self._open: dict[str, safe_open] = {}
         for path in paths:
             with safe_open(path, framework="pt") as file:
                 for name in file.keys():  # noqa: SIM118 (it is no mapping)
@@ -65,16 +69,16 @@ class SafetensorsFiles:
         return list(self._paths)
 
     def shape(self, name: str) -> torch.Size:
-        """Return the whole tensor's shape."""
+        """Return the full shape of a tensor."""
         return self._shapes[name]
 
     def read(self, name: str, indices: Sequence[torch.Tensor] | None = None) -> torch.Tensor:
-        """Return a tensor in its stored dtype, or of it what has `indices` in each dimension."""
+        """Return a tensor in its stored dtype, or the elements at ascending `indices` per dim."""
         file = self._file_of(name)
         if indices is None or not indices:
             return file.get_tensor(name)
         if not all(len(index) for index in indices):
-            # safetensors reads no empty slice.
+            # safetensors rejects empty slices.
             dtype = file.get_slice(name)[(slice(1),) * len(indices)].dtype
             return torch.empty([len(index) for index in indices], dtype=dtype)
         box = tuple(slice(int(index[0]), int(index[-1]) + 1) for index in indices)
@@ -82,7 +86,7 @@ class SafetensorsFiles:
         return take(part, [index - index[0] for index in indices])
 
     def equal(self, left: str, right: str) -> bool:
-        """Return whether two tensors have the same shape and values, reading some rows a time."""
+        """Return whether two tensors have the same shape and values, comparing blocks of rows."""
         if self.shape(left) != self.shape(right):
             return False
         rows, *others = self.shape(left)
@@ -103,7 +107,7 @@ class SafetensorsFiles:
             file.__exit__(None, None, None)
         self._open.clear()
 
-    def _file_of(self, name: str) -> Any:
+    def _file_of(self, name: str) -> safe_open:
         path = self._paths[name]
         if path not in self._open:
             self._open[path] = safe_open(path, framework="pt").__enter__()
@@ -111,7 +115,7 @@ class SafetensorsFiles:
 
 
 def take(tensor: torch.Tensor, indices: Sequence[torch.Tensor]) -> torch.Tensor:
-    """Return what has `indices` in each dimension; a view where they follow each other."""
+    """Return the elements at `indices` per dim; a view if all indices are contiguous."""
     for dim, index in enumerate(indices):
         length = len(index)
         if length == 0 or int(index[-1]) - int(index[0]) + 1 == length:
@@ -124,24 +128,26 @@ def take(tensor: torch.Tensor, indices: Sequence[torch.Tensor]) -> torch.Tensor:
 
 Tensors = dict[str, torch.Tensor]
 
-_SINGLE_FILE = "model.safetensors"
-_INDEX_FILE = "model.safetensors.index.json"
-
 
 def write_hf_directory(
-    export: HfExport, tokenizer: Any, directory: Path, *, max_file_bytes: int
+    export: HfExport,
+    tokenizer: PreTrainedTokenizerBase,
+    directory: Path,
+    *,
+    max_file_bytes: int,
 ) -> None:
-    """Write config, tokenizer and weights. Collective; the first rank writes.
+    """Write config, tokenizer and weights, file by file. Collective; rank 0 writes.
+
+    Rank 0 holds the full tensors of one file at a time, in addition to its own shards.
 
     Args:
-        export: The weights, and what else belongs to the model.
-        tokenizer: A tokenizer of transformers.
-        directory: An empty directory that all ranks name alike.
-        max_file_bytes: A larger model is written as several files of at most this size, though
-            each holds at least one group of `export`.
+        export: The weights and the writer of the config.
+        tokenizer: The tokenizer to save.
+        directory: An empty directory, the same path on all ranks.
+        max_file_bytes: Maximum size of a file; larger only for a single group of `export`.
 
     Raises:
-        RuntimeError: The first rank could not write.
+        RuntimeError: Rank 0 could not write.
     """
     is_writer = dist.get_rank() == 0
     with failing_together():
@@ -155,10 +161,8 @@ def write_hf_directory(
     groups = export.groups if export.groups is not None else [[name] for name in num_bytes]
     files = plan_files(groups, num_bytes, max_file_bytes=max_file_bytes)
     file_of: dict[str, str] = {}
-    for index, names in enumerate(files, start=1):
-        several = f"model-{index:05d}-of-{len(files):05d}.safetensors"
-        file_name = _SINGLE_FILE if len(files) == 1 else several
-        tensors = _gather(export, names, keep=is_writer)
+    for file_name, groups_of_file in files.items():
+        tensors = _gather(export, groups_of_file, keep=is_writer)
         file_of |= dict.fromkeys(tensors, file_name)
         with failing_together():
             if is_writer:
@@ -167,30 +171,32 @@ def write_hf_directory(
         if is_writer and len(files) > 1:
             metadata = {"total_size": sum(num_bytes.values())}
             text = json.dumps({"metadata": metadata, "weight_map": file_of}, indent=2)
-            (directory / _INDEX_FILE).write_text(f"{text}\n")
+            (directory / SAFE_WEIGHTS_INDEX_NAME).write_text(f"{text}\n")
 
 
 def plan_files(
-    groups: Sequence[Sequence[str]], num_bytes: dict[str, int], *, max_file_bytes: int
-) -> list[list[Sequence[str]]]:
-    """Return the groups of tensors that go into each file, in their order.
+    groups: Sequence[Sequence[str]], num_bytes: Mapping[str, int], *, max_file_bytes: int
+) -> dict[str, list[Sequence[str]]]:
+    """Return the groups of tensors of each file, by the hub's file names.
 
-    Example: groups of 3, 4 and 5 bytes, max_file_bytes=8 -> [[3, 4], [5]]
+    Example: groups of 3, 4 and 5 bytes, max_file_bytes=8 ->
+        model-00001-of-00002.safetensors: [3, 4], model-00002-of-00002.safetensors: [5]
     """
-    files: list[list[Sequence[str]]] = []
-    free = 0
-    for group in groups:
-        size = sum(num_bytes[name] for name in group)
-        if not files or size > free:
-            files.append([])
-            free = max_file_bytes
-        files[-1].append(group)
-        free -= size
-    return files
+    split = split_state_dict_into_shards_factory(
+        {str(index): sum(num_bytes[n] for n in group) for index, group in enumerate(groups)},
+        get_storage_size=int,
+        get_storage_id=lambda _: None,
+        filename_pattern="model{suffix}.safetensors",
+        max_shard_size=max_file_bytes,
+    )
+    return {
+        name: [groups[int(index)] for index in indices]
+        for name, indices in split.filename_to_tensors.items()
+    }
 
 
 def _gather(export: HfExport, groups: Sequence[Sequence[str]], *, keep: bool) -> Tensors:
-    """Return the tensors of a file on the CPU, on the rank that keeps them. Collective."""
+    """Return the tensors of a file on the CPU if `keep`, else nothing. Collective."""
     converted: Tensors = {}
     for group in groups:
         gathered: Tensors = {}

@@ -1,11 +1,15 @@
-"""Optimizer, schedule and loss scale as tensors and plain values, and back."""
+"""Optimizer, schedule and loss scale as tensors and plain values, and back.
+
+`torch.distributed.checkpoint.state_dict` is not used for it, see "Optimizer state" in the design
+page of the documentation.
+"""
 
 from __future__ import annotations
 
 import copy
 from collections import defaultdict
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Protocol, TypedDict
 
 import torch
 from torch.optim.lr_scheduler import SequentialLR
@@ -22,37 +26,50 @@ Tensors = dict[str, torch.Tensor]
 
 
 class Scaler(Protocol):
-    """What scales a loss, and remembers by how much."""
+    """A dynamic loss scale."""
 
-    def state_dict(self) -> dict[str, Any]:
+    def state_dict(self) -> dict[str, object]:
         """Return plain values."""
         ...
 
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Take up what `state_dict` returned."""
+    def load_state_dict(self, state: dict[str, object]) -> None:
+        """Restore the values of `state_dict`."""
         ...
+
+
+class PlainState(TypedDict):
+    """The training state except its tensors: plain values, which `weights_only=True` loads."""
+
+    classes: dict[str, str]
+    """Dotted names of the optimizer's and the schedule's classes."""
+    counters: dict[str, object]
+    """`{parameter/slot: value}` of optimizer state that is 0-d or not a tensor."""
+    groups: list[dict[str, object]]
+    """The options of each parameter group."""
+    scheduler: dict[str, object]
+    scaler: dict[str, object]
 
 
 @dataclass(kw_only=True, slots=True)
 class TrainState:
-    """An optimizer of torch, its schedule and its loss scale: the state of training."""
+    """The state of training: a torch optimizer, its schedule and its loss scale."""
 
     optimizer: torch.optim.Optimizer
     scheduler: LRScheduler
     scaler: Scaler | None = None
 
 
-def state_of(model: nn.Module, training: TrainState) -> tuple[Tensors, dict[str, Any]]:
-    """Return the optimizer's tensors as `{parameter/slot: tensor}`, and a copy of all else.
+def state_of(model: nn.Module, training: TrainState) -> tuple[Tensors, PlainState]:
+    """Return the optimizer's tensors as `{parameter/slot: tensor}`, and a copy of all other state.
 
-    The tensors are the optimizer's own, sharded as their parameters are.
+    The tensors are the optimizer's own, sharded like their parameters.
     """
     tensors, counters = _flatten(model, training.optimizer)
     groups = [
         {key: value for key, value in group.items() if key != "params"}
         for group in training.optimizer.param_groups
     ]
-    others = {
+    others: PlainState = {
         "classes": _classes(training),
         "counters": counters,
         "groups": groups,
@@ -65,13 +82,13 @@ def state_of(model: nn.Module, training: TrainState) -> tuple[Tensors, dict[str,
 def check_fits(
     model: nn.Module,
     training: TrainState,
-    others: dict[str, Any],
+    others: PlainState,
     stored: Mapping[str, TensorStorageMetadata],
 ) -> None:
     """Raise if the checkpoint does not match this optimizer.
 
     Raises:
-        ValueError: It is of another optimizer or schedule, or of other parameters.
+        ValueError: The class of optimizer or schedule, an option or a parameter differs.
     """
     for what, own in _classes(training).items():
         if others["classes"][what] != own:
@@ -88,19 +105,19 @@ def check_fits(
     known = {name for name, _ in _trained(model)}
     if unknown := [name for name in (*stored, *others["counters"]) if _owner(name) not in known]:
         raise ValueError(
-            f"{len(unknown)} entries are of no trained parameter, first {sorted(unknown)[:3]}"
+            f"{len(unknown)} entries belong to no trained parameter, first {sorted(unknown)[:3]}"
         )
 
 
 def tensors_to_fill(
     model: nn.Module, training: TrainState, stored: Mapping[str, TensorStorageMetadata]
 ) -> Tensors:
-    """Return a tensor for each of `stored`, to be filled in place: the optimizer's, or a new one.
+    """Return a tensor to load each of `stored` into: the optimizer's own, or a new one. Collective.
 
-    A new one is sharded as its parameter is, and lies where the optimizer's others lie. Collective.
+    A new one is sharded like its parameter, on the device of the optimizer's other tensors.
 
     Raises:
-        ValueError: One has another shape in the save.
+        ValueError: A stored shape differs.
     """
     present = _flatten(model, training.optimizer)[0]
     devices = [tensor.device for tensor in present.values()]
@@ -110,7 +127,8 @@ def tensors_to_fill(
         dtype, shape = described.properties.dtype, tuple(described.size)
         known, parameter = present.get(name), parameters[_owner(name)]
         if known is None and shape != tuple(parameter.shape):
-            # Such as the rows and columns of Adafactor, which it alone knows how to shard.
+            # Such as Adafactor's row and column variances: only a step of the optimizer shows
+            # their shapes and shards.
             made = _of_a_first_step(model, training.optimizer) if made is None else made
             known = made.get(name, parameter)
         if known is None or known.dtype != dtype:
@@ -124,10 +142,8 @@ def tensors_to_fill(
     return tensors
 
 
-def restore(
-    model: nn.Module, training: TrainState, others: dict[str, Any], tensors: Tensors
-) -> None:
-    """Take up what `state_of` returned, and nothing else: `tensors` are those of the save."""
+def restore(model: nn.Module, training: TrainState, others: PlainState, tensors: Tensors) -> None:
+    """Replace the training state by a save's plain values and loaded `tensors`."""
     optimizer = training.optimizer
     before = _flatten(model, optimizer)[1]
     for group, options in zip(optimizer.param_groups, others["groups"], strict=True):
@@ -149,7 +165,10 @@ def restore(
 
 
 def _of_a_first_step(model: nn.Module, optimizer: torch.optim.Optimizer) -> Tensors:
-    """Return what a copy of the optimizer makes in a step of zero rate over zero gradients."""
+    """Return the state that a copy of the optimizer creates in a step of rate 0 on zero gradients.
+
+    The copy shares the parameters, which such a step leaves unchanged, but not the state.
+    """
     first = copy.copy(optimizer)
     first.state = defaultdict(dict)
     first.param_groups = [{**group, "lr": 0.0} for group in optimizer.param_groups]
@@ -173,7 +192,10 @@ def _slot(name: str) -> str:
 
 
 def _classes(training: TrainState) -> dict[str, str]:
-    """Return what steps and what schedules: Adam, say, would take up AdamW's state and turn it."""
+    """Return the class names of optimizer and schedule.
+
+    State dicts do not name them, and Adam, for example, loads AdamW's without an error.
+    """
     schedule = training.scheduler
     parts = schedule._schedulers if isinstance(schedule, SequentialLR) else [schedule]
     return {
@@ -191,24 +213,23 @@ def _sorted(groups: list[set[str]]) -> list[list[str]]:
 
 
 def _counter_device(
-    slot: str, before: Any, parameter: torch.Tensor, group: dict[str, Any]
+    slot: str, before: object, parameter: torch.Tensor, group: dict[str, object]
 ) -> torch.device:
-    """Return where a 0-d counter lies: where it lay, else where torch's optimizers put it."""
+    """Return the device of a 0-d counter: the present one's, else that of torch's convention."""
     if isinstance(before, torch.Tensor):
         return before.device
     on_device = slot != "step" or group.get("capturable") or group.get("fused")
     return parameter.device if on_device else torch.device("cpu")
 
 
-def _flatten(model: nn.Module, optimizer: torch.optim.Optimizer) -> tuple[Tensors, dict[str, Any]]:
-    """Return the tensors, and apart what is 0-d or no tensor."""
+def _flatten(
+    model: nn.Module, optimizer: torch.optim.Optimizer
+) -> tuple[Tensors, dict[str, object]]:
+    """Return the tensors with dims, and separately the state that is 0-d or not a tensor."""
     tensors: Tensors = {}
-    counters: dict[str, Any] = {}
+    counters: dict[str, object] = {}
     for name, parameter in model.named_parameters():
         for slot, value in optimizer.state.get(parameter, {}).items():
-            (tensors if _is_array(value) else counters)[f"{name}/{slot}"] = value
+            is_sharded = isinstance(value, torch.Tensor) and value.ndim > 0
+            (tensors if is_sharded else counters)[f"{name}/{slot}"] = value
     return tensors, counters
-
-
-def _is_array(value: Any) -> bool:
-    return isinstance(value, torch.Tensor) and value.ndim > 0

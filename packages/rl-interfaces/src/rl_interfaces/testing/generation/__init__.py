@@ -23,13 +23,13 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from importlib import import_module
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeAlias
 from unittest import SkipTest
 
-from rl_interfaces.generation import GenerationInterface
 from rl_interfaces.testing.report import check_each, require_assertions
 
 if TYPE_CHECKING:
+    import pytest
     import torch
 
 RULES = {
@@ -77,6 +77,9 @@ RULES = {
 }
 """The names of the rules by subject."""
 
+Backend: TypeAlias = Any
+"""A `GenerationInterface`, and a `WeightReceiver` where the case is a `ReceivesWeights`."""
+
 
 class GenerationCase(ABC):
     """A backend, and a plain model with the same weights to compare it with.
@@ -106,7 +109,7 @@ class GenerationCase(ABC):
     num_samples: int = 1000
 
     @abstractmethod
-    def backend(self, **sampling: Any) -> GenerationInterface:
+    def backend(self, **sampling: object) -> Backend:
         """Return a backend with these keys of `GenerationConfig`; it may be the same every time.
 
         The other keys select the full distribution: `temperature` 1, `top_p` 1, `top_k` None, no
@@ -115,7 +118,7 @@ class GenerationCase(ABC):
 
     @abstractmethod
     def logits(self, tokens: torch.Tensor) -> torch.Tensor:
-        """Return the logits that a plain model gives after each of `tokens`.
+        """Return a plain model's logits after each of `tokens`.
 
         Args:
             tokens: `[seq]` int64.
@@ -124,15 +127,15 @@ class GenerationCase(ABC):
             `[seq, vocab]`, float32 or better.
         """
 
-    def batch(self, **columns: Any) -> Any:
+    def batch(self, **columns: object) -> Any:
         """Return a batch of columns, a `GenerationDatumSpec`; a dict unless overridden."""
         return columns
 
-    def sleep(self, backend: GenerationInterface) -> None:
+    def sleep(self, backend: Backend) -> None:
         """Put the backend to sleep."""
         assert backend.finish_generation() is True, "finish_generation did not return True"
 
-    def wake(self, backend: GenerationInterface) -> None:
+    def wake(self, backend: Backend) -> None:
         """Wake the backend."""
         assert backend.prepare_for_generation() is True, "prepare_for_generation is not True"
 
@@ -153,11 +156,11 @@ class ReceivesWeights(ABC):
         """Change the plain model as a training step would, by far more than rounding."""
 
     @abstractmethod
-    def refit(self, backend: Any, version: int) -> None:
+    def refit(self, backend: Backend, version: int) -> None:
         """Begin an update, transfer the plain model's weights, and commit."""
 
     @abstractmethod
-    def fail_refit(self, backend: Any, version: int) -> None:
+    def fail_refit(self, backend: Backend, version: int) -> None:
         """Begin an update and break the transfer after some weights have arrived; raise nothing."""
 
 
@@ -194,7 +197,7 @@ def check_generation(case: GenerationCase) -> list[str]:
 class GenerationConformance:
     """Tests for pytest, one per rule, of the backend that a fixture `generation_case` returns."""
 
-    def pytest_generate_tests(self, metafunc: Any) -> None:
+    def pytest_generate_tests(self, metafunc: pytest.Metafunc) -> None:
         """Make a test of every rule; called by pytest."""
         metafunc.parametrize("rule", rule_names())
 

@@ -1,8 +1,8 @@
-"""Prompts, and what a plain model says of completions: argmax, distributions, probabilities."""
+"""Prompts, and reference results of a plain model: argmax, distributions, log-probabilities."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, MutableMapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -10,6 +10,8 @@ import torch
 if TYPE_CHECKING:
     from rl_interfaces.testing.generation import GenerationCase
 
+Columns = MutableMapping[str, torch.Tensor]
+"""A batch of prompts, or the output of `generate`."""
 ERROR_PROBABILITY = 1e-6
 """Probability that a correct backend fails one statistical check."""
 NUM_NEW = 6
@@ -27,8 +29,8 @@ def prompts(case: GenerationCase, lengths: Sequence[int] = PROMPT_LENGTHS) -> li
 
 
 def batch_of(
-    case: GenerationCase, rows: Sequence[Sequence[int]], *, spare: int = 1, **columns: Any
-) -> Any:
+    case: GenerationCase, rows: Sequence[Sequence[int]], *, spare: int = 1, **columns: object
+) -> Columns:
     """Return a right-padded batch, by `spare` tokens wider than its longest row."""
     width = max(map(len, rows)) + spare
     input_ids = torch.full((len(rows), width), case.pad_token_id, dtype=torch.int64)
@@ -43,15 +45,15 @@ def complete(
     rows: Sequence[Sequence[int]],
     *,
     greedy: bool = False,
-    columns: dict[str, Any] | None = None,
-    **sampling: Any,
-) -> Any:
+    columns: Mapping[str, object] | None = None,
+    **sampling: object,
+) -> Columns:
     """Return the output for some prompts, with `NUM_NEW` tokens unless said otherwise."""
     backend = case.backend(**{"max_new_tokens": NUM_NEW, **sampling})
     return backend.generate(batch_of(case, rows, **(columns or {})), greedy=greedy)
 
 
-def completions_of(output: Any) -> list[list[int]]:
+def completions_of(output: Columns) -> list[list[int]]:
     """Return the generated tokens of each row."""
     ends, counts = output["unpadded_sequence_lengths"], output["generation_lengths"]
     return [
@@ -91,7 +93,7 @@ def distribution(
     return torch.zeros_like(kept).scatter(-1, order, kept)
 
 
-def largest_error(case: GenerationCase, output: Any, **sampling: Any) -> float:
+def largest_error(case: GenerationCase, output: Columns, **sampling: Any) -> float:
     """Return the largest error of the log-probabilities of all generated tokens."""
     assert int(output["generation_lengths"].sum()) > 0, "nothing was generated"
     errors: list[torch.Tensor] = []
@@ -118,7 +120,7 @@ def chance_of(counts: torch.Tensor, probabilities: torch.Tensor) -> float:
     seen = torch.cat([counts[~rare].double(), counts[rare].sum().double()[None]])
     due = torch.cat([expected[~rare], expected[rare].sum()[None]])
     seen, due = seen[due > 0], due[due > 0]
-    assert len(due) > 1, "one cell alone: nothing is shown"
+    assert len(due) > 1, "a single cell: the check proves nothing"
     statistic = ((seen - due) ** 2 / due).sum()
     freedom = torch.tensor((len(due) - 1) / 2, dtype=torch.float64)
     return float(torch.special.gammaincc(freedom, statistic / 2))

@@ -11,6 +11,7 @@ from rl_interfaces.testing.generation.oracle import (
     ERROR_PROBABILITY,
     NUM_NEW,
     PROMPT_LENGTHS,
+    Columns,
     batch_of,
     chance_of,
     complete,
@@ -35,7 +36,7 @@ DTYPES = {
 
 
 def the_contracts_version_is_declared(case: GenerationCase) -> None:
-    """`contract_version` of the class is one that this version of the interfaces takes."""
+    """`contract_version` of the class is compatible with this version of the interfaces."""
     backend_class = type(case.backend(max_new_tokens=1))
     try:
         check_contract_version(backend_class, owner=backend_class.__module__)
@@ -44,7 +45,7 @@ def the_contracts_version_is_declared(case: GenerationCase) -> None:
 
 
 def outputs_have_the_documented_keys_shapes_and_dtypes(case: GenerationCase) -> None:
-    """On the CPU, as wide as the longest row needs, or wider."""
+    """On the CPU, at least as wide as the longest row."""
     output = complete(case, prompts(case))
     num_rows, width = output["output_ids"].shape
     shapes = dict.fromkeys(("output_ids", "logprobs"), (num_rows, width))
@@ -61,7 +62,7 @@ def outputs_have_the_documented_keys_shapes_and_dtypes(case: GenerationCase) -> 
 
 
 def a_row_is_its_prompt_its_completion_and_padding(case: GenerationCase) -> None:
-    """For prompts of unlike lengths, completions right behind them."""
+    """For prompts of different lengths, each completion directly after its prompt."""
     rows = prompts(case)
     output = complete(case, rows)
     lengths, generated = output["unpadded_sequence_lengths"], output["generation_lengths"]
@@ -90,7 +91,7 @@ def logprobs_are_zero_but_for_the_completion(case: GenerationCase) -> None:
 
 
 def greedy_is_the_argmax_of_the_oracle(case: GenerationCase) -> None:
-    """By the argument and by a temperature of 0, whatever else is configured."""
+    """With `greedy=True` and with temperature 0, regardless of the other sampling keys."""
     rows = prompts(case)
     expected = [greedy_completion(case, row) for row in rows]
     outputs = {
@@ -103,35 +104,35 @@ def greedy_is_the_argmax_of_the_oracle(case: GenerationCase) -> None:
 
 
 def greedy_logprobs_are_those_of_the_whole_distribution(case: GenerationCase) -> None:
-    """Neither tempered nor truncated: otherwise they would all be 0."""
+    """At temperature 1 and untruncated; otherwise all would be 0."""
     output = complete(case, prompts(case), greedy=True, temperature=0.5, top_k=2)
     error = largest_error(case, output)
     assert error <= case.tolerance, f"the log-probabilities are off by {error:.2g}"
     wrong = largest_error(case, output, temperature=0.5, top_k=2)
-    assert wrong > 10 * case.tolerance, "tempered ones are the same: nothing is shown"
+    assert wrong > 10 * case.tolerance, "tempered ones are the same: the check proves nothing"
 
 
 def rows_come_back_in_the_callers_order(case: GenerationCase) -> None:
-    """Also if they come in another one."""
+    """Also for reversed rows."""
     rows = prompts(case)
     forward = complete(case, rows, greedy=True)["output_ids"]
     backward = complete(case, rows[::-1], greedy=True)["output_ids"]
     assert torch.equal(backward.flip(0), forward), "the rows of a batch change places"
-    assert not torch.equal(forward.flip(0), forward), "all rows are the same: nothing is shown"
+    assert not torch.equal(forward.flip(0), forward), "all rows are the same: this proves nothing"
 
 
 def no_row_gets_more_tokens_than_configured(case: GenerationCase) -> None:
-    """Nor fewer, unless the end token came."""
+    """Exactly `max_new_tokens`, unless the end token ends the row."""
     rows = prompts(case)
     for limit in (1, 3, NUM_NEW):
         for index, tokens in enumerate(completions_of(complete(case, rows, max_new_tokens=limit))):
             ended = tokens[-1:] == [case.end_token_id]
-            told = f"row {index} got {len(tokens)} tokens with max_new_tokens={limit}"
-            assert len(tokens) == limit or (ended and len(tokens) < limit), told
+            message = f"row {index} got {len(tokens)} tokens with max_new_tokens={limit}"
+            assert len(tokens) == limit or (ended and len(tokens) < limit), message
 
 
 def the_batch_is_left_as_it_was(case: GenerationCase) -> None:
-    """It may be memory that others read."""
+    """The batch may be shared memory."""
     batch = batch_of(case, prompts(case))
     kept = {key: value.clone() for key, value in batch.items()}
     case.backend(max_new_tokens=NUM_NEW).generate(batch)
@@ -141,13 +142,13 @@ def the_batch_is_left_as_it_was(case: GenerationCase) -> None:
 
 
 def a_batch_without_lengths_is_refused(case: GenerationCase) -> None:
-    """The key is named."""
+    """The error names the key."""
     batch = case.batch(input_ids=torch.tensor(prompts(case, (3, 3))))
     _require_refusal(case, batch, "input_lengths")
 
 
 def a_length_beyond_the_width_is_refused(case: GenerationCase) -> None:
-    """Key and number are named."""
+    """The error names key and number."""
     batch = batch_of(case, prompts(case))
     beyond = batch["input_ids"].shape[1] + 1
     batch["input_lengths"][2] = beyond
@@ -155,16 +156,16 @@ def a_length_beyond_the_width_is_refused(case: GenerationCase) -> None:
 
 
 def a_prompt_without_room_for_a_token_is_refused(case: GenerationCase) -> None:
-    """Key, length and limit are named; a prompt with room for one token gets one."""
+    """The error names key, length and limit; a prompt with room for one token gets one."""
     fitting = batch_of(case, prompts(case, (2, case.max_length - 1)), spare=0)
-    output: Any = case.backend(max_new_tokens=NUM_NEW).generate(fitting)
+    output = case.backend(max_new_tokens=NUM_NEW).generate(fitting)
     assert int(output["generation_lengths"][1]) == 1, "a prompt with room for one token"
     full = batch_of(case, prompts(case, (2, case.max_length)), spare=0)
     _require_refusal(case, full, "input_lengths", str(case.max_length))
 
 
 def a_batch_without_rows_is_refused(case: GenerationCase) -> None:
-    """By the name of the key."""
+    """The error names the key."""
     empty = case.batch(
         input_ids=torch.zeros((0, 4), dtype=torch.int64),
         input_lengths=torch.zeros(0, dtype=torch.int64),
@@ -172,7 +173,7 @@ def a_batch_without_rows_is_refused(case: GenerationCase) -> None:
     _require_refusal(case, empty, "input_ids")
 
 
-def _require_refusal(case: GenerationCase, batch: Any, *words: str) -> None:
+def _require_refusal(case: GenerationCase, batch: Columns, *words: str) -> None:
     backend = case.backend(max_new_tokens=NUM_NEW)
     error = error_of(lambda: backend.generate(batch))
     assert isinstance(error, ValueError), f"the batch ended with {error!r}, not with a ValueError"
@@ -180,24 +181,25 @@ def _require_refusal(case: GenerationCase, batch: Any, *words: str) -> None:
         assert word in str(error), f"the error does not name {word}: {error}"
 
 
-TRUNCATIONS: tuple[dict[str, Any], ...] = (
+Sampling = dict[str, Any]
+TRUNCATIONS: tuple[Sampling, ...] = (
     {"top_k": 3},
     {"top_p": 0.6},
     {"top_k": 8, "top_p": 0.5},
 )
 _FEWEST = 4
-"""Fewest tokens of a completion in which a stop can be placed."""
+"""Minimum tokens of a completion with a stop in it."""
 _UNLIKE = 10
-"""Another distribution's log-probabilities are off by more than so many tolerances."""
+"""Log-probabilities of another distribution differ by more than this many tolerances."""
 
 
 def logprobs_are_those_of_the_tempered_distribution(case: GenerationCase) -> None:
-    """Of the sampled tokens, where the temperature divides the logits."""
+    """With the logits divided by the temperature."""
     _require_logprobs(case, {"temperature": 0.7}, {})
 
 
 def logprobs_are_those_of_the_truncated_distribution(case: GenerationCase) -> None:
-    """By top-k, by the nucleus, and by both: they are of what is left, which adds up to 1."""
+    """Renormalised over the kept tokens, for top-k, the nucleus, and both."""
     for truncation in TRUNCATIONS:
         tempered = {"temperature": 0.8}
         _require_logprobs(case, tempered | truncation, tempered)
@@ -209,17 +211,17 @@ def tokens_follow_the_tempered_distribution(case: GenerationCase) -> None:
 
 
 def tokens_follow_the_top_k_alone(case: GenerationCase) -> None:
-    """By Pearson's test over the tokens that are left; no other comes."""
+    """By Pearson's test over the kept tokens; no other is sampled."""
     _require_samples(case, {"top_k": 4}, {})
 
 
 def tokens_follow_the_nucleus_alone(case: GenerationCase) -> None:
-    """By Pearson's test over the tokens that are left; no other comes."""
+    """By Pearson's test over the kept tokens; no other is sampled."""
     _require_samples(case, {"top_p": 0.7}, {})
 
 
 def every_call_samples_anew(case: GenerationCase) -> None:
-    """Two calls, and rows of one call, with the same prompt."""
+    """Two calls, and two rows of a call, with the same prompt have different samples."""
     prompt = max(prompts(case), key=len)
     backend = case.backend(max_new_tokens=6, temperature=1.0)
     rows: list[list[int]] = []
@@ -227,31 +229,29 @@ def every_call_samples_anew(case: GenerationCase) -> None:
         batch = case.batch(
             input_ids=torch.tensor([prompt] * 8), input_lengths=torch.tensor([len(prompt)] * 8)
         )
-        rows.append(completions_of(backend.generate(batch)))  # type: ignore[arg-type]
+        rows.append(completions_of(backend.generate(batch)))
     assert rows[0] != rows[1], "the second call repeats the first"
     assert any(row != rows[0][0] for row in rows[0]), "all rows of a call are the same"
 
 
-def _require_logprobs(
-    case: GenerationCase, sampling: dict[str, Any], other: dict[str, Any]
-) -> None:
+def _require_logprobs(case: GenerationCase, sampling: Sampling, other: Sampling) -> None:
     output = complete(case, prompts(case) * 2, **sampling)
     error = largest_error(case, output, **sampling)
     assert error <= case.tolerance, f"{sampling}: the log-probabilities are off by {error:.2g}"
     wrong = largest_error(case, output, **other)
-    assert wrong > _UNLIKE * case.tolerance, f"{sampling} changes nothing: nothing is shown"
+    assert wrong > _UNLIKE * case.tolerance, f"{sampling} changes nothing: the check proves nothing"
 
 
-def _require_samples(case: GenerationCase, sampling: dict[str, Any], other: dict[str, Any]) -> None:
-    """Fail where one token after a prompt comes from another distribution than that of `sampling`.
+def _require_samples(case: GenerationCase, sampling: Sampling, other: Sampling) -> None:
+    """Fail if the first sampled token does not follow the distribution of `sampling`.
 
-    First it is shown that samples of the `other` distribution would fail.
+    First checks that samples of the distribution of `other` would fail.
     """
     prompt = max(prompts(case), key=len)
     logits = case.logits(torch.tensor(prompt))[-1]
     wanted, unwanted = distribution(logits, **sampling), distribution(logits, **other)
-    told = f"{sampling} changes too little for {case.num_samples} samples: nothing is shown"
-    assert chance_of(unwanted * case.num_samples, wanted) < ERROR_PROBABILITY, told
+    message = f"{sampling} changes too little for {case.num_samples} samples: this proves nothing"
+    assert chance_of(unwanted * case.num_samples, wanted) < ERROR_PROBABILITY, message
     output = complete(case, [prompt] * case.num_samples, max_new_tokens=1, **sampling)
     tokens = torch.tensor([row[0] for row in completions_of(output)])
     counts = torch.bincount(tokens, minlength=len(wanted))
@@ -263,14 +263,14 @@ def _require_samples(case: GenerationCase, sampling: dict[str, Any], other: dict
 
 
 def a_configured_stop_token_ends_a_row_and_is_part_of_it(case: GenerationCase) -> None:
-    """In every row that has it."""
+    """In every row that contains it."""
     rows = prompts(case)
     free = completions_of(complete(case, rows, greedy=True))
     stop = free[_long_row(free)][2]
     found = completions_of(complete(case, rows, greedy=True, stop_token_ids=[stop]))
     expected = [row[: row.index(stop) + 1] if stop in row else row for row in free]
     assert found == expected, f"with the stop token {stop}: {found}, not {expected}"
-    assert found != free, "no row is shorter: nothing is shown"
+    assert found != free, "no row is shorter: the check proves nothing"
 
 
 def a_configured_stop_string_ends_a_row_and_is_part_of_it(case: GenerationCase) -> None:
@@ -281,11 +281,11 @@ def a_configured_stop_string_ends_a_row_and_is_part_of_it(case: GenerationCase) 
     found = completions_of(complete(case, rows, greedy=True, stop_strings=[stop]))
     expected = [_until(case, row, stop) for row in free]
     assert found == expected, f"with the stop string {stop!r}: {found}, not {expected}"
-    assert found != free, "no row is shorter: nothing is shown"
+    assert found != free, "no row is shorter: the check proves nothing"
 
 
 def a_stop_string_of_a_row_ends_that_row_alone(case: GenerationCase) -> None:
-    """A row without any is not stopped by another's."""
+    """A row without stop strings is not ended by another row's."""
     rows = prompts(case)
     long = _long_row(completions_of(complete(case, rows, greedy=True)))
     rows = [rows[long], rows[long]]  # the same prompt, so that both could be stopped
@@ -295,7 +295,7 @@ def a_stop_string_of_a_row_ends_that_row_alone(case: GenerationCase) -> None:
     found = completions_of(complete(case, rows, greedy=True, columns=columns))
     expected = [free[0], _until(case, free[1], stop)]
     assert found == expected, f"with {stop!r} for row 1: {found}, not {expected}"
-    assert expected[1] != free[1], "the row is no shorter: nothing is shown"
+    assert expected[1] != free[1], "the row is no shorter: the check proves nothing"
 
 
 def _long_row(rows: list[list[int]]) -> int:
@@ -312,7 +312,7 @@ def _text(case: GenerationCase, tokens: list[int]) -> str:
 
 
 def _until(case: GenerationCase, tokens: list[int], stop: str) -> list[int]:
-    """Return the tokens up to the one with which the text has `stop`."""
+    """Return the tokens up to the first whose text contains `stop`."""
     for end in range(1, len(tokens) + 1):
         if stop in _text(case, tokens[:end]):
             return tokens[:end]
@@ -320,11 +320,11 @@ def _until(case: GenerationCase, tokens: list[int], stop: str) -> list[int]:
 
 
 WRONG = 1e-2
-"""Smallest error that wrong weights cause; far above rounding."""
+"""The smallest error caused by wrong weights; far above rounding."""
 
 
 def who_sleeps_does_not_generate(case: GenerationCase) -> None:
-    """The error names the call that wakes it; it goes on when it has woken."""
+    """The error names the call that wakes it; afterwards it generates."""
     backend = case.backend(max_new_tokens=NUM_NEW)
     case.sleep(backend)
     error = error_of(lambda: backend.generate(batch_of(case, prompts(case))))
@@ -335,7 +335,7 @@ def who_sleeps_does_not_generate(case: GenerationCase) -> None:
 
 
 def who_has_woken_generates_as_before(case: GenerationCase) -> None:
-    """The same tokens, greedily; waking twice does no harm."""
+    """The same greedy tokens as before sleep, also after waking twice."""
     rows = prompts(case)
     before = complete(case, rows, greedy=True)
     backend = case.backend(max_new_tokens=NUM_NEW)
@@ -348,7 +348,7 @@ def who_has_woken_generates_as_before(case: GenerationCase) -> None:
 
 
 def samples_carry_the_committed_version(case: GenerationCase) -> None:
-    """`weight_version` `[batch]` int64, a row each."""
+    """The output has `weight_version`, `[batch]` int64."""
     version = _version(case) + 1
     _refit(case, version)
     output = complete(case, prompts(case))
@@ -359,18 +359,18 @@ def samples_carry_the_committed_version(case: GenerationCase) -> None:
 
 
 def a_refit_changes_what_is_generated(case: GenerationCase) -> None:
-    """Before it the old weights generate, after it the new ones, twice."""
+    """The old weights are used before it and the new ones after it, in two refits."""
     for _ in range(2):
         _of(case).change_weights()
         before = largest_error(case, complete(case, prompts(case)))
-        assert before > WRONG, "the change of weights is too small: nothing is shown"
+        assert before > WRONG, "the change of weights is too small: the check proves nothing"
         _refit(case, _version(case) + 1)
         _require_right_weights(case)
 
 
 def nothing_is_generated_before_the_commit(case: GenerationCase) -> None:
-    """Nor is a version committed of which nothing has arrived; a new beginning is possible."""
-    backend: Any = case.backend(max_new_tokens=NUM_NEW)
+    """A version without received weights cannot be committed; a new update can begin."""
+    backend = case.backend(max_new_tokens=NUM_NEW)
     version = _version(case)
     backend.begin_update(version + 1)
     batch = batch_of(case, prompts(case))
@@ -384,8 +384,8 @@ def nothing_is_generated_before_the_commit(case: GenerationCase) -> None:
 
 
 def a_failed_refit_is_healed_by_a_full_one_alone(case: GenerationCase) -> None:
-    """Until then nothing is generated, and nothing is committed."""
-    backend: Any = case.backend(max_new_tokens=NUM_NEW)
+    """Until then neither `generate` nor `commit_update` succeeds."""
+    backend = case.backend(max_new_tokens=NUM_NEW)
     version = _version(case) + 1
     _of(case).change_weights()
     _of(case).fail_refit(backend, version)
@@ -401,8 +401,8 @@ def a_failed_refit_is_healed_by_a_full_one_alone(case: GenerationCase) -> None:
 
 
 def a_stale_version_changes_nothing(case: GenerationCase) -> None:
-    """It is refused by a ValueError with its number, and the backend goes on."""
-    backend: Any = case.backend(max_new_tokens=NUM_NEW)
+    """It raises a ValueError that names it, and the backend keeps working."""
+    backend = case.backend(max_new_tokens=NUM_NEW)
     version = _version(case) + 1
     _refit(case, version)
     for stale in (version, version - 1):

@@ -1,7 +1,8 @@
-"""What the rules about a worker work with: one rank's workers, its batches, the oracle."""
+"""The fixture of the worker rules: one rank's workers, batches and reference results."""
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cached_property
@@ -12,10 +13,11 @@ import torch
 from torch import nn
 
 from rl_interfaces.config.resolve import merge_sections
-from rl_interfaces.loss import LossType
+from rl_interfaces.loss import LossFunction, LossType
 from rl_interfaces.testing.expectations import expect, expect_close
 from rl_interfaces.testing.report import NotApplicable
 from rl_interfaces.testing.worker.oracle import (
+    Batch,
     Columns,
     LogprobLoss,
     PlainRun,
@@ -28,53 +30,55 @@ from rl_interfaces.testing.worker.oracle import (
 )
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator, Mapping
+    from collections.abc import Callable, Iterator
 
-    from rl_interfaces.testing.worker.case import Batch, MakeBatches, WorkerCase
+    from rl_interfaces.testing.worker.case import MakeBatches, Worker, WorkerCase
     from rl_interfaces.testing.worker.kit import Ranks
 
+TrainResult = Mapping[str, Any]
+"""What `train` of a worker returns."""
 NUM_CALLS = 3
-"""Calls of `train` in the run that others are compared with."""
+"""Calls of `train` in the reference run."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class TrainedRun:
-    """What the worker gave in a run that nothing interrupted."""
+    """The results of an uninterrupted run of the worker."""
 
-    results: list[dict[str, Any]]
+    results: list[TrainResult]
     parameters: dict[str, torch.Tensor]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class SavedRun:
-    """What a run left after its first call of `train`."""
+    """The paths of a save after the first call of `train`."""
 
     weights: str
     optimizer: str
     tokenizer: str
     logprobs: torch.Tensor
-    """Of this rank's share of `scoring`."""
+    """Of this rank's rows of `scoring`."""
 
 
 class WorkerBench:
-    """One rank of a case. At most one worker lives at a time.
+    """One rank of a case. At most one worker exists at a time.
 
     Args:
-        case: What the author gives.
+        case: The worker and its reference model.
         ranks: This rank and its group.
-        directory: A directory that all ranks see, for what is saved.
+        directory: A directory shared by all ranks, for saves.
     """
 
     def __init__(self, case: WorkerCase, *, ranks: Ranks, directory: Path) -> None:
         self.case, self.ranks, self._directory = case, ranks, directory
         self.tolerances = case.tolerances
-        self.worker_class: Any = case.worker_class
+        self.worker_class: Worker = case.worker_class
         self.layout = self.worker_class.validate_config(case.config, world_size=ranks.world_size)
         inner = self.layout.context_parallel * self.layout.tensor_parallel
         self.data_rank: int = ranks.rank // inner % self.layout.data_parallel
-        # A step of at least four rows, which the data-parallel ranks share evenly.
+        # At least four rows, divisible by the data-parallel ranks.
         self.global_batch_size: int = self.layout.data_parallel * -(-4 // self.layout.data_parallel)
-        self._shared: Any = None
+        self._shared: Worker = None
         self._fresh_lives = False
         self._num_paths = 0
 
@@ -82,12 +86,12 @@ class WorkerBench:
 
     @cached_property
     def worker_type(self) -> type:
-        """The workers' class, also where the case names what makes them."""
+        """The workers' class, also if the case has a factory function."""
         made_by = self.worker_class
         return made_by if isinstance(made_by, type) else type(self.worker)
 
     def require(self, capability: type) -> None:
-        """Raise `NotApplicable` where the worker lacks methods of an optional capability."""
+        """Raise `NotApplicable` if the worker lacks methods of an optional capability."""
         wanted = [name for name in dir(capability) if not name.startswith("_")]
         missing = [name for name in wanted if not hasattr(self.worker_type, name)]
         if missing:
@@ -95,16 +99,18 @@ class WorkerBench:
             raise NotApplicable(f"{lack} of rl_interfaces.{capability.__name__}")
 
     @property
-    def worker(self) -> Any:
-        """A worker with optimizer and reference, for rules that leave it as it is."""
+    def worker(self) -> Worker:
+        """A shared worker with optimizer and reference, for rules that do not change its state."""
         assert not self._fresh_lives, "one worker at a time"
         if self._shared is None:
             self._shared = self.worker_class(dict(self.case.config), self.case.tokenizer)
         return self._shared
 
     @contextmanager
-    def fresh(self, settings: Mapping[str, Any] | None = None, **options: Any) -> Iterator[Any]:
-        """Give a worker that has just been built, alone; `options` are its constructor's."""
+    def fresh(
+        self, settings: Mapping[str, object] | None = None, **options: Any
+    ) -> Iterator[Worker]:
+        """Run the body with a new worker; `options` are arguments of its constructor."""
         assert not self._fresh_lives, "one worker at a time"
         self.close()
         config = merge_sections(self.case.config, settings or {})
@@ -117,24 +123,24 @@ class WorkerBench:
             worker.shutdown()
 
     def close(self) -> None:
-        """End the shared worker, if there is one."""
+        """Shut down the shared worker, if any."""
         worker, self._shared = self._shared, None
         if worker is not None:
             worker.shutdown()
 
     def path(self, name: str) -> str:
-        """Return a path that is free, the same on every rank."""
+        """Return an unused path, the same on every rank."""
         self._num_paths += 1
         return str(self._directory / f"{self._num_paths}-{name}")
 
     # Batches
 
     def columns(self, lengths: list[int], *, width: int | None = None, seed: int = 1) -> Columns:
-        """Return a batch of rows of these lengths, see `make_columns`."""
+        """Return rows of these lengths, see `make_columns`."""
         return make_columns(lengths, tokens=self.tokens, pad=self.pad, width=width, seed=seed)
 
     def on_every_rank(self, lengths: list[int]) -> list[int]:
-        """Return `lengths`, repeated until each data-parallel rank has a row of a batch of them."""
+        """Return `lengths`, repeated to at least one row per data-parallel rank."""
         count = max(len(lengths), self.layout.data_parallel)
         return (lengths * -(-count // len(lengths)))[:count]
 
@@ -147,37 +153,45 @@ class WorkerBench:
     ) -> Batch:
         """Return this rank's rows."""
         make = make_batches or self.case.make_batches
-        # The oracle's own stay as they are, whatever a backend writes into.
+        # Copies, as a faulty backend may write into its batch.
         copies = {name: column.clone() for name, column in columns.items()}
         shards = make(copies, shards=self.layout.data_parallel, batch_size=batch_size)
         return shards[self.data_rank]
 
-    def train(self, worker: Any, columns: Columns | None = None, **options: Any) -> dict[str, Any]:
-        """Call `train` with this rank's share of `columns`, or of `training`."""
-        size = options.setdefault("gbs", self.global_batch_size)
+    def train(
+        self,
+        worker: Worker,
+        columns: Columns | None = None,
+        *,
+        gbs: int | None = None,
+        loss_fn: LossFunction | None = None,
+        **options: object,
+    ) -> TrainResult:
+        """Call `train` with this rank's rows of `columns`, by default of `training`."""
+        size = gbs or self.global_batch_size
         mine = self.share(self.training if columns is None else columns, batch_size=size)
-        return worker.train(mine, options.pop("loss_fn", LogprobLoss()), **options)
+        return worker.train(mine, loss_fn or LogprobLoss(), gbs=size, **options)
 
     @cached_property
     def scoring(self) -> Columns:
-        """Ragged rows, a number that two ranks do not share evenly."""
+        """Ragged rows, an odd number of them."""
         return self.columns([11, 3, 7, 1, 5])
 
     @cached_property
     def training(self) -> Columns:
-        """Rows of two optimizer steps, the last of which lacks one."""
+        """Rows of two optimizer steps, one less than divides evenly."""
         lengths = [12, 4, 9, 7, 3, 10, 6, 8]
         count = 2 * self.global_batch_size - 1
         return self.columns((lengths * -(-count // len(lengths)))[:count])
 
     @property
     def pad(self) -> int:
-        """The id beyond a row's end."""
+        """The padding token."""
         return self.case.tokenizer.pad_token_id
 
     @cached_property
     def tokens(self) -> list[int]:
-        """The ids that rows are made of."""
+        """The vocabulary without padding and end token."""
         special = {self.pad, getattr(self.case.tokenizer, "eos_token_id", None)}
         with torch.no_grad():
             some = 0 if self.pad else 1
@@ -188,25 +202,25 @@ class WorkerBench:
 
     @cached_property
     def oracle(self) -> nn.Module:
-        """The plain model that the worker starts from; rules leave it as it is."""
+        """The reference model with the worker's initial weights; rules do not change it."""
         return self.load_oracle(self.case.config["model_name"])
 
     def load_oracle(self, path: str) -> nn.Module:
-        """Return the plain model that lies at `path`."""
+        """Load the reference model at `path`."""
         return self.case.load_oracle(path).eval()
 
     def expected_logprobs(self, columns: Columns, model: nn.Module | None = None) -> torch.Tensor:
-        """Return what the oracle, or another plain model, gives `columns`."""
+        """Return the log-probabilities of `columns` under the oracle or another `model`."""
         return plain_logprobs(model or self.oracle, columns, temperature=self.case.temperature)
 
     @cached_property
     def expected_run(self) -> PlainRun:
-        """What the plain loop gives in `NUM_CALLS` calls with `training`."""
+        """The reference loop's results of `NUM_CALLS` calls with `training`."""
         return self.plain_run(NUM_CALLS)
 
     @cached_property
     def expected_call(self) -> PlainRun:
-        """What it gives in one call."""
+        """The reference loop's results of one call."""
         return self.plain_run(1)
 
     def plain_run(
@@ -216,7 +230,7 @@ class WorkerBench:
         loss_type: LossType = LossType.TOKEN_LEVEL,
         learning_rate: Callable[[int], float] | None = None,
     ) -> PlainRun:
-        """Return what the plain loop gives in `num_calls` calls with `training`."""
+        """Return the reference loop's results of `num_calls` calls with `training`."""
         return plain_training(
             self.load_oracle(self.case.config["model_name"]),
             self.training,
@@ -232,23 +246,23 @@ class WorkerBench:
     def expect_logprobs(
         self, found: torch.Tensor, expected: torch.Tensor, mine: Batch, what: str
     ) -> None:
-        """Hold this rank's log-probabilities against those of all rows, where there are any."""
+        """Compare this rank's log-probabilities with the expected ones of all rows."""
         places = is_target(mine)
         theirs = expected[mine["row_id"]][:, : places.shape[1]]
         expect_close(found[places], theirs[places], what, atol=self.tolerances.logprob)
 
-    # What several rules look at
+    # Shared by several rules
 
     @cached_property
     def trained(self) -> TrainedRun:
-        """What `NUM_CALLS` calls of `train` gave, uninterrupted."""
+        """The worker's results of `NUM_CALLS` uninterrupted calls of `train`."""
         with self.fresh(init_reference_model=False) as worker:
             results = [self.train(worker) for _ in range(NUM_CALLS)]
             return TrainedRun(results=results, parameters=self.exported(worker))
 
     @cached_property
     def saved(self) -> SavedRun:
-        """What a worker saved after one call of `train`."""
+        """A save of a worker after one call of `train`."""
         paths = {part: self.path(part) for part in ("weights", "optimizer", "tokenizer")}
         with self.fresh(init_reference_model=False) as worker:
             self.train(worker)
@@ -257,8 +271,8 @@ class WorkerBench:
         expect(logprobs.isfinite().all(), "log-probabilities are finite")
         return SavedRun(**paths, logprobs=logprobs.clone())
 
-    def exported(self, worker: Any) -> dict[str, torch.Tensor]:
-        """Return the worker's parameters, by way of `save_hf_checkpoint`."""
+    def exported(self, worker: Worker) -> dict[str, torch.Tensor]:
+        """Return the worker's parameters, through `save_hf_checkpoint`."""
         path = self.path("exported")
         worker.save_hf_checkpoint(path)
         return parameters_of(self.load_oracle(path))

@@ -20,7 +20,7 @@ from rl_interfaces.worker import CONTRACT_VERSION, PolicyWorker, check_contract_
 
 @rule()
 def unknown_keys_are_named(bench: WorkerBench) -> None:
-    """A key that nobody knows is refused before anything starts."""
+    """`validate_config` raises on an unknown key and names it."""
     config = {**bench.case.config, "learning_rat": 1.0}
     expect_error(
         lambda: bench.worker_class.validate_config(config, world_size=bench.ranks.world_size),
@@ -32,7 +32,7 @@ def unknown_keys_are_named(bench: WorkerBench) -> None:
 
 @rule()
 def sizes_that_cannot_be_are_named(bench: WorkerBench) -> None:
-    """Sizes that are not positive, or that the ranks do not divide, are refused with numbers."""
+    """Sizes that are not positive or not divisible by the ranks raise, with the numbers."""
     worker, ranks = bench.worker, bench.layout.data_parallel
     batch = bench.share(bench.scoring)
     for name, value in (("gbs", -1), ("mbs", -2), ("gbs", 0), ("mbs", 0)):
@@ -53,7 +53,7 @@ def sizes_that_cannot_be_are_named(bench: WorkerBench) -> None:
 
 @rule()
 def missing_keys_are_named(bench: WorkerBench) -> None:
-    """A batch that lacks a key is refused with the key's name."""
+    """A batch without a required key raises a ValueError that names the key."""
     worker = bench.worker
     for key in ("input_ids", "input_lengths", "sample_mask", "token_mask"):
         batch = bench.share(bench.scoring)
@@ -68,8 +68,8 @@ def missing_keys_are_named(bench: WorkerBench) -> None:
 
 @rule()
 def left_padding_is_refused(bench: WorkerBench) -> None:
-    """Rows that are padded on the left are refused, and not scored as if they were not."""
-    # No row fills the width: a rank that has it alone would see nothing that is wrong.
+    """Left-padded rows raise a ValueError."""
+    # No row has the full width, in which left padding could not be detected.
     columns = bench.columns(bench.on_every_rank([5, 3, 4, 2, 5, 3]), width=6)
     rows = columns["input_ids"]
     expect_error(
@@ -82,9 +82,9 @@ def left_padding_is_refused(bench: WorkerBench) -> None:
 
 THREADS, OPEN_FILES = Path("/proc/self/task"), Path("/proc/self/fd")
 NUM_WORKERS = 4
-"""Workers in turn. A leak adds to the count with each of them."""
+"""Consecutive workers. A leak grows with each of them."""
 SETTLING_S = 1.0
-"""The longest wait for threads and files that are about to go."""
+"""Limit of the wait for threads and files that are being closed, in seconds."""
 
 
 @rule()
@@ -106,7 +106,7 @@ def every_required_method_is_there(bench: WorkerBench) -> None:
 
 @rule()
 def a_worker_says_where_it_is(bench: WorkerBench) -> None:
-    """It is alive, and names its rank and its device, each time alike."""
+    """It reports that it is alive, its rank, and a stable device id."""
     worker = bench.worker
     expect(worker.is_alive() is True, "is_alive() is not True")
     rank = worker.get_gpu_info()["rank"]
@@ -125,7 +125,7 @@ def a_layout_is_of_all_ranks(bench: WorkerBench) -> None:
 
 @rule()
 def a_process_group_is_left_by_whoever_joined_it(bench: WorkerBench) -> None:
-    """A worker joins no second default process group, and stays in one that was there before."""
+    """A worker uses an existing default process group, and does not destroy it at shutdown."""
     with bench.fresh(init_reference_model=False):
         pass
     text = "shutdown() has left the default process group, which the worker did not join"
@@ -141,10 +141,10 @@ def shutting_down_twice_is_fine(bench: WorkerBench) -> None:
 
 @rule()
 def a_worker_takes_its_threads_with_it(bench: WorkerBench) -> None:
-    """Workers that follow one another in a process leave no threads and no open files behind.
+    """Consecutive workers in one process leave no threads and no open files.
 
-    Broken is what every worker adds to. A process starts some threads once, and the pools of some
-    libraries grow with the first few uses.
+    Only a count that grows with every worker is a leak: a process starts some threads once, and the
+    thread pools of some libraries grow with the first few uses.
     """
     if not THREADS.is_dir():
         raise NotApplicable(f"threads are counted in {THREADS}, which is not there")
@@ -157,9 +157,9 @@ def a_worker_takes_its_threads_with_it(bench: WorkerBench) -> None:
 
 
 def _held_after_a_worker(bench: WorkerBench) -> dict[str, Counter[str]]:
-    """Return the threads and the open files after one more worker has ended, by name.
+    """Return the threads and open files by name after one more worker has shut down.
 
-    A thread is seen for a moment after it is joined, so what is about to end is waited for.
+    A joined thread remains visible for a moment, so the counts are polled until they settle.
     """
     before = _held_now()
     with bench.fresh(init_reference_model=False):
@@ -175,10 +175,10 @@ def _held_after_a_worker(bench: WorkerBench) -> dict[str, Counter[str]]:
 
 
 def _held_now() -> dict[str, Counter[str]]:
-    """Return this process's threads and open files: how many there are of each name."""
+    """Count this process's threads and open files by name."""
     held: dict[str, Counter[str]] = {"threads": Counter(), "open files": Counter()}
     for entry in THREADS.iterdir():
-        # One that is gone by now is not held.
+        # The thread has ended since it was listed.
         with suppress(FileNotFoundError, ProcessLookupError):
             held["threads"][(entry / "comm").read_text().strip()] += 1
     for entry in OPEN_FILES.iterdir():

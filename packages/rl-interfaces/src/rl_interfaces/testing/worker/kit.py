@@ -1,4 +1,8 @@
-"""Every rule about a worker: `check_worker` on one rank, `WorkerConformance` as pytest tests."""
+"""The worker kit: `check_worker` runs the rules on one rank, `WorkerConformance` as pytest tests.
+
+Ranks agree on each verdict over a gloo group of their own: a worker under test may leave its
+collectives half-way, and a message on its own groups could then be matched with the wrong call.
+"""
 
 from __future__ import annotations
 
@@ -7,7 +11,7 @@ from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, cast
 from unittest import SkipTest
 
 import torch.distributed as dist
@@ -60,18 +64,22 @@ class Ranks:
 
 @contextmanager
 def joined_ranks(*, timeout_s: float) -> Iterator[Ranks]:
-    """Join the process group unless the caller has; as a single rank without torchrun's variables.
+    """Join the default process group, unless the process is already in one.
 
-    The group outlives each worker, so that the rules can build several workers in a row.
+    Without torchrun's variables the job has a single rank. The group outlives each worker, so that
+    rules can build several in a row.
     """
     with ExitStack() as leaving:
         leaving.enter_context(_one_rank_unless_launched())
         environment = RankEnvironment.from_environment()
         if init_process_group(environment, timeout_s=timeout_s):
             leaving.callback(_leave)
-        # torch annotates the rank of no member as a possible result.
-        verdicts: Any = dist.new_group(backend="gloo", timeout=timedelta(seconds=timeout_s))
-        yield Ranks(rank=environment.rank, world_size=environment.world_size, verdicts=verdicts)
+        verdicts = dist.new_group(backend="gloo", timeout=timedelta(seconds=timeout_s))
+        yield Ranks(
+            rank=environment.rank,
+            world_size=environment.world_size,
+            verdicts=cast("dist.ProcessGroup", verdicts),
+        )
 
 
 def _leave() -> None:
@@ -179,7 +187,7 @@ class WorkerConformance:
 
     def pytest_generate_tests(self, metafunc: pytest.Metafunc) -> None:
         """Make a test of every rule; called by pytest."""
-        # A suite may have tests of its own beside those of the rules.
+        # A suite may have further tests in addition to those of the rules.
         if "rule" in metafunc.fixturenames:
             metafunc.parametrize("rule", [rule.name for rule in WORKER_RULES])
 
@@ -189,7 +197,7 @@ class WorkerConformance:
         worker_reports: list[Report],
         record_property: Callable[[str, object], None],
     ) -> None:
-        """Fail where the rule is broken on a rank; skip where it says nothing on any."""
+        """Fail if a rank breaks the rule; skip if it applies to no rank."""
         record_property("conformance", rule)
         outcomes = [report.of(rule) for report in worker_reports]
         require_conformance(

@@ -1,27 +1,31 @@
-"""Batches and losses of the kit, and what a plain model and a plain loop give for them."""
+"""Batches and losses of the kit, and reference results: a plain model, row by row, unpadded."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, MutableMapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
+from torch.distributed.tensor import DTensor
 
 from rl_interfaces.loss import LossInput, LossType
+from rl_interfaces.testing.expectations import expect
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
 Columns = dict[str, torch.Tensor]
-"""`input_ids`, `input_lengths`, `token_mask`, `sample_mask` and `row_id` of a whole batch."""
+"""`input_ids`, `input_lengths`, `token_mask`, `sample_mask` and `row_id` of all rows."""
+Batch = MutableMapping[str, Any]
+"""A batch as the worker takes it: a `BatchedDataDict`, or a backend's own type."""
 MakeOptimizer = Callable[[Iterable[nn.Parameter]], torch.optim.Optimizer]
 
 
 @dataclass(kw_only=True, slots=True)
 class PlainRun:
-    """What a run of training gives."""
+    """The results of the reference training loop."""
 
     losses: list[torch.Tensor] = field(default_factory=list[torch.Tensor])
     grad_norms: list[torch.Tensor] = field(default_factory=list[torch.Tensor])
@@ -30,7 +34,7 @@ class PlainRun:
 
 def row_logits(model: nn.Module, tokens: torch.Tensor, *, temperature: float) -> torch.Tensor:
     """Return `[seq, vocab]` of one row's `tokens`, `[seq]`."""
-    output: Any = model(tokens[None])
+    output = model(tokens[None])
     logits: torch.Tensor = getattr(output, "logits", output)
     return logits[0] / temperature
 
@@ -81,9 +85,9 @@ def plain_training(
     loss_type: LossType = LossType.TOKEN_LEVEL,
     learning_rate: Callable[[int], float] | None = None,
 ) -> PlainRun:
-    """Train `model` on whole global batches; the loss and the norm before clipping of each step.
+    """Train `model` on full global batches; return each step's loss and norm before clipping.
 
-    `learning_rate` gives that of each call; without it, it stays the optimizer's.
+    `learning_rate` maps the index of a `train` call to its rate; None: the optimizer's.
     """
     parameters = list(model.parameters())
     optimizer, run = make_optimizer(parameters), PlainRun()
@@ -108,7 +112,7 @@ def plain_training(
 def plain_greedy(
     model: nn.Module, prompt: torch.Tensor, *, max_new_tokens: int, stop: set[int]
 ) -> list[int]:
-    """Return the most likely tokens after `prompt`, `[seq]`, the one that ends the row included."""
+    """Return the most likely tokens after `prompt`, `[seq]`, including the one that ends it."""
     tokens = prompt
     for _ in range(max_new_tokens):
         following = row_logits(model, tokens, temperature=1.0)[-1].argmax()
@@ -130,7 +134,7 @@ def is_target(columns: Mapping[str, torch.Tensor]) -> torch.Tensor:
 
 
 _NUM_PROMPT_TOKENS = 2
-"""Leading tokens that are no targets, in rows that are longer."""
+"""Leading tokens of each row that are not targets."""
 
 
 def make_columns(
@@ -138,14 +142,14 @@ def make_columns(
 ) -> Columns:
     """Return right-padded rows of random tokens.
 
-    The first tokens of each row are no targets, and every fourth row does not count.
+    The first tokens of each row are masked as targets, and every fourth row as a sample.
 
     Args:
         lengths: Tokens of each row.
         tokens: The ids to draw from.
-        pad: The id beyond a row's end.
-        width: Columns; as many as the longest row has where None.
-        seed: Of the draw.
+        pad: The padding token.
+        width: Columns; None: the length of the longest row.
+        seed: Seed of the random tokens.
     """
     sizes = torch.tensor(lengths)
     positions = torch.arange(width or int(sizes.max()))
@@ -172,61 +176,64 @@ class LogprobLoss:
     def __call__(
         self,
         next_token_logits: torch.Tensor,
-        data: Mapping[str, Any],
+        data: Batch,
         global_valid_seqs: torch.Tensor,
         global_valid_toks: torch.Tensor,
-    ) -> tuple[torch.Tensor, dict[str, Any]]:
-        """Return the micro-batch's share, see `LossFunction`."""
+    ) -> tuple[torch.Tensor, dict[str, float]]:
+        """Return the micro-batch's share of the loss, see `LossFunction`."""
         per_token = self.loss_type is LossType.TOKEN_LEVEL
         count = global_valid_toks if per_token else global_valid_seqs
-        return _mean(next_token_logits[:, 1:], data, count)
+        mask = data["token_mask"][:, 1:] * data["sample_mask"][:, None]
+        loss = -(self.logprobs(next_token_logits, data) * mask).sum() / count
+        return loss, {"num_valid_samples": int(data["sample_mask"].sum())}
+
+    def logprobs(self, scores: torch.Tensor, data: Batch) -> torch.Tensor:
+        """Return the log-probability of each token but the first, `[batch, seq - 1]`."""
+        return scores[:, 1:]
 
 
 class SequenceLoss(LogprobLoss):
-    """The negative log-probability of the target tokens, summed over each sequence; their mean."""
+    """The negative log-probability of the target tokens, summed per sequence; their mean."""
 
     loss_type = LossType.SEQUENCE_LEVEL
 
 
-class LogitLoss:
-    """The same from logits."""
+class LogitLoss(LogprobLoss):
+    """The loss of `LogprobLoss`, computed from logits."""
 
-    loss_type = LossType.TOKEN_LEVEL
     input_type = LossInput.LOGITS
 
-    def __call__(
-        self,
-        next_token_logits: torch.Tensor,
-        data: Mapping[str, Any],
-        global_valid_seqs: torch.Tensor,
-        global_valid_toks: torch.Tensor,
-    ) -> tuple[torch.Tensor, dict[str, Any]]:
-        """Return the micro-batch's share, see `LossFunction`."""
-        logprobs = next_token_logits[:, :-1].float().log_softmax(-1)
-        chosen = logprobs.gather(-1, data["input_ids"][:, 1:, None]).squeeze(-1)
-        return _mean(chosen, data, global_valid_toks)
+    def logprobs(self, scores: torch.Tensor, data: Batch) -> torch.Tensor:
+        """See `LogprobLoss.logprobs`."""
+        logprobs = scores[:, :-1].float().log_softmax(-1)
+        return logprobs.gather(-1, data["input_ids"][:, 1:, None]).squeeze(-1)
+
+
+class ShardedLogitLoss(LogitLoss):
+    """The loss of `LogprobLoss`, computed from logits that may be sharded along the vocabulary.
+
+    Args:
+        num_shards: The tensor-parallel ranks.
+    """
+
+    accepts_sharded_logits = True
+
+    def __init__(self, num_shards: int) -> None:
+        self._num_shards = num_shards
+
+    def logprobs(self, scores: torch.Tensor, data: Batch) -> torch.Tensor:
+        """See `LogprobLoss.logprobs`."""
+        if isinstance(scores, DTensor):
+            size, (placement,) = scores.device_mesh.size(), scores.placements
+            expect(placement.is_shard(dim=2), f"the logits are a DTensor with {placement}")
+            expect(size == self._num_shards, f"the logits are sharded over {size} ranks")
+            scores = scores.full_tensor()
+        return super().logprobs(scores, data)
 
 
 class InfiniteLoss(LogprobLoss):
-    """A loss whose gradients are not finite."""
+    """A loss with non-finite gradients."""
 
-    def __call__(
-        self,
-        next_token_logits: torch.Tensor,
-        data: Mapping[str, Any],
-        global_valid_seqs: torch.Tensor,
-        global_valid_toks: torch.Tensor,
-    ) -> tuple[torch.Tensor, dict[str, Any]]:
-        """Return the micro-batch's share times infinity."""
-        loss, metrics = super().__call__(
-            next_token_logits, data, global_valid_seqs, global_valid_toks
-        )
-        return loss * float("inf"), metrics
-
-
-def _mean(
-    logprobs: torch.Tensor, data: Mapping[str, Any], count: torch.Tensor
-) -> tuple[torch.Tensor, dict[str, Any]]:
-    mask = data["token_mask"][:, 1:] * data["sample_mask"][:, None]
-    loss = -(logprobs * mask).sum() / count
-    return loss, {"num_valid_samples": int(data["sample_mask"].sum())}
+    def logprobs(self, scores: torch.Tensor, data: Batch) -> torch.Tensor:
+        """Return log-probabilities that are not finite."""
+        return super().logprobs(scores, data) * float("inf")

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import torch
 
@@ -21,12 +21,15 @@ from rl_interfaces.testing.worker.oracle import (
 from rl_interfaces.worker import RowScoringWorker, TopkLogitsWorker
 
 if TYPE_CHECKING:
-    from rl_interfaces.testing.worker.case import Batch
+    from collections.abc import Callable
+
+    from rl_interfaces.config.types import ResolvedConfig
+    from rl_interfaces.testing.worker.oracle import Batch
 
 LENGTHS = [4, 2, 6, 3, 5]
 
 
-def _generation(bench: WorkerBench) -> dict[str, Any]:
+def _generation(bench: WorkerBench) -> ResolvedConfig:
     """Return the config's section with its defaults."""
     section = bench.case.config.get("generation")
     if section is None:
@@ -39,8 +42,8 @@ def _prompts(bench: WorkerBench) -> Batch:
     return bench.share(bench.columns(LENGTHS))
 
 
-def _is_generated(prompts: Batch, output: Any) -> torch.Tensor:
-    """Return which places of `output_ids` were generated, `[batch, seq]` bool."""
+def _is_generated(prompts: Batch, output: Batch) -> torch.Tensor:
+    """Return which positions of `output_ids` were generated, `[batch, seq]` bool."""
     positions = torch.arange(output["output_ids"].shape[1])
     ends = output["unpadded_sequence_lengths"][:, None]
     return (positions >= prompts["input_lengths"][:, None]) & (positions < ends)
@@ -48,7 +51,7 @@ def _is_generated(prompts: Batch, output: Any) -> torch.Tensor:
 
 @rule()
 def completions_follow_their_prompts(bench: WorkerBench) -> None:
-    """Each row is its prompt, then its completion, then padding; the lengths say so."""
+    """Each row is prompt, completion and padding, with the reported lengths."""
     generation, prompts = _generation(bench), _prompts(bench)
     output = bench.worker.generate(prompts)
     lengths = prompts["input_lengths"]
@@ -65,7 +68,7 @@ def completions_follow_their_prompts(bench: WorkerBench) -> None:
 
 @rule()
 def greedy_completions_are_the_oracles(bench: WorkerBench) -> None:
-    """With `greedy` the most likely token is taken each time, until a row ends."""
+    """With `greedy`, each token is the most likely one, until a row ends."""
     generation, prompts = _generation(bench), _prompts(bench)
     output = bench.worker.generate(prompts, greedy=True)
     end = bench.case.tokenizer.eos_token_id
@@ -82,7 +85,7 @@ def greedy_completions_are_the_oracles(bench: WorkerBench) -> None:
 
 @rule()
 def sampled_tokens_have_the_policys_logprobs(bench: WorkerBench) -> None:
-    """Generated tokens have the log-probabilities that `get_logprobs` gives; the rest are 0."""
+    """Generated tokens have the log-probabilities of `get_logprobs`; the rest are 0."""
     generation, prompts = _generation(bench), _prompts(bench)
     if generation["top_k"] is not None or generation["top_p"] != 1.0:
         raise NotApplicable("the config truncates: sampled and scored distributions differ")
@@ -103,7 +106,14 @@ def sampled_tokens_have_the_policys_logprobs(bench: WorkerBench) -> None:
 TOP = 3
 OTHER_TEMPERATURE = 0.7
 SIZES = (None, 1, 2)
-"""Rows of a micro-batch: what the worker takes by itself, and what it is told."""
+"""Rows of a micro-batch; None: the configured number."""
+
+
+def _calls(bench: WorkerBench) -> dict[str, Callable[..., Batch]]:
+    return {
+        "logprobs": bench.worker.get_logprobs,
+        "reference_logprobs": bench.worker.get_reference_policy_logprobs,
+    }
 
 
 @rule()
@@ -118,14 +128,10 @@ def logprobs_equal_the_oracle(bench: WorkerBench) -> None:
 
 @rule()
 def logprobs_have_the_batchs_shape(bench: WorkerBench) -> None:
-    """Log-probabilities come as float32 on the CPU, with the batch's rows and its full width."""
+    """Log-probabilities are float32 on the CPU, in the shape of `input_ids`."""
     columns = bench.columns([5, 3, 4, 2, 5], width=9)
     mine = bench.share(columns)
-    calls = {
-        "logprobs": bench.worker.get_logprobs,
-        "reference_logprobs": bench.worker.get_reference_policy_logprobs,
-    }
-    for key, call in calls.items():
+    for key, call in _calls(bench).items():
         found = call(mine)[key]
         expect(found.shape == mine["input_ids"].shape, f"{key} has shape {list(found.shape)}")
         expect(found.dtype == torch.float32, f"{key} is {found.dtype}, not float32")
@@ -137,11 +143,7 @@ def logprobs_are_zero_where_no_token_is_scored(bench: WorkerBench) -> None:
     """Position 0 and padding are 0, of the policy and of the reference."""
     mine = bench.share(bench.columns(bench.on_every_rank([6, 2, 4, 3, 6, 1]), width=6))
     outside = ~is_target(mine)
-    calls = {
-        "logprobs": bench.worker.get_logprobs,
-        "reference_logprobs": bench.worker.get_reference_policy_logprobs,
-    }
-    for key, call in calls.items():
+    for key, call in _calls(bench).items():
         found = call(mine)[key]
         expect(not found[outside].any(), f"{key}: {found} is not 0 at position 0 and padding")
         expect(found[~outside].any() or outside.all(), f"every one of the {key} is 0")
@@ -151,11 +153,7 @@ def logprobs_are_zero_where_no_token_is_scored(bench: WorkerBench) -> None:
 def micro_batches_do_not_change_logprobs(bench: WorkerBench) -> None:
     """Log-probabilities are the same for any `micro_batch_size`."""
     mine = bench.share(bench.scoring)
-    calls = {
-        "logprobs": bench.worker.get_logprobs,
-        "reference_logprobs": bench.worker.get_reference_policy_logprobs,
-    }
-    for key, call in calls.items():
+    for key, call in _calls(bench).items():
         default = call(mine)[key]
         for size in (1, 2, 16):
             found = call(mine, micro_batch_size=size)[key]

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import torch
 
@@ -22,13 +22,17 @@ from rl_interfaces.testing.worker.oracle import LogprobLoss, is_target
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
 
+    from rl_interfaces.testing.worker.bench import TrainResult
+    from rl_interfaces.testing.worker.case import Worker
+    from rl_interfaces.testing.worker.oracle import Batch
+
 
 @rule()
 def scoring_and_sampling_leave_no_trace(bench: WorkerBench) -> None:
-    """Scores and samples change neither random state nor weights, nor the step that follows."""
+    """Scoring and sampling change neither random state nor weights nor the next step."""
     mine = bench.share(bench.scoring)
 
-    def act(worker: Any) -> None:
+    def act(worker: Worker) -> None:
         worker.get_logprobs(mine)
         worker.get_reference_policy_logprobs(mine)
         if bench.case.config.get("generation") is not None:
@@ -44,16 +48,16 @@ def scoring_and_sampling_leave_no_trace(bench: WorkerBench) -> None:
 
 @rule()
 def evaluating_leaves_no_trace(bench: WorkerBench) -> None:
-    """`eval_mode` changes neither random state nor weights, nor the step that follows."""
+    """`eval_mode` changes neither random state nor weights nor the next step."""
     _expect_no_trace(bench, lambda worker: bench.train(worker, eval_mode=True))
 
 
 @rule()
 def batches_are_not_written_into(bench: WorkerBench) -> None:
-    """A batch is as it was after every call that takes one."""
+    """No call changes its batch."""
     size = bench.global_batch_size
 
-    def hold(call: Callable[[Any], Any], what: str, *, batch_size: int | None = None) -> None:
+    def hold(call: Callable[..., object], what: str, *, batch_size: int | None = None) -> None:
         mine = bench.share(bench.training, batch_size=batch_size)
         before = {key: value.clone() for key, value in _tensors(mine).items()}
         call(mine)
@@ -70,7 +74,7 @@ def batches_are_not_written_into(bench: WorkerBench) -> None:
         if hasattr(worker, "get_topk_logits"):
             hold(lambda mine: worker.get_topk_logits(mine, 2), "get_topk_logits")
 
-        def train(mine: Any) -> None:
+        def train(mine: Batch) -> None:
             worker.train(mine, LogprobLoss(), gbs=size)
 
         hold(train, "train", batch_size=size)
@@ -80,23 +84,23 @@ def batches_are_not_written_into(bench: WorkerBench) -> None:
 
 
 @contextmanager
-def _reward_worker(bench: WorkerBench) -> Iterator[Any]:
-    """Give a worker that scores rows, None where there is none."""
+def _reward_worker(bench: WorkerBench) -> Iterator[Worker]:
+    """Run the body with a reward worker, or None if the case has none."""
     reward = bench.case.reward
     if reward is None or not hasattr(bench.worker_type, "score"):
         yield None
         return
-    options: dict[str, Any] = {"init_optimizer": False, "init_reference_model": False}
+    options: dict[str, object] = {"init_optimizer": False, "init_reference_model": False}
     with bench.fresh(reward.settings, **options) as worker:
         yield worker
 
 
-def _tensors(batch: Any) -> dict[str, torch.Tensor]:
+def _tensors(batch: Batch) -> dict[str, torch.Tensor]:
     return {key: value for key, value in batch.items() if isinstance(value, torch.Tensor)}
 
 
-def _expect_random_state_kept(act: Callable[[], Any]) -> None:
-    """Call `act`, and raise if the state of a global generator of torch is another then."""
+def _expect_random_state_kept(act: Callable[[], object]) -> None:
+    """Call `act` and raise if it changed the state of one of torch's global generators."""
     before = _random_states()
     act()
     after = _random_states()
@@ -109,7 +113,7 @@ def _random_states() -> list[torch.Tensor]:
     return [torch.get_rng_state(), *on_gpus]
 
 
-def _expect_no_trace(bench: WorkerBench, act: Callable[[Any], Any]) -> None:
+def _expect_no_trace(bench: WorkerBench, act: Callable[..., object]) -> None:
     mine = bench.share(bench.scoring)
     repeat = bench.tolerances.repeat
     with bench.fresh() as worker:
@@ -131,10 +135,10 @@ MOVES = (
 )
 
 
-def _calls(bench: WorkerBench, worker: Any) -> dict[str, Callable[[], Any]]:
-    """Return what the table speaks of and the worker has, by the table's names."""
+def _calls(bench: WorkerBench, worker: Worker) -> dict[str, Callable[[], object]]:
+    """Return the calls of the residency table that the worker has, by name."""
     mine = bench.share(bench.scoring)
-    calls: dict[str, Callable[[], Any]] = {
+    calls: dict[str, Callable[[], object]] = {
         "train": lambda: bench.train(worker),
         "train(eval_mode=True)": lambda: bench.train(worker, eval_mode=True),
         "get_logprobs": lambda: worker.get_logprobs(mine),
@@ -150,7 +154,7 @@ def _calls(bench: WorkerBench, worker: Any) -> dict[str, Callable[[], Any]]:
 
 
 def _refusal(residency: Residency, call: str) -> str | None:
-    """Return what the table says against `call`, None where it allows it."""
+    """Return the error of the residency table for `call`, None if it is allowed."""
     try:
         residency.require(call)
     except ResidencyError as error:
@@ -160,7 +164,7 @@ def _refusal(residency: Residency, call: str) -> str | None:
 
 @rule()
 def a_state_allows_what_the_table_allows(bench: WorkerBench) -> None:
-    """In each state the calls that the table allows are answered; saves and loads in every one."""
+    """In each state the allowed calls succeed, and saves and loads succeed in every state."""
     mine, saved = bench.share(bench.scoring), bench.saved
     paths = {move: bench.path("weights") for move in (None, *MOVES)}
     found: dict[str, torch.Tensor] = {}
@@ -192,7 +196,7 @@ def a_state_allows_what_the_table_allows(bench: WorkerBench) -> None:
 
 @rule()
 def a_state_refuses_what_the_table_refuses(bench: WorkerBench) -> None:
-    """A call in the wrong state raises `ResidencyError`, with the state and the way out."""
+    """Calls that are not allowed raise `ResidencyError` with the state and the way out."""
     num_refused = 0
     with bench.fresh() as worker:
         residency = Residency(has_optimizer=True)
@@ -200,9 +204,9 @@ def a_state_refuses_what_the_table_refuses(bench: WorkerBench) -> None:
             getattr(worker, move)()
             state = residency.enter(move).value
             for name, call in _calls(bench, worker).items():
-                told = _refusal(residency, name)
-                if told is not None:
-                    ways = tuple(way for way in MOVES if f"{way}()" in told)
+                refusal = _refusal(residency, name)
+                if refusal is not None:
+                    ways = tuple(way for way in MOVES if f"{way}()" in refusal)
                     what = f"{name} while the worker is {state!r}"
                     expect_error(call, ResidencyError, words=(repr(state), *ways), what=what)
                     num_refused += 1
@@ -224,9 +228,9 @@ def a_worker_without_an_optimizer_starts_in_inference(bench: WorkerBench) -> Non
 
 @rule()
 def offloading_and_reloading_change_nothing(bench: WorkerBench) -> None:
-    """A run that goes through every state between its steps is the one that does not."""
+    """Passing through every state between steps does not change a run."""
     mine, repeat = bench.share(bench.scoring), bench.tolerances.repeat
-    results: list[dict[str, Any]] = []
+    results: list[TrainResult] = []
     with bench.fresh(init_reference_model=False) as worker:
         results.append(bench.train(worker))
         before = worker.get_logprobs(mine)["logprobs"].clone()

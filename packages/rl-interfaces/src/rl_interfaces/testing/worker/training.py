@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Any
+from typing import TYPE_CHECKING
 
 import torch
 
@@ -18,14 +18,18 @@ from rl_interfaces.testing.worker.oracle import (
     LogitLoss,
     LogprobLoss,
     SequenceLoss,
+    ShardedLogitLoss,
     parameters_of,
     plain_loss,
 )
 
+if TYPE_CHECKING:
+    from rl_interfaces.testing.worker.bench import TrainResult
+
 
 @rule()
 def losses_equal_the_oracle(bench: WorkerBench) -> None:
-    """Each step's loss is that of a plain loop over whole global batches."""
+    """Each step's loss is that of the reference loop over full global batches."""
     found = torch.cat([result["global_loss"] for result in bench.trained.results])
     expected = torch.stack(bench.expected_run.losses)
     expect_unlike(expected[0], expected[-1], "the first and the last loss")
@@ -34,7 +38,7 @@ def losses_equal_the_oracle(bench: WorkerBench) -> None:
 
 @rule()
 def grad_norms_equal_the_oracle(bench: WorkerBench) -> None:
-    """Each step's gradient norm is that of the plain loop, before clipping."""
+    """Each step's gradient norm, before clipping, is that of the reference loop."""
     found = torch.cat([result["grad_norm"] for result in bench.trained.results])
     expected = torch.stack(bench.expected_run.grad_norms)
     expect_close(found, expected, "grad_norm", rtol=bench.tolerances.loss)
@@ -42,7 +46,7 @@ def grad_norms_equal_the_oracle(bench: WorkerBench) -> None:
 
 @rule()
 def parameters_equal_the_oracle(bench: WorkerBench) -> None:
-    """After several calls the parameters are those of the plain loop."""
+    """After several calls the parameters are those of the reference loop."""
     expected = bench.expected_run.parameters
     initial = parameters_of(bench.oracle)
     largest = max(float((expected[name] - initial[name]).abs().max()) for name in expected)
@@ -71,10 +75,10 @@ def train_returns_what_it_documents(bench: WorkerBench) -> None:
 
 @rule()
 def every_global_batch_is_a_step(bench: WorkerBench) -> None:
-    """B rows make ceil(B / gbs) steps, the last on what is left; `gbs` holds for one call alone."""
+    """B rows make ceil(B / gbs) steps, the last on the remaining rows; `gbs` holds for one call."""
     unit, rows = bench.layout.data_parallel, len(bench.training["input_ids"])
 
-    def expect_steps(result: dict[str, Any], size: int, what: str) -> None:
+    def expect_steps(result: TrainResult, size: int, what: str) -> None:
         steps = -(-rows // size)
         found = (len(result["global_loss"]), len(result["grad_norm"]))
         expect(found == (steps, steps), f"{rows} rows with {what} made {found} steps")
@@ -105,7 +109,7 @@ def micro_batches_do_not_change_training(bench: WorkerBench) -> None:
 
 @rule()
 def every_way_of_batching_gives_the_same_numbers(bench: WorkerBench) -> None:
-    """Packed and dynamic micro-batches score, for both models, and train as padded ones do."""
+    """Packed and dynamic micro-batches score and train like padded ones."""
     ways = bench.case.ways
     if not ways:
         raise NotApplicable("the case names no other ways of batching (`WorkerCase.ways`)")
@@ -131,7 +135,7 @@ def every_way_of_batching_gives_the_same_numbers(bench: WorkerBench) -> None:
 
 @rule()
 def a_loss_may_ask_for_logits(bench: WorkerBench) -> None:
-    """A loss on logits gives what the same loss on log-probabilities gives."""
+    """A loss of logits has the results of the same loss of log-probabilities."""
     with bench.fresh(init_reference_model=False) as worker:
         result = bench.train(worker, loss_fn=LogitLoss())
     expected = bench.trained.results[0]
@@ -140,8 +144,21 @@ def a_loss_may_ask_for_logits(bench: WorkerBench) -> None:
 
 
 @rule()
+def a_loss_may_take_sharded_logits(bench: WorkerBench) -> None:
+    """A loss that accepts sharded logits has the results of the same loss of full logits."""
+    loss_fn = ShardedLogitLoss(bench.layout.tensor_parallel)
+    with bench.fresh(init_reference_model=False) as worker:
+        result = bench.train(worker, loss_fn=loss_fn)
+        parameters = bench.exported(worker)
+    expected, limit = bench.trained.results[0], bench.tolerances
+    for key in ("global_loss", "grad_norm"):
+        expect_close(result[key], expected[key], key, rtol=limit.loss)
+    expect_tensors(parameters, bench.expected_call.parameters, "parameters", atol=limit.parameter)
+
+
+@rule()
 def a_loss_may_be_of_sequences(bench: WorkerBench) -> None:
-    """A loss over sequences is divided by the valid ones of the whole global batch."""
+    """A sequence-level loss is divided by the valid sequences of the global batch."""
     with bench.fresh(init_reference_model=False) as worker:
         result = bench.train(worker, loss_fn=SequenceLoss())
     expected = bench.plain_run(1, loss_type=LossType.SEQUENCE_LEVEL)
@@ -152,7 +169,7 @@ def a_loss_may_be_of_sequences(bench: WorkerBench) -> None:
 
 @rule()
 def masked_tokens_do_not_count(bench: WorkerBench) -> None:
-    """Rows without `sample_mask` and tokens without `token_mask` are not in the loss."""
+    """Masked rows and masked tokens do not contribute to the loss."""
     columns = bench.training
     full = {
         **columns,
@@ -172,7 +189,7 @@ def masked_tokens_do_not_count(bench: WorkerBench) -> None:
 
 @rule()
 def evaluating_needs_no_optimizer(bench: WorkerBench) -> None:
-    """`eval_mode` gives the losses and no norm, with an optimizer and without."""
+    """`eval_mode` returns losses and no norm, with or without an optimizer."""
     size = 2 * bench.global_batch_size
     with torch.no_grad():
         loss = plain_loss(bench.oracle, bench.training, temperature=bench.case.temperature)
@@ -187,7 +204,7 @@ def evaluating_needs_no_optimizer(bench: WorkerBench) -> None:
 
 @rule()
 def a_step_that_is_not_finite_changes_nothing(bench: WorkerBench) -> None:
-    """Gradients that are not finite leave weights and optimizer alone, and are reported."""
+    """Non-finite gradients change neither weights nor optimizer, and are reported."""
     size = 2 * bench.global_batch_size
     with bench.fresh(init_reference_model=False) as worker:
         before = bench.exported(worker)
@@ -209,7 +226,7 @@ def a_step_that_is_not_finite_changes_nothing(bench: WorkerBench) -> None:
 
 @contextmanager
 def _warnings() -> Iterator[list[str]]:
-    """Give the warnings that are logged inside."""
+    """Collect the warnings that the body logs."""
     seen: list[str] = []
     handler = logging.Handler(logging.WARNING)
     handler.emit = lambda record: seen.append(record.getMessage())  # type: ignore[method-assign]

@@ -11,12 +11,15 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field, fields, replace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from rl_interfaces import GenerationConfig
-from rl_interfaces.backend.generation import SamplingConfig, Tokenizer, resolve_pad_id
-from rl_interfaces.config.resolve import GENERATION_DEFAULTS
+from rl_interfaces.backend.generation import SamplingConfig, resolve_pad_id, special_token_id
+from rl_interfaces.config.resolve import resolve_generation_config
 from rl_interfaces.config.schema import check_typed_dict
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -63,7 +66,7 @@ class VllmSection:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class EngineConfig(VllmSection):
-    """How each engine runs: the section `vllm_cfg`, and what is configured outside of it."""
+    """How each engine runs: the section `vllm_cfg`, and keys from outside of it."""
 
     model_name: str
     """Name or directory of the model."""
@@ -159,7 +162,11 @@ def parse_engine_config(
 
 
 def parse_sampling_config(
-    config: Mapping[str, Any], tokenizer: Tokenizer, *, batch_size: int, path: str = "generation"
+    config: Mapping[str, Any],
+    tokenizer: PreTrainedTokenizerBase,
+    *,
+    batch_size: int,
+    path: str = "generation",
 ) -> SamplingConfig:
     """Return the sampler's part of a `GenerationConfig`, validated, with its token ids.
 
@@ -175,7 +182,8 @@ def parse_sampling_config(
         ValueError: A wrong type, a value out of range or no padding token; names key and value.
     """
     given = check_sampling(config, path=path)
-    ends = set() if tokenizer.eos_token_id is None else {tokenizer.eos_token_id}
+    end = special_token_id(tokenizer.eos_token_id)
+    ends = set() if end is None else {end}
     sampling = SamplingConfig(
         max_new_tokens=given["max_new_tokens"],
         temperature=given["temperature"],
@@ -195,24 +203,12 @@ def check_sampling(config: Mapping[str, Any], *, path: str) -> dict[str, Any]:
     Raises:
         ValueError: A wrong type or a value out of range; names key and value.
     """
-    check_typed_dict(config, GenerationConfig, path=path)
-    given = GENERATION_DEFAULTS | _without_none(config)
-    for key in ("max_new_tokens", "top_k"):
-        if key in given and given[key] < 1:
-            raise ValueError(f"{path}.{key}={given[key]} must be at least 1")
-    temperature = given["temperature"]
-    if not 0 <= temperature < math.inf:
-        raise ValueError(f"{path}.temperature={temperature} must not be negative or infinite")
-    if 0 < temperature < _LOWEST_TEMPERATURE:
+    given = resolve_generation_config(config, path=path)
+    if 0 < given["temperature"] < _LOWEST_TEMPERATURE:
         raise ValueError(
-            f"{path}.temperature={temperature} is below {_LOWEST_TEMPERATURE}, the lowest that "
-            "vLLM samples with: use 0 for greedy decoding"
+            f"{path}.temperature={given['temperature']} is below {_LOWEST_TEMPERATURE}, the lowest "
+            "that vLLM samples with: use 0 for greedy decoding"
         )
-    if not 0 < given["top_p"] <= 1:
-        raise ValueError(f"{path}.top_p={given['top_p']} must lie in (0, 1]")
-    for text in given.get("stop_strings", ()):
-        if not text:
-            raise ValueError(f"{path}.stop_strings holds an empty text, which would end every row")
     return given
 
 
