@@ -179,7 +179,8 @@ class LossScaler:
         """Restore what `state_dict` returned."""
         if self.enabled:
             scale, good_steps = state["scale"], state["good_steps"]
-            assert isinstance(scale, float) and isinstance(good_steps, int), "of `state_dict`"
+            assert isinstance(scale, float)
+            assert isinstance(good_steps, int)
             self.scale, self.good_steps = scale, good_steps
 
 
