@@ -149,6 +149,7 @@ class DTensorEngine:
         found: list[Scored] = []
         for batch in step.micro_batches(self._device):
             value, scored = loss(batch, self._output(batch))
+            # Each micro-batch's graph is freed before the next one's forward.
             (value * self.optimizer.scaler.scale).backward()
             found.append(scored)
         return found

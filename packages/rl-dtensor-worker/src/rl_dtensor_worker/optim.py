@@ -59,6 +59,8 @@ def total_grad_norm(gradients: Iterable[torch.Tensor]) -> torch.Tensor:
     The squares of a sharded gradient are summed over the ranks that shard it; a replicated one
     counts once. Gradients may be on different meshes, which torch's own clipping does not support.
     """
+    # Gradients of one set of groups are summed locally first: one all-reduce per group, not per
+    # parameter.
     squares: dict[tuple[str, ...], list[torch.Tensor]] = defaultdict(list)
     groups: dict[str, dist.ProcessGroup] = {}
     for gradient in gradients:

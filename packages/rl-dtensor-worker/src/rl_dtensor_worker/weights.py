@@ -163,6 +163,7 @@ class BucketGather:
         (dtype,) = {dtype for _, dtype in shards}
         own = torch.empty(num_elements, dtype=dtype, device=device)
         for (shard, _), slot in zip(shards, self.slots.values(), strict=True):
+            # The copy casts. A last shard may be shorter than its slot, whose end stays unset.
             own[slot.start : slot.start + shard.numel()].view(shard.shape).copy_(shard)
         self.gathered = torch.empty(group.size(), num_elements, dtype=dtype, device=device)
         self.work = all_gather_single(self.gathered.view(-1), own, group=group, async_op=True)

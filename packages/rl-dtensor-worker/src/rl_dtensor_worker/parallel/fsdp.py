@@ -75,6 +75,7 @@ def unshard_fsdp2_model(model: nn.Module) -> Generator[None, None, None]:
     reshard = [_reshards_after_forward(module) for module in modules]
     try:
         for module in modules:
+            # Otherwise the first forward inside would shard the parameters again.
             module.set_reshard_after_forward(False, recurse=False)
             module.unshard()
         yield
@@ -111,6 +112,7 @@ def abandon_pass(model: nn.Module) -> None:
         state._state_ctx.post_backward_final_callback_queued = False
         group = state._fsdp_param_group
         if group is not None:
+            # Waits for a reduction in flight, and resets what the next backward starts from.
             group.finalize_backward()
             group.comm_ctx.post_forward_order.clear()
             group._training_state = TrainingState.IDLE

@@ -22,7 +22,7 @@ from functools import partial
 from typing import TYPE_CHECKING
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.distributed.tensor import (
     DTensor,
     Partial,
@@ -40,7 +40,7 @@ if TYPE_CHECKING:
 
     from torch.distributed.device_mesh import DeviceMesh
 
-    Forward = Callable[..., torch.Tensor]
+    Forward = Callable[..., Tensor]
 
 SEQUENCE_DIM = -2
 """Sequence dim of activations: of `[batch, seq, hidden]` and of packed `[tokens, hidden]`."""
@@ -60,7 +60,7 @@ class TensorParallel:
         self.rank = mesh.get_local_rank()
         self.size = mesh.size()
         self.sequence_parallel = sequence_parallel
-        self._last_gather: tuple[torch.Tensor, torch.Tensor] | None = None
+        self._last_gather: tuple[Tensor, Tensor] | None = None
         self._input_is_gathered = False
         self._distributed: dict[nn.Parameter, nn.Parameter] = {}
 
@@ -77,7 +77,7 @@ class TensorParallel:
         finally:
             self.sequence_parallel = before
 
-    def gather_input(self, values: torch.Tensor) -> torch.Tensor:
+    def gather_input(self, values: Tensor) -> Tensor:
         """Return the full `values`, for a layer whose parameters are sharded.
 
         Modules that take the same tensor, such as the query, key and value projections, share one
@@ -89,7 +89,7 @@ class TensorParallel:
             self._last_gather = values, self.gather_input_once(values)
         return self._last_gather[1]
 
-    def gather_input_once(self, values: torch.Tensor) -> torch.Tensor:
+    def gather_input_once(self, values: Tensor) -> Tensor:
         """Return what `gather_input` does without sharing it.
 
         For modules that no `reduce_output` follows, which would leave a gather that outlives them.
@@ -107,7 +107,7 @@ class TensorParallel:
         finally:
             self._input_is_gathered = False
 
-    def reduce_output(self, values: torch.Tensor) -> torch.Tensor:
+    def reduce_output(self, values: Tensor) -> Tensor:
         """Return the sum of the ranks' partial `values`; its local chunk with sequence parallelism.
 
         The chunk is along the sequence.
@@ -118,7 +118,7 @@ class TensorParallel:
             return collectives.reduce_scatter_to_group(values, self.group, SEQUENCE_DIM)
         return collectives.reduce_from_group(values, self.group)
 
-    def gather_logits(self, logits: torch.Tensor) -> torch.Tensor:
+    def gather_logits(self, logits: Tensor) -> Tensor:
         """Return the full logits `[..., vocab]` from `[..., vocab / tp]`. Collective."""
         return collectives.gather_for_replicated_use(logits, self.group, -1)
 
@@ -174,9 +174,7 @@ class Style:
     def prepare(self, module: nn.Module) -> None:
         """Adapt the module's other attributes to its local shard."""
 
-    def run(
-        self, module: nn.Module, forward: Forward, *args: torch.Tensor, **kwargs: object
-    ) -> object:
+    def run(self, module: nn.Module, forward: Forward, *args: Tensor, **kwargs: object) -> object:
         """Call `forward`, which sees the local shards, with the collectives around it."""
         return forward(*args, **kwargs)
 
@@ -188,7 +186,7 @@ class Style:
         return placement
 
     def _forward(
-        self, module: nn.Module, forward: Forward, *args: torch.Tensor, **kwargs: object
+        self, module: nn.Module, forward: Forward, *args: Tensor, **kwargs: object
     ) -> object:
         with self._local_parameters(module):
             return self.run(module, forward, *args, **kwargs)
@@ -210,14 +208,12 @@ class Style:
 class Region(Style):
     """A block of sharded projections that needs full sequences: an attention, an MLP."""
 
-    def run(
-        self, module: nn.Module, forward: Forward, *args: torch.Tensor, **kwargs: object
-    ) -> object:
+    def run(self, module: nn.Module, forward: Forward, *args: Tensor, **kwargs: object) -> object:
         """Gather the hidden states, which are the first argument or a keyword argument."""
         if not self.tp.sequence_parallel:
             return forward(*args, **kwargs)
         hidden = kwargs.get("hidden_states")
-        if isinstance(hidden, torch.Tensor):
+        if isinstance(hidden, Tensor):
             kwargs["hidden_states"] = self.tp.gather_input_once(hidden)
         else:
             args = (self.tp.gather_input_once(args[0]), *args[1:])
@@ -244,9 +240,7 @@ class Column(Style):
         """Shard weight and bias along the outputs."""
         return {"weight": Shard(0), "bias": Shard(0)}
 
-    def run(
-        self, module: nn.Module, forward: Forward, *args: torch.Tensor, **kwargs: object
-    ) -> torch.Tensor:
+    def run(self, module: nn.Module, forward: Forward, *args: Tensor, **kwargs: object) -> Tensor:
         """Gather the input."""
         return forward(self.tp.gather_input(args[0]), *args[1:], **kwargs)
 
@@ -254,9 +248,7 @@ class Column(Style):
 class GatheredColumn(Column):
     """A linear layer with sharded outputs that are gathered: fused projections, split later."""
 
-    def run(
-        self, module: nn.Module, forward: Forward, *args: torch.Tensor, **kwargs: object
-    ) -> torch.Tensor:
+    def run(self, module: nn.Module, forward: Forward, *args: Tensor, **kwargs: object) -> Tensor:
         """Gather the outputs."""
         output = super().run(module, forward, *args, **kwargs)
         return collectives.gather_for_replicated_use(output, self.tp.group, -1)
@@ -265,9 +257,7 @@ class GatheredColumn(Column):
 class OutputLayer(Column):
     """The layer that makes logits, which stay sharded along the vocabulary."""
 
-    def run(
-        self, module: nn.Module, forward: Forward, *args: torch.Tensor, **kwargs: object
-    ) -> torch.Tensor:
+    def run(self, module: nn.Module, forward: Forward, *args: Tensor, **kwargs: object) -> Tensor:
         """Gather the input; no `reduce_output` follows."""
         return forward(self.tp.gather_input_once(args[0]), *args[1:], **kwargs)
 
@@ -279,9 +269,7 @@ class Row(Style):
         """Shard the weight along the inputs; the bias is replicated."""
         return {"weight": Shard(1)}
 
-    def run(
-        self, module: nn.Module, forward: Forward, *args: torch.Tensor, **kwargs: object
-    ) -> torch.Tensor:
+    def run(self, module: nn.Module, forward: Forward, *args: Tensor, **kwargs: object) -> Tensor:
         """Reduce the partial outputs, then add the bias once."""
         bias = module._parameters.get("bias")
         if bias is None:
@@ -294,9 +282,7 @@ class Row(Style):
 class SplitRow(Row):
     """A linear layer with sharded inputs that is given replicated ones."""
 
-    def run(
-        self, module: nn.Module, forward: Forward, *args: torch.Tensor, **kwargs: object
-    ) -> torch.Tensor:
+    def run(self, module: nn.Module, forward: Forward, *args: Tensor, **kwargs: object) -> Tensor:
         """Take the local chunk of the input."""
         chunk = collectives.scatter_to_group(args[0], self.tp.group, -1)
         return super().run(module, forward, chunk, *args[1:], **kwargs)
@@ -316,12 +302,11 @@ class VocabularyEmbedding(Style):
             start, end = self._token_range(module)
             module.padding_idx = padding - start if start <= padding < end else None  # type: ignore[assignment]
 
-    def run(
-        self, module: nn.Module, forward: Forward, *args: torch.Tensor, **kwargs: object
-    ) -> torch.Tensor:
+    def run(self, module: nn.Module, forward: Forward, *args: Tensor, **kwargs: object) -> Tensor:
         """Look up this rank's tokens, zeros for the others, and sum over the ranks."""
         tokens = args[0]
         start, end = self._token_range(module)
+        # Tokens of other ranks read row 0, so that the look-up stays in bounds, and are zeroed.
         is_local = (tokens >= start) & (tokens < end)
         embedded = forward(torch.where(is_local, tokens - start, 0))
         return self.tp.reduce_output(torch.where(is_local[..., None], embedded, 0))
@@ -351,14 +336,13 @@ class Experts(Style):
         module._is_expert_parallel = True  # type: ignore[assignment]
         module.num_experts = module.num_experts // self.tp.size  # type: ignore[assignment, operator]
 
-    def run(
-        self, module: nn.Module, forward: Forward, *args: torch.Tensor, **kwargs: object
-    ) -> torch.Tensor:
+    def run(self, module: nn.Module, forward: Forward, *args: Tensor, **kwargs: object) -> Tensor:
         """Run the local experts on their tokens and sum over the ranks."""
         hidden, chosen, weights = args
         if self.tp.sequence_parallel:
             chosen = collectives.all_gather_dim(chosen, self.tp.group, SEQUENCE_DIM)
         num_local: int = module.num_experts  # type: ignore[assignment]
+        # Another rank's expert gets the index that the module skips: its output is added there.
         local = chosen - self.tp.rank * num_local
         local = torch.where((local >= 0) & (local < num_local), local, num_local)
         # Hidden states first: a shared expert may have gathered them already.
@@ -381,9 +365,7 @@ class AdapterRow(Style):
         """Shard the weight along the inputs; the bias is replicated."""
         return {"weight": Shard(1)}
 
-    def run(
-        self, module: nn.Module, forward: Forward, *args: torch.Tensor, **kwargs: object
-    ) -> torch.Tensor:
+    def run(self, module: nn.Module, forward: Forward, *args: Tensor, **kwargs: object) -> Tensor:
         """Add the bias, which adapters leave frozen, on the first rank alone."""
         bias = module._parameters.get("bias")
         if bias is not None and self.tp.rank > 0:
@@ -395,9 +377,7 @@ class AdapterRow(Style):
 class AdapterDropout(Style):
     """Dropout before a matrix with sharded inputs, with the mask that a single rank would draw."""
 
-    def run(
-        self, module: nn.Module, forward: Forward, *args: torch.Tensor, **kwargs: object
-    ) -> torch.Tensor:
+    def run(self, module: nn.Module, forward: Forward, *args: Tensor, **kwargs: object) -> Tensor:
         """Draw the mask of all inputs, the same on every rank, and apply the local chunk."""
         (values,) = args
         width = values.shape[-1] * self.tp.size
