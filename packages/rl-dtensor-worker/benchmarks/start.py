@@ -21,7 +21,7 @@ import torch
 import torch.distributed as dist
 from report import Row, parse_options, report
 from rl_dtensor_worker.config import EngineConfig
-from rl_dtensor_worker.model import load as loading
+from rl_dtensor_worker.model import build as loading
 from rl_dtensor_worker.model.build import build_model
 from rl_dtensor_worker.parallel.mesh import Meshes
 from rl_interfaces.backend.runtime import RankEnvironment, init_process_group

@@ -24,7 +24,7 @@ def tiny_model(tmp_path_factory):
 
 @pytest.fixture(scope="session")
 def pools():
-    """`pools(n)` gives `n` processes that run `rank_functions` as the ranks of a job."""
+    """`pools(n)` gives `n` processes that run the cases of `*_ranks.py` as the ranks of a job."""
     started: dict[int, RankPool] = {}
 
     def pool_of(num_ranks: int) -> RankPool:

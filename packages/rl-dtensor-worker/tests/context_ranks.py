@@ -3,7 +3,7 @@
 import torch
 import torch.distributed as dist
 from rl_batched_data import PackedSequences
-from rl_dtensor_worker.attention.context import ContextRows
+from rl_dtensor_worker.attention import ContextRows
 
 
 def attend_to_shards(*, states, weights, lengths, window):

@@ -3,7 +3,7 @@
 import torch
 from losses_for_tests import make_loss
 from parity_ranks import rows_of
-from rank_functions import parameters_of, shards_of, worker_for
+from ranks import parameters_of, shards_of, worker_for
 from rl_dtensor_worker.parallel.fsdp import local_tensor
 
 

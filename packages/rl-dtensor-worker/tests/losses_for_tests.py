@@ -1,7 +1,9 @@
 """Losses in the documented protocol, and the same numbers from plain transformers."""
 
 import torch
+from rl_batched_data import target_scores
 from rl_interfaces import LossInput, LossType
+from torch.distributed.tensor import DTensor, Shard
 
 
 def _masked_mean(logprobs, data, global_valid_toks):
@@ -29,6 +31,22 @@ class LogitLoss:
         logprobs = next_token_logits[:, :-1].log_softmax(-1)
         chosen = logprobs.gather(-1, data["input_ids"][:, 1:, None]).squeeze(-1)
         return _masked_mean(chosen, data, global_valid_toks)
+
+
+class ShardedLogitLoss(LogitLoss):
+    """The same from this rank's shard of the vocabulary, where the logits are sharded."""
+
+    accepts_sharded_logits = True
+
+    def __call__(self, next_token_logits, data, global_valid_seqs, global_valid_toks):
+        assert isinstance(next_token_logits, DTensor)
+        assert next_token_logits.placements == (Shard(2),)
+        group = next_token_logits.device_mesh.get_group()
+        local = next_token_logits.to_local()
+        assert local.shape[-1] * group.size() == next_token_logits.shape[-1]
+        targets = data["input_ids"].roll(-1, dims=1)
+        scores = target_scores(local, targets, tp_group=group).logprobs
+        return _masked_mean(scores[:, :-1], data, global_valid_toks)
 
 
 class NonFiniteLoss(LogprobLoss):
@@ -88,6 +106,7 @@ def make_loss(name):
     return {
         "nll": LogprobLoss,
         "logits": LogitLoss,
+        "sharded_logits": ShardedLogitLoss,
         "nonfinite": NonFiniteLoss,
         "failing": FailingLoss,
         "drawing": DrawingLoss,

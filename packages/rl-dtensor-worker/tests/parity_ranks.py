@@ -2,8 +2,9 @@
 
 import torch
 from losses_for_tests import make_loss
-from rank_functions import parameters_of, worker_for
+from ranks import parameters_of, worker_for
 from rl_batched_data import BatchedDataDict
+from rl_dtensor_worker.parallel import collectives
 from tiny_model import rows_for_rank
 
 BUDGET = 24
@@ -94,3 +95,31 @@ def call_in_layout(*, config, batch, method, **arguments):
         rows, _ = rows_of(worker, batch, None, global_batch_size=None)
         place = worker._engine.meshes.data["dp"].get_local_rank()
         return {"place": place, "order": None, **getattr(worker, method)(rows, **arguments)}
+
+
+def train_on_logits(*, config, batch, loss):
+    """Train three times; return losses, norms, parameters, and how often logits were gathered."""
+    gathers = []
+    with worker_for(config, init_reference_model=False) as worker:
+        tp, vocab_size = worker._engine.parallel.tensor_parallel, worker._engine.info.vocab_size
+        gather = collectives.all_gather_dim
+
+        def watched(values, group, dim):
+            gathered = gather(values, group, dim)
+            if dim == -1 and gathered.shape[-1] == vocab_size:
+                gathers.append(tuple(gathered.shape))
+            return gathered
+
+        assert tp is not None
+        collectives.all_gather_dim = watched
+        try:
+            rows, _ = rows_of(worker, batch, None, global_batch_size=4)
+            results = [worker.train(rows, make_loss(loss)) for _ in range(3)]
+        finally:
+            collectives.all_gather_dim = gather
+        return {
+            "losses": torch.cat([result["global_loss"] for result in results]),
+            "grad_norms": torch.cat([result["grad_norm"] for result in results]),
+            "parameters": parameters_of(worker),
+            "num_gathers": len(gathers),
+        }

@@ -10,7 +10,7 @@ NUM_RANKS = 2
 
 def serve(connection):
     """Fork ranks on demand from a process that has loaded all modules, and return their ids."""
-    import rank_functions  # noqa: F401 (the ranks inherit it)
+    import ranks  # noqa: F401 (the ranks inherit it)
 
     torch.set_num_threads(1)
     while True:
@@ -37,12 +37,12 @@ def serve(connection):
 
 def run_rank(rank, *, config, directory, port, first_version, last_version):
     """Load, say what version that was, and save versions; rank 0 tells of it in a file."""
-    import rank_functions
+    import ranks
 
     os.environ.update(RANK=str(rank), WORLD_SIZE=str(NUM_RANKS), LOCAL_RANK=str(rank))
     os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
     paths = (f"{directory}/weights", f"{directory}/optimizer")
-    with rank_functions.worker_for(config, init_reference_model=False) as worker:
+    with ranks.worker_for(config, init_reference_model=False) as worker:
         write_version(worker, 0)
         if first_version > 1:
             worker.load_checkpoint(*paths)

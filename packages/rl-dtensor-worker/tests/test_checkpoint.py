@@ -3,8 +3,9 @@ import subprocess
 import sys
 import threading
 
+import checkpoint_ranks
 import pytest
-import rank_functions
+import scoring_ranks
 import torch
 from oracle import LOGPROB_TOLERANCE, largest_difference, load, plain_logprobs
 from rank_pool import RankFailure, RankPool
@@ -20,7 +21,7 @@ def saved(pools, tiny_model, tmp_path_factory):
     """A checkpoint of two ranks after one `train` call, and what the next call gave."""
     directory = tmp_path_factory.mktemp("checkpoint")
     arguments = {"config": _config(tiny_model), "batch": make_batch(8), "directory": str(directory)}
-    return arguments, pools(2).run(rank_functions.train_save_train, **arguments)
+    return arguments, pools(2).run(checkpoint_ranks.train_save_train, **arguments)
 
 
 LINEAR = {"name": "torch.optim.lr_scheduler.LinearLR", "kwargs": {"start_factor": 0.1}}
@@ -34,7 +35,7 @@ def test_a_new_process_continues_bit_for_bit(saved):
     arguments, uninterrupted = saved
     fresh = RankPool(2)
     try:
-        resumed = fresh.run(rank_functions.load_and_train, **arguments)
+        resumed = fresh.run(checkpoint_ranks.load_and_train, **arguments)
     finally:
         fresh.close()
     for (result, shards, sampled, _), (result_2, shards_2, sampled_2, _) in zip(
@@ -51,7 +52,7 @@ def test_a_new_process_continues_bit_for_bit(saved):
 @pytest.mark.parametrize("num_ranks", [1, 4])
 def test_another_layout_continues(saved, pools, num_ranks):
     arguments, uninterrupted = saved
-    (_, _, _, parameters), *_ = pools(num_ranks).run(rank_functions.load_and_train, **arguments)
+    (_, _, _, parameters), *_ = pools(num_ranks).run(checkpoint_ranks.load_and_train, **arguments)
     # The same numbers in another order of summation.
     assert largest_difference(parameters, uninterrupted[0][3]) < 1e-6
 
@@ -63,11 +64,11 @@ def test_the_hugging_face_directory_loads_with_equal_logits(saved, pools):
     batch = make_batch(5, seed=3)
     weights = f"{arguments['directory']}/weights"
     parameters = pools(2).run(
-        rank_functions.load_only, config=arguments["config"], weights_path=weights
+        checkpoint_ranks.load_only, config=arguments["config"], weights_path=weights
     )[0]
     assert largest_difference(parameters, dict(model.named_parameters())) == 0
     config = make_config(hf)
-    scores = torch.cat(pools(2).run(rank_functions.score, config=config, batch=batch))
+    scores = torch.cat(pools(2).run(scoring_ranks.score, config=config, batch=batch))
     expected = plain_logprobs(model.eval(), batch)
     torch.testing.assert_close(scores, expected, atol=LOGPROB_TOLERANCE, rtol=0)
     tokenizer = AutoTokenizer.from_pretrained(f"{arguments['directory']}/tokenizer")
@@ -79,9 +80,9 @@ def test_saving_over_a_checkpoint_replaces_it_whole(pools, tiny_model, tmp_path)
     (tmp_path / "weights.partial").mkdir()  # what a crash leaves
     (tmp_path / "weights.old").mkdir()
     (tmp_path / "weights.partial" / "junk.safetensors").write_bytes(b"half-written")
-    saved = pools(2).run(rank_functions.save_twice, config=config, directory=str(tmp_path))[0]
+    saved = pools(2).run(checkpoint_ranks.save_twice, config=config, directory=str(tmp_path))[0]
     loaded = pools(2).run(
-        rank_functions.load_only, config=config, weights_path=str(tmp_path / "weights")
+        checkpoint_ranks.load_only, config=config, weights_path=str(tmp_path / "weights")
     )[0]
     assert largest_difference(saved, loaded) == 0
     assert largest_difference(loaded, dict(load(tiny_model).named_parameters())) > 0
@@ -90,7 +91,7 @@ def test_saving_over_a_checkpoint_replaces_it_whole(pools, tiny_model, tmp_path)
 
 def test_a_start_that_fails_leaves_nothing_open(pools, tiny_model):
     for closed, in_group, text in pools(2).run(
-        rank_functions.start_from_nothing, config=make_config(tiny_model)
+        checkpoint_ranks.start_from_nothing, config=make_config(tiny_model)
     ):
         assert closed == ["Checkpointer", "WeightTransfer"]
         assert not in_group
@@ -120,7 +121,7 @@ def test_what_is_no_checkpoint_is_named(saved, pools, tmp_path):
     ]
     for kwargs, words in cases:
         with pytest.raises(RankFailure) as failure:
-            pools(2).run(rank_functions.load_only, **kwargs)
+            pools(2).run(checkpoint_ranks.load_only, **kwargs)
         assert failure.value.kind == "ValueError"
         assert all(word in failure.value.text for word in words)
 
@@ -150,8 +151,8 @@ def test_a_load_gives_the_optimizer_what_the_save_holds(
         "directory": str(tmp_path),
     }
     ranks = pools(num_ranks)
-    outcomes = ranks.run(rank_functions.continue_and_load, **arguments, num_before=num_before)
-    resumed = ranks.run(rank_functions.resume, **arguments)
+    outcomes = ranks.run(checkpoint_ranks.continue_and_load, **arguments, num_before=num_before)
+    resumed = ranks.run(checkpoint_ranks.resume, **arguments)
     for (continued, loaded), anew in zip(outcomes, resumed, strict=True):
         assert all(torch.equal(continued[name], loaded[name]) for name in continued)
         assert all(torch.equal(continued[name], anew[name]) for name in continued)
@@ -177,7 +178,7 @@ def test_a_load_that_is_refused_changes_nothing(saved, pools, tmp_path):
         (constant, ["scheduler is torch.optim.lr_scheduler.LinearLR", "LambdaLR"]),
     ):
         for text, is_same in pools(2).run(
-            rank_functions.refused_load, config=config, batch=make_batch(4), **paths
+            checkpoint_ranks.refused_load, config=config, batch=make_batch(4), **paths
         ):
             assert all(word in text for word in words), text
             assert is_same
@@ -191,7 +192,7 @@ def async_config(tiny_model):
 
 def test_a_save_in_the_background_is_of_the_moment_it_was_asked_for(pools, async_config, tmp_path):
     outcomes = pools(2).run(
-        rank_functions.train_while_saving,
+        checkpoint_ranks.train_while_saving,
         config=async_config,
         batch=make_batch(8),
         directory=str(tmp_path),
@@ -211,7 +212,9 @@ def test_what_cannot_be_written_is_said_on_every_rank(
 ):
     (tmp_path / "file").write_text("")
     config = async_config if in_background else make_config(tiny_model)
-    outcomes = pools(2).run(rank_functions.saves_that_fail, config=config, directory=str(tmp_path))
+    outcomes = pools(2).run(
+        checkpoint_ranks.saves_that_fail, config=config, directory=str(tmp_path)
+    )
     for errors, is_loaded in outcomes:
         under_a_file, no_room, no_room_again, taken = errors
         assert all("RuntimeError: the checkpoint" in each for each in errors[:3])
@@ -260,7 +263,7 @@ def test_a_tokenizer_that_a_save_in_the_background_would_replace_is_refused(
     pools, async_config, tmp_path
 ):
     outcomes = pools(2).run(
-        rank_functions.save_with_tokenizer,
+        checkpoint_ranks.save_with_tokenizer,
         config=async_config,
         weights_path=f"{tmp_path}/weights",
         tokenizer_paths=[f"{tmp_path}/weights", f"{tmp_path}/weights/inside", f"{tmp_path}/beside"],
@@ -277,12 +280,12 @@ def test_a_tokenizer_that_a_save_in_the_background_would_replace_is_refused(
 def test_directories_of_different_saves_are_not_mixed(saved, pools, tmp_path):
     arguments, _ = saved
     pools(2).run(
-        rank_functions.train_save_train,
+        checkpoint_ranks.train_save_train,
         **(arguments | {"directory": str(tmp_path)}),
     )
     with pytest.raises(RankFailure) as failure:
         pools(2).run(
-            rank_functions.load_only,
+            checkpoint_ranks.load_only,
             config=arguments["config"],
             weights_path=f"{arguments['directory']}/weights",
             optimizer_path=f"{tmp_path}/optimizer",
@@ -295,7 +298,7 @@ def test_directories_of_different_saves_are_not_mixed(saved, pools, tmp_path):
 def test_an_export_in_several_files_has_the_names_and_bits_of_its_source(pools, tmp_path, name):
     source = save_model(tmp_path / "source", name)
     pools(2).run(
-        rank_functions.export, config=make_config(source), path=f"{tmp_path}/hf", max_bytes=20_000
+        checkpoint_ranks.export, config=make_config(source), path=f"{tmp_path}/hf", max_bytes=20_000
     )
     files = sorted((tmp_path / "hf").glob("*.safetensors"))
     assert len(files) > 2
@@ -311,10 +314,10 @@ def test_an_export_in_several_files_has_the_names_and_bits_of_its_source(pools, 
 
 def test_shards_over_two_axes_load_into_another_layout(pools, tmp_path):
     source = save_model(tmp_path / "source", "qwen2_tied")
-    pools(4).run(rank_functions.save_over_two_axes, model_name=source, directory=str(tmp_path))
+    pools(4).run(checkpoint_ranks.save_over_two_axes, model_name=source, directory=str(tmp_path))
     expected = dict(load(source).named_parameters())
     noisy, *_ = pools(2).run(
-        rank_functions.load_only,
+        checkpoint_ranks.load_only,
         config=make_config(source),
         weights_path=f"{tmp_path}/weights",
     )

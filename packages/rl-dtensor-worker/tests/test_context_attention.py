@@ -7,7 +7,7 @@ import torch
 import torch.nn.functional as F
 from context_ranks import attend_to_shards
 from rl_batched_data import PackedSequences
-from rl_dtensor_worker.attention.packed import causal_band
+from rl_dtensor_worker.attention import causal_band
 
 
 def packed_of(lengths, *, num_ranks):

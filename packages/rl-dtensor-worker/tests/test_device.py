@@ -1,12 +1,12 @@
 import json
 
-import rank_functions
+import state_ranks
 from tiny_model import make_config
 
 
 def test_information_and_profiling_traces(pools, tiny_model, tmp_path):
     config = make_config(tiny_model, profile_dir="traces")
-    outcomes = pools(2).run(rank_functions.describe, config=config, directory=str(tmp_path))
+    outcomes = pools(2).run(state_ranks.describe, config=config, directory=str(tmp_path))
     assert [outcome["repr"] for outcome in outcomes] == [
         "DTensorPolicyWorker[rank=0]",
         "DTensorPolicyWorker[rank=1]",

@@ -1,5 +1,5 @@
-import rank_functions
 import torch
+import training_ranks
 from oracle import LOGPROB_TOLERANCE, load
 from tiny_model import make_batch, make_config
 
@@ -7,7 +7,7 @@ from tiny_model import make_batch, make_config
 def test_one_rank_may_run_alone_while_the_model_is_whole(pools, tiny_model):
     batch = make_batch(4)
     outcomes = pools(2).run(
-        rank_functions.unsharded_forwards, config=make_config(tiny_model), batch=batch
+        training_ranks.unsharded_forwards, config=make_config(tiny_model), batch=batch
     )
     assert all(same_shards and same_copies for same_shards, same_copies, _ in outcomes)
     with torch.no_grad():
@@ -19,7 +19,7 @@ def test_one_rank_may_run_alone_while_the_model_is_whole(pools, tiny_model):
 def test_a_rank_is_left_unsharded_only_where_it_is_alone_and_casts_nothing(pools, tiny_model):
     def sharded(num_ranks, **overrides):
         config = make_config(tiny_model, **overrides)
-        return pools(num_ranks).run(rank_functions.num_sharded_modules, config=config)[0]
+        return pools(num_ranks).run(training_ranks.num_sharded_modules, config=config)[0]
 
     assert sharded(1) == 0
     assert sharded(1, precision="bfloat16") > 1
@@ -29,6 +29,6 @@ def test_a_rank_is_left_unsharded_only_where_it_is_alone_and_casts_nothing(pools
 
 def test_a_model_that_cannot_be_made_whole_is_sharded_again(pools, tiny_model):
     outcomes = pools(2).run(
-        rank_functions.failing_unshard, config=make_config(tiny_model), batch=make_batch(4)
+        training_ranks.failing_unshard, config=make_config(tiny_model), batch=make_batch(4)
     )
     assert outcomes == [(0, True, True)] * 2

@@ -1,5 +1,5 @@
 import pytest
-import rank_functions
+import scoring_ranks
 import torch
 from oracle import LOGPROB_TOLERANCE, load
 from rank_pool import RankFailure
@@ -23,7 +23,7 @@ def _gather(results, key):
 def test_greedy_equals_transformers_on_ragged_prompts(pools, tiny_model, num_ranks):
     batch = make_batch(5)
     config = make_config(tiny_model, generation_batch_size=2)
-    results = pools(num_ranks).run(rank_functions.generate, config=config, batch=batch, greedy=True)
+    results = pools(num_ranks).run(scoring_ranks.generate, config=config, batch=batch, greedy=True)
     output_ids, totals = (
         _gather(results, "output_ids"),
         _gather(results, "unpadded_sequence_lengths"),
@@ -42,7 +42,7 @@ def test_greedy_equals_transformers_on_ragged_prompts(pools, tiny_model, num_ran
 def test_sampled_logprobs_are_those_of_the_policy(pools, tiny_model):
     batch = make_batch(6)
     config = _config(tiny_model, temperature=0.7)
-    for outputs, scored in pools(2).run(rank_functions.generate, config=config, batch=batch):
+    for outputs, scored in pools(2).run(scoring_ranks.generate, config=config, batch=batch):
         output = outputs[-1]
         position = torch.arange(output["output_ids"].shape[1])
         total = output["unpadded_sequence_lengths"][:, None]
@@ -58,7 +58,7 @@ def test_sampled_logprobs_are_those_of_the_policy(pools, tiny_model):
 def test_truncated_logprobs_are_those_of_the_truncated_distribution(pools, tiny_model):
     batch = make_batch(4)
     config = _config(tiny_model, temperature=1.3, top_k=5, top_p=0.8, max_new_tokens=4)
-    ((outputs, _),) = pools(1).run(rank_functions.generate, config=config, batch=batch)
+    ((outputs, _),) = pools(1).run(scoring_ranks.generate, config=config, batch=batch)
     output, model = outputs[-1], load(tiny_model)
     for row, length in enumerate(batch["input_lengths"].tolist()):
         total = int(output["unpadded_sequence_lengths"][row])
@@ -78,7 +78,7 @@ def test_the_seed_decides_and_ranks_differ(pools, tiny_model):
     same_rows = type(batch)({k: torch.cat([v, v]) for k, v in batch.items()})
     runs = [
         pools(2).run(
-            rank_functions.generate,
+            scoring_ranks.generate,
             config=make_config(tiny_model, seed=seed),
             batch=same_rows,
             num_calls=2,
@@ -101,7 +101,7 @@ def _same(left, right):
 def test_rows_stop_at_tokens_strings_and_the_longest_length(pools, tiny_model):
     batch = make_batch(8)
     free = pools(1).run(
-        rank_functions.generate, config=_config(tiny_model), batch=batch, greedy=True
+        scoring_ranks.generate, config=_config(tiny_model), batch=batch, greedy=True
     )
     output = free[0][0][-1]
     row = int(output["generation_lengths"].argmax())
@@ -113,21 +113,21 @@ def test_rows_stop_at_tokens_strings_and_the_longest_length(pools, tiny_model):
     for generation in ({"stop_token_ids": [stop]}, {"stop_strings": [text]}):
         config = _config(tiny_model, **generation)
         ((outputs, _),) = pools(1).run(
-            rank_functions.generate, config=config, batch=batch, greedy=True
+            scoring_ranks.generate, config=config, batch=batch, greedy=True
         )
         stopped = outputs[-1]
         assert int(stopped["generation_lengths"][row]) == first + 1
         assert int(stopped["output_ids"][row, start + first]) == stop
     config = _config(tiny_model)
     config["max_total_sequence_length"] = 14
-    ((outputs, _),) = pools(1).run(rank_functions.generate, config=config, batch=batch, greedy=True)
+    ((outputs, _),) = pools(1).run(scoring_ranks.generate, config=config, batch=batch, greedy=True)
     assert int(outputs[-1]["unpadded_sequence_lengths"].max()) == 14
 
 
 def test_rows_end_with_their_end_token(pools, tiny_model):
     batch = make_batch(32)
     config = _config(tiny_model, temperature=2.0, max_new_tokens=30)
-    ((outputs, _),) = pools(1).run(rank_functions.generate, config=config, batch=batch)
+    ((outputs, _),) = pools(1).run(scoring_ranks.generate, config=config, batch=batch)
     ids, totals = outputs[-1]["output_ids"], outputs[-1]["unpadded_sequence_lengths"]
     ended = 0
     for row, length in enumerate(batch["input_lengths"].tolist()):
@@ -146,6 +146,6 @@ def test_what_cannot_be_generated_is_named(pools, tiny_model, generation, longes
     config = make_config(tiny_model, max_total_sequence_length=longest)
     config["generation"] = None if generation is None else {"max_new_tokens": 4}
     with pytest.raises(RankFailure) as failure:
-        pools(1).run(rank_functions.generate, config=config, batch=make_batch(8))
+        pools(1).run(scoring_ranks.generate, config=config, batch=make_batch(8))
     assert failure.value.kind == "ValueError"
     assert all(word in failure.value.text for word in words)

@@ -1,8 +1,11 @@
 """The same worker on one CUDA device with NCCL, against the CPU oracle."""
 
+import checkpoint_ranks
 import pytest
-import rank_functions
+import scoring_ranks
+import state_ranks
 import torch
+import training_ranks
 from oracle import largest_difference, load, plain_logprobs, plain_training
 from tiny_model import make_batch, make_config
 
@@ -17,7 +20,7 @@ GPU_TOLERANCE = 2e-5
 
 def test_logprobs_equal_plain_transformers(pools, tiny_model):
     batch = make_batch(7)
-    (scores,) = pools(1).run(rank_functions.score, config=make_config(tiny_model), batch=batch)
+    (scores,) = pools(1).run(scoring_ranks.score, config=make_config(tiny_model), batch=batch)
     expected = plain_logprobs(load(tiny_model), batch)
     assert scores.device.type == "cpu"
     torch.testing.assert_close(scores, expected, atol=GPU_TOLERANCE, rtol=0)
@@ -30,7 +33,7 @@ def test_three_steps_equal_a_plain_loop(pools, tiny_model, cpu_offload):
     )
     section = {"enabled": True, "cpu_offload": cpu_offload}
     ((trained, results),) = pools(1).run(
-        rank_functions.train,
+        training_ranks.train,
         config=make_config(tiny_model, dtensor_cfg=section),
         batch=make_batch(8),
         num_calls=3,
@@ -43,7 +46,7 @@ def test_three_steps_equal_a_plain_loop(pools, tiny_model, cpu_offload):
 def test_greedy_equals_transformers(pools, tiny_model):
     batch = make_batch(5)
     ((outputs, _),) = pools(1).run(
-        rank_functions.generate, config=make_config(tiny_model), batch=batch, greedy=True
+        scoring_ranks.generate, config=make_config(tiny_model), batch=batch, greedy=True
     )
     model = load(tiny_model)
     for row, length in enumerate(batch["input_lengths"].tolist()):
@@ -58,7 +61,7 @@ def test_greedy_equals_transformers(pools, tiny_model):
 def test_each_state_holds_what_it_says(pools, tiny_model, cpu_offload):
     section = {"enabled": True, "cpu_offload": cpu_offload}
     (states,) = pools(1).run(
-        rank_functions.devices_in_each_state,
+        state_ranks.devices_in_each_state,
         config=make_config(tiny_model, dtensor_cfg=section),
         batch=make_batch(4),
     )
@@ -72,20 +75,20 @@ def test_each_state_holds_what_it_says(pools, tiny_model, cpu_offload):
 
 def test_offload_and_reload_is_bit_exact(pools, tiny_model):
     arguments = {"config": make_config(tiny_model), "batch": make_batch(8)}
-    (stayed,) = pools(1).run(rank_functions.offload_and_reload, offload=False, **arguments)
-    (moved,) = pools(1).run(rank_functions.offload_and_reload, offload=True, **arguments)
+    (stayed,) = pools(1).run(state_ranks.offload_and_reload, offload=False, **arguments)
+    (moved,) = pools(1).run(state_ranks.offload_and_reload, offload=True, **arguments)
     assert all(torch.equal(stayed[name], moved[name]) for name in stayed)
 
 
 def test_reference_and_random_state(pools, tiny_model):
     batch = make_batch(8)
     ((policy, reference),) = pools(1).run(
-        rank_functions.reference_stays, config=make_config(tiny_model), batch=batch
+        state_ranks.reference_stays, config=make_config(tiny_model), batch=batch
     )
     assert torch.equal(reference[0], reference[2])
     assert (policy[2] - policy[0]).abs().max() > 1e-3
     (outcome,) = pools(1).run(
-        rank_functions.eval_leaves_no_trace, config=make_config(tiny_model), batch=batch
+        training_ranks.eval_leaves_no_trace, config=make_config(tiny_model), batch=batch
     )
     assert outcome["same_shards"]
     assert outcome["same_random"]
@@ -97,15 +100,15 @@ def test_a_checkpoint_continues_bit_for_bit(pools, tiny_model, tmp_path):
         "batch": make_batch(8),
         "directory": str(tmp_path),
     }
-    ((_, shards, sampled, _),) = pools(1).run(rank_functions.train_save_train, **arguments)
-    ((_, resumed, sampled_again, _),) = pools(1).run(rank_functions.load_and_train, **arguments)
+    ((_, shards, sampled, _),) = pools(1).run(checkpoint_ranks.train_save_train, **arguments)
+    ((_, resumed, sampled_again, _),) = pools(1).run(checkpoint_ranks.load_and_train, **arguments)
     assert all(torch.equal(shards[name], resumed[name]) for name in shards)
     assert torch.equal(sampled, sampled_again)
 
 
 def test_information(pools, tiny_model, tmp_path):
     (outcome,) = pools(1).run(
-        rank_functions.describe, config=make_config(tiny_model), directory=str(tmp_path)
+        state_ranks.describe, config=make_config(tiny_model), directory=str(tmp_path)
     )
     assert outcome["device_id"].startswith("GPU-")
     assert outcome["info"]["memory_allocated_mb"] > 0
@@ -115,7 +118,7 @@ def test_information(pools, tiny_model, tmp_path):
 @pytest.mark.parametrize("precision", ["bfloat16", "float16"])
 def test_half_precision_trains(pools, tiny_model, precision):
     ((_, results),) = pools(1).run(
-        rank_functions.train,
+        training_ranks.train,
         config=make_config(tiny_model, precision=precision),
         batch=make_batch(8),
         num_calls=3,

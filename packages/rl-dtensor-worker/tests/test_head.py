@@ -3,8 +3,9 @@
 import logging
 
 import pytest
-import rank_functions
+import scoring_ranks
 import torch
+import training_ranks
 from head_models import FAMILIES, build
 from oracle import (
     LOGPROB_TOLERANCE,
@@ -14,8 +15,7 @@ from oracle import (
     plain_training,
 )
 from rl_batched_data import PackedSequences, SlicedDataDict
-from rl_dtensor_worker.forward import Forward
-from rl_dtensor_worker.model.heads import find_token_head
+from rl_dtensor_worker.forward import Forward, find_token_head
 from rl_interfaces.backend.steps import MicroBatch
 from tiny_model import make_batch, make_config
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -141,7 +141,7 @@ def test_the_backward_pass_makes_the_output_matrix_whole_again(pools, tmp_path):
     build("llama").save_pretrained(tmp_path)
     plain, interrupted = (
         pools(2).run(
-            rank_functions.gradients_around_a_call,
+            training_ranks.gradients_around_a_call,
             config=make_config(str(tmp_path)),
             batch=make_batch(4),
             interrupt=interrupt,
@@ -157,7 +157,7 @@ def test_sharded_models_score_as_plain_ones(pools, tmp_path, name):
     batch = make_batch(6)
     generation = {"max_new_tokens": 8, "temperature": TEMPERATURE}
     parts = pools(2).run(
-        rank_functions.score,
+        scoring_ranks.score,
         config=make_config(str(tmp_path), generation=generation),
         batch=batch,
     )
@@ -174,7 +174,7 @@ def test_sharded_models_train_as_plain_ones(pools, tmp_path, name):
     )
     generation = {"max_new_tokens": 8, "temperature": TEMPERATURE}
     trained, results = pools(2).run(
-        rank_functions.train,
+        training_ranks.train,
         config=make_config(str(tmp_path), generation=generation),
         batch=batch,
         num_calls=2,

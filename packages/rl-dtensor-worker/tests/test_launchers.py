@@ -15,9 +15,9 @@ _SCRIPT = """
 import os, sys, torch
 torch.set_num_threads(1)
 sys.path.insert(0, {tests!r})
-import rank_functions
+import scoring_ranks
 from tiny_model import make_batch, make_config
-scores = rank_functions.score(config=make_config({model!r}), batch=make_batch(5))
+scores = scoring_ranks.score(config=make_config({model!r}), batch=make_batch(5))
 torch.save(scores, f"{out}/scores_{{os.environ['RANK']}}.pt")
 """
 

@@ -2,13 +2,14 @@
 
 import copy
 
+import loading_ranks
 import parity_models
 import parity_ranks
 import pytest
-import rank_functions
+import state_ranks
 import torch
-from oracle import LOGPROB_TOLERANCE, load, plain_logprobs
-from test_parity import LAYOUTS, assert_equal_parameters, joined
+from oracle import LOGPROB_TOLERANCE, PARAMETER_TOLERANCE, load, plain_logprobs
+from test_parity import LAYOUTS, RELATIVE_TOLERANCE, assert_equal_parameters, joined
 from tiny_model import make_batch, make_config
 from transformers import AutoModelForSequenceClassification
 
@@ -156,6 +157,22 @@ def test_the_largest_logits_are_those_of_plain_transformers(pools, qwen3, layout
         assert not values[row, length:].any()
 
 
+@pytest.mark.parametrize("layout", ["tp2", "tp2_sp"])
+def test_a_loss_that_takes_its_shard_of_the_logits_equals_one_of_full_logits(pools, qwen3, layout):
+    outcomes = {}
+    for loss in ("logits", "sharded_logits"):
+        num_ranks, config = config_of(qwen3, layout)
+        outcomes[loss] = pools(num_ranks).run(
+            parity_ranks.train_on_logits, config=config, batch=make_batch(4), loss=loss
+        )
+    for full, sharded in zip(outcomes["logits"], outcomes["sharded_logits"], strict=True):
+        assert full["num_gathers"] == 3 * 2  # each of two micro-batches in three calls
+        assert sharded["num_gathers"] == 0
+        for key in ("losses", "grad_norms"):
+            torch.testing.assert_close(sharded[key], full[key], rtol=RELATIVE_TOLERANCE, atol=0)
+        assert_equal_parameters(sharded["parameters"], full["parameters"], PARAMETER_TOLERANCE)
+
+
 @pytest.mark.parametrize("layout", ["tp2", "cp2"])
 def test_a_reward_model_scores_alike(pools, tmp_path, layout):
     torch.manual_seed(2)
@@ -178,7 +195,7 @@ def test_a_process_may_join_one_group_after_another(pools, tmp_path):
     # First over a mesh that equals the worker's, while the groups behind it have other names.
     path = parity_models.build("qwen2", tmp_path)
     num_ranks, config = config_of(path, "dp2_tp2")
-    pools(num_ranks).run(rank_functions.load_over_two_axes, model_names=[path])
+    pools(num_ranks).run(loading_ranks.load_over_two_axes, model_names=[path])
     results = pools(num_ranks).run(
         parity_ranks.run_case, config=config, batch=make_batch(4), section=None, num_calls=1
     )
@@ -188,8 +205,8 @@ def test_a_process_may_join_one_group_after_another(pools, tmp_path):
 @pytest.mark.parametrize("layout", ["dp2", "tp2"])
 def test_a_worker_that_trained_leaves_no_thread_of_its_groups(pools, qwen3, layout):
     num_ranks, config = config_of(qwen3, layout)
-    before = pools(num_ranks).run(rank_functions.threads_of_groups)
+    before = pools(num_ranks).run(state_ranks.threads_of_groups)
     pools(num_ranks).run(
         parity_ranks.run_case, config=config, batch=make_batch(4), section=None, num_calls=1
     )
-    assert pools(num_ranks).run(rank_functions.threads_of_groups) == before
+    assert pools(num_ranks).run(state_ranks.threads_of_groups) == before

@@ -1,7 +1,7 @@
 """Every rank reads its own slices: bit for bit what `from_pretrained` gives."""
 
+import loading_ranks
 import pytest
-import rank_functions
 import torch
 from rank_pool import RankFailure
 from safetensors.torch import load_file
@@ -38,7 +38,7 @@ def assert_loaded(loaded, path):
 @pytest.mark.parametrize("num_ranks", [1, 2, 4])
 def test_every_shard_equals_from_pretrained(pools, checkpoints, num_ranks):
     # 66 and 3 rows over four ranks: the last shards are short, or empty.
-    results = pools(num_ranks).run(rank_functions.load_models, model_names=checkpoints)
+    results = pools(num_ranks).run(loading_ranks.load_models, model_names=checkpoints)
     for path, loaded in zip(checkpoints, results[0], strict=True):
         assert_loaded(loaded, path)
 
@@ -52,7 +52,7 @@ def test_the_files_are_as_this_test_takes_them_to_be(checkpoints):
 
 def test_shards_over_two_axes(pools, checkpoints):
     names = [path for path in checkpoints if path.rsplit("/", 1)[1].startswith("qwen2")]
-    results = pools(4).run(rank_functions.load_over_two_axes, model_names=names)
+    results = pools(4).run(loading_ranks.load_over_two_axes, model_names=names)
     for path, (loaded, placements) in zip(names, results[0], strict=True):
         assert_loaded(loaded, path)
         assert any("Shard(dim=1)" in each for each in placements)
@@ -81,7 +81,7 @@ def test_names_that_are_not_the_models_own(pools, tmp_path):
     paths = [
         edit_tensors(save_model(tmp_path / edit.__name__, "qwen2_tied"), edit) for edit in edits
     ]
-    results = pools(2).run(rank_functions.load_models, model_names=paths)
+    results = pools(2).run(loading_ranks.load_models, model_names=paths)
     for path, loaded in zip(paths, results[0], strict=True):
         assert_loaded(loaded, path)
     assert "lm_head.weight" in results[0][3]
@@ -91,7 +91,7 @@ def test_a_checkpoint_that_is_no_safetensors_file(pools, tmp_path):
     path = save_model(tmp_path / "model", "qwen2_tied")
     torch.save(load_file(f"{path}/model.safetensors"), f"{path}/pytorch_model.bin")
     (tmp_path / "model" / "model.safetensors").unlink()
-    loaded, *_ = pools(2).run(rank_functions.load_models, model_names=[path])
+    loaded, *_ = pools(2).run(loading_ranks.load_models, model_names=[path])
     assert_loaded(loaded[0], path)
 
 
@@ -120,11 +120,11 @@ def _broken(tmp_path, kind):
 def test_what_is_no_checkpoint_of_the_model_is_named(pools, tmp_path, kind, words):
     path = _broken(tmp_path, kind)
     with pytest.raises(RankFailure) as failure:
-        pools(2).run(rank_functions.load_models, model_names=[path])
+        pools(2).run(loading_ranks.load_models, model_names=[path])
     assert failure.value.kind == "ValueError"
     assert all(word in failure.value.text for word in ["policy.model_name", *words])
 
 
 def test_what_one_rank_cannot_read_fails_on_all(pools, checkpoints):
-    errors = pools(2).run(rank_functions.load_with_a_broken_rank, model_name=checkpoints[0])
+    errors = pools(2).run(loading_ranks.load_with_a_broken_rank, model_name=checkpoints[0])
     assert errors == ["RuntimeError: rank 1 failed: OSError: planted", "OSError: planted"]

@@ -1,5 +1,5 @@
 import pytest
-import rank_functions
+import scoring_ranks
 import torch
 from oracle import LOGPROB_TOLERANCE, load, plain_logprobs
 from rank_pool import RankFailure
@@ -13,7 +13,7 @@ def test_logprobs_equal_plain_transformers(pools, tiny_model, num_ranks, num_row
     batch = make_batch(num_rows)
     generation = {"max_new_tokens": 8, "temperature": temperature}
     config = make_config(tiny_model, generation=generation)
-    parts = pools(num_ranks).run(rank_functions.score, config=config, batch=batch)
+    parts = pools(num_ranks).run(scoring_ranks.score, config=config, batch=batch)
     scores = torch.cat(parts)
     expected = plain_logprobs(load(tiny_model), batch, temperature=temperature)
     assert scores.dtype is torch.float32
@@ -31,7 +31,7 @@ def test_logprobs_do_not_depend_on_micro_batches_or_width_multiple(pools, tiny_m
     for micro_batch_size, multiple in ((1, 1), (2, 8), (5, 5)):
         config = make_config(tiny_model, make_sequence_length_divisible_by=multiple)
         (scores,) = pools(1).run(
-            rank_functions.score, config=config, batch=batch, micro_batch_size=micro_batch_size
+            scoring_ranks.score, config=config, batch=batch, micro_batch_size=micro_batch_size
         )
         torch.testing.assert_close(scores, expected, atol=LOGPROB_TOLERANCE, rtol=0)
 
@@ -39,7 +39,7 @@ def test_logprobs_do_not_depend_on_micro_batches_or_width_multiple(pools, tiny_m
 def test_bfloat16_logprobs_are_near_float32(pools, tiny_model):
     batch = make_batch(6)
     config = make_config(tiny_model, precision="bfloat16")
-    (scores,) = pools(1).run(rank_functions.score, config=config, batch=batch)
+    (scores,) = pools(1).run(scoring_ranks.score, config=config, batch=batch)
     expected = plain_logprobs(load(tiny_model), batch)
     assert scores.dtype is torch.float32
     # bfloat16 keeps 8 bits: logits of size ~4 are off by up to ~4 / 256 per layer.
@@ -61,6 +61,6 @@ def test_bad_input_is_named(pools, tiny_model, change, words):
     batch["input_ids"] = torch.where(torch.arange(12) < batch["input_lengths"][:, None], 9, 0)
     change(batch)
     with pytest.raises(RankFailure) as failure:
-        pools(1).run(rank_functions.score_as_given, config=make_config(tiny_model), batch=batch)
+        pools(1).run(scoring_ranks.score_as_given, config=make_config(tiny_model), batch=batch)
     assert failure.value.kind == "ValueError"
     assert all(word in failure.value.text for word in words)

@@ -1,8 +1,10 @@
 """Images beside text: a vision-language model against plain transformers."""
 
+import checkpoint_ranks
 import pytest
-import rank_functions
+import scoring_ranks
 import torch
+import training_ranks
 from oracle import LOGPROB_TOLERANCE
 from rank_pool import RankFailure
 from rl_batched_data import BatchedDataDict, PackedTensor
@@ -104,7 +106,7 @@ def test_logprobs_equal_plain_transformers(pools, vision_model, section):
     budgets = {"enabled": True, "train_mb_tokens": 32, "logprob_mb_tokens": 32}
     sections = {} if section is None else {section: budgets}
     ((found, order),) = pools(1).run(
-        rank_functions.call_planned,
+        scoring_ranks.call_planned,
         config=make_config(vision_model, **sections),
         batch=batch,
         section=section,
@@ -121,7 +123,7 @@ def test_sharded_models_train_on_images(pools, vision_model):
     losses = []
     for num_ranks in (1, 2):
         _, results = pools(num_ranks).run(
-            rank_functions.train, config=make_config(vision_model), batch=batch, num_calls=2
+            training_ranks.train, config=make_config(vision_model), batch=batch, num_calls=2
         )[0]
         losses.append([float(result["global_loss"]) for result in results])
     assert losses[0] == pytest.approx(losses[1], abs=1e-5)
@@ -152,7 +154,7 @@ def plain_completion(model, batch, row):
 def test_greedy_completions_equal_those_of_transformers(pools, vision_model, num_ranks):
     batch = make_rows([True, False, True, False])
     results = pools(num_ranks).run(
-        rank_functions.generate, config=make_config(vision_model), batch=batch, greedy=True
+        scoring_ranks.generate, config=make_config(vision_model), batch=batch, greedy=True
     )
     model = Qwen2VLForConditionalGeneration.from_pretrained(vision_model, dtype=torch.float32)
     found = [row for outputs, _ in results for row in _completions(outputs[-1])]
@@ -171,7 +173,7 @@ def test_a_prompt_that_fills_the_text_models_positions_is_refused(pools, vision_
     )
     with pytest.raises(RankFailure, match="leaves no room for a new token in 64 tokens"):
         pools(1).run(
-            rank_functions.generate, config=make_config(vision_model), batch=batch, greedy=True
+            scoring_ranks.generate, config=make_config(vision_model), batch=batch, greedy=True
         )
 
 
@@ -185,13 +187,13 @@ def _completions(output):
 def test_what_cannot_be_done_is_named(pools, vision_model, tiny_model):
     batch = make_rows([True, True, False, False])
     with pytest.raises(RankFailure, match="'image_grid_thw' on some ranks and none on others"):
-        pools(2).run(rank_functions.score, config=make_config(vision_model), batch=batch)
+        pools(2).run(scoring_ranks.score, config=make_config(vision_model), batch=batch)
     with pytest.raises(RankFailure, match="which Qwen2ForCausalLM does not take"):
-        pools(1).run(rank_functions.score, config=make_config(tiny_model), batch=batch)
+        pools(1).run(scoring_ranks.score, config=make_config(tiny_model), batch=batch)
     packing = {"enabled": True, "train_mb_tokens": 64, "logprob_mb_tokens": 64}
     with pytest.raises(RankFailure, match=r"the batch has .* instead of policy\.sequence_packing"):
         pools(1).run(
-            rank_functions.call_planned,
+            scoring_ranks.call_planned,
             config=make_config(vision_model, sequence_packing=packing),
             batch=batch,
             section="sequence_packing",
@@ -209,8 +211,8 @@ def test_parameters_that_got_no_gradient_yet_are_saved_and_loaded(pools, vision_
         "directory": str(tmp_path),
     }
     ((continued, loaded),) = pools(1).run(
-        rank_functions.continue_and_load, **arguments, num_before=1
+        checkpoint_ranks.continue_and_load, **arguments, num_before=1
     )
-    (resumed,) = pools(1).run(rank_functions.resume, **arguments)
+    (resumed,) = pools(1).run(checkpoint_ranks.resume, **arguments)
     assert all(torch.equal(continued[name], loaded[name]) for name in continued)
     assert all(torch.equal(continued[name], resumed[name]) for name in continued)

@@ -1,6 +1,6 @@
 from contextlib import contextmanager
 
-import rank_functions
+import state_ranks
 import torch
 from rl_dtensor_worker import DTensorPolicyWorker
 from tiny_model import make_batch, make_config
@@ -8,7 +8,7 @@ from tiny_model import make_batch, make_config
 
 def test_the_documented_moves_return_the_model_with_its_values(pools, tiny_model):
     (outcome,) = pools(1).run(
-        rank_functions.documented_moves, config=make_config(tiny_model), batch=make_batch(4)
+        state_ranks.documented_moves, config=make_config(tiny_model), batch=make_batch(4)
     )
     assert outcome == {
         "same_model": True,

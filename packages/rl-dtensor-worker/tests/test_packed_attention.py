@@ -5,12 +5,11 @@ from hypothesis import strategies as st
 from oracle import LOGPROB_TOLERANCE, largest_difference, plain_logprobs
 from rl_batched_data import PackedSequences, SlicedDataDict
 from rl_batched_data.packing.packed_sequences import group_by_length
-from rl_dtensor_worker.attention.packed import (
+from rl_dtensor_worker.attention import (
     AttentionRows,
     use_packed_attention,
 )
-from rl_dtensor_worker.forward import Forward
-from rl_dtensor_worker.model.heads import find_token_head
+from rl_dtensor_worker.forward import Forward, find_token_head
 from rl_interfaces.backend.steps import MicroBatch
 from tiny_model import make_batch
 from transformers import (

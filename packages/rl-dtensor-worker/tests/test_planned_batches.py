@@ -5,8 +5,9 @@ import shutil
 from pathlib import Path
 
 import pytest
-import rank_functions
+import scoring_ranks
 import torch
+import training_ranks
 from oracle import (
     LOGPROB_TOLERANCE,
     LOSS_TOLERANCE,
@@ -35,7 +36,7 @@ def test_logprobs_equal_plain_transformers(pools, tiny_model, section, num_ranks
     batch = make_batch(num_rows)
     generation = {"max_new_tokens": 8, "temperature": 0.7}
     parts = pools(num_ranks).run(
-        rank_functions.score_planned,
+        training_ranks.score_planned,
         config=planned_config(tiny_model, section, generation=generation),
         batch=batch,
         section=section,
@@ -59,7 +60,7 @@ def test_logprobs_equal_plain_transformers(pools, tiny_model, section, num_ranks
 def test_padding_inside_changes_nothing(pools, tiny_model, section, options):
     batch = make_batch(6)
     (scores, order), *_ = pools(1).run(
-        rank_functions.score_planned,
+        training_ranks.score_planned,
         config=planned_config(tiny_model, section),
         batch=batch,
         section=section,
@@ -78,7 +79,7 @@ def test_three_calls_equal_a_plain_loop(pools, tiny_model, section, num_ranks, l
     batch = make_batch(9)
     parameters, losses, norms = plain_training(tiny_model, batch, global_batch_size=4, num_calls=3)
     ranks = pools(num_ranks).run(
-        rank_functions.train_planned,
+        training_ranks.train_planned,
         config=planned_config(tiny_model, section),
         batch=batch,
         section=section,
@@ -100,7 +101,7 @@ def test_three_calls_equal_a_plain_loop(pools, tiny_model, section, num_ranks, l
 def test_no_call_writes_into_its_batch(pools, tiny_model, section):
     config = planned_config(tiny_model, section) if section else make_config(tiny_model)
     for kept in pools(2).run(
-        rank_functions.calls_leave_the_batch_alone,
+        training_ranks.calls_leave_the_batch_alone,
         config=config,
         batch=make_batch(6),
         section=section,
@@ -113,7 +114,7 @@ def test_no_call_writes_into_its_batch(pools, tiny_model, section):
 def test_a_batch_without_a_plan_is_refused(pools, tiny_model, section):
     config = planned_config(tiny_model, section)
     with pytest.raises(RankFailure) as error:
-        pools(2).run(rank_functions.train_as_given, config=config, batch=make_batch(4))
+        pools(2).run(training_ranks.train_as_given, config=config, batch=make_batch(4))
     assert f"policy.{section}.enabled=True" in error.value.text
     assert "shard_by_batch_size" in error.value.text
 
@@ -121,7 +122,7 @@ def test_a_batch_without_a_plan_is_refused(pools, tiny_model, section):
 def test_a_size_of_micro_batches_beside_a_plan_is_refused(pools, tiny_model):
     with pytest.raises(RankFailure, match="micro-batches of 2 rows contradict the plan"):
         pools(2).run(
-            rank_functions.train_as_planned,
+            training_ranks.train_as_planned,
             config=planned_config(tiny_model, "sequence_packing"),
             batch=make_batch(4),
             section="sequence_packing",
@@ -133,7 +134,7 @@ def test_a_size_of_micro_batches_beside_a_plan_is_refused(pools, tiny_model):
 def test_plans_that_were_not_made_together_are_refused(pools, tiny_model):
     with pytest.raises(RankFailure, match="were not sharded together"):
         pools(2).run(
-            rank_functions.train_as_planned,
+            training_ranks.train_as_planned,
             config=planned_config(tiny_model, "sequence_packing"),
             batch=make_batch(12),
             section="sequence_packing",
@@ -151,10 +152,10 @@ def test_an_attention_that_sees_other_sequences_is_refused_at_the_start(
     )
     start = {"attention": str(leaking)}
     padded = make_config(tiny_model)
-    assert pools(1).run(rank_functions.start_with_attention, config=padded, **start)
+    assert pools(1).run(scoring_ranks.start_with_attention, config=padded, **start)
     packed = planned_config(tiny_model, "sequence_packing")
     with pytest.raises(RankFailure) as error:
-        pools(1).run(rank_functions.start_with_attention, config=packed, **start)
+        pools(1).run(scoring_ranks.start_with_attention, config=packed, **start)
     assert error.value.kind == "ValueError"
     assert "policy.sequence_packing.enabled=True" in error.value.text
     assert "'sees_everything'" in error.value.text
@@ -164,14 +165,14 @@ def test_generation_and_checkpointing_go_together_with_packing(pools, tiny_model
     batch = make_batch(6)
     packed = planned_config(tiny_model, "sequence_packing")
     output, scores, order = pools(1).run(
-        rank_functions.generate_then_score,
+        scoring_ranks.generate_then_score,
         config=packed,
         batch=batch,
         section="sequence_packing",
         num_tokens=24,
     )[0]
     (outputs, _), *_ = pools(1).run(
-        rank_functions.generate, config=make_config(tiny_model), batch=batch, greedy=True
+        scoring_ranks.generate, config=make_config(tiny_model), batch=batch, greedy=True
     )
     assert torch.equal(output, outputs[0]["output_ids"])
     expected = plain_logprobs(load(tiny_model), batch)[order]
@@ -180,7 +181,7 @@ def test_generation_and_checkpointing_go_together_with_packing(pools, tiny_model
     parameters, _, _ = plain_training(tiny_model, make_batch(8), global_batch_size=4, num_calls=2)
     recomputing = {"enabled": True, "activation_checkpointing": True}
     trained, _ = pools(2).run(
-        rank_functions.train_planned,
+        training_ranks.train_planned,
         config=packed | {"dtensor_cfg": recomputing},
         batch=make_batch(8),
         section="sequence_packing",

@@ -5,12 +5,12 @@ import copy
 import parity_models
 import parity_ranks
 import pytest
-import rank_functions
 import torch
+import training_ranks
 from oracle import LOGPROB_TOLERANCE, PARAMETER_TOLERANCE, load, plain_logprobs, plain_training
 from rank_pool import RankFailure
 from rl_dtensor_worker import DTensorPolicyWorker
-from rl_dtensor_worker.parallel.tensor.plans import plan_of
+from rl_dtensor_worker.parallel.plans import plan_of
 from test_parity import assert_equal_parameters
 from tiny_model import make_batch, make_config
 from transformers import (
@@ -100,7 +100,7 @@ def test_what_cannot_be_shared_equally_is_named(tmp_path, size, count):
 def test_a_worker_that_is_built_without_a_driver_names_it_too(pools, tiny_model):
     config = make_config(tiny_model, dtensor_cfg=TP2)
     with pytest.raises(RankFailure, match=r"does not divide.*num_key_value_heads=1") as failure:
-        pools(2).run(rank_functions.num_sharded_modules, config=config)
+        pools(2).run(training_ranks.num_sharded_modules, config=config)
     assert failure.value.kind == "ValueError"
 
 
@@ -205,7 +205,7 @@ def test_what_a_layout_would_compute_otherwise_is_refused(pools, tmp_path, confi
     parity_models.build_tokenizer().save_pretrained(tmp_path)
     with pytest.raises(RankFailure) as failure:
         pools(2).run(
-            rank_functions.num_sharded_modules, config=make_config(str(tmp_path), **layout)
+            training_ranks.num_sharded_modules, config=make_config(str(tmp_path), **layout)
         )
     assert failure.value.kind == "ValueError"
     assert all(word in failure.value.text for word in words), failure.value.text

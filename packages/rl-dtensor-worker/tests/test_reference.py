@@ -1,4 +1,4 @@
-import rank_functions
+import state_ranks
 import torch
 from oracle import LOGPROB_TOLERANCE, load, plain_logprobs
 from tiny_model import make_batch, make_config, rows_for_rank
@@ -8,7 +8,7 @@ def test_reference_stays_while_the_policy_moves(pools, tiny_model):
     batch = make_batch(8)
     expected = plain_logprobs(load(tiny_model), batch)
     for rank, (policy, reference) in enumerate(
-        pools(2).run(rank_functions.reference_stays, config=make_config(tiny_model), batch=batch)
+        pools(2).run(state_ranks.reference_stays, config=make_config(tiny_model), batch=batch)
     ):
         mine = rows_for_rank({"input_ids": expected}, rank=rank, num_ranks=2, global_batch_size=4)
         torch.testing.assert_close(reference[0], mine["input_ids"], atol=LOGPROB_TOLERANCE, rtol=0)
@@ -21,14 +21,14 @@ def test_reference_stays_while_the_policy_moves(pools, tiny_model):
 
 def test_swaps_reuse_their_memory(pools, tiny_model):
     for first, later in pools(2).run(
-        rank_functions.memory_of_swaps, config=make_config(tiny_model), batch=make_batch(8)
+        state_ranks.memory_of_swaps, config=make_config(tiny_model), batch=make_batch(8)
     ):
         assert first == later
 
 
 def test_forwards_of_ones_own_see_the_weights_of_their_time(pools, tiny_model):
     for before, inside, after in pools(2).run(
-        rank_functions.forwards_around_a_swap, config=make_config(tiny_model), batch=make_batch(4)
+        state_ranks.forwards_around_a_swap, config=make_config(tiny_model), batch=make_batch(4)
     ):
         assert torch.equal(before, after)
         assert not torch.equal(before, inside)
@@ -36,7 +36,7 @@ def test_forwards_of_ones_own_see_the_weights_of_their_time(pools, tiny_model):
 
 def test_the_policy_comes_back_bit_for_bit_even_after_an_error(pools, tiny_model):
     for was_swapped, is_restored in pools(2).run(
-        rank_functions.reference_context_restores_after_an_error, config=make_config(tiny_model)
+        state_ranks.reference_context_restores_after_an_error, config=make_config(tiny_model)
     ):
         assert was_swapped
         assert is_restored

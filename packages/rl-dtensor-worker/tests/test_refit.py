@@ -1,7 +1,7 @@
 """The worker's end of a refit, with receivers of rl-refit beside it."""
 
 import pytest
-import rank_functions
+import weights_ranks
 from rl_interfaces.backend.runtime import ReservedPort
 from tiny_model import make_config
 
@@ -11,7 +11,7 @@ from tiny_model import make_config
 @pytest.mark.parametrize(("num_ranks", "pairs"), [(1, True), (2, True), (2, False)])
 def test_receivers_get_the_weights_of_each_version(pools, tiny_model, transport, num_ranks, pairs):
     ranks = pools(num_ranks).run(
-        rank_functions.stream_weights,
+        weights_ranks.stream_weights,
         config=make_config(tiny_model),
         transport=transport,
         pairs=pairs,
@@ -27,13 +27,13 @@ def test_receivers_get_the_weights_of_each_version(pools, tiny_model, transport,
 def test_a_group_that_the_driver_names_gets_the_weights(pools, tiny_model):
     config = make_config(tiny_model)
     with ReservedPort() as port:
-        received = pools(2).run(rank_functions.broadcast_weights, config=config, port=port.number)
+        received = pools(2).run(weights_ranks.broadcast_weights, config=config, port=port.number)
     assert received == [[True, True], []]
 
 
 def test_transfers_in_the_wrong_state_say_what_is_missing(pools, tiny_model):
     (errors,) = pools(1).run(
-        rank_functions.transfers_in_wrong_states, config=make_config(tiny_model)
+        weights_ranks.transfers_in_wrong_states, config=make_config(tiny_model)
     )
     assert errors[:4] == [
         "RuntimeError: no refit is open: call open_refit() first",

@@ -1,19 +1,19 @@
-import rank_functions
+import state_ranks
 import torch
 from tiny_model import make_batch, make_config
 
 
 def test_offload_and_reload_is_bit_exact(pools, tiny_model):
     arguments = {"config": make_config(tiny_model), "batch": make_batch(8)}
-    stayed = pools(2).run(rank_functions.offload_and_reload, offload=False, **arguments)
-    moved = pools(2).run(rank_functions.offload_and_reload, offload=True, **arguments)
+    stayed = pools(2).run(state_ranks.offload_and_reload, offload=False, **arguments)
+    moved = pools(2).run(state_ranks.offload_and_reload, offload=True, **arguments)
     for left, right in zip(stayed, moved, strict=True):
         assert all(torch.equal(left[name], right[name]) for name in left)
 
 
 def test_a_call_in_the_wrong_state_names_the_state_and_the_way_out(pools, tiny_model):
     (outcomes,) = pools(1).run(
-        rank_functions.calls_in_wrong_states, config=make_config(tiny_model), batch=make_batch(4)
+        state_ranks.calls_in_wrong_states, config=make_config(tiny_model), batch=make_batch(4)
     )
     train, evaluate, logprobs, generate, train_again = outcomes
     assert "ResidencyError" in train

@@ -1,8 +1,9 @@
 """The largest logits, and the scores of reward and value models, against plain transformers."""
 
 import pytest
-import rank_functions
+import scoring_ranks
 import torch
+import training_ranks
 from oracle import LOGPROB_TOLERANCE, LOSS_TOLERANCE, PARAMETER_TOLERANCE, largest_difference, load
 from tiny_model import build_tiny_model, make_batch, make_config
 from transformers import (
@@ -72,7 +73,7 @@ def test_topk_logits_are_those_of_plain_transformers(
     batch = make_batch(num_rows)
     generation = {"max_new_tokens": 8, "temperature": 0.7}
     parts = pools(num_ranks).run(
-        rank_functions.call_planned,
+        scoring_ranks.call_planned,
         config=config_for(tiny_model, section, generation=generation),
         batch=batch,
         section=section,
@@ -101,7 +102,7 @@ def test_topk_logits_are_those_of_plain_transformers(
 def test_scores_are_those_of_plain_transformers(pools, judges, section, head):
     batch = make_batch(5)
     parts = pools(2).run(
-        rank_functions.call_planned,
+        scoring_ranks.call_planned,
         config=config_for(judges[head], section, head=head),
         batch=batch,
         section=section,
@@ -120,7 +121,7 @@ def test_judges_train_on_their_scores(pools, judges, head):
     batch = make_batch(4)
     sgd = {"name": "torch.optim.SGD", "kwargs": {"lr": 0.1}}
     trained, results = pools(2).run(
-        rank_functions.train,
+        training_ranks.train,
         config=make_config(judges[head], head=head, optimizer=sgd),
         batch=batch,
         loss="squares",
@@ -146,13 +147,13 @@ def test_judges_train_on_their_scores(pools, judges, head):
 def test_calls_that_a_head_does_not_allow_are_named(pools, tiny_model, judges):
     batch = make_batch(4)
     (errors,) = pools(1).run(
-        rank_functions.calls_of_the_wrong_head, config=make_config(tiny_model), batch=batch
+        scoring_ranks.calls_of_the_wrong_head, config=make_config(tiny_model), batch=batch
     )
     assert errors.keys() == {"score", "too many"}
     assert "policy.head='reward' or 'value'" in errors["score"]
     assert "k=65 is not within 1..64" in errors["too many"]
     (errors,) = pools(1).run(
-        rank_functions.calls_of_the_wrong_head,
+        scoring_ranks.calls_of_the_wrong_head,
         config=make_config(judges["reward"], head="reward"),
         batch=batch,
     )

@@ -2,8 +2,8 @@ import functools
 import math
 
 import pytest
-import rank_functions
 import torch
+import training_ranks
 from oracle import (
     LOSS_TOLERANCE,
     PARAMETER_TOLERANCE,
@@ -27,7 +27,7 @@ def test_three_steps_equal_a_plain_loop(pools, tiny_model, num_ranks, mbs):
     # 8 rows in global batches of 4: two optimizer steps in each of three calls.
     parameters, losses, norms = _plain(tiny_model)
     ranks = pools(num_ranks).run(
-        rank_functions.train,
+        training_ranks.train,
         config=make_config(tiny_model),
         batch=make_batch(8),
         num_calls=3,
@@ -61,7 +61,7 @@ def test_options_that_save_memory_change_nothing(pools, tiny_model, change):
     parameters, losses, _ = _plain(tiny_model)
     config = make_config(tiny_model, **change)
     trained, results = pools(2).run(
-        rank_functions.train, config=config, batch=make_batch(8), num_calls=3
+        training_ranks.train, config=config, batch=make_batch(8), num_calls=3
     )[0]
     assert largest_difference(trained, parameters) < PARAMETER_TOLERANCE
     assert float(results[-1]["global_loss"][-1]) == pytest.approx(losses[-1], abs=LOSS_TOLERANCE)
@@ -75,7 +75,7 @@ def test_untied_model_and_a_loss_over_logits(pools, tmp_path):
     config = make_config(model, generation={"max_new_tokens": 8, "temperature": 0.7})
     for loss in ("logits", "nll"):
         trained, results = pools(2).run(
-            rank_functions.train, config=config, batch=make_batch(8), num_calls=3, loss=loss
+            training_ranks.train, config=config, batch=make_batch(8), num_calls=3, loss=loss
         )[0]
         assert largest_difference(trained, parameters) < PARAMETER_TOLERANCE
         last = float(results[-1]["global_loss"][-1])
@@ -88,7 +88,7 @@ def test_rows_that_the_layout_does_not_divide(pools, tiny_model):
     parameters, losses, _ = plain_training(tiny_model, batch, global_batch_size=4, num_calls=2)
     for num_ranks in (1, 2):
         ranks = pools(num_ranks).run(
-            rank_functions.train, config=make_config(tiny_model), batch=batch, num_calls=2, mbs=1
+            training_ranks.train, config=make_config(tiny_model), batch=batch, num_calls=2, mbs=1
         )
         for trained, results in ranks:
             assert largest_difference(trained, parameters) < PARAMETER_TOLERANCE
@@ -101,7 +101,7 @@ def test_masked_rows_and_gbs_of_one_call(pools, tiny_model):
     batch["sample_mask"][2] = 0.0
     parameters, losses, _ = plain_training(tiny_model, batch, global_batch_size=6, num_calls=1)
     trained, results = pools(2).run(
-        rank_functions.train, config=make_config(tiny_model), batch=batch, gbs=6, mbs=1
+        training_ranks.train, config=make_config(tiny_model), batch=batch, gbs=6, mbs=1
     )[0]
     assert largest_difference(trained, parameters) < PARAMETER_TOLERANCE
     assert results[0]["global_loss"].tolist() == pytest.approx(losses, abs=LOSS_TOLERANCE)
@@ -111,7 +111,7 @@ def test_metrics_are_those_of_the_micro_batches_that_count(pools, tiny_model):
     batch = make_batch(6)
     batch["sample_mask"][0] = 0.0
     ranks = pools(2).run(
-        rank_functions.train, config=make_config(tiny_model), batch=batch, gbs=6, mbs=1
+        training_ranks.train, config=make_config(tiny_model), batch=batch, gbs=6, mbs=1
     )
     metrics = [results[0]["all_mb_metrics"] for _, results in ranks]
     assert metrics[0]["num_valid_samples"] == [1, 1]
@@ -138,7 +138,7 @@ def test_the_schedule_steps_once_per_call(pools, tiny_model):
     ]
     config = make_config(tiny_model, scheduler=scheduler)
     _, results = pools(1).run(
-        rank_functions.train, config=config, batch=make_batch(8), num_calls=3, mbs=4
+        training_ranks.train, config=config, batch=make_batch(8), num_calls=3, mbs=4
     )[0]
     rates = [result["all_mb_metrics"]["lr"] for result in results]
     # Two optimizer steps a call share one rate.
@@ -147,7 +147,7 @@ def test_the_schedule_steps_once_per_call(pools, tiny_model):
 
 def test_a_step_that_is_not_finite_changes_nothing(pools, tiny_model):
     trained, results = pools(2).run(
-        rank_functions.train,
+        training_ranks.train,
         config=make_config(tiny_model),
         batch=make_batch(8),
         loss="nonfinite",
@@ -157,11 +157,21 @@ def test_a_step_that_is_not_finite_changes_nothing(pools, tiny_model):
     assert results[0]["all_mb_metrics"]["skipped_steps"] == [2]
 
 
+def test_a_skipped_step_of_float16_names_the_loss_scale(pools, tiny_model):
+    config = make_config(tiny_model, precision="float16")
+    for texts in pools(2).run(
+        training_ranks.warnings_of_skipped_steps, config=config, batch=make_batch(8)
+    ):
+        first, second = texts
+        assert "not finite under the float16 loss scale 65536: it is halved to 32768" in first
+        assert "loss scale 32768: it is halved to 16384" in second
+
+
 def test_a_batch_in_which_nothing_counts_changes_nothing(pools, tiny_model):
     batch = make_batch(4)
     batch["sample_mask"].zero_()
     trained, results = pools(2).run(
-        rank_functions.train, config=make_config(tiny_model), batch=batch
+        training_ranks.train, config=make_config(tiny_model), batch=batch
     )[0]
     assert largest_difference(trained, dict(load(tiny_model).named_parameters())) == 0
     assert results[0]["global_loss"].tolist() == [0.0]
@@ -175,10 +185,10 @@ def test_a_batch_in_which_nothing_counts_changes_nothing(pools, tiny_model):
 def test_a_call_that_raises_leaves_no_gradients(pools, tiny_model, num_ranks, precision):
     batch, config = make_batch(4), make_config(tiny_model, precision=precision)
     config["train_micro_batch_size"] = 1
-    expected, (result,) = pools(num_ranks).run(rank_functions.train, config=config, batch=batch)[0]
+    expected, (result,) = pools(num_ranks).run(training_ranks.train, config=config, batch=batch)[0]
     for fails in ("loss", "forward", "backward", "evaluation"):
         parameters, after = pools(num_ranks).run(
-            rank_functions.train_after_a_failure,
+            training_ranks.train_after_a_failure,
             config=config,
             batch=batch,
             fails=fails,
@@ -192,7 +202,7 @@ def test_a_call_that_raises_leaves_no_gradients(pools, tiny_model, num_ranks, pr
 def test_half_precision_trains_near_float32(pools, tiny_model, precision):
     _, losses, norms = _plain(tiny_model)
     trained, results = pools(2).run(
-        rank_functions.train,
+        training_ranks.train,
         config=make_config(tiny_model, precision=precision),
         batch=make_batch(8),
         num_calls=3,
@@ -207,10 +217,10 @@ def test_half_precision_trains_near_float32(pools, tiny_model, precision):
 
 def test_eval_mode_leaves_no_trace_and_needs_no_optimizer(pools, tiny_model):
     batch = make_batch(8)
-    _, trained = pools(2).run(rank_functions.train, config=make_config(tiny_model), batch=batch)[0]
+    _, trained = pools(2).run(training_ranks.train, config=make_config(tiny_model), batch=batch)[0]
     config = make_config(tiny_model)
     del config["optimizer"]
-    for outcome in pools(2).run(rank_functions.eval_leaves_no_trace, config=config, batch=batch):
+    for outcome in pools(2).run(training_ranks.eval_leaves_no_trace, config=config, batch=batch):
         assert outcome["same_shards"]
         assert outcome["same_random"]
         assert outcome["same_mode"]
@@ -234,7 +244,7 @@ def test_bad_batches_are_named(pools, tiny_model, change, loss, options, words):
     change(batch)
     with pytest.raises(RankFailure) as failure:
         pools(2).run(
-            rank_functions.train_as_given,
+            training_ranks.train_as_given,
             config=make_config(tiny_model),
             batch=batch,
             loss=loss,
@@ -248,7 +258,7 @@ def test_a_sequence_level_loss_needs_no_token_mask(pools, tiny_model):
     batch = make_batch(4)
     del batch["token_mask"]
     (result,) = pools(1).run(
-        rank_functions.train_as_given,
+        training_ranks.train_as_given,
         config=make_config(tiny_model),
         batch=batch,
         loss="sequence",

@@ -1,10 +1,10 @@
 """The weights that leave the worker, against the checkpoint it was built from."""
 
 import pytest
-import rank_functions
 import torch
+import weights_ranks
 from oracle import load
-from rl_dtensor_worker.weights.source import ModelWeights
+from rl_dtensor_worker.weights import ModelWeights
 from rl_refit.source import block_of
 from tiny_model import build_tiny_model, make_config
 from transformers import Qwen2Config, Qwen2ForCausalLM
@@ -28,7 +28,7 @@ def test_every_rank_gets_every_tensor_bit_for_bit(pools, model, num_ranks, preci
     # 48 and 64 rows over three ranks: the last shards are short, or empty.
     expected = expected_tensors(model, getattr(torch, precision))
     config = make_config(model, precision=precision, train_global_batch_size=6)
-    for metadata, passes in pools(num_ranks).run(rank_functions.gather_weights, config=config):
+    for metadata, passes in pools(num_ranks).run(weights_ranks.gather_weights, config=config):
         assert [name for name, _, _ in metadata] == list(expected)
         for name, dtype, shape in metadata:
             assert (dtype, shape) == (expected[name].dtype, tuple(expected[name].shape))
@@ -40,13 +40,13 @@ def test_every_rank_gets_every_tensor_bit_for_bit(pools, model, num_ranks, preci
 def test_parameters_that_are_offloaded_are_gathered_too(pools, model):
     config = make_config(model, dtensor_cfg={"enabled": True, "cpu_offload": True})
     expected = expected_tensors(model, torch.float32)
-    for _, passes in pools(2).run(rank_functions.gather_weights, config=config):
+    for _, passes in pools(2).run(weights_ranks.gather_weights, config=config):
         assert all(torch.equal(tensor, expected[name]) for name, tensor in passes[0])
 
 
 def test_groups_are_what_is_gathered_at_a_time(pools, model):
     ((metadata, passes, groups), *_) = pools(1).run(
-        rank_functions.gather_groups, config=make_config(model)
+        weights_ranks.gather_groups, config=make_config(model)
     )
     names = [name for name, _, _ in metadata]
     assert [name for group, _ in groups for name in group] == names

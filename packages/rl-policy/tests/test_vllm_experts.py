@@ -3,7 +3,7 @@
 import pytest
 import rl_refit
 import torch
-from rl_dtensor_worker.weights.source import ModelWeights
+from rl_dtensor_worker.weights import ModelWeights
 from rl_policy import RayVirtualCluster
 from rl_policy.generation.vllm import VllmGeneration
 from safetensors.torch import load_file

@@ -17,6 +17,10 @@ from rl_dtensor_worker.parallel.mesh import plan_layout
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
+    from transformers import PreTrainedConfig
+
+    Resolved = Mapping[str, Any]  # A policy config with all defaults, as JSON holds it.
+
 _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
 
@@ -25,7 +29,7 @@ class ClassConfig:
     """A class by dotted name, and its keyword arguments."""
 
     cls: type
-    kwargs: dict[str, Any]
+    kwargs: dict[str, object]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -79,7 +83,7 @@ class EngineConfig:
 
     @classmethod
     def from_policy_config(
-        cls, config: Mapping[str, Any], *, world_size: int, init_optimizer: bool
+        cls, config: Mapping[str, object], *, world_size: int, init_optimizer: bool
     ) -> EngineConfig:
         """Parse and check `config`.
 
@@ -88,7 +92,6 @@ class EngineConfig:
         """
         resolved = resolve_policy_config(config)
         layout = plan_layout(resolved, world_size=world_size)
-        _check_batch_sizes(resolved, layout=layout)
         _check_head(resolved)
         sampling = SamplingConfig.from_policy_config(resolved)
         return cls(
@@ -114,7 +117,7 @@ class EngineConfig:
         )
 
 
-def load_model_config(config: EngineConfig) -> Any:
+def load_model_config(config: EngineConfig) -> PreTrainedConfig:
     """Return the model's transformers config.
 
     Raises:
@@ -132,23 +135,14 @@ def load_model_config(config: EngineConfig) -> Any:
         ) from error
 
 
-def _planned_by(resolved: Mapping[str, Any]) -> str | None:
+def _planned_by(resolved: Resolved) -> str | None:
     enabled = [
         name for name in ("dynamic_batching", "sequence_packing") if resolved[name]["enabled"]
     ]
     return enabled[0] if enabled else None
 
 
-def _check_batch_sizes(resolved: Mapping[str, Any], *, layout: ParallelLayout) -> None:
-    global_size, ranks = resolved["train_global_batch_size"], layout.data_parallel
-    if global_size % ranks:
-        raise ValueError(
-            f"policy.train_global_batch_size={global_size} is not divisible by the "
-            f"{ranks} data-parallel ranks"
-        )
-
-
-def _check_head(resolved: Mapping[str, Any]) -> None:
+def _check_head(resolved: Resolved) -> None:
     if resolved["head"] != "language_model" and resolved["dtensor_cfg"]["sequence_parallel"]:
         raise ValueError(
             f"policy.head={resolved['head']!r} contradicts "
@@ -156,7 +150,7 @@ def _check_head(resolved: Mapping[str, Any]) -> None:
         )
 
 
-def _parse_adapters(resolved: Mapping[str, Any]) -> AdapterConfig | None:
+def _parse_adapters(resolved: Resolved) -> AdapterConfig | None:
     lora = resolved["dtensor_cfg"]["lora"]
     if not lora["enabled"]:
         return None
@@ -169,7 +163,7 @@ def _parse_adapters(resolved: Mapping[str, Any]) -> AdapterConfig | None:
     )
 
 
-def _parse_optimizer(resolved: Mapping[str, Any], *, wanted: bool) -> ClassConfig | None:
+def _parse_optimizer(resolved: Resolved, *, wanted: bool) -> ClassConfig | None:
     if not wanted:
         return None
     if "optimizer" not in resolved:
@@ -182,7 +176,7 @@ def _parse_optimizer(resolved: Mapping[str, Any], *, wanted: bool) -> ClassConfi
     )
 
 
-def _parse_scheduler(resolved: Mapping[str, Any]) -> SchedulerConfig | None:
+def _parse_scheduler(resolved: Resolved) -> SchedulerConfig | None:
     given = resolved.get("scheduler")
     if given is None:
         return None
@@ -206,9 +200,7 @@ def _parse_scheduler(resolved: Mapping[str, Any]) -> SchedulerConfig | None:
     return SchedulerConfig(parts=tuple(parsed), milestones=flat)
 
 
-def _parse_class(
-    section: Mapping[str, Any], *, base: type, argument: Any, path: str
-) -> ClassConfig:
+def _parse_class(section: Resolved, *, base: type, argument: object, path: str) -> ClassConfig:
     """Return the class behind a dotted name, once its signature accepts the keyword arguments."""
     if "name" not in section:
         raise ValueError(f"{path}.name is not set: a dotted name such as torch.optim.AdamW")

@@ -17,12 +17,16 @@ from rl_refit.source import block_of
 from torch.distributed.tensor import DTensor, Replicate
 from transformers.core_model_loading import WeightConverter, revert_weight_conversion
 
-from rl_dtensor_worker.attention.check import check_layout, check_rotation
 from rl_dtensor_worker.config import EngineConfig, load_model_config
-from rl_dtensor_worker.decoder import CachedForward
-from rl_dtensor_worker.forward import Forward, TokenOutput, ValueForward, ValueOutput
-from rl_dtensor_worker.model.build import build_model, persistent_state, trained_state
-from rl_dtensor_worker.model.heads import find_token_head, find_value_layer
+from rl_dtensor_worker.forward import (
+    CachedForward,
+    Forward,
+    Output,
+    ValueForward,
+    find_token_head,
+)
+from rl_dtensor_worker.layout import ParallelContext, check_layout, check_rotation
+from rl_dtensor_worker.model.build import build_model, find_value_layer
 from rl_dtensor_worker.model.lora import (
     adapters_disabled,
     check_adapter_config,
@@ -35,7 +39,6 @@ from rl_dtensor_worker.optim import (
     build_scheduler,
     move_optimizer_state,
 )
-from rl_dtensor_worker.parallel.context import ParallelContext
 from rl_dtensor_worker.parallel.fsdp import (
     abandon_pass,
     local_tensor,
@@ -43,9 +46,9 @@ from rl_dtensor_worker.parallel.fsdp import (
     unshard_fsdp2_model,
 )
 from rl_dtensor_worker.parallel.mesh import Meshes
-from rl_dtensor_worker.parallel.tensor.group import TensorParallel
-from rl_dtensor_worker.parallel.tensor.plans import check_sizes, load_custom_plan
-from rl_dtensor_worker.weights.source import ModelWeights
+from rl_dtensor_worker.parallel.plans import check_sizes, load_custom_plan
+from rl_dtensor_worker.parallel.styles import TensorParallel
+from rl_dtensor_worker.weights import ModelWeights, persistent_state, trained_state
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Generator, Iterator, Mapping
@@ -135,7 +138,10 @@ class DTensorEngine:
 
     def run(self, step: Step, score: ScoreFunction) -> list[Scored]:
         """See `Engine.run`."""
-        return [score(batch, self._output(batch)) for batch in step.micro_batches(self._device)]
+        return [
+            score(batch, Output(forward=self.forward, micro_batch=batch))
+            for batch in step.micro_batches(self._device)
+        ]
 
     def run_backward(self, step: Step, loss: LossOfOutput) -> list[Scored]:
         """See `Engine.run_backward`."""
@@ -143,6 +149,7 @@ class DTensorEngine:
         found: list[Scored] = []
         for batch in step.micro_batches(self._device):
             value, scored = loss(batch, self._output(batch))
+            # Each micro-batch's graph is freed before the next one's forward.
             (value * self.optimizer.scaler.scale).backward()
             found.append(scored)
         return found
@@ -170,10 +177,8 @@ class DTensorEngine:
         with unshard_fsdp2_model(self.model), self.parallel.unsharded_sequences():
             yield lambda rows: CachedForward(forward, rows)
 
-    def _output(self, batch: MicroBatch) -> TokenOutput | ValueOutput:
-        if isinstance(self.forward, Forward):
-            return TokenOutput(forward=self.forward, micro_batch=batch)
-        return ValueOutput(forward=self.forward, micro_batch=batch)
+    def _output(self, batch: MicroBatch) -> Output:
+        return Output(forward=self.forward, micro_batch=batch)
 
     # Residency
 

@@ -1,26 +1,275 @@
-"""The forward pass of every call: log-probabilities, logits and scores over micro-batches.
+"""The forward passes: log-probabilities, logits and scores over micro-batches, and cached decoding.
 
-Training, old and reference log-probabilities share it, so that they cannot differ.
+Training, old and reference log-probabilities share one pass, so that they cannot differ.
+
+FSDP all-gathers the output matrix only for the duration of the model's forward, so scores must be
+computed inside it. For one forward the output layer is replaced by a function that computes scores
+from hidden states, and the forward returns those instead of logits, which then exist in tiles only.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+import inspect
+import logging
+from contextlib import contextmanager, nullcontext
+from dataclasses import dataclass, field, fields
 from typing import TYPE_CHECKING, Any
 
 import torch
+from rl_batched_data import ScoringOptions, TokenScores, target_scores
+from rl_batched_data.logprobs_kernel import LogitTransform
 from torch import nn
+from torch.distributed.tensor import DTensor, Shard
+from transformers import DynamicCache
 
-from rl_dtensor_worker.model.heads import output_of_layer
-from rl_dtensor_worker.parallel.context import ParallelContext
+from rl_dtensor_worker.layout import ParallelContext, media_of, token_columns_of
+from rl_dtensor_worker.parallel import collectives
+from rl_dtensor_worker.parallel.styles import SEQUENCE_DIM
 
 if TYPE_CHECKING:
+    from collections.abc import Callable, Generator, Mapping
+
     from rl_batched_data import TokenScores
     from rl_interfaces.backend.steps import MicroBatch
-    from transformers import PreTrainedModel
+    from transformers import PreTrainedConfig, PreTrainedModel
 
-    from rl_dtensor_worker.attention.layout import RowLayout
-    from rl_dtensor_worker.model.heads import TokenHead
+    from rl_dtensor_worker.layout import RowLayout
+    from rl_dtensor_worker.parallel.styles import TensorParallel
+
+logger = logging.getLogger(__name__)
+
+# Names in transformers' configs of what is applied to logits after the output layer.
+_FACTORS = ("logit_scale", "lm_head_multiplier", "output_multiplier")
+_DIVISORS = ("logits_scaling",)
+_SOFT_CAPS = ("final_logit_softcapping", "logits_soft_cap")
+
+# A range of logits in which all scales and soft caps in use differ measurably.
+_PROBED_LOGITS = (-60.0, 60.0)
+# Relative to the largest logit: rounding of a few float32 operations.
+_PROBE_TOLERANCE = 1e-5
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class TokenHead:
+    """How token scores are computed from the last hidden states; see `find_token_head`."""
+
+    layer: nn.Linear | None
+    """The output layer. None: the model's own forward makes all logits at once."""
+    tensor_parallel: TensorParallel | None = None
+    """The ranks that shard the vocabulary."""
+    logit_scale: float = 1.0
+    """The model's factor on the output layer's logits."""
+    soft_cap: float | None = None
+    """The model's soft cap on its logits."""
+
+    def target_scores(
+        self,
+        model: PreTrainedModel,
+        tokens: torch.Tensor,
+        targets: torch.Tensor,
+        *,
+        temperature: float,
+        top_k: int = 0,
+        entropy: bool = False,
+        arguments: Mapping[str, object],
+    ) -> TokenScores:
+        """Run the model's forward; return the scores of `targets`, each at its own position.
+
+        Args:
+            model: The model of this head.
+            tokens: `[rows, seq]` int64.
+            targets: `[rows, seq]` int64: the token to score at each position, usually the next one.
+            temperature: Divides the logits, after scale and soft cap.
+            top_k: How many of the largest logits to return.
+            entropy: Whether to return the entropy.
+            arguments: Further arguments of the forward, such as `position_ids`.
+
+        Returns:
+            Fields `[rows, seq]`, and `[rows, seq, top_k]`; see `TokenScores`.
+        """
+        options: dict[str, Any] = {"temperature": temperature, "top_k": top_k, "entropy": entropy}
+        if self.layer is None:
+            logits = model(input_ids=tokens, use_cache=False, **arguments).logits
+            group = None if self.tensor_parallel is None else self.tensor_parallel.group
+            return target_scores(logits, targets, tp_group=group, **options)
+
+        def score(layer: nn.Linear, hidden: torch.Tensor) -> TokenScores:
+            full = self._gather_hidden(hidden)
+            return target_scores(full, targets, **self._options(layer), **options)
+
+        with _output_layer_replaced(model, self.layer, score):
+            return TokenScores(**model(input_ids=tokens, use_cache=False, **arguments))
+
+    def _gather_hidden(self, hidden: torch.Tensor) -> torch.Tensor:
+        """Return the hidden states of all positions."""
+        tp = self.tensor_parallel
+        if tp is None or not tp.sequence_parallel:
+            return hidden
+        # `target_scores` all-reduces the gradient of its hidden states over the vocabulary shards.
+        return collectives.gather_for_replicated_use(hidden, tp.group, SEQUENCE_DIM)
+
+    def _options(self, layer: nn.Linear) -> ScoringOptions:
+        return ScoringOptions(
+            logit_scale=self.logit_scale,
+            soft_cap=self.soft_cap,
+            tp_group=None if self.tensor_parallel is None else self.tensor_parallel.group,
+            output_matrix=_local(layer.weight),
+            output_bias=None if layer.bias is None else _local(layer.bias),
+        )
+
+
+@torch.no_grad()
+def find_token_head(
+    model: PreTrainedModel, tensor_parallel: TensorParallel | None = None
+) -> TokenHead:
+    """Return the head of `model`, verified against its own forward. Collective.
+
+    The forward runs once with known logits in place of the output layer's. If it changes them
+    otherwise than its config says, or if the output layer is not a plain linear one, the head falls
+    back to logits from the model's own forward, with a warning.
+    """
+    layer = model.get_output_embeddings()
+    if type(layer) is not nn.Linear:
+        reason = f"its output layer is a {type(layer).__name__}"
+        return _own_head(model, tensor_parallel, reason)
+    with nullcontext() if tensor_parallel is None else tensor_parallel.unsharded_sequences():
+        probed = _probe_logits(model, layer)
+    if probed is None:
+        reason = "it does not call its output layer once per forward"
+        return _own_head(model, tensor_parallel, reason)
+    given, logits = probed
+    for scale, soft_cap in (_configured(model.config), (1.0, None)):
+        transform = LogitTransform(scale=scale, soft_cap=soft_cap, temperature=1.0)
+        if _close(logits, transform.apply_(given.clone())):
+            return TokenHead(
+                layer=layer,
+                tensor_parallel=tensor_parallel,
+                logit_scale=scale,
+                soft_cap=soft_cap,
+            )
+    reason = "it changes its logits otherwise than its config says"
+    return _own_head(model, tensor_parallel, reason)
+
+
+def _own_head(
+    model: PreTrainedModel, tensor_parallel: TensorParallel | None, reason: str
+) -> TokenHead:
+    if not torch.distributed.is_initialized() or torch.distributed.get_rank() == 0:
+        logger.warning(
+            "%s computes all logits of a micro-batch at once: %s", type(model).__name__, reason
+        )
+    return TokenHead(layer=None, tensor_parallel=tensor_parallel)
+
+
+def _probe_logits(
+    model: PreTrainedModel, layer: nn.Linear
+) -> tuple[torch.Tensor, torch.Tensor] | None:
+    """Return known logits and the forward's output for them; None if it ignores its layer."""
+    device = torch.device(layer.weight.device)
+    vocab_size = layer.weight.shape[0]
+    tokens = torch.arange(8, device=device)[None] % vocab_size
+    low, high = _PROBED_LOGITS
+    given = torch.linspace(low, high, tokens.numel() * vocab_size, device=device)
+    given = given.view(*tokens.shape, vocab_size)
+    calls: list[torch.Size] = []
+
+    def forward(hidden: torch.Tensor) -> torch.Tensor:
+        calls.append(hidden.shape[:-1])
+        return given.clone()
+
+    with _forward_replaced(layer, forward):
+        logits = model(input_ids=tokens, use_cache=False).logits
+    return (given, logits) if calls == [tokens.shape] else None
+
+
+def _configured(config: PreTrainedConfig) -> tuple[float, float | None]:
+    """Return the logit scale and soft cap of a model's config."""
+    text = config.get_text_config()
+
+    def named(keys: tuple[str, ...]) -> list[float]:
+        return [float(value) for key in keys if (value := getattr(text, key, None))]
+
+    scale = 1.0
+    for factor in named(_FACTORS):
+        scale *= factor
+    for divisor in named(_DIVISORS):
+        scale /= divisor
+    return scale, next(iter(named(_SOFT_CAPS)), None)
+
+
+def _close(logits: torch.Tensor, expected: torch.Tensor) -> bool:
+    if logits.shape != expected.shape:
+        return False
+    tolerance = _PROBE_TOLERANCE * float(expected.abs().max())
+    return bool(torch.allclose(logits.float(), expected, rtol=0, atol=tolerance))
+
+
+@contextmanager
+def _output_layer_replaced(
+    model: PreTrainedModel,
+    layer: nn.Linear,
+    score: Callable[[nn.Linear, torch.Tensor], TokenScores],
+) -> Generator[None, None, None]:
+    """Replace `layer` by `score`, and the model's output by the fields of its result."""
+    found: list[TokenScores] = []
+
+    def forward(hidden: torch.Tensor) -> torch.Tensor:
+        found.append(score(layer, hidden))
+        # The rest of the forward expects logits; a vocabulary of one costs nothing.
+        return torch.zeros((*found[-1].logprobs.shape, 1), device=hidden.device)
+
+    # Before FSDP's hook, which registers the backward pass on the output's tensors.
+    hook = model.register_forward_hook(lambda *_: _tensors_of(found.pop()), prepend=True)
+    try:
+        with _forward_replaced(layer, forward):
+            yield
+    finally:
+        hook.remove()
+
+
+def _tensors_of(scores: TokenScores) -> dict[str, torch.Tensor | None]:
+    """Return the fields in a container that FSDP traverses, cloned where they need gradients."""
+    values = {field.name: getattr(scores, field.name) for field in fields(scores)}
+    return {
+        name: value.clone() if value is not None and value.requires_grad else value
+        for name, value in values.items()
+    }
+
+
+@contextmanager
+def _forward_replaced(
+    layer: nn.Linear, forward: Callable[[torch.Tensor], torch.Tensor]
+) -> Generator[None, None, None]:
+    own = layer.forward
+    layer.forward = forward  # type: ignore[method-assign]
+    try:
+        yield
+    finally:
+        layer.forward = own  # type: ignore[method-assign]
+
+
+def _local(parameter: torch.Tensor) -> torch.Tensor:
+    return parameter.to_local() if isinstance(parameter, DTensor) else parameter
+
+
+@contextmanager
+def output_of_layer(model: PreTrainedModel, layer: nn.Linear) -> Generator[None, None, None]:
+    """Make the output of `layer` the model's output inside."""
+    found: list[torch.Tensor] = []
+
+    def keep(_layer: nn.Module, _arguments: object, output: torch.Tensor) -> None:
+        found.append(output)
+
+    hooks = [
+        layer.register_forward_hook(keep),
+        # FSDP registers the backward pass on the output's tensors, which must not be views.
+        model.register_forward_hook(lambda *_: found.pop().clone(), prepend=True),
+    ]
+    try:
+        yield
+    finally:
+        for hook in hooks:
+            hook.remove()
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -57,25 +306,39 @@ class Forward:
             "topk_indices": layout.to_rows(scores.top_k_indices),
         }
 
-    def logits(self, micro_batch: MicroBatch) -> torch.Tensor:
-        """Return all logits, `[batch, seq, vocab]` float32: `logits[:, t]` predict `t + 1`."""
+    def logits(self, micro_batch: MicroBatch, *, sharded: bool = False) -> torch.Tensor:
+        """Return all logits, `[batch, seq, vocab]` float32: `logits[:, t]` predict `t + 1`.
+
+        Args:
+            micro_batch: The rows.
+            sharded: Return tensor-parallel logits as a `DTensor` sharded along the vocabulary, of
+                which this rank has made its shard, instead of gathering them.
+        """
         layout = self._lay_out(micro_batch)
         output = self.model(input_ids=layout.tokens, use_cache=False, **layout.arguments)
-        logits = layout.to_rows(self.parallel.gather_logits(output.logits), masked=False).float()
-        return logits if self.temperature == 1.0 else logits / self.temperature
+        # A user's plan may leave them a DTensor. Rows are restored along other dims than the last.
+        logits = layout.to_rows(_local(output.logits), masked=False)
+        tp = self.parallel.tensor_parallel
+        if tp is not None and not sharded:
+            logits = tp.gather_logits(logits)
+        logits = logits.float()
+        logits = logits if self.temperature == 1.0 else logits / self.temperature
+        if tp is None or not sharded:
+            return logits
+        return DTensor.from_local(logits, tp.mesh, [Shard(-1)], run_check=False)
 
     def _lay_out(self, micro_batch: MicroBatch) -> RowLayout:
         return self.parallel.lay_out(self.model, micro_batch, self.width_multiple)
 
-    def _scores(self, micro_batch: MicroBatch, **asked: Any) -> tuple[RowLayout, TokenScores]:
+    def _scores(self, micro_batch: MicroBatch, *, top_k: int = 0) -> tuple[RowLayout, TokenScores]:
         layout = self._lay_out(micro_batch)
         scores = self.head.target_scores(
             self.model,
             layout.tokens,
             layout.targets,
             temperature=self.temperature,
-            **asked,
-            **layout.arguments,
+            top_k=top_k,
+            arguments=layout.arguments,
         )
         return layout, scores
 
@@ -104,8 +367,12 @@ class ValueForward:
             values = self.model(input_ids=layout.tokens, use_cache=False, **layout.arguments)
         return layout.to_rows(values.float().squeeze(-1))
 
-    def scores(self, micro_batch: MicroBatch) -> torch.Tensor:
-        """Return float32 `[batch]` of a reward model, `[batch, seq]` of a value model."""
+    def logits(self, micro_batch: MicroBatch, *, sharded: bool = False) -> torch.Tensor:
+        """Return scores, which a loss gets in place of logits; they are never sharded.
+
+        Returns:
+            Float32, `[batch]` of a reward model, `[batch, seq]` of a value model.
+        """
         values = self.values(micro_batch)
         if not self.is_reward:
             return values
@@ -114,48 +381,97 @@ class ValueForward:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class TokenOutput:
-    """A language model's `ForwardOutput`; each method runs the model's forward."""
+class Output:
+    """A `ForwardOutput`: each method runs the model's forward."""
 
-    forward: Forward
+    forward: Forward | ValueForward
     micro_batch: MicroBatch
 
     def logprobs(self) -> torch.Tensor:
         """See `ForwardOutput.logprobs`."""
-        return self.forward.logprobs(self.micro_batch)
+        return self._of_tokens.logprobs(self.micro_batch)
 
     def logits(self, *, sharded: bool = False) -> torch.Tensor:
-        """See `ForwardOutput.logits`; they are gathered in any case."""
-        return self.forward.logits(self.micro_batch)
+        """See `ForwardOutput.logits`; a reward or value model has scores in their place."""
+        return self.forward.logits(self.micro_batch, sharded=sharded)
 
     def topk_logits(self, k: int) -> dict[str, torch.Tensor]:
         """See `ForwardOutput.topk_logits`."""
-        return self.forward.topk_logits(self.micro_batch, k)
+        return self._of_tokens.topk_logits(self.micro_batch, k)
+
+    @property
+    def _of_tokens(self) -> Forward:
+        assert isinstance(self.forward, Forward), "EngineInfo.lacks has refused the call"
+        return self.forward
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class ValueOutput:
-    """A reward or value model's `ForwardOutput`, which has scores in place of logits."""
+class CachedForward:
+    """A `rl_interfaces.backend.generation.Decoder` of a model of transformers.
 
-    forward: ValueForward
-    micro_batch: MicroBatch
+    Args:
+        forward: Of a model in eval mode, unsharded except for tensor parallelism.
+        rows: The prompts' batch; media are read in the prefill, and then cached.
 
-    def logprobs(self) -> torch.Tensor:
-        """Raise: there are none.
+    Raises:
+        ValueError: The model does not take a kind of media in the batch.
+    """
 
-        Raises:
-            ValueError: Always.
-        """
-        raise ValueError("policy.head: reward and value models have no log-probabilities")
+    def __init__(self, forward: Forward, rows: Mapping[str, object]) -> None:
+        self._forward = forward
+        self._media = media_of(forward.model, rows)
+        self._columns = token_columns_of(forward.model, rows)
+        self._cache = DynamicCache(config=forward.model.config)
+        self._last_only = {"logits_to_keep": 1} if _keeps_last_logits(forward.model) else {}
 
-    def logits(self, *, sharded: bool = False) -> torch.Tensor:
-        """Return float32 scores: `[batch]` of a reward model, `[batch, seq]` of a value model."""
-        return self.forward.scores(self.micro_batch)
+    def prefill(self, prompts: torch.Tensor, lengths: torch.Tensor) -> torch.Tensor:
+        """See `Decoder.prefill`."""
+        tokens, self._mask, self._positions = left_pad(prompts, lengths)
+        if not self._media:
+            return self._logits(tokens)
+        device = prompts.device
+        seen = {name: tensor.to(device) for name, tensor in self._media.items()}
+        for name, column in self._columns.items():
+            seen[name], _, _ = left_pad(column.to(device), lengths)
+        # Tokens of an image may share a position, or have several; the model itself knows.
+        prepare: Any = self._forward.model._prepare_position_ids_for_generation
+        self._positions = prepare(tokens, {"attention_mask": self._mask, **seen})
+        return self._logits(tokens, **seen)
 
-    def topk_logits(self, k: int) -> dict[str, torch.Tensor]:
-        """Raise: there are none.
+    def step(self, tokens: torch.Tensor) -> torch.Tensor:
+        """See `Decoder.step`."""
+        self._positions = self._positions[..., -1:] + 1
+        self._mask = torch.cat([self._mask, torch.ones_like(tokens[:, None])], dim=1)
+        return self._logits(tokens[:, None])
 
-        Raises:
-            ValueError: Always.
-        """
-        raise ValueError("policy.head: reward and value models have no logits")
+    def _logits(self, tokens: torch.Tensor, **media: torch.Tensor) -> torch.Tensor:
+        logits = self._forward.model(
+            input_ids=tokens,
+            attention_mask=self._mask,
+            position_ids=self._positions,
+            past_key_values=self._cache,
+            use_cache=True,
+            **self._last_only,
+            **media,
+        ).logits[:, -1]
+        tp = self._forward.parallel.tensor_parallel
+        return logits if tp is None else tp.gather_logits(logits)
+
+
+def left_pad(
+    prompts: torch.Tensor, lengths: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Move each right-padded prompt to the right edge, so that all continue in one column.
+
+    Returns:
+        The tokens, the attention mask and the position ids, each int64 `[rows, longest prompt]`.
+    """
+    longest = int(lengths.max())
+    column = torch.arange(longest, device=prompts.device)[None, :]
+    position = column - (longest - lengths[:, None])
+    mask = (position >= 0).long()
+    position = position.clamp(min=0)
+    return prompts.gather(1, position) * mask, mask, position
+
+
+def _keeps_last_logits(model: PreTrainedModel) -> bool:
+    return "logits_to_keep" in inspect.signature(model.forward).parameters

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections import defaultdict
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import torch
 import torch.distributed as dist
@@ -59,6 +59,8 @@ def total_grad_norm(gradients: Iterable[torch.Tensor]) -> torch.Tensor:
     The squares of a sharded gradient are summed over the ranks that shard it; a replicated one
     counts once. Gradients may be on different meshes, which torch's own clipping does not support.
     """
+    # Gradients of one set of groups are summed locally first: one all-reduce per group, not per
+    # parameter.
     squares: dict[tuple[str, ...], list[torch.Tensor]] = defaultdict(list)
     groups: dict[str, dist.ProcessGroup] = {}
     for gradient in gradients:
@@ -126,7 +128,11 @@ class DTensorOptimizer:
             clip_gradients(parameters, max_norm=self._max_grad_norm, norm=norm)
             self.state.optimizer.step()
         elif not finite and self.scaler.enabled:
-            logger.warning("The loss scale was %g, and is halved", self.scaler.scale)
+            logger.warning(
+                "The gradients are not finite under the float16 loss scale %g: it is halved to %g",
+                self.scaler.scale,
+                max(self.scaler.scale / 2, 1.0),
+            )
         self.scaler.update(finite=finite)
         self.state.optimizer.zero_grad(set_to_none=True)
         return OptimizerStep(grad_norm=norm, stepped=stepped)
@@ -167,14 +173,17 @@ class LossScaler:
         elif self.good_steps == self.growth_interval:
             self.scale, self.good_steps = self.scale * 2, 0
 
-    def state_dict(self) -> dict[str, Any]:
+    def state_dict(self) -> dict[str, object]:
         """Return what `load_state_dict` takes."""
         return {"scale": self.scale, "good_steps": self.good_steps}
 
-    def load_state_dict(self, state: dict[str, Any]) -> None:
+    def load_state_dict(self, state: dict[str, object]) -> None:
         """Restore what `state_dict` returned."""
         if self.enabled:
-            self.scale, self.good_steps = state["scale"], state["good_steps"]
+            scale, good_steps = state["scale"], state["good_steps"]
+            assert isinstance(scale, float)
+            assert isinstance(good_steps, int)
+            self.scale, self.good_steps = scale, good_steps
 
 
 def _sharding_groups(tensor: torch.Tensor) -> dict[str, dist.ProcessGroup]:

@@ -2,21 +2,28 @@
 
 from __future__ import annotations
 
+from contextlib import ExitStack, contextmanager
 from typing import TYPE_CHECKING, Any
 
 from rl_interfaces.backend.worker import EngineWorker
+from torch.distributed.tensor.experimental import context_parallel
+from torch.distributed.tensor.experimental._attention import set_rotate_method
+from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from rl_dtensor_worker.engine import DTensorEngine, free_cached_memory, move_buffers
+from rl_dtensor_worker.layout import check_same_media
 from rl_dtensor_worker.model.lora import write_peft_directory
-from rl_dtensor_worker.model.media import check_same_media
-from rl_dtensor_worker.parallel import context
 
 if TYPE_CHECKING:
+    from collections.abc import Generator
+    from contextlib import AbstractContextManager
+
     import torch
     from rl_batched_data import BatchedDataDict
     from rl_interfaces import ScoreOutputSpec
     from rl_interfaces.backend.steps import Step
     from torch import nn
+    from torch.distributed.device_mesh import DeviceMesh
 
 
 class DTensorPolicyWorker(EngineWorker):
@@ -39,7 +46,7 @@ class DTensorPolicyWorker(EngineWorker):
         return self._engine.config.async_checkpoint
 
     def score(
-        self, data: BatchedDataDict[Any], micro_batch_size: int | None = None
+        self, data: BatchedDataDict, micro_batch_size: int | None = None
     ) -> BatchedDataDict[ScoreOutputSpec]:
         """Return `scores`: `[batch]` of a reward model, `[batch, seq]` of a value model, float32.
 
@@ -63,7 +70,7 @@ class DTensorPolicyWorker(EngineWorker):
                 self._engine.model, directory, is_writer=self._environment.rank == 0
             )
 
-    def return_state_dict(self) -> dict[str, Any]:
+    def return_state_dict(self) -> dict[str, object]:
         """Return the model's state, of which each rank has its shards."""
         return self._engine.model.state_dict()
 
@@ -85,10 +92,48 @@ class DTensorPolicyWorker(EngineWorker):
         free_cached_memory(self._engine.info.device)
         return moved
 
-    create_context_parallel_ctx = staticmethod(context.create_context_parallel_ctx)
-    train_context = staticmethod(context.train_context)
+    @staticmethod
+    def create_context_parallel_ctx(
+        cp_mesh: DeviceMesh,
+        cp_buffers: list[torch.Tensor],
+        cp_seq_dims: list[int],
+        cp_no_restore_buffers: set[torch.Tensor],
+        cp_rotate_method: str | None = None,
+    ) -> AbstractContextManager[None]:
+        """Return torch's context-parallel context over `cp_buffers`.
 
-    def _steps(self, data: BatchedDataDict[Any], **options: Any) -> list[Step]:
+        Args:
+            cp_mesh: The one-axis mesh of the ranks that shard each sequence.
+            cp_buffers: Tensors that are sharded along their sequence dim inside.
+            cp_seq_dims: The sequence dim of each buffer.
+            cp_no_restore_buffers: The buffers that need not be restored on exit.
+            cp_rotate_method: `allgather` or `alltoall`: how keys and values are exchanged.
+        """
+        if cp_rotate_method is not None:
+            set_rotate_method(cp_rotate_method)
+        return context_parallel(
+            cp_mesh,
+            buffers=cp_buffers,
+            buffer_seq_dims=cp_seq_dims,
+            no_restore_buffers=cp_no_restore_buffers,
+        )
+
+    @staticmethod
+    @contextmanager
+    def train_context(
+        cp_context: AbstractContextManager[None] | None = None,
+    ) -> Generator[None, None, None]:
+        """Enter `cp_context` with the attention kernels that it supports; do nothing for None."""
+        with ExitStack() as stack:
+            if cp_context is not None:
+                # torch's context parallelism has no rule for the math kernel.
+                stack.enter_context(
+                    sdpa_kernel([SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION])
+                )
+                stack.enter_context(cp_context)
+            yield
+
+    def _steps(self, data: BatchedDataDict, **options: Any) -> list[Step]:
         """Also check media, before the first step changes anything."""
         steps = super()._steps(data, **options)
         info = self._engine.info

@@ -1,31 +1,51 @@
-"""Build the pretrained model, sharded and on the device."""
+"""Build the pretrained model: sharded, on the device, each rank reading its own slices."""
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+import logging
+from typing import TYPE_CHECKING, Any
 
 import torch
+import torch.distributed as dist
+from rl_interfaces.backend.checkpoint.hf_files import SafetensorsFiles, find_checkpoint
+from rl_interfaces.backend.runtime import failing_together, first_rank_first
+from torch import nn
+from torch.distributed.checkpoint.state_dict import StateDictOptions, set_model_state_dict
+from transformers import (
+    AutoModelForCausalLM,
+    AutoModelForImageTextToText,
+    AutoModelForSequenceClassification,
+    AutoModelForTokenClassification,
+)
+from transformers.models.auto.modeling_auto import MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES
 
-from rl_dtensor_worker.attention.check import check_rotation
 from rl_dtensor_worker.config import load_model_config
-from rl_dtensor_worker.model.heads import value_layer_name
-from rl_dtensor_worker.model.load import ModelLoader, auto_class
+from rl_dtensor_worker.layout import check_rotation
+from rl_dtensor_worker.model.convert import Conversion, plan_conversions
 from rl_dtensor_worker.model.lora import (
-    adapted_layers,
     fill_adapters,
     inject_adapters,
-    trained_parameters,
+    without_adapters,
 )
 from rl_dtensor_worker.parallel.fsdp import shard_model
-from rl_dtensor_worker.parallel.tensor.plans import apply_plan, check_sizes, plan_of
+from rl_dtensor_worker.parallel.plans import apply_plan, check_sizes, plan_of
 
 if TYPE_CHECKING:
-    from torch import nn
-    from transformers import PreTrainedModel
+    from transformers import PreTrainedConfig, PreTrainedModel
 
     from rl_dtensor_worker.config import EngineConfig
     from rl_dtensor_worker.parallel.mesh import Meshes
-    from rl_dtensor_worker.parallel.tensor.group import TensorParallel
+    from rl_dtensor_worker.parallel.styles import TensorParallel
+
+
+logger = logging.getLogger(__name__)
+
+# Names of the score layer of transformers' reward and value models.
+_SCORE_LAYERS = ("score", "classifier")
+_BY_HEAD: dict[str, Any] = {
+    "reward": AutoModelForSequenceClassification,
+    "value": AutoModelForTokenClassification,
+}
 
 
 def build_model(
@@ -88,6 +108,41 @@ def build_model(
     return model.eval()
 
 
+def find_value_layer(model: PreTrainedModel, *, pad_token_id: int | None) -> nn.Linear:
+    """Return the score layer of a reward or value model.
+
+    Args:
+        model: The model. Its config gets a padding token if it has none: transformers' sequence
+            classifiers require one, even though their own pooled scores are not used.
+        pad_token_id: The tokenizer's.
+
+    Raises:
+        ValueError: There is none, or it has more than one output.
+    """
+    text_config = model.config.get_text_config()
+    if text_config.pad_token_id is None:
+        text_config.pad_token_id = pad_token_id or 0
+    layer = model.get_submodule(value_layer_name(model))
+    assert isinstance(layer, nn.Linear)
+    return layer
+
+
+def value_layer_name(model: PreTrainedModel) -> str:
+    """Return the name of the score layer of a reward or value model.
+
+    Raises:
+        ValueError: There is none, or it has more than one output.
+    """
+    for name in _SCORE_LAYERS:
+        layer = getattr(model, name, None)
+        if isinstance(layer, nn.Linear) and layer.weight.shape[0] == 1:
+            return name
+    raise ValueError(
+        f"policy.head: {type(model).__name__} has no linear layer with one output named "
+        f"{' or '.join(_SCORE_LAYERS)}"
+    )
+
+
 def decoder_layers(model: PreTrainedModel) -> list[nn.Module]:
     """Return the model's repeated blocks, whose classes `_no_split_modules` names.
 
@@ -104,14 +159,129 @@ def decoder_layers(model: PreTrainedModel) -> list[nn.Module]:
     return layers
 
 
-def trained_state(model: PreTrainedModel) -> dict[str, torch.Tensor]:
-    """Return the tensors of a checkpoint: with adapters the trained ones, else the full state."""
-    return trained_parameters(model) if adapted_layers(model) else persistent_state(model)
+def auto_class(head: str, model_config: PreTrainedConfig) -> Any:
+    """Return the `AutoModel...` class for a head and the architecture that a config names.
+
+    Args:
+        head: `policy.head`.
+        model_config: The model's transformers config.
+    """
+    if head in _BY_HEAD:
+        return _BY_HEAD[head]
+    with_images = MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES.get(model_config.model_type)
+    if with_images in (model_config.architectures or ()):
+        return AutoModelForImageTextToText
+    return AutoModelForCausalLM
 
 
-def persistent_state(model: PreTrainedModel) -> dict[str, torch.Tensor]:
-    """Return parameters (tied ones once) and persistent buffers."""
-    tensors: dict[str, torch.Tensor] = dict(model.named_parameters())
-    persistent = set(model.state_dict())
-    tensors.update((n, b) for n, b in model.named_buffers() if n in persistent)
-    return tensors
+class ModelLoader:
+    """Loads the checkpoint `policy.model_name` into the shards of a model. Collective.
+
+    Args:
+        model: The model as transformers builds it, unsharded and on the meta device. Weights that
+            its config ties but the checkpoint holds with different values are untied here.
+        config: The worker's config.
+
+    Raises:
+        ValueError: The checkpoint lacks tensors of the model, has them in other shapes, or is not
+            in safetensors while adapters are enabled.
+    """
+
+    def __init__(self, model: PreTrainedModel, config: EngineConfig) -> None:
+        self._buffers = initial_buffers(model)
+        paths = first_rank_first(lambda: find_checkpoint(config.model_name, model.config))
+        self._pretrained: PreTrainedModel | None = None
+        self._files: SafetensorsFiles | None = None
+        if not paths[0].endswith(".safetensors"):
+            if config.adapters is not None:
+                raise ValueError(
+                    "policy.dtensor_cfg.lora.enabled=True needs a checkpoint in safetensors, and "
+                    f"policy.model_name={config.model_name!r} has {paths[0]!r}"
+                )
+            self._pretrained = _load_on_first_rank(model, config, paths[0])
+            return
+        with failing_together():
+            self._files = SafetensorsFiles(paths)
+            self._conversions = plan_conversions(model, self._files, config.model_name)
+            untie_different_weights(model, self._conversions, self._files)
+
+    def fill(self, model: PreTrainedModel, *, device: torch.device) -> None:
+        """Fill every parameter and buffer of the sharded `model`, in place. Collective."""
+        for name, buffer in model.named_buffers(remove_duplicate=False):
+            buffer.data = self._buffers[name].to(device)
+        if self._files is None:
+            _broadcast_weights(model, self._pretrained)
+            self._pretrained = None
+            return
+        with failing_together(), self._files:
+            state = without_adapters(model.state_dict())
+            for conversion in self._conversions:
+                conversion.fill(model, state, self._files)
+
+
+def untie_different_weights(
+    model: PreTrainedModel, conversions: list[Conversion], files: SafetensorsFiles
+) -> None:
+    """Untie weights that the config ties but the files hold with different values, and warn.
+
+    As `from_pretrained` does. If the values are equal, the second copy is not read.
+    """
+    by_name = {each.name: each for each in conversions if each.converter is None}
+    for target, source in list(model.all_tied_weights_keys.items()):
+        if target not in by_name or source not in by_name:
+            continue
+        if files.equal(by_name[target].only_source(), by_name[source].only_source()):
+            conversions.remove(by_name[target])
+            continue
+        logger.warning(
+            "the model's config ties %s to %s, but the checkpoint holds different values for "
+            "them: they are not tied",
+            target,
+            source,
+        )
+        module_name, _, attribute = target.rpartition(".")
+        tied = model.get_parameter(target)
+        setattr(model.get_submodule(module_name), attribute, type(tied)(torch.empty_like(tied)))
+        del model.all_tied_weights_keys[target]
+
+
+def initial_buffers(model: PreTrainedModel) -> dict[str, torch.Tensor]:
+    """Return every buffer as the model initialises it, on the CPU.
+
+    Checkpoints do not hold all of them: rotary frequencies, for example, are not persistent.
+    """
+    for module in model.modules():
+        for name, buffer in module.named_buffers(recurse=False):
+            module._buffers[name] = torch.empty_like(buffer, device="cpu")
+    model.initialize_weights()
+    return {n: buffer.clone() for n, buffer in model.named_buffers(remove_duplicate=False)}
+
+
+def _load_on_first_rank(
+    model: PreTrainedModel, config: EngineConfig, path: str
+) -> PreTrainedModel | None:
+    """Return the unsharded model on the first rank, None on the others. Collective."""
+    if dist.get_rank() == 0:
+        logger.warning(
+            "%s is not a safetensors file: the first rank loads the full model in float32 and "
+            "sends the others their shards",
+            path,
+        )
+    with failing_together():
+        if dist.get_rank() > 0:
+            return None
+        return auto_class(config.head, model.config).from_pretrained(
+            config.model_name,
+            config=model.config,
+            dtype=torch.float32,
+            trust_remote_code=config.trust_remote_code,
+        )
+
+
+def _broadcast_weights(model: PreTrainedModel, pretrained: PreTrainedModel | None) -> None:
+    """Fill `model`'s shards from the first rank's `pretrained`. Collective."""
+    set_model_state_dict(
+        model,
+        {} if pretrained is None else pretrained.state_dict(),
+        options=StateDictOptions(full_state_dict=True, broadcast_from_rank0=True),
+    )

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import torch
 import torch.distributed as dist
@@ -15,7 +15,7 @@ from torch.distributed.fsdp import (
     fully_shard,
 )
 from torch.distributed.fsdp._fully_shard._fsdp_common import TrainingState
-from torch.distributed.tensor import DTensor, Shard
+from torch.distributed.tensor import DTensor, Placement, Shard
 from torch.distributed.tensor.placement_types import _StridedShard
 
 if TYPE_CHECKING:
@@ -75,6 +75,7 @@ def unshard_fsdp2_model(model: nn.Module) -> Generator[None, None, None]:
     reshard = [_reshards_after_forward(module) for module in modules]
     try:
         for module in modules:
+            # Otherwise the first forward inside would shard the parameters again.
             module.set_reshard_after_forward(False, recurse=False)
             module.unshard()
         yield
@@ -111,6 +112,7 @@ def abandon_pass(model: nn.Module) -> None:
         state._state_ctx.post_backward_final_callback_queued = False
         group = state._fsdp_param_group
         if group is not None:
+            # Waits for a reduction in flight, and resets what the next backward starts from.
             group.finalize_backward()
             group.comm_ctx.post_forward_order.clear()
             group._training_state = TrainingState.IDLE
@@ -187,7 +189,7 @@ def _reshards_after_forward(module: FSDPModule) -> bool:
     return group is not None and group.post_forward_mesh_info is not None
 
 
-def _along_rows(placement: Any) -> Any:
+def _along_rows(placement: Placement) -> Shard | _StridedShard:
     if isinstance(placement, _StridedShard):
         return _StridedShard(0, split_factor=placement.split_factor)
     return Shard(0)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import torch.distributed as dist
 from rl_interfaces import ParallelLayout
@@ -12,12 +12,12 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor.debug import _clear_sharding_prop_cache
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
+    from rl_dtensor_worker.config import Resolved
 
 _PATH = "policy.dtensor_cfg"
 
 
-def plan_layout(config: Mapping[str, Any], *, world_size: int) -> ParallelLayout:
+def plan_layout(config: Resolved, *, world_size: int) -> ParallelLayout:
     """Return the layout of `world_size` ranks under a resolved policy config.
 
     Raises:

@@ -1,23 +1,38 @@
-"""Bucketed asynchronous all-gather of DTensor shards: several tensors in one collective."""
+"""The model's full weights, all-gathered a layer at a time in the wire dtype.
+
+Shards of one layer travel in one asynchronous all-gather; the next layer is gathered while the
+current one is consumed.
+"""
 
 from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from itertools import groupby, islice
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 from rl_batched_data import round_up
+from rl_refit.source import block_of
 from torch.distributed.tensor import DTensor, Shard
 from torch.distributed.tensor.placement_types import _StridedShard
 
+from rl_dtensor_worker.model.lora import (
+    AdaptedWeight,
+    adapted_layers,
+    adapted_weights,
+    adapters_of,
+    trained_parameters,
+    without_adapters,
+)
+from rl_dtensor_worker.parallel.collectives import all_gather_single
 from rl_dtensor_worker.parallel.fsdp import local_tensor
-from rl_dtensor_worker.parallel.tensor.collectives import all_gather_single
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Iterable, Iterator, Mapping
 
     import torch.distributed as dist
+    from transformers import PreTrainedModel
 
 NamedTensors = list[tuple[str, torch.Tensor]]
 
@@ -148,6 +163,7 @@ class BucketGather:
         (dtype,) = {dtype for _, dtype in shards}
         own = torch.empty(num_elements, dtype=dtype, device=device)
         for (shard, _), slot in zip(shards, self.slots.values(), strict=True):
+            # The copy casts. A last shard may be shorter than its slot, whose end stays unset.
             own[slot.start : slot.start + shard.numel()].view(shard.shape).copy_(shard)
         self.gathered = torch.empty(group.size(), num_elements, dtype=dtype, device=device)
         self.work = all_gather_single(self.gathered.view(-1), own, group=group, async_op=True)
@@ -168,3 +184,141 @@ class BucketGather:
 def _full(tensor: torch.Tensor, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
     cast = tensor.detach().to(device=device, dtype=dtype)
     return cast.full_tensor() if isinstance(cast, DTensor) else cast
+
+
+def trained_state(model: PreTrainedModel) -> dict[str, torch.Tensor]:
+    """Return the tensors of a checkpoint: with adapters the trained ones, else the full state."""
+    return trained_parameters(model) if adapted_layers(model) else persistent_state(model)
+
+
+def persistent_state(model: PreTrainedModel) -> dict[str, torch.Tensor]:
+    """Return parameters (tied ones once) and persistent buffers."""
+    tensors: dict[str, torch.Tensor] = dict(model.named_parameters())
+    persistent = set(model.state_dict())
+    tensors.update((n, b) for n, b in model.named_buffers() if n in persistent)
+    return tensors
+
+
+class WeightMeta(NamedTuple):
+    """What the receiver needs to know about a tensor in advance."""
+
+    name: str
+    dtype: torch.dtype
+    """On the wire."""
+    shape: tuple[int, ...]
+    """Of the full tensor."""
+
+
+class ModelWeights:
+    """The full tensors of a sharded model, iterable repeatedly: a `rl_interfaces.WeightSource`.
+
+    vLLM's own weight-transfer engines accept it as well.
+
+    Tied tensors come once, under their first name. Each tensor is cast to the wire dtype before the
+    all-gather, so that no more bytes than needed cross the network, and the next layer is gathered
+    while the current one is consumed. Adapters are merged into the weights that are sent; the
+    model's own tensors do not change.
+
+    Args:
+        model: The model; its parameters are read during iteration, not before.
+        wire_dtype: The dtype of floating-point tensors on the wire; others keep theirs.
+        group: The ranks that hold the shards of one copy. None: nothing is sharded.
+        device: Where the full tensors are.
+    """
+
+    def __init__(
+        self,
+        model: PreTrainedModel,
+        *,
+        wire_dtype: torch.dtype,
+        device: torch.device,
+        group: dist.ProcessGroup | None = None,
+    ) -> None:
+        self._model = model
+        self._wire_dtype = wire_dtype
+        self._group = group
+        self._device = device
+
+    def metadata(self) -> list[WeightMeta]:
+        """Return name, wire dtype and full shape of every tensor, without moving any."""
+        return [
+            WeightMeta(name, self._dtype_of(tensor), tuple(tensor.shape))
+            for name, tensor in without_adapters(persistent_state(self._model)).items()
+        ]
+
+    def held_names(self) -> None:
+        """Return None: every rank has all tensors after the gather."""
+
+    def groups(self) -> list[list[str]]:
+        """Return the names that are gathered together, in the order of `metadata`."""
+        names = (name for name, _, _ in self.metadata())
+        return [list(group) for _, group in groupby(names, key=block_of)]
+
+    def iter_groups(self) -> Iterator[tuple[list[str], list[torch.Tensor]]]:
+        """Yield names and full tensors of each of `groups`. Collective."""
+        tensors = iter(self)
+        for group in self.groups():
+            yield group, [tensor for _, tensor in islice(tensors, len(group))]
+
+    def __iter__(self) -> Iterator[tuple[str, torch.Tensor]]:
+        """Yield name and full tensor in the order of `metadata`. Collective."""
+        return self.gather(name for name, _, _ in self.metadata())
+
+    @torch.no_grad()
+    def gather(self, names: Iterable[str]) -> Iterator[tuple[str, torch.Tensor]]:
+        """Yield name and full tensor of each of `names`. Collective.
+
+        Raises:
+            ValueError: The model has no tensor of that name.
+        """
+        state = persistent_state(self._model)
+        weights, adapters = without_adapters(state), adapters_of(state)
+        adapted = adapted_weights(self._model)
+        names = list(names)
+        if unknown := [name for name in names if name not in weights]:
+            raise ValueError(f"there is no tensor {unknown[0]!r} in the model")
+        # Two layers in flight: one is consumed while the next is gathered.
+        pending: _Layer | None = None
+        for _, group in groupby(names, key=block_of):
+            chosen = {name: weights[name] for name in group}
+            merges = {name: adapted[name] for name in chosen if name in adapted}
+            factors = [name for merge in merges.values() for name in (merge.down, merge.up)]
+            following = _Layer(
+                weights=self._start(chosen),
+                factors=self._start({name: adapters[name] for name in factors}, torch.float32),
+                merges=merges,
+            )
+            if pending is not None:
+                yield from pending.finish()
+            pending = following
+        if pending is not None:
+            yield from pending.finish()
+
+    def _start(
+        self, tensors: Mapping[str, torch.Tensor], dtype: torch.dtype | None = None
+    ) -> BucketGather:
+        return BucketGather.start(
+            list(tensors.items()),
+            [dtype or self._dtype_of(tensor) for tensor in tensors.values()],
+            group=self._group,
+            device=self._device,
+        )
+
+    def _dtype_of(self, tensor: torch.Tensor) -> torch.dtype:
+        return self._wire_dtype if tensor.is_floating_point() else tensor.dtype
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class _Layer:
+    """The gathers of one layer's weights, and of the adapters that are merged into them."""
+
+    weights: BucketGather
+    factors: BucketGather
+    merges: Mapping[str, AdaptedWeight]
+
+    def finish(self) -> Iterator[tuple[str, torch.Tensor]]:
+        """Wait for them; yield name and full tensor."""
+        factors = dict(self.factors.finish())
+        for name, weight in self.weights.finish():
+            merge = self.merges.get(name)
+            yield name, weight if merge is None else merge.merge(weight, factors)

@@ -1,9 +1,13 @@
-"""Attention over packed sequences, at the cost of each sequence alone.
+"""Attention over packed sequences, and over sequences sharded among context-parallel ranks.
 
 transformers separates packed sequences by a mask over all pairs of tokens, whose cost is quadratic
 in the packed length. Here tokens stay packed in all other layers; for attention they are gathered
 into rows, sequences of similar length together, which need no mask in torch's causal
 scaled-dot-product attention.
+
+With context parallelism `rl_batched_data.packing.context_shards` says which chunks of each sequence
+a rank has. Keys and values are all-gathered; queries stay. The kernel is torch's on every device,
+and packed sequences and sliding windows are honoured.
 """
 
 from __future__ import annotations
@@ -12,12 +16,18 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
+import torch.nn.functional as F
+from rl_batched_data.packing.context_shards import ContextShards
 from rl_batched_data.packing.packed_sequences import group_by_length
+from torch.nn.attention.bias import causal_lower_right
 from transformers import AttentionInterface, AttentionMaskInterface
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import sdpa_mask
 
+from rl_dtensor_worker.parallel import collectives
+
 if TYPE_CHECKING:
+    import torch.distributed as dist
     from rl_batched_data import PackedSequences
     from torch import nn
     from transformers import PreTrainedModel
@@ -130,7 +140,7 @@ def use_packed_attention(model: PreTrainedModel) -> bool:
 
     Forwards without `attention_rows` still take torch's attention.
     """
-    config: Any = model.config
+    config = model.config
     if config._attn_implementation != "sdpa":
         return config._attn_implementation == NAME
     AttentionInterface.register(NAME, packed_attention_forward)
@@ -146,7 +156,7 @@ def require_packed_attention(model: PreTrainedModel) -> None:
         ValueError: The model uses another implementation than `sdpa`.
     """
     if not use_packed_attention(model):
-        config: Any = model.config
+        config = model.config
         raise ValueError(
             "policy.dtensor_cfg: sequence_parallel and context_parallel_size need attention "
             f"'sdpa', {type(model).__name__} uses {config._attn_implementation!r}"
@@ -189,7 +199,7 @@ def packed_attention_forward(
 
 def _require_window(module: nn.Module, sliding_window: int | None) -> None:
     """Raise if a layer restricts attention by its mask alone, which packed attention ignores."""
-    config: Any = getattr(module, "config", None)
+    config = getattr(module, "config", None)
     kinds = getattr(config, "layer_types", None)
     if kinds:
         kind = kinds[getattr(module, "layer_idx", 0)]
@@ -203,7 +213,7 @@ def _require_window(module: nn.Module, sliding_window: int | None) -> None:
         )
 
 
-def layout_arguments(layout: AttentionLayout, device: torch.device) -> dict[str, Any]:
+def layout_arguments(layout: AttentionLayout, device: torch.device) -> dict[str, object]:
     """Return the keyword arguments by which a model's forward attends according to `layout`."""
     # transformers passes a 4-d mask on unchanged, and so builds none over all pairs of tokens.
     unread = torch.ones(1, 1, 1, 1, dtype=torch.bool, device=device)
@@ -228,3 +238,68 @@ def causal_band(
     distance = torch.arange(width, device=device)
     distance = distance[:, None] - distance
     return (distance >= 0) & (distance < sliding_window)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ContextRows:
+    """This rank's chunks of packed sequences: an `AttentionLayout`."""
+
+    group: dist.ProcessGroup
+    """The ranks that shard the sequences."""
+    shards: ContextShards
+
+    @classmethod
+    def of(cls, packed: PackedSequences, group: dist.ProcessGroup) -> ContextRows:
+        """Return this rank's chunks of sequences that are padded to multiples of twice the ranks.
+
+        Raises:
+            ValueError: A sequence is padded otherwise.
+        """
+        shards = ContextShards.of(packed.cu_seqlens, rank=group.rank(), num_ranks=group.size())
+        return cls(group=group, shards=shards)
+
+    def shard(self, values: torch.Tensor) -> torch.Tensor:
+        """Return `[1, total / ranks, ...]`: this rank's shard of per-token `[1, total, ...]`."""
+        return values.index_select(1, self.shards.own)
+
+    def gather(self, values: torch.Tensor) -> torch.Tensor:
+        """Return `[1, total, ...]` in the order of the tokens, from `[1, total / ranks, ...]`.
+
+        Every rank must go on to compute the same from it: the gradient is not summed.
+        """
+        gathered = collectives.gather_for_replicated_use(values, self.group, 1)
+        return gathered.index_select(1, self.shards.gathered)
+
+    def attend(
+        self,
+        module: nn.Module,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        sliding_window: int | None,
+        **kwargs: Any,
+    ) -> torch.Tensor:
+        """See `AttentionLayout.attend`."""
+        # Keys and values in one collective. Each rank has queries of its own, so that their
+        # gradients are partial and the backward pass reduce-scatters them.
+        gathered = collectives.gather_for_sharded_use(
+            torch.cat([key, value], dim=-1), self.group, 2
+        )
+        keys, values = gathered.split([key.shape[-1], value.shape[-1]], dim=-1)
+        outputs: list[torch.Tensor] = []
+        for chunk in self.shards.chunks:
+            mask = chunk.mask(sliding_window)
+            if mask is None:
+                # Aligned to the last key: a later chunk's first query sees the chunks before it.
+                mask = causal_lower_right(chunk.queries.shape[1], chunk.keys.shape[1])
+            output = F.scaled_dot_product_attention(
+                gather_rows(query, chunk.queries),
+                gather_rows(keys, chunk.keys),
+                gather_rows(values, chunk.keys),
+                attn_mask=mask,
+                dropout_p=kwargs.get("dropout", 0.0),
+                scale=kwargs.get("scaling"),
+                enable_gqa=query.shape[1] != key.shape[1],
+            )
+            outputs.append(output.transpose(1, 2).flatten(0, 1))
+        return torch.cat(outputs).index_select(0, self.shards.places)[None]

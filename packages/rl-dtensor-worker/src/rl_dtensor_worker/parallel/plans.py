@@ -9,13 +9,13 @@ from __future__ import annotations
 
 import importlib
 import re
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from torch import nn
 from torch.distributed.tensor.parallel import ParallelStyle, parallelize_module
 
 from rl_dtensor_worker.model.lora import adapted_layers
-from rl_dtensor_worker.parallel.tensor.styles import (
+from rl_dtensor_worker.parallel.styles import (
     Column,
     Experts,
     GatheredColumn,
@@ -33,9 +33,9 @@ from rl_dtensor_worker.parallel.tensor.styles import (
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
-    from transformers import PreTrainedModel
+    from transformers import PreTrainedConfig, PreTrainedModel
 
-    from rl_dtensor_worker.parallel.tensor.group import TensorParallel
+    from rl_dtensor_worker.parallel.styles import TensorParallel
 
 Plan = dict[str, "str | ParallelStyle"]
 AppliedPlan = dict[str, "str | ParallelStyle | type[Style]"]
@@ -83,7 +83,7 @@ _DIVIDED = (
 _PATH = "policy.dtensor_cfg"
 
 
-def check_sizes(model_config: Any, *, tensor_parallel_size: int) -> None:
+def check_sizes(model_config: PreTrainedConfig, *, tensor_parallel_size: int) -> None:
     """Raise unless the tensor-parallel size divides the model's sizes.
 
     Raises:
@@ -218,7 +218,7 @@ def _plan_of_model(model: PreTrainedModel) -> dict[str, str]:
     if set(declared) - {"lm_head"}:
         _check_declared(model, declared)
         return declared
-    model_type: Any = model.config.model_type  # type: ignore[union-attr]
+    model_type: str = model.config.model_type
     if model_type not in _OWN_PLANS:
         raise ValueError(
             f"{_PATH}.tensor_parallel_size: {type(model).__name__} declares no plan, and there is "
@@ -247,7 +247,7 @@ def _check_declared(model: PreTrainedModel, plan: Mapping[str, str]) -> None:
             )
 
 
-def _vocabulary_styles(model: Any) -> dict[str, str | ParallelStyle]:
+def _vocabulary_styles(model: PreTrainedModel) -> dict[str, str | ParallelStyle]:
     """Return vocabulary-sharded styles of embedding and output layer, whatever the plan says.
 
     Log-probabilities are computed from sharded logits, which are never gathered.
@@ -283,10 +283,10 @@ def _has_parameters(module: nn.Module) -> bool:
     return next(module.parameters(recurse=False), None) is not None
 
 
-def _style_class(style: str, module: nn.Module, model: Any) -> type[Style]:
+def _style_class(style: str, module: nn.Module, model: PreTrainedModel) -> type[Style]:
     return OutputLayer if module is model.get_output_embeddings() else STYLES[style]
 
 
-def _matches(pattern: str, names: Mapping[str, Any]) -> list[str]:
+def _matches(pattern: str, names: Mapping[str, object]) -> list[str]:
     expression = re.compile(re.escape(pattern).replace(r"\*", "[^.]+"))
     return [name for name in names if expression.fullmatch(name)]

@@ -1,7 +1,12 @@
-"""How a module takes part in tensor parallelism: one class per way, adapters included.
+"""How modules take part in tensor parallelism: the group, and one style per way.
 
-A style places the module's parameters on the group and wraps its forward with the collectives that
-the placement needs.
+Parameters are DTensors on the mesh axis `tp`, so that the optimizer, checkpoints and weight
+transfer see shards with their placements. A forward pass sees the local shards as plain tensors,
+which keeps DTensor's dispatch out of it: a layer costs its kernels and its collectives.
+
+Between layers activations are replicated or, with sequence parallelism, sharded along the sequence
+(Korthikanti et al. 2022, "Reducing Activation Recomputation in Large Transformer Models"). In both
+cases `gather_input` leads into a sharded layer and `reduce_output` out of it.
 
 A linear layer with adapters keeps its style, which gathers its input and reduces its output; its
 submodules get styles that follow from it. `B @ A` is sharded as the layer's weight is. With sharded
@@ -14,20 +19,136 @@ from __future__ import annotations
 
 from contextlib import contextmanager
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import torch
-from torch import nn
-from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Shard
+from torch import Tensor, nn
+from torch.distributed.tensor import (
+    DTensor,
+    Partial,
+    Placement,
+    Replicate,
+    Shard,
+    distribute_tensor,
+)
 from torch.distributed.tensor.parallel import ParallelStyle
 
-from rl_dtensor_worker.parallel.tensor import collectives
-from rl_dtensor_worker.parallel.tensor.group import SEQUENCE_DIM, TensorParallel
+from rl_dtensor_worker.parallel import collectives
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Generator, Iterable, Mapping
 
-    Forward = Callable[..., Any]
+    from torch.distributed.device_mesh import DeviceMesh
+
+    Forward = Callable[..., Tensor]
+
+SEQUENCE_DIM = -2
+"""Sequence dim of activations: of `[batch, seq, hidden]` and of packed `[tokens, hidden]`."""
+
+
+class TensorParallel:
+    """The ranks that shard each layer together.
+
+    Args:
+        mesh: Their one-axis mesh.
+        sequence_parallel: Whether activations between layers are sharded along the sequence.
+    """
+
+    def __init__(self, mesh: DeviceMesh, *, sequence_parallel: bool) -> None:
+        self.mesh = mesh
+        self.group = mesh.get_group()
+        self.rank = mesh.get_local_rank()
+        self.size = mesh.size()
+        self.sequence_parallel = sequence_parallel
+        self._last_gather: tuple[Tensor, Tensor] | None = None
+        self._input_is_gathered = False
+        self._distributed: dict[nn.Parameter, nn.Parameter] = {}
+
+    @contextmanager
+    def unsharded_sequences(self) -> Generator[None, None, None]:
+        """Switch sequence parallelism off inside.
+
+        For forwards without gradients, whose sequences may be of any length: sequence parallelism
+        needs lengths that the group divides.
+        """
+        before, self.sequence_parallel = self.sequence_parallel, False
+        try:
+            yield
+        finally:
+            self.sequence_parallel = before
+
+    def gather_input(self, values: Tensor) -> Tensor:
+        """Return the full `values`, for a layer whose parameters are sharded.
+
+        Modules that take the same tensor, such as the query, key and value projections, share one
+        gather, and so one collective in the backward pass.
+        """
+        if self._input_is_gathered:
+            return values
+        if self._last_gather is None or self._last_gather[0] is not values:
+            self._last_gather = values, self.gather_input_once(values)
+        return self._last_gather[1]
+
+    def gather_input_once(self, values: Tensor) -> Tensor:
+        """Return what `gather_input` does without sharing it.
+
+        For modules that no `reduce_output` follows, which would leave a gather that outlives them.
+        """
+        if self.sequence_parallel:
+            return collectives.gather_for_sharded_use(values, self.group, SEQUENCE_DIM)
+        return collectives.copy_to_group(values, self.group)
+
+    @contextmanager
+    def input_is_gathered(self) -> Generator[None, None, None]:
+        """Make `gather_input` the identity: a surrounding block has gathered already."""
+        self._input_is_gathered = True
+        try:
+            yield
+        finally:
+            self._input_is_gathered = False
+
+    def reduce_output(self, values: Tensor) -> Tensor:
+        """Return the sum of the ranks' partial `values`; its local chunk with sequence parallelism.
+
+        The chunk is along the sequence.
+        """
+        # The next layer's input is another tensor; holding this one would only keep memory.
+        self._last_gather = None
+        if self.sequence_parallel:
+            return collectives.reduce_scatter_to_group(values, self.group, SEQUENCE_DIM)
+        return collectives.reduce_from_group(values, self.group)
+
+    def gather_logits(self, logits: Tensor) -> Tensor:
+        """Return the full logits `[..., vocab]` from `[..., vocab / tp]`. Collective."""
+        return collectives.gather_for_replicated_use(logits, self.group, -1)
+
+    def distribute(self, module: nn.Module, placements: dict[str, Placement]) -> None:
+        """Replace the module's own parameters by DTensors on this group; tied ones stay tied.
+
+        Args:
+            module: Its submodules are left alone.
+            placements: By parameter name; a parameter that is not named is replicated.
+
+        Raises:
+            ValueError: A parameter is tied to one with another placement.
+        """
+        for name, parameter in list(module.named_parameters(recurse=False)):
+            placement = placements.get(name, Replicate())
+            known = self._distributed.get(parameter)
+            if known is None:
+                known = nn.Parameter(
+                    # Without a source rank: every rank has the tensor, on the meta device.
+                    distribute_tensor(parameter, self.mesh, [placement], src_data_rank=None),
+                    requires_grad=parameter.requires_grad,
+                )
+                self._distributed[parameter] = self._distributed[known] = known
+            if known.placements != (placement,):  # type: ignore[attr-defined]
+                raise ValueError(
+                    f"{type(module).__name__}.{name} is tied to a parameter that is placed as "
+                    f"{known.placements}, and would be {placement}: "  # type: ignore[attr-defined]
+                    "the plan must treat both alike"
+                )
+            module.register_parameter(name, known)
 
 
 class Style:
@@ -53,7 +174,7 @@ class Style:
     def prepare(self, module: nn.Module) -> None:
         """Adapt the module's other attributes to its local shard."""
 
-    def run(self, module: nn.Module, forward: Forward, *args: Any, **kwargs: Any) -> Any:
+    def run(self, module: nn.Module, forward: Forward, *args: Tensor, **kwargs: object) -> object:
         """Call `forward`, which sees the local shards, with the collectives around it."""
         return forward(*args, **kwargs)
 
@@ -64,7 +185,9 @@ class Style:
             return Partial()
         return placement
 
-    def _forward(self, module: nn.Module, forward: Forward, *args: Any, **kwargs: Any) -> Any:
+    def _forward(
+        self, module: nn.Module, forward: Forward, *args: Tensor, **kwargs: object
+    ) -> object:
         with self._local_parameters(module):
             return self.run(module, forward, *args, **kwargs)
 
@@ -85,12 +208,13 @@ class Style:
 class Region(Style):
     """A block of sharded projections that needs full sequences: an attention, an MLP."""
 
-    def run(self, module: nn.Module, forward: Forward, *args: Any, **kwargs: Any) -> Any:
+    def run(self, module: nn.Module, forward: Forward, *args: Tensor, **kwargs: object) -> object:
         """Gather the hidden states, which are the first argument or a keyword argument."""
         if not self.tp.sequence_parallel:
             return forward(*args, **kwargs)
-        if "hidden_states" in kwargs:
-            kwargs["hidden_states"] = self.tp.gather_input_once(kwargs["hidden_states"])
+        hidden = kwargs.get("hidden_states")
+        if isinstance(hidden, Tensor):
+            kwargs["hidden_states"] = self.tp.gather_input_once(hidden)
         else:
             args = (self.tp.gather_input_once(args[0]), *args[1:])
         with self.tp.input_is_gathered():
@@ -116,7 +240,7 @@ class Column(Style):
         """Shard weight and bias along the outputs."""
         return {"weight": Shard(0), "bias": Shard(0)}
 
-    def run(self, module: nn.Module, forward: Forward, *args: Any, **kwargs: Any) -> torch.Tensor:
+    def run(self, module: nn.Module, forward: Forward, *args: Tensor, **kwargs: object) -> Tensor:
         """Gather the input."""
         return forward(self.tp.gather_input(args[0]), *args[1:], **kwargs)
 
@@ -124,7 +248,7 @@ class Column(Style):
 class GatheredColumn(Column):
     """A linear layer with sharded outputs that are gathered: fused projections, split later."""
 
-    def run(self, module: nn.Module, forward: Forward, *args: Any, **kwargs: Any) -> torch.Tensor:
+    def run(self, module: nn.Module, forward: Forward, *args: Tensor, **kwargs: object) -> Tensor:
         """Gather the outputs."""
         output = super().run(module, forward, *args, **kwargs)
         return collectives.gather_for_replicated_use(output, self.tp.group, -1)
@@ -133,7 +257,7 @@ class GatheredColumn(Column):
 class OutputLayer(Column):
     """The layer that makes logits, which stay sharded along the vocabulary."""
 
-    def run(self, module: nn.Module, forward: Forward, *args: Any, **kwargs: Any) -> torch.Tensor:
+    def run(self, module: nn.Module, forward: Forward, *args: Tensor, **kwargs: object) -> Tensor:
         """Gather the input; no `reduce_output` follows."""
         return forward(self.tp.gather_input_once(args[0]), *args[1:], **kwargs)
 
@@ -145,7 +269,7 @@ class Row(Style):
         """Shard the weight along the inputs; the bias is replicated."""
         return {"weight": Shard(1)}
 
-    def run(self, module: nn.Module, forward: Forward, *args: Any, **kwargs: Any) -> torch.Tensor:
+    def run(self, module: nn.Module, forward: Forward, *args: Tensor, **kwargs: object) -> Tensor:
         """Reduce the partial outputs, then add the bias once."""
         bias = module._parameters.get("bias")
         if bias is None:
@@ -158,7 +282,7 @@ class Row(Style):
 class SplitRow(Row):
     """A linear layer with sharded inputs that is given replicated ones."""
 
-    def run(self, module: nn.Module, forward: Forward, *args: Any, **kwargs: Any) -> torch.Tensor:
+    def run(self, module: nn.Module, forward: Forward, *args: Tensor, **kwargs: object) -> Tensor:
         """Take the local chunk of the input."""
         chunk = collectives.scatter_to_group(args[0], self.tp.group, -1)
         return super().run(module, forward, chunk, *args[1:], **kwargs)
@@ -178,10 +302,11 @@ class VocabularyEmbedding(Style):
             start, end = self._token_range(module)
             module.padding_idx = padding - start if start <= padding < end else None  # type: ignore[assignment]
 
-    def run(self, module: nn.Module, forward: Forward, *args: Any, **kwargs: Any) -> torch.Tensor:
+    def run(self, module: nn.Module, forward: Forward, *args: Tensor, **kwargs: object) -> Tensor:
         """Look up this rank's tokens, zeros for the others, and sum over the ranks."""
         tokens = args[0]
         start, end = self._token_range(module)
+        # Tokens of other ranks read row 0, so that the look-up stays in bounds, and are zeroed.
         is_local = (tokens >= start) & (tokens < end)
         embedded = forward(torch.where(is_local, tokens - start, 0))
         return self.tp.reduce_output(torch.where(is_local[..., None], embedded, 0))
@@ -211,12 +336,13 @@ class Experts(Style):
         module._is_expert_parallel = True  # type: ignore[assignment]
         module.num_experts = module.num_experts // self.tp.size  # type: ignore[assignment, operator]
 
-    def run(self, module: nn.Module, forward: Forward, *args: Any, **kwargs: Any) -> torch.Tensor:
+    def run(self, module: nn.Module, forward: Forward, *args: Tensor, **kwargs: object) -> Tensor:
         """Run the local experts on their tokens and sum over the ranks."""
         hidden, chosen, weights = args
         if self.tp.sequence_parallel:
             chosen = collectives.all_gather_dim(chosen, self.tp.group, SEQUENCE_DIM)
         num_local: int = module.num_experts  # type: ignore[assignment]
+        # Another rank's expert gets the index that the module skips: its output is added there.
         local = chosen - self.tp.rank * num_local
         local = torch.where((local >= 0) & (local < num_local), local, num_local)
         # Hidden states first: a shared expert may have gathered them already.
@@ -239,7 +365,7 @@ class AdapterRow(Style):
         """Shard the weight along the inputs; the bias is replicated."""
         return {"weight": Shard(1)}
 
-    def run(self, module: nn.Module, forward: Forward, *args: Any, **kwargs: Any) -> torch.Tensor:
+    def run(self, module: nn.Module, forward: Forward, *args: Tensor, **kwargs: object) -> Tensor:
         """Add the bias, which adapters leave frozen, on the first rank alone."""
         bias = module._parameters.get("bias")
         if bias is not None and self.tp.rank > 0:
@@ -251,7 +377,7 @@ class AdapterRow(Style):
 class AdapterDropout(Style):
     """Dropout before a matrix with sharded inputs, with the mask that a single rank would draw."""
 
-    def run(self, module: nn.Module, forward: Forward, *args: Any, **kwargs: Any) -> torch.Tensor:
+    def run(self, module: nn.Module, forward: Forward, *args: Tensor, **kwargs: object) -> Tensor:
         """Draw the mask of all inputs, the same on every rank, and apply the local chunk."""
         (values,) = args
         width = values.shape[-1] * self.tp.size

@@ -1,1 +1,0 @@
-"""Attention over packed sequences and over sequences sharded among ranks."""

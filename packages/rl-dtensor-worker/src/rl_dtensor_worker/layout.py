@@ -1,0 +1,418 @@
+"""How a model reads a micro-batch on this rank, and how its outputs return to the caller's rows."""
+
+from __future__ import annotations
+
+import inspect
+import math
+from abc import ABC, abstractmethod
+from contextlib import contextmanager, nullcontext
+from dataclasses import dataclass, field, replace
+from typing import TYPE_CHECKING
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from rl_batched_data import PackedTensor, SlicedDataDict
+from rl_interfaces.backend.steps import Concatenation, MicroBatch
+
+from rl_dtensor_worker.attention import (
+    AttentionRows,
+    ContextRows,
+    FullRows,
+    layout_arguments,
+    require_packed_attention,
+    use_packed_attention,
+)
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Generator, Mapping, Sequence
+
+    from rl_batched_data import PackedSequences
+    from rl_interfaces.backend.steps import Step
+    from transformers import PreTrainedConfig, PreTrainedModel
+
+    from rl_dtensor_worker.parallel.styles import TensorParallel
+
+# Bounds on rounding, relative to the largest log-probability. Attention that leaks across sequences
+# changes log-probabilities by about their own magnitude.
+_TOLERANCES = {torch.float32: 1e-3, torch.float16: 1e-2, torch.bfloat16: 5e-2}
+_LENGTHS = (11, 7, 2)
+_ROTATIONS_BY_LENGTH = ("longrope", "dynamic")
+# `[batch, seq]` columns that mark whether a token is of an image or of text.
+TOKEN_COLUMNS = ("mm_token_type_ids", "token_type_ids")
+
+
+def media_of(model: PreTrainedModel, rows: Mapping[str, object]) -> dict[str, torch.Tensor]:
+    """Return the media of a micro-batch, each kind concatenated, as the model's forward takes them.
+
+    Raises:
+        ValueError: The forward has no argument of that name.
+    """
+    packed = {key: value for key, value in rows.items() if isinstance(value, PackedTensor)}
+    if not packed:
+        return {}
+    taken = inspect.signature(model.forward).parameters
+    unknown = sorted(set(packed) - set(taken))
+    if unknown:
+        raise ValueError(
+            f"the batch has the media {unknown}, which {type(model).__name__} does not take"
+        )
+    tensors = {key: value.as_tensor() for key, value in packed.items()}
+    return {key: tensor for key, tensor in tensors.items() if tensor is not None}
+
+
+def token_columns_of(model: PreTrainedModel, rows: Mapping[str, object]) -> dict[str, torch.Tensor]:
+    """Return the columns of `TOKEN_COLUMNS` that the model's forward takes."""
+    present = {key: rows[key] for key in TOKEN_COLUMNS if key in rows}
+    taken = inspect.signature(model.forward).parameters if present else {}
+    return {
+        key: column
+        for key, column in present.items()
+        if key in taken and isinstance(column, torch.Tensor)
+    }
+
+
+def check_same_media(
+    steps: Sequence[Step], *, group: dist.ProcessGroup, device: torch.device
+) -> None:
+    """Raise on every rank unless all ranks have the same kinds of media in each pass. Collective.
+
+    FSDP shards the layers that read media: if they ran on some ranks only, their all-gathers would
+    wait for the others.
+
+    Raises:
+        ValueError: Kinds differ; the message names the kind and the micro-batch.
+    """
+    kinds = sorted({key for step in steps for key in _kinds(step)})
+    if not kinds:
+        return
+    present = torch.tensor(
+        [[_has(step.rows[kind], span) for kind in kinds] for step in steps for span in step.spans],
+        dtype=torch.int64,
+        device=device,
+    )
+    some, every = present.clone(), present.clone()
+    dist.all_reduce(some, op=dist.ReduceOp.MAX, group=group)
+    dist.all_reduce(every, op=dist.ReduceOp.MIN, group=group)
+    uneven = (some != every).nonzero().tolist()
+    if uneven:
+        number, kind = uneven[0]
+        raise ValueError(
+            f"micro-batch {number} has {kinds[kind]!r} on some ranks and none on others: give "
+            "every rank's micro-batches rows with media, or none"
+        )
+
+
+def _kinds(step: Step) -> list[str]:
+    return [key for key, value in step.rows.items() if isinstance(value, PackedTensor)]
+
+
+def _has(column: PackedTensor, span: tuple[int, int]) -> bool:
+    return any(column.tensors[row] is not None for row in range(*span))
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class RowLayout(ABC):
+    """The arguments of a forward, and the mapping of its outputs back to the caller's rows."""
+
+    tokens: torch.Tensor
+    """`[rows, seq]` int64, the model's `input_ids`."""
+    targets: torch.Tensor
+    """`[rows, seq]` int64: the next token at each position; arbitrary after a row's last."""
+    arguments: dict[str, object] = field(default_factory=dict[str, object])
+    """Further keyword arguments of the model's forward."""
+
+    @abstractmethod
+    def to_rows(self, values: torch.Tensor, *, masked: bool = True) -> torch.Tensor:
+        """Return per-position values as `[batch, width, ...]`.
+
+        Args:
+            values: `[rows, seq, ...]`.
+            masked: Whether padding is 0; otherwise it is arbitrary.
+        """
+
+    @abstractmethod
+    def targets_to_rows(self, values: torch.Tensor) -> torch.Tensor:
+        """Return per-target values shifted to their token's position; position 0 is 0."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class PaddedLayout(RowLayout):
+    """Right-padded rows.
+
+    With causal attention no token sees the padding to its right, so no mask is needed and attention
+    takes its fastest path.
+    """
+
+    is_token: torch.Tensor
+    """`[batch, width]` bool: tokens among the caller's rows, padding elsewhere."""
+
+    @classmethod
+    def of(
+        cls, input_ids: torch.Tensor, lengths: torch.Tensor, *, width: int, width_multiple: int
+    ) -> PaddedLayout:
+        """Return rows truncated to `width`, then padded to `width_multiple`."""
+        tokens = _fit(input_ids, width, width_multiple)
+        positions = torch.arange(input_ids.shape[1], device=input_ids.device)
+        return cls(
+            tokens=tokens,
+            targets=tokens.roll(-1, dims=1),
+            is_token=positions < lengths[:, None],
+        )
+
+    def for_sequence_parallel(self, model: PreTrainedModel) -> PaddedLayout:
+        """Return the same for a model whose activations are sharded along the sequence.
+
+        From a local shard the model can derive neither a causal mask nor position ids, so both are
+        passed explicitly.
+        """
+        require_packed_attention(model)
+        positions = torch.arange(self.tokens.shape[1], device=self.tokens.device)[None]
+        attention = layout_arguments(FullRows(), self.tokens.device)
+        return replace(self, arguments={**attention, "position_ids": positions})
+
+    def to_rows(self, values: torch.Tensor, *, masked: bool = True) -> torch.Tensor:
+        """See `RowLayout.to_rows`."""
+        width, trailing = self.is_token.shape[1], values.ndim - 2
+        rows = values[:, :width]
+        if rows.shape[1] < width:
+            rows = F.pad(rows, (0, 0) * trailing + (0, width - rows.shape[1]))
+        if not masked:
+            return rows
+        return torch.where(self.is_token.view(*self.is_token.shape, *[1] * trailing), rows, 0)
+
+    def targets_to_rows(self, values: torch.Tensor) -> torch.Tensor:
+        """See `RowLayout.targets_to_rows`."""
+        first = torch.zeros_like(values[:, :1])
+        return self.to_rows(torch.cat([first, values[:, :-1]], dim=1))
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class PackedLayout(RowLayout):
+    """Packed rows.
+
+    Attention implementations other than `rl_packed_sdpa` detect sequence boundaries from where
+    `position_ids` restart, which transformers does only without a mask and without a cache.
+    """
+
+    packed: PackedSequences
+
+    @classmethod
+    def of(
+        cls, model: PreTrainedModel, input_ids: torch.Tensor, packed: PackedSequences
+    ) -> PackedLayout:
+        """Return the packed tokens `[1, total]` and the arguments that mark their boundaries."""
+        tokens = packed.pack(input_ids)
+        arguments: dict[str, object] = {"attention_mask": None, "position_ids": packed.position_ids}
+        if use_packed_attention(model):
+            arguments |= layout_arguments(AttentionRows.of(packed), tokens.device)
+        targets = tokens.roll(-1, dims=1)
+        return cls(tokens=tokens, targets=targets, packed=packed, arguments=arguments)
+
+    def to_rows(self, values: torch.Tensor, *, masked: bool = True) -> torch.Tensor:
+        """See `RowLayout.to_rows`."""
+        return self.packed.unpack(values)
+
+    def targets_to_rows(self, values: torch.Tensor) -> torch.Tensor:
+        """See `RowLayout.targets_to_rows`."""
+        return self.packed.unpack(values.roll(1, dims=1), skip_first=True)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ContextLayout(RowLayout):
+    """Packed rows, of which this rank has some chunks."""
+
+    packed: PackedSequences
+    """The packed sequences of all ranks."""
+    rows: ContextRows
+
+    @classmethod
+    def of(
+        cls,
+        model: PreTrainedModel,
+        input_ids: torch.Tensor,
+        packed: PackedSequences,
+        group: dist.ProcessGroup,
+    ) -> ContextLayout:
+        """Return this rank's tokens `[1, total / ranks]`."""
+        require_packed_attention(model)
+        rows = ContextRows.of(packed, group)
+        tokens = packed.pack(input_ids)
+        positions = {"position_ids": rows.shard(packed.position_ids)}
+        return cls(
+            tokens=rows.shard(tokens),
+            targets=rows.shard(tokens.roll(-1, dims=1)),
+            packed=packed,
+            rows=rows,
+            arguments=layout_arguments(rows, tokens.device) | positions,
+        )
+
+    def to_rows(self, values: torch.Tensor, *, masked: bool = True) -> torch.Tensor:
+        """See `RowLayout.to_rows`."""
+        return self.packed.unpack(self.rows.gather(values))
+
+    def targets_to_rows(self, values: torch.Tensor) -> torch.Tensor:
+        """See `RowLayout.targets_to_rows`."""
+        return self.packed.unpack(self.rows.gather(values).roll(1, dims=1), skip_first=True)
+
+
+def _fit(column: torch.Tensor, width: int, width_multiple: int) -> torch.Tensor:
+    return F.pad(column[:, :width], (0, -width % width_multiple))
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ParallelContext:
+    """The ranks that run one forward together; by default this one alone."""
+
+    tensor_parallel: TensorParallel | None = None
+    """The ranks that shard each layer."""
+    context_group: dist.ProcessGroup | None = None
+    """The ranks that shard each sequence from end to end of the model."""
+
+    def lay_out(
+        self, model: PreTrainedModel, micro_batch: MicroBatch, width_multiple: int
+    ) -> RowLayout:
+        """Return the layout in which `model` reads `micro_batch` on this rank.
+
+        Args:
+            model: The model.
+            micro_batch: The rows.
+            width_multiple: Padded rows are completed to a multiple of this, and of the ranks that
+                shard the sequence.
+
+        Raises:
+            ValueError: The model or the layout does not support a kind of media in the batch.
+        """
+        rows, packed = micro_batch.rows, micro_batch.packed
+        input_ids, media = rows["input_ids"], media_of(model, rows)
+        shards_sequence = self._sequence_shards > 1
+        if media and (shards_sequence or packed is not None):
+            raise ValueError(
+                f"the batch has {sorted(media)}, whose tokens need unsharded, padded rows: use "
+                "policy.dynamic_batching instead of policy.sequence_packing, and neither "
+                "policy.dtensor_cfg.sequence_parallel nor context_parallel_size"
+            )
+        if packed is not None and self.context_group is not None:
+            return ContextLayout.of(model, input_ids, packed, self.context_group)
+        if packed is not None:
+            return PackedLayout.of(model, input_ids, packed)
+        lengths, multiple = rows["input_lengths"], math.lcm(width_multiple, self._sequence_shards)
+        width = micro_batch.width or min(int(lengths.max()), input_ids.shape[1])
+        layout = PaddedLayout.of(input_ids, lengths, width=width, width_multiple=multiple)
+        if shards_sequence:
+            return layout.for_sequence_parallel(model)
+        layout.arguments.update(media)
+        for key, column in token_columns_of(model, rows).items():
+            layout.arguments[key] = _fit(column, width, multiple)
+        return layout
+
+    def concatenation(self) -> Concatenation:
+        """Return the multiples to which packed micro-batches are padded."""
+        if self.context_group is None:
+            return Concatenation(total_multiple=self._sequence_shards)
+        ranks = self.context_group.size()
+        # Each rank has two chunks of every sequence, see `rl_batched_data.packing.context_shards`.
+        return Concatenation(
+            always=True,
+            sequence_multiple=2 * ranks,
+            total_multiple=math.lcm(2 * ranks, ranks * self._sequence_shards),
+        )
+
+    def feature(self, *, packed: bool) -> str | None:
+        """Return the config key and value that attention must support beyond padded rows, if any.
+
+        Args:
+            packed: Whether micro-batches are packed.
+        """
+        if self.context_group is not None:
+            return f"dtensor_cfg.context_parallel_size={self.context_group.size()}"
+        if self._sequence_shards > 1:
+            return "dtensor_cfg.sequence_parallel=True"
+        return "sequence_packing.enabled=True" if packed else None
+
+    @contextmanager
+    def unsharded_sequences(self) -> Generator[None, None, None]:
+        """Switch sequence parallelism off inside, see `TensorParallel.unsharded_sequences`."""
+        tp = self.tensor_parallel
+        with nullcontext() if tp is None else tp.unsharded_sequences():
+            yield
+
+    @property
+    def _sequence_shards(self) -> int:
+        tp = self.tensor_parallel
+        return tp.size if tp is not None and tp.sequence_parallel else 1
+
+
+def check_rotation(model_config: PreTrainedConfig, *, context_parallel_size: int) -> None:
+    """Raise if context-parallel ranks would use different rotary frequencies.
+
+    Raises:
+        ValueError: The model's frequencies depend on the sequence length, and a rank has a shard.
+    """
+    given: dict[str, object] = (
+        getattr(model_config.get_text_config(), "rope_parameters", None) or {}
+    )
+    by_layer = [each for each in given.values() if isinstance(each, dict)]
+    for parameters in by_layer or [given]:
+        if context_parallel_size > 1 and parameters.get("rope_type") in _ROTATIONS_BY_LENGTH:
+            raise ValueError(
+                f"policy.dtensor_cfg.context_parallel_size={context_parallel_size} does not "
+                f"support rope_type={parameters['rope_type']!r}: its frequencies depend on the "
+                "length of the sequence, of which each rank has a shard"
+            )
+
+
+@torch.no_grad()
+def check_layout(
+    model: PreTrainedModel,
+    score: Callable[[MicroBatch], torch.Tensor],
+    *,
+    parallel: ParallelContext,
+    feature: str,
+    compute_dtype: torch.dtype,
+    device: torch.device,
+) -> None:
+    """Raise unless tokens get the same scores as in padded rows. Collective.
+
+    Whether a model keeps packed sequences separate, or supports sharded ones, cannot be read from
+    its config: custom kernels, linear attention and convolutions may all read across a boundary.
+    So three random rows are scored in both layouts.
+
+    Args:
+        model: The model.
+        score: Returns the score of each token, `[batch, seq]`.
+        parallel: The ranks that run one forward together.
+        feature: The config key that needs the layout, with its value.
+        compute_dtype: The model's compute dtype.
+        device: Where it is.
+
+    Raises:
+        ValueError: Scores differ; the message names the attention and the difference.
+    """
+    config = model.config
+    batch = _random_rows(config.get_text_config().vocab_size)
+    packs = parallel.context_group is not None or feature.startswith("sequence_packing")
+    packed = parallel.concatenation().of(batch).to(device) if packs else None
+    rows, span = batch.to(device), (0, batch.size)
+    with parallel.unsharded_sequences():
+        expected = score(MicroBatch(span=span, rows=rows))
+    found = score(MicroBatch(span=span, rows=rows, packed=packed))
+    difference = float((found - expected).abs().max() / expected.abs().max())
+    if not difference <= _TOLERANCES[compute_dtype]:
+        attention = getattr(config, "_attn_implementation", "unknown")
+        raise ValueError(
+            f"policy.{feature}: with attention {attention!r}, {type(model).__name__} leaks across "
+            f"sequences or loses tokens (scores differ by {difference:.2g} of the largest): use "
+            "another attention, or policy.dynamic_batching"
+        )
+
+
+def _random_rows(vocab_size: int) -> SlicedDataDict:
+    generator = torch.Generator().manual_seed(0)
+    shape = (len(_LENGTHS), max(_LENGTHS))
+    return SlicedDataDict(
+        {
+            "input_ids": torch.randint(vocab_size, shape, generator=generator),
+            "input_lengths": torch.tensor(_LENGTHS),
+        }
+    )

@@ -1,1 +1,0 @@
-"""Full weights for inference engines and exports."""

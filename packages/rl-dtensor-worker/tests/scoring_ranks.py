@@ -1,0 +1,90 @@
+"""Cases of scoring and generation that spawned ranks run."""
+
+import torch
+from losses_for_tests import make_loss
+from ranks import my_rows, this_rank, worker_for
+from training_ranks import my_planned_rows
+
+
+def score(*, config, batch, micro_batch_size=None):
+    with worker_for(config, init_optimizer=False, init_reference_model=False) as worker:
+        return worker.get_logprobs(my_rows(batch), micro_batch_size)["logprobs"]
+
+
+def generate(*, config, batch, greedy=False, num_calls=1):
+    """Return each call's output, and `get_logprobs` of the last one's sequences."""
+    with worker_for(config, init_optimizer=False, init_reference_model=False) as worker:
+        rows = my_rows(batch)
+        outputs = [dict(worker.generate(rows, greedy=greedy)) for _ in range(num_calls)]
+        sequences = type(rows)(
+            {
+                "input_ids": outputs[-1]["output_ids"],
+                "input_lengths": outputs[-1]["unpadded_sequence_lengths"],
+            }
+        )
+        return outputs, worker.get_logprobs(sequences)["logprobs"]
+
+
+def score_as_given(*, config, batch):
+    with worker_for(config, init_optimizer=False, init_reference_model=False) as worker:
+        return worker.get_logprobs(batch)["logprobs"]
+
+
+def start_with_attention(*, config, attention):
+    """Start a worker whose model uses an attention that sees everything before a token."""
+    from transformers import AttentionInterface
+
+    def sees_everything(module, query, key, value, attention_mask, scaling, **kwargs):
+        groups = query.shape[1] // key.shape[1]
+        key, value = key.repeat_interleave(groups, 1), value.repeat_interleave(groups, 1)
+        output = torch.nn.functional.scaled_dot_product_attention(
+            query, key, value, is_causal=True, scale=scaling
+        )
+        return output.transpose(1, 2), None
+
+    AttentionInterface.register("sees_everything", sees_everything)
+    config = config | {"model_name": attention}
+    with worker_for(config, init_optimizer=False, init_reference_model=False) as worker:
+        return type(worker.model).__name__
+
+
+def generate_then_score(*, config, batch, section, num_tokens):
+    """Return greedy completions, and the planned log-probabilities of `batch` after them."""
+    rows, order = my_planned_rows(batch, section, num_tokens)
+    with worker_for(config, init_optimizer=False, init_reference_model=False) as worker:
+        output = worker.generate(my_rows(batch), greedy=True)
+        return output["output_ids"], worker.get_logprobs(rows)["logprobs"], order
+
+
+def call_planned(*, config, batch, method, section=None, num_tokens=24, **arguments):
+    """Return what a scoring call gives for this rank's rows, and their order in the batch."""
+    rank, num_ranks = this_rank()
+    if section is None:
+        rows, order = my_rows(batch), list(range(batch.size))
+    else:
+        budget = {"max_tokens_per_microbatch": num_tokens}
+        key = {"dynamic_batching": "dynamic_batching_args"}.get(section, "sequence_packing_args")
+        shards, order = batch.shard_by_batch_size(num_ranks, **{key: budget})
+        rows = shards[rank]
+    with worker_for(config, init_optimizer=False, init_reference_model=False) as worker:
+        return dict(getattr(worker, method)(rows, **arguments)), order
+
+
+def calls_of_the_wrong_head(*, config, batch):
+    """Return the error of each call that the model's head does not allow."""
+    errors = {}
+    with worker_for(config, init_reference_model=False) as worker:
+        calls = {
+            "get_logprobs": lambda: worker.get_logprobs(batch),
+            "get_topk_logits": lambda: worker.get_topk_logits(batch, 2),
+            "too many": lambda: worker.get_topk_logits(batch, 65),
+            "score": lambda: worker.score(batch),
+            "generate": lambda: worker.generate(batch),
+            "train": lambda: worker.train(batch, make_loss("nll")),
+        }
+        for name, call in calls.items():
+            try:
+                call()
+            except ValueError as error:
+                errors[name] = str(error)
+    return errors

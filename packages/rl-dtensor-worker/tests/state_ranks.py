@@ -1,0 +1,181 @@
+"""Cases of the reference, residency and information that spawned ranks run."""
+
+import gc
+import os
+from pathlib import Path
+
+import torch
+from losses_for_tests import make_loss
+from ranks import my_rows, shards_of, worker_for
+from rl_dtensor_worker.parallel.fsdp import local_tensor
+
+
+def reference_stays(*, config, batch):
+    """Return policy and reference log-probabilities before and after training."""
+    with worker_for(config) as worker:
+        rows = my_rows(batch, 4)
+        reference = [worker.get_reference_policy_logprobs(rows)["reference_logprobs"]]
+        policy = [worker.get_logprobs(rows)["logprobs"]]
+        for _ in range(2):
+            worker.train(rows, make_loss("nll"))
+            shards = shards_of(worker)
+            reference.append(worker.get_reference_policy_logprobs(rows)["reference_logprobs"])
+            restored = shards_of(worker)
+            assert all(torch.equal(shards[n], restored[n]) for n in shards)
+            policy.append(worker.get_logprobs(rows)["logprobs"])
+        return policy, reference
+
+
+def reference_context_restores_after_an_error(*, config):
+    with worker_for(config) as worker:
+        worker._add_noise_to_weights()
+        before = shards_of(worker)
+        inside = None
+        try:
+            with worker.use_reference_model():
+                inside = shards_of(worker)
+                raise KeyError("planted")
+        except KeyError:
+            pass
+        after = shards_of(worker)
+        return (
+            any(not torch.equal(before[n], inside[n]) for n in before),
+            all(torch.equal(before[n], after[n]) for n in before),
+        )
+
+
+def offload_and_reload(*, config, batch, offload):
+    """Return the parameters after train, (offload and reload,) train."""
+    with worker_for(config, init_reference_model=False) as worker:
+        rows = my_rows(batch, 4)
+        worker.train(rows, make_loss("nll"))
+        if offload:
+            worker.offload_before_refit()
+            worker.offload_after_refit()
+            worker.prepare_for_lp_inference()
+            worker.get_logprobs(rows)
+            worker.prepare_for_training()
+        worker.train(rows, make_loss("nll"))
+        return shards_of(worker)
+
+
+def calls_in_wrong_states(*, config, batch):
+    """Return the error text of each call that its state does not allow."""
+    errors = []
+    with worker_for(config) as worker:
+        rows = my_rows(batch, 4)
+
+        def attempt(call):
+            try:
+                call()
+            except RuntimeError as error:
+                errors.append(f"{type(error).__name__}: {error}")
+            else:
+                errors.append("allowed")
+
+        worker.prepare_for_lp_inference()
+        attempt(lambda: worker.train(rows, make_loss("nll")))
+        attempt(lambda: worker.train(rows, make_loss("nll"), eval_mode=True))
+        worker.offload_after_refit()
+        attempt(lambda: worker.get_logprobs(rows))
+        attempt(lambda: worker.generate(rows))
+        worker.prepare_for_training()
+        attempt(lambda: worker.train(rows, make_loss("nll")))
+    return errors
+
+
+def describe(*, config, directory):
+    """Return information, and the traces that profiling leaves."""
+    os.chdir(directory)
+    with worker_for(config) as worker:
+        worker.reset_peak_memory_stats()
+        worker.start_gpu_profiling()
+        torch.ones(4).sum()
+        worker.stop_gpu_profiling()
+        return {
+            "repr": repr(worker),
+            "alive": worker.is_alive(),
+            "info": worker.get_gpu_info(),
+            "device_id": worker.report_device_id(),
+            "state": sorted(worker.return_state_dict()),
+        }
+
+
+def devices_in_each_state(*, config, batch):
+    """Return, per residency state, the devices of parameters, optimizer state and buffers."""
+
+    def devices(worker):
+        state = worker._engine.optimizer.state.optimizer.state.values()
+        slots = [v for slots in state for v in slots.values() if v.ndim]
+        return tuple(
+            {tensor.device.type for tensor in tensors}
+            for tensors in (worker.model.parameters(), slots, worker.model.buffers())
+        )
+
+    found, memory = {}, {}
+    with worker_for(config) as worker:
+        worker.train(my_rows(batch, 4), make_loss("nll"))
+        for name, call in (
+            ("training", worker.prepare_for_training),
+            ("inference", worker.prepare_for_lp_inference),
+            ("refitting", worker.offload_before_refit),
+            ("offloaded", worker.offload_after_refit),
+        ):
+            call()
+            found[name] = devices(worker)
+            memory[name] = worker.get_gpu_info()["memory_allocated_mb"]
+    return found | {"memory": memory}
+
+
+def documented_moves(*, config, batch):
+    with worker_for(config, init_reference_model=False) as worker:
+        before = shards_of(worker)
+        moved = worker.move_to_cpu(worker.model)
+        devices = {tensor.device.type for tensor in (*moved.parameters(), *moved.buffers())}
+        back = worker.move_buffer_to_device(worker.move_to_cuda(moved), worker._engine.info.device)
+        after = shards_of(worker)
+        result = worker.train(my_rows(batch, 4), make_loss("nll"))
+        return {
+            "same_model": moved is worker.model and back is worker.model,
+            "devices": devices,
+            "same_shards": all(torch.equal(before[n], after[n]) for n in before),
+            "still_trains": bool(torch.isfinite(result["grad_norm"]).all()),
+        }
+
+
+def memory_of_swaps(*, config, batch):
+    """Return where all tensors of a swap lie, after the first and after the third."""
+    from rl_interfaces.backend.components import ReferenceCopy
+
+    with worker_for(config) as worker:
+        rows, places = my_rows(batch, 4), []
+        for _ in range(3):
+            worker.get_reference_policy_logprobs(rows)
+            # The copies are inside the closure that the engine returned.
+            (reference,) = (
+                cell.cell_contents
+                for cell in worker._reference.__wrapped__.__closure__
+                if isinstance(cell.cell_contents, ReferenceCopy)
+            )
+            held = [*reference._reference, *reference._policy]
+            held += [local_tensor(parameter) for parameter in worker.model.parameters()]
+            places.append([tensor.data_ptr() for tensor in held])
+            worker.train(rows, make_loss("nll"))
+        return places[0], places[-1]
+
+
+def forwards_around_a_swap(*, config, batch):
+    """Return the logits of the model before, inside and after a swap that no call is made in."""
+    with worker_for(config) as worker, torch.no_grad():
+        worker._add_noise_to_weights()
+        before = worker.model(batch["input_ids"]).logits
+        with worker.use_reference_model():
+            inside = worker.model(batch["input_ids"]).logits
+        return before, inside, worker.model(batch["input_ids"]).logits
+
+
+def threads_of_groups():
+    """Return the names of this process's threads that serve a process group or its store."""
+    gc.collect()
+    names = [path.read_text().strip() for path in Path("/proc/self/task").glob("*/comm")]
+    return [name for name in names if "gloo" in name or "tcpstore" in name]

@@ -1,0 +1,224 @@
+"""Cases of training that spawned ranks run."""
+
+import logging
+
+import torch
+from losses_for_tests import make_loss
+from ranks import my_rows, parameters_of, shards_of, this_rank, worker_for
+from rl_batched_data import BatchedDataDict
+from rl_dtensor_worker.parallel.fsdp import full_tensor
+from torch.distributed.tensor import DTensor
+
+
+def train(*, config, batch, num_calls=1, loss="nll", gbs=None, mbs=None):
+    """Return parameters, losses, norms and metrics after `num_calls` of `train`."""
+    with worker_for(config, init_reference_model=False) as worker:
+        size = gbs or config["train_global_batch_size"]
+        rows = my_rows(batch, size)
+        results = [worker.train(rows, make_loss(loss), gbs=gbs, mbs=mbs) for _ in range(num_calls)]
+        return parameters_of(worker), results
+
+
+def warnings_of_skipped_steps(*, config, batch):
+    """Return what the optimizer warns of while the steps of a call are not finite."""
+    texts = []
+
+    class Kept(logging.Handler):
+        def emit(self, record):
+            texts.append(record.getMessage())
+
+    logger, handler = logging.getLogger("rl_dtensor_worker.optim"), Kept(logging.WARNING)
+    logger.addHandler(handler)
+    try:
+        train(config=config, batch=batch, loss="nonfinite")
+    finally:
+        logger.removeHandler(handler)
+    return texts
+
+
+class _Failing(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, hidden):
+        return hidden.clone()
+
+    @staticmethod
+    def backward(ctx, gradient):
+        raise MemoryError("planted")
+
+
+def train_after_a_failure(*, config, batch, fails, failing_batch):
+    """Return parameters and results of a `train` after a call whose `fails` has raised."""
+
+    def fail(*_):
+        raise MemoryError("planted")
+
+    with worker_for(config, init_reference_model=False) as worker:
+        layer, loss, rows = worker.model.model.layers[0], make_loss("nll"), my_rows(failing_batch)
+        if fails == "loss":
+            loss = make_loss("failing")
+        elif fails == "backward":
+            hook = layer.register_forward_hook(lambda *each: _Failing.apply(each[-1]))
+        else:
+            hook = layer.self_attn.register_forward_pre_hook(fail)
+        try:
+            worker.train(rows, loss, eval_mode=fails == "evaluation")
+        except MemoryError:
+            pass
+        else:
+            raise AssertionError(f"the {fails} did not fail")
+        if fails != "loss":
+            hook.remove()
+        result = worker.train(my_rows(batch), make_loss("nll"))
+        return parameters_of(worker), result
+
+
+def eval_leaves_no_trace(*, config, batch):
+    """Return whether shards and random state are as before, and the losses of both calls."""
+    with worker_for(config, init_optimizer=False, init_reference_model=False) as worker:
+        before, random_before = shards_of(worker), torch.get_rng_state()
+        training_before = worker.model.training
+        result = worker.train(my_rows(batch, 4), make_loss("drawing"), eval_mode=True)
+        after = shards_of(worker)
+        return {
+            "same_shards": all(torch.equal(before[n], after[n]) for n in before),
+            "same_random": torch.equal(random_before, torch.get_rng_state()),
+            "same_mode": worker.model.training == training_before,
+            "result": result,
+        }
+
+
+def unsharded_forwards(*, config, batch):
+    """Let only rank 0 run forwards inside `unshard_fsdp2_model`; all shards are as before."""
+    from rl_dtensor_worker import get_cpu_state_dict, unshard_fsdp2_model
+
+    with worker_for(config, init_reference_model=False) as worker:
+        before = shards_of(worker)
+        copies = get_cpu_state_dict(worker.model.state_dict().items())
+        worker.model.eval()
+        with unshard_fsdp2_model(worker.model), torch.no_grad():
+            num_forwards = 3 if this_rank()[0] == 0 else 0
+            logits = [worker.model(batch["input_ids"]).logits for _ in range(num_forwards)]
+        after = shards_of(worker)
+        worker.train(my_rows(batch, 4), make_loss("nll"))  # sharded passes still work
+        return (
+            all(torch.equal(before[n], after[n]) for n in before),
+            all(torch.equal(before[n], copies[n]) for n in before),
+            logits[-1] if logits else None,
+        )
+
+
+def gradients_around_a_call(*, config, batch, interrupt):
+    """Return gradients of a pass between whose halves another call may free whole parameters."""
+    from rl_dtensor_worker.parallel.fsdp import reshard_model
+
+    with worker_for(config, init_reference_model=False) as worker:
+        (step,) = worker._steps(
+            my_rows(batch), local_batch_size=None, given=None, default=batch["input_ids"].shape[0]
+        )
+        (micro_batch,) = step.micro_batches(worker._engine.info.device)
+        scores = worker._engine.forward.logprobs(micro_batch)
+        if interrupt:
+            reshard_model(worker.model)
+        scores.sum().backward()
+        return {n: full_tensor(p.grad) for n, p in worker.model.named_parameters()}
+
+
+def train_as_given(*, config, batch, loss="nll", gbs=None, mbs=None, **options):
+    with worker_for(config, init_reference_model=False, **options) as worker:
+        return worker.train(batch, make_loss(loss), gbs=gbs, mbs=mbs)
+
+
+def my_planned_rows(batch, section, num_tokens, *, global_batch_size=None, **options):
+    """Return this rank's shard of `batch`, with its plan, and the order of all shards' rows."""
+    rank, num_ranks = this_rank()
+    name = f"{section}_args"
+    shards, order = BatchedDataDict(batch).shard_by_batch_size(
+        num_ranks,
+        batch_size=global_batch_size,
+        **{name: {"max_tokens_per_microbatch": num_tokens, **options}},
+    )
+    return shards[rank], order
+
+
+def score_planned(*, config, batch, section, num_tokens, **options):
+    """Return this rank's log-probabilities, and the order of all ranks' rows."""
+    rows, order = my_planned_rows(batch, section, num_tokens, **options)
+    with worker_for(config, init_optimizer=False) as worker:
+        logprobs = worker.get_logprobs(rows)["logprobs"]
+        reference = worker.get_reference_policy_logprobs(rows)["reference_logprobs"]
+        assert torch.equal(logprobs, reference)
+        return logprobs, order
+
+
+def train_planned(*, config, batch, section, num_tokens, num_calls, loss="nll", **options):
+    rows, _ = my_planned_rows(
+        batch,
+        section,
+        num_tokens,
+        global_batch_size=config["train_global_batch_size"],
+        **options,
+    )
+    with worker_for(config, init_reference_model=False) as worker:
+        results = [worker.train(rows, make_loss(loss)) for _ in range(num_calls)]
+        return parameters_of(worker), results
+
+
+def train_as_planned(*, config, batch, section, num_tokens, mbs=None):
+    """Train with a plan of this rank's own, which needs not go with the others'."""
+    rows, _ = my_planned_rows(batch, section, num_tokens[this_rank()[0]])
+    with worker_for(config, init_reference_model=False) as worker:
+        return worker.train(rows, make_loss("nll"), mbs=mbs)
+
+
+def calls_leave_the_batch_alone(*, config, batch, section, num_tokens):
+    """Return whether each call left every entry, padding included, as it was."""
+    rows = my_rows(batch, 4)
+    if section is not None:
+        rows, _ = my_planned_rows(batch, section, num_tokens, global_batch_size=4)
+    before = rows.writable()
+    kept = {}
+    with worker_for(config) as worker:
+        calls = {
+            "get_logprobs": lambda: worker.get_logprobs(rows),
+            "get_reference_policy_logprobs": lambda: worker.get_reference_policy_logprobs(rows),
+            "generate": lambda: worker.generate(my_rows(batch)),
+            "train": lambda: worker.train(rows, make_loss("nll")),
+            "train over logits": lambda: worker.train(rows, make_loss("logits")),
+        }
+        for name, call in calls.items():
+            call()
+            kept[name] = rows == before
+    return kept
+
+
+def failing_unshard(*, config, batch):
+    """Let the last module fail to gather; return how many are whole after that, and still train."""
+    from rl_dtensor_worker import unshard_fsdp2_model
+    from rl_dtensor_worker.parallel.fsdp import _fsdp_modules, _reshards_after_forward
+
+    def fail():
+        raise torch.OutOfMemoryError("planted")
+
+    with worker_for(config, init_reference_model=False) as worker:
+        modules = _fsdp_modules(worker.model)
+        before = shards_of(worker), [_reshards_after_forward(module) for module in modules]
+        modules[-1].unshard = fail
+        try:
+            with unshard_fsdp2_model(worker.model):
+                pass
+        except torch.OutOfMemoryError:
+            del modules[-1].unshard
+        after = shards_of(worker), [_reshards_after_forward(module) for module in modules]
+        num_whole = sum(
+            not isinstance(parameter, DTensor) for parameter in worker.model.parameters()
+        )
+        worker.train(my_rows(batch, 4), make_loss("nll"))
+        is_same = all(torch.equal(before[0][name], after[0][name]) for name in before[0])
+        return num_whole, is_same, before[1] == after[1]
+
+
+def num_sharded_modules(*, config):
+    from torch.distributed.fsdp import FSDPModule
+
+    with worker_for(config, init_optimizer=False, init_reference_model=False) as worker:
+        return sum(isinstance(module, FSDPModule) for module in worker.model.modules())

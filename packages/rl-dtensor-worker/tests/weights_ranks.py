@@ -1,0 +1,115 @@
+"""Cases of gathering and sending weights that spawned ranks run."""
+
+import torch
+from losses_for_tests import make_loss
+from ranks import my_rows, parameters_of, this_rank, worker_for
+from tiny_model import make_batch
+
+
+def gather_weights(*, config):
+    """Return metadata, and two passes over the weights."""
+    with worker_for(config, init_reference_model=False) as worker:
+        source = worker.weight_source
+        passes = [[(name, tensor.clone()) for name, tensor in source] for _ in range(2)]
+        return source.metadata(), passes
+
+
+def stream_weights(*, config, transport, pairs):
+    """Train, then stream to receivers in threads: one per rank, or all of them on rank 0.
+
+    Return what each receiver has loaded of both versions, beside the worker's own parameters.
+    """
+    from concurrent.futures import ThreadPoolExecutor
+
+    from rl_refit import RefitReceiver
+
+    rank, num_ranks = this_rank()
+    counts = [1] * num_ranks if pairs else [num_ranks, *[0] * (num_ranks - 1)]
+    batch = make_batch(4)
+    with worker_for(config, init_reference_model=False) as worker:
+        address = worker.open_refit(
+            receivers_per_rank=counts, transport=transport, bucket_bytes=1 << 14
+        )
+        receivers = [
+            RefitReceiver(address, rank if pairs else index, timeout_s=60)
+            for index in range(counts[rank])
+        ]
+
+        def receive(receiver, version):
+            loaded = {}
+            receiver.begin(version)
+            receiver.receive(
+                version, lambda tensors: loaded.update((n, t.clone()) for n, t in tensors)
+            )
+            receiver.commit(version)
+            return loaded
+
+        seen = []
+        with ThreadPoolExecutor(max(len(receivers), 1)) as pool:
+            for version in (1, 2):
+                worker.train(my_rows(batch, 4), make_loss("nll"))
+                running = [pool.submit(receive, each, version) for each in receivers]
+                report = worker.send_weights(version)
+                loaded = [future.result(timeout=60) for future in running]
+                own = parameters_of(worker)
+                seen.append((report, all(_same(each, own) for each in loaded), len(loaded)))
+        for receiver in receivers:
+            receiver.close()
+        return seen
+
+
+def _same(loaded, own):
+    return list(loaded) == list(own) and all(torch.equal(loaded[n], own[n]) for n in own)
+
+
+def broadcast_weights(*, config, port):
+    """Broadcast to two receivers in threads of rank 0; return whether they got the weights."""
+    from concurrent.futures import ThreadPoolExecutor
+
+    from rl_refit.compat.broadcast import BroadcastGroup
+
+    rank, _ = this_rank()
+    with worker_for(config, init_reference_model=False) as worker:
+        info = worker.prepare_info_for_collective()
+        own = parameters_of(worker)
+
+        def receive(receiver_rank):
+            with BroadcastGroup(
+                "127.0.0.1", port, rank=receiver_rank, world_size=3, timeout_s=60
+            ) as group:
+                return _same(dict(group.receive(info)), own)
+
+        with ThreadPoolExecutor(2) as pool:
+            running = [pool.submit(receive, each) for each in (1, 2)] if rank == 0 else []
+            worker.init_collective("127.0.0.1", port, 3)
+            worker.broadcast_weights_for_collective()
+            return [future.result(timeout=60) for future in running]
+
+
+def transfers_in_wrong_states(*, config):
+    errors = []
+    with worker_for(config, init_reference_model=False) as worker:
+        for prepare in (worker.prepare_for_training, worker.offload_after_refit):
+            prepare()
+            for call in (
+                lambda: worker.send_weights(1),
+                lambda: worker.broadcast_weights_for_collective(),
+                lambda: worker.get_weights_ipc_handles(["no such tensor"]),
+                lambda: worker.prepare_weights_for_ipc(),
+            ):
+                try:
+                    call()
+                except (RuntimeError, ValueError) as error:
+                    errors.append(f"{type(error).__name__}: {error}")
+                else:
+                    errors.append("allowed")
+    return errors
+
+
+def gather_groups(*, config):
+    """Return metadata, a pass over the tensors, and one over the groups."""
+    with worker_for(config, init_reference_model=False) as worker:
+        source = worker.weight_source
+        passes = [(name, tensor.clone()) for name, tensor in source]
+        groups = [(names, [t.clone() for t in each]) for names, each in source.iter_groups()]
+        return source.metadata(), passes, groups
