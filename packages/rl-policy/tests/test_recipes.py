@@ -262,7 +262,7 @@ def test_the_supervised_part_alone_on_a_model_of_the_user(run, start, workplace)
 
 
 def test_an_interrupted_run_leaves_nothing_behind(workplace, environment):
-    cpus = ray.available_resources()["CPU"]
+    cpus = ray.cluster_resources()["CPU"]
     arguments = ["grpo", "--config", "run.yaml", "--out", "stopped", "data.path=problems.jsonl"]
     process = subprocess.Popen(
         [*MODULE, *arguments, TWO_RANKS],
