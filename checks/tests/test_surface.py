@@ -165,6 +165,6 @@ def test_what_other_packages_import_is_found(workspace_modules):
 
 def test_what_pages_import_is_found():
     found = surface.used_from_outside("rl-policy")
-    assert "rl_policy.data.rewards.ExactMatch" in found
+    assert "rl_policy.data.datasets.ExactMatch" in found
     # At a prompt.
-    assert "rl_policy.data.rewards.group_relative_advantages" in found
+    assert "rl_policy.losses.group_relative_advantages" in found

@@ -35,6 +35,7 @@ VLLM_ENVIRONMENT = {
 # Where a block is neither a program nor a file: what it is.
 SHOWN = {
     "README.md": {"rl-policy ──[dtensor]──▶": "a drawing of who imports whom"},
+    "docs/pages/design.md": {"rl_interfaces ": "the folders, see test_links.py"},
     "docs/pages/first-run.md": {
         "runs/first": "the files of a run, see test_a_run_leaves_what_the_page_says",
         "Run directory:": "what a run of minutes prints",
@@ -43,7 +44,7 @@ SHOWN = {
 # Groups of entry points that a page may name, and the file that looks each up.
 GROUPS = {
     "rl_policy.workers": "packages/rl-policy/src/rl_policy/backends.py",
-    "rl_policy.recipes": "packages/rl-policy/src/rl_policy/recipes/registry.py",
+    "rl_policy.recipes": "packages/rl-policy/src/rl_policy/recipes/__init__.py",
     "rl_policy.generation": "packages/rl-policy/src/rl_policy/backends.py",
     "rl_refit.transports": "packages/rl-refit/src/rl_refit/transports/__init__.py",
     "rl_megatron_worker.converters": (

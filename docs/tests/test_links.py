@@ -1,4 +1,4 @@
-"""Every path and link of the READMEs and CONTRIBUTING.md leads somewhere."""
+"""Every path, link and dotted name of the pages leads somewhere."""
 
 import re
 
@@ -9,6 +9,9 @@ from markdown_it import MarkdownIt
 
 OUTSIDE_THE_SITE = [page for page in PAGES if "docs" not in page.relative_to(ROOT).parts]
 _PATH = re.compile(r"(?:packages|examples|docs|\.github)/[\w./*-]+")
+PACKAGES = {path.name: path for path in sorted(ROOT.glob("packages/*/src/*")) if path.is_dir()}
+# Named like modules, but none.
+ENTRY_POINT_GROUPS = {"rl_policy.workers", "rl_megatron_worker.converters"}
 
 
 def inline_tokens(page):
@@ -36,6 +39,39 @@ def test_paths_in_the_text_exist(page):
     ]
     for path in named:
         assert any(ROOT.glob(path.rstrip("/"))), f"{page}: there is no {path}"
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
+def test_dotted_names_in_the_text_exist(page):
+    for token in inline_tokens(page):
+        package, *names = token.content.split(".") if token.type == "code_inline" else [""]
+        is_name = package in PACKAGES and all(name.isidentifier() for name in names)
+        if not is_name or token.content in ENTRY_POINT_GROUPS:
+            continue
+        path = PACKAGES[package]
+        while names and (path / names[0]).is_dir():
+            path /= names.pop(0)
+        if names and (path / f"{names[0]}.py").is_file():
+            path /= f"{names.pop(0)}.py"
+        text = (path if path.suffix else path / "__init__.py").read_text()
+        for name in names:
+            assert re.search(rf"\b{name}\b", text), f"{page}: there is no {token.content}"
+
+
+def test_the_design_page_shows_every_folder():
+    text = (ROOT / "docs/pages/design.md").read_text()
+    tree = text.partition("```text\n")[2].partition("```")[0]
+    shown, package = set(), ""
+    for line in tree.splitlines():
+        name = line.removeprefix("├── ").removeprefix("└── ").split()[0]
+        package = name if line.startswith("rl_") else package
+        shown.add((package, name))
+    folders = {
+        (package, init.parent.name)
+        for package, path in PACKAGES.items()
+        for init in [path / "__init__.py", *path.glob("*/__init__.py")]
+    }
+    assert shown == folders
 
 
 def test_contributing_names_files_to_start_from():

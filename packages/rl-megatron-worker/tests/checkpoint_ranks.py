@@ -108,7 +108,7 @@ def refused_ranks(*, directory, dtype, paths):
         with pytest.raises(ValueError) as raised:  # noqa: PT011 - the caller looks at the text
             saves.load(*(path and f"{directory}/{path}" for path in paths))
         after = everything(chunks, trainer)
-        return str(raised.value), before == after
+        return {"error": str(raised.value), "is_unchanged": before == after}
 
 
 def everything(chunks, trainer):
@@ -137,7 +137,8 @@ def going_back_ranks(*, directory):
         saves.save(f"{directory}/weights", f"{directory}/optimizer")
         later = take_steps(3)
         saves.load(f"{directory}/weights", f"{directory}/optimizer")
-        return saved, later, (trainer.scheduler.num_steps, trainer.learning_rate)
+        loaded = (trainer.scheduler.num_steps, trainer.learning_rate)
+        return {"saved": saved, "later": later, "loaded": loaded}
 
 
 def dying_writer_ranks(*, directory, victim):
@@ -171,4 +172,4 @@ def failing_writer_ranks(*, directory, victim):
         torch.distributed.barrier()
         left = sorted(each.name for each in Path(directory).iterdir())
         saves.load(f"{directory}/weights", None)
-        return str(raised.value), left
+        return {"error": str(raised.value), "left": left}

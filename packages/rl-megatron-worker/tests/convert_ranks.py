@@ -4,6 +4,7 @@ from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
+from typing import NamedTuple
 
 import torch
 from megatron.core import parallel_state
@@ -28,6 +29,14 @@ from transformers import AutoConfig, GenerationConfig
 CPU = torch.device("cpu")
 
 
+class Built(NamedTuple):
+    """A model on this rank."""
+
+    chunks: list
+    mappings: list
+    hf_config: object
+
+
 def build(path, runtime, layout, *, dtype=torch.float32, ddp=False, mappings=None):
     """Return the chunks of this rank, filled with NaN, and the mappings of their parameters."""
     hf_config = AutoConfig.from_pretrained(path)
@@ -41,13 +50,13 @@ def build(path, runtime, layout, *, dtype=torch.float32, ddp=False, mappings=Non
         for chunk in chunks:
             for parameter in chunk.parameters():
                 parameter.fill_(torch.nan)
-    return chunks, mappings or converter.mappings(architecture), hf_config
+    return Built(chunks, mappings or converter.mappings(architecture), hf_config)
 
 
 def load(path, runtime, layout, **options):
-    chunks, mappings, hf_config = build(path, runtime, layout, **options)
-    load_weights(chunks, mappings, hf_config, model_name=path)
-    return chunks, mappings, hf_config
+    built = build(path, runtime, layout, **options)
+    load_weights(*built, model_name=path)
+    return built
 
 
 def logits(*, path, sequences):
@@ -64,7 +73,7 @@ def logits(*, path, sequences):
 
 
 def load_and_gather(*, paths, layout, dtype=torch.float32, wire_dtype=torch.float32, ddp=False):
-    """Return metadata, groups and two passes over the tensors of each model."""
+    """Return metadata, groups and two passes over the tensors of each model, see `passes_of`."""
     gathered = []
     with job(**layout) as (runtime, ranks):
         for path in paths:
@@ -76,12 +85,12 @@ def load_and_gather(*, paths, layout, dtype=torch.float32, wire_dtype=torch.floa
 
 def passes_of(weights):
     passes = [[(name, tensor.clone()) for name, tensor in weights] for _ in range(2)]
-    return weights.metadata(), weights.groups(), passes
+    return {"metadata": weights.metadata(), "groups": weights.groups(), "passes": passes}
 
 
 @contextmanager
-def experts_cut_and_dealt_out():
-    """Four ranks of which two share each expert: more than gloo can compute with."""
+def experts_sharded_twice():
+    """Four ranks with expert and expert-tensor parallelism, with which gloo cannot compute."""
     with job() as (runtime, _):
         parallel_state.destroy_model_parallel()
         parallel_state.initialize_model_parallel(
@@ -95,34 +104,36 @@ def experts_cut_and_dealt_out():
         )
 
 
-def load_and_gather_cut_experts(*, path):
-    with experts_cut_and_dealt_out() as (runtime, layout):
+def load_and_gather_experts_sharded_twice(*, path):
+    with experts_sharded_twice() as (runtime, layout):
         chunks, mappings, _ = load(path, runtime, layout)
         return passes_of(MegatronWeights(chunks, mappings, wire_dtype=torch.float32, device=CPU))
 
 
 def gather_some(*, path, layout, names):
-    """Return what is gathered of `names`, in one go and in the weights' own groups."""
+    """Return the tensors `names`, the weights' own groups, and the error of an unknown name."""
     with job(**layout) as (runtime, ranks):
         chunks, mappings, _ = load(path, runtime, ranks)
         weights = MegatronWeights(chunks, mappings, wire_dtype=torch.float32, device=CPU)
-        some = [(name, tensor.clone()) for name, tensor in weights.gather(names)]
-        groups = [(each, [t.clone() for t in tensors]) for each, tensors in weights.iter_groups()]
+        found = {
+            "named": [(name, tensor.clone()) for name, tensor in weights.gather(names)],
+            "groups": [(each, [t.clone() for t in group]) for each, group in weights.iter_groups()],
+        }
         try:
             list(weights.gather(["model.layers.99.mlp.up_proj.weight"]))
         except ValueError as error:
-            return some, groups, str(error)
-    return some, groups, None
+            found["error"] = str(error)
+    return found
 
 
 def metadata_on_one_rank(*, path, layout):
-    """Return what the first rank alone learns of the weights, while the other does nothing."""
+    """Return what the first rank finds about the weights without the other taking part."""
     with job(**layout) as (runtime, ranks):
         chunks, mappings, _ = load(path, runtime, ranks)
         if torch.distributed.get_rank() > 0:
             return None
         weights = MegatronWeights(chunks, mappings, wire_dtype=torch.float32, device=CPU)
-        return weights.metadata(), weights.groups()
+        return {"metadata": weights.metadata(), "groups": weights.groups()}
 
 
 def gather_after_a_change(*, path, layout):
@@ -135,7 +146,7 @@ def gather_after_a_change(*, path, layout):
             for chunk in chunks:
                 for parameter in chunk.parameters():
                     parameter.add_(1)
-        return before, {name: tensor.clone() for name, tensor in weights}
+        return {"before": before, "after": {name: tensor.clone() for name, tensor in weights}}
 
 
 def count_elements_read(*, path, layout):
@@ -151,7 +162,8 @@ def count_elements_read(*, path, layout):
     loading.SafetensorsFiles = Counting
     with job(**layout) as (runtime, ranks):
         chunks, _, _ = load(path, runtime, ranks)
-        return sum(counted), sum(p.numel() for chunk in chunks for p in chunk.parameters())
+        num_held = sum(p.numel() for chunk in chunks for p in chunk.parameters())
+        return {"num_read": sum(counted), "num_held": num_held}
 
 
 def load_that_fails(*, path, layout, edit=None):

@@ -1,4 +1,4 @@
-"""Attention over concatenated sequences against a plain one in float64, cut over ranks or not."""
+"""Attention over packed sequences against a plain one in float64, context-parallel or not."""
 
 import pytest
 import torch

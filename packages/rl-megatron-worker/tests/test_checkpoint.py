@@ -74,7 +74,7 @@ def test_training_goes_on_in_another_layout(pools, tmp_path, case):
         assert new["random"] == (case == "pp2-to-virtual2")
 
 
-def test_experts_that_were_dealt_out_stay_so_for_their_optimizer(pools, tmp_path):
+def test_optimizer_state_of_expert_parallelism_needs_expert_parallelism(pools, tmp_path):
     pools(2).run(save_ranks, directory=str(tmp_path), layout=EP2, kind="moe")
     with pytest.raises(RankFailure, match=r"size>1, and cannot be loaded with .*size=1") as raised:
         pools(1).run(resume_ranks, directory=str(tmp_path), reference_step=1, kind="moe")
@@ -96,17 +96,15 @@ def test_weights_that_come_alone_are_taken_up_by_the_optimizer(pools, tmp_path, 
     ids=["of another model", "of another precision"],
 )
 def test_a_load_that_is_refused_changes_nothing(pools, tmp_path, dtype, paths, message):
-    [(told, is_unchanged)] = pools(1).run(
-        refused_ranks, directory=str(tmp_path), dtype=dtype, paths=paths
-    )
-    assert message in told
-    assert is_unchanged
+    [found] = pools(1).run(refused_ranks, directory=str(tmp_path), dtype=dtype, paths=paths)
+    assert message in found["error"]
+    assert found["is_unchanged"]
 
 
 def test_a_run_goes_back_to_the_schedule_of_an_earlier_save(pools, tmp_path):
-    [(saved, later, loaded)] = pools(1).run(going_back_ranks, directory=str(tmp_path))
-    assert (saved[0], later[0]) == (2, 5)
-    assert loaded == saved
+    [found] = pools(1).run(going_back_ranks, directory=str(tmp_path))
+    assert (found["saved"][0], found["later"][0]) == (2, 5)
+    assert found["loaded"] == found["saved"]
 
 
 def test_a_rank_that_dies_while_it_writes_fails_the_save_of_the_others(pools, tmp_path):
@@ -118,9 +116,9 @@ def test_a_rank_that_dies_while_it_writes_fails_the_save_of_the_others(pools, tm
 
 
 def test_what_one_rank_cannot_write_is_raised_on_all(pools, tmp_path):
-    for text, left in pools(2).run(failing_writer_ranks, directory=str(tmp_path), victim=0):
-        assert "No space left on device" in text
-        assert left == ["weights"]
+    for found in pools(2).run(failing_writer_ranks, directory=str(tmp_path), victim=0):
+        assert "No space left on device" in found["error"]
+        assert found["left"] == ["weights"]
 
 
 class WithExtraState(torch.nn.Linear):

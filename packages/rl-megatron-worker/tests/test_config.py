@@ -93,9 +93,7 @@ def test_every_documented_key_arrives():
         ("SGD", {"momentum": 0.5}, "sgd", False, (0.9, 0.999), 0.5, 0.0),
     ],
 )
-def test_the_policys_optimizer_is_said_in_megatron_cores_terms(
-    name, kwargs, kind, decoupled, betas, momentum, decay
-):
+def test_the_policys_optimizer_is_translated(name, kwargs, kind, decoupled, betas, momentum, decay):
     given = config()
     del given["megatron_cfg"]["optimizer"]
     given["optimizer"] = {"name": f"torch.optim.{name}", "kwargs": {"lr": 0.25, **kwargs}}
@@ -298,7 +296,7 @@ def test_a_global_batch_that_ranks_do_not_divide_is_refused(tmp_path):
 
 
 @pytest.mark.skipif(torch.backends.cuda.is_built(), reason="ranks may have GPUs")
-def test_parts_of_experts_that_are_dealt_out_are_refused_where_no_rank_has_a_gpu(tmp_path):
+def test_expert_and_expert_tensor_parallelism_together_need_gpus(tmp_path):
     section = {
         "tensor_model_parallel_size": 2,
         "sequence_parallel": True,

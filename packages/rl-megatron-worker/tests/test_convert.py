@@ -62,7 +62,7 @@ def shard_of(mapping, tensors, *, rank, size, vocab_size=66):
 
 
 @pytest.mark.parametrize("size", [1, 2, 4])
-def test_what_is_cut_for_ranks_joins_bit_for_bit(checkpoint, size):
+def test_shards_of_all_ranks_join_bit_for_bit(checkpoint, size):
     # 4 ranks are more than there are groups of queries.
     _, mappings = mappings_of(checkpoint)
     tensors = load_file(f"{checkpoint}/model.safetensors")
@@ -124,7 +124,7 @@ def test_attention_of_a_shard_is_that_of_its_heads(checkpoint, size):
 
 
 @pytest.mark.parametrize("size", [1, 2, 4])
-def test_gated_unit_over_shards_is_the_whole_unit(size, tmp_path):
+def test_gated_mlp_over_shards_equals_the_full_one(size, tmp_path):
     path = build_tiny(tmp_path, "llama")
     _, mappings = mappings_of(path)
     tensors = load_file(f"{path}/model.safetensors")
@@ -143,7 +143,7 @@ def test_gated_unit_over_shards_is_the_whole_unit(size, tmp_path):
     torch.testing.assert_close(sum(parts), expected, rtol=1e-12, atol=1e-12)
 
 
-def test_rows_that_complete_the_vocabulary_are_zeros(tmp_path):
+def test_padding_of_the_vocabulary_is_zero(tmp_path):
     path = build_tiny(tmp_path, "llama")
     _, (embedding, *_) = mappings_of(path)
     tensors = load_file(f"{path}/model.safetensors")
@@ -157,7 +157,7 @@ def test_rows_that_complete_the_vocabulary_are_zeros(tmp_path):
     lengths=st.lists(st.integers(0, 6), min_size=1, max_size=6),
     bounds=st.tuples(st.integers(0, 40), st.integers(0, 40)),
 )
-def test_cut_takes_the_rows_between(lengths, bounds):
+def test_slice_pieces_takes_the_rows_between(lengths, bounds):
     pieces, rows = [], []
     for index, length in enumerate(lengths):
         pieces.append(Piece(str(index), 3, 3 + length))

@@ -83,7 +83,7 @@ EXPERT_LAYOUTS = {
 
 @pytest.mark.slow_beyond(1)
 @pytest.mark.parametrize("layout", EXPERT_LAYOUTS)
-def test_experts_that_are_dealt_out_complete_as_those_of_transformers(pools, tmp_path, layout):
+def test_expert_parallel_completions_are_those_of_transformers(pools, tmp_path, layout):
     model = build_tiny(tmp_path, "qwen3_moe", num_hidden_layers=2)
     num_ranks, sizes = EXPERT_LAYOUTS[layout]
     batch = make_batch(7)

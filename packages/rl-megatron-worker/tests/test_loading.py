@@ -78,10 +78,8 @@ def test_logits_are_those_of_transformers(pools, tmp_path, variant):
 )
 def test_a_rank_reads_what_it_holds(pools, tmp_path, kind, layout, num_ranks):
     path = build_tiny(tmp_path, kind)
-    for num_read, num_held in pools(num_ranks).run(
-        convert_ranks.count_elements_read, path=path, layout=layout
-    ):
-        assert num_read == num_held
+    for found in pools(num_ranks).run(convert_ranks.count_elements_read, path=path, layout=layout):
+        assert found["num_read"] == found["num_held"]
 
 
 def edit_tensors(path, edit):

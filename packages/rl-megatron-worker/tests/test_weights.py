@@ -65,27 +65,28 @@ def test_every_rank_gets_every_tensor_bit_for_bit(pools, models, layout):
     num_ranks, sizes, kinds = LAYOUTS[layout]
     paths = [models(kind, tied) for kind in kinds for tied in (False, True)]
     for rank in pools(num_ranks).run(convert_ranks.load_and_gather, paths=paths, layout=sizes):
-        for path, (metadata, groups, passes) in zip(paths, rank, strict=True):
+        for path, found in zip(paths, rank, strict=True):
             expected = stored(path)
-            names = [meta.name for meta in metadata]
-            assert [name for group in groups for name in group] == names
+            names = [meta.name for meta in found["metadata"]]
+            assert [name for group in found["groups"] for name in group] == names
             assert len(names) == len(expected)
-            for tensors in passes:
+            for tensors in found["passes"]:
                 assert [name for name, _ in tensors] == names
                 assert_same(tensors, expected)
-            for meta in metadata:
+            for meta in found["metadata"]:
                 assert (meta.dtype, meta.shape) == (torch.float32, tuple(expected[meta.name].shape))
 
 
-def test_a_tied_output_is_handed_out_once(models):
+def test_a_tied_output_is_exported_once(models):
     assert "lm_head.weight" in stored(models("llama"))
     assert "lm_head.weight" not in stored(models("llama", tied=True))
 
 
-def test_experts_that_ranks_share_and_deal_out(pools, models):
+def test_experts_sharded_over_two_axes_are_gathered(pools, models):
     path = models("qwen3_moe")
-    for _, _, passes in pools(4).run(convert_ranks.load_and_gather_cut_experts, path=path):
-        assert_same(passes[0], stored(path))
+    run = convert_ranks.load_and_gather_experts_sharded_twice
+    for found in pools(4).run(run, path=path):
+        assert_same(found["passes"][0], stored(path))
 
 
 @pytest.mark.parametrize(
@@ -99,7 +100,7 @@ def test_experts_that_ranks_share_and_deal_out(pools, models):
 def test_tensors_are_cast_to_the_wire_dtype(pools, models, dtype, wire_dtype):
     path = models("qwen2")
     expected = {n: tensor.to(dtype).to(wire_dtype) for n, tensor in stored(path).items()}
-    for ((metadata, _, passes),) in pools(2).run(
+    for (found,) in pools(2).run(
         convert_ranks.load_and_gather,
         paths=[path],
         layout=TP2,
@@ -107,8 +108,8 @@ def test_tensors_are_cast_to_the_wire_dtype(pools, models, dtype, wire_dtype):
         wire_dtype=wire_dtype,
         ddp=True,
     ):
-        assert {meta.dtype for meta in metadata} == {wire_dtype}
-        assert_same(passes[0], expected)
+        assert {meta.dtype for meta in found["metadata"]} == {wire_dtype}
+        assert_same(found["passes"][0], expected)
 
 
 @pytest.mark.parametrize("layout", ["tp2", "virtual pp2", "tp2 ep2"])
@@ -125,29 +126,30 @@ def test_some_tensors_and_their_groups(pools, models, layout):
     ]
     if kind == "qwen3_moe":
         names += [f"model.layers.1.mlp.experts.{expert}.up_proj.weight" for expert in (3, 2, 0)]
-    for some, groups, error in pools(num_ranks).run(
+    for found in pools(num_ranks).run(
         convert_ranks.gather_some, path=path, layout=sizes, names=names
     ):
-        assert [name for name, _ in some] == names
-        assert all(torch.equal(tensor, expected[name]) for name, tensor in some)
+        groups = found["groups"]
+        assert [name for name, _ in found["named"]] == names
+        assert all(torch.equal(tensor, expected[name]) for name, tensor in found["named"])
         layers = [{block_of(name) for name in group} for group, _ in groups]
         assert layers == [{""}, *({f"model.layers.{i}."} for i in range(4)), {""}]
         assert_same([pair for group in groups for pair in zip(*group, strict=True)], expected)
-        assert "model.layers.99.mlp.up_proj.weight" in error
+        assert "model.layers.99.mlp.up_proj.weight" in found["error"]
 
 
-def test_metadata_asks_no_other_rank(pools, models):
+def test_metadata_is_not_collective(pools, models):
     path = models("qwen2")
-    (metadata, groups), _ = pools(2).run(convert_ranks.metadata_on_one_rank, path=path, layout=PP2)
-    assert {meta.name for meta in metadata} == stored(path).keys()
-    assert len(groups) == 6
+    found, _ = pools(2).run(convert_ranks.metadata_on_one_rank, path=path, layout=PP2)
+    assert {meta.name for meta in found["metadata"]} == stored(path).keys()
+    assert len(found["groups"]) == 6
 
 
-def test_tensors_are_those_of_now(pools, models):
-    for before, after in pools(2).run(
+def test_gathered_tensors_follow_the_parameters(pools, models):
+    for found in pools(2).run(
         convert_ranks.gather_after_a_change, path=models("qwen3", tied=True), layout=PP2
     ):
-        assert_same(after, {name: tensor + 1 for name, tensor in before.items()})
+        assert_same(found["after"], {name: each + 1 for name, each in found["before"].items()})
 
 
 @pytest.mark.parametrize("kind", KINDS)

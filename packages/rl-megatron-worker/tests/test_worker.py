@@ -24,7 +24,7 @@ from worker_ranks import (
     train_after_a_failure,
     train_and_look,
     train_between_moves,
-    train_with_a_text,
+    train_with_text_metric,
     train_without_gathering,
     train_without_rows,
 )
@@ -276,7 +276,7 @@ def test_a_place_without_valid_samples_takes_part_in_the_reduction(pools, model)
 
 def test_a_metric_that_is_no_number_is_named_on_every_stage(pools, model):
     config = make_config(model, **{PP: 2})
-    first, last = pools(2).run(train_with_a_text, config=config, batch=make_batch(4))
+    first, last = pools(2).run(train_with_text_metric, config=config, batch=make_batch(4))
     assert last.startswith("TypeError: the loss's metric 'device' is device(type='cpu'): ")
     assert first == f"RuntimeError: rank 1 failed: {last}"
 
@@ -284,26 +284,28 @@ def test_a_metric_that_is_no_number_is_named_on_every_stage(pools, model):
 def test_information(pools, model, tmp_path):
     config = make_config(model, sections={"profile_dir": str(tmp_path)}, **{PP: 2})
     results = pools(2).run(information, config=config)
-    for rank, (info, device_id, is_alive, name) in enumerate(results):
-        assert (info["rank"], info["world_size"], is_alive) == (rank, 2, True)
-        assert device_id == info["global_device_id"]
-        assert name == f"MegatronPolicyWorker[rank={rank}]"
+    for rank, found in enumerate(results):
+        info = found["gpu_info"]
+        assert (info["rank"], info["world_size"], found["is_alive"]) == (rank, 2, True)
+        assert found["device_id"] == info["global_device_id"]
+        assert found["name"] == f"MegatronPolicyWorker[rank={rank}]"
         assert (tmp_path / f"rank_{rank}_0.json").stat().st_size > 0
 
 
 def test_stages_get_the_same_noise_for_tied_embeddings(pools, tmp_path):
     model = build_tiny(tmp_path, "qwen3", tied=True, num_hidden_layers=2)
     first, last = pools(2).run(embeddings_with_noise, config=make_config(model, **{PP: 2}))
-    for before, after in zip(first, last, strict=True):
-        torch.testing.assert_close(before, after, rtol=0, atol=0)
-    added = first[1] - first[0]
+    for key in ("before", "after"):
+        torch.testing.assert_close(first[key], last[key], rtol=0, atol=0)
+    added = first["after"] - first["before"]
     assert added.std().item() == pytest.approx(0.01, rel=0.1)
 
 
 def test_a_failed_start_leaves_no_group(pools, model):
-    for told, groups in pools(2).run(fail_to_start, config=make_config(model, **{PP: 2})):
-        assert "nowhere" in told
-        assert groups == (False, False)
+    for found in pools(2).run(fail_to_start, config=make_config(model, **{PP: 2})):
+        assert "nowhere" in found["error"]
+        assert not found["has_default_group"]
+        assert not found["has_model_parallel_groups"]
 
 
 @pytest.mark.slow_beyond(1)
@@ -323,11 +325,11 @@ def test_a_loss_that_raises_raises_on_every_rank(pools, model, num_ranks, layout
     results = pools(num_ranks).run(
         train_after_a_failure, **arguments, place_that_fails=num_ranks // 4
     )
-    untroubled = pools(num_ranks).run(train_and_look, **arguments, loss="nll")
+    undisturbed = pools(num_ranks).run(train_and_look, **arguments, loss="nll")
     own = "LookupError: no such advantage"
-    for rank, (result, expected) in enumerate(zip(results, untroubled, strict=True)):
-        told = own if rank in failing else f"RuntimeError: rank {failing[0]} failed: {own}"
-        assert result["told"] == [told, told]
-        # What had been added up until then is gone.
+    for rank, (result, expected) in enumerate(zip(results, undisturbed, strict=True)):
+        error = own if rank in failing else f"RuntimeError: rank {failing[0]} failed: {own}"
+        assert result["errors"] == [error, error]
+        # Gradients accumulated before the failure are cleared.
         assert torch.equal(result["losses"], expected["results"][0]["global_loss"])
         assert_equal_parameters(result["weights"], expected["after"], 0.0)

@@ -1,4 +1,4 @@
-"""What a worker gives on a rank, for the tests of the whole."""
+"""What the tests of the whole worker run on each rank; every function returns named results."""
 
 import gc
 import time
@@ -50,7 +50,7 @@ def sent_by(worker):
 
 
 def run_case(*, config, batch, section, num_calls, loss="nll"):
-    """Return what scoring, sending and training give, and this rank's data-parallel place."""
+    """Return the results of scoring, sending and training, and this rank's data-parallel rank."""
     with worker_for(config) as worker:
         rows, order = rows_of(batch, section)
         logprobs = worker.get_logprobs(rows)["logprobs"]
@@ -160,7 +160,12 @@ def information(*, config):
     with worker_for(config, init_optimizer=False, init_reference_model=False) as worker:
         worker.start_gpu_profiling()
         worker.stop_gpu_profiling()
-        return worker.get_gpu_info(), worker.report_device_id(), worker.is_alive(), repr(worker)
+        return {
+            "gpu_info": worker.get_gpu_info(),
+            "device_id": worker.report_device_id(),
+            "is_alive": worker.is_alive(),
+            "name": repr(worker),
+        }
 
 
 def embeddings_with_noise(*, config):
@@ -169,7 +174,7 @@ def embeddings_with_noise(*, config):
         weight = unwrapped(worker.model[0]).shared_embedding_or_output_weight()
         before = weight.detach().clone()
         worker._add_noise_to_weights()
-        return before, weight.detach().clone()
+        return {"before": before, "after": weight.detach().clone()}
 
 
 def devices_in_each_state(*, config, batch):
@@ -268,7 +273,7 @@ def train_without_rows(*, config, batch):
         }
 
 
-class _LossWithAText:
+class _LossWithTextMetric:
     def __init__(self):
         self._loss = LOSSES["nll"]()
         self.loss_type, self.input_type = self._loss.loss_type, self._loss.input_type
@@ -278,12 +283,12 @@ class _LossWithAText:
         return value, metrics | {"device": torch.device("cpu")}
 
 
-def train_with_a_text(*, config, batch):
-    """Return what a metric that is no number makes of `train`."""
+def train_with_text_metric(*, config, batch):
+    """Return the error of `train` with a metric that is not a number."""
     with worker_for(config, init_reference_model=False) as worker:
         rows, _ = rows_of(batch, global_batch_size=config["train_global_batch_size"])
         try:
-            worker.train(rows, _LossWithAText())
+            worker.train(rows, _LossWithTextMetric())
         except (TypeError, RuntimeError) as error:
             return f"{type(error).__name__}: {error}"
 
@@ -293,11 +298,14 @@ def fail_to_start(*, config):
     try:
         MegatronPolicyWorker(config, build_tokenizer(), weights_path="nowhere")
     except ValueError as error:
-        told = str(error)
+        message = str(error)
     else:
-        told = "it started"
-    groups = torch.distributed.is_initialized(), parallel_state.is_initialized()
-    return told, groups
+        message = "it started"
+    return {
+        "error": message,
+        "has_default_group": torch.distributed.is_initialized(),
+        "has_model_parallel_groups": parallel_state.is_initialized(),
+    }
 
 
 class _FailingLoss:
@@ -332,15 +340,15 @@ class _CollectingLoss:
 
 
 def train_after_a_failure(*, config, batch, place_that_fails):
-    """Return what a loss that raises makes of `train`, and what a step gives afterwards."""
+    """Return the errors of `train` with a loss that raises, and the step after them."""
     gc.disable()  # until the step: what failed calls leave behind is collected in its middle
     with worker_for(config, init_reference_model=False) as worker:
         rows, _ = rows_of(batch, global_batch_size=config["train_global_batch_size"])
-        told = []
+        errors = []
         for eval_mode in (False, True):
             try:
                 worker.train(rows, _FailingLoss(place_that_fails), eval_mode=eval_mode)
             except (LookupError, RuntimeError) as error:
-                told.append(f"{type(error).__name__}: {error}")
+                errors.append(f"{type(error).__name__}: {error}")
         result = worker.train(rows, _CollectingLoss())
-        return {"told": told, "losses": result["global_loss"], "weights": sent_by(worker)}
+        return {"errors": errors, "losses": result["global_loss"], "weights": sent_by(worker)}

@@ -1,15 +1,17 @@
 import os
 import sys
 import time
+from contextlib import contextmanager
 from pathlib import Path
-
-import pytest
-from hypothesis import settings
-from rl_policy import backends
 
 # Tests import the modules beside them.
 sys.path.insert(0, str(Path(__file__).parent))
 
+import backend_runs
+import pytest
+import ray
+from hypothesis import settings
+from rl_policy import backends
 
 # No time is a fault where other work may share the processor.
 settings.register_profile("untimed", deadline=None)
@@ -20,13 +22,18 @@ STRANGER = Path(__file__).parent / "stranger"
 
 
 def pytest_collection_modifyitems(items):
-    """Start with what takes longest, so that nothing is left to wait for at the end."""
-    items.sort(key=lambda item: item.get_closest_marker("slow") is None)
+    """Start with what takes longest, then with what ends the Ray that the other tests share."""
+    items.sort(
+        key=lambda item: (
+            item.get_closest_marker("slow") is None,
+            "ray_apart" not in item.fixturenames,
+        )
+    )
 
 
-@pytest.fixture(scope="module")
-def stranger_path(tmp_path_factory):
-    """Put a stranger's backend, with its entry point, where this process and its workers look."""
+@pytest.fixture(scope="session")
+def stranger_site(tmp_path_factory):
+    """Write the entry point of a stranger's backend, and return the directories to import from."""
     site = tmp_path_factory.mktemp("site")
     info = site / "stranger-1.0.dist-info"
     info.mkdir()
@@ -34,12 +41,62 @@ def stranger_path(tmp_path_factory):
     (info / "entry_points.txt").write_text(
         "[rl_policy.workers]\nstranger = stranger_worker:StrangerWorker\n"
     )
-    added = [str(site), str(STRANGER)]
+    return [str(site), str(STRANGER)]
+
+
+@contextmanager
+def python_path(added):
+    """Put directories on the path of the processes that are started in the block."""
+    inherited = [entry for entry in [os.environ.get("PYTHONPATH")] if entry]
     with pytest.MonkeyPatch.context() as patch:
-        inherited = [entry for entry in [os.environ.get("PYTHONPATH")] if entry]
         patch.setenv("PYTHONPATH", os.pathsep.join(added + inherited))
-        patch.setattr(sys, "path", added + sys.path)
-        yield site
+        yield patch
+
+
+@pytest.fixture(scope="module")
+def stranger_path(stranger_site):
+    """Let this process, and those it starts, find the stranger's backend."""
+    with python_path(stranger_site) as patch:
+        patch.setattr(sys, "path", stranger_site + sys.path)
+        yield stranger_site
+
+
+def start_shared_ray(stranger_site):
+    """Start the one local Ray of all tests, unless it runs; its workers find the stranger."""
+    if not ray.is_initialized():
+        with python_path(stranger_site):
+            ray.init("local", num_cpus=16, include_dashboard=False, logging_level="ERROR")
+    return ray.get_runtime_context().gcs_address
+
+
+@pytest.fixture(scope="module")
+def shared_ray(stranger_site):
+    """Let the clusters of a module join the Ray of all tests; return its address."""
+    return start_shared_ray(stranger_site)
+
+
+@pytest.fixture(scope="module")
+def ray_apart():
+    """End the Ray of all tests, for a module whose tests start one of their own, or none."""
+    ray.shutdown(wait_for_processes=True)
+    yield
+    ray.shutdown(wait_for_processes=True)
+
+
+@pytest.fixture(scope="session")
+def backends_model(tmp_path_factory):
+    """Return path and tokenizer of a model that both backends load."""
+    tokenizer = backend_runs.make_tokenizer()
+    return backend_runs.save_model(tmp_path_factory.mktemp("model"), tokenizer), tokenizer
+
+
+@pytest.fixture(scope="session")
+def megatron_results(stranger_site, backends_model, tmp_path_factory):
+    """Return what a policy gives over two pipeline stages of Megatron-core."""
+    start_shared_ray(stranger_site)
+    sizes = {"pipeline_model_parallel_size": 2}
+    directory = tmp_path_factory.mktemp("megatron")
+    return backend_runs.run(*backends_model, "megatron", sizes, directory)
 
 
 @pytest.fixture

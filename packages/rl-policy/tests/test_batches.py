@@ -1,7 +1,7 @@
 import pytest
 import torch
 from rl_policy.data.batches import ProblemEncoder, completion_batch
-from rl_policy.data.problems import Problem
+from rl_policy.data.datasets import Problem
 from rl_policy.data.tiny_model import build_tokenizer
 
 PROBLEMS = [Problem("1+2=", "3"), Problem("10+20=", "30")]

@@ -2,24 +2,16 @@
 
 import pytest
 import torch
-from backend_runs import TOLERANCE, make_tokenizer, run, save_model
+from backend_runs import TOLERANCE, run
 
 pytestmark = [pytest.mark.timeout(240), pytest.mark.needs("rl-policy[all]")]
 
-BACKENDS = {
-    "dtensor": {"tensor_parallel_size": 2},
-    "megatron": {"pipeline_model_parallel_size": 2},
-}
-
 
 @pytest.fixture(scope="module")
-def both(tmp_path_factory):
-    tokenizer = make_tokenizer()
-    path = save_model(tmp_path_factory.mktemp("model"), tokenizer)
-    return {
-        backend: run(path, tokenizer, backend, sizes, tmp_path_factory.mktemp(backend))
-        for backend, sizes in BACKENDS.items()
-    }
+def both(shared_ray, backends_model, megatron_results, tmp_path_factory):
+    sizes = {"tensor_parallel_size": 2}
+    dtensor = run(*backends_model, "dtensor", sizes, tmp_path_factory.mktemp("dtensor"))
+    return {"dtensor": dtensor, "megatron": megatron_results}
 
 
 @pytest.mark.parametrize("key", ["before", "reference", "after", "losses", "grad_norms"])

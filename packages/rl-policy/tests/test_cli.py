@@ -11,7 +11,7 @@ from rl_policy.cli import build_app
 from rl_policy.config import parse_run_config
 from typer.testing import CliRunner
 
-pytestmark = pytest.mark.needs("rl-policy[dtensor]")
+pytestmark = [pytest.mark.usefixtures("ray_apart"), pytest.mark.needs("rl-policy[dtensor]")]
 
 MODULE = [sys.executable, "-c", "from rl_policy.cli import main; main()"]
 

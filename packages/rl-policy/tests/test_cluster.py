@@ -14,7 +14,7 @@ from rl_interfaces import Cluster
 from rl_policy import RayVirtualCluster
 from rl_policy.ray import cluster as cluster_module
 
-pytestmark = pytest.mark.timeout(180)
+pytestmark = [pytest.mark.timeout(180), pytest.mark.usefixtures("ray_apart")]
 
 
 @pytest.fixture
@@ -91,20 +91,15 @@ def test_the_last_cluster_on_a_ray_that_was_started_ends_it(no_ray):
     (group,) = first.get_placement_groups()
     gpus = {"GPU": 1.0} if ray.cluster_resources().get("GPU") else {}
     assert group.bundle_specs == [{"CPU": 2.0} | gpus]
-    first.shutdown()
-    assert not ray.is_initialized()
-
-    second = RayVirtualCluster([1], max_colocated_worker_groups=2, use_gpus=False)
-    second.get_placement_groups()
     with pytest.raises(ValueError, match="CPU asked"):
         RayVirtualCluster([1000], use_gpus=False).get_placement_groups()
     assert ray.is_initialized()  # the failure of one does not end what the other uses
-    second.shutdown()
+    first.shutdown()
     assert not ray.is_initialized()
 
-    third = RayVirtualCluster([1], use_gpus=False)
-    third.get_placement_groups()
-    del third  # one that is forgotten gives back what it holds as well
+    forgotten = RayVirtualCluster([1], use_gpus=False)
+    forgotten.get_placement_groups()
+    del forgotten  # one that is forgotten gives back what it holds as well
     gc.collect()  # Ray leaves a reference cycle through the frame of the call above
     assert not ray.is_initialized()
 

@@ -144,7 +144,7 @@ def model_path(tmp_path_factory, tokenizer):
 
 
 @pytest.fixture(scope="module")
-def cluster():
+def cluster(shared_ray):
     cluster = RayVirtualCluster([2], use_gpus=False, max_colocated_worker_groups=2)
     yield cluster
     cluster.shutdown()

@@ -80,11 +80,11 @@ def test_nothing_is_sampled_while_weights_are_on_their_way(state):
         state.require_generate()
 
 
-def test_a_refit_is_given_up_for_sleep(state):
+def test_a_refit_is_abandoned_for_sleep(state):
     state.begin_update(5)
     state.sleep(level=1)
     state.wake(TAGS)
-    with pytest.raises(EngineStateError, match="refit to version 5 was given up for the engine's"):
+    with pytest.raises(EngineStateError, match="refit to version 5 was abandoned for the engine's"):
         state.require_generate()
     with pytest.raises(EngineStateError, match=r"while the weights are lost: call begin_update"):
         state.require_update("update", 5)

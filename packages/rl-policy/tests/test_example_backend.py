@@ -39,7 +39,7 @@ def tokenizer():
 
 
 @pytest.fixture(scope="module")
-def policy(model, tokenizer):
+def policy(shared_ray, model, tokenizer):
     cluster = RayVirtualCluster([2], use_gpus=False)
     config = {
         "model_name": model,

@@ -9,13 +9,11 @@ pytestmark = pytest.mark.timeout(180)
 
 
 @pytest.fixture(scope="module")
-def worker_class(stranger_path):
-    ray.shutdown(wait_for_processes=True)
+def worker_class(ray_apart, stranger_path):
     ray.init(num_cpus=4, num_gpus=2, include_dashboard=False)
     import probe_worker
 
-    yield probe_worker.ProbeWorker
-    ray.shutdown(wait_for_processes=True)
+    return probe_worker.ProbeWorker
 
 
 def start(cluster, worker_class):

@@ -1,9 +1,11 @@
 import json
+import struct
 
 import pytest
+import torch
 from rl_policy.recipes.grpo import GrpoMetrics
 from rl_policy.recipes.sft import SftMetrics
-from rl_policy.run.metrics import MetricsLog, read_metrics, sum_micro_batches
+from rl_policy.run.metrics import MetricsLog, mean_metrics, plot_reward, read_metrics
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 KEYS = [
@@ -91,7 +93,22 @@ def test_a_run_that_goes_on_drops_what_came_after_its_checkpoint(tmp_path):
 
 def test_metrics_add_up_over_micro_batches_and_are_averaged_over_steps():
     metrics = {"kl": [0.1, 0.2, 0.3, 0.4], "num_valid_samples": [2, 2, 2, 2]}
-    assert sum_micro_batches(metrics, num_steps=2) == {
-        "kl": pytest.approx(0.5),
-        "num_valid_samples": 4.0,
-    }
+    loss, norm = torch.tensor([1.0, 2.0]), torch.tensor([3.0, 5.0])
+    result = {"loss": loss, "grad_norm": norm, "all_mb_metrics": metrics}
+    expected = {"kl": pytest.approx(0.5), "num_valid_samples": 4.0, "loss": 1.5}
+    assert mean_metrics(result) == expected | {"grad_norm": 4.0}
+    assert mean_metrics(result | {"grad_norm": None}) == expected
+
+
+@pytest.mark.parametrize("num_steps", [0, 1, 60])
+def test_a_picture_of_any_number_of_steps(tmp_path, num_steps):
+    rows = [{"step": 0, "reward_mean": None, "accuracy": 0.4}] + [
+        {"step": step, "reward_mean": step / 60, "accuracy": 0.5 if step % 5 == 0 else None}
+        for step in range(1, num_steps + 1)
+    ]
+    path = tmp_path / "reward.png"
+    plot_reward(rows, path)
+    content = path.read_bytes()
+    assert content.startswith(b"\x89PNG")
+    width, height = struct.unpack(">II", content[16:24])
+    assert (width, height) == (1200, 675)

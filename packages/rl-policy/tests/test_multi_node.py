@@ -17,9 +17,8 @@ pytestmark = [pytest.mark.slow, pytest.mark.timeout(240)]
 
 
 @pytest.fixture(scope="module")
-def nodes(stranger_path):
+def nodes(ray_apart, stranger_path):
     """A head with two CPUs, another node with two, and this process not connected to them."""
-    ray.shutdown(wait_for_processes=True)
     nodes = Cluster(
         initialize_head=True, head_node_args={"num_cpus": 2, "include_dashboard": False}
     )

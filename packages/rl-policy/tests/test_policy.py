@@ -69,7 +69,7 @@ def plain_model(model_path):
 
 
 @pytest.fixture(scope="module")
-def cluster():
+def cluster(shared_ray):
     cluster = RayVirtualCluster([2], use_gpus=False, max_colocated_worker_groups=2)
     yield cluster
     cluster.shutdown()
@@ -91,14 +91,17 @@ def config(model_path, **changes):
     }
 
 
-LAYOUTS = {
-    "one rank": (1, {}),
-    "two ranks": (2, {}),
-    "two ranks share layers": (2, {"tensor_parallel_size": 2, "sequence_parallel": True}),
-}
+LAYOUTS = [
+    # All but the dispatch to one rank is the worker's, whose own tests cover it.
+    pytest.param((1, {}), id="one rank", marks=pytest.mark.slow),
+    pytest.param((2, {}), id="two ranks"),
+    pytest.param(
+        (2, {"tensor_parallel_size": 2, "sequence_parallel": True}), id="two ranks share layers"
+    ),
+]
 
 
-@pytest.fixture(scope="module", params=LAYOUTS.values(), ids=LAYOUTS.keys())
+@pytest.fixture(scope="module", params=LAYOUTS)
 def policy(request, cluster, model_path, tokenizer):
     num_ranks, sizes = request.param
     section = {"enabled": True, **sizes}
@@ -241,7 +244,7 @@ def test_greedy_completions_equal_plain_transformers(policy, plain_model):
         assert (output["output_ids"][row, len(expected) :] == PAD).all()
 
 
-@pytest.mark.parametrize("num_ranks", [1, 2])
+@pytest.mark.parametrize("num_ranks", [pytest.param(1, marks=pytest.mark.slow), 2])
 def test_training_equals_a_plain_loop(
     cluster, model_path, tokenizer, plain_model, tmp_path, num_ranks
 ):
@@ -304,7 +307,11 @@ def pair_loss():
 
 @pytest.mark.parametrize(
     "section",
-    [None, "sequence_packing", pytest.param("dynamic_batching", marks=pytest.mark.slow)],
+    [
+        pytest.param(None, marks=pytest.mark.slow),  # as DPO's own run on two ranks does
+        "sequence_packing",
+        pytest.param("dynamic_batching", marks=pytest.mark.slow),
+    ],
 )
 def test_pairs_of_rows_train_as_on_one_rank(cluster, model_path, tokenizer, plain_model, section):
     # Pairs of unlike lengths, which planners would part; the last step leaves a rank without any.
@@ -343,36 +350,47 @@ def test_pairs_of_rows_train_as_on_one_rank(cluster, model_path, tokenizer, plai
     assert sum(result["all_mb_metrics"]["num_valid_samples"]) == data.size
 
 
-@pytest.mark.parametrize("section", ["dynamic_batching", "sequence_packing"])
+PLANNED_LENGTHS = [9, 2, 5, 7, 1, 8, 3]
+
+
+@pytest.fixture(scope="module")
+def fixed_losses(cluster, model_path, tokenizer):
+    """Return the losses of two calls with micro-batches of a fixed number of rows."""
+    policy = Policy(cluster, config(model_path), tokenizer)
+    try:
+        return [policy.train(batch(PLANNED_LENGTHS), NLLLoss())["loss"] for _ in range(2)]
+    finally:
+        policy.shutdown()
+
+
+@pytest.mark.parametrize(
+    "section", [pytest.param("dynamic_batching", marks=pytest.mark.slow), "sequence_packing"]
+)
 def test_planned_micro_batches_give_what_fixed_ones_give(
-    cluster, model_path, tokenizer, plain_model, section
+    cluster, model_path, tokenizer, plain_model, fixed_losses, section
 ):
-    data = batch([9, 2, 5, 7, 1, 8, 3])
+    data = batch(PLANNED_LENGTHS)
     before = data.writable()
     budgets = {"enabled": True, "train_mb_tokens": 20, "logprob_mb_tokens": 12}
     if section == "dynamic_batching":
         budgets["sequence_length_round"] = 4
-    losses = []
-    for changes in ({}, {section: budgets}):
-        policy = Policy(cluster, config(model_path, **changes), tokenizer)
-        try:
-            scores = policy.get_logprobs(data)["logprobs"]
-            reference = policy.get_reference_policy_logprobs(data)["reference_logprobs"]
-            losses.append([policy.train(data, NLLLoss())["loss"] for _ in range(2)])
-            if changes:
-                with pytest.raises(ValueError, match=f"mbs=2 contradicts policy.{section}.train"):
-                    policy.train(data, NLLLoss(), mbs=2)
-                with pytest.raises(
-                    ValueError, match=rf"policy.{section}.logprob_mb_tokens: .*_tokens.*=12"
-                ):
-                    policy.get_logprobs(batch([13], width=14))
-        finally:
-            policy.shutdown()
-        expected = plain_logprobs(plain_model, data)
-        torch.testing.assert_close(scores, expected, **LOGPROB_TOLERANCE)
-        torch.testing.assert_close(reference, expected, **LOGPROB_TOLERANCE)
-    fixed, planned = (torch.cat(each) for each in losses)
-    torch.testing.assert_close(planned, fixed, rtol=1e-5, atol=1e-5)
+    policy = Policy(cluster, config(model_path, **{section: budgets}), tokenizer)
+    try:
+        scores = policy.get_logprobs(data)["logprobs"]
+        reference = policy.get_reference_policy_logprobs(data)["reference_logprobs"]
+        planned = [policy.train(data, NLLLoss())["loss"] for _ in range(2)]
+        with pytest.raises(ValueError, match=f"mbs=2 contradicts policy.{section}.train"):
+            policy.train(data, NLLLoss(), mbs=2)
+        with pytest.raises(
+            ValueError, match=rf"policy.{section}.logprob_mb_tokens: .*_tokens.*=12"
+        ):
+            policy.get_logprobs(batch([13], width=14))
+    finally:
+        policy.shutdown()
+    expected = plain_logprobs(plain_model, data)
+    torch.testing.assert_close(scores, expected, **LOGPROB_TOLERANCE)
+    torch.testing.assert_close(reference, expected, **LOGPROB_TOLERANCE)
+    torch.testing.assert_close(planned, fixed_losses, rtol=1e-5, atol=1e-5)
     assert data == before
 
 

@@ -10,9 +10,6 @@ from backend_runs import (
     TOLERANCE,
     batch,
     config,
-    make_tokenizer,
-    run,
-    save_model,
 )
 from rl_policy import Policy, RayVirtualCluster
 from transformers import Qwen3ForCausalLM
@@ -20,22 +17,6 @@ from transformers import Qwen3ForCausalLM
 pytestmark = [pytest.mark.timeout(240), pytest.mark.needs("rl-policy[megatron]")]
 
 RELATIVE_TOLERANCE = {"rtol": 5e-6, "atol": 0}  # sums of some dozen terms, in another order
-
-
-@pytest.fixture(scope="module")
-def tokenizer():
-    return make_tokenizer()
-
-
-@pytest.fixture(scope="module")
-def model_path(tmp_path_factory, tokenizer):
-    return save_model(tmp_path_factory.mktemp("model"), tokenizer)
-
-
-@pytest.fixture(scope="module")
-def found(model_path, tokenizer, tmp_path_factory):
-    sizes = {"pipeline_model_parallel_size": 2}
-    return run(model_path, tokenizer, "megatron", sizes, tmp_path_factory.mktemp("saved"))
 
 
 def logprobs_of(model, data):
@@ -59,7 +40,10 @@ def train_plainly(model, data):
     return torch.stack(losses), torch.stack(norms)
 
 
-def test_it_scores_and_trains_as_a_plain_loop_over_transformers_does(found, model_path):
+def test_it_scores_and_trains_as_a_plain_loop_over_transformers_does(
+    megatron_results, backends_model
+):
+    found, (model_path, _) = megatron_results, backends_model
     model, data = Qwen3ForCausalLM.from_pretrained(model_path, dtype=torch.float32), batch()
     with torch.no_grad():
         expected = logprobs_of(model, data)
@@ -74,7 +58,8 @@ def test_it_scores_and_trains_as_a_plain_loop_over_transformers_does(found, mode
     torch.testing.assert_close(found["reference"], expected, **TOLERANCE)
 
 
-def test_what_a_backend_cannot_do_is_said_before_anything_starts(model_path, tokenizer):
+def test_what_a_backend_cannot_do_is_said_before_anything_starts(backends_model):
+    model_path, tokenizer = backends_model
     wrong = config(model_path, "megatron", {"pipeline_model_parallel_size": 2})
     uneven = copy.deepcopy(wrong)
     uneven["megatron_cfg"]["num_layers_in_first_pipeline_stage"] = 2

@@ -37,7 +37,7 @@ def stranger(stranger_path):
 
 
 @pytest.fixture(scope="module")
-def cluster(stranger_path):
+def cluster(shared_ray, stranger_path):
     cluster = RayVirtualCluster([NUM_RANKS], use_gpus=False, max_colocated_worker_groups=3)
     yield cluster
     cluster.shutdown()
@@ -154,7 +154,7 @@ def test_completions_come_back_in_order_and_padded(policy):
     assert output["logprobs"][0].tolist() == [-1, -1, -1, -1, 0]
 
 
-@pytest.mark.parametrize("tensor_parallel", [1, 2])
+@pytest.mark.parametrize("tensor_parallel", [pytest.param(1, marks=pytest.mark.slow), 2])
 def test_training_steps_equal_a_plain_loop(cluster, tokenizer, stranger, tensor_parallel):
     settings = config(stranger_cfg={"enabled": True, "tp": tensor_parallel})
     policy = Policy(cluster, settings, tokenizer)

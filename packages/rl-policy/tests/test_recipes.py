@@ -62,11 +62,9 @@ def workplace(tmp_path_factory):
 
 
 @pytest.fixture(scope="module")
-def environment():
-    """Return the environment of commands that join a Ray which is started once."""
-    ray.init("local", num_cpus=2, include_dashboard=False, logging_level="ERROR")
-    yield {**os.environ, "RAY_ADDRESS": ray.get_runtime_context().gcs_address}
-    ray.shutdown()
+def environment(shared_ray):
+    """Return the environment of commands that join the Ray of all tests."""
+    return {**os.environ, "RAY_ADDRESS": shared_ray}
 
 
 def rl_policy(*arguments, workplace, environment):
@@ -264,6 +262,7 @@ def test_the_supervised_part_alone_on_a_model_of_the_user(run, start, workplace)
 
 
 def test_an_interrupted_run_leaves_nothing_behind(workplace, environment):
+    cpus = ray.available_resources()["CPU"]
     arguments = ["grpo", "--config", "run.yaml", "--out", "stopped", "data.path=problems.jsonl"]
     process = subprocess.Popen(
         [*MODULE, *arguments, TWO_RANKS],
@@ -282,7 +281,7 @@ def test_an_interrupted_run_leaves_nothing_behind(workplace, environment):
     assert process.returncode == 130, errors
     assert "interrupted; continue with: rl-policy grpo --resume stopped" in errors
     assert "Traceback" not in errors
-    wait_until(lambda: ray.available_resources().get("CPU") == 2, limit_s=30)
+    wait_until(lambda: ray.available_resources()["CPU"] == cpus, limit_s=30)
 
 
 def wait_until(condition, *, limit_s):

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 from rl_policy.cli import build_app
 from rl_policy.config import load_run_config, override_resumed
-from rl_policy.recipes.registry import describe_recipe, find_recipe, installed_recipes
+from rl_policy.recipes import describe_recipe, find_recipe, installed_recipes
 from rl_policy.run.metrics import read_metrics
 from typer.testing import CliRunner
 
@@ -53,7 +53,7 @@ def test_the_command_line_lists_what_is_registered_without_importing_it(register
 
 @pytest.mark.timeout(240)
 def test_a_strangers_recipe_runs_by_its_module_and_its_section_alone(
-    register, tmp_path, monkeypatch
+    shared_ray, register, tmp_path, monkeypatch
 ):
     register("echo = stranger_recipe:ECHO")
     monkeypatch.chdir(tmp_path)

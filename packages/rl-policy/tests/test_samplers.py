@@ -7,7 +7,7 @@ from rl_policy.config import load_run_config
 from rl_policy.recipes.sft import sft_policy
 from rl_policy.refit import WeightLink
 from rl_policy.run import samplers
-from rl_policy.run.engines import check_engines, engine_section
+from rl_policy.run.inputs import check_engines, engine_section
 from rl_policy.run.samplers import EngineSampler, WorkerSampler
 from transformers import LlamaConfig
 

@@ -250,7 +250,7 @@ def test_a_refit_that_is_given_up_for_sleep_can_be_repeated(
         engines.update_weights({"this machine": owner.export(dict(list(state.items())[:5]))})
         assert engines.finish_generation()
         assert engines.prepare_for_generation()
-        with pytest.raises(EngineStateError, match="was given up for the engine's sleep"):
+        with pytest.raises(EngineStateError, match="was abandoned for the engine's sleep"):
             engines.generate(prompts_of(tokenizer, TEXTS))
         assert on_workers_of(engines, 0, placeholders) == [[]]
         engines.begin_update(next_version)

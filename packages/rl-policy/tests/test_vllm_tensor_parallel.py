@@ -13,6 +13,7 @@ from rl_policy.generation.state import EngineStateError
 from rl_policy.generation.vllm import VllmGeneration
 from rl_policy.ray.worker_group import WorkerDiedError
 from rl_refit.outbound import Receivers
+from rl_refit.protocol.channel import Filled
 from transformers import AutoModelForCausalLM
 from vllm_oracles import (
     TEXTS,
@@ -97,7 +98,7 @@ def test_an_engine_over_two_ranks_is_refitted_also_after_one_rank_failed(
 
 def send_rank_1_a_wrong_digest(self, message):
     for rank, channel in self._channels.items():
-        if rank == 1 and isinstance(message, channel.Filled) and message.bucket == 2:
+        if rank == 1 and isinstance(message, Filled) and message.bucket == 2:
             channel.send(replace(message, digest=message.digest ^ 1), self._deadline)
         else:
             channel.send(message, self._deadline)

@@ -16,7 +16,7 @@ DEATH_LIMIT_S = 10.0
 
 
 @pytest.fixture(scope="module")
-def cluster(stranger_path):
+def cluster(shared_ray, stranger_path):
     cluster = RayVirtualCluster([2], use_gpus=False, max_colocated_worker_groups=2)
     yield cluster
     cluster.shutdown()

@@ -126,14 +126,15 @@ class VocabScores(torch.autograd.Function):
         """Accumulate the online softmax over all tiles."""
         local_N = targets_N - task.vocab_start
         source = _logit_source(task, inputs_NX, matrix_VH, bias_V)
-        # The tile holds exponentials by then; a soft cap and the entropy need the logits again.
+        # Only a tile that cost a product is worth keeping. It holds exponentials by then, and the
+        # backward passes of a soft cap and of the entropy need the logits.
         reusable = task.transform.soft_cap is None and not task.with_entropy
-        keeps_tile = source.makes_tiles and reusable and any(ctx.needs_input_grad[:3])
+        keeps_tile = matrix_VH is not None and reusable and any(ctx.needs_input_grad[:3])
         ctx.kept = None
         sums = _Sums.empty(len(local_N), task.top_k, inputs_NX.device)
         with _without_autocast(inputs_NX.device):
-            for rows in source.tiling.rows:
-                for cols in source.tiling.cols:
+            for rows in source.rows:
+                for cols in source.cols:
                     logits_nv = task.transform.apply_(source.tile(rows, cols))
                     sums.rows(rows).add(logits_nv, local_N[rows], cols, task)
                     # The last tile is still in memory: keeping it saves one product in backward.
@@ -319,7 +320,7 @@ def _logit_source(
     inputs_NX: torch.Tensor,
     matrix_VH: torch.Tensor | None,
     bias_V: torch.Tensor | None,
-) -> _LogitSource:
+) -> _GivenLogits | _OutputHead:
     if matrix_VH is None:
         return _GivenLogits(inputs_NX, task.chunk_logits)
     return _OutputHead(inputs_NX, matrix_VH, bias_V, task.chunk_logits)
@@ -344,79 +345,33 @@ def _gather(values: torch.Tensor, group: dist.ProcessGroup) -> list[torch.Tensor
     return gathered
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class _Tiling:
-    """Slices of rows and columns; every pair of them is a tile."""
-
-    rows: list[slice]
-    cols: list[slice]
-
-    @classmethod
-    def of_logits(cls, num_positions: int, vocab_size: int, chunk_logits: int) -> _Tiling:
-        """Return tiles of `chunk_logits` logits, full vocabulary rows if they fit."""
-        height = max(1, min(chunk_logits // vocab_size, num_positions))
-        width = min(vocab_size, chunk_logits // height)
-        return cls(rows=_slices(num_positions, height), cols=_slices(vocab_size, width))
-
-    @classmethod
-    def of_products(cls, num_positions: int, vocab_size: int, chunk_logits: int) -> _Tiling:
-        """Return about square tiles of `chunk_logits` logits."""
-        # A square tile reads the fewest hidden states and matrix rows per logit.
-        height = max(1, min(isqrt(chunk_logits), num_positions))
-        width = min(vocab_size, chunk_logits // height)
-        return cls(rows=_slices(num_positions, height), cols=_slices(vocab_size, width))
-
-
-class _LogitSource(Protocol):
-    """A source of logit tiles and its backward pass."""
-
-    tiling: _Tiling
-    makes_tiles: bool
-    """Whether a tile costs a matrix product, which makes it worth keeping for the backward."""
-
-    def tile(self, rows: slice, cols: slice) -> torch.Tensor:
-        """Return a float32 tile of logits that the caller may overwrite."""
-        ...
-
-    def backward(self, gradient_tile: _GradientTile, needed: tuple[bool, bool, bool]) -> _Gradients:
-        """Return the gradients of inputs, matrix and bias, None for those not `needed`.
-
-        Args:
-            gradient_tile: Returns the gradient of the logits of a tile, given its rows and columns.
-            needed: Whether each of the three gradients is needed.
-        """
-        ...
-
-
 class _GivenLogits:
-    """Tiles sliced from given logits."""
-
-    makes_tiles = False
+    """Tiles sliced from given logits, and their backward pass."""
 
     def __init__(self, logits_NV: torch.Tensor, chunk_logits: int) -> None:
         self.logits_NV = logits_NV
         num_positions, vocab_size = logits_NV.shape
-        self.tiling = _Tiling.of_logits(num_positions, vocab_size, chunk_logits)
+        self.rows, self.cols = _tiling(
+            num_positions, vocab_size, chunk_logits, height=chunk_logits // vocab_size
+        )
 
     def tile(self, rows: slice, cols: slice) -> torch.Tensor:
-        """Return a float32 copy of a tile."""
+        """Return a float32 tile that the caller may overwrite."""
         return self.logits_NV[rows, cols].to(torch.float32, copy=True)
 
     def backward(self, gradient_tile: _GradientTile, needed: tuple[bool, bool, bool]) -> _Gradients:
-        """Return the gradient of the logits in their dtype."""
+        """Return the gradients of inputs, matrix and bias; see `_OutputHead.backward`."""
         if not needed[0]:
             return None, None, None
         grad_NV = torch.empty_like(self.logits_NV)
-        for rows in self.tiling.rows:
-            for cols in self.tiling.cols:
+        for rows in self.rows:
+            for cols in self.cols:
                 grad_NV[rows, cols] = gradient_tile(rows, cols)
         return grad_NV, None, None
 
 
 class _OutputHead:
     """Tiles computed as hidden states times output matrix, accumulated in float32."""
-
-    makes_tiles = True
 
     def __init__(
         self,
@@ -426,25 +381,33 @@ class _OutputHead:
         chunk_logits: int,
     ) -> None:
         self.hidden_NH, self.matrix_VH, self.bias_V = hidden_NH, matrix_VH, bias_V
-        self.tiling = _Tiling.of_products(len(hidden_NH), len(matrix_VH), chunk_logits)
+        # A square tile reads the fewest hidden states and matrix rows per logit.
+        self.rows, self.cols = _tiling(
+            len(hidden_NH), len(matrix_VH), chunk_logits, height=isqrt(chunk_logits)
+        )
 
     def tile(self, rows: slice, cols: slice) -> torch.Tensor:
-        """Return a float32 tile of products."""
+        """Return a float32 tile that the caller may overwrite."""
         raw_nv = _product(self.hidden_NH[rows], self.matrix_VH[cols].T)
         return raw_nv if self.bias_V is None else raw_nv.add_(self.bias_V[cols])
 
     def backward(self, gradient_tile: _GradientTile, needed: tuple[bool, bool, bool]) -> _Gradients:
-        """Return each gradient in the dtype of its tensor."""
+        """Return the gradients of inputs, matrix and bias, None for those not `needed`.
+
+        Args:
+            gradient_tile: Returns the gradient of the logits of a tile, given its rows and columns.
+            needed: Whether each of the three gradients is needed.
+        """
         hidden, matrix, bias = self.hidden_NH, self.matrix_VH, self.bias_V
         grad_NH = torch.zeros_like(hidden, dtype=torch.float32) if needed[0] else None
         grad_VH = torch.empty_like(matrix) if needed[1] else None
         grad_V = torch.empty_like(bias) if needed[2] and bias is not None else None
         # The vocabulary is the outer loop: only one slice of the matrix gradient is in float32 at a
         # time. The order is reversed to free the tile that the forward pass kept first.
-        for cols in reversed(self.tiling.cols):
+        for cols in reversed(self.cols):
             grad_vH = torch.zeros_like(matrix[cols], dtype=torch.float32)
             grad_v = torch.zeros(len(grad_vH), device=matrix.device)
-            for rows in reversed(self.tiling.rows):
+            for rows in reversed(self.rows):
                 grad_nv = gradient_tile(rows, cols)
                 if grad_V is not None:
                     grad_v += grad_nv.sum(0)
@@ -459,6 +422,15 @@ class _OutputHead:
             if grad_V is not None:
                 grad_V[cols] = grad_v
         return None if grad_NH is None else grad_NH.to(hidden.dtype), grad_VH, grad_V
+
+
+def _tiling(
+    num_positions: int, vocab_size: int, chunk_logits: int, *, height: int
+) -> tuple[list[slice], list[slice]]:
+    """Return slices of rows and of columns; every pair is a tile of at most `chunk_logits`."""
+    height = max(1, min(height, num_positions))
+    width = min(vocab_size, chunk_logits // height)
+    return _slices(num_positions, height), _slices(vocab_size, width)
 
 
 def _slices(size: int, step: int) -> list[slice]:

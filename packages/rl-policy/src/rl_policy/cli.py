@@ -1,6 +1,6 @@
 """The command line: a command `rl-policy NAME` for each recipe that is installed.
 
-What is heavy is imported by the commands, so that `--help` answers at once.
+Each step of a command imports what it needs, so that `--help` imports neither torch nor Ray.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from rl_policy.backends import BackendNotInstalledError
-from rl_policy.recipes.registry import describe_recipe, installed_recipes
+from rl_policy.recipes import describe_recipe, installed_recipes
 
 if TYPE_CHECKING:
     from rl_policy.config import RunConfig
@@ -53,8 +53,7 @@ ShowConfig = Annotated[
     bool,
     typer.Option(
         "--show-config",
-        help="Print the whole configuration as it would be used, with what each key means, "
-        "and stop.",
+        help="Print the complete configuration of the run, with the meaning of each key, and exit.",
         show_default="off",
     ),
 ]
@@ -79,7 +78,7 @@ def main() -> None:
 
 
 def _command_of(recipe: str) -> Callable[..., None]:
-    """Return the command of a recipe: typer reads its flags off the signature."""
+    """Return the command of a recipe, whose flags typer takes from the signature."""
 
     def command(
         overrides: Overrides = None,
@@ -128,7 +127,7 @@ def _resolve(
     out: Path | None,
     resume: Path | None,
 ) -> tuple[RunDirectory, RunConfig]:
-    """Return directory and configuration; nothing is written."""
+    """Return the run's directory and configuration, without writing anything."""
     from rl_policy.config import load_run_config, override_resumed
     from rl_policy.run.directory import RunDirectory, new_run_path
 
@@ -156,7 +155,7 @@ def _show(config: RunConfig) -> None:
 
 
 def _prepare(config: RunConfig, directory: RunDirectory, *, is_new: bool) -> RunInputs:
-    """Return what the run works with, once its directory holds its configuration."""
+    """Return the run's inputs, and write its configuration to its directory."""
     from transformers.utils import logging as transformers_logging
 
     from rl_policy.run.inputs import prepare_inputs
@@ -173,8 +172,8 @@ def _prepare(config: RunConfig, directory: RunDirectory, *, is_new: bool) -> Run
 def _execute(inputs: RunInputs, directory: RunDirectory) -> None:
     from rich.console import Console
 
-    from rl_policy.run.execute import execute
-    from rl_policy.run.progress import RunDisplay
+    from rl_policy.run.metrics import RunDisplay
+    from rl_policy.run.session import execute
 
     display = RunDisplay(Console(stderr=True))
     display.note(f"Run directory: {directory.path}")

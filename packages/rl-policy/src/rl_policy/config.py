@@ -33,7 +33,7 @@ from rl_interfaces import resolve_policy_config
 from rl_interfaces.config.resolve import merge_sections
 
 from rl_policy.backends import WORKERS_OWN
-from rl_policy.recipes.registry import Recipe, find_recipe, installed_recipes
+from rl_policy.recipes import Recipe, find_recipe, installed_recipes
 
 SectionT = TypeVar("SectionT", bound="Section")
 
@@ -172,7 +172,7 @@ class DataSection(Section):
     """JSON lines with the texts `prompt` and `answer`; for preferences `prompt`, `chosen` and
     `rejected`. null: doublings."""
     heldout_path: str | None = None
-    """The same, for what is only evaluated. null: held out of the others."""
+    """A file of the same format, for evaluation only. null: held out of the training data."""
     num_heldout: int = Field(default=256, ge=1)
     """Prompts that accuracy is measured on, and that are never trained on."""
     num_validation: int = Field(default=256, ge=1)

@@ -77,32 +77,6 @@ class TokenBudget:
                 "micro-batch has"
             )
 
-    def shard(
-        self,
-        data: BatchedDataDict,
-        *,
-        data_parallel: int,
-        batch_size: int | None = None,
-        rows_per_group: int = 1,
-    ) -> tuple[list[BatchedDataDict], list[int]]:
-        """Return the shards with their micro-batch plans, and the row order of all shards.
-
-        Raises:
-            ValueError: A row or group exceeds the budget, or the packing algorithm is unknown.
-        """
-        try:
-            shards, order = data.shard_by_batch_size(
-                data_parallel,
-                batch_size=batch_size,
-                allow_uneven_shards=True,
-                rows_per_group=rows_per_group,
-                dynamic_batching_args=self.dynamic_batching_args,
-                sequence_packing_args=self.sequence_packing_args,
-            )
-        except ValueError as error:
-            raise ValueError(f"{self.key}: {error}") from error
-        return [*shards], order
-
 
 class Dispatcher:
     """Checks a policy's batches and shards them over its data-parallel ranks.
@@ -163,21 +137,10 @@ class Dispatcher:
                 f"the batch has {data.size} rows, not a multiple of "
                 f"rows_per_group={rows_per_group} of {type(loss_fn).__name__}"
             )
-        if self._train_budget is not None:
-            shards, _ = self._train_budget.shard(
-                data,
-                data_parallel=self._data_parallel,
-                batch_size=size,
-                rows_per_group=rows_per_group,
-            )
-        else:
-            shards = data.shard_by_batch_size(
-                self._data_parallel,
-                batch_size=size,
-                allow_uneven_shards=True,
-                rows_per_group=rows_per_group,
-            )
-        return [*shards], size
+        shards, _ = self._shard(
+            data, self._train_budget, batch_size=size, rows_per_group=rows_per_group
+        )
+        return shards, size
 
     def shard_for_scoring(
         self, data: BatchedDataDict, *, micro_batch_size: int | None = None
@@ -196,9 +159,7 @@ class Dispatcher:
         if self._scoring_budget is not None:
             self._scoring_budget.refuse_size("micro_batch_size", micro_batch_size)
         self.check_rows(data)
-        if self._scoring_budget is not None:
-            return self._scoring_budget.shard(data, data_parallel=self._data_parallel)
-        return shard_in_order(data, data_parallel=self._data_parallel), None
+        return self._shard(data, self._scoring_budget)
 
     def shard_prompts(self, data: BatchedDataDict) -> list[BatchedDataDict]:
         """Return each data-parallel rank's prompts, which leave room for a token.
@@ -219,6 +180,40 @@ class Dispatcher:
         """Raise `ValueError`, naming key, row and numbers, unless every row can be scored."""
         check_scoring_batch(data, pad_token_id=self._pad_token_id)
         self._check_extent(data)
+
+    def _shard(
+        self,
+        data: BatchedDataDict,
+        budget: TokenBudget | None,
+        *,
+        batch_size: int | None = None,
+        rows_per_group: int = 1,
+    ) -> tuple[list[BatchedDataDict], list[int] | None]:
+        """Return the shards, with micro-batch plans under a budget, and the row order of them all.
+
+        Raises:
+            ValueError: A row or group exceeds the budget, or the packing algorithm is unknown.
+        """
+        if budget is None:
+            shards = data.shard_by_batch_size(
+                self._data_parallel,
+                batch_size=batch_size,
+                allow_uneven_shards=True,
+                rows_per_group=rows_per_group,
+            )
+            return [*shards], None
+        try:
+            shards, order = data.shard_by_batch_size(
+                self._data_parallel,
+                batch_size=batch_size,
+                allow_uneven_shards=True,
+                dynamic_batching_args=budget.dynamic_batching_args,
+                sequence_packing_args=budget.sequence_packing_args,
+                rows_per_group=rows_per_group,
+            )
+        except ValueError as error:
+            raise ValueError(f"{budget.key}: {error}") from error
+        return [*shards], order
 
     def _checked_batch_size(self, gbs: int | None, mbs: int | None, *, rows_per_group: int) -> int:
         """Return the rows of a global batch; raise if it or a micro-batch would split a group."""
@@ -326,5 +321,5 @@ def _chosen(argument: str, given: int | None, key: str, configured: int) -> tupl
 
 
 def _float32(values: torch.Tensor) -> torch.Tensor:
-    # A copy: what Ray returns is a read-only view of its object store.
+    # A copy, as a result of Ray is a read-only view of its object store.
     return torch.as_tensor(values, dtype=torch.float32).clone()

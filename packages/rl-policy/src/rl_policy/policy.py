@@ -98,6 +98,7 @@ class Policy(ColocatablePolicyInterface, GenerationInterface):
         optimizer_path: PathLike | None = None,
         init_reference_model: bool = True,
     ) -> None:
+        # First, as `__del__` reads it even if the constructor fails.
         self.worker_group: RayWorkerGroup | None = None
         self.config = with_absolute_paths(resolve_policy_config(config))
         check_generation_backend(self.config)
@@ -169,6 +170,7 @@ class Policy(ColocatablePolicyInterface, GenerationInterface):
             raise ValueError("train() needs an optimizer, and init_optimizer was False")
         self._residency.require("train(eval_mode=True)" if eval_mode else "train")
         shards, size = self._dispatcher.shard_for_training(data, loss_fn, gbs=gbs, mbs=mbs)
+        # `gbs` is passed even if it is the config's: ranks must step by what was sharded here.
         results = self._group.run_sharded(
             "train", shards, loss_fn=loss_fn, eval_mode=eval_mode, gbs=size, mbs=mbs
         )

@@ -6,13 +6,12 @@ from typing import ClassVar
 
 from pydantic import Field
 from rl_policy.config import RewardSection, Section
-from rl_policy.data.problems import ShuffledStream
+from rl_policy.data.datasets import ShuffledStream
 from rl_policy.losses import NLLLoss
-from rl_policy.recipes.registry import Recipe
+from rl_policy.recipes import Recipe
 from rl_policy.run.inputs import prepare_problems
-from rl_policy.run.loop import run_loop
 from rl_policy.run.metrics import StepMetrics
-from rl_policy.run.session import open_policy
+from rl_policy.run.session import open_policy, run_loop
 
 
 class EchoSection(Section):

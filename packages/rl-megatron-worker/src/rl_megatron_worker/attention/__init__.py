@@ -1,1 +1,1 @@
-"""Attention over packed sequences, with a cache or without."""
+"""Packed layout and attention, with or without a key-value cache."""

@@ -1,1 +1,1 @@
-"""What lets Megatron-core run on the CPU, and mends of it."""
+"""What lets Megatron-core run on the CPU and without Transformer Engine."""

@@ -1,1 +1,1 @@
-"""Megatron-core models: built, loaded, and what scores their tokens."""
+"""Megatron-core models: config, construction, loading and output head."""

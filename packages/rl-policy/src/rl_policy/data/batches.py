@@ -1,18 +1,18 @@
-"""From texts to the batches that a policy takes, and from its completions back to texts."""
+"""Encoding of texts into the batches of a policy, and decoding of its completions."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Any, TypeAlias
+from typing import TypeAlias
 
 import torch
 from rl_batched_data import BatchedDataDict
 from transformers import PreTrainedTokenizerBase
 
-from rl_policy.data.problems import Problem
+from rl_policy.data.datasets import Problem
 
-Batch: TypeAlias = BatchedDataDict[Any]
-"""Tensors by name, one row a sample."""
+Batch: TypeAlias = BatchedDataDict
+"""Tensors by name, one row per sample."""
 
 
 class ProblemEncoder:
@@ -90,13 +90,13 @@ class ProblemEncoder:
                 tokens.pop()
             text = str(self.tokenizer.decode(tokens, skip_special_tokens=False))
             for stop in self._stop_strings:
-                # What follows in the token that completed it was never asked for.
+                # A stop string may end within a token, whose remaining text is dropped.
                 text = text.partition(stop)[0]
             texts.append(text)
         return texts
 
     def _tokens(self, texts: list[str], *, special: bool) -> list[list[int]]:
-        """Tokenize in one call, many times as fast as one after the other."""
+        """Tokenize all texts in one call, which is many times as fast as one call per text."""
         if not texts:
             return []
         return self.tokenizer(texts, add_special_tokens=special, return_attention_mask=False)[

@@ -1,1 +1,1 @@
-"""Inference engines over Ray: each kind in a folder of its own, and in `state` what all share."""
+"""Inference engines over Ray: a folder for each kind, and `state`, which all of them share."""

@@ -1,4 +1,4 @@
-"""The state of an inference engine: what of its memory is on the device, and its weights.
+"""The state of an inference engine: the memory that is on the device, and the weights.
 
 call                      memory needed   weights needed      leads to
 generate                  weights, cache  committed           same
@@ -8,8 +8,8 @@ begin_update(version)     weights         any, and older      updating
 commit_update(version)    weights         updating, received  committed (or is already)
 a failed update           -               -                   lost, until a full resend
 
-Version and weights are a `rl_refit.protocol.WeightVersion`, the state machine of every
-receiver; here "updating" is its "in progress" and "loaded", and "lost" its "poisoned".
+Version and weights are a `rl_refit.protocol.WeightVersion`, the state machine of every receiver;
+here "updating" is its "in progress" and "loaded", and "lost" its "poisoned".
 """
 
 from __future__ import annotations
@@ -24,8 +24,6 @@ INITIAL_VERSION = -1
 TAGS = ("weights", "kv_cache")
 """The parts of an engine's memory that can wake separately."""
 
-_LABELS = {State.READY: "committed", State.IN_PROGRESS: "updating", State.LOADED: "updating"}
-
 
 class EngineStateError(RuntimeError):
     """The engine's state does not allow the call."""
@@ -36,24 +34,19 @@ class EngineState:
 
     def __init__(self) -> None:
         self._awake: set[str] = set(TAGS)
-        self._weights = WeightVersion(rank=0)
         # The engine has loaded its first weights itself: valid, and older than any refit.
-        self._weights.begin(INITIAL_VERSION)
-        self._weights.set_loaded()
-        self._weights.commit(INITIAL_VERSION)
-        self._lost_by = ""
+        self._weights = WeightVersion(committed=INITIAL_VERSION)
 
     @property
     def version(self) -> int:
         """The committed version."""
-        assert self._weights.committed is not None, "the constructor commits one"
+        assert self._weights.committed is not None, "it starts with a committed one"
         return self._weights.committed
 
     @property
     def incoming(self) -> int:
-        """The version of the last `begin_update`."""
-        assert self._weights.begun is not None, "the constructor begins one"
-        return self._weights.begun
+        """The version of the last `begin_update`; the committed one before the first."""
+        return self.version if self._weights.begun is None else self._weights.begun
 
     @property
     def is_committed(self) -> bool:
@@ -67,21 +60,21 @@ class EngineState:
                 f"generate is not allowed while {' and '.join(asleep)} sleep: "
                 "call prepare_for_generation() first"
             )
-        if self._is_updating():
+        if self._weights.is_updating:
             raise EngineStateError(
                 f"generate is not allowed while weights of version {self.incoming} are on their "
                 "way: call commit_update() when all have arrived"
             )
-        if not self.is_committed:
+        if self._weights.is_poisoned:
             raise EngineStateError(
-                f"generate is not allowed: {self._lost_by}. Send all weights again, from "
+                f"generate is not allowed: {self._weights.reason}. Send all weights again, from "
                 "begin_update() to commit_update()"
             )
 
     def sleep(self, *, level: int) -> None:
         """Record that the device's memory is freed; on level 2 the weights are dropped."""
-        if self._is_updating():
-            self.lose(f"the refit to version {self.incoming} was given up for the engine's sleep")
+        if self._weights.is_updating:
+            self.lose(f"the refit to version {self.incoming} was abandoned for the engine's sleep")
         self._awake.clear()
         if level == 2:
             self.lose("the engine's sleep (generation.vllm_cfg.sleep_level=2) dropped the weights")
@@ -122,8 +115,8 @@ class EngineState:
 
     def require_update(self, call: str, version: int) -> None:
         """Raise `EngineStateError` unless a refit to `version` has begun."""
-        if not self._is_updating():
-            label = _LABELS.get(self._weights.state, "lost")
+        if not self._weights.is_updating:
+            label = "lost" if self._weights.is_poisoned else "committed"
             raise EngineStateError(
                 f"{call}({version}) is not allowed while the weights are {label}: "
                 f"call begin_update({version}) first"
@@ -153,8 +146,4 @@ class EngineState:
 
     def lose(self, reason: str) -> None:
         """Record why the weights are undefined until a full refit."""
-        self._lost_by = reason
         self._weights.poison(reason)
-
-    def _is_updating(self) -> bool:
-        return self._weights.state in (State.IN_PROGRESS, State.LOADED)

@@ -121,6 +121,7 @@ class RayVirtualCluster:
         name: str = "",
         placement_group_strategy: str = "SPREAD",
     ) -> None:
+        # First, as `__del__` reads them even if an argument is refused.
         self._placement_groups: list[PlacementGroup] | None = None
         self._is_shut_down = False
         _check_bundle_counts(bundle_ct_per_node_list)
@@ -171,6 +172,7 @@ class RayVirtualCluster:
             self.get_placement_groups()[0], placement_group_bundle_index=0
         )
         task = ray.remote(_address_and_free_port)
+        # Without a CPU, as those of the bundle are the ranks': the task would wait for one.
         answer = task.options(num_cpus=0, scheduling_strategy=in_first_bundle).remote()
         try:
             return ray.get(answer, timeout=_RESERVE_LIMIT_S)

@@ -220,7 +220,7 @@ class RayWorkerGroup:
             for rank, (node, bundle) in enumerate(bundles):
                 self._hosts.append(_create_host(groups[node], bundle, name=name, rank=rank))
             self._start((worker_class, worker_args, worker_kwargs or {}), start_timeout_s)
-        except BaseException:
+        except BaseException:  # an interrupt too: actors outlive a constructor that fails
             self._kill()
             raise
 

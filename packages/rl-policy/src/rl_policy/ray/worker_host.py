@@ -12,7 +12,7 @@ from rl_interfaces.backend.runtime import ReservedPort
 
 
 class HostedWorker(Protocol):
-    """What a worker of any kind has, whatever else is called by name."""
+    """A worker of any kind; its other methods are called by name."""
 
     def shutdown(self) -> object:
         """Leave the process group and release the device."""
@@ -130,6 +130,7 @@ def rank_environments(
             "MASTER_PORT": str(port),
             "CUDA_VISIBLE_DEVICES": ",".join(gpus),
         }
+        # Ray sets OMP_NUM_THREADS to an actor's CPUs, which are logical and here only one.
         if omp_num_threads is not None:
             environment["OMP_NUM_THREADS"] = omp_num_threads
         elif not gpus:

@@ -12,7 +12,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from time import perf_counter
 from typing import ClassVar
 
@@ -20,22 +19,21 @@ from pydantic import Field
 
 from rl_policy.config import RunConfig, Section
 from rl_policy.data.batches import Batch, ProblemEncoder
-from rl_policy.data.preferences import (
+from rl_policy.data.datasets import (
     PairSets,
     PreferencePair,
+    ShuffledStream,
     arithmetic_pairs,
     divide_pairs,
     read_pairs,
 )
-from rl_policy.data.problems import ShuffledStream
 from rl_policy.losses import DPOLoss
 from rl_policy.policy import Policy
-from rl_policy.recipes.registry import Recipe
-from rl_policy.run.checkpoints import RunState
-from rl_policy.run.inputs import RunInputs, check_rows
-from rl_policy.run.loop import run_loop
-from rl_policy.run.metrics import StepMetrics, sum_micro_batches
-from rl_policy.run.session import Session, open_policy
+from rl_policy.recipes import Recipe
+from rl_policy.run.directory import RunState
+from rl_policy.run.inputs import RunInputs, check_rows, read_own_data
+from rl_policy.run.metrics import StepMetrics, mean_metrics
+from rl_policy.run.session import Session, open_policy, run_loop
 
 
 class DpoSection(Section):
@@ -48,7 +46,7 @@ class DpoSection(Section):
     beta: float = Field(default=0.1, gt=0)
     """Strength of the tie to the reference: reward per nat of log-ratio."""
     label_smoothing: float = Field(default=0.0, ge=0, lt=0.5)
-    """Share of pairs whose label is taken to be flipped."""
+    """Share of pairs whose label is assumed to be flipped."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -106,17 +104,11 @@ def prepare_dpo(config: RunConfig, encoder: ProblemEncoder) -> PairInputs:
     Raises:
         ValueError: They cannot be read or divided, or do not fit into a sequence.
     """
-    data, heldout = config.data, None
-    if data.heldout_path is not None:
-        if data.path is None:
-            raise ValueError(f"data.heldout_path={data.heldout_path} needs data.path")
-        heldout = read_pairs(Path(data.heldout_path), key="data.heldout_path")
+    given, heldout = read_own_data(config.data, read_pairs)
     pairs = divide_pairs(
-        arithmetic_pairs(max_number=data.max_number)
-        if data.path is None
-        else read_pairs(Path(data.path), key="data.path"),
+        arithmetic_pairs(max_number=config.data.max_number) if given is None else given,
         heldout=heldout,
-        num_heldout=data.num_heldout,
+        num_heldout=config.data.num_heldout,
         seed=config.seed,
     )
     check_rows(
@@ -131,9 +123,7 @@ def prepare_dpo(config: RunConfig, encoder: ProblemEncoder) -> PairInputs:
 def run_dpo(session: Session[PairInputs], model: str) -> None:
     """Train a model with DPO and write it to the run's directory, or resume doing so.
 
-    Args:
-        session: The run.
-        model: Name or directory of the model to start from, which is the reference too.
+    The model that the run starts from is the reference too.
     """
     config = session.config
     dpo = config.section(DpoSection)
@@ -150,13 +140,7 @@ def run_dpo(session: Session[PairInputs], model: str) -> None:
 
 
 class DpoTrainer:
-    """Takes and measures DPO steps, see `rl_policy.run.loop.Trainer`.
-
-    Args:
-        session: The run.
-        policy: What is trained.
-        start: The state of the run.
-    """
+    """Takes and measures DPO steps, see `rl_policy.run.session.Trainer`."""
 
     is_done = False
     weight_version = RunState().weight_version
@@ -171,8 +155,12 @@ class DpoTrainer:
         self._stream = ShuffledStream(
             session.inputs.pairs.train, seed=config.seed, position=start.data_position
         )
-        # The reference is frozen: its log-probabilities of what is measured are computed once.
+        # The reference is frozen: its log-probabilities of the held-out pairs are computed once.
         self._heldout = self._batch(session.inputs.pairs.heldout)
+        # One global batch, so that means are over all held-out pairs. Every data-parallel rank gets
+        # full pairs of it, so it is rounded up; the missing rows are completed as in any last step.
+        rows, multiple = self._heldout.size, session.cluster.world_size() * DPOLoss.rows_per_group
+        self._heldout_batch_size = rows + -rows % multiple
 
     @property
     def data_position(self) -> int:
@@ -191,7 +179,7 @@ class DpoTrainer:
         self._policy.prepare_for_training()
         result = self._policy.train(batch, self._loss)
         step_s = perf_counter() - started
-        means = sum_micro_batches(result["all_mb_metrics"], num_steps=len(result["loss"]))
+        means = mean_metrics(result)
         accuracy, margin = self._measure() if is_measured or needs_score else (None, None)
         return DpoMetrics(
             step=step,
@@ -200,8 +188,8 @@ class DpoTrainer:
             reward_margin=means["reward_margin"],
             chosen_reward=means["chosen_reward"],
             rejected_reward=means["rejected_reward"],
-            loss=float(result["loss"].mean()),
-            grad_norm=float(result["grad_norm"].mean()),
+            loss=means["loss"],
+            grad_norm=means["grad_norm"],
             tokens_per_s=int(batch["input_lengths"].sum()) / step_s,
             step_s=step_s,
         )
@@ -216,10 +204,11 @@ class DpoTrainer:
 
     def _measure(self) -> tuple[float, float]:
         """Return accuracy and margin of the held-out pairs."""
-        rows = len(self._heldout["input_lengths"])
         self._policy.prepare_for_lp_inference()
-        result = self._policy.train(self._heldout, self._loss, eval_mode=True, gbs=rows)
-        means = sum_micro_batches(result["all_mb_metrics"], num_steps=1)
+        result = self._policy.train(
+            self._heldout, self._loss, eval_mode=True, gbs=self._heldout_batch_size
+        )
+        means = mean_metrics(result)
         return means["pair_accuracy"], means["reward_margin"]
 
 

@@ -17,6 +17,7 @@ from typing import ClassVar, Literal
 import torch
 from pydantic import Field
 from rl_interfaces import GenerationInterface
+from rl_refit.report import Stopwatch
 
 from rl_policy.config import (
     RefitSection,
@@ -27,14 +28,12 @@ from rl_policy.config import (
     check_sampling,
 )
 from rl_policy.data.batches import Batch, ProblemEncoder, completion_batch
-from rl_policy.data.problems import ShuffledStream
-from rl_policy.data.rewards import group_relative_advantages
-from rl_policy.losses import ClippedPGLoss
+from rl_policy.data.datasets import ShuffledStream
+from rl_policy.losses import ClippedPGLoss, group_relative_advantages
 from rl_policy.policy import Policy
-from rl_policy.recipes.registry import Recipe
+from rl_policy.recipes import Recipe
 from rl_policy.recipes.sft import SFT, SftSection, prepare_sft, run_sft, sft_policy
-from rl_policy.run.checkpoints import RunState
-from rl_policy.run.directory import RunDirectory
+from rl_policy.run.directory import RunDirectory, RunState
 from rl_policy.run.evaluation import (
     check_mismatch,
     complete,
@@ -42,13 +41,12 @@ from rl_policy.run.evaluation import (
     sampler_mismatch,
 )
 from rl_policy.run.inputs import ProblemInputs, prepare_problems
-from rl_policy.run.loop import run_loop
-from rl_policy.run.metrics import StepMetrics, Stopwatch, read_metrics, sum_micro_batches
-from rl_policy.run.plots import plot_reward
+from rl_policy.run.metrics import StepMetrics, mean_metrics, plot_reward, read_metrics
 from rl_policy.run.samplers import Sampler, open_sampler
-from rl_policy.run.session import Session, open_policy
+from rl_policy.run.session import Session, open_policy, run_loop
 
 _LOGGER = logging.getLogger(__name__)
+_PHASES = ("step_s", "generate_s", "logprob_s", "train_s")
 _DIAGNOSTICS = ("clip_fraction", "policy_loss", "probs_ratio", "sampler_trainer_ratio")
 
 
@@ -164,12 +162,7 @@ def prepare_grpo(config: RunConfig, encoder: ProblemEncoder) -> ProblemInputs:
 
 
 def run_grpo(session: Session[ProblemInputs], model: str) -> None:
-    """Train a model with GRPO and write it to the run's directory, or resume doing so.
-
-    Args:
-        session: The run.
-        model: Name or directory of the model to start from.
-    """
+    """Train a model with GRPO and write it to the run's directory, or resume doing so."""
     config = session.config
     grpo = config.section(GrpoSection)
     warn_of_truncation(config.policy["generation"])
@@ -192,12 +185,7 @@ def run_grpo(session: Session[ProblemInputs], model: str) -> None:
 
 
 def warm_up(session: Session[ProblemInputs], *, model: str) -> str:
-    """Fine-tune the model in a directory of its own, unless that was done, and return its path.
-
-    Args:
-        session: The run.
-        model: Name or directory of the model to start from.
-    """
+    """Fine-tune the model in a subdirectory, unless that is already complete; return its path."""
     directory = RunDirectory(session.directory.warm_up)
     if not directory.final.is_dir():
         directory.path.mkdir(exist_ok=True)
@@ -206,11 +194,7 @@ def warm_up(session: Session[ProblemInputs], *, model: str) -> str:
 
 
 def warn_of_truncation(generation: Settings) -> None:
-    """Log a warning if the sampler excludes tokens that the trainer gives a probability.
-
-    Args:
-        generation: The section `policy.generation`.
-    """
+    """Log a warning if `policy.generation` excludes tokens that the trainer gives a probability."""
     untruncated = {"top_k": None, "top_p": 1.0}
     truncations = [
         f"policy.generation.{key}={generation[key]}"
@@ -231,14 +215,7 @@ def build_loss(section: LossSection) -> ClippedPGLoss:
 
 
 class GrpoTrainer:
-    """Takes and measures GRPO steps, see `rl_policy.run.loop.Trainer`.
-
-    Args:
-        session: The run.
-        policy: What is trained.
-        sampler: Where completions come from.
-        start: The state of the run.
-    """
+    """Takes and measures GRPO steps, see `rl_policy.run.session.Trainer`."""
 
     def __init__(
         self, session: Session[ProblemInputs], policy: Policy, sampler: Sampler, *, start: RunState
@@ -277,6 +254,7 @@ class GrpoTrainer:
             refit = self._sampler.report()
         extra: dict[str, float] = {}
         if self._has_engines:
+            # Before the first update, a difference is due to the engines or to the refit alone.
             self._policy.prepare_for_lp_inference()
             batch = completion_batch(generated, advantages=torch.zeros(len(rewards)))
             scores = self._policy.get_logprobs(batch)["logprobs"]
@@ -287,14 +265,14 @@ class GrpoTrainer:
     def take_step(self, step: int, *, is_measured: bool, needs_score: bool) -> GrpoMetrics:
         """Sample, reward, score and train."""
         watch = Stopwatch()
-        with watch.measure("step_s"):
+        with watch.phase("step_s"):
             with self._sampler.after_step(step - 1) as source:
                 extra = self._sampler.report()
-                with watch.measure("generate_s"):
+                with watch.phase("generate_s"):
                     batch, reward_mean = self._sample(source)
-            with watch.measure("logprob_s"):
+            with watch.phase("logprob_s"):
                 extra |= self._score(batch)
-            with watch.measure("train_s"):
+            with watch.phase("train_s"):
                 trained = self._train(batch)
         return GrpoMetrics(
             step=step,
@@ -304,10 +282,10 @@ class GrpoTrainer:
             grad_norm=trained["grad_norm"],
             kl=trained.get("kl"),
             entropy=trained["entropy"],
-            tokens_per_s=int(batch["input_lengths"].sum()) / watch.seconds["step_s"],
+            tokens_per_s=int(batch["input_lengths"].sum()) / watch.of("step_s"),
             extra=extra,
             diagnostics={name: trained[name] for name in _DIAGNOSTICS if name in trained},
-            **watch.seconds,
+            **{name: watch.of(name) for name in _PHASES},
         )
 
     def _sample(self, source: GenerationInterface) -> tuple[Batch, float]:
@@ -356,20 +334,15 @@ class GrpoTrainer:
 
     def _train(self, batch: Batch) -> dict[str, float]:
         """Train on the batch, and return the means of what was measured."""
+        # The batch, and with it `prev_logprobs`, stays the same: from the second update on, the
+        # ratio leaves 1 and the loss clips it.
         self._policy.prepare_for_training()
-        results = [
-            self._policy.train(batch, self._loss) for _ in range(self._config.epochs_per_step)
+        epochs = [
+            mean_metrics(self._policy.train(batch, self._loss))
+            for _ in range(self._config.epochs_per_step)
         ]
         self._policy.finish_training()
-        passes = [
-            {
-                **sum_micro_batches(result["all_mb_metrics"], num_steps=len(result["loss"])),
-                "loss": float(result["loss"].mean()),
-                "grad_norm": float(result["grad_norm"].mean()),
-            }
-            for result in results
-        ]
-        return {name: sum(each[name] for each in passes) / len(passes) for name in passes[0]}
+        return {name: sum(each[name] for each in epochs) / len(epochs) for name in epochs[0]}
 
     def _accuracy(self, step: int) -> float:
         with self._sampler.after_step(step) as source:

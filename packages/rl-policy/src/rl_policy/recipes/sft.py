@@ -27,16 +27,15 @@ from rl_policy.config import (
     resolve_policy,
 )
 from rl_policy.data.batches import ProblemEncoder
-from rl_policy.data.problems import ShuffledStream
+from rl_policy.data.datasets import ShuffledStream
 from rl_policy.losses import NLLLoss
 from rl_policy.policy import Policy
-from rl_policy.recipes.registry import Recipe
-from rl_policy.run.checkpoints import RunState
+from rl_policy.recipes import Recipe
+from rl_policy.run.directory import RunState
 from rl_policy.run.evaluation import greedy_accuracy, pass_rate
 from rl_policy.run.inputs import ProblemInputs, check_rows, prepare_problems
-from rl_policy.run.loop import run_loop
-from rl_policy.run.metrics import StepMetrics
-from rl_policy.run.session import Session, open_policy
+from rl_policy.run.metrics import StepMetrics, mean_metrics
+from rl_policy.run.session import Session, open_policy, run_loop
 
 _LOGGER = logging.getLogger(__name__)
 
@@ -87,7 +86,7 @@ class SftMetrics(StepMetrics):
 def sft_policy(config: RunConfig) -> Settings:
     """Return the complete section `policy` of a supervised part.
 
-    Its few samples come from the training workers, whatever samples for another recipe.
+    Its few samples come from the training workers, also where engines sample for GRPO.
 
     Raises:
         ValueError: What `sft.policy` changes is wrong.
@@ -126,12 +125,7 @@ def prepare_sft(config: RunConfig, encoder: ProblemEncoder) -> ProblemInputs:
 
 
 def run_sft(session: Session[ProblemInputs], model: str) -> None:
-    """Fine-tune a model and write it to the run's directory, or resume doing so.
-
-    Args:
-        session: The run.
-        model: Name or directory of the model to start from.
-    """
+    """Fine-tune a model and write it to the run's directory, or resume doing so."""
     config = session.config
     sft = config.section(SftSection)
     with open_policy(session, sft_policy(config), model=model, has_reference=False) as opened:
@@ -155,13 +149,7 @@ def run_sft(session: Session[ProblemInputs], model: str) -> None:
 
 
 class SftTrainer:
-    """Takes and measures supervised steps, see `rl_policy.run.loop.Trainer`.
-
-    Args:
-        session: The run.
-        policy: What is trained.
-        start: The state of the run.
-    """
+    """Takes and measures supervised steps, see `rl_policy.run.session.Trainer`."""
 
     weight_version = RunState().weight_version
 
@@ -191,7 +179,7 @@ class SftTrainer:
         """Take one optimizer step on the next demonstrations."""
         started = perf_counter()
         batch = self._inputs.encoder.answer_batch(self._stream.take(self._batch_size))
-        result = self._policy.train(batch, NLLLoss())
+        means = mean_metrics(self._policy.train(batch, NLLLoss()))
         step_s = perf_counter() - started
         accuracy, rate = None, None
         if is_measured or needs_score:
@@ -201,8 +189,8 @@ class SftTrainer:
             step=step,
             accuracy=accuracy,
             pass_rate=rate,
-            loss=float(result["loss"].mean()),
-            grad_norm=float(result["grad_norm"].mean()),
+            loss=means["loss"],
+            grad_norm=means["grad_norm"],
             tokens_per_s=int(batch["input_lengths"].sum()) / step_s,
             step_s=step_s,
         )

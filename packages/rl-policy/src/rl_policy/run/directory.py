@@ -1,12 +1,22 @@
-"""The directory of a run: created once, never overwritten, resumed on request."""
+"""The files of a run: its directory, and checkpoints that are complete or absent.
+
+What is written gets its name by a rename once it is complete, so that no crash leaves half of it
+under that name. A run directory is created once, never overwritten, and resumed on request.
+"""
 
 from __future__ import annotations
 
+import json
 import os
+import shutil
+from collections.abc import Callable
+from dataclasses import asdict, dataclass
 from datetime import datetime
 from pathlib import Path
 
 from rl_policy.config import RunConfig, parse_run_config, read_yaml, render_run_config
+
+_PREFIX, _PARTIAL, _STATE = "step_", ".partial", "state.json"
 
 
 class RunDirectory:
@@ -56,11 +66,154 @@ class RunDirectory:
         return parse_run_config(read_yaml(self.config))
 
 
+@dataclass(frozen=True, kw_only=True, slots=True)
+class RunState:
+    """What a run has to know to be resumed, beside what the policy saves.
+
+    Attributes:
+        step: Steps taken.
+        data_position: Items drawn from the training data.
+        score: The last score, by which the best checkpoint is chosen, see `StepMetrics`.
+        is_done: Whether no step follows, whatever the configuration says.
+        weight_version: The last weight version that engines had; -1 without engines.
+    """
+
+    step: int = 0
+    data_position: int = 0
+    score: float = 0.0
+    is_done: bool = False
+    weight_version: int = -1
+
+    @property
+    def is_new(self) -> bool:
+        """Whether no step was taken yet."""
+        return self.step == 0
+
+
+@dataclass(frozen=True, slots=True)
+class Checkpoint:
+    """A complete checkpoint on disk.
+
+    Attributes:
+        path: Its directory, with the parts below and the state as JSON.
+        state: Of the run.
+    """
+
+    path: Path
+    state: RunState
+
+    @property
+    def weights(self) -> Path:
+        """The sharded weights."""
+        return self.path / "weights"
+
+    @property
+    def optimizer(self) -> Path:
+        """Optimizer, scheduler and random state."""
+        return self.path / "optimizer"
+
+    @property
+    def tokenizer(self) -> Path:
+        """The tokenizer."""
+        return self.path / "tokenizer"
+
+
+class CheckpointManager:
+    """The checkpoints `step_N` below a directory.
+
+    A checkpoint is written under another name, flushed to the disk, and renamed: a directory of
+    that name is complete.
+
+    Args:
+        directory: Created with the first checkpoint.
+        keep_last: Newest checkpoints to keep; the one with the best score is kept besides.
+    """
+
+    def __init__(self, directory: Path, *, keep_last: int) -> None:
+        self._directory = directory
+        self._keep_last = keep_last
+
+    def save(self, state: RunState, write: Callable[[Checkpoint], None]) -> Checkpoint:
+        """Save a checkpoint, and remove those that are no longer kept.
+
+        Args:
+            state: Of the run.
+            write: Writes the parts of the checkpoint that it is given.
+        """
+        name = f"{_PREFIX}{state.step}"
+        partial = self._directory / f"{name}{_PARTIAL}"
+        self.remove_partial()
+        partial.mkdir(parents=True)
+        write(Checkpoint(partial, state))
+        # All files before the rename: after a power loss, a name on the disk may precede its data.
+        (partial / _STATE).write_text(json.dumps(asdict(state)) + "\n", encoding="utf-8")
+        _sync_tree(partial)
+        final = partial.rename(self._directory / name)
+        sync_directory(self._directory)
+        self._rotate()
+        return Checkpoint(final, state)
+
+    def all(self) -> list[Checkpoint]:
+        """Return the complete checkpoints, oldest first."""
+        if not self._directory.is_dir():
+            return []
+        paths = [
+            path
+            for path in self._directory.iterdir()
+            if path.name.startswith(_PREFIX) and path.name.removeprefix(_PREFIX).isdigit()
+        ]
+        checkpoints = [Checkpoint(path, _read_state(path)) for path in paths]
+        return sorted(checkpoints, key=lambda checkpoint: checkpoint.state.step)
+
+    def latest(self) -> Checkpoint | None:
+        """Return the newest complete checkpoint; None if there is none."""
+        return next(reversed(self.all()), None)
+
+    def remove_partial(self) -> None:
+        """Remove what an interrupted `save` left behind, or a removal that was interrupted."""
+        for path in self._directory.glob(f"{_PREFIX}*{_PARTIAL}"):
+            shutil.rmtree(path)
+
+    def _rotate(self) -> None:
+        checkpoints = self.all()
+        # Of equally good ones the newest is the best, so that fewer are kept.
+        best = max(checkpoints, key=lambda each: (each.state.score, each.state.step))
+        for checkpoint in checkpoints[: -self._keep_last]:
+            if checkpoint != best:
+                # Renamed first: a directory that is half removed must not look complete.
+                name = checkpoint.path.name + _PARTIAL
+                shutil.rmtree(checkpoint.path.rename(self._directory / name))
+
+
+def _read_state(path: Path) -> RunState:
+    return RunState(**json.loads((path / _STATE).read_text(encoding="utf-8")))
+
+
+def _sync_tree(root: Path) -> None:
+    for directory, _, files in os.walk(root):
+        for name in files:
+            with (Path(directory) / name).open("rb") as file:
+                os.fsync(file.fileno())
+        sync_directory(Path(directory))
+
+
 def new_run_path(recipe: str, *, root: Path = Path("runs")) -> Path:
     """Return the path of a new dated directory below `root`; nothing is created."""
     stem = f"{recipe}-{datetime.now():%Y%m%d-%H%M%S}"
     candidates = [root / stem, *(root / f"{stem}-{number}" for number in range(2, 100))]
     return next(path for path in candidates if not path.exists())
+
+
+def write_directory(path: Path, write: Callable[[Path], None]) -> None:
+    """Write a directory under another name, and rename it in place of what is there."""
+    partial = path.with_name(path.name + ".partial")
+    if partial.exists():
+        shutil.rmtree(partial)
+    write(partial)
+    if path.exists():
+        shutil.rmtree(path)
+    partial.rename(path)
+    sync_directory(path.parent)
 
 
 def write_durably(path: Path, text: str) -> None:

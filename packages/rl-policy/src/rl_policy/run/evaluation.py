@@ -1,4 +1,4 @@
-"""What is measured of a policy: the problems it solves, and how far its sampler is from it."""
+"""Measurements of a policy: the problems it solves, and how far its sampler deviates from it."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 import torch
 from rl_refit import VerificationError
 
-from rl_policy.data.problems import Problem
+from rl_policy.data.datasets import Problem
 from rl_policy.run.inputs import ProblemInputs
 
 if TYPE_CHECKING:
@@ -84,7 +84,7 @@ def sampler_mismatch(
 
 
 def check_mismatch(measured: Mapping[str, float], *, limit: float | None) -> None:
-    """Raise where a refit has left the sampler with other weights than the trainer's.
+    """Raise if the sampler's weights evidently differ from the trainer's after a refit.
 
     Args:
         measured: What `sampler_mismatch` returned.
@@ -94,7 +94,7 @@ def check_mismatch(measured: Mapping[str, float], *, limit: float | None) -> Non
         VerificationError: One is off by more.
     """
     worst = measured["mismatch_max_abs"]
-    if limit is not None and not worst <= limit:
+    if limit is not None and not worst <= limit:  # NaN compares false, and is a mismatch too
         raise VerificationError(
             f"the engines' log-probabilities are off by up to {worst:.3g} nats, more than "
             f"refit.max_mismatch={limit:g}: their weights are not the trainer's"

@@ -1,31 +1,41 @@
-"""What a run works with, checked as far as possible before anything starts."""
+"""What a run works with: configuration, tokenizer and data, checked before anything starts."""
 
 from __future__ import annotations
 
 import logging
+import os
 import tempfile
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any, TypeVar
 
-from transformers import AutoTokenizer, PreTrainedTokenizerBase
+from rl_refit.transports import find_transport
+from transformers import AutoConfig, AutoTokenizer, PreTrainedTokenizerBase
 
 from rl_policy import backends
-from rl_policy.config import RewardSection, RunConfig, Settings
-from rl_policy.data.arithmetic import arithmetic_problems
+from rl_policy.config import DataSection, RefitSection, RewardSection, RunConfig, Settings
 from rl_policy.data.batches import ProblemEncoder
-from rl_policy.data.problems import Problem, ProblemSets, divide_problems, read_problems
-from rl_policy.data.rewards import ExactMatch
+from rl_policy.data.datasets import (
+    ExactMatch,
+    Problem,
+    ProblemSets,
+    arithmetic_problems,
+    divide_problems,
+    read_problems,
+)
 from rl_policy.data.tiny_model import build_tokenizer, tiny_model_config
-from rl_policy.recipes.registry import find_recipe
-from rl_policy.run.engines import check_engines
+from rl_policy.generation.vllm.config import generation_of_policy
+from rl_policy.recipes import find_recipe
+
+ItemT = TypeVar("ItemT")
 
 _LOGGER = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class RunInputs:
-    """The configuration, and what follows from it alone. A recipe derives its own from it.
+    """The configuration, and what follows from it alone. A recipe derives its own inputs from it.
 
     Attributes:
         config: Of the run.
@@ -99,6 +109,27 @@ def prepare_problems(
     return ProblemInputs(config=config, encoder=encoder, problems=problems, reward=reward)
 
 
+def read_own_data(
+    data: DataSection, read: Callable[..., list[ItemT]]
+) -> tuple[list[ItemT] | None, list[ItemT] | None]:
+    """Return the items of `data.path` and `data.heldout_path`, None for a path that is not set.
+
+    Args:
+        data: The section.
+        read: `read_problems`, or another function with its arguments.
+
+    Raises:
+        ValueError: A file cannot be read, or only `data.heldout_path` is set.
+    """
+    if data.path is None and data.heldout_path is not None:
+        raise ValueError(f"data.heldout_path={data.heldout_path} needs data.path")
+    heldout = data.heldout_path
+    return (
+        None if data.path is None else read(Path(data.path), key="data.path"),
+        None if heldout is None else read(Path(heldout), key="data.heldout_path"),
+    )
+
+
 def check_rows(rows: Sequence[Problem], *, encoder: ProblemEncoder, limit: int, key: str) -> None:
     """Raise `ValueError` unless every prompt fits into a sequence together with its answer.
 
@@ -140,9 +171,8 @@ def _load_tokenizer(config: RunConfig) -> PreTrainedTokenizerBase:
 
 def _load_problems(config: RunConfig, *, num_validation: int) -> ProblemSets:
     data = config.data
-    if data.path is None:
-        if data.heldout_path is not None:
-            raise ValueError(f"data.heldout_path={data.heldout_path} needs data.path")
+    problems, heldout = read_own_data(data, read_problems)
+    if problems is None:
         return arithmetic_problems(
             max_number=data.max_number,
             num_heldout=data.num_heldout,
@@ -150,11 +180,8 @@ def _load_problems(config: RunConfig, *, num_validation: int) -> ProblemSets:
             careless_share=data.careless_share,
             seed=config.seed,
         )
-    heldout = None
-    if data.heldout_path is not None:
-        heldout = read_problems(Path(data.heldout_path), key="data.heldout_path")
     return divide_problems(
-        read_problems(Path(data.path), key="data.path"),
+        problems,
         heldout=heldout,
         num_heldout=data.num_heldout,
         num_validation=num_validation,
@@ -194,7 +221,7 @@ def _length_limits(config: RunConfig) -> dict[str, int]:
     limits = {"policy.max_total_sequence_length": config.policy["max_total_sequence_length"]}
     engine = config.policy["generation"].get("vllm_cfg") or {}
     if config.has_engines and engine.get("max_model_len") is not None:
-        # An engine would end completions there, as if the policy had ended them itself.
+        # The engine would truncate completions there, as if the policy had ended them itself.
         limits["policy.generation.vllm_cfg.max_model_len"] = engine["max_model_len"]
     return limits
 
@@ -205,7 +232,7 @@ def _longest(problems: Iterable[Problem], lengths: Iterable[int]) -> tuple[str, 
 
 
 def _check_backend(config: RunConfig, policies: Sequence[Settings]) -> None:
-    """Let the backend check the sections `policy` that the run is going to use."""
+    """Let the backend validate the sections `policy` that the run is going to use."""
     worker_class = backends.load(backends.enabled_backend(config.policy))
     world_size = sum(config.cluster.bundle_ct_per_node_list)
     with tempfile.TemporaryDirectory() as directory:
@@ -218,3 +245,88 @@ def _check_backend(config: RunConfig, policies: Sequence[Settings]) -> None:
             policies = [{**policy, "model_name": directory} for policy in policies]
         for policy in policies:
             worker_class.validate_config(policy, world_size=world_size, init_optimizer=True)
+
+
+def engine_section(config: RunConfig, *, model: str) -> Settings:
+    """Return the `GenerationConfig` of the engines: the policy's, completed."""
+    return {**generation_of_policy(config.policy), "model_name": model}
+
+
+def keeps_weights(config: RunConfig) -> bool:
+    """Return whether engines that sleep still have their weights afterwards."""
+    section: Settings = config.policy["generation"].get("vllm_cfg") or {}
+    return section.get("sleep_level", 1) == 1
+
+
+def check_engines(config: RunConfig) -> None:
+    """Let the engines validate their section, before anything starts.
+
+    Raises:
+        ValueError: Something it asks for cannot be done; the message names key and numbers.
+        ImportError: The engines are not installed.
+        NotImplementedError: The training backend does not send weights.
+    """
+    if not config.has_engines:
+        return
+    backends.TrainingBackend.of_config(config.policy).require_sending()
+    if (transport := config.section(RefitSection).transport) is not None:
+        find_transport(transport)
+    given, own = config.policy["generation"].get("model_name"), config.policy["model_name"]
+    if given not in (None, own):
+        raise ValueError(
+            f"policy.generation.model_name={given!r} contradicts policy.model_name={own!r}: the "
+            "engines of a run sample from the policy's weights"
+        )
+    engine_class: Any = backends.load_engine(config.policy["generation"]["backend"])
+    section = engine_section(config, model=config.policy["model_name"])
+    engine_class.validate_config(section)
+    if not config.has_builtin_model:
+        _check_positions(section)
+    _check_bundles(config, tensor_parallel_size=section["vllm_cfg"].get("tensor_parallel_size", 1))
+    if not section["vllm_cfg"].get("weight_transfer", True):
+        raise ValueError(
+            "policy.generation.vllm_cfg.weight_transfer=False: a run gives its engines new weights"
+        )
+
+
+def _check_positions(section: Settings) -> None:
+    """Check that the model has a position for each token of the longest row.
+
+    vLLM refuses the same when an engine starts, which is after the policy's workers have. Scaled
+    positions are left to it: how far they reach depends on the kind of scaling.
+    """
+    engine = section["vllm_cfg"]
+    longest = engine.get("max_model_len")
+    is_overridden = "hf_overrides" in (engine.get("engine_kwargs") or {})
+    if longest is None or is_overridden or os.environ.get("VLLM_ALLOW_LONG_MAX_MODEL_LEN") == "1":
+        return
+    model = AutoConfig.from_pretrained(
+        section["model_name"], trust_remote_code=engine["trust_remote_code"]
+    ).get_text_config()
+    rotary: Settings = getattr(model, "rope_parameters", None) or {}
+    # Some models have a section for each kind of layer.
+    sections = [each for each in rotary.values() if isinstance(each, Mapping)] or [rotary]
+    if any(each.get("rope_type", "default") != "default" for each in sections):
+        return
+    positions = getattr(model, "max_position_embeddings", None)
+    if positions is not None and longest > positions:
+        raise ValueError(
+            f"policy.generation.vllm_cfg.max_model_len={longest}, which is "
+            "policy.max_total_sequence_length where it is not set, exceeds the model's "
+            f"max_position_embeddings={positions}"
+        )
+
+
+def _check_bundles(config: RunConfig, *, tensor_parallel_size: int) -> None:
+    if config.is_colocated:
+        key, bundles = "cluster.bundle_ct_per_node_list", config.cluster.bundle_ct_per_node_list
+    else:
+        key, bundles = "policy.generation.colocated.resources", config.engine_bundles
+    if not bundles or min(bundles) < 1:
+        raise ValueError(f"{key} asks for {bundles} devices by node: an engine needs one")
+    for count in bundles:
+        if count % tensor_parallel_size:
+            raise ValueError(
+                f"policy.generation.vllm_cfg.tensor_parallel_size={tensor_parallel_size} does not "
+                f"divide the {count} devices that a node has by {key}"
+            )

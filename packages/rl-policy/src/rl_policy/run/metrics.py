@@ -1,4 +1,4 @@
-"""The measurements of a run: one JSON object a step, and TensorBoard events of the same."""
+"""The measurements of a run: JSON lines, TensorBoard events, the progress bar and the picture."""
 
 from __future__ import annotations
 
@@ -9,15 +9,22 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, field, fields
 from pathlib import Path
-from time import perf_counter
 from typing import ClassVar, TypeAlias
 
+from matplotlib.axes import Axes
+from matplotlib.backends.backend_agg import FigureCanvasAgg
+from matplotlib.figure import Figure
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+from rl_interfaces import TrainOutputSpec
 from torch.utils.tensorboard import SummaryWriter
 
 from rl_policy.run.directory import write_durably
 
 Row: TypeAlias = dict[str, float | None]
 """A line of `metrics.jsonl`: numbers by name, None if one was not measured or is not finite."""
+
+_REWARD_COLOR, _ACCURACY_COLOR = "#4c72b0", "#c44e52"
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -66,9 +73,9 @@ class StepMetrics:
 
 
 class MetricsLog(AbstractContextManager["MetricsLog"]):
-    """Writes the metrics of each step as they come.
+    """Appends the metrics of each step to the JSON lines and to TensorBoard.
 
-    A resumed run continues the files at its checkpoint: what was measured after it is dropped, and
+    A resumed run continues the files at its checkpoint: steps measured after it are dropped, and
     measured again.
 
     Args:
@@ -85,14 +92,10 @@ class MetricsLog(AbstractContextManager["MetricsLog"]):
         self._events = SummaryWriter(str(tensorboard), purge_step=purge_step)
 
     def write(self, metrics: StepMetrics) -> None:
-        """Write the metrics of one step. What is not finite becomes null: JSON has no name for it.
-
-        Args:
-            metrics: Of the step.
-        """
+        """Write the metrics of one step. What is not finite becomes null, as in JSON."""
         row = {name: _finite_or_none(value) for name, value in metrics.row().items()}
         self._file.write(json.dumps(row) + "\n")
-        # A reader may follow the file while the run goes on.
+        # A reader may follow the file during the run.
         self._file.flush()
         del row["step"]
         for name, value in {**row, **metrics.diagnostics}.items():
@@ -101,7 +104,7 @@ class MetricsLog(AbstractContextManager["MetricsLog"]):
         self._events.flush()
 
     def sync(self) -> None:
-        """Flush what was written to the disk."""
+        """Force what was written to the disk."""
         os.fsync(self._file.fileno())
 
     def __exit__(self, *exception: object) -> None:
@@ -110,36 +113,143 @@ class MetricsLog(AbstractContextManager["MetricsLog"]):
         self._events.close()
 
 
-class Stopwatch:
-    """Measures the parts of a step, in seconds by name."""
-
-    def __init__(self) -> None:
-        self.seconds: dict[str, float] = {}
-
-    @contextmanager
-    def measure(self, name: str) -> Iterator[None]:
-        """Record how long the block takes."""
-        started = perf_counter()
-        yield
-        self.seconds[name] = perf_counter() - started
-
-
 def read_metrics(path: Path) -> list[Row]:
     """Return the rows of a `metrics.jsonl`."""
     return [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
 
 
-def sum_micro_batches(
-    all_mb_metrics: Mapping[str, Sequence[float]], *, num_steps: int
-) -> dict[str, float]:
-    """Return the mean over optimizer steps of metrics that add up over micro-batches.
+def mean_metrics(result: TrainOutputSpec) -> dict[str, float]:
+    """Return what `train` measured as means over its optimizer steps.
 
     Args:
-        all_mb_metrics: `{name: one value per micro-batch}`, of all steps and ranks.
-        num_steps: Optimizer steps.
+        result: What `Policy.train` returned. The metrics of its loss add up over micro-batches to
+            a number of the global batch.
+
+    Returns:
+        `loss`, `grad_norm` unless in eval mode, and the loss's own metrics.
     """
+    num_steps = len(result["loss"])
     # An exact sum: the order in which ranks report must not change a digit.
-    return {name: math.fsum(values) / num_steps for name, values in all_mb_metrics.items()}
+    sums = {name: math.fsum(values) for name, values in result["all_mb_metrics"].items()}
+    means = {name: total / num_steps for name, total in sums.items()}
+    for name in ("loss", "grad_norm"):
+        if (values := result[name]) is not None:
+            means[name] = float(values.mean())
+    return means
+
+
+class RunDisplay:
+    """A progress bar per phase of a run, and a line for each measurement.
+
+    Args:
+        console: Where to show it.
+    """
+
+    def __init__(self, console: Console) -> None:
+        self._console = console
+
+    @contextmanager
+    def phase(self, name: str, *, total: int, completed: int) -> Iterator[Phase]:
+        """Show a bar for the steps of one phase.
+
+        Args:
+            name: Of the phase.
+            total: Steps.
+            completed: Steps that were taken before.
+        """
+        columns = (
+            TextColumn("{task.description:<8}"),
+            BarColumn(bar_width=30),
+            MofNCompleteColumn(),
+            TextColumn("{task.fields[numbers]}"),
+            TimeElapsedColumn(),
+        )
+        with Progress(*columns, console=self._console) as progress:
+            yield Phase(progress, name=name, total=total, completed=completed)
+
+    def note(self, text: str) -> None:
+        """Show a line."""
+        self._console.print(text, highlight=False, markup=False, soft_wrap=True)
+
+
+class Phase:
+    """The bar of one phase, see `RunDisplay.phase`."""
+
+    def __init__(self, progress: Progress, *, name: str, total: int, completed: int) -> None:
+        self._progress = progress
+        self._name = name
+        self._total = total
+        self._latest: dict[str, float] = {}
+        self._task = progress.add_task(name, total=total, completed=completed, numbers="")
+
+    def advance(self, step: int, numbers: Mapping[str, float | None], *, is_measured: bool) -> None:
+        """Move the bar to `step`.
+
+        Args:
+            step: The step.
+            numbers: Shown beside the bar; None keeps the number that is there.
+            is_measured: Whether the step has a score: it leaves a line above the bar.
+        """
+        known = {name: value for name, value in numbers.items() if value is not None}
+        self._latest = {**self._latest, **known}
+        text = "  ".join(f"{name} {value:.3f}" for name, value in self._latest.items())
+        self._progress.update(self._task, completed=step, numbers=text)
+        if is_measured:
+            line = f"{self._name:<8} step {step}/{self._total}  {text}"
+            self._progress.console.print(line, highlight=False)
+
+
+def plot_reward(rows: Sequence[Row], path: Path) -> None:
+    """Write training reward and held-out accuracy over the steps as a PNG.
+
+    Args:
+        rows: The objects of `metrics.jsonl`.
+        path: The picture.
+    """
+    figure = Figure(figsize=(8, 4.5), layout="constrained")
+    FigureCanvasAgg(figure)
+    axes = figure.add_subplot()
+    reward, accuracy = _points(rows, "reward_mean"), _points(rows, "accuracy")
+    axes.plot(*_columns(reward), color=_REWARD_COLOR, linewidth=1.2)
+    axes.plot(*_columns(accuracy), color=_ACCURACY_COLOR, linewidth=2, marker="o", markersize=4)
+    is_reward_above = (reward[-1][1] if reward else 0.0) > (accuracy[-1][1] if accuracy else 0.0)
+    # The names stand beside the last points, one above the other, so that they never overlap.
+    _label_end(axes, reward, "train reward\n(sampled)", _REWARD_COLOR, is_above=is_reward_above)
+    _label_end(
+        axes, accuracy, "held-out accuracy\n(greedy)", _ACCURACY_COLOR, is_above=not is_reward_above
+    )
+    axes.set_xlabel("GRPO step")
+    axes.set_ylabel("share of answers that are right")
+    axes.set_ylim(-0.02, 1.05)
+    axes.spines[["top", "right"]].set_visible(False)
+    axes.grid(axis="y", alpha=0.3)
+    if accuracy:
+        (_, first), (_, last) = accuracy[0], accuracy[-1]
+        axes.set_title(f"Held-out accuracy {first:.2f} \u2192 {last:.2f}", loc="left")
+    figure.savefig(path, dpi=150)
+
+
+def _label_end(
+    axes: Axes, points: Sequence[tuple[float, float]], text: str, color: str, *, is_above: bool
+) -> None:
+    if points:
+        axes.annotate(
+            text,
+            points[-1],
+            xytext=(8, 2 if is_above else -2),
+            textcoords="offset points",
+            va="bottom" if is_above else "top",
+            color=color,
+            annotation_clip=False,
+        )
+
+
+def _points(rows: Sequence[Row], name: str) -> list[tuple[float, float]]:
+    return [(row["step"] or 0, value) for row in rows if (value := row[name]) is not None]
+
+
+def _columns(points: Sequence[tuple[float, float]]) -> tuple[list[float], list[float]]:
+    return [step for step, _ in points], [value for _, value in points]
 
 
 def _lines_up_to(path: Path, step: int) -> str:

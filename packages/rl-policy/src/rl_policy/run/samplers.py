@@ -1,4 +1,4 @@
-"""Where the completions of a recipe come from: the training workers, or inference engines."""
+"""Samplers of a recipe: the training workers themselves, or inference engines after a refit."""
 
 from __future__ import annotations
 
@@ -15,56 +15,52 @@ from rl_policy.generation.vllm import VllmGeneration
 from rl_policy.policy import Policy
 from rl_policy.ray.cluster import RayVirtualCluster
 from rl_policy.refit import WeightLink, engines_on_device
-from rl_policy.run.checkpoints import RunState
-from rl_policy.run.engines import engine_section, keeps_weights
+from rl_policy.run.directory import RunState
+from rl_policy.run.inputs import engine_section, keeps_weights
 from rl_policy.run.session import AnySession
 
 
 class Sampler(Protocol):
-    """A source of completions that follows the policy's weights."""
+    """A source of completions under the policy's current weights."""
 
     def after_step(self, step: int) -> AbstractContextManager[GenerationInterface]:
-        """Give what samples from the weights that the policy has after `step`."""
+        """Yield what samples from the weights that the policy has after `step`."""
         ...
 
     def report(self) -> dict[str, float]:
-        """Return the numbers of the last refit, nothing where weights are not handed over."""
+        """Return the metrics of the last refit; empty where no weights are sent."""
         ...
 
 
 class WorkerSampler:
-    """The training workers' own sampler.
-
-    Args:
-        policy: Samples.
-    """
+    """The training workers' own sampler, which needs no refit."""
 
     def __init__(self, policy: Policy) -> None:
         self._policy = policy
 
     @contextmanager
     def after_step(self, step: int) -> Iterator[GenerationInterface]:
-        """Give the policy."""
+        """Yield the policy."""
         self._policy.prepare_for_generation()
         yield self._policy
         self._policy.finish_generation()
 
     def report(self) -> dict[str, float]:
-        """Return nothing."""
+        """Return no metrics."""
         return {}
 
 
 class EngineSampler:
-    """Inference engines, which get the policy's weights when these have changed.
+    """Inference engines, which receive the policy's weights once these have changed.
 
     Args:
-        policy: Whose weights they are.
-        engines: Sample.
-        link: Hands the weights over.
+        policy: The source of the weights.
+        engines: The engines that sample.
+        link: Sends the weights.
         is_colocated: Whether policy and engines take turns on the same devices.
-        keeps_weights: Whether engines that sleep still have their weights afterwards.
-        last_version: The last that engines of the run had, where these ones go on for them. Weights
-            that are lost and sent again count on from there, as they would have.
+        keeps_weights: Whether engines keep their weights while they sleep.
+        last_version: The last version that engines of the run had before it was resumed. Versions
+            of engines that lose their weights continue from there, as if it had not been.
     """
 
     def __init__(
@@ -88,12 +84,13 @@ class EngineSampler:
 
     @contextmanager
     def after_step(self, step: int) -> Iterator[GenerationInterface]:
-        """Give the engines, with the weights after `step` as that version.
+        """Yield the engines, with the weights after `step` under that version.
 
-        Engines that have lost their weights get them under a version of their own: a version
-        counts once.
+        Engines that lose their weights receive the same ones again under a newer version.
         """
         version = None
+        # Engines refuse a version that is not newer than theirs, and samples depend on it: a
+        # resumed run has to arrive at the versions of one that was never interrupted.
         if step != self._sent_step or not self._keeps_weights:
             version = max(step, self._engines.weight_version + 1, self._first_version)
         if self._is_colocated:
@@ -119,13 +116,13 @@ class EngineSampler:
 def open_sampler(
     session: AnySession, policy: Policy, *, model: str, start: RunState
 ) -> Iterator[Sampler]:
-    """Give the source of completions that the configuration asks for, and end its processes.
+    """Yield the sampler that the configuration asks for, and end its processes afterwards.
 
     Args:
         session: The run.
         policy: What is trained.
         model: Name or directory of the model that the engines start from.
-        start: Where the run stands.
+        start: The state that the run starts from.
     """
     config = session.config
     if not config.has_engines:
@@ -147,11 +144,12 @@ def open_sampler(
                 engines,
                 is_paired=config.is_colocated,
                 transport=_transport(config, policy),
-                bucket_bytes=_bytes(refit.bucket_mib),
-                # That of log-probabilities is for whoever has the trainer's: see `check_mismatch`.
+                bucket_bytes=None if refit.bucket_mib is None else refit.bucket_mib * 2**20,
+                # `check_mismatch` verifies by log-probabilities, where the trainer's are known.
                 verify="digest" if refit.verify == "logprobs" else refit.verify,
             )
             if config.is_colocated:
+                # The policy trains or scores first, and needs the memory of the shared devices.
                 engines.finish_generation()
             yield EngineSampler(
                 policy,
@@ -176,7 +174,7 @@ def _open_engine_cluster(session: AnySession) -> Iterator[RayVirtualCluster]:
         use_gpus=config.cluster.use_gpus,
         num_gpus_per_node=config.cluster.num_gpus_per_node,
         name="engines",
-        # What is counted by node is on one, as an engine over several devices has to be.
+        # `gpus_per_node` counts devices of one node, and an engine does not span nodes.
         placement_group_strategy="STRICT_PACK",
     )
     try:
@@ -194,7 +192,3 @@ def _transport(config: RunConfig, policy: Policy) -> str:
         return "collective"
     on_gpu = all(info["local_device_id"] is not None for info in policy.get_gpu_info())
     return "cuda_ipc" if on_gpu else "shm"
-
-
-def _bytes(mib: int | None) -> int | None:
-    return None if mib is None else mib * 2**20

@@ -1,23 +1,28 @@
-"""A run in progress: its inputs, files and devices, and the policies that it opens."""
+"""A run in progress: its devices, the policies it opens, the loop of steps, the summary."""
 
 from __future__ import annotations
 
-import shutil
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, Generic, TypeAlias, TypeVar
+from time import perf_counter
+from typing import Any, Generic, Protocol, TypeAlias, TypeVar
 
 from rl_policy.config import RunConfig, Settings
 from rl_policy.data.tiny_model import build_tiny_model, tiny_model_config
 from rl_policy.policy import Policy
 from rl_policy.ray.cluster import SESSION, RayVirtualCluster
-from rl_policy.run.checkpoints import CheckpointManager, RunState
-from rl_policy.run.directory import RunDirectory, sync_directory
+from rl_policy.recipes import find_recipe
+from rl_policy.run.directory import (
+    Checkpoint,
+    CheckpointManager,
+    RunDirectory,
+    RunState,
+    write_directory,
+)
 from rl_policy.run.inputs import RunInputs
-from rl_policy.run.metrics import MetricsLog
-from rl_policy.run.progress import RunDisplay
+from rl_policy.run.metrics import MetricsLog, Phase, RunDisplay, StepMetrics, read_metrics
 
 InputsT = TypeVar("InputsT", bound=RunInputs, covariant=True)
 
@@ -71,15 +76,16 @@ AnySession: TypeAlias = Session[RunInputs]
 
 @contextmanager
 def open_cluster(config: RunConfig) -> Iterator[RayVirtualCluster]:
-    """Yield the devices of the policy and release them; colocated engines share them."""
+    """Yield the devices of the policy, which colocated engines share, and release them."""
     shares = config.has_engines and config.is_colocated
     cluster = RayVirtualCluster(
         **config.cluster.model_dump(), max_colocated_worker_groups=2 if shares else 1
     )
-    apart = config.engine_bundles if config.has_engines and not shares else []
+    engine_bundles = config.engine_bundles if config.has_engines and not shares else []
     # A local Ray is started with the logical CPUs that its first user asks for: a placement group
     # of more bundles would never be ready.
-    num_cpus = sum(config.cluster.bundle_ct_per_node_list) * (2 if shares else 1) + sum(apart)
+    num_bundles = sum(config.cluster.bundle_ct_per_node_list)
+    num_cpus = num_bundles * (2 if shares else 1) + sum(engine_bundles)
     SESSION.enter(id(config), num_cpus=num_cpus)
     try:
         yield cluster
@@ -148,13 +154,161 @@ def save_final(session: AnySession, policy: Policy) -> None:
     write_directory(session.directory.final, write)
 
 
-def write_directory(path: Path, write: Callable[[Path], None]) -> None:
-    """Write a directory under another name and rename it, replacing what is there."""
-    partial = path.with_name(path.name + ".partial")
-    if partial.exists():
-        shutil.rmtree(partial)
-    write(partial)
-    if path.exists():
-        shutil.rmtree(path)
-    partial.rename(path)
-    sync_directory(path.parent)
+class Trainer(Protocol):
+    """Takes and measures the steps of a recipe."""
+
+    @property
+    def is_done(self) -> bool:
+        """Whether the goal is reached, and no step has to follow."""
+        ...
+
+    @property
+    def data_position(self) -> int:
+        """Items drawn from the training data so far; a resumed run continues there."""
+        ...
+
+    @property
+    def weight_version(self) -> int:
+        """The last weight version that engines had; -1 without engines."""
+        ...
+
+    def measure_start(self) -> StepMetrics:
+        """Return the measurements before the first step, as step 0."""
+        ...
+
+    def take_step(self, step: int, *, is_measured: bool, needs_score: bool) -> StepMetrics:
+        """Take a step, and return its metrics.
+
+        Args:
+            step: Its number, from 1.
+            is_measured: Whether the configuration asks for all measurements after it.
+            needs_score: Whether the score is needed, if not the others: a checkpoint follows.
+        """
+        ...
+
+
+def run_loop(
+    session: AnySession,
+    trainer: Trainer,
+    policy: Policy,
+    *,
+    name: str,
+    num_steps: int,
+    eval_every: int,
+    start: RunState,
+) -> None:
+    """Take the steps that are left, record and save them, and write the final model.
+
+    Args:
+        session: The run.
+        trainer: Takes the steps.
+        policy: What is trained.
+        name: Of the phase, for the display.
+        num_steps: The last step.
+        eval_every: Steps between two measurements.
+        start: The state of the checkpoint that `policy` was loaded from; step 0 for a new run.
+    """
+    state, every = start, session.config.checkpoint.every
+    with (
+        session.open_log(state) as log,
+        session.display.phase(name, total=num_steps, completed=state.step) as phase,
+    ):
+        if state.is_new:
+            state = _record(trainer, state, trainer.measure_start(), log=log, phase=phase)
+        while state.step < num_steps and not state.is_done:
+            step = state.step + 1
+            is_saved = step % every == 0 or step == num_steps
+            metrics = trainer.take_step(
+                step,
+                is_measured=step % eval_every == 0 or step == num_steps,
+                needs_score=is_saved,
+            )
+            state = _record(trainer, state, metrics, log=log, phase=phase)
+            if is_saved or state.is_done:
+                # First the log: a checkpoint whose measurements are lost could not be resumed.
+                log.sync()
+                save_checkpoint(session, policy, state)
+    save_final(session, policy)
+
+
+def save_checkpoint(session: AnySession, policy: Policy, state: RunState) -> None:
+    """Save the policy and the state of the run."""
+
+    def write(checkpoint: Checkpoint) -> None:
+        policy.save_checkpoint(checkpoint.weights, checkpoint.optimizer, checkpoint.tokenizer)
+
+    session.checkpoints().save(state, write)
+
+
+def _record(
+    trainer: Trainer, state: RunState, metrics: StepMetrics, *, log: MetricsLog, phase: Phase
+) -> RunState:
+    """Write and show the metrics, and return the state after them."""
+    log.write(metrics)
+    score = metrics.score()
+    phase.advance(metrics.step, metrics.shown(), is_measured=score is not None)
+    return replace(
+        state,
+        step=metrics.step,
+        data_position=trainer.data_position,
+        score=state.score if score is None else score,
+        is_done=trainer.is_done,
+        weight_version=trainer.weight_version,
+    )
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class RunSummary:
+    """The result of a run.
+
+    Attributes:
+        steps: Steps of the recipe.
+        score_name: The column of the score, for example `accuracy`; None if the recipe has none.
+        first_score: The first score that was measured on held-out data; None if none was.
+        last_score: The last.
+        seconds: Of this call, which may have resumed a run.
+        final: The trained model.
+    """
+
+    steps: int
+    score_name: str | None
+    first_score: float | None
+    last_score: float | None
+    seconds: float
+    final: Path
+
+    def __str__(self) -> str:
+        """Return it as a sentence."""
+        score = ""
+        if self.first_score is not None and self.last_score is not None:
+            score = (
+                f"Held-out {self.score_name} {self.first_score:.3f} -> {self.last_score:.3f} in "
+            )
+        return f"{score}{self.steps} steps ({self.seconds:.0f} s); the model is in {self.final}"
+
+
+def execute(inputs: RunInputs, directory: RunDirectory, *, display: RunDisplay) -> RunSummary:
+    """Carry out a run, or the rest of it, in a directory that holds its configuration.
+
+    Args:
+        inputs: What `prepare_inputs` returned.
+        directory: Created.
+        display: Shows the progress.
+    """
+    started = perf_counter()
+    config = inputs.config
+    recipe = find_recipe(config.recipe)
+    with open_cluster(config) as cluster:
+        session = Session(inputs=inputs, directory=directory, cluster=cluster, display=display)
+        recipe.run(session, base_model(session))
+    rows = read_metrics(directory.metrics)
+    column = recipe.metrics.score_column
+    scores = [row[column] for row in rows if column is not None and row[column] is not None]
+    return RunSummary(
+        steps=int(rows[-1]["step"] or 0),
+        score_name=column,
+        first_score=scores[0] if scores else None,
+        last_score=scores[-1] if scores else None,
+        seconds=perf_counter() - started,
+        final=directory.final,
+    )

@@ -66,7 +66,7 @@ class VllmSection:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class EngineConfig(VllmSection):
-    """How each engine runs: the section `vllm_cfg`, and what is configured outside of it."""
+    """How each engine runs: the section `vllm_cfg`, and keys from outside of it."""
 
     model_name: str
     """Name or directory of the model."""

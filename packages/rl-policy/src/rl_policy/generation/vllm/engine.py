@@ -66,7 +66,7 @@ _BATCH_BYTES = 256 << 20
 
 
 class VllmModelConfig(Protocol):
-    """What is read of vLLM's `ModelConfig`."""
+    """The members of vLLM's `ModelConfig` that are used here."""
 
     max_model_len: int
 
@@ -76,7 +76,7 @@ class VllmModelConfig(Protocol):
 
 
 class VllmWorker(Protocol):
-    """What is read of a worker of vLLM, and the group that this module keeps on it."""
+    """The members of vLLM's worker that are used here, and the group that is stored on it."""
 
     rank: int
     device: torch.device
@@ -367,7 +367,7 @@ class VllmEngine:
     def _losing_weights_on_error(self, version: int) -> Iterator[None]:
         try:
             yield
-        except BaseException as error:
+        except BaseException as error:  # an interrupted load has overwritten some weights as well
             self._state.lose(f"the refit to version {version} failed ({error})")
             raise
 
@@ -385,7 +385,7 @@ def _saved_tokenizer(tokenizer: PreTrainedTokenizerBase, config: EngineConfig) -
         yield str(directory.path)
 
 
-# What runs in vLLM's workers: each function is sent to all of them, and takes the worker first.
+# Functions that run in vLLM's workers: each is sent to all of them, and takes the worker first.
 
 
 def join_group(

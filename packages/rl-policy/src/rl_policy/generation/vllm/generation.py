@@ -85,6 +85,7 @@ class VllmGeneration(GenerationInterface):
         seed: int = 0,
         timeout_s: float = 600.0,
     ) -> None:
+        # First, as `__del__` reads it even if the constructor fails.
         self._group: RayWorkerGroup | None = None
         engine = parse_engine_config(config, seed=seed)
         require_vllm()
