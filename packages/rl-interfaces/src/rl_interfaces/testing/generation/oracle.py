@@ -45,7 +45,7 @@ def complete(
     rows: Sequence[Sequence[int]],
     *,
     greedy: bool = False,
-    columns: Mapping[str, object] | None = None,
+    columns: Mapping[str, Any] | None = None,
     **sampling: object,
 ) -> Columns:
     """Return the output for some prompts, with `NUM_NEW` tokens unless said otherwise."""

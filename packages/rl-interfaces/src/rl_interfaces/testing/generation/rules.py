@@ -224,7 +224,7 @@ def every_call_samples_anew(case: GenerationCase) -> None:
     """Two calls, and two rows of a call, with the same prompt have different samples."""
     prompt = max(prompts(case), key=len)
     backend = case.backend(max_new_tokens=6, temperature=1.0)
-    rows: list[list[int]] = []
+    rows: list[list[list[int]]] = []
     for _ in range(2):
         batch = case.batch(
             input_ids=torch.tensor([prompt] * 8), input_lengths=torch.tensor([len(prompt)] * 8)

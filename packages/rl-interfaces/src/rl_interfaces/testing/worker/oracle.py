@@ -176,7 +176,7 @@ class LogprobLoss:
     def __call__(
         self,
         next_token_logits: torch.Tensor,
-        data: Batch,
+        data: Mapping[str, torch.Tensor],
         global_valid_seqs: torch.Tensor,
         global_valid_toks: torch.Tensor,
     ) -> tuple[torch.Tensor, dict[str, float]]:
@@ -187,7 +187,7 @@ class LogprobLoss:
         loss = -(self.logprobs(next_token_logits, data) * mask).sum() / count
         return loss, {"num_valid_samples": int(data["sample_mask"].sum())}
 
-    def logprobs(self, scores: torch.Tensor, data: Batch) -> torch.Tensor:
+    def logprobs(self, scores: torch.Tensor, data: Mapping[str, torch.Tensor]) -> torch.Tensor:
         """Return the log-probability of each token but the first, `[batch, seq - 1]`."""
         return scores[:, 1:]
 
@@ -203,7 +203,7 @@ class LogitLoss(LogprobLoss):
 
     input_type = LossInput.LOGITS
 
-    def logprobs(self, scores: torch.Tensor, data: Batch) -> torch.Tensor:
+    def logprobs(self, scores: torch.Tensor, data: Mapping[str, torch.Tensor]) -> torch.Tensor:
         """See `LogprobLoss.logprobs`."""
         logprobs = scores[:, :-1].float().log_softmax(-1)
         return logprobs.gather(-1, data["input_ids"][:, 1:, None]).squeeze(-1)
@@ -221,7 +221,7 @@ class ShardedLogitLoss(LogitLoss):
     def __init__(self, num_shards: int) -> None:
         self._num_shards = num_shards
 
-    def logprobs(self, scores: torch.Tensor, data: Batch) -> torch.Tensor:
+    def logprobs(self, scores: torch.Tensor, data: Mapping[str, torch.Tensor]) -> torch.Tensor:
         """See `LogprobLoss.logprobs`."""
         if isinstance(scores, DTensor):
             size, (placement,) = scores.device_mesh.size(), scores.placements
@@ -234,6 +234,6 @@ class ShardedLogitLoss(LogitLoss):
 class InfiniteLoss(LogprobLoss):
     """A loss with non-finite gradients."""
 
-    def logprobs(self, scores: torch.Tensor, data: Batch) -> torch.Tensor:
+    def logprobs(self, scores: torch.Tensor, data: Mapping[str, torch.Tensor]) -> torch.Tensor:
         """Return log-probabilities that are not finite."""
         return super().logprobs(scores, data) * float("inf")

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -92,7 +92,7 @@ def a_resumed_run_equals_an_uninterrupted_one(bench: WorkerBench) -> None:
     """A new worker that starts from a save has the results of an uninterrupted run."""
     saved, run = bench.saved, bench.trained
     paths = {"weights_path": saved.weights, "optimizer_path": saved.optimizer}
-    options: dict[str, object] = {**paths, "init_reference_model": False}
+    options: dict[str, Any] = {**paths, "init_reference_model": False}
     with bench.fresh(**options) as worker:
         _expect_rest_of_run(bench, worker, run)
 
@@ -125,7 +125,7 @@ def a_schedule_goes_on_by_calls(bench: WorkerBench) -> None:
         bench.train(worker)
         bench.train(worker, eval_mode=True)
         worker.save_checkpoint(**paths)
-    options: dict[str, object] = {**paths, "init_reference_model": False}
+    options: dict[str, Any] = {**paths, "init_reference_model": False}
     with bench.fresh(schedule.settings, **options) as worker:
         for _ in range(1, NUM_CALLS):
             bench.train(worker)
@@ -137,7 +137,7 @@ def a_schedule_goes_on_by_calls(bench: WorkerBench) -> None:
 def weights_load_alone(bench: WorkerBench) -> None:
     """A worker without an optimizer scores with the weights of a save."""
     mine, saved = bench.share(bench.scoring), bench.saved
-    options: dict[str, object] = {"init_optimizer": False, "init_reference_model": False}
+    options: dict[str, Any] = {"init_optimizer": False, "init_reference_model": False}
     with bench.fresh(weights_path=saved.weights, **options) as worker:
         found = worker.get_logprobs(mine)["logprobs"]
     expect_close(found, saved.logprobs, "get_logprobs", atol=bench.tolerances.repeat)
