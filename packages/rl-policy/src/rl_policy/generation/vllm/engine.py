@@ -21,6 +21,7 @@ from rl_refit.compat.broadcast import BroadcastGroup
 from rl_refit.compat.handles import rebuild
 from rl_refit.private_directory import PrivateDirectory
 from rl_refit.vllm import (
+    Worker,
     abandon,
     commit,
     finish_update,
@@ -75,7 +76,7 @@ class VllmModelConfig(Protocol):
         ...
 
 
-class VllmWorker(Protocol):
+class VllmWorker(Worker, Protocol):
     """The members of vLLM's worker that are used here, and the group that is stored on it."""
 
     rank: int
