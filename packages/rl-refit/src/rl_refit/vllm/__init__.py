@@ -38,6 +38,7 @@ BACKEND = "rl_refit"
 
 __all__ = [
     "BACKEND",
+    "Worker",
     "abandon",
     "commit",
     "finish_update",
