@@ -15,8 +15,8 @@ What is counted, of the product modules `packages/*/src/**/*.py`:
   around its receiver (`rl_refit.vllm`, `rl_policy.generation`) is not among them.
 
 Both are of a Qwen2 of two layers. A function that is called while a module is imported does not
-count. With `--minutes`, how long `uv run nox` and `.ci/run` take is measured too, one after the other
-in this checkout.
+count. With `--minutes`, how long `uv run nox` and `.ci/run` take is measured too, in turn in this
+checkout.
 """
 
 from __future__ import annotations
