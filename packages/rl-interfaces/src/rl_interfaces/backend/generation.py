@@ -105,6 +105,14 @@ class SamplingConfig:
         )
 
 
+def scoring_temperature(sampling: SamplingConfig | None) -> float:
+    """Return what divides the logits of every log-probability: 1 if decoding is greedy or absent.
+
+    A greedy decoder has no distribution to score; the model's own is the only one left.
+    """
+    return (sampling.temperature if sampling else 0.0) or 1.0
+
+
 @dataclass(frozen=True, kw_only=True, slots=True)
 class StopRule:
     """The conditions that end a row."""

@@ -19,6 +19,9 @@ if TYPE_CHECKING:
 
     from rl_interfaces.worker import GpuInfo
 
+# torch 2.13 renamed it, and warns about the older name.
+all_gather_single = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+
 _RANK_VARIABLES = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import json
 from collections.abc import Sequence
 from pathlib import Path
@@ -12,6 +13,7 @@ import torch.distributed as dist
 from huggingface_hub import split_state_dict_into_shards_factory
 from safetensors import safe_open
 from safetensors.torch import save_file
+from transformers import AutoConfig
 from transformers.modeling_utils import _get_resolved_checkpoint_files
 from transformers.utils import SAFE_WEIGHTS_INDEX_NAME
 
@@ -23,6 +25,29 @@ if TYPE_CHECKING:
     from transformers import PreTrainedConfig, PreTrainedTokenizerBase
 
     from rl_interfaces.backend.engine import HfExport
+
+
+def load_model_config(
+    model_name: str, *, trust_remote_code: bool, **options: object
+) -> PreTrainedConfig:
+    """Return the transformers config of a model, with `options` in place of its own values.
+
+    Raises:
+        ValueError: The model cannot be found or read.
+    """
+    try:
+        return AutoConfig.from_pretrained(
+            model_name, trust_remote_code=trust_remote_code, **options
+        )
+    except (OSError, ValueError) as error:
+        raise ValueError(f"policy.model_name={model_name!r} cannot be loaded: {error}") from error
+
+
+def write_config(config: PreTrainedConfig, directory: Path) -> None:
+    """Write the config of an export, whose weights are float32 whatever the model's dtype."""
+    written = copy.deepcopy(config)
+    written.dtype = torch.float32
+    written.save_pretrained(directory)
 
 
 def find_checkpoint(model_name: str, model_config: PreTrainedConfig) -> list[str]:
