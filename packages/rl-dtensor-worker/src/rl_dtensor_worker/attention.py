@@ -89,6 +89,7 @@ class AttentionRows:
         for rows in group_by_length(lengths.tolist()):
             offsets = torch.arange(int(lengths[rows].max()))
             is_token = offsets < lengths[rows, None]
+            # Padding reads any token: no token attends to it, and its own output is dropped.
             tokens = (starts[rows, None] + offsets).clamp(max=edges[-1] - 1)
             place = base + torch.arange(tokens.numel()).view(tokens.shape)
             places[tokens[is_token]] = place[is_token]
@@ -136,6 +137,7 @@ def use_packed_attention(model: PreTrainedModel) -> bool:
     config = model.config
     if config._attn_implementation != "sdpa":
         return config._attn_implementation == NAME
+    # By name in the config: transformers looks the function up there in every forward.
     AttentionInterface.register(NAME, packed_attention_forward)
     AttentionMaskInterface.register(NAME, sdpa_mask)
     config._attn_implementation = NAME

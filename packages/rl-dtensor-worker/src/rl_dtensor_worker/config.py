@@ -12,6 +12,7 @@ from rl_interfaces import ParallelLayout, resolve_policy_config
 from rl_interfaces.backend.checkpoint import hf_files
 from rl_interfaces.backend.engine import DTYPES
 from rl_interfaces.backend.generation import SamplingConfig, scoring_temperature
+from rl_interfaces.backend.steps import planned_by
 
 from rl_dtensor_worker.parallel.mesh import plan_layout
 
@@ -64,7 +65,7 @@ class EngineConfig:
     custom_parallel_plan: str | None
     compute_dtype: torch.dtype
     planned_by: str | None
-    """The config section by which the driver plans micro-batches. None: they have fixed sizes."""
+    """See `rl_interfaces.backend.steps.planned_by`."""
     width_multiple: int
     max_grad_norm: float | None
     cpu_offload: bool
@@ -101,7 +102,7 @@ class EngineConfig:
             sequence_parallel=resolved["dtensor_cfg"]["sequence_parallel"],
             custom_parallel_plan=resolved["dtensor_cfg"].get("custom_parallel_plan"),
             compute_dtype=DTYPES[resolved["precision"]],
-            planned_by=_planned_by(resolved),
+            planned_by=planned_by(resolved),
             width_multiple=resolved["make_sequence_length_divisible_by"],
             max_grad_norm=resolved.get("max_grad_norm"),
             cpu_offload=resolved["dtensor_cfg"]["cpu_offload"],
@@ -123,13 +124,6 @@ def load_model_config(config: EngineConfig) -> PreTrainedConfig:
     return hf_files.load_model_config(
         config.model_name, trust_remote_code=config.trust_remote_code, **labels
     )
-
-
-def _planned_by(resolved: Resolved) -> str | None:
-    enabled = [
-        name for name in ("dynamic_batching", "sequence_packing") if resolved[name]["enabled"]
-    ]
-    return enabled[0] if enabled else None
 
 
 def _check_head(resolved: Resolved) -> None:

@@ -72,6 +72,7 @@ class _ShardLayout:
             if isinstance(placement, (Shard, _StridedShard)):
                 dims[name] = placement.dim
         known = sizes.keys() <= {"dp_replicate", "dp_shard_cp", "tp"}
+        # Any other placement, as of a user's plan, is gathered by DTensor itself, see `_full`.
         if not known or dims.get("dp_shard_cp") != 0 or "dp_replicate" in dims:
             return None
         layout = cls(fsdp=sizes["dp_shard_cp"], tp=sizes.get("tp", 1), dim=dims.get("tp"))

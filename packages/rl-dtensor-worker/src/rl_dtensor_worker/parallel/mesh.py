@@ -106,6 +106,7 @@ class Meshes:
     @property
     def fsdp(self) -> DeviceMesh:
         """The mesh over which FSDP shards and, with several replicas, replicates."""
+        # A second axis makes FSDP replicate, with an all-reduce of its own in every backward pass.
         if self.state["dp_replicate"].size() == 1:
             return self.state["dp_shard_cp"]
         return self.state["dp_replicate", "dp_shard_cp"]

@@ -157,6 +157,7 @@ def plan_of(model: PreTrainedModel, *, custom: str | None) -> AppliedPlan:
         style = styles.get(name)
         return STYLES[style] if isinstance(style, str) else style
 
+    # Last: the style of an adapter follows from its layer's.
     return {**styles, **adapter_styles(model, adapted_layers(model), style_of)}
 
 
@@ -170,6 +171,7 @@ def apply_plan(
     Raises:
         ValueError: A module has a parameter of its own beside sharded submodules.
     """
+    # A list, as styles replace parameters and forwards while the model is walked.
     for name, module in list(model.named_modules()):
         style = styles.get(name)
         if isinstance(style, ParallelStyle):

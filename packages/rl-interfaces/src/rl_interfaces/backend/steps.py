@@ -33,6 +33,8 @@ from rl_batched_data.sharding import DynamicBatching, SequencePacking
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
 
+    from rl_interfaces.config.types import ResolvedConfig
+
 Span = tuple[int, int]
 """Rows `[start, end)`; empty where a rank has none left."""
 
@@ -139,6 +141,12 @@ class Step:
         return (self.rows.slice(low, high) for low, high in self.spans)
 
 
+def planned_by(resolved: ResolvedConfig) -> str | None:
+    """Return the enabled section by which the driver plans micro-batches; None: fixed sizes."""
+    sections = ("dynamic_batching", "sequence_packing")
+    return next((name for name in sections if resolved[name]["enabled"]), None)
+
+
 def plan_spans(rows_per_rank: Sequence[int], *, rank: int, size: int) -> list[Span]:
     """Return this rank's spans of at most `size` rows, as many as the rank with most rows needs.
 
@@ -184,6 +192,7 @@ def gather_row_counts(
     counts[dist.get_rank(group)] = num_rows
     dist.all_reduce(counts, group=group)
     rows_per_rank = [int(count) for count in counts]
+    # All ranks have the same counts, so that they raise together.
     if not any(rows_per_rank):
         raise ValueError("the batch has no rows: input_ids is empty on every rank")
     return rows_per_rank
@@ -220,6 +229,7 @@ def steps_of(
         ValueError: The batch has no rows, its plan is missing or contradicts `given`, or a size is
             not a multiple of `rows_per_group`.
     """
+    # Before any check that may raise on this rank alone: the others would wait here.
     rows_per_rank = gather_row_counts(data.size, group=group, device=device)
     if isinstance(data, SlicedDataDict) and data.micro_batch_options is not None:
         if given is not None:
@@ -348,6 +358,7 @@ def _check_plans(
     Collective: a rank that raised alone would leave the others waiting in the next collective.
     """
     checksum = zlib.crc32(repr(passes).encode())
+    # The maximum of x and that of -x tell in one all-reduce whether all ranks have the same x.
     verdict = [checksum, -checksum, int(splits_groups)]
     extremes = torch.tensor(verdict, dtype=torch.int64, device=device)
     dist.all_reduce(extremes, op=dist.ReduceOp.MAX, group=group)
@@ -378,6 +389,7 @@ def _stand_in(rows: SlicedDataDict, num_rows: int) -> SlicedDataDict:
     for key, value in rows.items():
         is_tensor = isinstance(value, torch.Tensor)
         row[key] = value.new_zeros((num_rows, *value.shape[1:])) if is_tensor else [None] * num_rows
+    # One token, not none: attention kernels and packing need at least one.
     row["input_lengths"] = torch.ones_like(row["input_lengths"])
     row.micro_batch_lengths = rows.micro_batch_lengths
     row.micro_batch_options = rows.micro_batch_options
@@ -467,6 +479,7 @@ class LossCounts:
         """
         sample_mask = rows["sample_mask"].float()
         if "token_mask" in rows:
+            # Column 0 is no target, as no position predicts it.
             num_tokens = (rows["token_mask"][:, 1:].float() * sample_mask[:, None]).sum()
         else:
             num_tokens = sample_mask.sum() * (rows["input_ids"].shape[1] - 1)

@@ -40,6 +40,7 @@ from rl_interfaces.backend.steps import (
     TrainReport,
     check_scoring_batch,
     check_training_batch,
+    planned_by,
     positive,
     steps_of,
 )
@@ -74,7 +75,7 @@ class WorkerSettings:
     train_micro_batch_size: int
     logprob_batch_size: int
     planned_by: str | None
-    """The enabled section by which the driver plans micro-batches; None: fixed sizes."""
+    """See `rl_interfaces.backend.steps.planned_by`."""
     max_total_sequence_length: int | None
     sampling: SamplingConfig | None
     timeout_s: float
@@ -88,13 +89,11 @@ class WorkerSettings:
         Raises:
             ValueError: `max_new_tokens` leaves no room for a prompt.
         """
-        sections = ("dynamic_batching", "sequence_packing")
-        enabled = [name for name in sections if resolved[name]["enabled"]]
         return cls(
             train_global_batch_size=resolved["train_global_batch_size"],
             train_micro_batch_size=resolved["train_micro_batch_size"],
             logprob_batch_size=resolved["logprob_batch_size"],
-            planned_by=enabled[0] if enabled else None,
+            planned_by=planned_by(resolved),
             max_total_sequence_length=resolved.get("max_total_sequence_length"),
             sampling=SamplingConfig.from_policy_config(resolved),
             timeout_s=resolved["timeout_s"],
@@ -172,9 +171,12 @@ class EngineWorker:
             )
             leaving.callback(self._engine.close)
             info = self._engine.info
+            # Raises if the config's batch does not divide; only the engine knows the group.
             self._rows_per_rank(None)
             self._data_rank = dist.get_rank(info.data_group)
+            # The same seed for all ranks that hold the same rows: they must sample the same tokens.
             self._random = RandomState(self._settings.seed + self._data_rank, device=info.device)
+            # Before `weights_path` is loaded: the reference has the weights of `model_name`.
             self._reference = self._engine.keep_reference() if init_reference_model else None
             self._residency = Residency(has_optimizer=self._engine.optimizer is not None)
             self._profiler = Profiler(self._environment, directory=self._settings.profile_dir)
@@ -283,6 +285,7 @@ class EngineWorker:
                 found = engine.run_backward(step, loss)
             total = torch.stack([each.tensors["loss"].float() for each in found]).sum()
             total = total.to(engine.info.device)
+            # A sum, not a mean: each rank's loss is divided by the global count already.
             dist.all_reduce(total, group=engine.info.data_group)
             report.losses.append(total)
             for each in found:
@@ -325,6 +328,7 @@ class EngineWorker:
 
     def _optimizer_step(self, counts: LossCounts, report: TrainReport) -> bool:
         assert self._engine.optimizer is not None, "the residency state has an optimizer"
+        # An empty batch has zero gradients, but weight decay and momentum would still move weights.
         is_empty = counts.is_empty
         step = self._engine.optimizer.step(discard=is_empty)
         report.grad_norms.append(step.grad_norm)
@@ -363,6 +367,7 @@ class EngineWorker:
             RuntimeError: There is no reference model.
         """
         self._require("get_reference_policy_logprobs")
+        # The call is checked before the swap, which copies all of the rank's weights.
         with self.use_reference_model():
             scores = self.get_logprobs(data, micro_batch_size)
         return BatchedDataDict({"reference_logprobs": scores["logprobs"]})
@@ -462,6 +467,7 @@ class EngineWorker:
 
     def offload_after_refit(self) -> None:
         """Move everything to the CPU and release exported handles."""
+        # Exported handles keep tensors on the device alive, and would outlast the offload.
         self._transfer.drop_handles()
         self._move(ResidencyState.OFFLOADED, "offload_after_refit")
 

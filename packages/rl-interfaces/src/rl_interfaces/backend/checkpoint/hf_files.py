@@ -106,6 +106,7 @@ class SafetensorsFiles:
             # safetensors rejects empty slices.
             dtype = file.get_slice(name)[(slice(1),) * len(indices)].dtype
             return torch.empty([len(index) for index in indices], dtype=dtype)
+        # safetensors reads slices, no index lists: read the bounding box, then select from it.
         box = tuple(slice(int(index[0]), int(index[-1]) + 1) for index in indices)
         part = file.get_slice(name)[box]
         return take(part, [index - index[0] for index in indices])
@@ -187,6 +188,7 @@ def write_hf_directory(
     files = plan_files(groups, num_bytes, max_file_bytes=max_file_bytes)
     file_of: dict[str, str] = {}
     for file_name, groups_of_file in files.items():
+        # Every rank takes part in the gathers, and rank 0 alone holds the result.
         tensors = _gather(export, groups_of_file, keep=is_writer)
         file_of |= dict.fromkeys(tensors, file_name)
         with failing_together():
@@ -208,6 +210,7 @@ def plan_files(
         model-00001-of-00002.safetensors: [3, 4], model-00002-of-00002.safetensors: [5]
     """
     split = split_state_dict_into_shards_factory(
+        # A group is one item of the split, so that no file boundary separates its tensors.
         {str(index): sum(num_bytes[n] for n in group) for index, group in enumerate(groups)},
         get_storage_size=int,
         get_storage_id=lambda _: None,
