@@ -77,6 +77,12 @@ def init_process_group(environment: RankEnvironment, *, timeout_s: float) -> boo
     return True
 
 
+def leave_process_group() -> None:
+    """Destroy the default process group, unless that has been done already. Not collective."""
+    if dist.is_initialized():
+        dist.destroy_process_group()
+
+
 def destroy_groups(groups: Iterable[dist.ProcessGroup]) -> None:
     """Destroy process groups of this rank, except the default one. Not collective.
 

@@ -31,6 +31,7 @@ from rl_interfaces.backend.runtime import (
     device_id,
     failing_together,
     init_process_group,
+    leave_process_group,
 )
 from rl_interfaces.backend.steps import (
     LossCounts,
@@ -162,7 +163,7 @@ class EngineWorker:
         timeout_s = self._settings.timeout_s
         with ExitStack() as leaving:
             if init_process_group(self._environment, timeout_s=timeout_s):
-                leaving.callback(_leave_process_group)
+                leaving.callback(leave_process_group)
             self._engine: Engine = self.engine_class(
                 resolved,
                 environment=self._environment,
@@ -724,11 +725,6 @@ def _is_first_of_its_rows(data_rank: int, device: torch.device) -> bool:
     found = [torch.empty_like(own) for _ in range(dist.get_world_size())]
     dist.all_gather(found, own)
     return [int(each) for each in found].index(data_rank) == dist.get_rank()
-
-
-def _leave_process_group() -> None:
-    if dist.is_initialized():
-        dist.destroy_process_group()
 
 
 def _require_disjoint(tokenizer_path: str, others: set[str | None]) -> None:
