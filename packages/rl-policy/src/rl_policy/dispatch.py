@@ -21,6 +21,7 @@ from rl_batched_data import (
     pad_right,
 )
 from rl_interfaces import LossType
+from rl_interfaces.backend.generation import check_room
 from rl_interfaces.backend.steps import check_scoring_batch, check_training_batch
 
 if TYPE_CHECKING:
@@ -168,13 +169,9 @@ class Dispatcher:
             ValueError: Names the key, the row and the numbers.
         """
         self.check_rows(data)
-        # The longest row alone: if it leaves room, all do.
-        row = int(data["input_lengths"].argmax())
-        if self._max_length is not None and data["input_lengths"][row] >= self._max_length:
-            raise ValueError(
-                f"'input_lengths'[{row}]={int(data['input_lengths'][row])} leaves no room for a "
-                f"token in policy.max_total_sequence_length={self._max_length}"
-            )
+        if self._max_length is not None:
+            limit = f"policy.max_total_sequence_length={self._max_length}"
+            check_room(data, longest=self._max_length, limit=limit)
         return shard_in_order(data, data_parallel=self._data_parallel)
 
     def check_rows(self, data: BatchedDataDict) -> None:

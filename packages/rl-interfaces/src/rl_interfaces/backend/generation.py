@@ -193,14 +193,22 @@ def generate(
     return BatchedDataDict.from_batches(parts, pad_value_dict=padding)
 
 
-def check_room(data: BatchedDataDict, *, longest: int) -> None:
-    """Raise `ValueError` if a prompt has `longest` tokens or more."""
-    full = (data["input_lengths"] >= longest).nonzero().flatten()
-    if len(full):
-        row = int(full[0])
+def check_room(data: BatchedDataDict, *, longest: int, limit: str) -> None:
+    """Raise if the longest prompt leaves no room for a token.
+
+    Args:
+        data: `input_lengths` `[batch]`.
+        longest: Maximum tokens of a row, prompt and completion.
+        limit: What sets it, for the message.
+
+    Raises:
+        ValueError: Names the row, its length and `limit`.
+    """
+    lengths: list[int] = data["input_lengths"].tolist()
+    row = max(range(len(lengths)), key=lengths.__getitem__, default=None)
+    if row is not None and lengths[row] >= longest:
         raise ValueError(
-            f"input_lengths[{row}]={int(data['input_lengths'][row])} leaves no room for a new "
-            f"token in {longest} tokens (policy.max_total_sequence_length, or the model's own)"
+            f"'input_lengths'[{row}]={lengths[row]} leaves no room for a token in {limit}"
         )
 
 

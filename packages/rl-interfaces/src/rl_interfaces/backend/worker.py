@@ -439,7 +439,9 @@ class EngineWorker:
         if sampling is None:
             raise ValueError("policy.generation is not set: the policy does not generate")
         check_scoring_batch(data, pad_token_id=special_token_id(self._tokenizer.pad_token_id))
-        check_room(data, longest=self._longest_sequence)
+        longest = self._longest_sequence
+        limit = f"{longest} tokens (policy.max_total_sequence_length, or the model's own)"
+        check_room(data, longest=longest, limit=limit)
         with self._scoring(), self._engine.decoders() as open_decoder:
             return generate(
                 open_decoder,
@@ -448,7 +450,7 @@ class EngineWorker:
                 greedy=greedy,
                 tokenizer=self._tokenizer,
                 generator=self._random.sampling,
-                max_total_length=self._longest_sequence,
+                max_total_length=longest,
                 device=self._engine.info.device,
             )
 

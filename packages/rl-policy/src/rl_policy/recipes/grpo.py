@@ -25,7 +25,6 @@ from rl_policy.config import (
     RunConfig,
     Section,
     Settings,
-    check_sampling,
 )
 from rl_policy.data.batches import Batch, ProblemEncoder, completion_batch
 from rl_policy.data.datasets import ShuffledStream
@@ -40,7 +39,7 @@ from rl_policy.run.evaluation import (
     greedy_accuracy,
     sampler_mismatch,
 )
-from rl_policy.run.inputs import ProblemInputs, prepare_problems
+from rl_policy.run.inputs import ProblemInputs, check_sampling, prepare_problems
 from rl_policy.run.metrics import StepMetrics, mean_metrics, plot_reward, read_metrics
 from rl_policy.run.samplers import Sampler, open_sampler
 from rl_policy.run.session import Session, open_policy, run_loop

@@ -22,7 +22,6 @@ from rl_policy.config import (
     RunConfig,
     Section,
     Settings,
-    check_sampling,
     merge_policy,
     resolve_policy,
 )
@@ -33,7 +32,7 @@ from rl_policy.policy import Policy
 from rl_policy.recipes import Recipe
 from rl_policy.run.directory import RunState
 from rl_policy.run.evaluation import greedy_accuracy, pass_rate
-from rl_policy.run.inputs import ProblemInputs, check_rows, prepare_problems
+from rl_policy.run.inputs import ProblemInputs, check_rows, check_sampling, prepare_problems
 from rl_policy.run.metrics import StepMetrics, mean_metrics
 from rl_policy.run.session import Session, open_policy, run_loop
 

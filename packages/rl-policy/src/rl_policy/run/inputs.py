@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar
 
+from rl_interfaces.backend.generation import SamplingConfig
 from rl_refit.transports import find_transport
 from transformers import AutoConfig, AutoTokenizer, PreTrainedTokenizerBase
 
@@ -107,6 +108,12 @@ def prepare_problems(
     if pattern is None:
         _check_answers(config, measured, encoder=encoder)
     return ProblemInputs(config=config, encoder=encoder, problems=problems, reward=reward)
+
+
+def check_sampling(config: RunConfig) -> None:
+    """Raise `ValueError` unless the policy can sample completions."""
+    if SamplingConfig.from_policy_config(config.policy) is None:
+        raise ValueError("policy.generation is not set: the recipe samples completions")
 
 
 def read_own_data(
