@@ -11,7 +11,7 @@ from rl_interfaces import ResidencyState
 from rl_interfaces.backend.checkpoint.checkpointer import FileWriters, TensorFormat
 from rl_interfaces.backend.checkpoint.hf_files import write_config
 from rl_interfaces.backend.checkpoint.optimizer_state import TrainState
-from rl_interfaces.backend.components import ReferenceCopy
+from rl_interfaces.backend.components import ReferenceCopy, move_optimizer_state
 from rl_interfaces.backend.engine import EngineInfo, HfExport, Scored, module_mode
 from rl_refit.source import block_of
 from torch.distributed.tensor import DTensor, Replicate
@@ -37,7 +37,6 @@ from rl_dtensor_worker.optim import (
     LossScaler,
     build_optimizer,
     build_scheduler,
-    move_optimizer_state,
 )
 from rl_dtensor_worker.parallel.fsdp import (
     abandon_pass,

@@ -150,6 +150,7 @@ def plan_of(model: PreTrainedModel, *, custom: str | None) -> AppliedPlan:
                 f"{type(model).__name__}"
             )
         styles |= dict.fromkeys(names, style)
+    # These replace the plan's own: most plans gather the logits.
     styles |= _vocabulary_styles(model)
     styles |= _head_norm_styles(modules, styles)
 
@@ -290,5 +291,6 @@ def _style_class(style: str, module: nn.Module, model: PreTrainedModel) -> type[
 
 
 def _matches(pattern: str, names: Mapping[str, object]) -> list[str]:
+    # `*` is one component of a name, as in transformers' plans.
     expression = re.compile(re.escape(pattern).replace(r"\*", "[^.]+"))
     return [name for name in names if expression.fullmatch(name)]

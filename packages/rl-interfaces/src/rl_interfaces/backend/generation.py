@@ -276,6 +276,7 @@ def _complete(
     running = prompt_lengths < stop.max_lengths
     columns: list[torch.Tensor] = []
     logprob_columns: list[torch.Tensor] = []
+    # One synchronisation with the device per token, so that the loop ends with the last row.
     while bool(running.any()):
         first = not columns
         logits = decoder.prefill(prompts, prompt_lengths) if first else decoder.step(columns[-1])

@@ -69,6 +69,7 @@ class Concatenation:
         lengths, multiple, planned = rows["input_lengths"], self.sequence_multiple, 0
         if isinstance(rows.micro_batch_options, SequencePacking):
             assert rows.micro_batch_lengths is not None, "a plan has lengths"
+            # Rows are padded as the plan has counted them, and as the layout requires.
             multiple = math.lcm(multiple, rows.micro_batch_options.sequence_length_pad_multiple)
             planned = rows.micro_batch_lengths[0][0]
         total = sum(round_up(size, multiple) for size in lengths.tolist())
@@ -154,6 +155,7 @@ def plan_spans(rows_per_rank: Sequence[int], *, rank: int, size: int) -> list[Sp
     """
     num_rows = rows_per_rank[rank]
     num_spans = -(-max(rows_per_rank) // size)
+    # Clamped: a rank with fewer rows gets empty spans, and so as many passes as the others.
     edges = [min(index * size, num_rows) for index in range(num_spans + 1)]
     return list(pairwise(edges))
 
@@ -536,6 +538,7 @@ class RowScores:
         """
         start, end = span
         for key, rows in values.items():
+            # The first micro-batch shows dtype and trailing dims, such as k.
             if key not in self.scores:
                 shape = (*self._shape[: min(rows.ndim, 2)], *rows.shape[2:])
                 self.scores[key] = torch.zeros(shape, dtype=rows.dtype)

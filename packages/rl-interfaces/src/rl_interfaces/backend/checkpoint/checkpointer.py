@@ -156,6 +156,7 @@ class TensorFormat:
             tensors, others = optimizer_state.state_of(self.model, self.training)
             files: FileWriters = {}
             if is_first:
+                # Plain values are the same on every rank.
                 files["state.pt"] = lambda path: torch.save(others, path)
             if random_state.is_written_here:
                 files[random_state.file_name] = lambda path: torch.save(random_state.state, path)

@@ -50,6 +50,7 @@ def begin(targets: Sequence[Path]) -> None:
     _check_targets(targets)
     finish(targets[0])
     for target in targets:
+        # An earlier save may have died before its commit.
         discard([target])
         partial_of(target).mkdir(parents=True)
 

@@ -136,6 +136,7 @@ class SafetensorsFiles:
     def _file_of(self, name: str) -> safe_open:
         path = self._paths[name]
         if path not in self._open:
+            # Kept open: each opening parses the header of the file again.
             self._open[path] = safe_open(path, framework="pt").__enter__()
         return self._open[path]
 

@@ -148,6 +148,7 @@ def restore(model: nn.Module, training: TrainState, others: PlainState, tensors:
     optimizer = training.optimizer
     # Before the state is cleared: it shows on which device each counter is kept.
     before = _flatten(model, optimizer)[1]
+    # In place: the schedule refers to the same groups.
     for group, options in zip(optimizer.param_groups, others["groups"], strict=True):
         group.update(options)
     group_of = {p: group for group in optimizer.param_groups for p in group["params"]}
