@@ -26,8 +26,6 @@ from rl_interfaces.backend.runtime import all_gather_single
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    DimCollective = Callable[[torch.Tensor, dist.ProcessGroup, int], torch.Tensor]
-
 # torch 2.13 renamed it, and warns about the older name.
 _reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
 
@@ -50,9 +48,8 @@ def reduce_scatter_dim(values: torch.Tensor, group: dist.ProcessGroup, dim: int)
 
 
 def local_chunk(values: torch.Tensor, group: dist.ProcessGroup, dim: int) -> torch.Tensor:
-    """Return this rank's chunk of replicated `values` along `dim`, as a copy."""
-    # A copy: in-place operations on a view that an autograd function returns are an error.
-    return values.chunk(group.size(), dim)[group.rank()].clone()
+    """Return this rank's chunk of replicated `values` along `dim`, as a view."""
+    return values.chunk(group.size(), dim)[group.rank()]
 
 
 def copy_to_group(values: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
@@ -66,15 +63,46 @@ def reduce_from_group(values: torch.Tensor, group: dist.ProcessGroup) -> torch.T
     return _with_backward(values, lambda own: _sum(own, group), lambda grad: grad)
 
 
-def _pair(forward: DimCollective, backward: DimCollective) -> DimCollective:
-    """Return `forward`, differentiable by its conjugate `backward`."""
+def gather_for_sharded_use(
+    values: torch.Tensor, group: dist.ProcessGroup, dim: int
+) -> torch.Tensor:
+    """All-gather shards that each rank then uses differently; reduce-scatter the gradient."""
+    return _with_backward(
+        values,
+        lambda own: all_gather_dim(own, group, dim),
+        lambda grad: reduce_scatter_dim(grad, group, dim),
+    )
 
-    def run(values: torch.Tensor, group: dist.ProcessGroup, dim: int) -> torch.Tensor:
-        return _with_backward(
-            values, lambda own: forward(own, group, dim), lambda grad: backward(grad, group, dim)
-        )
 
-    return run
+def reduce_scatter_to_group(
+    values: torch.Tensor, group: dist.ProcessGroup, dim: int
+) -> torch.Tensor:
+    """Return this rank's chunk of the ranks' sum; all-gather the gradient."""
+    return _with_backward(
+        values,
+        lambda own: reduce_scatter_dim(own, group, dim),
+        lambda grad: all_gather_dim(grad, group, dim),
+    )
+
+
+def gather_for_replicated_use(
+    values: torch.Tensor, group: dist.ProcessGroup, dim: int
+) -> torch.Tensor:
+    """All-gather shards that every rank then uses alike; keep the local chunk of the gradient."""
+    return _with_backward(
+        values,
+        lambda own: all_gather_dim(own, group, dim),
+        lambda grad: local_chunk(grad, group, dim),
+    )
+
+
+def scatter_to_group(values: torch.Tensor, group: dist.ProcessGroup, dim: int) -> torch.Tensor:
+    """Return this rank's chunk of replicated `values`; all-gather the gradient."""
+    return _with_backward(
+        values,
+        lambda own: local_chunk(own, group, dim).clone(),
+        lambda grad: all_gather_dim(grad, group, dim),
+    )
 
 
 def _sum(values: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
@@ -113,13 +141,3 @@ class _WithBackward(torch.autograd.Function):
     def backward(ctx: _BackwardContext, *grads: torch.Tensor) -> tuple[torch.Tensor, None, None]:
         # One gradient per argument of `forward`; functions have none.
         return ctx.conjugate(grads[0]), None, None
-
-
-gather_for_sharded_use = _pair(all_gather_dim, reduce_scatter_dim)
-"""All-gather shards that each rank then uses differently; reduce-scatter the gradient."""
-reduce_scatter_to_group = _pair(reduce_scatter_dim, all_gather_dim)
-"""Return this rank's chunk of the ranks' sum; all-gather the gradient."""
-gather_for_replicated_use = _pair(all_gather_dim, local_chunk)
-"""All-gather shards that every rank then uses alike; keep the local chunk of the gradient."""
-scatter_to_group = _pair(local_chunk, all_gather_dim)
-"""Return this rank's chunk of replicated `values`; all-gather the gradient."""
