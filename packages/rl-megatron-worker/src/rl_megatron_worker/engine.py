@@ -50,7 +50,7 @@ if TYPE_CHECKING:
     from rl_interfaces.backend.steps import Step
     from transformers import PreTrainedConfig, PreTrainedTokenizerBase
 
-    from rl_megatron_worker.attention.layout import PackedLayout
+    from rl_megatron_worker.layout import PackedLayout
 
 _CPU = torch.device("cpu")
 
