@@ -22,7 +22,7 @@ import torch.distributed as dist
 from report import Row, parse_options, report
 from rl_dtensor_worker.config import EngineConfig
 from rl_dtensor_worker.model import build as loading
-from rl_dtensor_worker.model.build import build_model
+from rl_dtensor_worker.model.build import build_model, empty_model
 from rl_dtensor_worker.parallel.mesh import Meshes
 from rl_interfaces.backend.runtime import RankEnvironment, init_process_group
 from transformers import Qwen2Config, Qwen2ForCausalLM
@@ -78,7 +78,7 @@ def start(rank: int, world_size: int, port: int, model: str, whole: bool, result
     dist.barrier()
     with HostMemory() as memory:
         begin = time.perf_counter()
-        build_model(config, meshes=meshes, tensor_parallel=None, device=device)
+        build_model(empty_model(config), config, meshes=meshes, tensor_parallel=None, device=device)
         dist.barrier()
         seconds = time.perf_counter() - begin
     on_cuda = environment.device.type == "cuda"

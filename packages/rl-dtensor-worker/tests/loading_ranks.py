@@ -31,7 +31,7 @@ def tensors_of(model):
 def load_models(*, model_names):
     """Return the tensors of each model, sharded over the data-parallel axis."""
     from rl_dtensor_worker.config import EngineConfig
-    from rl_dtensor_worker.model.build import build_model
+    from rl_dtensor_worker.model.build import build_model, empty_model
     from rl_dtensor_worker.parallel.mesh import Meshes
 
     loaded = []
@@ -42,7 +42,9 @@ def load_models(*, model_names):
             )
             device = environment.device
             meshes = Meshes.of(config.layout, replicas=1, device_type=device.type)
-            model = build_model(config, meshes=meshes, tensor_parallel=None, device=device)
+            model = build_model(
+                empty_model(config), config, meshes=meshes, tensor_parallel=None, device=device
+            )
             loaded.append(tensors_of(model))
             meshes.leave()
     return loaded if environment.rank == 0 else None

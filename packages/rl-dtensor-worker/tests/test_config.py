@@ -2,6 +2,8 @@ import pytest
 import torch
 from rl_dtensor_worker import DTensorPolicyWorker
 from rl_dtensor_worker.config import EngineConfig
+from rl_dtensor_worker.parallel.mesh import choose_replicas
+from rl_interfaces import ParallelLayout
 from tiny_model import make_config
 
 
@@ -104,3 +106,13 @@ def test_greedy_generation_scores_at_temperature_one(tiny_model):
     given = make_config(tiny_model, generation={"max_new_tokens": 4, "temperature": 0.0})
     config = EngineConfig.from_policy_config(given, world_size=1, init_optimizer=True)
     assert config.temperature == 1.0
+
+
+@pytest.mark.parametrize(
+    ("data_parallel", "tensor_parallel", "millions", "replicas"),
+    # 16 bytes of training state a parameter, up to 256 MiB on a rank.
+    [(4, 1, 16, 4), (4, 1, 17, 1), (2, 2, 33, 2), (2, 2, 34, 1), (1, 1, 1, 1)],
+)
+def test_a_small_model_is_replicated(data_parallel, tensor_parallel, millions, replicas):
+    layout = ParallelLayout(data_parallel=data_parallel, tensor_parallel=tensor_parallel)
+    assert choose_replicas(layout, num_parameters=millions * 10**6) == replicas

@@ -73,7 +73,8 @@ def test_ranks_that_share_rows_sample_the_same(pools, qwen3, layout):
 
 @pytest.mark.slow_beyond(1)
 @pytest.mark.parametrize(
-    ("saved", "loaded"), [("tp2", "dp2"), ("dp2_tp2", "hybrid"), ("hybrid", "tp2_cp2")]
+    ("saved", "loaded"),
+    [("tp2", "dp2"), ("dp2_tp2", "hybrid"), ("hybrid", "tp2_cp2"), ("replicated", "dp2")],
 )
 def test_a_checkpoint_loads_into_another_layout(pools, qwen3, tmp_path, saved, loaded):
     batch = make_batch(4)

@@ -1,5 +1,5 @@
 from types import UnionType
-from typing import Any, NotRequired, get_args, get_origin, get_type_hints
+from typing import Any, Literal, NotRequired, get_args, get_origin, get_type_hints
 
 import pytest
 from hypothesis import given
@@ -27,6 +27,7 @@ class Section(TypedDict):
     inner: NotRequired[Inner]
     either: list[Inner | dict[str, list[int]]] | Inner | dict[str, list[int]]
     limit: int | None
+    size: int | Literal["auto"]
 
 
 def refusal(value):
@@ -48,6 +49,8 @@ def refusal(value):
         {"either": {"milestones": [1, 2]}},
         {"either": [{"width": 1}, {"milestones": [3]}]},
         {"limit": 3},
+        {"size": 3},
+        {"size": "auto"},
         {"limit": None, "count": None, "inner": None, "numbers": None},
         {"inner": {"width": None}},
     ],
@@ -78,6 +81,8 @@ def test_a_fitting_value_passes(value):
         ({"inner": 3}, "top.inner must be a mapping, got int 3"),
         ({"inner": {"width": "a"}}, "top.inner.width must be int, got str 'a'"),
         ({"limit": "a"}, "top.limit must be int or None, got str 'a'"),
+        ({"size": "other"}, "top.size must be int or 'auto', got str 'other'"),
+        ({"size": True}, "top.size must be int or 'auto', got bool True"),
         ({"either": 3}, "top.either must be list or Inner or dict, got int 3"),
         ({"either": {"width": "a"}}, "top.either.width must be int, got str 'a'"),
         ({"either": {"widht": 1}}, "top.either.widht is not a known key, did you mean 'width'?"),

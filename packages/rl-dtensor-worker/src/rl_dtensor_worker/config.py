@@ -5,7 +5,7 @@ from __future__ import annotations
 import importlib
 import inspect
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 from rl_interfaces import ParallelLayout, resolve_policy_config
@@ -59,8 +59,8 @@ class EngineConfig:
     head: str
     """`language_model`, `reward` or `value`."""
     layout: ParallelLayout
-    replicas: int
-    """Replicas of the sharded model among the data-parallel ranks."""
+    replicas: int | Literal["auto"]
+    """Replicas of the sharded model among the data-parallel ranks; `auto`: by the model's size."""
     sequence_parallel: bool
     custom_parallel_plan: str | None
     compute_dtype: torch.dtype

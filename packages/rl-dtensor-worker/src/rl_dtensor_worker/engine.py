@@ -26,7 +26,7 @@ from rl_dtensor_worker.forward import (
     find_token_head,
 )
 from rl_dtensor_worker.layout import ParallelContext, check_layout, check_rotation
-from rl_dtensor_worker.model.build import build_model, find_value_layer
+from rl_dtensor_worker.model.build import build_model, empty_model, find_value_layer
 from rl_dtensor_worker.model.lora import (
     adapters_disabled,
     check_adapter_config,
@@ -44,7 +44,7 @@ from rl_dtensor_worker.parallel.fsdp import (
     reshard_model,
     unshard_fsdp2_model,
 )
-from rl_dtensor_worker.parallel.mesh import Meshes
+from rl_dtensor_worker.parallel.mesh import Meshes, choose_replicas
 from rl_dtensor_worker.parallel.plans import check_sizes, load_custom_plan
 from rl_dtensor_worker.parallel.styles import TensorParallel
 from rl_dtensor_worker.weights import ModelWeights, persistent_state, trained_state
@@ -96,12 +96,14 @@ class DTensorEngine:
         )
         self._device = environment.device
         with ExitStack() as leaving:
+            model = empty_model(self.config)
             self.meshes = Meshes.of(
-                self.config.layout, replicas=self.config.replicas, device_type=self._device.type
+                self.config.layout, replicas=self._replicas(model), device_type=self._device.type
             )
             leaving.callback(self.meshes.leave)
             self.parallel = self._parallel_context()
             self.model = build_model(
+                model,
                 self.config,
                 meshes=self.meshes,
                 tensor_parallel=self.parallel.tensor_parallel,
@@ -113,6 +115,12 @@ class DTensorEngine:
             self.checkpoint = self._checkpoint_format()
             self.model.train(init_optimizer)
             self._leaving = leaving.pop_all()
+
+    def _replicas(self, model: PreTrainedModel) -> int:
+        if self.config.replicas == "auto":
+            num_parameters = sum(parameter.numel() for parameter in model.parameters())
+            return choose_replicas(self.config.layout, num_parameters=num_parameters)
+        return self.config.replicas
 
     @staticmethod
     def plan_layout(

@@ -48,7 +48,26 @@ _BY_HEAD: dict[str, Any] = {
 }
 
 
+def empty_model(config: EngineConfig) -> PreTrainedModel:
+    """Return the unsharded model on the meta device.
+
+    Trained parameters are in float32, frozen ones in the compute dtype.
+
+    Raises:
+        ValueError: The model cannot be read, or the parallel sizes do not fit it.
+    """
+    model_config = load_model_config(config)
+    check_sizes(model_config, tensor_parallel_size=config.layout.tensor_parallel)
+    check_rotation(model_config, context_parallel_size=config.layout.context_parallel)
+    dtype = torch.float32 if config.adapters is None else config.compute_dtype
+    with torch.device("meta"):
+        return auto_class(config.head, model_config).from_config(
+            model_config, dtype=dtype, trust_remote_code=config.trust_remote_code
+        )
+
+
 def build_model(
+    model: PreTrainedModel,
     config: EngineConfig,
     *,
     meshes: Meshes,
@@ -57,26 +76,18 @@ def build_model(
 ) -> PreTrainedModel:
     """Return the pretrained model, sharded over `meshes` and in eval mode.
 
-    Trained parameters are in float32, frozen ones in the compute dtype. Each rank reads its own
-    shards from the checkpoint.
+    Each rank reads its own shards from the checkpoint.
 
     Args:
+        model: The `empty_model` of `config`, which is sharded and filled in place.
         config: The worker's config.
         meshes: Of all ranks.
         tensor_parallel: The ranks that shard each layer; None without tensor parallelism.
         device: Where the shards are.
 
     Raises:
-        ValueError: The parallel sizes do not fit the model, or the checkpoint does not.
+        ValueError: The checkpoint does not fit the model.
     """
-    model_config = load_model_config(config)
-    check_sizes(model_config, tensor_parallel_size=config.layout.tensor_parallel)
-    check_rotation(model_config, context_parallel_size=config.layout.context_parallel)
-    dtype = torch.float32 if config.adapters is None else config.compute_dtype
-    with torch.device("meta"):
-        model = auto_class(config.head, model_config).from_config(
-            model_config, dtype=dtype, trust_remote_code=config.trust_remote_code
-        )
     loader = ModelLoader(model, config)
     if config.adapters is not None:
         has_value_layer = config.head != "language_model"

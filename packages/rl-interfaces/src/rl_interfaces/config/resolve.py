@@ -342,7 +342,8 @@ def _check_parallel_sizes(section: ResolvedConfig, *, path: str) -> None:
     if not section["enabled"]:
         return
     for key in section:
-        if key.endswith(("_parallel_size", "_replicate_size")):
+        is_size = key.endswith(("_parallel_size", "_replicate_size"))
+        if is_size and section[key] != "auto":
             _check_count(section, key, path=path)
 
 

@@ -6,7 +6,17 @@ import difflib
 import types
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any, NotRequired, Required, Union, cast, get_args, get_origin, get_type_hints
+from typing import (
+    Any,
+    Literal,
+    NotRequired,
+    Required,
+    Union,
+    cast,
+    get_args,
+    get_origin,
+    get_type_hints,
+)
 
 from typing_extensions import is_typeddict
 
@@ -109,6 +119,8 @@ def _union_problem(value: object, members: tuple[object, ...], *, path: str) -> 
 def _is_scalar(value: object, expected: object) -> bool:
     if expected is Any:
         return True
+    if get_origin(expected) is Literal:
+        return isinstance(value, str) and value in get_args(expected)
     if expected is float:
         return isinstance(value, (int, float)) and not isinstance(value, bool)
     if expected is int:
@@ -117,6 +129,8 @@ def _is_scalar(value: object, expected: object) -> bool:
 
 
 def _type_name(expected: object) -> str:
+    if get_origin(expected) is Literal:
+        return " or ".join(map(repr, get_args(expected)))
     return "None" if expected is type(None) else str(getattr(expected, "__name__", expected))
 
 

@@ -6,7 +6,7 @@ defaults and rejects unknown keys and wrong types.
 
 from __future__ import annotations
 
-from typing import Any, NotRequired, TypeAlias
+from typing import Any, Literal, NotRequired, TypeAlias
 
 from typing_extensions import TypedDict
 
@@ -59,8 +59,10 @@ class DTensorConfig(TypedDict):
     """Dotted path to a tensor-parallel plan: a dict, or a function that returns one."""
     async_checkpoint: NotRequired[bool]
     """Copy a checkpoint to the CPU and write it in the background."""
-    data_parallel_replicate_size: NotRequired[int]
-    """Replicas of the sharded model; more than 1 is hybrid sharding (HSDP)."""
+    data_parallel_replicate_size: NotRequired[int | Literal["auto"]]
+    """Replicas of the sharded model; more than 1 is hybrid sharding (HSDP). `auto`: a model with a
+    training state of at most 256 MiB is replicated on every data-parallel rank, a larger one is
+    sharded over all of them."""
     lora: NotRequired[LoraConfig]
     """Train low-rank adapters."""
 
