@@ -192,8 +192,8 @@ def export(*, config, path, max_bytes):
 def save_over_two_axes(*, model_name, directory):
     """Add 1 to the weights and save them, over two data- by two tensor-parallel ranks."""
     from rl_dtensor_worker.config import EngineConfig
-    from rl_dtensor_worker.model.build import ModelLoader, trained_state
-    from rl_dtensor_worker.weights import ModelWeights
+    from rl_dtensor_worker.model.build import ModelLoader
+    from rl_dtensor_worker.weights import ModelWeights, trained_state
     from rl_interfaces.backend.checkpoint.checkpointer import (
         Checkpointer,
         RankRandomState,

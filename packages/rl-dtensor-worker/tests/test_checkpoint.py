@@ -171,7 +171,7 @@ def test_a_load_that_is_refused_changes_nothing(saved, pools, tmp_path):
     listed = [*parts, {"milestones": [1]}]
     for config, words in (
         (other, ["lacks", "lm_head.weight"]),
-        (shallow, ["weights_path", "12 tensors beyond", "model.layers.1."]),
+        (shallow, ["weights_path", "12 tensors that this one lacks", "model.layers.1."]),
         (saved_config | {"optimizer": MOMENTUM}, ["optimizer_path", "AdamW", "SGD"]),
         (saved_config | {"optimizer": ADAM}, ["optimizer_path", "adamw.AdamW", "adam.Adam"]),
         (saved_config | {"scheduler": listed}, ["LinearLR, the", "ConstantLR, torch"]),
@@ -271,7 +271,7 @@ def test_a_tokenizer_that_a_save_in_the_background_would_replace_is_refused(
     for inside, further_inside, beside in outcomes:
         for text in (inside, further_inside):
             assert f"tokenizer_path='{tmp_path}/weights" in text
-            assert "a directory of its own" in text
+            assert "a separate directory" in text
         assert beside == "saved"
     assert {path.name for path in tmp_path.iterdir()} == {"weights", "beside"}
     AutoTokenizer.from_pretrained(tmp_path / "beside")

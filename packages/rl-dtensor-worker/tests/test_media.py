@@ -162,7 +162,7 @@ def test_a_prompt_that_fills_the_text_models_positions_is_refused(pools, vision_
         input_ids=torch.full((1, 64), 7),
         input_lengths=torch.tensor([64]),
     )
-    with pytest.raises(RankFailure, match="leaves no room for a new token in 64 tokens"):
+    with pytest.raises(RankFailure, match="leaves no room for a token in 64 tokens"):
         pools(1).run(
             scoring_ranks.generate, config=make_config(vision_model), batch=batch, greedy=True
         )
