@@ -71,6 +71,18 @@ def train_plainly(model, batch, *, global_batch_size, num_calls, temperature=1.0
     return dict(model.named_parameters()), losses, norms
 
 
+def assert_trained_like(plain, trained, results):
+    """Hold a worker's parameters and the results of its calls against `plain_training`."""
+    parameters, losses, norms = plain
+    assert largest_difference(trained, parameters) < PARAMETER_TOLERANCE
+    reported = torch.cat([result["global_loss"] for result in results])
+    torch.testing.assert_close(
+        reported, torch.tensor(losses), atol=LOSS_TOLERANCE, rtol=LOSS_TOLERANCE
+    )
+    measured = torch.cat([result["grad_norm"] for result in results])
+    torch.testing.assert_close(measured, torch.tensor(norms), atol=1e-5, rtol=1e-5)
+
+
 def largest_difference(left, right):
     """Return the largest difference of two `{name: tensor}` with the same names."""
     assert left.keys() == right.keys()

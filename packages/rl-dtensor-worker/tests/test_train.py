@@ -7,6 +7,7 @@ import training_ranks
 from oracle import (
     LOSS_TOLERANCE,
     PARAMETER_TOLERANCE,
+    assert_trained_like,
     largest_difference,
     load,
     plain_training,
@@ -25,7 +26,7 @@ def _plain(model_name, num_calls=3):
 @pytest.mark.parametrize("mbs", [1, 2, 4])
 def test_three_steps_equal_a_plain_loop(pools, tiny_model, num_ranks, mbs):
     # 8 rows in global batches of 4: two optimizer steps in each of three calls.
-    parameters, losses, norms = _plain(tiny_model)
+    plain = _plain(tiny_model)
     ranks = pools(num_ranks).run(
         training_ranks.train,
         config=make_config(tiny_model),
@@ -34,14 +35,8 @@ def test_three_steps_equal_a_plain_loop(pools, tiny_model, num_ranks, mbs):
         mbs=mbs,
     )
     for trained, results in ranks:
-        assert largest_difference(trained, parameters) < PARAMETER_TOLERANCE
-        reported = torch.cat([result["global_loss"] for result in results])
-        torch.testing.assert_close(
-            reported, torch.tensor(losses), atol=LOSS_TOLERANCE, rtol=LOSS_TOLERANCE
-        )
-        measured = torch.cat([result["grad_norm"] for result in results])
-        torch.testing.assert_close(measured, torch.tensor(norms), atol=1e-5, rtol=1e-5)
-    moved = largest_difference(parameters, dict(load(tiny_model).named_parameters()))
+        assert_trained_like(plain, trained, results)
+    moved = largest_difference(plain[0], dict(load(tiny_model).named_parameters()))
     assert moved > 100 * PARAMETER_TOLERANCE
 
 

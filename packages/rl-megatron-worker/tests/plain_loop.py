@@ -27,6 +27,17 @@ def plain_logprobs(model, batch, *, temperature=1.0):
     return out
 
 
+def _is_token(rows):
+    return torch.arange(rows["input_ids"].shape[1]) < rows["input_lengths"][:, None]
+
+
+def _padded_logprobs(model, rows):
+    """Return the log-probabilities of all but the first token of padded rows, with gradients."""
+    logits = model(rows["input_ids"], attention_mask=_is_token(rows).long()).logits
+    chosen = logits[:, :-1].log_softmax(-1).gather(-1, rows["input_ids"][:, 1:, None])
+    return chosen.squeeze(-1)
+
+
 def plain_training(model_name, batch, *, global_batch_size, num_calls):
     """Train on whole global batches with torch.optim alone; return parameters, losses, norms."""
     model = load(model_name)
@@ -36,10 +47,7 @@ def plain_training(model_name, batch, *, global_batch_size, num_calls):
         for start in range(0, len(batch["input_ids"]), global_batch_size):
             rows = {k: v[start : start + global_batch_size] for k, v in batch.items()}
             mask = rows["token_mask"][:, 1:] * rows["sample_mask"][:, None]
-            is_token = torch.arange(rows["input_ids"].shape[1]) < rows["input_lengths"][:, None]
-            logits = model(rows["input_ids"], attention_mask=is_token.long()).logits
-            chosen = logits[:, :-1].log_softmax(-1).gather(-1, rows["input_ids"][:, 1:, None])
-            loss = -(chosen.squeeze(-1) * mask).sum() / mask.sum()
+            loss = -(_padded_logprobs(model, rows) * mask).sum() / mask.sum()
             loss.backward()
             norms.append(float(torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)))
             optimizer.step()
@@ -68,10 +76,9 @@ def plain_balanced_norm(model_name, batch, *, coefficient, micro_batch_size):
     num_tokens, num_targets = batch["input_lengths"].sum(), batch["token_mask"][:, 1:].sum()
     for start in range(0, len(batch["input_ids"]), micro_batch_size):
         rows = {k: v[start : start + micro_batch_size] for k, v in batch.items()}
-        is_token = torch.arange(rows["input_ids"].shape[1]) < rows["input_lengths"][:, None]
-        logits = model(rows["input_ids"], attention_mask=is_token.long()).logits
-        chosen = logits[:, :-1].log_softmax(-1).gather(-1, rows["input_ids"][:, 1:, None])
-        loss = -(chosen.squeeze(-1) * rows["token_mask"][:, 1:]).sum() / num_targets
+        chosen = _padded_logprobs(model, rows)
+        loss = -(chosen * rows["token_mask"][:, 1:]).sum() / num_targets
+        is_token = _is_token(rows)
         count = is_token.sum()
         for probabilities, experts in routed:
             shares = probabilities[is_token.flatten()].mean(0)

@@ -96,6 +96,11 @@ def forwarding(name):
     return call
 
 
+def doing_nothing(self, *arguments, **options):
+    """Stay in the first residency state, so that a call is refused by the policy or not at all."""
+
+
 REQUIRED = [name for name, each in vars(PolicyWorker).items() if callable(each) and name[0] != "_"]
 for required in {*REQUIRED, "finish_checkpoint"} - vars(StrangerWorker).keys():
-    setattr(StrangerWorker, required, forwarding(required))
+    moves = required.startswith(("prepare_for_", "offload_"))
+    setattr(StrangerWorker, required, doing_nothing if moves else forwarding(required))
