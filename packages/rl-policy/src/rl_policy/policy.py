@@ -181,10 +181,9 @@ class Policy(ColocatablePolicyInterface, GenerationInterface):
     def get_logprobs(
         self, data: BatchedDataDict[GenerationDatumSpec]
     ) -> BatchedDataDict[LogprobOutputSpec]:
-        """Return the log-probability of every token, see `LogprobOutputSpec`.
+        """Return the log-probability of every token of any number of rows.
 
-        Args:
-            data: `input_ids` `[batch, seq]` and `input_lengths` `[batch]`, any number of rows.
+        See `PolicyInterface.get_logprobs`.
         """
         return self._score("get_logprobs", data)
 
@@ -450,10 +449,7 @@ class Policy(ColocatablePolicyInterface, GenerationInterface):
     def init_collective(self, ip: str, port: int, world_size: int) -> list[ray.ObjectRef[None]]:
         """Make rank 0 join a group with the inference ranks; the futures are not awaited.
 
-        Args:
-            ip: Address of rank 0's node, see `RayVirtualCluster.get_master_address_and_port`.
-            port: A port that is free there.
-            world_size: The inference ranks plus one.
+        `RayVirtualCluster.get_master_address_and_port` returns an address and a port for it.
         """
         self._backend.require_sending()
         return self._group.submit_all("init_collective", ip, port, world_size).refs

@@ -56,11 +56,6 @@ class PieceViews:
         self._buffers = ()
 
 
-def split_buffers(memory: torch.Tensor, count: int, size: int) -> list[torch.Tensor]:
-    """Return `count` consecutive buffers of `size` bytes of `memory` (`[bytes]`, uint8)."""
-    return [memory[index * size : (index + 1) * size] for index in range(count)]
-
-
 def view_runs(plan: RefitPlan, bucket: Bucket, data: torch.Tensor) -> list[Run]:
     """Return the runs of a bucket as views of its bytes in `data` (`[bytes]`, uint8)."""
     return [

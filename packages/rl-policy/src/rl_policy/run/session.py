@@ -155,7 +155,7 @@ def save_final(session: AnySession, policy: Policy) -> None:
 
 
 class Trainer(Protocol):
-    """Takes and measures the steps of a recipe."""
+    """The training and evaluation steps of a recipe."""
 
     @property
     def is_done(self) -> bool:

@@ -21,6 +21,7 @@ from rl_refit.protocol.waiting import Deadline
 GROUP = "rl_refit.transports"
 
 __all__ = [
+    "Context",
     "Grant",
     "ReceiverContext",
     "ReceivingSide",
@@ -35,52 +36,60 @@ Grant = dict[str, object]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class SenderContext:
-    """The arguments of a sending side.
+class Context:
+    """The arguments of either side.
 
     Attributes:
         num_buffers: How many buffers take turns; bucket `k` is in buffer `k % num_buffers`.
         buffer_bytes: Bytes of each.
-        ranks: The receivers' ranks, in ascending order.
-        device: Where the source's tensors are.
-        directory: A private directory (0700) that is removed when the sender closes or dies; None
-            if the receivers may be on other machines.
-        host: The address that other machines reach, if the endpoint is a TCP port.
+        device: Where the source's tensors are, or where `load` wants them.
+        host: This machine's address that the other side's machines reach, if they connect by TCP.
         timeout_s: Limit of one refit, in seconds.
     """
 
     num_buffers: int
     buffer_bytes: int
-    ranks: tuple[int, ...]
     device: torch.device
-    directory: Path | None
     host: str | None
     timeout_s: float
+
+    @property
+    def memory_bytes(self) -> int:
+        """Bytes of all buffers together."""
+        return self.num_buffers * self.buffer_bytes
+
+    def buffers_of(self, memory: torch.Tensor) -> list[torch.Tensor]:
+        """Return the buffers as views of `memory` (`[memory_bytes]` or more, uint8)."""
+        return [*memory[: self.memory_bytes].view(self.num_buffers, self.buffer_bytes)]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class ReceiverContext:
+class SenderContext(Context):
+    """The arguments of a sending side.
+
+    Attributes:
+        ranks: The receivers' ranks, in ascending order.
+        directory: A private directory (0700) that is removed when the sender closes or dies; None
+            if the receivers may be on other machines.
+    """
+
+    ranks: tuple[int, ...]
+    directory: Path | None
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ReceiverContext(Context):
     """The arguments of a receiving side.
 
     Attributes:
-        num_buffers: As in `SenderContext`.
-        buffer_bytes: As in `SenderContext`.
         grant: The sender's `grant`.
         descriptors: The files that the sender passed; the receiving side closes them.
         rank: This receiver's rank.
-        device: Where `load` wants its tensors.
-        host: The address of this machine that reaches the sender, if that is by TCP.
-        timeout_s: Limit of one refit, in seconds.
     """
 
-    num_buffers: int
-    buffer_bytes: int
     grant: Grant
     descriptors: list[int]
     rank: int
-    device: torch.device
-    host: str | None
-    timeout_s: float
 
 
 class SendingSide(ABC):

@@ -27,10 +27,10 @@ import msgspec
 import torch
 import torch.distributed as dist
 
-from rl_refit.buffers import split_buffers
 from rl_refit.errors import RefitError
 from rl_refit.protocol.waiting import Deadline
 from rl_refit.transports import (
+    Context,
     Grant,
     ReceiverContext,
     ReceivingSide,
@@ -173,14 +173,11 @@ class _CollectiveReceiver(ReceivingSide):
         self.buffers = []
 
 
-def _allocate(
-    context: SenderContext | ReceiverContext, *, on_gpu: bool
-) -> tuple[list[torch.Tensor], torch.device]:
+def _allocate(context: Context, *, on_gpu: bool) -> tuple[list[torch.Tensor], torch.device]:
     """Return a side's buffers, and their device with its index."""
-    size = context.num_buffers * context.buffer_bytes
     device = context.device if on_gpu else torch.device("cpu")
-    memory = torch.empty(size, dtype=torch.uint8, device=device)
-    return split_buffers(memory, context.num_buffers, context.buffer_bytes), memory.device
+    memory = torch.empty(context.memory_bytes, dtype=torch.uint8, device=device)
+    return context.buffers_of(memory), memory.device
 
 
 class _Membership:
@@ -299,7 +296,7 @@ def _surviving_errors() -> Generator[None]:
 
 def _join(
     grant: GroupGrant,
-    context: SenderContext | ReceiverContext,
+    context: Context,
     device: torch.device,
     deadline: Deadline,
 ) -> ProcessGroup:

@@ -9,7 +9,6 @@ from pathlib import Path
 import msgspec
 import torch
 
-from rl_refit.buffers import split_buffers
 from rl_refit.protocol.waiting import Deadline
 from rl_refit.transports import (
     Grant,
@@ -45,8 +44,7 @@ class GoldenTransport(Transport):
 
 class _GoldenSender(SendingSide):
     def __init__(self, context: SenderContext) -> None:
-        memory = torch.zeros(context.num_buffers * context.buffer_bytes, dtype=torch.uint8)
-        self.buffers = split_buffers(memory, context.num_buffers, context.buffer_bytes)
+        self.buffers = context.buffers_of(torch.zeros(context.memory_bytes, dtype=torch.uint8))
         assert context.directory is not None
         self._directory = context.directory
 

@@ -26,7 +26,6 @@ import msgspec
 import torch
 from torch.multiprocessing.reductions import rebuild_cuda_tensor, reduce_tensor
 
-from rl_refit.buffers import split_buffers
 from rl_refit.plan import dtype_name, parse_dtype
 from rl_refit.protocol.waiting import Deadline
 from rl_refit.transports import (
@@ -63,8 +62,8 @@ class ShmTransport(Transport):
 
 class _ShmSender(SendingSide):
     def __init__(self, context: SenderContext) -> None:
-        self._descriptor, memory = create_memory(context.num_buffers * context.buffer_bytes)
-        self.buffers = split_buffers(memory, context.num_buffers, context.buffer_bytes)
+        self._descriptor, memory = create_memory(context.memory_bytes)
+        self.buffers = context.buffers_of(memory)
 
     def grant(self, rank: int) -> tuple[Grant, list[int]]:
         return {}, [self._descriptor]
@@ -90,10 +89,10 @@ class _ShmReceiver(_SharedReceiver):
     def __init__(self, context: ReceiverContext) -> None:
         (descriptor,) = context.descriptors
         try:
-            memory = open_memory(descriptor, context.num_buffers * context.buffer_bytes)
+            memory = open_memory(descriptor, context.memory_bytes)
         finally:
             os.close(descriptor)
-        self.buffers = split_buffers(memory, context.num_buffers, context.buffer_bytes)
+        self.buffers = context.buffers_of(memory)
 
 
 class CudaIpcTransport(Transport):
@@ -105,7 +104,7 @@ class CudaIpcTransport(Transport):
     def open_sender(self, context: SenderContext) -> SendingSide:
         """Return buffers on the sender's GPU."""
         _require_cuda(context.device)
-        size = max(context.num_buffers * context.buffer_bytes, 1)
+        size = max(context.memory_bytes, 1)
         if self._memory is None or len(self._memory) < size:
             self._memory = torch.empty(size, dtype=torch.uint8, device=context.device)
         return _CudaIpcSender(context, self._memory)
@@ -130,7 +129,7 @@ class _CudaIpcSender(SendingSide):
 
     def __init__(self, context: SenderContext, memory: torch.Tensor) -> None:
         self._memory: torch.Tensor | None = memory
-        self.buffers = split_buffers(memory, context.num_buffers, context.buffer_bytes)
+        self.buffers = context.buffers_of(memory)
         self._written = torch.cuda.Event()
         self._device = context.device
 
@@ -154,7 +153,7 @@ class _CudaIpcReceiver(_SharedReceiver):
     def __init__(self, context: ReceiverContext) -> None:
         handle = msgspec.convert(context.grant["buffers"], CudaHandle)
         memory = open_cuda(handle, context.device)
-        self.buffers = split_buffers(memory, context.num_buffers, context.buffer_bytes)
+        self.buffers = context.buffers_of(memory)
         self._device = context.device
         self._read = torch.cuda.Event()
 
