@@ -1,6 +1,5 @@
 """`kill -9` in the middle of a save: what loads afterwards is the last complete checkpoint."""
 
-import multiprocessing
 import os
 import random
 import signal
@@ -8,6 +7,7 @@ import time
 
 import pytest
 import save_until_killed
+from rank_pool import fork_context
 from rl_interfaces.backend.runtime import ReservedPort
 from tiny_model import make_config
 
@@ -18,7 +18,7 @@ LIMIT_S = 60
 
 @pytest.fixture(scope="module")
 def zygote():
-    context = multiprocessing.get_context("spawn")
+    context = fork_context()
     ours, theirs = context.Pipe()
     process = context.Process(target=save_until_killed.serve, args=(theirs,), daemon=True)
     process.start()

@@ -122,8 +122,10 @@ def test_a_custom_plan_gives_the_same_numbers(pools, tmp_path, model, plan):
     expected = plain_logprobs(load(path), batch)
     parameters, _, _ = plain_training(path, batch, global_batch_size=4, num_calls=3)
     for result in results:
-        torch.testing.assert_close(result["logprobs"], expected, atol=LOGPROB_TOLERANCE, rtol=0)
-        assert_equal_parameters(result["parameters"], parameters, PARAMETER_TOLERANCE)
+        torch.testing.assert_close(
+            result.columns["logprobs"], expected, atol=LOGPROB_TOLERANCE, rtol=0
+        )
+        assert_equal_parameters(result.parameters, parameters, PARAMETER_TOLERANCE)
 
 
 @pytest.mark.slow_beyond(1)
@@ -141,8 +143,8 @@ def test_a_loss_over_logits_gets_those_of_all_tokens(pools, tmp_path, model):
         loss="logits",
     )
     for result in results:
-        torch.testing.assert_close(result["losses"], torch.tensor(losses), rtol=2e-6, atol=0)
-        assert_equal_parameters(result["parameters"], parameters, PARAMETER_TOLERANCE)
+        torch.testing.assert_close(result.losses, torch.tensor(losses), rtol=2e-6, atol=0)
+        assert_equal_parameters(result.parameters, parameters, PARAMETER_TOLERANCE)
 
 
 # Fused projections, which are gathered and cut; and a plan of ours.
@@ -163,8 +165,10 @@ def test_other_plans_give_the_same_numbers(pools, tmp_path, make):
     expected = plain_logprobs(load(tmp_path), batch)
     parameters, _, _ = plain_training(tmp_path, batch, global_batch_size=4, num_calls=3)
     for result in results:
-        torch.testing.assert_close(result["logprobs"], expected, atol=LOGPROB_TOLERANCE, rtol=0)
-        assert_equal_parameters(result["parameters"], parameters, PARAMETER_TOLERANCE)
+        torch.testing.assert_close(
+            result.columns["logprobs"], expected, atol=LOGPROB_TOLERANCE, rtol=0
+        )
+        assert_equal_parameters(result.parameters, parameters, PARAMETER_TOLERANCE)
 
 
 def test_norms_of_heads_that_transformers_does_not_name_are_of_a_ranks_own_heads():
