@@ -160,6 +160,15 @@ def start_from_nothing(*, config):
             setattr(module, name, own)
 
 
+def leave_save_running():
+    """Return while a save in the background still waits for what never happens."""
+    import threading
+
+    from rl_interfaces.backend.checkpoint.checkpointer import PendingSave
+
+    PendingSave(threading.Event().wait, path=Path("weights"))
+
+
 def load_only(*, config, weights_path, optimizer_path=None):
     with worker_for(config, init_reference_model=False) as worker:
         worker.load_checkpoint(weights_path, optimizer_path)

@@ -26,7 +26,7 @@ def plain_logprobs(model, batch, *, temperature=1.0):
 
 
 def plain_training(model_name, batch, *, global_batch_size, num_calls, temperature=1.0):
-    """Train on whole global batches with torch.optim alone; return parameters, losses, norms."""
+    """Train on full global batches with torch.optim alone; return parameters, losses, norms."""
     return train_plainly(
         load(model_name),
         batch,

@@ -4,7 +4,7 @@ from oracle import LOGPROB_TOLERANCE, load
 from tiny_model import make_batch, make_config
 
 
-def test_one_rank_may_run_alone_while_the_model_is_whole(pools, tiny_model):
+def test_one_rank_may_run_alone_while_the_model_is_unsharded(pools, tiny_model):
     batch = make_batch(4)
     outcomes = pools(2).run(
         training_ranks.unsharded_forwards, config=make_config(tiny_model), batch=batch
@@ -27,7 +27,7 @@ def test_a_rank_is_left_unsharded_only_where_it_is_alone_and_casts_nothing(pools
     assert sharded(2) > 1
 
 
-def test_a_model_that_cannot_be_made_whole_is_sharded_again(pools, tiny_model):
+def test_a_model_that_cannot_be_unsharded_is_sharded_again(pools, tiny_model):
     outcomes = pools(2).run(
         training_ranks.failing_unshard, config=make_config(tiny_model), batch=make_batch(4)
     )

@@ -136,7 +136,7 @@ def test_no_pass_holds_all_logits(monkeypatch):
     assert largest.numel < num_rows * width * vocab_size
 
 
-def test_the_backward_pass_makes_the_output_matrix_whole_again(pools, tmp_path):
+def test_the_backward_pass_gathers_the_output_matrix_again(pools, tmp_path):
     # FSDP learns from the forward's output that a backward pass will come.
     build("llama").save_pretrained(tmp_path)
     plain, interrupted = (

@@ -293,11 +293,11 @@ def biased(tmp_path_factory):
         {"custom_parallel_plan": "plans_for_tests.NAMED"},
         {"custom_parallel_plan": "plans_for_tests.ATTENTION"},
     ],
-    ids=["whole", "cut", "styles", "partly"],
+    ids=["rows", "sequences", "styles", "attention"],
 )
 def test_ranks_that_share_layers_do_what_one_rank_does(pools, biased, dtensor):
     lora = {"lora_dropout": 0.3}
-    # Whole rows: what completes a width for sequence parallelism would be drawn for, too.
+    # Full rows: dropout would also be drawn for padding to a width that the ranks divide.
     batch = make_batch(6, width=6)
     batch["input_lengths"][:] = 6
     batch["token_mask"][:, 1:] = 1.0

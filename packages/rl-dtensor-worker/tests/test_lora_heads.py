@@ -1,4 +1,4 @@
-"""Adapters of reward and value models, whose layer of scores is trained whole, against peft."""
+"""Adapters of reward and value models, whose score layer is trained in full, against peft."""
 
 import copy
 

@@ -74,7 +74,7 @@ def test_padding_inside_changes_nothing(pools, tiny_model, section, options):
 @pytest.mark.parametrize("section", SECTIONS)
 @pytest.mark.parametrize(("num_ranks", "loss"), [(1, "nll"), (2, "nll"), (2, "logits")])
 def test_three_calls_equal_a_plain_loop(pools, tiny_model, section, num_ranks, loss):
-    # 9 rows in global batches of 4: two whole ones, and a row that leaves a rank without any.
+    # 9 rows in global batches of 4: two full ones, then a row that leaves a rank without any.
     batch = make_batch(9)
     parameters, losses, norms = plain_training(tiny_model, batch, global_batch_size=4, num_calls=3)
     ranks = pools(num_ranks).run(

@@ -147,7 +147,7 @@ def test_a_loss_over_logits_gets_those_of_all_tokens(pools, tmp_path, model):
         assert_equal_parameters(result.parameters, parameters, PARAMETER_TOLERANCE)
 
 
-# Fused projections, which are gathered and cut; and a plan of ours.
+# Fused projections, which are gathered and then split; and a plan of our own.
 @pytest.mark.parametrize("make", [Phi3Config, NemotronConfig])
 def test_other_plans_give_the_same_numbers(pools, tmp_path, make):
     torch.manual_seed(1)
@@ -216,7 +216,7 @@ def test_what_a_layout_would_compute_otherwise_is_refused(pools, tmp_path, confi
 
 
 def test_a_parameter_beside_shared_parts_is_refused(pools, tmp_path):
-    # Attention sinks: one number per head, in the module whose projections are cut by heads.
+    # Attention sinks: one number per head, in the module whose projections are sharded by heads.
     sizes = {"num_local_experts": 4, "num_experts_per_tok": 2, "head_dim": 16}
     config = GptOssConfig(**parity_models._COMMON, **sizes)
     AutoModelForCausalLM.from_config(config).save_pretrained(tmp_path)

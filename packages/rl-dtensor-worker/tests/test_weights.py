@@ -74,7 +74,7 @@ def test_it_has_all_that_vllm_asks_of_a_source():
         assert all(torch.equal(a, b) for a, b in zip(tensors, other_tensors, strict=True))
 
 
-def test_layers_are_told_by_their_number():
+def test_layers_are_identified_by_their_number():
     assert block_of("model.layers.13.mlp.up_proj.weight") == "model.layers.13."
     assert block_of("transformer.h.0.attn.bias") == "transformer.h.0."
     assert block_of("model.layers.1.experts.7.w1.weight") == "model.layers.1."
