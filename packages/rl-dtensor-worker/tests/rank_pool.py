@@ -32,6 +32,8 @@ def fork_context():
     with pytest.MonkeyPatch.context() as patch:
         # The server ignores `sys.path`, and skips a module that it does not find without a word.
         patch.setenv("PYTHONPATH", os.pathsep.join([str(_TESTS), *filter(None, sys.path)]))
+        # An import that asks for a GPU must not open the driver, which no fork could use.
+        patch.setenv("PYTORCH_NVML_BASED_CUDA_CHECK", "1")
         forkserver.ensure_running()
     return multiprocessing.get_context("forkserver")
 
