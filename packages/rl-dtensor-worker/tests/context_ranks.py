@@ -5,7 +5,7 @@ from typing import NamedTuple
 import torch
 import torch.distributed as dist
 from rl_batched_data import PackedSequences
-from rl_dtensor_worker.attention import ContextRows
+from rl_dtensor_worker.attention import ContextRows, Heads
 
 
 class Attended(NamedTuple):
@@ -25,7 +25,7 @@ def attend_to_shards(*, states, weights, lengths, window):
         rows = ContextRows.of(packed, group)
         own = [part.index_select(2, rows.shards.own).requires_grad_() for part in states]
         module = torch.nn.Module()
-        output = rows.attend(module, *own, window)
+        output = rows.attend(module, Heads(*own), window)
         gathered = rows.gather(output)
         (gathered * weights).sum().backward()
         gradients = [

@@ -13,16 +13,31 @@ def load(model_name):
     return AutoModelForCausalLM.from_pretrained(model_name, dtype=torch.float32).eval()
 
 
-def plain_logprobs(model, batch, *, temperature=1.0):
+def plain_logprobs(model, batch, *, temperature=1.0, inputs_of=lambda row, length: {}):
     """Return log p(token t | tokens < t), row by row without any padding."""
     out = torch.zeros(batch["input_ids"].shape)
     for row, length in enumerate(batch["input_lengths"].tolist()):
         tokens = batch["input_ids"][row : row + 1, :length]
         with torch.no_grad():
-            logits = model(tokens).logits[0] / temperature
-        chosen = logits[:-1].log_softmax(-1).gather(-1, tokens[0, 1:, None])
-        out[row, 1:length] = chosen.squeeze(-1)
+            out[row, 1:length] = _row_logprobs(model, tokens, temperature, **inputs_of(row, length))
     return out
+
+
+def plain_gradients(model, batch, *, temperature=1.0):
+    """Return the gradients of the sum of the log-probabilities, by name, without any padding."""
+    for row, length in enumerate(batch["input_lengths"].tolist()):
+        tokens = batch["input_ids"][row : row + 1, :length]
+        _row_logprobs(model, tokens, temperature).sum().backward()
+    return gradients_of(model)
+
+
+def _row_logprobs(model, tokens, temperature, **inputs):
+    logits = model(tokens, **inputs).logits[0, :-1].float() / temperature
+    return logits.log_softmax(-1).gather(-1, tokens[0, 1:, None]).squeeze(-1)
+
+
+def gradients_of(model):
+    return {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
 
 
 def plain_training(model_name, batch, *, global_batch_size, num_calls, temperature=1.0):

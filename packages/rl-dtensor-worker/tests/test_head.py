@@ -11,7 +11,10 @@ from oracle import (
     LOGPROB_TOLERANCE,
     LOSS_TOLERANCE,
     PARAMETER_TOLERANCE,
+    gradients_of,
     largest_difference,
+    plain_gradients,
+    plain_logprobs,
     plain_training,
 )
 from rl_batched_data import PackedSequences, SlicedDataDict
@@ -37,27 +40,12 @@ def forward_of(model):
     return Forward(model=model, head=head, temperature=TEMPERATURE, width_multiple=4)
 
 
-def plain(model, batch):
-    """Return log-probabilities, row by row, and the gradients of their sum."""
-    rows = torch.zeros(batch["input_ids"].shape)
-    for row, length in enumerate(batch["input_lengths"].tolist()):
-        tokens = batch["input_ids"][row : row + 1, :length]
-        logprobs = (model(tokens).logits[0, :-1].float() / TEMPERATURE).log_softmax(-1)
-        chosen = logprobs.gather(-1, tokens[0, 1:, None]).squeeze(-1)
-        chosen.sum().backward()
-        rows[row, 1:length] = chosen.detach()
-    return rows, gradients_of(model)
-
-
-def gradients_of(model):
-    return {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
-
-
 @pytest.mark.slow_beyond(4, every=3)
 @pytest.mark.parametrize("name", FAMILIES)
 def test_values_and_gradients_are_those_of_the_models_own_logits(name):
     batch = make_batch(4)
-    expected, expected_gradients = plain(build(name), batch)
+    expected = plain_logprobs(build(name), batch, temperature=TEMPERATURE)
+    expected_gradients = plain_gradients(build(name), batch, temperature=TEMPERATURE)
     scale = max(float(gradient.abs().max()) for gradient in expected_gradients.values())
     for layout in ("padded", "dynamic", "packed"):
         model = build(name)
@@ -161,7 +149,7 @@ def test_sharded_models_score_as_plain_ones(pools, tmp_path, name):
         config=make_config(str(tmp_path), generation=generation),
         batch=batch,
     )
-    expected, _ = plain(build(name), batch)
+    expected = plain_logprobs(build(name), batch, temperature=TEMPERATURE)
     torch.testing.assert_close(torch.cat(parts), expected, atol=LOGPROB_TOLERANCE, rtol=0)
 
 

@@ -1,11 +1,13 @@
 """Images beside text: a vision-language model against plain transformers."""
 
+from functools import partial
+
 import checkpoint_ranks
 import pytest
 import scoring_ranks
 import torch
 import training_ranks
-from oracle import LOGPROB_TOLERANCE
+from oracle import LOGPROB_TOLERANCE, plain_logprobs
 from rank_pool import RankFailure
 from rl_batched_data import BatchedDataDict, PackedTensor
 from tiny_model import build_tokenizer, make_config
@@ -82,22 +84,18 @@ def make_rows(with_image):
     )
 
 
-def plain_logprobs(path, batch):
-    model = Qwen2VLForConditionalGeneration.from_pretrained(path, dtype=torch.float32).eval()
-    out = torch.zeros(batch["input_ids"].shape)
-    for row, length in enumerate(batch["input_lengths"].tolist()):
-        tokens = batch["input_ids"][row : row + 1, :length]
-        media = {
-            key: batch[key].tensors[row]
-            for key in ("pixel_values", "image_grid_thw")
-            if batch[key].tensors[row] is not None
-        }
-        types = batch["mm_token_type_ids"][row : row + 1, :length]
-        with torch.no_grad():
-            logits = model(input_ids=tokens, mm_token_type_ids=types, **media).logits[0]
-        chosen = logits[:-1].log_softmax(-1).gather(-1, tokens[0, 1:, None])
-        out[row, 1:length] = chosen.squeeze(-1)
-    return out
+def load_model(path):
+    return Qwen2VLForConditionalGeneration.from_pretrained(path, dtype=torch.float32).eval()
+
+
+def media_of(batch, row, length):
+    """Return what a row has beside its tokens."""
+    media = {
+        key: batch[key].tensors[row]
+        for key in ("pixel_values", "image_grid_thw")
+        if batch[key].tensors[row] is not None
+    }
+    return {"mm_token_type_ids": batch["mm_token_type_ids"][row : row + 1, :length], **media}
 
 
 @pytest.mark.parametrize("section", [None, "dynamic_batching"])
@@ -114,7 +112,7 @@ def test_logprobs_equal_plain_transformers(pools, vision_model, section):
         method="get_logprobs",
     )
     scores = found.output["logprobs"][torch.tensor(found.order).argsort()]
-    expected = plain_logprobs(vision_model, batch)
+    expected = plain_logprobs(load_model(vision_model), batch, inputs_of=partial(media_of, batch))
     torch.testing.assert_close(scores, expected, atol=LOGPROB_TOLERANCE, rtol=0)
 
 
@@ -133,20 +131,13 @@ def test_sharded_models_train_on_images(pools, vision_model):
 def plain_completion(model, batch, row):
     """Return the prompt of a row and what transformers itself makes of it, without padding."""
     length = int(batch["input_lengths"][row])
-    media = {
-        key: batch[key].tensors[row]
-        for key in ("pixel_values", "image_grid_thw")
-        if batch[key].tensors[row] is not None
-    }
     tokens = batch["input_ids"][row : row + 1, :length]
-    types = batch["mm_token_type_ids"][row : row + 1, :length]
     return model.generate(
         tokens,
         attention_mask=torch.ones_like(tokens),
-        mm_token_type_ids=types,
         max_new_tokens=8,
         do_sample=False,
-        **media,
+        **media_of(batch, row, length),
     )[0].tolist()
 
 
@@ -156,7 +147,7 @@ def test_greedy_completions_equal_those_of_transformers(pools, vision_model, num
     results = pools(num_ranks).run(
         scoring_ranks.generate, config=make_config(vision_model), batch=batch, greedy=True
     )
-    model = Qwen2VLForConditionalGeneration.from_pretrained(vision_model, dtype=torch.float32)
+    model = load_model(vision_model)
     found = [row for result in results for row in _completions(result.outputs[-1])]
     expected = [plain_completion(model.eval(), batch, row) for row in range(4)]
     assert found == expected
@@ -171,7 +162,7 @@ def test_a_prompt_that_fills_the_text_models_positions_is_refused(pools, vision_
         input_ids=torch.full((1, 64), 7),
         input_lengths=torch.tensor([64]),
     )
-    with pytest.raises(RankFailure, match="leaves no room for a new token in 64 tokens"):
+    with pytest.raises(RankFailure, match="leaves no room for a token in 64 tokens"):
         pools(1).run(
             scoring_ranks.generate, config=make_config(vision_model), batch=batch, greedy=True
         )

@@ -2,7 +2,13 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from oracle import LOGPROB_TOLERANCE, largest_difference, plain_logprobs
+from oracle import (
+    LOGPROB_TOLERANCE,
+    gradients_of,
+    largest_difference,
+    plain_gradients,
+    plain_logprobs,
+)
 from rl_batched_data import PackedSequences, SlicedDataDict
 from rl_batched_data.packing.packed_sequences import group_by_length
 from rl_dtensor_worker.attention import (
@@ -71,15 +77,7 @@ def test_values_and_gradients_equal_each_row_alone(name):
     torch.testing.assert_close(scores.detach(), expected, atol=LOGPROB_TOLERANCE, rtol=0)
     scores.sum().backward()
 
-    alone = build(name)
-    for row, length in enumerate(batch["input_lengths"].tolist()):
-        tokens = batch["input_ids"][row : row + 1, :length]
-        logprobs = alone(tokens).logits[0, :-1].log_softmax(-1)
-        logprobs.gather(-1, tokens[0, 1:, None]).sum().backward()
-    ours, theirs = (
-        {name: parameter.grad for name, parameter in each.named_parameters()}
-        for each in (model, alone)
-    )
+    ours, theirs = gradients_of(model), plain_gradients(build(name), batch)
     largest = max(float(gradient.abs().max()) for gradient in theirs.values())
     assert largest_difference(ours, theirs) < 1e-5 * largest
 

@@ -26,7 +26,7 @@ from rl_batched_data.logprobs import target_scores
 from rl_dtensor_worker import DTensorPolicyWorker
 from rl_interfaces import LossInput, LossType
 from rl_megatron_worker import MegatronPolicyWorker
-from rl_megatron_worker.attention.layout import PackedLayout
+from rl_megatron_worker.layout import PackedLayout
 from rl_megatron_worker.model.build import build_model
 from rl_megatron_worker.model.config import transformer_config
 from rl_megatron_worker.model.heads import scoring_options

@@ -6,8 +6,8 @@ import torch
 from megatron.core import parallel_state
 from megatron.core.transformer.transformer_config import TransformerConfig
 from megatron_ranks import job
-from rl_megatron_worker.attention.layout import PackedRows
-from rl_megatron_worker.attention.packed import PackedAttention
+from rl_megatron_worker.attention import PackedAttention
+from rl_megatron_worker.layout import PackedRows
 
 
 def plain_attention(query, key, value, lengths):

@@ -12,9 +12,9 @@ from megatron.core.distributed import DistributedDataParallelConfig
 from megatron_ranks import job
 from rl_interfaces.backend.checkpoint.hf_files import SafetensorsFiles, write_hf_directory
 from rl_interfaces.backend.engine import HfExport
-from rl_megatron_worker.attention.layout import PackedRows
 from rl_megatron_worker.convert import converter_for
 from rl_megatron_worker.engine import write_config
+from rl_megatron_worker.layout import PackedRows
 from rl_megatron_worker.model import load as loading
 from rl_megatron_worker.model.build import build_model
 from rl_megatron_worker.model.config import ModelOptions, transformer_config

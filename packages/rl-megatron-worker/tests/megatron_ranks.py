@@ -10,7 +10,7 @@ from megatron.core.pipeline_parallel import get_forward_backward_func
 from reference_models import VOCAB, architecture_of, build_reference, shard_of
 from rl_batched_data.logprobs import target_scores
 from rl_interfaces.backend.runtime import RankEnvironment, init_process_group
-from rl_megatron_worker.attention.layout import PackedRows
+from rl_megatron_worker.layout import PackedRows
 from rl_megatron_worker.model.build import build_model, unwrapped
 from rl_megatron_worker.model.config import ModelOptions, transformer_config
 from rl_megatron_worker.model.heads import scoring_options

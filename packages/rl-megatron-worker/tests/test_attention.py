@@ -4,9 +4,9 @@ import pytest
 import torch
 from attention_ranks import context_ranks, plain_attention
 from megatron.core.transformer.transformer_config import TransformerConfig
-from rl_megatron_worker.attention.layout import PackedRows
-from rl_megatron_worker.attention.packed import PackedAttention
+from rl_megatron_worker.attention import PackedAttention
 from rl_megatron_worker.compat.cpu_scope import cpu_scope
+from rl_megatron_worker.layout import PackedRows
 
 # The inputs are float64: what differs is the order of sums.
 TOLERANCE = 1e-12

@@ -4,6 +4,7 @@ import numpy as np
 import pytest
 import ray
 import torch
+from plain_backend import PairModel
 from ray.cluster_utils import Cluster
 from rl_batched_data import BatchedDataDict
 from rl_policy import NamedSharding, Policy, RayVirtualCluster, RayWorkerGroup
@@ -60,10 +61,11 @@ def test_ranks_of_a_node_follow_each_other(nodes, worker_class, bundles):
     assert ray.is_initialized()  # a Ray that was joined goes on
 
 
-def test_a_policy_runs_across_the_nodes(nodes, worker_class):
-    import stranger_worker
-
-    words = {"<pad>": 0, **{f"w{index}": index for index in range(1, stranger_worker.VOCABULARY)}}
+def test_a_policy_runs_across_the_nodes(nodes, tmp_path):
+    torch.manual_seed(0)
+    model = PairModel(16)
+    model.save(tmp_path)
+    words = {"<pad>": 0, **{f"w{index}": index for index in range(1, 16)}}
     tokenizer = PreTrainedTokenizerFast(
         tokenizer_object=Tokenizer(WordLevel(words, unk_token="w1")), pad_token="<pad>"
     )
@@ -73,7 +75,7 @@ def test_a_policy_runs_across_the_nodes(nodes, worker_class):
             "input_lengths": torch.tensor([3, 2, 3]),
         }
     )
-    config = {"model_name": "any", "timeout_s": 60, "stranger_cfg": {"enabled": True, "tp": 1}}
+    config = {"model_name": str(tmp_path), "timeout_s": 60, "plain_cfg": {"enabled": True}}
     cluster = RayVirtualCluster([1, 1], use_gpus=False, placement_group_strategy="SPREAD")
     policy = Policy(cluster, config, tokenizer, init_optimizer=False)
     try:
@@ -81,12 +83,11 @@ def test_a_policy_runs_across_the_nodes(nodes, worker_class):
     finally:
         assert policy.shutdown() is True
         cluster.shutdown()
-    torch.manual_seed(0)  # the stranger's own seed
-    model = torch.nn.Sequential(torch.nn.Embedding(16, 8), torch.nn.Linear(8, 16))
+    expected = model(data["input_ids"]).log_softmax(-1)
     for row, position in ((0, 1), (0, 2), (1, 1), (2, 1), (2, 2)):
-        previous, token = data["input_ids"][row, position - 1 : position + 1]
-        expected = model(previous).log_softmax(-1)[token]
-        torch.testing.assert_close(scores[row, position], expected, rtol=0, atol=1e-6)
+        token = data["input_ids"][row, position]
+        found = scores[row, position]
+        torch.testing.assert_close(found, expected[row, position - 1, token], rtol=0, atol=1e-6)
 
 
 def test_bundles_that_no_node_holds_together_are_refused(nodes, monkeypatch):

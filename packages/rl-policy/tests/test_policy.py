@@ -6,6 +6,7 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 import ray
 import torch
+from plain_loop import plain_logprobs, train_plainly
 from rl_batched_data import BatchedDataDict
 from rl_interfaces import LossInput, LossType, ResidencyError
 from rl_interfaces.backend.runtime import ReservedPort
@@ -131,18 +132,6 @@ def batch(lengths, width=9):
     )
 
 
-def plain_logprobs(model, data):
-    """Return the log-probabilities of each row, without any padding."""
-    out = torch.zeros(data["input_ids"].shape)
-    for row, length in enumerate(data["input_lengths"].tolist()):
-        tokens = data["input_ids"][row : row + 1, :length]
-        with torch.no_grad():
-            logits = model(tokens).logits[0]
-        scores = logits[:-1].log_softmax(-1).gather(-1, tokens[0, 1:, None])
-        out[row, 1:length] = scores[:, 0]
-    return out
-
-
 def test_logprobs_equal_plain_transformers(policy, plain_model):
     data = batch([9, 2, 5, 7, 1])
     expected = plain_logprobs(plain_model, data)
@@ -251,16 +240,7 @@ def test_training_equals_a_plain_loop(
     data = batch([9, 2, 5, 7, 3, 8])  # a whole global batch, and half of one
     model = AutoModelForCausalLM.from_pretrained(model_path, dtype=torch.float32)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    losses, norms = [], []
-    for rows in (data.slice(0, 4), data.slice(4, 6)):
-        ids, mask = rows["input_ids"], rows["token_mask"][:, 1:]
-        scores = model(ids).logits[:, :-1].log_softmax(-1).gather(-1, ids[:, 1:, None])[..., 0]
-        loss = -(scores * mask).sum() / mask.sum()
-        optimizer.zero_grad()
-        loss.backward()
-        norms.append(torch.nn.utils.get_total_norm([p.grad for p in model.parameters()]))
-        losses.append(loss.detach())
-        optimizer.step()
+    losses, norms = train_plainly(model, optimizer, data)
 
     policy = Policy(cluster, config(model_path), tokenizer, workers_per_node=num_ranks)
     try:
@@ -273,8 +253,8 @@ def test_training_equals_a_plain_loop(
         policy.shutdown()
 
     assert set(result) == {"loss", "grad_norm", "all_mb_metrics"}
-    torch.testing.assert_close(result["loss"], torch.stack(losses), **LOSS_TOLERANCE)
-    torch.testing.assert_close(result["grad_norm"], torch.stack(norms), **LOSS_TOLERANCE)
+    torch.testing.assert_close(result["loss"], losses, **LOSS_TOLERANCE)
+    torch.testing.assert_close(result["grad_norm"], norms, **LOSS_TOLERANCE)
     torch.testing.assert_close(evaluated["loss"][0], losses[0], **LOSS_TOLERANCE)
     assert evaluated["grad_norm"] is None
     assert sum(result["all_mb_metrics"]["num_valid_samples"]) == data.size
@@ -319,19 +299,11 @@ def test_pairs_of_rows_train_as_on_one_rank(cluster, model_path, tokenizer, plai
     data["pair"] = torch.arange(data.size) // 2
     model = AutoModelForCausalLM.from_pretrained(model_path, dtype=torch.float32)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    losses, norms = [], []
-    for start in (0, 4, 8):
-        rows = data.slice(start, min(start + 4, data.size))
-        ids = rows["input_ids"]
-        scores = model(ids).logits[:, :-1].log_softmax(-1).gather(-1, ids[:, 1:, None])[..., 0]
-        loss, _ = pair_loss()(
-            torch.nn.functional.pad(scores, (1, 0)), rows, torch.tensor(float(rows.size)), None
-        )
-        optimizer.zero_grad()
-        loss.backward()
-        norms.append(torch.nn.utils.get_total_norm([p.grad for p in model.parameters()]))
-        losses.append(loss.detach())
-        optimizer.step()
+
+    def loss(logprobs, rows):
+        return pair_loss()(logprobs, rows, torch.tensor(float(rows.size)), None)[0]
+
+    losses, norms = train_plainly(model, optimizer, data, loss=loss)
     budgets = {"enabled": True, "train_mb_tokens": 20, "logprob_mb_tokens": 20}
     changes = {} if section is None else {section: budgets}
     if section == "dynamic_batching":
@@ -344,8 +316,8 @@ def test_pairs_of_rows_train_as_on_one_rank(cluster, model_path, tokenizer, plai
             policy.train(data, pair_loss(), gbs=6)
     finally:
         policy.shutdown()
-    torch.testing.assert_close(result["loss"], torch.stack(losses), **LOSS_TOLERANCE)
-    torch.testing.assert_close(result["grad_norm"], torch.stack(norms), **LOSS_TOLERANCE)
+    torch.testing.assert_close(result["loss"], losses, **LOSS_TOLERANCE)
+    torch.testing.assert_close(result["grad_norm"], norms, **LOSS_TOLERANCE)
     torch.testing.assert_close(trained, plain_logprobs(model, data), **LOGPROB_TOLERANCE)
     assert sum(result["all_mb_metrics"]["num_valid_samples"]) == data.size
 

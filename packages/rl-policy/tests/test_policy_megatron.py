@@ -11,6 +11,7 @@ from backend_runs import (
     batch,
     config,
 )
+from plain_loop import plain_logprobs, train_plainly
 from rl_policy import Policy, RayVirtualCluster
 from transformers import Qwen3ForCausalLM
 
@@ -19,40 +20,20 @@ pytestmark = [pytest.mark.timeout(240), pytest.mark.needs("rl-policy[megatron]")
 RELATIVE_TOLERANCE = {"rtol": 5e-6, "atol": 0}  # sums of some dozen terms, in another order
 
 
-def logprobs_of(model, data):
-    scores = model(data["input_ids"]).logits[:, :-1].log_softmax(-1)
-    chosen = scores.gather(-1, data["input_ids"][:, 1:, None])[..., 0]
-    return torch.nn.functional.pad(chosen * data["token_mask"][:, 1:], (1, 0))
-
-
-def train_plainly(model, data):
-    """Return loss and gradient norm of each step of a plain loop."""
-    optimizer, losses, norms = torch.optim.AdamW(model.parameters(), **ADAMW), [], []
-    for _ in range(NUM_CALLS):
-        for start in (0, 4):
-            rows = {key: column[start : start + 4] for key, column in data.items()}
-            loss = -logprobs_of(model, rows).sum() / rows["token_mask"].sum()
-            loss.backward()
-            losses.append(loss.detach())
-            norms.append(torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0))
-            optimizer.step()
-            optimizer.zero_grad()
-    return torch.stack(losses), torch.stack(norms)
-
-
 def test_it_scores_and_trains_as_a_plain_loop_over_transformers_does(
     megatron_results, backends_model
 ):
     found, (model_path, _) = megatron_results, backends_model
     model, data = Qwen3ForCausalLM.from_pretrained(model_path, dtype=torch.float32), batch()
     with torch.no_grad():
-        expected = logprobs_of(model, data)
+        expected = plain_logprobs(model, data)
     torch.testing.assert_close(found["before"], expected, **TOLERANCE)
-    losses, norms = train_plainly(model, data)
+    optimizer = torch.optim.AdamW(model.parameters(), **ADAMW)
+    losses, norms = train_plainly(model, optimizer, data, num_calls=NUM_CALLS, max_norm=1.0)
     torch.testing.assert_close(found["losses"], losses, **RELATIVE_TOLERANCE)
     torch.testing.assert_close(found["grad_norms"], norms, **RELATIVE_TOLERANCE)
     with torch.no_grad():
-        after = logprobs_of(model, data)
+        after = plain_logprobs(model, data)
     assert (after - expected).abs().max() > 1e-3
     torch.testing.assert_close(found["after"], after, **TOLERANCE)
     torch.testing.assert_close(found["reference"], expected, **TOLERANCE)

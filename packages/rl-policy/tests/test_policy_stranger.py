@@ -1,10 +1,20 @@
-"""The policy over a backend that it has never heard of, found by its entry point."""
+"""The policy over third parties' backends, found by their entry points.
+
+`plain` is the documented example as it is installed; `stranger` is its engine behind a worker that
+has only the calls that the contract requires.
+"""
 
 import os
+import re
+import subprocess
+import sys
+from pathlib import Path
 
 import pytest
 import ray
 import torch
+from plain_backend import PairModel
+from plain_loop import plain_logprobs, train_plainly
 from rl_batched_data import BatchedDataDict
 from rl_interfaces import (
     ColocatablePolicyInterface,
@@ -13,27 +23,31 @@ from rl_interfaces import (
     resolve_policy_config,
 )
 from rl_policy import Policy, RayVirtualCluster
+from rl_policy.losses import NLLLoss
 from rl_policy.policy import with_absolute_paths
 from rl_policy.ray.worker_group import WorkerGroupError
 from tokenizers import Tokenizer
 from tokenizers.models import WordLevel
 from transformers import PreTrainedTokenizerFast
 
-pytestmark = pytest.mark.timeout(180)
+pytestmark = pytest.mark.timeout(240)
 
+EXAMPLE = Path(__file__).parents[3] / "examples" / "plain-backend"
 VOCABULARY = 16
 PAD = 0
+OPTIMIZER = {"lr": 1e-2, "eps": 1e-6, "weight_decay": 0.0}
 # Both sides compute the same float32 sums in another order.
 TOLERANCE = {"rtol": 0, "atol": 1e-6}
+# The same, after optimizer steps.
+TRAINED_TOLERANCE = {"rtol": 1e-5, "atol": 1e-6}
 NUM_RANKS = 2
 
 
 @pytest.fixture(scope="module")
-def stranger(stranger_path):
+def losses(stranger_path):
     import stranger_loss
-    import stranger_worker
 
-    return {"worker": stranger_worker, "loss": stranger_loss}
+    return stranger_loss
 
 
 @pytest.fixture(scope="module")
@@ -50,20 +64,32 @@ def tokenizer():
     return PreTrainedTokenizerFast(tokenizer_object=model, pad_token="<pad>", eos_token="w2")
 
 
-def config(**changes):
-    return {
-        "model_name": "a-strangers-model",
-        "train_global_batch_size": 4,
-        "max_total_sequence_length": 8,
-        "generation": {"backend": "hf", "max_new_tokens": 2, "pad_token_id": 15},
-        "timeout_s": 60,
-        "stranger_cfg": {"enabled": True, "tp": 1},
-        **changes,
-    }
+@pytest.fixture(scope="module")
+def config(tmp_path_factory):
+    """Return a function that changes a config."""
+    directory = tmp_path_factory.mktemp("config")
+    model().save(directory / "model")
+
+    def changed(**changes):
+        return {
+            "model_name": str(directory / "model"),
+            "profile_dir": str(directory / "profiles"),
+            "train_global_batch_size": 4,
+            "train_micro_batch_size": 2,
+            "max_grad_norm": 1.0,
+            "max_total_sequence_length": 8,
+            "optimizer": {"name": "torch.optim.AdamW", "kwargs": OPTIMIZER},
+            "generation": {"backend": "hf", "max_new_tokens": 2, "pad_token_id": 15},
+            "timeout_s": 60,
+            "stranger_cfg": {"enabled": True, "tp": 1},
+            **changes,
+        }
+
+    return changed
 
 
 @pytest.fixture(scope="module")
-def policy(cluster, tokenizer, stranger):
+def policy(cluster, config, tokenizer):
     """Two data-parallel ranks, for tests that leave the weights alone."""
     policy = Policy(cluster, config(), tokenizer)
     yield policy
@@ -79,48 +105,67 @@ def batch(lengths, width=6):
             "input_ids": ids * valid,
             "input_lengths": torch.tensor(lengths),
             "sample_mask": torch.ones(len(lengths)),
-            "token_mask": valid.long(),
+            "token_mask": valid.index_fill(1, torch.tensor([0]), False).float(),
             "note": [f"row {row}" for row in range(len(lengths))],
         }
     )
 
 
 def model():
-    """Return the stranger's model, built once more in this process."""
+    """Return the backends' initial model."""
     torch.manual_seed(0)
-    return torch.nn.Sequential(torch.nn.Embedding(VOCABULARY, 8), torch.nn.Linear(8, VOCABULARY))
-
-
-def logprobs_by_loop(module, data):
-    """Return the log-probabilities, row by row and token by token."""
-    out = torch.zeros(data["input_ids"].shape)
-    for row, length in enumerate(data["input_lengths"].tolist()):
-        for position in range(1, length):
-            token, previous = data["input_ids"][row, position], data["input_ids"][row, position - 1]
-            out[row, position] = module(previous).log_softmax(-1)[token]
-    return out
+    return PairModel(VOCABULARY)
 
 
 def train_by_loop(data, gbs):
-    """Return loss and gradient norm of each step of plain SGD on the mean over all tokens."""
-    module, losses, norms = model(), [], []
-    optimizer = torch.optim.SGD(module.parameters(), lr=1.0)
-    for start in range(0, data.size, gbs):
-        rows = data.slice(start, min(start + gbs, data.size))
-        scores = logprobs_by_loop(module, rows)
-        loss = -scores.sum() / rows["token_mask"][:, 1:].sum()
-        optimizer.zero_grad()
-        loss.backward()
-        norms.append(torch.nn.utils.get_total_norm([p.grad for p in module.parameters()]))
-        losses.append(loss.detach())
-        optimizer.step()
-    return torch.stack(losses), torch.stack(norms)
+    """Return the initial model after plain AdamW, and the loss and norm of each step."""
+    module = model()
+    optimizer = torch.optim.AdamW(module.parameters(), **OPTIMIZER)
+    return module, *train_plainly(module, optimizer, data, gbs=gbs, max_norm=1.0)
+
+
+def test_the_example_passes_the_conformance_kit():
+    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "tests"]
+    result = subprocess.run(command, cwd=EXAMPLE, capture_output=True, text=True, timeout=200)
+    assert result.returncode == 0, result.stdout
+    (counts,) = re.findall(r"TestPlainBackend: (\d+) passed, (\d+) skipped$", result.stdout, re.M)
+    passed, skipped = map(int, counts)
+    assert passed > 5 * skipped
+
+
+def test_the_example_trains_through_the_policy(cluster, config, tokenizer, tmp_path):
+    data = batch([6, 2, 4, 3, 5, 6, 2])  # two steps over two ranks, and one row too few
+    settings = config(stranger_cfg={"enabled": False}, plain_cfg={"enabled": True})
+    policy = Policy(cluster, settings, tokenizer)
+    try:
+        before = policy.get_logprobs(data)["logprobs"]
+        result = policy.train(data, NLLLoss())
+        policy.save_hf_checkpoint(tmp_path / "trained")
+        reference = policy.get_reference_policy_logprobs(data)["reference_logprobs"]
+        after = policy.get_logprobs(data)["logprobs"]
+        output = policy.generate(data.slice(1, 5))
+        top = policy.get_topk_logits(data, 2)["topk_logits"]
+        with pytest.raises(NotImplementedError, match="'plain' does not"):
+            policy.score(data)
+    finally:
+        assert policy.shutdown()
+    module, losses, _ = train_by_loop(data, gbs=4)
+    torch.testing.assert_close(result["loss"], losses, **TRAINED_TOLERANCE)
+    trained = PairModel.load(tmp_path / "trained")
+    for name, parameter in trained.named_parameters():
+        torch.testing.assert_close(parameter, module.state_dict()[name], **TRAINED_TOLERANCE)
+    assert torch.equal(reference, before)
+    assert not torch.equal(after, before)
+    assert torch.all(output["generation_lengths"] <= 2)
+    expected = trained(data["input_ids"]).topk(2).values
+    for row, length in enumerate(data["input_lengths"]):
+        torch.testing.assert_close(top[row, :length], expected[row, :length], **TRAINED_TOLERANCE)
 
 
 @pytest.mark.parametrize("lengths", [[6, 1, 3, 5], [2, 6, 4, 1, 3], [3]])
 def test_logprobs_of_ragged_batches_come_back_in_order(policy, lengths):
     data = batch(lengths)
-    expected = logprobs_by_loop(model(), data).detach()
+    expected = plain_logprobs(model(), data).detach()
     scores = policy.get_logprobs(data)["logprobs"]
     torch.testing.assert_close(scores, expected, **TOLERANCE)
     reference = policy.get_reference_policy_logprobs(data, micro_batch_size=1)
@@ -154,26 +199,35 @@ def test_completions_come_back_in_order_and_padded(policy):
     assert output["logprobs"][0].tolist() == [-1, -1, -1, -1, 0]
 
 
-@pytest.mark.parametrize("tensor_parallel", [pytest.param(1, marks=pytest.mark.slow), 2])
-def test_training_steps_equal_a_plain_loop(cluster, tokenizer, stranger, tensor_parallel):
-    settings = config(stranger_cfg={"enabled": True, "tp": tensor_parallel})
-    policy = Policy(cluster, settings, tokenizer)
+EVEN, RAGGED = batch([2, 3, 4, 5, 6, 2, 3, 4]), batch([2, 3, 4, 5, 6])
+
+
+@pytest.fixture(scope="module")
+def trained(cluster, config, tokenizer, losses, tmp_path_factory):
+    """Return what a policy over two copies of one data-parallel rank reports, and its save."""
+    path = tmp_path_factory.mktemp("trained") / "weights"
+    policy = Policy(cluster, config(stranger_cfg={"enabled": True, "tp": 2}), tokenizer)
     try:
-        loss_fn = stranger["loss"].MeanLogprobLoss()
-        even, ragged = batch([2, 3, 4, 5, 6, 2, 3, 4]), batch([2, 3, 4, 5, 6])
-        evaluated = policy.train(even, loss_fn, eval_mode=True, gbs=8)
-        result = policy.train(ragged, loss_fn, mbs=3)
+        evaluated = policy.train(EVEN, losses.MeanLogprobLoss(), eval_mode=True, gbs=8)
+        result = policy.train(RAGGED, losses.MeanLogprobLoss(), mbs=1)
+        policy.save_checkpoint(path)
     finally:
         policy.shutdown()
-    losses, norms = train_by_loop(ragged, gbs=4)
-    torch.testing.assert_close(result["loss"], losses, **TOLERANCE)
-    torch.testing.assert_close(result["grad_norm"], norms, **TOLERANCE)
-    torch.testing.assert_close(evaluated["loss"], train_by_loop(even, gbs=8)[0], **TOLERANCE)
+    return evaluated, result, path
+
+
+def test_training_steps_equal_a_plain_loop(trained):
+    evaluated, result, _ = trained
+    _, losses, norms = train_by_loop(RAGGED, gbs=4)
+    torch.testing.assert_close(result["loss"], losses, **TRAINED_TOLERANCE)
+    torch.testing.assert_close(result["grad_norm"], norms, **TRAINED_TOLERANCE)
+    torch.testing.assert_close(evaluated["loss"], train_by_loop(EVEN, gbs=8)[1], **TOLERANCE)
     assert evaluated["grad_norm"] is None
     # The copies of a tensor-parallel group count once.
-    rows_seen = [token for rows in result["all_mb_metrics"]["rows"] for token in rows]
-    assert sorted(rows_seen) == sorted(ragged["input_ids"][:, 0].tolist())
-    assert set(result["all_mb_metrics"]["mbs"]) == {3}
+    metrics = result["all_mb_metrics"]
+    assert sorted(metrics["first_tokens"]) == sorted(RAGGED["input_ids"][:, 0].tolist())
+    assert metrics["num_valid_samples"] == [1] * RAGGED.size
+    assert evaluated["all_mb_metrics"]["num_valid_samples"] == [2] * 4
 
 
 def test_the_other_calls_reach_every_rank(policy, tmp_path):
@@ -186,14 +240,14 @@ def test_the_other_calls_reach_every_rank(policy, tmp_path):
     policy.stop_gpu_profiling()
     policy.save_hf_checkpoint(tmp_path / "hf")
     assert (tmp_path / "hf").is_dir()
-    policy.save_checkpoint(tmp_path / "weights.pt")
-    policy.load_checkpoint(tmp_path / "weights.pt")
+    policy.save_checkpoint(tmp_path / "weights")
+    policy.load_checkpoint(tmp_path / "weights")
     with pytest.raises(ValueError, match="weights_path='nowhere"):
         policy.load_checkpoint("nowhere.pt")
 
 
-def test_residency_is_the_documented_state_machine(policy, stranger):
-    data, loss_fn = batch([3, 2]), stranger["loss"].MeanLogprobLoss()
+def test_residency_is_the_documented_state_machine(policy, losses):
+    data, loss_fn = batch([3, 2]), losses.MeanLogprobLoss()
     policy.prepare_for_lp_inference()
     with pytest.raises(ResidencyError, match="call prepare_for_training"):
         policy.train(data, loss_fn, gbs=2)
@@ -229,8 +283,8 @@ def test_a_backend_that_sends_no_weights_says_so(policy, call):
         call(policy)
 
 
-def test_bad_batches_are_refused_and_the_policy_stays_usable(policy, stranger):
-    loss_fn, data = stranger["loss"].MeanLogprobLoss(), batch([3, 2])
+def test_bad_batches_are_refused_and_the_policy_stays_usable(policy, losses):
+    loss_fn, data = losses.MeanLogprobLoss(), batch([3, 2])
     del data["sample_mask"]
     with pytest.raises(ValueError, match="'sample_mask' is missing"):
         policy.train(data, loss_fn, gbs=2)
@@ -243,14 +297,14 @@ def test_bad_batches_are_refused_and_the_policy_stays_usable(policy, stranger):
     assert policy.get_logprobs(batch([3]))["logprobs"].shape == (1, 6)
 
 
-def test_an_exception_in_the_loss_reaches_the_caller(cluster, tokenizer, stranger):
+def test_an_exception_in_the_loss_reaches_the_caller(cluster, config, tokenizer, losses):
     data = batch([3, 3, 3, 3])
     data["input_ids"][3, 0] = 14
     data["input_ids"][:3, 0] = 1
     policy = Policy(cluster, config(), tokenizer, name_prefix="doomed")
     try:
         with pytest.raises(ArithmeticError, match="a row starts with 14") as raised:
-            policy.train(data, stranger["loss"].FailingLoss(14))
+            policy.train(data, losses.FailingLoss(14))
         assert raised.value.__notes__[0] == "raised on rank 1 of doomed during train"
         # Rank 0 waits for rank 1 in a collective, so this policy is over.
         with pytest.raises(WorkerGroupError, match="doomed has ended: a row starts with 14"):
@@ -260,56 +314,56 @@ def test_an_exception_in_the_loss_reaches_the_caller(cluster, tokenizer, strange
 
 
 def test_a_policy_may_use_a_part_of_the_bundles_and_other_weights(
-    cluster, tokenizer, stranger, tmp_path
+    cluster, config, tokenizer, losses, trained
 ):
-    module = model()
-    module[1].bias.data[3] += 1.0
-    torch.save(module.state_dict(), tmp_path / "weights.pt")
+    module, _, _ = train_by_loop(RAGGED, gbs=4)
     policy = Policy(
         cluster,
         config(),
         tokenizer,
         workers_per_node=1,
         init_optimizer=False,
-        weights_path=tmp_path / "weights.pt",
+        weights_path=trained[2],
     )
     try:
         assert [info["rank"] for info in policy.get_gpu_info()] == [0]
         scores = policy.get_logprobs(batch([6, 2]))["logprobs"]
-        expected = logprobs_by_loop(module, batch([6, 2])).detach()
-        torch.testing.assert_close(scores, expected, **TOLERANCE)
+        expected = plain_logprobs(module, batch([6, 2])).detach()
+        torch.testing.assert_close(scores, expected, **TRAINED_TOLERANCE)
         with pytest.raises(ValueError, match="needs an optimizer, and init_optimizer was False"):
-            policy.train(batch([3]), stranger["loss"].MeanLogprobLoss())
+            policy.train(batch([3]), losses.MeanLogprobLoss())
         with pytest.raises(ValueError, match="init_optimizer was False"):
             policy.save_checkpoint("weights.pt", "optimizer.pt")
     finally:
         policy.shutdown()
     with pytest.raises(ValueError, match="workers_per_node=3 for node 0, which has 2 bundles"):
-        Policy(cluster, config(), tokenizer, workers_per_node=[3])
+        Policy(cluster, config(train_global_batch_size=6), tokenizer, workers_per_node=[3])
     with pytest.raises(ValueError, match=r"workers_per_node=\[1, 1\] does not fit 1 nodes"):
         Policy(cluster, config(), tokenizer, workers_per_node=[1, 1])
 
 
-def slow_to_save(cluster, tokenizer):
-    section = {"enabled": True, "tp": 1, "async_checkpoint": True, "save_s": 1.0}
+def slow_to_save(cluster, config, tokenizer, **section):
+    section |= {"enabled": True, "tp": 1, "async_checkpoint": True, "save_s": 1.0}
     return Policy(cluster, config(stranger_cfg=section), tokenizer, name_prefix="slow")
 
 
-def test_a_save_in_the_background_is_waited_for(cluster, tokenizer, tmp_path):
-    policy = slow_to_save(cluster, tokenizer)
-    policy.save_checkpoint(tmp_path / "first.pt")
-    assert not (tmp_path / "first.pt").exists()
+def test_a_save_in_the_background_is_waited_for(cluster, config, tokenizer, tmp_path):
+    policy = slow_to_save(cluster, config, tokenizer)
+    policy.save_checkpoint(tmp_path / "first")
+    assert not (tmp_path / "first").exists()
     policy.finish_checkpoint()
-    assert torch.load(tmp_path / "first.pt").keys() == model().state_dict().keys()
-    policy.save_checkpoint(tmp_path / "last.pt")
+    assert (tmp_path / "first" / "note.txt").exists()
+    policy.save_checkpoint(tmp_path / "last")
     assert policy.shutdown() is True
-    assert torch.load(tmp_path / "last.pt").keys() == model().state_dict().keys()
+    assert (tmp_path / "last" / "note.txt").exists()
 
 
-def test_a_save_in_the_background_that_failed_is_said_by_shutdown(cluster, tokenizer, tmp_path):
-    policy = slow_to_save(cluster, tokenizer)
-    policy.save_checkpoint(tmp_path / "missing" / "weights.pt")
-    with pytest.raises(RuntimeError, match=r"missing.* does not exist"):
+def test_a_save_in_the_background_that_failed_is_said_by_shutdown(
+    cluster, config, tokenizer, tmp_path
+):
+    policy = slow_to_save(cluster, config, tokenizer, save_fails=True)
+    policy.save_checkpoint(tmp_path / "weights")
+    with pytest.raises(RuntimeError, match="no space left for note"):
         policy.shutdown()
     with pytest.raises(WorkerGroupError, match="slow has ended"):
         policy.get_logprobs(batch([3]))
@@ -341,7 +395,7 @@ def test_a_save_in_the_background_that_failed_is_said_by_shutdown(cluster, token
     ],
 )
 def test_a_wrong_config_starts_nothing(
-    stranger, tokenizer, without_megatron, changes, arguments, message
+    config, tokenizer, stranger_path, without_megatron, changes, arguments, message
 ):
     untouched = RayVirtualCluster([NUM_RANKS], use_gpus=False)
     with pytest.raises(ValueError, match=message):
@@ -350,13 +404,13 @@ def test_a_wrong_config_starts_nothing(
     assert untouched._placement_groups is None
 
 
-def test_a_policy_that_never_started_shuts_down_in_silence(stranger, tokenizer, recwarn):
+def test_a_policy_that_never_started_shuts_down_in_silence(tokenizer, recwarn):
     with pytest.raises(ValueError, match="is not set"):
         Policy(RayVirtualCluster([1]), {}, tokenizer)
     assert not recwarn.list
 
 
-def test_shutdown_leaves_no_process(cluster, tokenizer, stranger, wait_until_gone):
+def test_shutdown_leaves_no_process(cluster, config, tokenizer, wait_until_gone):
     policy = Policy(cluster, config(), tokenizer)
     pids = [info["pid"] for info in policy.get_gpu_info()]
     assert policy.shutdown() is True

@@ -5,7 +5,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 from typing import TypedDict, Unpack, cast
 
 import torch
@@ -103,13 +103,11 @@ def token_scores(
     aligned = target_scores(
         inputs, tokens.roll(-1, dims=1), entropy=entropy, top_k=top_k, **options
     )
+    values: dict[str, torch.Tensor | None] = {
+        field.name: getattr(aligned, field.name) for field in fields(aligned)
+    }
     return replace(
-        aligned,
-        logprobs=_shift(aligned.logprobs),
-        normalizer=_shift(aligned.normalizer),
-        entropy=None if aligned.entropy is None else _shift(aligned.entropy),
-        top_k_logits=None if aligned.top_k_logits is None else _shift(aligned.top_k_logits),
-        top_k_indices=None if aligned.top_k_indices is None else _shift(aligned.top_k_indices),
+        aligned, **{name: _shift(each) for name, each in values.items() if each is not None}
     )
 
 

@@ -13,7 +13,7 @@ and packed sequences and sliding windows are honoured.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 import torch
 import torch.nn.functional as F
@@ -35,25 +35,28 @@ if TYPE_CHECKING:
 NAME = "rl_packed_sdpa"
 
 
+class Heads(NamedTuple):
+    """The inputs of one layer's attention."""
+
+    query: torch.Tensor
+    """`[rows, heads, seq, head_size]`."""
+    key: torch.Tensor
+    """`[rows, key_value_heads, seq, head_size]`."""
+    value: torch.Tensor
+    """Like `key`."""
+
+
 class AttentionLayout(Protocol):
     """The layout of a forward's sequences, which computes its attention."""
 
     def attend(
-        self,
-        module: nn.Module,
-        query: torch.Tensor,
-        key: torch.Tensor,
-        value: torch.Tensor,
-        sliding_window: int | None,
-        **kwargs: Any,
+        self, module: nn.Module, heads: Heads, sliding_window: int | None, **kwargs: Any
     ) -> torch.Tensor:
         """Return causal attention within each sequence, `[rows, seq, heads, head_size]`.
 
         Args:
             module: The attention layer.
-            query: `[rows, heads, seq, head_size]`.
-            key: `[rows, key_value_heads, seq, head_size]`.
-            value: Like `key`.
+            heads: Its inputs.
             sliding_window: How many tokens a token sees, itself included. None: all before it.
             kwargs: Further arguments of transformers' attention functions.
         """
@@ -86,6 +89,7 @@ class AttentionRows:
         for rows in group_by_length(lengths.tolist()):
             offsets = torch.arange(int(lengths[rows].max()))
             is_token = offsets < lengths[rows, None]
+            # Padding reads any token: no token attends to it, and its own output is dropped.
             tokens = (starts[rows, None] + offsets).clamp(max=edges[-1] - 1)
             place = base + torch.arange(tokens.numel()).view(tokens.shape)
             places[tokens[is_token]] = place[is_token]
@@ -94,25 +98,13 @@ class AttentionRows:
         return cls(groups=groups, places=places.to(packed.cu_seqlens.device))
 
     def attend(
-        self,
-        module: nn.Module,
-        query: torch.Tensor,
-        key: torch.Tensor,
-        value: torch.Tensor,
-        sliding_window: int | None,
-        **kwargs: Any,
+        self, module: nn.Module, heads: Heads, sliding_window: int | None, **kwargs: Any
     ) -> torch.Tensor:
         """See `AttentionLayout.attend`."""
         outputs: list[torch.Tensor] = []
         for tokens in self.groups:
-            rows_query, rows_key, rows_value = (
-                gather_rows(states, tokens) for states in (query, key, value)
-            )
-            mask = causal_band(tokens.shape[1], sliding_window, device=query.device)
-            output, _ = sdpa_attention_forward(
-                module, rows_query, rows_key, rows_value, mask, **kwargs
-            )
-            outputs.append(output.flatten(0, 1))
+            rows = Heads(*(gather_rows(states, tokens) for states in heads))
+            outputs.append(_attend_to_rows(module, rows, sliding_window, **kwargs).flatten(0, 1))
         return torch.cat(outputs).index_select(0, self.places)[None]
 
 
@@ -121,18 +113,20 @@ class FullRows:
     """Full padded rows, which a sequence-parallel block has gathered before its attention."""
 
     def attend(
-        self,
-        module: nn.Module,
-        query: torch.Tensor,
-        key: torch.Tensor,
-        value: torch.Tensor,
-        sliding_window: int | None,
-        **kwargs: Any,
+        self, module: nn.Module, heads: Heads, sliding_window: int | None, **kwargs: Any
     ) -> torch.Tensor:
         """See `AttentionLayout.attend`."""
-        mask = causal_band(query.shape[2], sliding_window, device=query.device)
-        output, _ = sdpa_attention_forward(module, query, key, value, mask, **kwargs)
-        return output
+        return _attend_to_rows(module, heads, sliding_window, **kwargs)
+
+
+def _attend_to_rows(
+    module: nn.Module, heads: Heads, sliding_window: int | None, **kwargs: Any
+) -> torch.Tensor:
+    """Return causal attention of right-padded rows, `[rows, seq, heads, head_size]`."""
+    # Padding on the right needs no mask: no token sees it, and its own output is dropped.
+    mask = causal_band(heads.query.shape[2], sliding_window, device=heads.query.device)
+    output, _ = sdpa_attention_forward(module, *heads, mask, **kwargs)
+    return output
 
 
 def use_packed_attention(model: PreTrainedModel) -> bool:
@@ -143,6 +137,7 @@ def use_packed_attention(model: PreTrainedModel) -> bool:
     config = model.config
     if config._attn_implementation != "sdpa":
         return config._attn_implementation == NAME
+    # By name in the config: transformers looks the function up there in every forward.
     AttentionInterface.register(NAME, packed_attention_forward)
     AttentionMaskInterface.register(NAME, sdpa_mask)
     config._attn_implementation = NAME
@@ -177,13 +172,13 @@ def packed_attention_forward(
 
     Args:
         module: The attention layer.
-        query: `[rows, heads, seq, head_size]`.
-        key: `[rows, key_value_heads, seq, head_size]`.
-        value: Like `key`.
+        query: See `Heads`, as `key` and `value`.
+        key: See `Heads`.
+        value: See `Heads`.
         attention_mask: Ignored if `attention_rows` is given.
         attention_rows: The layout of the sequences. None: as the mask says.
-        sliding_window: How many tokens a token sees, itself included. None: all before it.
-        kwargs: Further arguments of transformers' attention functions.
+        sliding_window: See `AttentionLayout.attend`, as `kwargs`.
+        kwargs: See `AttentionLayout.attend`.
 
     Returns:
         `[rows, seq, heads, head_size]`, and None for the attention weights.
@@ -194,7 +189,8 @@ def packed_attention_forward(
         )
         return output, None
     _require_window(module, sliding_window)
-    return attention_rows.attend(module, query, key, value, sliding_window, **kwargs), None
+    heads = Heads(query, key, value)
+    return attention_rows.attend(module, heads, sliding_window, **kwargs), None
 
 
 def _require_window(module: nn.Module, sliding_window: int | None) -> None:
@@ -271,21 +267,16 @@ class ContextRows:
         return gathered.index_select(1, self.shards.gathered)
 
     def attend(
-        self,
-        module: nn.Module,
-        query: torch.Tensor,
-        key: torch.Tensor,
-        value: torch.Tensor,
-        sliding_window: int | None,
-        **kwargs: Any,
+        self, module: nn.Module, heads: Heads, sliding_window: int | None, **kwargs: Any
     ) -> torch.Tensor:
         """See `AttentionLayout.attend`."""
         # Keys and values in one collective. Each rank has queries of its own, so that their
         # gradients are partial and the backward pass reduce-scatters them.
         gathered = collectives.gather_for_sharded_use(
-            torch.cat([key, value], dim=-1), self.group, 2
+            torch.cat([heads.key, heads.value], dim=-1), self.group, 2
         )
-        keys, values = gathered.split([key.shape[-1], value.shape[-1]], dim=-1)
+        sizes = [heads.key.shape[-1], heads.value.shape[-1]]
+        keys, values = gathered.split(sizes, dim=-1)
         outputs: list[torch.Tensor] = []
         for chunk in self.shards.chunks:
             mask = chunk.mask(sliding_window)
@@ -293,13 +284,13 @@ class ContextRows:
                 # Aligned to the last key: a later chunk's first query sees the chunks before it.
                 mask = causal_lower_right(chunk.queries.shape[1], chunk.keys.shape[1])
             output = F.scaled_dot_product_attention(
-                gather_rows(query, chunk.queries),
+                gather_rows(heads.query, chunk.queries),
                 gather_rows(keys, chunk.keys),
                 gather_rows(values, chunk.keys),
                 attn_mask=mask,
                 dropout_p=kwargs.get("dropout", 0.0),
                 scale=kwargs.get("scaling"),
-                enable_gqa=query.shape[1] != key.shape[1],
+                enable_gqa=heads.query.shape[1] != heads.key.shape[1],
             )
             outputs.append(output.transpose(1, 2).flatten(0, 1))
         return torch.cat(outputs).index_select(0, self.shards.places)[None]

@@ -9,8 +9,10 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from rl_interfaces import ParallelLayout, resolve_policy_config
-from rl_interfaces.backend.generation import SamplingConfig
-from transformers import AutoConfig
+from rl_interfaces.backend.checkpoint import hf_files
+from rl_interfaces.backend.engine import DTYPES
+from rl_interfaces.backend.generation import SamplingConfig, scoring_temperature
+from rl_interfaces.backend.steps import planned_by
 
 from rl_dtensor_worker.parallel.mesh import plan_layout
 
@@ -20,8 +22,6 @@ if TYPE_CHECKING:
     from transformers import PreTrainedConfig
 
     Resolved = Mapping[str, Any]  # A policy config with all defaults, as JSON holds it.
-
-_DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -65,7 +65,7 @@ class EngineConfig:
     custom_parallel_plan: str | None
     compute_dtype: torch.dtype
     planned_by: str | None
-    """The config section by which the driver plans micro-batches. None: they have fixed sizes."""
+    """See `rl_interfaces.backend.steps.planned_by`."""
     width_multiple: int
     max_grad_norm: float | None
     cpu_offload: bool
@@ -101,8 +101,8 @@ class EngineConfig:
             replicas=resolved["dtensor_cfg"]["data_parallel_replicate_size"],
             sequence_parallel=resolved["dtensor_cfg"]["sequence_parallel"],
             custom_parallel_plan=resolved["dtensor_cfg"].get("custom_parallel_plan"),
-            compute_dtype=_DTYPES[resolved["precision"]],
-            planned_by=_planned_by(resolved),
+            compute_dtype=DTYPES[resolved["precision"]],
+            planned_by=planned_by(resolved),
             width_multiple=resolved["make_sequence_length_divisible_by"],
             max_grad_norm=resolved.get("max_grad_norm"),
             cpu_offload=resolved["dtensor_cfg"]["cpu_offload"],
@@ -110,7 +110,7 @@ class EngineConfig:
             async_checkpoint=resolved["dtensor_cfg"]["async_checkpoint"],
             trust_remote_code=resolved["trust_remote_code"],
             seed=resolved["seed"],
-            temperature=(sampling.temperature if sampling else 0.0) or 1.0,
+            temperature=scoring_temperature(sampling),
             adapters=_parse_adapters(resolved),
             optimizer=_parse_optimizer(resolved, wanted=init_optimizer),
             scheduler=_parse_scheduler(resolved),
@@ -118,28 +118,12 @@ class EngineConfig:
 
 
 def load_model_config(config: EngineConfig) -> PreTrainedConfig:
-    """Return the model's transformers config.
-
-    Raises:
-        ValueError: The model cannot be found or read.
-    """
+    """Return the model's transformers config, see `hf_files.load_model_config`."""
     # Reward and value heads have one score per row or token.
     labels = {} if config.head == "language_model" else {"num_labels": 1}
-    try:
-        return AutoConfig.from_pretrained(
-            config.model_name, trust_remote_code=config.trust_remote_code, **labels
-        )
-    except (OSError, ValueError) as error:
-        raise ValueError(
-            f"policy.model_name={config.model_name!r} cannot be loaded: {error}"
-        ) from error
-
-
-def _planned_by(resolved: Resolved) -> str | None:
-    enabled = [
-        name for name in ("dynamic_batching", "sequence_packing") if resolved[name]["enabled"]
-    ]
-    return enabled[0] if enabled else None
+    return hf_files.load_model_config(
+        config.model_name, trust_remote_code=config.trust_remote_code, **labels
+    )
 
 
 def _check_head(resolved: Resolved) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import gc
 from contextlib import ExitStack, contextmanager
 from typing import TYPE_CHECKING, cast
@@ -10,8 +9,9 @@ from typing import TYPE_CHECKING, cast
 import torch
 from rl_interfaces import ResidencyState
 from rl_interfaces.backend.checkpoint.checkpointer import FileWriters, TensorFormat
+from rl_interfaces.backend.checkpoint.hf_files import write_config
 from rl_interfaces.backend.checkpoint.optimizer_state import TrainState
-from rl_interfaces.backend.components import ReferenceCopy
+from rl_interfaces.backend.components import ReferenceCopy, move_optimizer_state
 from rl_interfaces.backend.engine import EngineInfo, HfExport, Scored, module_mode
 from rl_refit.source import block_of
 from torch.distributed.tensor import DTensor, Replicate
@@ -37,7 +37,6 @@ from rl_dtensor_worker.optim import (
     LossScaler,
     build_optimizer,
     build_scheduler,
-    move_optimizer_state,
 )
 from rl_dtensor_worker.parallel.fsdp import (
     abandon_pass,
@@ -138,10 +137,7 @@ class DTensorEngine:
 
     def run(self, step: Step, score: ScoreFunction) -> list[Scored]:
         """See `Engine.run`."""
-        return [
-            score(batch, Output(forward=self.forward, micro_batch=batch))
-            for batch in step.micro_batches(self._device)
-        ]
+        return [score(batch, self._output(batch)) for batch in step.micro_batches(self._device)]
 
     def run_backward(self, step: Step, loss: LossOfOutput) -> list[Scored]:
         """See `Engine.run_backward`."""
@@ -363,9 +359,7 @@ class DTensorEngine:
         # Without tensors: the config, the generation config and the code of a remote model.
         self.model.save_pretrained(directory, state_dict={})
         # And the config once more, with the dtype of the exported weights.
-        config = copy.deepcopy(self.model.config)
-        config.dtype = torch.float32
-        config.save_pretrained(directory)
+        write_config(self.model.config, directory)
 
 
 def move_buffers(model: nn.Module, device: str | torch.device) -> nn.Module:

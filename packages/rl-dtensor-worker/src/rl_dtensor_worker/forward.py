@@ -140,6 +140,7 @@ def find_token_head(
         reason = "it does not call its output layer once per forward"
         return _own_head(model, tensor_parallel, reason)
     given, logits = probed
+    # The second is for configs that name a scale which the model's forward does not apply.
     for scale, soft_cap in (_configured(model.config), (1.0, None)):
         transform = LogitTransform(scale=scale, soft_cap=soft_cap, temperature=1.0)
         if _close(logits, transform.apply_(given.clone())):
@@ -171,6 +172,7 @@ def _probe_logits(
     vocab_size = layer.weight.shape[0]
     tokens = torch.arange(8, device=device)[None] % vocab_size
     low, high = _PROBED_LOGITS
+    # Large logits of both signs: near 0 a soft cap cannot be told from none.
     given = torch.linspace(low, high, tokens.numel() * vocab_size, device=device)
     given = given.view(*tokens.shape, vocab_size)
     calls: list[torch.Size] = []
@@ -323,6 +325,7 @@ class Forward:
         tp = self.parallel.tensor_parallel
         if tp is not None and not sharded:
             logits = tp.gather_logits(logits)
+        # After the gather: float32 would double the bytes of a 16-bit vocabulary.
         logits = logits.float()
         logits = logits if self.temperature == 1.0 else logits / self.temperature
         if tp is None or not sharded:
@@ -443,6 +446,7 @@ class CachedForward:
     def step(self, tokens: torch.Tensor) -> torch.Tensor:
         """See `Decoder.step`."""
         self._positions = self._positions[..., -1:] + 1
+        # Ended rows get a 1 as well: their tokens are never read.
         self._mask = torch.cat([self._mask, torch.ones_like(tokens[:, None])], dim=1)
         return self._logits(tokens[:, None])
 

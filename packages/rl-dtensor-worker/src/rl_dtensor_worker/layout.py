@@ -93,6 +93,7 @@ def check_same_media(
         dtype=torch.int64,
         device=device,
     )
+    # The maximum and the minimum over the ranks differ where some have media and others none.
     some, every = present.clone(), present.clone()
     dist.all_reduce(some, op=dist.ReduceOp.MAX, group=group)
     dist.all_reduce(every, op=dist.ReduceOp.MIN, group=group)
@@ -245,6 +246,7 @@ class ContextLayout(RowLayout):
         positions = {"position_ids": rows.shard(packed.position_ids)}
         return cls(
             tokens=rows.shard(tokens),
+            # Shifted before sharding: the next token may be in another rank's chunk.
             targets=rows.shard(tokens.roll(-1, dims=1)),
             packed=packed,
             rows=rows,
@@ -302,10 +304,12 @@ class ParallelContext:
         if packed is not None:
             return PackedLayout.of(model, input_ids, packed)
         lengths, multiple = rows["input_lengths"], math.lcm(width_multiple, self._sequence_shards)
+        # Columns that are padding in all rows are not computed.
         width = micro_batch.width or min(int(lengths.max()), input_ids.shape[1])
         layout = PaddedLayout.of(input_ids, lengths, width=width, width_multiple=multiple)
         if shards_sequence:
             return layout.for_sequence_parallel(model)
+        # Media are not padded: their tokens stand among the rows already.
         layout.arguments.update(media)
         for key, column in token_columns_of(model, rows).items():
             layout.arguments[key] = _fit(column, width, multiple)
@@ -400,10 +404,12 @@ def check_layout(
     packs = parallel.context_group is not None or feature.startswith("sequence_packing")
     packed = parallel.concatenation().of(batch).to(device) if packs else None
     rows, span = batch.to(device), (0, batch.size)
+    # The oracle: padded rows with full sequences, which every model supports.
     with parallel.unsharded_sequences():
         expected = score(MicroBatch(span=span, rows=rows))
     found = score(MicroBatch(span=span, rows=rows, packed=packed))
     difference = float((found - expected).abs().max() / expected.abs().max())
+    # `not <=` rather than `>`, so that NaN fails.
     if not difference <= _TOLERANCES[compute_dtype]:
         attention = getattr(config, "_attn_implementation", "unknown")
         raise ValueError(

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 
 import torch
 import torch.distributed as dist
+from rl_interfaces.backend.components import FIRST_LOSS_SCALE, STEPS_BEFORE_GROWTH
 from rl_interfaces.backend.engine import OptimizerStep
 from torch.distributed.tensor import DTensor, Replicate
 from torch.optim.lr_scheduler import LambdaLR, LRScheduler, SequentialLR
@@ -42,14 +43,6 @@ def build_scheduler(
     if len(parts) == 1:
         return parts[0]
     return SequentialLR(optimizer, parts, milestones=list(config.milestones))
-
-
-def move_optimizer_state(optimizer: torch.optim.Optimizer, device: torch.device) -> None:
-    """Move the state tensors to `device`; the 0-d counters stay where the optimizer put them."""
-    for state in optimizer.state.values():
-        for key, value in state.items():
-            if isinstance(value, torch.Tensor) and value.ndim:
-                state[key] = value.to(device)
 
 
 @torch.no_grad()
@@ -150,9 +143,11 @@ class LossScaler:
     Precision Training", section 3.2).
     """
 
-    def __init__(self, compute_dtype: torch.dtype, *, growth_interval: int = 2000) -> None:
+    def __init__(
+        self, compute_dtype: torch.dtype, *, growth_interval: int = STEPS_BEFORE_GROWTH
+    ) -> None:
         self.enabled = compute_dtype is torch.float16
-        self.scale = 2.0**16 if self.enabled else 1.0
+        self.scale = FIRST_LOSS_SCALE if self.enabled else 1.0
         self.growth_interval = growth_interval
         self.good_steps = 0
 

@@ -8,11 +8,18 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from itertools import groupby, islice
-from typing import TYPE_CHECKING, NamedTuple
+from itertools import groupby
+from typing import TYPE_CHECKING
 
 import torch
 from rl_batched_data import round_up
+from rl_interfaces.backend.runtime import all_gather_single
+from rl_interfaces.backend.transfer import (
+    LayeredSource,
+    WeightMeta,
+    check_names,
+    overlap_gathers,
+)
 from rl_refit.source import block_of
 from torch.distributed.tensor import DTensor, Shard
 from torch.distributed.tensor.placement_types import _StridedShard
@@ -25,7 +32,6 @@ from rl_dtensor_worker.model.lora import (
     trained_parameters,
     without_adapters,
 )
-from rl_dtensor_worker.parallel.collectives import all_gather_single
 from rl_dtensor_worker.parallel.fsdp import local_tensor
 
 if TYPE_CHECKING:
@@ -35,6 +41,7 @@ if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
 NamedTensors = list[tuple[str, torch.Tensor]]
+Tensors = dict[str, torch.Tensor]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -65,6 +72,7 @@ class _ShardLayout:
             if isinstance(placement, (Shard, _StridedShard)):
                 dims[name] = placement.dim
         known = sizes.keys() <= {"dp_replicate", "dp_shard_cp", "tp"}
+        # Any other placement, as of a user's plan, is gathered by DTensor itself, see `_full`.
         if not known or dims.get("dp_shard_cp") != 0 or "dp_replicate" in dims:
             return None
         layout = cls(fsdp=sizes["dp_shard_cp"], tp=sizes.get("tp", 1), dim=dims.get("tp"))
@@ -205,25 +213,12 @@ def persistent_state(model: PreTrainedModel) -> dict[str, torch.Tensor]:
     return tensors
 
 
-class WeightMeta(NamedTuple):
-    """What the receiver needs to know about a tensor in advance."""
-
-    name: str
-    dtype: torch.dtype
-    """On the wire."""
-    shape: tuple[int, ...]
-    """Of the full tensor."""
-
-
-class ModelWeights:
-    """The full tensors of a sharded model, iterable repeatedly: a `rl_interfaces.WeightSource`.
-
-    vLLM's own weight-transfer engines accept it as well.
+class ModelWeights(LayeredSource):
+    """The full tensors of a sharded model.
 
     Tied tensors come once, under their first name. Each tensor is cast to the wire dtype before the
-    all-gather, so that no more bytes than needed cross the network, and the next layer is gathered
-    while the current one is consumed. Adapters are merged into the weights that are sent; the
-    model's own tensors do not change.
+    all-gather, so that no more bytes than needed cross the network. Adapters are merged into the
+    weights that are sent; the model's own tensors do not change.
 
     Args:
         model: The model; its parameters are read during iteration, not before.
@@ -246,59 +241,33 @@ class ModelWeights:
         self._device = device
 
     def metadata(self) -> list[WeightMeta]:
-        """Return name, wire dtype and full shape of every tensor, without moving any."""
+        """See `LayeredSource.metadata`."""
         return [
             WeightMeta(name, self._dtype_of(tensor), tuple(tensor.shape))
             for name, tensor in without_adapters(persistent_state(self._model)).items()
         ]
 
-    def held_names(self) -> None:
-        """Return None: every rank has all tensors after the gather."""
-
-    def groups(self) -> list[list[str]]:
-        """Return the names that are gathered together, in the order of `metadata`."""
-        names = (name for name, _, _ in self.metadata())
-        return [list(group) for _, group in groupby(names, key=block_of)]
-
-    def iter_groups(self) -> Iterator[tuple[list[str], list[torch.Tensor]]]:
-        """Yield names and full tensors of each of `groups`. Collective."""
-        tensors = iter(self)
-        for group in self.groups():
-            yield group, [tensor for _, tensor in islice(tensors, len(group))]
-
-    def __iter__(self) -> Iterator[tuple[str, torch.Tensor]]:
-        """Yield name and full tensor in the order of `metadata`. Collective."""
-        return self.gather(name for name, _, _ in self.metadata())
-
     @torch.no_grad()
     def gather(self, names: Iterable[str]) -> Iterator[tuple[str, torch.Tensor]]:
-        """Yield name and full tensor of each of `names`. Collective.
-
-        Raises:
-            ValueError: The model has no tensor of that name.
-        """
+        """See `LayeredSource.gather`."""
         state = persistent_state(self._model)
-        weights, adapters = without_adapters(state), adapters_of(state)
+        weights = without_adapters(state)
+        names = check_names(names, weights)
+        yield from overlap_gathers(self._layers(names, weights, adapters_of(state)))
+
+    def _layers(self, names: list[str], weights: Tensors, adapters: Tensors) -> Iterator[_Layer]:
+        """Start the gathers of each layer of `names`."""
         adapted = adapted_weights(self._model)
-        names = list(names)
-        if unknown := [name for name in names if name not in weights]:
-            raise ValueError(f"there is no tensor {unknown[0]!r} in the model")
-        # Two layers in flight: one is consumed while the next is gathered.
-        pending: _Layer | None = None
         for _, group in groupby(names, key=block_of):
             chosen = {name: weights[name] for name in group}
             merges = {name: adapted[name] for name in chosen if name in adapted}
             factors = [name for merge in merges.values() for name in (merge.down, merge.up)]
-            following = _Layer(
+            yield _Layer(
                 weights=self._start(chosen),
+                # Factors are multiplied before the cast: in the wire dtype they would be rounded.
                 factors=self._start({name: adapters[name] for name in factors}, torch.float32),
                 merges=merges,
             )
-            if pending is not None:
-                yield from pending.finish()
-            pending = following
-        if pending is not None:
-            yield from pending.finish()
 
     def _start(
         self, tensors: Mapping[str, torch.Tensor], dtype: torch.dtype | None = None

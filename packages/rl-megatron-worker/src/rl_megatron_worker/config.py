@@ -6,12 +6,11 @@ import math
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-import torch
 from megatron.core.distributed import DistributedDataParallelConfig
 from rl_interfaces import resolve_policy_config
-from rl_interfaces.backend.generation import SamplingConfig
+from rl_interfaces.backend.engine import DTYPES
+from rl_interfaces.backend.generation import SamplingConfig, scoring_temperature
 from rl_interfaces.config.resolve import MEGATRON_DEFAULTS
-from transformers import AutoConfig, GenerationConfig
 
 from rl_megatron_worker.model.config import ModelOptions
 from rl_megatron_worker.parallel.groups import MegatronLayout, plan_layout
@@ -19,12 +18,9 @@ from rl_megatron_worker.parallel.groups import MegatronLayout, plan_layout
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
-    from transformers import PreTrainedConfig
-
     from rl_megatron_worker.model.config import Fields
     from rl_megatron_worker.parallel.groups import Section
 
-_DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 _PATH = "policy.megatron_cfg"
 _OPTIMIZER_PATH = f"{_PATH}.optimizer"
 _MOE_OPTIONS = (
@@ -136,32 +132,8 @@ class EngineConfig:
             trust_remote_code=resolved["trust_remote_code"],
             timeout_s=resolved["timeout_s"],
             seed=resolved["seed"],
-            temperature=(sampling.temperature if sampling else 0.0) or 1.0,
+            temperature=scoring_temperature(sampling),
         )
-
-
-def load_model_config(config: EngineConfig) -> PreTrainedConfig:
-    """Return the model's transformers config.
-
-    Raises:
-        ValueError: The model cannot be found or read.
-    """
-    try:
-        return AutoConfig.from_pretrained(
-            config.model_name, trust_remote_code=config.trust_remote_code
-        )
-    except (OSError, ValueError) as error:
-        raise ValueError(
-            f"policy.model_name={config.model_name!r} cannot be loaded: {error}"
-        ) from error
-
-
-def load_generation_config(config: EngineConfig) -> GenerationConfig | None:
-    """Return the generation config of the model's checkpoint; None if it has none."""
-    try:
-        return GenerationConfig.from_pretrained(config.model_name)
-    except OSError:  # The checkpoint has no generation_config.json.
-        return None
 
 
 def _check_policy(resolved: Section) -> None:
@@ -188,7 +160,7 @@ def _parse_model(section: Section, *, precision: str) -> ModelOptions:
         )
     recomputed = _parse_recomputation(section) if section["activation_checkpointing"] else {}
     return ModelOptions(
-        params_dtype=_DTYPES[precision], moe_options=_parse_experts(section), **recomputed
+        params_dtype=DTYPES[precision], moe_options=_parse_experts(section), **recomputed
     )
 
 

@@ -10,8 +10,8 @@ import torch.distributed as dist
 from rl_batched_data import BatchedDataDict, PackedSequences, SlicedDataDict
 from rl_interfaces.backend.steps import Concatenation, MicroBatch
 
-from rl_megatron_worker.attention.layout import PackedLayout
-from rl_megatron_worker.attention.packed import KeyValueCache
+from rl_megatron_worker.attention import KeyValueCache
+from rl_megatron_worker.layout import PackedLayout
 from rl_megatron_worker.model.build import unwrapped
 
 if TYPE_CHECKING:

@@ -5,7 +5,6 @@
 
 from __future__ import annotations
 
-import copy
 from contextlib import ExitStack, contextmanager, nullcontext
 from functools import partial
 from typing import TYPE_CHECKING, cast
@@ -14,12 +13,14 @@ import torch
 import torch.distributed as dist
 from megatron.core import parallel_state
 from rl_interfaces import ResidencyState
+from rl_interfaces.backend.checkpoint import hf_files
 from rl_interfaces.backend.components import ReferenceCopy
 from rl_interfaces.backend.engine import EngineInfo, HfExport, module_mode
 from rl_interfaces.backend.steps import Concatenation
+from transformers import GenerationConfig
 
 from rl_megatron_worker.checkpoint import MegatronFormat
-from rl_megatron_worker.config import EngineConfig, load_generation_config, load_model_config
+from rl_megatron_worker.config import EngineConfig
 from rl_megatron_worker.convert import converter_for
 from rl_megatron_worker.decoder import ExpertSync, open_decoder
 from rl_megatron_worker.model.build import build_model
@@ -47,9 +48,9 @@ if TYPE_CHECKING:
     from rl_interfaces.backend.generation import Decoder
     from rl_interfaces.backend.runtime import RankEnvironment
     from rl_interfaces.backend.steps import Step
-    from transformers import GenerationConfig, PreTrainedConfig, PreTrainedTokenizerBase
+    from transformers import PreTrainedConfig, PreTrainedTokenizerBase
 
-    from rl_megatron_worker.attention.layout import PackedLayout
+    from rl_megatron_worker.layout import PackedLayout
 
 _CPU = torch.device("cpu")
 
@@ -84,8 +85,8 @@ class MegatronEngine:
             # First on the stack: groups are left after all that uses them, and on any failure.
             leaving.callback(leave_model_parallel)
             init_model_parallel(layout, self.runtime, timeout_s=self._config.timeout_s)
-            self._hf_config = load_model_config(self._config)
-            self._generation_config = load_generation_config(self._config)
+            self._hf_config = _load_model_config(self._config)
+            self._generation_config = _load_generation_config(self._config)
             converter = converter_for(self._hf_config, self._config.converter_type)
             self._architecture = converter.architecture(self._hf_config)
             check_sizes(
@@ -111,7 +112,7 @@ class MegatronEngine:
         parsed = EngineConfig.from_policy_config(
             config, world_size=world_size, init_optimizer=init_optimizer
         )
-        hf_config = load_model_config(parsed)
+        hf_config = _load_model_config(parsed)
         converter = converter_for(hf_config, parsed.converter_type)
         check_device(parsed.layout, on_cuda=may_have_gpus())
         check_sizes(
@@ -334,12 +335,21 @@ class MegatronEngine:
         return tensors
 
 
+def _load_model_config(config: EngineConfig) -> PreTrainedConfig:
+    return hf_files.load_model_config(config.model_name, trust_remote_code=config.trust_remote_code)
+
+
+def _load_generation_config(config: EngineConfig) -> GenerationConfig | None:
+    try:
+        return GenerationConfig.from_pretrained(config.model_name)
+    except OSError:  # The checkpoint has no generation_config.json.
+        return None
+
+
 def write_config(
     hf_config: PreTrainedConfig, generation_config: GenerationConfig | None, directory: Path
 ) -> None:
     """Write the config of a float32 export, and the generation config if there is one."""
-    written = copy.deepcopy(hf_config)
-    written.dtype = torch.float32
-    written.save_pretrained(directory)
+    hf_files.write_config(hf_config, directory)
     if generation_config is not None:
         generation_config.save_pretrained(directory)

@@ -10,6 +10,11 @@ from megatron.core.distributed import finalize_model_grads
 from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
 from megatron.core.optimizer.clip_grads import clip_grad_by_total_norm_fp32
 from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
+from rl_interfaces.backend.components import (
+    FIRST_LOSS_SCALE,
+    STEPS_BEFORE_GROWTH,
+    move_optimizer_state,
+)
 from rl_interfaces.backend.engine import OptimizerStep
 
 if TYPE_CHECKING:
@@ -23,10 +28,6 @@ if TYPE_CHECKING:
 
     from rl_megatron_worker.config import OptimizerSettings, SchedulerSettings
     from rl_megatron_worker.runtime import Runtime
-
-# Megatron-core starts at 2 ** 32, which would skip the first dozens of steps.
-_FIRST_LOSS_SCALE = 2.0**16
-_STEPS_BEFORE_GROWTH = 2000
 
 
 class Trainer:
@@ -177,10 +178,7 @@ class Trainer:
                     # which move with the model.
                     if copy.untyped_storage().data_ptr() not in models:
                         copy.data = copy.data.to(device)
-            for state in part.optimizer.state.values():
-                for name, value in state.items():
-                    if isinstance(value, torch.Tensor) and value.ndim:
-                        state[name] = value.to(device)
+            move_optimizer_state(part.optimizer, device)
 
     def release_gradients(self) -> None:
         """Free the memory of the gradient buffers."""
@@ -273,8 +271,8 @@ def _optimizer_config(optimizer: OptimizerSettings, config: TransformerConfig) -
         bf16=config.bf16,
         params_dtype=config.params_dtype,
         use_distributed_optimizer=optimizer.is_distributed,
-        initial_loss_scale=_FIRST_LOSS_SCALE,
-        loss_scale_window=_STEPS_BEFORE_GROWTH,
+        initial_loss_scale=FIRST_LOSS_SCALE,
+        loss_scale_window=STEPS_BEFORE_GROWTH,
         hysteresis=1,
         # `Trainer.step` clips: it needs the norm before.
         clip_grad=0.0,

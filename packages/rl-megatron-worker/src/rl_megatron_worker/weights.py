@@ -10,12 +10,19 @@ import math
 from contextlib import nullcontext
 from dataclasses import dataclass, field
 from functools import cached_property
-from itertools import accumulate, groupby, islice
-from typing import TYPE_CHECKING, NamedTuple
+from itertools import accumulate, groupby
+from typing import TYPE_CHECKING
 
 import torch
 import torch.distributed as dist
 from megatron.core.process_groups_config import ProcessGroupCollection
+from rl_interfaces.backend.runtime import all_gather_single
+from rl_interfaces.backend.transfer import (
+    LayeredSource,
+    WeightMeta,
+    check_names,
+    overlap_gathers,
+)
 from rl_refit.source import block_of
 
 from rl_megatron_worker.model.load import held_parameters, place_of
@@ -33,26 +40,12 @@ _GROUPS = ["tp", "pp", "ep", "expt_tp", "tp_ep"]
 Tensors = dict[str, torch.Tensor]
 Shape = tuple[int, ...]
 
-# Its name since torch 2.13, which warns of the other.
-_all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 
+class MegatronWeights(LayeredSource):
+    """The model's full tensors under Hugging Face names.
 
-class WeightMeta(NamedTuple):
-    """Metadata of a tensor, known before it is gathered."""
-
-    name: str
-    dtype: torch.dtype
-    """The wire dtype."""
-    shape: tuple[int, ...]
-    """The full shape."""
-
-
-class MegatronWeights:
-    """The model's full tensors under Hugging Face names: a `rl_interfaces.WeightSource`.
-
-    vLLM's own weight-transfer engines take it as well. A layer's shards are cast to the wire dtype,
-    all-gathered on the layer's pipeline stage, and broadcast to the other stages; the gather of the
-    next layer overlaps with the consumption of the current one.
+    A layer's shards are cast to the wire dtype, all-gathered on the layer's pipeline stage, and
+    broadcast to the other stages.
 
     Args:
         chunks: This rank's `GPTModel`s; their parameters are read when they are iterated over.
@@ -83,53 +76,22 @@ class MegatronWeights:
         self._num_experts = max(experts) + 1 if experts else 0
 
     def metadata(self) -> list[WeightMeta]:
-        """Return name, wire dtype and full shape of every tensor, without moving any."""
+        """See `LayeredSource.metadata`."""
         return [
             WeightMeta(name, self._wire_dtype, mapping.sources[name])
             for name, mapping in self._mapping_of.items()
         ]
 
-    def held_names(self) -> None:
-        """Return None: every rank receives all tensors."""
-
-    def groups(self) -> list[list[str]]:
-        """Return the names of the tensors gathered together, in the order of `metadata`."""
-        return [list(group) for _, group in groupby(self._mapping_of, key=block_of)]
-
-    def iter_groups(self) -> Iterator[tuple[list[str], list[torch.Tensor]]]:
-        """Yield names and full tensors of each of `groups`. Collective."""
-        tensors = iter(self)
-        for group in self.groups():
-            yield group, [tensor for _, tensor in islice(tensors, len(group))]
-
-    def __iter__(self) -> Iterator[tuple[str, torch.Tensor]]:
-        """Yield name and full tensor in the order of `metadata`. Collective."""
-        return self.gather(self._mapping_of)
-
     @torch.no_grad()
     def gather(self, names: Iterable[str]) -> Iterator[tuple[str, torch.Tensor]]:
-        """Yield name and full tensor of each of `names`. Collective.
-
-        Raises:
-            ValueError: The model has no tensor of that name.
-        """
-        names = list(names)
-        if unknown := [name for name in names if name not in self._mapping_of]:
-            raise ValueError(f"there is no tensor {unknown[0]!r} in the model")
+        """See `LayeredSource.gather`."""
+        names = check_names(names, self._mapping_of)
         with self._scope():
-            yield from self._gather(names)
-
-    def _gather(self, names: list[str]) -> Iterator[tuple[str, torch.Tensor]]:
-        held = self._held()
-        # Two layers in flight: the gather of the next one overlaps with the use of the current one.
-        pending: _LayerGather | None = None
-        for (_, stage), group in groupby(names, key=self._layer_and_stage):
-            following = self._start(list(group), stage, held)
-            if pending is not None:
-                yield from pending.finish()
-            pending = following
-        if pending is not None:
-            yield from pending.finish()
+            held = self._held()
+            layers = groupby(names, key=self._layer_and_stage)
+            yield from overlap_gathers(
+                self._start(list(layer), stage, held) for (_, stage), layer in layers
+            )
 
     def _start(self, names: list[str], stage: int, held: dict[str, torch.Tensor]) -> _LayerGather:
         """Start to gather tensors of one pipeline stage."""
@@ -321,7 +283,7 @@ class _Gather:
             # The cast to the wire dtype, before the bytes are sent.
             own[part.start : part.end].view(part.shape).copy_(held[part.mapping.names[0]])
         gathered = own.new_empty(len(mappings), num_shards, num_elements)
-        work = _all_gather(gathered.view(-1), own, group=group, async_op=True)
+        work = all_gather_single(gathered.view(-1), own, group=group, async_op=True)
         assert work is not None
         return cls(parts=parts, num_shards=num_shards, gathered=gathered, work=work)
 

@@ -304,19 +304,6 @@ def _run_config_type(sections: tuple[tuple[str, type[Section]], ...]) -> type[Ru
     return create_model("RunConfig", __base__=RunConfig, **fields)
 
 
-def check_sampling(config: RunConfig) -> None:
-    """Raise `ValueError` unless the policy can sample completions."""
-    generation = config.policy.get("generation")
-    if generation is None:
-        raise ValueError("policy.generation is not set: the recipe samples completions")
-    longest, new = config.policy["max_total_sequence_length"], generation["max_new_tokens"]
-    if new >= longest:
-        raise ValueError(
-            f"policy.generation.max_new_tokens={new} leaves no room for a prompt in "
-            f"policy.max_total_sequence_length={longest}"
-        )
-
-
 def _check_tokenizer(config: RunConfig) -> None:
     name = config.policy["tokenizer"]["name"]
     if config.has_builtin_model and name != BUILTIN_MODEL:

@@ -21,6 +21,7 @@ from rl_batched_data import (
     pad_right,
 )
 from rl_interfaces import LossType
+from rl_interfaces.backend.generation import check_room
 from rl_interfaces.backend.steps import check_scoring_batch, check_training_batch
 
 if TYPE_CHECKING:
@@ -168,12 +169,9 @@ class Dispatcher:
             ValueError: Names the key, the row and the numbers.
         """
         self.check_rows(data)
-        row = int(data["input_lengths"].argmax())
-        if self._max_length is not None and data["input_lengths"][row] >= self._max_length:
-            raise ValueError(
-                f"'input_lengths'[{row}]={int(data['input_lengths'][row])} leaves no room for a "
-                f"token in policy.max_total_sequence_length={self._max_length}"
-            )
+        if self._max_length is not None:
+            limit = f"policy.max_total_sequence_length={self._max_length}"
+            check_room(data, longest=self._max_length, limit=limit)
         return shard_in_order(data, data_parallel=self._data_parallel)
 
     def check_rows(self, data: BatchedDataDict) -> None:
@@ -195,6 +193,7 @@ class Dispatcher:
             ValueError: A row or group exceeds the budget, or the packing algorithm is unknown.
         """
         if budget is None:
+            # Uneven: workers complete short shards with masked rows.
             shards = data.shard_by_batch_size(
                 self._data_parallel,
                 batch_size=batch_size,
@@ -212,6 +211,7 @@ class Dispatcher:
                 rows_per_group=rows_per_group,
             )
         except ValueError as error:
+            # The batch knows no config keys: name the one that set the budget.
             raise ValueError(f"{budget.key}: {error}") from error
         return [*shards], order
 
@@ -222,6 +222,7 @@ class Dispatcher:
         name, size = _chosen("gbs", gbs, "policy.train_global_batch_size", self._global_batch_size)
         if size < 1:
             raise ValueError(f"{name}={size} must be positive")
+        # Every rank steps by gbs / data_parallel rows, which must be full groups on each.
         if size % (self._data_parallel * rows_per_group):
             groups = f" x rows_per_group={rows_per_group}" if rows_per_group > 1 else ""
             raise ValueError(
@@ -302,6 +303,7 @@ def merge_train_results(results: Sequence[WorkerTrainOutputSpec]) -> TrainOutput
     Args:
         results: In rank order; `global_loss` and `grad_norm` are the same on all of them.
     """
+    # Loss and norm are all-reduced by the workers; metrics are of each rank's own micro-batches.
     first = results[0]
     metrics: dict[str, list[float]] = {}
     for result in results:

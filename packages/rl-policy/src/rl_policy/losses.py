@@ -1,8 +1,10 @@
 """Losses over token log-probabilities, and the advantages that the policy gradient weighs them by.
 
-All follow `rl_interfaces.LossFunction`. The loss of a micro-batch is a sum divided by a count over
+All implement `rl_interfaces.LossFunction`, which describes the arguments of a call, on token
+log-probabilities `[batch, seq]` float32. The loss of a micro-batch is a sum divided by a count over
 the *global* batch, so that the values of all micro-batches and data-parallel ranks add up to the
-loss of the batch. Metrics are built the same way: added up, they are means over the global batch.
+loss of the batch. Metrics are normalised the same way: summed, they are means over the global
+batch.
 
 Column 0 of every `[batch, seq]` tensor is dropped, as no position predicts the first token.
 """
@@ -46,12 +48,6 @@ class NLLLoss:
     ) -> tuple[torch.Tensor, dict[str, float]]:
         """Return the micro-batch's share of the loss, and its metrics.
 
-        Args:
-            next_token_logits: `[batch, seq]` float32 token log-probabilities.
-            data: The micro-batch, see the class.
-            global_valid_seqs: 0-d; valid sequences of the global batch, not read.
-            global_valid_toks: 0-d; valid target tokens of the global batch.
-
         Returns:
             The 0-d loss in nats per token, and `nll` (the same number) and `num_valid_samples`.
 
@@ -66,7 +62,7 @@ class NLLLoss:
 
 @dataclass(kw_only=True, slots=True)
 class ClippedPGLoss:
-    """The clipped policy-gradient loss of PPO, with the terms that GRPO and its successors add.
+    """The clipped policy-gradient loss of PPO, with the terms of GRPO and its successors.
 
     With the ratio `r = exp(logprob - prev_logprob)` and the advantage `A`, a token costs
 
@@ -75,15 +71,15 @@ class ClippedPGLoss:
     - clipped surrogate: PPO (Schulman et al. 2017); unequal bounds are "clip-higher" of DAPO (Yu et
       al. 2025);
     - `dual_clip`: where `A < 0` the first term is at most `dual_clip * |A|` (Ye et al. 2020);
-    - `k3 = exp(d) - d - 1` with `d = reference_logprob - logprob`: the estimator of
-      KL(policy || reference) that is never negative (Schulman 2020), as a term of the loss: GRPO
-      (Shao et al. 2024);
+    - `k3 = exp(d) - d - 1` with `d = reference_logprob - logprob`: the non-negative estimator of
+      KL(policy || reference) (Schulman 2020), as a penalty in the loss: GRPO (Shao et al. 2024);
     - `w = min(exp(prev_logprob - generation_logprob), importance_cap)`: truncated importance
-      sampling (Ionides 2008), for a sampler whose numbers differ from the trainer's.
+      sampling (Ionides 2008), which corrects for the mismatch between sampler and trainer.
 
     The batch holds `token_mask`, `advantages` and `prev_logprobs` `[batch, seq]`, `sample_mask`
-    `[batch]`, `reference_logprobs` `[batch, seq]` where `kl_coef > 0`, and `generation_logprobs`
-    `[batch, seq]` where `importance_cap` is set. Either of the last two is measured when present.
+    `[batch]`, `reference_logprobs` `[batch, seq]` if `kl_coef > 0`, and `generation_logprobs`
+    `[batch, seq]` if `importance_cap` is set. If present, the last two are reported as metrics even
+    when the loss does not need them.
 
     Example, one row with one target token, `clip_low = clip_high = 0.2`:
         logprob = log 0.6, prev_logprob = log 0.4: r = 1.5
@@ -91,13 +87,13 @@ class ClippedPGLoss:
         A = -1: -min(-1.5, -1.2) =  1.5, not clipped; with dual_clip = 1.4 it is 1.4, no gradient
 
     Attributes:
-        clip_low: How far the ratio may fall below 1, in [0, 1).
-        clip_high: How far the ratio may rise above 1, not negative.
-        dual_clip: Largest cost per unit of negative advantage, above 1. None: no bound.
-        kl_coef: Weight of the KL penalty, not negative.
-        importance_cap: Largest importance weight, at least 1. None: no correction.
-        loss_type: `TOKEN_LEVEL`: every token counts the same (DAPO). `SEQUENCE_LEVEL`: every
-            sequence counts the same, as the mean over its tokens (GRPO). Or its value, as in YAML.
+        clip_low: The ratio is clipped to at least `1 - clip_low`; in [0, 1).
+        clip_high: The ratio is clipped to at most `1 + clip_high`; not negative.
+        dual_clip: Upper bound of the cost per unit of negative advantage, above 1. None: no bound.
+        kl_coef: Coefficient of the KL penalty, not negative.
+        importance_cap: Truncation of the importance weight, at least 1. None: no correction.
+        loss_type: `TOKEN_LEVEL`: the mean over all tokens (DAPO). `SEQUENCE_LEVEL`: the mean over
+            sequences of their token means (GRPO). Or the enum's value, as in YAML.
     """
 
     clip_low: float = 0.2
@@ -131,19 +127,16 @@ class ClippedPGLoss:
     ) -> tuple[torch.Tensor, dict[str, float]]:
         """Return the micro-batch's share of the loss, and its metrics.
 
-        Args:
-            next_token_logits: `[batch, seq]` float32 token log-probabilities.
-            data: The micro-batch, see the class.
-            global_valid_seqs: 0-d; valid sequences of the global batch.
-            global_valid_toks: 0-d; valid target tokens of the global batch.
-
         Returns:
             The 0-d loss, and floats that add up over micro-batches: `policy_loss`, `kl` (k3 per
-            token, where there is a reference), `entropy` (per token, estimated as minus the
-            log-probability of the sampled tokens), `clip_fraction` (share of tokens whose gradient
-            a bound sets to zero), `probs_ratio` (mean of r), `sampler_trainer_ratio` (mean of
-            `exp(prev_logprob - generation_logprob)`, if the batch has the latter; 1 if sampler and
-            trainer agree), and `num_valid_samples`.
+            token, with a reference), `entropy` (per token, estimated as the negative
+            log-probability of the sampled tokens), `clip_fraction` (fraction of tokens whose
+            gradient is zero because of clipping), `probs_ratio` (mean of r),
+            `sampler_trainer_ratio` (mean of `exp(prev_logprob - generation_logprob)`, if the batch
+            has the latter; 1 if sampler and trainer agree), and `num_valid_samples`.
+
+        Raises:
+            ValueError: The batch lacks a column, or its shape is wrong.
         """
         self._require_keys(data)
         mask = _target_mask(data)
@@ -183,13 +176,13 @@ class ClippedPGLoss:
         self, ratio: torch.Tensor, advantages: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Return the cost of each token, and where a bound sets its gradient to zero."""
-        # Where both costs are equal, at advantage 0 too, nothing counts as clipped.
+        # Strictly greater: where both costs are equal, as at advantage 0, nothing is clipped.
         free = -ratio * advantages
         bounded = -ratio.clamp(1 - self.clip_low, 1 + self.clip_high) * advantages
         cost, is_clipped = torch.maximum(free, bounded), bounded > free
         if self.dual_clip is not None:
             ceiling = self.dual_clip * advantages.abs()
-            # Where the advantage is positive the cost is negative, and never above the ceiling.
+            # The ceiling acts on negative advantages only: a positive one has a negative cost.
             cost, is_clipped = torch.minimum(cost, ceiling), is_clipped | (cost > ceiling)
         return cost, is_clipped
 
@@ -229,9 +222,9 @@ def group_relative_advantages(
 ) -> torch.Tensor:
     """Return the advantage of each completion; a group of equal rewards gets zeros.
 
-    GRPO (Shao et al. 2024) takes `(r - mean) / std` over the completions of one prompt. Without the
-    division it is the estimator of Dr. GRPO (Liu et al. 2025); with the mean over the *other*
-    completions as baseline it is RLOO (Ahmadian et al. 2024).
+    GRPO (Shao et al. 2024) computes `(r - mean) / std` over the completions of one prompt. Without
+    the division it is the estimator of Dr. GRPO (Liu et al. 2025); with the mean over the *other*
+    completions as the baseline it is RLOO (Ahmadian et al. 2024).
 
     Example, `rewards = [1, 0, 0, 0]` and `group_size = 4`, standard deviation (n - 1) 0.5:
         default                                  [ 1.5, -0.5, -0.5, -0.5]
@@ -239,9 +232,9 @@ def group_relative_advantages(
         leave_one_out=True, divide_by_std=False  [ 1.0, -1/3, -1/3, -1/3]
 
     Args:
-        rewards: `[batch]`, any float; the completions of a prompt stand side by side.
+        rewards: `[batch]`, any float; the completions of a prompt are adjacent.
         group_size: Completions per prompt, at least 2.
-        leave_one_out: Leave a completion's own reward out of its baseline.
+        leave_one_out: Exclude a completion's own reward from its baseline.
         divide_by_std: Divide by the standard deviation of the group.
 
     Returns:
@@ -256,10 +249,11 @@ def group_relative_advantages(
         raise ValueError(f"group_size={group_size} does not divide {rewards.shape[0]} rewards")
     groups = rewards.float().view(-1, group_size)
     advantages = groups - groups.mean(dim=1, keepdim=True)
-    # A mean that is rounded must not turn a group of equal rewards into advantages.
+    # The mean of equal rewards is rounded: without this, `std` would amplify the rounding error.
     is_equal = (groups == groups[:, :1]).all(dim=1, keepdim=True)
     advantages = advantages.masked_fill(is_equal, 0.0)
     if leave_one_out:
+        # r - (sum - r) / (n - 1) = (r - mean) * n / (n - 1)
         advantages = advantages * (group_size / (group_size - 1))
     if divide_by_std:
         advantages = advantages / (groups.std(dim=1, keepdim=True) + STD_EPSILON)
@@ -276,7 +270,7 @@ class DPOLoss:
 
         -(1 - label_smoothing) * log sigmoid(m) - label_smoothing * log sigmoid(-m)
 
-    Label smoothing is the share of pairs whose label is taken to be flipped (conservative DPO,
+    Label smoothing is the assumed fraction of pairs with a flipped label (conservative DPO,
     Mitchell 2023).
 
     The batch holds `token_mask` and `reference_logprobs` `[batch, seq]`, and `sample_mask`
@@ -289,7 +283,7 @@ class DPOLoss:
         with label_smoothing = 0.1: 0.9 * 0.2014 + 0.1 * 1.7014 = 0.3514
 
     Attributes:
-        beta: Strength of the tie to the reference, above 0; the reward's unit per nat.
+        beta: Coefficient of the implicit KL constraint, above 0: reward per nat of log-ratio.
         label_smoothing: In [0, 0.5).
     """
 
@@ -315,16 +309,9 @@ class DPOLoss:
     ) -> tuple[torch.Tensor, dict[str, float]]:
         """Return the micro-batch's share of the loss, and its metrics.
 
-        Args:
-            next_token_logits: `[batch, seq]` float32 token log-probabilities, an even number of
-                rows.
-            data: The micro-batch, see the class.
-            global_valid_seqs: 0-d; valid rows of the global batch, twice its pairs.
-            global_valid_toks: 0-d; not read.
-
         Returns:
             The 0-d loss in nats per pair, and floats that add up over micro-batches to means over
-            pairs: `reward_margin`, `chosen_reward`, `rejected_reward`, `pair_accuracy` (share of
+            pairs: `reward_margin`, `chosen_reward`, `rejected_reward`, `pair_accuracy` (fraction of
             pairs with a positive margin), and the count `num_valid_samples`.
 
         Raises:
@@ -349,6 +336,7 @@ class DPOLoss:
             "rejected_reward": rejected,
             "pair_accuracy": (margin > 0).float(),
         }
+        # Valid rows are counted, chosen and rejected ones.
         num_pairs = global_valid_seqs / ROWS_PER_PAIR
         shares = {
             name: _share_of(values.detach(), is_valid, num_pairs)
@@ -371,7 +359,7 @@ def _valid_pairs(sample_mask: torch.Tensor) -> torch.Tensor:
 
 
 def _log_ratios(logprobs: torch.Tensor, data: Mapping[str, torch.Tensor]) -> torch.Tensor:
-    """Return `[batch]`, log(policy / reference) of each row's target tokens together."""
+    """Return `[batch]`, the sum of log(policy / reference) over each row's target tokens."""
     reference = _target_column(data, "reference_logprobs", logprobs)
     return _masked_difference(logprobs, reference, _target_mask(data)).sum(dim=1)
 
@@ -379,7 +367,7 @@ def _log_ratios(logprobs: torch.Tensor, data: Mapping[str, torch.Tensor]) -> tor
 def _require_keys(
     data: Mapping[str, torch.Tensor], reasons: Mapping[str, str], *, loss: str
 ) -> None:
-    """Raise `ValueError` unless the batch has every key of `reasons`, which say what for."""
+    """Raise `ValueError` with the reason, the value of `reasons`, if a key is not in the batch."""
     for key, reason in reasons.items():
         if key not in data:
             raise ValueError(f"{loss} needs the key {key!r} in the batch: {reason}")
@@ -409,7 +397,7 @@ def _target_column(
 
 def _masked_difference(left: torch.Tensor, right: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
     """Return `left - right` at the targets and 0 elsewhere, where its `exp` could overflow."""
-    # A product with the mask would turn an infinity of a masked position into NaN.
+    # Not `* mask`: infinity times 0 is NaN.
     return torch.where(mask > 0, left - right, 0.0)
 
 

@@ -97,6 +97,7 @@ class RefitRoutes:
             raise ValueError(f"num_receivers={num_receivers} must be positive")
         if is_paired and num_receivers == world_size:
             return cls(receivers_per_rank=(1,) * world_size)
+        # After the all-gathers every rank has the full tensors: one sender serves all receivers.
         return cls(receivers_per_rank=(num_receivers, *(0,) * (world_size - 1)))
 
     def addresses(
@@ -128,6 +129,7 @@ class RefitRoutes:
         seconds = {
             name: max(report[name] for report in senders)
             for name in slowest
+            # The rate ends in `_s` too, but is no duration.
             if name.endswith("_s") and name != _RATE
         }
         return {
@@ -152,6 +154,7 @@ def group_for_ipc(
     """
     if limit_gib is not None and limit_gib <= 0:
         raise ValueError(f"_refit_buffer_size_gb={limit_gib} must be positive")
+    # All ranks export the same group at a time, so that the fullest device sets the limit.
     free = min(free for _, free in answers)
     limit = free if limit_gib is None else limit_gib * _GIB
     return group_keys(answers[0][0], int(limit))
@@ -198,12 +201,14 @@ class WeightLink(Generic[CallT]):
         # Before the transaction opens, as engines would wait for a sender that never starts.
         self._policy.require_ready_to_send()
         self._engines.begin_update(version)
+        # Receivers first, without waiting for them: a send returns only once they have loaded all.
         receiving = self._engines.update(version)
         try:
             report = self._policy.send_weights(version)
         except Exception as error:
             self._drain(receiving, error)
             raise
+        # Raises what an engine reports after its last bucket, before the version is committed.
         self._engines.wait_for_update(receiving)
         self._engines.commit_update(version)
         return report
@@ -253,6 +258,7 @@ def engines_on_device(
         engines.prepare_for_generation(tags=["weights"])
         if version is not None:
             report = link.refit(version)
+        # The cache takes the memory that the policy's model frees here.
         policy.offload_after_refit()
         engines.prepare_for_generation(tags=["kv_cache"])
     except Exception as error:
@@ -266,6 +272,7 @@ def engines_on_device(
     try:
         yield report
     finally:
+        # Engines first: the device cannot hold both at once.
         engines.finish_generation()
         policy.prepare_for_lp_inference()
 

@@ -12,7 +12,10 @@ class MeanLogprobLoss:
     def __call__(self, logprobs, data, global_valid_seqs, global_valid_toks):
         mask = data["token_mask"][:, 1:] * data["sample_mask"][:, None]
         loss = -(logprobs[:, 1:] * mask).sum() / global_valid_toks
-        return loss, {"num_valid_samples": data["sample_mask"].sum().item()}
+        return loss, {
+            "num_valid_samples": data["sample_mask"].sum().item(),
+            "first_tokens": data["input_ids"][:, 0].sum().item(),
+        }
 
 
 class FailingLoss(MeanLogprobLoss):

@@ -1,46 +1,42 @@
-"""A stranger's backend: an embedding and a linear layer, trained in plain torch over gloo."""
+"""A third party's backend: the example's engine behind the calls that the contract requires."""
 
 import os
-import threading
 import time
-from concurrent.futures import Future
-from datetime import timedelta
+from dataclasses import replace
 
 import torch
 import torch.distributed as dist
+from plain_backend import PlainEngine
 from rl_batched_data import BatchedDataDict, pad_right
-from rl_interfaces import ParallelLayout
-from torch import nn
+from rl_interfaces import ParallelLayout, PolicyWorker
+from rl_interfaces.backend.components import ReplicatedOptimizer
+from rl_interfaces.backend.worker import EngineWorker
 
-VOCABULARY = 16
 
+class StrangerEngine(PlainEngine):
+    """Adds replicas of each data-parallel rank (`tp`) and slow saves (`save_s`, `save_fails`)."""
 
-class StrangerWorker:
-    contract_version = (1, 0)
-
-    def __init__(
-        self,
-        config,
-        tokenizer,
-        weights_path=None,
-        optimizer_path=None,
-        init_optimizer=True,
-        init_reference_model=True,
-    ):
-        torch.set_num_threads(1)
-        self.rank, self.tensor_parallel = int(os.environ["RANK"]), config["stranger_cfg"]["tp"]
-        dist.init_process_group("gloo", timeout=timedelta(seconds=config["timeout_s"]))
-        torch.manual_seed(0)  # the same weights everywhere
-        self.model = nn.Sequential(nn.Embedding(VOCABULARY, 8), nn.Linear(8, VOCABULARY))
-        if weights_path is not None:
-            self.load_checkpoint(weights_path)
-        self.reference = [parameter.detach().clone() for parameter in self.model.parameters()]
-        self.optimizer = torch.optim.SGD(self.model.parameters(), lr=1.0)
-        self.config, self.pad = config, tokenizer.pad_token_id
-        self.gbs = config["train_global_batch_size"]
+    def __init__(self, config, *, environment, **options):
+        super().__init__(config, environment=environment, **options)
+        self.section, tensor_parallel = config["stranger_cfg"], config["stranger_cfg"]["tp"]
+        peers = [
+            range(first, environment.world_size, tensor_parallel)
+            for first in range(tensor_parallel)
+        ]
+        groups = [dist.new_group(list(ranks)) for ranks in peers]
+        group = groups[environment.rank % tensor_parallel]
+        self.info = replace(self.info, data_group=group)
+        if self.optimizer is not None:
+            self.optimizer = ReplicatedOptimizer(
+                list(self.model.parameters()),
+                self.optimizer.state,
+                max_grad_norm=config.get("max_grad_norm"),
+                group=group,
+            )
+        self.checkpoint.files = lambda: {"note.txt": self.write_slowly}
 
     @staticmethod
-    def validate_config(config, *, world_size, init_optimizer=True):
+    def plan_layout(config, *, world_size, init_optimizer):
         tensor_parallel = config["stranger_cfg"]["tp"]
         if world_size % tensor_parallel:
             raise ValueError(f"stranger_cfg.tp={tensor_parallel} does not divide {world_size=}")
@@ -48,50 +44,39 @@ class StrangerWorker:
             data_parallel=world_size // tensor_parallel, tensor_parallel=tensor_parallel
         )
 
-    def train(self, data, loss_fn, eval_mode=False, gbs=None, mbs=None):
-        """One step per global batch; every rank, with or without rows, takes part in each."""
-        losses, norms, rows_seen = [], [], []
-        for step in range(len(data.elem_counts_per_gb)):
-            mine = data.get_batch(step)
-            counts = torch.tensor([mine["sample_mask"].sum(), mine["token_mask"][:, 1:].sum()])
-            self._sum_over_data_parallel(counts)
-            loss = sum(parameter.sum() for parameter in self.model.parameters()) * 0.0
-            if mine.size:
-                loss = loss + loss_fn(self._logprobs(mine), mine, counts[0], counts[1])[0]
-                rows_seen.append(mine["input_ids"][:, 0].tolist())
-            self.optimizer.zero_grad()
-            loss.backward()
-            total = loss.detach().clone()
-            self._sum_over_data_parallel(total)
-            for parameter in self.model.parameters():
-                self._sum_over_data_parallel(parameter.grad)
-            norms.append(nn.utils.get_total_norm([p.grad for p in self.model.parameters()]))
-            losses.append(total)
-            if not eval_mode:
-                self.optimizer.step()
-        return {
-            "global_loss": torch.stack(losses),
-            "grad_norm": None if eval_mode else torch.stack(norms),
-            "rank": self.rank,
-            "all_mb_metrics": {"rows": rows_seen, "mbs": [mbs] * len(rows_seen)},
-        }
+    def write_slowly(self, path):
+        time.sleep(self.section.get("save_s", 0))
+        if self.section.get("save_fails"):
+            raise OSError(f"no space left for {path.name}")
+        path.touch()
 
-    def get_logprobs(self, data, micro_batch_size=None):
-        return BatchedDataDict({"logprobs": self._logprobs(data).detach()})
 
-    def get_reference_policy_logprobs(self, data, micro_batch_size=None):
-        kept = [parameter.detach().clone() for parameter in self.model.parameters()]
-        self._load(self.reference)
-        scores = self._logprobs(data).detach()
-        self._load(kept)
-        return BatchedDataDict({"reference_logprobs": scores})
+class FullWorker(EngineWorker):
+    engine_class = StrangerEngine
+
+    @property
+    def saves_in_background(self):
+        return self._engine.section.get("async_checkpoint", False)
+
+
+class StrangerWorker:
+    """Has no optional capability: no logits, scores, adapters or weights for an engine."""
+
+    contract_version = (1, 0)
+    validate_config = FullWorker.validate_config
+
+    def __init__(self, config, tokenizer, *arguments, **options):
+        self.worker = FullWorker(config, tokenizer, *arguments, **options)
+        self.pad = tokenizer.pad_token_id
+
+    def get_gpu_info(self):
+        return {**self.worker.get_gpu_info(), "pid": os.getpid()}
 
     def generate(self, data, greedy=False):
         """Repeat each prompt's last token, once on even ranks and twice on odd ones."""
-        count = 1 + self._data_rank() % 2
+        count = 1 + int(os.environ["RANK"]) % 2
         lengths = data["input_lengths"]
-        width = data["input_ids"].shape[1] + count
-        output = pad_right(data["input_ids"], width, value=self.pad)
+        output = pad_right(data["input_ids"], data["input_ids"].shape[1] + count, value=self.pad)
         for row, length in enumerate(lengths.tolist()):
             output[row, length : length + count] = output[row, length - 1]
         return BatchedDataDict(
@@ -103,78 +88,14 @@ class StrangerWorker:
             }
         )
 
-    def prepare_for_training(self):
-        pass
 
-    def prepare_for_lp_inference(self):
-        pass
+def forwarding(name):
+    def call(self, *arguments, **options):
+        return getattr(self.worker, name)(*arguments, **options)
 
-    def offload_before_refit(self):
-        pass
+    return call
 
-    def offload_after_refit(self):
-        pass
 
-    def save_checkpoint(self, weights_path, optimizer_path=None, tokenizer_path=None):
-        self.saving = Future()
-        writing = threading.Thread(target=self._write, args=(weights_path,), daemon=True)
-        writing.start()
-        if not self.config["stranger_cfg"].get("async_checkpoint"):
-            self.finish_checkpoint()
-            dist.barrier()
-
-    def finish_checkpoint(self):
-        self.saving.result()
-
-    def _write(self, path):
-        try:
-            time.sleep(self.config["stranger_cfg"].get("save_s", 0))
-            if self.rank == 0:
-                torch.save(self.model.state_dict(), path)
-            self.saving.set_result(None)
-        except RuntimeError as error:
-            self.saving.set_exception(error)
-
-    def load_checkpoint(self, weights_path, optimizer_path=None):
-        self.model.load_state_dict(torch.load(weights_path))
-
-    def save_hf_checkpoint(self, path):
-        if self.rank == 0:
-            os.makedirs(path)
-
-    def is_alive(self):
-        return True
-
-    def get_gpu_info(self):
-        return {"rank": self.rank, "pid": os.getpid()}
-
-    def report_device_id(self):
-        return "cpu"
-
-    def start_gpu_profiling(self):
-        pass
-
-    def stop_gpu_profiling(self):
-        pass
-
-    def shutdown(self):
-        dist.destroy_process_group()
-
-    def _data_rank(self):
-        return self.rank // self.tensor_parallel
-
-    def _sum_over_data_parallel(self, tensor):
-        # Ranks of one data-parallel coordinate hold the same rows, so the sum counts each often.
-        dist.all_reduce(tensor)
-        tensor /= self.tensor_parallel
-
-    def _logprobs(self, data):
-        ids = data["input_ids"]
-        scores = self.model(ids[:, :-1]).log_softmax(-1).gather(-1, ids[:, 1:, None])[..., 0]
-        inside = torch.arange(1, ids.shape[1]) < data["input_lengths"][:, None]
-        return nn.functional.pad(scores * inside, (1, 0))
-
-    def _load(self, values):
-        with torch.no_grad():
-            for parameter, value in zip(self.model.parameters(), values, strict=True):
-                parameter.copy_(value)
+REQUIRED = [name for name, each in vars(PolicyWorker).items() if callable(each) and name[0] != "_"]
+for required in {*REQUIRED, "finish_checkpoint"} - vars(StrangerWorker).keys():
+    setattr(StrangerWorker, required, forwarding(required))

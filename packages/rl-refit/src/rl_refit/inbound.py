@@ -137,12 +137,7 @@ class InboundStream:
             # explains the error better.
             while self.channel.has_input():
                 self._receive("message of the sender")
-            raise RefitError(
-                f"the bucket cannot be read: {error!r}",
-                rank=self.rank,
-                bucket=bucket.index,
-                tensor=self.plan.label(bucket),
-            ) from error
+            raise self._failure(bucket, f"the bucket cannot be read: {error!r}") from error
 
     def _load(self, bucket: Bucket, data: torch.Tensor, unpack: Unpack, load: Load) -> None:
         with self.watch.phase("load"):
@@ -151,15 +146,14 @@ class InboundStream:
                 try:
                     load(tensors)
                 except Exception as error:
-                    raise RefitError(
-                        f"load failed: {error!r}",
-                        rank=self.rank,
-                        bucket=bucket.index,
-                        tensor=self.plan.label(bucket),
-                    ) from error
+                    raise self._failure(bucket, f"load failed: {error!r}") from error
             # Views must not outlive `release`, after which the sender refills the buffer.
             del tensors
             self.side.release(bucket.index)
+
+    def _failure(self, bucket: Bucket, reason: str) -> RefitError:
+        label = self.plan.label(bucket)
+        return RefitError(reason, rank=self.rank, bucket=bucket.index, tensor=label)
 
 
 def _describe(message: Message) -> str:

@@ -21,12 +21,12 @@ from typing import TYPE_CHECKING, Protocol, cast
 
 import torch
 import torch.distributed as dist
+from rl_interfaces.backend.runtime import all_gather_single
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-# torch 2.13 renamed these two, and warns about the older names.
-all_gather_single = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+# torch 2.13 renamed it, and warns about the older name.
 _reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
 
 

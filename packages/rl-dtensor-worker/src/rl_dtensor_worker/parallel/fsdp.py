@@ -54,6 +54,7 @@ def shard_model(
     precision = MixedPrecisionPolicy(param_dtype=compute_dtype, reduce_dtype=torch.float32)
     pin_memory = mesh.device_type == "cuda"
     offload = CPUOffloadPolicy(pin_memory=pin_memory) if cpu_offload else OffloadPolicy()
+    # Layers first: the root then takes the parameters that no layer has.
     for layer in layers:
         fully_shard(layer, mesh=mesh, mp_policy=precision, offload_policy=offload)
     fully_shard(model, mesh=mesh, mp_policy=precision, offload_policy=offload)
@@ -146,7 +147,7 @@ def get_cpu_state_dict(
 
 
 def local_tensor(tensor: torch.Tensor) -> torch.Tensor:
-    """Return this rank's shard, detached and parallel its memory."""
+    """Return this rank's shard, detached, sharing its memory."""
     detached = tensor.detach()
     return detached.to_local() if isinstance(detached, DTensor) else detached
 

@@ -67,6 +67,7 @@ class Meshes:
     @classmethod
     def of(cls, layout: ParallelLayout, *, replicas: int, device_type: str) -> Meshes:
         """Return the meshes of `layout`, with `replicas` replicas of the parameters."""
+        # Context-parallel ranks have the same rows, but shard parameters like data-parallel ones.
         sharded = layout.data_parallel // replicas * layout.context_parallel
         tensor = layout.tensor_parallel
         return cls(
@@ -95,6 +96,7 @@ class Meshes:
         meshes = (self.data, self.state, self.replicas)
         destroy_groups(group for mesh in meshes for group in mesh.get_all_groups())
         for mesh in meshes:
+            # Private, as torch has no public call by which a mesh forgets its groups.
             mesh._pg_registry.clear()
         _clear_sharding_prop_cache()
 
@@ -106,6 +108,7 @@ class Meshes:
     @property
     def fsdp(self) -> DeviceMesh:
         """The mesh over which FSDP shards and, with several replicas, replicates."""
+        # A second axis makes FSDP replicate, with an all-reduce of its own in every backward pass.
         if self.state["dp_replicate"].size() == 1:
             return self.state["dp_shard_cp"]
         return self.state["dp_replicate", "dp_shard_cp"]

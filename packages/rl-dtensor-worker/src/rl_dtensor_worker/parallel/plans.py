@@ -150,6 +150,7 @@ def plan_of(model: PreTrainedModel, *, custom: str | None) -> AppliedPlan:
                 f"{type(model).__name__}"
             )
         styles |= dict.fromkeys(names, style)
+    # These replace the plan's own: most plans gather the logits.
     styles |= _vocabulary_styles(model)
     styles |= _head_norm_styles(modules, styles)
 
@@ -157,6 +158,7 @@ def plan_of(model: PreTrainedModel, *, custom: str | None) -> AppliedPlan:
         style = styles.get(name)
         return STYLES[style] if isinstance(style, str) else style
 
+    # Last: the style of an adapter follows from its layer's.
     return {**styles, **adapter_styles(model, adapted_layers(model), style_of)}
 
 
@@ -170,6 +172,7 @@ def apply_plan(
     Raises:
         ValueError: A module has a parameter of its own beside sharded submodules.
     """
+    # A list, as styles replace parameters and forwards while the model is walked.
     for name, module in list(model.named_modules()):
         style = styles.get(name)
         if isinstance(style, ParallelStyle):
@@ -288,5 +291,6 @@ def _style_class(style: str, module: nn.Module, model: PreTrainedModel) -> type[
 
 
 def _matches(pattern: str, names: Mapping[str, object]) -> list[str]:
+    # `*` is one component of a name, as in transformers' plans.
     expression = re.compile(re.escape(pattern).replace(r"\*", "[^.]+"))
     return [name for name in names if expression.fullmatch(name)]

@@ -50,6 +50,19 @@ class LogitsOutput:
         return columns < rows["input_lengths"][:, None]
 
 
+# torch's own for float16. Megatron-core starts at 2 ** 32, which would skip dozens of steps.
+FIRST_LOSS_SCALE = 2.0**16
+STEPS_BEFORE_GROWTH = 2000
+
+
+def move_optimizer_state(optimizer: torch.optim.Optimizer, device: torch.device) -> None:
+    """Move the state tensors to `device`; the 0-d counters stay where the optimizer put them."""
+    for state in optimizer.state.values():
+        for key, value in state.items():
+            if isinstance(value, torch.Tensor) and value.ndim:
+                state[key] = value.to(device)
+
+
 class ReplicatedOptimizer:
     """An `EngineOptimizer` that all-reduces gradients over the data-parallel ranks.
 

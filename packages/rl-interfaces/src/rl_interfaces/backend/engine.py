@@ -31,6 +31,9 @@ if TYPE_CHECKING:
     from rl_interfaces.residency import ResidencyState
     from rl_interfaces.worker import ParallelLayout
 
+DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+"""The compute dtype by the value of `policy.precision`."""
+
 Tensors = dict[str, torch.Tensor]
 Metrics = dict[str, float]
 """The metrics of one micro-batch. Plain numbers, as pipeline stages exchange them as JSON."""

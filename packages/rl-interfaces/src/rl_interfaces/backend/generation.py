@@ -53,6 +53,7 @@ class FullForwardDecoder:
     def step(self, tokens: torch.Tensor) -> torch.Tensor:
         """See `Decoder.step`."""
         if int(self._lengths.max()) == self._tokens.shape[1]:
+            # 16 columns at a time: one per token would copy all tokens in every step.
             self._tokens = torch.nn.functional.pad(self._tokens, (0, 16))
         self._tokens = self._tokens.scatter(1, self._lengths[:, None], tokens[:, None])
         self._lengths = self._lengths + 1
@@ -103,6 +104,14 @@ class SamplingConfig:
             pad_token_id=generation.get("pad_token_id"),
             batch_size=resolved["generation_batch_size"],
         )
+
+
+def scoring_temperature(sampling: SamplingConfig | None) -> float:
+    """Return what divides the logits of every log-probability: 1 if decoding is greedy or absent.
+
+    A greedy decoder has no distribution to score; the model's own is the only one left.
+    """
+    return (sampling.temperature if sampling else 0.0) or 1.0
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -184,14 +193,22 @@ def generate(
     return BatchedDataDict.from_batches(parts, pad_value_dict=padding)
 
 
-def check_room(data: BatchedDataDict, *, longest: int) -> None:
-    """Raise `ValueError` if a prompt has `longest` tokens or more."""
-    full = (data["input_lengths"] >= longest).nonzero().flatten()
-    if len(full):
-        row = int(full[0])
+def check_room(data: BatchedDataDict, *, longest: int, limit: str) -> None:
+    """Raise if the longest prompt leaves no room for a token.
+
+    Args:
+        data: `input_lengths` `[batch]`.
+        longest: Maximum tokens of a row, prompt and completion.
+        limit: What sets it, for the message.
+
+    Raises:
+        ValueError: Names the row, its length and `limit`.
+    """
+    lengths: list[int] = data["input_lengths"].tolist()
+    row = max(range(len(lengths)), key=lengths.__getitem__, default=None)
+    if row is not None and lengths[row] >= longest:
         raise ValueError(
-            f"input_lengths[{row}]={int(data['input_lengths'][row])} leaves no room for a new "
-            f"token in {longest} tokens (policy.max_total_sequence_length, or the model's own)"
+            f"'input_lengths'[{row}]={lengths[row]} leaves no room for a token in {limit}"
         )
 
 
@@ -230,6 +247,7 @@ def assemble(
     from_prompt = position.clamp(max=prompts.shape[1] - 1).expand(len(prompts), -1)
     last_step = completions.tokens.shape[1] - 1
     step = (position - prompt_lengths[:, None]).clamp(min=0, max=last_step)
+    # Clamped indices gather arbitrary values outside of their range, which `where` drops.
     output_ids = torch.where(is_prompt, prompts.gather(1, from_prompt), pad_id)
     output_ids = torch.where(is_completion, completions.tokens.gather(1, step), output_ids)
     logprobs = torch.where(is_completion, completions.logprobs.gather(1, step), 0.0)
@@ -258,6 +276,7 @@ def _complete(
     running = prompt_lengths < stop.max_lengths
     columns: list[torch.Tensor] = []
     logprob_columns: list[torch.Tensor] = []
+    # One synchronisation with the device per token, so that the loop ends with the last row.
     while bool(running.any()):
         first = not columns
         logits = decoder.prefill(prompts, prompt_lengths) if first else decoder.step(columns[-1])
@@ -270,6 +289,7 @@ def _complete(
         )
         columns.append(sampled)
         logprob_columns.append(logprobs)
+        # Ended rows are decoded on, as the cache holds all rows; their lengths no longer grow.
         lengths += running
         ended = torch.isin(sampled, stop.token_ids) | (prompt_lengths + lengths >= stop.max_lengths)
         ended |= _ends_in_string(columns, stop.strings, tokenizer)
@@ -291,6 +311,7 @@ def _ends_in_string(
     rows = [row for row, texts in enumerate(strings) if texts]
     if not rows:
         return found
+    # All tokens again in each step: a stop string or a character may span several tokens.
     completions = torch.stack(columns, dim=1)[rows]
     texts = tokenizer.batch_decode(completions.tolist(), skip_special_tokens=False)
     for row, text in zip(rows, texts, strict=True):
@@ -340,6 +361,7 @@ def truncate_logits(logits: torch.Tensor, *, top_k: int | None, top_p: float) ->
     if top_p < 1.0:
         descending, order = logits.sort(dim=-1, descending=True)
         probabilities = descending.softmax(dim=-1)
+        # The mass of all more likely tokens: 0 for the first, which is therefore always kept.
         before = probabilities.cumsum(dim=-1) - probabilities
         outside = torch.zeros_like(before, dtype=torch.bool).scatter(-1, order, before >= top_p)
         logits = logits.masked_fill(outside, float("-inf"))
@@ -364,6 +386,7 @@ def sample_tokens(
         top_p: See `truncate_logits`.
         generator: The random generator, on the logits' device.
     """
+    # bfloat16 has 8 significant bits, too few for log-probabilities over a vocabulary.
     logits = logits.float()
     if temperature == 0:
         tokens = logits.argmax(dim=-1)

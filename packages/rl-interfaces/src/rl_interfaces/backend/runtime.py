@@ -19,6 +19,9 @@ if TYPE_CHECKING:
 
     from rl_interfaces.worker import GpuInfo
 
+# torch 2.13 renamed it, and warns about the older name.
+all_gather_single = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+
 _RANK_VARIABLES = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 
 
@@ -72,6 +75,12 @@ def init_process_group(environment: RankEnvironment, *, timeout_s: float) -> boo
         timeout=timedelta(seconds=timeout_s),
     )
     return True
+
+
+def leave_process_group() -> None:
+    """Destroy the default process group, unless that has been done already. Not collective."""
+    if dist.is_initialized():
+        dist.destroy_process_group()
 
 
 def destroy_groups(groups: Iterable[dist.ProcessGroup]) -> None:

@@ -33,6 +33,8 @@ from rl_batched_data.sharding import DynamicBatching, SequencePacking
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
 
+    from rl_interfaces.config.types import ResolvedConfig
+
 Span = tuple[int, int]
 """Rows `[start, end)`; empty where a rank has none left."""
 
@@ -67,6 +69,7 @@ class Concatenation:
         lengths, multiple, planned = rows["input_lengths"], self.sequence_multiple, 0
         if isinstance(rows.micro_batch_options, SequencePacking):
             assert rows.micro_batch_lengths is not None, "a plan has lengths"
+            # Rows are padded as the plan has counted them, and as the layout requires.
             multiple = math.lcm(multiple, rows.micro_batch_options.sequence_length_pad_multiple)
             planned = rows.micro_batch_lengths[0][0]
         total = sum(round_up(size, multiple) for size in lengths.tolist())
@@ -139,6 +142,12 @@ class Step:
         return (self.rows.slice(low, high) for low, high in self.spans)
 
 
+def planned_by(resolved: ResolvedConfig) -> str | None:
+    """Return the enabled section by which the driver plans micro-batches; None: fixed sizes."""
+    sections = ("dynamic_batching", "sequence_packing")
+    return next((name for name in sections if resolved[name]["enabled"]), None)
+
+
 def plan_spans(rows_per_rank: Sequence[int], *, rank: int, size: int) -> list[Span]:
     """Return this rank's spans of at most `size` rows, as many as the rank with most rows needs.
 
@@ -146,6 +155,7 @@ def plan_spans(rows_per_rank: Sequence[int], *, rank: int, size: int) -> list[Sp
     """
     num_rows = rows_per_rank[rank]
     num_spans = -(-max(rows_per_rank) // size)
+    # Clamped: a rank with fewer rows gets empty spans, and so as many passes as the others.
     edges = [min(index * size, num_rows) for index in range(num_spans + 1)]
     return list(pairwise(edges))
 
@@ -184,6 +194,7 @@ def gather_row_counts(
     counts[dist.get_rank(group)] = num_rows
     dist.all_reduce(counts, group=group)
     rows_per_rank = [int(count) for count in counts]
+    # All ranks have the same counts, so that they raise together.
     if not any(rows_per_rank):
         raise ValueError("the batch has no rows: input_ids is empty on every rank")
     return rows_per_rank
@@ -220,6 +231,7 @@ def steps_of(
         ValueError: The batch has no rows, its plan is missing or contradicts `given`, or a size is
             not a multiple of `rows_per_group`.
     """
+    # Before any check that may raise on this rank alone: the others would wait here.
     rows_per_rank = gather_row_counts(data.size, group=group, device=device)
     if isinstance(data, SlicedDataDict) and data.micro_batch_options is not None:
         if given is not None:
@@ -348,6 +360,7 @@ def _check_plans(
     Collective: a rank that raised alone would leave the others waiting in the next collective.
     """
     checksum = zlib.crc32(repr(passes).encode())
+    # The maximum of x and that of -x tell in one all-reduce whether all ranks have the same x.
     verdict = [checksum, -checksum, int(splits_groups)]
     extremes = torch.tensor(verdict, dtype=torch.int64, device=device)
     dist.all_reduce(extremes, op=dist.ReduceOp.MAX, group=group)
@@ -378,6 +391,7 @@ def _stand_in(rows: SlicedDataDict, num_rows: int) -> SlicedDataDict:
     for key, value in rows.items():
         is_tensor = isinstance(value, torch.Tensor)
         row[key] = value.new_zeros((num_rows, *value.shape[1:])) if is_tensor else [None] * num_rows
+    # One token, not none: attention kernels and packing need at least one.
     row["input_lengths"] = torch.ones_like(row["input_lengths"])
     row.micro_batch_lengths = rows.micro_batch_lengths
     row.micro_batch_options = rows.micro_batch_options
@@ -467,6 +481,7 @@ class LossCounts:
         """
         sample_mask = rows["sample_mask"].float()
         if "token_mask" in rows:
+            # Column 0 is no target, as no position predicts it.
             num_tokens = (rows["token_mask"][:, 1:].float() * sample_mask[:, None]).sum()
         else:
             num_tokens = sample_mask.sum() * (rows["input_ids"].shape[1] - 1)
@@ -523,6 +538,7 @@ class RowScores:
         """
         start, end = span
         for key, rows in values.items():
+            # The first micro-batch shows dtype and trailing dims, such as k.
             if key not in self.scores:
                 shape = (*self._shape[: min(rows.ndim, 2)], *rows.shape[2:])
                 self.scores[key] = torch.zeros(shape, dtype=rows.dtype)

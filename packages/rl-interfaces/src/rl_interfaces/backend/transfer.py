@@ -1,17 +1,23 @@
-"""One trainer rank's side of weight transfer: the stream, IPC handles and the broadcast group."""
+"""One trainer rank's side of weight transfer: the source, and the three ways to send from it.
+
+`LayeredSource` is the base of a sharded backend's weights. `WeightTransfer` owns the stream, the
+IPC handles and the broadcast group.
+"""
 
 from __future__ import annotations
 
 import os
-from collections.abc import Iterable, Iterator, Mapping
-from typing import Any, Protocol
+from abc import ABC, abstractmethod
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from itertools import groupby, islice
+from typing import Any, NamedTuple, Protocol
 
 import torch
 from rl_refit import RefitSender
 from rl_refit.compat.broadcast import BroadcastGroup
 from rl_refit.compat.handles import HandleOwner
 from rl_refit.protocol.endpoint import address_towards
-from rl_refit.source import WeightSource
+from rl_refit.source import WeightSource, block_of
 
 from rl_interfaces.weights import DeviceHandles
 
@@ -22,6 +28,90 @@ class GatheredSource(WeightSource, Protocol):
     def gather(self, names: Iterable[str]) -> Iterator[tuple[str, torch.Tensor]]:
         """Yield name and full tensor of each of `names`. Collective."""
         ...
+
+
+class WeightMeta(NamedTuple):
+    """Metadata of a tensor, known before it is gathered."""
+
+    name: str
+    dtype: torch.dtype
+    """The wire dtype."""
+    shape: tuple[int, ...]
+    """The full shape."""
+
+
+class PendingGather(Protocol):
+    """The gathers of one layer, in flight."""
+
+    def finish(self) -> Iterator[tuple[str, torch.Tensor]]:
+        """Wait for them; yield name and full tensor. Collective."""
+        ...
+
+
+class LayeredSource(ABC):
+    """A `GatheredSource` whose tensors are gathered a layer at a time on all trainer ranks.
+
+    vLLM's own weight-transfer engines take it as well: `held_names`, `groups` and `iter_groups` are
+    their calls.
+    """
+
+    @abstractmethod
+    def metadata(self) -> Sequence[WeightMeta]:
+        """Return name, wire dtype and full shape of every tensor, without moving any."""
+
+    @abstractmethod
+    def gather(self, names: Iterable[str]) -> Iterator[tuple[str, torch.Tensor]]:
+        """Yield name and full tensor of each of `names`. Collective.
+
+        Raises:
+            ValueError: The model has no tensor of that name.
+        """
+
+    def __iter__(self) -> Iterator[tuple[str, torch.Tensor]]:
+        """Yield name and full tensor in the order of `metadata`. Collective."""
+        return self.gather(meta.name for meta in self.metadata())
+
+    def held_names(self) -> None:  # noqa: B027 - the answer is None
+        """Return None: every rank has all tensors after the gather."""
+
+    def groups(self) -> list[list[str]]:
+        """Return the names of the tensors gathered together, in the order of `metadata`."""
+        names = (meta.name for meta in self.metadata())
+        return [list(group) for _, group in groupby(names, key=block_of)]
+
+    def iter_groups(self) -> Iterator[tuple[list[str], list[torch.Tensor]]]:
+        """Yield names and full tensors of each of `groups`. Collective."""
+        tensors = iter(self)
+        for group in self.groups():
+            yield group, [tensor for _, tensor in islice(tensors, len(group))]
+
+
+def overlap_gathers(layers: Iterable[PendingGather]) -> Iterator[tuple[str, torch.Tensor]]:
+    """Yield the tensors of each layer, in order, while the next one is being gathered.
+
+    Args:
+        layers: Starts a layer's gathers each time it is advanced.
+    """
+    # Two layers in flight, and no more: each holds full tensors.
+    pending: PendingGather | None = None
+    for following in layers:
+        if pending is not None:
+            yield from pending.finish()
+        pending = following
+    if pending is not None:
+        yield from pending.finish()
+
+
+def check_names(names: Iterable[str], known: Mapping[str, object]) -> list[str]:
+    """Return `names` as a list.
+
+    Raises:
+        ValueError: A name is not one of `known`.
+    """
+    names = list(names)
+    if unknown := [name for name in names if name not in known]:
+        raise ValueError(f"there is no tensor {unknown[0]!r} in the model")
+    return names
 
 
 class WeightTransfer:

@@ -31,6 +31,7 @@ from rl_interfaces.backend.runtime import (
     device_id,
     failing_together,
     init_process_group,
+    leave_process_group,
 )
 from rl_interfaces.backend.steps import (
     LossCounts,
@@ -40,6 +41,7 @@ from rl_interfaces.backend.steps import (
     TrainReport,
     check_scoring_batch,
     check_training_batch,
+    planned_by,
     positive,
     steps_of,
 )
@@ -74,7 +76,7 @@ class WorkerSettings:
     train_micro_batch_size: int
     logprob_batch_size: int
     planned_by: str | None
-    """The enabled section by which the driver plans micro-batches; None: fixed sizes."""
+    """See `rl_interfaces.backend.steps.planned_by`."""
     max_total_sequence_length: int | None
     sampling: SamplingConfig | None
     timeout_s: float
@@ -88,13 +90,11 @@ class WorkerSettings:
         Raises:
             ValueError: `max_new_tokens` leaves no room for a prompt.
         """
-        sections = ("dynamic_batching", "sequence_packing")
-        enabled = [name for name in sections if resolved[name]["enabled"]]
         return cls(
             train_global_batch_size=resolved["train_global_batch_size"],
             train_micro_batch_size=resolved["train_micro_batch_size"],
             logprob_batch_size=resolved["logprob_batch_size"],
-            planned_by=enabled[0] if enabled else None,
+            planned_by=planned_by(resolved),
             max_total_sequence_length=resolved.get("max_total_sequence_length"),
             sampling=SamplingConfig.from_policy_config(resolved),
             timeout_s=resolved["timeout_s"],
@@ -163,7 +163,7 @@ class EngineWorker:
         timeout_s = self._settings.timeout_s
         with ExitStack() as leaving:
             if init_process_group(self._environment, timeout_s=timeout_s):
-                leaving.callback(_leave_process_group)
+                leaving.callback(leave_process_group)
             self._engine: Engine = self.engine_class(
                 resolved,
                 environment=self._environment,
@@ -172,9 +172,12 @@ class EngineWorker:
             )
             leaving.callback(self._engine.close)
             info = self._engine.info
+            # Raises if the config's batch does not divide; only the engine knows the group.
             self._rows_per_rank(None)
             self._data_rank = dist.get_rank(info.data_group)
+            # The same seed for all ranks that hold the same rows: they must sample the same tokens.
             self._random = RandomState(self._settings.seed + self._data_rank, device=info.device)
+            # Before `weights_path` is loaded: the reference has the weights of `model_name`.
             self._reference = self._engine.keep_reference() if init_reference_model else None
             self._residency = Residency(has_optimizer=self._engine.optimizer is not None)
             self._profiler = Profiler(self._environment, directory=self._settings.profile_dir)
@@ -283,6 +286,7 @@ class EngineWorker:
                 found = engine.run_backward(step, loss)
             total = torch.stack([each.tensors["loss"].float() for each in found]).sum()
             total = total.to(engine.info.device)
+            # A sum, not a mean: each rank's loss is divided by the global count already.
             dist.all_reduce(total, group=engine.info.data_group)
             report.losses.append(total)
             for each in found:
@@ -325,6 +329,7 @@ class EngineWorker:
 
     def _optimizer_step(self, counts: LossCounts, report: TrainReport) -> bool:
         assert self._engine.optimizer is not None, "the residency state has an optimizer"
+        # An empty batch has zero gradients, but weight decay and momentum would still move weights.
         is_empty = counts.is_empty
         step = self._engine.optimizer.step(discard=is_empty)
         report.grad_norms.append(step.grad_norm)
@@ -363,6 +368,7 @@ class EngineWorker:
             RuntimeError: There is no reference model.
         """
         self._require("get_reference_policy_logprobs")
+        # The call is checked before the swap, which copies all of the rank's weights.
         with self.use_reference_model():
             scores = self.get_logprobs(data, micro_batch_size)
         return BatchedDataDict({"reference_logprobs": scores["logprobs"]})
@@ -433,7 +439,9 @@ class EngineWorker:
         if sampling is None:
             raise ValueError("policy.generation is not set: the policy does not generate")
         check_scoring_batch(data, pad_token_id=special_token_id(self._tokenizer.pad_token_id))
-        check_room(data, longest=self._longest_sequence)
+        longest = self._longest_sequence
+        limit = f"{longest} tokens (policy.max_total_sequence_length, or the model's own)"
+        check_room(data, longest=longest, limit=limit)
         with self._scoring(), self._engine.decoders() as open_decoder:
             return generate(
                 open_decoder,
@@ -442,7 +450,7 @@ class EngineWorker:
                 greedy=greedy,
                 tokenizer=self._tokenizer,
                 generator=self._random.sampling,
-                max_total_length=self._longest_sequence,
+                max_total_length=longest,
                 device=self._engine.info.device,
             )
 
@@ -462,6 +470,7 @@ class EngineWorker:
 
     def offload_after_refit(self) -> None:
         """Move everything to the CPU and release exported handles."""
+        # Exported handles keep tensors on the device alive, and would outlast the offload.
         self._transfer.drop_handles()
         self._move(ResidencyState.OFFLOADED, "offload_after_refit")
 
@@ -718,11 +727,6 @@ def _is_first_of_its_rows(data_rank: int, device: torch.device) -> bool:
     found = [torch.empty_like(own) for _ in range(dist.get_world_size())]
     dist.all_gather(found, own)
     return [int(each) for each in found].index(data_rank) == dist.get_rank()
-
-
-def _leave_process_group() -> None:
-    if dist.is_initialized():
-        dist.destroy_process_group()
 
 
 def _require_disjoint(tokenizer_path: str, others: set[str | None]) -> None:

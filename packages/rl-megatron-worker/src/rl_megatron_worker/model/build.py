@@ -39,7 +39,7 @@ from megatron.core.transformer.transformer_layer import (
 from megatron.core.transformer.utils import make_sharded_tensors_for_checkpoint
 from torch import nn
 
-from rl_megatron_worker.attention.packed import PackedAttention
+from rl_megatron_worker.attention import PackedAttention
 from rl_megatron_worker.model.config import padded_vocab_size, uses_transformer_engine
 
 if TYPE_CHECKING:

@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from rl_batched_data import TokenScores
     from torch import nn
 
-    from rl_megatron_worker.attention.layout import PackedLayout
+    from rl_megatron_worker.layout import PackedLayout
 
 
 def output_matrix(chunk: nn.Module) -> torch.Tensor:

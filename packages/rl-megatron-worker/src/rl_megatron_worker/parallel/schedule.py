@@ -19,7 +19,7 @@ from megatron.core.pipeline_parallel import get_forward_backward_func
 from rl_interfaces.backend.engine import Scored
 from rl_interfaces.backend.runtime import failing_together
 
-from rl_megatron_worker.attention.layout import PackedLayout
+from rl_megatron_worker.layout import PackedLayout
 from rl_megatron_worker.model.build import unwrapped
 from rl_megatron_worker.model.config import uses_transformer_engine
 from rl_megatron_worker.model.heads import output_matrix
@@ -32,7 +32,7 @@ if TYPE_CHECKING:
     from rl_interfaces.backend.steps import Step
     from torch import nn
 
-    from rl_megatron_worker.attention.layout import PackedRows
+    from rl_megatron_worker.layout import PackedRows
     from rl_megatron_worker.runtime import Runtime
 
 T = TypeVar("T")

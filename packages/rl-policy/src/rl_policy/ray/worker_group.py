@@ -331,6 +331,7 @@ class RayWorkerGroup:
             port=port,
             omp_num_threads=os.environ.get("OMP_NUM_THREADS"),
         )
+        # Pickled once for all ranks, not once per rank.
         stored = [ray.put(part) for part in construction]
         refs: list[ray.ObjectRef] = [
             host.construct.remote(environment, *stored)
@@ -357,6 +358,7 @@ class RayWorkerGroup:
         refs: list[ray.ObjectRef] = []
         try:
             for rank, host in enumerate(self._hosts):
+                # The other ranks return None: copies of a result would only fill the object store.
                 keep = rank in result_ranks
                 refs.append(host.call.remote(method, keep, *args[rank], **kwargs))
         except BaseException:
@@ -375,6 +377,7 @@ class RayWorkerGroup:
         others = sorted(set(outcome.failures) - {rank})
         if others:
             error.add_note(f"ranks {others} failed as well")
+        # A busy rank waits in a collective for one that has left it, and would never take a call.
         if not outcome.is_idle:
             self._failure = error
             self._kill()
@@ -460,6 +463,7 @@ def _depth(failure: Exception) -> int:
     if _is_death(failure):
         return 0
     cause = failure.cause if isinstance(failure, RayTaskError) else failure
+    # torch's errors of a collective on this rank are mostly the consequence of a lost peer.
     if isinstance(cause, torch.distributed.DistError):
         return 2
     is_peer_error = isinstance(cause, RuntimeError) and _PEER_ERROR.search(str(cause))
@@ -468,6 +472,7 @@ def _depth(failure: Exception) -> int:
 
 def _create_host(group: PlacementGroup, bundle: int, *, name: str, rank: int) -> ActorHandle:
     """Start the actor of one rank, on one CPU of its bundle and that fraction of its GPU."""
+    # A bundle has a CPU for each group that may share it, and each gets that share of the GPU.
     resources = group.bundle_specs[bundle]
     options = ray.remote(WorkerHost).options(
         num_cpus=1,

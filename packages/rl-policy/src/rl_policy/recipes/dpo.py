@@ -1,11 +1,11 @@
 """Train a model on preferences with DPO: pairs of a chosen and a rejected completion.
 
-Without arguments, a tiny model is built, and learns to prefer right doublings to ones that forget
-to carry. The run directory gets metrics.jsonl, TensorBoard events, checkpoints/, and the trained
-model, which transformers loads, as final/.
+Without arguments, a tiny model is built and trained to prefer correct doublings to ones without the
+carry. The run directory holds metrics.jsonl, TensorBoard events, checkpoints/, and the trained
+model in final/, which transformers loads.
 
-The algorithm: direct preference optimization (Rafailov et al. 2023). The model that a run starts
-from is its reference.
+The algorithm: direct preference optimization (Rafailov et al. 2023). The initial model of a run is
+its reference.
 """
 
 from __future__ import annotations
@@ -42,27 +42,27 @@ class DpoSection(Section):
     steps: int = Field(default=100, ge=1)
     """Optimizer steps, each on policy.train_global_batch_size / 2 pairs."""
     eval_every: int = Field(default=10, ge=1)
-    """Steps between two measurements of the held-out pairs."""
+    """Steps between evaluations on the held-out pairs."""
     beta: float = Field(default=0.1, gt=0)
-    """Strength of the tie to the reference: reward per nat of log-ratio."""
+    """Coefficient of the implicit KL constraint: reward per nat of log-ratio."""
     label_smoothing: float = Field(default=0.0, ge=0, lt=0.5)
-    """Share of pairs whose label is assumed to be flipped."""
+    """Assumed fraction of pairs with a flipped label."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class DpoMetrics(StepMetrics):
-    """What is measured in a DPO step; None if it was not.
+    """The metrics of a DPO step; None if not measured.
 
     Attributes:
-        accuracy: Share of the held-out pairs whose chosen completion has the larger reward.
-        heldout_margin: Mean reward of the chosen less that of the rejected, over held-out pairs.
-        reward_margin: The same over the pairs of the step, before its update.
+        accuracy: Fraction of the held-out pairs whose chosen completion has the higher reward.
+        heldout_margin: Mean reward margin, chosen minus rejected, over the held-out pairs.
+        reward_margin: Mean reward margin over the pairs of the step, before its update.
         chosen_reward: Mean implicit reward of the chosen completions of the step.
-        rejected_reward: The same of the rejected ones.
+        rejected_reward: Mean implicit reward of the rejected completions of the step.
         loss: In nats per pair.
         grad_norm: Norm of the gradient, before clipping.
-        tokens_per_s: Tokens of both completions, with their prompts, per second of the step.
-        step_s: Seconds of the step, without measurements.
+        tokens_per_s: Tokens of both completions and their prompts, per second of the step.
+        step_s: Seconds of the step, without evaluation.
     """
 
     accuracy: float | None = None
@@ -90,7 +90,7 @@ class PairInputs(RunInputs):
 
 
 def check_dpo(config: RunConfig) -> None:
-    """Raise `ValueError` if a batch or a micro-batch would hold half a pair."""
+    """Raise `ValueError` if a batch or a micro-batch would split a pair."""
     for key in ("train_global_batch_size", "train_micro_batch_size"):
         if config.policy[key] % DPOLoss.rows_per_group:
             raise ValueError(
@@ -102,7 +102,7 @@ def prepare_dpo(config: RunConfig, encoder: ProblemEncoder) -> PairInputs:
     """Return the preference pairs of the run.
 
     Raises:
-        ValueError: They cannot be read or divided, or do not fit into a sequence.
+        ValueError: They cannot be read or split, or exceed the sequence length.
     """
     given, heldout = read_own_data(config.data, read_pairs)
     pairs = divide_pairs(
@@ -121,10 +121,7 @@ def prepare_dpo(config: RunConfig, encoder: ProblemEncoder) -> PairInputs:
 
 
 def run_dpo(session: Session[PairInputs], model: str) -> None:
-    """Train a model with DPO and write it to the run's directory, or resume doing so.
-
-    The model that the run starts from is the reference too.
-    """
+    """Train a model with DPO, or resume; write it to the run's directory."""
     config = session.config
     dpo = config.section(DpoSection)
     with open_policy(session, config.policy, model=model, has_reference=True) as (policy, start):
@@ -140,7 +137,7 @@ def run_dpo(session: Session[PairInputs], model: str) -> None:
 
 
 class DpoTrainer:
-    """Takes and measures DPO steps, see `rl_policy.run.session.Trainer`."""
+    """The training and evaluation steps of DPO, see `rl_policy.run.session.Trainer`."""
 
     is_done = False
     weight_version = RunState().weight_version
@@ -157,18 +154,18 @@ class DpoTrainer:
         )
         # The reference is frozen: its log-probabilities of the held-out pairs are computed once.
         self._heldout = self._batch(session.inputs.pairs.heldout)
-        # One global batch, so that means are over all held-out pairs. Every data-parallel rank gets
-        # full pairs of it, so it is rounded up; the missing rows are completed as in any last step.
+        # One global batch, so that means are over all held-out pairs. Rounded up to full pairs per
+        # data-parallel rank; the missing rows are masked, as in any short last step.
         rows, multiple = self._heldout.size, session.cluster.world_size() * DPOLoss.rows_per_group
         self._heldout_batch_size = rows + -rows % multiple
 
     @property
     def data_position(self) -> int:
-        """Pairs drawn so far."""
+        """Pairs consumed so far."""
         return self._stream.position
 
     def measure_start(self) -> DpoMetrics:
-        """Return the measurements before the first step, where policy and reference are equal."""
+        """Evaluate before the first step, where policy and reference are equal."""
         accuracy, margin = self._measure()
         return DpoMetrics(step=0, accuracy=accuracy, heldout_margin=margin)
 
@@ -195,7 +192,7 @@ class DpoTrainer:
         )
 
     def _batch(self, pairs: Sequence[PreferencePair]) -> Batch:
-        """Return two adjacent rows a pair, chosen first, with the reference's log-probabilities."""
+        """Return two adjacent rows per pair, chosen first, with reference log-probabilities."""
         batch = self._encoder.answer_batch([row for pair in pairs for row in pair.rows])
         self._policy.prepare_for_lp_inference()
         reference = self._policy.get_reference_policy_logprobs(batch)
@@ -203,7 +200,7 @@ class DpoTrainer:
         return batch
 
     def _measure(self) -> tuple[float, float]:
-        """Return accuracy and margin of the held-out pairs."""
+        """Return accuracy and mean reward margin of the held-out pairs."""
         self._policy.prepare_for_lp_inference()
         result = self._policy.train(
             self._heldout, self._loss, eval_mode=True, gbs=self._heldout_batch_size

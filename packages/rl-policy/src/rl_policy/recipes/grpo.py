@@ -1,8 +1,8 @@
 """Train a model with GRPO on problems with verifiable answers.
 
 Without arguments, a tiny model is built, warmed up by supervised fine-tuning, and trained to double
-numbers. The run directory gets metrics.jsonl, TensorBoard events, reward.png, checkpoints/, and the
-trained model, which transformers loads, as final/.
+numbers. The run directory holds metrics.jsonl, TensorBoard events, reward.png, checkpoints/, and
+the trained model in final/, which transformers loads.
 
 The algorithm: group relative policy optimization (Shao et al. 2024).
 """
@@ -25,7 +25,6 @@ from rl_policy.config import (
     RunConfig,
     Section,
     Settings,
-    check_sampling,
 )
 from rl_policy.data.batches import Batch, ProblemEncoder, completion_batch
 from rl_policy.data.datasets import ShuffledStream
@@ -40,7 +39,7 @@ from rl_policy.run.evaluation import (
     greedy_accuracy,
     sampler_mismatch,
 )
-from rl_policy.run.inputs import ProblemInputs, prepare_problems
+from rl_policy.run.inputs import ProblemInputs, check_sampling, prepare_problems
 from rl_policy.run.metrics import StepMetrics, mean_metrics, plot_reward, read_metrics
 from rl_policy.run.samplers import Sampler, open_sampler
 from rl_policy.run.session import Session, open_policy, run_loop
@@ -54,63 +53,63 @@ class GrpoSection(Section):
     """Group relative policy optimization."""
 
     steps: int = Field(default=100, ge=1)
-    """Steps, each with new samples."""
+    """Steps, each on newly sampled completions."""
     prompts_per_step: int = Field(default=16, ge=1)
-    """Problems per step."""
+    """Prompts per step."""
     samples_per_prompt: int = Field(default=8, ge=2)
-    """Completions per problem, the group that a completion is compared with."""
+    """Completions per prompt: the size of a group."""
     epochs_per_step: int = Field(default=1, ge=1)
-    """Passes over the samples of a step, each of samples / policy.train_global_batch_size
+    """Epochs over the samples of a step, each of samples / policy.train_global_batch_size
     optimizer steps."""
     leave_one_out: bool = False
-    """Leave a completion's own reward out of its baseline (RLOO)."""
+    """Exclude a completion's own reward from its baseline (RLOO)."""
     divide_by_std: bool = True
     """Divide advantages by the standard deviation of the group."""
     old_logprobs: Literal["trainer", "sampler"] = "trainer"
-    """Where the log-probabilities before the update come from. `sampler` saves a pass; it needs
-    a sampler that gives the trainer's numbers: no top_k, no top_p, no importance_cap."""
+    """The source of the log-probabilities before the update. `sampler` saves a forward pass; it
+    needs an untruncated sampler and no correction: no top_k, no top_p, no importance_cap."""
     eval_every: int = Field(default=5, ge=1)
-    """Steps between two measurements of held-out accuracy."""
+    """Steps between evaluations of held-out accuracy."""
     warm_up: bool | None = None
-    """Start with supervised fine-tuning. null: where the model is built here, and knows nothing."""
+    """Start with supervised fine-tuning. null: only for the built-in model, which is untrained."""
 
 
 class LossSection(Section):
     """GRPO's loss. The keys are the arguments of `rl_policy.losses.ClippedPGLoss`."""
 
     clip_low: float = Field(default=0.2, ge=0, lt=1)
-    """How far the probability ratio may fall below 1."""
+    """Lower clipping range of the probability ratio, below 1."""
     clip_high: float = Field(default=0.28, ge=0)
-    """How far it may rise above 1."""
+    """Upper clipping range of the probability ratio, above 1."""
     dual_clip: float | None = Field(default=None, gt=1)
-    """Largest cost per unit of negative advantage. null: no bound."""
+    """Upper bound of the cost per unit of negative advantage. null: no bound."""
     kl_coef: float = Field(default=0.001, ge=0)
-    """Weight of the KL penalty against the model that GRPO started from. 0 saves the reference
-    model and its pass; `kl` is then null in the metrics."""
+    """Coefficient of the KL penalty against the initial model of GRPO. 0 saves the reference model
+    and its forward pass; `kl` is then null in the metrics."""
     importance_cap: float | None = Field(default=2.0, ge=1)
-    """Largest importance weight between sampler and trainer. null: no correction."""
+    """Truncation of the importance weights between sampler and trainer. null: no correction."""
     loss_type: Literal["token_level", "sequence_level"] = "token_level"
-    """What counts the same: every token, or every sequence."""
+    """The unit of the mean: tokens or sequences."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class GrpoMetrics(StepMetrics):
-    """What is measured in a GRPO step; None if it was not.
+    """The metrics of a GRPO step; None if not measured.
 
-    With engines, `extra` has the report of the refit that brought the weights which were sampled
-    from (`refit_bytes`, `refit_gb_per_s`, `refit_load_s` ...), its `weight_version`, and how far
-    the engines' log-probabilities are from the trainer's (`mismatch_mean_abs` ..., see
+    With engines, `extra` has the report of the refit whose weights generated the samples
+    (`refit_bytes`, `refit_gb_per_s`, `refit_load_s` ...), its `weight_version`, and the mismatch of
+    the engines' log-probabilities with the trainer's (`mismatch_mean_abs` ..., see
     `sampler_mismatch`).
 
     Attributes:
         reward_mean: Mean reward of the samples; at step 0, of one per held-out problem.
-        accuracy: Share of the held-out problems that greedy decoding solves after the step.
+        accuracy: Fraction of the held-out problems that greedy decoding solves after the step.
         loss: Mean over the optimizer steps.
-        grad_norm: The same, before clipping.
+        grad_norm: Mean over the optimizer steps, before clipping.
         kl: KL against the reference per token, k3 estimator.
         entropy: Of the policy per token in nats, estimated from the sampled tokens.
         tokens_per_s: Tokens of prompts and completions per second of the step.
-        step_s: Seconds of the step, without the measurement of accuracy.
+        step_s: Seconds of the step, without evaluation.
         generate_s: Seconds of sampling.
         logprob_s: Seconds of old and reference log-probabilities.
         train_s: Seconds of optimizer steps.
@@ -148,8 +147,8 @@ def check_grpo(config: RunConfig) -> None:
     generation = config.policy["generation"]
     if generation["temperature"] == 0:
         raise ValueError(
-            "policy.generation.temperature=0 makes the completions of a prompt all alike: "
-            "GRPO compares them"
+            "policy.generation.temperature=0 makes all completions of a prompt equal: GRPO "
+            "compares them"
         )
     if config.section(GrpoSection).old_logprobs == "sampler":
         _check_sampler_logprobs(config, generation)
@@ -157,12 +156,12 @@ def check_grpo(config: RunConfig) -> None:
 
 
 def prepare_grpo(config: RunConfig, encoder: ProblemEncoder) -> ProblemInputs:
-    """Return the problems of the run, checked for the warm-up too."""
+    """Return the problems of the run, also checked for the warm-up if there is one."""
     return (prepare_sft if has_warm_up(config) else prepare_problems)(config, encoder)
 
 
 def run_grpo(session: Session[ProblemInputs], model: str) -> None:
-    """Train a model with GRPO and write it to the run's directory, or resume doing so."""
+    """Train a model with GRPO, or resume; write it to the run's directory."""
     config = session.config
     grpo = config.section(GrpoSection)
     warn_of_truncation(config.policy["generation"])
@@ -185,7 +184,7 @@ def run_grpo(session: Session[ProblemInputs], model: str) -> None:
 
 
 def warm_up(session: Session[ProblemInputs], *, model: str) -> str:
-    """Fine-tune the model in a subdirectory, unless that is already complete; return its path."""
+    """Fine-tune the model in a subdirectory, unless it is already complete; return its path."""
     directory = RunDirectory(session.directory.warm_up)
     if not directory.final.is_dir():
         directory.path.mkdir(exist_ok=True)
@@ -194,7 +193,7 @@ def warm_up(session: Session[ProblemInputs], *, model: str) -> str:
 
 
 def warn_of_truncation(generation: Settings) -> None:
-    """Log a warning if `policy.generation` excludes tokens that the trainer gives a probability."""
+    """Log a warning if `policy.generation` truncates the distribution that the trainer scores."""
     untruncated = {"top_k": None, "top_p": 1.0}
     truncations = [
         f"policy.generation.{key}={generation[key]}"
@@ -203,19 +202,19 @@ def warn_of_truncation(generation: Settings) -> None:
     ]
     if truncations:
         _LOGGER.warning(
-            "%s: completions come from a truncated distribution, whose log-probabilities are not "
-            "the trainer's; sampler_trainer_ratio in TensorBoard says by how much",
+            "%s: completions are sampled from a truncated distribution, whose log-probabilities "
+            "differ from the trainer's; sampler_trainer_ratio in TensorBoard measures by how much",
             " and ".join(truncations),
         )
 
 
 def build_loss(section: LossSection) -> ClippedPGLoss:
-    """Return the loss that the section `loss` describes."""
+    """Return the loss configured by the section `loss`."""
     return ClippedPGLoss(**section.model_dump())
 
 
 class GrpoTrainer:
-    """Takes and measures GRPO steps, see `rl_policy.run.session.Trainer`."""
+    """The training and evaluation steps of GRPO, see `rl_policy.run.session.Trainer`."""
 
     def __init__(
         self, session: Session[ProblemInputs], policy: Policy, sampler: Sampler, *, start: RunState
@@ -237,7 +236,7 @@ class GrpoTrainer:
 
     @property
     def data_position(self) -> int:
-        """Problems drawn so far."""
+        """Problems consumed so far."""
         return self._stream.position
 
     @property
@@ -246,7 +245,7 @@ class GrpoTrainer:
         return int(self._sampler.report().get("weight_version", RunState().weight_version))
 
     def measure_start(self) -> GrpoMetrics:
-        """Return the measurements before the first update, both on held-out problems."""
+        """Evaluate before the first update: sampled reward and greedy accuracy, both held-out."""
         heldout = self._inputs.problems.heldout
         with self._sampler.after_step(0) as source:
             rewards, generated = complete(source, heldout, inputs=self._inputs)
@@ -263,7 +262,7 @@ class GrpoTrainer:
         return GrpoMetrics(step=0, reward_mean=reward_mean, accuracy=accuracy, extra=extra)
 
     def take_step(self, step: int, *, is_measured: bool, needs_score: bool) -> GrpoMetrics:
-        """Sample, reward, score and train."""
+        """Sample completions, compute rewards and log-probabilities, and train."""
         watch = Stopwatch()
         with watch.phase("step_s"):
             with self._sampler.after_step(step - 1) as source:
@@ -306,10 +305,10 @@ class GrpoTrainer:
         return completion_batch(generated, advantages=advantages), float(rewards.mean())
 
     def _score(self, batch: Batch) -> dict[str, float]:
-        """Add old and reference log-probabilities to the batch, if the loss reads them.
+        """Add the old log-probabilities and, if the loss needs them, the reference's to the batch.
 
         Returns:
-            How far the engines' log-probabilities are from the trainer's; empty without engines.
+            The mismatch of engines' and trainer's log-probabilities; empty without engines.
         """
         own = self._config.old_logprobs == "trainer"
         mismatch: dict[str, float] = {}
@@ -333,9 +332,9 @@ class GrpoTrainer:
         return measured
 
     def _train(self, batch: Batch) -> dict[str, float]:
-        """Train on the batch, and return the means of what was measured."""
-        # The batch, and with it `prev_logprobs`, stays the same: from the second update on, the
-        # ratio leaves 1 and the loss clips it.
+        """Train on the batch; return the means of the metrics."""
+        # `prev_logprobs` is computed once per step: from the second update on, the ratio differs
+        # from 1 and is clipped.
         self._policy.prepare_for_training()
         epochs = [
             mean_metrics(self._policy.train(batch, self._loss))
@@ -350,15 +349,15 @@ class GrpoTrainer:
 
 
 def _check_adapters(config: RunConfig) -> None:
-    """Check that adapters are not applied to a model that has them already."""
+    """Check that adapters are not applied twice, in the warm-up and after it."""
     path = _adapter_path(config.policy)
     if path is None or not has_warm_up(config):
         return
     if path == _adapter_path(sft_policy(config)):
         raise ValueError(
             f"policy.dtensor_cfg.lora.adapter_path={path!r} would be applied twice, as the model "
-            "that comes out of the warm-up has these adapters: set grpo.warm_up=false, or give it "
-            "as sft.policy.dtensor_cfg.lora.adapter_path alone"
+            "has these adapters after the warm-up: set grpo.warm_up=false, or set only "
+            "sft.policy.dtensor_cfg.lora.adapter_path"
         )
 
 
@@ -396,7 +395,7 @@ def _check_refit(refit: RefitSection, generation: Settings) -> None:
     if refit.verify == "weights" and generation["backend"] == "vllm":
         raise ValueError(
             "refit.verify='weights' contradicts policy.generation.backend='vllm': vLLM fuses its "
-            "weights and cannot yield them by name; use 'digest', or 'logprobs' with a max_mismatch"
+            "weights and cannot yield them by name; use 'digest', or 'logprobs' with max_mismatch"
         )
     if (refit.verify == "logprobs") != (refit.max_mismatch is not None):
         raise ValueError(

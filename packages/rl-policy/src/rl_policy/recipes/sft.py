@@ -1,8 +1,8 @@
 """Fine-tune a model on problems and their answers.
 
-Without arguments, a tiny model is built and trained on doublings, most of them shown wrong. The run
-directory gets metrics.jsonl, TensorBoard events, checkpoints/, and the trained model, which
-transformers loads, as final/.
+Without arguments, a tiny model is built and trained on doublings, most of which are wrong. The run
+directory holds metrics.jsonl, TensorBoard events, checkpoints/, and the trained model in final/,
+which transformers loads.
 """
 
 from __future__ import annotations
@@ -22,7 +22,6 @@ from rl_policy.config import (
     RunConfig,
     Section,
     Settings,
-    check_sampling,
     merge_policy,
     resolve_policy,
 )
@@ -33,7 +32,7 @@ from rl_policy.policy import Policy
 from rl_policy.recipes import Recipe
 from rl_policy.run.directory import RunState
 from rl_policy.run.evaluation import greedy_accuracy, pass_rate
-from rl_policy.run.inputs import ProblemInputs, check_rows, prepare_problems
+from rl_policy.run.inputs import ProblemInputs, check_rows, check_sampling, prepare_problems
 from rl_policy.run.metrics import StepMetrics, mean_metrics
 from rl_policy.run.session import Session, open_policy, run_loop
 
@@ -44,29 +43,29 @@ class SftSection(Section):
     """Supervised fine-tuning on prompt and answer, alone or as the warm-up of GRPO."""
 
     steps: int = Field(default=200, ge=1)
-    """Most optimizer steps."""
+    """Maximum number of optimizer steps."""
     eval_every: int = Field(default=20, ge=1)
-    """Steps between two measurements."""
+    """Steps between evaluations."""
     stop_pass_rate: float | None = Field(default=None, gt=0, le=1)
-    """Stop when this share of the validation problems is solved by at least one of
-    `pass_samples` samples: GRPO learns from those alone. null: take all steps."""
+    """Stop early at this pass@`pass_samples` on the validation problems: GRPO gets no signal from a
+    problem that no sample solves. null: take all steps."""
     pass_samples: int = Field(default=8, ge=1)
     """Samples per validation problem."""
     policy: Settings = Field(default_factory=dict)
-    """Keys of `policy` that are different in the supervised part."""
+    """Overrides of `policy` for supervised fine-tuning."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class SftMetrics(StepMetrics):
-    """What is measured in a supervised step; None if it was not.
+    """The metrics of a supervised step; None if not measured.
 
     Attributes:
-        accuracy: Share of the held-out problems that greedy decoding solves after the step.
-        pass_rate: Share of the validation problems that one of several samples solves.
+        accuracy: Fraction of the held-out problems that greedy decoding solves after the step.
+        pass_rate: Fraction of the validation problems that at least one of several samples solves.
         loss: Negative log-likelihood per target token in nats.
         grad_norm: Norm of the gradient, before clipping.
         tokens_per_s: Tokens of prompts and answers per second of the step.
-        step_s: Seconds of the step, without measurements.
+        step_s: Seconds of the step, without evaluation.
     """
 
     accuracy: float | None = None
@@ -84,17 +83,18 @@ class SftMetrics(StepMetrics):
 
 
 def sft_policy(config: RunConfig) -> Settings:
-    """Return the complete section `policy` of a supervised part.
+    """Return the complete section `policy` for supervised fine-tuning.
 
-    Its few samples come from the training workers, also where engines sample for GRPO.
+    The training workers generate its few evaluation samples, even if GRPO uses inference engines.
 
     Raises:
-        ValueError: What `sft.policy` changes is wrong.
+        ValueError: An override in `sft.policy` is invalid.
     """
     own = merge_sections(
         {"generation": {"backend": WORKERS_OWN}}, config.section(SftSection).policy
     )
     merged = merge_policy(config.policy, own)
+    # Only meaningful with engines: `colocated.enabled=False` contradicts sampling on the workers.
     merged.get("generation", {}).pop("colocated", None)
     return resolve_policy(merged, path="sft.policy")
 
@@ -106,10 +106,10 @@ def check_sft(config: RunConfig) -> None:
 
 
 def prepare_sft(config: RunConfig, encoder: ProblemEncoder) -> ProblemInputs:
-    """Return the problems of a run with a supervised part, and check that it can train on them.
+    """Return the problems of a run with supervised fine-tuning, checked against its limits.
 
     Raises:
-        ValueError: A problem does not fit; the message names keys and numbers.
+        ValueError: A problem exceeds a limit; the message names keys and numbers.
     """
     sft = config.section(SftSection)
     num_validation = 0 if sft.stop_pass_rate is None else config.data.num_validation
@@ -125,7 +125,7 @@ def prepare_sft(config: RunConfig, encoder: ProblemEncoder) -> ProblemInputs:
 
 
 def run_sft(session: Session[ProblemInputs], model: str) -> None:
-    """Fine-tune a model and write it to the run's directory, or resume doing so."""
+    """Fine-tune a model, or resume; write it to the run's directory."""
     config = session.config
     sft = config.section(SftSection)
     with open_policy(session, sft_policy(config), model=model, has_reference=False) as opened:
@@ -149,7 +149,7 @@ def run_sft(session: Session[ProblemInputs], model: str) -> None:
 
 
 class SftTrainer:
-    """Takes and measures supervised steps, see `rl_policy.run.session.Trainer`."""
+    """The training and evaluation steps of SFT, see `rl_policy.run.session.Trainer`."""
 
     weight_version = RunState().weight_version
 
@@ -167,11 +167,11 @@ class SftTrainer:
 
     @property
     def data_position(self) -> int:
-        """Demonstrations drawn so far."""
+        """Demonstrations consumed so far."""
         return self._stream.position
 
     def measure_start(self) -> SftMetrics:
-        """Return the measurements before the first step."""
+        """Evaluate before the first step."""
         accuracy, rate = self._measure(needs_pass_rate=True)
         return SftMetrics(step=0, accuracy=accuracy, pass_rate=rate)
 
@@ -200,7 +200,7 @@ class SftTrainer:
         return measured is not None and wanted is not None and measured >= wanted
 
     def _measure(self, *, needs_pass_rate: bool) -> tuple[float, float | None]:
-        """Return held-out accuracy and, if the criterion asks for it, the pass rate."""
+        """Return held-out accuracy and, if the stopping criterion needs it, the pass rate."""
         sets = self._inputs.problems
         self._policy.prepare_for_generation()
         accuracy, rate = greedy_accuracy(self._policy, sets.heldout, inputs=self._inputs), None

@@ -14,6 +14,8 @@ from dataclasses import asdict, dataclass
 from datetime import datetime
 from pathlib import Path
 
+from rl_interfaces.backend.checkpoint.directories import sync
+
 from rl_policy.config import RunConfig, parse_run_config, read_yaml, render_run_config
 
 _PREFIX, _PARTIAL, _STATE = "step_", ".partial", "state.json"
@@ -149,7 +151,7 @@ class CheckpointManager:
         (partial / _STATE).write_text(json.dumps(asdict(state)) + "\n", encoding="utf-8")
         _sync_tree(partial)
         final = partial.rename(self._directory / name)
-        sync_directory(self._directory)
+        sync(self._directory)
         self._rotate()
         return Checkpoint(final, state)
 
@@ -194,7 +196,7 @@ def _sync_tree(root: Path) -> None:
         for name in files:
             with (Path(directory) / name).open("rb") as file:
                 os.fsync(file.fileno())
-        sync_directory(Path(directory))
+        sync(Path(directory))
 
 
 def new_run_path(recipe: str, *, root: Path = Path("runs")) -> Path:
@@ -213,7 +215,8 @@ def write_directory(path: Path, write: Callable[[Path], None]) -> None:
     if path.exists():
         shutil.rmtree(path)
     partial.rename(path)
-    sync_directory(path.parent)
+    # A rename alone is not durable: the entry has to reach the disk too.
+    sync(path.parent)
 
 
 def write_durably(path: Path, text: str) -> None:
@@ -224,13 +227,4 @@ def write_durably(path: Path, text: str) -> None:
         file.flush()
         os.fsync(file.fileno())
     partial.rename(path)
-    sync_directory(path.parent)
-
-
-def sync_directory(path: Path) -> None:
-    """Flush the entries of a directory to the disk, as a rename alone does not."""
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
+    sync(path.parent)

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar
 
+from rl_interfaces.backend.generation import SamplingConfig
 from rl_refit.transports import find_transport
 from transformers import AutoConfig, AutoTokenizer, PreTrainedTokenizerBase
 
@@ -25,7 +26,7 @@ from rl_policy.data.datasets import (
     read_problems,
 )
 from rl_policy.data.tiny_model import build_tokenizer, tiny_model_config
-from rl_policy.generation.vllm.config import generation_of_policy
+from rl_policy.generation.vllm.config import complete_section, generation_of_policy
 from rl_policy.recipes import find_recipe
 
 ItemT = TypeVar("ItemT")
@@ -107,6 +108,12 @@ def prepare_problems(
     if pattern is None:
         _check_answers(config, measured, encoder=encoder)
     return ProblemInputs(config=config, encoder=encoder, problems=problems, reward=reward)
+
+
+def check_sampling(config: RunConfig) -> None:
+    """Raise `ValueError` unless the policy can sample completions."""
+    if SamplingConfig.from_policy_config(config.policy) is None:
+        raise ValueError("policy.generation is not set: the recipe samples completions")
 
 
 def read_own_data(
@@ -219,10 +226,10 @@ def _check_answers(
 def _length_limits(config: RunConfig) -> dict[str, int]:
     """Return the most tokens of a prompt with its completion, by the key that says so."""
     limits = {"policy.max_total_sequence_length": config.policy["max_total_sequence_length"]}
-    engine = config.policy["generation"].get("vllm_cfg") or {}
-    if config.has_engines and engine.get("max_model_len") is not None:
+    longest = complete_section(config.policy["generation"])["max_model_len"]
+    if config.has_engines and longest is not None:
         # The engine would truncate completions there, as if the policy had ended them itself.
-        limits["policy.generation.vllm_cfg.max_model_len"] = engine["max_model_len"]
+        limits["policy.generation.vllm_cfg.max_model_len"] = longest
     return limits
 
 
@@ -254,8 +261,7 @@ def engine_section(config: RunConfig, *, model: str) -> Settings:
 
 def keeps_weights(config: RunConfig) -> bool:
     """Return whether engines that sleep still have their weights afterwards."""
-    section: Settings = config.policy["generation"].get("vllm_cfg") or {}
-    return section.get("sleep_level", 1) == 1
+    return complete_section(config.policy["generation"])["sleep_level"] == 1
 
 
 def check_engines(config: RunConfig) -> None:
@@ -282,8 +288,9 @@ def check_engines(config: RunConfig) -> None:
     engine_class.validate_config(section)
     if not config.has_builtin_model:
         _check_positions(section)
-    _check_bundles(config, tensor_parallel_size=section["vllm_cfg"].get("tensor_parallel_size", 1))
-    if not section["vllm_cfg"].get("weight_transfer", True):
+    engine = complete_section(section)
+    _check_bundles(config, tensor_parallel_size=engine["tensor_parallel_size"])
+    if not engine["weight_transfer"]:
         raise ValueError(
             "policy.generation.vllm_cfg.weight_transfer=False: a run gives its engines new weights"
         )
@@ -295,9 +302,9 @@ def _check_positions(section: Settings) -> None:
     vLLM refuses the same when an engine starts, which is after the policy's workers have. Scaled
     positions are left to it: how far they reach depends on the kind of scaling.
     """
-    engine = section["vllm_cfg"]
-    longest = engine.get("max_model_len")
-    is_overridden = "hf_overrides" in (engine.get("engine_kwargs") or {})
+    engine = complete_section(section)
+    longest = engine["max_model_len"]
+    is_overridden = "hf_overrides" in engine["engine_kwargs"]
     if longest is None or is_overridden or os.environ.get("VLLM_ALLOW_LONG_MAX_MODEL_LEN") == "1":
         return
     model = AutoConfig.from_pretrained(

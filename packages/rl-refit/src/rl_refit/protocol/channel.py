@@ -362,20 +362,34 @@ class Channel:
             raise_failure(message, origin=self._peer)
 
     def _read(self, size: int, deadline: Deadline, waited_for: str) -> bytes:
-        data = bytearray()
-        while len(data) < size:
-            try:
-                self._socket.settimeout(deadline.remaining(waited_for))
-                # Never past the frame: the kernel attaches passed descriptors to the byte after it.
-                chunk = self._socket.recv(min(size - len(data), 1 << 20))
-            except TimeoutError:
-                continue
-            except OSError as error:
-                raise ChannelClosed(str(error)) from error
-            if not chunk:
-                raise ChannelClosed("the connection was closed")
-            data += chunk
-        return bytes(data)
+        at_end = ChannelClosed("the connection was closed")
+        return read_exactly(self._socket, size, deadline, waited_for, at_end=at_end)
+
+
+def read_exactly(
+    sock: socket.socket, size: int, deadline: Deadline, waited_for: str, *, at_end: Exception
+) -> bytes:
+    """Return the next `size` bytes of a connection.
+
+    Raises:
+        RefitTimeoutError: The deadline has passed.
+        ChannelClosed: The connection has failed.
+        Exception: `at_end`, where the other side has closed it.
+    """
+    data = bytearray()
+    while len(data) < size:
+        try:
+            sock.settimeout(deadline.remaining(waited_for))
+            # Never past the frame: the kernel attaches passed descriptors to the byte after it.
+            chunk = sock.recv(min(size - len(data), 1 << 20))
+        except TimeoutError:
+            continue
+        except OSError as error:
+            raise ChannelClosed(str(error)) from error
+        if not chunk:
+            raise at_end
+        data += chunk
+    return bytes(data)
 
 
 def _seal(key: bytes, counter: int, payload: bytes) -> bytes:

@@ -28,7 +28,7 @@ from pathlib import Path
 
 from rl_refit.errors import AuthenticationError, RefitError
 from rl_refit.private_directory import PrivateDirectory, remove_abandoned, remove_if_abandoned
-from rl_refit.protocol.channel import Channel, ChannelClosed
+from rl_refit.protocol.channel import Channel, read_exactly
 from rl_refit.protocol.waiting import Deadline
 
 PREFIX = "rl-refit-"
@@ -133,14 +133,14 @@ def connect(sock: socket.socket, *, token: bytes, rank: int, deadline: Deadline)
         AuthenticationError: The server does not know the token, or rejected this side.
         RefitTimeoutError: The server does not answer. It only does while it waits for receivers.
     """
-    hello = _read_exactly(sock, len(MAGIC) + NONCE_BYTES, deadline)
+    hello = _read_answer(sock, len(MAGIC) + NONCE_BYTES, deadline)
     if hello[: len(MAGIC)] != MAGIC:
         raise AuthenticationError(f"the endpoint does not speak {MAGIC.decode()}")
     own = secrets.token_bytes(NONCE_BYTES)
     # Both nonces and the rank: a proof is of no use in another connection or for another rank.
     transcript = hello[len(MAGIC) :] + own + struct.pack("!I", rank)
     sock.sendall(_REPLY.pack(own, rank, _prove(token, b"client", transcript)))
-    answer = _read_exactly(sock, _MAC_BYTES, deadline)
+    answer = _read_answer(sock, _MAC_BYTES, deadline)
     if not hmac.compare_digest(answer, _prove(token, b"server", transcript)):
         raise AuthenticationError("the endpoint does not know the token")
     return Channel(
@@ -296,20 +296,10 @@ def _is_own_user(sock: socket.socket) -> bool:
     return user == os.geteuid()
 
 
-def _read_exactly(sock: socket.socket, size: int, deadline: Deadline) -> bytes:
-    data = b""
-    while len(data) < size:
-        sock.settimeout(deadline.remaining("answer of the sender's endpoint"))
-        try:
-            chunk = sock.recv(size - len(data))
-        except TimeoutError:
-            continue
-        except OSError as error:
-            raise ChannelClosed(str(error)) from error
-        if not chunk:
-            raise AuthenticationError("the endpoint rejected this connection")
-        data += chunk
-    return data
+def _read_answer(sock: socket.socket, size: int, deadline: Deadline) -> bytes:
+    # An endpoint closes the connection of a side that does not know the token, without a message.
+    rejected = AuthenticationError("the endpoint rejected this connection")
+    return read_exactly(sock, size, deadline, "answer of the sender's endpoint", at_end=rejected)
 
 
 def _prove(token: bytes, role: bytes, transcript: bytes) -> bytes:

@@ -91,11 +91,7 @@ class _CollectiveSender(SendingSide):
         on_gpu = context.device.type == "cuda"
         self._backend = "nccl" if on_gpu else "gloo"
         self.digest = "keyed_sum" if on_gpu else "xxh3"
-        device = context.device if on_gpu else torch.device("cpu")
-        size = context.num_buffers * context.buffer_bytes
-        memory = torch.empty(size, dtype=torch.uint8, device=device)
-        self.buffers = split_buffers(memory, context.num_buffers, context.buffer_bytes)
-        self._device = memory.device
+        self.buffers, self._device = _allocate(context, on_gpu=on_gpu)
         listener = socket.create_server((context.host, 0))
         self._port = listener.getsockname()[1]
         # No secret: whoever reaches the store can list its keys. It only separates groups.
@@ -147,11 +143,7 @@ class _CollectiveReceiver(ReceivingSide):
                 'the sender device="cpu" to broadcast over gloo',
                 rank=context.rank,
             )
-        size = context.num_buffers * context.buffer_bytes
-        device = context.device if on_gpu else torch.device("cpu")
-        memory = torch.empty(size, dtype=torch.uint8, device=device)
-        self.buffers = split_buffers(memory, context.num_buffers, context.buffer_bytes)
-        self._device = memory.device
+        self.buffers, self._device = _allocate(context, on_gpu=on_gpu)
         self._posted: dict[int, dist.Work | None] = {}
         self._membership = _Membership()
 
@@ -179,6 +171,16 @@ class _CollectiveReceiver(ReceivingSide):
         self._posted.clear()
         self._membership.close()
         self.buffers = []
+
+
+def _allocate(
+    context: SenderContext | ReceiverContext, *, on_gpu: bool
+) -> tuple[list[torch.Tensor], torch.device]:
+    """Return a side's buffers, and their device with its index."""
+    size = context.num_buffers * context.buffer_bytes
+    device = context.device if on_gpu else torch.device("cpu")
+    memory = torch.empty(size, dtype=torch.uint8, device=device)
+    return split_buffers(memory, context.num_buffers, context.buffer_bytes), memory.device
 
 
 class _Membership:

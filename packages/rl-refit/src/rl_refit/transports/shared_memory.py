@@ -104,8 +104,7 @@ class CudaIpcTransport(Transport):
 
     def open_sender(self, context: SenderContext) -> SendingSide:
         """Return buffers on the sender's GPU."""
-        if context.device.type != "cuda":
-            raise ValueError(f'transport="cuda_ipc" needs a CUDA device, not {context.device}')
+        _require_cuda(context.device)
         size = max(context.num_buffers * context.buffer_bytes, 1)
         if self._memory is None or len(self._memory) < size:
             self._memory = torch.empty(size, dtype=torch.uint8, device=context.device)
@@ -113,13 +112,17 @@ class CudaIpcTransport(Transport):
 
     def open_receiver(self, context: ReceiverContext) -> ReceivingSide:
         """Return the sender's buffers, opened in this process."""
-        if context.device.type != "cuda":
-            raise ValueError(f'transport="cuda_ipc" needs a CUDA device, not {context.device}')
+        _require_cuda(context.device)
         return _CudaIpcReceiver(context)
 
     def close(self) -> None:
         """Release the sender's buffers."""
         self._memory = None
+
+
+def _require_cuda(device: torch.device) -> None:
+    if device.type != "cuda":
+        raise ValueError(f'transport="cuda_ipc" needs a CUDA device, not {device}')
 
 
 class _CudaIpcSender(SendingSide):

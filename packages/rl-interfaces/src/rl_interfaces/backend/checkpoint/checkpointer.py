@@ -156,6 +156,7 @@ class TensorFormat:
             tensors, others = optimizer_state.state_of(self.model, self.training)
             files: FileWriters = {}
             if is_first:
+                # Plain values are the same on every rank.
                 files["state.pt"] = lambda path: torch.save(others, path)
             if random_state.is_written_here:
                 files[random_state.file_name] = lambda path: torch.save(random_state.state, path)
@@ -272,6 +273,7 @@ class Checkpointer:
             ValueError: A path exists and was not written by a save.
             RuntimeError: This save or the previous one could not be written.
         """
+        # One save at a time: the group and perhaps the paths are those of the last one.
         self.finish()
         training = None if optimizer_path is None else Path(optimizer_path).absolute()
         parts = self._format.parts(Path(weights_path).absolute(), training, random_state)
@@ -279,6 +281,7 @@ class Checkpointer:
         if not self._in_background:
             _write_parts(parts, group)
             return
+        # Copies, as the next optimizer step changes the tensors in place.
         staged = [part.staged() for part in parts]
         self._pending = PendingSave(lambda: _write_parts(staged, group), path=parts[0].target)
 
@@ -291,6 +294,7 @@ class Checkpointer:
             ValueError: A directory is not a complete checkpoint of this model, or the two are of
                 different saves.
         """
+        # The save that is still being written may be the one to load.
         self.finish()
         weights = Path(weights_path).absolute()
         training = None if optimizer_path is None else Path(optimizer_path).absolute()

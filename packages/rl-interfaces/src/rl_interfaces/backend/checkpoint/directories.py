@@ -50,6 +50,7 @@ def begin(targets: Sequence[Path]) -> None:
     _check_targets(targets)
     finish(targets[0])
     for target in targets:
+        # An earlier save may have died before its commit.
         discard([target])
         partial_of(target).mkdir(parents=True)
 
@@ -62,6 +63,7 @@ def commit(targets: Sequence[Path]) -> None:
     """
     save_id = uuid.uuid4().hex
     first, *others = targets
+    # The first directory is marked last: its marker commits the save as a whole.
     for target in others:
         _mark(partial_of(target), save_id)
     followers = [os.path.relpath(target, first.parent) for target in others]
@@ -137,6 +139,7 @@ def _publish(first: Path) -> None:
         own = _read_marker(partial_of(target))
         if own is not None and own["save"] == marker["save"]:
             _replace(target)
+    # Last, as its marker lists the others: an interrupted call is repeated from it.
     _replace(first)
 
 
@@ -145,6 +148,7 @@ def _replace(target: Path) -> None:
     if target.exists():
         if old.exists():
             shutil.rmtree(old)
+        # Aside first: a rename cannot replace a directory that is not empty.
         target.rename(old)
     partial_of(target).rename(target)
     sync(target.parent)
@@ -161,12 +165,14 @@ def _mark(directory: Path, save_id: str, *, others: list[str] | None = None) -> 
     for root, _, names in os.walk(directory):
         for name in names:
             path = Path(root) / name
+            # Sizes, not hashes: what a crash or a full disk leaves is a file that is too short.
             sync(path)
             files[str(path.relative_to(directory))] = path.stat().st_size
         sync(Path(root))
     marker: Marker = {"save": save_id, "files": files}
     if others is not None:
         marker["with"] = others
+    # All files are flushed by now: no crash can leave the marker without them.
     unfinished = directory / f"{MARKER}.unfinished"
     unfinished.write_text(json.dumps(marker, indent=1) + "\n")
     sync(unfinished)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import json
 from collections.abc import Sequence
 from pathlib import Path
@@ -12,6 +13,7 @@ import torch.distributed as dist
 from huggingface_hub import split_state_dict_into_shards_factory
 from safetensors import safe_open
 from safetensors.torch import save_file
+from transformers import AutoConfig
 from transformers.modeling_utils import _get_resolved_checkpoint_files
 from transformers.utils import SAFE_WEIGHTS_INDEX_NAME
 
@@ -23,6 +25,29 @@ if TYPE_CHECKING:
     from transformers import PreTrainedConfig, PreTrainedTokenizerBase
 
     from rl_interfaces.backend.engine import HfExport
+
+
+def load_model_config(
+    model_name: str, *, trust_remote_code: bool, **options: object
+) -> PreTrainedConfig:
+    """Return the transformers config of a model, with `options` in place of its own values.
+
+    Raises:
+        ValueError: The model cannot be found or read.
+    """
+    try:
+        return AutoConfig.from_pretrained(
+            model_name, trust_remote_code=trust_remote_code, **options
+        )
+    except (OSError, ValueError) as error:
+        raise ValueError(f"policy.model_name={model_name!r} cannot be loaded: {error}") from error
+
+
+def write_config(config: PreTrainedConfig, directory: Path) -> None:
+    """Write the config of an export, whose weights are float32 whatever the model's dtype."""
+    written = copy.deepcopy(config)
+    written.dtype = torch.float32
+    written.save_pretrained(directory)
 
 
 def find_checkpoint(model_name: str, model_config: PreTrainedConfig) -> list[str]:
@@ -81,6 +106,7 @@ class SafetensorsFiles:
             # safetensors rejects empty slices.
             dtype = file.get_slice(name)[(slice(1),) * len(indices)].dtype
             return torch.empty([len(index) for index in indices], dtype=dtype)
+        # safetensors reads slices, no index lists: read the bounding box, then select from it.
         box = tuple(slice(int(index[0]), int(index[-1]) + 1) for index in indices)
         part = file.get_slice(name)[box]
         return take(part, [index - index[0] for index in indices])
@@ -110,6 +136,7 @@ class SafetensorsFiles:
     def _file_of(self, name: str) -> safe_open:
         path = self._paths[name]
         if path not in self._open:
+            # Kept open: each opening parses the header of the file again.
             self._open[path] = safe_open(path, framework="pt").__enter__()
         return self._open[path]
 
@@ -162,6 +189,7 @@ def write_hf_directory(
     files = plan_files(groups, num_bytes, max_file_bytes=max_file_bytes)
     file_of: dict[str, str] = {}
     for file_name, groups_of_file in files.items():
+        # Every rank takes part in the gathers, and rank 0 alone holds the result.
         tensors = _gather(export, groups_of_file, keep=is_writer)
         file_of |= dict.fromkeys(tensors, file_name)
         with failing_together():
@@ -183,6 +211,7 @@ def plan_files(
         model-00001-of-00002.safetensors: [3, 4], model-00002-of-00002.safetensors: [5]
     """
     split = split_state_dict_into_shards_factory(
+        # A group is one item of the split, so that no file boundary separates its tensors.
         {str(index): sum(num_bytes[n] for n in group) for index, group in enumerate(groups)},
         get_storage_size=int,
         get_storage_id=lambda _: None,

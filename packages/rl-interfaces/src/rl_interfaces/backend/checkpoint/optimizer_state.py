@@ -76,6 +76,7 @@ def state_of(model: nn.Module, training: TrainState) -> tuple[Tensors, PlainStat
         "scheduler": training.scheduler.state_dict(),
         "scaler": training.scaler.state_dict() if training.scaler is not None else {},
     }
+    # A copy, as training changes groups and schedule while a background save writes them.
     return tensors, copy.deepcopy(others)
 
 
@@ -145,7 +146,9 @@ def tensors_to_fill(
 def restore(model: nn.Module, training: TrainState, others: PlainState, tensors: Tensors) -> None:
     """Replace the training state by a save's plain values and loaded `tensors`."""
     optimizer = training.optimizer
+    # Before the state is cleared: it shows on which device each counter is kept.
     before = _flatten(model, optimizer)[1]
+    # In place: the schedule refers to the same groups.
     for group, options in zip(optimizer.param_groups, others["groups"], strict=True):
         group.update(options)
     group_of = {p: group for group in optimizer.param_groups for p in group["params"]}

@@ -251,7 +251,26 @@ class WorkerBench:
         theirs = expected[mine["row_id"]][:, : places.shape[1]]
         expect_close(found[places], theirs[places], what, atol=self.tolerances.logprob)
 
+    def expect_results(
+        self, found: TrainResult, expected: TrainResult, *, what: str = "", **limits: float
+    ) -> None:
+        """Compare losses and gradient norms of two calls of `train`, within `atol` or `rtol`."""
+        for key in ("global_loss", "grad_norm"):
+            expect_close(found[key], expected[key], f"{key}{what}", **limits)
+
     # Shared by several rules
+
+    def scoring_calls(self, worker: Worker) -> dict[str, Callable[[Batch], object]]:
+        """Return the calls that score or sample rows, as far as worker and config have them."""
+        calls: dict[str, Callable[[Batch], object]] = {
+            name: getattr(worker, name)
+            for name in ("get_logprobs", "get_reference_policy_logprobs")
+        }
+        if self.case.config.get("generation") is not None:
+            calls["generate"] = worker.generate
+        if hasattr(worker, "get_topk_logits"):
+            calls["get_topk_logits"] = lambda mine: worker.get_topk_logits(mine, 2)
+        return calls
 
     @cached_property
     def trained(self) -> TrainedRun:

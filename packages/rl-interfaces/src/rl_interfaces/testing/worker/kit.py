@@ -16,7 +16,12 @@ from unittest import SkipTest
 
 import torch.distributed as dist
 
-from rl_interfaces.backend.runtime import RankEnvironment, ReservedPort, init_process_group
+from rl_interfaces.backend.runtime import (
+    RankEnvironment,
+    ReservedPort,
+    init_process_group,
+    leave_process_group,
+)
 from rl_interfaces.testing.report import (
     Outcome,
     Report,
@@ -73,19 +78,13 @@ def joined_ranks(*, timeout_s: float) -> Iterator[Ranks]:
         leaving.enter_context(_one_rank_unless_launched())
         environment = RankEnvironment.from_environment()
         if init_process_group(environment, timeout_s=timeout_s):
-            leaving.callback(_leave)
+            leaving.callback(leave_process_group)
         verdicts = dist.new_group(backend="gloo", timeout=timedelta(seconds=timeout_s))
         yield Ranks(
             rank=environment.rank,
             world_size=environment.world_size,
             verdicts=cast("dist.ProcessGroup", verdicts),
         )
-
-
-def _leave() -> None:
-    # A worker that breaks a rule may have destroyed it already.
-    if dist.is_initialized():
-        dist.destroy_process_group()
 
 
 @contextmanager

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from contextlib import contextmanager
+from functools import partial
 from typing import TYPE_CHECKING
 
 import torch
@@ -33,12 +34,8 @@ def scoring_and_sampling_leave_no_trace(bench: WorkerBench) -> None:
     mine = bench.share(bench.scoring)
 
     def act(worker: Worker) -> None:
-        worker.get_logprobs(mine)
-        worker.get_reference_policy_logprobs(mine)
-        if bench.case.config.get("generation") is not None:
-            worker.generate(mine)
-        if hasattr(worker, "get_topk_logits"):
-            worker.get_topk_logits(mine, 2)
+        for call in bench.scoring_calls(worker).values():
+            call(mine)
 
     _expect_no_trace(bench, act)
     with _reward_worker(bench) as worker:
@@ -67,12 +64,8 @@ def batches_are_not_written_into(bench: WorkerBench) -> None:
             expect(torch.equal(after[key], value), f"{what} has written into {key!r}")
 
     with bench.fresh() as worker:
-        hold(worker.get_logprobs, "get_logprobs")
-        hold(worker.get_reference_policy_logprobs, "get_reference_policy_logprobs")
-        if bench.case.config.get("generation") is not None:
-            hold(worker.generate, "generate")
-        if hasattr(worker, "get_topk_logits"):
-            hold(lambda mine: worker.get_topk_logits(mine, 2), "get_topk_logits")
+        for name, call in bench.scoring_calls(worker).items():
+            hold(call, name)
 
         def train(mine: Batch) -> None:
             worker.train(mine, LogprobLoss(), gbs=size)
@@ -122,9 +115,8 @@ def _expect_no_trace(bench: WorkerBench, act: Callable[..., object]) -> None:
         after = worker.get_logprobs(mine)["logprobs"]
         result = bench.train(worker)
     expect_close(after, before, "get_logprobs", atol=repeat)
-    for key in ("global_loss", "grad_norm"):
-        expected = bench.trained.results[0][key]
-        expect_close(result[key], expected, f"{key} of the step that follows", atol=repeat)
+    first = bench.trained.results[0]
+    bench.expect_results(result, first, what=" of the step that follows", atol=repeat)
 
 
 MOVES = (
@@ -141,13 +133,8 @@ def _calls(bench: WorkerBench, worker: Worker) -> dict[str, Callable[[], object]
     calls: dict[str, Callable[[], object]] = {
         "train": lambda: bench.train(worker),
         "train(eval_mode=True)": lambda: bench.train(worker, eval_mode=True),
-        "get_logprobs": lambda: worker.get_logprobs(mine),
-        "get_reference_policy_logprobs": lambda: worker.get_reference_policy_logprobs(mine),
+        **{name: partial(call, mine) for name, call in bench.scoring_calls(worker).items()},
     }
-    if bench.case.config.get("generation") is not None:
-        calls["generate"] = lambda: worker.generate(mine)
-    if hasattr(worker, "get_topk_logits"):
-        calls["get_topk_logits"] = lambda: worker.get_topk_logits(mine, 2)
     if hasattr(worker, "prepare_weights_for_ipc"):
         calls["send_weights"] = worker.prepare_weights_for_ipc
     return calls
@@ -247,6 +234,5 @@ def offloading_and_reloading_change_nothing(bench: WorkerBench) -> None:
         parameters = bench.exported(worker)
     expect_close(after, before, "get_logprobs after offloading", atol=repeat)
     for found, expected in zip(results, bench.trained.results, strict=True):
-        for key in ("global_loss", "grad_norm"):
-            expect_close(found[key], expected[key], key, atol=repeat)
+        bench.expect_results(found, expected, atol=repeat)
     expect_tensors(parameters, bench.trained.parameters, "parameters", atol=repeat)

@@ -100,9 +100,7 @@ def micro_batches_do_not_change_training(bench: WorkerBench) -> None:
             results = [bench.train(worker, mbs=size) for _ in uninterrupted]
             parameters = bench.exported(worker)
         for found, expected in zip(results, uninterrupted, strict=True):
-            for key in ("global_loss", "grad_norm"):
-                what = f"{key} with mbs={size}"
-                expect_close(found[key], expected[key], what, rtol=limit.loss)
+            bench.expect_results(found, expected, what=f" with mbs={size}", rtol=limit.loss)
         what = f"parameters with mbs={size}"
         expect_tensors(parameters, bench.trained.parameters, what, atol=limit.parameter)
 
@@ -138,9 +136,7 @@ def a_loss_may_ask_for_logits(bench: WorkerBench) -> None:
     """A loss of logits has the results of the same loss of log-probabilities."""
     with bench.fresh(init_reference_model=False) as worker:
         result = bench.train(worker, loss_fn=LogitLoss())
-    expected = bench.trained.results[0]
-    for key in ("global_loss", "grad_norm"):
-        expect_close(result[key], expected[key], key, rtol=bench.tolerances.loss)
+    bench.expect_results(result, bench.trained.results[0], rtol=bench.tolerances.loss)
 
 
 @rule()
@@ -150,9 +146,8 @@ def a_loss_may_take_sharded_logits(bench: WorkerBench) -> None:
     with bench.fresh(init_reference_model=False) as worker:
         result = bench.train(worker, loss_fn=loss_fn)
         parameters = bench.exported(worker)
-    expected, limit = bench.trained.results[0], bench.tolerances
-    for key in ("global_loss", "grad_norm"):
-        expect_close(result[key], expected[key], key, rtol=limit.loss)
+    limit = bench.tolerances
+    bench.expect_results(result, bench.trained.results[0], rtol=limit.loss)
     expect_tensors(parameters, bench.expected_call.parameters, "parameters", atol=limit.parameter)
 
 
@@ -213,9 +208,8 @@ def a_step_that_is_not_finite_changes_nothing(bench: WorkerBench) -> None:
         after = bench.exported(worker)
         result = bench.train(worker)
     expect_tensors(after, before, "parameters after a step that is not finite")
-    for key in ("global_loss", "grad_norm"):
-        first = bench.trained.results[0][key]
-        expect_close(result[key], first, f"{key} of the next call", atol=bench.tolerances.repeat)
+    first, repeat = bench.trained.results[0], bench.tolerances.repeat
+    bench.expect_results(result, first, what=" of the next call", atol=repeat)
     norm = spoilt["grad_norm"]
     expect(not norm.isfinite().any(), f"grad_norm is reported as {norm}")
     if bench.ranks.rank == 0:

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass, field, fields, replace
+from dataclasses import asdict, dataclass, field, fields, replace
 from typing import TYPE_CHECKING, Any
 
 from rl_interfaces import GenerationConfig
@@ -130,6 +130,11 @@ def generation_of_policy(policy: Mapping[str, Any]) -> dict[str, Any]:
     }
     section = inherited | _without_none(generation.get("vllm_cfg") or {})
     return {"model_name": policy["model_name"], **generation, "vllm_cfg": section}
+
+
+def complete_section(generation: Mapping[str, Any]) -> dict[str, Any]:
+    """Return `vllm_cfg` of a `GenerationConfig` with the default of every key, unchecked."""
+    return asdict(VllmSection()) | _without_none(generation.get("vllm_cfg") or {})
 
 
 def parse_engine_config(

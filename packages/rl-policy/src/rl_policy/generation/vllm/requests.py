@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING
 
 import torch
 from rl_batched_data import BatchedDataDict
+from rl_interfaces.backend.generation import check_room
 from rl_interfaces.backend.steps import check_scoring_batch
 
 if TYPE_CHECKING:
@@ -44,15 +45,10 @@ def check_prompts(
         ValueError: Names the key, the row and the numbers.
     """
     check_scoring_batch(data, pad_token_id=pad_token_id)
-    lengths = data["input_lengths"]
-    if not len(lengths):
+    if not data.size:
         raise ValueError("'input_ids' has no rows")
-    row = int(lengths.argmax())
-    if lengths[row] >= max_length:
-        raise ValueError(
-            f"'input_lengths'[{row}]={int(lengths[row])} leaves no room for a token in "
-            f"{max_length} tokens (generation.vllm_cfg.max_model_len, or the model's own)"
-        )
+    limit = f"{max_length} tokens (generation.vllm_cfg.max_model_len, or the model's own)"
+    check_room(data, longest=max_length, limit=limit)
     highest = int(data["input_ids"].max())
     if highest >= vocab_size:
         raise ValueError(

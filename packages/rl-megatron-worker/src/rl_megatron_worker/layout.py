@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from rl_batched_data.packing.context_shards import ContextChunks
     from rl_interfaces.backend.steps import MicroBatch
 
-    from rl_megatron_worker.attention.packed import KeyValueCache
+    from rl_megatron_worker.attention import KeyValueCache
 
 
 @dataclass(kw_only=True)

@@ -19,7 +19,7 @@ from megatron.core.tensor_parallel import get_cuda_rng_tracker
 from megatron.core.transformer.module import MegatronModule
 from torch.nn.attention.bias import causal_lower_right
 
-from rl_megatron_worker.attention.layout import PackedRows
+from rl_megatron_worker.layout import PackedRows
 
 if TYPE_CHECKING:
     from contextlib import AbstractContextManager

@@ -1,1 +1,0 @@
-"""Packed layout and attention, with or without a key-value cache."""
