@@ -1,4 +1,4 @@
-"""Cases of saves and loads that spawned ranks run."""
+"""Cases of saves and loads that ranks run."""
 
 from contextlib import contextmanager
 from pathlib import Path

@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 from hypothesis import settings
 
-sys.path.insert(0, str(Path(__file__).parent))  # spawned ranks inherit it, and import the same
+sys.path.insert(0, str(Path(__file__).parent))  # forked ranks inherit it, and import the same
 
 from rank_pool import RankPool, fork_context
 from tiny_model import build_tiny_model

@@ -1,4 +1,4 @@
-"""Cases of loading pretrained models that spawned ranks run."""
+"""Cases of loading pretrained models that ranks run."""
 
 from contextlib import contextmanager
 from typing import NamedTuple

@@ -1,4 +1,4 @@
-"""What every case of spawned ranks starts from: a worker, this rank's rows, its shards."""
+"""What every case of `*_ranks.py` starts from: a worker, this rank's rows, its shards."""
 
 import os
 from contextlib import contextmanager

@@ -1,4 +1,4 @@
-"""Cases of scoring and generation that spawned ranks run."""
+"""Cases of scoring and generation that ranks run."""
 
 from typing import NamedTuple
 

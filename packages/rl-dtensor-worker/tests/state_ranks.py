@@ -1,4 +1,4 @@
-"""Cases of the reference, residency and information that spawned ranks run."""
+"""Cases of the reference, residency and information that ranks run."""
 
 import gc
 import os

@@ -1,4 +1,4 @@
-"""Cases of training that spawned ranks run."""
+"""Cases of training that ranks run."""
 
 import logging
 from typing import NamedTuple

@@ -1,4 +1,4 @@
-"""Cases of gathering and sending weights that spawned ranks run."""
+"""Cases of gathering and sending weights that ranks run."""
 
 from typing import NamedTuple
 
