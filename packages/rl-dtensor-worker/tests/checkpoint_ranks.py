@@ -1,7 +1,8 @@
-"""Cases of saves and loads that spawned ranks run."""
+"""Cases of saves and loads that ranks run."""
 
 from contextlib import contextmanager
 from pathlib import Path
+from typing import NamedTuple
 
 import torch
 from loading_ranks import model_on_meta, process_group, shard_over_two_axes
@@ -12,8 +13,57 @@ from rl_dtensor_worker.parallel.fsdp import local_tensor
 from tiny_model import build_tokenizer, make_config
 
 
+class Continued(NamedTuple):
+    """A rank after the calls that follow a save, or a load of it."""
+
+    result: dict
+    shards: dict[str, torch.Tensor]
+    sampled: torch.Tensor
+    parameters: dict[str, torch.Tensor]
+
+
+class AroundLoad(NamedTuple):
+    """A rank's shards after one call that followed a save, and one that followed its load."""
+
+    continued: dict[str, torch.Tensor]
+    loaded: dict[str, torch.Tensor]
+
+
+class RefusedLoad(NamedTuple):
+    error: str
+    is_unchanged: bool
+
+
+class FailedStart(NamedTuple):
+    closed: list[str]
+    is_in_group: bool
+    error: str
+
+
+class FailedSaves(NamedTuple):
+    """What each save said, and whether a later one loads."""
+
+    under_a_file: str
+    no_room: str
+    no_room_again: str
+    existing: str
+    is_loaded: bool
+
+
+class Advance(NamedTuple):
+    result: dict
+    shards: dict[str, torch.Tensor]
+    sampled: torch.Tensor
+
+
+class BackgroundSave(NamedTuple):
+    is_on_disk: bool
+    first: Advance
+    again: Advance
+
+
 def train_save_train(*, config, batch, directory):
-    """Train once, save, train twice more; return what the last call gave."""
+    """Train once, save, train twice more; return the rank's state after the last call."""
     with worker_for(config, init_reference_model=False) as worker:
         rows = my_rows(batch, 4)
         worker.train(rows, make_loss("nll"))
@@ -25,7 +75,7 @@ def train_save_train(*, config, batch, directory):
         sampled = worker.generate(rows)["output_ids"]
         worker.train(rows, make_loss("nll"))
         result = worker.train(rows, make_loss("nll"))
-        return result, shards_of(worker), sampled, parameters_of(worker)
+        return Continued(result, shards_of(worker), sampled, parameters_of(worker))
 
 
 def load_and_train(*, config, batch, directory):
@@ -36,11 +86,11 @@ def load_and_train(*, config, batch, directory):
         sampled = worker.generate(rows)["output_ids"]
         worker.train(rows, make_loss("nll"))
         result = worker.train(rows, make_loss("nll"))
-        return result, shards_of(worker), sampled, parameters_of(worker)
+        return Continued(result, shards_of(worker), sampled, parameters_of(worker))
 
 
 def continue_and_load(*, config, batch, directory, num_before):
-    """Save after `num_before` calls; return the shards after one more, and after a load and one."""
+    """Save after `num_before` calls; train once, load the save and train once again."""
     paths = (f"{directory}/weights", f"{directory}/optimizer")
     rows, found = my_rows(batch, 4), []
     with worker_for(config, init_reference_model=False) as worker:
@@ -51,7 +101,7 @@ def continue_and_load(*, config, batch, directory, num_before):
             worker.train(rows, make_loss("nll"))
             found.append(shards_of(worker))
             worker.load_checkpoint(*paths)
-    return found
+    return AroundLoad(*found)
 
 
 def resume(*, config, batch, directory):
@@ -79,7 +129,7 @@ def refused_load(*, config, batch, weights_path, optimizer_path):
         except ValueError as error:
             after = everything(worker)
             same = all(torch.equal(*pair) for pair in zip(before, after, strict=True))
-            return str(error), same
+            return RefusedLoad(str(error), same)
 
 
 def start_from_nothing(*, config):
@@ -104,10 +154,19 @@ def start_from_nothing(*, config):
     try:
         DTensorPolicyWorker(config, build_tokenizer(), weights_path="/no/such/checkpoint")
     except ValueError as error:
-        return closed, torch.distributed.is_initialized(), str(error)
+        return FailedStart(closed, torch.distributed.is_initialized(), str(error))
     finally:
         for name, own in classes.items():
             setattr(module, name, own)
+
+
+def leave_save_running():
+    """Return while a save in the background still waits for what never happens."""
+    import threading
+
+    from rl_interfaces.backend.checkpoint.checkpointer import PendingSave
+
+    PendingSave(threading.Event().wait, path=Path("weights"))
 
 
 def load_only(*, config, weights_path, optimizer_path=None):
@@ -126,7 +185,7 @@ def save_twice(*, config, directory):
 
 
 def saves_that_fail(*, config, directory):
-    """Save where it cannot be written; return the errors, and whether a later save loads."""
+    """Save where nothing can be written, then where it can."""
     import resource
     import signal
 
@@ -168,7 +227,8 @@ def saves_that_fail(*, config, directory):
         worker._add_noise_to_weights()
         worker.load_checkpoint(f"{directory}/weights")
         after = shards_of(worker)
-        return errors, all(torch.equal(before[n], after[n]) for n in before)
+        is_loaded = all(torch.equal(before[n], after[n]) for n in before)
+        return FailedSaves(*errors, is_loaded=is_loaded)
 
 
 def save_with_tokenizer(*, config, weights_path, tokenizer_paths):
@@ -228,7 +288,7 @@ def save_over_two_axes(*, model_name, directory):
 
 
 def train_while_saving(*, config, batch, directory):
-    """Train while a save is held back, then load it and train again; return what both gave."""
+    """Train while a save is held back, then load it and train again."""
     import threading
 
     from rl_interfaces.backend.checkpoint.checkpointer import TensorPart
@@ -241,7 +301,8 @@ def train_while_saving(*, config, batch, directory):
 
     def advance(worker):
         sampled = worker.generate(rows)["output_ids"]
-        return worker.train(rows, make_loss("nll")), shards_of(worker), sampled
+        result = worker.train(rows, make_loss("nll"))
+        return Advance(result, shards_of(worker), sampled)
 
     rows = my_rows(batch, 4)
     paths = (f"{directory}/weights", f"{directory}/optimizer")
@@ -254,6 +315,6 @@ def train_while_saving(*, config, batch, directory):
             is_on_disk = Path(paths[0]).exists()
             may_write.set()
             worker.load_checkpoint(*paths)
-            return is_on_disk, first, advance(worker)
+            return BackgroundSave(is_on_disk, first, advance(worker))
     finally:
         TensorPart.write = write

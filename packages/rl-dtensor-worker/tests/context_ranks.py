@@ -1,13 +1,21 @@
 """One rank of an attention over context-parallel sequences."""
 
+from typing import NamedTuple
+
 import torch
 import torch.distributed as dist
 from rl_batched_data import PackedSequences
 from rl_dtensor_worker.attention import ContextRows, Heads
 
 
+class Attended(NamedTuple):
+    """The gathered output, and the gathered gradients of query, key and value."""
+
+    output: torch.Tensor
+    gradients: list[torch.Tensor]
+
+
 def attend_to_shards(*, states, weights, lengths, window):
-    """Return the gathered output and the gathered gradients of query, key and value."""
     dist.init_process_group("gloo")
     try:
         group = dist.group.WORLD
@@ -23,6 +31,6 @@ def attend_to_shards(*, states, weights, lengths, window):
         gradients = [
             rows.gather(part.grad.transpose(1, 2)).transpose(1, 2).contiguous() for part in own
         ]
-        return gathered.detach(), gradients
+        return Attended(gathered.detach(), gradients)
     finally:
         dist.destroy_process_group()

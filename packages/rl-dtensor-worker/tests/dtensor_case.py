@@ -1,4 +1,4 @@
-"""The worker as a case of the conformance kit; spawned ranks import it."""
+"""The worker as a case of the conformance kit; ranks import it."""
 
 import functools
 from functools import partial

@@ -22,7 +22,7 @@ from transformers import (
 
 
 class ShiftingLlama(LlamaForCausalLM):
-    """Does to its logits what no config tells."""
+    """Changes its logits in a way that no config key describes."""
 
     def forward(self, *args, **kwargs):
         output = super().forward(*args, **kwargs)

@@ -1,11 +1,19 @@
-"""Cases of loading pretrained models that spawned ranks run."""
+"""Cases of loading pretrained models that ranks run."""
 
 from contextlib import contextmanager
+from typing import NamedTuple
 
 import torch
 from ranks import this_rank
 from rl_dtensor_worker.parallel.fsdp import full_tensor
 from tiny_model import make_config
+
+
+class LoadedModel(NamedTuple):
+    """Every tensor of a model, gathered, and the placements of its parameters."""
+
+    tensors: dict[str, torch.Tensor]
+    placements: set[str]
 
 
 @contextmanager
@@ -23,7 +31,7 @@ def process_group():
 
 
 def tensors_of(model):
-    """Return every parameter, whole, and every buffer, on the CPU. Collective."""
+    """Return every parameter, gathered, and every buffer, on the CPU. Collective."""
     tensors = (*model.named_parameters(), *model.named_buffers())
     return {name: full_tensor(tensor).cpu().clone() for name, tensor in tensors}
 
@@ -51,7 +59,7 @@ def load_models(*, model_names):
 
 
 def load_over_two_axes(*, model_names):
-    """Return each model's tensors and placements, on two data- by two tensor-parallel ranks."""
+    """Return each model, loaded on two data- by two tensor-parallel ranks."""
     from rl_dtensor_worker.config import EngineConfig
     from rl_dtensor_worker.model.build import ModelLoader
 
@@ -66,7 +74,7 @@ def load_over_two_axes(*, model_names):
             mesh = shard_over_two_axes(model)
             loader.fill(model, device=environment.device)
             placements = {repr(parameter.placements) for parameter in model.parameters()}
-            loaded.append((tensors_of(model), placements))
+            loaded.append(LoadedModel(tensors_of(model), placements))
             # DTensor keeps the mesh, and that its groups with their threads.
             mesh._pg_registry.clear()
     return loaded
@@ -81,7 +89,7 @@ def model_on_meta(name):
 
 
 def shard_over_two_axes(model):
-    """Cut columns or rows over two tensor-parallel ranks, then rows over two others; the mesh."""
+    """Shard over two tensor-parallel ranks, then along rows over two others; return the mesh."""
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.fsdp import fully_shard
     from torch.distributed.tensor.parallel import (

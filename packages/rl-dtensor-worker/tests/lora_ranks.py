@@ -1,10 +1,56 @@
-"""What a rank gives for a test of adapters."""
+"""Cases of adapters that ranks run."""
+
+from typing import NamedTuple
 
 import torch
 from losses_for_tests import make_loss
-from parity_ranks import rows_of
+from parity_ranks import Resumed, rows_of
 from ranks import parameters_of, shards_of, worker_for
-from rl_dtensor_worker.parallel.fsdp import local_tensor
+
+
+class Adapted(NamedTuple):
+    """What a new worker trains, holds and sends."""
+
+    trained: list[str]
+    num_optimized: int
+    dtypes: dict[str, torch.dtype]
+    parameters: dict[str, torch.Tensor]
+    info: dict
+    sent: dict[str, torch.Tensor]
+
+
+class ScoredAroundStep(NamedTuple):
+    """Reference log-probabilities before and after a step, the policy's after it, and its norm."""
+
+    reference: torch.Tensor
+    reference_after: torch.Tensor
+    policy_after: torch.Tensor
+    grad_norm: torch.Tensor
+
+
+class SavedAdapters(NamedTuple):
+    """What a worker held when it saved, and after one more call."""
+
+    sent: dict[str, torch.Tensor]
+    is_untouched: bool
+    saved: dict[str, torch.Tensor]
+    num_slots: int
+    continued: dict[str, torch.Tensor]
+
+
+class SeededLosses(NamedTuple):
+    trained: torch.Tensor
+    scored: torch.Tensor
+
+
+class Judged(NamedTuple):
+    """Scores, one step's loss, what was held after it, and why there is no reference."""
+
+    scores: torch.Tensor
+    loss: torch.Tensor
+    parameters: dict[str, torch.Tensor]
+    sent: dict[str, torch.Tensor]
+    refusal: str | None
 
 
 def sent_by(worker):
@@ -12,34 +58,28 @@ def sent_by(worker):
 
 
 def describe(*, config):
-    """Return what a new worker trains, holds and sends."""
     with worker_for(config) as worker:
         model = worker.model
         optimizer = worker._engine.optimizer.state.optimizer
-        return {
-            "trained": sorted(n for n, p in model.named_parameters() if p.requires_grad),
-            "optimized": sum(len(group["params"]) for group in optimizer.param_groups),
-            "dtypes": {name: parameter.dtype for name, parameter in model.named_parameters()},
-            "parameters": parameters_of(worker),
-            "info": worker.prepare_refit_info(),
-            "sent": sent_by(worker),
-        }
+        return Adapted(
+            trained=sorted(n for n, p in model.named_parameters() if p.requires_grad),
+            num_optimized=sum(len(group["params"]) for group in optimizer.param_groups),
+            dtypes={name: parameter.dtype for name, parameter in model.named_parameters()},
+            parameters=parameters_of(worker),
+            info=worker.prepare_refit_info(),
+            sent=sent_by(worker),
+        )
 
 
 def score_before_training(*, config, batch):
-    """Return reference log-probabilities around a step, the first call of all, and its norm."""
+    """Score as the reference first of all, then around a step."""
     with worker_for(config) as worker:
         rows, _ = rows_of(worker, batch, None, global_batch_size=4)
         reference = worker.get_reference_policy_logprobs(rows)["reference_logprobs"]
         result = worker.train(rows, make_loss("nll"))
         after = worker.get_reference_policy_logprobs(rows)["reference_logprobs"]
         policy = worker.get_logprobs(rows)["logprobs"]
-        return {
-            "reference": reference,
-            "after": after,
-            "policy": policy,
-            "grad_norm": result["grad_norm"],
-        }
+        return ScoredAroundStep(reference, after, policy, result["grad_norm"])
 
 
 def score_plainly(*, config, batch):
@@ -49,7 +89,7 @@ def score_plainly(*, config, batch):
 
 
 def train_and_save(*, config, batch, directory):
-    """Train, save in all three ways, and train once more; return what was held at each time."""
+    """Train, save in all three ways, and train once more."""
     with worker_for(config, init_reference_model=False) as worker:
         rows, _ = rows_of(worker, batch, None, global_batch_size=4)
         worker.train(rows, make_loss("nll"))
@@ -62,24 +102,23 @@ def train_and_save(*, config, batch, directory):
         saved = parameters_of(worker)
         slots = worker._engine.optimizer.state.optimizer.state
         worker.train(rows, make_loss("nll"))
-        return {
-            "sent": sent,
-            "is_untouched": is_untouched,
-            "saved": saved,
-            "num_slots": len(slots),
-            "continued": parameters_of(worker),
-            "shards": {n: local_tensor(p).shape for n, p in worker.model.named_parameters()},
-        }
+        return SavedAdapters(
+            sent=sent,
+            is_untouched=is_untouched,
+            saved=saved,
+            num_slots=len(slots),
+            continued=parameters_of(worker),
+        )
 
 
 def load_and_train(*, config, batch, directory):
-    """Load what `train_and_save` saved, train once; return the parameters before and after."""
+    """Load what `train_and_save` saved, and train once."""
     paths = {"weights_path": f"{directory}/weights", "optimizer_path": f"{directory}/optimizer"}
     with worker_for(config, init_reference_model=False, **paths) as worker:
         loaded = parameters_of(worker)
         rows, _ = rows_of(worker, batch, None, global_batch_size=4)
         worker.train(rows, make_loss("nll"))
-        return loaded, parameters_of(worker)
+        return Resumed(loaded, parameters_of(worker))
 
 
 def start(*, config, weights_path=None):
@@ -88,16 +127,16 @@ def start(*, config, weights_path=None):
 
 
 def train_twice_from_one_seed(*, config, batch):
-    """Return the losses of a call in training mode, and of the same rows in eval mode."""
+    """Evaluate rows, then train on them."""
     with worker_for(config, init_reference_model=False) as worker:
         rows, _ = rows_of(worker, batch, None, global_batch_size=4)
         scored = worker.train(rows, make_loss("nll"), eval_mode=True)["global_loss"]
         trained = worker.train(rows, make_loss("nll"))["global_loss"]
-        return trained, scored
+        return SeededLosses(trained, scored)
 
 
 def judge(*, config, batch, directory):
-    """Score, train a step, save; return what was held, and why there is no reference."""
+    """Score, train a step, save."""
     with worker_for(config) as worker:
         rows, _ = rows_of(worker, batch, None, global_batch_size=4)
         scores = worker.score(rows)["scores"]
@@ -109,13 +148,13 @@ def judge(*, config, batch, directory):
                 refusal = None
         except RuntimeError as error:
             refusal = str(error)
-        return {
-            "scores": scores,
-            "loss": result["global_loss"],
-            "parameters": parameters_of(worker),
-            "sent": sent_by(worker),
-            "refusal": refusal,
-        }
+        return Judged(
+            scores=scores,
+            loss=result["global_loss"],
+            parameters=parameters_of(worker),
+            sent=sent_by(worker),
+            refusal=refusal,
+        )
 
 
 def loaded_parameters(*, config, directory):

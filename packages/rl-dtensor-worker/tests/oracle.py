@@ -41,7 +41,7 @@ def gradients_of(model):
 
 
 def plain_training(model_name, batch, *, global_batch_size, num_calls, temperature=1.0):
-    """Train on whole global batches with torch.optim alone; return parameters, losses, norms."""
+    """Train on full global batches with torch.optim alone; return parameters, losses, norms."""
     return train_plainly(
         load(model_name),
         batch,
@@ -71,16 +71,14 @@ def train_plainly(model, batch, *, global_batch_size, num_calls, temperature=1.0
     return dict(model.named_parameters()), losses, norms
 
 
-def assert_trained_like(plain, trained, results):
-    """Hold a worker's parameters and the results of its calls against `plain_training`."""
+def assert_trained_like(plain, trained):
+    """Hold a `training_ranks.Trained` against `plain_training`."""
     parameters, losses, norms = plain
-    assert largest_difference(trained, parameters) < PARAMETER_TOLERANCE
-    reported = torch.cat([result["global_loss"] for result in results])
+    assert largest_difference(trained.parameters, parameters) < PARAMETER_TOLERANCE
     torch.testing.assert_close(
-        reported, torch.tensor(losses), atol=LOSS_TOLERANCE, rtol=LOSS_TOLERANCE
+        trained.losses, torch.tensor(losses), atol=LOSS_TOLERANCE, rtol=LOSS_TOLERANCE
     )
-    measured = torch.cat([result["grad_norm"] for result in results])
-    torch.testing.assert_close(measured, torch.tensor(norms), atol=1e-5, rtol=1e-5)
+    torch.testing.assert_close(trained.grad_norms, torch.tensor(norms), atol=1e-5, rtol=1e-5)
 
 
 def largest_difference(left, right):

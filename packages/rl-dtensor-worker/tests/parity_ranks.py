@@ -1,4 +1,6 @@
-"""What a rank gives for a case of the parity table."""
+"""Cases of the parity table that ranks run."""
+
+from typing import NamedTuple
 
 import torch
 from losses_for_tests import make_loss
@@ -8,6 +10,51 @@ from rl_dtensor_worker.parallel import collectives
 from tiny_model import rows_for_rank
 
 BUDGET = 24
+
+
+class Case(NamedTuple):
+    """What scoring, sending and training give on one rank."""
+
+    place: int
+    """The rank's data-parallel place."""
+    order: list[int] | None
+    """The order of all ranks' rows in the batch; None: as they were."""
+    columns: dict[str, torch.Tensor]
+    """Per-token log-probabilities of this rank's rows: `logprobs` and `reference`."""
+    sent: dict[str, torch.Tensor]
+    losses: torch.Tensor
+    grad_norms: torch.Tensor
+    parameters: dict[str, torch.Tensor]
+
+
+class Rows(NamedTuple):
+    """What calls give for the rows of one data-parallel place."""
+
+    place: int
+    order: list[int] | None
+    columns: dict[str, torch.Tensor]
+
+
+class Saved(NamedTuple):
+    """Parameters when they were saved, and after one more call."""
+
+    saved: dict[str, torch.Tensor]
+    continued: dict[str, torch.Tensor]
+
+
+class Resumed(NamedTuple):
+    """Parameters as they were loaded, and after one more call."""
+
+    loaded: dict[str, torch.Tensor]
+    continued: dict[str, torch.Tensor]
+
+
+class LogitTraining(NamedTuple):
+    losses: torch.Tensor
+    grad_norms: torch.Tensor
+    parameters: dict[str, torch.Tensor]
+    num_gathers: int
+    """How often logits were gathered along the vocabulary."""
 
 
 def rows_of(worker, batch, section, *, global_batch_size):
@@ -25,7 +72,6 @@ def rows_of(worker, batch, section, *, global_batch_size):
 
 
 def run_case(*, config, batch, section, num_calls, loss="nll"):
-    """Return what scoring, sending and training give, and this rank's data-parallel place."""
     with worker_for(config) as worker:
         rows, order = rows_of(worker, batch, section, global_batch_size=None)
         logprobs = worker.get_logprobs(rows)["logprobs"]
@@ -37,20 +83,19 @@ def run_case(*, config, batch, section, num_calls, loss="nll"):
         reference = worker.get_reference_policy_logprobs(
             rows_of(worker, batch, section, global_batch_size=None)[0]
         )
-        return {
-            "place": worker._engine.meshes.data["dp"].get_local_rank(),
-            "order": order,
-            "logprobs": logprobs,
-            "reference": reference["reference_logprobs"],
-            "sent": sent,
-            "losses": torch.cat([result["global_loss"] for result in results]),
-            "grad_norms": torch.cat([result["grad_norm"] for result in results]),
-            "parameters": parameters_of(worker),
-        }
+        return Case(
+            place=worker._engine.meshes.data["dp"].get_local_rank(),
+            order=order,
+            columns={"logprobs": logprobs, "reference": reference["reference_logprobs"]},
+            sent=sent,
+            losses=torch.cat([result["global_loss"] for result in results]),
+            grad_norms=torch.cat([result["grad_norm"] for result in results]),
+            parameters=parameters_of(worker),
+        )
 
 
 def train_and_save(*, config, batch, num_calls, weights_path, optimizer_path):
-    """Train `num_calls` times, save, train once more; return the parameters after both."""
+    """Train `num_calls` times, save, train once more."""
     with worker_for(config, init_reference_model=False) as worker:
         rows, _ = rows_of(worker, batch, None, global_batch_size=4)
         for _ in range(num_calls):
@@ -58,21 +103,20 @@ def train_and_save(*, config, batch, num_calls, weights_path, optimizer_path):
         saved = parameters_of(worker)
         worker.save_checkpoint(weights_path, optimizer_path)
         worker.train(rows, make_loss("nll"))
-        return saved, parameters_of(worker)
+        return Saved(saved, parameters_of(worker))
 
 
 def load_and_train(*, config, batch, weights_path, optimizer_path):
-    """Load, train once; return the parameters as loaded, and after."""
     options = {"weights_path": weights_path, "optimizer_path": optimizer_path}
     with worker_for(config, init_reference_model=False, **options) as worker:
         loaded = parameters_of(worker)
         rows, _ = rows_of(worker, batch, None, global_batch_size=4)
         worker.train(rows, make_loss("nll"))
-        return loaded, parameters_of(worker)
+        return Resumed(loaded, parameters_of(worker))
 
 
 def generate_and_score(*, config, batch, greedy):
-    """Return this rank's place, its completions, and the log-probabilities they are given."""
+    """Complete prompts, then score the completions; `scored` has the log-probabilities."""
     with worker_for(config, init_optimizer=False, init_reference_model=False) as worker:
         rows, _ = rows_of(worker, batch, None, global_batch_size=None)
         output = worker.generate(rows, greedy=greedy)
@@ -80,25 +124,23 @@ def generate_and_score(*, config, batch, greedy):
         scored = worker.get_logprobs(
             BatchedDataDict({"input_ids": output["output_ids"], "input_lengths": lengths})
         )["logprobs"]
-        return {
-            "place": worker._engine.meshes.data["dp"].get_local_rank(),
-            "order": None,
-            "prompt_lengths": rows["input_lengths"],
-            "scored": scored,
-            **output,
-        }
+        return Rows(
+            place=worker._engine.meshes.data["dp"].get_local_rank(),
+            order=None,
+            columns={"prompt_lengths": rows["input_lengths"], "scored": scored, **output},
+        )
 
 
 def call_in_layout(*, config, batch, method, **arguments):
-    """Return what a scoring call gives for this rank's rows, and its data-parallel place."""
+    """Call a scoring method on the rows of this rank's data-parallel place."""
     with worker_for(config, init_optimizer=False, init_reference_model=False) as worker:
         rows, _ = rows_of(worker, batch, None, global_batch_size=None)
         place = worker._engine.meshes.data["dp"].get_local_rank()
-        return {"place": place, "order": None, **getattr(worker, method)(rows, **arguments)}
+        return Rows(place, order=None, columns=dict(getattr(worker, method)(rows, **arguments)))
 
 
 def train_on_logits(*, config, batch, loss):
-    """Train three times; return losses, norms, parameters, and how often logits were gathered."""
+    """Train three times while counting gathers of logits."""
     gathers = []
     with worker_for(config, init_reference_model=False) as worker:
         tp, vocab_size = worker._engine.parallel.tensor_parallel, worker._engine.info.vocab_size
@@ -117,9 +159,9 @@ def train_on_logits(*, config, batch, loss):
             results = [worker.train(rows, make_loss(loss)) for _ in range(3)]
         finally:
             collectives.all_gather_dim = gather
-        return {
-            "losses": torch.cat([result["global_loss"] for result in results]),
-            "grad_norms": torch.cat([result["grad_norm"] for result in results]),
-            "parameters": parameters_of(worker),
-            "num_gathers": len(gathers),
-        }
+        return LogitTraining(
+            losses=torch.cat([result["global_loss"] for result in results]),
+            grad_norms=torch.cat([result["grad_norm"] for result in results]),
+            parameters=parameters_of(worker),
+            num_gathers=len(gathers),
+        )

@@ -1,15 +1,41 @@
-"""Processes that stay alive between tests, so that torch and transformers load once."""
+"""Ranks that stay alive between tests, forked from a server that has imported everything once."""
 
 import gc
 import multiprocessing
 import os
+import pickle
+import sys
 import time
 import traceback
+from functools import cache
+from multiprocessing import forkserver
 from multiprocessing.connection import wait
+from pathlib import Path
 
+import pytest
 from rl_interfaces.backend.runtime import ReservedPort
 
 _LIMIT_S = 240
+_TESTS = Path(__file__).parent
+# What the functions of all tests import, so that no rank imports it again.
+_PRELOADED = [
+    "dtensor_case",
+    "save_until_killed",
+    *(path.stem for path in sorted(_TESTS.glob("*_ranks.py"))),
+]
+
+
+@cache
+def fork_context():
+    """Return a multiprocessing context whose processes start with everything imported."""
+    multiprocessing.set_forkserver_preload(_PRELOADED)
+    with pytest.MonkeyPatch.context() as patch:
+        # The server ignores `sys.path`, and skips a module that it does not find without a word.
+        patch.setenv("PYTHONPATH", os.pathsep.join([str(_TESTS), *filter(None, sys.path)]))
+        # An import that asks for a GPU must not open the driver, which no fork could use.
+        patch.setenv("PYTORCH_NVML_BASED_CUDA_CHECK", "1")
+        forkserver.ensure_running()
+    return multiprocessing.get_context("forkserver")
 
 
 def _serve(rank, num_ranks, connection):
@@ -20,15 +46,17 @@ def _serve(rank, num_ranks, connection):
     os.environ.update(MASTER_ADDR="127.0.0.1")
     while True:
         try:
-            task = connection.recv()
+            function, port, kwargs = pickle.loads(connection.recv_bytes())
         except EOFError:
             return
-        function, port, kwargs = task
         os.environ["MASTER_PORT"] = str(port)
         try:
-            connection.send((True, function(**kwargs)))
+            result = (True, function(**kwargs))
         except Exception as error:
-            connection.send((False, (type(error).__name__, str(error), traceback.format_exc())))
+            result = (False, (type(error).__name__, str(error), traceback.format_exc()))
+        # By value: `send` would share each tensor's memory through a socket of its own.
+        connection.send_bytes(pickle.dumps(result))
+        del result
         # A worker's modules refer to each other, and to groups, whose threads wake all the time.
         # What is alive now, modules and caches above all, need not be looked through again.
         gc.collect()
@@ -44,10 +72,10 @@ class RankFailure(AssertionError):
 
 
 class RankPool:
-    """`num_ranks` spawned processes; `run` calls one function on all of them at the same time."""
+    """`num_ranks` processes; `run` calls one function on all of them at the same time."""
 
     def __init__(self, num_ranks):
-        context = multiprocessing.get_context("spawn")
+        context = fork_context()
         self.num_ranks = num_ranks
         self.processes, self.connections = [], []
         for rank in range(num_ranks):
@@ -62,7 +90,7 @@ class RankPool:
         """Return every rank's result, in rank order; raise the first rank's failure."""
         with ReservedPort() as port:
             for connection in self.connections:
-                connection.send((function, port.number, kwargs))
+                connection.send_bytes(pickle.dumps((function, port.number, kwargs)))
             results = self._results_of(function)
         self._raise_failures(results)
         return [result for _, result in results]
@@ -75,7 +103,7 @@ class RankPool:
                 # One that failed may be why another waits.
                 self._raise_failures(results)
                 raise TimeoutError(f"rank {rank} of {function.__name__} gave nothing in time")
-            results.append(connection.recv())
+            results.append(pickle.loads(connection.recv_bytes()))
         return results
 
     def _raise_failures(self, results):

@@ -1,4 +1,4 @@
-"""What every case of spawned ranks starts from: a worker, this rank's rows, its shards."""
+"""What every case of `*_ranks.py` starts from: a worker, this rank's rows, its shards."""
 
 import os
 from contextlib import contextmanager
@@ -22,7 +22,7 @@ def worker_for(config, **options):
 
 
 def parameters_of(worker):
-    """Return every parameter, whole, on the CPU. Collective."""
+    """Return every parameter, gathered, on the CPU. Collective."""
     return {name: full_tensor(p).cpu().clone() for name, p in worker.model.named_parameters()}
 
 

@@ -3,15 +3,15 @@
 import os
 import traceback
 
+import ranks
 import torch
+from rl_dtensor_worker.parallel.fsdp import local_tensor
 
 NUM_RANKS = 2
 
 
 def serve(connection):
-    """Fork ranks on demand from a process that has loaded all modules, and return their ids."""
-    import ranks  # noqa: F401 (the ranks inherit it)
-
+    """Fork ranks on demand; send their process ids, then their exit codes."""
     torch.set_num_threads(1)
     while True:
         try:
@@ -36,9 +36,7 @@ def serve(connection):
 
 
 def run_rank(rank, *, config, directory, port, first_version, last_version):
-    """Load, say what version that was, and save versions; rank 0 tells of it in a file."""
-    import ranks
-
+    """Load, check which version that was, and save versions; rank 0 logs both to a file."""
     os.environ.update(RANK=str(rank), WORLD_SIZE=str(NUM_RANKS), LOCAL_RANK=str(rank))
     os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
     paths = (f"{directory}/weights", f"{directory}/optimizer")
@@ -46,12 +44,12 @@ def run_rank(rank, *, config, directory, port, first_version, last_version):
         write_version(worker, 0)
         if first_version > 1:
             worker.load_checkpoint(*paths)
-            tell(rank, directory, f"loaded {version_of(worker)}")
+            log(rank, directory, f"loaded {version_of(worker)}")
         for version in range(first_version, last_version + 1):
             write_version(worker, version)
-            tell(rank, directory, f"saving {version}")
+            log(rank, directory, f"saving {version}")
             worker.save_checkpoint(*paths)
-            tell(rank, directory, f"saved {version}")
+            log(rank, directory, f"saved {version}")
         worker.finish_checkpoint()
 
 
@@ -71,9 +69,7 @@ def write_version(worker, version):
 
 
 def version_of(worker):
-    """Return the number in all of this rank's parameters and optimizer state, or all of them."""
-    from rl_dtensor_worker.parallel.fsdp import local_tensor
-
+    """Return the number that fills this rank's parameters and optimizer state, or `mixed`."""
     state = worker._engine.optimizer.state.optimizer.state
     tensors = [
         tensor for parameter, slots in state.items() for tensor in (parameter, *slots.values())
@@ -82,7 +78,7 @@ def version_of(worker):
     return f"{values.pop():g}" if len(values) == 1 else f"mixed {sorted(values)}"
 
 
-def tell(rank, directory, text):
+def log(rank, directory, text):
     if rank == 0:
-        with open(f"{directory}/log", "a") as log:
-            log.write(text + "\n")
+        with open(f"{directory}/log", "a") as file:
+            file.write(text + "\n")

@@ -1,9 +1,31 @@
-"""Cases of scoring and generation that spawned ranks run."""
+"""Cases of scoring and generation that ranks run."""
+
+from typing import NamedTuple
 
 import torch
 from losses_for_tests import make_loss
 from ranks import my_rows, this_rank, worker_for
 from training_ranks import my_planned_rows
+
+
+class Generated(NamedTuple):
+    """The output of each `generate`, and `get_logprobs` of the last one's sequences."""
+
+    outputs: list[dict]
+    scored: torch.Tensor
+
+
+class GeneratedThenScored(NamedTuple):
+    output_ids: torch.Tensor
+    logprobs: torch.Tensor
+    order: list[int]
+
+
+class PlannedCall(NamedTuple):
+    """A call's output for this rank's rows, and the order of all ranks' rows in the batch."""
+
+    output: dict[str, torch.Tensor]
+    order: list[int]
 
 
 def score(*, config, batch, micro_batch_size=None):
@@ -12,7 +34,7 @@ def score(*, config, batch, micro_batch_size=None):
 
 
 def generate(*, config, batch, greedy=False, num_calls=1):
-    """Return each call's output, and `get_logprobs` of the last one's sequences."""
+    """Generate `num_calls` times, then score the last completions."""
     with worker_for(config, init_optimizer=False, init_reference_model=False) as worker:
         rows = my_rows(batch)
         outputs = [dict(worker.generate(rows, greedy=greedy)) for _ in range(num_calls)]
@@ -22,7 +44,7 @@ def generate(*, config, batch, greedy=False, num_calls=1):
                 "input_lengths": outputs[-1]["unpadded_sequence_lengths"],
             }
         )
-        return outputs, worker.get_logprobs(sequences)["logprobs"]
+        return Generated(outputs, worker.get_logprobs(sequences)["logprobs"])
 
 
 def score_as_given(*, config, batch):
@@ -49,15 +71,16 @@ def start_with_attention(*, config, attention):
 
 
 def generate_then_score(*, config, batch, section, num_tokens):
-    """Return greedy completions, and the planned log-probabilities of `batch` after them."""
+    """Complete the prompts greedily, then score `batch` as planned."""
     rows, order = my_planned_rows(batch, section, num_tokens)
     with worker_for(config, init_optimizer=False, init_reference_model=False) as worker:
         output = worker.generate(my_rows(batch), greedy=True)
-        return output["output_ids"], worker.get_logprobs(rows)["logprobs"], order
+        logprobs = worker.get_logprobs(rows)["logprobs"]
+        return GeneratedThenScored(output["output_ids"], logprobs, order)
 
 
 def call_planned(*, config, batch, method, section=None, num_tokens=24, **arguments):
-    """Return what a scoring call gives for this rank's rows, and their order in the batch."""
+    """Call a scoring method on this rank's rows, planned if `section` says how."""
     rank, num_ranks = this_rank()
     if section is None:
         rows, order = my_rows(batch), list(range(batch.size))
@@ -67,7 +90,7 @@ def call_planned(*, config, batch, method, section=None, num_tokens=24, **argume
         shards, order = batch.shard_by_batch_size(num_ranks, **{key: budget})
         rows = shards[rank]
     with worker_for(config, init_optimizer=False, init_reference_model=False) as worker:
-        return dict(getattr(worker, method)(rows, **arguments)), order
+        return PlannedCall(dict(getattr(worker, method)(rows, **arguments)), order)
 
 
 def calls_of_the_wrong_head(*, config, batch):

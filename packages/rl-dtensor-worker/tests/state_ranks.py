@@ -1,8 +1,9 @@
-"""Cases of the reference, residency and information that spawned ranks run."""
+"""Cases of the reference, residency and information that ranks run."""
 
 import gc
 import os
 from pathlib import Path
+from typing import NamedTuple
 
 import torch
 from losses_for_tests import make_loss
@@ -10,8 +11,59 @@ from ranks import my_rows, shards_of, worker_for
 from rl_dtensor_worker.parallel.fsdp import local_tensor
 
 
+class PolicyAndReference(NamedTuple):
+    """Log-probabilities before training, and after each call of `train`."""
+
+    policy: list[torch.Tensor]
+    reference: list[torch.Tensor]
+
+
+class InterruptedSwap(NamedTuple):
+    was_swapped: bool
+    is_restored: bool
+
+
+class Description(NamedTuple):
+    """What a worker says of itself."""
+
+    text: str
+    is_alive: bool
+    info: dict
+    device_id: str
+    state_names: list[str]
+
+
+class StateDevices(NamedTuple):
+    """The device types that one residency state uses, and the memory that it allocates."""
+
+    parameters: set[str]
+    optimizer: set[str]
+    buffers: set[str]
+    memory_mb: float
+
+
+class Moves(NamedTuple):
+    is_same_model: bool
+    devices: set[str]
+    same_shards: bool
+    still_trains: bool
+
+
+class SwapAddresses(NamedTuple):
+    """The addresses of all tensors of a swap, after the first and after the third."""
+
+    first: list[int]
+    third: list[int]
+
+
+class SwapLogits(NamedTuple):
+    before: torch.Tensor
+    inside: torch.Tensor
+    after: torch.Tensor
+
+
 def reference_stays(*, config, batch):
-    """Return policy and reference log-probabilities before and after training."""
+    """Score with policy and reference before and after each of two calls of `train`."""
     with worker_for(config) as worker:
         rows = my_rows(batch, 4)
         reference = [worker.get_reference_policy_logprobs(rows)["reference_logprobs"]]
@@ -23,7 +75,7 @@ def reference_stays(*, config, batch):
             restored = shards_of(worker)
             assert all(torch.equal(shards[n], restored[n]) for n in shards)
             policy.append(worker.get_logprobs(rows)["logprobs"])
-        return policy, reference
+        return PolicyAndReference(policy, reference)
 
 
 def reference_context_restores_after_an_error(*, config):
@@ -38,9 +90,9 @@ def reference_context_restores_after_an_error(*, config):
         except KeyError:
             pass
         after = shards_of(worker)
-        return (
-            any(not torch.equal(before[n], inside[n]) for n in before),
-            all(torch.equal(before[n], after[n]) for n in before),
+        return InterruptedSwap(
+            was_swapped=any(not torch.equal(before[n], inside[n]) for n in before),
+            is_restored=all(torch.equal(before[n], after[n]) for n in before),
         )
 
 
@@ -85,34 +137,35 @@ def calls_in_wrong_states(*, config, batch):
 
 
 def describe(*, config, directory):
-    """Return information, and the traces that profiling leaves."""
+    """Describe a worker, and profile it into a trace below `directory`."""
     os.chdir(directory)
     with worker_for(config) as worker:
         worker.reset_peak_memory_stats()
         worker.start_gpu_profiling()
         torch.ones(4).sum()
         worker.stop_gpu_profiling()
-        return {
-            "repr": repr(worker),
-            "alive": worker.is_alive(),
-            "info": worker.get_gpu_info(),
-            "device_id": worker.report_device_id(),
-            "state": sorted(worker.return_state_dict()),
-        }
+        return Description(
+            text=repr(worker),
+            is_alive=worker.is_alive(),
+            info=worker.get_gpu_info(),
+            device_id=worker.report_device_id(),
+            state_names=sorted(worker.return_state_dict()),
+        )
 
 
 def devices_in_each_state(*, config, batch):
-    """Return, per residency state, the devices of parameters, optimizer state and buffers."""
+    """Return the `StateDevices` of each residency state, by its name."""
 
     def devices(worker):
         state = worker._engine.optimizer.state.optimizer.state.values()
         slots = [v for slots in state for v in slots.values() if v.ndim]
-        return tuple(
+        types = (
             {tensor.device.type for tensor in tensors}
             for tensors in (worker.model.parameters(), slots, worker.model.buffers())
         )
+        return StateDevices(*types, memory_mb=worker.get_gpu_info()["memory_allocated_mb"])
 
-    found, memory = {}, {}
+    found = {}
     with worker_for(config) as worker:
         worker.train(my_rows(batch, 4), make_loss("nll"))
         for name, call in (
@@ -123,8 +176,7 @@ def devices_in_each_state(*, config, batch):
         ):
             call()
             found[name] = devices(worker)
-            memory[name] = worker.get_gpu_info()["memory_allocated_mb"]
-    return found | {"memory": memory}
+    return found
 
 
 def documented_moves(*, config, batch):
@@ -135,16 +187,16 @@ def documented_moves(*, config, batch):
         back = worker.move_buffer_to_device(worker.move_to_cuda(moved), worker._engine.info.device)
         after = shards_of(worker)
         result = worker.train(my_rows(batch, 4), make_loss("nll"))
-        return {
-            "same_model": moved is worker.model and back is worker.model,
-            "devices": devices,
-            "same_shards": all(torch.equal(before[n], after[n]) for n in before),
-            "still_trains": bool(torch.isfinite(result["grad_norm"]).all()),
-        }
+        return Moves(
+            is_same_model=moved is worker.model and back is worker.model,
+            devices=devices,
+            same_shards=all(torch.equal(before[n], after[n]) for n in before),
+            still_trains=bool(torch.isfinite(result["grad_norm"]).all()),
+        )
 
 
 def memory_of_swaps(*, config, batch):
-    """Return where all tensors of a swap lie, after the first and after the third."""
+    """Swap the reference in three times, with a `train` after each."""
     from rl_interfaces.backend.components import ReferenceCopy
 
     with worker_for(config) as worker:
@@ -161,7 +213,7 @@ def memory_of_swaps(*, config, batch):
             held += [local_tensor(parameter) for parameter in worker.model.parameters()]
             places.append([tensor.data_ptr() for tensor in held])
             worker.train(rows, make_loss("nll"))
-        return places[0], places[-1]
+        return SwapAddresses(first=places[0], third=places[-1])
 
 
 def forwards_around_a_swap(*, config, batch):
@@ -171,7 +223,7 @@ def forwards_around_a_swap(*, config, batch):
         before = worker.model(batch["input_ids"]).logits
         with worker.use_reference_model():
             inside = worker.model(batch["input_ids"]).logits
-        return before, inside, worker.model(batch["input_ids"]).logits
+        return SwapLogits(before, inside, worker.model(batch["input_ids"]).logits)
 
 
 def threads_of_groups():

@@ -1,6 +1,4 @@
 import shutil
-import subprocess
-import sys
 import threading
 
 import checkpoint_ranks
@@ -8,7 +6,7 @@ import pytest
 import scoring_ranks
 import torch
 from oracle import LOGPROB_TOLERANCE, largest_difference, load, plain_logprobs
-from rank_pool import RankFailure, RankPool
+from rank_pool import RankFailure, RankPool, fork_context
 from rl_interfaces.backend.checkpoint.checkpointer import Checkpointer, PendingSave
 from safetensors.torch import load_file
 from tiny_checkpoints import save_model
@@ -38,23 +36,26 @@ def test_a_new_process_continues_bit_for_bit(saved):
         resumed = fresh.run(checkpoint_ranks.load_and_train, **arguments)
     finally:
         fresh.close()
-    for (result, shards, sampled, _), (result_2, shards_2, sampled_2, _) in zip(
-        uninterrupted, resumed, strict=True
-    ):
-        assert torch.equal(result["global_loss"], result_2["global_loss"])
-        assert torch.equal(result["grad_norm"], result_2["grad_norm"])
-        assert result["all_mb_metrics"]["lr"] == result_2["all_mb_metrics"]["lr"]
-        assert all(torch.equal(shards[name], shards_2[name]) for name in shards)
-        assert torch.equal(sampled, sampled_2)
+    for before, after in zip(uninterrupted, resumed, strict=True):
+        assert_bitwise_equal(before, after)
+
+
+def assert_bitwise_equal(left, right):
+    """Check loss, norm, learning rate, shards and samples of two ranks."""
+    assert torch.equal(left.result["global_loss"], right.result["global_loss"])
+    assert torch.equal(left.result["grad_norm"], right.result["grad_norm"])
+    assert left.result["all_mb_metrics"]["lr"] == right.result["all_mb_metrics"]["lr"]
+    assert all(torch.equal(left.shards[name], right.shards[name]) for name in left.shards)
+    assert torch.equal(left.sampled, right.sampled)
 
 
 @pytest.mark.slow_beyond(1)
 @pytest.mark.parametrize("num_ranks", [1, 4])
 def test_another_layout_continues(saved, pools, num_ranks):
     arguments, uninterrupted = saved
-    (_, _, _, parameters), *_ = pools(num_ranks).run(checkpoint_ranks.load_and_train, **arguments)
+    resumed, *_ = pools(num_ranks).run(checkpoint_ranks.load_and_train, **arguments)
     # The same numbers in another order of summation.
-    assert largest_difference(parameters, uninterrupted[0][3]) < 1e-6
+    assert largest_difference(resumed.parameters, uninterrupted[0].parameters) < 1e-6
 
 
 def test_the_hugging_face_directory_loads_with_equal_logits(saved, pools):
@@ -75,7 +76,7 @@ def test_the_hugging_face_directory_loads_with_equal_logits(saved, pools):
     assert tokenizer.eos_token == "<eos>"
 
 
-def test_saving_over_a_checkpoint_replaces_it_whole(pools, tiny_model, tmp_path):
+def test_saving_over_a_checkpoint_replaces_all_of_it(pools, tiny_model, tmp_path):
     config = make_config(tiny_model)
     (tmp_path / "weights.partial").mkdir()  # what a crash leaves
     (tmp_path / "weights.old").mkdir()
@@ -90,12 +91,10 @@ def test_saving_over_a_checkpoint_replaces_it_whole(pools, tiny_model, tmp_path)
 
 
 def test_a_start_that_fails_leaves_nothing_open(pools, tiny_model):
-    for closed, in_group, text in pools(2).run(
-        checkpoint_ranks.start_from_nothing, config=make_config(tiny_model)
-    ):
-        assert closed == ["Checkpointer", "WeightTransfer"]
-        assert not in_group
-        assert "weights_path='/no/such/checkpoint'" in text
+    for start in pools(2).run(checkpoint_ranks.start_from_nothing, config=make_config(tiny_model)):
+        assert start.closed == ["Checkpointer", "WeightTransfer"]
+        assert not start.is_in_group
+        assert "weights_path='/no/such/checkpoint'" in start.error
 
 
 def test_what_is_no_checkpoint_is_named(saved, pools, tmp_path):
@@ -153,9 +152,10 @@ def test_a_load_gives_the_optimizer_what_the_save_holds(
     ranks = pools(num_ranks)
     outcomes = ranks.run(checkpoint_ranks.continue_and_load, **arguments, num_before=num_before)
     resumed = ranks.run(checkpoint_ranks.resume, **arguments)
-    for (continued, loaded), anew in zip(outcomes, resumed, strict=True):
-        assert all(torch.equal(continued[name], loaded[name]) for name in continued)
-        assert all(torch.equal(continued[name], anew[name]) for name in continued)
+    for outcome, anew in zip(outcomes, resumed, strict=True):
+        for name, shard in outcome.continued.items():
+            assert torch.equal(shard, outcome.loaded[name])
+            assert torch.equal(shard, anew[name])
 
 
 def test_a_load_that_is_refused_changes_nothing(saved, pools, tmp_path):
@@ -177,11 +177,11 @@ def test_a_load_that_is_refused_changes_nothing(saved, pools, tmp_path):
         (saved_config | {"scheduler": listed}, ["LinearLR, the", "ConstantLR, torch"]),
         (constant, ["scheduler is torch.optim.lr_scheduler.LinearLR", "LambdaLR"]),
     ):
-        for text, is_same in pools(2).run(
+        for refused in pools(2).run(
             checkpoint_ranks.refused_load, config=config, batch=make_batch(4), **paths
         ):
-            assert all(word in text for word in words), text
-            assert is_same
+            assert all(word in refused.error for word in words), refused.error
+            assert refused.is_unchanged
 
 
 @pytest.fixture(scope="module")
@@ -197,17 +197,13 @@ def test_a_save_in_the_background_is_of_the_moment_it_was_asked_for(pools, async
         batch=make_batch(8),
         directory=str(tmp_path),
     )
-    for is_on_disk, (first, shards, sampled), (again, shards_again, sampled_again) in outcomes:
-        assert not is_on_disk
-        assert torch.equal(first["global_loss"], again["global_loss"])
-        assert torch.equal(first["grad_norm"], again["grad_norm"])
-        assert first["all_mb_metrics"]["lr"] == again["all_mb_metrics"]["lr"]
-        assert all(torch.equal(shards[name], shards_again[name]) for name in shards)
-        assert torch.equal(sampled, sampled_again)
+    for outcome in outcomes:
+        assert not outcome.is_on_disk
+        assert_bitwise_equal(outcome.first, outcome.again)
 
 
 @pytest.mark.parametrize("in_background", [False, True])
-def test_what_cannot_be_written_is_said_on_every_rank(
+def test_what_cannot_be_written_is_reported_on_every_rank(
     pools, tiny_model, async_config, tmp_path, in_background
 ):
     (tmp_path / "file").write_text("")
@@ -215,17 +211,17 @@ def test_what_cannot_be_written_is_said_on_every_rank(
     outcomes = pools(2).run(
         checkpoint_ranks.saves_that_fail, config=config, directory=str(tmp_path)
     )
-    for errors, is_loaded in outcomes:
-        under_a_file, no_room, no_room_again, taken = errors
-        assert all("RuntimeError: the checkpoint" in each for each in errors[:3])
-        assert "file/weights" in under_a_file
-        assert "Not a directory" in under_a_file
-        for text in (no_room, no_room_again):
+    for outcome in outcomes:
+        assert "RuntimeError: the checkpoint" in outcome.under_a_file
+        assert "file/weights" in outcome.under_a_file
+        assert "Not a directory" in outcome.under_a_file
+        for text in (outcome.no_room, outcome.no_room_again):
+            assert "RuntimeError: the checkpoint" in text
             assert f"{tmp_path}/weights" in text
             assert "rank 1 failed: OSError" in text
             assert "File too large" in text
-        assert "no save has written it" in taken
-        assert is_loaded
+        assert "no save has written it" in outcome.existing
+        assert outcome.is_loaded
     assert {path.name for path in tmp_path.iterdir()} == {"file", "weights", "mine"}
 
 
@@ -249,14 +245,13 @@ def test_a_save_that_took_too_long_still_says_what_it_failed_with(tmp_path):
 
 
 def test_a_process_ends_though_a_save_does_not():
-    program = """
-import threading
-from pathlib import Path
-from rl_interfaces.backend.checkpoint.checkpointer import PendingSave
-
-PendingSave(threading.Event().wait, path=Path("weights"))
-"""
-    subprocess.run([sys.executable, "-c", program], check=True, timeout=120)
+    process = fork_context().Process(target=checkpoint_ranks.leave_save_running)
+    process.start()
+    process.join(timeout=60)
+    has_ended = not process.is_alive()
+    process.kill()
+    assert has_ended
+    assert process.exitcode == 0
 
 
 def test_a_tokenizer_that_a_save_in_the_background_would_replace_is_refused(
@@ -303,10 +298,10 @@ def test_an_export_in_several_files_has_the_names_and_bits_of_its_source(pools, 
     files = sorted((tmp_path / "hf").glob("*.safetensors"))
     assert len(files) > 2
     assert files[0].name == f"model-00001-of-{len(files):05d}.safetensors"
-    whole = load_file(f"{source}/model.safetensors")
+    original = load_file(f"{source}/model.safetensors")
     exported = {key: value for file in files for key, value in load_file(file).items()}
-    assert exported.keys() == whole.keys()
-    assert all(torch.equal(exported[key], whole[key]) for key in whole)
+    assert exported.keys() == original.keys()
+    assert all(torch.equal(exported[key], original[key]) for key in original)
     ours, plain = load(f"{tmp_path}/hf"), load(source)
     assert largest_difference(dict(ours.named_parameters()), dict(plain.named_parameters())) == 0
     assert type(ours) is type(plain)

@@ -36,14 +36,13 @@ def test_values_and_gradients_equal_full_sequences(pools, num_ranks, window, key
         outputs.append(out.transpose(1, 2))
     expected = torch.cat(outputs, dim=1)
     (expected * weights).sum().backward()
-    for rank_result in pools(num_ranks).run(
+    for attended in pools(num_ranks).run(
         attend_to_shards,
         states=[states.detach() for states in (query, key, value)],
         weights=weights,
         lengths=lengths,
         window=window,
     ):
-        output, gradients = rank_result
-        torch.testing.assert_close(output, expected.detach(), atol=1e-6, rtol=1e-5)
-        for found, states in zip(gradients, (query, key, value), strict=True):
+        torch.testing.assert_close(attended.output, expected.detach(), atol=1e-6, rtol=1e-5)
+        for found, states in zip(attended.gradients, (query, key, value), strict=True):
             torch.testing.assert_close(found, states.grad, atol=1e-5, rtol=1e-5)

@@ -7,18 +7,18 @@ from tiny_model import make_config
 def test_information_and_profiling_traces(pools, tiny_model, tmp_path):
     config = make_config(tiny_model, profile_dir="traces")
     outcomes = pools(2).run(state_ranks.describe, config=config, directory=str(tmp_path))
-    assert [outcome["repr"] for outcome in outcomes] == [
+    assert [outcome.text for outcome in outcomes] == [
         "DTensorPolicyWorker[rank=0]",
         "DTensorPolicyWorker[rank=1]",
     ]
-    assert all(outcome["alive"] for outcome in outcomes)
-    assert [outcome["info"]["rank"] for outcome in outcomes] == [0, 1]
-    assert {outcome["info"]["world_size"] for outcome in outcomes} == {2}
-    ids = {outcome["device_id"] for outcome in outcomes}
+    assert all(outcome.is_alive for outcome in outcomes)
+    assert [outcome.info["rank"] for outcome in outcomes] == [0, 1]
+    assert {outcome.info["world_size"] for outcome in outcomes} == {2}
+    ids = {outcome.device_id for outcome in outcomes}
     assert len(ids) == 1  # one host
-    assert ids == {outcome["info"]["global_device_id"] for outcome in outcomes}
-    ((name, values),) = outcomes[0]["info"]["parameter_sample"].items()
-    assert name in outcomes[0]["state"]
+    assert ids == {outcome.info["global_device_id"] for outcome in outcomes}
+    ((name, values),) = outcomes[0].info["parameter_sample"].items()
+    assert name in outcomes[0].state_names
     assert len(values) == 4
     for rank in (0, 1):
         trace = json.loads((tmp_path / "traces" / f"rank_{rank}_0.json").read_text())

@@ -4,16 +4,16 @@ from oracle import LOGPROB_TOLERANCE, load
 from tiny_model import make_batch, make_config
 
 
-def test_one_rank_may_run_alone_while_the_model_is_whole(pools, tiny_model):
+def test_one_rank_may_run_alone_while_the_model_is_unsharded(pools, tiny_model):
     batch = make_batch(4)
     outcomes = pools(2).run(
         training_ranks.unsharded_forwards, config=make_config(tiny_model), batch=batch
     )
-    assert all(same_shards and same_copies for same_shards, same_copies, _ in outcomes)
+    assert all(outcome.same_shards and outcome.same_copies for outcome in outcomes)
     with torch.no_grad():
         expected = load(tiny_model)(batch["input_ids"]).logits
-    torch.testing.assert_close(outcomes[0][2], expected, atol=LOGPROB_TOLERANCE, rtol=0)
-    assert outcomes[1][2] is None
+    torch.testing.assert_close(outcomes[0].logits, expected, atol=LOGPROB_TOLERANCE, rtol=0)
+    assert outcomes[1].logits is None
 
 
 def test_a_rank_is_left_unsharded_only_where_it_is_alone_and_casts_nothing(pools, tiny_model):
@@ -27,8 +27,11 @@ def test_a_rank_is_left_unsharded_only_where_it_is_alone_and_casts_nothing(pools
     assert sharded(2) > 1
 
 
-def test_a_model_that_cannot_be_made_whole_is_sharded_again(pools, tiny_model):
+def test_a_model_that_cannot_be_unsharded_is_sharded_again(pools, tiny_model):
     outcomes = pools(2).run(
         training_ranks.failing_unshard, config=make_config(tiny_model), batch=make_batch(4)
     )
-    assert outcomes == [(0, True, True)] * 2
+    for outcome in outcomes:
+        assert outcome.num_unsharded == 0
+        assert outcome.same_shards
+        assert outcome.same_flags

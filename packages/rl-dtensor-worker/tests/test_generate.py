@@ -12,7 +12,7 @@ def _config(model, **generation):
 
 
 def _gather(results, key):
-    parts = [outputs[-1][key] for outputs, _ in results]
+    parts = [result.outputs[-1][key] for result in results]
     if parts[0].ndim == 1:
         return torch.cat(parts)
     width = max(part.shape[1] for part in parts)
@@ -42,14 +42,14 @@ def test_greedy_equals_transformers_on_ragged_prompts(pools, tiny_model, num_ran
 def test_sampled_logprobs_are_those_of_the_policy(pools, tiny_model):
     batch = make_batch(6)
     config = _config(tiny_model, temperature=0.7)
-    for outputs, scored in pools(2).run(scoring_ranks.generate, config=config, batch=batch):
-        output = outputs[-1]
+    for result in pools(2).run(scoring_ranks.generate, config=config, batch=batch):
+        output = result.outputs[-1]
         position = torch.arange(output["output_ids"].shape[1])
         total = output["unpadded_sequence_lengths"][:, None]
         start = total - output["generation_lengths"][:, None]
         generated = (position >= start) & (position < total)
         torch.testing.assert_close(
-            output["logprobs"][generated], scored[generated], atol=LOGPROB_TOLERANCE, rtol=0
+            output["logprobs"][generated], result.scored[generated], atol=LOGPROB_TOLERANCE, rtol=0
         )
         assert torch.all(output["logprobs"][~generated] == 0)
         assert torch.all(output["logprobs"][generated] < 0)
@@ -58,8 +58,8 @@ def test_sampled_logprobs_are_those_of_the_policy(pools, tiny_model):
 def test_truncated_logprobs_are_those_of_the_truncated_distribution(pools, tiny_model):
     batch = make_batch(4)
     config = _config(tiny_model, temperature=1.3, top_k=5, top_p=0.8, max_new_tokens=4)
-    ((outputs, _),) = pools(1).run(scoring_ranks.generate, config=config, batch=batch)
-    output, model = outputs[-1], load(tiny_model)
+    (result,) = pools(1).run(scoring_ranks.generate, config=config, batch=batch)
+    output, model = result.outputs[-1], load(tiny_model)
     for row, length in enumerate(batch["input_lengths"].tolist()):
         total = int(output["unpadded_sequence_lengths"][row])
         tokens = output["output_ids"][row : row + 1, :total]
@@ -85,7 +85,7 @@ def test_the_seed_decides_and_ranks_differ(pools, tiny_model):
         )
         for seed in (5, 5, 6)
     ]
-    ids = [[[call["output_ids"] for call in outputs] for outputs, _ in run] for run in runs]
+    ids = [[[call["output_ids"] for call in rank.outputs] for rank in run] for run in runs]
     assert all(
         torch.equal(ids[0][rank][call], ids[1][rank][call]) for rank in (0, 1) for call in (0, 1)
     )
@@ -100,10 +100,10 @@ def _same(left, right):
 
 def test_rows_stop_at_tokens_strings_and_the_longest_length(pools, tiny_model):
     batch = make_batch(8)
-    free = pools(1).run(
+    (free,) = pools(1).run(
         scoring_ranks.generate, config=_config(tiny_model), batch=batch, greedy=True
     )
-    output = free[0][0][-1]
+    output = free.outputs[-1]
     row = int(output["generation_lengths"].argmax())
     start, length = int(batch["input_lengths"][row]), int(output["generation_lengths"][row])
     assert length >= 4
@@ -112,23 +112,22 @@ def test_rows_stop_at_tokens_strings_and_the_longest_length(pools, tiny_model):
     text = build_tokenizer().decode([stop])
     for generation in ({"stop_token_ids": [stop]}, {"stop_strings": [text]}):
         config = _config(tiny_model, **generation)
-        ((outputs, _),) = pools(1).run(
-            scoring_ranks.generate, config=config, batch=batch, greedy=True
-        )
-        stopped = outputs[-1]
+        (result,) = pools(1).run(scoring_ranks.generate, config=config, batch=batch, greedy=True)
+        stopped = result.outputs[-1]
         assert int(stopped["generation_lengths"][row]) == first + 1
         assert int(stopped["output_ids"][row, start + first]) == stop
     config = _config(tiny_model)
     config["max_total_sequence_length"] = 14
-    ((outputs, _),) = pools(1).run(scoring_ranks.generate, config=config, batch=batch, greedy=True)
-    assert int(outputs[-1]["unpadded_sequence_lengths"].max()) == 14
+    (result,) = pools(1).run(scoring_ranks.generate, config=config, batch=batch, greedy=True)
+    assert int(result.outputs[-1]["unpadded_sequence_lengths"].max()) == 14
 
 
 def test_rows_end_with_their_end_token(pools, tiny_model):
     batch = make_batch(32)
     config = _config(tiny_model, temperature=2.0, max_new_tokens=30)
-    ((outputs, _),) = pools(1).run(scoring_ranks.generate, config=config, batch=batch)
-    ids, totals = outputs[-1]["output_ids"], outputs[-1]["unpadded_sequence_lengths"]
+    (result,) = pools(1).run(scoring_ranks.generate, config=config, batch=batch)
+    output = result.outputs[-1]
+    ids, totals = output["output_ids"], output["unpadded_sequence_lengths"]
     ended = 0
     for row, length in enumerate(batch["input_lengths"].tolist()):
         completion = ids[row, length : totals[row]].tolist()

@@ -32,20 +32,19 @@ def test_three_steps_equal_a_plain_loop(pools, tiny_model, cpu_offload):
         tiny_model, make_batch(8), global_batch_size=4, num_calls=3
     )
     section = {"enabled": True, "cpu_offload": cpu_offload}
-    ((trained, results),) = pools(1).run(
+    (trained,) = pools(1).run(
         training_ranks.train,
         config=make_config(tiny_model, dtensor_cfg=section),
         batch=make_batch(8),
         num_calls=3,
     )
-    assert largest_difference(trained, parameters) < GPU_TOLERANCE
-    reported = torch.cat([result["global_loss"] for result in results])
-    torch.testing.assert_close(reported, torch.tensor(losses), atol=1e-5, rtol=1e-5)
+    assert largest_difference(trained.parameters, parameters) < GPU_TOLERANCE
+    torch.testing.assert_close(trained.losses, torch.tensor(losses), atol=1e-5, rtol=1e-5)
 
 
 def test_greedy_equals_transformers(pools, tiny_model):
     batch = make_batch(5)
-    ((outputs, _),) = pools(1).run(
+    (generated,) = pools(1).run(
         scoring_ranks.generate, config=make_config(tiny_model), batch=batch, greedy=True
     )
     model = load(tiny_model)
@@ -53,8 +52,9 @@ def test_greedy_equals_transformers(pools, tiny_model):
         expected = model.generate(
             batch["input_ids"][row : row + 1, :length], do_sample=False, max_new_tokens=8
         )[0]
-        total = int(outputs[-1]["unpadded_sequence_lengths"][row])
-        assert outputs[-1]["output_ids"][row, :total].tolist() == expected.tolist()
+        output = generated.outputs[-1]
+        total = int(output["unpadded_sequence_lengths"][row])
+        assert output["output_ids"][row, :total].tolist() == expected.tolist()
 
 
 @pytest.mark.parametrize("cpu_offload", [False, True])
@@ -66,11 +66,12 @@ def test_each_state_holds_what_it_says(pools, tiny_model, cpu_offload):
         batch=make_batch(4),
     )
     resident = "cpu" if cpu_offload else "cuda"
-    assert states["training"] == ({resident}, {resident}, {"cuda"})
-    assert states["inference"] == ({resident}, {"cpu"}, {"cuda"})
-    assert states["refitting"] == ({resident}, {"cpu"}, {"cuda"})
-    assert states["offloaded"] == ({"cpu"}, {"cpu"}, {"cpu"})
-    assert states["memory"]["offloaded"] < states["memory"]["training"]
+    devices = {name: state[:3] for name, state in states.items()}  # parameters, optimizer, buffers
+    assert devices["training"] == ({resident}, {resident}, {"cuda"})
+    assert devices["inference"] == ({resident}, {"cpu"}, {"cuda"})
+    assert devices["refitting"] == ({resident}, {"cpu"}, {"cuda"})
+    assert devices["offloaded"] == ({"cpu"}, {"cpu"}, {"cpu"})
+    assert states["offloaded"].memory_mb < states["training"].memory_mb
 
 
 def test_offload_and_reload_is_bit_exact(pools, tiny_model):
@@ -82,16 +83,16 @@ def test_offload_and_reload_is_bit_exact(pools, tiny_model):
 
 def test_reference_and_random_state(pools, tiny_model):
     batch = make_batch(8)
-    ((policy, reference),) = pools(1).run(
+    (scores,) = pools(1).run(
         state_ranks.reference_stays, config=make_config(tiny_model), batch=batch
     )
-    assert torch.equal(reference[0], reference[2])
-    assert (policy[2] - policy[0]).abs().max() > 1e-3
+    assert torch.equal(scores.reference[0], scores.reference[2])
+    assert (scores.policy[2] - scores.policy[0]).abs().max() > 1e-3
     (outcome,) = pools(1).run(
         training_ranks.eval_leaves_no_trace, config=make_config(tiny_model), batch=batch
     )
-    assert outcome["same_shards"]
-    assert outcome["same_random"]
+    assert outcome.same_shards
+    assert outcome.same_random
 
 
 def test_a_checkpoint_continues_bit_for_bit(pools, tiny_model, tmp_path):
@@ -100,29 +101,28 @@ def test_a_checkpoint_continues_bit_for_bit(pools, tiny_model, tmp_path):
         "batch": make_batch(8),
         "directory": str(tmp_path),
     }
-    ((_, shards, sampled, _),) = pools(1).run(checkpoint_ranks.train_save_train, **arguments)
-    ((_, resumed, sampled_again, _),) = pools(1).run(checkpoint_ranks.load_and_train, **arguments)
-    assert all(torch.equal(shards[name], resumed[name]) for name in shards)
-    assert torch.equal(sampled, sampled_again)
+    (before,) = pools(1).run(checkpoint_ranks.train_save_train, **arguments)
+    (after,) = pools(1).run(checkpoint_ranks.load_and_train, **arguments)
+    assert all(torch.equal(shard, after.shards[name]) for name, shard in before.shards.items())
+    assert torch.equal(before.sampled, after.sampled)
 
 
 def test_information(pools, tiny_model, tmp_path):
     (outcome,) = pools(1).run(
         state_ranks.describe, config=make_config(tiny_model), directory=str(tmp_path)
     )
-    assert outcome["device_id"].startswith("GPU-")
-    assert outcome["info"]["memory_allocated_mb"] > 0
-    assert outcome["info"]["local_device_id"] == 0
+    assert outcome.device_id.startswith("GPU-")
+    assert outcome.info["memory_allocated_mb"] > 0
+    assert outcome.info["local_device_id"] == 0
 
 
 @pytest.mark.parametrize("precision", ["bfloat16", "float16"])
 def test_half_precision_trains(pools, tiny_model, precision):
-    ((_, results),) = pools(1).run(
+    (trained,) = pools(1).run(
         training_ranks.train,
         config=make_config(tiny_model, precision=precision),
         batch=make_batch(8),
         num_calls=3,
     )
-    losses = torch.cat([result["global_loss"] for result in results])
-    assert torch.isfinite(losses).all()
-    assert losses[-1] < losses[1]  # the same rows, two calls later
+    assert torch.isfinite(trained.losses).all()
+    assert trained.losses[-1] < trained.losses[1]  # the same rows, two calls later

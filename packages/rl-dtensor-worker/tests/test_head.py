@@ -124,7 +124,7 @@ def test_no_pass_holds_all_logits(monkeypatch):
     assert largest.numel < num_rows * width * vocab_size
 
 
-def test_the_backward_pass_makes_the_output_matrix_whole_again(pools, tmp_path):
+def test_the_backward_pass_gathers_the_output_matrix_again(pools, tmp_path):
     # FSDP learns from the forward's output that a backward pass will come.
     build("llama").save_pretrained(tmp_path)
     plain, interrupted = (
@@ -161,12 +161,12 @@ def test_sharded_models_train_as_plain_ones(pools, tmp_path, name):
         str(tmp_path), batch, global_batch_size=4, num_calls=2, temperature=TEMPERATURE
     )
     generation = {"max_new_tokens": 8, "temperature": TEMPERATURE}
-    trained, results = pools(2).run(
+    trained, *_ = pools(2).run(
         training_ranks.train,
         config=make_config(str(tmp_path), generation=generation),
         batch=batch,
         num_calls=2,
         mbs=1,
-    )[0]
-    assert largest_difference(trained, parameters) < PARAMETER_TOLERANCE
-    assert float(results[-1]["global_loss"]) == pytest.approx(losses[-1], abs=LOSS_TOLERANCE)
+    )
+    assert largest_difference(trained.parameters, parameters) < PARAMETER_TOLERANCE
+    assert float(trained.losses[-1]) == pytest.approx(losses[-1], abs=LOSS_TOLERANCE)

@@ -39,7 +39,7 @@ def test_greedy_completions_are_those_of_plain_transformers(pools, qwen3, layout
     results = pools(num_ranks).run(
         parity_ranks.generate_and_score, config=config, batch=prompts, greedy=True
     )
-    places = {result["place"]: result for result in results}
+    places = {result.place: result.columns for result in results}
     completions = [
         tokens[:length].tolist()
         for place in sorted(places)
@@ -60,12 +60,13 @@ def test_ranks_that_share_rows_sample_the_same(pools, qwen3, layout):
         parity_ranks.generate_and_score, config=config, batch=make_batch(4, width=6), greedy=False
     )
     for result in results:
-        twin = next(other for other in results if other["place"] == result["place"])
-        assert torch.equal(result["output_ids"], twin["output_ids"])
-        is_new = torch.arange(result["scored"].shape[1]) >= result["prompt_lengths"][:, None]
+        twin = next(other for other in results if other.place == result.place)
+        columns = result.columns
+        assert torch.equal(columns["output_ids"], twin.columns["output_ids"])
+        is_new = torch.arange(columns["scored"].shape[1]) >= columns["prompt_lengths"][:, None]
         torch.testing.assert_close(
-            torch.where(is_new, result["scored"], 0.0),
-            result["logprobs"],
+            torch.where(is_new, columns["scored"], 0.0),
+            columns["logprobs"],
             atol=LOGPROB_TOLERANCE,
             rtol=0,
         )
@@ -80,28 +81,28 @@ def test_a_checkpoint_loads_into_another_layout(pools, qwen3, tmp_path, saved, l
     batch = make_batch(4)
     paths = {"weights_path": str(tmp_path / "w"), "optimizer_path": str(tmp_path / "o")}
     num_ranks, config = config_of(qwen3, saved)
-    before, continued = pools(num_ranks).run(
+    before, *_ = pools(num_ranks).run(
         parity_ranks.train_and_save, config=config, batch=batch, num_calls=2, **paths
-    )[0]
+    )
     num_ranks, config = config_of(qwen3, loaded)
-    found, resumed = pools(num_ranks).run(
+    after, *_ = pools(num_ranks).run(
         parity_ranks.load_and_train, config=config, batch=batch, **paths
-    )[0]
-    assert_equal_parameters(found, before, 0.0)
-    assert_equal_parameters(resumed, continued, CONTINUED_TOLERANCE)
+    )
+    assert_equal_parameters(after.loaded, before.saved, 0.0)
+    assert_equal_parameters(after.continued, before.continued, CONTINUED_TOLERANCE)
 
 
 def test_a_checkpoint_continues_bit_for_bit_in_its_own_layout(pools, qwen3, tmp_path):
     batch = make_batch(4)
     paths = {"weights_path": str(tmp_path / "w"), "optimizer_path": str(tmp_path / "o")}
     num_ranks, config = config_of(qwen3, "tp2_sp")
-    _, continued = pools(num_ranks).run(
+    before, *_ = pools(num_ranks).run(
         parity_ranks.train_and_save, config=config, batch=batch, num_calls=2, **paths
-    )[0]
-    _, resumed = pools(num_ranks).run(
+    )
+    after, *_ = pools(num_ranks).run(
         parity_ranks.load_and_train, config=config, batch=batch, **paths
-    )[0]
-    assert_equal_parameters(resumed, continued, 0.0)
+    )
+    assert_equal_parameters(after.continued, before.continued, 0.0)
 
 
 @pytest.mark.slow_beyond(2, every=3)
@@ -121,8 +122,8 @@ def test_what_saves_memory_changes_nothing(pools, qwen3, layout, saving):
             )[0]
         )
     plain, saved = outcomes
-    assert torch.equal(plain["logprobs"], saved["logprobs"])
-    assert_equal_parameters(saved["parameters"], plain["parameters"], 0.0)
+    assert torch.equal(plain.columns["logprobs"], saved.columns["logprobs"])
+    assert_equal_parameters(saved.parameters, plain.parameters, 0.0)
 
 
 @pytest.mark.slow_beyond(1)
@@ -167,11 +168,14 @@ def test_a_loss_that_takes_its_shard_of_the_logits_equals_one_of_full_logits(poo
             parity_ranks.train_on_logits, config=config, batch=make_batch(4), loss=loss
         )
     for full, sharded in zip(outcomes["logits"], outcomes["sharded_logits"], strict=True):
-        assert full["num_gathers"] == 3 * 2  # each of two micro-batches in three calls
-        assert sharded["num_gathers"] == 0
-        for key in ("losses", "grad_norms"):
-            torch.testing.assert_close(sharded[key], full[key], rtol=RELATIVE_TOLERANCE, atol=0)
-        assert_equal_parameters(sharded["parameters"], full["parameters"], PARAMETER_TOLERANCE)
+        assert full.num_gathers == 3 * 2  # each of two micro-batches in three calls
+        assert sharded.num_gathers == 0
+        for found, expected in (
+            (sharded.losses, full.losses),
+            (sharded.grad_norms, full.grad_norms),
+        ):
+            torch.testing.assert_close(found, expected, rtol=RELATIVE_TOLERANCE, atol=0)
+        assert_equal_parameters(sharded.parameters, full.parameters, PARAMETER_TOLERANCE)
 
 
 @pytest.mark.parametrize("layout", ["tp2", "cp2"])
@@ -200,7 +204,7 @@ def test_a_process_may_join_one_group_after_another(pools, tmp_path):
     results = pools(num_ranks).run(
         parity_ranks.run_case, config=config, batch=make_batch(4), section=None, num_calls=1
     )
-    assert torch.isfinite(results[0]["losses"]).all()
+    assert torch.isfinite(results[0].losses).all()
 
 
 @pytest.mark.parametrize("layout", ["dp2", "tp2"])

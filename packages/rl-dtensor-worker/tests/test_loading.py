@@ -53,10 +53,11 @@ def test_the_files_are_as_this_test_takes_them_to_be(checkpoints):
 def test_shards_over_two_axes(pools, checkpoints):
     names = [path for path in checkpoints if path.rsplit("/", 1)[1].startswith("qwen2")]
     results = pools(4).run(loading_ranks.load_over_two_axes, model_names=names)
-    for path, (loaded, placements) in zip(names, results[0], strict=True):
-        assert_loaded(loaded, path)
-        assert any("Shard(dim=1)" in each for each in placements)
-        assert any("_StridedShard(dim=0" in each for each in placements)  # cut by both axes
+    for path, loaded in zip(names, results[0], strict=True):
+        assert_loaded(loaded.tensors, path)
+        assert any("Shard(dim=1)" in each for each in loaded.placements)
+        # Sharded along the same dim by both axes.
+        assert any("_StridedShard(dim=0" in each for each in loaded.placements)
 
 
 def test_names_that_are_not_the_models_own(pools, tmp_path):

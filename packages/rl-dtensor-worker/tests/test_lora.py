@@ -118,12 +118,10 @@ def test_every_layout_equals_plain_peft(pools, base, adapters, plain, layout, ba
         torch.testing.assert_close(joined(results, key), plain[key], atol=LOGPROB_TOLERANCE, rtol=0)
     expected, losses, norms = plain["training"]
     for result in results:
-        assert_equal_parameters(result["sent"], plain["merged"], 0.0)
-        for key, values in (("losses", losses), ("grad_norms", norms)):
-            torch.testing.assert_close(
-                result[key], torch.tensor(values), rtol=RELATIVE_TOLERANCE, atol=0
-            )
-        found = in_peft_names(result["parameters"])
+        assert_equal_parameters(result.sent, plain["merged"], 0.0)
+        for found, values in ((result.losses, losses), (result.grad_norms, norms)):
+            torch.testing.assert_close(found, torch.tensor(values), rtol=RELATIVE_TOLERANCE, atol=0)
+        found = in_peft_names(result.parameters)
         assert_equal_parameters(found, expected, PARAMETER_TOLERANCE)
         weights = {name: each for name, each in found.items() if "lora" not in name}
         assert_equal_parameters(weights, {name: expected[name] for name in weights}, 0.0)
@@ -134,26 +132,26 @@ def test_adapters_alone_are_trained_and_start_as_nothing(pools, base):
     two, *_ = pools(2).run(lora_ranks.describe, config=config_of(base))
     other, *_ = pools(1).run(lora_ranks.describe, config=config_of(base, seed=1))
     weights = dict(load(base).named_parameters())
-    assert one["optimized"] == len(one["trained"]) == 2 * 7 * 2
-    assert all(".lora_" in name for name in one["trained"])
-    assert_equal_parameters(one["sent"], weights, 0.0)
-    assert [*one["sent"]] == [*one["info"]] == [*weights]
-    assert_equal_parameters(two["parameters"], one["parameters"], 0.0)
-    for name, tensor in one["parameters"].items():
+    assert one.num_optimized == len(one.trained) == 2 * 7 * 2
+    assert all(".lora_" in name for name in one.trained)
+    assert_equal_parameters(one.sent, weights, 0.0)
+    assert [*one.sent] == [*one.info] == [*weights]
+    assert_equal_parameters(two.parameters, one.parameters, 0.0)
+    for name, tensor in one.parameters.items():
         if "lora_A" in name:
             bound = tensor.shape[1] ** -0.5
             assert 0.9 * bound < tensor.abs().max() <= bound
-            assert not torch.equal(tensor, other["parameters"][name])
+            assert not torch.equal(tensor, other.parameters[name])
         elif "lora_B" in name:
             assert not tensor.any()
 
 
 def test_weights_that_stay_are_held_in_the_dtype_of_compute(pools, base):
     found, *_ = pools(2).run(lora_ranks.describe, config=config_of(base, precision="bfloat16"))
-    for name, dtype in found["dtypes"].items():
+    for name, dtype in found.dtypes.items():
         assert dtype is (torch.float32 if ".lora_" in name else torch.bfloat16), name
     for name, weight in load(base).named_parameters():
-        assert torch.equal(found["sent"][name], weight.bfloat16())
+        assert torch.equal(found.sent[name], weight.bfloat16())
 
 
 @pytest.mark.slow_beyond(1)
@@ -164,10 +162,10 @@ def test_the_reference_is_the_model_without_adapters(pools, base, adapters, layo
     results = pools(2).run(lora_ranks.score_before_training, config=config, batch=BATCH)
     expected = pools(2).run(lora_ranks.score_plainly, config=plain_config, batch=BATCH)
     for result, reference in zip(results, expected, strict=True):
-        assert torch.equal(result["reference"], reference)
-        assert torch.equal(result["after"], reference)
-        assert (result["policy"] - reference).abs().max() > 1e-2
-        assert (result["grad_norm"] > 0).all()
+        assert torch.equal(result.reference, reference)
+        assert torch.equal(result.reference_after, reference)
+        assert (result.policy_after - reference).abs().max() > 1e-2
+        assert (result.grad_norm > 0).all()
 
 
 @pytest.mark.slow_beyond(1)
@@ -180,33 +178,33 @@ def test_what_is_saved_loads_everywhere(pools, base, tmp_path, layout, precision
     saved, *_ = pools(num_ranks).run(
         lora_ranks.train_and_save, config=config, batch=BATCH, directory=str(tmp_path)
     )
-    assert saved["is_untouched"]
-    assert saved["num_slots"] == 2 * 7 * 2
+    assert saved.is_untouched
+    assert saved.num_slots == 2 * 7 * 2
     # The checkpoint holds adapters alone, and goes on bit for bit.
     stored = {
         name for file in (tmp_path / "weights").glob("*.safetensors") for name in load_file(file)
     }
-    assert stored == {name for name in saved["saved"] if ".lora_" in name}
-    loaded, continued = pools(num_ranks).run(
+    assert stored == {name for name in saved.saved if ".lora_" in name}
+    resumed, *_ = pools(num_ranks).run(
         lora_ranks.load_and_train, config=config, batch=BATCH, directory=str(tmp_path)
-    )[0]
-    assert_equal_parameters(loaded, saved["saved"], 0.0)
-    assert_equal_parameters(continued, saved["continued"], 0.0)
+    )
+    assert_equal_parameters(resumed.loaded, saved.saved, 0.0)
+    assert_equal_parameters(resumed.continued, saved.continued, 0.0)
     said = json.loads((tmp_path / "adapters" / "adapter_config.json").read_text())
     assert (said["peft_type"], said["r"], said["lora_alpha"]) == ("LORA", 3, 5)
     assert said["base_model_name_or_path"] == base
     # peft reads its own format, and the merged model is the one it makes of it.
     model = with_peft(base, tmp_path / "adapters")
     parameters = dict(model.named_parameters())
-    for name, tensor in in_peft_names(saved["saved"]).items():
+    for name, tensor in in_peft_names(saved.saved).items():
         if ".lora_" in name:
             assert torch.equal(parameters[name], tensor)
     if precision == "float32":
-        assert_equal_parameters(saved["sent"], merged(model), 0.0)
+        assert_equal_parameters(saved.sent, merged(model), 0.0)
     exported = AutoModelForCausalLM.from_pretrained(tmp_path / "merged")
     for name, parameter in exported.named_parameters():
         assert parameter.dtype is torch.float32
-        assert torch.equal(parameter.to(saved["sent"][name].dtype), saved["sent"][name])
+        assert torch.equal(parameter.to(saved.sent[name].dtype), saved.sent[name])
 
 
 @pytest.mark.slow_beyond(1)
@@ -214,11 +212,11 @@ def test_what_is_saved_loads_everywhere(pools, base, tmp_path, layout, precision
 def test_training_goes_on_in_another_layout(pools, base, tmp_path, layout, other):
     arguments = {"batch": BATCH, "directory": str(tmp_path)}
     saved, *_ = pools(2).run(lora_ranks.train_and_save, config=config_of(base, layout), **arguments)
-    loaded, continued = pools(2).run(
+    resumed, *_ = pools(2).run(
         lora_ranks.load_and_train, config=config_of(base, other), **arguments
-    )[0]
-    assert_equal_parameters(loaded, saved["saved"], 0.0)
-    assert_equal_parameters(continued, saved["continued"], CONTINUED_TOLERANCE)
+    )
+    assert_equal_parameters(resumed.loaded, saved.saved, 0.0)
+    assert_equal_parameters(resumed.continued, saved.continued, CONTINUED_TOLERANCE)
 
 
 @pytest.mark.parametrize("layout", ["dp2", "tp2"])
@@ -227,7 +225,7 @@ def test_adapters_go_from_one_worker_to_another_through_peft(pools, base, tmp_pa
     saved, *_ = pools(2).run(lora_ranks.train_and_save, config=config_of(base, layout), **arguments)
     config = config_of(base, lora={"adapter_path": str(tmp_path / "adapters")})
     started, *_ = pools(1).run(lora_ranks.describe, config=config)
-    assert_equal_parameters(started["parameters"], saved["saved"], 0.0)
+    assert_equal_parameters(started.parameters, saved.saved, 0.0)
 
 
 @pytest.mark.parametrize("saving", ["activation_checkpointing", "cpu_offload"])
@@ -244,8 +242,8 @@ def test_what_saves_memory_changes_nothing(pools, base, adapters, saving):
         for dtensor in ({}, {saving: True})
     ]
     plain, saved = outcomes
-    for key in ("parameters", "sent"):
-        assert_equal_parameters(saved[key], plain[key], 0.0)
+    assert_equal_parameters(saved.parameters, plain.parameters, 0.0)
+    assert_equal_parameters(saved.sent, plain.sent, 0.0)
 
 
 @pytest.mark.parametrize("layout", ["dp2", "tp2"])
@@ -254,12 +252,12 @@ def test_some_layers_alone_on_tied_embeddings_and_a_mixture(pools, tmp_path, lay
     for name in ("llama_tied", "qwen3_moe"):
         path = parity_models.build(name, tmp_path / name)
         found, *_ = pools(2).run(lora_ranks.describe, config=config_of(path, layout, lora=lora))
-        layers = {each.partition(".lora_")[0] for each in found["trained"]}
+        layers = {each.partition(".lora_")[0] for each in found.trained}
         assert layers == {
             *(f"model.layers.{i}.self_attn.q_proj" for i in (0, 1)),
             "model.layers.1.self_attn.v_proj",
         }
-        assert_equal_parameters(found["sent"], dict(load(path).named_parameters()), 0.0)
+        assert_equal_parameters(found.sent, dict(load(path).named_parameters()), 0.0)
 
 
 def test_dropout_is_for_training_alone(pools, base, adapters):
@@ -268,8 +266,7 @@ def test_dropout_is_for_training_alone(pools, base, adapters):
         (outcome,) = pools(1).run(
             lora_ranks.train_twice_from_one_seed, config=config_of(base, lora=lora), batch=BATCH
         )
-        trained, scored = (losses[0] for losses in outcome)
-        assert torch.equal(trained, scored) == (dropout == 0.0)
+        assert torch.equal(outcome.trained[0], outcome.scored[0]) == (dropout == 0.0)
 
 
 @pytest.fixture(scope="module")
@@ -296,11 +293,11 @@ def biased(tmp_path_factory):
         {"custom_parallel_plan": "plans_for_tests.NAMED"},
         {"custom_parallel_plan": "plans_for_tests.ATTENTION"},
     ],
-    ids=["whole", "cut", "styles", "partly"],
+    ids=["rows", "sequences", "styles", "attention"],
 )
 def test_ranks_that_share_layers_do_what_one_rank_does(pools, biased, dtensor):
     lora = {"lora_dropout": 0.3}
-    # Whole rows: what completes a width for sequence parallelism would be drawn for, too.
+    # Full rows: dropout would also be drawn for padding to a width that the ranks divide.
     batch = make_batch(6, width=6)
     batch["input_lengths"][:] = 6
     batch["token_mask"][:, 1:] = 1.0
@@ -314,9 +311,9 @@ def test_ranks_that_share_layers_do_what_one_rank_does(pools, biased, dtensor):
         )[0]
         for num_ranks, sizes in ((1, {}), (2, {"tensor_parallel_size": 2, **dtensor}))
     )
-    for key in ("losses", "grad_norms"):
-        torch.testing.assert_close(shared[key], one[key], rtol=RELATIVE_TOLERANCE, atol=0)
-    assert_equal_parameters(shared["parameters"], one["parameters"], PARAMETER_TOLERANCE)
+    torch.testing.assert_close(shared.losses, one.losses, rtol=RELATIVE_TOLERANCE, atol=0)
+    torch.testing.assert_close(shared.grad_norms, one.grad_norms, rtol=RELATIVE_TOLERANCE, atol=0)
+    assert_equal_parameters(shared.parameters, one.parameters, PARAMETER_TOLERANCE)
 
 
 # What is refused

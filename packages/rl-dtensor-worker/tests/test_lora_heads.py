@@ -1,4 +1,4 @@
-"""Adapters of reward and value models, whose layer of scores is trained whole, against peft."""
+"""Adapters of reward and value models, whose score layer is trained in full, against peft."""
 
 import copy
 
@@ -89,21 +89,21 @@ def test_judges_with_adapters_equal_plain_peft(pools, judges, tmp_path, head, la
     optimizer.step()
     config = config_of(base, adapters, head, layout)
     results = pools(2).run(lora_ranks.judge, config=config, batch=BATCH, directory=str(tmp_path))
-    rows = [result["scores"] for result in results]
+    rows = [result.scores for result in results]
     scores = rows[0] if layout else torch.cat(rows)
     torch.testing.assert_close(scores, before.detach(), atol=LOGPROB_TOLERANCE, rtol=0)
     for result in results:
-        assert float(result["loss"]) == pytest.approx(loss.item(), rel=10 * LOSS_TOLERANCE)
-        assert "there is no reference model" in result["refusal"]
+        assert float(result.loss) == pytest.approx(loss.item(), rel=10 * LOSS_TOLERANCE)
+        assert "there is no reference model" in result.refusal
         expected = trained_of(model)
-        found = {name: result["parameters"][name] for name in expected}
+        found = {name: result.parameters[name] for name in expected}
         assert "score.weight" in found
         assert_equal_parameters(found, expected, PARAMETER_TOLERANCE)
-        assert torch.equal(result["sent"]["score.weight"], found["score.weight"])
+        assert torch.equal(result.sent["score.weight"], found["score.weight"])
         frozen = "model.layers.0.self_attn.q_proj"
         weight = load(base, head).get_parameter(f"{frozen}.weight")
-        assert torch.equal(result["parameters"][f"{frozen}.base_layer.weight"], weight)
-        assert not torch.equal(result["sent"][f"{frozen}.weight"], weight)
+        assert torch.equal(result.parameters[f"{frozen}.base_layer.weight"], weight)
+        assert not torch.equal(result.sent[f"{frozen}.weight"], weight)
     check_files(pools, base, config, head, directory=tmp_path, found=found)
 
 
@@ -129,10 +129,10 @@ def test_all_linear_layers_are_not_that_of_the_scores(pools, judges, head):
     config = config_of(base, None, head, {}, target_modules="all-linear")
     del config["dtensor_cfg"]["lora"]["adapter_path"]
     found, *_ = pools(1).run(lora_ranks.describe, config=config)
-    own = {name for name in found["trained"] if name.startswith("score.")}
+    own = {name for name in found.trained if name.startswith("score.")}
     assert own == {f"score.{name}" for name, _ in load(base, head).score.named_parameters()}
-    assert len(found["trained"]) == 2 * 7 * 2 + len(own)
-    assert_equal_parameters(found["sent"], dict(load(base, head).named_parameters()), 0.0)
+    assert len(found.trained) == 2 * 7 * 2 + len(own)
+    assert_equal_parameters(found.sent, dict(load(base, head).named_parameters()), 0.0)
 
 
 @pytest.mark.parametrize(

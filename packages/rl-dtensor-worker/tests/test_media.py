@@ -103,7 +103,7 @@ def test_logprobs_equal_plain_transformers(pools, vision_model, section):
     batch = make_rows([True, False, True, True])
     budgets = {"enabled": True, "train_mb_tokens": 32, "logprob_mb_tokens": 32}
     sections = {} if section is None else {section: budgets}
-    ((found, order),) = pools(1).run(
+    (found,) = pools(1).run(
         scoring_ranks.call_planned,
         config=make_config(vision_model, **sections),
         batch=batch,
@@ -111,7 +111,7 @@ def test_logprobs_equal_plain_transformers(pools, vision_model, section):
         num_tokens=32,
         method="get_logprobs",
     )
-    scores = found["logprobs"][torch.tensor(order).argsort()]
+    scores = found.output["logprobs"][torch.tensor(found.order).argsort()]
     expected = plain_logprobs(load_model(vision_model), batch, inputs_of=partial(media_of, batch))
     torch.testing.assert_close(scores, expected, atol=LOGPROB_TOLERANCE, rtol=0)
 
@@ -120,10 +120,10 @@ def test_sharded_models_train_on_images(pools, vision_model):
     batch = make_rows([True, True, True, True])
     losses = []
     for num_ranks in (1, 2):
-        _, results = pools(num_ranks).run(
+        trained, *_ = pools(num_ranks).run(
             training_ranks.train, config=make_config(vision_model), batch=batch, num_calls=2
-        )[0]
-        losses.append([float(result["global_loss"]) for result in results])
+        )
+        losses.append(trained.losses.tolist())
     assert losses[0] == pytest.approx(losses[1], abs=1e-5)
     assert losses[0][1] < losses[0][0]
 
@@ -148,7 +148,7 @@ def test_greedy_completions_equal_those_of_transformers(pools, vision_model, num
         scoring_ranks.generate, config=make_config(vision_model), batch=batch, greedy=True
     )
     model = load_model(vision_model)
-    found = [row for outputs, _ in results for row in _completions(outputs[-1])]
+    found = [row for result in results for row in _completions(result.outputs[-1])]
     expected = [plain_completion(model.eval(), batch, row) for row in range(4)]
     assert found == expected
     unseen = batch | {"pixel_values": PackedTensor([None] * 4, 0)}
@@ -201,9 +201,8 @@ def test_parameters_that_got_no_gradient_yet_are_saved_and_loaded(pools, vision_
         "batch": batch,
         "directory": str(tmp_path),
     }
-    ((continued, loaded),) = pools(1).run(
-        checkpoint_ranks.continue_and_load, **arguments, num_before=1
-    )
+    (outcome,) = pools(1).run(checkpoint_ranks.continue_and_load, **arguments, num_before=1)
     (resumed,) = pools(1).run(checkpoint_ranks.resume, **arguments)
-    assert all(torch.equal(continued[name], loaded[name]) for name in continued)
-    assert all(torch.equal(continued[name], resumed[name]) for name in continued)
+    for name, shard in outcome.continued.items():
+        assert torch.equal(shard, outcome.loaded[name])
+        assert torch.equal(shard, resumed[name])

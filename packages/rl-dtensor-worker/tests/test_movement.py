@@ -10,12 +10,10 @@ def test_the_documented_moves_return_the_model_with_its_values(pools, tiny_model
     (outcome,) = pools(1).run(
         state_ranks.documented_moves, config=make_config(tiny_model), batch=make_batch(4)
     )
-    assert outcome == {
-        "same_model": True,
-        "devices": {"cpu"},
-        "same_shards": True,
-        "still_trains": True,
-    }
+    assert outcome.is_same_model
+    assert outcome.devices == {"cpu"}
+    assert outcome.same_shards
+    assert outcome.still_trains
 
 
 def test_train_context_enters_what_it_is_given_and_nothing_else():

@@ -36,5 +36,5 @@ def test_layouts_equal_plain_transformers(pools, tmp_path, layout, section):
     torch.testing.assert_close(joined(results, "logprobs"), expected, atol=GPU_TOLERANCE, rtol=0)
     parameters, losses, _ = plain_training(path, batch, global_batch_size=4, num_calls=3)
     for result in results:
-        torch.testing.assert_close(result["losses"], torch.tensor(losses), atol=1e-5, rtol=1e-5)
-        assert_equal_parameters(result["parameters"], parameters, GPU_TOLERANCE)
+        torch.testing.assert_close(result.losses, torch.tensor(losses), atol=1e-5, rtol=1e-5)
+        assert_equal_parameters(result.parameters, parameters, GPU_TOLERANCE)

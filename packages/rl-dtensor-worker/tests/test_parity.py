@@ -103,9 +103,9 @@ def oracles(tmp_path_factory):
 
 def joined(results, key):
     """Return the rows of all data-parallel places, in the batch's order."""
-    places = {result["place"]: result for result in results}
-    rows = torch.cat([places[place][key] for place in sorted(places)])
-    order = places[0]["order"]
+    places = {result.place: result for result in results}
+    rows = torch.cat([places[place].columns[key] for place in sorted(places)])
+    order = places[0].order
     if order is None:
         return rows
     restored = torch.empty_like(rows)
@@ -142,10 +142,8 @@ def test_every_layout_equals_plain_transformers(pools, oracles, layout, model, b
             joined(results, key), oracle["logprobs"], atol=LOGPROB_TOLERANCE, rtol=0
         )
     for result in results:
-        assert result["sent"].keys() == oracle["weights"].keys()
-        assert all(torch.equal(result["sent"][n], w) for n, w in oracle["weights"].items())
-        for key, plain in (("losses", losses), ("grad_norms", norms)):
-            torch.testing.assert_close(
-                result[key], torch.tensor(plain), rtol=RELATIVE_TOLERANCE, atol=0
-            )
-        assert_equal_parameters(result["parameters"], expected, PARAMETER_TOLERANCE)
+        assert result.sent.keys() == oracle["weights"].keys()
+        assert all(torch.equal(result.sent[n], w) for n, w in oracle["weights"].items())
+        for found, plain in ((result.losses, losses), (result.grad_norms, norms)):
+            torch.testing.assert_close(found, torch.tensor(plain), rtol=RELATIVE_TOLERANCE, atol=0)
+        assert_equal_parameters(result.parameters, expected, PARAMETER_TOLERANCE)

@@ -42,9 +42,8 @@ def test_logprobs_equal_plain_transformers(pools, tiny_model, section, num_ranks
         section=section,
         num_tokens=24,
     )
-    order = parts[0][1]
     scores = torch.zeros(batch["input_ids"].shape)
-    scores[order] = torch.cat([part for part, _ in parts])
+    scores[parts[0].order] = torch.cat([part.logprobs for part in parts])
     expected = plain_logprobs(load(tiny_model), batch, temperature=0.7)
     torch.testing.assert_close(scores, expected, atol=LOGPROB_TOLERANCE, rtol=0)
     assert torch.count_nonzero(scores) == torch.count_nonzero(expected)
@@ -59,7 +58,7 @@ def test_logprobs_equal_plain_transformers(pools, tiny_model, section, num_ranks
 )
 def test_padding_inside_changes_nothing(pools, tiny_model, section, options):
     batch = make_batch(6)
-    (scores, order), *_ = pools(1).run(
+    (found,) = pools(1).run(
         training_ranks.score_planned,
         config=planned_config(tiny_model, section),
         batch=batch,
@@ -67,15 +66,15 @@ def test_padding_inside_changes_nothing(pools, tiny_model, section, options):
         num_tokens=24,
         **options,
     )
-    expected = plain_logprobs(load(tiny_model), batch)[order]
-    torch.testing.assert_close(scores, expected, atol=LOGPROB_TOLERANCE, rtol=0)
+    expected = plain_logprobs(load(tiny_model), batch)[found.order]
+    torch.testing.assert_close(found.logprobs, expected, atol=LOGPROB_TOLERANCE, rtol=0)
 
 
 @pytest.mark.slow_beyond(2, every=5)
 @pytest.mark.parametrize("section", SECTIONS)
 @pytest.mark.parametrize(("num_ranks", "loss"), [(1, "nll"), (2, "nll"), (2, "logits")])
 def test_three_calls_equal_a_plain_loop(pools, tiny_model, section, num_ranks, loss):
-    # 9 rows in global batches of 4: two whole ones, and a row that leaves a rank without any.
+    # 9 rows in global batches of 4: two full ones, then a row that leaves a rank without any.
     batch = make_batch(9)
     plain = plain_training(tiny_model, batch, global_batch_size=4, num_calls=3)
     ranks = pools(num_ranks).run(
@@ -87,8 +86,8 @@ def test_three_calls_equal_a_plain_loop(pools, tiny_model, section, num_ranks, l
         num_calls=3,
         loss=loss,
     )
-    for trained, results in ranks:
-        assert_trained_like(plain, trained, results)
+    for trained in ranks:
+        assert_trained_like(plain, trained)
 
 
 @pytest.mark.parametrize("section", [None, *SECTIONS])
@@ -158,28 +157,28 @@ def test_an_attention_that_sees_other_sequences_is_refused_at_the_start(
 def test_generation_and_checkpointing_go_together_with_packing(pools, tiny_model):
     batch = make_batch(6)
     packed = planned_config(tiny_model, "sequence_packing")
-    output, scores, order = pools(1).run(
+    (found,) = pools(1).run(
         scoring_ranks.generate_then_score,
         config=packed,
         batch=batch,
         section="sequence_packing",
         num_tokens=24,
-    )[0]
-    (outputs, _), *_ = pools(1).run(
+    )
+    (padded,) = pools(1).run(
         scoring_ranks.generate, config=make_config(tiny_model), batch=batch, greedy=True
     )
-    assert torch.equal(output, outputs[0]["output_ids"])
-    expected = plain_logprobs(load(tiny_model), batch)[order]
-    torch.testing.assert_close(scores, expected, atol=LOGPROB_TOLERANCE, rtol=0)
+    assert torch.equal(found.output_ids, padded.outputs[0]["output_ids"])
+    expected = plain_logprobs(load(tiny_model), batch)[found.order]
+    torch.testing.assert_close(found.logprobs, expected, atol=LOGPROB_TOLERANCE, rtol=0)
 
     parameters, _, _ = plain_training(tiny_model, make_batch(8), global_batch_size=4, num_calls=2)
     recomputing = {"enabled": True, "activation_checkpointing": True}
-    trained, _ = pools(2).run(
+    trained, *_ = pools(2).run(
         training_ranks.train_planned,
         config=packed | {"dtensor_cfg": recomputing},
         batch=make_batch(8),
         section="sequence_packing",
         num_tokens=24,
         num_calls=2,
-    )[0]
-    assert largest_difference(trained, parameters) < PARAMETER_TOLERANCE
+    )
+    assert largest_difference(trained.parameters, parameters) < PARAMETER_TOLERANCE

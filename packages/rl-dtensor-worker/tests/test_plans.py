@@ -122,8 +122,10 @@ def test_a_custom_plan_gives_the_same_numbers(pools, tmp_path, model, plan):
     expected = plain_logprobs(load(path), batch)
     parameters, _, _ = plain_training(path, batch, global_batch_size=4, num_calls=3)
     for result in results:
-        torch.testing.assert_close(result["logprobs"], expected, atol=LOGPROB_TOLERANCE, rtol=0)
-        assert_equal_parameters(result["parameters"], parameters, PARAMETER_TOLERANCE)
+        torch.testing.assert_close(
+            result.columns["logprobs"], expected, atol=LOGPROB_TOLERANCE, rtol=0
+        )
+        assert_equal_parameters(result.parameters, parameters, PARAMETER_TOLERANCE)
 
 
 @pytest.mark.slow_beyond(1)
@@ -141,11 +143,11 @@ def test_a_loss_over_logits_gets_those_of_all_tokens(pools, tmp_path, model):
         loss="logits",
     )
     for result in results:
-        torch.testing.assert_close(result["losses"], torch.tensor(losses), rtol=2e-6, atol=0)
-        assert_equal_parameters(result["parameters"], parameters, PARAMETER_TOLERANCE)
+        torch.testing.assert_close(result.losses, torch.tensor(losses), rtol=2e-6, atol=0)
+        assert_equal_parameters(result.parameters, parameters, PARAMETER_TOLERANCE)
 
 
-# Fused projections, which are gathered and cut; and a plan of ours.
+# Fused projections, which are gathered and then split; and a plan of our own.
 @pytest.mark.parametrize("make", [Phi3Config, NemotronConfig])
 def test_other_plans_give_the_same_numbers(pools, tmp_path, make):
     torch.manual_seed(1)
@@ -163,8 +165,10 @@ def test_other_plans_give_the_same_numbers(pools, tmp_path, make):
     expected = plain_logprobs(load(tmp_path), batch)
     parameters, _, _ = plain_training(tmp_path, batch, global_batch_size=4, num_calls=3)
     for result in results:
-        torch.testing.assert_close(result["logprobs"], expected, atol=LOGPROB_TOLERANCE, rtol=0)
-        assert_equal_parameters(result["parameters"], parameters, PARAMETER_TOLERANCE)
+        torch.testing.assert_close(
+            result.columns["logprobs"], expected, atol=LOGPROB_TOLERANCE, rtol=0
+        )
+        assert_equal_parameters(result.parameters, parameters, PARAMETER_TOLERANCE)
 
 
 def test_norms_of_heads_that_transformers_does_not_name_are_of_a_ranks_own_heads():
@@ -212,7 +216,7 @@ def test_what_a_layout_would_compute_otherwise_is_refused(pools, tmp_path, confi
 
 
 def test_a_parameter_beside_shared_parts_is_refused(pools, tmp_path):
-    # Attention sinks: one number per head, in the module whose projections are cut by heads.
+    # Attention sinks: one number per head, in the module whose projections are sharded by heads.
     sizes = {"num_local_experts": 4, "num_experts_per_tok": 2, "head_dim": 16}
     config = GptOssConfig(**parity_models._COMMON, **sizes)
     AutoModelForCausalLM.from_config(config).save_pretrained(tmp_path)

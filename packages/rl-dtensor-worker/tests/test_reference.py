@@ -7,9 +7,8 @@ from tiny_model import make_batch, make_config, rows_for_rank
 def test_reference_stays_while_the_policy_moves(pools, tiny_model):
     batch = make_batch(8)
     expected = plain_logprobs(load(tiny_model), batch)
-    for rank, (policy, reference) in enumerate(
-        pools(2).run(state_ranks.reference_stays, config=make_config(tiny_model), batch=batch)
-    ):
+    ranks = pools(2).run(state_ranks.reference_stays, config=make_config(tiny_model), batch=batch)
+    for rank, (policy, reference) in enumerate(ranks):
         mine = rows_for_rank({"input_ids": expected}, rank=rank, num_ranks=2, global_batch_size=4)
         torch.testing.assert_close(reference[0], mine["input_ids"], atol=LOGPROB_TOLERANCE, rtol=0)
         assert torch.equal(policy[0], reference[0])
@@ -20,23 +19,23 @@ def test_reference_stays_while_the_policy_moves(pools, tiny_model):
 
 
 def test_swaps_reuse_their_memory(pools, tiny_model):
-    for first, later in pools(2).run(
+    for addresses in pools(2).run(
         state_ranks.memory_of_swaps, config=make_config(tiny_model), batch=make_batch(8)
     ):
-        assert first == later
+        assert addresses.first == addresses.third
 
 
 def test_forwards_of_ones_own_see_the_weights_of_their_time(pools, tiny_model):
-    for before, inside, after in pools(2).run(
+    for logits in pools(2).run(
         state_ranks.forwards_around_a_swap, config=make_config(tiny_model), batch=make_batch(4)
     ):
-        assert torch.equal(before, after)
-        assert not torch.equal(before, inside)
+        assert torch.equal(logits.before, logits.after)
+        assert not torch.equal(logits.before, logits.inside)
 
 
 def test_the_policy_comes_back_bit_for_bit_even_after_an_error(pools, tiny_model):
-    for was_swapped, is_restored in pools(2).run(
+    for swap in pools(2).run(
         state_ranks.reference_context_restores_after_an_error, config=make_config(tiny_model)
     ):
-        assert was_swapped
-        assert is_restored
+        assert swap.was_swapped
+        assert swap.is_restored

@@ -16,12 +16,12 @@ def test_receivers_get_the_weights_of_each_version(pools, tiny_model, transport,
         transport=transport,
         pairs=pairs,
     )
-    assert sum(count for seen in ranks for _, _, count in seen) == 2 * num_ranks
+    assert sum(each.num_receivers for seen in ranks for each in seen) == 2 * num_ranks
     for seen in ranks:
-        assert [same for _, same, _ in seen] == [True, True]
-        for report, _, _ in seen:
-            assert report["refit_bytes"] > 0
-            assert report["refit_s"] >= report["refit_gather_s"] > 0
+        assert [each.is_same for each in seen] == [True, True]
+        for each in seen:
+            assert each.report["refit_bytes"] > 0
+            assert each.report["refit_s"] >= each.report["refit_gather_s"] > 0
 
 
 def test_a_group_that_the_driver_names_gets_the_weights(pools, tiny_model):

@@ -47,9 +47,8 @@ def config_for(model, section, **overrides):
 
 def gathered(parts):
     """Return the rows of all ranks in the batch's order."""
-    order = parts[0][1]
-    rows = {key: torch.cat([part[key] for part, _ in parts]) for key in parts[0][0]}
-    return {key: values[torch.tensor(order).argsort()] for key, values in rows.items()}
+    place = torch.tensor(parts[0].order).argsort()
+    return {key: torch.cat([part.output[key] for part in parts])[place] for key in parts[0].output}
 
 
 def plain_values(path, head, batch):
@@ -120,13 +119,13 @@ def test_scores_are_those_of_plain_transformers(pools, judges, section, head):
 def test_judges_train_on_their_scores(pools, judges, head):
     batch = make_batch(4)
     sgd = {"name": "torch.optim.SGD", "kwargs": {"lr": 0.1}}
-    trained, results = pools(2).run(
+    trained, *_ = pools(2).run(
         training_ranks.train,
         config=make_config(judges[head], head=head, optimizer=sgd),
         batch=batch,
         loss="squares",
         mbs=1,
-    )[0]
+    )
     model = PLAIN[head][1].from_pretrained(judges[head], dtype=torch.float32)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     is_token = torch.arange(12) < batch["input_lengths"][:, None]
@@ -139,9 +138,9 @@ def test_judges_train_on_their_scores(pools, judges, head):
     loss.backward()
     torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
     optimizer.step()
-    assert largest_difference(trained, dict(model.named_parameters())) < PARAMETER_TOLERANCE
-    last = float(results[-1]["global_loss"])
-    assert last == pytest.approx(loss.item(), rel=10 * LOSS_TOLERANCE)
+    differences = largest_difference(trained.parameters, dict(model.named_parameters()))
+    assert differences < PARAMETER_TOLERANCE
+    assert float(trained.losses[-1]) == pytest.approx(loss.item(), rel=10 * LOSS_TOLERANCE)
 
 
 def test_calls_that_a_head_does_not_allow_are_named(pools, tiny_model, judges):

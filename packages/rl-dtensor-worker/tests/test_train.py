@@ -34,8 +34,8 @@ def test_three_steps_equal_a_plain_loop(pools, tiny_model, num_ranks, mbs):
         num_calls=3,
         mbs=mbs,
     )
-    for trained, results in ranks:
-        assert_trained_like(plain, trained, results)
+    for trained in ranks:
+        assert_trained_like(plain, trained)
     moved = largest_difference(plain[0], dict(load(tiny_model).named_parameters()))
     assert moved > 100 * PARAMETER_TOLERANCE
 
@@ -55,11 +55,11 @@ def test_three_steps_equal_a_plain_loop(pools, tiny_model, num_ranks, mbs):
 def test_options_that_save_memory_change_nothing(pools, tiny_model, change):
     parameters, losses, _ = _plain(tiny_model)
     config = make_config(tiny_model, **change)
-    trained, results = pools(2).run(
+    trained, *_ = pools(2).run(
         training_ranks.train, config=config, batch=make_batch(8), num_calls=3
-    )[0]
-    assert largest_difference(trained, parameters) < PARAMETER_TOLERANCE
-    assert float(results[-1]["global_loss"][-1]) == pytest.approx(losses[-1], abs=LOSS_TOLERANCE)
+    )
+    assert largest_difference(trained.parameters, parameters) < PARAMETER_TOLERANCE
+    assert float(trained.losses[-1]) == pytest.approx(losses[-1], abs=LOSS_TOLERANCE)
 
 
 def test_untied_model_and_a_loss_over_logits(pools, tmp_path):
@@ -69,12 +69,11 @@ def test_untied_model_and_a_loss_over_logits(pools, tmp_path):
     )
     config = make_config(model, generation={"max_new_tokens": 8, "temperature": 0.7})
     for loss in ("logits", "nll"):
-        trained, results = pools(2).run(
+        trained, *_ = pools(2).run(
             training_ranks.train, config=config, batch=make_batch(8), num_calls=3, loss=loss
-        )[0]
-        assert largest_difference(trained, parameters) < PARAMETER_TOLERANCE
-        last = float(results[-1]["global_loss"][-1])
-        assert last == pytest.approx(losses[-1], abs=LOSS_TOLERANCE)
+        )
+        assert largest_difference(trained.parameters, parameters) < PARAMETER_TOLERANCE
+        assert float(trained.losses[-1]) == pytest.approx(losses[-1], abs=LOSS_TOLERANCE)
 
 
 def test_rows_that_the_layout_does_not_divide(pools, tiny_model):
@@ -85,21 +84,20 @@ def test_rows_that_the_layout_does_not_divide(pools, tiny_model):
         ranks = pools(num_ranks).run(
             training_ranks.train, config=make_config(tiny_model), batch=batch, num_calls=2, mbs=1
         )
-        for trained, results in ranks:
-            assert largest_difference(trained, parameters) < PARAMETER_TOLERANCE
-            reported = torch.cat([result["global_loss"] for result in results])
-            assert reported.tolist() == pytest.approx(losses, abs=LOSS_TOLERANCE)
+        for trained in ranks:
+            assert largest_difference(trained.parameters, parameters) < PARAMETER_TOLERANCE
+            assert trained.losses.tolist() == pytest.approx(losses, abs=LOSS_TOLERANCE)
 
 
 def test_masked_rows_and_gbs_of_one_call(pools, tiny_model):
     batch = make_batch(6)
     batch["sample_mask"][2] = 0.0
     parameters, losses, _ = plain_training(tiny_model, batch, global_batch_size=6, num_calls=1)
-    trained, results = pools(2).run(
+    trained, *_ = pools(2).run(
         training_ranks.train, config=make_config(tiny_model), batch=batch, gbs=6, mbs=1
-    )[0]
-    assert largest_difference(trained, parameters) < PARAMETER_TOLERANCE
-    assert results[0]["global_loss"].tolist() == pytest.approx(losses, abs=LOSS_TOLERANCE)
+    )
+    assert largest_difference(trained.parameters, parameters) < PARAMETER_TOLERANCE
+    assert trained.losses.tolist() == pytest.approx(losses, abs=LOSS_TOLERANCE)
 
 
 def test_metrics_are_those_of_the_micro_batches_that_count(pools, tiny_model):
@@ -108,15 +106,15 @@ def test_metrics_are_those_of_the_micro_batches_that_count(pools, tiny_model):
     ranks = pools(2).run(
         training_ranks.train, config=make_config(tiny_model), batch=batch, gbs=6, mbs=1
     )
-    metrics = [results[0]["all_mb_metrics"] for _, results in ranks]
+    metrics = [trained.results[0]["all_mb_metrics"] for trained in ranks]
     assert metrics[0]["num_valid_samples"] == [1, 1]
     assert metrics[1]["num_valid_samples"] == [1, 1, 1]
     shares = metrics[0]["nll"] + metrics[1]["nll"]
-    assert sum(shares) == pytest.approx(float(ranks[0][1][0]["global_loss"][0]), abs=1e-6)
+    assert sum(shares) == pytest.approx(float(ranks[0].losses[0]), abs=1e-6)
     assert metrics[0]["global_valid_seqs"] == [5.0, 5.0]
     assert metrics[0]["skipped_steps"] == [0]
     assert "skipped_steps" not in metrics[1]
-    assert [result["rank"] for _, (result,) in ranks] == [0, 1]
+    assert [trained.results[0]["rank"] for trained in ranks] == [0, 1]
 
 
 def test_the_schedule_steps_once_per_call(pools, tiny_model):
@@ -132,24 +130,24 @@ def test_the_schedule_steps_once_per_call(pools, tiny_model):
         {"milestones": [2]},
     ]
     config = make_config(tiny_model, scheduler=scheduler)
-    _, results = pools(1).run(
+    (trained,) = pools(1).run(
         training_ranks.train, config=config, batch=make_batch(8), num_calls=3, mbs=4
-    )[0]
-    rates = [result["all_mb_metrics"]["lr"] for result in results]
+    )
+    rates = [result["all_mb_metrics"]["lr"] for result in trained.results]
     # Two optimizer steps a call share one rate.
     assert rates == [pytest.approx([rate] * 2) for rate in (5e-4, 7.5e-4, 1e-3)]
 
 
 def test_a_step_that_is_not_finite_changes_nothing(pools, tiny_model):
-    trained, results = pools(2).run(
+    trained, *_ = pools(2).run(
         training_ranks.train,
         config=make_config(tiny_model),
         batch=make_batch(8),
         loss="nonfinite",
-    )[0]
-    assert largest_difference(trained, dict(load(tiny_model).named_parameters())) == 0
-    assert not any(math.isfinite(norm) for norm in results[0]["grad_norm"].tolist())
-    assert results[0]["all_mb_metrics"]["skipped_steps"] == [2]
+    )
+    assert largest_difference(trained.parameters, dict(load(tiny_model).named_parameters())) == 0
+    assert not any(math.isfinite(norm) for norm in trained.grad_norms.tolist())
+    assert trained.results[0]["all_mb_metrics"]["skipped_steps"] == [2]
 
 
 def test_a_skipped_step_of_float16_names_the_loss_scale(pools, tiny_model):
@@ -165,12 +163,10 @@ def test_a_skipped_step_of_float16_names_the_loss_scale(pools, tiny_model):
 def test_a_batch_in_which_nothing_counts_changes_nothing(pools, tiny_model):
     batch = make_batch(4)
     batch["sample_mask"].zero_()
-    trained, results = pools(2).run(
-        training_ranks.train, config=make_config(tiny_model), batch=batch
-    )[0]
-    assert largest_difference(trained, dict(load(tiny_model).named_parameters())) == 0
-    assert results[0]["global_loss"].tolist() == [0.0]
-    assert results[0]["all_mb_metrics"]["skipped_steps"] == [1]
+    trained, *_ = pools(2).run(training_ranks.train, config=make_config(tiny_model), batch=batch)
+    assert largest_difference(trained.parameters, dict(load(tiny_model).named_parameters())) == 0
+    assert trained.losses.tolist() == [0.0]
+    assert trained.results[0]["all_mb_metrics"]["skipped_steps"] == [1]
 
 
 # float32 on one rank does without FSDP.
@@ -180,48 +176,46 @@ def test_a_batch_in_which_nothing_counts_changes_nothing(pools, tiny_model):
 def test_a_call_that_raises_leaves_no_gradients(pools, tiny_model, num_ranks, precision):
     batch, config = make_batch(4), make_config(tiny_model, precision=precision)
     config["train_micro_batch_size"] = 1
-    expected, (result,) = pools(num_ranks).run(training_ranks.train, config=config, batch=batch)[0]
+    expected, *_ = pools(num_ranks).run(training_ranks.train, config=config, batch=batch)
     for fails in ("loss", "forward", "backward", "evaluation"):
-        parameters, after = pools(num_ranks).run(
+        trained, *_ = pools(num_ranks).run(
             training_ranks.train_after_a_failure,
             config=config,
             batch=batch,
             fails=fails,
             failing_batch=make_batch(4, seed=5),
-        )[0]
-        assert torch.equal(after["grad_norm"], result["grad_norm"]), fails
-        assert largest_difference(parameters, expected) == 0, fails
+        )
+        assert torch.equal(trained.grad_norms, expected.grad_norms), fails
+        assert largest_difference(trained.parameters, expected.parameters) == 0, fails
 
 
 @pytest.mark.parametrize("precision", ["bfloat16", "float16"])
 def test_half_precision_trains_near_float32(pools, tiny_model, precision):
     _, losses, norms = _plain(tiny_model)
-    trained, results = pools(2).run(
+    trained, *_ = pools(2).run(
         training_ranks.train,
         config=make_config(tiny_model, precision=precision),
         batch=make_batch(8),
         num_calls=3,
-    )[0]
-    assert all(tensor.dtype is torch.float32 for tensor in trained.values())
-    reported = torch.cat([result["global_loss"] for result in results])
-    measured = torch.cat([result["grad_norm"] for result in results])
+    )
+    assert all(tensor.dtype is torch.float32 for tensor in trained.parameters.values())
     # A relative step of bfloat16 is 2^-8; sums over tokens average it down.
-    torch.testing.assert_close(reported, torch.tensor(losses), atol=0, rtol=2e-2)
-    torch.testing.assert_close(measured, torch.tensor(norms), atol=0, rtol=5e-2)
+    torch.testing.assert_close(trained.losses, torch.tensor(losses), atol=0, rtol=2e-2)
+    torch.testing.assert_close(trained.grad_norms, torch.tensor(norms), atol=0, rtol=5e-2)
 
 
 def test_eval_mode_leaves_no_trace_and_needs_no_optimizer(pools, tiny_model):
     batch = make_batch(8)
-    _, trained = pools(2).run(training_ranks.train, config=make_config(tiny_model), batch=batch)[0]
+    trained, *_ = pools(2).run(training_ranks.train, config=make_config(tiny_model), batch=batch)
     config = make_config(tiny_model)
     del config["optimizer"]
     for outcome in pools(2).run(training_ranks.eval_leaves_no_trace, config=config, batch=batch):
-        assert outcome["same_shards"]
-        assert outcome["same_random"]
-        assert outcome["same_mode"]
-        assert outcome["result"]["grad_norm"] is None
-        first = float(outcome["result"]["global_loss"][0])
-        assert first == pytest.approx(float(trained[0]["global_loss"][0]), abs=LOSS_TOLERANCE)
+        assert outcome.same_shards
+        assert outcome.same_random
+        assert outcome.same_mode
+        assert outcome.result["grad_norm"] is None
+        first = float(outcome.result["global_loss"][0])
+        assert first == pytest.approx(float(trained.losses[0]), abs=LOSS_TOLERANCE)
 
 
 @pytest.mark.parametrize(

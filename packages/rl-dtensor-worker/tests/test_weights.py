@@ -28,11 +28,11 @@ def test_every_rank_gets_every_tensor_bit_for_bit(pools, model, num_ranks, preci
     # 48 and 64 rows over three ranks: the last shards are short, or empty.
     expected = expected_tensors(model, getattr(torch, precision))
     config = make_config(model, precision=precision, train_global_batch_size=6)
-    for metadata, passes in pools(num_ranks).run(weights_ranks.gather_weights, config=config):
-        assert [name for name, _, _ in metadata] == list(expected)
-        for name, dtype, shape in metadata:
+    for gathered in pools(num_ranks).run(weights_ranks.gather_weights, config=config):
+        assert [each.name for each in gathered.metadata] == list(expected)
+        for name, dtype, shape in gathered.metadata:
             assert (dtype, shape) == (expected[name].dtype, tuple(expected[name].shape))
-        for tensors in passes:
+        for tensors in gathered.passes:
             assert [name for name, _ in tensors] == list(expected)
             assert all(torch.equal(tensor, expected[name]) for name, tensor in tensors)
 
@@ -40,20 +40,18 @@ def test_every_rank_gets_every_tensor_bit_for_bit(pools, model, num_ranks, preci
 def test_parameters_that_are_offloaded_are_gathered_too(pools, model):
     config = make_config(model, dtensor_cfg={"enabled": True, "cpu_offload": True})
     expected = expected_tensors(model, torch.float32)
-    for _, passes in pools(2).run(weights_ranks.gather_weights, config=config):
-        assert all(torch.equal(tensor, expected[name]) for name, tensor in passes[0])
+    for gathered in pools(2).run(weights_ranks.gather_weights, config=config):
+        assert all(torch.equal(tensor, expected[name]) for name, tensor in gathered.passes[0])
 
 
 def test_groups_are_what_is_gathered_at_a_time(pools, model):
-    ((metadata, passes, groups), *_) = pools(1).run(
-        weights_ranks.gather_groups, config=make_config(model)
-    )
-    names = [name for name, _, _ in metadata]
-    assert [name for group, _ in groups for name in group] == names
-    blocks = [group for group, _ in groups if block_of(group[0])]
+    (gathered,) = pools(1).run(weights_ranks.gather_groups, config=make_config(model))
+    names = [each.name for each in gathered.metadata]
+    assert [name for group, _ in gathered.groups for name in group] == names
+    blocks = [group for group, _ in gathered.groups if block_of(group[0])]
     assert [block_of(block[0]) for block in blocks] == ["model.layers.0.", "model.layers.1."]
-    tensors = [tensor for _, each in groups for tensor in each]
-    assert all(torch.equal(a, b) for a, (_, b) in zip(tensors, passes, strict=True))
+    tensors = [tensor for _, each in gathered.groups for tensor in each]
+    assert all(torch.equal(a, b) for a, (_, b) in zip(tensors, gathered.tensors, strict=True))
 
 
 @pytest.mark.needs("rl-policy[all]")
@@ -76,7 +74,7 @@ def test_it_has_all_that_vllm_asks_of_a_source():
         assert all(torch.equal(a, b) for a, b in zip(tensors, other_tensors, strict=True))
 
 
-def test_layers_are_told_by_their_number():
+def test_layers_are_identified_by_their_number():
     assert block_of("model.layers.13.mlp.up_proj.weight") == "model.layers.13."
     assert block_of("transformer.h.0.attn.bias") == "transformer.h.0."
     assert block_of("model.layers.1.experts.7.w1.weight") == "model.layers.1."

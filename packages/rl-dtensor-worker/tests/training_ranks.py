@@ -1,6 +1,7 @@
-"""Cases of training that spawned ranks run."""
+"""Cases of training that ranks run."""
 
 import logging
+from typing import NamedTuple
 
 import torch
 from losses_for_tests import make_loss
@@ -10,13 +11,62 @@ from rl_dtensor_worker.parallel.fsdp import full_tensor
 from torch.distributed.tensor import DTensor
 
 
+class Trained(NamedTuple):
+    """The full parameters after some calls of `train`, and what each call returned."""
+
+    parameters: dict[str, torch.Tensor]
+    results: list[dict]
+
+    @property
+    def losses(self):
+        """The loss of each optimizer step of all calls, `[steps]`."""
+        return torch.cat([result["global_loss"] for result in self.results])
+
+    @property
+    def grad_norms(self):
+        """The gradient norm of each optimizer step of all calls, `[steps]`."""
+        return torch.cat([result["grad_norm"] for result in self.results])
+
+
+class EvalTrace(NamedTuple):
+    """Whether an evaluation left a rank's state as it was, and what it returned."""
+
+    same_shards: bool
+    same_random: bool
+    same_mode: bool
+    result: dict
+
+
+class UnshardedForwards(NamedTuple):
+    same_shards: bool
+    same_copies: bool
+    logits: torch.Tensor | None
+
+
+class FailedUnshard(NamedTuple):
+    num_unsharded: int
+    same_shards: bool
+    same_flags: bool
+
+
+class PlannedRows(NamedTuple):
+    """A rank's rows with their plan, and the order of all ranks' rows in the batch."""
+
+    rows: BatchedDataDict
+    order: list[int]
+
+
+class PlannedScores(NamedTuple):
+    logprobs: torch.Tensor
+    order: list[int]
+
+
 def train(*, config, batch, num_calls=1, loss="nll", gbs=None, mbs=None):
-    """Return parameters, losses, norms and metrics after `num_calls` of `train`."""
     with worker_for(config, init_reference_model=False) as worker:
         size = gbs or config["train_global_batch_size"]
         rows = my_rows(batch, size)
         results = [worker.train(rows, make_loss(loss), gbs=gbs, mbs=mbs) for _ in range(num_calls)]
-        return parameters_of(worker), results
+        return Trained(parameters_of(worker), results)
 
 
 def warnings_of_skipped_steps(*, config, batch):
@@ -47,7 +97,7 @@ class _Failing(torch.autograd.Function):
 
 
 def train_after_a_failure(*, config, batch, fails, failing_batch):
-    """Return parameters and results of a `train` after a call whose `fails` has raised."""
+    """Train after a call whose `fails` has raised."""
 
     def fail(*_):
         raise MemoryError("planted")
@@ -69,26 +119,26 @@ def train_after_a_failure(*, config, batch, fails, failing_batch):
         if fails != "loss":
             hook.remove()
         result = worker.train(my_rows(batch), make_loss("nll"))
-        return parameters_of(worker), result
+        return Trained(parameters_of(worker), [result])
 
 
 def eval_leaves_no_trace(*, config, batch):
-    """Return whether shards and random state are as before, and the losses of both calls."""
+    """Evaluate with a loss that draws random numbers."""
     with worker_for(config, init_optimizer=False, init_reference_model=False) as worker:
         before, random_before = shards_of(worker), torch.get_rng_state()
         training_before = worker.model.training
         result = worker.train(my_rows(batch, 4), make_loss("drawing"), eval_mode=True)
         after = shards_of(worker)
-        return {
-            "same_shards": all(torch.equal(before[n], after[n]) for n in before),
-            "same_random": torch.equal(random_before, torch.get_rng_state()),
-            "same_mode": worker.model.training == training_before,
-            "result": result,
-        }
+        return EvalTrace(
+            same_shards=all(torch.equal(before[n], after[n]) for n in before),
+            same_random=torch.equal(random_before, torch.get_rng_state()),
+            same_mode=worker.model.training == training_before,
+            result=result,
+        )
 
 
 def unsharded_forwards(*, config, batch):
-    """Let only rank 0 run forwards inside `unshard_fsdp2_model`; all shards are as before."""
+    """Let only rank 0 run forwards inside `unshard_fsdp2_model`."""
     from rl_dtensor_worker import get_cpu_state_dict, unshard_fsdp2_model
 
     with worker_for(config, init_reference_model=False) as worker:
@@ -100,15 +150,15 @@ def unsharded_forwards(*, config, batch):
             logits = [worker.model(batch["input_ids"]).logits for _ in range(num_forwards)]
         after = shards_of(worker)
         worker.train(my_rows(batch, 4), make_loss("nll"))  # sharded passes still work
-        return (
-            all(torch.equal(before[n], after[n]) for n in before),
-            all(torch.equal(before[n], copies[n]) for n in before),
-            logits[-1] if logits else None,
+        return UnshardedForwards(
+            same_shards=all(torch.equal(before[n], after[n]) for n in before),
+            same_copies=all(torch.equal(before[n], copies[n]) for n in before),
+            logits=logits[-1] if logits else None,
         )
 
 
 def gradients_around_a_call(*, config, batch, interrupt):
-    """Return gradients of a pass between whose halves another call may free whole parameters."""
+    """Return a pass's gradients; another call may free gathered parameters before its backward."""
     from rl_dtensor_worker.parallel.fsdp import reshard_model
 
     with worker_for(config, init_reference_model=False) as worker:
@@ -129,7 +179,7 @@ def train_as_given(*, config, batch, loss="nll", gbs=None, mbs=None, **options):
 
 
 def my_planned_rows(batch, section, num_tokens, *, global_batch_size=None, **options):
-    """Return this rank's shard of `batch`, with its plan, and the order of all shards' rows."""
+    """Shard `batch` and plan its micro-batches."""
     rank, num_ranks = this_rank()
     name = f"{section}_args"
     shards, order = BatchedDataDict(batch).shard_by_batch_size(
@@ -137,17 +187,17 @@ def my_planned_rows(batch, section, num_tokens, *, global_batch_size=None, **opt
         batch_size=global_batch_size,
         **{name: {"max_tokens_per_microbatch": num_tokens, **options}},
     )
-    return shards[rank], order
+    return PlannedRows(shards[rank], order)
 
 
 def score_planned(*, config, batch, section, num_tokens, **options):
-    """Return this rank's log-probabilities, and the order of all ranks' rows."""
+    """Score this rank's rows as the policy and as the reference, which must agree."""
     rows, order = my_planned_rows(batch, section, num_tokens, **options)
     with worker_for(config, init_optimizer=False) as worker:
         logprobs = worker.get_logprobs(rows)["logprobs"]
         reference = worker.get_reference_policy_logprobs(rows)["reference_logprobs"]
         assert torch.equal(logprobs, reference)
-        return logprobs, order
+        return PlannedScores(logprobs, order)
 
 
 def train_planned(*, config, batch, section, num_tokens, num_calls, loss="nll", **options):
@@ -160,11 +210,11 @@ def train_planned(*, config, batch, section, num_tokens, num_calls, loss="nll", 
     )
     with worker_for(config, init_reference_model=False) as worker:
         results = [worker.train(rows, make_loss(loss)) for _ in range(num_calls)]
-        return parameters_of(worker), results
+        return Trained(parameters_of(worker), results)
 
 
 def train_as_planned(*, config, batch, section, num_tokens, mbs=None):
-    """Train with a plan of this rank's own, which needs not go with the others'."""
+    """Train with a plan that this rank made alone, which may not match the others'."""
     rows, _ = my_planned_rows(batch, section, num_tokens[this_rank()[0]])
     with worker_for(config, init_reference_model=False) as worker:
         return worker.train(rows, make_loss("nll"), mbs=mbs)
@@ -192,7 +242,7 @@ def calls_leave_the_batch_alone(*, config, batch, section, num_tokens):
 
 
 def failing_unshard(*, config, batch):
-    """Let the last module fail to gather; return how many are whole after that, and still train."""
+    """Let the last module fail to unshard, then train."""
     from rl_dtensor_worker import unshard_fsdp2_model
     from rl_dtensor_worker.parallel.fsdp import _fsdp_modules, _reshards_after_forward
 
@@ -209,12 +259,12 @@ def failing_unshard(*, config, batch):
         except torch.OutOfMemoryError:
             del modules[-1].unshard
         after = shards_of(worker), [_reshards_after_forward(module) for module in modules]
-        num_whole = sum(
+        num_unsharded = sum(
             not isinstance(parameter, DTensor) for parameter in worker.model.parameters()
         )
         worker.train(my_rows(batch, 4), make_loss("nll"))
-        is_same = all(torch.equal(before[0][name], after[0][name]) for name in before[0])
-        return num_whole, is_same, before[1] == after[1]
+        same_shards = all(torch.equal(before[0][name], after[0][name]) for name in before[0])
+        return FailedUnshard(num_unsharded, same_shards, same_flags=before[1] == after[1])
 
 
 def num_sharded_modules(*, config):

@@ -1,4 +1,6 @@
-"""Cases of gathering and sending weights that spawned ranks run."""
+"""Cases of gathering and sending weights that ranks run."""
+
+from typing import NamedTuple
 
 import torch
 from losses_for_tests import make_loss
@@ -6,19 +8,38 @@ from ranks import my_rows, parameters_of, this_rank, worker_for
 from tiny_model import make_batch
 
 
+class Gathered(NamedTuple):
+    """The metadata of a source, and its names and tensors in each of two passes."""
+
+    metadata: list
+    passes: list[list[tuple[str, torch.Tensor]]]
+
+
+class GatheredGroups(NamedTuple):
+    """The metadata of a source, a pass over its tensors, and one over its groups."""
+
+    metadata: list
+    tensors: list[tuple[str, torch.Tensor]]
+    groups: list[tuple[list[str], list[torch.Tensor]]]
+
+
+class Streamed(NamedTuple):
+    """The report of one version, and whether this rank's receivers have the worker's weights."""
+
+    report: dict
+    is_same: bool
+    num_receivers: int
+
+
 def gather_weights(*, config):
-    """Return metadata, and two passes over the weights."""
     with worker_for(config, init_reference_model=False) as worker:
         source = worker.weight_source
         passes = [[(name, tensor.clone()) for name, tensor in source] for _ in range(2)]
-        return source.metadata(), passes
+        return Gathered(source.metadata(), passes)
 
 
 def stream_weights(*, config, transport, pairs):
-    """Train, then stream to receivers in threads: one per rank, or all of them on rank 0.
-
-    Return what each receiver has loaded of both versions, beside the worker's own parameters.
-    """
+    """Train and stream, twice, to receivers in threads: one per rank, or all of them on rank 0."""
     from concurrent.futures import ThreadPoolExecutor
 
     from rl_refit import RefitReceiver
@@ -52,7 +73,8 @@ def stream_weights(*, config, transport, pairs):
                 report = worker.send_weights(version)
                 loaded = [future.result(timeout=60) for future in running]
                 own = parameters_of(worker)
-                seen.append((report, all(_same(each, own) for each in loaded), len(loaded)))
+                is_same = all(_same(each, own) for each in loaded)
+                seen.append(Streamed(report, is_same, num_receivers=len(loaded)))
         for receiver in receivers:
             receiver.close()
         return seen
@@ -107,9 +129,8 @@ def transfers_in_wrong_states(*, config):
 
 
 def gather_groups(*, config):
-    """Return metadata, a pass over the tensors, and one over the groups."""
     with worker_for(config, init_reference_model=False) as worker:
         source = worker.weight_source
-        passes = [(name, tensor.clone()) for name, tensor in source]
+        tensors = [(name, tensor.clone()) for name, tensor in source]
         groups = [(names, [t.clone() for t in each]) for names, each in source.iter_groups()]
-        return source.metadata(), passes, groups
+        return GatheredGroups(source.metadata(), tensors, groups)

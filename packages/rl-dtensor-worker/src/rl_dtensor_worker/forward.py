@@ -113,6 +113,8 @@ class TokenHead:
             logit_scale=self.logit_scale,
             soft_cap=self.soft_cap,
             tp_group=None if self.tensor_parallel is None else self.tensor_parallel.group,
+            # FSDP has gathered it for the forward; what is still a DTensor is the shard of a
+            # tensor-parallel rank.
             output_matrix=_local(layer.weight),
             output_bias=None if layer.bias is None else _local(layer.bias),
         )
@@ -424,6 +426,7 @@ class CachedForward:
         self._media = media_of(forward.model, rows)
         self._columns = token_columns_of(forward.model, rows)
         self._cache = DynamicCache(config=forward.model.config)
+        # Decoding reads the last position alone, and all of a prompt's logits would be large.
         self._last_only = {"logits_to_keep": 1} if _keeps_last_logits(forward.model) else {}
 
     def prefill(self, prompts: torch.Tensor, lengths: torch.Tensor) -> torch.Tensor:
@@ -473,6 +476,7 @@ def left_pad(
     column = torch.arange(longest, device=prompts.device)[None, :]
     position = column - (longest - lengths[:, None])
     mask = (position >= 0).long()
+    # Padding reads a row's first token, which the mask turns into 0.
     position = position.clamp(min=0)
     return prompts.gather(1, position) * mask, mask, position
 

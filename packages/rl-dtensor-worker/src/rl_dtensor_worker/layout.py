@@ -36,7 +36,9 @@ if TYPE_CHECKING:
 # Bounds on rounding, relative to the largest log-probability. Attention that leaks across sequences
 # changes log-probabilities by about their own magnitude.
 _TOLERANCES = {torch.float32: 1e-3, torch.float16: 1e-2, torch.bfloat16: 5e-2}
+# Unequal lengths: a token that reads beyond its row's boundary gets another score.
 _LENGTHS = (11, 7, 2)
+# Types of rotary embeddings whose frequencies depend on the sequence length.
 _ROTATIONS_BY_LENGTH = ("longrope", "dynamic")
 # `[batch, seq]` columns that mark whether a token is of an image or of text.
 TOKEN_COLUMNS = ("mm_token_type_ids", "token_type_ids")
@@ -157,6 +159,7 @@ class PaddedLayout(RowLayout):
         positions = torch.arange(input_ids.shape[1], device=input_ids.device)
         return cls(
             tokens=tokens,
+            # The last column's target is the row's first token; `targets_to_rows` drops it.
             targets=tokens.roll(-1, dims=1),
             is_token=positions < lengths[:, None],
         )
@@ -176,6 +179,7 @@ class PaddedLayout(RowLayout):
         """See `RowLayout.to_rows`."""
         width, trailing = self.is_token.shape[1], values.ndim - 2
         rows = values[:, :width]
+        # The micro-batch was narrower than the caller's rows.
         if rows.shape[1] < width:
             rows = F.pad(rows, (0, 0) * trailing + (0, width - rows.shape[1]))
         if not masked:
@@ -255,6 +259,7 @@ class ContextLayout(RowLayout):
 
     def targets_to_rows(self, values: torch.Tensor) -> torch.Tensor:
         """See `RowLayout.targets_to_rows`."""
+        # Gathered before the shift: a chunk's last score is of a token in another chunk.
         return self.packed.unpack(self.rows.gather(values).roll(1, dims=1), skip_first=True)
 
 
@@ -317,6 +322,7 @@ class ParallelContext:
         ranks = self.context_group.size()
         # Each rank has two chunks of every sequence, see `rl_batched_data.packing.context_shards`.
         return Concatenation(
+            # Padded micro-batches as well: chunks are of packed sequences.
             always=True,
             sequence_multiple=2 * ranks,
             total_multiple=math.lcm(2 * ranks, ranks * self._sequence_shards),

@@ -86,6 +86,7 @@ class _ShardLayout:
     def padded_tp_shape(self, shape: torch.Size) -> list[int]:
         """Return the shape of a tensor-parallel shard, its rows padded to equal FSDP chunks."""
         padded = list(shape)
+        # FSDP's chunks have `ceil(rows / ranks)` rows; the last ones are shorter, or empty.
         if self.dim is not None:
             padded[self.dim] //= self.tp
         padded[0] = round_up(padded[0], self.fsdp)
@@ -104,6 +105,7 @@ class _ShardLayout:
         return torch.cat(list(blocks), dim=self.dim)
 
     def _is_even(self, shape: torch.Size) -> bool:
+        # Uneven tensor-parallel shards have no common slot size: DTensor gathers them itself.
         return self.num_ranks > 1 and (self.dim is None or shape[self.dim] % self.tp == 0)
 
 
@@ -154,6 +156,7 @@ class BucketGather:
             if layout is None or group is None or layout.num_ranks != group.size():
                 gather.unsharded[name] = _full(tensor, dtype, device)
                 continue
+            # The size is that of a padded shard: every rank contributes equally many elements.
             start, end = end, end + math.prod(layout.padded_tp_shape(tensor.shape)) // layout.fsdp
             gather.slots[name] = _Slot(start=start, end=end, shape=tensor.shape, layout=layout)
             shards.append((local_tensor(tensor), dtype))
@@ -179,6 +182,7 @@ class BucketGather:
     def finish(self) -> Iterator[tuple[str, torch.Tensor]]:
         """Wait for the collective; yield name and full tensor, in the order of `start`."""
         if self.work is not None:
+            # On a GPU it is the current stream that waits, not the host.
             self.work.wait()
         for name in self.names:
             slot = self.slots.get(name)
@@ -190,6 +194,7 @@ class BucketGather:
 
 
 def _full(tensor: torch.Tensor, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+    # Cast before the gather, for which a narrower wire dtype means fewer bytes.
     cast = tensor.detach().to(device=device, dtype=dtype)
     return cast.full_tensor() if isinstance(cast, DTensor) else cast
 
@@ -202,6 +207,7 @@ def trained_state(model: PreTrainedModel) -> dict[str, torch.Tensor]:
 def persistent_state(model: PreTrainedModel) -> dict[str, torch.Tensor]:
     """Return parameters (tied ones once) and persistent buffers."""
     tensors: dict[str, torch.Tensor] = dict(model.named_parameters())
+    # The state dict has the persistent buffers, and each tied parameter under all its names.
     persistent = set(model.state_dict())
     tensors.update((n, b) for n, b in model.named_buffers() if n in persistent)
     return tensors

@@ -1,1 +1,1 @@
-"""Models of transformers: built, loaded, and what scores their tokens."""
+"""Models of transformers: building, loading, and adapters."""

@@ -208,8 +208,8 @@ def _regions(
         for inner, module in model.get_submodule(name).named_modules(prefix=name):
             if _has_parameters(module) and inner not in styles:
                 raise ValueError(
-                    f"{_PATH}.sequence_parallel=True: {inner} has no place in the plan, and lies "
-                    f"in {name}, which is sharded: switch sequence_parallel off, or give "
+                    f"{_PATH}.sequence_parallel=True: the plan names no style for {inner}, "
+                    f"inside {name}, which is sharded: switch sequence_parallel off, or give "
                     f"{_PATH}.custom_parallel_plan"
                 )
     return [model.get_submodule(name) for name in sorted(names)]

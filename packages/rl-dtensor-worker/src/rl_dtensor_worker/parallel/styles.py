@@ -1,4 +1,4 @@
-"""How modules take part in tensor parallelism: the group, and one style per way.
+"""Tensor parallelism of single modules: the group, and one style per way of sharding.
 
 Parameters are DTensors on the mesh axis `tp`, so that the optimizer, checkpoints and weight
 transfer see shards with their placements. A forward pass sees the local shards as plain tensors,
@@ -60,8 +60,10 @@ class TensorParallel:
         self.rank = mesh.get_local_rank()
         self.size = mesh.size()
         self.sequence_parallel = sequence_parallel
+        # The last input of `gather_input` and its gather, for the layers that take the same input.
         self._last_gather: tuple[Tensor, Tensor] | None = None
         self._input_is_gathered = False
+        # By original and by distributed parameter: a second owner of a tied one may have either.
         self._distributed: dict[nn.Parameter, nn.Parameter] = {}
 
     @contextmanager
@@ -85,6 +87,7 @@ class TensorParallel:
         """
         if self._input_is_gathered:
             return values
+        # By identity: an equal tensor elsewhere in the graph needs a gradient of its own.
         if self._last_gather is None or self._last_gather[0] is not values:
             self._last_gather = values, self.gather_input_once(values)
         return self._last_gather[1]
@@ -94,6 +97,8 @@ class TensorParallel:
 
         For modules that no `reduce_output` follows, which would leave a gather that outlives them.
         """
+        # Either way each rank uses its own shard of the weights, so that gradients of the input are
+        # partial: both conjugates sum them.
         if self.sequence_parallel:
             return collectives.gather_for_sharded_use(values, self.group, SEQUENCE_DIM)
         return collectives.copy_to_group(values, self.group)
@@ -108,9 +113,9 @@ class TensorParallel:
             self._input_is_gathered = False
 
     def reduce_output(self, values: Tensor) -> Tensor:
-        """Return the sum of the ranks' partial `values`; its local chunk with sequence parallelism.
+        """Return the sum of the ranks' partial `values`.
 
-        The chunk is along the sequence.
+        With sequence parallelism: its local chunk along the sequence.
         """
         # The next layer's input is another tensor; holding this one would only keep memory.
         self._last_gather = None
@@ -152,7 +157,7 @@ class TensorParallel:
 
 
 class Style:
-    """How one module takes part; each subclass is one way.
+    """How one module is sharded and which collectives its forward needs; a subclass per way.
 
     Args:
         tp: The ranks that shard the layer.
@@ -165,6 +170,8 @@ class Style:
         """Distribute the module's parameters and wrap its forward."""
         self.tp.distribute(module, self.placements(module))
         self.prepare(module)
+        # Not by hooks: torch skips a forward hook if the forward raises, and the DTensors must be
+        # put back even then.
         module.forward = partial(self._forward, module, module.forward)
 
     def placements(self, module: nn.Module) -> dict[str, Placement]:
@@ -217,6 +224,7 @@ class Region(Style):
             kwargs["hidden_states"] = self.tp.gather_input_once(hidden)
         else:
             args = (self.tp.gather_input_once(args[0]), *args[1:])
+        # The projections inside share this gather.
         with self.tp.input_is_gathered():
             return forward(*args, **kwargs)
 
@@ -251,6 +259,7 @@ class GatheredColumn(Column):
     def run(self, module: nn.Module, forward: Forward, *args: Tensor, **kwargs: object) -> Tensor:
         """Gather the outputs."""
         output = super().run(module, forward, *args, **kwargs)
+        # Every rank computes the same from it, up to a `SplitRow`: its gradient is already full.
         return collectives.gather_for_replicated_use(output, self.tp.group, -1)
 
 
@@ -340,6 +349,7 @@ class Experts(Style):
         """Run the local experts on their tokens and sum over the ranks."""
         hidden, chosen, weights = args
         if self.tp.sequence_parallel:
+            # Indices have no gradient, and need no conjugate.
             chosen = collectives.all_gather_dim(chosen, self.tp.group, SEQUENCE_DIM)
         num_local: int = module.num_experts  # type: ignore[assignment]
         # Another rank's expert gets the index that the module skips: its output is added there.
@@ -380,6 +390,7 @@ class AdapterDropout(Style):
     def run(self, module: nn.Module, forward: Forward, *args: Tensor, **kwargs: object) -> Tensor:
         """Draw the mask of all inputs, the same on every rank, and apply the local chunk."""
         (values,) = args
+        # Tensor-parallel ranks have the same random state, so each draws the mask of all inputs.
         width = values.shape[-1] * self.tp.size
         factors = forward(values.new_ones((*values.shape[:-1], width)))
         return values * collectives.local_chunk(factors, self.tp.group, -1)
@@ -416,10 +427,10 @@ def adapter_styles(
     Args:
         model: The model.
         layers: The names of those layers.
-        style_of: The style of a layer; None if it has no place in the plan.
+        style_of: The style of a layer; None if the plan does not name it.
 
     Raises:
-        ValueError: Adapters cannot follow a layer's style.
+        ValueError: Adapters do not support a layer's style.
     """
     styles: dict[str, type[Style]] = {}
     for name in layers:
@@ -439,9 +450,9 @@ def _adapter_styles_of(style: type[Style] | ParallelStyle, name: str) -> Mapping
         for kind, styles in _ADAPTER_STYLES.items():
             if issubclass(style, kind):
                 return styles
-    said = style.__name__ if isinstance(style, type) else type(style).__name__
+    given = style.__name__ if isinstance(style, type) else type(style).__name__
     raise ValueError(
-        f"policy.dtensor_cfg.custom_parallel_plan has the style {said} for {name}, which adapters "
-        "cannot follow: name it colwise or rowwise, or leave it out of "
+        f"policy.dtensor_cfg.custom_parallel_plan has the style {given} for {name}, which adapters "
+        "do not support: name it colwise or rowwise, or leave it out of "
         "policy.dtensor_cfg.lora.target_modules"
     )
