@@ -67,6 +67,20 @@ def test_a_local_ray_is_started_with_the_cpus_that_are_asked_for(no_ray, wait_un
         cluster.get_placement_groups()
 
 
+@pytest.mark.parametrize(("asked", "niceness"), [(None, 0), ("7", 7)])
+def test_ranks_have_the_drivers_priority_unless_asked(no_ray, monkeypatch, asked, niceness):
+    monkeypatch.delenv("RAY_worker_niceness", raising=False)
+    if asked is not None:
+        monkeypatch.setenv("RAY_worker_niceness", asked)
+    cluster = RayVirtualCluster([1], use_gpus=False)
+    cluster.get_placement_groups()
+    own = os.nice(0)
+    task = ray.remote(lambda: os.nice(0))
+    added = ray.get(task.options(num_cpus=0).remote(), timeout=60) - own
+    cluster.shutdown()
+    assert added == niceness
+
+
 def test_a_ray_that_runs_is_joined_and_left_running(no_ray, monkeypatch):
     ray.init(num_cpus=3, include_dashboard=False)
     first = RayVirtualCluster([1, 1], use_gpus=False)

@@ -78,8 +78,16 @@ SESSION = RaySession()
 def _join_or_start(num_cpus: int) -> bool:
     """Connect to Ray; return whether a local one had to be started."""
     num_cpus = max(num_cpus, os.cpu_count() or 1)
+    # Ray's own default, 15, suits tasks beside a desktop: ranks would wait for any other process.
+    is_given = "RAY_worker_niceness" in os.environ
+    settings = None if is_given else {"worker_niceness": 0}
     try:
-        ray.init(num_cpus=num_cpus, include_dashboard=False, logging_level=logging.ERROR)
+        ray.init(
+            num_cpus=num_cpus,
+            include_dashboard=False,
+            logging_level=logging.ERROR,
+            _system_config=settings,
+        )
     except ValueError as refusal:
         # `ray.init` refuses num_cpus if it finds a running Ray, and there is no public way to look
         # for one beforehand.
