@@ -322,9 +322,10 @@ class WrongInAnotherOrder(CapableWorker):
         return scores * (OFF if is_reversed else 1)
 
 
-class GivingLogitsUndivided(CapableWorker):
+class GivingFullLogitsUndivided(CapableWorker):
     def loss_input(self, batch, loss_fn):
-        if loss_fn.input_type is LossInput.LOGITS:
+        is_sharded = getattr(loss_fn, "accepts_sharded_logits", False)
+        if loss_fn.input_type is LossInput.LOGITS and not is_sharded:
             return self.model(batch["input_ids"])
         return super().loss_input(batch, loss_fn)
 
@@ -591,7 +592,7 @@ BROKEN_WORKERS = {
     "every_global_batch_is_a_step": TakingEvenSizesAlone,
     "micro_batches_do_not_change_training": AveragingMicroBatches,
     "every_way_of_batching_gives_the_same_numbers": WrongInAnotherOrder,
-    "a_loss_may_ask_for_logits": GivingLogitsUndivided,
+    "a_loss_may_ask_for_logits": GivingFullLogitsUndivided,
     "a_loss_may_take_sharded_logits": LabellingAShardAsFull,
     "a_loss_may_be_of_sequences": CountingSequencesOfMicroBatches,
     "masked_tokens_do_not_count": GuessingTheTokenMask,
