@@ -139,7 +139,7 @@ def call_in_layout(*, config, batch, method, **arguments):
         return Rows(place, order=None, columns=dict(getattr(worker, method)(rows, **arguments)))
 
 
-def train_on_logits(*, config, batch, loss):
+def train_on_logits(*, config, batch, section, loss):
     """Train three times while counting gathers of logits."""
     gathers = []
     with worker_for(config, init_reference_model=False) as worker:
@@ -155,7 +155,7 @@ def train_on_logits(*, config, batch, loss):
         assert tp is not None
         collectives.all_gather_dim = watched
         try:
-            rows, _ = rows_of(worker, batch, None, global_batch_size=4)
+            rows, _ = rows_of(worker, batch, section, global_batch_size=4)
             results = [worker.train(rows, make_loss(loss)) for _ in range(3)]
         finally:
             collectives.all_gather_dim = gather

@@ -113,6 +113,9 @@ def test_greedy_generation_scores_at_temperature_one(tiny_model):
     # 16 bytes of training state a parameter, up to 256 MiB on a rank.
     [(4, 1, 16, 4), (4, 1, 17, 1), (2, 2, 33, 2), (2, 2, 34, 1), (1, 1, 1, 1)],
 )
-def test_a_small_model_is_replicated(data_parallel, tensor_parallel, millions, replicas):
+def test_a_small_model_is_replicated(caplog, data_parallel, tensor_parallel, millions, replicas):
     layout = ParallelLayout(data_parallel=data_parallel, tensor_parallel=tensor_parallel)
-    assert choose_replicas(layout, num_parameters=millions * 10**6) == replicas
+    with caplog.at_level("INFO", logger="rl_dtensor_worker"):
+        assert choose_replicas(layout, num_parameters=millions * 10**6) == replicas
+    said = f"auto: {replicas} data-parallel ranks replicate the model"
+    assert (said in caplog.text) == (replicas > 1)

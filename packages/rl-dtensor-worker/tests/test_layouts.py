@@ -9,7 +9,7 @@ import pytest
 import state_ranks
 import torch
 from oracle import LOGPROB_TOLERANCE, PARAMETER_TOLERANCE, load, plain_logprobs
-from test_parity import LAYOUTS, RELATIVE_TOLERANCE, assert_equal_parameters, joined
+from test_parity import BATCHINGS, LAYOUTS, RELATIVE_TOLERANCE, assert_equal_parameters, joined
 from tiny_model import make_batch, make_config
 from transformers import AutoModelForSequenceClassification
 
@@ -159,14 +159,25 @@ def test_the_largest_logits_are_those_of_plain_transformers(pools, qwen3, layout
         assert not values[row, length:].any()
 
 
+@pytest.mark.parametrize("batching", ["padded", "packed"])
 @pytest.mark.parametrize("layout", ["tp2", "tp2_sp"])
-def test_a_loss_that_takes_its_shard_of_the_logits_equals_one_of_full_logits(pools, qwen3, layout):
-    outcomes = {}
-    for loss in ("logits", "sharded_logits"):
-        num_ranks, config = config_of(qwen3, layout)
-        outcomes[loss] = pools(num_ranks).run(
-            parity_ranks.train_on_logits, config=config, batch=make_batch(4), loss=loss
+def test_a_loss_that_takes_its_shard_of_the_logits_equals_one_of_full_logits(
+    pools, qwen3, layout, batching
+):
+    section = BATCHINGS[batching]
+    budgets = {"train_mb_tokens": parity_ranks.BUDGET, "logprob_mb_tokens": parity_ranks.BUDGET}
+    sections = {} if section is None else {section: {"enabled": True, **budgets}}
+    num_ranks, config = config_of(qwen3, layout, **sections)
+    outcomes = {
+        loss: pools(num_ranks).run(
+            parity_ranks.train_on_logits,
+            config=config,
+            batch=make_batch(4),
+            section=section,
+            loss=loss,
         )
+        for loss in ("logits", "sharded_logits")
+    }
     for full, sharded in zip(outcomes["logits"], outcomes["sharded_logits"], strict=True):
         assert full.num_gathers == 3 * 2  # each of two micro-batches in three calls
         assert sharded.num_gathers == 0

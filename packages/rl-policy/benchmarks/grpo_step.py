@@ -23,7 +23,7 @@ import tempfile
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from statistics import mean
 from typing import Any
@@ -79,18 +79,7 @@ DEEP = Work(
     max_new_tokens=64,
     max_length=96,
 )
-RAGGED = Work(
-    name="12 layers, ragged",
-    num_layers=12,
-    hidden_size=256,
-    prompts=8,
-    samples=8,
-    gbs=32,
-    mbs=16,
-    max_new_tokens=64,
-    max_length=512,
-    is_ragged=True,
-)
+RAGGED = replace(DEEP, name="12 layers, ragged", max_length=512, is_ragged=True)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -184,9 +173,10 @@ def command(run: Run, inputs: Path, out: Path) -> list[str]:
 def differences(work: Work) -> str:
     """Return what is not the same on the two sides."""
     return (
-        "differences: two ranks are FSDP2 here and DistributedDataParallel in TRL; TRL logs no "
-        "TensorBoard events and keeps no metrics file of its own; here step 0 samples 8 held-out "
-        f"problems, within `start`; {work.name}: same rows, sizes, rate, KL weight and clipping"
+        "differences: two ranks are FSDP2 here and DistributedDataParallel in TRL, where torchrun "
+        "gives each one thread, and a single process torch's default; TRL writes no TensorBoard "
+        "events and no checkpoints; here step 0 samples 8 held-out problems, within `start`. "
+        f"{work.name}: the same model, rows, micro-batches, completions, rate, KL weight, clipping"
     )
 
 
@@ -205,14 +195,24 @@ def measure(run: Run) -> Row:
                 marks = list(follow(process, out / "metrics.jsonl"))
                 process.wait(timeout=TIMEOUT_S)
             finally:
-                if process.poll() is None:
-                    process.kill()
-                    process.wait()
+                stop(process)
         if process.returncode != 0 or len(marks) < NUM_STEPS:
             tail = (inputs / "log").read_text()[-4000:]
             raise RuntimeError(f"{run} ended with {process.returncode}:\n{tail}")
     steps = [mark for mark in marks if 1 <= mark["row"]["step"] <= NUM_STEPS]
     return summarize(run, steps, started=started)
+
+
+def stop(process: subprocess.Popen[bytes]) -> None:
+    """End a run that has not ended by itself, with what it has started."""
+    if process.poll() is None:
+        # Not at once by SIGKILL: torchrun would leave its ranks, and the driver its Ray.
+        process.terminate()
+        try:
+            process.wait(timeout=60)
+        except subprocess.TimeoutExpired:
+            process.kill()
+            process.wait()
 
 
 def follow(process: subprocess.Popen[bytes], metrics: Path) -> Iterator[dict[str, Any]]:

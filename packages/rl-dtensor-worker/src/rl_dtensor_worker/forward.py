@@ -29,7 +29,6 @@ from rl_dtensor_worker.parallel.styles import SEQUENCE_DIM
 if TYPE_CHECKING:
     from collections.abc import Callable, Generator, Mapping
 
-    from rl_batched_data import TokenScores
     from rl_interfaces.backend.steps import MicroBatch
     from transformers import PreTrainedConfig, PreTrainedModel
 

@@ -20,8 +20,8 @@ logger = logging.getLogger(__name__)
 _PATH = "policy.dtensor_cfg"
 # Parameters, gradients and both moments of Adam, in float32.
 _TRAINING_BYTES = 16
-# 16 million parameters. On two gloo ranks a Qwen2 of 2 layers takes a third of the time to score
-# when it is replicated; the gain is gone where a layer computes longer than it takes to gather.
+# 16 million parameters in float32: small beside any device's memory. Measured with 100,000 alone: a
+# GRPO step on two gloo ranks takes 0.86 of the time that it takes sharded.
 _REPLICATED_BYTES = 2**28
 
 
@@ -64,8 +64,8 @@ def plan_layout(config: Resolved, *, world_size: int) -> ParallelLayout:
 def choose_replicas(layout: ParallelLayout, *, num_parameters: int) -> int:
     """Return how often a model is replicated where the config leaves it to the model's size.
 
-    Sharding saves memory and costs an all-gather per layer and pass. Below `_REPLICATED_BYTES` of
-    training state there is nothing to save, and the gathers take longer than the layers.
+    Sharding saves memory and costs an all-gather per layer and pass. A training state of at most
+    `_REPLICATED_BYTES` is not worth them.
 
     Args:
         layout: Of all ranks.
