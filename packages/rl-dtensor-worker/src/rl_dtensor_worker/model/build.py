@@ -122,9 +122,7 @@ def build_model(
     return model.eval()
 
 
-def needs_fsdp(
-    model: nn.Module, config: EngineConfig, *, meshes: Meshes, is_small: bool
-) -> bool:
+def needs_fsdp(model: nn.Module, config: EngineConfig, *, meshes: Meshes, is_small: bool) -> bool:
     """Return whether FSDP has something to shard, cast or offload.
 
     Where it has not, a single rank's model, or a small one that all ranks have a copy of, stays as
