@@ -14,6 +14,8 @@ from tokenizers import Tokenizer, models
 from transformers import PreTrainedTokenizerFast, Qwen2Config, Qwen2ForCausalLM
 
 ADAMW = {"lr": 1e-4, "eps": 1e-8, "weight_decay": 0.01}
+NUM_WORDS = 1024
+"""Tokens that the tokenizer has a text for."""
 
 
 class NextTokenLoss:
@@ -113,6 +115,7 @@ def make_worker(
         "max_grad_norm": 1.0,
         "optimizer": {"name": "torch.optim.AdamW", "kwargs": ADAMW},
     }
-    vocabulary = Tokenizer(models.WordLevel({"<pad>": 0}, unk_token="<pad>"))
+    words = {"<pad>": 0} | {f"w{index}": index for index in range(1, NUM_WORDS)}
+    vocabulary = Tokenizer(models.WordLevel(words, unk_token="<pad>"))
     tokenizer = PreTrainedTokenizerFast(tokenizer_object=vocabulary, pad_token="<pad>")
     return DTensorPolicyWorker(config | overrides, tokenizer, init_reference_model=False)
