@@ -204,7 +204,8 @@ class DTensorEngine:
                 optimizer.zero_grad(set_to_none=True)
             on_device = is_training and not self.config.cpu_offload
             move_optimizer_state(optimizer, self._device if on_device else _CPU)
-        if not self.config.cpu_offload:
+        is_elsewhere = any(each.device != model_device for each in self.model.parameters())
+        if is_elsewhere and not self.config.cpu_offload:
             cast("nn.Module", self.model).to(model_device)
         move_buffers(self.model, model_device)
         if state is not ResidencyState.REFITTING:
