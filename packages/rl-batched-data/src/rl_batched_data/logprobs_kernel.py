@@ -16,7 +16,7 @@ Shapes: `N` positions, `V` this rank's vocabulary shard, `H` hidden size, `X` ei
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from math import isqrt
@@ -29,9 +29,6 @@ from rl_batched_data.padding import check_positive
 
 # Stands for -inf: a difference of two is finite, where -inf - -inf is NaN.
 _LOWEST = torch.finfo(torch.float32).min
-# On the CPU torch's fused log-softmax takes half the time of its passes one by one. It adds a row's
-# exponentials in one float32: in a larger vocabulary that shows in the result.
-_FUSED_VOCAB = 4096
 
 _GradientTile = Callable[[slice, slice], torch.Tensor]
 _Gradients = tuple[torch.Tensor | None, torch.Tensor | None, torch.Tensor | None]
@@ -97,15 +94,6 @@ class ScoringTask:
         if not 0 <= self.top_k <= self.vocab_size * num_ranks:
             raise ValueError(f"top_k={self.top_k} is not within 0..{self.vocab_size * num_ranks}")
 
-    def is_fused(self, cols: Sequence[slice]) -> bool:
-        """Return whether tiles have all logits of their rows, and their log-softmax is the result.
-
-        Args:
-            cols: The columns of the tiles of a row.
-        """
-        has_all = len(cols) == 1 and self.tp_group is None and self.vocab_size <= _FUSED_VOCAB
-        return has_all and not self.with_entropy and not self.top_k
-
 
 class _Context(Protocol):
     """The members of autograd's context that `VocabScores` uses."""
@@ -144,22 +132,16 @@ class VocabScores(torch.autograd.Function):
         reusable = task.transform.soft_cap is None and not task.with_entropy
         keeps_tile = matrix_VH is not None and reusable and any(ctx.needs_input_grad[:3])
         ctx.kept = None
-        is_fused = inputs_NX.device.type == "cpu" and task.is_fused(source.cols)
         sums = _Sums.empty(len(local_N), task.top_k, inputs_NX.device)
         with _without_autocast(inputs_NX.device):
             for rows in source.rows:
                 for cols in source.cols:
                     logits_nv = task.transform.apply_(source.tile(rows, cols))
-                    own = sums.rows(rows)
-                    if is_fused:
-                        values_nv, highest_n = own.add_all(logits_nv, local_N[rows]), None
-                    else:
-                        own.add(logits_nv, local_N[rows], cols, task)
-                        values_nv, highest_n = logits_nv, own.highest_N
+                    sums.rows(rows).add(logits_nv, local_N[rows], cols, task)
                     # The last tile is still in memory: keeping it saves one product in backward.
                     if keeps_tile and (rows.stop, cols.stop) == (len(local_N), task.vocab_size):
-                        highest_n = None if highest_n is None else highest_n.clone()
-                        ctx.kept = _KeptTile(values_nv, highest_n, place=(rows, cols))
+                        highest_n = sums.highest_N[rows].clone()
+                        ctx.kept = _KeptTile(logits_nv, highest_n, place=(rows, cols))
         if task.tp_group is not None:
             sums.join_ranks(task.tp_group)
         normalizer_N, entropy_N = sums.normalizer(), sums.entropy(task)
@@ -182,7 +164,7 @@ class VocabScores(torch.autograd.Function):
             if kept is not None and kept.place == (rows, cols):
                 # Overwritten below: a second backward over the graph recomputes the tile.
                 ctx.kept = None
-                slope = task.transform.slope(kept.values_nv)
+                slope = task.transform.slope(kept.exponentials_nv)
                 probs_nv = kept.probabilities_(normalizer_N[rows])
             else:
                 logits_nv = task.transform.apply_(source.tile(rows, cols))
@@ -210,20 +192,18 @@ class VocabScores(torch.autograd.Function):
 
 @dataclass(frozen=True, slots=True)
 class _KeptTile:
-    """The last tile of the forward pass."""
+    """The last tile of the forward pass, exponentiated."""
 
-    values_nv: torch.Tensor
-    """exp(logits - highest), or log-probabilities."""
-    highest_n: torch.Tensor | None
-    """Maximum of this rank's logits per position; None: the values are log-probabilities."""
+    exponentials_nv: torch.Tensor
+    """exp(logits - highest)."""
+    highest_n: torch.Tensor
+    """Maximum of this rank's logits per position."""
     place: tuple[slice, slice]
     """Rows and columns of the tile."""
 
     def probabilities_(self, normalizer_n: torch.Tensor) -> torch.Tensor:
-        """Return the probabilities, overwriting the values."""
-        if self.highest_n is None:
-            return self.values_nv.exp_()
-        return self.values_nv.mul_((self.highest_n - normalizer_n).exp_()[:, None])
+        """Return the probabilities, overwriting the exponentials."""
+        return self.exponentials_nv.mul_((self.highest_n - normalizer_n).exp_()[:, None])
 
 
 @dataclass(kw_only=True, slots=True)
@@ -291,20 +271,6 @@ class _Sums:
             self.weighted_N += probs_nv.mul_(logits_nv.clamp_(min=_LOWEST)).sum(1)
         else:
             self.total_N += logits_nv.exp_().sum(1)
-
-    def add_all(self, logits_nv: torch.Tensor, local_n: torch.Tensor) -> torch.Tensor:
-        """Accumulate the only tile, overwriting its logits with log-probabilities."""
-        position_n1, inside_n1 = _within(local_n[:, None], slice(0, logits_nv.shape[1]))
-        self.target_N += torch.where(inside_n1, logits_nv.gather(1, position_n1), 0).squeeze(1)
-        self.found_N += inside_n1.squeeze(1)
-        highest_n = logits_nv.amax(1)
-        # In place, which is safe as a row is read before it is written: a second tile would double
-        # the memory, and on the CPU new pages take longer than the log-softmax.
-        logprobs_nv = torch.log_softmax(logits_nv, 1, out=logits_nv)
-        # Of the most likely token, whose logit is finite where any is.
-        self.highest_N.copy_(highest_n.sub_(logprobs_nv.amax(1)))
-        self.total_N += 1
-        return logprobs_nv
 
     def join_ranks(self, group: dist.ProcessGroup) -> None:
         """All-reduce the accumulators over `group`."""
