@@ -8,14 +8,15 @@ from rl_interfaces.backend.generation import _ends_in_string
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
-RANDOM_RUNS, NUM_TOKENS = 40, 60
+NUM_RUNS, NUM_ROWS, NUM_TOKENS = 30, 4, 60
 LENGTH = 512
 
 
 def byte_level():
-    """Every byte is a token: most characters beyond ASCII are several."""
+    """Every byte is a token: a character beyond ASCII is several."""
     vocabulary = {token: i for i, token in enumerate(sorted(pre_tokenizers.ByteLevel.alphabet()))}
     tokenizer = Tokenizer(models.BPE(vocabulary, merges=[]))
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
     tokenizer.decoder = decoders.ByteLevel()
     return PreTrainedTokenizerFast(tokenizer_object=tokenizer)
 
@@ -30,14 +31,15 @@ def word_pieces():
 
 
 def with_empty_tokens():
-    """Two of three tokens decode to nothing."""
-    tokenizer = Tokenizer(models.WordLevel({"": 0, "▁": 1, "x": 2}, unk_token=""))
+    """Most tokens decode to nothing."""
+    vocabulary = {"x": 0} | {"▁" * count: count for count in range(1, 12)}
+    tokenizer = Tokenizer(models.WordLevel(vocabulary, unk_token="▁"))
     tokenizer.decoder = decoders.Sequence([decoders.Replace("▁", ""), decoders.Fuse()])
     return PreTrainedTokenizerFast(tokenizer_object=tokenizer)
 
 
 KINDS = {
-    byte_level: ["é", "日本", "a\n", "ab", "zz"],
+    byte_level: ["é", "日本語", "a\n", "ab", "zz"],
     word_pieces: ["undo", " do", "ing.", "##", "b"],
     with_empty_tokens: ["x", "xx", "xxxx"],
 }
@@ -46,24 +48,32 @@ KINDS = {
 @pytest.mark.parametrize("make", KINDS, ids=lambda make: make.__name__)
 def test_a_row_stops_with_the_token_that_completes_a_stop_string(make):
     tokenizer, draw = make(), random.Random(0)
-    size = len(tokenizer)
-    stops_found = 0
-    for _ in range(RANDOM_RUNS):
-        strings = [tuple(draw.sample(KINDS[make], draw.randint(0, 3))) for _ in range(4)]
-        # A few tokens only, so that strings of several of them occur.
-        tokens = draw.sample(range(size), min(size, 6))
-        stops = [piece for texts in strings for text in texts for piece in text]
-        tokens += [i for i in tokenizer.convert_tokens_to_ids(stops) if i is not None]
-        columns, running = [], torch.ones(4, dtype=torch.bool)
-        for _ in range(NUM_TOKENS):
-            columns.append(torch.tensor([draw.choice(tokens) for _ in range(4)]))
+    num_found = 0
+    for _ in range(NUM_RUNS):
+        strings = [tuple(draw.sample(KINDS[make], draw.randint(0, 2))) for _ in range(NUM_ROWS)]
+        rows = [some_tokens(tokenizer, KINDS[make], draw) for _ in range(NUM_ROWS)]
+        columns, running = [], torch.ones(NUM_ROWS, dtype=torch.bool)
+        for tokens in zip(*rows, strict=True):
+            columns.append(torch.tensor(tokens))
             found = _ends_in_string(columns, strings, tokenizer, running=running)
             texts = tokenizer.batch_decode(torch.stack(columns, dim=1).tolist())
             whole = [any(s in text for s in own) for own, text in zip(strings, texts, strict=True)]
             assert found.tolist() == [a and b for a, b in zip(whole, running.tolist(), strict=True)]
             running &= ~found
-        stops_found += int((~running).sum())
-    assert stops_found > RANDOM_RUNS // 4
+        num_found += int((~running).sum())
+    assert num_found > NUM_RUNS
+
+
+def some_tokens(tokenizer, stops, draw):
+    """Return tokens at random, and here and there those of a stop string or of its beginning."""
+    tokens = []
+    while len(tokens) < NUM_TOKENS:
+        if draw.random() < 0.8:
+            tokens.append(draw.randrange(len(tokenizer)))
+        else:
+            whole = tokenizer(draw.choice(stops))["input_ids"]
+            tokens += whole[: draw.randint(1, len(whole))]
+    return tokens[:NUM_TOKENS]
 
 
 def test_decoding_does_not_grow_with_the_completion():
@@ -83,9 +93,8 @@ def decoded_tokens(tokenizer, length):
 
     tokenizer.batch_decode = counted
     columns, running = [], torch.ones(1, dtype=torch.bool)
-    (token,) = tokenizer.convert_tokens_to_ids(["a"])
+    (token,) = tokenizer("a")["input_ids"]
     for _ in range(length):
         columns.append(torch.tensor([token]))
         assert not _ends_in_string(columns, [("stop",)], tokenizer, running=running).any()
-    tokenizer.batch_decode = plain
     return total
