@@ -16,7 +16,7 @@ from whole_step.clocks import OTHER
 from whole_step.work import NUM_STEPS, Run, command, write_inputs
 
 TIMEOUT_S = 900
-PHASES = ("generate", "reward", "score", "train", "move", "refit", OTHER)
+PHASES = ("generate", "score", "train", "move", "refit", OTHER)
 MEASURES = ("start", "first step", "step", *PHASES)
 
 Measured = dict[str, tuple[float, float]]
@@ -82,6 +82,10 @@ def stop(process: subprocess.Popen[bytes]) -> None:
 def summarize(lines: Sequence[dict[str, Any]], *, started: float) -> Measured:
     """Return the measures from what the meter of a run wrote."""
     start, first, *later = lines[: NUM_STEPS + 1]
+    missing = {"generate", "score", "train"} - first["phases"].keys()
+    if missing:
+        # What the meter is put into has another name by now.
+        raise RuntimeError(f"the meter has seen no {' and no '.join(sorted(missing))}")
     steps = [_step_of(line) for line in later]
     found: Measured = {
         "start": (start["at"] - started, start["used"]),

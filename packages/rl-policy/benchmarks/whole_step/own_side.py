@@ -24,7 +24,8 @@ from whole_step.clocks import PhaseMeter
 PHASES = {
     "move_s": "move",
     "generate_s": "generate",
-    "reward_s": "reward",
+    # Where TRL computes rewards too.
+    "reward_s": "score",
     "logprob_s": "score",
     "train_s": "train",
 }

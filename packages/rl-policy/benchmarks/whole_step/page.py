@@ -24,9 +24,9 @@ process tree.
 
 - `start`: from the command to the first GRPO step, with all imports and the load of the model.
 - `first step`: with what is done once. `step`: the mean of the following ones.
-- The phases below it add up to `step`: `generate` is prompts to tokens, `reward` texts and rewards,
-  `score` log-probabilities of policy and reference, `train` the optimizer steps, `move` residency
-  and the hand-over of devices, `refit` new weights for the engines, and `other` all the rest.
+- The phases below it add up to `step`: `generate` is prompts to tokens, `score` rewards, and
+  log-probabilities of policy and reference, `train` the optimizer steps, `move` residency and the
+  hand-over of devices, `refit` new weights for the engines, and `other` all the rest.
 """
 
 

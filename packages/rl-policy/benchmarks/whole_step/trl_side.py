@@ -36,10 +36,6 @@ class MeteredTrainer(GRPOTrainer):
         with self.meter.phase("generate"):
             return super()._generate(prompts)
 
-    def _calculate_rewards(self, *args: Any, **kwargs: Any) -> Any:
-        with self.meter.phase("reward"):
-            return super()._calculate_rewards(*args, **kwargs)
-
 
 class StepEnds(TrainerCallback):
     """Ends a step of the meter where a batch of completions is used up.
