@@ -69,6 +69,7 @@ def comparison(*, with_peer=True, ranks=1, train=1.0):
 
     own = dict.fromkeys(("start", "first step", "step", "generate", "score"), (1.0, 2.0))
     own |= {"train": (train, 0.5), "move": (0.25, 0.25), "refit": (0.0, 0.0), "other": (0.1, 0.1)}
+    own["beside"] = (0.25, 0.25)
     peer = own | {"step": (2.0, 8.0), "move": (0.0, 0.0)}
     results = [Result(side="rl-policy (workers)", measured=own)]
     if with_peer:
@@ -118,7 +119,9 @@ def test_the_page_says_when_and_where_and_what_differs(tmp_path):
 
     write_page(tmp_path / "page.md", [comparison(ranks=2), comparison()])
     text = (tmp_path / "page.md").read_text()
-    assert "2026-01-31, 2 cores" in text
+    assert "2026-01-31" in text
+    assert "2 cores" in text
+    assert "up to 25% of the processors" in text
     assert "FSDP2" in text
     assert text.index("One training process") < text.index("2 training processes")
     assert "| step | **0.50** (1.000 / 2.000) | **0.25** (2.000 / 8.000) |" in text
@@ -128,6 +131,6 @@ def test_a_meter_that_sees_no_training_is_an_error():
     from whole_step.measure import summarize
     from whole_step.work import NUM_STEPS
 
-    line = {"at": 1.0, "used": 1.0, "phases": {"other": [1.0, 1.0]}}
+    line = {"at": 1.0, "used": 1.0, "busy": 1.0, "phases": {"other": [1.0, 1.0]}}
     with pytest.raises(RuntimeError, match="no generate and no score and no train"):
         summarize([line] * (NUM_STEPS + 1), started=0.0)

@@ -47,6 +47,13 @@ class ProcessTree:
         return sum(self._used.values())
 
 
+def busy_seconds() -> float:
+    """Return the processor seconds that all programs of the machine have used."""
+    fields = Path("/proc/stat").read_text().splitlines()[0].split()[1:]
+    user, nice, system, _idle, _waiting, *interrupts = map(int, fields[:8])
+    return (user + nice + system + sum(interrupts)) / os.sysconf("SC_CLK_TCK")
+
+
 def descendants(root: int) -> dict[int, float]:
     """Return the processor seconds of a process and its descendants, with those that ended."""
     parents: dict[int, int] = {}
@@ -73,8 +80,8 @@ class PhaseMeter:
     """Divides the time of steps among phases: each moment belongs to the innermost one.
 
     A step is everything from the end of one step to the end of the next. The file gets a line for
-    each, `{"step", "at", "used", "phases": {name: [seconds, processor seconds]}}`. `at` is on the
-    monotonic clock, which all processes share.
+    each, `{"step", "at", "used", "busy", "phases": {name: [seconds, processor seconds]}}`. `at` is
+    on the monotonic clock, which all processes share; `busy` is that of `busy_seconds`.
 
     Args:
         path: The file.
@@ -106,9 +113,9 @@ class PhaseMeter:
         """Write the line of a step, and begin the next."""
         self._count()
         used = sum(descendants(self._root).values()) if step == 0 else None
-        line = {"step": step, "at": time.monotonic(), "used": used, "phases": self._sums}
+        line = {"step": step, "at": time.monotonic(), "used": used, "busy": busy_seconds()}
         with self._path.open("a") as file:
-            file.write(json.dumps(line) + "\n")
+            file.write(json.dumps(line | {"phases": self._sums}) + "\n")
         self._sums = {}
         # What the search takes is in no step.
         self._tree.refresh()

@@ -16,19 +16,33 @@ from whole_step.clocks import OTHER
 from whole_step.work import NUM_STEPS, Run, command, write_inputs
 
 TIMEOUT_S = 900
+MOST_TRIES = 3
 PHASES = ("generate", "score", "train", "move", "refit", OTHER)
 MEASURES = ("start", "first step", "step", *PHASES)
 
+BESIDE = "beside"
+
 Measured = dict[str, tuple[float, float]]
-"""Wall-clock and processor seconds of each of `MEASURES`."""
+"""Wall-clock and processor seconds of each of `MEASURES`; under `BESIDE`, twice the share of the
+machine's processors that other programs used during the steps."""
 
 
-def measure_in_turns(runs: Sequence[Run], *, rounds: int) -> list[Measured]:
-    """Return what each of the runs takes, the mean over the rounds."""
+def measure_in_turns(runs: Sequence[Run], *, rounds: int, most_beside: float) -> list[Measured]:
+    """Return what each of the runs takes, the mean over the rounds.
+
+    Args:
+        runs: They take turns.
+        rounds: How often.
+        most_beside: A run is repeated while other programs used a larger share of the processors
+            during its steps, but not for ever: what is left of it is in the result.
+    """
     measured: list[list[Measured]] = [[] for _ in runs]
     for _ in range(rounds):
         for run, found in zip(runs, measured, strict=True):
-            found.append(measure(run))
+            tries: list[Measured] = []
+            while not tries or (tries[-1][BESIDE][0] > most_beside and len(tries) < MOST_TRIES):
+                tries.append(measure(run))
+            found.append(min(tries, key=lambda each: each[BESIDE]))
     return [_mean(found) for found in measured]
 
 
@@ -92,6 +106,10 @@ def summarize(lines: Sequence[dict[str, Any]], *, started: float) -> Measured:
         "first step": _step_of(first),
         "step": _mean_pair(steps),
     }
+    seconds = later[-1]["at"] - first["at"]
+    others = later[-1]["busy"] - first["busy"] - sum(step[1] for step in steps)
+    share = max(0.0, others / seconds / (os.cpu_count() or 1))
+    found[BESIDE] = (share, share)
     for phase in PHASES:
         found[phase] = _mean_pair([tuple(line["phases"].get(phase, (0, 0))) for line in later])
     return found

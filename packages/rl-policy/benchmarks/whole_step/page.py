@@ -58,17 +58,16 @@ def _title(comparison: Comparison) -> str:
 
 
 def _differences(group: Sequence[Comparison]) -> list[str]:
+    machines = [f"On {each}.\n" for each in dict.fromkeys(each.machine for each in group)]
     heading = "What is not the same on the two sides:\n"
-    return [heading, *(f"- {line}" for line in differences(group[0].sampler)), ""]
+    return [*machines, heading, *(f"- {line}" for line in differences(group[0].sampler)), ""]
 
 
 def _section(comparison: Comparison) -> list[str]:
-    ranks = (
-        "One training process"
-        if comparison.ranks == 1
-        else f"{comparison.ranks} training processes"
-    )
-    facts = f"{ranks}, {comparison.rounds} rounds, {comparison.date}, {comparison.machine}.\n"
+    count = comparison.ranks
+    ranks = "One training process" if count == 1 else f"{count} training processes"
+    others = f"other programs used up to {comparison.beside():.0%} of the processors"
+    facts = f"{ranks}; {comparison.rounds} rounds on {comparison.date}, {others}.\n"
     head, *rows = table(comparison)
     rule = ["---"] * len(head)
     cells = [head, rule, *rows]

