@@ -7,6 +7,8 @@ from __future__ import annotations
 
 import argparse
 import itertools
+import signal
+import sys
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -27,6 +29,8 @@ def run_benchmark(
         samplers: Those that take turns, for each comparison; TRL has the first.
         sizes: Names of the sizes that it takes unless asked for others.
     """
+    # So that the runs end with the benchmark.
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))
     options = _parse(description, sizes=sizes)
     path = options.out / f"{name}.json"
     rounds = 1 if options.quick else options.rounds

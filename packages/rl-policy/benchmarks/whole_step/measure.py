@@ -42,8 +42,18 @@ def measure_in_turns(runs: Sequence[Run], *, rounds: int, most_beside: float) ->
             tries: list[Measured] = []
             while not tries or (tries[-1][BESIDE][0] > most_beside and len(tries) < MOST_TRIES):
                 tries.append(measure(run))
+                print(_progress(run, tries[-1]), flush=True)
             found.append(min(tries, key=lambda each: each[BESIDE]))
     return [_mean(found) for found in measured]
+
+
+def _progress(run: Run, found: Measured) -> str:
+    (start, _), (step, used), (beside, _) = found["start"], found["step"], found[BESIDE]
+    packed = ", packed" if run.is_packed else ""
+    return (
+        f"{run.side}{packed}, {run.sampler}: start {start:.1f} s, step {step:.3f} s and {used:.3f} s "
+        f"of processors, of which others used {beside:.0%}"
+    )
 
 
 def measure(run: Run) -> Measured:
