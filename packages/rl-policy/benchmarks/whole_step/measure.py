@@ -51,7 +51,7 @@ def _progress(run: Run, found: Measured) -> str:
     (start, _), (step, used), (beside, _) = found["start"], found["step"], found[BESIDE]
     packed = ", packed" if run.is_packed else ""
     return (
-        f"{run.side}{packed}, {run.sampler}: start {start:.1f} s, step {step:.3f} s and {used:.3f} s "
+        f"{run.side}{packed}, {run.sampler}: start {start:.1f} s, step {step:.3f} s, {used:.3f} s "
         f"of processors, of which others used {beside:.0%}"
     )
 
