@@ -9,8 +9,6 @@ import sys
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
-# The first step pays for what is done once, and the last of rl-policy writes a checkpoint.
-NUM_STEPS = 6
 CACHE_BYTES = 1 << 28
 
 
@@ -27,6 +25,8 @@ class Work:
     mbs: int
     max_new_tokens: int
     max_length: int
+    steps: int
+    """Steps that are measured, the first of which pays for what is done once."""
     is_ragged: bool = False
     """Prompts of log-normal lengths, the median 64 tokens; else problems of the built-in task."""
 
@@ -56,6 +56,7 @@ TOY = Work(
     mbs=128,
     max_new_tokens=6,
     max_length=32,
+    steps=8,
 )
 DEEP = Work(
     name="12 layers",
@@ -67,8 +68,9 @@ DEEP = Work(
     mbs=16,
     max_new_tokens=64,
     max_length=96,
+    steps=4,
 )
-RAGGED = replace(DEEP, name="12 layers, ragged", max_length=512, is_ragged=True)
+RAGGED = replace(DEEP, name="12 layers, ragged", max_length=512, steps=3, is_ragged=True)
 WORKS = {"toy": TOY, "deep": DEEP, "ragged": RAGGED}
 
 WORKERS, COLOCATED, APART = "workers", "vLLM, colocated", "vLLM, apart"
@@ -153,7 +155,7 @@ def command(run: Run, inputs: Path) -> list[str]:
     """Return the command of a run, which leaves `phases.jsonl` beside its inputs."""
     if run.side == "TRL":
         wanted = asdict(run.work) | {"ranks": run.ranks, "rows": run.work.rows}
-        wanted |= {"inputs": str(inputs), "use_vllm": run.sampler != WORKERS, "steps": NUM_STEPS}
+        wanted |= {"inputs": str(inputs), "use_vllm": run.sampler != WORKERS}
         module = ["-m", "whole_step.trl_side", json.dumps(wanted)]
         if run.ranks == 1:
             return [sys.executable, *module]
@@ -179,7 +181,8 @@ def settings(run: Run, inputs: Path) -> dict[str, object]:
         "cluster.bundle_ct_per_node_list": [run.ranks],
         "data.path": inputs / "train.jsonl",
         "data.heldout_path": inputs / "heldout.jsonl",
-        "grpo.steps": NUM_STEPS + 1,
+        # The last writes a checkpoint, and is not measured.
+        "grpo.steps": work.steps + 1,
         "grpo.prompts_per_step": work.prompts,
         "grpo.samples_per_prompt": work.samples,
         "grpo.eval_every": 1000,
