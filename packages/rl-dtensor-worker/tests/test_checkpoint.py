@@ -6,7 +6,7 @@ import pytest
 import scoring_ranks
 import torch
 from oracle import LOGPROB_TOLERANCE, largest_difference, load, plain_logprobs
-from rank_pool import RankFailure, RankPool, fork_context
+from rank_pool import RankFailure, RankPool, rank_context
 from rl_interfaces.backend.checkpoint.checkpointer import Checkpointer, PendingSave
 from safetensors.torch import load_file
 from tiny_checkpoints import save_model
@@ -245,7 +245,7 @@ def test_a_save_that_took_too_long_still_says_what_it_failed_with(tmp_path):
 
 
 def test_a_process_ends_though_a_save_does_not():
-    process = fork_context().Process(target=checkpoint_ranks.leave_save_running)
+    process = rank_context().Process(target=checkpoint_ranks.leave_save_running)
     process.start()
     process.join(timeout=60)
     has_ended = not process.is_alive()
