@@ -54,18 +54,19 @@ def total_grad_norm(gradients: Iterable[torch.Tensor]) -> torch.Tensor:
     """
     # Gradients of one set of groups are summed locally first: one all-reduce per group, not per
     # parameter.
-    squares: dict[tuple[str, ...], list[torch.Tensor]] = defaultdict(list)
+    shards: dict[tuple[str, ...], list[torch.Tensor]] = defaultdict(list)
     groups: dict[str, dist.ProcessGroup] = {}
     for gradient in gradients:
         sharding = _sharding_groups(gradient)
         groups |= sharding
-        # In float64, so that the order of the sum, and with it the sharding, leaves the norm's
-        # float32 as it is: clipping by another norm would give the same seed another run.
-        norm = torch.linalg.vector_norm(local_tensor(gradient), dtype=torch.float64)
-        squares[tuple(sharding)].append(norm**2)
+        shards[tuple(sharding)].append(local_tensor(gradient))
     totals: list[torch.Tensor] = []
-    for names, parts in squares.items():
-        total = torch.stack(parts).sum()
+    for names, parts in shards.items():
+        # In float64, so that the order of the sum, and with it the sharding, leaves the norm's
+        # float32 as it is: clipping by another norm would give the same seed another run. One
+        # kernel for hundreds of tensors on a GPU, not one for each.
+        norms = torch._foreach_norm(parts, 2, dtype=torch.float64)
+        total = torch.stack(norms).square().sum()
         for name in names:
             dist.all_reduce(total, group=groups[name])
         totals.append(total)
@@ -104,9 +105,10 @@ def clip_gradients(
     if not max_norm:
         return
     factor = (max_norm / (norm + 1e-6)).clamp(max=1.0)
-    for parameter in parameters:
-        if parameter.grad is not None:
-            local_tensor(parameter.grad).mul_(factor.to(parameter.grad.device))
+    gradients = _local_gradients(parameters)
+    if gradients:
+        # All are on one device: each parameter is offloaded, or none.
+        torch._foreach_mul_(gradients, factor.to(gradients[0].device))
 
 
 class DTensorOptimizer:
@@ -186,10 +188,8 @@ class LossScaler:
 
     def unscale(self, parameters: Sequence[torch.Tensor]) -> None:
         """Divide the gradients by the scale."""
-        if self.enabled:
-            for parameter in parameters:
-                if parameter.grad is not None:
-                    parameter.grad.div_(self.scale)
+        if self.enabled and (gradients := _local_gradients(parameters)):
+            torch._foreach_div_(gradients, self.scale)
 
     def update(self, *, finite: bool) -> None:
         """Adjust the scale after a step whose gradients were finite, or not."""
@@ -212,6 +212,10 @@ class LossScaler:
             assert isinstance(scale, float)
             assert isinstance(good_steps, int)
             self.scale, self.good_steps = scale, good_steps
+
+
+def _local_gradients(parameters: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+    return [local_tensor(each.grad) for each in parameters if each.grad is not None]
 
 
 def _sharding_groups(tensor: torch.Tensor) -> dict[str, dist.ProcessGroup]:
