@@ -30,6 +30,19 @@ process tree.
 """
 
 
+WITHOUT_TRL = """\
+Ours alone, as shares of a step. TRL 1.16 starts its colocated engine on vLLM 0.32's build for the
+CPU, and fails at the first hand-over of weights (`grpo_step_vllm --with-trl`):
+
+    trl/generation/vllm_generation.py, sync_weights: model.load_weights([(name, param)])
+    vllm/model_executor/layers/linear.py, load_weights: param.weight_loader(...)
+    AttributeError: 'Parameter' object has no attribute 'weight_loader'
+
+It writes into live parameters. The build for the CPU has packed these for its kernels by then and
+dropped them; only vLLM's own lifecycle of a reload, which rl-refit goes through, restores them.
+"""
+
+
 def write_page(path: Path, comparisons: Sequence[Comparison]) -> None:
     """Write the page."""
     path.write_text(render(comparisons))
@@ -59,6 +72,8 @@ def _title(comparison: Comparison) -> str:
 
 def _differences(group: Sequence[Comparison]) -> list[str]:
     machines = [f"On {each}.\n" for each in dict.fromkeys(each.machine for each in group)]
+    if all(each.peer() is None for each in group):
+        return [*machines, WITHOUT_TRL]
     heading = "What is not the same on the two sides:\n"
     return [*machines, heading, *(f"- {line}" for line in differences(group[0].sampler)), ""]
 
