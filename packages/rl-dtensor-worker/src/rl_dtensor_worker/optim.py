@@ -59,7 +59,9 @@ def total_grad_norm(gradients: Iterable[torch.Tensor]) -> torch.Tensor:
     for gradient in gradients:
         sharding = _sharding_groups(gradient)
         groups |= sharding
-        norm = torch.linalg.vector_norm(local_tensor(gradient).float())
+        # In float64, so that the order of the sum, and with it the sharding, leaves the norm's
+        # float32 as it is: clipping by another norm would give the same seed another run.
+        norm = torch.linalg.vector_norm(local_tensor(gradient), dtype=torch.float64)
         squares[tuple(sharding)].append(norm**2)
     totals: list[torch.Tensor] = []
     for names, parts in squares.items():
@@ -67,7 +69,32 @@ def total_grad_norm(gradients: Iterable[torch.Tensor]) -> torch.Tensor:
         for name in names:
             dist.all_reduce(total, group=groups[name])
         totals.append(total)
-    return torch.stack(totals).sum().sqrt() if totals else torch.zeros(())
+    return torch.stack(totals).sum().sqrt().float() if totals else torch.zeros(())
+
+
+@torch.no_grad()
+def sum_gradients(parameters: Iterable[torch.Tensor], *, group: dist.ProcessGroup) -> None:
+    """Sum the gradients over ranks that have a copy of the parameters each, in place. Collective.
+
+    A rank whose rows have not used a parameter counts as zero; a parameter that no rank has used
+    gets no gradient.
+
+    Args:
+        parameters: The trainable parameters, in the same order on every rank.
+        group: The ranks.
+    """
+    parameters = list(parameters)
+    if not parameters:
+        return
+    # One all-reduce for all of them, with the number of ranks that have each at its end.
+    device = parameters[0].device
+    used = torch.tensor([p.grad is not None for p in parameters], dtype=torch.float32)
+    parts = [torch.zeros_like(p) if p.grad is None else p.grad for p in parameters]
+    flat = torch.cat([*(part.flatten() for part in parts), used.to(device)])
+    dist.all_reduce(flat, group=group)
+    *sums, used = flat.split([*(p.numel() for p in parameters), len(parameters)])
+    for parameter, total, count in zip(parameters, sums, used.tolist(), strict=True):
+        parameter.grad = total.view_as(parameter) if count else None
 
 
 def clip_gradients(
@@ -90,6 +117,7 @@ class DTensorOptimizer:
         state: The optimizer over its trainable parameters, with schedule and loss scale.
         scaler: The loss scale of `state`.
         max_grad_norm: Largest 2-norm of all gradients; None or 0 leaves them as they are.
+        group: The ranks whose gradients a step sums; None: FSDP has summed them, or there are none.
     """
 
     def __init__(
@@ -99,11 +127,13 @@ class DTensorOptimizer:
         *,
         scaler: LossScaler,
         max_grad_norm: float | None,
+        group: dist.ProcessGroup | None = None,
     ) -> None:
         self.state = state
         self.scaler = scaler
         self._model = model
         self._max_grad_norm = max_grad_norm
+        self._group = group
 
     @property
     def learning_rate(self) -> float:
@@ -112,7 +142,10 @@ class DTensorOptimizer:
 
     def step(self, *, discard: bool) -> OptimizerStep:
         """See `EngineOptimizer.step`."""
-        parameters = [p for p in self._model.parameters() if p.grad is not None]
+        trained = [p for p in self._model.parameters() if p.requires_grad]
+        if self._group is not None:
+            sum_gradients(trained, group=self._group)
+        parameters = [p for p in trained if p.grad is not None]
         self.scaler.unscale(parameters)
         norm = total_grad_norm(p.grad for p in parameters if p.grad is not None)
         finite = bool(torch.isfinite(norm))

@@ -59,7 +59,8 @@ DEFAULT_POLICY: Settings = {
         "kwargs": {"lr": 1.0e-6, "betas": [0.9, 0.95], "weight_decay": 0.0},
     },
     "generation": {"backend": "hf", "max_new_tokens": 128, "temperature": 1.0},
-    "dtensor_cfg": {"enabled": True},
+    # A small model is not sharded: gathering it takes longer than computing with it.
+    "dtensor_cfg": {"enabled": True, "data_parallel_replicate_size": "auto"},
 }
 """The command line's own defaults, over those of `rl_interfaces`."""
 

@@ -59,7 +59,8 @@ def move_optimizer_state(optimizer: torch.optim.Optimizer, device: torch.device)
     """Move the state tensors to `device`; the 0-d counters stay where the optimizer put them."""
     for state in optimizer.state.values():
         for key, value in state.items():
-            if isinstance(value, torch.Tensor) and value.ndim:
+            # Also `to` of a DTensor that is there already takes some time.
+            if isinstance(value, torch.Tensor) and value.ndim and value.device != device:
                 state[key] = value.to(device)
 
 
