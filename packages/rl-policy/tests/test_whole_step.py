@@ -122,7 +122,7 @@ def test_the_page_says_when_and_where_and_what_differs(tmp_path):
     assert "2026-01-31" in text
     assert "2 cores" in text
     assert "up to 25% of the processors" in text
-    assert "FSDP2" in text
+    assert "DistributedDataParallel in TRL" in text
     assert text.index("One training process") < text.index("2 training processes")
     assert "| step | **0.50** (1.000 / 2.000) | **0.25** (2.000 / 8.000) |" in text
 

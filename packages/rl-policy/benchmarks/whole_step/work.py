@@ -103,7 +103,8 @@ def runs_of(
 def differences(sampler: str) -> list[str]:
     """Return what is not the same on the two sides."""
     found = [
-        "Two ranks are FSDP2 in rl-policy and DistributedDataParallel in TRL.",
+        "Two ranks are DistributedDataParallel in TRL; rl-policy's default replicates a model of "
+        "these sizes too, and sums gradients once a step. Larger ones are FSDP2.",
         "TRL's ranks have one thread each under torchrun and torch's default alone; rl-policy's "
         "share the processors.",
         "rl-policy's trainer is a Ray actor beside the driver, TRL's the process itself.",
