@@ -100,7 +100,7 @@ def test_without_trl_a_table_has_shares_of_a_step():
     from whole_step.results import table
 
     head, *rows = table(comparison(with_peer=False))
-    assert head[1:] == ["workers: wall of a step", "workers: processor of a step"]
+    assert head[1:] == ["wall clock of a step", "processor of a step"]
     assert {row[0]: row[1:] for row in rows}["move"] == ["0.25", "0.12"]
 
 

@@ -55,7 +55,7 @@ def render(comparisons: Sequence[Comparison]) -> str:
         group = [each for each in comparisons if (each.sampler != WORKERS) == with_engines]
         if not group:
             continue
-        lines.append("## With vLLM as the sampler\n" if with_engines else "## One sampler each\n")
+        lines.append("## vLLM samples\n" if with_engines else "## The trainer samples\n")
         lines += _differences(group)
         for name in dict.fromkeys(each.work for each in group):
             same = [each for each in group if each.work == name]
@@ -81,8 +81,9 @@ def _differences(group: Sequence[Comparison]) -> list[str]:
 def _section(comparison: Comparison) -> list[str]:
     count = comparison.ranks
     ranks = "One training process" if count == 1 else f"{count} training processes"
+    rounds = "one round" if comparison.rounds == 1 else f"{comparison.rounds} rounds"
     others = f"other programs used up to {comparison.beside():.0%} of the processors"
-    facts = f"{ranks}; {comparison.rounds} rounds on {comparison.date}, {others}.\n"
+    facts = f"{ranks}; {rounds} on {comparison.date}, {others}.\n"
     head, *rows = table(comparison)
     rule = ["---"] * len(head)
     cells = [head, rule, *rows]
