@@ -127,6 +127,18 @@ def test_the_page_says_when_and_where_and_what_differs(tmp_path):
     assert "| step | **0.50** (1.000 / 2.000) | **0.25** (2.000 / 8.000) |" in text
 
 
+def test_the_page_says_why_trl_is_not_beside_our_engines():
+    from dataclasses import replace
+
+    from whole_step.page import render
+
+    alone = replace(comparison(with_peer=False), sampler="vLLM, colocated")
+    text = render([comparison(), alone])
+    assert text.count("What is not the same") == 1
+    assert text.index("## vLLM samples") < text.index("has no attribute 'weight_loader'")
+    assert "| move | 0.25 | 0.12 |" in text
+
+
 def test_a_meter_that_sees_no_training_is_an_error():
     from whole_step.measure import summarize
 

@@ -31,7 +31,7 @@ process tree.
 
 
 WITHOUT_TRL = """\
-Ours alone, as shares of a step. TRL 1.16 starts its colocated engine on vLLM 0.32's build for the
+Ours alone, as shares of a step: TRL 1.16 starts its colocated engine on vLLM 0.32's build for the
 CPU, and fails at the first hand-over of weights (`grpo_step_vllm --with-trl`):
 
     trl/generation/vllm_generation.py, sync_weights: model.load_weights([(name, param)])
@@ -50,32 +50,33 @@ def write_page(path: Path, comparisons: Sequence[Comparison]) -> None:
 
 def render(comparisons: Sequence[Comparison]) -> str:
     """Return the page as Markdown."""
-    lines = [HEAD]
-    for with_engines in (False, True):
-        group = [each for each in comparisons if (each.sampler != WORKERS) == with_engines]
-        if not group:
-            continue
-        lines.append("## vLLM samples\n" if with_engines else "## The trainer samples\n")
-        lines += _differences(group)
-        for name in dict.fromkeys(each.work for each in group):
-            same = [each for each in group if each.work == name]
-            lines += [f"### {_title(same[0])}\n", f"{same[0].description}.\n"]
-            for each in sorted(same, key=lambda one: (one.ranks, one.sampler)):
-                lines += _section(each)
+    by_trainers = [each for each in comparisons if each.sampler == WORKERS]
+    by_engines = [each for each in comparisons if each.sampler != WORKERS]
+    lines = [HEAD, *_chapter("## The trainer samples\n", by_trainers)]
+    if any(each.peer() is not None for each in by_engines):
+        lines += _chapter("## vLLM samples\n", by_engines)
+    else:
+        lines += _chapter(f"## vLLM samples\n\n{WITHOUT_TRL}", by_engines)
     return "\n".join(lines).rstrip() + "\n"
+
+
+def _chapter(heading: str, group: Sequence[Comparison]) -> list[str]:
+    lines = [heading]
+    lines += [f"On {each}.\n" for each in dict.fromkeys(each.machine for each in group)]
+    if any(each.peer() is not None for each in group):
+        lines.append("What is not the same on the two sides:\n")
+        lines += [*(f"- {line}" for line in differences(group[0].sampler)), ""]
+    for name in dict.fromkeys(each.work for each in group):
+        same = [each for each in group if each.work == name]
+        lines += [f"### {_title(same[0])}\n", f"{same[0].description}.\n"]
+        for each in sorted(same, key=lambda one: (one.ranks, one.sampler)):
+            lines += _section(each)
+    return lines
 
 
 def _title(comparison: Comparison) -> str:
     suffix = "" if comparison.sampler == WORKERS else ", with vLLM"
     return f"Size: {comparison.work}{suffix}"
-
-
-def _differences(group: Sequence[Comparison]) -> list[str]:
-    machines = [f"On {each}.\n" for each in dict.fromkeys(each.machine for each in group)]
-    if all(each.peer() is None for each in group):
-        return [*machines, WITHOUT_TRL]
-    heading = "What is not the same on the two sides:\n"
-    return [*machines, heading, *(f"- {line}" for line in differences(group[0].sampler)), ""]
 
 
 def _section(comparison: Comparison) -> list[str]:
