@@ -89,18 +89,22 @@ class Run:
     is_packed: bool = False
 
 
-def runs_of(work: Work, *, ranks: int, samplers: tuple[str, ...]) -> list[Run]:
-    """Return the runs that take turns."""
+def runs_of(
+    work: Work, *, ranks: int, samplers: tuple[str, ...], with_trl: bool = True
+) -> list[Run]:
+    """Return the runs that take turns; TRL has the first of the samplers."""
     own = [Run(side="rl-policy", work=work, ranks=ranks, sampler=each) for each in samplers]
     if work.is_ragged:
         own += [replace(run, is_packed=True) for run in own]
-    return [*own, Run(side="TRL", work=work, ranks=ranks, sampler=samplers[0])]
+    peers = [Run(side="TRL", work=work, ranks=ranks, sampler=samplers[0])] if with_trl else []
+    return [*own, *peers]
 
 
 def differences(sampler: str) -> list[str]:
     """Return what is not the same on the two sides."""
     found = [
-        "Two ranks are FSDP2 in rl-policy and DistributedDataParallel in TRL.",
+        "Two ranks are DistributedDataParallel in TRL; rl-policy's default replicates a model of "
+        "these sizes too, and sums gradients once a step. Larger ones are FSDP2.",
         "TRL's ranks have one thread each under torchrun and torch's default alone; rl-policy's "
         "share the processors.",
         "rl-policy's trainer is a Ray actor beside the driver, TRL's the process itself.",
@@ -113,8 +117,6 @@ def differences(sampler: str) -> list[str]:
     ]
     if sampler != WORKERS:
         found += [
-            "rl-policy's engine computes in float32, in eager mode or compiled as vLLM decides, as "
-            "TRL's does.",
             "TRL's engine lives in the trainer's process, rl-policy's in one of its own, to which "
             "the weights are sent and verified by a digest.",
         ]
