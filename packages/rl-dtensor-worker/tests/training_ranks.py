@@ -8,6 +8,7 @@ from losses_for_tests import make_loss
 from ranks import my_rows, parameters_of, shards_of, this_rank, worker_for
 from rl_batched_data import BatchedDataDict
 from rl_dtensor_worker.parallel.fsdp import full_tensor
+from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
 
@@ -272,3 +273,16 @@ def num_sharded_modules(*, config):
 
     with worker_for(config, init_optimizer=False, init_reference_model=False) as worker:
         return sum(isinstance(module, FSDPModule) for module in worker.model.modules())
+
+
+def largest_unit(*, config):
+    """Return the most parameters that FSDP gathers at once, and those of the embedding."""
+    with worker_for(config, init_reference_model=False) as worker:
+        states = [
+            module._get_fsdp_state()
+            for module in worker.model.modules()
+            if isinstance(module, FSDPModule)
+        ]
+        units = [state._fsdp_param_group for state in states if state._fsdp_param_group is not None]
+        sizes = [sum(each._orig_size.numel() for each in unit.fsdp_params) for unit in units]
+        return max(sizes), worker.model.get_input_embeddings().weight.numel()
