@@ -26,6 +26,12 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
+# One kernel for hundreds of tensors on a GPU, not one for each; torch documents its `_foreach_*`
+# functions, and lists none of them.
+_norms = torch._foreach_norm  # pyright: ignore[reportPrivateImportUsage]
+_multiply = torch._foreach_mul_  # pyright: ignore[reportPrivateImportUsage]
+_divide = torch._foreach_div_  # pyright: ignore[reportPrivateImportUsage]
+
 
 def build_optimizer(model: nn.Module, config: ClassConfig) -> torch.optim.Optimizer:
     """Return the optimizer over every trainable parameter."""
@@ -63,10 +69,9 @@ def total_grad_norm(gradients: Iterable[torch.Tensor]) -> torch.Tensor:
     totals: list[torch.Tensor] = []
     for names, parts in shards.items():
         # In float64, so that the order of the sum, and with it the sharding, leaves the norm's
-        # float32 as it is: clipping by another norm would give the same seed another run. One
-        # kernel for hundreds of tensors on a GPU, not one for each.
-        norms = torch._foreach_norm(parts, 2, dtype=torch.float64)
-        total = torch.stack(norms).square().sum()
+        # float32 as it is: clipping by another norm would give the same seed another run.
+        norms = _norms(parts, 2, dtype=torch.float64)
+        total = torch.stack(list(norms)).square().sum()
         for name in names:
             dist.all_reduce(total, group=groups[name])
         totals.append(total)
@@ -108,7 +113,7 @@ def clip_gradients(
     gradients = _local_gradients(parameters)
     if gradients:
         # All are on one device: each parameter is offloaded, or none.
-        torch._foreach_mul_(gradients, factor.to(gradients[0].device))
+        _multiply(gradients, factor.to(gradients[0].device))
 
 
 class DTensorOptimizer:
@@ -189,7 +194,7 @@ class LossScaler:
     def unscale(self, parameters: Sequence[torch.Tensor]) -> None:
         """Divide the gradients by the scale."""
         if self.enabled and (gradients := _local_gradients(parameters)):
-            torch._foreach_div_(gradients, self.scale)
+            _divide(gradients, self.scale)
 
     def update(self, *, finite: bool) -> None:
         """Adjust the scale after a step whose gradients were finite, or not."""
