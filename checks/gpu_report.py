@@ -224,7 +224,7 @@ def parts(device: str) -> list[Part]:
             limit_s=300,
             figures=[
                 Figure(
-                    table="into_vllm_ratios",
+                    table="into_vllm",
                     column="seconds / own load",
                     named_by=("way",),
                     where={"way": way},
