@@ -25,7 +25,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 from checks.workspace import PROJECTS, ROOT
 
@@ -240,19 +240,26 @@ def parts(device: str) -> list[Part]:
         benchmark(
             "rl-policy",
             "grpo_step",
-            "--quick",
+            *("--quick", "--ranks", "1", "--most-beside", "1"),
             limit_s=420,
-            figures=[
-                Figure(
-                    table="grpo_step",
-                    column=column,
-                    named_by=("work", "ranks"),
-                    where={"side": "rl-policy", "ranks": 1},
-                    at_most=0.6,
-                )
-                for column in ("wall_ratio", "cpu_ratio")
-            ],
+            figures=step_figures("grpo_step", at_most=0.6),
         ),
+        benchmark(
+            "rl-policy",
+            "grpo_step_vllm",
+            *("--quick", "--ranks", "1", "--most-beside", "1"),
+            limit_s=420,
+            figures=step_figures("grpo_step_vllm", at_most=0.8),
+        ),
+    ]
+
+
+def step_figures(table: str, *, at_most: float) -> list[Figure]:
+    """Return what a whole GRPO step is read for, see `rows_of`."""
+    columns = ("wall / TRL", "processor / TRL")
+    return [
+        Figure(table=table, column=column, named_by=("work", "side"), at_most=at_most)
+        for column in columns
     ]
 
 
@@ -363,7 +370,7 @@ def _figure_lines(part: Part, figure: Figure, out: Path) -> Iterator[Line]:
         return
     rows = [
         row
-        for row in json.loads(path.read_text())["rows"]
+        for row in rows_of(path)
         if all(row.get(column) == value for column, value in figure.where.items())
         and row.get(figure.column) is not None
     ]
@@ -382,6 +389,27 @@ def _figure_lines(part: Part, figure: Figure, out: Path) -> Iterator[Line]:
             aim=figure.aim,
             verdict=figure.verdict(value),
         )
+
+
+def rows_of(path: Path) -> list[dict[str, Any]]:
+    """Return the rows of a benchmark's table.
+
+    `grpo_step` keeps comparisons of several runs instead: each of ours becomes a row of the ratios
+    of its step to TRL's.
+    """
+    found = json.loads(path.read_text())
+    if isinstance(found, dict):
+        return found["rows"]
+    rows: list[dict[str, Any]] = []
+    for comparison in found:
+        steps = {each["side"]: each["measured"]["step"] for each in comparison["results"]}
+        peers = [step for side, step in steps.items() if side.startswith("TRL")]
+        for side, step in steps.items():
+            if peers and not side.startswith("TRL"):
+                wall, processor = (own / other for own, other in zip(step, peers[0], strict=True))
+                names = {"work": comparison["work"], "side": side}
+                rows.append({**names, "wall / TRL": wall, "processor / TRL": processor})
+    return rows
 
 
 def machine(python: str) -> list[str]:

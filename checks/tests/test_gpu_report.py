@@ -85,6 +85,22 @@ def test_tests_have_to_run_and_pass(body: str, verdict: str, tmp_path: Path) -> 
     assert [each for _, each in ended_lines(one, tmp_path / "out")] == [verdict]
 
 
+def test_a_step_is_read_as_its_ratio_to_trl(tmp_path: Path) -> None:
+    results = [
+        {"side": "rl-policy (workers)", "measured": {"step": [0.3, 0.4]}},
+        {"side": "TRL (workers)", "measured": {"step": [0.6, 0.5]}},
+    ]
+    (tmp_path / "grpo_step.json").write_text(json.dumps([{"work": "toy", "results": results}]))
+    assert gpu_report.rows_of(tmp_path / "grpo_step.json") == [
+        {
+            "work": "toy",
+            "side": "rl-policy (workers)",
+            "wall / TRL": 0.5,
+            "processor / TRL": 0.8,
+        }
+    ]
+
+
 def test_every_benchmark_that_is_read_exists_and_names_its_table() -> None:
     for device in ("cpu", "cuda"):
         for one in gpu_report.parts(device):
