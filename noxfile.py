@@ -500,6 +500,27 @@ def gpu(session: nox.Session) -> None:
     test_on_device(session, f"({ON_DEVICE}) and not vllm")
 
 
+@nox.session(name="gpu-report", default=False, requires=["wheels"])
+def gpu_report(session: nox.Session) -> None:
+    """Write a page of what a GPU shows; `-- --device cpu` tries it in small, with vLLM's CPU build.
+
+    What is installed comes from the checkout and the index or folder of wheels that uv is told.
+    """
+    names = {**TESTED_AS, "rl-policy": "rl-policy[dtensor,lora,megatron,vllm]"}
+    wanted = [part for name in PROJECTS for part in editable(names.get(name, name))]
+    wanted += [*beside("rl-policy"), *group("bench"), *group("test")]
+    if "cpu" in session.posargs:
+        require_linux(session)
+        install_vllm(session, *wanted)
+        python = WITH_VLLM / "bin" / "python"
+    else:
+        # Within the tree uv would leave vLLM out, see `install_vllm`.
+        with tempfile.TemporaryDirectory() as outside, session.chdir(outside):
+            session.install(*wanted)
+        python = Path(session.bin) / "python"
+    run_here(session, "checks.gpu_report", "--python", str(python), *session.posargs)
+
+
 @nox.session(name="gpu-vllm", default=False, requires=["wheels"])
 def gpu_vllm(session: nox.Session) -> None:
     """Run the tests of engines that need a GPU, on a machine that has one."""

@@ -126,6 +126,14 @@ def main() -> None:
         for way in filter(is_available, WAYS):
             with ProcessPoolExecutor(1, mp_context=spawn) as process:
                 rows.append(process.submit(measure, way, sizes, dtype).result(timeout=600))
+    for row in rows:
+        (dense_row,) = (
+            each
+            for each in rows
+            if (each["dtype"], each["way"]) == (row["dtype"], "log_softmax + gather")
+        )
+        row["seconds / dense"] = row["seconds"] / dense_row["seconds"]
+        row["peak / dense"] = row["peak MiB"] / dense_row["peak MiB"]
     title = f"{sizes[0]} tokens, vocabulary {sizes[1]}, hidden size {sizes[2]}: with gradients"
     report("token_logprobs", title, rows, options.out)
 

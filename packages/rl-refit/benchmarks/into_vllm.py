@@ -22,7 +22,6 @@ Needs vLLM: `nox -s bench-vllm`.
 from __future__ import annotations
 
 import argparse
-import json
 import multiprocessing as mp
 import os
 import statistics
@@ -37,6 +36,7 @@ os.environ.setdefault("VLLM_ENABLE_V1_MULTIPROCESSING", "0")
 os.environ.setdefault("VLLM_CPU_OMP_THREADS_BIND", "nobind")
 
 import torch
+from report import Row, report
 from rl_refit import RefitSender, TensorSource
 from rl_refit.compat.handles import HandleOwner, group_keys, rebuild
 from safetensors.torch import load_file, save_file
@@ -248,22 +248,26 @@ def measure(directory: str, rounds: int) -> Clock:
     return clock
 
 
-def print_table(clock: Clock, num_bytes: int) -> None:
-    """Print medians, and the median of the ratios to the own load just before."""
-    print(f"\n{num_bytes / 1e9:.2f} GB of float32 into a real vLLM")
-    print(
-        f"{'way':>16}  {'seconds':>8}  {'CPU s':>8}  {'GB/s':>6}  {'to own load':>11}  {'floor':>5}"
-    )
+def summarise(clock: Clock, num_bytes: int) -> list[Row]:
+    """Return medians, and the median of the ratios to the own load just before."""
+    rows: list[Row] = []
     for name, times in clock.seconds.items():
         if name.startswith("own load beside"):
             continue
         bases = clock.seconds.get(f"own load beside {name}", clock.seconds["own load"])
-        ratio = statistics.median(own / base for own, base in zip(times, bases, strict=True))
         seconds, cpu = statistics.median(times), statistics.median(clock.cpu[name])
-        rate = num_bytes / seconds / 1e9
-        floor = cpu / len(os.sched_getaffinity(0)) / statistics.median(bases)
-        row = f"{name:>16}  {seconds:8.3f}  {cpu:8.3f}  {rate:6.2f}  {ratio:11.2f}  {floor:5.2f}"
-        print(row)
+        pairs = zip(times, bases, strict=True)
+        rows.append(
+            {
+                "way": name,
+                "seconds": seconds,
+                "CPU s": cpu,
+                "GB/s": num_bytes / seconds / 1e9,
+                "seconds / own load": statistics.median(own / base for own, base in pairs),
+                "floor": cpu / len(os.sched_getaffinity(0)) / statistics.median(bases),
+            }
+        )
+    return rows
 
 
 def main() -> None:
@@ -277,12 +281,8 @@ def main() -> None:
         build(directory, options.mb)
         num_bytes = sum(t.nbytes for t in tensors_of(directory).values())
         clock = measure(directory, options.rounds)
-    print_table(clock, num_bytes)
-    options.out.mkdir(parents=True, exist_ok=True)
-    path = options.out / "into_vllm.json"
-    measured = {"bytes": num_bytes, "seconds": clock.seconds, "cpu_seconds": clock.cpu}
-    path.write_text(json.dumps(measured, indent=2))
-    print(f"written to {path}")
+    title = f"{num_bytes / 1e9:.2f} GB of float32 into a real vLLM"
+    report("into_vllm", title, summarise(clock, num_bytes), options.out)
 
 
 if __name__ == "__main__":
