@@ -35,6 +35,8 @@ class ShardPlan:
     """Per global batch, `[start, end)` of each micro-batch, relative to that global batch."""
     micro_batch_lengths: list[list[int]] | None = None
     """Per global batch, the width (dynamic) or the tokens (packed) of each micro-batch."""
+    micro_batch_options: ShardingOptions | None = None
+    """The options that the micro-batches were planned with."""
 
 
 class DynamicBatchingArgs(TypedDict):
@@ -172,7 +174,7 @@ def plan_batch(
             batch_size=units_per_batch,
             allow_uneven_shards=allow_uneven_shards,
         )
-        return [_expand_groups(plan, rows_per_group) for plan in plans]
+        return [_expand_groups(plan, rows_per_group, options=None) for plan in plans]
     lengths = _read_lengths(
         entries, lengths_key=options.input_lengths_key, input_key=options.input_key
     )
@@ -193,7 +195,7 @@ def plan_batch(
             batch_size=units_per_batch,
             rows_per_unit=rows_per_group,
         )
-    return [_expand_groups(plan, rows_per_group) for plan in plans]
+    return [_expand_groups(plan, rows_per_group, options=options) for plan in plans]
 
 
 def plan_shards(
@@ -436,11 +438,16 @@ def _shard_plans(
     return plans
 
 
-def _expand_groups(plan: ShardPlan, rows_per_group: int) -> ShardPlan:
+def _expand_groups(
+    plan: ShardPlan, rows_per_group: int, *, options: ShardingOptions | None
+) -> ShardPlan:
     """Return the plan in rows, given one in groups of `rows_per_group` consecutive rows."""
+    if rows_per_group == 1:
+        return replace(plan, micro_batch_options=options)
     size, indices = rows_per_group, plan.micro_batch_indices
     return replace(
         plan,
+        micro_batch_options=options,
         rows=[group * size + row for group in plan.rows for row in range(size)],
         elem_counts_per_gb=[count * size for count in plan.elem_counts_per_gb],
         micro_batch_indices=None

@@ -5,10 +5,14 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from typing import TYPE_CHECKING, Protocol
 
 import ray
 from rl_interfaces.backend.runtime import ReservedPort
+
+if TYPE_CHECKING:
+    from rl_batched_data import BatchedDataDict
+    from rl_batched_data.sharding import ShardPlan
 
 
 class HostedWorker(Protocol):
@@ -83,6 +87,30 @@ class WorkerHost:
         """
         result = getattr(self._worker, method)(*args, **kwargs)
         return result if keep_result else None
+
+    def call_on_rows(
+        self,
+        method: str,
+        keep_result: bool,
+        kwargs: Mapping[str, object],
+        plan: ShardPlan,
+        sources: Mapping[str, tuple[int, str]],
+        *blocks: BatchedDataDict,
+    ) -> object:
+        """Call a method of the worker with its rows of a batch, see `BatchStore`.
+
+        Args:
+            method: Its name.
+            keep_result: False: return None, as another rank returns the same result.
+            kwargs: Its keyword arguments.
+            plan: The rows.
+            sources: For each column the block that has it, and its key there.
+            blocks: What the driver has put into the object store.
+        """
+        # Not with this module, which is imported before the environment is set that torch reads.
+        from rl_policy.ray.batch_store import take_rows
+
+        return self.call(method, keep_result, take_rows(plan, sources, blocks), **kwargs)
 
     def shutdown(self) -> None:
         """Shut the worker down, if it was constructed."""
