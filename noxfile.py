@@ -73,6 +73,8 @@ TESTED_AS = {
 TESTED_BESIDE = {"rl-policy": ["plain-backend"]}
 # What a package's benchmarks compare it with.
 BENCHED_BESIDE = {"rl-megatron-worker": ["rl-dtensor-worker"]}
+# The extras with which a package is benchmarked in vLLM's environment.
+BENCHED_WITH_VLLM_AS = {"rl-policy": "rl-policy[dtensor,vllm]", "rl-refit": "rl-refit[vllm]"}
 # The packages whose parity with transformers is a table.
 WORKERS = ["rl-dtensor-worker", "rl-megatron-worker"]
 
@@ -98,6 +100,8 @@ ENVIRONMENT = {
     "VLLM_NO_USAGE_STATS": "1",
     "PYTHONPATH": None,
 }
+# Where the table that every benchmark prints is made.
+BENCH_ENVIRONMENT = ENVIRONMENT | {"PYTHONPATH": str(ROOT / "packages/rl-batched-data/benchmarks")}
 UV = (sys.executable, "-m", "uv")
 # A wheel that was built anew has the version of the one before.
 FRESH = [part for name in PROJECTS for part in ("--reinstall-package", name)]
@@ -305,11 +309,20 @@ def grpo_vllm(session: nox.Session) -> None:
 
 @nox.session(name="bench-vllm", venv_backend="none", default=False)
 def bench_vllm(session: nox.Session) -> None:
-    """Measure a refit into a real vLLM, on the CPU."""
-    install_vllm(session, *editable("rl-refit[vllm]"))
-    script = ROOT / "packages/rl-refit/benchmarks/into_vllm.py"
+    """Run the benchmarks with a real vLLM, on the CPU: `nox -s bench-vllm -- [PACKAGE] [OPTIONS]`.
+
+    Without a package, those of rl-refit.
+    """
+    require_linux(session)
+    given = list(session.posargs)
+    package = given.pop(0) if given and given[0] in PROJECTS else "rl-refit"
+    scripts = sorted(ROOT.glob(f"packages/{package}/benchmarks/*_vllm.py"))
+    if not scripts:
+        session.skip(f"packages/{package} has no benchmarks with vLLM")
+    install_vllm(session, *editable(BENCHED_WITH_VLLM_AS[package]), *group("bench"))
     python = str(WITH_VLLM / "bin" / "python")
-    session.run(python, str(script), *session.posargs, env=ENVIRONMENT, external=True)
+    for script in scripts:
+        session.run(python, str(script), *given, env=BENCH_ENVIRONMENT, external=True)
 
 
 def require_linux(session: nox.Session) -> None:
@@ -453,10 +466,8 @@ def bench(session: nox.Session, package: str) -> None:
         session.skip(f"packages/{package} has no benchmarks")
     compared = [part for name in BENCHED_BESIDE.get(package, []) for part in editable(name)]
     install(session, *editable(TESTED_AS.get(package, package)), *compared, *group("bench"))
-    # Where the table that every benchmark prints is made.
-    environment = ENVIRONMENT | {"PYTHONPATH": str(ROOT / "packages/rl-batched-data/benchmarks")}
     for script in scripts:
-        session.run("python", str(script), *session.posargs, env=environment)
+        session.run("python", str(script), *session.posargs, env=BENCH_ENVIRONMENT)
 
 
 @nox.session(default=False)

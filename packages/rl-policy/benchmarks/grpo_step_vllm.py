@@ -1,0 +1,17 @@
+"""Measure a GRPO run with vLLM as the sampler, in turns with TRL's `GRPOTrainer` on the same work.
+
+TRL's engine is colocated; ours is colocated, and apart on logical devices of its own. The rest is
+as in `grpo_step`.
+
+Needs vLLM: `nox -s bench-vllm -- rl-policy`.
+"""
+
+from __future__ import annotations
+
+from whole_step import run_benchmark
+from whole_step.work import APART, COLOCATED
+
+if __name__ == "__main__":
+    run_benchmark(
+        __doc__, name="grpo_step_vllm", samplers=[[COLOCATED, APART]], sizes=["toy", "deep"]
+    )
