@@ -146,12 +146,13 @@ class BatchedDataDict(UserDict[str, Any], Generic[SpecT]):
         Raises:
             ValueError: `order` is not a permutation of the rows.
         """
-        if sorted(order) != list(range(self.size)):
+        places = torch.as_tensor(order, dtype=torch.int64)
+        if not _is_permutation(places, self.size):
             raise ValueError(
                 f"order, of {len(order)} numbers, is not a permutation of the {self.size} rows"
             )
         inverse = torch.empty(len(order), dtype=torch.int64)
-        inverse[torch.as_tensor(order, dtype=torch.int64)] = torch.arange(len(order))
+        inverse[places] = torch.arange(len(order))
         self.data.update(self._map(lambda column: columns.select_rows(column, inverse)))
         return self
 
@@ -504,3 +505,12 @@ def _rebuild(
     for name, value in attributes.items():
         setattr(batch, name, value)
     return batch
+
+
+def _is_permutation(places: torch.Tensor, size: int) -> bool:
+    """Return whether `[rows]` places are 0, 1, ..., `size - 1` in any order."""
+    if len(places) != size or bool(((places < 0) | (places >= size)).any()):
+        return False
+    is_taken = torch.zeros(size, dtype=torch.bool)
+    is_taken[places] = True
+    return bool(is_taken.all())

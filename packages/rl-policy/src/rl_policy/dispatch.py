@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from itertools import chain
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -214,7 +215,7 @@ class Dispatcher:
         except ValueError as error:
             # The batch knows no config keys: name the one that set the budget.
             raise ValueError(f"{budget.key}: {error}") from error
-        return plans, [row for plan in plans for row in plan.rows]
+        return plans, [*chain.from_iterable(plan.rows for plan in plans)]
 
     def _checked_batch_size(self, gbs: int | None, mbs: int | None, *, rows_per_group: int) -> int:
         """Return the rows of a global batch; raise if it or a micro-batch would split a group."""
