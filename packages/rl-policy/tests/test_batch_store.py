@@ -121,3 +121,16 @@ def test_a_wrong_number_of_plans_is_refused():
     data = batch()
     with pytest.raises(ValueError, match="1 shards do not fit data_parallel=2"):
         store("a", "a").put(data, data.plan_by_batch_size(1))
+
+
+def test_what_a_call_does_not_have_is_dropped():
+    first, other, own = batch(), batch(), store("a")
+    plans = first.plan_by_batch_size(1)
+    with own.keeping():
+        own.put(first, plans)
+        own.put(other, plans)
+        # No more than one batch is held, so the first is put again.
+        own.put(first, plans)
+        assert own.num_puts == 3
+        own.put(first, plans)
+        assert own.num_puts == 3

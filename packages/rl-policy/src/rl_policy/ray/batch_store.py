@@ -6,7 +6,8 @@
 
 A block has the rows that the ranks of a node need, so that a node receives no others: on a single
 node these are all rows, and the driver copies each column once. Within `BatchStore.keeping` the
-columns that a call has put are there for the calls after it, which put the new ones alone.
+columns that a call has put are there for the next one, which puts the new ones alone. A column that
+a call does not have is dropped, so that no more is held than the columns of one batch.
 """
 
 from __future__ import annotations
@@ -34,6 +35,11 @@ class _Kept(NamedTuple):
     block: ray.ObjectRef
     """A batch that has the column, under the key by which it was put."""
     key: str
+
+    @property
+    def is_current(self) -> bool:
+        """Whether the column has not changed since; what changes without a trace counts as new."""
+        return self.version is not None and self.version == _version(self.column)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -63,9 +69,10 @@ class BatchStore:
 
     @contextmanager
     def keeping(self) -> Iterator[None]:
-        """Keep what calls put until the context ends; it may be entered again within itself.
+        """Keep what a call puts for the next one; it may be entered again within itself.
 
-        Tensors must not change meanwhile but by torch's own operations, which are noticed.
+        Nothing is kept after it. Tensors must not change meanwhile but by torch's own operations,
+        which are noticed.
         """
         before, self._is_keeping = self._is_keeping, True
         try:
@@ -90,10 +97,11 @@ class BatchStore:
                 on_node.setdefault(node, []).append(coordinate)
         placed: list[dict[str, RowsOfRank]] = [{} for _ in plans]
         is_single = len(on_node) == 1
+        before, self._kept = self._kept, {}
         try:
             for node, coordinates in on_node.items():
                 rows = None if is_single else _union(plans, coordinates, num_rows=data.size)
-                sources, blocks = self._put_columns(data, rows)
+                sources, blocks = self._put_columns(data, rows, before)
                 for coordinate in coordinates:
                     plan = plans[coordinate] if rows is None else _within(plans[coordinate], rows)
                     placed[coordinate][node] = RowsOfRank(plan=plan, sources=sources, blocks=blocks)
@@ -103,16 +111,28 @@ class BatchStore:
         return placed
 
     def _put_columns(
-        self, data: BatchedDataDict, rows: torch.Tensor | None
+        self,
+        data: BatchedDataDict,
+        rows: torch.Tensor | None,
+        before: Mapping[tuple[int, bytes], _Kept],
     ) -> tuple[dict[str, tuple[int, str]], tuple[ray.ObjectRef, ...]]:
         """Put the columns that are not there; return where each column is, and the blocks.
 
         Args:
             data: The full batch.
             rows: Which rows to put, `[rows]` int64. None: all.
+            before: What the last call has put, or found there.
         """
         chosen = b"" if rows is None else rows.numpy().tobytes()
-        new = [key for key, column in data.items() if not self._has(column, chosen)]
+        new: list[str] = []
+        for key, column in data.items():
+            place = (id(column), chosen)
+            # Also of this call: two nodes may need the same rows.
+            found = self._kept.get(place, before.get(place))
+            if found is not None and found.is_current:
+                self._kept[place] = found
+            else:
+                new.append(key)
         if new:
             block = BatchedDataDict({key: data[key] for key in new})
             put = ray.put(block if rows is None else block.select_indices(rows))
@@ -124,11 +144,6 @@ class BatchStore:
         blocks = tuple(dict.fromkeys(each.block for each in kept.values()))
         places = {block: place for place, block in enumerate(blocks)}
         return {key: (places[each.block], each.key) for key, each in kept.items()}, blocks
-
-    def _has(self, column: Column, chosen: bytes) -> bool:
-        kept = self._kept.get((id(column), chosen))
-        # What can change without a trace, such as a list, is put anew.
-        return kept is not None and kept.version is not None and kept.version == _version(column)
 
 
 def take_rows(

@@ -26,6 +26,7 @@ from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 from rl_policy.ray.batch_store import BatchStore, RowsOfRank
 from rl_policy.ray.cluster import bundle_nodes, rank_bundles
+from rl_policy.ray.results import unpack_result
 from rl_policy.ray.worker_host import HostedWorker, WorkerHost, rank_environments
 
 if TYPE_CHECKING:
@@ -318,7 +319,7 @@ class RayWorkerGroup:
             )
             self._kill()
             raise self._failure
-        return [outcome.results[rank] for rank in call.result_ranks]
+        return [unpack_result(outcome.results[rank]) for rank in call.result_ranks]
 
     def shutdown(self, timeout_s: float = 10.0) -> bool:
         """End every rank. Idempotent.

@@ -99,6 +99,8 @@ class WorkerHost:
     ) -> object:
         """Call a method of the worker with its rows of a batch, see `BatchStore`.
 
+        The result is packed, see `pack_result`.
+
         Args:
             method: Its name.
             keep_result: False: return None, as another rank returns the same result.
@@ -109,8 +111,10 @@ class WorkerHost:
         """
         # Not with this module, which is imported before the environment is set that torch reads.
         from rl_policy.ray.batch_store import take_rows
+        from rl_policy.ray.results import pack_result
 
-        return self.call(method, keep_result, take_rows(plan, sources, blocks), **kwargs)
+        rows = take_rows(plan, sources, blocks)
+        return pack_result(self.call(method, keep_result, rows, **kwargs))
 
     def shutdown(self) -> None:
         """Shut the worker down, if it was constructed."""
