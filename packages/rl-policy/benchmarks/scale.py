@@ -5,9 +5,10 @@ the results are merged in the caller's order. The ranks compute nothing: they ta
 return as many zeros. Up to 8 they are processes of their own; beyond, all of them are one process,
 which the driver calls once for each, so that all of the driver's work is real.
 
-The driver's processor seconds are those of all its threads, Ray's too; `wait` is what the driver's
-wall clock has more than that, most of it for ranks that share the processors. Exponents are fitted
-to the seconds of the larger half of the sizes: 1 is linear.
+The driver's processor seconds are those of all its threads, Ray's too. `bare calls` are those of as
+many calls without arguments and results, which is Ray's own cost of a rank; `own` is the rest. The
+wall clock has more, most of it for ranks that share the processors. Exponents are fitted to the
+seconds of the larger half of the sizes: 1 is linear.
 """
 
 from __future__ import annotations
@@ -52,6 +53,9 @@ class IdleWorker:
             "grad_norm": torch.zeros(1),
             "all_mb_metrics": {name: [0.0] * MICRO_BATCHES for name in metrics},
         }
+
+    def nothing(self) -> None:
+        """Do nothing."""
 
     def shutdown(self) -> None:
         """Do nothing."""
@@ -142,6 +146,14 @@ def train(group: RayWorkerGroup, dispatcher: Dispatcher, batch: BatchedDataDict)
     return meter
 
 
+def bare_calls(group: RayWorkerGroup) -> float:
+    """Return the driver's processor seconds of a call of every rank, without rows."""
+    meter = Meter()
+    with meter.part("bare"):
+        group.run_all("nothing")
+    return meter.parts["bare"][1]
+
+
 CALLS: Mapping[str, Callable[[RayWorkerGroup, Dispatcher, BatchedDataDict], Meter]] = {
     "score": score,
     "train": train,
@@ -158,6 +170,7 @@ def measure(group: RayWorkerGroup, *, rows: int, batching: str, call: str, proce
         return median(meter.parts[part][which] for meter in meters)
 
     driver = sum(middle(part, 1) for part in meters[0].parts)
+    bare = median(bare_calls(group) for _ in range(RUNS))
     wall = sum(middle(part, 0) for part in meters[0].parts)
     return {
         "call": call,
@@ -167,6 +180,8 @@ def measure(group: RayWorkerGroup, *, rows: int, batching: str, call: str, proce
         "rows": rows,
         **{f"{part} CPU s": middle(part, 1) for part in meters[0].parts},
         "driver CPU s": driver,
+        "bare calls CPU s": bare,
+        "own CPU s": driver - bare,
         "wall s": wall,
         "ms per rank": 1e3 * driver / ranks,
         "us per row": 1e6 * driver / rows,
@@ -244,6 +259,7 @@ def main() -> None:
                     "exponent": exponent(measured, size),
                     "largest": measured[-1][size],
                     "share of a step of 1 s": measured[-1]["driver CPU s"],
+                    "of which bare calls": measured[-1]["bare calls CPU s"],
                     "aim": MOST_SHARE if size == "ranks" else None,
                 }
             )

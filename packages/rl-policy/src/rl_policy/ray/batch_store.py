@@ -22,14 +22,13 @@ import torch
 from rl_batched_data import BatchedDataDict
 
 if TYPE_CHECKING:
-    from rl_batched_data.columns import Column
     from rl_batched_data.sharding import ShardPlan
 
 
 class _Kept(NamedTuple):
     """A column that is in the object store."""
 
-    column: Column
+    column: object
     """Held, as its `id` is the key."""
     version: int | None
     block: ray.ObjectRef
@@ -168,7 +167,7 @@ def _within(plan: ShardPlan, rows: torch.Tensor) -> ShardPlan:
     return replace(plan, rows=torch.searchsorted(rows, own).tolist())
 
 
-def _version(column: Column) -> int | None:
+def _version(column: object) -> int | None:
     """Return a number that torch raises at each change in place; None if there is none."""
     if isinstance(column, torch.Tensor) and not column.is_inference():
         return column._version
