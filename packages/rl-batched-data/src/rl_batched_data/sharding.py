@@ -403,20 +403,14 @@ def _without_first_unit(
 ) -> tuple[list[int], list[int]]:
     """Return the micro-batches of a shard that lacks the first unit, as many as of the others.
 
-    Every rank runs a forward per micro-batch, and the collectives in it must match. If the first
-    one is then empty, the largest other one is halved; if none can be, one of width `filler` is
-    added.
+    Every rank runs a forward per micro-batch, and the collectives in it must match: in place of a
+    first one that is empty, an empty one of width `filler` is added.
     """
     if sizes[0] > 1:
         return [sizes[0] - 1, *sizes[1:]], lengths
-    sizes, lengths = sizes[1:], lengths[1:]
-    largest = max(range(len(sizes)), key=sizes.__getitem__, default=None)
-    if largest is None or sizes[largest] < 2:
-        return [*sizes, 0], [*lengths, filler]
-    half = sizes[largest] // 2
-    sizes[largest : largest + 1] = [half, sizes[largest] - half]
-    lengths.insert(largest, lengths[largest])
-    return sizes, lengths
+    # No later one can be halved: two of the second column's width exceeded the budget, so two of
+    # any later width do, and all have one unit a shard.
+    return [*sizes[1:], 0], [*lengths[1:], filler]
 
 
 def _plan_packed_batch(
