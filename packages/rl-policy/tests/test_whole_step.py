@@ -100,7 +100,7 @@ def test_without_trl_a_table_has_shares_of_a_step():
     from whole_step.results import table
 
     head, *rows = table(comparison(with_peer=False))
-    assert head[1:] == ["workers: wall of a step", "workers: processor of a step"]
+    assert head[1:] == ["wall clock of a step", "processor of a step"]
     assert {row[0]: row[1:] for row in rows}["move"] == ["0.25", "0.12"]
 
 
@@ -122,15 +122,26 @@ def test_the_page_says_when_and_where_and_what_differs(tmp_path):
     assert "2026-01-31" in text
     assert "2 cores" in text
     assert "up to 25% of the processors" in text
-    assert "FSDP2" in text
+    assert "DistributedDataParallel in TRL" in text
     assert text.index("One training process") < text.index("2 training processes")
     assert "| step | **0.50** (1.000 / 2.000) | **0.25** (2.000 / 8.000) |" in text
 
 
+def test_the_page_says_why_trl_is_not_beside_our_engines():
+    from dataclasses import replace
+
+    from whole_step.page import render
+
+    alone = replace(comparison(with_peer=False), sampler="vLLM, colocated")
+    text = render([comparison(), alone])
+    assert text.count("What is not the same") == 1
+    assert text.index("## vLLM samples") < text.index("has no attribute 'weight_loader'")
+    assert "| move | 0.25 | 0.12 |" in text
+
+
 def test_a_meter_that_sees_no_training_is_an_error():
     from whole_step.measure import summarize
-    from whole_step.work import NUM_STEPS
 
     line = {"at": 1.0, "used": 1.0, "busy": 1.0, "phases": {"other": [1.0, 1.0]}}
     with pytest.raises(RuntimeError, match="no generate and no score and no train"):
-        summarize([line] * (NUM_STEPS + 1), started=0.0)
+        summarize([line] * 3, started=0.0)

@@ -13,7 +13,7 @@ from statistics import mean
 from typing import Any
 
 from whole_step.clocks import OTHER
-from whole_step.work import NUM_STEPS, Run, command, write_inputs
+from whole_step.work import Run, command, write_inputs
 
 TIMEOUT_S = 900
 MOST_TRIES = 3
@@ -72,10 +72,11 @@ def measure(run: Run) -> Measured:
                 stop(process)
         phases = inputs / "phases.jsonl"
         lines = phases.read_text().splitlines() if phases.exists() else []
-        if process.returncode != 0 or len(lines) <= NUM_STEPS:
+        if process.returncode != 0 or len(lines) <= run.work.steps:
             tail = (inputs / "log").read_text()[-6000:]
             raise RuntimeError(f"{run} ended with {process.returncode}:\n{tail}")
-    return summarize([json.loads(line) for line in lines], started=started)
+    measured = [json.loads(line) for line in lines[: run.work.steps + 1]]
+    return summarize(measured, started=started)
 
 
 def _environment() -> dict[str, str]:
@@ -105,7 +106,7 @@ def stop(process: subprocess.Popen[bytes]) -> None:
 
 def summarize(lines: Sequence[dict[str, Any]], *, started: float) -> Measured:
     """Return the measures from what the meter of a run wrote."""
-    start, first, *later = lines[: NUM_STEPS + 1]
+    start, first, *later = lines
     missing = {"generate", "score", "train"} - first["phases"].keys()
     if missing:
         # What the meter is put into has another name by now.

@@ -30,6 +30,19 @@ process tree.
 """
 
 
+WITHOUT_TRL = """\
+Ours alone, as shares of a step: TRL 1.16 starts its colocated engine on vLLM 0.32's build for the
+CPU, and fails at the first hand-over of weights (`grpo_step_vllm --with-trl`):
+
+    trl/generation/vllm_generation.py, sync_weights: model.load_weights([(name, param)])
+    vllm/model_executor/layers/linear.py, load_weights: param.weight_loader(...)
+    AttributeError: 'Parameter' object has no attribute 'weight_loader'
+
+It writes into live parameters. The build for the CPU has packed these for its kernels by then and
+dropped them; only vLLM's own lifecycle of a reload, which rl-refit goes through, restores them.
+"""
+
+
 def write_page(path: Path, comparisons: Sequence[Comparison]) -> None:
     """Write the page."""
     path.write_text(render(comparisons))
@@ -37,19 +50,28 @@ def write_page(path: Path, comparisons: Sequence[Comparison]) -> None:
 
 def render(comparisons: Sequence[Comparison]) -> str:
     """Return the page as Markdown."""
-    lines = [HEAD]
-    for with_engines in (False, True):
-        group = [each for each in comparisons if (each.sampler != WORKERS) == with_engines]
-        if not group:
-            continue
-        lines.append("## With vLLM as the sampler\n" if with_engines else "## One sampler each\n")
-        lines += _differences(group)
-        for name in dict.fromkeys(each.work for each in group):
-            same = [each for each in group if each.work == name]
-            lines += [f"### {_title(same[0])}\n", f"{same[0].description}.\n"]
-            for each in sorted(same, key=lambda one: (one.ranks, one.sampler)):
-                lines += _section(each)
+    by_trainers = [each for each in comparisons if each.sampler == WORKERS]
+    by_engines = [each for each in comparisons if each.sampler != WORKERS]
+    lines = [HEAD, *_chapter("## The trainer samples\n", by_trainers)]
+    if any(each.peer() is not None for each in by_engines):
+        lines += _chapter("## vLLM samples\n", by_engines)
+    else:
+        lines += _chapter(f"## vLLM samples\n\n{WITHOUT_TRL}", by_engines)
     return "\n".join(lines).rstrip() + "\n"
+
+
+def _chapter(heading: str, group: Sequence[Comparison]) -> list[str]:
+    lines = [heading]
+    lines += [f"On {each}.\n" for each in dict.fromkeys(each.machine for each in group)]
+    if any(each.peer() is not None for each in group):
+        lines.append("What is not the same on the two sides:\n")
+        lines += [*(f"- {line}" for line in differences(group[0].sampler)), ""]
+    for name in dict.fromkeys(each.work for each in group):
+        same = [each for each in group if each.work == name]
+        lines += [f"### {_title(same[0])}\n", f"{same[0].description}.\n"]
+        for each in sorted(same, key=lambda one: (one.ranks, one.sampler)):
+            lines += _section(each)
+    return lines
 
 
 def _title(comparison: Comparison) -> str:
@@ -57,17 +79,12 @@ def _title(comparison: Comparison) -> str:
     return f"Size: {comparison.work}{suffix}"
 
 
-def _differences(group: Sequence[Comparison]) -> list[str]:
-    machines = [f"On {each}.\n" for each in dict.fromkeys(each.machine for each in group)]
-    heading = "What is not the same on the two sides:\n"
-    return [*machines, heading, *(f"- {line}" for line in differences(group[0].sampler)), ""]
-
-
 def _section(comparison: Comparison) -> list[str]:
     count = comparison.ranks
     ranks = "One training process" if count == 1 else f"{count} training processes"
+    rounds = "one round" if comparison.rounds == 1 else f"{comparison.rounds} rounds"
     others = f"other programs used up to {comparison.beside():.0%} of the processors"
-    facts = f"{ranks}; {comparison.rounds} rounds on {comparison.date}, {others}.\n"
+    facts = f"{ranks}; {rounds} on {comparison.date}, {others}.\n"
     head, *rows = table(comparison)
     rule = ["---"] * len(head)
     cells = [head, rule, *rows]

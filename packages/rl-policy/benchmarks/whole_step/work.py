@@ -9,8 +9,6 @@ import sys
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
-# The first step pays for what is done once, and the last of rl-policy writes a checkpoint.
-NUM_STEPS = 6
 CACHE_BYTES = 1 << 28
 
 
@@ -27,6 +25,8 @@ class Work:
     mbs: int
     max_new_tokens: int
     max_length: int
+    steps: int
+    """Steps that are measured, the first of which pays for what is done once."""
     is_ragged: bool = False
     """Prompts of log-normal lengths, the median 64 tokens; else problems of the built-in task."""
 
@@ -56,6 +56,7 @@ TOY = Work(
     mbs=128,
     max_new_tokens=6,
     max_length=32,
+    steps=8,
 )
 DEEP = Work(
     name="12 layers",
@@ -67,8 +68,9 @@ DEEP = Work(
     mbs=16,
     max_new_tokens=64,
     max_length=96,
+    steps=4,
 )
-RAGGED = replace(DEEP, name="12 layers, ragged", max_length=512, is_ragged=True)
+RAGGED = replace(DEEP, name="12 layers, ragged", max_length=512, steps=3, is_ragged=True)
 WORKS = {"toy": TOY, "deep": DEEP, "ragged": RAGGED}
 
 WORKERS, COLOCATED, APART = "workers", "vLLM, colocated", "vLLM, apart"
@@ -87,18 +89,22 @@ class Run:
     is_packed: bool = False
 
 
-def runs_of(work: Work, *, ranks: int, samplers: tuple[str, ...]) -> list[Run]:
-    """Return the runs that take turns."""
+def runs_of(
+    work: Work, *, ranks: int, samplers: tuple[str, ...], with_trl: bool = True
+) -> list[Run]:
+    """Return the runs that take turns; TRL has the first of the samplers."""
     own = [Run(side="rl-policy", work=work, ranks=ranks, sampler=each) for each in samplers]
     if work.is_ragged:
         own += [replace(run, is_packed=True) for run in own]
-    return [*own, Run(side="TRL", work=work, ranks=ranks, sampler=samplers[0])]
+    peers = [Run(side="TRL", work=work, ranks=ranks, sampler=samplers[0])] if with_trl else []
+    return [*own, *peers]
 
 
 def differences(sampler: str) -> list[str]:
     """Return what is not the same on the two sides."""
     found = [
-        "Two ranks are FSDP2 in rl-policy and DistributedDataParallel in TRL.",
+        "Two ranks are DistributedDataParallel in TRL; rl-policy's default replicates a model of "
+        "these sizes too, and sums gradients once a step. Larger ones are FSDP2.",
         "TRL's ranks have one thread each under torchrun and torch's default alone; rl-policy's "
         "share the processors.",
         "rl-policy's trainer is a Ray actor beside the driver, TRL's the process itself.",
@@ -111,8 +117,6 @@ def differences(sampler: str) -> list[str]:
     ]
     if sampler != WORKERS:
         found += [
-            "rl-policy's engine computes in float32, in eager mode or compiled as vLLM decides, as "
-            "TRL's does.",
             "TRL's engine lives in the trainer's process, rl-policy's in one of its own, to which "
             "the weights are sent and verified by a digest.",
         ]
@@ -153,7 +157,7 @@ def command(run: Run, inputs: Path) -> list[str]:
     """Return the command of a run, which leaves `phases.jsonl` beside its inputs."""
     if run.side == "TRL":
         wanted = asdict(run.work) | {"ranks": run.ranks, "rows": run.work.rows}
-        wanted |= {"inputs": str(inputs), "use_vllm": run.sampler != WORKERS, "steps": NUM_STEPS}
+        wanted |= {"inputs": str(inputs), "use_vllm": run.sampler != WORKERS}
         module = ["-m", "whole_step.trl_side", json.dumps(wanted)]
         if run.ranks == 1:
             return [sys.executable, *module]
@@ -179,7 +183,8 @@ def settings(run: Run, inputs: Path) -> dict[str, object]:
         "cluster.bundle_ct_per_node_list": [run.ranks],
         "data.path": inputs / "train.jsonl",
         "data.heldout_path": inputs / "heldout.jsonl",
-        "grpo.steps": NUM_STEPS + 1,
+        # The last writes a checkpoint, and is not measured.
+        "grpo.steps": work.steps + 1,
         "grpo.prompts_per_step": work.prompts,
         "grpo.samples_per_prompt": work.samples,
         "grpo.eval_every": 1000,
