@@ -42,9 +42,14 @@ def dispatcher(*, ranks=1, **config):
 def check(data, loss=None, *, max_length=None):
     sharder = dispatcher(train_global_batch_size=4, max_total_sequence_length=max_length)
     if loss is None:
-        sharder.shard_for_scoring(data)
+        sharder.plan_scoring(data)
     else:
-        sharder.shard_for_training(data, loss)
+        sharder.plan_training(data, loss)
+
+
+def applied(data, plans):
+    """Return the shards of the plans."""
+    return [data.apply_plan(plan) for plan in plans]
 
 
 class PairLoss:
@@ -55,7 +60,7 @@ class PairLoss:
 @given(rows=st.integers(1, 40), ranks=st.integers(1, 8))
 def test_scores_come_back_in_the_callers_order_and_count(rows, ranks):
     data = batch([1 + row % 5 for row in range(rows)])
-    shards = dispatch.shard_in_order(data, data_parallel=ranks)
+    shards = applied(data, dispatch.plan_in_order(data, data_parallel=ranks))
     sizes = [shard.size for shard in shards]
     assert len(shards) == ranks
     assert max(sizes) - min(sizes) <= 1
@@ -73,7 +78,8 @@ def test_planned_scores_come_back_in_the_callers_order(rows, ranks, section):
     data = batch([1 + (7 * row) % 5 for row in range(rows)])
     data["row"] = torch.arange(rows)
     budgets = {"enabled": True, "train_mb_tokens": 1, "logprob_mb_tokens": 128}
-    shards, order = dispatcher(ranks=ranks, **{section: budgets}).shard_for_scoring(data)
+    plans, order = dispatcher(ranks=ranks, **{section: budgets}).plan_scoring(data)
+    shards = applied(data, plans)
     assert len(shards) == ranks
     parts = [{"logprobs": shard["row"][:, None].float()} for shard in shards]
     gathered = dispatch.gather_scores(parts, width=5, order=order)
@@ -113,7 +119,8 @@ def test_the_section_becomes_the_arguments(section, arguments):
 def test_every_global_batch_is_shared_out_whole(rows, ranks, multiple):
     gbs = ranks * multiple
     data = batch([3] * rows)
-    shards, size = dispatcher(ranks=ranks).shard_for_training(data, TokenLoss(), gbs=gbs)
+    plans, size = dispatcher(ranks=ranks).plan_training(data, TokenLoss(), gbs=gbs)
+    shards = applied(data, plans)
     assert size == gbs
     first_tokens = data["input_ids"][:, 0].tolist()
     counts = np.array([shard.elem_counts_per_gb for shard in shards])
@@ -235,9 +242,9 @@ def test_rows_that_are_too_long_are_named():
 
 def test_prompts_leave_room_for_a_token():
     limited = dispatcher(max_total_sequence_length=4)
-    limited.shard_prompts(batch([3, 2]))
+    limited.plan_prompts(batch([3, 2]))
     with pytest.raises(ValueError, match=r"'input_lengths'\[1\]=4 leaves no room for a token"):
-        limited.shard_prompts(batch([3, 4]))
+        limited.plan_prompts(batch([3, 4]))
 
 
 def test_a_batch_without_rows_is_refused():
@@ -254,9 +261,9 @@ def test_a_batch_without_rows_is_refused():
 )
 def test_global_batches_divide_over_the_ranks(gbs, message):
     data = batch([2] * 8)
-    dispatcher(ranks=4).shard_for_training(data, TokenLoss(), gbs=8)
+    dispatcher(ranks=4).plan_training(data, TokenLoss(), gbs=8)
     with pytest.raises(ValueError, match=message):
-        dispatcher(ranks=4).shard_for_training(data, TokenLoss(), gbs=gbs)
+        dispatcher(ranks=4).plan_training(data, TokenLoss(), gbs=gbs)
 
 
 @given(
@@ -276,7 +283,8 @@ def test_the_rows_of_a_group_stay_together(lengths, ranks, groups_per_rank, sect
         train_micro_batch_size=2,
         **({} if section is None else {section: budgets}),
     )
-    shards, _ = planner.shard_for_training(data, PairLoss())
+    plans, _ = planner.plan_training(data, PairLoss())
+    shards = applied(data, plans)
     seen = []
     for shard in shards:
         rows = shard["row"].tolist()
@@ -300,4 +308,4 @@ def test_the_rows_of_a_group_stay_together(lengths, ranks, groups_per_rank, sect
 def test_sizes_that_would_split_a_group_are_named(rows, sizes, message):
     planner = dispatcher(ranks=2, train_micro_batch_size=1)
     with pytest.raises(ValueError, match=message):
-        planner.shard_for_training(batch([2] * rows), PairLoss(), **sizes)
+        planner.plan_training(batch([2] * rows), PairLoss(), **sizes)

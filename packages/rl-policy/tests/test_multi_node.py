@@ -44,6 +44,20 @@ def start(cluster, worker_class):
     return RayWorkerGroup(cluster, worker_class, sharding=sharding, name="probe")
 
 
+def test_each_node_receives_the_rows_of_its_ranks(nodes, worker_class):
+    data = BatchedDataDict(word=[f"row {row}" for row in range(10)], number=torch.arange(10))
+    plans = data.plan_by_batch_size(4, 8, allow_uneven_shards=True)
+    cluster = RayVirtualCluster([2, 2], use_gpus=False)
+    group = start(cluster, worker_class)
+    try:
+        answers = group.run_sharded("echo", data, plans)
+        expected = [[f"row {row}" for row in plan.rows] for plan in plans]
+        assert [words for _, words, _ in answers] == expected
+    finally:
+        assert group.shutdown() is True
+        cluster.shutdown()
+
+
 @pytest.mark.parametrize("bundles", [[2, 2], [1, 1, 1, 1], [4]])
 def test_ranks_of_a_node_follow_each_other(nodes, worker_class, bundles):
     cluster = RayVirtualCluster(bundles, use_gpus=False)

@@ -141,6 +141,28 @@ def test_logprobs_equal_plain_transformers(policy, plain_model):
     torch.testing.assert_close(reference, expected, **LOGPROB_TOLERANCE)
 
 
+def test_a_step_puts_each_column_into_the_object_store_once(policy, monkeypatch):
+    data, puts = batch([9, 2, 5, 7]), []
+    put = ray.put
+
+    def counted(value):
+        if isinstance(value, BatchedDataDict):
+            puts.append(set(value))
+        return put(value)
+
+    monkeypatch.setattr(ray, "put", counted)
+    alone = policy.get_logprobs(data)["logprobs"]
+    assert puts == [set(data)]
+    puts.clear()
+    with policy.keeping_batches():
+        data["prev_logprobs"] = policy.get_logprobs(data)["logprobs"]
+        policy.get_reference_policy_logprobs(data)
+        loss = policy.train(data, NLLLoss(), eval_mode=True)["loss"]
+    assert puts == [{*data} - {"prev_logprobs"}, {"prev_logprobs"}]
+    assert torch.equal(data["prev_logprobs"], alone)
+    assert torch.equal(loss, policy.train(data, NLLLoss(), eval_mode=True)["loss"])
+
+
 @pytest.mark.parametrize("micro_batch_size", [1, 2, None])
 def test_topk_logits_equal_plain_transformers(policy, plain_model, micro_batch_size):
     data = batch([9, 2, 5, 7, 1])

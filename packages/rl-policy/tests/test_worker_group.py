@@ -6,6 +6,7 @@ import time
 import numpy as np
 import pytest
 import ray
+from rl_batched_data import BatchedDataDict
 from rl_policy import NamedSharding, RayVirtualCluster, RayWorkerGroup
 from rl_policy.ray.worker_group import WorkerDiedError, WorkerGroupError
 
@@ -51,6 +52,12 @@ def start(cluster, worker_class, *, tensor_parallel=1, **kwargs):
     return RayWorkerGroup(cluster, worker_class, sharding=sharding, name="probe", **kwargs)
 
 
+def words(*texts):
+    """Return a batch of a word per row, and plans of a row each."""
+    batch = BatchedDataDict(word=list(texts))
+    return batch, batch.plan_by_batch_size(len(texts))
+
+
 def pids_of(group):
     return [answer["pid"] for answer in group.run_all("describe")]
 
@@ -85,15 +92,15 @@ def test_ranks_work_together(shared_group):
 
 
 def test_each_coordinate_gets_its_shard(shared_group):
-    results = shared_group.run_sharded("echo", ["first", "second"], suffix="!")
-    assert results == [(0, "first", "!"), (1, "second", "!")]
+    results = shared_group.run_sharded("echo", *words("first", "second"), suffix="!")
+    assert results == [(0, ["first"], "!"), (1, ["second"], "!")]
 
 
 def test_ranks_of_one_coordinate_share_a_shard_and_the_first_answers(cluster, probe):
     group = start(cluster, probe.ProbeWorker, tensor_parallel=2)
     try:
-        call = group.submit_sharded("echo", ["only"])
-        assert group.wait(call) == [(0, "only", "")]
+        call = group.submit_sharded("echo", *words("only"))
+        assert group.wait(call) == [(0, ["only"], "")]
         # The second tensor-parallel rank ran too, and sent no copy of the result.
         assert ray.get(call.refs[1], timeout=30) is None
         assert group.run_all("all_reduce") == [1.0, 1.0]
@@ -103,7 +110,7 @@ def test_ranks_of_one_coordinate_share_a_shard_and_the_first_answers(cluster, pr
 
 def test_a_wrong_number_of_shards_is_refused(shared_group):
     with pytest.raises(ValueError, match="1 shards do not fit data_parallel=2"):
-        shared_group.run_sharded("echo", ["only"])
+        shared_group.run_sharded("echo", *words("only"))
 
 
 def test_arguments_of_the_constructor_reach_every_rank(cluster, probe):

@@ -18,7 +18,6 @@ from rl_batched_data.sharding import (
     DynamicBatchingArgs,
     SequencePacking,
     SequencePackingArgs,
-    ShardingOptions,
     ShardPlan,
     balanced_bounds,
     parse_options,
@@ -147,12 +146,13 @@ class BatchedDataDict(UserDict[str, Any], Generic[SpecT]):
         Raises:
             ValueError: `order` is not a permutation of the rows.
         """
-        if sorted(order) != list(range(self.size)):
+        places = torch.as_tensor(order, dtype=torch.int64)
+        if not _is_permutation(places, self.size):
             raise ValueError(
                 f"order, of {len(order)} numbers, is not a permutation of the {self.size} rows"
             )
         inverse = torch.empty(len(order), dtype=torch.int64)
-        inverse[torch.as_tensor(order, dtype=torch.int64)] = torch.arange(len(order))
+        inverse[places] = torch.arange(len(order))
         self.data.update(self._map(lambda column: columns.select_rows(column, inverse)))
         return self
 
@@ -301,12 +301,50 @@ class BatchedDataDict(UserDict[str, Any], Generic[SpecT]):
             ValueError: Entries differ in size, a key is missing, or a number is out of range or
                 does not divide; raised before any tensor is touched.
         """
+        plans = self.plan_by_batch_size(
+            shards,
+            batch_size,
+            allow_uneven_shards,
+            dynamic_batching_args,
+            sequence_packing_args,
+            rows_per_group=rows_per_group,
+        )
+        parts = [self.apply_plan(plan) for plan in plans]
+        if dynamic_batching_args is None and sequence_packing_args is None:
+            return parts
+        return parts, [row for plan in plans for row in plan.rows]
+
+    def plan_by_batch_size(
+        self,
+        shards: int,
+        batch_size: int | None = None,
+        allow_uneven_shards: bool = False,
+        dynamic_batching_args: DynamicBatchingArgs | None = None,
+        sequence_packing_args: SequencePackingArgs | None = None,
+        *,
+        rows_per_group: int = 1,
+    ) -> list[ShardPlan]:
+        """Return the plan of each shard that `shard_by_batch_size` would return.
+
+        Who holds the batch can apply the plan of a shard by `apply_plan`, in another process too.
+
+        Args:
+            shards: See `shard_by_batch_size`, as for the other arguments.
+            batch_size: Rows per global batch; all rows when None.
+            allow_uneven_shards: Accept any number of rows.
+            dynamic_batching_args: Plan micro-batches under a budget of padded tokens.
+            sequence_packing_args: Plan micro-batches of packed sequences.
+            rows_per_group: Consecutive rows that stay in one shard and one micro-batch.
+
+        Raises:
+            ValueError: See `shard_by_batch_size`.
+        """
         self.check_sizes()
         options = parse_options(
             dynamic_batching_args=dynamic_batching_args,
             sequence_packing_args=sequence_packing_args,
         )
-        plans = plan_batch(
+        return plan_batch(
             self.data,
             self.size,
             shards=shards,
@@ -315,12 +353,12 @@ class BatchedDataDict(UserDict[str, Any], Generic[SpecT]):
             options=options,
             rows_per_group=rows_per_group,
         )
-        parts = [self._apply(plan, options) for plan in plans]
-        if options is None:
-            return parts
-        return parts, [row for plan in plans for row in plan.rows]
 
-    def _apply(self, plan: ShardPlan, options: ShardingOptions | None) -> SlicedDataDict[SpecT]:
+    def apply_plan(self, plan: ShardPlan) -> SlicedDataDict[SpecT]:
+        """Return the rows of a plan, in its order and with its micro-batches.
+
+        Consecutive rows share the memory of the batch, others are copied.
+        """
         start = plan.rows[0] if plan.rows else 0
         end = start + len(plan.rows)
         if plan.rows == list(range(start, end)):
@@ -331,7 +369,7 @@ class BatchedDataDict(UserDict[str, Any], Generic[SpecT]):
         shard.elem_counts_per_gb = plan.elem_counts_per_gb
         shard.micro_batch_indices = plan.micro_batch_indices
         shard.micro_batch_lengths = plan.micro_batch_lengths
-        shard.micro_batch_options = options
+        shard.micro_batch_options = plan.micro_batch_options
         return shard
 
     def _map(self, operation: Callable[[Column], Column]) -> dict[str, Column]:
@@ -467,3 +505,12 @@ def _rebuild(
     for name, value in attributes.items():
         setattr(batch, name, value)
     return batch
+
+
+def _is_permutation(places: torch.Tensor, size: int) -> bool:
+    """Return whether `[rows]` places are 0, 1, ..., `size - 1` in any order."""
+    if len(places) != size or bool(((places < 0) | (places >= size)).any()):
+        return False
+    is_taken = torch.zeros(size, dtype=torch.bool)
+    is_taken[places] = True
+    return bool(is_taken.all())

@@ -7,9 +7,11 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields, replace
-from itertools import accumulate, pairwise
-from typing import NamedTuple, NotRequired, TypeAlias, TypedDict, cast
+from itertools import accumulate, chain, pairwise
+from typing import NamedTuple, NotRequired, TypeAlias, TypedDict
 
+import numpy as np
+import numpy.typing as npt
 import torch
 
 from rl_batched_data.columns import Column
@@ -35,6 +37,8 @@ class ShardPlan:
     """Per global batch, `[start, end)` of each micro-batch, relative to that global batch."""
     micro_batch_lengths: list[list[int]] | None = None
     """Per global batch, the width (dynamic) or the tokens (packed) of each micro-batch."""
+    micro_batch_options: ShardingOptions | None = None
+    """The options that the micro-batches were planned with."""
 
 
 class DynamicBatchingArgs(TypedDict):
@@ -115,10 +119,14 @@ class SequencePacking:
 ShardingOptions: TypeAlias = DynamicBatching | SequencePacking
 
 
-class _MicroBatch(NamedTuple):
-    rows: list[int]
-    length: int
-    """Its width (dynamic) or its tokens (packed)."""
+class _ShardBatch(NamedTuple):
+    """The units of one global batch in one shard, micro-batch after micro-batch."""
+
+    units: list[int]
+    sizes: list[int]
+    """The number of units of each micro-batch."""
+    lengths: list[int]
+    """The width (dynamic) or the tokens (packed) of each micro-batch."""
 
 
 def parse_options(
@@ -172,28 +180,28 @@ def plan_batch(
             batch_size=units_per_batch,
             allow_uneven_shards=allow_uneven_shards,
         )
-        return [_expand_groups(plan, rows_per_group) for plan in plans]
+        return [_expand_groups(plan, rows_per_group, options=None) for plan in plans]
     lengths = _read_lengths(
         entries, lengths_key=options.input_lengths_key, input_key=options.input_key
     )
     if isinstance(options, DynamicBatching):
         plans = plan_dynamic_shards(
-            [max(group) for group in _groups(lengths, rows_per_group)],
+            lengths.reshape(-1, rows_per_group).max(axis=1),
             options,
             shards=shards,
             batch_size=units_per_batch,
             rows_per_unit=rows_per_group,
         )
     else:
-        padded = [round_up(length, options.sequence_length_pad_multiple) for length in lengths]
+        padded = _rounded_up(lengths, options.sequence_length_pad_multiple)
         plans = plan_packed_shards(
-            [sum(group) for group in _groups(padded, rows_per_group)],
+            padded.reshape(-1, rows_per_group).sum(axis=1),
             options,
             shards=shards,
             batch_size=units_per_batch,
             rows_per_unit=rows_per_group,
         )
-    return [_expand_groups(plan, rows_per_group) for plan in plans]
+    return [_expand_groups(plan, rows_per_group, options=options) for plan in plans]
 
 
 def plan_shards(
@@ -230,7 +238,7 @@ def plan_shards(
     ]
     return [
         ShardPlan(
-            rows=[row for bounds in batches for row in range(*bounds[shard])],
+            rows=[*chain.from_iterable(range(*bounds[shard]) for bounds in batches)],
             elem_counts_per_gb=[len(range(*bounds[shard])) for bounds in batches],
         )
         for shard in range(shards)
@@ -238,7 +246,7 @@ def plan_shards(
 
 
 def plan_dynamic_shards(
-    lengths: Sequence[int],
+    lengths: Sequence[int] | npt.NDArray[np.int64],
     options: DynamicBatching,
     *,
     shards: int,
@@ -267,28 +275,33 @@ def plan_dynamic_shards(
         ValueError: A size is not positive, or a single unit exceeds the budget.
     """
     _check_sizes(shards, batch_size)
-    widths = [round_up(length, options.sequence_length_round) for length in lengths]
-    for unit, width in enumerate(widths):
-        if width * rows_per_unit > options.max_tokens_per_microbatch:
-            raise ValueError(
-                f"{options.input_lengths_key!r}[{unit * rows_per_unit}] of up to {lengths[unit]} "
-                f"tokens takes {rows_per_unit} x {width}, more than "
-                f"max_tokens_per_microbatch={options.max_tokens_per_microbatch}"
-            )
-    budget = options.max_tokens_per_microbatch // rows_per_unit
-    planned: list[list[list[_MicroBatch]]] = []
-    for start, end in _global_batch_bounds(len(lengths), batch_size):
-        order = sorted(range(start, end), key=lengths.__getitem__)
-        planned.append(
-            _plan_dynamic_batch(
-                order, widths, shards=shards, budget=budget, filler=options.sequence_length_round
-            )
+    tokens = np.asarray(lengths, dtype=np.int64)
+    widths = _rounded_up(tokens, options.sequence_length_round)
+    excess = np.flatnonzero(widths * rows_per_unit > options.max_tokens_per_microbatch)
+    if len(excess):
+        unit = excess[0]
+        raise ValueError(
+            f"{options.input_lengths_key!r}[{unit * rows_per_unit}] of up to {tokens[unit]} "
+            f"tokens takes {rows_per_unit} x {widths[unit]}, more than "
+            f"max_tokens_per_microbatch={options.max_tokens_per_microbatch}"
         )
+    budget = options.max_tokens_per_microbatch // rows_per_unit
+    planned = [
+        _plan_dynamic_batch(
+            # Stable: units of one length keep their order.
+            start + np.argsort(tokens[start:end], kind="stable"),
+            widths,
+            shards=shards,
+            budget=budget,
+            filler=options.sequence_length_round,
+        )
+        for start, end in _global_batch_bounds(len(tokens), batch_size)
+    ]
     return _shard_plans(planned, shards)
 
 
 def plan_packed_shards(
-    lengths: Sequence[int],
+    lengths: Sequence[int] | npt.NDArray[np.int64],
     options: SequencePacking,
     *,
     shards: int,
@@ -318,13 +331,15 @@ def plan_packed_shards(
         ValueError: A size is not positive, or a single unit exceeds the capacity.
     """
     _check_sizes(shards, batch_size)
-    for unit, length in enumerate(lengths):
-        if length > options.capacity:
-            raise ValueError(
-                f"{options.input_lengths_key!r}: rows {unit * rows_per_unit} to "
-                f"{(unit + 1) * rows_per_unit - 1} have {length} tokens, padding included, more "
-                f"than max_tokens_per_microbatch={options.max_tokens_per_microbatch}"
-            )
+    tokens = np.asarray(lengths, dtype=np.int64)
+    excess = np.flatnonzero(tokens > options.capacity)
+    if len(excess):
+        unit = excess[0]
+        raise ValueError(
+            f"{options.input_lengths_key!r}: rows {unit * rows_per_unit} to "
+            f"{(unit + 1) * rows_per_unit - 1} have {tokens[unit]} tokens, padding included, more "
+            f"than max_tokens_per_microbatch={options.max_tokens_per_microbatch}"
+        )
     packer = get_packer(
         options.algorithm,
         options.capacity,
@@ -334,8 +349,8 @@ def plan_packed_shards(
         allow_empty_bins=True,
     )
     planned = [
-        _plan_packed_batch(start, lengths[start:end], packer, options, shards)
-        for start, end in _global_batch_bounds(len(lengths), batch_size)
+        _plan_packed_batch(start, tokens[start:end].tolist(), packer, options, shards)
+        for start, end in _global_batch_bounds(len(tokens), batch_size)
     ]
     return _shard_plans(planned, shards)
 
@@ -347,23 +362,29 @@ def balanced_bounds(start: int, end: int, *, parts: int) -> list[tuple[int, int]
 
 
 def _plan_dynamic_batch(
-    order: list[int], widths: Sequence[int], *, shards: int, budget: int, filler: int
-) -> list[list[_MicroBatch]]:
-    """Return the micro-batches of each shard, given the units from the shortest to the longest."""
-    # The first column is short if shards do not divide the units: it then holds the shortest.
-    dealt = [None] * (-len(order) % shards) + order
-    columns = [dealt[start : start + shards] for start in range(0, len(dealt), shards)]
-    column_widths = [widths[units[-1]] for units in columns if units[-1] is not None]
+    order: npt.NDArray[np.int64],
+    widths: npt.NDArray[np.int64],
+    *,
+    shards: int,
+    budget: int,
+    filler: int,
+) -> list[_ShardBatch]:
+    """Return each shard's micro-batches, given the units from the shortest to the longest."""
+    # The first column is short if shards do not divide the units: it then holds the shortest, and
+    # none for the first shards.
+    num_short = -len(order) % shards
+    dealt = np.concatenate([np.full(num_short, -1), order]).reshape(-1, shards)
+    column_widths: list[int] = widths[dealt[:, -1]].tolist()
     bounds = _micro_batch_bounds(column_widths, budget)
-    planned: list[list[_MicroBatch]] = []
-    for shard in range(shards):
-        own: list[_MicroBatch] = []
-        for low, high in bounds:
-            units = [column[shard] for column in columns[low:high]]
-            present = [unit for unit in units if unit is not None]
-            if present:
-                own.append(_MicroBatch(present, column_widths[high - 1]))
-        planned.append(_split_to_count(own, len(bounds), filler))
+    sizes = [high - low for low, high in bounds]
+    lengths = [column_widths[high - 1] for _, high in bounds]
+    short = _without_first_unit(sizes, lengths, filler) if num_short else (sizes, lengths)
+    planned: list[_ShardBatch] = []
+    for shard, column in enumerate(dealt.T):
+        if shard < num_short:
+            planned.append(_ShardBatch(column[1:].tolist(), *short))
+        else:
+            planned.append(_ShardBatch(column.tolist(), sizes, lengths))
     return planned
 
 
@@ -377,24 +398,19 @@ def _micro_batch_bounds(column_widths: list[int], budget: int) -> list[tuple[int
     return list(pairwise([*starts, len(column_widths)]))
 
 
-def _split_to_count(micro_batches: list[_MicroBatch], count: int, filler: int) -> list[_MicroBatch]:
-    """Return `count` micro-batches: halve the largest, then add empty ones of width `filler`.
+def _without_first_unit(
+    sizes: list[int], lengths: list[int], filler: int
+) -> tuple[list[int], list[int]]:
+    """Return the micro-batches of a shard that lacks the first unit, as many as of the others.
 
-    Every rank runs a forward per micro-batch, and the collectives in it must match.
+    Every rank runs a forward per micro-batch, and the collectives in it must match: in place of a
+    first one that is empty, an empty one of width `filler` is added.
     """
-    own = list(micro_batches)
-    while len(own) < count:
-        place = max(range(len(own)), key=lambda number: len(own[number].rows), default=None)
-        if place is None or len(own[place].rows) < 2:
-            own.append(_MicroBatch([], filler))
-            continue
-        rows, width = own[place]
-        middle = len(rows) // 2
-        own[place : place + 1] = [
-            _MicroBatch(rows[:middle], width),
-            _MicroBatch(rows[middle:], width),
-        ]
-    return own
+    if sizes[0] > 1:
+        return [sizes[0] - 1, *sizes[1:]], lengths
+    # No later one can be halved: two of the second column's width exceeded the budget, so two of
+    # any later width do, and all have one unit a shard.
+    return [*sizes[1:], 0], [*lengths[1:], filler]
 
 
 def _plan_packed_batch(
@@ -403,44 +419,48 @@ def _plan_packed_batch(
     packer: SequencePacker,
     options: SequencePacking,
     shards: int,
-) -> list[list[_MicroBatch]]:
-    micro_batches = [
-        _MicroBatch(
-            [start + index for index in content],
-            options.packed_length(sum(lengths[index] for index in content)),
+) -> list[_ShardBatch]:
+    bins = packer.pack(lengths)
+    tokens = [options.packed_length(sum(map(lengths.__getitem__, units))) for units in bins]
+    return [
+        _ShardBatch(
+            units=[start + unit for units in bins[shard::shards] for unit in units],
+            sizes=[len(units) for units in bins[shard::shards]],
+            lengths=tokens[shard::shards],
         )
-        for content in packer.pack(lengths)
+        for shard in range(shards)
     ]
-    return [micro_batches[shard::shards] for shard in range(shards)]
 
 
-def _shard_plans(
-    batches: Sequence[Sequence[Sequence[_MicroBatch]]], shards: int
-) -> list[ShardPlan]:
+def _shard_plans(batches: Sequence[Sequence[_ShardBatch]], shards: int) -> list[ShardPlan]:
     """Return one plan per shard from the micro-batches of each global batch and shard."""
     plans: list[ShardPlan] = []
     for shard in range(shards):
         own = [batch[shard] for batch in batches]
-        sizes = [[len(micro.rows) for micro in batch] for batch in own]
         plans.append(
             ShardPlan(
-                rows=[row for batch in own for micro in batch for row in micro.rows],
-                elem_counts_per_gb=[sum(batch) for batch in sizes],
+                rows=[*chain.from_iterable(batch.units for batch in own)],
+                elem_counts_per_gb=[len(batch.units) for batch in own],
                 micro_batch_indices=[
-                    [list(bounds) for bounds in pairwise(accumulate(batch, initial=0))]
-                    for batch in sizes
+                    [list(bounds) for bounds in pairwise(accumulate(batch.sizes, initial=0))]
+                    for batch in own
                 ],
-                micro_batch_lengths=[[micro.length for micro in batch] for batch in own],
+                micro_batch_lengths=[list(batch.lengths) for batch in own],
             )
         )
     return plans
 
 
-def _expand_groups(plan: ShardPlan, rows_per_group: int) -> ShardPlan:
+def _expand_groups(
+    plan: ShardPlan, rows_per_group: int, *, options: ShardingOptions | None
+) -> ShardPlan:
     """Return the plan in rows, given one in groups of `rows_per_group` consecutive rows."""
+    if rows_per_group == 1:
+        return replace(plan, micro_batch_options=options)
     size, indices = rows_per_group, plan.micro_batch_indices
     return replace(
         plan,
+        micro_batch_options=options,
         rows=[group * size + row for group in plan.rows for row in range(size)],
         elem_counts_per_gb=[count * size for count in plan.elem_counts_per_gb],
         micro_batch_indices=None
@@ -459,16 +479,18 @@ def _global_batch_bounds(num_rows: int, batch_size: int | None) -> list[tuple[in
     return [(start, min(start + batch_size, num_rows)) for start in range(0, num_rows, batch_size)]
 
 
-def _read_lengths(entries: Mapping[str, Column], *, lengths_key: str, input_key: str) -> list[int]:
+def _read_lengths(
+    entries: Mapping[str, Column], *, lengths_key: str, input_key: str
+) -> npt.NDArray[np.int64]:
     """Return the number of tokens of each row; raise if one is not within the width."""
-    lengths = cast(list[int], _tensor(entries, lengths_key, num_axes=1).tolist())
+    lengths = _tensor(entries, lengths_key, num_axes=1).cpu().numpy().astype(np.int64)
     width = _tensor(entries, input_key, num_axes=2).shape[1]
-    for row, length in enumerate(lengths):
-        if not 1 <= length <= width:
-            raise ValueError(
-                f"{lengths_key!r}[{row}]={length} must be within 1..{width}, "
-                f"the width of {input_key!r}"
-            )
+    outside = np.flatnonzero((lengths < 1) | (lengths > width))
+    if len(outside):
+        raise ValueError(
+            f"{lengths_key!r}[{outside[0]}]={lengths[outside[0]]} must be within 1..{width}, "
+            f"the width of {input_key!r}"
+        )
     return lengths
 
 
@@ -495,5 +517,6 @@ def _check_keys(name: str, kind: type[ShardingOptions], args: Mapping[str, objec
         raise ValueError(f"{name} lacks the key 'max_tokens_per_microbatch'")
 
 
-def _groups(values: Sequence[int], size: int) -> list[Sequence[int]]:
-    return [values[start : start + size] for start in range(0, len(values), size)]
+def _rounded_up(values: npt.NDArray[np.int64], multiple: int) -> npt.NDArray[np.int64]:
+    """Return each value rounded up to a multiple."""
+    return -(-values // multiple) * multiple

@@ -1,6 +1,6 @@
 """Batches between the driver and the data-parallel ranks: checks, sharding, gathering. No Ray here.
 
-    caller's batch --check--> --shard_by_batch_size--> one shard per data-parallel rank
+    caller's batch --check--> --plan_by_batch_size--> the rows of each data-parallel rank
     caller's order <--gather-- one result per data-parallel rank
 
 Every check runs on the driver before anything is sent: an error on one rank costs a round trip, and
@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from itertools import chain
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -25,6 +26,7 @@ from rl_interfaces.backend.generation import check_room
 from rl_interfaces.backend.steps import check_scoring_batch, check_training_batch
 
 if TYPE_CHECKING:
+    from rl_batched_data.sharding import ShardPlan
     from rl_interfaces import (
         GenerationOutputSpec,
         LossFunction,
@@ -99,15 +101,15 @@ class Dispatcher:
         self._train_budget = TokenBudget.from_config(config, "train_mb_tokens")
         self._scoring_budget = TokenBudget.from_config(config, "logprob_mb_tokens")
 
-    def shard_for_training(
+    def plan_training(
         self,
         data: BatchedDataDict,
         loss_fn: LossFunction,
         *,
         gbs: int | None = None,
         mbs: int | None = None,
-    ) -> tuple[list[BatchedDataDict], int]:
-        """Return each data-parallel rank's shard, and the rows of a global batch.
+    ) -> tuple[list[ShardPlan], int]:
+        """Return the plan of each data-parallel rank's shard, and the rows of a global batch.
 
         A shard has the rank's rows of every global batch. The last global batch may be short: ranks
         may then differ by a row, and some have none. If the loss has `rows_per_group`, the same
@@ -138,15 +140,15 @@ class Dispatcher:
                 f"the batch has {data.size} rows, not a multiple of "
                 f"rows_per_group={rows_per_group} of {type(loss_fn).__name__}"
             )
-        shards, _ = self._shard(
+        plans, _ = self._plan(
             data, self._train_budget, batch_size=size, rows_per_group=rows_per_group
         )
-        return shards, size
+        return plans, size
 
-    def shard_for_scoring(
+    def plan_scoring(
         self, data: BatchedDataDict, *, micro_batch_size: int | None = None
-    ) -> tuple[list[BatchedDataDict], list[int] | None]:
-        """Return each data-parallel rank's shard, and the row order of all shards.
+    ) -> tuple[list[ShardPlan], list[int] | None]:
+        """Return the plan of each data-parallel rank's shard, and the row order of all shards.
 
         The order is None if it is the caller's. A rank may have no rows.
 
@@ -160,10 +162,10 @@ class Dispatcher:
         if self._scoring_budget is not None:
             self._scoring_budget.refuse_size("micro_batch_size", micro_batch_size)
         self.check_rows(data)
-        return self._shard(data, self._scoring_budget)
+        return self._plan(data, self._scoring_budget)
 
-    def shard_prompts(self, data: BatchedDataDict) -> list[BatchedDataDict]:
-        """Return each data-parallel rank's prompts, which leave room for a token.
+    def plan_prompts(self, data: BatchedDataDict) -> list[ShardPlan]:
+        """Return the plan of each data-parallel rank's prompts, which leave room for a token.
 
         Raises:
             ValueError: Names the key, the row and the numbers.
@@ -172,37 +174,37 @@ class Dispatcher:
         if self._max_length is not None:
             limit = f"policy.max_total_sequence_length={self._max_length}"
             check_room(data, longest=self._max_length, limit=limit)
-        return shard_in_order(data, data_parallel=self._data_parallel)
+        return plan_in_order(data, data_parallel=self._data_parallel)
 
     def check_rows(self, data: BatchedDataDict) -> None:
         """Raise `ValueError`, naming key, row and numbers, unless every row can be scored."""
         check_scoring_batch(data, pad_token_id=self._pad_token_id)
         self._check_extent(data)
 
-    def _shard(
+    def _plan(
         self,
         data: BatchedDataDict,
         budget: TokenBudget | None,
         *,
         batch_size: int | None = None,
         rows_per_group: int = 1,
-    ) -> tuple[list[BatchedDataDict], list[int] | None]:
-        """Return the shards, with micro-batch plans under a budget, and the row order of them all.
+    ) -> tuple[list[ShardPlan], list[int] | None]:
+        """Return the plans, with micro-batches under a budget, and the row order of all shards.
 
         Raises:
             ValueError: A row or group exceeds the budget, or the packing algorithm is unknown.
         """
         if budget is None:
             # Uneven: workers complete short shards with masked rows.
-            shards = data.shard_by_batch_size(
+            plans = data.plan_by_batch_size(
                 self._data_parallel,
                 batch_size=batch_size,
                 allow_uneven_shards=True,
                 rows_per_group=rows_per_group,
             )
-            return [*shards], None
+            return plans, None
         try:
-            shards, order = data.shard_by_batch_size(
+            plans = data.plan_by_batch_size(
                 self._data_parallel,
                 batch_size=batch_size,
                 allow_uneven_shards=True,
@@ -213,7 +215,7 @@ class Dispatcher:
         except ValueError as error:
             # The batch knows no config keys: name the one that set the budget.
             raise ValueError(f"{budget.key}: {error}") from error
-        return [*shards], order
+        return plans, [*chain.from_iterable(plan.rows for plan in plans)]
 
     def _checked_batch_size(self, gbs: int | None, mbs: int | None, *, rows_per_group: int) -> int:
         """Return the rows of a global batch; raise if it or a micro-batch would split a group."""
@@ -253,9 +255,9 @@ class Dispatcher:
             raise ValueError(f"'input_ids' is {width} tokens wide, padding included: over {limit}")
 
 
-def shard_in_order(data: BatchedDataDict, *, data_parallel: int) -> list[BatchedDataDict]:
-    """Return consecutive shards of `data` that differ by at most a row, and may be empty."""
-    return [*data.shard_by_batch_size(data_parallel, allow_uneven_shards=True)]
+def plan_in_order(data: BatchedDataDict, *, data_parallel: int) -> list[ShardPlan]:
+    """Return plans of consecutive rows that differ by at most a row, and may be empty."""
+    return data.plan_by_batch_size(data_parallel, allow_uneven_shards=True)
 
 
 def gather_scores(

@@ -10,6 +10,7 @@ from __future__ import annotations
 import os
 import sys
 from collections.abc import Mapping
+from contextlib import AbstractContextManager
 from typing import TYPE_CHECKING, Any
 
 from rl_batched_data import BatchedDataDict
@@ -169,10 +170,10 @@ class Policy(ColocatablePolicyInterface, GenerationInterface):
         if not eval_mode and not self._has_optimizer:
             raise ValueError("train() needs an optimizer, and init_optimizer was False")
         self._residency.require("train(eval_mode=True)" if eval_mode else "train")
-        shards, size = self._dispatcher.shard_for_training(data, loss_fn, gbs=gbs, mbs=mbs)
+        plans, size = self._dispatcher.plan_training(data, loss_fn, gbs=gbs, mbs=mbs)
         # `gbs` is passed even if it is the config's: ranks must step by what was sharded here.
         results = self._group.run_sharded(
-            "train", shards, loss_fn=loss_fn, eval_mode=eval_mode, gbs=size, mbs=mbs
+            "train", data, plans, loss_fn=loss_fn, eval_mode=eval_mode, gbs=size, mbs=mbs
         )
         return merge_train_results(results)
 
@@ -240,9 +241,9 @@ class Policy(ColocatablePolicyInterface, GenerationInterface):
         **arguments: object,
     ) -> BatchedDataDict:
         self._residency.require(method)
-        shards, order = self._dispatcher.shard_for_scoring(data, micro_batch_size=micro_batch_size)
+        plans, order = self._dispatcher.plan_scoring(data, micro_batch_size=micro_batch_size)
         parts = self._group.run_sharded(
-            method, shards, micro_batch_size=micro_batch_size, **arguments
+            method, data, plans, micro_batch_size=micro_batch_size, **arguments
         )
         return gather_scores(parts, width=data["input_ids"].shape[1], order=order)
 
@@ -263,8 +264,8 @@ class Policy(ColocatablePolicyInterface, GenerationInterface):
         self._residency.require("generate")
         # transformers defines a tokenizer's token ids by `__getattr__`, which has no types.
         pad_token_id = resolve_pad_id(sampling, self.tokenizer)  # pyright: ignore[reportArgumentType]
-        shards = self._dispatcher.shard_prompts(data)
-        parts = self._group.run_sharded("generate", shards, greedy=greedy)
+        plans = self._dispatcher.plan_prompts(data)
+        parts = self._group.run_sharded("generate", data, plans, greedy=greedy)
         return gather_generations(parts, pad_token_id=pad_token_id)
 
     def prepare_for_generation(self, *args: object, **kwargs: object) -> bool:
@@ -276,6 +277,23 @@ class Policy(ColocatablePolicyInterface, GenerationInterface):
     def finish_generation(self, *args: object, **kwargs: object) -> bool:
         """Return True: `generate` frees its cache before it returns."""
         return True
+
+    # Batches
+
+    def keeping_batches(self) -> AbstractContextManager[None]:
+        """Return a context in which each column of a batch is sent to the ranks' nodes once.
+
+        Scoring, reference scoring and training of the same rows then share their columns, and a
+        call sends those that are new. What was sent is freed when the context ends. A tensor that
+        torch changes in place is sent anew; other ways of changing one, such as through a numpy
+        array of the same memory, are not noticed.
+
+        Example:
+            with policy.keeping_batches():
+                batch["prev_logprobs"] = policy.get_logprobs(batch)["logprobs"]
+                policy.train(batch, loss_fn)  # sends `prev_logprobs` alone
+        """
+        return self._group.keeping_batches()
 
     # Residency
 

@@ -53,7 +53,7 @@ class ProbeWorker:
         return total.item()
 
     def echo(self, shard, suffix=""):
-        return (self.rank, shard, suffix)
+        return (self.rank, shard["word"], suffix)
 
     def fail(self, ranks, then_reduce=False):
         if self.rank in ranks:

@@ -7,9 +7,12 @@ from __future__ import annotations
 
 import heapq
 import random
-from bisect import bisect_right
+from bisect import bisect_left, bisect_right
 from collections.abc import Sequence
 from itertools import groupby
+from typing import cast
+
+import numpy as np
 
 from rl_batched_data.padding import round_up
 
@@ -64,7 +67,8 @@ class _Bins:
 
 def decreasing(lengths: Sequence[int]) -> list[int]:
     """Return the indices of `lengths`, longest first; ties keep their order."""
-    return sorted(range(len(lengths)), key=lengths.__getitem__, reverse=True)
+    tokens = np.asarray(lengths, dtype=np.int64)
+    return cast(list[int], np.argsort(-tokens, kind="stable").tolist())
 
 
 def first_fit_decreasing(lengths: Sequence[int], capacity: int) -> Bins:
@@ -103,8 +107,11 @@ def modified_first_fit_decreasing(lengths: Sequence[int], capacity: int) -> Bins
     more than 1/6.
     """
     order = decreasing(lengths)
-    large = [i for i in order if 2 * lengths[i] > capacity]
-    rest = _Sorted(lengths, [i for i in order if 2 * lengths[i] <= capacity])
+    num_large = bisect_left(order, True, key=lambda i: 2 * lengths[i] <= capacity)
+    if num_large == 0:
+        return _first_fit(lengths, order, capacity)
+    large = order[:num_large]
+    rest = _Sorted(lengths, order[num_large:])
     bins: Bins = [[i] for i in large]
     room = [capacity - lengths[i] for i in large]
 
@@ -138,8 +145,8 @@ class _Sorted:
 
     def __init__(self, lengths: Sequence[int], descending: list[int]) -> None:
         self._indices = descending[::-1]
-        self._lengths = [lengths[i] for i in self._indices]
-        self._position = {index: position for position, index in enumerate(self._indices)}
+        self._lengths = list(map(lengths.__getitem__, self._indices))
+        self._position = dict(zip(self._indices, range(len(self._indices)), strict=True))
         # Union-find links to the nearest remaining position; `_below` is shifted by one, 0 is none.
         self._below = list(range(len(self._indices) + 1))
         self._above = list(range(len(self._indices) + 1))
@@ -187,7 +194,7 @@ def _follow(links: list[int], start: int) -> int:
 def _first_fit(lengths: Sequence[int], order: list[int], capacity: int) -> Bins:
     if not order:
         return []
-    packed = _Bins(capacity, sum(lengths[i] for i in order), len(order))
+    packed = _Bins(capacity, sum(map(lengths.__getitem__, order)), len(order))
     for length, run in groupby(order, key=lengths.__getitem__):
         packed.place(length, list(run))
     return packed.bins

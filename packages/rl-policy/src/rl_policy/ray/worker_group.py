@@ -11,7 +11,9 @@ import logging
 import os
 import re
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
+from functools import partial
 from time import monotonic
 from typing import TYPE_CHECKING, Any, NoReturn
 
@@ -22,12 +24,16 @@ from ray.actor import ActorHandle
 from ray.exceptions import RayActorError, RayError, RayTaskError
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
+from rl_policy.ray.batch_store import BatchStore, RowsOfRank
 from rl_policy.ray.cluster import bundle_nodes, rank_bundles
+from rl_policy.ray.results import unpack_result
 from rl_policy.ray.worker_host import HostedWorker, WorkerHost, rank_environments
 
 if TYPE_CHECKING:
     from numpy.typing import ArrayLike
     from ray.util.placement_group import PlacementGroup
+    from rl_batched_data import BatchedDataDict
+    from rl_batched_data.sharding import ShardPlan
     from rl_interfaces import Cluster, ParallelLayout
 
 logger = logging.getLogger(__name__)
@@ -36,6 +42,8 @@ _DATA_AXIS = "data_parallel"
 # How long the other ranks have to fail too, once one has: long enough for Ray to notice the death
 # that made a peer's connection break.
 GRACE_S = 3.0
+# How much later than the first a rank may finish to be taken with it.
+_TOGETHER_S = 0.01
 # The errors of gloo and NCCL on the ranks that outlive the one that failed.
 _PEER_ERROR = re.compile(r"gloo|nccl|closed by peer|reset by peer|broken pipe", re.IGNORECASE)
 _COLOR = re.compile(r"\x1b\[[0-9;]*m")
@@ -109,6 +117,18 @@ class NamedSharding:
         if len(found) == 0:
             raise ValueError(f"rank {rank} is not in the layout of {self.size} ranks")
         return dict(zip(self.names, found[0].tolist(), strict=True))
+
+    def get_positions(self, name: str) -> list[int]:
+        """Return the position on one axis of every rank, for ranks 0, 1, ...
+
+        Raises:
+            ValueError: The axis is unknown.
+        """
+        size = self.get_axis_size(name)
+        axis = self.names.index(name)
+        shape = [size if place == axis else 1 for place in range(len(self.names))]
+        positions = np.broadcast_to(np.arange(size).reshape(shape), self._ranks.shape)
+        return positions.flatten()[np.argsort(self._ranks, axis=None)].tolist()
 
     def get_ranks_by_coord(self, **coords: int) -> list[int]:
         """Return the ranks at the given positions, in the order of the layout.
@@ -238,39 +258,44 @@ class RayWorkerGroup:
         """Call `method` with the same arguments on every rank; return one result per rank."""
         return self.wait(self.submit_all(method, *args, **kwargs))
 
-    def run_sharded(self, method: str, shards: Sequence[object], **kwargs: object) -> list[Any]:
-        """Call `method` on every rank, each data-parallel coordinate with its own shard.
+    def run_sharded(
+        self, method: str, data: BatchedDataDict, plans: Sequence[ShardPlan], **kwargs: object
+    ) -> list[Any]:
+        """Call `method` on every rank, each data-parallel coordinate with its own rows.
 
         Args:
             method: The method's name.
-            shards: One per data-parallel coordinate; all ranks of a coordinate get the same.
+            data: The full batch.
+            plans: The rows of each data-parallel coordinate; all ranks of a coordinate get them.
             kwargs: Keyword arguments, the same for every rank.
 
         Returns:
             One result per data-parallel coordinate, of the first rank on the other axes.
         """
-        return self.wait(self.submit_sharded(method, shards, **kwargs))
+        return self.wait(self.submit_sharded(method, data, plans, **kwargs))
 
     def submit_all(self, method: str, *args: object, **kwargs: object) -> RankCall:
         """Start what `run_all` runs, without waiting for it."""
-        ranks = list(range(self.world_size))
-        return self._submit(method, [args] * self.world_size, kwargs, result_ranks=ranks)
+        calls = [partial(_call, host, method, args=args, kwargs=kwargs) for host in self._hosts]
+        return self._submit(method, calls, result_ranks=list(range(self.world_size)))
 
-    def submit_sharded(self, method: str, shards: Sequence[object], **kwargs: object) -> RankCall:
+    def submit_sharded(
+        self, method: str, data: BatchedDataDict, plans: Sequence[ShardPlan], **kwargs: object
+    ) -> RankCall:
         """Start what `run_sharded` runs, without waiting for it."""
-        size = self.sharding.get_axis_size(_DATA_AXIS)
-        if len(shards) != size:
-            raise ValueError(f"{len(shards)} shards do not fit {_DATA_AXIS}={size}")
-        # Once per shard, not once per rank: all ranks of a coordinate, and all ranks on a node, map
-        # the same copy in Ray's object store.
-        stored = [ray.put(shard) for shard in shards]
-        coords = [self.sharding.get_worker_coords(rank) for rank in range(self.world_size)]
-        args = [(stored[coord[_DATA_AXIS]],) for coord in coords]
-        leaders = [
-            self.sharding.get_ranks_by_coord(**{_DATA_AXIS: position})[0]
-            for position in range(size)
-        ]
-        return self._submit(method, args, kwargs, result_ranks=leaders)
+        self._refuse_after_end()
+        placed = self._store.put(data, plans)
+        # Pickled once, not once per rank: a loss comes with what it closes over.
+        arguments = ray.put(kwargs)
+        calls: list[Callable[[bool], ray.ObjectRef]] = []
+        for rank, host in enumerate(self._hosts):
+            own = placed[self._coordinates[rank]][self._nodes[rank]]
+            calls.append(partial(_call_on_rows, host, method, arguments=arguments, rows=own))
+        return self._submit(method, calls, result_ranks=self._leaders)
+
+    def keeping_batches(self) -> AbstractContextManager[None]:
+        """Return a context in which a column is sent once, see `BatchStore.keeping`."""
+        return self._store.keeping()
 
     def wait(
         self, call: RankCall, timeout_s: float | None = None, *, grace_s: float = GRACE_S
@@ -294,7 +319,7 @@ class RayWorkerGroup:
             )
             self._kill()
             raise self._failure
-        return [outcome.results[rank] for rank in call.result_ranks]
+        return [unpack_result(outcome.results[rank]) for rank in call.result_ranks]
 
     def shutdown(self, timeout_s: float = 10.0) -> bool:
         """End every rank. Idempotent.
@@ -320,6 +345,7 @@ class RayWorkerGroup:
         timeout_s: float,
     ) -> None:
         placements = self.wait(self._call_hosts("locate"), timeout_s)
+        self._place([placement.node_id for placement in placements])
         # Rank 0 holds the port from here on, so that no other process can take it before the
         # worker's rendezvous listens there.
         address = self._hosts[0].reserve_address.remote()
@@ -343,6 +369,15 @@ class RayWorkerGroup:
         refs = [host.construct.remote(*stored) for host in self._hosts]
         self.wait(RankCall(method="__init__", refs=refs, result_ranks=ranks), timeout_s)
 
+    def _place(self, nodes: Sequence[str]) -> None:
+        """Note which rows each rank gets, and on which node it needs them."""
+        self._nodes = list(nodes)
+        self._coordinates = self.sharding.get_positions(_DATA_AXIS)
+        # The first rank of each coordinate on the other axes.
+        first = {place: rank for rank, place in reversed([*enumerate(self._coordinates)])}
+        self._leaders = [first[place] for place in sorted(first)]
+        self._store = BatchStore(_nodes_of_coordinates(self._coordinates, self._nodes))
+
     def _call_hosts(self, method: str) -> RankCall:
         """Start a call of the `WorkerHost`s themselves."""
         refs = [getattr(host, method).remote() for host in self._hosts]
@@ -351,19 +386,18 @@ class RayWorkerGroup:
     def _submit(
         self,
         method: str,
-        args: Sequence[Sequence[object]],
-        kwargs: Mapping[str, object],
+        calls: Sequence[Callable[[bool], ray.ObjectRef]],
         *,
         result_ranks: list[int],
     ) -> RankCall:
-        if self._failure is not None:
-            raise WorkerGroupError(f"{self.name} has ended: {self._failure}") from self._failure
+        """Start a call on every rank, in rank order."""
+        self._refuse_after_end()
+        # The other ranks return None: copies of a result would only fill the object store.
+        kept = set(result_ranks)
         refs: list[ray.ObjectRef] = []
         try:
-            for rank, host in enumerate(self._hosts):
-                # The other ranks return None: copies of a result would only fill the object store.
-                keep = rank in result_ranks
-                refs.append(host.call.remote(method, keep, *args[rank], **kwargs))
+            for rank, call in enumerate(calls):
+                refs.append(call(rank in kept))
         except BaseException:
             # Some ranks have received a call that the others never will: they would wait for them
             # in the next collective.
@@ -373,6 +407,10 @@ class RayWorkerGroup:
                 self._kill()
             raise
         return RankCall(method=method, refs=refs, result_ranks=result_ranks)
+
+    def _refuse_after_end(self) -> None:
+        if self._failure is not None:
+            raise WorkerGroupError(f"{self.name} has ended: {self._failure}") from self._failure
 
     def _fail(self, outcome: Outcome, method: str) -> NoReturn:
         rank = root_failure(outcome)
@@ -417,15 +455,30 @@ def wait_for_ranks(
     outcome = Outcome()
     while waiting and (left := deadline - monotonic()) > 0:
         ready, _ = ray.wait(list(waiting), num_returns=1, timeout=min(left, 1.0))
-        for ref in ready:
-            rank = waiting.pop(ref)
+        if ready and len(waiting) > 1:
+            # Those that finish together are taken together: one by one would be quadratic in ranks.
+            ready, _ = ray.wait(list(waiting), num_returns=len(waiting), timeout=_TOGETHER_S)
+        failed_before = len(outcome.failures)
+        _take(ready, waiting, outcome)
+        if len(outcome.failures) > failed_before:
+            deadline = min(deadline, monotonic() + grace_s)
+    outcome.unfinished.extend(waiting.values())
+    return outcome
+
+
+def _take(ready: list[ray.ObjectRef], waiting: dict[ray.ObjectRef, int], outcome: Outcome) -> None:
+    """Move what has finished from `waiting` to the outcome."""
+    ranks = [waiting.pop(ref) for ref in ready]
+    try:
+        results = ray.get(ready)
+    except Exception:  # of one of them, which is found one by one
+        for rank, ref in zip(ranks, ready, strict=True):
             try:
                 outcome.results[rank] = ray.get(ref)
             except Exception as error:  # any: `_fail` decides which of them is raised
                 outcome.failures[rank] = error
-                deadline = min(deadline, monotonic() + grace_s)
-    outcome.unfinished.extend(waiting.values())
-    return outcome
+    else:
+        outcome.results.update(zip(ranks, results, strict=True))
 
 
 def root_failure(outcome: Outcome) -> int:
@@ -471,6 +524,39 @@ def _depth(failure: Exception) -> int:
         return 2
     is_peer_error = isinstance(cause, RuntimeError) and _PEER_ERROR.search(str(cause))
     return 2 if is_peer_error else 1
+
+
+def _call(
+    host: ActorHandle,
+    method: str,
+    keep_result: bool,
+    *,
+    args: Sequence[object],
+    kwargs: Mapping[str, object],
+) -> ray.ObjectRef:
+    return host.call.remote(method, keep_result, *args, **kwargs)
+
+
+def _call_on_rows(
+    host: ActorHandle,
+    method: str,
+    keep_result: bool,
+    *,
+    arguments: ray.ObjectRef,
+    rows: RowsOfRank,
+) -> ray.ObjectRef:
+    # Ray replaces the references that are arguments by what they refer to, so none is in a tuple.
+    return host.call_on_rows.remote(
+        method, keep_result, arguments, rows.plan, rows.sources, *rows.blocks
+    )
+
+
+def _nodes_of_coordinates(coordinates: Sequence[int], nodes: Sequence[str]) -> list[frozenset[str]]:
+    """Return the nodes on which each data-parallel coordinate has ranks."""
+    found: dict[int, set[str]] = {}
+    for coordinate, node in zip(coordinates, nodes, strict=True):
+        found.setdefault(coordinate, set()).add(node)
+    return [frozenset(found[coordinate]) for coordinate in sorted(found)]
 
 
 def _create_host(group: PlacementGroup, bundle: int, *, name: str, rank: int) -> ActorHandle:

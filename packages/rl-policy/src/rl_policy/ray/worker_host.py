@@ -6,11 +6,18 @@ import os
 import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from typing import TYPE_CHECKING, Protocol
 
 import ray
 import torch
 from rl_interfaces.backend.runtime import ReservedPort
+
+from rl_policy.ray.batch_store import take_rows
+from rl_policy.ray.results import pack_result
+
+if TYPE_CHECKING:
+    from rl_batched_data import BatchedDataDict
+    from rl_batched_data.sharding import ShardPlan
 
 # One number, or one per level of nested parallelism.
 _THREADS = re.compile(r"[1-9]\d*(,[1-9]\d*)*")
@@ -97,6 +104,30 @@ class WorkerHost:
         """
         result = getattr(self._worker, method)(*args, **kwargs)
         return result if keep_result else None
+
+    def call_on_rows(
+        self,
+        method: str,
+        keep_result: bool,
+        kwargs: Mapping[str, object],
+        plan: ShardPlan,
+        sources: Mapping[str, tuple[int, str]],
+        *blocks: BatchedDataDict,
+    ) -> object:
+        """Call a method of the worker with its rows of a batch, see `BatchStore`.
+
+        The result is packed, see `pack_result`.
+
+        Args:
+            method: Its name.
+            keep_result: False: return None, as another rank returns the same result.
+            kwargs: Its keyword arguments.
+            plan: The rows.
+            sources: For each column the block that has it, and its key there.
+            blocks: What the driver has put into the object store.
+        """
+        rows = take_rows(plan, sources, blocks)
+        return pack_result(self.call(method, keep_result, rows, **kwargs))
 
     def shutdown(self) -> None:
         """Shut the worker down, if it was constructed."""

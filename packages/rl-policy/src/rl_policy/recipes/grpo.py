@@ -279,8 +279,9 @@ class GrpoTrainer:
                     generated = source.generate(prompts)
             with watch.phase("reward_s"):
                 batch, reward_mean = self._rewarded(problems, generated)
-            extra |= self._score(batch, watch)
-            trained = self._train(batch, watch)
+            with self._policy.keeping_batches():
+                extra |= self._score(batch, watch)
+                trained = self._train(batch, watch)
         return GrpoMetrics(
             step=step,
             reward_mean=reward_mean,

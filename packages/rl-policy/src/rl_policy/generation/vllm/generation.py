@@ -179,9 +179,9 @@ class VllmGeneration(GenerationInterface):
         )
         rows = {key: data[key] for key in _ROW_KEYS if key in data}
         batch = BatchedDataDict(rows | {"sampling_seeds": seeds})
-        shards = dispatch.shard_in_order(batch, data_parallel=self.num_engines)
+        plans = dispatch.plan_in_order(batch, data_parallel=self.num_engines)
         call = self._engines.submit_sharded(
-            "generate", shards, sampling=self._sampling, greedy=greedy
+            "generate", batch, plans, sampling=self._sampling, greedy=greedy
         )
         parts = self._engines.wait(call, timeout_s=self._generate_timeout_s)
         # Greedy calls draw nothing, so that an evaluation does not change a run's later samples.

@@ -1,0 +1,174 @@
+"""Batches in Ray's object store: a column is put once, and each rank picks its rows of it.
+
+    driver                        object store of a node          ranks of the node
+    columns, plans --put, once--> block: the rows of the node --> own rows, by the plan
+                   --with the call, for each rank---------------> the rank's plan
+
+A block has the rows that the ranks of a node need, so that a node receives no others: on a single
+node these are all rows, and the driver copies each column once. Within `BatchStore.keeping` the
+columns that a call has put are there for the next one, which puts the new ones alone. A column that
+a call does not have is dropped, so that no more is held than the columns of one batch.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, NamedTuple
+
+import ray
+import torch
+from rl_batched_data import BatchedDataDict
+
+if TYPE_CHECKING:
+    from rl_batched_data.sharding import ShardPlan
+
+
+class _Kept(NamedTuple):
+    """A column that is in the object store."""
+
+    column: object
+    """Held, as its `id` is the key."""
+    version: int | None
+    block: ray.ObjectRef
+    """A batch that has the column, under the key by which it was put."""
+    key: str
+
+    @property
+    def is_current(self) -> bool:
+        """Whether the column has not changed since; what changes without a trace counts as new."""
+        return self.version is not None and self.version == _version(self.column)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class RowsOfRank:
+    """Where a rank finds its rows: the arguments of `take_rows`, small enough to go with a call."""
+
+    plan: ShardPlan
+    """The rank's rows, as indices into the rows of its node's blocks."""
+    sources: Mapping[str, tuple[int, str]]
+    """For each column the block that has it, and its key there."""
+    blocks: tuple[ray.ObjectRef, ...]
+
+
+class BatchStore:
+    """Puts the batches of a worker group's calls into the object store.
+
+    Args:
+        nodes: The node of each data-parallel coordinate's ranks, several if they stand on several.
+    """
+
+    def __init__(self, nodes: Sequence[frozenset[str]]) -> None:
+        self._nodes = list(nodes)
+        self._kept: dict[tuple[int, bytes], _Kept] = {}
+        self._is_keeping = False
+        self.num_puts = 0
+        """Objects that were put so far."""
+
+    @contextmanager
+    def keeping(self) -> Iterator[None]:
+        """Keep what a call puts for the next one; it may be entered again within itself.
+
+        Nothing is kept after it. Tensors must not change meanwhile but by torch's own operations,
+        which are noticed.
+        """
+        before, self._is_keeping = self._is_keeping, True
+        try:
+            yield
+        finally:
+            self._is_keeping = before
+            if not before:
+                self._kept.clear()
+
+    def put(self, data: BatchedDataDict, plans: Sequence[ShardPlan]) -> list[dict[str, RowsOfRank]]:
+        """Return, for each data-parallel coordinate, what its ranks on each of its nodes take.
+
+        Args:
+            data: The full batch.
+            plans: The rows of each coordinate.
+        """
+        if len(plans) != len(self._nodes):
+            raise ValueError(f"{len(plans)} shards do not fit data_parallel={len(self._nodes)}")
+        on_node: dict[str, list[int]] = {}
+        for coordinate, nodes in enumerate(self._nodes):
+            for node in nodes:
+                on_node.setdefault(node, []).append(coordinate)
+        placed: list[dict[str, RowsOfRank]] = [{} for _ in plans]
+        is_single = len(on_node) == 1
+        before, self._kept = self._kept, {}
+        try:
+            for node, coordinates in on_node.items():
+                rows = None if is_single else _union(plans, coordinates, num_rows=data.size)
+                sources, blocks = self._put_columns(data, rows, before)
+                for coordinate in coordinates:
+                    plan = plans[coordinate] if rows is None else _within(plans[coordinate], rows)
+                    placed[coordinate][node] = RowsOfRank(plan=plan, sources=sources, blocks=blocks)
+        finally:
+            if not self._is_keeping:
+                self._kept.clear()
+        return placed
+
+    def _put_columns(
+        self,
+        data: BatchedDataDict,
+        rows: torch.Tensor | None,
+        before: Mapping[tuple[int, bytes], _Kept],
+    ) -> tuple[dict[str, tuple[int, str]], tuple[ray.ObjectRef, ...]]:
+        """Put the columns that are not there; return where each column is, and the blocks.
+
+        Args:
+            data: The full batch.
+            rows: Which rows to put, `[rows]` int64. None: all.
+            before: What the last call has put, or found there.
+        """
+        chosen = b"" if rows is None else rows.numpy().tobytes()
+        new: list[str] = []
+        for key, column in data.items():
+            place = (id(column), chosen)
+            # Also of this call: two nodes may need the same rows.
+            found = self._kept.get(place, before.get(place))
+            if found is not None and found.is_current:
+                self._kept[place] = found
+            else:
+                new.append(key)
+        if new:
+            block = BatchedDataDict({key: data[key] for key in new})
+            put = ray.put(block if rows is None else block.select_indices(rows))
+            self.num_puts += 1
+            for key in new:
+                column = data[key]
+                self._kept[id(column), chosen] = _Kept(column, _version(column), put, key)
+        kept = {key: self._kept[id(column), chosen] for key, column in data.items()}
+        blocks = tuple(dict.fromkeys(each.block for each in kept.values()))
+        places = {block: place for place, block in enumerate(blocks)}
+        return {key: (places[each.block], each.key) for key, each in kept.items()}, blocks
+
+
+def take_rows(
+    plan: ShardPlan, sources: Mapping[str, tuple[int, str]], blocks: Sequence[BatchedDataDict]
+) -> BatchedDataDict:
+    """Return a rank's shard of a batch that `BatchStore` has put."""
+    columns = {key: blocks[place][name] for key, (place, name) in sources.items()}
+    return BatchedDataDict(columns).apply_plan(plan)
+
+
+def _union(plans: Sequence[ShardPlan], chosen: Sequence[int], *, num_rows: int) -> torch.Tensor:
+    """Return the rows of the chosen plans, ascending, each once."""
+    is_needed = torch.zeros(num_rows, dtype=torch.bool)
+    for index in chosen:
+        is_needed[torch.tensor(plans[index].rows, dtype=torch.int64)] = True
+    return is_needed.nonzero()[:, 0]
+
+
+def _within(plan: ShardPlan, rows: torch.Tensor) -> ShardPlan:
+    """Return the plan in indices into `rows`, which ascend."""
+    own = torch.tensor(plan.rows, dtype=torch.int64)
+    return replace(plan, rows=torch.searchsorted(rows, own).tolist())
+
+
+def _version(column: object) -> int | None:
+    """Return a number that torch raises at each change in place; None if there is none."""
+    if isinstance(column, torch.Tensor) and not column.is_inference():
+        return column._version
+    return None
