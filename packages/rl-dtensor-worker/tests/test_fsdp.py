@@ -2,7 +2,8 @@ import pytest
 import torch
 import training_ranks
 from oracle import LOGPROB_TOLERANCE, load
-from tiny_model import make_batch, make_config
+from tiny_model import build_tokenizer, make_batch, make_config
+from transformers import Qwen2Config, Qwen2ForCausalLM
 
 
 def test_one_rank_may_run_alone_while_the_model_is_unsharded(pools, tiny_model):
@@ -88,3 +89,18 @@ def test_a_parameter_that_some_ranks_did_not_use_gets_the_sum_of_the_others(pool
         torch.testing.assert_close(both, torch.full((2, 3), 3.0))
         torch.testing.assert_close(one, torch.full((2, 3), 5.0))
         assert none is None
+
+
+@pytest.mark.parametrize("is_tied", [False, True])
+def test_embedding_and_head_are_not_gathered_into_one_buffer(pools, tmp_path, is_tied):
+    """Of 70B each takes 2 GiB in bfloat16, and its gradient 4 GiB."""
+    sizes = {"hidden_size": 32, "intermediate_size": 32, "num_hidden_layers": 2}
+    heads = {"num_attention_heads": 2, "num_key_value_heads": 2}
+    config = Qwen2Config(vocab_size=512, tie_word_embeddings=is_tied, **sizes, **heads)
+    Qwen2ForCausalLM(config).save_pretrained(tmp_path)
+    build_tokenizer().save_pretrained(tmp_path)
+    for largest, embedding in pools(2).run(
+        training_ranks.largest_unit, config=make_config(str(tmp_path))
+    ):
+        assert embedding == 512 * 32
+        assert largest == embedding + 32  # the final norm beside the head

@@ -13,6 +13,7 @@ from ranks import my_rows, parameters_of, shards_of, this_rank, worker_for
 from rl_batched_data import BatchedDataDict
 from rl_dtensor_worker.optim import sum_gradients
 from rl_dtensor_worker.parallel.fsdp import full_tensor
+from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
 
@@ -339,3 +340,16 @@ def sums_of_unused_parameters():
     with process_group():
         sum_gradients(parameters, group=dist.group.WORLD)
     return [p.grad for p in parameters]
+
+
+def largest_unit(*, config):
+    """Return the most parameters that FSDP gathers at once, and those of the embedding."""
+    with worker_for(config, init_reference_model=False, as_small=False) as worker:
+        states = [
+            module._get_fsdp_state()
+            for module in worker.model.modules()
+            if isinstance(module, FSDPModule)
+        ]
+        units = [state._fsdp_param_group for state in states if state._fsdp_param_group is not None]
+        sizes = [sum(each._orig_size.numel() for each in unit.fsdp_params) for unit in units]
+        return max(sizes), worker.model.get_input_embeddings().weight.numel()

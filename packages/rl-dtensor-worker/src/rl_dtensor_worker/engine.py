@@ -14,6 +14,7 @@ from rl_interfaces.backend.checkpoint.optimizer_state import TrainState
 from rl_interfaces.backend.components import ReferenceCopy, move_optimizer_state
 from rl_interfaces.backend.engine import EngineInfo, HfExport, Scored, module_mode
 from rl_refit.source import block_of
+from torch import nn
 from torch.distributed.tensor import DTensor, Replicate
 from transformers.core_model_loading import WeightConverter, revert_weight_conversion
 
@@ -60,7 +61,6 @@ if TYPE_CHECKING:
     from rl_interfaces.backend.engine import LossOfOutput, ScoreFunction
     from rl_interfaces.backend.runtime import RankEnvironment
     from rl_interfaces.backend.steps import MicroBatch, Step
-    from torch import nn
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 _CPU = torch.device("cpu")
@@ -227,7 +227,7 @@ class DTensorEngine:
             # Disabling adapters does not undo the training of a score layer beside them.
             is_language_model = self.config.head == "language_model"
             return (lambda: adapters_disabled(self.model)) if is_language_model else None
-        reference = ReferenceCopy(self._local_state)
+        reference = ReferenceCopy(self._local_state, dtypes=self._dtypes_in_forward())
 
         @contextmanager
         def swapped_in() -> Generator[None, None, None]:
@@ -376,6 +376,18 @@ class DTensorEngine:
 
     def _local_state(self) -> list[torch.Tensor]:
         return [local_tensor(tensor) for tensor in persistent_state(self.model).values()]
+
+    def _dtypes_in_forward(self) -> list[torch.dtype]:
+        """Return what each tensor of `_local_state` is cast to in a forward.
+
+        FSDP casts the parameters, so that one that was rounded before gives the same bits.
+        """
+        return [
+            self.config.compute_dtype
+            if isinstance(tensor, nn.Parameter) and tensor.is_floating_point()
+            else tensor.dtype
+            for tensor in persistent_state(self.model).values()
+        ]
 
     def _write_config(self, directory: Path) -> None:
         # Without tensors: the config, the generation config and the code of a remote model.

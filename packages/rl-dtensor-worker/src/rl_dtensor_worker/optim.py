@@ -26,6 +26,12 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
+# One kernel for hundreds of tensors on a GPU, not one for each; torch documents its `_foreach_*`
+# functions, and lists none of them.
+_norms = torch._foreach_norm  # pyright: ignore[reportPrivateImportUsage]
+_multiply = torch._foreach_mul_  # pyright: ignore[reportPrivateImportUsage]
+_divide = torch._foreach_div_  # pyright: ignore[reportPrivateImportUsage]
+
 
 def build_optimizer(model: nn.Module, config: ClassConfig) -> torch.optim.Optimizer:
     """Return the optimizer over every trainable parameter."""
@@ -54,18 +60,18 @@ def total_grad_norm(gradients: Iterable[torch.Tensor]) -> torch.Tensor:
     """
     # Gradients of one set of groups are summed locally first: one all-reduce per group, not per
     # parameter.
-    squares: dict[tuple[str, ...], list[torch.Tensor]] = defaultdict(list)
+    shards: dict[tuple[str, ...], list[torch.Tensor]] = defaultdict(list)
     groups: dict[str, dist.ProcessGroup] = {}
     for gradient in gradients:
         sharding = _sharding_groups(gradient)
         groups |= sharding
+        shards[tuple(sharding)].append(local_tensor(gradient))
+    totals: list[torch.Tensor] = []
+    for names, parts in shards.items():
         # In float64, so that the order of the sum, and with it the sharding, leaves the norm's
         # float32 as it is: clipping by another norm would give the same seed another run.
-        norm = torch.linalg.vector_norm(local_tensor(gradient), dtype=torch.float64)
-        squares[tuple(sharding)].append(norm**2)
-    totals: list[torch.Tensor] = []
-    for names, parts in squares.items():
-        total = torch.stack(parts).sum()
+        norms = _norms(parts, 2, dtype=torch.float64)
+        total = torch.stack(list(norms)).square().sum()
         for name in names:
             dist.all_reduce(total, group=groups[name])
         totals.append(total)
@@ -104,9 +110,10 @@ def clip_gradients(
     if not max_norm:
         return
     factor = (max_norm / (norm + 1e-6)).clamp(max=1.0)
-    for parameter in parameters:
-        if parameter.grad is not None:
-            local_tensor(parameter.grad).mul_(factor.to(parameter.grad.device))
+    gradients = _local_gradients(parameters)
+    if gradients:
+        # All are on one device: each parameter is offloaded, or none.
+        _multiply(gradients, factor.to(gradients[0].device))
 
 
 class DTensorOptimizer:
@@ -186,10 +193,8 @@ class LossScaler:
 
     def unscale(self, parameters: Sequence[torch.Tensor]) -> None:
         """Divide the gradients by the scale."""
-        if self.enabled:
-            for parameter in parameters:
-                if parameter.grad is not None:
-                    parameter.grad.div_(self.scale)
+        if self.enabled and (gradients := _local_gradients(parameters)):
+            _divide(gradients, self.scale)
 
     def update(self, *, finite: bool) -> None:
         """Adjust the scale after a step whose gradients were finite, or not."""
@@ -212,6 +217,10 @@ class LossScaler:
             assert isinstance(scale, float)
             assert isinstance(good_steps, int)
             self.scale, self.good_steps = scale, good_steps
+
+
+def _local_gradients(parameters: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+    return [local_tensor(each.grad) for each in parameters if each.grad is not None]
 
 
 def _sharding_groups(tensor: torch.Tensor) -> dict[str, dist.ProcessGroup]:

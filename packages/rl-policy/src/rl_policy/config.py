@@ -207,8 +207,8 @@ class RefitSection(Section):
     engines that can yield them by name, which vLLM cannot; `logprobs`, besides the digest, ends the
     run where mismatch_max_abs is over max_mismatch."""
     max_mismatch: float | None = Field(default=None, gt=0)
-    """Most nats between an engine's log-probability of a sampled token and the trainer's. Float32
-    stays under 1e-4; bfloat16 is off by some hundredths."""
+    """Most nats between an engine's log-probability of a sampled token and the trainer's. On a CPU
+    float32 stays under 1e-4; bfloat16 is off by some hundredths."""
 
 
 class CheckpointSection(Section):

@@ -108,7 +108,7 @@ def build_model(
     if needs_fsdp(model, config, meshes=meshes, is_small=is_small):
         shard_model(
             model,
-            None if is_small else decoder_layers(model),
+            None if is_small else fsdp_units(model),
             mesh=meshes.fsdp,
             compute_dtype=config.compute_dtype,
             cpu_offload=config.cpu_offload,
@@ -183,6 +183,23 @@ def decoder_layers(model: PreTrainedModel) -> list[nn.Module]:
             "FSDP cannot shard its layers one by one"
         )
     return layers
+
+
+def fsdp_units(model: PreTrainedModel) -> list[nn.Module]:
+    """Return the modules that FSDP gathers each for itself; it gathers the rest at once.
+
+    They are the repeated blocks and, unless it is tied to the head, the embedding: in one buffer
+    with the head it would take twice the memory, from the first layer to the last.
+    """
+    layers = decoder_layers(model)
+    embedding = model.get_input_embeddings()
+    configs = (model.config, model.config.get_text_config())
+    if any(getattr(config, "tie_word_embeddings", False) for config in configs):
+        return layers
+    inside = {id(parameter) for layer in layers for parameter in layer.parameters()}
+    if any(id(parameter) in inside for parameter in embedding.parameters()):
+        return layers
+    return [embedding, *layers]
 
 
 def auto_class(head: str, model_config: PreTrainedConfig) -> Any:

@@ -77,6 +77,20 @@ def init_process_group(environment: RankEnvironment, *, timeout_s: float) -> boo
     return True
 
 
+@contextmanager
+def on_device(device: torch.device) -> Generator[None, None, None]:
+    """Make `device` the current one of this thread inside; a no-op on the CPU.
+
+    A new thread starts on the first GPU, whichever is the rank's. Whatever it asks CUDA for, the
+    driver then makes a context there, of some hundred megabytes, for every rank of the node.
+    """
+    if device.type == "cpu":
+        yield
+        return
+    with torch.accelerator.device_index(device.index):
+        yield
+
+
 def leave_process_group() -> None:
     """Destroy the default process group, unless that has been done already. Not collective."""
     if dist.is_initialized():

@@ -190,7 +190,10 @@ class EngineWorker:
             )
             leaving.callback(self._transfer.close)
             self._checkpointer = Checkpointer(
-                self._engine.checkpoint, timeout_s=timeout_s, in_background=self.saves_in_background
+                self._engine.checkpoint,
+                timeout_s=timeout_s,
+                device=info.device,
+                in_background=self.saves_in_background,
             )
             leaving.callback(self._checkpointer.close)
             self._writes_random_state = _is_first_of_its_rows(self._data_rank, info.device)
