@@ -205,6 +205,11 @@ def settings(run: Run, inputs: Path) -> dict[str, object]:
             "policy.generation.vllm_cfg.precision": "float32",
             "policy.generation.vllm_cfg.max_num_seqs": local_rows,
             "policy.generation.vllm_cfg.kv_cache_memory_bytes": CACHE_BYTES,
+            # All prompts in one forward: where one is prefilled in parts, vLLM 0.32 takes back a
+            # draw of its seeded generator, which a generator on the CPU refuses.
+            "policy.generation.vllm_cfg.engine_kwargs.max_num_batched_tokens": (
+                local_rows * work.max_length
+            ),
             # As TRL corrects for the sampler's log-probabilities.
             "loss.importance_cap": 3.0,
         }
