@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import pickle
 import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -17,7 +18,6 @@ from rl_policy.ray.results import pack_result
 
 if TYPE_CHECKING:
     from rl_batched_data import BatchedDataDict
-    from rl_batched_data.sharding import ShardPlan
 
 # One number, or one per level of nested parallelism.
 _THREADS = re.compile(r"[1-9]\d*(,[1-9]\d*)*")
@@ -110,8 +110,7 @@ class WorkerHost:
         method: str,
         keep_result: bool,
         kwargs: Mapping[str, object],
-        plan: ShardPlan,
-        sources: Mapping[str, tuple[int, str]],
+        places: bytes,
         *blocks: BatchedDataDict,
     ) -> object:
         """Call a method of the worker with its rows of a batch, see `BatchStore`.
@@ -122,10 +121,11 @@ class WorkerHost:
             method: Its name.
             keep_result: False: return None, as another rank returns the same result.
             kwargs: Its keyword arguments.
-            plan: The rows.
-            sources: For each column the block that has it, and its key there.
+            places: Pickled: the plan of the rows, and for each column the block that has it and
+                its key there.
             blocks: What the driver has put into the object store.
         """
+        plan, sources = pickle.loads(places)
         rows = take_rows(plan, sources, blocks)
         return pack_result(self.call(method, keep_result, rows, **kwargs))
 
