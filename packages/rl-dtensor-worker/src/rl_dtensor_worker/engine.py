@@ -26,7 +26,7 @@ from rl_dtensor_worker.forward import (
     find_token_head,
 )
 from rl_dtensor_worker.layout import ParallelContext, check_layout, check_rotation
-from rl_dtensor_worker.model.build import build_model, empty_model, find_value_layer
+from rl_dtensor_worker.model.build import build_model, check_attention, empty_model, find_value_layer
 from rl_dtensor_worker.model.lora import (
     adapters_disabled,
     check_adapter_config,
@@ -137,6 +137,7 @@ class DTensorEngine:
         if parsed.custom_parallel_plan is not None:
             load_custom_plan(parsed.custom_parallel_plan)
         model_config = load_model_config(parsed)
+        check_attention(model_config, parsed)
         check_sizes(model_config, tensor_parallel_size=parsed.layout.tensor_parallel)
         check_rotation(model_config, context_parallel_size=parsed.layout.context_parallel)
         return parsed.layout

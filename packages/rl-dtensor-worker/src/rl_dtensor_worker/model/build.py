@@ -19,6 +19,7 @@ from transformers import (
 )
 from transformers.models.auto.modeling_auto import MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES
 
+from rl_dtensor_worker.attention import use_soft_cap
 from rl_dtensor_worker.config import load_model_config
 from rl_dtensor_worker.layout import check_rotation
 from rl_dtensor_worker.model.convert import Conversion, plan_conversions
@@ -42,6 +43,13 @@ logger = logging.getLogger(__name__)
 
 # Names of the score layer of transformers' reward and value models.
 _SCORE_LAYERS = ("score", "classifier")
+_ATTENTION_KEY = "policy.dtensor_cfg.attn_implementation"
+# Attributes of transformers' model classes.
+_ATTENTION_FLAGS = {
+    "sdpa": "_supports_sdpa",
+    "flex_attention": "_supports_flex_attn",
+    "flash": "_supports_flash_attn",
+}
 _BY_HEAD: dict[str, Any] = {
     "reward": AutoModelForSequenceClassification,
     "value": AutoModelForTokenClassification,
@@ -57,12 +65,46 @@ def empty_model(config: EngineConfig) -> PreTrainedModel:
         ValueError: The model cannot be read, or the parallel sizes do not fit it.
     """
     model_config = load_model_config(config)
+    check_attention(model_config, config)
     check_sizes(model_config, tensor_parallel_size=config.layout.tensor_parallel)
     check_rotation(model_config, context_parallel_size=config.layout.context_parallel)
     dtype = torch.float32 if config.adapters is None else config.compute_dtype
-    with torch.device("meta"):
-        return auto_class(config.head, model_config).from_config(
-            model_config, dtype=dtype, trust_remote_code=config.trust_remote_code
+    chosen = config.attn_implementation
+    options = {} if chosen is None else {"attn_implementation": chosen}
+    try:
+        with torch.device("meta"):
+            model = auto_class(config.head, model_config).from_config(
+                model_config, dtype=dtype, trust_remote_code=config.trust_remote_code, **options
+            )
+    except ImportError as error:
+        # The kernels of an attention are packages of their own.
+        if chosen is None:
+            raise
+        raise ValueError(f"{_ATTENTION_KEY}={chosen!r} is not available: {error}") from error
+    use_soft_cap(model)
+    return model
+
+
+def check_attention(model_config: PreTrainedConfig, config: EngineConfig) -> None:
+    """Raise unless the model's class supports `attn_implementation`.
+
+    Raises:
+        ValueError: It does not; the message names key and class.
+    """
+    chosen = config.attn_implementation
+    mapping = auto_class(config.head, model_config)._model_mapping
+    # The class of a remote model is not known before its code is loaded.
+    if chosen is None or type(model_config) not in mapping:
+        return
+    model_class = mapping[type(model_config)]
+    if isinstance(model_class, tuple):
+        model_class = model_class[0]
+    flag = _ATTENTION_FLAGS.get("flash" if chosen.startswith("flash") else chosen)
+    if flag is not None and not getattr(model_class, flag, False):
+        supported = [name for name, each in _ATTENTION_FLAGS.items() if getattr(model_class, each)]
+        raise ValueError(
+            f"{_ATTENTION_KEY}={chosen!r} is not supported by {model_class.__name__}, which has "
+            f"{['eager', *supported]}"
         )
 
 
