@@ -52,6 +52,17 @@ def score_as_given(*, config, batch):
         return worker.get_logprobs(batch)["logprobs"]
 
 
+def score_in_layout(*, config, batch, section=None):
+    """Score all rows on every rank of one data-parallel group, in the caller's order."""
+    order = list(range(batch.size))
+    if section is not None:
+        budget = {"max_tokens_per_microbatch": 24}
+        (batch,), order = batch.shard_by_batch_size(1, **{f"{section}_args": budget})
+    with worker_for(config, init_optimizer=False, init_reference_model=False) as worker:
+        logprobs = worker.get_logprobs(batch)["logprobs"]
+    return logprobs[torch.tensor(order).argsort()]
+
+
 def start_with_attention(*, config, attention):
     """Start a worker whose model uses an attention that sees everything before a token."""
     from transformers import AttentionInterface
