@@ -8,7 +8,7 @@ from oracle import LOGPROB_TOLERANCE, plain_logprobs
 from rank_pool import RankFailure
 from rl_dtensor_worker import DTensorPolicyWorker
 from tiny_model import make_batch, make_config
-from transformers import AutoModelForCausalLM
+from transformers import AutoConfig, AutoModelForCausalLM
 
 PACKING = {
     "dynamic_batching": {"enabled": False},
@@ -19,6 +19,8 @@ PACKING = {
         "algorithm": "first_fit_decreasing",
     },
 }
+DROPPING = {"gpt2": {"n_inner": 48}, "opt": {"ffn_dim": 48, "word_embed_proj_dim": 32}}
+DROPOUT_NAMES = {"gpt2": "resid_pdrop", "opt": "dropout"}
 GEMMA2 = {"head_dim": 8, "sliding_window": 4, "attn_logit_softcapping": 2.0}
 
 
@@ -86,3 +88,62 @@ def test_an_attention_that_does_not_fit_is_refused_before_a_process_starts(
     config = make_config(capped["gemma2"], **layout(**section))
     with pytest.raises(ValueError, match=message):
         DTensorPolicyWorker.validate_config(config, world_size=size)
+
+
+RECURRENT = {
+    "mamba": {"state_size": 8, "time_step_rank": 4},
+    "mamba2": {"num_heads": 8, "head_dim": 8, "state_size": 8, "n_groups": 1, "chunk_size": 4},
+    "falcon_mamba": {"state_size": 8, "time_step_rank": 4},
+    "rwkv": {"attention_hidden_size": 32},
+    "recurrent_gemma": {"lru_width": 32, "attention_window_size": 8, "head_dim": 8},
+}
+
+
+@pytest.mark.parametrize("model_type", RECURRENT)
+def test_recurrent_models_continue_each_ragged_prompt_as_alone(pools, tmp_path, model_type):
+    path, batch = build_family(tmp_path, model_type, **RECURRENT[model_type]), make_batch(4)
+    config = make_config(path, generation={"max_new_tokens": 4, "temperature": 1.0})
+    (result,) = pools(1).run(scoring_ranks.generate, config=config, batch=batch)
+    output, model = result.outputs[-1], load(path)
+    for row, length in enumerate(batch["input_lengths"].tolist()):
+        total = int(output["unpadded_sequence_lengths"][row])
+        tokens = output["output_ids"][row : row + 1, :total]
+        with torch.no_grad():
+            logits = model(tokens, use_cache=False).logits[0, length - 1 : total - 1]
+        expected = logits.log_softmax(-1).gather(-1, tokens[0, length:, None]).squeeze(-1)
+        torch.testing.assert_close(
+            output["logprobs"][row, length:total], expected, atol=LOGPROB_TOLERANCE, rtol=0
+        )
+
+
+@pytest.mark.parametrize("model_type", ["gpt2", "opt"])
+@pytest.mark.parametrize("asked_for", [False, True])
+def test_dropout_of_the_config_is_off_in_train_unless_asked_for(
+    pools, tmp_path, model_type, asked_for
+):
+    path = build_family(tmp_path / "model", model_type, **DROPPING[model_type])
+    section = layout(model_dropout=True) if asked_for else {}
+    (result,) = pools(1).run(
+        scoring_ranks.score_in_both_modes,
+        config=make_config(path, **section),
+        batch=make_batch(4),
+        directory=str(tmp_path / "exported"),
+    )
+    assert torch.equal(result.training, result.scoring) is not asked_for
+    name = DROPOUT_NAMES[model_type]
+    assert AutoConfig.from_pretrained(path).to_dict()[name] > 0
+    assert AutoConfig.from_pretrained(result.exported).to_dict()[name] > 0
+
+
+def test_a_model_that_is_not_causal_is_refused_before_a_process_starts(tmp_path):
+    path = build_family(tmp_path, "bert")
+    with pytest.raises(ValueError, match="is not causal.*'bert' with is_decoder=False"):
+        DTensorPolicyWorker.validate_config(make_config(path), world_size=1)
+
+
+def test_a_model_that_sees_later_tokens_is_refused_at_the_start(pools, tmp_path):
+    path = build_family(tmp_path, "xlnet", n_layer=2, n_head=4, d_model=32, d_inner=48)
+    with pytest.raises(RankFailure) as error:
+        pools(1).run(scoring_ranks.score, config=make_config(path), batch=make_batch(2))
+    assert error.value.kind == "ValueError"
+    assert "is not causal: another last token changes" in str(error.value)

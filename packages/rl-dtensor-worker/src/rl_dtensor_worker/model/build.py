@@ -23,6 +23,7 @@ from rl_dtensor_worker.attention import use_soft_cap
 from rl_dtensor_worker.config import load_model_config
 from rl_dtensor_worker.layout import check_rotation
 from rl_dtensor_worker.model.convert import Conversion, plan_conversions
+from rl_dtensor_worker.model.dropout import disable_dropout
 from rl_dtensor_worker.model.lora import (
     fill_adapters,
     inject_adapters,
@@ -50,6 +51,11 @@ _ATTENTION_FLAGS = {
     "flex_attention": "_supports_flex_attn",
     "flash": "_supports_flash_attn",
 }
+# Model types of encoders, which are language models only with `is_decoder`.
+_ENCODERS = frozenset(
+    "bert bert-generation big_bird camembert data2vec-text electra ernie megatron-bert rembert "
+    "roberta roberta-prelayernorm roc_bert roformer xlm-roberta xlm-roberta-xl xmod".split()
+)
 _BY_HEAD: dict[str, Any] = {
     "reward": AutoModelForSequenceClassification,
     "value": AutoModelForTokenClassification,
@@ -65,7 +71,10 @@ def empty_model(config: EngineConfig) -> PreTrainedModel:
         ValueError: The model cannot be read, or the parallel sizes do not fit it.
     """
     model_config = load_model_config(config)
+    check_causal(model_config, config)
     check_attention(model_config, config)
+    if not config.model_dropout:
+        disable_dropout(model_config)
     check_sizes(model_config, tensor_parallel_size=config.layout.tensor_parallel)
     check_rotation(model_config, context_parallel_size=config.layout.context_parallel)
     dtype = torch.float32 if config.adapters is None else config.compute_dtype
@@ -83,6 +92,21 @@ def empty_model(config: EngineConfig) -> PreTrainedModel:
         raise ValueError(f"{_ATTENTION_KEY}={chosen!r} is not available: {error}") from error
     use_soft_cap(model)
     return model
+
+
+def check_causal(model_config: PreTrainedConfig, config: EngineConfig) -> None:
+    """Raise if a language model is an encoder, whose tokens see the tokens after them.
+
+    Raises:
+        ValueError: It is one.
+    """
+    is_encoder = model_config.model_type in _ENCODERS and not model_config.is_decoder
+    if config.head == "language_model" and is_encoder:
+        raise ValueError(
+            f"policy.model_name={config.model_name!r} is not causal: its model_type is "
+            f"{model_config.model_type!r} with is_decoder=False, so that tokens see the tokens "
+            "after them. A decoder of this family has is_decoder=True in its config.json"
+        )
 
 
 def check_attention(model_config: PreTrainedConfig, config: EngineConfig) -> None:
