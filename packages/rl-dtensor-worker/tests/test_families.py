@@ -1,10 +1,16 @@
 """Families that transformers runs in a way of their own: as transformers does, or refused."""
 
+import parity_ranks
 import pytest
 import scoring_ranks
 import torch
 from family_models import build_family
-from oracle import LOGPROB_TOLERANCE, plain_logprobs
+from oracle import (
+    LOGPROB_TOLERANCE,
+    assert_trained_like,
+    plain_logprobs,
+    plain_training,
+)
 from rank_pool import RankFailure
 from rl_dtensor_worker import DTensorPolicyWorker
 from tiny_model import make_batch, make_config
@@ -142,8 +148,26 @@ def test_a_model_that_is_not_causal_is_refused_before_a_process_starts(tmp_path)
 
 
 def test_a_model_that_sees_later_tokens_is_refused_at_the_start(pools, tmp_path):
-    path = build_family(tmp_path, "xlnet", n_layer=2, n_head=4, d_model=32, d_inner=48)
+    path = build_family(tmp_path, "gemma3_text", use_bidirectional_attention=True)
     with pytest.raises(RankFailure) as error:
         pools(1).run(scoring_ranks.score, config=make_config(path), batch=make_batch(2))
     assert error.value.kind == "ValueError"
     assert "is not causal: another last token changes" in str(error.value)
+
+
+@pytest.mark.parametrize("sequence_parallel", [False, True])
+def test_trained_activations_of_a_sharded_mlp_are_trained_alike_on_all_ranks(
+    pools, tmp_path, sequence_parallel
+):
+    path, batch = build_family(tmp_path, "apertus", hidden_act="xielu"), make_batch(4, width=12)
+    plain = plain_training(path, batch, global_batch_size=4, num_calls=2)
+    section = {"tensor_parallel_size": 2, "sequence_parallel": sequence_parallel}
+    results = pools(2).run(
+        parity_ranks.run_case,
+        config=make_config(path, **layout(**section)),
+        batch=batch,
+        section=None,
+        num_calls=2,
+    )
+    for result in results:
+        assert_trained_like(plain, result)

@@ -446,9 +446,11 @@ class CachedForward:
         self._media = media_of(forward.model, rows)
         self._columns = token_columns_of(forward.model, rows)
         self._cache_name = _cache_argument(forward.model)
-        # Models with another cache than transformers' usual one make it in their first forward.
-        usual = self._cache_name == "past_key_values"
-        self._cache: object = DynamicCache(config=forward.model.config) if usual else None
+        # The usual cache is filled in place; other ones are made in a model's first forward.
+        self._is_usual = self._cache_name == "past_key_values"
+        self._cache: object = None
+        if self._is_usual:
+            self._cache = DynamicCache(config=forward.model.config)
         # Decoding reads the last position alone, and all of a prompt's logits would be large.
         self._last_only = {"logits_to_keep": 1} if _keeps_last_logits(forward.model) else {}
 
@@ -483,7 +485,8 @@ class CachedForward:
             **self._last_only,
             **media,
         )
-        self._cache = output[self._cache_name]
+        if not self._is_usual:
+            self._cache = output[self._cache_name]
         return self._forward.gather_logits(output.logits[:, -1])
 
 
