@@ -70,6 +70,14 @@ def score_in_layout(*, config, batch, section=None):
     return logprobs[torch.tensor(order).argsort()]
 
 
+def score_then_export(*, config, batch, directory):
+    """Score all rows on every rank, then export the model."""
+    with worker_for(config, init_optimizer=False, init_reference_model=False) as worker:
+        logprobs = worker.get_logprobs(batch)["logprobs"]
+        worker.save_hf_checkpoint(directory)
+        return logprobs
+
+
 def score_in_both_modes(*, config, batch, directory):
     """Score a batch in train mode and in eval mode, then export the model."""
     with worker_for(config, init_reference_model=False) as worker:

@@ -1,5 +1,8 @@
 """Families that transformers runs in a way of their own: as transformers does, or refused."""
 
+import json
+import shutil
+
 import parity_ranks
 import pytest
 import scoring_ranks
@@ -13,6 +16,7 @@ from oracle import (
 )
 from rank_pool import RankFailure
 from rl_dtensor_worker import DTensorPolicyWorker
+from safetensors.torch import load_file, save_file
 from tiny_model import make_batch, make_config
 from transformers import AutoConfig, AutoModelForCausalLM
 
@@ -171,3 +175,59 @@ def test_trained_activations_of_a_sharded_mlp_are_trained_alike_on_all_ranks(
     )
     for result in results:
         assert_trained_like(plain, result)
+
+
+@pytest.fixture(scope="module")
+def quantised(tmp_path_factory):
+    """A checkpoint in block-FP8, and the same values in full precision."""
+    root = tmp_path_factory.mktemp("quantised")
+    build_family(root / "full", "qwen3", head_dim=8)
+    shutil.copytree(root / "full", root / "fp8")
+    full, stored = load_file(root / "full/model.safetensors"), {}
+    for name in list(full):
+        if not name.endswith("_proj.weight"):
+            stored[name] = full[name]
+            continue
+        blocks = full[name].unfold(0, 16, 16).unfold(1, 8, 8)
+        scales = blocks.abs().amax((-2, -1)) / 448
+        grid = scales.repeat_interleave(16, 0).repeat_interleave(8, 1)
+        stored[name] = (full[name] / grid).to(torch.float8_e4m3fn)
+        stored[f"{name}_scale_inv"] = scales
+        full[name] = stored[name].float() * grid
+    save_file(full, root / "full/model.safetensors", metadata={"format": "pt"})
+    save_file(stored, root / "fp8/model.safetensors", metadata={"format": "pt"})
+    set_quantization(root / "fp8", {"quant_method": "fp8", "weight_block_size": [16, 8]})
+    return root
+
+
+def set_quantization(path, quantization):
+    config = json.loads((path / "config.json").read_text())
+    text = json.dumps(config | {"quantization_config": quantization})
+    (path / "config.json").write_text(text)
+
+
+@pytest.mark.parametrize(("num_ranks", "size"), [(1, 1), (2, 1), (2, 2)])
+def test_block_fp8_is_dequantised_and_exported_in_full_precision(
+    pools, quantised, tmp_path, num_ranks, size
+):
+    batch = make_batch(4)
+    expected = plain_logprobs(load(str(quantised / "full")), batch)
+    results = pools(num_ranks).run(
+        scoring_ranks.score_then_export,
+        config=make_config(str(quantised / "fp8"), **layout(tensor_parallel_size=size)),
+        batch=batch,
+        directory=str(tmp_path / "exported"),
+    )
+    for logprobs in results:
+        torch.testing.assert_close(logprobs, expected, atol=LOGPROB_TOLERANCE, rtol=0)
+    assert "quantization_config" not in json.loads((tmp_path / "exported/config.json").read_text())
+    exported = plain_logprobs(load(str(tmp_path / "exported")), batch)
+    torch.testing.assert_close(exported, expected, atol=LOGPROB_TOLERANCE, rtol=0)
+
+
+def test_another_quantisation_is_refused_before_a_process_starts(quantised, tmp_path):
+    path = tmp_path / "model"
+    shutil.copytree(quantised / "full", path)
+    set_quantization(path, {"quant_method": "bitsandbytes", "load_in_8bit": True})
+    with pytest.raises(ValueError, match="quant_method='bitsandbytes', which cannot be trained"):
+        DTensorPolicyWorker.validate_config(make_config(str(path)), world_size=1)

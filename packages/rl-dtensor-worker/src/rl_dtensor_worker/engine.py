@@ -39,6 +39,7 @@ from rl_dtensor_worker.model.lora import (
     check_adapter_config,
     save_adapter_config,
 )
+from rl_dtensor_worker.model.quantized import take_quantization
 from rl_dtensor_worker.optim import (
     DTensorOptimizer,
     LossScaler,
@@ -148,6 +149,7 @@ class DTensorEngine:
         model_config = load_model_config(parsed)
         check_causal(model_config, parsed)
         check_attention(model_config, parsed)
+        take_quantization(model_config, parsed.model_name)
         check_sizes(model_config, tensor_parallel_size=parsed.layout.tensor_parallel)
         check_rotation(model_config, context_parallel_size=parsed.layout.context_parallel)
         return parsed.layout

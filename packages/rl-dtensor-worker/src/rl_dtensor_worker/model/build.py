@@ -29,6 +29,7 @@ from rl_dtensor_worker.model.lora import (
     inject_adapters,
     without_adapters,
 )
+from rl_dtensor_worker.model.quantized import BlockFp8Files, take_quantization
 from rl_dtensor_worker.parallel.fsdp import shard_model
 from rl_dtensor_worker.parallel.plans import apply_plan, check_sizes, plan_of
 
@@ -73,6 +74,7 @@ def empty_model(config: EngineConfig) -> PreTrainedModel:
     model_config = load_model_config(config)
     check_causal(model_config, config)
     check_attention(model_config, config)
+    take_quantization(model_config, config.model_name)
     if not config.model_dropout:
         disable_dropout(model_config)
     check_sizes(model_config, tensor_parallel_size=config.layout.tensor_parallel)
@@ -269,7 +271,13 @@ class ModelLoader:
         paths = first_rank_first(lambda: find_checkpoint(config.model_name, model.config))
         self._pretrained: PreTrainedModel | None = None
         self._files: SafetensorsFiles | None = None
+        quantization = take_quantization(load_model_config(config), config.model_name)
         if not paths[0].endswith(".safetensors"):
+            if quantization is not None:
+                raise ValueError(
+                    f"policy.model_name={config.model_name!r} is quantised, which needs a "
+                    f"checkpoint in safetensors, and it has {paths[0]!r}"
+                )
             if config.adapters is not None:
                 raise ValueError(
                     "policy.dtensor_cfg.lora.enabled=True needs a checkpoint in safetensors, and "
@@ -278,7 +286,10 @@ class ModelLoader:
             self._pretrained = _load_on_first_rank(model, config, paths[0])
             return
         with failing_together():
-            self._files = SafetensorsFiles(paths)
+            if quantization is None:
+                self._files = SafetensorsFiles(paths)
+            else:
+                self._files = BlockFp8Files(paths, quantization.get("weight_block_size"))
             self._conversions = plan_conversions(model, self._files, config.model_name)
             untie_different_weights(model, self._conversions, self._files)
 
