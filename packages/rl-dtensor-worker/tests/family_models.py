@@ -25,7 +25,7 @@ def build_family(path, model_type, **options):
     One-dimensional parameters are random too: their usual zeros and ones would hide faults.
     """
     torch.manual_seed(0)
-    config = AutoConfig.for_model(model_type, **SIZES, **options)
+    config = AutoConfig.for_model(model_type, **SIZES | options)
     model = AutoModelForCausalLM.from_config(config)
     with torch.no_grad():
         for parameter in model.parameters():

@@ -231,3 +231,52 @@ def test_another_quantisation_is_refused_before_a_process_starts(quantised, tmp_
     set_quantization(path, {"quant_method": "bitsandbytes", "load_in_8bit": True})
     with pytest.raises(ValueError, match="quant_method='bitsandbytes', which cannot be trained"):
         DTensorPolicyWorker.validate_config(make_config(str(path)), world_size=1)
+
+
+LONG, SHORT = [4.0, 8.0, 16.0, 32.0], [1.0, 1.1, 1.2, 1.3]
+LONGROPE = {
+    "rope_type": "longrope",
+    "rope_theta": 10000.0,
+    "long_factor": LONG,
+    "short_factor": SHORT,
+    "original_max_position_embeddings": 8,
+}
+# As `rope_theta` of a plain rotary embedding, by the published formula for 16 tokens.
+DYNAMIC = {"rope_type": "dynamic", "rope_theta": 10000.0, "factor": 2.0}
+DYNAMIC_AT_16 = {"rope_type": "default", "rope_theta": 10000.0 * 3.0 ** (8 / 6)}
+
+
+@pytest.mark.parametrize(
+    ("model_type", "rope", "longest", "same"),
+    [
+        ("phi3", LONGROPE, 16, LONGROPE | {"short_factor": LONG}),
+        ("phi3", LONGROPE, None, LONGROPE | {"short_factor": LONG}),
+        ("phi3", LONGROPE, 8, LONGROPE | {"long_factor": SHORT}),
+        ("llama", DYNAMIC, 16, DYNAMIC_AT_16),
+    ],
+)
+@pytest.mark.parametrize("batching", ["padded", "packed", "context"])
+def test_frequencies_that_depend_on_the_length_are_those_of_the_longest(
+    pools, tmp_path, model_type, rope, longest, same, batching
+):
+    options = {"max_position_embeddings": 8 if model_type == "llama" else 64}
+    path, plain = (
+        build_family(tmp_path / name, model_type, rope_parameters=parameters, **options)
+        for name, parameters in (("model", rope), ("plain", same))
+    )
+    batch = make_batch(6, width=8 if longest == 8 else 12)
+    expected = plain_logprobs(load(plain), batch)
+    if longest != 8:
+        assert (plain_logprobs(load(path), batch) - expected).abs().max() > 0.01
+    size = 2 if batching == "context" else 1
+    config = make_config(
+        path,
+        **layout(context_parallel_size=size),
+        **({} if longest is None else {"max_total_sequence_length": longest}),
+        **({} if batching == "padded" else PACKING),
+    )
+    section = None if batching == "padded" else "sequence_packing"
+    for found in pools(size).run(
+        scoring_ranks.score_in_layout, config=config, batch=batch, section=section
+    ):
+        torch.testing.assert_close(found, expected, atol=LOGPROB_TOLERANCE, rtol=0)

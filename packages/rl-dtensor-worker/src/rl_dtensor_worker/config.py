@@ -72,6 +72,7 @@ class EngineConfig:
     max_grad_norm: float | None
     cpu_offload: bool
     activation_checkpointing: bool
+    max_total_sequence_length: int | None
     attn_implementation: str | None
     """None: transformers' choice for the model."""
     model_dropout: bool
@@ -113,6 +114,7 @@ class EngineConfig:
             max_grad_norm=resolved.get("max_grad_norm"),
             cpu_offload=resolved["dtensor_cfg"]["cpu_offload"],
             activation_checkpointing=resolved["dtensor_cfg"]["activation_checkpointing"],
+            max_total_sequence_length=resolved.get("max_total_sequence_length"),
             attn_implementation=_parse_attention(resolved),
             model_dropout=resolved["dtensor_cfg"]["model_dropout"],
             async_checkpoint=resolved["dtensor_cfg"]["async_checkpoint"],

@@ -25,7 +25,7 @@ from rl_dtensor_worker.forward import (
     ValueForward,
     find_token_head,
 )
-from rl_dtensor_worker.layout import ParallelContext, check_causality, check_layout, check_rotation
+from rl_dtensor_worker.layout import ParallelContext, check_causality, check_layout
 from rl_dtensor_worker.model.build import (
     build_model,
     check_attention,
@@ -151,7 +151,6 @@ class DTensorEngine:
         check_attention(model_config, parsed)
         take_quantization(model_config, parsed.model_name)
         check_sizes(model_config, tensor_parallel_size=parsed.layout.tensor_parallel)
-        check_rotation(model_config, context_parallel_size=parsed.layout.context_parallel)
         return parsed.layout
 
     # Forward and backward

@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 
     from rl_batched_data import PackedSequences
     from rl_interfaces.backend.steps import Step
-    from transformers import PreTrainedConfig, PreTrainedModel
+    from transformers import PreTrainedModel
 
     from rl_dtensor_worker.parallel.styles import TensorParallel
 
@@ -38,8 +38,6 @@ if TYPE_CHECKING:
 TOLERANCES = {torch.float32: 1e-3, torch.float16: 1e-2, torch.bfloat16: 5e-2}
 # Unequal lengths: a token that reads beyond its row's boundary gets another score.
 _LENGTHS = (11, 7, 2)
-# Types of rotary embeddings whose frequencies depend on the sequence length.
-_ROTATIONS_BY_LENGTH = ("longrope", "dynamic")
 # `[batch, seq]` columns that mark whether a token is of an image or of text.
 TOKEN_COLUMNS = ("mm_token_type_ids", "token_type_ids")
 
@@ -351,25 +349,6 @@ class ParallelContext:
     def _sequence_shards(self) -> int:
         tp = self.tensor_parallel
         return tp.size if tp is not None and tp.sequence_parallel else 1
-
-
-def check_rotation(model_config: PreTrainedConfig, *, context_parallel_size: int) -> None:
-    """Raise if context-parallel ranks would use different rotary frequencies.
-
-    Raises:
-        ValueError: The model's frequencies depend on the sequence length, and a rank has a shard.
-    """
-    given: dict[str, object] = (
-        getattr(model_config.get_text_config(), "rope_parameters", None) or {}
-    )
-    by_layer = [each for each in given.values() if isinstance(each, dict)]
-    for parameters in by_layer or [given]:
-        if context_parallel_size > 1 and parameters.get("rope_type") in _ROTATIONS_BY_LENGTH:
-            raise ValueError(
-                f"policy.dtensor_cfg.context_parallel_size={context_parallel_size} does not "
-                f"support rope_type={parameters['rope_type']!r}: its frequencies depend on the "
-                "length of the sequence, of which each rank has a shard"
-            )
 
 
 @torch.no_grad()

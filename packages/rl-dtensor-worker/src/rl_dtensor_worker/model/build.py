@@ -21,7 +21,6 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_IMAGE_TEXT_TO_TEXT_
 
 from rl_dtensor_worker.attention import use_soft_cap
 from rl_dtensor_worker.config import load_model_config
-from rl_dtensor_worker.layout import check_rotation
 from rl_dtensor_worker.model.convert import Conversion, plan_conversions
 from rl_dtensor_worker.model.dropout import disable_dropout
 from rl_dtensor_worker.model.lora import (
@@ -30,6 +29,7 @@ from rl_dtensor_worker.model.lora import (
     without_adapters,
 )
 from rl_dtensor_worker.model.quantized import BlockFp8Files, take_quantization
+from rl_dtensor_worker.model.rotary import fix_rotary_length
 from rl_dtensor_worker.parallel.fsdp import shard_model
 from rl_dtensor_worker.parallel.plans import apply_plan, check_sizes, plan_of
 
@@ -78,7 +78,6 @@ def empty_model(config: EngineConfig) -> PreTrainedModel:
     if not config.model_dropout:
         disable_dropout(model_config)
     check_sizes(model_config, tensor_parallel_size=config.layout.tensor_parallel)
-    check_rotation(model_config, context_parallel_size=config.layout.context_parallel)
     dtype = torch.float32 if config.adapters is None else config.compute_dtype
     chosen = config.attn_implementation
     options = {} if chosen is None else {"attn_implementation": chosen}
@@ -182,6 +181,7 @@ def build_model(
     # `to_empty` has given tied parameters memory of their own.
     model.tie_weights(recompute_mapping=False)
     loader.fill(model, device=device)
+    fix_rotary_length(model, config.max_total_sequence_length)
     if config.adapters is not None:
         fill_adapters(model, config.adapters, seed=config.seed)
     return model.eval()
