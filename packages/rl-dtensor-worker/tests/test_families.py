@@ -147,7 +147,7 @@ def test_dropout_of_the_config_is_off_in_train_unless_asked_for(
 
 def test_a_model_that_is_not_causal_is_refused_before_a_process_starts(tmp_path):
     path = build_family(tmp_path, "bert")
-    with pytest.raises(ValueError, match="is not causal.*'bert' with is_decoder=False"):
+    with pytest.raises(ValueError, match=r"is not causal.*'bert' with is_decoder=False"):
         DTensorPolicyWorker.validate_config(make_config(path), world_size=1)
 
 

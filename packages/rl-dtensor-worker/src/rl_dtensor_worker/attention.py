@@ -159,8 +159,8 @@ def capped_attention(
 ) -> torch.Tensor:
     """Return attention with soft-capped scores: `softcap * tanh(scores / softcap)`.
 
-    As in Gemma 2 (arXiv:2408.00118, section 2). torch's scaled-dot-product attention has no cap, and
-    transformers' wrapper of it ignores the argument. All scores of the rows are in memory at once.
+    As in Gemma 2 (arXiv:2408.00118, section 2). torch's scaled-dot-product attention has no cap,
+    and transformers ignores the argument there. All scores of the rows are in memory at once.
 
     Args:
         heads: See `Heads`.

@@ -54,8 +54,24 @@ _ATTENTION_FLAGS = {
 }
 # Model types of encoders, which are language models only with `is_decoder`.
 _ENCODERS = frozenset(
-    "bert bert-generation big_bird camembert data2vec-text electra ernie megatron-bert rembert "
-    "roberta roberta-prelayernorm roc_bert roformer xlm-roberta xlm-roberta-xl xmod".split()
+    [
+        "bert",
+        "bert-generation",
+        "big_bird",
+        "camembert",
+        "data2vec-text",
+        "electra",
+        "ernie",
+        "megatron-bert",
+        "rembert",
+        "roberta",
+        "roberta-prelayernorm",
+        "roc_bert",
+        "roformer",
+        "xlm-roberta",
+        "xlm-roberta-xl",
+        "xmod",
+    ]
 )
 _BY_HEAD: dict[str, Any] = {
     "reward": AutoModelForSequenceClassification,
