@@ -16,9 +16,11 @@ from oracle import (
 )
 from rank_pool import RankFailure
 from rl_dtensor_worker import DTensorPolicyWorker
+from rl_dtensor_worker.model.quantized import quantized_files
 from safetensors.torch import load_file, save_file
 from tiny_model import make_batch, make_config
-from transformers import AutoConfig, AutoModelForCausalLM
+from transformers import AutoConfig, AutoModelForCausalLM, Mxfp4Config
+from transformers.integrations.mxfp4 import convert_moe_packed_tensors
 
 PACKING = {
     "dynamic_batching": {"enabled": False},
@@ -279,4 +281,47 @@ def test_frequencies_that_depend_on_the_length_are_those_of_the_longest(
     for found in pools(size).run(
         scoring_ranks.score_in_layout, config=config, batch=batch, section=section
     ):
+        torch.testing.assert_close(found, expected, atol=LOGPROB_TOLERANCE, rtol=0)
+
+
+def test_mxfp4_is_dequantised_as_transformers_does(tmp_path):
+    generator = torch.Generator().manual_seed(0)
+    bytes_of = {
+        "experts.down_proj_blocks": torch.randint(0, 256, (3, 8, 2, 16), generator=generator),
+        "experts.down_proj_scales": torch.randint(120, 132, (3, 8, 2), generator=generator),
+    }
+    stored = {name: tensor.to(torch.uint8) for name, tensor in bytes_of.items()}
+    save_file(stored | {"bias": torch.ones(3)}, tmp_path / "model.safetensors")
+    expected = convert_moe_packed_tensors(*stored.values(), dtype=torch.float32)
+    files = quantized_files([str(tmp_path / "model.safetensors")], {"quant_method": "mxfp4"})
+    assert sorted(files.names) == ["bias", "experts.down_proj"]
+    assert files.shape("experts.down_proj") == expected.shape == (3, 64, 8)
+    with files:
+        assert torch.equal(files.read("experts.down_proj"), expected)
+        part = files.read(
+            "experts.down_proj", [torch.arange(1, 3), torch.arange(9), torch.arange(4)]
+        )
+    assert torch.equal(part, expected[1:3, :9, :4])
+
+
+@pytest.mark.parametrize("num_ranks", [1, 2])
+def test_gpt_oss_in_mxfp4_scores_as_transformers(pools, tmp_path, num_ranks):
+    options = {"head_dim": 8, "num_local_experts": 2, "num_experts_per_tok": 1}
+    build_family(tmp_path, "gpt_oss", **options, intermediate_size=32)
+    tensors = load_file(tmp_path / "model.safetensors")
+    generator = torch.Generator().manual_seed(0)
+    for name in [name for name in tensors if name.endswith(("gate_up_proj", "down_proj"))]:
+        experts, size, rows = tensors.pop(name).shape
+        shape = (experts, rows, size // 32)
+        codes = torch.randint(0, 256, (*shape, 16), generator=generator)
+        tensors[f"{name}_blocks"] = codes.to(torch.uint8)
+        exponents = torch.randint(120, 126, shape, generator=generator)
+        tensors[f"{name}_scales"] = exponents.to(torch.uint8)
+    save_file(tensors, tmp_path / "model.safetensors", metadata={"format": "pt"})
+    set_quantization(tmp_path, {"quant_method": "mxfp4"})
+    batch = make_batch(4)
+    dequantised = Mxfp4Config(dequantize=True)
+    expected = plain_logprobs(load(str(tmp_path), quantization_config=dequantised), batch)
+    config = make_config(str(tmp_path))
+    for found in pools(num_ranks).run(scoring_ranks.score_as_given, config=config, batch=batch):
         torch.testing.assert_close(found, expected, atol=LOGPROB_TOLERANCE, rtol=0)

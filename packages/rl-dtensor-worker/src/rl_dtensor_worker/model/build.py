@@ -28,7 +28,7 @@ from rl_dtensor_worker.model.lora import (
     inject_adapters,
     without_adapters,
 )
-from rl_dtensor_worker.model.quantized import BlockFp8Files, take_quantization
+from rl_dtensor_worker.model.quantized import quantized_files, take_quantization
 from rl_dtensor_worker.model.rotary import fix_rotary_length
 from rl_dtensor_worker.parallel.fsdp import shard_model
 from rl_dtensor_worker.parallel.plans import apply_plan, check_sizes, plan_of
@@ -302,10 +302,11 @@ class ModelLoader:
             self._pretrained = _load_on_first_rank(model, config, paths[0])
             return
         with failing_together():
-            if quantization is None:
-                self._files = SafetensorsFiles(paths)
-            else:
-                self._files = BlockFp8Files(paths, quantization.get("weight_block_size"))
+            self._files = (
+                SafetensorsFiles(paths)
+                if quantization is None
+                else quantized_files(paths, quantization)
+            )
             self._conversions = plan_conversions(model, self._files, config.model_name)
             untie_different_weights(model, self._conversions, self._files)
 
