@@ -217,7 +217,10 @@ def _check_replicated(
             continue
         block = name.rpartition(".")[0]
         for inner, each in model.get_submodule(block).named_modules(prefix=block):
-            if _has_parameters(each) and inner not in styles and not _is_inside(inner, styles):
+            # `apply_plan` refuses a module with parameters of its own beside sharded submodules.
+            holds_shards = any(other.startswith(f"{inner}.") for other in styles)
+            is_named = inner in styles or _is_inside(inner, styles) or holds_shards
+            if _has_parameters(each) and not is_named:
                 raise ValueError(
                     f"{_PATH}.tensor_parallel_size: the plan names no style for {inner} "
                     f"({type(each).__name__}), beside {name}, which is sharded: its gradient may "
