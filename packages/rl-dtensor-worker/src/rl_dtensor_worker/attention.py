@@ -19,7 +19,7 @@ import torch
 import torch.nn.functional as F
 from rl_batched_data.packing.context_shards import ContextShards
 from rl_batched_data.packing.packed_sequences import group_by_length
-from torch.nn.attention.bias import causal_lower_right
+from rl_interfaces.backend.attention import attend
 from transformers import AttentionInterface, AttentionMaskInterface
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import sdpa_mask
@@ -371,14 +371,7 @@ def _attend_to_chunks(
     """Return attention of chunks of sequences to all keys before them, see `_attend`."""
     if softcap is not None:
         return capped_attention(heads, mask, softcap=softcap, scaling=scaling, dropout=dropout)
-    output = F.scaled_dot_product_attention(
-        *heads,
-        # Aligned to the last key: a later chunk's first query sees the chunks before it.
-        attn_mask=causal_lower_right(heads.query.shape[2], heads.key.shape[2])
-        if mask is None
-        else mask,
-        dropout_p=dropout,
-        scale=scaling,
-        enable_gqa=heads.query.shape[1] != heads.key.shape[1],
-    )
+    # Without a mask it is aligned to the last key: a later chunk's first query sees the chunks
+    # before it.
+    output = attend(*heads, mask, dropout=dropout, scale=scaling)
     return output.transpose(1, 2)
