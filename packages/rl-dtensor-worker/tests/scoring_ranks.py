@@ -15,6 +15,13 @@ class Generated(NamedTuple):
     scored: torch.Tensor
 
 
+class BothModes(NamedTuple):
+    logprobs: torch.Tensor
+    scoring: torch.Tensor
+    training: torch.Tensor
+    exported: str
+
+
 class GeneratedThenScored(NamedTuple):
     output_ids: torch.Tensor
     logprobs: torch.Tensor
@@ -50,6 +57,37 @@ def generate(*, config, batch, greedy=False, num_calls=1):
 def score_as_given(*, config, batch):
     with worker_for(config, init_optimizer=False, init_reference_model=False) as worker:
         return worker.get_logprobs(batch)["logprobs"]
+
+
+def score_in_layout(*, config, batch, section=None):
+    """Score all rows on every rank of one data-parallel group, in the caller's order."""
+    order = list(range(batch.size))
+    if section is not None:
+        budget = {"max_tokens_per_microbatch": 24}
+        (batch,), order = batch.shard_by_batch_size(1, **{f"{section}_args": budget})
+    with worker_for(config, init_optimizer=False, init_reference_model=False) as worker:
+        logprobs = worker.get_logprobs(batch)["logprobs"]
+    return logprobs[torch.tensor(order).argsort()]
+
+
+def score_then_export(*, config, batch, directory):
+    """Score all rows on every rank, then export the model."""
+    with worker_for(config, init_optimizer=False, init_reference_model=False) as worker:
+        logprobs = worker.get_logprobs(batch)["logprobs"]
+        worker.save_hf_checkpoint(directory)
+        return logprobs
+
+
+def score_in_both_modes(*, config, batch, directory):
+    """Score a batch in train mode and in eval mode, then export the model."""
+    with worker_for(config, init_reference_model=False) as worker:
+        scoring = worker.get_logprobs(batch)["logprobs"]
+        losses = [
+            worker.train(batch, make_loss("nll"), eval_mode=eval_mode)["global_loss"]
+            for eval_mode in (True, False)
+        ]
+        worker.save_hf_checkpoint(directory)
+        return BothModes(scoring, *(torch.as_tensor(loss) for loss in losses), directory)
 
 
 def start_with_attention(*, config, attention):

@@ -187,22 +187,8 @@ def test_norms_of_heads_that_transformers_does_not_name_are_of_a_ranks_own_heads
             {"sequence_packing": PACKED},
             ["sequence_packing", "PhimoeAttention", "sliding_attention"],
         ),
-        (
-            Phi3Config(
-                **parity_models._COMMON,
-                original_max_position_embeddings=16,
-                rope_parameters={
-                    "rope_type": "longrope",
-                    "rope_theta": 10000.0,
-                    "short_factor": [1.0] * 8,
-                    "long_factor": [2.0] * 8,
-                },
-            ),
-            {"dtensor_cfg": {"enabled": True, "context_parallel_size": 2}},
-            ["context_parallel_size=2", "rope_type='longrope'"],
-        ),
     ],
-    ids=["windows", "rotation"],
+    ids=["windows"],
 )
 def test_what_a_layout_would_compute_otherwise_is_refused(pools, tmp_path, config, layout, words):
     AutoModelForCausalLM.from_config(config).save_pretrained(tmp_path)

@@ -16,6 +16,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 import torch
+import torch.nn.functional as F
 from rl_batched_data.packing.context_shards import ContextShards
 from rl_batched_data.packing.packed_sequences import group_by_length
 from rl_interfaces.backend.attention import attend
@@ -124,8 +125,73 @@ def _attend_to_rows(
     """Return causal attention of right-padded rows, `[rows, seq, heads, head_size]`."""
     # Padding on the right needs no mask: no token sees it, and its own output is dropped.
     mask = causal_band(heads.query.shape[2], sliding_window, device=heads.query.device)
+    return _attend(module, heads, mask, **kwargs)
+
+
+def _attend(
+    module: nn.Module,
+    heads: Heads,
+    mask: torch.Tensor | None,
+    *,
+    softcap: float | None = None,
+    **kwargs: Any,
+) -> torch.Tensor:
+    """Return attention under `mask`, or causal attention, `[rows, seq, heads, head_size]`."""
+    if softcap is not None:
+        return capped_attention(
+            heads,
+            mask,
+            softcap=softcap,
+            scaling=kwargs.get("scaling"),
+            dropout=kwargs.get("dropout", 0.0),
+        )
     output, _ = sdpa_attention_forward(module, *heads, mask, **kwargs)
     return output
+
+
+def capped_attention(
+    heads: Heads,
+    mask: torch.Tensor | None,
+    *,
+    softcap: float,
+    scaling: float | None,
+    dropout: float = 0.0,
+) -> torch.Tensor:
+    """Return attention with soft-capped scores: `softcap * tanh(scores / softcap)`.
+
+    As in Gemma 2 (arXiv:2408.00118, section 2). torch's scaled-dot-product attention has no cap,
+    and transformers ignores the argument there. All scores of the rows are in memory at once.
+
+    Args:
+        heads: See `Heads`.
+        mask: `[..., seq, key_seq]`, bool or additive. None: causal, aligned to the last key.
+        softcap: Bound on the scores.
+        scaling: Factor on the scores before the cap. None: `head_size ** -0.5`.
+        dropout: Probability with which a weight is dropped.
+
+    Returns:
+        `[rows, seq, heads, head_size]`.
+    """
+    query, key, value = heads
+    groups = query.shape[1] // key.shape[1]
+    key, value = (states.repeat_interleave(groups, 1) for states in (key, value))
+    scores = query @ key.transpose(-1, -2)
+    scores = scores * (query.shape[-1] ** -0.5 if scaling is None else scaling)
+    scores = (softcap * torch.tanh(scores / softcap)).float()
+    if mask is None:
+        mask = _causal_lower_right(query.shape[2], key.shape[2], device=query.device)
+    if mask.dtype == torch.bool:
+        scores = scores.masked_fill(~mask, torch.finfo(scores.dtype).min)
+    else:
+        scores = scores + mask
+    weights = scores.softmax(-1).to(query.dtype)
+    return (F.dropout(weights, dropout) @ value).transpose(1, 2).contiguous()
+
+
+def _causal_lower_right(width: int, key_width: int, *, device: torch.device) -> torch.Tensor:
+    """Return the mask of causal attention in which the last query is at the last key."""
+    queries = torch.arange(key_width - width, key_width, device=device)
+    return queries[:, None] >= torch.arange(key_width, device=device)
 
 
 def use_packed_attention(model: PreTrainedModel) -> bool:
@@ -143,6 +209,12 @@ def use_packed_attention(model: PreTrainedModel) -> bool:
     return True
 
 
+def use_soft_cap(model: PreTrainedModel) -> None:
+    """Switch a model whose config caps attention scores from `sdpa`, which does not, to this."""
+    if getattr(model.config.get_text_config(), "attn_logit_softcapping", None) is not None:
+        use_packed_attention(model)
+
+
 def require_packed_attention(model: PreTrainedModel) -> None:
     """Switch `model` to this attention.
 
@@ -152,8 +224,9 @@ def require_packed_attention(model: PreTrainedModel) -> None:
     if not use_packed_attention(model):
         config = model.config
         raise ValueError(
-            "policy.dtensor_cfg: sequence_parallel and context_parallel_size need attention "
-            f"'sdpa', {type(model).__name__} uses {config._attn_implementation!r}"
+            "policy.dtensor_cfg: sequence_parallel and context_parallel_size need "
+            f"attn_implementation='sdpa', {type(model).__name__} uses "
+            f"{config._attn_implementation!r}"
         )
 
 
@@ -183,10 +256,8 @@ def packed_attention_forward(
         `[rows, seq, heads, head_size]`, and None for the attention weights.
     """
     if attention_rows is None:
-        output, _ = sdpa_attention_forward(
-            module, query, key, value, attention_mask, sliding_window=sliding_window, **kwargs
-        )
-        return output, None
+        kwargs["sliding_window"] = sliding_window
+        return _attend(module, Heads(query, key, value), attention_mask, **kwargs), None
     _require_window(module, sliding_window)
     heads = Heads(query, key, value)
     return attention_rows.attend(module, heads, sliding_window, **kwargs), None
@@ -278,15 +349,29 @@ class ContextRows:
         keys, values = gathered.split(sizes, dim=-1)
         outputs: list[torch.Tensor] = []
         for chunk in self.shards.chunks:
-            # Without a mask it is aligned to the last key: a later chunk's first query sees the
-            # chunks before it.
-            output = attend(
+            rows = Heads(
                 gather_rows(heads.query, chunk.queries),
                 gather_rows(keys, chunk.keys),
                 gather_rows(values, chunk.keys),
-                chunk.mask(sliding_window),
-                dropout=kwargs.get("dropout", 0.0),
-                scale=kwargs.get("scaling"),
             )
-            outputs.append(output.transpose(1, 2).flatten(0, 1))
+            output = _attend_to_chunks(rows, chunk.mask(sliding_window), **kwargs)
+            outputs.append(output.flatten(0, 1))
         return torch.cat(outputs).index_select(0, self.shards.places)[None]
+
+
+def _attend_to_chunks(
+    heads: Heads,
+    mask: torch.Tensor | None,
+    *,
+    scaling: float | None = None,
+    dropout: float = 0.0,
+    softcap: float | None = None,
+    **_: object,
+) -> torch.Tensor:
+    """Return attention of chunks of sequences to all keys before them, see `_attend`."""
+    if softcap is not None:
+        return capped_attention(heads, mask, softcap=softcap, scaling=scaling, dropout=dropout)
+    # Without a mask it is aligned to the last key: a later chunk's first query sees the chunks
+    # before it.
+    output = attend(*heads, mask, dropout=dropout, scale=scaling)
+    return output.transpose(1, 2)

@@ -13,7 +13,9 @@ from rl_interfaces.backend.checkpoint import hf_files
 from rl_interfaces.backend.engine import DTYPES
 from rl_interfaces.backend.generation import SamplingConfig, scoring_temperature
 from rl_interfaces.backend.steps import planned_by
+from transformers import AttentionInterface
 
+from rl_dtensor_worker.attention import NAME as PACKED_ATTENTION
 from rl_dtensor_worker.parallel.mesh import plan_layout
 
 if TYPE_CHECKING:
@@ -70,6 +72,11 @@ class EngineConfig:
     max_grad_norm: float | None
     cpu_offload: bool
     activation_checkpointing: bool
+    max_total_sequence_length: int | None
+    attn_implementation: str | None
+    """None: transformers' choice for the model."""
+    model_dropout: bool
+    """Whether the dropout of the model's config is on in train mode."""
     async_checkpoint: bool
     """Write checkpoints while training goes on."""
     trust_remote_code: bool
@@ -107,6 +114,9 @@ class EngineConfig:
             max_grad_norm=resolved.get("max_grad_norm"),
             cpu_offload=resolved["dtensor_cfg"]["cpu_offload"],
             activation_checkpointing=resolved["dtensor_cfg"]["activation_checkpointing"],
+            max_total_sequence_length=resolved.get("max_total_sequence_length"),
+            attn_implementation=_parse_attention(resolved),
+            model_dropout=resolved["dtensor_cfg"]["model_dropout"],
             async_checkpoint=resolved["dtensor_cfg"]["async_checkpoint"],
             trust_remote_code=resolved["trust_remote_code"],
             seed=resolved["seed"],
@@ -132,6 +142,31 @@ def _check_head(resolved: Resolved) -> None:
             f"policy.head={resolved['head']!r} contradicts "
             "policy.dtensor_cfg.sequence_parallel=True: its head needs unsharded sequences"
         )
+
+
+def _parse_attention(resolved: Resolved) -> str | None:
+    """Return the attention that the config names.
+
+    Raises:
+        ValueError: transformers does not know it, or it cannot shard the sequence.
+    """
+    section = resolved["dtensor_cfg"]
+    name = section.get("attn_implementation")
+    if name is None:
+        return None
+    key = f"policy.dtensor_cfg.attn_implementation={name!r}"
+    known = {"eager", *AttentionInterface().valid_keys()} - {PACKED_ATTENTION}
+    known = sorted(each for each in known if not each.startswith("paged"))
+    # Names of kernels on the hub are not among them: those would be downloaded and run.
+    if name not in known:
+        raise ValueError(f"{key} is unknown, transformers has {known}")
+    shards = {"sequence_parallel": False, "context_parallel_size": 1}
+    for other, off in shards.items():
+        if name != "sdpa" and section[other] != off:
+            raise ValueError(
+                f"{key} contradicts policy.dtensor_cfg.{other}={section[other]}, which needs 'sdpa'"
+            )
+    return name
 
 
 def _parse_adapters(resolved: Resolved) -> AdapterConfig | None:

@@ -20,19 +20,27 @@ from transformers.core_model_loading import WeightConverter, revert_weight_conve
 
 from rl_dtensor_worker.config import EngineConfig, load_model_config
 from rl_dtensor_worker.forward import (
-    CachedForward,
+    Decoding,
     Forward,
     Output,
     ValueForward,
     find_token_head,
 )
-from rl_dtensor_worker.layout import ParallelContext, check_layout, check_rotation
-from rl_dtensor_worker.model.build import build_model, empty_model, find_value_layer
+from rl_dtensor_worker.layout import ParallelContext, check_causality, check_layout
+from rl_dtensor_worker.model.build import (
+    build_model,
+    check_attention,
+    check_causal,
+    empty_model,
+    find_value_layer,
+)
+from rl_dtensor_worker.model.dropout import disable_dropout, dropout_restored
 from rl_dtensor_worker.model.lora import (
     adapters_disabled,
     check_adapter_config,
     save_adapter_config,
 )
+from rl_dtensor_worker.model.quantized import take_quantization
 from rl_dtensor_worker.optim import (
     DTensorOptimizer,
     LossScaler,
@@ -59,6 +67,7 @@ if TYPE_CHECKING:
 
     from rl_interfaces import ParallelLayout
     from rl_interfaces.backend.engine import LossOfOutput, ScoreFunction
+    from rl_interfaces.backend.generation import Decoder
     from rl_interfaces.backend.runtime import RankEnvironment
     from rl_interfaces.backend.steps import MicroBatch, Step
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
@@ -121,6 +130,7 @@ class DTensorEngine:
             )
             self.optimizer = self._build_optimizer()
             self.forward = self._build_forward(cast("int | None", tokenizer.pad_token_id))
+            self._decoding = self._build_decoding()
             self.info = self._describe()
             self.checkpoint = self._checkpoint_format()
             self.model.train(init_optimizer)
@@ -141,8 +151,10 @@ class DTensorEngine:
         if parsed.custom_parallel_plan is not None:
             load_custom_plan(parsed.custom_parallel_plan)
         model_config = load_model_config(parsed)
+        check_causal(model_config, parsed)
+        check_attention(model_config, parsed)
+        take_quantization(model_config, parsed.model_name)
         check_sizes(model_config, tensor_parallel_size=parsed.layout.tensor_parallel)
-        check_rotation(model_config, context_parallel_size=parsed.layout.context_parallel)
         return parsed.layout
 
     # Forward and backward
@@ -179,15 +191,14 @@ class DTensorEngine:
                 reshard_model(self.model)
 
     @contextmanager
-    def decoders(self) -> Generator[Callable[[Mapping[str, object]], CachedForward], None, None]:
+    def decoders(self) -> Generator[Callable[[Mapping[str, object]], Decoder], None, None]:
         """See `Engine.decoders`.
 
         Parameters are unsharded inside, so that ranks may generate different numbers of tokens.
         """
-        forward = self.forward
-        assert isinstance(forward, Forward), "EngineInfo.lacks has refused the call"
+        assert self._decoding is not None, "EngineInfo.lacks has refused the call"
         with unshard_fsdp2_model(self.model), self.parallel.unsharded_sequences():
-            yield lambda rows: CachedForward(forward, rows)
+            yield self._decoding.open
 
     def _output(self, batch: MicroBatch) -> Output:
         return Output(forward=self.forward, micro_batch=batch)
@@ -302,6 +313,14 @@ class DTensorEngine:
             torch.random.fork_rng(devices=devices),
         ):
             forward = self._forward_of_head(pad_token_id)
+            if isinstance(forward, Forward):
+                check_causality(
+                    self.model,
+                    forward.logprobs,
+                    parallel=self.parallel,
+                    compute_dtype=self.config.compute_dtype,
+                    device=self._device,
+                )
             packed = self.config.planned_by == "sequence_packing"
             if feature := self.parallel.feature(packed=packed):
                 check_layout(
@@ -313,6 +332,11 @@ class DTensorEngine:
                     device=self._device,
                 )
         return forward
+
+    def _build_decoding(self) -> Decoding | None:
+        if not isinstance(self.forward, Forward):
+            return None
+        return Decoding(self.forward, compute_dtype=self.config.compute_dtype)
 
     def _forward_of_head(self, pad_token_id: int | None) -> Forward | ValueForward:
         if self.config.head == "language_model":
@@ -390,10 +414,13 @@ class DTensorEngine:
         ]
 
     def _write_config(self, directory: Path) -> None:
-        # Without tensors: the config, the generation config and the code of a remote model.
-        self.model.save_pretrained(directory, state_dict={})
-        # And the config once more, with the dtype of the exported weights.
-        write_config(self.model.config, directory)
+        # The rates that this worker has set to 0 belong to the model all the same.
+        rates = {} if self.config.model_dropout else disable_dropout(load_model_config(self.config))
+        with dropout_restored(self.model.config, rates):
+            # Without tensors: the config, the generation config and the code of a remote model.
+            self.model.save_pretrained(directory, state_dict={})
+            # And the config once more, with the dtype of the exported weights.
+            write_config(self.model.config, directory)
 
 
 def move_buffers(model: nn.Module, device: str | torch.device) -> nn.Module:

@@ -18,11 +18,18 @@ from typing import TYPE_CHECKING, Any
 import torch
 from rl_batched_data import ScoringOptions, TokenScores, target_scores
 from rl_batched_data.logprobs_kernel import LogitTransform
+from rl_interfaces.backend.generation import FullForwardDecoder
 from torch import nn
 from torch.distributed.tensor import DTensor, Shard
 from transformers import DynamicCache
 
-from rl_dtensor_worker.layout import ParallelContext, media_of, token_columns_of
+from rl_dtensor_worker.layout import (
+    TOLERANCES,
+    ParallelContext,
+    media_of,
+    random_rows,
+    token_columns_of,
+)
 from rl_dtensor_worker.parallel import collectives
 from rl_dtensor_worker.parallel.styles import SEQUENCE_DIM
 
@@ -41,6 +48,11 @@ logger = logging.getLogger(__name__)
 _FACTORS = ("logit_scale", "lm_head_multiplier", "output_multiplier")
 _DIVISORS = ("logits_scaling",)
 _SOFT_CAPS = ("final_logit_softcapping", "logits_soft_cap")
+
+# Names under which models of transformers take and return their cache.
+_CACHES = ("past_key_values", "cache_params", "state")
+# After the prefill, whose cache the first step reads; the second reads what a step has written.
+_DECODED_TOKENS = 2
 
 # A range of logits in which all scales and soft caps in use differ measurably.
 _PROBED_LOGITS = (-60.0, 60.0)
@@ -331,6 +343,15 @@ class Forward:
             return logits
         return DTensor.from_local(logits, tp.mesh, [Shard(-1)], run_check=False)
 
+    def full_logits(self, tokens: torch.Tensor) -> torch.Tensor:
+        """Return the logits of right-padded `[rows, seq]`, `[rows, seq, vocab]`: no temperature."""
+        return self.gather_logits(self.model(input_ids=tokens, use_cache=False).logits)
+
+    def gather_logits(self, logits: torch.Tensor) -> torch.Tensor:
+        """Return logits of the full vocabulary from those of the model's forward."""
+        tp = self.parallel.tensor_parallel
+        return logits if tp is None else tp.gather_logits(logits)
+
     def _lay_out(self, micro_batch: MicroBatch) -> RowLayout:
         return self.parallel.lay_out(self.model, micro_batch, self.width_multiple)
 
@@ -424,7 +445,12 @@ class CachedForward:
         self._forward = forward
         self._media = media_of(forward.model, rows)
         self._columns = token_columns_of(forward.model, rows)
-        self._cache = DynamicCache(config=forward.model.config)
+        self._cache_name = _cache_argument(forward.model)
+        # The usual cache is filled in place; other ones are made in a model's first forward.
+        self._is_usual = self._cache_name == "past_key_values"
+        self._cache: object = None
+        if self._is_usual:
+            self._cache = DynamicCache(config=forward.model.config)
         # Decoding reads the last position alone, and all of a prompt's logits would be large.
         self._last_only = {"logits_to_keep": 1} if _keeps_last_logits(forward.model) else {}
 
@@ -450,17 +476,88 @@ class CachedForward:
         return self._logits(tokens[:, None])
 
     def _logits(self, tokens: torch.Tensor, **media: torch.Tensor) -> torch.Tensor:
-        logits = self._forward.model(
+        output = self._forward.model(
             input_ids=tokens,
             attention_mask=self._mask,
             position_ids=self._positions,
-            past_key_values=self._cache,
             use_cache=True,
+            **{self._cache_name: self._cache},
             **self._last_only,
             **media,
-        ).logits[:, -1]
-        tp = self._forward.parallel.tensor_parallel
-        return logits if tp is None else tp.gather_logits(logits)
+        )
+        if not self._is_usual:
+            self._cache = output[self._cache_name]
+        return self._forward.gather_logits(output.logits[:, -1])
+
+
+def _cache_argument(model: PreTrainedModel) -> str:
+    """Return the name under which the model's forward takes and returns its cache."""
+    taken = inspect.signature(model.forward).parameters
+    return next((name for name in _CACHES if name in taken), _CACHES[0])
+
+
+class Decoding:
+    """Opens decoders of a model: with a cache, if that gives the model's own logits.
+
+    Whether it does cannot be read from a config. Some models take no cache, some read the padding
+    on the left of a shorter prompt in a recurrent state or in compressed keys. So the first use
+    decodes three random prompts with and without a cache.
+    """
+
+    def __init__(self, forward: Forward, *, compute_dtype: torch.dtype) -> None:
+        self._forward = forward
+        self._tolerance = TOLERANCES[compute_dtype]
+        self._cached: bool | None = None
+
+    def open(self, rows: Mapping[str, object]) -> CachedForward | FullForwardDecoder:
+        """Return a decoder for `rows`; the model is unsharded except for tensor parallelism.
+
+        Raises:
+            ValueError: The rows have media, and the model needs a decoder without a cache.
+        """
+        if self._cached is None:
+            self._cached = self._is_exact()
+        if self._cached:
+            return CachedForward(self._forward, rows)
+        if media := media_of(self._forward.model, rows):
+            raise ValueError(
+                f"generate: {type(self._forward.model).__name__} decodes without a cache, which "
+                f"does not support the media {sorted(media)} of the batch"
+            )
+        return FullForwardDecoder(self._forward.full_logits)
+
+    @torch.no_grad()
+    def _is_exact(self) -> bool:
+        """Return whether decoding with a cache gives the logits of full forwards; warn if not."""
+        model = self._forward.model
+        difference = _decoder_difference(self._forward)
+        # `<=`, so that NaN is a difference.
+        if difference <= self._tolerance:
+            return True
+        if not torch.distributed.is_initialized() or torch.distributed.get_rank() == 0:
+            logger.warning(
+                "generate: with a cache and prompts padded on the left, the logits of %s differ "
+                "from those of its full forward by %.2g of the largest: it generates without a "
+                "cache, which is slower. An inference engine (policy.generation.backend) is not "
+                "affected",
+                type(model).__name__,
+                difference,
+            )
+        return False
+
+
+def _decoder_difference(forward: Forward) -> float:
+    """Return the largest difference of cached decoding from full forwards, relative."""
+    device = next(forward.model.parameters()).device
+    rows = random_rows(forward.model.config.get_text_config().vocab_size).to(device)
+    prompts, lengths = rows["input_ids"], rows["input_lengths"]
+    cached, full = CachedForward(forward, {}), FullForwardDecoder(forward.full_logits)
+    pairs = [(cached.prefill(prompts, lengths), full.prefill(prompts, lengths))]
+    for column in range(_DECODED_TOKENS):
+        tokens = prompts[:, column]
+        pairs.append((cached.step(tokens), full.step(tokens)))
+    found, expected = (torch.stack(each).float() for each in zip(*pairs, strict=True))
+    return float((found - expected).abs().max() / expected.abs().max())
 
 
 def left_pad(

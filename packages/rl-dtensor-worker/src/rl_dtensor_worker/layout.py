@@ -29,17 +29,15 @@ if TYPE_CHECKING:
 
     from rl_batched_data import PackedSequences
     from rl_interfaces.backend.steps import Step
-    from transformers import PreTrainedConfig, PreTrainedModel
+    from transformers import PreTrainedModel
 
     from rl_dtensor_worker.parallel.styles import TensorParallel
 
 # Bounds on rounding, relative to the largest log-probability. Attention that leaks across sequences
 # changes log-probabilities by about their own magnitude.
-_TOLERANCES = {torch.float32: 1e-3, torch.float16: 1e-2, torch.bfloat16: 5e-2}
+TOLERANCES = {torch.float32: 1e-3, torch.float16: 1e-2, torch.bfloat16: 5e-2}
 # Unequal lengths: a token that reads beyond its row's boundary gets another score.
 _LENGTHS = (11, 7, 2)
-# Types of rotary embeddings whose frequencies depend on the sequence length.
-_ROTATIONS_BY_LENGTH = ("longrope", "dynamic")
 # `[batch, seq]` columns that mark whether a token is of an image or of text.
 TOKEN_COLUMNS = ("mm_token_type_ids", "token_type_ids")
 
@@ -351,23 +349,43 @@ class ParallelContext:
         return tp.size if tp is not None and tp.sequence_parallel else 1
 
 
-def check_rotation(model_config: PreTrainedConfig, *, context_parallel_size: int) -> None:
-    """Raise if context-parallel ranks would use different rotary frequencies.
+@torch.no_grad()
+def check_causality(
+    model: PreTrainedModel,
+    logprobs: Callable[[MicroBatch], torch.Tensor],
+    *,
+    parallel: ParallelContext,
+    compute_dtype: torch.dtype,
+    device: torch.device,
+) -> None:
+    """Raise if a token's log-probability depends on the tokens after it. Collective.
+
+    Two random rows that differ in their last token must have the same log-probabilities before it.
+
+    Args:
+        model: The model.
+        logprobs: Returns the log-probability of each token, `[batch, seq]`.
+        parallel: The ranks that run one forward together.
+        compute_dtype: The model's compute dtype.
+        device: Where it is.
 
     Raises:
-        ValueError: The model's frequencies depend on the sequence length, and a rank has a shard.
+        ValueError: It does; the message names the class and the difference.
     """
-    given: dict[str, object] = (
-        getattr(model_config.get_text_config(), "rope_parameters", None) or {}
-    )
-    by_layer = [each for each in given.values() if isinstance(each, dict)]
-    for parameters in by_layer or [given]:
-        if context_parallel_size > 1 and parameters.get("rope_type") in _ROTATIONS_BY_LENGTH:
-            raise ValueError(
-                f"policy.dtensor_cfg.context_parallel_size={context_parallel_size} does not "
-                f"support rope_type={parameters['rope_type']!r}: its frequencies depend on the "
-                "length of the sequence, of which each rank has a shard"
-            )
+    vocab_size = model.config.get_text_config().vocab_size
+    tokens = random_rows(vocab_size)["input_ids"][:1].repeat(2, 1)
+    tokens[1, -1] = (tokens[0, -1] + 1) % vocab_size
+    lengths = torch.full((2,), tokens.shape[1])
+    rows = SlicedDataDict({"input_ids": tokens, "input_lengths": lengths}).to(device)
+    with parallel.unsharded_sequences():
+        one, other = logprobs(MicroBatch(span=(0, 2), rows=rows))[:, :-1]
+    difference = float((one - other).abs().max() / one.abs().max())
+    # `not <=` rather than `>`, so that NaN fails.
+    if not difference <= TOLERANCES[compute_dtype]:
+        raise ValueError(
+            f"policy.model_name: {type(model).__name__} is not causal: another last token changes "
+            f"the log-probabilities before it by {difference:.2g} of the largest"
+        )
 
 
 @torch.no_grad()
@@ -398,7 +416,7 @@ def check_layout(
         ValueError: Scores differ; the message names the attention and the difference.
     """
     config = model.config
-    batch = _random_rows(config.get_text_config().vocab_size)
+    batch = random_rows(config.get_text_config().vocab_size)
     packs = parallel.context_group is not None or feature.startswith("sequence_packing")
     packed = parallel.concatenation().of(batch).to(device) if packs else None
     rows, span = batch.to(device), (0, batch.size)
@@ -408,7 +426,7 @@ def check_layout(
     found = score(MicroBatch(span=span, rows=rows, packed=packed))
     difference = float((found - expected).abs().max() / expected.abs().max())
     # `not <=` rather than `>`, so that NaN fails.
-    if not difference <= _TOLERANCES[compute_dtype]:
+    if not difference <= TOLERANCES[compute_dtype]:
         attention = getattr(config, "_attn_implementation", "unknown")
         raise ValueError(
             f"policy.{feature}: with attention {attention!r}, {type(model).__name__} leaks across "
@@ -417,7 +435,8 @@ def check_layout(
         )
 
 
-def _random_rows(vocab_size: int) -> SlicedDataDict:
+def random_rows(vocab_size: int) -> SlicedDataDict:
+    """Return three rows of random tokens of unequal lengths, on the CPU, to probe a model with."""
     generator = torch.Generator().manual_seed(0)
     shape = (len(_LENGTHS), max(_LENGTHS))
     return SlicedDataDict(

@@ -19,14 +19,17 @@ from transformers import (
 )
 from transformers.models.auto.modeling_auto import MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES
 
+from rl_dtensor_worker.attention import use_soft_cap
 from rl_dtensor_worker.config import load_model_config
-from rl_dtensor_worker.layout import check_rotation
 from rl_dtensor_worker.model.convert import Conversion, plan_conversions
+from rl_dtensor_worker.model.dropout import disable_dropout
 from rl_dtensor_worker.model.lora import (
     fill_adapters,
     inject_adapters,
     without_adapters,
 )
+from rl_dtensor_worker.model.quantized import quantized_files, take_quantization
+from rl_dtensor_worker.model.rotary import fix_rotary_length
 from rl_dtensor_worker.parallel.fsdp import shard_model
 from rl_dtensor_worker.parallel.plans import apply_plan, check_sizes, plan_of
 
@@ -42,6 +45,34 @@ logger = logging.getLogger(__name__)
 
 # Names of the score layer of transformers' reward and value models.
 _SCORE_LAYERS = ("score", "classifier")
+_ATTENTION_KEY = "policy.dtensor_cfg.attn_implementation"
+# Attributes of transformers' model classes.
+_ATTENTION_FLAGS = {
+    "sdpa": "_supports_sdpa",
+    "flex_attention": "_supports_flex_attn",
+    "flash": "_supports_flash_attn",
+}
+# Model types of encoders, which are language models only with `is_decoder`.
+_ENCODERS = frozenset(
+    [
+        "bert",
+        "bert-generation",
+        "big_bird",
+        "camembert",
+        "data2vec-text",
+        "electra",
+        "ernie",
+        "megatron-bert",
+        "rembert",
+        "roberta",
+        "roberta-prelayernorm",
+        "roc_bert",
+        "roformer",
+        "xlm-roberta",
+        "xlm-roberta-xl",
+        "xmod",
+    ]
+)
 _BY_HEAD: dict[str, Any] = {
     "reward": AutoModelForSequenceClassification,
     "value": AutoModelForTokenClassification,
@@ -57,12 +88,64 @@ def empty_model(config: EngineConfig) -> PreTrainedModel:
         ValueError: The model cannot be read, or the parallel sizes do not fit it.
     """
     model_config = load_model_config(config)
+    check_causal(model_config, config)
+    check_attention(model_config, config)
+    take_quantization(model_config, config.model_name)
+    if not config.model_dropout:
+        disable_dropout(model_config)
     check_sizes(model_config, tensor_parallel_size=config.layout.tensor_parallel)
-    check_rotation(model_config, context_parallel_size=config.layout.context_parallel)
     dtype = torch.float32 if config.adapters is None else config.compute_dtype
-    with torch.device("meta"):
-        return auto_class(config.head, model_config).from_config(
-            model_config, dtype=dtype, trust_remote_code=config.trust_remote_code
+    chosen = config.attn_implementation
+    options = {} if chosen is None else {"attn_implementation": chosen}
+    try:
+        with torch.device("meta"):
+            model = auto_class(config.head, model_config).from_config(
+                model_config, dtype=dtype, trust_remote_code=config.trust_remote_code, **options
+            )
+    except ImportError as error:
+        # The kernels of an attention are packages of their own.
+        if chosen is None:
+            raise
+        raise ValueError(f"{_ATTENTION_KEY}={chosen!r} is not available: {error}") from error
+    use_soft_cap(model)
+    return model
+
+
+def check_causal(model_config: PreTrainedConfig, config: EngineConfig) -> None:
+    """Raise if a language model is an encoder, whose tokens see the tokens after them.
+
+    Raises:
+        ValueError: It is one.
+    """
+    is_encoder = model_config.model_type in _ENCODERS and not model_config.is_decoder
+    if config.head == "language_model" and is_encoder:
+        raise ValueError(
+            f"policy.model_name={config.model_name!r} is not causal: its model_type is "
+            f"{model_config.model_type!r} with is_decoder=False, so that tokens see the tokens "
+            "after them. A decoder of this family has is_decoder=True in its config.json"
+        )
+
+
+def check_attention(model_config: PreTrainedConfig, config: EngineConfig) -> None:
+    """Raise unless the model's class supports `attn_implementation`.
+
+    Raises:
+        ValueError: It does not; the message names key and class.
+    """
+    chosen = config.attn_implementation
+    mapping = auto_class(config.head, model_config)._model_mapping
+    # The class of a remote model is not known before its code is loaded.
+    if chosen is None or type(model_config) not in mapping:
+        return
+    model_class = mapping[type(model_config)]
+    if isinstance(model_class, tuple):
+        model_class = model_class[0]
+    flag = _ATTENTION_FLAGS.get("flash" if chosen.startswith("flash") else chosen)
+    if flag is not None and not getattr(model_class, flag, False):
+        supported = [name for name, each in _ATTENTION_FLAGS.items() if getattr(model_class, each)]
+        raise ValueError(
+            f"{_ATTENTION_KEY}={chosen!r} is not supported by {model_class.__name__}, which has "
+            f"{['eager', *supported]}"
         )
 
 
@@ -117,6 +200,7 @@ def build_model(
     # `to_empty` has given tied parameters memory of their own.
     model.tie_weights(recompute_mapping=False)
     loader.fill(model, device=device)
+    fix_rotary_length(model, config.max_total_sequence_length)
     if config.adapters is not None:
         fill_adapters(model, config.adapters, seed=config.seed)
     return model.eval()
@@ -235,7 +319,13 @@ class ModelLoader:
         paths = first_rank_first(lambda: find_checkpoint(config.model_name, model.config))
         self._pretrained: PreTrainedModel | None = None
         self._files: SafetensorsFiles | None = None
+        quantization = take_quantization(load_model_config(config), config.model_name)
         if not paths[0].endswith(".safetensors"):
+            if quantization is not None:
+                raise ValueError(
+                    f"policy.model_name={config.model_name!r} is quantised, which needs a "
+                    f"checkpoint in safetensors, and it has {paths[0]!r}"
+                )
             if config.adapters is not None:
                 raise ValueError(
                     "policy.dtensor_cfg.lora.enabled=True needs a checkpoint in safetensors, and "
@@ -244,7 +334,11 @@ class ModelLoader:
             self._pretrained = _load_on_first_rank(model, config, paths[0])
             return
         with failing_together():
-            self._files = SafetensorsFiles(paths)
+            self._files = (
+                SafetensorsFiles(paths)
+                if quantization is None
+                else quantized_files(paths, quantization)
+            )
             self._conversions = plan_conversions(model, self._files, config.model_name)
             untie_different_weights(model, self._conversions, self._files)
 

@@ -12,7 +12,11 @@ import re
 from typing import TYPE_CHECKING
 
 from torch import nn
-from torch.distributed.tensor.parallel import ParallelStyle, parallelize_module
+from torch.distributed.tensor.parallel import (
+    ColwiseParallel,
+    ParallelStyle,
+    parallelize_module,
+)
 
 from rl_dtensor_worker.model.lora import adapted_layers
 from rl_dtensor_worker.parallel.styles import (
@@ -153,6 +157,7 @@ def plan_of(model: PreTrainedModel, *, custom: str | None) -> AppliedPlan:
     # These replace the plan's own: most plans gather the logits.
     styles |= _vocabulary_styles(model)
     styles |= _head_norm_styles(modules, styles)
+    styles |= _activation_styles(modules, styles)
 
     def style_of(name: str) -> type[Style] | ParallelStyle | None:
         style = styles.get(name)
@@ -170,8 +175,10 @@ def apply_plan(
     """Shard each module of `model` by its style; afterwards every parameter is a DTensor.
 
     Raises:
-        ValueError: A module has a parameter of its own beside sharded submodules.
+        ValueError: A module has a parameter of its own beside sharded submodules, or the gradient
+            of a replicated one may be partial on each rank.
     """
+    _check_replicated(model, styles)
     # A list, as styles replace parameters and forwards while the model is walked.
     for name, module in list(model.named_modules()):
         style = styles.get(name)
@@ -190,6 +197,43 @@ def apply_plan(
     if tp.sequence_parallel:
         for module in _regions(model, styles):
             Region(tp).apply(module)
+
+
+def _check_replicated(
+    model: PreTrainedModel, styles: Mapping[str, str | ParallelStyle | type[Style]]
+) -> None:
+    """Raise if a block with sharded activations has parameters that no style is named for.
+
+    A replicated parameter that meets a shard of the activations has a partial gradient on each
+    rank. Without a reduction the ranks' copies would be trained apart.
+
+    Raises:
+        ValueError: A block has such a parameter.
+    """
+    output = model.get_output_embeddings()  # type: ignore[operator]
+    for name, style in styles.items():
+        module = model.get_submodule(name)
+        if module is output or not (style == "colwise" or isinstance(style, ColwiseParallel)):
+            continue
+        block = name.rpartition(".")[0]
+        for inner, each in model.get_submodule(block).named_modules(prefix=block):
+            # `apply_plan` refuses a module with parameters of its own beside sharded submodules.
+            holds_shards = any(other.startswith(f"{inner}.") for other in styles)
+            is_named = inner in styles or _is_inside(inner, styles) or holds_shards
+            if _has_parameters(each) and not is_named:
+                raise ValueError(
+                    f"{_PATH}.tensor_parallel_size: the plan names no style for {inner} "
+                    f"({type(each).__name__}), beside {name}, which is sharded: its gradient may "
+                    f"be partial on each rank. Name it in {_PATH}.custom_parallel_plan: "
+                    "'replicated_with_grad_allreduce' if its input is sharded, "
+                    "'sequence_parallel' if it is not"
+                )
+
+
+def _is_inside(name: str, styles: Mapping[str, object]) -> bool:
+    """Return whether a module that contains `name` has a style, which is then for all of it."""
+    parents = name.split(".")
+    return any(".".join(parents[:depth]) in styles for depth in range(1, len(parents)))
 
 
 def _regions(
@@ -280,6 +324,27 @@ def _head_norm_styles(
         if name not in styles and styles.get(projection) == "colwise" and _has_parameters(module):
             found[name] = "replicated_with_grad_allreduce"
     return found
+
+
+def _activation_styles(
+    modules: Mapping[str, nn.Module], styles: Mapping[str, str | ParallelStyle]
+) -> dict[str, str | ParallelStyle]:
+    """Return the style of trained activation functions that a plan does not name.
+
+    They stand between sharded outputs and sharded inputs. transformers' plan of Apertus names none
+    for its xIELU, whose parameters have partial gradients there.
+    """
+    sharding = {name.rpartition(".")[0] for name, style in styles.items() if style == "colwise"}
+    activations = [
+        name
+        for name, module in modules.items()
+        if type(module).__module__ == "transformers.activations" and _has_parameters(module)
+    ]
+    return {
+        name: "replicated_with_grad_allreduce"
+        for name in activations
+        if name not in styles and name.rpartition(".")[0] in sharding
+    }
 
 
 def _has_parameters(module: nn.Module) -> bool:

@@ -44,6 +44,8 @@ POLICY_DEFAULTS: ResolvedConfig = {
         "activation_checkpointing": False,
         "tensor_parallel_size": 1,
         "context_parallel_size": 1,
+        # Without dropout, training scores tokens as the sampler did.
+        "model_dropout": False,
         # Holds a second copy of weights and optimizer state in host memory while it writes.
         "async_checkpoint": False,
         # Sharded over all data-parallel ranks, which takes the least memory.

@@ -57,6 +57,11 @@ class DTensorConfig(TypedDict):
     """Ranks over which each sequence is sharded."""
     custom_parallel_plan: str | None
     """Dotted path to a tensor-parallel plan: a dict, or a function that returns one."""
+    attn_implementation: NotRequired[str]
+    """Attention of transformers: `sdpa`, `eager`, `flex_attention`, `flash_attention_2` or another
+    name that it knows. Not set: transformers' choice for the model."""
+    model_dropout: NotRequired[bool]
+    """Train with the dropout of the model's config; otherwise it is off, as it is in scoring."""
     async_checkpoint: NotRequired[bool]
     """Copy a checkpoint to the CPU and write it in the background."""
     data_parallel_replicate_size: NotRequired[int | Literal["auto"]]

@@ -1,0 +1,58 @@
+"""The dropout of a model's config, which is off unless it is asked for.
+
+Training with dropout scores tokens otherwise than the sampler and the old log-probabilities did, so
+that importance ratios differ from 1 before the first step. Configs of older models (GPT-2, OPT)
+have rates above 0 all the same.
+"""
+
+from __future__ import annotations
+
+import re
+from contextlib import contextmanager
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from collections.abc import Generator, Iterator
+
+    from transformers import PreTrainedConfig
+
+# Rates of dropout, of dropped layers and paths, and of the noise on a router's inputs.
+_RATE = re.compile("drop|jitter")
+
+Rates = dict[tuple[str, ...], float]
+"""Rates above 0, by the names of nested configs and, last, of the attribute."""
+
+
+def disable_dropout(config: PreTrainedConfig) -> Rates:
+    """Set every rate of a config and of its nested ones to 0, and return what they were."""
+    rates = dict(_rates(config, ()))
+    _set(config, dict.fromkeys(rates, 0.0))
+    return rates
+
+
+@contextmanager
+def dropout_restored(config: PreTrainedConfig, rates: Rates) -> Generator[None, None, None]:
+    """Give a config its own rates inside, as for an export."""
+    _set(config, rates)
+    try:
+        yield
+    finally:
+        _set(config, dict.fromkeys(rates, 0.0))
+
+
+def _rates(
+    config: PreTrainedConfig, path: tuple[str, ...]
+) -> Iterator[tuple[tuple[str, ...], float]]:
+    for name, value in vars(config).items():
+        if name in config.sub_configs and value is not None and not isinstance(value, dict):
+            yield from _rates(value, (*path, name))
+        elif isinstance(value, float) and value > 0 and _RATE.search(name):
+            yield (*path, name), value
+
+
+def _set(config: PreTrainedConfig, rates: Rates) -> None:
+    for (*nested, name), rate in rates.items():
+        owner = config
+        for each in nested:
+            owner = getattr(owner, each)
+        setattr(owner, name, rate)
