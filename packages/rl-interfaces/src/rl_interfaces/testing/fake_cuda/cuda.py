@@ -218,6 +218,7 @@ _DATA = torch.Tensor.data
 _DATA_POINTER = torch.UntypedStorage.data_ptr
 _RESIZE = torch.UntypedStorage.resize_
 _TENSOR = torch.tensor
+_SWAP = torch.utils.swap_tensors
 
 
 def _tensor_surface(device: FakeDevice) -> Any:
@@ -249,7 +250,16 @@ def _tensor_surface(device: FakeDevice) -> Any:
             data = tree_map(lambda each: each.item() if isinstance(each, FakeTensor) else each, data)
         return _TENSOR(data, *args, **kwargs)
 
+    def swap(first: torch.Tensor, second: torch.Tensor) -> None:
+        # `nn.Module.to` swaps FakeTensors, and sets the data of real tensors, whose identity,
+        # and so every reference to them, survives the move.
+        if isinstance(first, FakeTensor):
+            set_data(first, second.detach())
+        else:
+            _SWAP(first, second)
+
     return _replaced(
+        (torch.utils, "swap_tensors", swap),
         (torch.Tensor, "data", property(lambda tensor: _DATA.__get__(tensor), set_data)),
         (torch.Tensor, "record_stream", lambda tensor, stream: None),
         (torch.UntypedStorage, "data_ptr", data_pointer),

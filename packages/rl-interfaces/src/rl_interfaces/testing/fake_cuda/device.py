@@ -9,6 +9,7 @@ elements. Any other float counts as 0 where the host asks for it.
 from __future__ import annotations
 
 import math
+import operator
 import sys
 import weakref
 from collections import Counter
@@ -29,6 +30,9 @@ _MAX_KNOWN = 1 << 16
 _MAX_KNOWN_FLOATS = 8
 # `c10::cuda::CUDACachingAllocator` rounds every block up to a multiple of this.
 _BLOCK_BYTES = 512
+_KIT = "rl_interfaces.testing.fake_cuda"
+# Between an operator and the line that calls it.
+_DISPATCHERS = ("torch._", "torch.utils._", "torch.overrides", "torch.distributed.tensor._")
 _PLAIN_TYPES = (torch.Tensor, torch.nn.Parameter, torch.nn.Buffer, FakeTensor)
 
 # They allocate, or change a tensor's description: no kernel runs.
@@ -36,8 +40,11 @@ _WITHOUT_KERNEL = frozenset(
     {"empty", "empty_strided", "empty_like", "new_empty", "new_empty_strided", "_unsafe_view"}
     | {"scalar_tensor", "detach", "alias", "lift_fresh", "set_", "resize_", "record_stream"}
 )
-# What comparisons give if all unknown floats are 0: the others give False.
-_TRUE_OF_ZEROS = frozenset({"isfinite", "isclose", "eq", "ge", "le", "all", "logical_not"})
+# Of floats that are all 0, which is what unknown ones count as.
+_TRUE_OF_ZEROS = frozenset({"isfinite", "isclose", "all", "logical_not"})
+_COMPARISONS: dict[str, Callable[[Any, Any], bool]] = {
+    name: getattr(operator, name) for name in ("eq", "ne", "lt", "le", "gt", "ge")
+}
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,9 +59,12 @@ class Sync:
     """The file, from the folder of its package on."""
     function: str
     line: int
+    inside: str
+    """The innermost line, if that is in another package."""
 
     def __str__(self) -> str:
-        return f"{self.module}:{self.line} {self.function} ({self.kind})"
+        inside = f", in {self.inside}" if self.inside else ""
+        return f"{self.module}:{self.line} {self.function} ({self.kind}{inside})"
 
     @property
     def place(self) -> str:
@@ -143,15 +153,22 @@ class FakeDevice(TorchDispatchMode):
             self._figures.syncs[self._caller(kind)] += 1
 
     def _caller(self, kind: str) -> Sync:
-        frame = outermost = sys._getframe(1)
+        frame, innermost = sys._getframe(2), ""
         while frame is not None:
-            package = str(frame.f_globals.get("__name__", "")).partition(".")[0]
-            is_kit = str(frame.f_globals.get("__name__", "")).startswith(__package__ or "")
-            if package.startswith(self._packages) and not is_kit:
-                return _sync_at(frame, package, kind)
-            outermost, frame = frame, frame.f_back
-        # A backward pass runs in a thread of its own, in which there is none of the caller's lines.
-        return _sync_at(outermost, "", kind)
+            module = str(frame.f_globals.get("__name__", ""))
+            if module.startswith(_KIT):
+                frame = frame.f_back
+                continue
+            watched = module.partition(".")[0].startswith(self._packages)
+            # A backward pass runs in a thread of its own, which has none of the caller's lines.
+            if watched or frame.f_back is None:
+                return Sync(
+                    kind, _short(frame), frame.f_code.co_name, frame.f_lineno, inside=innermost
+                )
+            if not innermost and not module.startswith(_DISPATCHERS):
+                innermost = f"{_short(frame)}:{frame.f_lineno}"
+            frame = frame.f_back
+        raise AssertionError("a thread has an outermost frame")
 
     # Bytes
 
@@ -204,6 +221,8 @@ class FakeDevice(TorchDispatchMode):
         fakes = [each for each in tensors if isinstance(each, FakeTensor)]
         if not fakes and not _is_cuda(kwargs.get("device")):
             return func(*args, **kwargs)
+        if func is torch.ops.prim.device.default:
+            return args[0].fake_device
         if func.namespace == "c10d":
             return self._communicate(func, args, kwargs)
         name = func._schema.name.partition("::")[2]
@@ -312,7 +331,7 @@ class FakeDevice(TorchDispatchMode):
             out = tree_map(lambda each: self._fake_result(each, device), values)
         if values is None:
             _forget_written(func, args)
-        return self._result(out, values, name, to_host=to_host, originals=fakes, given=inputs)
+        return self._result(out, values, name, args, to_host=to_host, originals=fakes, given=inputs)
 
     def _fake_result(self, value: Any, device: torch.device) -> Any:
         return self.fake_of(value, device) if isinstance(value, torch.Tensor) else value
@@ -322,6 +341,7 @@ class FakeDevice(TorchDispatchMode):
         out: Any,
         values: Any,
         name: str,
+        args: tuple[Any, ...],
         *,
         to_host: bool,
         originals: dict[int, FakeTensor],
@@ -343,8 +363,9 @@ class FakeDevice(TorchDispatchMode):
             if isinstance(value, torch.Tensor):
                 _with_values(tensor, value)
             elif _is_kept(tensor) and not tensor.is_floating_point() and _known(tensor) is None:
+                value_of_zeros = _of_zeros(name, args)
                 tensor._host_values = torch.full(  # type: ignore[attr-defined]
-                    tensor.shape, name in _TRUE_OF_ZEROS, dtype=tensor.dtype
+                    tensor.shape, value_of_zeros, dtype=tensor.dtype
                 )
             self._count(tensor)
             if to_host and tensor.device.type == "cpu" and tensor.numel() <= _MAX_KNOWN:
@@ -382,11 +403,12 @@ class FakeDevice(TorchDispatchMode):
         self._sent[peer] = values
 
 
-def _sync_at(frame: Any, package: str, kind: str) -> Sync:
+def _short(frame: Any) -> str:
+    """Return the file of a frame from the folder of its outermost package on."""
     path = Path(frame.f_code.co_filename)
-    parts = path.parts
-    start = parts.index(package) if package in parts else -2
-    return Sync(kind, "/".join(parts[start:]), frame.f_code.co_name, frame.f_lineno)
+    package = str(frame.f_globals.get("__name__", "")).partition(".")[0]
+    start = path.parts.index(package) if package in path.parts else -2
+    return "/".join(path.parts[start:])
 
 
 def _tensors_in(values: Any) -> list[torch.Tensor]:
@@ -415,6 +437,14 @@ def _with_values(fake: FakeTensor, values: torch.Tensor) -> FakeTensor:
     if _is_kept(values):
         fake._host_values = values  # type: ignore[attr-defined]
     return fake
+
+
+def _of_zeros(name: str, args: tuple[Any, ...]) -> bool:
+    """Return what an operator with integer or boolean results gives for floats that are all 0."""
+    if name in _COMPARISONS:
+        other = args[1] if len(args) > 1 and isinstance(args[1], (int, float)) else 0
+        return _COMPARISONS[name](0, other)
+    return name in _TRUE_OF_ZEROS
 
 
 def _share_values(target: torch.Tensor, source: torch.Tensor | None) -> None:
@@ -523,11 +553,3 @@ def _returned(func: Any, args: tuple[Any, ...]) -> Any:
 
 def _is_group(value: torch.ScriptObject) -> bool:
     return value._type().name() == "ProcessGroup"
-
-
-def iterate_packages(packages: Iterable[str]) -> tuple[str, ...]:
-    """Return the packages as `FakeDevice` takes them."""
-    return tuple(packages)
-
-
-Call = Callable[[], object]

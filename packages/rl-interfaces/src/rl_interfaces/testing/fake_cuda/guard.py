@@ -48,6 +48,8 @@ def load() -> None:
     if reason := why_unavailable():
         raise RuntimeError(reason)
     library = build()
+    # It would look for Triton's compiler, and trace stand-ins: functions run as they are written.
+    os.environ["TORCHDYNAMO_DISABLE"] = "1"
     for name in _TORCH_LIBRARIES:
         ctypes.CDLL(str(_torch_folder() / "lib" / name), mode=ctypes.RTLD_GLOBAL)
     ctypes.CDLL(str(library), mode=ctypes.RTLD_GLOBAL)

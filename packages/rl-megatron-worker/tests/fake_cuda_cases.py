@@ -1,0 +1,106 @@
+"""Lives of the worker on a fake CUDA device; runs in the process of `run_on_fake_cuda`."""
+
+import tempfile
+
+from batches import make_batch, make_config
+from parity_checks import LAYOUTS, num_layers_of
+from rl_interfaces import LossInput, LossType
+from rl_interfaces.testing.fake_cuda import fake_cuda, run_life
+from rl_interfaces.testing.fake_cuda.limits import numbers_of
+from tiny_models import build_tiny
+from worker_ranks import BUDGET, rows_of, worker_for
+
+GLOBAL_BATCH, NUM_ROWS = 8, 16
+NUM_STEPS = NUM_ROWS // GLOBAL_BATCH
+_PACKED, _DYNAMIC = "sequence_packing", "dynamic_batching"
+# Layout, precision, section that plans micro-batches, model.
+CASES = {
+    "dp2": ("dp2", "bfloat16", None, "llama"),
+    "dp2_fp32": ("dp2", "float32", None, "llama"),
+    "dp2_fp16": ("dp2", "float16", None, "qwen3"),
+    "dp2_packed": ("dp2", "bfloat16", _PACKED, "llama"),
+    "dp2_dynamic": ("dp2", "bfloat16", _DYNAMIC, "qwen2"),
+    "dp2_experts": ("dp2", "bfloat16", None, "qwen3_moe"),
+    "tp2": ("tp2", "bfloat16", None, "llama"),
+    "tp2_sp": ("tp2_sp", "bfloat16", _PACKED, "llama"),
+    "pp2": ("pp2", "bfloat16", None, "llama"),
+    "pp2_unlike": ("pp2_unlike", "bfloat16", None, "llama"),
+    "pp2_virtual": ("pp2_virtual", "bfloat16", None, "llama"),
+    "cp2": ("cp2", "bfloat16", None, "llama"),
+    "cp2_packed": ("cp2", "bfloat16", _PACKED, "llama"),
+    "tp2_pp2": ("tp2_pp2", "bfloat16", None, "llama"),
+    "dp2_tp2": ("dp2_tp2", "bfloat16", None, "llama"),
+    "ep2": ("ep2", "bfloat16", None, "qwen3_moe"),
+}
+
+
+class DeviceLoss:
+    """Mean negative log-likelihood, whose metrics stay on the device."""
+
+    loss_type = LossType.TOKEN_LEVEL
+    input_type = LossInput.LOGPROBS
+
+    def __call__(self, logprobs, data, global_valid_seqs, global_valid_toks):
+        mask = data["token_mask"] * data["sample_mask"][:, None]
+        loss = -(logprobs * mask).sum() / global_valid_toks
+        return loss, {"num_valid_samples": data["sample_mask"].sum(), "nll": loss.detach()}
+
+
+def config_of(case, path):
+    layout, precision, section, _ = CASES[case]
+    budgets = {"train_mb_tokens": BUDGET, "logprob_mb_tokens": BUDGET}
+    sections = {} if section is None else {section: {"enabled": True, **budgets}}
+    config = make_config(path, sections=sections, **LAYOUTS[layout][1])
+    return config | {"precision": precision, "train_global_batch_size": GLOBAL_BATCH}
+
+
+def measure(cases):
+    """Return the numbers of each case."""
+    return {case: numbers_of_case(case) for case in cases}
+
+
+def numbers_of_case(case, *_):
+    layout, _, section, kind = CASES[case]
+    num_ranks, sizes = LAYOUTS[layout]
+    layers, stages = num_layers_of(layout), sizes.get("pipeline_model_parallel_size", 1)
+    # One more layer on every stage and in every chunk of this rank.
+    more = stages * sizes.get("virtual_pipeline_model_parallel_size", 1)
+    shallow, deep = (
+        build_tiny(tempfile.mkdtemp(), kind, num_hidden_layers=count)
+        for count in (layers, layers + more)
+    )
+    with fake_cuda(world_size=num_ranks) as device, worker_for(config_of(case, shallow)) as worker:
+        batch = rows_for(section)
+        num_passes = num_passes_of(batch)
+        phases = run_life(
+            device,
+            worker,
+            batch=batch,
+            scored=rows_of(make_batch(NUM_ROWS), section)[0],
+            prompts=make_batch(4),
+            loss=DeviceLoss(),
+        )
+    options = {"init_reference_model": False}
+    with (
+        fake_cuda(world_size=num_ranks) as device,
+        worker_for(config_of(case, deep), **options) as worker,
+        device.phase() as deeper,
+    ):
+        worker.train(rows_for(section), DeviceLoss())
+    return {
+        **numbers_of(phases, deeper, added_layers=num_passes * more // stages),
+        "num_passes": num_passes,
+        "lines": sorted(f"{count} {sync}" for sync, count in phases["train_again"].syncs.items()),
+    }
+
+
+def rows_for(section):
+    return rows_of(make_batch(NUM_ROWS), section, global_batch_size=GLOBAL_BATCH)[0]
+
+
+def num_passes_of(batch):
+    """Return the micro-batches of one `train` call."""
+    if getattr(batch, "micro_batch_indices", None) is not None:
+        return sum(len(spans) for spans in batch.micro_batch_indices)
+    rows_per_step = batch.size // NUM_STEPS
+    return NUM_STEPS * -(-rows_per_step // 2)
