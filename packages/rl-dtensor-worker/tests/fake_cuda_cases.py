@@ -19,7 +19,7 @@ NUM_STEPS = NUM_ROWS // GLOBAL_BATCH
 # Two layers, and how many more show what one of them costs.
 NUM_LAYERS, MORE_LAYERS = 2, 1
 _PACKED, _DYNAMIC = "sequence_packing", "dynamic_batching"
-_ADAPTERS = {"lora": {"enabled": True, "dim": 4, "alpha": 8}}
+_ADAPTERS = {"lora": {"enabled": True, "r": 4, "lora_alpha": 8}}
 # Layout, precision, section that plans micro-batches, further keys of `dtensor_cfg`.
 CASES = {
     "dp2": ("dp2", "bfloat16", None, {}),
@@ -70,8 +70,8 @@ def config_of(case, path):
 
 
 def build(num_layers):
-    """Write a tiny Qwen3 with this many layers; return its folder."""
-    config = copy.deepcopy(parity_models.CONFIGS["qwen3"])
+    """Write a tiny Llama with this many layers; return its folder."""
+    config = copy.deepcopy(parity_models.CONFIGS["llama"])
     config.num_hidden_layers = num_layers
     path = tempfile.mkdtemp()
     AutoModelForCausalLM.from_config(config, dtype=torch.float32).save_pretrained(path)
@@ -108,6 +108,7 @@ def numbers_of_case(case, shallow, deep):
     return {
         **numbers_of(phases, deeper, added_layers=MORE_LAYERS * num_passes),
         "num_passes": num_passes,
+        "left": phases["offload_after_refit"].left,
         "lines": sorted(f"{count} {sync}" for sync, count in phases["train_again"].syncs.items()),
     }
 

@@ -90,6 +90,7 @@ def numbers_of_case(case, *_):
     return {
         **numbers_of(phases, deeper, added_layers=num_passes * more // stages),
         "num_passes": num_passes,
+        "left": phases["offload_after_refit"].left,
         "lines": sorted(f"{count} {sync}" for sync, count in phases["train_again"].syncs.items()),
     }
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import zlib
-from collections.abc import Callable, Generator, Iterable, Mapping
+from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -38,6 +38,7 @@ from rl_interfaces.backend.steps import (
     MicroBatch,
     RowScores,
     Step,
+    TrainNumbers,
     TrainReport,
     check_scoring_batch,
     check_training_batch,
@@ -260,25 +261,25 @@ class EngineWorker:
             rows_per_group=getattr(loss_fn, "rows_per_group", 1),
         )
         with self._scoring() if eval_mode else self._engine.mode(training=True):
-            report = self._run_steps(steps, loss_fn, eval_mode=eval_mode)
+            found = self._run_steps(steps, loss_fn, eval_mode=eval_mode)
         if not eval_mode:
             assert self._engine.optimizer is not None, "the residency state has an optimizer"
             self._engine.optimizer.advance_schedule()
         return {
-            "global_loss": torch.stack(report.losses).cpu(),
-            "grad_norm": torch.stack(report.grad_norms).cpu() if report.grad_norms else None,
+            "global_loss": found.losses,
+            "grad_norm": None if eval_mode else found.grad_norms,
             "rank": self._environment.rank,
-            "all_mb_metrics": dict(report.metrics),
+            "all_mb_metrics": dict(found.metrics),
         }
 
     def _run_steps(
-        self, steps: Iterable[Step], loss_fn: LossFunction, *, eval_mode: bool
-    ) -> TrainReport:
+        self, steps: Sequence[Step], loss_fn: LossFunction, *, eval_mode: bool
+    ) -> TrainNumbers:
         engine, report, skipped = self._engine, TrainReport(), 0
-        for step in steps:
-            counts = LossCounts.of(
-                step.rows, group=engine.info.data_group, device=engine.info.device
-            )
+        counts_of_steps = LossCounts.of_steps(
+            steps, group=engine.info.data_group, device=engine.info.device
+        )
+        for step, counts in zip(steps, counts_of_steps, strict=True):
             loss = self._loss_of(loss_fn, counts, eval_mode=eval_mode)
             if eval_mode:
                 found = engine.run(step, lambda batch, output: loss(batch, output)[1])  # noqa: B023
@@ -289,14 +290,14 @@ class EngineWorker:
             # A sum, not a mean: each rank's loss is divided by the global count already.
             dist.all_reduce(total, group=engine.info.data_group)
             report.losses.append(total)
-            for each in found:
-                report.add_metrics(each.metrics)
+            report.metrics += [each.metrics for each in found if each.metrics]
             if not eval_mode:
                 skipped += not self._optimizer_step(counts, report)
+        numbers = report.read()
         if not eval_mode and self._data_rank == 0:
             # From one data-parallel rank only, so that the sum over all ranks is the count.
-            report.metrics["skipped_steps"].append(skipped)
-        return report
+            numbers.metrics["skipped_steps"].append(skipped)
+        return numbers
 
     def _loss_of(
         self, loss_fn: LossFunction, counts: LossCounts, *, eval_mode: bool
@@ -307,8 +308,8 @@ class EngineWorker:
             raise ValueError(f"{type(loss_fn).__name__} needs log-probabilities: {reason}")
         sharded = bool(getattr(loss_fn, "accepts_sharded_logits", False))
         reported = {
-            "global_valid_seqs": float(counts.valid_seqs),
-            "global_valid_toks": float(counts.valid_toks),
+            "global_valid_seqs": counts.num_valid_seqs,
+            "global_valid_toks": counts.num_valid_toks,
         }
         if not eval_mode and self._engine.optimizer is not None:
             reported["lr"] = self._engine.optimizer.learning_rate
@@ -316,12 +317,10 @@ class EngineWorker:
         def loss(batch: MicroBatch, output: ForwardOutput) -> tuple[torch.Tensor, Scored]:
             inputs = output.logprobs() if takes_logprobs else output.logits(sharded=sharded)
             value, metrics = loss_fn(inputs, batch.rows, *counts.divisors)
-            numbers = {name: _to_number(each) for name, each in metrics.items()}
-            is_counted = numbers["num_valid_samples"] > 0
+            numbers = {name: _metric(name, each) for name, each in metrics.items()}
             # A copy: Megatron's pipeline schedule scales the loss in place.
             scored = Scored(
-                tensors={"loss": value.detach().clone()},
-                metrics={**numbers, **reported} if is_counted else {},
+                tensors={"loss": value.detach().clone()}, metrics={**numbers, **reported}
             )
             return value, scored
 
@@ -336,8 +335,8 @@ class EngineWorker:
         if is_empty:
             logger.warning(
                 "The global batch has %g valid samples and %g valid tokens: the step is skipped",
-                float(counts.valid_seqs),
-                float(counts.valid_toks),
+                counts.num_valid_seqs,
+                counts.num_valid_toks,
             )
         elif not step.stepped:
             logger.warning("The gradient norm is %s: the step is skipped", float(step.grad_norm))
@@ -723,10 +722,10 @@ class EngineWorker:
 
 def _is_first_of_its_rows(data_rank: int, device: torch.device) -> bool:
     """Return whether this is the lowest rank of its data-parallel rank. Collective."""
-    own = torch.tensor([data_rank], dtype=torch.int64, device=device)
+    own = torch.tensor([data_rank], dtype=torch.int64).to(device, non_blocking=True)
     found = [torch.empty_like(own) for _ in range(dist.get_world_size())]
     dist.all_gather(found, own)
-    return [int(each) for each in found].index(data_rank) == dist.get_rank()
+    return torch.cat(found).tolist().index(data_rank) == dist.get_rank()
 
 
 def _require_disjoint(tokenizer_path: str, others: set[str | None]) -> None:
@@ -740,8 +739,19 @@ def _require_disjoint(tokenizer_path: str, others: set[str | None]) -> None:
             )
 
 
-def _to_number(value: float | torch.Tensor) -> float:
+def _metric(name: str, value: float | torch.Tensor) -> float | torch.Tensor:
+    """Return a loss's metric as it is reported: a plain number, or a tensor that is read later.
+
+    Raises:
+        ValueError: A tensor has another number of elements than one.
+    """
     if isinstance(value, torch.Tensor):
-        return value.item()
+        if value.numel() != 1:
+            raise ValueError(
+                f"the loss's metric {name!r} has {value.numel()} elements, shape "
+                f"{list(value.shape)}: a metric is one number"
+            )
+        # A copy: the loss may go on to write into its own tensor.
+        return value.detach().clone()
     # A numpy scalar becomes a plain number too.
     return getattr(value, "item", lambda: value)()

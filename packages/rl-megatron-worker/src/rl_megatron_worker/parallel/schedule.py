@@ -18,6 +18,7 @@ from megatron.core import parallel_state
 from megatron.core.pipeline_parallel import get_forward_backward_func
 from rl_interfaces.backend.engine import Scored
 from rl_interfaces.backend.runtime import failing_together
+from rl_interfaces.backend.steps import read_numbers
 
 from rl_megatron_worker.layout import PackedLayout
 from rl_megatron_worker.model.build import unwrapped
@@ -28,7 +29,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 
     from megatron.core.transformer.transformer_config import TransformerConfig
-    from rl_interfaces.backend.engine import Metrics, Tensors
+    from rl_interfaces.backend.engine import Tensors
     from rl_interfaces.backend.steps import Step
     from torch import nn
 
@@ -111,7 +112,7 @@ class Schedule:
 
         def on_last_stage(layout: PackedLayout, hidden: torch.Tensor, **_: bool) -> Scored | None:
             with failure.deferred():
-                return _with_plain_metrics(score(layout, hidden))
+                return _checked_metrics(score(layout, hidden))
             # After a failure; the results are thrown away once the schedule is complete.
             return None
 
@@ -143,7 +144,7 @@ class Schedule:
                 value, scored = loss(layout, hidden)
                 if not value.requires_grad:
                     value = value + self._zero_loss(hidden)
-                return value, num_tokens, _with_plain_metrics(scored)
+                return value, num_tokens, _checked_metrics(scored)
             return self._zero_loss(hidden), num_tokens, None
 
         found = self._run_layouts(layouts, on_last_stage, forward_only=False)
@@ -283,7 +284,9 @@ def _broadcast_scored(found: Sequence[Scored], *, device: torch.device) -> list[
 
     JSON and raw tensors rather than pickled objects: nothing that is received is executed.
     """
-    metrics = _broadcast_json([each.metrics for each in found], device=device)
+    if _last_stage()[0].size() == 1:
+        return list(found)
+    metrics = _broadcast_json(_read_metrics(found), device=device)
     # The names carry the index, so that the shapes of all micro-batches are sent at once.
     named = {
         f"{index}/{name}": tensor
@@ -297,7 +300,13 @@ def _broadcast_scored(found: Sequence[Scored], *, device: torch.device) -> list[
     return results
 
 
-def _with_plain_metrics(scored: Scored) -> Scored:
+def _read_metrics(found: Sequence[Scored]) -> list[dict[str, float]]:
+    """Return the metrics of all micro-batches as plain numbers, read at once."""
+    numbers = iter(read_numbers([value for each in found for value in each.metrics.values()]))
+    return [dict(zip(each.metrics, numbers, strict=False)) for each in found]
+
+
+def _checked_metrics(scored: Scored) -> Scored:
     """Return the result with metrics that `_broadcast_scored` can send.
 
     Call it where an exception is deferred: the other stages wait for the broadcast.
@@ -305,14 +314,14 @@ def _with_plain_metrics(scored: Scored) -> Scored:
     Raises:
         TypeError: A metric is not JSON-serialisable; the message names it.
     """
-    metrics: Metrics = {}
     for name, value in scored.metrics.items():
-        metrics[name] = value
+        if isinstance(value, torch.Tensor):
+            continue  # of one element: `_read_metrics` makes a number of it
         try:
-            json.dumps(metrics[name])
+            json.dumps(value)
         except TypeError as error:
             raise TypeError(f"the loss's metric {name!r} is {value!r}: {error}") from error
-    return replace(scored, metrics=metrics)
+    return scored
 
 
 def _last_stage() -> tuple[dist.ProcessGroup, int, bool]:

@@ -19,6 +19,7 @@ from torch._subclasses.fake_tensor import FakeTensor
 from torch.distributed.tensor._sharding_prop import ShardingPropagator
 from torch.nn.attention.bias import CausalBias
 from torch.testing._internal.distributed.fake_pg import FakeStore
+from torch.utils._python_dispatch import _disable_current_modes
 from torch.utils._pytree import tree_map
 
 from rl_interfaces.testing.fake_cuda.device import FakeDevice
@@ -224,9 +225,19 @@ _SWAP = torch.utils.swap_tensors
 def _tensor_surface(device: FakeDevice) -> Any:
     """Make FakeTensors follow what real tensors do beyond operators."""
 
+    def move_onto(tensor: torch.Tensor, value: FakeTensor) -> None:
+        """Make a real tensor fake, in place, so that references to it survive."""
+        fake: torch.Tensor = device.fake_like(value)
+        if isinstance(tensor, torch.nn.Parameter):
+            fake = torch.nn.Parameter(fake, requires_grad=tensor.requires_grad)
+        _SWAP(tensor, fake)
+
     def set_data(tensor: torch.Tensor, value: torch.Tensor) -> None:
         if not isinstance(tensor, FakeTensor):
-            _DATA.__set__(tensor, value)
+            if isinstance(value, FakeTensor):
+                move_onto(tensor, value)
+            else:
+                _DATA.__set__(tensor, value)
             return
         taken = value if isinstance(value, FakeTensor) else device.fake_of(value)
         _DATA.__set__(tensor, taken)
@@ -318,7 +329,16 @@ _SDPA = torch.nn.functional.scaled_dot_product_attention
 
 
 def _attention() -> Any:
-    return _replaced((torch.nn.functional, "scaled_dot_product_attention", _attend))
+    return _replaced(
+        (torch.nn.functional, "scaled_dot_product_attention", _attend),
+        # A tensor without elements that carries two sizes; under a mode torch cannot subclass it.
+        (CausalBias, "__new__", _new_causal_bias),
+    )
+
+
+def _new_causal_bias(cls: type[CausalBias], *_: object) -> CausalBias:
+    with _disable_current_modes():
+        return torch.Tensor.__new__(cls)
 
 
 def _attend(

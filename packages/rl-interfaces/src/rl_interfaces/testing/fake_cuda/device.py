@@ -85,11 +85,22 @@ class Figures:
     syncs: Counter[Sync] = field(default_factory=Counter[Sync])
     kernels: Counter[str] = field(default_factory=Counter[str])
     """The launches by operator."""
+    left: list[str] = field(default_factory=list[str])
+    """What an offload has left on the device, see `FakeDevice.allocated`."""
 
     @property
     def num_syncs(self) -> int:
         """How often the host waits for the device."""
         return self.syncs.total()
+
+
+@dataclass(slots=True)
+class _Block:
+    """Memory of one storage."""
+
+    what: str
+    origin: Sync
+    size: int = 0
 
 
 class FakeDevice(TorchDispatchMode):
@@ -104,7 +115,7 @@ class FakeDevice(TorchDispatchMode):
         super().__init__()
         self._fake = FakeTensorMode(allow_non_fake_inputs=False)
         self._packages = tuple(packages)
-        self._blocks: weakref.WeakKeyDictionary[Any, list[int]] = weakref.WeakKeyDictionary()
+        self._blocks: weakref.WeakKeyDictionary[Any, _Block] = weakref.WeakKeyDictionary()
         self._figures = Figures()
         self._paused = False
         self._sent: dict[int, torch.Tensor] = {}
@@ -176,7 +187,8 @@ class FakeDevice(TorchDispatchMode):
         if tensor.device.type == "cuda" and not self._paused:
             storage = tensor.untyped_storage()
             if storage not in self._blocks:
-                self._blocks[storage] = block = [0]
+                what = f"{tensor.dtype} {list(tensor.shape)}"
+                self._blocks[storage] = block = _Block(what, self._caller("allocation"))
                 weakref.finalize(storage, self._free, block)
             self.resized(storage)
 
@@ -186,13 +198,18 @@ class FakeDevice(TorchDispatchMode):
         if block is None:
             return
         size = -(-storage.nbytes() // _BLOCK_BYTES) * _BLOCK_BYTES
-        self.live_bytes += size - block[0]
-        block[0] = size
+        self.live_bytes += size - block.size
+        block.size = size
         self.peak_bytes = max(self.peak_bytes, self.live_bytes)
 
-    def _free(self, block: list[int]) -> None:
-        self.live_bytes -= block[0]
-        block[0] = 0
+    def _free(self, block: _Block) -> None:
+        self.live_bytes -= block.size
+        block.size = 0
+
+    def allocated(self) -> list[str]:
+        """Describe what is allocated now, the largest first: bytes, dtype, shape and origin."""
+        blocks = sorted(self._blocks.values(), key=lambda block: block.size, reverse=True)
+        return [f"{each.size} bytes, {each.what}, from {each.origin}" for each in blocks if each.size]
 
     # Tensors
 
@@ -203,6 +220,14 @@ class FakeDevice(TorchDispatchMode):
         )
         fake = FakeTensor(self._fake, meta, device or tensor.device)
         return _with_values(fake, tensor)
+
+    def fake_like(self, fake: FakeTensor) -> FakeTensor:
+        """Return a FakeTensor with the description and the values of `fake`, and its own memory."""
+        meta = torch.empty_strided(fake.shape, fake.stride(), dtype=fake.dtype, device="meta")
+        other = FakeTensor(self._fake, meta, fake.fake_device)
+        values = _known(fake)
+        self._count(other)
+        return other if values is None else _with_values(other, values.clone())
 
     # Operators
 

@@ -62,4 +62,6 @@ def run_life(
     for name, call in calls.items():
         with device.phase() as found[name]:
             call()
+            if name == "offload_after_refit":
+                found[name].left = device.allocated()
     return found
