@@ -43,6 +43,8 @@ from rl_megatron_worker.attention import PackedAttention
 from rl_megatron_worker.model.config import padded_vocab_size, uses_transformer_engine
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
+
     import torch.distributed as dist
     from megatron.core.dist_checkpointing.mapping import ShardedStateDict
     from megatron.core.distributed import DistributedDataParallelConfig
@@ -125,6 +127,19 @@ def unwrapped(chunk: nn.Module) -> GPTModel:
     while not isinstance(chunk, GPTModel):
         chunk = cast("nn.Module", chunk.module)
     return chunk
+
+
+def release_rotary_tables(chunks: Sequence[nn.Module]) -> None:
+    """Free the rotary embeddings that Megatron-core caches, one for each of 32 sequence lengths.
+
+    The next forward computes them again, and moves the frequencies onto the device.
+    """
+    for chunk in chunks:
+        rotary = getattr(unwrapped(chunk), "rotary_pos_emb", None)
+        if rotary is not None:
+            # Of the class: the cache holds the tables of all of its instances.
+            type(rotary).forward.cache_clear()
+            rotary.inv_freq = rotary.inv_freq.cpu()
 
 
 class OutputMatrix(nn.Module):

@@ -30,7 +30,7 @@ if TYPE_CHECKING:
 
     from megatron.core.transformer.transformer_config import TransformerConfig
     from rl_interfaces.backend.engine import Tensors
-    from rl_interfaces.backend.steps import Step
+    from rl_interfaces.backend.steps import MicroBatch, Step
     from torch import nn
 
     from rl_megatron_worker.layout import PackedRows
@@ -84,16 +84,24 @@ class Schedule:
     def takes_cache(self) -> bool:
         """Whether the attention supports a `KeyValueCache`."""
         shared = parallel_state.get_context_parallel_world_size() > 1
-        dtype = unwrapped(self.chunks[0]).config.params_dtype
-        return not shared and not uses_transformer_engine(self.runtime, dtype)
+        return not shared and not self._uses_transformer_engine
 
     def lay_out(self, step: Step) -> list[PackedLayout]:
         """Return the packed micro-batches of a step, then empty ones that complete a schedule."""
         num_passes = self._num_passes(len(step.spans))
         return [
-            PackedLayout.of(micro_batch)
+            self.lay_out_one(micro_batch)
             for micro_batch in step.micro_batches(self.runtime.device, num_passes=num_passes)
         ]
+
+    def lay_out_one(self, micro_batch: MicroBatch) -> PackedLayout:
+        """Return the layout of a packed micro-batch for this rank's layers."""
+        return PackedLayout.of(micro_batch, offsets_on_host=not self._uses_transformer_engine)
+
+    @property
+    def _uses_transformer_engine(self) -> bool:
+        dtype = unwrapped(self.chunks[0]).config.params_dtype
+        return uses_transformer_engine(self.runtime, dtype)
 
     @torch.no_grad()
     def run(

@@ -220,6 +220,7 @@ _DATA_POINTER = torch.UntypedStorage.data_ptr
 _RESIZE = torch.UntypedStorage.resize_
 _TENSOR = torch.tensor
 _SWAP = torch.utils.swap_tensors
+_TO_LIST = torch.Tensor.tolist
 
 
 def _tensor_surface(device: FakeDevice) -> Any:
@@ -261,6 +262,10 @@ def _tensor_surface(device: FakeDevice) -> Any:
             data = tree_map(lambda each: each.item() if isinstance(each, FakeTensor) else each, data)
         return _TENSOR(data, *args, **kwargs)
 
+    def to_list(tensor: torch.Tensor) -> Any:
+        # torch reads a FakeTensor number by number, and a real one in one copy.
+        return _TO_LIST(tensor.cpu() if isinstance(tensor, FakeTensor) else tensor)
+
     def swap(first: torch.Tensor, second: torch.Tensor) -> None:
         # `nn.Module.to` swaps FakeTensors, and sets the data of real tensors, whose identity,
         # and so every reference to them, survives the move.
@@ -272,6 +277,7 @@ def _tensor_surface(device: FakeDevice) -> Any:
     return _replaced(
         (torch.utils, "swap_tensors", swap),
         (torch.Tensor, "data", property(lambda tensor: _DATA.__get__(tensor), set_data)),
+        (torch.Tensor, "tolist", to_list),
         (torch.Tensor, "record_stream", lambda tensor, stream: None),
         (torch.UntypedStorage, "data_ptr", data_pointer),
         (torch.UntypedStorage, "resize_", resize),
