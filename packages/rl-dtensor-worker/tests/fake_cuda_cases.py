@@ -1,18 +1,22 @@
 """Lives of the worker on a fake CUDA device; runs in the process of `run_on_fake_cuda`."""
 
 import copy
+import dataclasses
 import tempfile
+from unittest import mock
 
 import parity_models
 import torch
 from parity_layouts import LAYOUTS
 from parity_ranks import BUDGET, rows_of
 from ranks import worker_for
+from rl_dtensor_worker import forward, layout
 from rl_interfaces import LossInput, LossType
 from rl_interfaces.testing.fake_cuda import fake_cuda, run_life
 from rl_interfaces.testing.fake_cuda.limits import numbers_of
 from tiny_model import build_tokenizer, make_batch, make_config
 from transformers import AutoModelForCausalLM
+from transformers.models.llama.modeling_llama import LlamaAttention
 
 GLOBAL_BATCH, NUM_ROWS = 8, 16
 NUM_STEPS = NUM_ROWS // GLOBAL_BATCH
@@ -58,12 +62,12 @@ class DeviceLoss:
 
 
 def config_of(case, path):
-    layout, precision, section, keys = CASES[case]
+    name, precision, section, keys = CASES[case]
     budgets = {"train_mb_tokens": BUDGET, "logprob_mb_tokens": BUDGET}
     return make_config(
         path,
         precision=precision,
-        dtensor_cfg={"enabled": True, **LAYOUTS[layout][1], **keys},
+        dtensor_cfg={"enabled": True, **LAYOUTS[name][1], **keys},
         train_global_batch_size=GLOBAL_BATCH,
         **({} if section is None else {section: {"enabled": True, **budgets}}),
     )
@@ -123,3 +127,74 @@ def num_passes_of(batch):
         return sum(len(spans) for spans in batch.micro_batch_indices)
     rows_per_step = batch.size // NUM_STEPS
     return NUM_STEPS * -(-rows_per_step // 2)
+
+
+def measure_planted():
+    """Return the error of a device mixture, and the numbers of a life with each other bug."""
+    shallow, deep = build(NUM_LAYERS), build(NUM_LAYERS + MORE_LAYERS)
+    numbers = {}
+    for bug, patch in _BUGS.items():
+        with patch():
+            numbers[bug] = numbers_of_case("dp2", shallow, deep)
+    with (
+        fake_cuda(world_size=2),
+        worker_for(config_of("dp2", shallow), init_reference_model=False) as worker,
+        mock.patch.object(layout.PaddedLayout, "of", classmethod(_of_host_lengths)),
+    ):
+        try:
+            worker.get_logprobs(make_batch(4))
+        except RuntimeError as error:
+            return {"mixture": str(error), "numbers": numbers}
+    raise AssertionError("a device mixture was not found")
+
+
+_padded_layout_of = layout.PaddedLayout.of.__func__
+_attention = LlamaAttention.forward
+_target_scores = forward.TokenHead.target_scores
+
+
+def _of_host_lengths(cls, tokens, lengths, **options):
+    return _padded_layout_of(cls, tokens, lengths.cpu(), **options)
+
+
+def _kept_tensor():
+    kept = []
+
+    def keep(model, *_args, **_options):
+        kept.append(torch.zeros(100, device="cuda"))
+        return _attention(model, *_args, **_options)
+
+    return mock.patch.object(LlamaAttention, "forward", keep)
+
+
+def _read_in_a_layer():
+    def read(model, hidden_states, **options):
+        assert float(hidden_states.abs().max()) < 1e9
+        return _attention(model, hidden_states, **options)
+
+    return mock.patch.object(LlamaAttention, "forward", read)
+
+
+def _loop_of_kernels():
+    def loop(model, hidden_states, **options):
+        hidden_states = torch.stack([row * 1.0 for row in hidden_states.unbind(1)], dim=1)
+        return _attention(model, hidden_states, **options)
+
+    return mock.patch.object(LlamaAttention, "forward", loop)
+
+
+def _kept_logits():
+    def keep(head, model, tokens, *args, **options):
+        logits = torch.zeros(*tokens.shape, 4096, device="cuda")
+        found = _target_scores(head, model, tokens, *args, **options)
+        return dataclasses.replace(found, logprobs=found.logprobs + logits.sum() * 0)
+
+    return mock.patch.object(forward.TokenHead, "target_scores", keep)
+
+
+_BUGS = {
+    "kept tensor": _kept_tensor,
+    "read in a layer": _read_in_a_layer,
+    "loop of kernels": _loop_of_kernels,
+    "kept logits": _kept_logits,
+}

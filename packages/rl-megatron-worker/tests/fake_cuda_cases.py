@@ -1,16 +1,20 @@
 """Lives of the worker on a fake CUDA device; runs in the process of `run_on_fake_cuda`."""
 
 import tempfile
+from contextlib import contextmanager
+from unittest import mock
 
+import torch
 from batches import make_batch, make_config
 from parity_checks import LAYOUTS, num_layers_of
 from rl_interfaces import LossInput, LossType
 from rl_interfaces.testing.fake_cuda import fake_cuda, run_life
 from rl_interfaces.testing.fake_cuda.limits import numbers_of
+from rl_megatron_worker.parallel.schedule import Schedule
 from tiny_models import build_tiny
 from worker_ranks import BUDGET, rows_of, worker_for
 
-GLOBAL_BATCH, NUM_ROWS = 8, 16
+GLOBAL_BATCH, NUM_ROWS, HIDDEN_SIZE = 8, 16, 32
 NUM_STEPS = NUM_ROWS // GLOBAL_BATCH
 _PACKED, _DYNAMIC = "sequence_packing", "dynamic_batching"
 # Layout, precision, section that plans micro-batches, model.
@@ -59,9 +63,16 @@ def measure(cases):
     return {case: numbers_of_case(case) for case in cases}
 
 
+def reduced_over_stages(values):
+    """Return what an all-reduce gives if the first of two stages has what this one lacks."""
+    if values.dtype is torch.uint8:  # whether any rank has a parameter
+        return torch.ones_like(values)
+    return values.where(values != -1, 0)  # the stage of each parameter, -1 on the others
+
+
 def numbers_of_case(case, *_):
     layout, _, section, kind = CASES[case]
-    num_ranks, sizes = LAYOUTS[layout]
+    sizes = LAYOUTS[layout][1]
     layers, stages = num_layers_of(layout), sizes.get("pipeline_model_parallel_size", 1)
     # One more layer on every stage and in every chunk of this rank.
     more = stages * sizes.get("virtual_pipeline_model_parallel_size", 1)
@@ -69,20 +80,20 @@ def numbers_of_case(case, *_):
         build_tiny(tempfile.mkdtemp(), kind, num_hidden_layers=count)
         for count in (layers, layers + more)
     )
-    with fake_cuda(world_size=num_ranks) as device, worker_for(config_of(case, shallow)) as worker:
+    with job(case) as device, worker_for(config_of(case, shallow)) as worker:
         batch = rows_for(section)
         num_passes = num_passes_of(batch)
         phases = run_life(
             device,
             worker,
             batch=batch,
-            scored=rows_of(make_batch(NUM_ROWS), section)[0],
-            prompts=make_batch(4),
+            scored=rows_of(equal_rows(NUM_ROWS), section)[0],
+            prompts=equal_rows(4),
             loss=DeviceLoss(),
         )
     options = {"init_reference_model": False}
     with (
-        fake_cuda(world_size=num_ranks) as device,
+        job(case) as device,
         worker_for(config_of(case, deep), **options) as worker,
         device.phase() as deeper,
     ):
@@ -95,8 +106,38 @@ def numbers_of_case(case, *_):
     }
 
 
+@contextmanager
+def job(case):
+    """Be the first rank of the case's last pipeline stage."""
+    num_ranks, sizes = LAYOUTS[CASES[case][0]]
+    stages = sizes.get("pipeline_model_parallel_size", 1)
+    with fake_cuda(rank=num_ranks - num_ranks // stages, world_size=num_ranks) as device:
+        if stages == 1:
+            yield device
+            return
+        device.reduce = reduced_over_stages
+        run_layouts = Schedule._run_layouts
+
+        def run(schedule, layouts, *args, **options):
+            # Stages send their shapes first. Rows are equally long, so all micro-batches are.
+            (total,) = {layout.packed.total_length for layout in layouts}
+            device.received = torch.tensor([total, 1, HIDDEN_SIZE])
+            return run_layouts(schedule, layouts, *args, **options)
+
+        with mock.patch.object(Schedule, "_run_layouts", run):
+            yield device
+
+
+def equal_rows(num_rows):
+    """Return rows of one length."""
+    batch = make_batch(num_rows)
+    batch["input_lengths"] = torch.full_like(batch["input_lengths"], batch["input_ids"].shape[1])
+    batch["input_ids"] = batch["input_ids"].clamp(min=2)
+    return batch
+
+
 def rows_for(section):
-    return rows_of(make_batch(NUM_ROWS), section, global_batch_size=GLOBAL_BATCH)[0]
+    return rows_of(equal_rows(NUM_ROWS), section, global_batch_size=GLOBAL_BATCH)[0]
 
 
 def num_passes_of(batch):

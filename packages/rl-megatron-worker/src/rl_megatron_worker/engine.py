@@ -23,7 +23,7 @@ from rl_megatron_worker.checkpoint import MegatronFormat
 from rl_megatron_worker.config import EngineConfig
 from rl_megatron_worker.convert import converter_for
 from rl_megatron_worker.decoder import ExpertSync, open_decoder
-from rl_megatron_worker.model.build import build_model, release_rotary_tables
+from rl_megatron_worker.model.build import build_model, release_caches
 from rl_megatron_worker.model.config import transformer_config
 from rl_megatron_worker.model.heads import PackedOutput, TokenHead
 from rl_megatron_worker.model.load import load_weights
@@ -319,8 +319,10 @@ class MegatronEngine:
             self.optimizer.release_gradients()
             self.optimizer.move_state(_CPU)
         place_parameters(self.model, self.runtime, on_device=model)
+        if self.optimizer is not None:
+            self.optimizer.move_scalars(self.info.device if model else _CPU)
         if not model:
-            release_rotary_tables(self.model)
+            release_caches(self.model)
         if self.optimizer is not None and training:
             self.optimizer.move_state(self.info.device)
             self.optimizer.restore_gradients()

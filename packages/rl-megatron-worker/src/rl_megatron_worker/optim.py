@@ -200,7 +200,10 @@ class Trainer:
                     if copy.untyped_storage().data_ptr() not in models:
                         copy.data = copy.data.to(device)
             move_optimizer_state(part.optimizer, device)
-            # Loss scale and overflow flag.
+
+    def move_scalars(self, device: torch.device) -> None:
+        """Move loss scale and overflow flag, which a forward pass of an MoE model reads too."""
+        for part in self._optimizers():
             for holder in (part, getattr(part, "grad_scaler", None)):
                 scalars = {} if holder is None else dict(vars(holder))
                 for name, value in scalars.items():

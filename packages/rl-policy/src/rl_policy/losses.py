@@ -57,7 +57,7 @@ class NLLLoss:
         reasons = {"token_mask": "the target tokens", "sample_mask": "the valid samples"}
         _require_keys(data, reasons, loss=type(self).__name__)
         loss = _share_of(-next_token_logits[:, 1:], _target_mask(data), global_valid_toks)
-        return loss, _as_numbers({"nll": loss.detach()}, data)
+        return loss, _with_samples({"nll": loss.detach()}, data)
 
 
 @dataclass(kw_only=True, slots=True)
@@ -148,7 +148,7 @@ class ClippedPGLoss:
             for name, values in metrics.items()
         }
         shares["policy_loss"] = self._reduce(policy_cost.detach(), mask, *counts)
-        return self._reduce(cost, mask, *counts), _as_numbers(shares, data)
+        return self._reduce(cost, mask, *counts), _with_samples(shares, data)
 
     def _token_terms(
         self, logprobs: torch.Tensor, data: Mapping[str, torch.Tensor], mask: torch.Tensor
@@ -342,7 +342,7 @@ class DPOLoss:
             name: _share_of(values.detach(), is_valid, num_pairs)
             for name, values in measured.items()
         }
-        return _share_of(cost, is_valid, num_pairs), _as_numbers(shares, data)
+        return _share_of(cost, is_valid, num_pairs), _with_samples(shares, data)
 
 
 def _valid_pairs(sample_mask: torch.Tensor) -> torch.Tensor:
@@ -406,11 +406,11 @@ def _share_of(values: torch.Tensor, weights: torch.Tensor, count: torch.Tensor) 
     return (values * weights).sum() / torch.as_tensor(count, device=values.device).clamp(min=1)
 
 
-def _as_numbers(
+def _with_samples(
     metrics: Mapping[str, torch.Tensor], data: Mapping[str, torch.Tensor]
-) -> dict[str, float]:
-    """Return 0-d tensors as floats, and `num_valid_samples` of the micro-batch."""
-    # One copy from the device, not one per metric.
-    numbers = torch.stack([value.float() for value in metrics.values()]).tolist()
-    num_valid_samples = int(data["sample_mask"].sum())
-    return {**dict(zip(metrics, numbers, strict=True)), "num_valid_samples": num_valid_samples}
+) -> dict[str, torch.Tensor]:
+    """Return the metrics and `num_valid_samples` of the micro-batch, 0-d tensors.
+
+    They stay on the device: the worker reads those of all micro-batches at the end of the call.
+    """
+    return {**metrics, "num_valid_samples": data["sample_mask"].sum().long()}

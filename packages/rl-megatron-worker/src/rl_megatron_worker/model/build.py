@@ -79,6 +79,8 @@ def build_model(
         chunks: list[nn.Module] = []
         for index, vp_stage in enumerate(stages):
             chunk: nn.Module = _build_chunk(architecture, config, layout, runtime, vp_stage)
+            # Megatron-core makes the weight of MoE routers on the CPU.
+            chunk.to(runtime.device)
             if config.fp16 or config.bf16:
                 chunk = Float16Module(config, chunk)
             if ddp is None:
@@ -129,15 +131,18 @@ def unwrapped(chunk: nn.Module) -> GPTModel:
     return chunk
 
 
-def release_rotary_tables(chunks: Sequence[nn.Module]) -> None:
-    """Free the rotary embeddings that Megatron-core caches, one for each of 32 sequence lengths.
+def release_caches(chunks: Sequence[nn.Module]) -> None:
+    """Free what Megatron-core caches on the device; the next forward makes it again.
 
-    The next forward computes them again, and moves the frequencies onto the device.
+    These are the rotary embeddings of the last 32 sequence lengths, the buffer into which sequence
+    parallelism gathers activations, and the last activations from the stage before this one.
     """
+    parallel_state.get_global_memory_buffer().buffer.clear()
     for chunk in chunks:
+        unwrapped(chunk).set_input_tensor(None)  # type: ignore[arg-type]
         rotary = getattr(unwrapped(chunk), "rotary_pos_emb", None)
         if rotary is not None:
-            # Of the class: the cache holds the tables of all of its instances.
+            # Of the class: the cache holds the embeddings of all of its instances.
             type(rotary).forward.cache_clear()
             rotary.inv_freq = rotary.inv_freq.cpu()
 

@@ -258,11 +258,11 @@ def _broadcast_json(value: T, *, device: torch.device) -> T:
         return value
     encoded = json.dumps(value).encode() if is_last else b""
     # The size first: the other stages have to allocate the buffer that they receive into.
-    size = torch.tensor([len(encoded)], dtype=torch.int64, device=device)
+    size = torch.tensor([len(encoded)], dtype=torch.int64).to(device, non_blocking=True)
     dist.broadcast(size, src=last, group=group)
     data = torch.zeros(int(size), dtype=torch.uint8, device=device)
     if is_last:
-        data.copy_(torch.frombuffer(bytearray(encoded), dtype=torch.uint8))
+        data.copy_(torch.frombuffer(bytearray(encoded), dtype=torch.uint8), non_blocking=True)
     dist.broadcast(data, src=last, group=group)
     return value if is_last else json.loads(bytes(data.tolist()))
 

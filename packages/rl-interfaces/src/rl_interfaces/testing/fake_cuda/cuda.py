@@ -264,7 +264,7 @@ def _tensor_surface(device: FakeDevice) -> Any:
 
     def to_list(tensor: torch.Tensor) -> Any:
         # torch reads a FakeTensor number by number, and a real one in one copy.
-        return _TO_LIST(tensor.cpu() if isinstance(tensor, FakeTensor) else tensor)
+        return _TO_LIST(tensor.cpu())
 
     def swap(first: torch.Tensor, second: torch.Tensor) -> None:
         # `nn.Module.to` swaps FakeTensors, and sets the data of real tensors, whose identity,
@@ -277,7 +277,7 @@ def _tensor_surface(device: FakeDevice) -> Any:
     return _replaced(
         (torch.utils, "swap_tensors", swap),
         (torch.Tensor, "data", property(lambda tensor: _DATA.__get__(tensor), set_data)),
-        (torch.Tensor, "tolist", to_list),
+        (FakeTensor, "tolist", to_list),
         (torch.Tensor, "record_stream", lambda tensor, stream: None),
         (torch.UntypedStorage, "data_ptr", data_pointer),
         (torch.UntypedStorage, "resize_", resize),

@@ -118,7 +118,13 @@ class FakeDevice(TorchDispatchMode):
         self._blocks: weakref.WeakKeyDictionary[Any, _Block] = weakref.WeakKeyDictionary()
         self._figures = Figures()
         self._paused = False
-        self._sent: dict[int, torch.Tensor] = {}
+        self.reduce: Callable[[torch.Tensor], torch.Tensor] | None = None
+        """Maps this rank's integers to those of an all-reduce; None: they are the same.
+
+        For code that asks what other ranks have, such as the layers of other pipeline stages.
+        """
+        self.received: torch.Tensor | None = None
+        """What another rank sends where as many integers are received, such as a shape."""
         self.live_bytes = 0
         """The bytes that are allocated now."""
         self.peak_bytes = 0
@@ -404,28 +410,37 @@ class FakeDevice(TorchDispatchMode):
     def _communicate(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Return what a collective returns whose other ranks have what this one has.
 
-        A reduction leaves the values of this rank, a gather repeats them. What a rank receives
-        from another is what it has last sent to that one, see `expect`.
+        A reduction leaves the values of this rank, a gather repeats them; see `reduce` and
+        `received`.
         """
         tensors = _tensors_in((args, kwargs))
         devices = {str(each.device) for each in tensors}
         if len(devices) > 1:
             raise RuntimeError(f"{func._schema.name} of tensors on {sorted(devices)}")
         name = func._schema.name.partition("::")[2]
-        if name == "send":
-            self._sent[args[2]] = tensors[0]
-        elif name == "recv_" and tensors[0].numel() <= _MAX_KNOWN:
-            _share_values(tensors[0], self._sent.get(args[2]))
-        elif name not in ("allreduce_", "broadcast_", "barrier", "allreduce_coalesced_"):
+        if name == "recv_":
+            _share_values(tensors[0], self.received)
+        elif name == "send":
+            pass
+        elif name == "allreduce_":
+            self._reduce(tensors)
+        elif name not in ("broadcast_", "barrier", "allreduce_coalesced_"):
             _gather_values(name, args)
         if not self._paused:
             self._figures.kernels[name] += 1
             self._figures.launches += 1
         return _returned(func, args)
 
-    def expect(self, peer: int, values: torch.Tensor) -> None:
-        """Set the integers that `peer` sends to this rank: a pipeline exchanges its shapes."""
-        self._sent[peer] = values
+    def _reduce(self, tensors: Sequence[torch.Tensor]) -> None:
+        for tensor in tensors:
+            values = _values_of(tensor)
+            if self.reduce is None or values is None or tensor.is_floating_point():
+                continue
+            reduced = self.reduce(values)
+            if isinstance(tensor, FakeTensor):
+                tensor._host_values = reduced  # type: ignore[attr-defined]
+            else:
+                tensor.copy_(reduced)
 
 
 def _short(frame: Any) -> str:
