@@ -63,8 +63,8 @@ def measure(cases):
     return {case: numbers_of_case(case) for case in cases}
 
 
-def reduced_over_stages(values):
-    """Return what an all-reduce gives if the first of two stages has what this one lacks."""
+def reduced_over_ranks(values):
+    """Return what an all-reduce gives if the first pipeline stage has what this rank lacks."""
     if values.dtype is torch.uint8:  # whether any rank has a parameter
         return torch.ones_like(values)
     return values.where(values != -1, 0)  # the stage of each parameter, -1 on the others
@@ -112,10 +112,10 @@ def job(case):
     num_ranks, sizes = LAYOUTS[CASES[case][0]]
     stages = sizes.get("pipeline_model_parallel_size", 1)
     with fake_cuda(rank=num_ranks - num_ranks // stages, world_size=num_ranks) as device:
+        device.reduce = reduced_over_ranks
         if stages == 1:
             yield device
             return
-        device.reduce = reduced_over_stages
         run_layouts = Schedule._run_layouts
 
         def run(schedule, layouts, *args, **options):

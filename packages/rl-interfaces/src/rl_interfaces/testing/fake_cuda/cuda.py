@@ -27,6 +27,8 @@ from rl_interfaces.testing.fake_cuda.device import FakeDevice
 NUM_DEVICES = 8
 _TOTAL_BYTES = 80 * 2**30
 _aten = torch.ops.aten
+# Libraries keep streams in globals, beyond the context in which they were made.
+_active: list[FakeDevice] = []
 
 
 @contextmanager
@@ -70,7 +72,14 @@ def fake_cuda(
         torch._C._set_only_lift_cpu_tensors(True)
         leaving.callback(torch._C._set_only_lift_cpu_tensors, False)
         leaving.enter_context(device)
+        _active.append(device)
+        leaving.callback(_active.remove, device)
         yield device
+
+
+def _waits(*_: object, **__: object) -> None:
+    for device in _active:
+        device.synchronised("synchronize")
 
 
 def _leave_groups() -> None:
@@ -120,7 +129,7 @@ def _torch_cuda(device: FakeDevice) -> Any:
             return True
 
         def synchronize(self) -> None:
-            device.synchronised("synchronize")
+            _waits()
 
     class Event:
         """An event that has happened; waiting for it on the host is counted."""
@@ -138,13 +147,10 @@ def _torch_cuda(device: FakeDevice) -> Any:
             return True
 
         def synchronize(self) -> None:
-            device.synchronised("synchronize")
+            _waits()
 
         def elapsed_time(self, _: object) -> float:
             return 0.0
-
-    def waits(*_: object, **__: object) -> None:
-        device.synchronised("synchronize")
 
     def nothing(*_: object, **__: object) -> None:
         pass
@@ -184,9 +190,9 @@ def _torch_cuda(device: FakeDevice) -> Any:
         "stream": entered,
         "current_stream": lambda *_, **__: Stream(),
         "default_stream": lambda *_, **__: Stream(),
-        "synchronize": waits,
+        "synchronize": _waits,
         # It waits: freeing memory synchronises the device.
-        "empty_cache": waits,
+        "empty_cache": _waits,
         "memory_allocated": lambda *_: device.live_bytes,
         "memory_reserved": lambda *_: device.live_bytes,
         "max_memory_allocated": lambda *_: device.peak_bytes,

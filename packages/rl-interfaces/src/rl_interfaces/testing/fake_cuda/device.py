@@ -16,6 +16,7 @@ from collections import Counter
 from collections.abc import Callable, Generator, Iterable, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -94,6 +95,12 @@ class Figures:
         return self.syncs.total()
 
 
+@cache
+def _fake_mode() -> FakeTensorMode:
+    """Return the mode of all devices: libraries keep tensors in globals, beyond one context."""
+    return FakeTensorMode(allow_non_fake_inputs=False)
+
+
 @dataclass(slots=True)
 class _Block:
     """Memory of one storage."""
@@ -113,7 +120,7 @@ class FakeDevice(TorchDispatchMode):
 
     def __init__(self, *, packages: Sequence[str] = ("rl_",)) -> None:
         super().__init__()
-        self._fake = FakeTensorMode(allow_non_fake_inputs=False)
+        self._fake = _fake_mode()
         self._packages = tuple(packages)
         self._blocks: weakref.WeakKeyDictionary[Any, _Block] = weakref.WeakKeyDictionary()
         self._figures = Figures()
