@@ -13,7 +13,7 @@ import operator
 import sys
 import weakref
 from collections import Counter
-from collections.abc import Callable, Generator, Iterable, Sequence
+from collections.abc import Callable, Generator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import cache
@@ -36,6 +36,11 @@ _KIT = "rl_interfaces.testing.fake_cuda"
 _DISPATCHERS = ("torch._", "torch.utils._", "torch.overrides", "torch.distributed.tensor._")
 _PLAIN_TYPES = (torch.Tensor, torch.nn.Parameter, torch.nn.Buffer, FakeTensor)
 
+# They return no tensor that is computed.
+_HOST_ANSWERS = frozenset(
+    {"_local_scalar_dense", "is_nonzero", "equal", "allclose"}
+    | {"is_pinned", "_pin_memory", "pin_memory"}
+)
 # They allocate, or change a tensor's description: no kernel runs.
 _WITHOUT_KERNEL = frozenset(
     {"empty", "empty_strided", "empty_like", "new_empty", "new_empty_strided", "_unsafe_view"}
@@ -222,15 +227,15 @@ class FakeDevice(TorchDispatchMode):
     def allocated(self) -> list[str]:
         """Describe what is allocated now, the largest first: bytes, dtype, shape and origin."""
         blocks = sorted(self._blocks.values(), key=lambda block: block.size, reverse=True)
-        return [f"{each.size} bytes, {each.what}, from {each.origin}" for each in blocks if each.size]
+        return [
+            f"{each.size} bytes, {each.what}, from {each.origin}" for each in blocks if each.size
+        ]
 
     # Tensors
 
     def fake_of(self, tensor: torch.Tensor, device: torch.device | None = None) -> FakeTensor:
         """Return a FakeTensor like a real one, on its device or on another."""
-        meta = torch.empty_strided(
-            tensor.shape, tensor.stride(), dtype=tensor.dtype, device="meta"
-        )
+        meta = torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device="meta")
         fake = FakeTensor(self._fake, meta, device or tensor.device)
         return _with_values(fake, tensor)
 
@@ -265,32 +270,42 @@ class FakeDevice(TorchDispatchMode):
             return self._communicate(func, args, kwargs)
         name = func._schema.name.partition("::")[2]
         on_device = any(each.device.type == "cuda" for each in fakes)
-        if name in ("_local_scalar_dense", "equal", "allclose", "is_nonzero"):
-            if on_device:
-                self.synchronised("read")
-            return True if name in ("equal", "allclose") else _number(fakes[0])
-        self._check_devices(name, args)
-        if name in ("is_pinned", "_pin_memory", "pin_memory"):
-            return True if name == "is_pinned" else args[0]
+        if name in _HOST_ANSWERS:
+            return self._answer(name, args, fakes[0], on_device=on_device)
         if name == "copy_" and not isinstance(args[0], FakeTensor):
             return self._copy_to_host(args, kwargs, on_device=on_device)
+        self._check_devices(name, args)
+        self._count_transfer(name, args, kwargs)
         if name in ("index", "index_put", "index_put_", "_index_put_impl_"):
             args = self._with_integer_indices(name, args)
-        self._count_transfer(name, args, kwargs)
         out = self._compute(func, name, args, kwargs)
-        counts = on_device or _is_cuda(kwargs.get("device"))
-        if counts and not self._paused and not func.is_view and name not in _WITHOUT_KERNEL:
+        is_kernel = not func.is_view and name not in _WITHOUT_KERNEL
+        if is_kernel and (on_device or _is_cuda(kwargs.get("device"))):
+            self._launch(name)
+        return out
+
+    def _launch(self, name: str) -> None:
+        if not self._paused:
             self._figures.launches += 1
             self._figures.kernels[name] += 1
-        return out
+
+    def _answer(
+        self, name: str, args: tuple[Any, ...], tensor: torch.Tensor, *, on_device: bool
+    ) -> Any:
+        """Return what the host asks for: a number, or a property of pinned memory."""
+        if name == "is_pinned":
+            return True
+        if name in ("_pin_memory", "pin_memory"):
+            return args[0]
+        if on_device:
+            self.synchronised("read")
+        return True if name in ("equal", "allclose") else _number(tensor)
 
     def _check_devices(self, name: str, args: tuple[Any, ...]) -> None:
         """Raise if lists of tensors mix devices, which FakeTensor does not look into."""
         if not name.startswith(("_foreach", "_fused", "_amp_foreach")):
             return
-        lists = [
-            each for each in args if isinstance(each, (list, tuple)) and _tensors_in(each)
-        ]
+        lists = [each for each in args if isinstance(each, (list, tuple)) and _tensors_in(each)]
         for tensors in zip(*lists, strict=False):
             devices = {str(each.device) for each in tensors if each.ndim}
             if len(devices) > 1:
@@ -323,6 +338,12 @@ class FakeDevice(TorchDispatchMode):
         """Replace masks by the indices that they select, as CUDA's kernels do after a wait."""
         indices: list[Any] = []
         for index in args[1]:
+            if isinstance(index, torch.Tensor) and index.device != args[0].device:
+                if index.device.type == "cuda":
+                    raise RuntimeError(
+                        f"an index on {index.device} into a tensor on {args[0].device}"
+                    )
+                self.synchronised("upload")
             if not isinstance(index, torch.Tensor) or index.dtype not in (torch.bool, torch.uint8):
                 indices.append(index)
                 continue
@@ -336,9 +357,7 @@ class FakeDevice(TorchDispatchMode):
             indices += [self.fake_of(each, index.device) for each in found]
         return (args[0], indices, *args[2:])
 
-    def _compute(
-        self, func: Any, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]
-    ) -> Any:
+    def _compute(self, func: Any, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Compute the shapes, and the values where all inputs are known."""
         target = kwargs.get("device")
         to_host = target is not None and torch.device(target).type == "cpu"
@@ -389,7 +408,9 @@ class FakeDevice(TorchDispatchMode):
         flat, spec = tree_flatten(out)
         known = tree_flatten(values)[0] if values is not None else [None] * len(flat)
         # An operator that writes in place returns its argument: the caller's own, real tensor.
-        real_of = {id(fake): each for each in given if (fake := originals.get(id(each))) is not None}
+        real_of = {
+            id(fake): each for each in given if (fake := originals.get(id(each))) is not None
+        }
         results: list[Any] = []
         for tensor, value in zip(flat, known, strict=True):
             if not isinstance(tensor, FakeTensor):
@@ -433,9 +454,7 @@ class FakeDevice(TorchDispatchMode):
             self._reduce(tensors)
         elif name not in ("broadcast_", "barrier", "allreduce_coalesced_"):
             _gather_values(name, args)
-        if not self._paused:
-            self._figures.kernels[name] += 1
-            self._figures.launches += 1
+        self._launch(name)
         return _returned(func, args)
 
     def _reduce(self, tensors: Sequence[torch.Tensor]) -> None:
@@ -456,6 +475,14 @@ def _short(frame: Any) -> str:
     package = str(frame.f_globals.get("__name__", "")).partition(".")[0]
     start = path.parts.index(package) if package in path.parts else -2
     return "/".join(path.parts[start:])
+
+
+def describe_like(tensor: FakeTensor, other: FakeTensor) -> None:
+    """Give `tensor` the device and the values of `other`."""
+    tensor.fake_device = other.fake_device
+    tensor.__dict__.pop("_host_values", None)
+    if (values := _known(other)) is not None:
+        _with_values(tensor, values)
 
 
 def _tensors_in(values: Any) -> list[torch.Tensor]:
@@ -592,9 +619,7 @@ def _returned(func: Any, args: tuple[Any, ...]) -> Any:
     group = next(each for each in args if isinstance(each, torch.ScriptObject) and _is_group(each))
     with torch.utils._python_dispatch._disable_current_modes():
         work = torch.ops.c10d.barrier(torch.zeros(0), group, [], True, -1)
-    returned = [
-        work if "Work" in str(each.type) else args[0] for each in func._schema.returns
-    ]
+    returned = [work if "Work" in str(each.type) else args[0] for each in func._schema.returns]
     return returned[0] if len(returned) == 1 else tuple(returned)
 
 

@@ -16,6 +16,7 @@ _SOURCE = Path(__file__).with_name("guard.cpp")
 _COMPILERS = ("c++", "g++", "clang++")
 # About 10 s on one core: several times that on a busy machine.
 _COMPILE_LIMIT_S = 300
+_loaded: list[ctypes.CDLL] = []
 # In the order of their dependencies. `libtorch_global_deps` brings the libraries of the build.
 _TORCH_LIBRARIES = ("libtorch_global_deps.so", "libc10.so", "libtorch_cpu.so")
 
@@ -52,7 +53,12 @@ def load() -> None:
     os.environ["TORCHDYNAMO_DISABLE"] = "1"
     for name in _TORCH_LIBRARIES:
         ctypes.CDLL(str(_torch_folder() / "lib" / name), mode=ctypes.RTLD_GLOBAL)
-    ctypes.CDLL(str(library), mode=ctypes.RTLD_GLOBAL)
+    _loaded.append(ctypes.CDLL(str(library), mode=ctypes.RTLD_GLOBAL))
+
+
+def is_loaded() -> bool:
+    """Return whether this process has loaded the backend."""
+    return bool(_loaded)
 
 
 def build() -> Path:

@@ -41,9 +41,7 @@ class Numbers(TypedDict):
     """Waits of the host in one `train` call, by source: file, function and kind."""
 
 
-def numbers_of(
-    phases: Mapping[str, Figures], deeper: Figures, *, added_layers: int
-) -> Numbers:
+def numbers_of(phases: Mapping[str, Figures], deeper: Figures, *, added_layers: int) -> Numbers:
     """Return the numbers of one case.
 
     Args:
