@@ -16,10 +16,12 @@ from rl_interfaces.testing.fake_cuda import (
 
 _TESTS = Path(__file__).parent
 _LIMITS = read_limits(_TESTS / "fake_cuda_limits.toml")
-_FAST = ["dp2_packed"]
+_FAST = ["dp2_packed"]  # the others are slow
 # Of a `train` call, whatever its size: the ranks' rows, the losses' counts, and the results.
 _READS_PER_CALL = 3
 _NUM_STEPS = 2
+# Their waits are held by the list alone: FSDP itself waits for the gradients of each layer.
+_WITHOUT_AIM = {"dp2_cpu_offload"}
 
 pytestmark = pytest.mark.skipif(why_unavailable() is not None, reason=str(why_unavailable()))
 
@@ -35,7 +37,8 @@ def problems(found):
         lines += exceeded(case, numbers, _LIMITS)
         waits = sum(numbers["syncs"].values())
         aim = numbers["num_passes"] + _NUM_STEPS + _READS_PER_CALL
-        if waits > aim or numbers["syncs_per_layer"] or numbers["offloaded_bytes"]:
+        misses = waits > aim or numbers["syncs_per_layer"] > 0
+        if (misses and case not in _WITHOUT_AIM) or numbers["offloaded_bytes"]:
             lines.append(
                 f"[{case}] {waits} waits in {_NUM_STEPS} steps of {numbers['num_passes']} "
                 f"micro-batches, at most {aim}; {numbers['syncs_per_layer']:g} in a layer, none "
@@ -55,11 +58,7 @@ def test_every_layout_is_within_the_list():
 
 
 def test_the_list_has_every_layout_of_the_parity_table():
-    assert LAYOUTS.keys() <= {case for name in _LIMITS for case in layouts_of(name)}
-
-
-def layouts_of(case):
-    return [layout for layout in LAYOUTS if case == layout or case.startswith(f"{layout}_")]
+    assert LAYOUTS.keys() <= _LIMITS.keys()
 
 
 @pytest.mark.slow
