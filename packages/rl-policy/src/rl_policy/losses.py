@@ -45,7 +45,7 @@ class NLLLoss:
         data: Mapping[str, torch.Tensor],
         global_valid_seqs: torch.Tensor,
         global_valid_toks: torch.Tensor,
-    ) -> tuple[torch.Tensor, dict[str, float]]:
+    ) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
         """Return the micro-batch's share of the loss, and its metrics.
 
         Returns:
@@ -124,12 +124,12 @@ class ClippedPGLoss:
         data: Mapping[str, torch.Tensor],
         global_valid_seqs: torch.Tensor,
         global_valid_toks: torch.Tensor,
-    ) -> tuple[torch.Tensor, dict[str, float]]:
+    ) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
         """Return the micro-batch's share of the loss, and its metrics.
 
         Returns:
-            The 0-d loss, and floats that add up over micro-batches: `policy_loss`, `kl` (k3 per
-            token, with a reference), `entropy` (per token, estimated as the negative
+            The 0-d loss, and 0-d tensors that add up over micro-batches: `policy_loss`, `kl` (k3
+            per token, with a reference), `entropy` (per token, estimated as the negative
             log-probability of the sampled tokens), `clip_fraction` (fraction of tokens whose
             gradient is zero because of clipping), `probs_ratio` (mean of r),
             `sampler_trainer_ratio` (mean of `exp(prev_logprob - generation_logprob)`, if the batch
@@ -306,13 +306,13 @@ class DPOLoss:
         data: Mapping[str, torch.Tensor],
         global_valid_seqs: torch.Tensor,
         global_valid_toks: torch.Tensor,
-    ) -> tuple[torch.Tensor, dict[str, float]]:
+    ) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
         """Return the micro-batch's share of the loss, and its metrics.
 
         Returns:
-            The 0-d loss in nats per pair, and floats that add up over micro-batches to means over
-            pairs: `reward_margin`, `chosen_reward`, `rejected_reward`, `pair_accuracy` (fraction of
-            pairs with a positive margin), and the count `num_valid_samples`.
+            The 0-d loss in nats per pair, and 0-d tensors that add up over micro-batches to means
+            over pairs: `reward_margin`, `chosen_reward`, `rejected_reward`, `pair_accuracy`
+            (fraction of pairs with a positive margin), and the count `num_valid_samples`.
 
         Raises:
             ValueError: The batch lacks a column, or does not consist of pairs.
