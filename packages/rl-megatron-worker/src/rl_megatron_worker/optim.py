@@ -142,8 +142,8 @@ class Trainer:
         squares: list[torch.Tensor] = []
         for group, those in gradients.items():
             # A rank may have none that count: tensor-parallel duplicates count on one rank only.
-            norms = torch._foreach_norm(those) or [torch.zeros((), device=self._runtime.device)]
-            square = torch.linalg.vector_norm(torch.stack(norms)).square()
+            none = torch.zeros((), device=self._runtime.device)
+            square = (torch.nn.utils.get_total_norm(those) if those else none).square()
             dist.all_reduce(square, group=group)
             squares.append(square)
         return torch.stack(squares).sum().sqrt()

@@ -301,7 +301,7 @@ def _broadcast_scored(found: Sequence[Scored], *, device: torch.device) -> list[
         for index, each in enumerate(found)
         for name, tensor in each.tensors.items()
     }
-    results = [Scored(metrics=each) for each in metrics]
+    results = [Scored(metrics={**each}) for each in metrics]
     for key, tensor in _broadcast_tensors(named, device=device).items():
         index, _, name = key.partition("/")
         results[int(index)].tensors[name] = tensor

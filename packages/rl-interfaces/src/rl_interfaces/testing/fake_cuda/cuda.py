@@ -128,7 +128,8 @@ def _torch_cuda(device: FakeDevice) -> Any:
 # torch.Tensor
 
 
-_DATA = torch.Tensor.data
+# The descriptor itself, whose type is that of its value for a type checker.
+_DATA: Any = torch.Tensor.data
 _DATA_POINTER = torch.UntypedStorage.data_ptr
 _RESIZE = torch.UntypedStorage.resize_
 _TENSOR = torch.tensor

@@ -21,8 +21,12 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
-from torch.utils._python_dispatch import TorchDispatchMode
+from torch._subclasses.fake_tensor import (
+    DynamicOutputShapeException,
+    FakeTensor,
+    FakeTensorMode,
+)
+from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 from torch.utils._pytree import tree_flatten, tree_map
 
 _aten = torch.ops.aten
@@ -380,7 +384,7 @@ class FakeDevice(TorchDispatchMode):
         try:
             with self._fake:
                 out = func(*given, **given_kwargs)
-        except torch._subclasses.fake_tensor.DynamicOutputShapeException:
+        except DynamicOutputShapeException:
             self.synchronised("shape")
             if values is None:
                 values = _values_of_ones(func, args, kwargs)
@@ -480,7 +484,8 @@ def _short(frame: Any) -> str:
 def describe_like(tensor: FakeTensor, other: FakeTensor) -> None:
     """Give `tensor` the device and the values of `other`."""
     tensor.fake_device = other.fake_device
-    tensor.__dict__.pop("_host_values", None)
+    if _known(tensor) is not None:
+        del tensor._host_values  # type: ignore[attr-defined]
     if (values := _known(other)) is not None:
         _with_values(tensor, values)
 
@@ -617,11 +622,11 @@ def _gather_values(name: str, args: tuple[Any, ...]) -> None:
 def _returned(func: Any, args: tuple[Any, ...]) -> Any:
     """Return the outputs of a collective by its schema: its tensors, and a completed `Work`."""
     group = next(each for each in args if isinstance(each, torch.ScriptObject) and _is_group(each))
-    with torch.utils._python_dispatch._disable_current_modes():
+    with _disable_current_modes():
         work = torch.ops.c10d.barrier(torch.zeros(0), group, [], True, -1)
     returned = [work if "Work" in str(each.type) else args[0] for each in func._schema.returns]
     return returned[0] if len(returned) == 1 else tuple(returned)
 
 
 def _is_group(value: torch.ScriptObject) -> bool:
-    return value._type().name() == "ProcessGroup"
+    return str(value._type()).endswith("ProcessGroup")
