@@ -746,12 +746,14 @@ def _metric(name: str, value: float | torch.Tensor) -> float | torch.Tensor:
         ValueError: A tensor has another number of elements than one.
     """
     if isinstance(value, torch.Tensor):
+        if type(value) is not torch.Tensor:
+            return value.item()  # a DTensor: it knows how to
         if value.numel() != 1:
             raise ValueError(
                 f"the loss's metric {name!r} has {value.numel()} elements, shape "
                 f"{list(value.shape)}: a metric is one number"
             )
-        # A copy: the loss may go on to write into its own tensor.
+        # A copy: a view would keep all of its memory until the end of the call.
         return value.detach().clone()
     # A numpy scalar becomes a plain number too.
     return getattr(value, "item", lambda: value)()
