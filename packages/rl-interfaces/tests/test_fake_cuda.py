@@ -3,9 +3,6 @@
 from pathlib import Path
 
 import pytest
-
-pytest.importorskip("torch")
-
 from rl_interfaces.testing.fake_cuda import (
     exceeded,
     fake_cuda,

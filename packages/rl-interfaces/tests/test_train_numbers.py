@@ -1,9 +1,7 @@
 """The numbers of a `train` call: read at its end, at once, as what they were."""
 
 import pytest
-
-torch = pytest.importorskip("torch")
-
+import torch
 from rl_interfaces.backend.steps import TrainReport, read_numbers
 from rl_interfaces.backend.worker import _metric
 

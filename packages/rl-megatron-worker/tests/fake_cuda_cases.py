@@ -74,8 +74,9 @@ def numbers_of_case(case, *_):
     layout, _, section, kind = CASES[case]
     sizes = LAYOUTS[layout][1]
     layers, stages = num_layers_of(layout), sizes.get("pipeline_model_parallel_size", 1)
-    # One more layer on every stage and in every chunk of this rank.
+    # One more layer in every chunk of this rank, or all on this stage where the first has a number.
     more = stages * sizes.get("virtual_pipeline_model_parallel_size", 1)
+    added = more if "num_layers_in_first_pipeline_stage" in sizes else more // stages
     shallow, deep = (
         build_tiny(tempfile.mkdtemp(), kind, num_hidden_layers=count)
         for count in (layers, layers + more)
@@ -99,7 +100,7 @@ def numbers_of_case(case, *_):
     ):
         worker.train(rows_for(section), DeviceLoss())
     return {
-        **numbers_of(phases, deeper, added_layers=num_passes * more // stages),
+        **numbers_of(phases, deeper, added_layers=num_passes * added),
         "num_passes": num_passes,
         "left": phases["offload_after_refit"].left,
         "lines": sorted(f"{count} {sync}" for sync, count in phases["train_again"].syncs.items()),
