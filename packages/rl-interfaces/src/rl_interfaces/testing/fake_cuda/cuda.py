@@ -14,7 +14,9 @@ import torch.distributed as dist
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.distributed.tensor._sharding_prop import ShardingPropagator
 from torch.nn.attention.bias import CausalBias
+from torch.optim import optimizer
 from torch.testing._internal.distributed.fake_pg import FakeStore
+from torch.utils import _foreach_utils
 from torch.utils._python_dispatch import _disable_current_modes
 from torch.utils._pytree import tree_map
 
@@ -67,6 +69,7 @@ def fake_cuda(
             _torch_cuda(device),
             _tensor_surface(),
             _groups(),
+            _foreach_types(),
             _shape_inference(device),
             _attention(),
         ):
@@ -219,6 +222,16 @@ def _groups() -> Any:
 
 
 # Libraries that treat FakeTensors in a way of their own
+
+
+def _foreach_types() -> Any:
+    """Let optimizers and norms take the kernels over lists of tensors, as for real tensors."""
+    return _replaced(
+        *(
+            (owner, "_foreach_supported_types", [*owner._foreach_supported_types, FakeTensor])
+            for owner in (optimizer, _foreach_utils)
+        )
+    )
 
 
 @contextmanager
