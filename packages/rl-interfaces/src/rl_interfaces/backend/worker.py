@@ -746,8 +746,8 @@ def _metric(name: str, value: float | torch.Tensor) -> float | torch.Tensor:
         ValueError: A tensor has another number of elements than one.
     """
     if isinstance(value, torch.Tensor):
-        if type(value) is not torch.Tensor:
-            return value.item()  # a DTensor: it knows how to
+        if hasattr(value, "full_tensor"):
+            return value.item()  # a DTensor, which is not stacked with plain tensors
         if value.numel() != 1:
             raise ValueError(
                 f"the loss's metric {name!r} has {value.numel()} elements, shape "
