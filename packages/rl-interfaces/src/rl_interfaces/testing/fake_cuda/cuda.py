@@ -11,10 +11,10 @@ import torch
 import torch._dynamo  # both ask for CUDA while they are imported, and must find none
 import torch._inductor.utils
 import torch.distributed as dist
+import torch.optim.optimizer as torch_optimizer
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.distributed.tensor._sharding_prop import ShardingPropagator
 from torch.nn.attention.bias import CausalBias
-from torch.optim import optimizer
 from torch.testing._internal.distributed.fake_pg import FakeStore
 from torch.utils import _foreach_utils
 from torch.utils._python_dispatch import _disable_current_modes
@@ -229,7 +229,7 @@ def _foreach_types() -> Any:
     return _replaced(
         *(
             (owner, "_foreach_supported_types", [*owner._foreach_supported_types, FakeTensor])
-            for owner in (optimizer, _foreach_utils)
+            for owner in (torch_optimizer, _foreach_utils)
         )
     )
 
