@@ -191,7 +191,10 @@ class EngineWorker:
             )
             leaving.callback(self._transfer.close)
             self._checkpointer = Checkpointer(
-                self._engine.checkpoint, timeout_s=timeout_s, in_background=self.saves_in_background
+                self._engine.checkpoint,
+                timeout_s=timeout_s,
+                device=info.device,
+                in_background=self.saves_in_background,
             )
             leaving.callback(self._checkpointer.close)
             self._writes_random_state = _is_first_of_its_rows(self._data_rank, info.device)
@@ -276,23 +279,23 @@ class EngineWorker:
         self, steps: Sequence[Step], loss_fn: LossFunction, *, eval_mode: bool
     ) -> TrainNumbers:
         engine, report, skipped = self._engine, TrainReport(), 0
-        counts_of_steps = LossCounts.of_steps(
-            steps, group=engine.info.data_group, device=engine.info.device
-        )
-        for step, counts in zip(steps, counts_of_steps, strict=True):
+        info = engine.info
+        all_counts = LossCounts.of(steps, group=info.data_group, device=info.device)
+        for step, counts in zip(steps, all_counts, strict=True):
             loss = self._loss_of(loss_fn, counts, eval_mode=eval_mode)
             if eval_mode:
                 found = engine.run(step, lambda batch, output: loss(batch, output)[1])  # noqa: B023
             else:
                 found = engine.run_backward(step, loss)
             total = torch.stack([each.tensors["loss"].float() for each in found]).sum()
-            total = total.to(engine.info.device)
-            # A sum, not a mean: each rank's loss is divided by the global count already.
-            dist.all_reduce(total, group=engine.info.data_group)
-            report.losses.append(total)
+            report.losses.append(total.to(info.device))
             report.metrics += [each.metrics for each in found if each.metrics]
             if not eval_mode:
                 skipped += not self._optimizer_step(counts, report)
+        # A sum, not a mean: each rank's loss is divided by the global count already.
+        losses = torch.stack(report.losses)
+        dist.all_reduce(losses, group=info.data_group)
+        report.losses = list(losses)
         numbers = report.read()
         if not eval_mode and self._data_rank == 0:
             # From one data-parallel rank only, so that the sum over all ranks is the count.
