@@ -19,20 +19,9 @@ from oracle import (
     plain_logprobs,
     plain_training,
 )
+from parity_layouts import LAYOUTS
 from tiny_model import VOCAB_SIZE, make_batch, make_config
 
-LAYOUTS = {
-    "dp2": (2, {}),
-    "tp2": (2, {"tensor_parallel_size": 2}),
-    "tp2_sp": (2, {"tensor_parallel_size": 2, "sequence_parallel": True}),
-    "cp2": (2, {"context_parallel_size": 2}),
-    "dp2_tp2": (4, {"tensor_parallel_size": 2}),
-    "dp2_cp2": (4, {"context_parallel_size": 2}),
-    "tp2_cp2": (4, {"tensor_parallel_size": 2, "context_parallel_size": 2}),
-    "hybrid": (4, {"data_parallel_replicate_size": 2}),
-    "replicated": (2, {"data_parallel_replicate_size": "auto"}),
-    "replicated_cp2": (4, {"context_parallel_size": 2, "data_parallel_replicate_size": "auto"}),
-}
 BATCHINGS = {"padded": None, "dynamic": "dynamic_batching", "packed": "sequence_packing"}
 # Losses are about 4, norms about 10, where float32 has steps of 5e-7 and 1e-6: sums of hundreds of
 # terms, taken in another order, agree to a few of them.

@@ -95,3 +95,12 @@ def _tensor(data: Mapping[str, object], key: str, *, num_axes: int) -> torch.Ten
 
 def _first(mask: torch.Tensor) -> int:
     return int(mask.nonzero()[0])
+
+
+def to_device(tensor: torch.Tensor, device: torch.device | str) -> torch.Tensor:
+    """Return `tensor` on `device`, without waiting for it where the tensor is on the CPU.
+
+    `Tensor.to` waits until a GPU has done all that was queued before the copy. A copy from pageable
+    memory need not: CUDA stages the bytes before the call returns. One to the CPU has to wait.
+    """
+    return tensor.to(device, non_blocking=tensor.device.type == "cpu")

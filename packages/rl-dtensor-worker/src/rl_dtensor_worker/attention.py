@@ -80,7 +80,8 @@ class AttentionRows:
             groups = [[[0, 1, 2, 3], [5, 6, 7, 7]], [[4]]]
             places = [0, 1, 2, 3, 8, 4, 5, 6]
         """
-        edges: list[int] = packed.cu_seqlens.tolist()
+        device = packed.cu_seqlens.device
+        edges: list[int] = packed.host_cu_seqlens.tolist()
         starts = torch.tensor(edges[:-1])
         lengths = torch.tensor(edges[1:]) - starts
         places = torch.empty(edges[-1], dtype=torch.int64)
@@ -94,8 +95,8 @@ class AttentionRows:
             place = base + torch.arange(tokens.numel()).view(tokens.shape)
             places[tokens[is_token]] = place[is_token]
             base += tokens.numel()
-            groups.append(tokens.to(packed.cu_seqlens.device))
-        return cls(groups=groups, places=places.to(packed.cu_seqlens.device))
+            groups.append(tokens.to(device, non_blocking=True))
+        return cls(groups=groups, places=places.to(device, non_blocking=True))
 
     def attend(
         self, module: nn.Module, heads: Heads, sliding_window: int | None, **kwargs: Any
@@ -321,7 +322,12 @@ class ContextRows:
         Raises:
             ValueError: A sequence is padded otherwise.
         """
-        shards = ContextShards.of(packed.cu_seqlens, rank=group.rank(), num_ranks=group.size())
+        shards = ContextShards.of(
+            packed.host_cu_seqlens,
+            rank=group.rank(),
+            num_ranks=group.size(),
+            device=packed.cu_seqlens.device,
+        )
         return cls(group=group, shards=shards)
 
     def shard(self, values: torch.Tensor) -> torch.Tensor:

@@ -130,6 +130,8 @@ class KeyValueCache:
     prompts: PackedSequences
     lengths: torch.Tensor
     """`[rows]` int64: tokens of each row, including those of the current forward."""
+    longest: int
+    """The largest of `lengths`, on the host: layers read it at every step."""
     layers: dict[int, Pair] = field(default_factory=dict)
     """By layer, `[rows, capacity, query_groups, head_size]` each."""
 
@@ -179,7 +181,7 @@ class KeyValueCache:
 
     def _add(self, layer: int, key: torch.Tensor, value: torch.Tensor) -> Pair:
         pair = self.layers[layer]
-        if int(self.lengths.max()) > pair[0].shape[1]:
+        if self.longest > pair[0].shape[1]:
             # Grow by half, so that the copies stay linear in the number of generated tokens.
             room = max(16, pair[0].shape[1] // 2)
             pair = (F.pad(pair[0], (0, 0, 0, 0, 0, room)), F.pad(pair[1], (0, 0, 0, 0, 0, room)))

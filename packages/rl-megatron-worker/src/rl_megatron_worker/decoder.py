@@ -120,7 +120,8 @@ class FullDecoder:
     def _pack(self, tokens: torch.Tensor, lengths: torch.Tensor) -> PackedLayout:
         rows = SlicedDataDict(BatchedDataDict({"input_ids": tokens, "input_lengths": lengths}))
         packed = self._concatenation.of(rows)
-        return PackedLayout.of(MicroBatch(span=(0, len(tokens)), rows=rows, packed=packed))
+        micro_batch = MicroBatch(span=(0, len(tokens)), rows=rows, packed=packed)
+        return self._schedule.lay_out_one(micro_batch)
 
     def _logits(self, layout: PackedLayout) -> torch.Tensor:
         """Return the next-token logits of each row, `[rows, vocab]`, on all stages."""
@@ -141,7 +142,9 @@ class CachedDecoder(FullDecoder):
         """See `Decoder.prefill`."""
         # Before the pass: the layers fill the cache as they compute keys and values.
         layout = self._pack(prompts, lengths)
-        self._cache = KeyValueCache(prompts=layout.packed, lengths=lengths)
+        self._cache = KeyValueCache(
+            prompts=layout.packed, lengths=lengths, longest=int(lengths.max())
+        )
         layout.rows.cache = self._cache
         return self._logits(layout)
 
@@ -149,6 +152,7 @@ class CachedDecoder(FullDecoder):
         """See `Decoder.step`."""
         # Out of place: the caller's prompt lengths stay as they are.
         self._cache.lengths = self._cache.lengths + 1
+        self._cache.longest += 1
         layout = self._pack_step(tokens)
         with self._rotary_positions(self._cache.positions(layout.packed.total_length)):
             return self._logits(layout)
@@ -162,10 +166,12 @@ class CachedDecoder(FullDecoder):
         # Each row is a sequence of one token: not one of them, but their total has to divide.
         total = -(-len(tokens) // multiple) * multiple
         packed = PackedSequences.of(ones, 1, total_length=total)
-        layout = PackedLayout.of(MicroBatch(span=(0, len(tokens)), rows=rows, packed=packed))
+        layout = self._schedule.lay_out_one(
+            MicroBatch(span=(0, len(tokens)), rows=rows, packed=packed)
+        )
         layout.rows.cache = self._cache
         # Rotary frequencies are computed up to this length.
-        layout.rows.max_seqlen_q = layout.rows.max_seqlen_kv = int(self._cache.lengths.max())
+        layout.rows.max_seqlen_q = layout.rows.max_seqlen_kv = self._cache.longest
         return layout
 
     @contextmanager

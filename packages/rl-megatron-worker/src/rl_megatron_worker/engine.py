@@ -23,7 +23,7 @@ from rl_megatron_worker.checkpoint import MegatronFormat
 from rl_megatron_worker.config import EngineConfig
 from rl_megatron_worker.convert import converter_for
 from rl_megatron_worker.decoder import ExpertSync, open_decoder
-from rl_megatron_worker.model.build import build_model
+from rl_megatron_worker.model.build import build_model, release_caches
 from rl_megatron_worker.model.config import transformer_config
 from rl_megatron_worker.model.heads import PackedOutput, TokenHead
 from rl_megatron_worker.model.load import load_weights
@@ -300,7 +300,7 @@ class MegatronEngine:
         and they take part in the load-balancing loss.
         """
         own = sum(layout.packed.total_length for layout in layouts)
-        total = torch.tensor(own, dtype=torch.int64, device=self.info.device)
+        total = torch.tensor(own, dtype=torch.int64).to(self.info.device, non_blocking=True)
         dist.all_reduce(total, group=self.info.data_group)
         return int(total)
 
@@ -319,6 +319,10 @@ class MegatronEngine:
             self.optimizer.release_gradients()
             self.optimizer.move_state(_CPU)
         place_parameters(self.model, self.runtime, on_device=model)
+        if self.optimizer is not None:
+            self.optimizer.move_scalars(self.info.device if model else _CPU)
+        if not model:
+            release_caches(self.model)
         if self.optimizer is not None and training:
             self.optimizer.move_state(self.info.device)
             self.optimizer.restore_gradients()

@@ -38,7 +38,12 @@ class PackedRows(PackedSeqParams):
 
     @classmethod
     def of(
-        cls, cu_seqlens: torch.Tensor, *, max_seqlen: int, group: dist.ProcessGroup | None
+        cls,
+        cu_seqlens: torch.Tensor,
+        *,
+        max_seqlen: int,
+        group: dist.ProcessGroup | None,
+        host_cu_seqlens: torch.Tensor | None = None,
     ) -> PackedRows:
         """Return the parameters of a forward over these sequences.
 
@@ -47,12 +52,19 @@ class PackedRows(PackedSeqParams):
                 the total, over all context-parallel ranks.
             max_seqlen: The longest sequence, padding included.
             group: The context-parallel group; None or of one rank without context parallelism.
+            host_cu_seqlens: The same on the CPU, if the caller has them: reading the others waits
+                for the device.
 
         Raises:
             ValueError: A sequence does not divide into the chunks of all ranks.
         """
         rank, num_ranks = (0, 1) if group is None else (group.rank(), group.size())
-        shards = ContextShards.of(cu_seqlens, rank=rank, num_ranks=num_ranks)
+        shards = ContextShards.of(
+            cu_seqlens if host_cu_seqlens is None else host_cu_seqlens,
+            rank=rank,
+            num_ranks=num_ranks,
+            device=cu_seqlens.device,
+        )
         return cls(
             qkv_format="thd",
             cu_seqlens_q=cu_seqlens,
@@ -107,12 +119,25 @@ class PackedLayout:
     """`[own tokens]` int64: the next token of each token; arbitrary at the end of a row."""
 
     @classmethod
-    def of(cls, micro_batch: MicroBatch) -> PackedLayout:
-        """Return the layout of a packed micro-batch."""
+    def of(cls, micro_batch: MicroBatch, *, offsets_on_host: bool = False) -> PackedLayout:
+        """Return the layout of a packed micro-batch.
+
+        Args:
+            micro_batch: The rows, packed.
+            offsets_on_host: Have the sequences' offsets on the CPU, where Megatron-core's own
+                layers read them, four times a layer. Transformer Engine takes them on the device.
+        """
         packed = micro_batch.packed
         assert packed is not None, "every micro-batch is packed"
         group = cast("dist.ProcessGroup", parallel_state.get_context_parallel_group())
-        rows = PackedRows.of(packed.cu_seqlens, max_seqlen=packed.max_seqlen, group=group)
+        rows = PackedRows.of(
+            packed.cu_seqlens,
+            max_seqlen=packed.max_seqlen,
+            group=group,
+            host_cu_seqlens=packed.host_cu_seqlens,
+        )
+        if offsets_on_host:
+            rows.cu_seqlens_q = rows.cu_seqlens_kv = packed.host_cu_seqlens
         tokens = packed.pack(micro_batch.rows["input_ids"])[0]
         return cls(
             micro_batch=micro_batch,

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 from functools import partial
-from typing import TYPE_CHECKING, cast
+from typing import TYPE_CHECKING, Any, cast
 
 import torch
+import torch.distributed as dist
 from megatron.core.distributed import finalize_model_grads
 from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
 from megatron.core.optimizer.clip_grads import clip_grad_by_total_norm_fp32
@@ -123,9 +124,29 @@ class Trainer:
         with self._runtime.scope():
             overflown = self.optimizer.prepare_grads()
             self._align_loss_scales()
-            norm = float("inf") if overflown else float(self.optimizer.get_grad_norm())
+            norm = float("inf") if overflown else float(self._norm_of_gradients())
         total = torch.tensor(norm, dtype=torch.float32)
         return total, bool(total.isfinite())
+
+    @torch.no_grad()
+    def _norm_of_gradients(self) -> torch.Tensor:
+        """Return the global 2-norm, 0-d on the device. Collective.
+
+        Megatron-core's own function, without Transformer Engine and Apex, reads the norm of every
+        parameter on the host.
+        """
+        gradients: dict[dist.ProcessGroup, list[torch.Tensor]] = {}
+        for part in self.optimizer.chained_optimizers:
+            group = part.get_grad_stats_parallel_group()
+            gradients.setdefault(group, []).extend(part.get_main_grads_for_grad_norm())
+        squares: list[torch.Tensor] = []
+        for group, those in gradients.items():
+            # A rank may have none that count: tensor-parallel duplicates count on one rank only.
+            none = torch.zeros((), device=self._runtime.device)
+            square = (torch.nn.utils.get_total_norm(those) if those else none).square()
+            dist.all_reduce(square, group=group)
+            squares.append(square)
+        return torch.stack(squares).sum().sqrt()
 
     def apply_gradients(self, norm: torch.Tensor) -> None:
         """Clip gradients of this norm to `max_grad_norm`, and step. Collective."""
@@ -180,6 +201,15 @@ class Trainer:
                         copy.data = copy.data.to(device)
             move_optimizer_state(part.optimizer, device)
 
+    def move_scalars(self, device: torch.device) -> None:
+        """Move loss scale and overflow flag, which a forward pass of an MoE model reads too."""
+        for part in self._optimizers():
+            for holder in (part, getattr(part, "grad_scaler", None)):
+                scalars = {} if holder is None else dict(vars(holder))
+                for name, value in scalars.items():
+                    if isinstance(value, torch.Tensor):
+                        setattr(holder, name, value.to(device))
+
     def release_gradients(self) -> None:
         """Free the memory of the gradient buffers."""
         with self._runtime.scope():
@@ -224,9 +254,20 @@ class Trainer:
     def _set_gradient_hooks(self, config: TransformerConfig) -> None:
         """Let the schedules scale losses, and reduce gradients once per step."""
         config.grad_scale_func = self.optimizer.scale_loss
-        config.finalize_model_grads_func = finalize_model_grads
+        config.finalize_model_grads_func = _finalize_gradients
         if self.chunks[0].ddp_config.overlap_grad_reduce:
             config.no_sync_func = partial(_AccumulateOnly, self.chunks)
+
+
+def _finalize_gradients(
+    model: list[nn.Module], num_tokens: torch.Tensor | None = None, **options: Any
+) -> None:
+    """Reduce the gradients, without a division by the number of tokens.
+
+    Losses are divided by the global count already. Megatron-core would read the count of 0 that
+    the schedule passes, once per step, in order to divide by nothing.
+    """
+    finalize_model_grads(model, None, **options)
 
 
 class _AccumulateOnly:

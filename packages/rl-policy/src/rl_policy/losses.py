@@ -45,7 +45,7 @@ class NLLLoss:
         data: Mapping[str, torch.Tensor],
         global_valid_seqs: torch.Tensor,
         global_valid_toks: torch.Tensor,
-    ) -> tuple[torch.Tensor, dict[str, float]]:
+    ) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
         """Return the micro-batch's share of the loss, and its metrics.
 
         Returns:
@@ -57,7 +57,7 @@ class NLLLoss:
         reasons = {"token_mask": "the target tokens", "sample_mask": "the valid samples"}
         _require_keys(data, reasons, loss=type(self).__name__)
         loss = _share_of(-next_token_logits[:, 1:], _target_mask(data), global_valid_toks)
-        return loss, _as_numbers({"nll": loss.detach()}, data)
+        return loss, _with_samples({"nll": loss.detach()}, data)
 
 
 @dataclass(kw_only=True, slots=True)
@@ -124,12 +124,12 @@ class ClippedPGLoss:
         data: Mapping[str, torch.Tensor],
         global_valid_seqs: torch.Tensor,
         global_valid_toks: torch.Tensor,
-    ) -> tuple[torch.Tensor, dict[str, float]]:
+    ) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
         """Return the micro-batch's share of the loss, and its metrics.
 
         Returns:
-            The 0-d loss, and floats that add up over micro-batches: `policy_loss`, `kl` (k3 per
-            token, with a reference), `entropy` (per token, estimated as the negative
+            The 0-d loss, and 0-d tensors that add up over micro-batches: `policy_loss`, `kl` (k3
+            per token, with a reference), `entropy` (per token, estimated as the negative
             log-probability of the sampled tokens), `clip_fraction` (fraction of tokens whose
             gradient is zero because of clipping), `probs_ratio` (mean of r),
             `sampler_trainer_ratio` (mean of `exp(prev_logprob - generation_logprob)`, if the batch
@@ -148,7 +148,7 @@ class ClippedPGLoss:
             for name, values in metrics.items()
         }
         shares["policy_loss"] = self._reduce(policy_cost.detach(), mask, *counts)
-        return self._reduce(cost, mask, *counts), _as_numbers(shares, data)
+        return self._reduce(cost, mask, *counts), _with_samples(shares, data)
 
     def _token_terms(
         self, logprobs: torch.Tensor, data: Mapping[str, torch.Tensor], mask: torch.Tensor
@@ -306,13 +306,13 @@ class DPOLoss:
         data: Mapping[str, torch.Tensor],
         global_valid_seqs: torch.Tensor,
         global_valid_toks: torch.Tensor,
-    ) -> tuple[torch.Tensor, dict[str, float]]:
+    ) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
         """Return the micro-batch's share of the loss, and its metrics.
 
         Returns:
-            The 0-d loss in nats per pair, and floats that add up over micro-batches to means over
-            pairs: `reward_margin`, `chosen_reward`, `rejected_reward`, `pair_accuracy` (fraction of
-            pairs with a positive margin), and the count `num_valid_samples`.
+            The 0-d loss in nats per pair, and 0-d tensors that add up over micro-batches to means
+            over pairs: `reward_margin`, `chosen_reward`, `rejected_reward`, `pair_accuracy`
+            (fraction of pairs with a positive margin), and the count `num_valid_samples`.
 
         Raises:
             ValueError: The batch lacks a column, or does not consist of pairs.
@@ -342,7 +342,7 @@ class DPOLoss:
             name: _share_of(values.detach(), is_valid, num_pairs)
             for name, values in measured.items()
         }
-        return _share_of(cost, is_valid, num_pairs), _as_numbers(shares, data)
+        return _share_of(cost, is_valid, num_pairs), _with_samples(shares, data)
 
 
 def _valid_pairs(sample_mask: torch.Tensor) -> torch.Tensor:
@@ -406,11 +406,11 @@ def _share_of(values: torch.Tensor, weights: torch.Tensor, count: torch.Tensor) 
     return (values * weights).sum() / torch.as_tensor(count, device=values.device).clamp(min=1)
 
 
-def _as_numbers(
+def _with_samples(
     metrics: Mapping[str, torch.Tensor], data: Mapping[str, torch.Tensor]
-) -> dict[str, float]:
-    """Return 0-d tensors as floats, and `num_valid_samples` of the micro-batch."""
-    # One copy from the device, not one per metric.
-    numbers = torch.stack([value.float() for value in metrics.values()]).tolist()
-    num_valid_samples = int(data["sample_mask"].sum())
-    return {**dict(zip(metrics, numbers, strict=True)), "num_valid_samples": num_valid_samples}
+) -> dict[str, torch.Tensor]:
+    """Return the metrics and `num_valid_samples` of the micro-batch, 0-d tensors.
+
+    They stay on the device: the worker reads those of all micro-batches at the end of the call.
+    """
+    return {**metrics, "num_valid_samples": data["sample_mask"].sum().long()}

@@ -18,6 +18,7 @@ from typing import cast
 import torch
 
 from rl_batched_data.packing.packed_sequences import group_by_length
+from rl_batched_data.padding import to_device
 
 # The largest mask, 4 MiB as bool: on two ranks that of two sequences of 2,896 tokens.
 _MASK_ELEMENTS = 2**22
@@ -40,9 +41,9 @@ class ContextChunks:
     def to(self, device: torch.device) -> ContextChunks:
         """Return the same on `device`."""
         return ContextChunks(
-            queries=self.queries.to(device),
-            keys=self.keys.to(device),
-            query_positions=self.query_positions.to(device),
+            queries=to_device(self.queries, device),
+            keys=to_device(self.keys, device),
+            query_positions=to_device(self.query_positions, device),
             is_causal=self.is_causal,
         )
 
@@ -83,13 +84,22 @@ class ContextShards:
     """`[total / ranks]` int64: index of each owned token in the flattened queries of all chunks."""
 
     @classmethod
-    def of(cls, cu_seqlens: torch.Tensor, *, rank: int, num_ranks: int) -> ContextShards:
-        """Return the shards of `rank`, on the device of `cu_seqlens`.
+    def of(
+        cls,
+        cu_seqlens: torch.Tensor,
+        *,
+        rank: int,
+        num_ranks: int,
+        device: torch.device | None = None,
+    ) -> ContextShards:
+        """Return the shards of `rank`.
 
         Args:
-            cu_seqlens: `[sequences + 1]`, any integers: cumulative lengths, padding included.
+            cu_seqlens: `[sequences + 1]`, any integers: cumulative lengths, padding included. On
+                the CPU nothing waits for a device.
             rank: Rank in the context-parallel group.
             num_ranks: Size of the group. With 1, every sequence is one chunk.
+            device: Where the shards are; None: on the device of `cu_seqlens`.
 
         Raises:
             ValueError: A length, padding included, is not a multiple of the number of chunks.
@@ -111,12 +121,12 @@ class ContextShards:
                 places[chunk.queries[is_token]] = flat[is_token]
                 base += is_token.numel()
                 chunks.append(chunk)
-        device = cu_seqlens.device
+        device = device or cu_seqlens.device
         return cls(
-            own=owned[rank].to(device),
-            gathered=gathered.to(device),
+            own=to_device(owned[rank], device),
+            gathered=to_device(gathered, device),
             chunks=[chunk.to(device) for chunk in chunks],
-            places=places.to(device),
+            places=to_device(places, device),
         )
 
 

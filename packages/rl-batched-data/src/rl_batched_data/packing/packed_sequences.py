@@ -11,7 +11,7 @@ from typing import cast
 
 import torch
 
-from rl_batched_data.padding import round_up
+from rl_batched_data.padding import round_up, to_device
 
 # Shortest over longest sequence of a group: trades padding against kernel launches.
 _SHORTEST_SHARE = 0.7
@@ -43,6 +43,8 @@ class PackedSequences:
     """`[tokens]` int64: index of each token in the packed row."""
     row_index: torch.Tensor
     """`[tokens]` int64: index of each token in the flattened rows."""
+    host_cu_seqlens: torch.Tensor
+    """`cu_seqlens` on the CPU, for plans: reading it does not wait for a device."""
 
     @classmethod
     def of(
@@ -80,15 +82,17 @@ class PackedSequences:
         offset = _restarting(sizes)
         rows = torch.repeat_interleave(torch.tensor(sizes, dtype=torch.int64))
         packed_starts = torch.tensor(starts, dtype=torch.int64)
+        host_cu_seqlens = torch.tensor([0, *ends], dtype=torch.int32)
         device = lengths.device
         return cls(
-            position_ids=_restarting(segments)[None].to(device),
-            cu_seqlens=torch.tensor([0, *ends], dtype=torch.int32, device=device),
+            position_ids=to_device(_restarting(segments)[None], device),
+            cu_seqlens=to_device(host_cu_seqlens, device),
+            host_cu_seqlens=host_cu_seqlens,
             max_seqlen=max(segments, default=0),
             num_rows=len(sizes),
             width=width,
-            packed_index=(packed_starts[rows] + offset).to(device),
-            row_index=(rows * width + offset).to(device),
+            packed_index=to_device(packed_starts[rows] + offset, device),
+            row_index=to_device(rows * width + offset, device),
         )
 
     @property
@@ -100,10 +104,10 @@ class PackedSequences:
         """Return the same layout with its tensors on `device`."""
         return replace(
             self,
-            position_ids=self.position_ids.to(device),
-            cu_seqlens=self.cu_seqlens.to(device),
-            packed_index=self.packed_index.to(device),
-            row_index=self.row_index.to(device),
+            position_ids=to_device(self.position_ids, device),
+            cu_seqlens=to_device(self.cu_seqlens, device),
+            packed_index=to_device(self.packed_index, device),
+            row_index=to_device(self.row_index, device),
         )
 
     def pack(self, values: torch.Tensor, *, pad_value: float = 0) -> torch.Tensor:
@@ -135,13 +139,14 @@ class PackedSequences:
             `[rows, width, ...]`.
         """
         flat = values.squeeze(0)
-        taken, put = self.packed_index, self.row_index
-        if skip_first:
-            follows = put % max(self.width, 1) != 0
-            taken, put = taken[follows], put[follows]
         rows = flat.new_full((self.num_rows * self.width, *flat.shape[1:]), pad_value)
-        rows = rows.index_copy(0, put, flat.index_select(0, taken))
-        return rows.view(self.num_rows, self.width, *flat.shape[1:])
+        rows = rows.index_copy(0, self.row_index, flat.index_select(0, self.packed_index))
+        rows = rows.view(self.num_rows, self.width, *flat.shape[1:])
+        if not skip_first or self.width == 0:
+            return rows
+        # Not by a mask: how many tokens one selects is known only once the device has been read.
+        first = rows.new_full((self.num_rows, 1, *flat.shape[1:]), pad_value)
+        return torch.cat([first, rows[:, 1:]], dim=1)
 
 
 def group_by_length(lengths: list[int]) -> list[list[int]]:

@@ -35,8 +35,11 @@ DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch
 """The compute dtype by the value of `policy.precision`."""
 
 Tensors = dict[str, torch.Tensor]
-Metrics = dict[str, float]
-"""The metrics of one micro-batch. Plain numbers, as pipeline stages exchange them as JSON."""
+Metrics = dict[str, float | torch.Tensor]
+"""The metrics of one micro-batch: numbers, or tensors of one element.
+
+Tensors are read at the end of a call, all at once (`rl_interfaces.backend.steps.read_numbers`).
+"""
 
 
 def _all_ranks() -> dist.ProcessGroup:
@@ -71,7 +74,7 @@ class Scored:
     """The result of a score or loss function on one micro-batch."""
 
     tensors: Tensors = field(default_factory=dict[str, torch.Tensor])
-    metrics: Metrics = field(default_factory=dict[str, float])
+    metrics: Metrics = field(default_factory=dict[str, float | torch.Tensor])
 
 
 class ForwardOutput(Protocol):

@@ -16,8 +16,8 @@ import zlib
 from collections import defaultdict
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from itertools import pairwise
-from typing import TYPE_CHECKING
+from itertools import islice, pairwise
+from typing import TYPE_CHECKING, cast
 
 import torch
 import torch.distributed as dist
@@ -48,7 +48,7 @@ class MicroBatch:
     rows: SlicedDataDict
     """Those rows on the device; a masked row for an empty span."""
     width: int | None = None
-    """Sequence length of the forward; None: that of the longest row."""
+    """Sequence length of the forward; None: that of the longest row, which is on the device."""
     packed: PackedSequences | None = None
     """The offsets of packed rows; None: they are padded."""
 
@@ -125,12 +125,16 @@ class Step:
         taken = rows if low < high else _stand_in(rows, self.rows_per_group)
         is_packed = self.concatenation.always or isinstance(options, SequencePacking)
         packed = self.concatenation.of(taken) if is_packed else None
-        dynamic = isinstance(options, DynamicBatching)
+        width = taken["input_ids"].shape[1]
+        if not isinstance(options, DynamicBatching):
+            # Columns that are padding in all rows are not computed.
+            width = min(int(taken["input_lengths"].max()), width)
         return MicroBatch(
             span=(self.start + low, self.start + high),
-            width=taken["input_ids"].shape[1] if dynamic else None,
+            width=width,
             packed=None if packed is None else packed.to(device),
-            rows=taken.to(device),
+            # CUDA stages pageable memory before the call returns: nothing waits for the device.
+            rows=taken.to(device, non_blocking=device.type != "cpu"),
         )
 
     def _slices(self) -> Iterator[SlicedDataDict]:
@@ -194,7 +198,7 @@ def gather_numbers(
     """
     table = torch.zeros(dist.get_world_size(group), len(numbers), dtype=torch.int64)
     table[dist.get_rank(group)] = torch.tensor(numbers)
-    table = table.to(device)
+    table = table.to(device, non_blocking=True)
     dist.all_reduce(table, group=group)
     return table.tolist()
 
@@ -460,25 +464,39 @@ class LossCounts:
     """The valid samples and tokens of one global batch, over all data-parallel ranks."""
 
     valid_seqs: torch.Tensor
-    """0-d float32: sum of `sample_mask`."""
+    """0-d float32 on the device: sum of `sample_mask`."""
     valid_toks: torch.Tensor
-    """0-d float32: sum of `token_mask[:, 1:] * sample_mask[:, None]`."""
+    """0-d float32 on the device: sum of `token_mask[:, 1:] * sample_mask[:, None]`."""
+    num_valid_seqs: float
+    """`valid_seqs` on the host."""
+    num_valid_toks: float
+    """`valid_toks` on the host."""
 
     @classmethod
     def of(
         cls, steps: Sequence[Step], *, group: dist.ProcessGroup, device: torch.device
     ) -> list[LossCounts]:
-        """Return the counts of each global batch, of which `steps` are this rank's. Collective.
+        """Return the counts of each step's global batch, in one all-reduce. Collective.
 
         Args:
-            steps: Their rows have `sample_mask`, and `token_mask` or `input_ids`.
+            steps: This rank's share of each: `sample_mask`, and `token_mask` or `input_ids`.
             group: The data-parallel ranks.
             device: The device of the group's collectives.
         """
-        # One all-reduce for all steps of a call: each is a wait for the slowest rank.
-        counts = torch.stack([_own_counts(step.rows) for step in steps]).to(device)
+        own = torch.stack([_own_counts(step.rows) for step in steps])
+        counts = own.to(device, non_blocking=True)
         dist.all_reduce(counts, group=group)
-        return [cls(valid_seqs=seqs, valid_toks=toks) for seqs, toks in counts]
+        # All at once: each read waits until the device has done what was queued before.
+        numbers = cast("list[list[float]]", counts.tolist())
+        return [
+            cls(
+                valid_seqs=row[0],
+                valid_toks=row[1],
+                num_valid_seqs=num_valid_seqs,
+                num_valid_toks=num_valid_toks,
+            )
+            for row, (num_valid_seqs, num_valid_toks) in zip(counts, numbers, strict=True)
+        ]
 
     @property
     def divisors(self) -> tuple[torch.Tensor, torch.Tensor]:
@@ -488,7 +506,7 @@ class LossCounts:
     @property
     def is_empty(self) -> bool:
         """Whether nothing is valid."""
-        return float(self.valid_seqs) == 0 or float(self.valid_toks) == 0
+        return self.num_valid_seqs == 0 or self.num_valid_toks == 0
 
 
 def _own_counts(rows: BatchedDataDict) -> torch.Tensor:
@@ -504,19 +522,70 @@ def _own_counts(rows: BatchedDataDict) -> torch.Tensor:
 
 @dataclass(kw_only=True, slots=True)
 class TrainReport:
-    """The accumulated results of one `train` call, the same on all ranks that hold one shard."""
+    """The accumulated results of one `train` call, the same on all ranks that hold one shard.
+
+    Tensors stay where they are until `read`: a value that is read in the middle of a call lets the
+    device run out of queued work.
+    """
 
     losses: list[torch.Tensor] = field(default_factory=list[torch.Tensor])
     """Per step, 0-d float32: the loss over all data-parallel ranks."""
     grad_norms: list[torch.Tensor] = field(default_factory=list[torch.Tensor])
     """Per step, 0-d float32, before clipping."""
-    metrics: defaultdict[str, list[float]] = field(default_factory=lambda: defaultdict(list))
+    metrics: list[dict[str, float | torch.Tensor]] = field(
+        default_factory=list[dict[str, "float | torch.Tensor"]]
+    )
+    """Per micro-batch of this rank, `num_valid_samples` among them."""
+
+    def read(self) -> TrainNumbers:
+        """Return the numbers on the host, in one copy from the device."""
+        names = [name for each in self.metrics for name in each]
+        values = [value for each in self.metrics for value in each.values()]
+        numbers = read_numbers([*self.losses, *self.grad_norms, *values])
+        losses, norms = len(self.losses), len(self.grad_norms)
+        metrics: defaultdict[str, list[float]] = defaultdict(list)
+        pairs = iter(zip(names, numbers[losses + norms :], strict=True))
+        for each in self.metrics:
+            found = dict(islice(pairs, len(each)))
+            # A micro-batch without a valid sample has no metrics.
+            for name, value in found.items() if found["num_valid_samples"] > 0 else ():
+                metrics[name].append(value)
+        return TrainNumbers(
+            losses=torch.tensor(numbers[:losses], dtype=torch.float32),
+            grad_norms=torch.tensor(numbers[losses : losses + norms], dtype=torch.float32),
+            metrics=metrics,
+        )
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class TrainNumbers:
+    """A `TrainReport` on the host."""
+
+    losses: torch.Tensor
+    """`[steps]` float32."""
+    grad_norms: torch.Tensor
+    """`[steps]` float32; empty in eval mode."""
+    metrics: defaultdict[str, list[float]]
     """Per micro-batch of this rank that has a valid sample."""
 
-    def add_metrics(self, found: Mapping[str, float]) -> None:
-        """Append the metrics of one micro-batch."""
-        for name, value in found.items():
-            self.metrics[name].append(value)
+
+def read_numbers(values: Sequence[float | torch.Tensor]) -> list[float]:
+    """Return plain numbers; those in tensors of one element are read in one copy per device.
+
+    Integers stay integers up to 2 ** 53. What is no tensor is returned as it is.
+    """
+    numbers = list(values)
+    places: dict[torch.device, list[int]] = {}
+    for index, value in enumerate(values):
+        if isinstance(value, torch.Tensor):
+            places.setdefault(value.device, []).append(index)
+    for indices in places.values():
+        tensors = [cast("torch.Tensor", values[index]).detach() for index in indices]
+        # float64 holds every float32, and what is counted.
+        read = torch.stack([tensor.double().reshape(()) for tensor in tensors]).tolist()
+        for index, tensor, number in zip(indices, tensors, cast("list[float]", read), strict=True):
+            numbers[index] = number if tensor.is_floating_point() else int(number)
+    return cast("list[float]", numbers)
 
 
 class RowScores:

@@ -38,6 +38,7 @@ from rl_interfaces.backend.steps import (
     MicroBatch,
     RowScores,
     Step,
+    TrainNumbers,
     TrainReport,
     check_scoring_batch,
     check_training_batch,
@@ -263,20 +264,20 @@ class EngineWorker:
             rows_per_group=getattr(loss_fn, "rows_per_group", 1),
         )
         with self._scoring() if eval_mode else self._engine.mode(training=True):
-            report = self._run_steps(steps, loss_fn, eval_mode=eval_mode)
+            found = self._run_steps(steps, loss_fn, eval_mode=eval_mode)
         if not eval_mode:
             assert self._engine.optimizer is not None, "the residency state has an optimizer"
             self._engine.optimizer.advance_schedule()
         return {
-            "global_loss": torch.stack(report.losses).cpu(),
-            "grad_norm": torch.stack(report.grad_norms).cpu() if report.grad_norms else None,
+            "global_loss": found.losses,
+            "grad_norm": None if eval_mode else found.grad_norms,
             "rank": self._environment.rank,
-            "all_mb_metrics": dict(report.metrics),
+            "all_mb_metrics": dict(found.metrics),
         }
 
     def _run_steps(
         self, steps: Sequence[Step], loss_fn: LossFunction, *, eval_mode: bool
-    ) -> TrainReport:
+    ) -> TrainNumbers:
         engine, report, skipped = self._engine, TrainReport(), 0
         info = engine.info
         all_counts = LossCounts.of(steps, group=info.data_group, device=info.device)
@@ -288,18 +289,18 @@ class EngineWorker:
                 found = engine.run_backward(step, loss)
             total = torch.stack([each.tensors["loss"].float() for each in found]).sum()
             report.losses.append(total.to(info.device))
-            for each in found:
-                report.add_metrics(each.metrics)
+            report.metrics += [each.metrics for each in found if each.metrics]
             if not eval_mode:
                 skipped += not self._optimizer_step(counts, report)
         # A sum, not a mean: each rank's loss is divided by the global count already.
         losses = torch.stack(report.losses)
         dist.all_reduce(losses, group=info.data_group)
         report.losses = list(losses)
+        numbers = report.read()
         if not eval_mode and self._data_rank == 0:
             # From one data-parallel rank only, so that the sum over all ranks is the count.
-            report.metrics["skipped_steps"].append(skipped)
-        return report
+            numbers.metrics["skipped_steps"].append(skipped)
+        return numbers
 
     def _loss_of(
         self, loss_fn: LossFunction, counts: LossCounts, *, eval_mode: bool
@@ -310,8 +311,8 @@ class EngineWorker:
             raise ValueError(f"{type(loss_fn).__name__} needs log-probabilities: {reason}")
         sharded = bool(getattr(loss_fn, "accepts_sharded_logits", False))
         reported = {
-            "global_valid_seqs": float(counts.valid_seqs),
-            "global_valid_toks": float(counts.valid_toks),
+            "global_valid_seqs": counts.num_valid_seqs,
+            "global_valid_toks": counts.num_valid_toks,
         }
         if not eval_mode and self._engine.optimizer is not None:
             reported["lr"] = self._engine.optimizer.learning_rate
@@ -319,12 +320,10 @@ class EngineWorker:
         def loss(batch: MicroBatch, output: ForwardOutput) -> tuple[torch.Tensor, Scored]:
             inputs = output.logprobs() if takes_logprobs else output.logits(sharded=sharded)
             value, metrics = loss_fn(inputs, batch.rows, *counts.divisors)
-            numbers = {name: _to_number(each) for name, each in metrics.items()}
-            is_counted = numbers["num_valid_samples"] > 0
+            numbers = {name: _metric(name, each) for name, each in metrics.items()}
             # A copy: Megatron's pipeline schedule scales the loss in place.
             scored = Scored(
-                tensors={"loss": value.detach().clone()},
-                metrics={**numbers, **reported} if is_counted else {},
+                tensors={"loss": value.detach().clone()}, metrics={**numbers, **reported}
             )
             return value, scored
 
@@ -339,8 +338,8 @@ class EngineWorker:
         if is_empty:
             logger.warning(
                 "The global batch has %g valid samples and %g valid tokens: the step is skipped",
-                float(counts.valid_seqs),
-                float(counts.valid_toks),
+                counts.num_valid_seqs,
+                counts.num_valid_toks,
             )
         elif not step.stepped:
             logger.warning("The gradient norm is %s: the step is skipped", float(step.grad_norm))
@@ -726,10 +725,10 @@ class EngineWorker:
 
 def _is_first_of_its_rows(data_rank: int, device: torch.device) -> bool:
     """Return whether this is the lowest rank of its data-parallel rank. Collective."""
-    own = torch.tensor([data_rank], dtype=torch.int64, device=device)
+    own = torch.tensor([data_rank], dtype=torch.int64).to(device, non_blocking=True)
     found = [torch.empty_like(own) for _ in range(dist.get_world_size())]
     dist.all_gather(found, own)
-    return [int(each) for each in found].index(data_rank) == dist.get_rank()
+    return torch.cat(found).tolist().index(data_rank) == dist.get_rank()
 
 
 def _require_disjoint(tokenizer_path: str, others: set[str | None]) -> None:
@@ -743,8 +742,21 @@ def _require_disjoint(tokenizer_path: str, others: set[str | None]) -> None:
             )
 
 
-def _to_number(value: float | torch.Tensor) -> float:
+def _metric(name: str, value: float | torch.Tensor) -> float | torch.Tensor:
+    """Return a loss's metric as it is reported: a plain number, or a tensor that is read later.
+
+    Raises:
+        ValueError: A tensor has another number of elements than one.
+    """
     if isinstance(value, torch.Tensor):
-        return value.item()
+        if hasattr(value, "full_tensor"):
+            return value.item()  # a DTensor, which is not stacked with plain tensors
+        if value.numel() != 1:
+            raise ValueError(
+                f"the loss's metric {name!r} has {value.numel()} elements, shape "
+                f"{list(value.shape)}: a metric is one number"
+            )
+        # A copy: a view would keep all of its memory until the end of the call.
+        return value.detach().clone()
     # A numpy scalar becomes a plain number too.
     return getattr(value, "item", lambda: value)()

@@ -25,6 +25,8 @@ from megatron.core.transformer.attention import SelfAttention, SelfAttentionSubm
 from megatron.core.transformer.enums import AttnMaskType
 from megatron.core.transformer.identity_op import IdentityOp
 from megatron.core.transformer.module import Float16Module
+from megatron.core.transformer.moe.moe_layer import MoELayer
+from megatron.core.transformer.moe.moe_utils import MoEAuxLossAutoScaler
 from megatron.core.transformer.spec_utils import ModuleSpec
 from megatron.core.transformer.transformer_block import (
     TransformerBlockSubmodules,
@@ -43,6 +45,8 @@ from rl_megatron_worker.attention import PackedAttention
 from rl_megatron_worker.model.config import padded_vocab_size, uses_transformer_engine
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
+
     import torch.distributed as dist
     from megatron.core.dist_checkpointing.mapping import ShardedStateDict
     from megatron.core.distributed import DistributedDataParallelConfig
@@ -51,6 +55,10 @@ if TYPE_CHECKING:
     from rl_megatron_worker.model.config import Architecture
     from rl_megatron_worker.parallel.groups import MegatronLayout
     from rl_megatron_worker.runtime import Runtime
+
+
+# What a token dispatcher keeps of its last forward pass.
+_ROUTING = ("probs", "routing_map", "reversed_local_input_permutation_mapping")
 
 
 def build_model(
@@ -77,6 +85,8 @@ def build_model(
         chunks: list[nn.Module] = []
         for index, vp_stage in enumerate(stages):
             chunk: nn.Module = _build_chunk(architecture, config, layout, runtime, vp_stage)
+            # Megatron-core makes the weight of MoE routers on the CPU.
+            chunk.to(runtime.device)
             if config.fp16 or config.bf16:
                 chunk = Float16Module(config, chunk)
             if ddp is None:
@@ -125,6 +135,30 @@ def unwrapped(chunk: nn.Module) -> GPTModel:
     while not isinstance(chunk, GPTModel):
         chunk = cast("nn.Module", chunk.module)
     return chunk
+
+
+def release_caches(chunks: Sequence[nn.Module]) -> None:
+    """Free what Megatron-core caches on the device; the next forward makes it again.
+
+    These are the rotary embeddings of the last 32 sequence lengths, the buffer into which sequence
+    parallelism gathers activations, the last activations from the stage before this one, and how
+    each MoE layer has routed its last tokens.
+    """
+    parallel_state.get_global_memory_buffer().buffer.clear()
+    # Set in every forward pass: the scale of the load-balancing loss.
+    MoEAuxLossAutoScaler.main_loss_backward_scale = None
+    for chunk in chunks:
+        unwrapped(chunk).set_input_tensor(None)  # type: ignore[arg-type]
+        rotary = getattr(unwrapped(chunk), "rotary_pos_emb", None)
+        if rotary is not None:
+            # Of the class: the cache holds the embeddings of all of its instances.
+            type(rotary).forward.cache_clear()
+            rotary.inv_freq = rotary.inv_freq.cpu()
+        for layer in chunk.modules():
+            if isinstance(layer, MoELayer):
+                for name in _ROUTING:
+                    if hasattr(layer.token_dispatcher, name):
+                        setattr(layer.token_dispatcher, name, None)
 
 
 class OutputMatrix(nn.Module):

@@ -19,6 +19,7 @@ from megatron.core import parallel_state
 from megatron.core.pipeline_parallel import get_forward_backward_func
 from rl_interfaces.backend.engine import Scored
 from rl_interfaces.backend.runtime import failing_together
+from rl_interfaces.backend.steps import read_numbers
 
 from rl_megatron_worker.layout import PackedLayout
 from rl_megatron_worker.model.build import unwrapped
@@ -29,8 +30,8 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Generator, Iterator, Sequence
 
     from megatron.core.transformer.transformer_config import TransformerConfig
-    from rl_interfaces.backend.engine import Metrics, Tensors
-    from rl_interfaces.backend.steps import Step
+    from rl_interfaces.backend.engine import Tensors
+    from rl_interfaces.backend.steps import MicroBatch, Step
     from torch import nn
 
     from rl_megatron_worker.layout import PackedRows
@@ -84,16 +85,24 @@ class Schedule:
     def takes_cache(self) -> bool:
         """Whether the attention supports a `KeyValueCache`."""
         shared = parallel_state.get_context_parallel_world_size() > 1
-        dtype = unwrapped(self.chunks[0]).config.params_dtype
-        return not shared and not uses_transformer_engine(self.runtime, dtype)
+        return not shared and not self._uses_transformer_engine
 
     def lay_out(self, step: Step) -> list[PackedLayout]:
         """Return the packed micro-batches of a step, then empty ones that complete a schedule."""
         num_passes = self._num_passes(len(step.spans))
         return [
-            PackedLayout.of(micro_batch)
+            self.lay_out_one(micro_batch)
             for micro_batch in step.micro_batches(self.runtime.device, num_passes=num_passes)
         ]
+
+    def lay_out_one(self, micro_batch: MicroBatch) -> PackedLayout:
+        """Return the layout of a packed micro-batch for this rank's layers."""
+        return PackedLayout.of(micro_batch, offsets_on_host=not self._uses_transformer_engine)
+
+    @property
+    def _uses_transformer_engine(self) -> bool:
+        dtype = unwrapped(self.chunks[0]).config.params_dtype
+        return uses_transformer_engine(self.runtime, dtype)
 
     @torch.no_grad()
     def run(
@@ -112,7 +121,7 @@ class Schedule:
 
         def on_last_stage(layout: PackedLayout, hidden: torch.Tensor, **_: bool) -> Scored | None:
             with failure.deferred():
-                return _with_plain_metrics(score(layout, hidden))
+                return _checked_metrics(score(layout, hidden))
             # After a failure; the results are thrown away once the schedule is complete.
             return None
 
@@ -144,7 +153,7 @@ class Schedule:
                 value, scored = loss(layout, hidden)
                 if not value.requires_grad:
                     value = value + self._zero_loss(hidden)
-                return value, num_tokens, _with_plain_metrics(scored)
+                return value, num_tokens, _checked_metrics(scored)
             return self._zero_loss(hidden), num_tokens, None
 
         found = self._run_layouts(layouts, on_last_stage, forward_only=False)
@@ -252,11 +261,11 @@ def _broadcast_json(value: T, *, device: torch.device) -> T:
         return value
     encoded = json.dumps(value).encode() if is_last else b""
     # The size first: the other stages have to allocate the buffer that they receive into.
-    size = torch.tensor([len(encoded)], dtype=torch.int64, device=device)
+    size = torch.tensor([len(encoded)], dtype=torch.int64).to(device, non_blocking=True)
     dist.broadcast(size, src=last, group=group)
     data = torch.zeros(int(size), dtype=torch.uint8, device=device)
     if is_last:
-        data.copy_(torch.frombuffer(bytearray(encoded), dtype=torch.uint8))
+        data.copy_(torch.frombuffer(bytearray(encoded), dtype=torch.uint8), non_blocking=True)
     dist.broadcast(data, src=last, group=group)
     return value if is_last else json.loads(bytes(data.tolist()))
 
@@ -275,8 +284,8 @@ def _broadcast_scored(found: Sequence[Scored], *, device: torch.device) -> list[
         for index, each in enumerate(found)
         for name, t in each.tensors.items()
     ]
-    metrics, specs = _broadcast_json(([each.metrics for each in found], own), device=device)
-    results = [Scored(metrics=each) for each in metrics]
+    metrics, specs = _broadcast_json((_read_metrics(found), own), device=device)
+    results = [Scored(metrics={**each}) for each in metrics]
     for dtype in dict.fromkeys(kind for *_, kind in specs):
         chosen = [(index, name, shape) for index, name, shape, kind in specs if kind == dtype]
         sizes = [math.prod(shape) for *_, shape in chosen]
@@ -291,7 +300,13 @@ def _broadcast_scored(found: Sequence[Scored], *, device: torch.device) -> list[
     return results
 
 
-def _with_plain_metrics(scored: Scored) -> Scored:
+def _read_metrics(found: Sequence[Scored]) -> list[dict[str, float]]:
+    """Return the metrics of all micro-batches as plain numbers, read at once."""
+    numbers = iter(read_numbers([value for each in found for value in each.metrics.values()]))
+    return [dict(zip(each.metrics, numbers, strict=False)) for each in found]
+
+
+def _checked_metrics(scored: Scored) -> Scored:
     """Return the result with metrics that `_broadcast_scored` can send.
 
     Call it where an exception is deferred: the other stages wait for the broadcast.
@@ -299,14 +314,14 @@ def _with_plain_metrics(scored: Scored) -> Scored:
     Raises:
         TypeError: A metric is not JSON-serialisable; the message names it.
     """
-    metrics: Metrics = {}
     for name, value in scored.metrics.items():
-        metrics[name] = value
+        if isinstance(value, torch.Tensor):
+            continue  # of one element: `_read_metrics` makes a number of it
         try:
-            json.dumps(metrics[name])
+            json.dumps(value)
         except TypeError as error:
             raise TypeError(f"the loss's metric {name!r} is {value!r}: {error}") from error
-    return replace(scored, metrics=metrics)
+    return scored
 
 
 def _last_stage() -> tuple[dist.ProcessGroup, int, bool]:

@@ -1,0 +1,200 @@
+"""Lives of the worker on a fake CUDA device; runs in the process of `run_on_fake_cuda`."""
+
+import copy
+import dataclasses
+import tempfile
+from unittest import mock
+
+import parity_models
+import torch
+from parity_layouts import LAYOUTS
+from parity_ranks import BUDGET, rows_of
+from ranks import worker_for
+from rl_dtensor_worker import forward, layout
+from rl_interfaces import LossInput, LossType
+from rl_interfaces.testing.fake_cuda import fake_cuda, run_life
+from rl_interfaces.testing.fake_cuda.limits import numbers_of
+from tiny_model import build_tokenizer, make_batch, make_config
+from transformers import AutoModelForCausalLM
+from transformers.models.llama.modeling_llama import LlamaAttention
+
+GLOBAL_BATCH, NUM_ROWS = 8, 16
+NUM_STEPS = NUM_ROWS // GLOBAL_BATCH
+# Two layers, and how many more show what one of them costs.
+NUM_LAYERS, MORE_LAYERS = 2, 1
+_PACKED, _DYNAMIC = "sequence_packing", "dynamic_batching"
+_ADAPTERS = {"lora": {"enabled": True, "r": 4, "lora_alpha": 8}}
+# Layout, precision, section that plans micro-batches, further keys of `dtensor_cfg`.
+CASES = {
+    "dp2": ("dp2", "bfloat16", None, {}),
+    "dp2_fp32": ("dp2", "float32", None, {}),
+    "dp2_fp16": ("dp2", "float16", None, {}),
+    "dp2_packed": ("dp2", "bfloat16", _PACKED, {}),
+    "dp2_dynamic": ("dp2", "bfloat16", _DYNAMIC, {}),
+    "dp2_lora": ("dp2", "bfloat16", None, _ADAPTERS),
+    "dp2_cpu_offload": ("dp2", "bfloat16", None, {"cpu_offload": True}),
+    "dp2_checkpointing": ("dp2", "bfloat16", None, {"activation_checkpointing": True}),
+    "tp2": ("tp2", "bfloat16", None, {}),
+    "tp2_packed": ("tp2", "bfloat16", _PACKED, {}),
+    "tp2_sp": ("tp2_sp", "bfloat16", None, {}),
+    "tp2_sp_packed": ("tp2_sp", "float16", _PACKED, {}),
+    "cp2": ("cp2", "bfloat16", None, {}),
+    "cp2_packed": ("cp2", "bfloat16", _PACKED, {}),
+    "dp2_tp2": ("dp2_tp2", "bfloat16", _DYNAMIC, {}),
+    "dp2_cp2": ("dp2_cp2", "bfloat16", None, {}),
+    "tp2_cp2": ("tp2_cp2", "bfloat16", _PACKED, {}),
+    "hybrid": ("hybrid", "bfloat16", None, {}),
+    "replicated": ("replicated", "bfloat16", None, {}),
+    "replicated_cp2": ("replicated_cp2", "bfloat16", None, {}),
+}
+
+
+class DeviceLoss:
+    """Mean negative log-likelihood, whose metrics stay on the device."""
+
+    loss_type = LossType.TOKEN_LEVEL
+    input_type = LossInput.LOGPROBS
+
+    def __call__(self, logprobs, data, global_valid_seqs, global_valid_toks):
+        mask = data["token_mask"] * data["sample_mask"][:, None]
+        loss = -(logprobs * mask).sum() / global_valid_toks
+        return loss, {"num_valid_samples": data["sample_mask"].sum(), "nll": loss.detach()}
+
+
+def config_of(case, path):
+    name, precision, section, keys = CASES[case]
+    budgets = {"train_mb_tokens": BUDGET, "logprob_mb_tokens": BUDGET}
+    return make_config(
+        path,
+        precision=precision,
+        dtensor_cfg={"enabled": True, **LAYOUTS[name][1], **keys},
+        train_global_batch_size=GLOBAL_BATCH,
+        **({} if section is None else {section: {"enabled": True, **budgets}}),
+    )
+
+
+def build(num_layers):
+    """Write a tiny Llama with this many layers; return its folder."""
+    config = copy.deepcopy(parity_models.CONFIGS["llama"])
+    config.num_hidden_layers = num_layers
+    path = tempfile.mkdtemp()
+    AutoModelForCausalLM.from_config(config, dtype=torch.float32).save_pretrained(path)
+    build_tokenizer().save_pretrained(path)
+    return path
+
+
+def measure(cases):
+    """Return the numbers of each case."""
+    shallow, deep = build(NUM_LAYERS), build(NUM_LAYERS + MORE_LAYERS)
+    return {case: numbers_of_case(case, shallow, deep) for case in cases}
+
+
+def numbers_of_case(case, shallow, deep):
+    num_ranks, section = LAYOUTS[CASES[case][0]][0], CASES[case][2]
+    with fake_cuda(world_size=num_ranks) as device, worker_for(config_of(case, shallow)) as worker:
+        batch = rows_for(worker, section)
+        num_passes = num_passes_of(batch)
+        phases = run_life(
+            device,
+            worker,
+            batch=batch,
+            scored=rows_of(worker, make_batch(NUM_ROWS), section, global_batch_size=None)[0],
+            prompts=make_batch(4),
+            loss=DeviceLoss(),
+        )
+    options = {"init_reference_model": False}
+    with (
+        fake_cuda(world_size=num_ranks) as device,
+        worker_for(config_of(case, deep), **options) as worker,
+        device.phase() as deeper,
+    ):
+        worker.train(rows_for(worker, section), DeviceLoss())
+    return {
+        **numbers_of(phases, deeper, added_layers=MORE_LAYERS * num_passes),
+        "num_passes": num_passes,
+        "left": phases["offload_after_refit"].left,
+        "lines": sorted(f"{count} {sync}" for sync, count in phases["train_again"].syncs.items()),
+    }
+
+
+def rows_for(worker, section):
+    return rows_of(worker, make_batch(NUM_ROWS), section, global_batch_size=GLOBAL_BATCH)[0]
+
+
+def num_passes_of(batch):
+    """Return the micro-batches of one `train` call."""
+    if getattr(batch, "micro_batch_indices", None) is not None:
+        return sum(len(spans) for spans in batch.micro_batch_indices)
+    rows_per_step = batch.size // NUM_STEPS
+    return NUM_STEPS * -(-rows_per_step // 2)
+
+
+def measure_planted():
+    """Return the error of a device mixture, and the numbers of a life with each other bug."""
+    shallow, deep = build(NUM_LAYERS), build(NUM_LAYERS + MORE_LAYERS)
+    numbers = {}
+    for bug, patch in _BUGS.items():
+        with patch():
+            numbers[bug] = numbers_of_case("dp2", shallow, deep)
+    with (
+        fake_cuda(world_size=2),
+        worker_for(config_of("dp2", shallow), init_reference_model=False) as worker,
+        mock.patch.object(layout.PaddedLayout, "of", classmethod(_of_host_lengths)),
+    ):
+        try:
+            worker.get_logprobs(make_batch(4))
+        except RuntimeError as error:
+            return {"mixture": str(error), "numbers": numbers}
+    raise AssertionError("a device mixture was not found")
+
+
+_padded_layout_of = layout.PaddedLayout.of.__func__
+_attention = LlamaAttention.forward
+_target_scores = forward.TokenHead.target_scores
+
+
+def _of_host_lengths(cls, tokens, lengths, **options):
+    return _padded_layout_of(cls, tokens, lengths.cpu(), **options)
+
+
+def _kept_tensor():
+    kept = []
+
+    def keep(model, *_args, **_options):
+        kept.append(torch.zeros(100, device="cuda"))
+        return _attention(model, *_args, **_options)
+
+    return mock.patch.object(LlamaAttention, "forward", keep)
+
+
+def _read_in_a_layer():
+    def read(model, hidden_states, **options):
+        assert float(hidden_states.abs().max()) < 1e9
+        return _attention(model, hidden_states, **options)
+
+    return mock.patch.object(LlamaAttention, "forward", read)
+
+
+def _loop_of_kernels():
+    def loop(model, hidden_states, **options):
+        hidden_states = torch.stack([row * 1.0 for row in hidden_states.unbind(1)], dim=1)
+        return _attention(model, hidden_states, **options)
+
+    return mock.patch.object(LlamaAttention, "forward", loop)
+
+
+def _kept_logits():
+    def keep(head, model, tokens, *args, **options):
+        logits = torch.zeros(*tokens.shape, 4096, device="cuda")
+        found = _target_scores(head, model, tokens, *args, **options)
+        return dataclasses.replace(found, logprobs=found.logprobs + logits.sum() * 0)
+
+    return mock.patch.object(forward.TokenHead, "target_scores", keep)
+
+
+_BUGS = {
+    "kept tensor": _kept_tensor,
+    "read in a layer": _read_in_a_layer,
+    "loop of kernels": _loop_of_kernels,
+    "kept logits": _kept_logits,
+}

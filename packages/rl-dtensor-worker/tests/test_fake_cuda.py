@@ -1,0 +1,76 @@
+"""The worker on a CUDA device that computes nothing, against `fake_cuda_limits.toml`.
+
+Numbers are maxima: a person edits the list, see `rl_interfaces.testing.fake_cuda.limits`.
+"""
+
+from pathlib import Path
+
+import pytest
+from parity_layouts import LAYOUTS
+from rl_interfaces.testing.fake_cuda import (
+    exceeded,
+    read_limits,
+    run_on_fake_cuda,
+    why_unavailable,
+)
+
+_TESTS = Path(__file__).parent
+_LIMITS = read_limits(_TESTS / "fake_cuda_limits.toml")
+_FAST = ["dp2_packed"]  # the others are slow
+# Of a `train` call, whatever its size: the ranks' rows, the losses' counts, and the results.
+_READS_PER_CALL = 3
+_NUM_STEPS = 2
+# Their waits are held by the list alone: FSDP itself waits for the gradients of each layer.
+_WITHOUT_AIM = {"dp2_cpu_offload"}
+
+pytestmark = pytest.mark.skipif(why_unavailable() is not None, reason=str(why_unavailable()))
+
+
+def measure(cases):
+    return run_on_fake_cuda("fake_cuda_cases:measure", path=[_TESTS], cases=cases)
+
+
+def problems(found):
+    """Return a sentence for each number above its maximum, and for each one that misses the aim."""
+    lines = []
+    for case, numbers in found.items():
+        lines += exceeded(case, numbers, _LIMITS)
+        waits = sum(numbers["syncs"].values())
+        aim = numbers["num_passes"] + _NUM_STEPS + _READS_PER_CALL
+        misses = waits > aim or numbers["syncs_per_layer"] > 0
+        if (misses and case not in _WITHOUT_AIM) or numbers["offloaded_bytes"]:
+            lines.append(
+                f"[{case}] {waits} waits in {_NUM_STEPS} steps of {numbers['num_passes']} "
+                f"micro-batches, at most {aim}; {numbers['syncs_per_layer']:g} in a layer, none "
+                f"allowed; left after an offload: {numbers['left']}; waits at: {numbers['lines']}"
+            )
+    return lines
+
+
+def test_a_layout_is_within_the_list():
+    assert problems(measure(_FAST)) == []
+
+
+@pytest.mark.slow
+def test_every_layout_is_within_the_list():
+    found = measure([case for case in _LIMITS if case not in _FAST])
+    assert problems(found) == []
+
+
+def test_the_list_has_every_layout_of_the_parity_table():
+    assert LAYOUTS.keys() <= _LIMITS.keys()
+
+
+@pytest.mark.slow
+def test_planted_bugs_are_found():
+    found = run_on_fake_cuda("fake_cuda_cases:measure_planted", path=[_TESTS])
+    assert "cpu" in found["mixture"]
+    assert "cuda" in found["mixture"]
+    for bug, named in {
+        "kept tensor": "offloaded_bytes",
+        "read in a layer": "syncs_per_layer",
+        "loop of kernels": "launches_per_layer",
+        "kept logits": "peak_bytes",
+    }.items():
+        lines = exceeded("dp2", found["numbers"][bug], _LIMITS)
+        assert any(named in line for line in lines), (bug, lines)

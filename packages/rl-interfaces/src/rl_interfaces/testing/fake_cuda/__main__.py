@@ -1,0 +1,15 @@
+"""The process of `run_on_fake_cuda`: `python -m ... module:function RESULT < arguments`."""
+
+import json
+import sys
+from importlib import import_module
+from pathlib import Path
+
+from rl_interfaces.testing.fake_cuda.guard import load
+
+if __name__ == "__main__":
+    target, result = sys.argv[1:]
+    load()
+    module, _, function = target.partition(":")
+    value = getattr(import_module(module), function)(**json.load(sys.stdin))
+    Path(result).write_text(json.dumps(value))

@@ -1,0 +1,100 @@
+"""The numbers of a worker on the device, and the committed list of maxima that holds them.
+
+The list is a TOML file that a person edits: one table per case, see `Numbers`. No code writes it:
+a number that grows fails a test until it is brought down, or until somebody raises its maximum and
+says why in the commit.
+
+    [tp2_packed]
+    launches_per_layer = 310
+    syncs_per_layer = 0
+    offloaded_bytes = 0
+    peak_bytes = { logprobs = 349184, train_again = 532480 }
+    syncs = { "rl_dtensor_worker/optim.py step (read)" = 2 }
+"""
+
+from __future__ import annotations
+
+import tomllib
+from collections import Counter
+from collections.abc import Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, TypedDict, cast
+
+if TYPE_CHECKING:
+    from rl_interfaces.testing.fake_cuda.device import Figures
+
+_PEAKS = ("logprobs", "train_again", "generate")
+
+
+class Numbers(TypedDict):
+    """What is held of one case."""
+
+    launches_per_layer: float
+    """Kernels of a `train` call for each layer that this rank has, forward and backward."""
+    syncs_per_layer: float
+    """Waits of the host in a `train` call that each layer adds; the aim is 0."""
+    offloaded_bytes: int
+    """Bytes on the device after `offload_after_refit`; the aim is 0."""
+    peak_bytes: dict[str, int]
+    """The most bytes at one time, by phase of `run_life`."""
+    syncs: dict[str, int]
+    """Waits of the host in one `train` call, by source: file, function and kind."""
+
+
+def numbers_of(phases: Mapping[str, Figures], deeper: Figures, *, added_layers: int) -> Numbers:
+    """Return the numbers of one case.
+
+    Args:
+        phases: From `run_life`.
+        deeper: The first `train` call of the same case with more layers.
+        added_layers: The layers that this rank has more of there, times the micro-batches.
+    """
+    train = phases["train"]
+    places: Counter[str] = Counter()
+    for sync, count in phases["train_again"].syncs.items():
+        places[sync.place] += count
+    return {
+        "launches_per_layer": (deeper.launches - train.launches) / added_layers,
+        "syncs_per_layer": (deeper.num_syncs - train.num_syncs) / added_layers,
+        "offloaded_bytes": phases["offload_after_refit"].live_bytes,
+        "peak_bytes": {name: phases[name].peak_bytes for name in _PEAKS},
+        "syncs": dict(sorted(places.items())),
+    }
+
+
+def read_limits(path: Path) -> dict[str, Numbers]:
+    """Return the maxima of every case.
+
+    Raises:
+        ValueError: A table lacks a key, or has another one.
+    """
+    limits = tomllib.loads(path.read_text())
+    for case, maxima in limits.items():
+        if set(maxima) != set(Numbers.__annotations__):
+            raise ValueError(
+                f"{path.name} [{case}]: keys {sorted(maxima)}, expected "
+                f"{sorted(Numbers.__annotations__)}"
+            )
+    return cast("dict[str, Numbers]", limits)
+
+
+def exceeded(case: str, found: Numbers, limits: Mapping[str, Numbers]) -> list[str]:
+    """Return a sentence for each number that is above its maximum, or that has none."""
+    if case not in limits:
+        return [f"[{case}] is not in the list of maxima; found {found}"]
+    maxima = limits[case]
+    pairs: list[tuple[str, float, float | None]] = [
+        ("launches_per_layer", found["launches_per_layer"], maxima["launches_per_layer"]),
+        ("syncs_per_layer", found["syncs_per_layer"], maxima["syncs_per_layer"]),
+        ("offloaded_bytes", found["offloaded_bytes"], maxima["offloaded_bytes"]),
+    ]
+    for name, count in found["peak_bytes"].items():
+        pairs.append((f"peak_bytes.{name}", count, maxima["peak_bytes"].get(name)))
+    for place, count in found["syncs"].items():
+        # A place that the list does not name must not wait at all.
+        pairs.append((f"syncs.{place!r}", count, maxima["syncs"].get(place, 0)))
+    return [
+        f"[{case}] {name} is {value:g}, its maximum {'missing' if limit is None else f'{limit:g}'}"
+        for name, value, limit in pairs
+        if limit is None or value > limit
+    ]
