@@ -257,7 +257,10 @@ def test_megatron_takes_the_learning_rate_too():
         ),
         ({"generation": {"top_p": 0.0}}, "policy.generation.top_p=0.0 must be above 0"),
         ({"generation": {"top_p": 1.5}}, "policy.generation.top_p=1.5 must be at most 1"),
-        ({"generation": {"stop_token_ids": [3, -1]}}, "policy.generation.stop_token_ids[1]=-1 must"),
+        (
+            {"generation": {"stop_token_ids": [3, -1]}},
+            "policy.generation.stop_token_ids[1]=-1 must",
+        ),
         (
             {"generation": {"backend": "x", "colocated": {"enabled": False, "resources": RANKS}}},
             "policy.generation.colocated.resources.gpus_per_node=0 must be at least 1",

@@ -22,7 +22,6 @@ if TYPE_CHECKING:
     from torch import nn
 
 
-
 logger = logging.getLogger(__name__)
 
 

@@ -33,17 +33,28 @@ Overrides = Annotated[
 ]
 ConfigFile = Annotated[
     Path | None,
-    typer.Option("--config", help="YAML file with the configuration.", show_default="none"),
+    typer.Option(
+        "--config",
+        parser=Path,
+        metavar="PATH",
+        help="YAML file with the configuration.",
+        show_default="none",
+    ),
 ]
 Out = Annotated[
     Path | None,
     typer.Option(
-        help="Run directory, which must not exist.", show_default="runs/COMMAND-DATE-TIME, new"
+        parser=Path,
+        metavar="PATH",
+        help="Run directory, which must not exist.",
+        show_default="runs/COMMAND-DATE-TIME, new",
     ),
 ]
 Resume = Annotated[
     Path | None,
     typer.Option(
+        parser=Path,
+        metavar="PATH",
         help="Continue the run of this directory from its newest checkpoint, with its "
         "configuration; only the number of steps and checkpoint.* can be overridden.",
         show_default="none",

@@ -16,6 +16,7 @@ from time import perf_counter
 from typing import ClassVar
 
 from pydantic import Field
+from rl_interfaces.config.schema import MOST
 
 from rl_policy.config import RunConfig, Section
 from rl_policy.data.batches import Batch, ProblemEncoder
@@ -39,9 +40,9 @@ from rl_policy.run.session import Session, open_policy, run_loop
 class DpoSection(Section):
     """Direct preference optimization."""
 
-    steps: int = Field(default=100, ge=1)
+    steps: int = Field(default=100, ge=1, le=MOST)
     """Optimizer steps, each on policy.train_global_batch_size / 2 pairs."""
-    eval_every: int = Field(default=10, ge=1)
+    eval_every: int = Field(default=10, ge=1, le=MOST)
     """Steps between evaluations on the held-out pairs."""
     beta: float = Field(default=0.1, gt=0)
     """Coefficient of the implicit KL constraint: reward per nat of log-ratio."""

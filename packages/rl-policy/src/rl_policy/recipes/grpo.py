@@ -17,6 +17,7 @@ from typing import ClassVar, Literal
 import torch
 from pydantic import Field
 from rl_interfaces import GenerationInterface
+from rl_interfaces.config.schema import MOST
 from rl_refit.report import Stopwatch
 
 from rl_policy.config import (
@@ -52,13 +53,13 @@ _DIAGNOSTICS = ("clip_fraction", "policy_loss", "probs_ratio", "sampler_trainer_
 class GrpoSection(Section):
     """Group relative policy optimization."""
 
-    steps: int = Field(default=100, ge=1)
+    steps: int = Field(default=100, ge=1, le=MOST)
     """Steps, each on newly sampled completions."""
-    prompts_per_step: int = Field(default=16, ge=1)
+    prompts_per_step: int = Field(default=16, ge=1, le=MOST)
     """Prompts per step."""
-    samples_per_prompt: int = Field(default=8, ge=2)
+    samples_per_prompt: int = Field(default=8, ge=2, le=MOST)
     """Completions per prompt: the size of a group."""
-    epochs_per_step: int = Field(default=1, ge=1)
+    epochs_per_step: int = Field(default=1, ge=1, le=MOST)
     """Epochs over the samples of a step, each of samples / policy.train_global_batch_size
     optimizer steps."""
     leave_one_out: bool = False
@@ -68,7 +69,7 @@ class GrpoSection(Section):
     old_logprobs: Literal["trainer", "sampler"] = "trainer"
     """The source of the log-probabilities before the update. `sampler` saves a forward pass; it
     needs an untruncated sampler and no correction: no top_k, no top_p, no importance_cap."""
-    eval_every: int = Field(default=5, ge=1)
+    eval_every: int = Field(default=5, ge=1, le=MOST)
     """Steps between evaluations of held-out accuracy."""
     warm_up: bool | None = None
     """Start with supervised fine-tuning. null: only for the built-in model, which is untrained."""

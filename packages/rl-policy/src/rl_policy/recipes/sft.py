@@ -15,6 +15,7 @@ from typing import ClassVar
 
 from pydantic import Field
 from rl_interfaces.config.resolve import merge_sections
+from rl_interfaces.config.schema import MOST
 
 from rl_policy.backends import WORKERS_OWN
 from rl_policy.config import (
@@ -42,14 +43,14 @@ _LOGGER = logging.getLogger(__name__)
 class SftSection(Section):
     """Supervised fine-tuning on prompt and answer, alone or as the warm-up of GRPO."""
 
-    steps: int = Field(default=200, ge=1)
+    steps: int = Field(default=200, ge=1, le=MOST)
     """Maximum number of optimizer steps."""
-    eval_every: int = Field(default=20, ge=1)
+    eval_every: int = Field(default=20, ge=1, le=MOST)
     """Steps between evaluations."""
     stop_pass_rate: float | None = Field(default=None, gt=0, le=1)
     """Stop early at this pass@`pass_samples` on the validation problems: GRPO gets no signal from a
     problem that no sample solves. null: take all steps."""
-    pass_samples: int = Field(default=8, ge=1)
+    pass_samples: int = Field(default=8, ge=1, le=MOST)
     """Samples per validation problem."""
     policy: Settings = Field(default_factory=dict)
     """Overrides of `policy` for supervised fine-tuning."""

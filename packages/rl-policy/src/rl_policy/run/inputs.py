@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from rl_interfaces.backend.generation import SamplingConfig
+from rl_interfaces.config.schema import check_typed_dict
 from rl_refit.transports import find_transport
 from transformers import AutoConfig, AutoTokenizer, PreTrainedTokenizerBase
 
@@ -26,8 +27,13 @@ from rl_policy.data.datasets import (
     read_problems,
 )
 from rl_policy.data.tiny_model import build_tokenizer, tiny_model_config
-from rl_policy.generation.vllm.config import complete_section, generation_of_policy
+from rl_policy.generation.vllm.config import (
+    VllmSection,
+    complete_section,
+    generation_of_policy,
+)
 from rl_policy.recipes import find_recipe
+from rl_policy.run.machine import check_devices, check_model_files, model_config
 
 ItemT = TypeVar("ItemT")
 
@@ -73,7 +79,10 @@ def prepare_inputs(config: RunConfig) -> RunInputs:
             and line.
     """
     recipe = find_recipe(config.recipe)
-    tokenizer = build_tokenizer() if config.has_builtin_model else _load_tokenizer(config)
+    check_devices(config)
+    check_model_files(config)
+    tokenizer = _load_tokenizer(config)
+    _check_tokens(config, tokenizer)
     generation: Settings = config.policy.get("generation") or {}
     encoder = ProblemEncoder(
         tokenizer,
@@ -81,6 +90,7 @@ def prepare_inputs(config: RunConfig) -> RunInputs:
         stop_token_ids=generation.get("stop_token_ids", ()),
         stop_strings=generation.get("stop_strings", ()),
     )
+    encoder.check_template()
     inputs = recipe.prepare(config, encoder)
     _check_backend(config, recipe.policies(config))
     check_engines(config)
@@ -159,21 +169,49 @@ def check_rows(rows: Sequence[Problem], *, encoder: ProblemEncoder, limit: int, 
 def _load_tokenizer(config: RunConfig) -> PreTrainedTokenizerBase:
     section = config.policy["tokenizer"]
     name = section["name"]
-    if name.startswith((".", "/", "~")) and not Path(name).is_dir():
-        key = "model_name" if name == config.policy["model_name"] else "tokenizer.name"
-        raise ValueError(f"policy.{key}={name!r} is no directory")
-    try:
-        tokenizer = AutoTokenizer.from_pretrained(
-            name, trust_remote_code=config.policy["trust_remote_code"]
-        )
-    except (OSError, ValueError) as error:
-        raise ValueError(f"policy.tokenizer.name={name!r} cannot be loaded: {error}") from error
+    if config.has_builtin_model:
+        tokenizer = build_tokenizer()
+    else:
+        tokenizer = _read_tokenizer(name, config)
     if "chat_template" in section:
         tokenizer.chat_template = section["chat_template"]
     if tokenizer.pad_token is None and tokenizer.eos_token is not None:
         _LOGGER.warning("The tokenizer %r has no padding token: its end token pads", name)
         tokenizer.pad_token = tokenizer.eos_token
     return tokenizer
+
+
+def _read_tokenizer(name: str, config: RunConfig) -> PreTrainedTokenizerBase:
+    key = "model_name" if name == config.policy["model_name"] else "tokenizer.name"
+    if name.startswith((".", "/", "~")) and not Path(name).is_dir():
+        raise ValueError(f"policy.{key}={name!r} is no directory")
+    try:
+        return AutoTokenizer.from_pretrained(
+            name, trust_remote_code=config.policy["trust_remote_code"]
+        )
+    except Exception as error:  # tokenizers raises no class of its own for a file that is broken
+        raise ValueError(
+            f"policy.{key}={name!r} has a tokenizer that cannot be loaded: {error}"
+        ) from error
+
+
+def _check_tokens(config: RunConfig, tokenizer: PreTrainedTokenizerBase) -> None:
+    """Check that the tokens of the section `generation` are in the vocabulary."""
+    generation: Settings = config.policy.get("generation") or {}
+    size = len(tokenizer)
+    if not config.has_builtin_model:
+        # The model may have rows beyond the tokenizer's, to be a round number.
+        size = max(size, getattr(model_config(config).get_text_config(), "vocab_size", size))
+    ids = {
+        f"stop_token_ids[{i}]": id_ for i, id_ in enumerate(generation.get("stop_token_ids", ()))
+    }
+    if "pad_token_id" in generation:
+        ids["pad_token_id"] = generation["pad_token_id"]
+    for key, token_id in ids.items():
+        if token_id >= size:
+            raise ValueError(
+                f"policy.generation.{key}={token_id} is not in the vocabulary of {size} tokens"
+            )
 
 
 def _load_problems(config: RunConfig, *, num_validation: int) -> ProblemSets:
@@ -272,17 +310,23 @@ def check_engines(config: RunConfig) -> None:
         ImportError: The engines are not installed.
         NotImplementedError: The training backend does not send weights.
     """
+    generation: Settings = config.policy.get("generation") or {}
+    given, own = generation.get("model_name"), config.policy["model_name"]
+    if given not in (None, own):
+        raise ValueError(
+            f"policy.generation.model_name={given!r} contradicts policy.model_name={own!r}: a run "
+            "samples from the policy's weights"
+        )
+    check_typed_dict(
+        generation.get("vllm_cfg") or {}, VllmSection, path="policy.generation.vllm_cfg"
+    )
+    if find_recipe(config.recipe).samples_with_engines:
+        transport = config.section(RefitSection).transport
+        if transport is not None:
+            find_transport(transport)
     if not config.has_engines:
         return
     backends.TrainingBackend.of_config(config.policy).require_sending()
-    if (transport := config.section(RefitSection).transport) is not None:
-        find_transport(transport)
-    given, own = config.policy["generation"].get("model_name"), config.policy["model_name"]
-    if given not in (None, own):
-        raise ValueError(
-            f"policy.generation.model_name={given!r} contradicts policy.model_name={own!r}: the "
-            "engines of a run sample from the policy's weights"
-        )
     engine_class: Any = backends.load_engine(config.policy["generation"]["backend"])
     section = engine_section(config, model=config.policy["model_name"])
     engine_class.validate_config(section)
