@@ -427,7 +427,7 @@ def read_yaml(path: Path) -> Settings:
         content = OmegaConf.to_container(OmegaConf.load(path), resolve=True)
     except RecursionError:
         raise ValueError(f"cannot read the config {path}: it is nested too deeply") from None
-    # ValueError: bytes that are no UTF-8, a null byte in the path, an integer of thousands of digits.
+    # ValueError: bytes that are no UTF-8, a null byte in the path, a number of 5000 digits.
     except (OSError, ValueError, yaml.YAMLError, OmegaConfBaseException) as error:
         raise ValueError(f"cannot read the config {path}: {_one_line(error)}") from error
     if not isinstance(content, dict):

@@ -209,14 +209,15 @@ def _range_problem(value: object, expected: object, *, path: str) -> _Problem | 
 
 def _entries(value: object, expected: object, *, path: str) -> Iterator[tuple[object, object, str]]:
     """Yield what a list or mapping holds, with its type and path; nothing if it is not enabled."""
-    arguments = get_args(expected)
-    if isinstance(value, list):
+    origin, arguments = get_origin(expected), get_args(expected)
+    if isinstance(value, list) and origin is list:
         for index, entry in enumerate(cast("list[object]", value)):
             yield entry, arguments[0], f"{path}[{index}]"
     elif isinstance(value, Mapping):
         section = cast("Mapping[str, object]", value)
         is_section = isinstance(expected, type) and is_typeddict(expected)
-        if is_section and section.get("enabled", True) is False:
+        is_off = is_section and section.get("enabled", True) is False
+        if is_off or not (is_section or origin is dict):
             return
         hints = get_type_hints(expected, include_extras=True) if is_section else {}
         for key, entry in section.items():

@@ -91,8 +91,9 @@ def prepare_inputs(config: RunConfig) -> RunInputs:
         stop_strings=generation.get("stop_strings", ()),
     )
     encoder.check_template()
-    inputs = recipe.prepare(config, encoder)
     _check_backend(config, recipe.policies(config))
+    # After the backend, as it reads files of any size.
+    inputs = recipe.prepare(config, encoder)
     check_engines(config)
     return inputs
 
