@@ -77,7 +77,7 @@ _ONE_CYCLE = f"{_SCHEDULES}.OneCycleLR"
         ],
         ({"optimizer": {"name": "torch.optim.Muon"}}, ["policy.optimizer.kwargs", "Muon"]),
         *[
-            ({"scheduler": {"name": f"{_SCHEDULES}.{name}", "kwargs": kwargs}}, [name, word])
+            ({"scheduler": {"name": f"{_SCHEDULES}.{name}", "kwargs": kwargs}}, ["policy.scheduler", word])
             for name, kwargs, word in [
                 ("LinearLR", {"start_factor": 0}, "policy.scheduler.kwargs={'start_factor': 0}"),
                 ("LinearLR", {"total_iters": "abc"}, "total_iters must be int, got str 'abc'"),

@@ -1,5 +1,6 @@
 import json
 import os
+import signal
 import subprocess
 import sys
 import time
@@ -8,6 +9,7 @@ from functools import partial
 import pytest
 import ray
 import yaml
+from rl_policy import cli as rl_policy_cli
 from rl_policy.cli import build_app
 from rl_policy.config import load_run_config, parse_run_config
 from rl_policy.data.tiny_model import build_tiny_model, tiny_model_config
@@ -180,7 +182,7 @@ TEMPLATE = ["data.use_chat_template=true", "policy.generation.max_new_tokens=6"]
         ([f"policy.seed={10**29}"], f"policy.seed={10**29} must be below"),
         (
             ["policy.generation.model_name=other"],
-            "policy.generation.model_name='other' contradicts",
+            "generation.model_name='other' contradicts",
         ),
         (["policy.generation.vllm_cfg.nope=3"], "policy.generation.vllm_cfg.nope is not a known"),
         (["policy.megatron_cfg.nope=3"], "policy.megatron_cfg.nope is not a known key"),
@@ -285,3 +287,25 @@ def test_a_run_of_the_other_recipe_is_not_resumed(tmp_path, rl_policy):
     result = rl_policy(["grpo", "--resume", "."])
     assert result.exit_code == 2
     assert "use rl-policy sft" in result.stderr
+
+
+@pytest.mark.parametrize(("number", "status"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
+def test_a_signal_ends_a_run_in_order_and_says_how_to_go_on(
+    tmp_path, rl_policy, monkeypatch, number, status
+):
+    ends = []
+
+    def execute(inputs, directory):
+        try:
+            os.kill(os.getpid(), number)
+            time.sleep(60)
+        finally:
+            ends.append(signal.getsignal(number))
+
+    before = [signal.getsignal(each) for each in (signal.SIGINT, signal.SIGTERM)]
+    monkeypatch.setattr(rl_policy_cli, "_execute", execute)
+    result = rl_policy(["grpo", "--out", "out", "data.max_number=999"])
+    assert result.exit_code == status
+    assert result.stderr == "interrupted; continue with: rl-policy grpo --resume out\n"
+    assert ends == [signal.SIG_DFL], "a second signal has to end the process at once"
+    assert [signal.getsignal(each) for each in (signal.SIGINT, signal.SIGTERM)] == before

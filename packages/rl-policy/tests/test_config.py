@@ -110,7 +110,7 @@ def test_the_keys_of_the_loss_are_its_arguments():
         (["tiny_model.head_size=16"], "tiny_model.head_size=16"),
         (
             ["cluster.bundle_ct_per_node_list=[0]"],
-            "cluster.bundle_ct_per_node_list.0=0: input should",
+            "cluster.bundle_ct_per_node_list.0=0: input",
         ),
         (
             ["policy.train_global_batch_size=33", "grpo.prompts_per_step=4"],

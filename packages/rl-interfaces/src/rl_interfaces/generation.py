@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from typing import TYPE_CHECKING, Annotated, NotRequired
+from typing import TYPE_CHECKING, NotRequired
 
 from typing_extensions import TypedDict
 
-from rl_interfaces.config.schema import Bounds, Count, Index, Text
+from rl_interfaces.config.schema import Count, Index, Probability, Temperature, Text
 
 if TYPE_CHECKING:
     import torch
@@ -39,10 +39,9 @@ class GenerationConfig(TypedDict):
     """`hf`: the training worker's own sampler. Other names are engines of `rl-policy`'s extras."""
     max_new_tokens: Count
     """Maximum generated tokens per row."""
-    # Below 0.01, vLLM raises the temperature by itself, and quotients of logits overflow.
-    temperature: Annotated[float, Bounds(ge=0.01, le=10_000, besides=0)]
+    temperature: Temperature
     """Divides the logits, here and in every log-probability of the policy. 0 is greedy decoding."""
-    top_p: Annotated[float, Bounds(gt=0, le=1)]
+    top_p: Probability
     """Keep the smallest set of tokens whose probability reaches this. 1.0 keeps all."""
     top_k: Count | None
     """Keep the k most likely tokens. None keeps all."""

@@ -5,7 +5,9 @@ Each step of a command imports what it needs, so that `--help` imports neither t
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import signal
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -19,7 +21,9 @@ if TYPE_CHECKING:
     from rl_policy.run.directory import RunDirectory
     from rl_policy.run.inputs import RunInputs
 
-_BAD_INPUT, _INTERRUPTED = 2, 130
+_BAD_INPUT = 2
+# A shell's status of a process that a signal has ended is above this by the signal's number.
+_SIGNALLED = 128
 
 Overrides = Annotated[
     list[str] | None,
@@ -121,13 +125,44 @@ def _command(
     except (ValueError, BackendNotInstalledError, NotImplementedError) as error:
         typer.echo(f"error: {' '.join(str(error).split())}", err=True)
         raise typer.Exit(_BAD_INPUT) from None
+    with _interrupted_by_signals() as received:
+        try:
+            _execute(inputs, directory)
+        except KeyboardInterrupt:
+            line = f"interrupted; continue with: rl-policy {recipe} --resume {directory.path}"
+            typer.echo(line, err=True)
+            number = received[0] if received else signal.SIGINT
+            raise typer.Exit(_SIGNALLED + number) from None
+
+
+@contextmanager
+def _interrupted_by_signals() -> Iterator[list[int]]:
+    """Let SIGTERM end the block as Ctrl-C does, in order, and a second signal the process at once.
+
+    Yields:
+        The number of the signal, once it has been received.
+    """
+    received: list[int] = []
+    # A job in a shell's background ignores SIGINT, and goes on to.
+    caught = [
+        number
+        for number in (signal.SIGINT, signal.SIGTERM)
+        if signal.getsignal(number) is not signal.SIG_IGN
+    ]
+
+    def interrupt(number: int, frame: object) -> None:
+        received.append(number)
+        for each in caught:
+            signal.signal(each, signal.SIG_DFL)
+        # Of all exceptions, Ray's calls pass on this one alone.
+        raise KeyboardInterrupt
+
+    before = {number: signal.signal(number, interrupt) for number in caught}
     try:
-        _execute(inputs, directory)
-    except KeyboardInterrupt:
-        typer.echo(
-            f"interrupted; continue with: rl-policy {recipe} --resume {directory.path}", err=True
-        )
-        raise typer.Exit(_INTERRUPTED) from None
+        yield received
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
 
 
 def _resolve(

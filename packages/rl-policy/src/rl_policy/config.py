@@ -36,9 +36,6 @@ from rl_interfaces.config.schema import MOST
 from rl_policy.backends import WORKERS_OWN
 from rl_policy.recipes import Recipe, find_recipe, installed_recipes
 
-NonEmpty: TypeAlias = Annotated[str, Field(min_length=1)]
-"""A text with something in it."""
-
 SectionT = TypeVar("SectionT", bound="Section")
 
 Settings: TypeAlias = dict[str, Any]
@@ -181,10 +178,10 @@ class TinyModelSection(Section):
 class DataSection(Section):
     """The training data: the user's problems or preference pairs, or generated doublings."""
 
-    path: NonEmpty | None = None
+    path: str | None = Field(default=None, min_length=1)
     """JSON lines with the texts `prompt` and `answer`; for preferences `prompt`, `chosen` and
     `rejected`. null: doublings."""
-    heldout_path: NonEmpty | None = None
+    heldout_path: str | None = Field(default=None, min_length=1)
     """A file of the same format, for evaluation only. null: held out of the training data."""
     num_heldout: int = Field(default=256, ge=1, le=MOST)
     """Prompts that accuracy is measured on, and that are never trained on."""
@@ -202,7 +199,7 @@ class DataSection(Section):
 class RewardSection(Section):
     """The reward: 1 if the text of the answer is exactly right, otherwise 0."""
 
-    answer_pattern: NonEmpty | None = None
+    answer_pattern: str | None = Field(default=None, min_length=1)
     """Regular expression whose last match in the completion is its answer: the first group, or
     all of it. null: the completion, stripped of white space, is the answer."""
 
@@ -210,7 +207,7 @@ class RewardSection(Section):
 class RefitSection(Section):
     """Sending weights to inference engines, if policy.generation.backend names some."""
 
-    transport: NonEmpty | None = None
+    transport: str | None = Field(default=None, min_length=1)
     """`shm`, `cuda_ipc`, `collective`, `golden`, or a third party's. null: the fastest that reaches
     the engines."""
     bucket_mib: int | None = Field(default=None, ge=1, le=MOST)

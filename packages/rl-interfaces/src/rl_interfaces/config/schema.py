@@ -42,6 +42,12 @@ class Bounds:
     besides: float | None = None
     """A single number out of the range that is valid, too."""
 
+    def __str__(self) -> str:
+        """Return the range as a reference shows it, without the limits that no value comes near."""
+        signs = ((">=", self.ge), (">", self.gt), ("<=", self.le), ("<", self.lt))
+        texts = [f"{sign} {limit}" for sign, limit in signs if limit is not None and limit < MOST]
+        return " ".join(texts) + ("" if self.besides is None else f" or {self.besides}")
+
     def problem(self, value: object) -> str | None:
         """Return what is wrong with a number, None if nothing is."""
         assert isinstance(value, (int, float))
@@ -65,6 +71,10 @@ class Bounds:
 class NotEmpty:
     """A text or a list with something in it: metadata of an `Annotated` type."""
 
+    def __str__(self) -> str:
+        """Return nothing, as a reference need not say it."""
+        return ""
+
     def problem(self, value: object) -> str | None:
         """Return what is wrong with a value, None if nothing is."""
         return None if value else "must not be empty"
@@ -85,6 +95,14 @@ Positive = Annotated[float, Bounds(gt=0)]
 """A number that is finite and above zero."""
 Fraction = Annotated[float, Bounds(ge=0, lt=1)]
 """A number in [0, 1)."""
+# Two ranks take up to a second to answer each other; more than a year is no limit.
+Seconds = Annotated[float, Bounds(ge=1, le=366 * 24 * 3600)]
+"""A limit of time."""
+# Below 0.01, vLLM raises the temperature by itself, and quotients of logits overflow.
+Temperature = Annotated[float, Bounds(ge=0.01, le=10_000, besides=0)]
+"""What divides logits; 0 for the most likely token."""
+Probability = Annotated[float, Bounds(gt=0, le=1)]
+"""A number in (0, 1]."""
 Text = Annotated[str, NotEmpty()]
 """A text that is not empty."""
 

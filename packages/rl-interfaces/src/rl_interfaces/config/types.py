@@ -11,13 +11,13 @@ from typing import Annotated, Any, Literal, NotRequired, TypeAlias
 from typing_extensions import TypedDict
 
 from rl_interfaces.config.schema import (
-    Bounds,
     Count,
     Fraction,
     Index,
     NotEmpty,
     NotNegative,
     Positive,
+    Seconds,
     Seed,
     Text,
 )
@@ -27,6 +27,9 @@ ResolvedConfig: TypeAlias = "dict[str, Any]"
 """A `PolicyConfig` after `resolve_policy_config`, or a section of it: keys and types are checked,
 defaults filled in and unset keys left out. Sections of third-party backends have keys of their own,
 so that this is no TypedDict."""
+
+Layers = Annotated[str | list[str], NotEmpty()]
+"""Names of layers, or an expression for them."""
 
 SchedulerMilestones = dict[str, list[Count]]
 """`{"milestones": [n, ...]}`: the `train` calls at which the next scheduler of the list starts."""
@@ -43,7 +46,7 @@ class LoraConfig(TypedDict):
     """An adapter's product is scaled by `lora_alpha / r`."""
     lora_dropout: NotRequired[Fraction]
     """Dropout probability of an adapter's inputs, in train mode only."""
-    target_modules: NotRequired[Annotated[str | list[Text], NotEmpty()]]
+    target_modules: NotRequired[Layers]
     """Linear layers: a list of name suffixes, a regular expression of full names, or `all-linear`:
     all but the output layer."""
     adapter_path: NotRequired[Text]
@@ -304,8 +307,7 @@ class PolicyConfig(TypedDict):
     """Seed of sampling, dropout and adapter initialisation."""
     trust_remote_code: NotRequired[bool]
     """Run Python code from the checkpoint. Only for checkpoints that you trust."""
-    # Two ranks take up to a second to answer each other; more than a year is no limit.
-    timeout_s: NotRequired[Annotated[float, Bounds(ge=1, le=366 * 24 * 3600)]]
+    timeout_s: NotRequired[Seconds]
     """Limit of each wait of a rank for another, in seconds."""
     profile_dir: NotRequired[Text]
     """Directory of the traces of `start_gpu_profiling` on the CPU."""
