@@ -60,14 +60,14 @@ _ONE_CYCLE = f"{_SCHEDULES}.OneCycleLR"
             for key, value, word in [
                 ("lr", float("nan"), "=nan must be finite"),
                 ("lr", float("inf"), "=inf must be finite"),
-                ("lr", -1, "=-1 is refused by AdamW"),
-                ("lr", "abc", "='abc' is refused by AdamW"),
-                ("lr", None, "=None is refused by AdamW"),
+                ("lr", -1, "=-1 is refused by torch.optim.AdamW"),
+                ("lr", "abc", "='abc' is refused by torch.optim.AdamW"),
+                ("lr", None, "=None is refused by torch.optim.AdamW"),
                 ("weight_decay", "abc", "must be float, got str 'abc'"),
-                ("betas", [2, 3], "=[2, 3] is refused by AdamW"),
+                ("betas", [2, 3], "=[2, 3] is refused by torch.optim.AdamW"),
                 ("betas", [0.9, float("nan")], "[1]=nan must be finite"),
-                ("betas", 3, "=3 is refused by AdamW"),
-                ("eps", -1, "=-1 is refused by AdamW"),
+                ("betas", 3, "=3 is refused by torch.optim.AdamW"),
+                ("eps", -1, "=-1 is refused by torch.optim.AdamW"),
                 ("fused", "maybe", "must be bool or None, got str 'maybe'"),
             ]
         ],
@@ -77,7 +77,10 @@ _ONE_CYCLE = f"{_SCHEDULES}.OneCycleLR"
         ],
         ({"optimizer": {"name": "torch.optim.Muon"}}, ["policy.optimizer.kwargs", "Muon"]),
         *[
-            ({"scheduler": {"name": f"{_SCHEDULES}.{name}", "kwargs": kwargs}}, ["policy.scheduler", word])
+            (
+                {"scheduler": {"name": f"{_SCHEDULES}.{name}", "kwargs": kwargs}},
+                ["policy.scheduler", word],
+            )
             for name, kwargs, word in [
                 ("LinearLR", {"start_factor": 0}, "policy.scheduler.kwargs={'start_factor': 0}"),
                 ("LinearLR", {"total_iters": "abc"}, "total_iters must be int, got str 'abc'"),

@@ -83,7 +83,7 @@ def long_answers(tmp_path):
 
 def deep(tmp_path):
     path = tmp_path / "deep.yaml"
-    path.write_text("a: " + "[" * 5000)
+    path.write_text("a: " + "[" * 5000 + "]" * 5000)
     return str(path)
 
 

@@ -97,10 +97,10 @@ def test_no_padding_token_at_all_is_refused():
     [
         ({"max_new_tokens": 0}, "generation.max_new_tokens=0 must be at least 1"),
         ({"top_k": 0}, "generation.top_k=0 must be at least 1"),
-        ({"top_p": 0.0}, "generation.top_p=0.0 must lie in (0, 1]"),
-        ({"temperature": -1.0}, "generation.temperature=-1.0 must not be negative"),
+        ({"top_p": 0.0}, "generation.top_p=0.0 must be above 0"),
+        ({"temperature": -1.0}, "generation.temperature=-1.0 must be at least 0.01"),
         ({"temperature": 0.001}, "generation.temperature=0.001 must be at least 0.01, or 0"),
-        ({"stop_strings": [""]}, "generation.stop_strings holds an empty text"),
+        ({"stop_strings": [""]}, "generation.stop_strings[0]='' must not be empty"),
         ({"stop_strings": "END"}, "generation.stop_strings must be"),
         ({"temprature": 1.0}, "did you mean 'temperature'?"),
     ],

@@ -36,7 +36,9 @@ class ClassConfig:
 
     cls: Callable[..., Any]
     kwargs: dict[str, object]
-    path: str = "policy.optimizer"
+    name: str
+    """The dotted name, as the configuration has it."""
+    path: str
     """Its key, for error messages."""
 
 
@@ -131,7 +133,7 @@ def try_steps(optimizer: ClassConfig, scheduler: SchedulerConfig | None) -> None
         built.step()
     except Exception as error:
         raise ValueError(
-            f"{optimizer.path}.name={_name_of(optimizer)!r} cannot train a policy, whose gradients "
+            f"{optimizer.path}.name={optimizer.name!r} cannot train a policy, whose gradients "
             f"are dense and computed before the step: {_one_line(error)}"
         ) from error
     if not all(bool(parameter.isfinite().all()) for parameter in parameters):
@@ -163,7 +165,7 @@ def _try_schedule(optimizer: torch.optim.Optimizer, config: SchedulerConfig) -> 
                 group["lr"] = group["initial_lr"]
         except Exception as error:
             raise ValueError(
-                f"{part.path}.kwargs={part.kwargs} make no schedule of {_name_of(part)}: "
+                f"{part.path}.kwargs={part.kwargs} make no schedule of {part.name}: "
                 f"{_one_line(error)}"
             ) from error
     build_scheduler(optimizer, config).step()
@@ -203,7 +205,7 @@ def _parse_class(
     for key, expected in _plain_hints(cls):
         if key in kwargs:
             check_type(kwargs[key], expected, path=f"{path}.kwargs.{key}")
-    return ClassConfig(cls=cls, kwargs=kwargs, path=path)
+    return ClassConfig(cls=cls, kwargs=kwargs, name=name, path=path)
 
 
 def _plain_hints(cls: type) -> Iterator[tuple[str, object]]:
@@ -243,12 +245,8 @@ def _culprit(config: ClassConfig, parameters: list[torch.nn.Parameter]) -> str |
 def _refusal(config: ClassConfig, key: str | None, error: Exception) -> ValueError:
     given = f"={config.kwargs}" if key is None else f".{key}={config.kwargs[key]!r}"
     return ValueError(
-        f"{config.path}.kwargs{given} is refused by {_name_of(config)}: {_one_line(error)}"
+        f"{config.path}.kwargs{given} is refused by {config.name}: {_one_line(error)}"
     )
-
-
-def _name_of(config: ClassConfig) -> str:
-    return getattr(config.cls, "__name__", str(config.cls))
 
 
 def _one_line(error: Exception) -> str:
