@@ -188,7 +188,7 @@ TEMPLATE = ["data.use_chat_template=true", "policy.generation.max_new_tokens=6"]
         (["policy.megatron_cfg.nope=3"], "policy.megatron_cfg.nope is not a known key"),
         (["grpo.steps=3", "grpo.steps=4"], "grpo.steps is given twice, as grpo.steps=3 and"),
         (["cluster.placement_group_strategy=NOPE"], "cluster.placement_group_strategy='NOPE'"),
-        (["refit.transport=nope"], "'nope'"),
+        (["refit.transport=nope"], "refit.transport='nope' is not among"),
         (["data.path="], "data.path= has no value"),
         (["data.path=''"], "data.path='': string should have at least 1 character"),
         (["reward.answer_pattern='(a|a)*$'"], "reward.answer_pattern='(a|a)*$' takes more than"),

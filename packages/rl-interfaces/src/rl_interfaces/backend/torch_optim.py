@@ -27,6 +27,9 @@ from rl_interfaces.config.types import ResolvedConfig
 _MOST_STEPS = 2000
 # Of the last scheduler, which has no end.
 _LAST_STEPS = 3
+_START = 0.5
+# A thousand times the start: no model is left after a step of that size.
+_LARGEST = 500.0
 _PLAIN = (bool, int, float, str, type(None))
 
 
@@ -122,7 +125,7 @@ def try_steps(optimizer: ClassConfig, scheduler: SchedulerConfig | None) -> None
         ValueError: One cannot be built or cannot step, or a step leaves a parameter or a learning
             rate that is not finite; the message names the key.
     """
-    parameters = [torch.nn.Parameter(torch.full(shape, 0.5)) for shape in ((4, 4), (4,))]
+    parameters = [torch.nn.Parameter(torch.full(shape, _START)) for shape in ((4, 4), (4,))]
     try:
         built = optimizer.cls(parameters, **optimizer.kwargs)
     except Exception as error:
@@ -136,10 +139,11 @@ def try_steps(optimizer: ClassConfig, scheduler: SchedulerConfig | None) -> None
             f"{optimizer.path}.name={optimizer.name!r} cannot train a policy, whose gradients "
             f"are dense and computed before the step: {_one_line(error)}"
         ) from error
-    if not all(bool(parameter.isfinite().all()) for parameter in parameters):
+    largest = max(float(parameter.abs().max()) for parameter in parameters)
+    if not largest < _LARGEST:
         raise ValueError(
-            f"{optimizer.path}.kwargs={optimizer.kwargs}: the first step gives parameters that are "
-            "not finite"
+            f"{optimizer.path}.kwargs={optimizer.kwargs}: the first step takes a parameter from "
+            f"{_START} to {largest:g} in size"
         )
     if scheduler is not None:
         _try_schedule(built, scheduler)

@@ -279,7 +279,15 @@ def _longest(problems: Iterable[Problem], lengths: Iterable[int]) -> tuple[str, 
 
 def _check_backend(config: RunConfig, policies: Sequence[Settings]) -> None:
     """Let the backend validate the sections `policy` that the run is going to use."""
-    worker_class = backends.load(backends.enabled_backend(config.policy))
+    name = backends.enabled_backend(config.policy)
+    try:
+        worker_class = backends.load(name)
+    except backends.BackendNotInstalledError as error:
+        raise backends.BackendNotInstalledError(
+            f"policy.{name}_cfg.enabled=True: {error}"
+        ) from error
+    for policy in policies:
+        backends.check_generation_backend(policy)
     world_size = sum(config.cluster.bundle_ct_per_node_list)
     with tempfile.TemporaryDirectory() as directory:
         if config.has_builtin_model:
@@ -324,7 +332,10 @@ def check_engines(config: RunConfig) -> None:
     if find_recipe(config.recipe).samples_with_engines:
         transport = config.section(RefitSection).transport
         if transport is not None:
-            find_transport(transport)
+            try:
+                find_transport(transport)
+            except ValueError as error:
+                raise ValueError(f"refit.{error}") from error
     if not config.has_engines:
         return
     backends.TrainingBackend.of_config(config.policy).require_sending()
