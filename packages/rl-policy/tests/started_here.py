@@ -80,13 +80,16 @@ def one_rank(worker_class, policy, inputs, batch):
     section.pop("custom_parallel_plan", None)
     size = min(policy["train_global_batch_size"], len(batch["input_ids"]))
     settings = {**policy, "dtensor_cfg": section}
+    dispatcher = Dispatcher(settings, data_parallel=1, pad_token_id=inputs.tokenizer.pad_token_id)
     with environment_of_one_rank():
         worker = worker_class(settings, inputs.tokenizer, init_reference_model=False)
     try:
-        result = worker.train(batch, NLLLoss(), gbs=size, mbs=min(size, 4))
+        (shard,), _ = dispatcher.shard_for_training(batch, NLLLoss(), gbs=size, mbs=None)
+        result = worker.train(shard, NLLLoss(), gbs=size, mbs=None)
         assert torch.isfinite(result["global_loss"]).all()
         worker.prepare_for_lp_inference()
-        assert torch.isfinite(worker.get_logprobs(batch)["logprobs"]).all()
+        (shard,), _ = dispatcher.shard_for_scoring(batch)
+        assert torch.isfinite(worker.get_logprobs(shard)["logprobs"]).all()
         if "generation" in policy:
             prompts = {key: batch[key][:2, :1] for key in ("input_ids",)}
             prompts["input_lengths"] = torch.ones(2, dtype=torch.int64)
