@@ -1,3 +1,4 @@
+import errno
 import json
 import os
 import signal
@@ -9,10 +10,12 @@ from functools import partial
 import pytest
 import ray
 import yaml
+from ray.exceptions import RayActorError
 from rl_policy import cli as rl_policy_cli
 from rl_policy.cli import build_app
 from rl_policy.config import load_run_config, parse_run_config
 from rl_policy.data.tiny_model import build_tiny_model, tiny_model_config
+from rl_policy.ray.worker_group import to_exception
 from typer.testing import CliRunner
 
 pytestmark = [pytest.mark.usefixtures("ray_apart"), pytest.mark.needs("rl-policy[dtensor]")]
@@ -309,3 +312,47 @@ def test_a_signal_ends_a_run_in_order_and_says_how_to_go_on(
     assert result.stderr == "interrupted; continue with: rl-policy grpo --resume out\n"
     assert ends == [signal.SIG_DFL], "a second signal has to end the process at once"
     assert [signal.getsignal(each) for each in (signal.SIGINT, signal.SIGTERM)] == before
+
+
+@pytest.fixture
+def failing(tmp_path, rl_policy, monkeypatch):
+    """Return a function that lets a run fail, and returns the lines of it."""
+
+    def fail(error):
+        def execute(inputs, directory):
+            raise error
+
+        monkeypatch.setattr(rl_policy_cli, "_execute", execute)
+        result = rl_policy(["grpo", "--out", "out", "data.max_number=999"])
+        assert result.exit_code == 1
+        return result.stderr.splitlines()
+
+    return fail
+
+
+def test_a_death_of_a_rank_is_three_lines_and_a_file(tmp_path, failing):
+    report = "The worker died unexpectedly.\n" * 70 + "connection error code 2. End of file."
+    died = to_exception(RayActorError(error_msg=report), rank=1, group="lm_policy", method="train")
+    first, second, third = failing(died)
+    assert first.startswith("error: rank 1 of lm_policy died during train: its process was killed")
+    assert "GiB of this machine's memory are free" in first
+    assert second == "all that Ray reports of it is in out/failure.txt"
+    assert third == "continue with: rl-policy grpo --resume out"
+    assert "Traceback" in (tmp_path / "out" / "failure.txt").read_text()
+
+
+def test_a_full_disk_is_named_without_a_traceback(failing):
+    full = OSError(errno.ENOSPC, "No space left on device", "out/metrics.jsonl")
+    first, second, third = failing(full)
+    assert first == "error: [Errno 28] No space left on device: 'out/metrics.jsonl'"
+    assert second == "the checkpoints before it are whole"
+    assert third == "continue with: rl-policy grpo --resume out"
+
+
+def test_any_other_failure_keeps_its_traceback(rl_policy, monkeypatch):
+    def execute(inputs, directory):
+        raise KeyError("a fault of ours")
+
+    monkeypatch.setattr(rl_policy_cli, "_execute", execute)
+    result = rl_policy(["grpo", "--out", "out", "data.max_number=999"])
+    assert isinstance(result.exception, KeyError)

@@ -5,7 +5,10 @@ Each step of a command imports what it needs, so that `--help` imports neither t
 
 from __future__ import annotations
 
+import errno
+import os
 import signal
+import traceback
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -21,7 +24,7 @@ if TYPE_CHECKING:
     from rl_policy.run.directory import RunDirectory
     from rl_policy.run.inputs import RunInputs
 
-_BAD_INPUT = 2
+_FAILED, _BAD_INPUT = 1, 2
 # A shell's status of a process that a signal has ended is above this by the signal's number.
 _SIGNALLED = 128
 
@@ -133,6 +136,28 @@ def _command(
             typer.echo(line, err=True)
             number = received[0] if received else signal.SIGINT
             raise typer.Exit(_SIGNALLED + number) from None
+        except Exception as error:
+            lines = _known_end(error, directory)
+            if lines is None:
+                raise
+            lines.append(f"continue with: rl-policy {recipe} --resume {directory.path}")
+            typer.echo("\n".join(lines), err=True)
+            raise typer.Exit(_FAILED) from None
+
+
+def _known_end(error: Exception, directory: RunDirectory) -> list[str] | None:
+    """Return the lines for an end that a traceback would not explain; None for any other."""
+    from rl_policy.ray.worker_group import WorkerDiedError
+
+    if os.strerror(errno.ENOSPC) in str(error):
+        return [f"error: {' '.join(str(error).split())}", "the checkpoints before it are whole"]
+    if isinstance(error, WorkerDiedError):
+        directory.failure.write_text(traceback.format_exc())
+        return [
+            f"error: {error.summary}: {error.reason}",
+            f"all that Ray reports of it is in {directory.failure}",
+        ]
+    return None
 
 
 @contextmanager

@@ -39,6 +39,7 @@ class RunDirectory:
         self.adapters = path / "adapters"
         self.tiny_model = path / "tiny_model"
         self.warm_up = path / "warm_up"
+        self.failure = path / "failure.txt"
 
     def require_new(self) -> None:
         """Raise `ValueError` if the directory exists, or cannot be created."""
