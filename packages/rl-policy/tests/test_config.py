@@ -135,6 +135,8 @@ def test_the_keys_of_the_loss_are_its_arguments():
             ],
             "policy.dtensor_cfg.lora.adapter_path='adapters' would be applied twice",
         ),
+        (["policy.head=value"], "policy.head='value' gives scores"),
+        (["sft.policy.head=reward"], "sft.policy.head='reward' gives scores"),
         (["sft.policy.precision=int8"], "sft.policy.precision='int8'"),
         (["grpo.old_logprobs=sampler"], "contradicts loss.importance_cap=2.0"),
         (

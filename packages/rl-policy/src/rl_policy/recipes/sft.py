@@ -33,7 +33,13 @@ from rl_policy.policy import Policy
 from rl_policy.recipes import Recipe
 from rl_policy.run.directory import RunState
 from rl_policy.run.evaluation import greedy_accuracy, pass_rate
-from rl_policy.run.inputs import ProblemInputs, check_rows, check_sampling, prepare_problems
+from rl_policy.run.inputs import (
+    ProblemInputs,
+    check_language_model,
+    check_rows,
+    check_sampling,
+    prepare_problems,
+)
 from rl_policy.run.metrics import StepMetrics, mean_metrics
 from rl_policy.run.session import Session, open_policy, run_loop
 
@@ -103,7 +109,7 @@ def sft_policy(config: RunConfig) -> Settings:
 def check_sft(config: RunConfig) -> None:
     """Raise `ValueError` if keys contradict each other."""
     check_sampling(config)
-    sft_policy(config)
+    check_language_model(sft_policy(config), path="sft.policy")
 
 
 def prepare_sft(config: RunConfig, encoder: ProblemEncoder) -> ProblemInputs:

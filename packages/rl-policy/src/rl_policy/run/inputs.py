@@ -121,8 +121,23 @@ def prepare_problems(
     return ProblemInputs(config=config, encoder=encoder, problems=problems, reward=reward)
 
 
+def check_language_model(policy: Settings, *, path: str = "policy") -> None:
+    """Raise `ValueError` unless a policy is a language model, whose log-probabilities are trained.
+
+    Args:
+        policy: The complete section.
+        path: Its key.
+    """
+    if policy["head"] != "language_model":
+        raise ValueError(
+            f"{path}.head={policy['head']!r} gives scores, and the recipe trains log-probabilities: "
+            "set 'language_model'"
+        )
+
+
 def check_sampling(config: RunConfig) -> None:
-    """Raise `ValueError` unless the policy can sample completions."""
+    """Raise `ValueError` unless the policy is a language model that can sample completions."""
+    check_language_model(config.policy)
     if SamplingConfig.from_policy_config(config.policy) is None:
         raise ValueError("policy.generation is not set: the recipe samples completions")
 
