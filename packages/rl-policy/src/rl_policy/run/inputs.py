@@ -130,8 +130,8 @@ def check_language_model(policy: Settings, *, path: str = "policy") -> None:
     """
     if policy["head"] != "language_model":
         raise ValueError(
-            f"{path}.head={policy['head']!r} gives scores, and the recipe trains log-probabilities: "
-            "set 'language_model'"
+            f"{path}.head={policy['head']!r} gives scores, and the recipe trains "
+            "log-probabilities: set 'language_model'"
         )
 
 
