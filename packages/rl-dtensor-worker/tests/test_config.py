@@ -72,7 +72,10 @@ _ONE_CYCLE = f"{_SCHEDULES}.OneCycleLR"
             ]
         ],
         *[
-            ({"optimizer": {"name": f"torch.optim.{name}"}}, [f"name='{name}'", "cannot train"])
+            (
+                {"optimizer": {"name": f"torch.optim.{name}"}},
+                [f"torch.optim.{name}'", "cannot train"],
+            )
             for name in ("LBFGS", "SparseAdam")
         ],
         ({"optimizer": {"name": "torch.optim.Muon"}}, ["policy.optimizer.kwargs", "Muon"]),

@@ -179,8 +179,6 @@ def _parse_experts(section: Section) -> Fields:
             "weights them differently from the model: set 'aux_loss' or 'none'"
         )
     _require_choice(key, kind, ("none", "aux_loss"))
-    if not weight >= 0:
-        raise ValueError(f"{_PATH}.moe_aux_loss_coeff={weight} must not be negative")
     if weight and kind != "aux_loss":
         raise ValueError(
             f"{_PATH}.moe_aux_loss_coeff={weight} needs {key}='aux_loss', got {kind!r}"
