@@ -74,7 +74,7 @@ _ONE_CYCLE = f"{_SCHEDULES}.OneCycleLR"
         *[
             (
                 {"optimizer": {"name": f"torch.optim.{name}"}},
-                [f"torch.optim.{name}'", "cannot train"],
+                [name, "cannot train"],
             )
             for name in ("LBFGS", "SparseAdam")
         ],
