@@ -119,7 +119,8 @@ def put(config, path, value):
         if not isinstance(config.get(key), dict):
             config[key] = {}
         config = config[key]
-    config[path[-1]] = value
+    # A copy, as the next key may be put into it.
+    config[path[-1]] = copy.deepcopy(value)
 
 
 def near(path, value, chance):
