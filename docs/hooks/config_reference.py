@@ -12,7 +12,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import asdict, is_dataclass
 from importlib import import_module
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Annotated, Any, NamedTuple, get_args, get_origin
 
 import griffe
 from pydantic import BaseModel
@@ -88,8 +88,28 @@ def keys_of_class(module: str, name: str, defaults: Mapping[str, Any]) -> list[K
     for key, member in members.items():
         written = re.sub(r"^NotRequired\[(.*)\]$", r"\1", str(member.annotation))
         meaning = member.docstring.value if member.docstring else ""
-        keys.append(Key(key, written, shown_default(defaults, key, written), meaning))
+        shown = without_aliases(written, module)
+        keys.append(Key(key, shown, shown_default(defaults, key, written), meaning))
     return keys
+
+
+def without_aliases(written: str, module: str) -> str:
+    """Return a type with what each name of a range stands for: `int >= 1` for `Count`.
+
+    Args:
+        written: The type, as it is in the source.
+        module: Where its names are known.
+    """
+    names = vars(import_module(module))
+
+    def expanded(found: re.Match[str]) -> str:
+        kind = names.get(found[0])
+        if get_origin(kind) is not Annotated:
+            return found[0]
+        base, *rules = get_args(kind)
+        return " ".join(filter(None, [annotation(base), *map(str, rules)]))
+
+    return re.sub(r"\b[A-Z]\w+\b", expanded, written)
 
 
 def shown_default(defaults: Mapping[str, Any], key: str, written: str) -> str:
@@ -112,7 +132,9 @@ def lookup(place: str) -> Mapping[str, Any]:
 
 
 def annotation(kind: Any) -> str:
-    """Return a type as one writes it."""
+    """Return a type as one writes it, without its range."""
+    if get_origin(kind) is list and get_origin(get_args(kind)[0]) is Annotated:
+        kind = list[get_args(get_args(kind)[0])[0]]
     written = kind.__name__ if isinstance(kind, type) and not hasattr(kind, "__args__") else kind
     return re.sub(r"\b(typing|rl_policy\.config)\.", "", str(written))
 

@@ -12,7 +12,9 @@ def _section(**values):
 
 
 _OPTIMIZER = "torch.optim.AdamW"
-_SCHEDULE = "torch.optim.lr_scheduler.LinearLR"
+_SCHEDULES = "torch.optim.lr_scheduler"
+_SCHEDULE = f"{_SCHEDULES}.LinearLR"
+_ONE_CYCLE = f"{_SCHEDULES}.OneCycleLR"
 
 
 @pytest.mark.parametrize(
@@ -53,6 +55,57 @@ _SCHEDULE = "torch.optim.lr_scheduler.LinearLR"
             ["policy.optimizer.kwargs", "lrr"],
         ),
         ({"scheduler": {"name": _SCHEDULE, "kwargs": {"speed": 1}}}, ["policy.scheduler", "speed"]),
+        *[
+            ({"optimizer": {"name": _OPTIMIZER, "kwargs": {key: value}}}, [f"kwargs.{key}", word])
+            for key, value, word in [
+                ("lr", float("nan"), "=nan must be finite"),
+                ("lr", float("inf"), "=inf must be finite"),
+                ("lr", -1, "=-1 is refused by torch.optim.AdamW"),
+                ("lr", "abc", "='abc' is refused by torch.optim.AdamW"),
+                ("lr", None, "=None is refused by torch.optim.AdamW"),
+                ("weight_decay", "abc", "must be float, got str 'abc'"),
+                ("betas", [2, 3], "=[2, 3] is refused by torch.optim.AdamW"),
+                ("betas", [0.9, float("nan")], "[1]=nan must be finite"),
+                ("betas", 3, "=3 is refused by torch.optim.AdamW"),
+                ("eps", -1, "=-1 is refused by torch.optim.AdamW"),
+                ("fused", "maybe", "must be bool or None, got str 'maybe'"),
+            ]
+        ],
+        *[
+            (
+                {"optimizer": {"name": f"torch.optim.{name}"}},
+                [name, "cannot train"],
+            )
+            for name in ("LBFGS", "SparseAdam")
+        ],
+        ({"optimizer": {"name": "torch.optim.Muon"}}, ["policy.optimizer.kwargs", "Muon"]),
+        *[
+            (
+                {"scheduler": {"name": f"{_SCHEDULES}.{name}", "kwargs": kwargs}},
+                ["policy.scheduler", word],
+            )
+            for name, kwargs, word in [
+                ("LinearLR", {"start_factor": 0}, "policy.scheduler.kwargs={'start_factor': 0}"),
+                ("LinearLR", {"total_iters": "abc"}, "total_iters must be int, got str 'abc'"),
+                ("CosineAnnealingLR", {"T_max": 0}, "ZeroDivisionError"),
+                ("StepLR", {"step_size": 0}, "ZeroDivisionError"),
+                ("StepLR", {"step_size": 1, "gamma": -1}, "rate after 1 steps is -"),
+                ("ExponentialLR", {"gamma": float("inf")}, "gamma=inf must be finite"),
+                ("LambdaLR", {"lr_lambda": 3}, "not callable"),
+                ("OneCycleLR", {"max_lr": 1}, "total_steps"),
+                ("ReduceLROnPlateau", {}, "metrics"),
+            ]
+        ],
+        (
+            {
+                "scheduler": [
+                    {"name": _ONE_CYCLE, "kwargs": {"max_lr": 1.0, "total_steps": 4}},
+                    {"name": _SCHEDULE},
+                    {"milestones": [9]},
+                ]
+            },
+            ["policy.scheduler[0].kwargs", "OneCycleLR", "Tried to step"],
+        ),
         (
             {"scheduler": [{"name": _SCHEDULE}, {"name": _SCHEDULE}]},
             ["2 schedulers", "1 milestones"],

@@ -18,6 +18,7 @@ from rl_interfaces import (
     resolve_policy_config,
 )
 
+RANKS = {"gpus_per_node": 0}
 BUDGETS = {"train_mb_tokens": 512, "logprob_mb_tokens": 1024}
 DTENSOR = {"enabled": True}
 
@@ -172,15 +173,15 @@ def test_megatron_takes_the_learning_rate_too():
             "policy.learning_rate=0.1 contradicts policy.megatron_cfg.optimizer.lr=0.2",
         ),
         ({"precision": "fp8"}, "policy.precision='fp8' must be one of "),
-        ({"learning_rate": -0.1}, "policy.learning_rate=-0.1 must not be negative or infinite"),
-        ({"max_grad_norm": -1}, "policy.max_grad_norm=-1 must not be negative or infinite"),
-        (
-            {"max_grad_norm": float("nan")},
-            "policy.max_grad_norm=nan must not be negative or infinite",
-        ),
-        ({"max_grad_norm": "1"}, "policy.max_grad_norm must be float or int or None, got str '1'"),
-        ({"timeout_s": 0}, "policy.timeout_s=0 must be positive and finite"),
-        ({"timeout_s": float("inf")}, "policy.timeout_s=inf must be positive and finite"),
+        ({"learning_rate": -0.1}, "policy.learning_rate=-0.1 must be at least 0"),
+        ({"max_grad_norm": -1}, "policy.max_grad_norm=-1 must be above 0"),
+        ({"max_grad_norm": 0}, "policy.max_grad_norm=0 must be above 0"),
+        ({"max_grad_norm": float("nan")}, "policy.max_grad_norm=nan must be finite"),
+        ({"max_grad_norm": "1"}, "policy.max_grad_norm must be float or None, got str '1'"),
+        ({"timeout_s": 0}, "policy.timeout_s=0 must be at least 1"),
+        ({"timeout_s": 1e-9}, "policy.timeout_s=1e-09 must be at least 1"),
+        ({"timeout_s": 1e300}, "policy.timeout_s=1e+300 must be at most 31622400"),
+        ({"timeout_s": float("inf")}, "policy.timeout_s=inf must be finite"),
         (
             {"dtensor_cfg": DTENSOR, "megatron_cfg": {"enabled": True}},
             "policy.dtensor_cfg.enabled=True and policy.megatron_cfg.enabled=True: "
@@ -232,15 +233,15 @@ def test_megatron_takes_the_learning_rate_too():
         ),
         (
             {"dtensor_cfg": {**DTENSOR, "lora": {"enabled": True, "lora_alpha": 0}}},
-            "policy.dtensor_cfg.lora.lora_alpha=0 must be positive and finite",
+            "policy.dtensor_cfg.lora.lora_alpha=0 must be above 0",
         ),
         (
             {"dtensor_cfg": {**DTENSOR, "lora": {"enabled": True, "lora_dropout": 1.0}}},
-            "policy.dtensor_cfg.lora.lora_dropout=1.0 must lie in [0, 1)",
+            "policy.dtensor_cfg.lora.lora_dropout=1.0 must be below 1",
         ),
         (
             {"dtensor_cfg": {**DTENSOR, "lora": {"enabled": True, "target_modules": []}}},
-            "policy.dtensor_cfg.lora.target_modules=[] names no layer",
+            "policy.dtensor_cfg.lora.target_modules=[] must not be empty",
         ),
         (
             {"scheduler": [{"name": "a.B", "kwargs": {}}, {"milestones": ["3"]}]},
@@ -248,13 +249,31 @@ def test_megatron_takes_the_learning_rate_too():
         ),
         (
             {"generation": {"temperature": -1.0}},
-            "policy.generation.temperature=-1.0 must not be negative or infinite",
+            "policy.generation.temperature=-1.0 must be at least 0.01, or 0",
         ),
-        ({"generation": {"top_p": 0.0}}, "policy.generation.top_p=0.0 must lie in (0, 1]"),
-        ({"generation": {"top_p": 1.5}}, "policy.generation.top_p=1.5 must lie in (0, 1]"),
+        (
+            {"generation": {"temperature": 1e-30}},
+            "policy.generation.temperature=1e-30 must be at least 0.01, or 0",
+        ),
+        ({"generation": {"top_p": 0.0}}, "policy.generation.top_p=0.0 must be above 0"),
+        ({"generation": {"top_p": 1.5}}, "policy.generation.top_p=1.5 must be at most 1"),
+        (
+            {"generation": {"stop_token_ids": [3, -1]}},
+            "policy.generation.stop_token_ids[1]=-1 must",
+        ),
+        (
+            {"generation": {"backend": "x", "colocated": {"enabled": False, "resources": RANKS}}},
+            "policy.generation.colocated.resources.gpus_per_node=0 must be at least 1",
+        ),
+        ({"seed": 10**30}, f"policy.seed={10**30} must be below 4294967296"),
+        ({"optimizer": {"name": ""}}, "policy.optimizer.name='' must not be empty"),
+        (
+            {"scheduler": [{"milestones": [0]}]},
+            "policy.scheduler[0].milestones[0]=0 must be at least 1",
+        ),
         (
             {"generation": {"stop_strings": ["a", ""]}},
-            "policy.generation.stop_strings holds an empty",
+            "policy.generation.stop_strings[1]='' must not be empty",
         ),
         ({"generation": {"top_k": 0}}, "policy.generation.top_k=0 must be at least 1"),
         (
@@ -348,7 +367,7 @@ def section_of(typed_dict, **overrides):
 LORA = section_of(
     LoraConfig,
     lora_dropout=st.floats(0, 0.9),
-    target_modules=st.just("all-linear") | st.lists(st.text(), min_size=1),
+    target_modules=st.just("all-linear") | st.lists(st.text(min_size=1), min_size=1),
 )
 RATE = st.floats(min_value=0, max_value=1)
 SWITCHES = ["fsdp_offload_enabled", "activation_checkpointing_enabled"]
@@ -356,19 +375,19 @@ CONFIGS = st.fixed_dictionaries(
     {"model_name": st.text(min_size=1)},
     optional={
         "precision": st.none() | st.sampled_from(["float32", "bfloat16", "float16"]),
-        "train_global_batch_size": st.none() | st.integers(min_value=1),
-        "max_grad_norm": st.none() | RATE,
+        "train_global_batch_size": st.none() | st.integers(1, 2**31 - 1),
+        "max_grad_norm": st.none() | st.floats(min_value=1e-9, max_value=1),
         "learning_rate": st.none() | RATE,
         **{key: st.none() | st.booleans() for key in SWITCHES},
         "optimizer": st.fixed_dictionaries(
             {"name": st.just("a.B")}, optional={"kwargs": st.just({"eps": 1e-6, "fused": None})}
         ),
-        "tokenizer": st.none() | st.fixed_dictionaries({}, optional={"name": st.text()}),
+        "tokenizer": st.none() | st.fixed_dictionaries({}, optional={"name": st.text(min_size=1)}),
         "generation": st.none()
         | section_of(
             GenerationConfig,
             backend=st.sampled_from(["hf", "vllm"]),
-            temperature=RATE,
+            temperature=st.just(0) | st.floats(0.01, 10),
             stop_token_ids=st.lists(st.integers(0, 9)),
         ),
         "dtensor_cfg": st.none() | section_of(DTensorConfig, lora=LORA),

@@ -190,7 +190,7 @@ REFUSED = {
     "negative-weight": (
         {"moe_router_load_balancing_type": "aux_loss", "moe_aux_loss_coeff": -0.01},
         {},
-        "moe_aux_loss_coeff=-0.01 must not be negative",
+        "moe_aux_loss_coeff=-0.01 must be at least 0",
     ),
     "style": ({"scheduler": {"lr_decay_style": "cubic"}}, {}, "lr_decay_style='cubic'"),
     "decay": ({"scheduler": {"lr_decay_style": "linear"}}, {}, "lr_decay_iters is not set"),

@@ -1,4 +1,7 @@
+import errno
+import json
 import os
+import signal
 import subprocess
 import sys
 import time
@@ -7,8 +10,12 @@ from functools import partial
 import pytest
 import ray
 import yaml
+from ray.exceptions import RayActorError
+from rl_policy import cli as rl_policy_cli
 from rl_policy.cli import build_app
-from rl_policy.config import parse_run_config
+from rl_policy.config import load_run_config, parse_run_config
+from rl_policy.data.tiny_model import build_tiny_model, tiny_model_config
+from rl_policy.ray.worker_group import to_exception
 from typer.testing import CliRunner
 
 pytestmark = [pytest.mark.usefixtures("ray_apart"), pytest.mark.needs("rl-policy[dtensor]")]
@@ -77,9 +84,157 @@ def long_answers(tmp_path):
     return f"data.path={path}"
 
 
+def deep(tmp_path):
+    path = tmp_path / "deep.yaml"
+    path.write_text("a: " + "[" * 5000 + "]" * 5000)
+    return str(path)
+
+
+def below_a_file(tmp_path):
+    (tmp_path / "file").write_text("")
+    return str(tmp_path / "file" / "out")
+
+
+def deep_problems(tmp_path):
+    path = tmp_path / "problems.jsonl"
+    path.write_text('{"prompt": ' + "[" * 100_000 + "\n")
+    return f"data.path={path}"
+
+
+def half_a_character(tmp_path):
+    path = tmp_path / "problems.jsonl"
+    path.write_text('{"prompt": "\\ud800", "answer": "1"}\n')
+    return f"data.path={path}"
+
+
+def unknown_type(tmp_path):
+    (tmp_path / "config.json").write_text('{"model_type": "nope"}')
+    return f"policy.model_name={tmp_path}"
+
+
+def without_weights(tmp_path):
+    return f"policy.model_name={save_model(tmp_path, 'model.safetensors', b'')}"
+
+
+def truncated(tmp_path):
+    path = save_model(tmp_path, "", b"")
+    whole = (path / "model.safetensors").read_bytes()
+    (path / "model.safetensors").write_bytes(whole[:-1000])
+    return f"policy.model_name={path}"
+
+
+def broken_tokenizer(tmp_path):
+    return f"policy.model_name={save_model(tmp_path, 'tokenizer.json', b'{')}"
+
+
+def save_model(tmp_path, name, content):
+    """Write a model's directory in which one file is replaced, or missing without content."""
+    path = tmp_path / "model"
+    sizes = load_run_config("grpo").tiny_model
+    build_tiny_model(path, config=tiny_model_config(sizes, max_sequence_length=64), seed=0)
+    if name and content:
+        (path / name).write_bytes(content)
+    elif name:
+        (path / name).unlink()
+    return path
+
+
+def scheduler(name, **kwargs):
+    return f"policy.scheduler={json.dumps({'name': f'{SCHEDULERS}.{name}', 'kwargs': kwargs})}"
+
+
+KWARGS, SCHEDULERS = "policy.optimizer.kwargs", "torch.optim.lr_scheduler"
+TEMPLATE = ["data.use_chat_template=true", "policy.generation.max_new_tokens=6"]
+
+
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
+        *[
+            ([f"{KWARGS}.{key}={value}"], f"{KWARGS}.{key}")
+            for key, values in {
+                "lr": [".nan", ".inf", -1, "abc", "null"],
+                "weight_decay": ["abc"],
+                "betas": ["[2,3]", 3],
+                "eps": [-1],
+                "fused": ["maybe"],
+            }.items()
+            for value in values
+        ],
+        ([scheduler("StepLR", step_size=0)], "policy.scheduler.kwargs={'step_size': 0}"),
+        ([scheduler("LinearLR", start_factor=-1)], "policy.scheduler.kwargs"),
+        ([scheduler("ReduceLROnPlateau")], "policy.scheduler.kwargs={} make no schedule"),
+        *[
+            ([f"policy.optimizer.name=torch.optim.{name}"], f"'torch.optim.{name}' cannot train")
+            for name in ("LBFGS", "SparseAdam")
+        ],
+        *[
+            ([f"{key}=.inf"], f"{key}=inf: input should be a finite number")
+            for key in (
+                *("loss.clip_high", "loss.dual_clip", "loss.kl_coef", "loss.importance_cap"),
+                "tiny_model.initializer_range",
+            )
+        ],
+        (["policy.generation.temperature=1e-30"], "policy.generation.temperature=1e-30"),
+        (["policy.generation.stop_token_ids=[1,99999]"], "stop_token_ids[1]=99999 is not in the"),
+        (["policy.generation.pad_token_id=99999"], "policy.generation.pad_token_id=99999"),
+        (["policy.generation.stop_strings=['']"], "policy.generation.stop_strings[0]=''"),
+        (["policy.max_grad_norm=0"], "policy.max_grad_norm=0 must be above 0"),
+        (["policy.timeout_s=1e-9"], "policy.timeout_s=1e-09 must be at least 1"),
+        ([f"seed={10**29}"], f"seed={10**29}: input should be less than"),
+        ([f"policy.seed={10**29}"], f"policy.seed={10**29} must be below"),
+        (
+            ["policy.generation.model_name=other"],
+            "generation.model_name='other' contradicts",
+        ),
+        (["policy.generation.vllm_cfg.nope=3"], "policy.generation.vllm_cfg.nope is not a known"),
+        (["policy.megatron_cfg.nope=3"], "policy.megatron_cfg.nope is not a known key"),
+        (["grpo.steps=3", "grpo.steps=4"], "grpo.steps is given twice, as grpo.steps=3 and"),
+        (["cluster.placement_group_strategy=NOPE"], "cluster.placement_group_strategy='NOPE'"),
+        (["refit.transport=nope"], "refit.transport='nope' is not among"),
+        (["data.path="], "data.path= has no value"),
+        (["data.path=''"], "data.path='': string should have at least 1 character"),
+        (["reward.answer_pattern='(a|a)*$'"], "reward.answer_pattern='(a|a)*$' takes more than"),
+        (
+            ["policy.dtensor_cfg.enabled=true", "policy.megatron_cfg.enabled=true"],
+            "policy.dtensor_cfg.enabled=True and policy.megatron_cfg.enabled=True",
+        ),
+        (["cluster.bundle_ct_per_node_list=[5000]"], "ask for 5000 ranks on"),
+        (
+            ["cluster.bundle_ct_per_node_list=[1000]", "cluster.use_gpus=true"],
+            "cluster.bundle_ct_per_node_list[0]=1000 is more than cluster.num_gpus_per_node=8",
+        ),
+        (
+            ["cluster.bundle_ct_per_node_list=[8,8]", "cluster.use_gpus=true"],
+            "ask for 16 GPUs, and there are",
+        ),
+        (["cluster.placement_group_strategy=STRICT_SPREAD"], "'STRICT_SPREAD' needs a machine"),
+        ([f"data.max_number={10**29}"], f"data.max_number={10**29}: input should be less"),
+        (["tiny_model.hidden_size=65536"], "hidden_size=65536 and intermediate_size=256 give"),
+        ([without_weights], "has weights that cannot be read"),
+        ([truncated], "has weights that cannot be read"),
+        ([broken_tokenizer], "policy.model_name="),
+        ([unknown_type], "policy.model_name="),
+        (["policy.model_name=nobody/nothing"], "policy.model_name='nobody/nothing'"),
+        (["--config", deep], "deep.yaml: it is nested too deeply"),
+        (["--out", below_a_file], "Not a directory"),
+        (["--out", "/proc/below"], "--out /proc/below cannot be created"),
+        (["--out", "x" * 300], "File name too long"),
+        (["--out", "a\0b"], "cannot be created: "),
+        ([deep_problems], "problems.jsonl:1: not JSON that can be read: it is nested too deeply"),
+        ([half_a_character], "problems.jsonl:1: 'prompt' has half of a surrogate pair"),
+        (
+            [*TEMPLATE, "policy.tokenizer.chat_template='{% if'"],
+            "policy.tokenizer.chat_template cannot render a prompt: TemplateSyntaxError",
+        ),
+        (
+            [*TEMPLATE, "policy.tokenizer.chat_template='{{ messages[7].x.y }}'"],
+            "policy.tokenizer.chat_template cannot render a prompt",
+        ),
+        (
+            [*TEMPLATE, "policy.tokenizer.chat_template='Hello'"],
+            "policy.tokenizer.chat_template leaves the prompt out: it renders 'Hello'",
+        ),
         (["grpo.stepz=3"], "grpo.stepz is not a known key"),
         (["policy.train_global_batch_size=33"], "policy.train_global_batch_size=33"),
         (["policy.model_name=./absent"], "policy.model_name='./absent' is no directory"),
@@ -106,9 +261,13 @@ def long_answers(tmp_path):
         (["--resume", "a", "--out", "b"], "--out b contradicts --resume a"),
     ],
 )
-def test_bad_input_ends_in_one_line_before_anything_starts(tmp_path, rl_policy, arguments, message):
+def test_bad_input_ends_in_one_line_before_anything_starts(
+    tmp_path, rl_policy, monkeypatch, arguments, message
+):
     given = [each(tmp_path) if callable(each) else each for each in arguments]
     before = sorted(tmp_path.iterdir())
+    monkeypatch.delenv("RAY_ADDRESS", raising=False)
+    monkeypatch.setenv("RAY_TMPDIR", str(tmp_path))
     result = rl_policy(["grpo", *given])
     assert result.exit_code == 2, result.stderr
     (line,) = result.stderr.splitlines()
@@ -131,3 +290,69 @@ def test_a_run_of_the_other_recipe_is_not_resumed(tmp_path, rl_policy):
     result = rl_policy(["grpo", "--resume", "."])
     assert result.exit_code == 2
     assert "use rl-policy sft" in result.stderr
+
+
+@pytest.mark.parametrize(("number", "status"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
+def test_a_signal_ends_a_run_in_order_and_says_how_to_go_on(
+    tmp_path, rl_policy, monkeypatch, number, status
+):
+    ends = []
+
+    def execute(inputs, directory):
+        try:
+            os.kill(os.getpid(), number)
+            time.sleep(60)
+        finally:
+            ends.append(signal.getsignal(number))
+
+    before = [signal.getsignal(each) for each in (signal.SIGINT, signal.SIGTERM)]
+    monkeypatch.setattr(rl_policy_cli, "_execute", execute)
+    result = rl_policy(["grpo", "--out", "out", "data.max_number=999"])
+    assert result.exit_code == status
+    assert result.stderr == "interrupted; continue with: rl-policy grpo --resume out\n"
+    assert ends == [signal.SIG_DFL], "a second signal has to end the process at once"
+    assert [signal.getsignal(each) for each in (signal.SIGINT, signal.SIGTERM)] == before
+
+
+@pytest.fixture
+def failing(tmp_path, rl_policy, monkeypatch):
+    """Return a function that lets a run fail, and returns the lines of it."""
+
+    def fail(error):
+        def execute(inputs, directory):
+            raise error
+
+        monkeypatch.setattr(rl_policy_cli, "_execute", execute)
+        result = rl_policy(["grpo", "--out", "out", "data.max_number=999"])
+        assert result.exit_code == 1
+        return result.stderr.splitlines()
+
+    return fail
+
+
+def test_a_death_of_a_rank_is_three_lines_and_a_file(tmp_path, failing):
+    report = "The worker died unexpectedly.\n" * 70 + "connection error code 2. End of file."
+    died = to_exception(RayActorError(error_msg=report), rank=1, group="lm_policy", method="train")
+    first, second, third = failing(died)
+    assert first.startswith("error: rank 1 of lm_policy died during train: its process was killed")
+    assert "GiB of this machine's memory are free" in first
+    assert second == "all that Ray reports of it is in out/failure.txt"
+    assert third == "continue with: rl-policy grpo --resume out"
+    assert "Traceback" in (tmp_path / "out" / "failure.txt").read_text()
+
+
+def test_a_full_disk_is_named_without_a_traceback(failing):
+    full = OSError(errno.ENOSPC, "No space left on device", "out/metrics.jsonl")
+    first, second, third = failing(full)
+    assert first == "error: [Errno 28] No space left on device: 'out/metrics.jsonl'"
+    assert second == "the checkpoints before it are whole"
+    assert third == "continue with: rl-policy grpo --resume out"
+
+
+def test_any_other_failure_keeps_its_traceback(rl_policy, monkeypatch):
+    def execute(inputs, directory):
+        raise KeyError("a fault of ours")
+
+    monkeypatch.setattr(rl_policy_cli, "_execute", execute)
+    result = rl_policy(["grpo", "--out", "out", "data.max_number=999"])
+    assert isinstance(result.exception, KeyError)

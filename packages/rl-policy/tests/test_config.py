@@ -108,7 +108,10 @@ def test_the_keys_of_the_loss_are_its_arguments():
         (["grpo.samples_per_prompt=1"], "grpo.samples_per_prompt=1"),
         (["tiny_model.hidden_size=48"], "tiny_model.head_size=32 does not divide"),
         (["tiny_model.head_size=16"], "tiny_model.head_size=16"),
-        (["cluster.bundle_ct_per_node_list=[0]"], "cluster.bundle_ct_per_node_list=[0]"),
+        (
+            ["cluster.bundle_ct_per_node_list=[0]"],
+            "cluster.bundle_ct_per_node_list.0=0: input",
+        ),
         (
             ["policy.train_global_batch_size=33", "grpo.prompts_per_step=4"],
             "policy.train_global_batch_size=33 does not divide the 32 samples of a step "
@@ -132,6 +135,8 @@ def test_the_keys_of_the_loss_are_its_arguments():
             ],
             "policy.dtensor_cfg.lora.adapter_path='adapters' would be applied twice",
         ),
+        (["policy.head=value"], "policy.head='value' gives scores"),
+        (["sft.policy.head=reward"], "sft.policy.head='reward' gives scores"),
         (["sft.policy.precision=int8"], "sft.policy.precision='int8'"),
         (["grpo.old_logprobs=sampler"], "contradicts loss.importance_cap=2.0"),
         (

@@ -7,6 +7,7 @@ import signal
 import subprocess
 import sys
 import time
+from pathlib import Path
 
 import pytest
 import ray
@@ -262,9 +263,11 @@ def test_the_supervised_part_alone_on_a_model_of_the_user(run, start, workplace)
     AutoModelForCausalLM.from_pretrained(workplace / "own" / "final")
 
 
-def test_an_interrupted_run_leaves_nothing_behind(workplace, environment):
+@pytest.mark.parametrize(("number", "status"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
+def test_an_interrupted_run_leaves_nothing_behind(workplace, environment, number, status):
+    out = f"stopped-{status}"
     cpus = ray.cluster_resources()["CPU"]
-    arguments = ["grpo", "--config", "run.yaml", "--out", "stopped", "data.path=problems.jsonl"]
+    arguments = ["grpo", "--config", "run.yaml", "--out", out, "data.path=problems.jsonl"]
     process = subprocess.Popen(
         [*MODULE, *arguments, TWO_RANKS],
         cwd=workplace,
@@ -275,14 +278,46 @@ def test_an_interrupted_run_leaves_nothing_behind(workplace, environment):
         # As under a terminal: a job in a shell's background inherits that SIGINT is ignored.
         preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
     )
-    metrics = workplace / "stopped" / "warm_up" / "metrics.jsonl"
+    metrics = workplace / out / "warm_up" / "metrics.jsonl"
     wait_until(lambda: metrics.exists() and metrics.read_text(), limit_s=300)
-    os.killpg(process.pid, signal.SIGINT)
+    os.killpg(process.pid, number)
     _, errors = process.communicate(timeout=120)
-    assert process.returncode == 130, errors
-    assert "interrupted; continue with: rl-policy grpo --resume stopped" in errors
+    assert process.returncode == status, errors
+    assert f"interrupted; continue with: rl-policy grpo --resume {out}" in errors
     assert "Traceback" not in errors
     wait_until(lambda: ray.available_resources()["CPU"] == cpus, limit_s=30)
+
+
+def test_a_terminated_run_ends_the_ray_that_it_started(workplace, wait_until_gone):
+    """With a Ray of its own: `ray.init` sets a handler of SIGTERM that would abort the run."""
+    process = subprocess.Popen(
+        [*MODULE, "sft", "--config", "run.yaml", "--out", "alone", "data.path=problems.jsonl"],
+        cwd=workplace,
+        env={**os.environ, "RAY_ADDRESS": "local"},
+        stderr=subprocess.PIPE,
+        text=True,
+        start_new_session=True,
+    )
+    metrics = workplace / "alone" / "metrics.jsonl"
+    wait_until(lambda: metrics.exists() and metrics.read_text(), limit_s=300)
+    children = descendants(process.pid)
+    assert len(children) > 2
+    process.terminate()
+    _, errors = process.communicate(timeout=120)
+    assert process.returncode == 143, errors
+    assert errors.splitlines()[-1].startswith("interrupted; continue with: rl-policy sft --resume")
+    assert "Traceback" not in errors
+    assert "SIGABRT" not in errors
+    wait_until_gone(children)
+
+
+def descendants(pid):
+    """Return the processes that a process has started, and those that they have."""
+    try:
+        children = Path(f"/proc/{pid}/task/{pid}/children").read_text().split()
+    except FileNotFoundError:
+        return []
+    return [each for child in map(int, children) for each in (child, *descendants(child))]
 
 
 def wait_until(condition, *, limit_s):

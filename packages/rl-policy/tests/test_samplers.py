@@ -284,8 +284,8 @@ def test_the_supervised_part_samples_with_the_workers():
             r"refit\.transport='collective' with policy.*colocated\.enabled=True: NCCL refuses",
         ),
         (["policy.generation.backend=none-such"], ImportError, "none-such"),
-        (["policy.generation.temperature=0.005"], ValueError, r"generation\.temperature=0\.005 is"),
-        (["policy.generation.stop_strings=['']"], ValueError, "stop_strings holds an empty text"),
+        (["policy.generation.temperature=0.005"], ValueError, r"temperature=0\.005 must be at"),
+        (["policy.generation.stop_strings=['']"], ValueError, "must not be empty"),
         (["policy.generation.model_name=other"], ValueError, "model_name='other' contradicts"),
         (["policy.generation.vllm_cfg.weight_transfer=false"], ValueError, "weight_transfer=False"),
         (
@@ -299,7 +299,7 @@ def test_the_supervised_part_samples_with_the_workers():
                 "policy.generation.colocated.resources.gpus_per_node=0",
             ],
             ValueError,
-            r"colocated\.resources asks for \[0\]",
+            r"colocated\.resources\.gpus_per_node=0 must be at least 1",
         ),
     ],
 )

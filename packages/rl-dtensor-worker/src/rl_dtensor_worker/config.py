@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import importlib
-import inspect
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -13,6 +11,13 @@ from rl_interfaces.backend.checkpoint import hf_files
 from rl_interfaces.backend.engine import DTYPES
 from rl_interfaces.backend.generation import SamplingConfig, scoring_temperature
 from rl_interfaces.backend.steps import planned_by
+from rl_interfaces.backend.torch_optim import (
+    ClassConfig,
+    SchedulerConfig,
+    parse_optimizer,
+    parse_scheduler,
+    try_steps,
+)
 from transformers import AttentionInterface
 
 from rl_dtensor_worker.attention import NAME as PACKED_ATTENTION
@@ -24,22 +29,6 @@ if TYPE_CHECKING:
     from transformers import PreTrainedConfig
 
     Resolved = Mapping[str, Any]  # A policy config with all defaults, as JSON holds it.
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class ClassConfig:
-    """A class by dotted name, and its keyword arguments."""
-
-    cls: type
-    kwargs: dict[str, object]
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class SchedulerConfig:
-    """Schedulers in sequence; the next one takes over at each milestone."""
-
-    parts: tuple[ClassConfig, ...]
-    milestones: tuple[int, ...]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -101,6 +90,10 @@ class EngineConfig:
         layout = plan_layout(resolved, world_size=world_size)
         _check_head(resolved)
         sampling = SamplingConfig.from_policy_config(resolved)
+        optimizer = _parse_optimizer(resolved, wanted=init_optimizer)
+        scheduler = parse_scheduler(resolved.get("scheduler"))
+        if optimizer is not None:
+            try_steps(optimizer, scheduler)
         return cls(
             model_name=resolved["model_name"],
             head=resolved["head"],
@@ -122,8 +115,8 @@ class EngineConfig:
             seed=resolved["seed"],
             temperature=scoring_temperature(sampling),
             adapters=_parse_adapters(resolved),
-            optimizer=_parse_optimizer(resolved, wanted=init_optimizer),
-            scheduler=_parse_scheduler(resolved),
+            optimizer=optimizer,
+            scheduler=scheduler,
         )
 
 
@@ -190,49 +183,4 @@ def _parse_optimizer(resolved: Resolved, *, wanted: bool) -> ClassConfig | None:
             "policy.optimizer is not set, and init_optimizer=True needs it: give "
             "{name: torch.optim.AdamW, kwargs: {lr: ...}}, or pass init_optimizer=False"
         )
-    return _parse_class(
-        resolved["optimizer"], base=torch.optim.Optimizer, argument=[], path="policy.optimizer"
-    )
-
-
-def _parse_scheduler(resolved: Resolved) -> SchedulerConfig | None:
-    given = resolved.get("scheduler")
-    if given is None:
-        return None
-    path = "policy.scheduler"
-    entries = given if isinstance(given, list) else [given]
-    milestones = [entry["milestones"] for entry in entries if "milestones" in entry]
-    parts = [entry for entry in entries if "milestones" not in entry]
-    flat = tuple(milestones[0]) if milestones else ()
-    if len(milestones) > 1:
-        raise ValueError(f"{path} has {len(milestones)} entries with milestones, at most 1 is read")
-    if len(parts) != len(flat) + 1:
-        raise ValueError(
-            f"{path} has {len(parts)} schedulers and milestones {list(flat)}: "
-            f"{len(parts)} schedulers need {max(len(parts) - 1, 0)} milestones"
-        )
-    if list(flat) != sorted(set(flat)):
-        raise ValueError(f"{path} milestones {list(flat)} must rise")
-    probe = torch.optim.SGD([torch.zeros(1)], lr=1.0)
-    base = torch.optim.lr_scheduler.LRScheduler
-    parsed = [_parse_class(part, base=base, argument=probe, path=path) for part in parts]
-    return SchedulerConfig(parts=tuple(parsed), milestones=flat)
-
-
-def _parse_class(section: Resolved, *, base: type, argument: object, path: str) -> ClassConfig:
-    """Return the class behind a dotted name, once its signature accepts the keyword arguments."""
-    if "name" not in section:
-        raise ValueError(f"{path}.name is not set: a dotted name such as torch.optim.AdamW")
-    name, kwargs = section["name"], dict(section.get("kwargs", {}))
-    module_name, _, class_name = name.rpartition(".")
-    try:
-        cls = getattr(importlib.import_module(module_name), class_name)
-    except (ImportError, AttributeError, ValueError) as error:
-        raise ValueError(f"{path}.name={name!r} cannot be imported: {error}") from error
-    if not (inspect.isclass(cls) and issubclass(cls, base)):
-        raise ValueError(f"{path}.name={name!r} is not a {base.__name__}")
-    try:
-        inspect.signature(cls).bind(argument, **kwargs)
-    except TypeError as error:
-        raise ValueError(f"{path}.kwargs={kwargs} do not fit {name}: {error}") from error
-    return ClassConfig(cls=cls, kwargs=kwargs)
+    return parse_optimizer(resolved["optimizer"])

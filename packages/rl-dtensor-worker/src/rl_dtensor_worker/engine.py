@@ -13,6 +13,7 @@ from rl_interfaces.backend.checkpoint.hf_files import write_config
 from rl_interfaces.backend.checkpoint.optimizer_state import TrainState
 from rl_interfaces.backend.components import ReferenceCopy, move_optimizer_state
 from rl_interfaces.backend.engine import EngineInfo, HfExport, Scored, module_mode
+from rl_interfaces.backend.torch_optim import build_scheduler
 from rl_refit.source import block_of
 from torch import nn
 from torch.distributed.tensor import DTensor, Replicate
@@ -45,7 +46,6 @@ from rl_dtensor_worker.optim import (
     DTensorOptimizer,
     LossScaler,
     build_optimizer,
-    build_scheduler,
 )
 from rl_dtensor_worker.parallel.fsdp import (
     abandon_pass,

@@ -11,7 +11,6 @@ import torch.distributed as dist
 from rl_interfaces.backend.components import FIRST_LOSS_SCALE, STEPS_BEFORE_GROWTH
 from rl_interfaces.backend.engine import OptimizerStep
 from torch.distributed.tensor import DTensor, Replicate
-from torch.optim.lr_scheduler import LambdaLR, LRScheduler, SequentialLR
 
 from rl_dtensor_worker.parallel.fsdp import local_tensor
 
@@ -19,9 +18,8 @@ if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
 
     from rl_interfaces.backend.checkpoint.optimizer_state import TrainState
+    from rl_interfaces.backend.torch_optim import ClassConfig
     from torch import nn
-
-    from rl_dtensor_worker.config import ClassConfig, SchedulerConfig
 
 
 logger = logging.getLogger(__name__)
@@ -37,18 +35,6 @@ def build_optimizer(model: nn.Module, config: ClassConfig) -> torch.optim.Optimi
     """Return the optimizer over every trainable parameter."""
     trainable = [parameter for parameter in model.parameters() if parameter.requires_grad]
     return config.cls(trainable, **config.kwargs)
-
-
-def build_scheduler(
-    optimizer: torch.optim.Optimizer, config: SchedulerConfig | None
-) -> LRScheduler:
-    """Return the learning-rate schedule, which steps once per `train` call; constant for None."""
-    if config is None:
-        return LambdaLR(optimizer, _constant)
-    parts = [part.cls(optimizer, **part.kwargs) for part in config.parts]
-    if len(parts) == 1:
-        return parts[0]
-    return SequentialLR(optimizer, parts, milestones=list(config.milestones))
 
 
 @torch.no_grad()
@@ -237,7 +223,3 @@ def _sharding_groups(tensor: torch.Tensor) -> dict[str, dist.ProcessGroup]:
         if not isinstance(placement, Replicate) and mesh.size(axis) > 1
     )
     return {group.group_name: group for group in sharding}
-
-
-def _constant(step: int) -> float:
-    return 1.0

@@ -7,6 +7,8 @@ from typing import TYPE_CHECKING, NotRequired
 
 from typing_extensions import TypedDict
 
+from rl_interfaces.config.schema import Count, Index, Probability, Temperature, Text
+
 if TYPE_CHECKING:
     import torch
     from rl_batched_data import BatchedDataDict
@@ -15,9 +17,9 @@ if TYPE_CHECKING:
 class ColocationResources(TypedDict):
     """The devices of a generation engine that is not colocated with the trainer."""
 
-    gpus_per_node: int | None
+    gpus_per_node: Count | None
     """Devices per node."""
-    num_nodes: int | None
+    num_nodes: Count | None
     """Nodes."""
 
 
@@ -33,23 +35,23 @@ class ColocationConfig(TypedDict):
 class GenerationConfig(TypedDict):
     """How completions are sampled."""
 
-    backend: str
+    backend: Text
     """`hf`: the training worker's own sampler. Other names are engines of `rl-policy`'s extras."""
-    max_new_tokens: int
+    max_new_tokens: Count
     """Maximum generated tokens per row."""
-    temperature: float
+    temperature: Temperature
     """Divides the logits, here and in every log-probability of the policy. 0 is greedy decoding."""
-    top_p: float
+    top_p: Probability
     """Keep the smallest set of tokens whose probability reaches this. 1.0 keeps all."""
-    top_k: int | None
+    top_k: Count | None
     """Keep the k most likely tokens. None keeps all."""
-    model_name: NotRequired[str]
+    model_name: NotRequired[Text]
     """The engine's model; the policy's own when absent."""
-    stop_token_ids: list[int] | None
+    stop_token_ids: list[Index] | None
     """Tokens that end a row. They are part of the output."""
-    stop_strings: list[str] | None
+    stop_strings: list[Text] | None
     """Strings that end a row. They are part of the output."""
-    pad_token_id: NotRequired[int]
+    pad_token_id: NotRequired[Index]
     """Padding of `output_ids`; the tokenizer's pad token when absent."""
     colocated: NotRequired[ColocationConfig]
     """Whether generation shares the trainer's devices."""

@@ -10,6 +10,7 @@ from megatron.core.distributed import DistributedDataParallelConfig
 from rl_interfaces import resolve_policy_config
 from rl_interfaces.backend.engine import DTYPES
 from rl_interfaces.backend.generation import SamplingConfig, scoring_temperature
+from rl_interfaces.backend.torch_optim import parse_optimizer, try_steps
 from rl_interfaces.config.resolve import MEGATRON_DEFAULTS
 
 from rl_megatron_worker.model.config import ModelOptions
@@ -178,8 +179,6 @@ def _parse_experts(section: Section) -> Fields:
             "weights them differently from the model: set 'aux_loss' or 'none'"
         )
     _require_choice(key, kind, ("none", "aux_loss"))
-    if not weight >= 0:
-        raise ValueError(f"{_PATH}.moe_aux_loss_coeff={weight} must not be negative")
     if weight and kind != "aux_loss":
         raise ValueError(
             f"{_PATH}.moe_aux_loss_coeff={weight} needs {key}='aux_loss', got {kind!r}"
@@ -358,6 +357,8 @@ def _from_torch(resolved: Section) -> tuple[Section, bool]:
             f"policy.optimizer.kwargs.{unknown[0]}={kwargs[unknown[0]]!r} has no counterpart in "
             f"Megatron-core (supported: {', '.join(defaults)}): set {_OPTIMIZER_PATH}"
         )
+    # torch knows what its own arguments may be; Megatron-core checks none.
+    try_steps(parse_optimizer(given), None)
     arguments = defaults | kwargs
     translated = MEGATRON_DEFAULTS["optimizer"] | {
         "optimizer": _TORCH_OPTIMIZERS[name]["optimizer"],

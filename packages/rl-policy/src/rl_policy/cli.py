@@ -5,7 +5,12 @@ Each step of a command imports what it needs, so that `--help` imports neither t
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import errno
+import os
+import signal
+import traceback
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -19,7 +24,9 @@ if TYPE_CHECKING:
     from rl_policy.run.directory import RunDirectory
     from rl_policy.run.inputs import RunInputs
 
-_BAD_INPUT, _INTERRUPTED = 2, 130
+_FAILED, _BAD_INPUT = 1, 2
+# A shell's status of a process that a signal has ended is above this by the signal's number.
+_SIGNALLED = 128
 
 Overrides = Annotated[
     list[str] | None,
@@ -33,17 +40,28 @@ Overrides = Annotated[
 ]
 ConfigFile = Annotated[
     Path | None,
-    typer.Option("--config", help="YAML file with the configuration.", show_default="none"),
+    typer.Option(
+        "--config",
+        parser=Path,
+        metavar="PATH",
+        help="YAML file with the configuration.",
+        show_default="none",
+    ),
 ]
 Out = Annotated[
     Path | None,
     typer.Option(
-        help="Run directory, which must not exist.", show_default="runs/COMMAND-DATE-TIME, new"
+        parser=Path,
+        metavar="PATH",
+        help="Run directory, which must not exist.",
+        show_default="runs/COMMAND-DATE-TIME, new",
     ),
 ]
 Resume = Annotated[
     Path | None,
     typer.Option(
+        parser=Path,
+        metavar="PATH",
         help="Continue the run of this directory from its newest checkpoint, with its "
         "configuration; only the number of steps and checkpoint.* can be overridden.",
         show_default="none",
@@ -110,13 +128,66 @@ def _command(
     except (ValueError, BackendNotInstalledError, NotImplementedError) as error:
         typer.echo(f"error: {' '.join(str(error).split())}", err=True)
         raise typer.Exit(_BAD_INPUT) from None
+    with _interrupted_by_signals() as received:
+        try:
+            _execute(inputs, directory)
+        except KeyboardInterrupt:
+            line = f"interrupted; continue with: rl-policy {recipe} --resume {directory.path}"
+            typer.echo(line, err=True)
+            number = received[0] if received else signal.SIGINT
+            raise typer.Exit(_SIGNALLED + number) from None
+        except Exception as error:
+            lines = _known_end(error, directory)
+            if lines is None:
+                raise
+            lines.append(f"continue with: rl-policy {recipe} --resume {directory.path}")
+            typer.echo("\n".join(lines), err=True)
+            raise typer.Exit(_FAILED) from None
+
+
+def _known_end(error: Exception, directory: RunDirectory) -> list[str] | None:
+    """Return the lines for an end that a traceback would not explain; None for any other."""
+    from rl_policy.ray.worker_group import WorkerDiedError
+
+    if os.strerror(errno.ENOSPC) in str(error):
+        return [f"error: {' '.join(str(error).split())}", "the checkpoints before it are whole"]
+    if isinstance(error, WorkerDiedError):
+        directory.failure.write_text(traceback.format_exc())
+        return [
+            f"error: {error.summary}: {error.reason}",
+            f"all that Ray reports of it is in {directory.failure}",
+        ]
+    return None
+
+
+@contextmanager
+def _interrupted_by_signals() -> Iterator[list[int]]:
+    """Let SIGTERM end the block as Ctrl-C does, in order, and a second signal the process at once.
+
+    Yields:
+        The number of the signal, once it has been received.
+    """
+    received: list[int] = []
+    # A job in a shell's background ignores SIGINT, and goes on to.
+    caught = [
+        number
+        for number in (signal.SIGINT, signal.SIGTERM)
+        if signal.getsignal(number) is not signal.SIG_IGN
+    ]
+
+    def interrupt(number: int, frame: object) -> None:
+        received.append(number)
+        for each in caught:
+            signal.signal(each, signal.SIG_DFL)
+        # Of all exceptions, Ray's calls pass on this one alone.
+        raise KeyboardInterrupt
+
+    before = {number: signal.signal(number, interrupt) for number in caught}
     try:
-        _execute(inputs, directory)
-    except KeyboardInterrupt:
-        typer.echo(
-            f"interrupted; continue with: rl-policy {recipe} --resume {directory.path}", err=True
-        )
-        raise typer.Exit(_INTERRUPTED) from None
+        yield received
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
 
 
 def _resolve(

@@ -14,7 +14,7 @@ import difflib
 from collections.abc import Iterator, Mapping, Sequence
 from functools import cache
 from pathlib import Path
-from typing import Any, Literal, TypeAlias, TypeVar, cast
+from typing import Annotated, Any, Literal, TypeAlias, TypeVar, cast
 
 import yaml
 from omegaconf import OmegaConf
@@ -31,6 +31,7 @@ from pydantic import (
 from pydantic_core import ErrorDetails
 from rl_interfaces import resolve_policy_config
 from rl_interfaces.config.resolve import merge_sections
+from rl_interfaces.config.schema import MOST
 
 from rl_policy.backends import WORKERS_OWN
 from rl_policy.recipes import Recipe, find_recipe, installed_recipes
@@ -43,6 +44,9 @@ section of its own."""
 
 BUILTIN_MODEL = "builtin"
 """The value of `policy.model_name` for the model that a run builds."""
+
+# 4 GiB in float32, beside as much of gradients and twice as much of Adam's moments.
+_MOST_TINY_WEIGHTS = 2**30
 
 DEFAULT_POLICY: Settings = {
     # Runs everywhere. bfloat16 is the better choice on a recent GPU.
@@ -134,51 +138,58 @@ class Section(BaseModel):
     """A section: immutable, and without unknown keys or conversions between types."""
 
     model_config = ConfigDict(
-        extra="forbid", frozen=True, strict=True, use_attribute_docstrings=True
+        extra="forbid",
+        frozen=True,
+        strict=True,
+        allow_inf_nan=False,
+        use_attribute_docstrings=True,
     )
 
 
 class ClusterSection(Section):
     """The devices. The keys are the arguments of `rl_policy.RayVirtualCluster`."""
 
-    bundle_ct_per_node_list: list[int] = Field(default=[2], min_length=1)
+    bundle_ct_per_node_list: list[Annotated[int, Field(ge=1, le=MOST)]] = Field(
+        default=[2], min_length=1
+    )
     """Workers on each node."""
     use_gpus: bool | None = None
     """Whether a worker gets a GPU. null: if there are any."""
-    num_gpus_per_node: int = Field(default=8, ge=1)
+    num_gpus_per_node: int = Field(default=8, ge=1, le=MOST)
     """Most GPUs that a node has."""
-    placement_group_strategy: str = "SPREAD"
+    placement_group_strategy: Literal["SPREAD", "PACK", "STRICT_SPREAD", "STRICT_PACK"] = "SPREAD"
     """Ray's strategy for the workers of a node."""
 
 
 class TinyModelSection(Section):
     """The Qwen2 model that is built if `policy.model_name` is not set."""
 
-    hidden_size: int = Field(default=64, ge=32)
+    hidden_size: int = Field(default=64, ge=32, le=2**16)
     """Width; a multiple of head_size."""
-    intermediate_size: int = Field(default=256, ge=1)
+    intermediate_size: int = Field(default=256, ge=1, le=2**18)
     """Width of the MLPs."""
-    num_layers: int = Field(default=2, ge=1)
+    num_layers: int = Field(default=2, ge=1, le=2**10)
     """Layers."""
-    head_size: int = Field(default=32, ge=32)
+    head_size: int = Field(default=32, ge=32, le=2**16)
     """Width of an attention head. Inference engines refuse less than 32."""
-    initializer_range: float = Field(default=0.1, gt=0)
+    initializer_range: float = Field(default=0.1, gt=0, le=10)
     """Standard deviation of the weights. At this width, the 0.02 of large models learns slowly."""
 
 
 class DataSection(Section):
     """The training data: the user's problems or preference pairs, or generated doublings."""
 
-    path: str | None = None
+    path: str | None = Field(default=None, min_length=1)
     """JSON lines with the texts `prompt` and `answer`; for preferences `prompt`, `chosen` and
     `rejected`. null: doublings."""
-    heldout_path: str | None = None
+    heldout_path: str | None = Field(default=None, min_length=1)
     """A file of the same format, for evaluation only. null: held out of the training data."""
-    num_heldout: int = Field(default=256, ge=1)
+    num_heldout: int = Field(default=256, ge=1, le=MOST)
     """Prompts that accuracy is measured on, and that are never trained on."""
-    num_validation: int = Field(default=256, ge=1)
+    num_validation: int = Field(default=256, ge=1, le=MOST)
     """Problems that sft.stop_pass_rate is measured on, held out if that is set."""
-    max_number: int = Field(default=9999, ge=9)
+    # All of them are in memory, each as a problem and several demonstrations.
+    max_number: int = Field(default=9999, ge=9, le=1_000_000)
     """Largest number that is doubled in the problems made here."""
     careless_share: float = Field(default=0.6, ge=0, le=1)
     """Share of the demonstrations made here that forget to carry; GRPO has to correct them."""
@@ -189,7 +200,7 @@ class DataSection(Section):
 class RewardSection(Section):
     """The reward: 1 if the text of the answer is exactly right, otherwise 0."""
 
-    answer_pattern: str | None = None
+    answer_pattern: str | None = Field(default=None, min_length=1)
     """Regular expression whose last match in the completion is its answer: the first group, or
     all of it. null: the completion, stripped of white space, is the answer."""
 
@@ -197,10 +208,10 @@ class RewardSection(Section):
 class RefitSection(Section):
     """Sending weights to inference engines, if policy.generation.backend names some."""
 
-    transport: str | None = None
+    transport: str | None = Field(default=None, min_length=1)
     """`shm`, `cuda_ipc`, `collective`, `golden`, or a third party's. null: the fastest that reaches
     the engines."""
-    bucket_mib: int | None = Field(default=None, ge=1)
+    bucket_mib: int | None = Field(default=None, ge=1, le=MOST)
     """Size of each of two buffers, in MiB. null: by the model's size."""
     verify: Literal["none", "digest", "weights", "logprobs"] = "digest"
     """`digest` checks every buffer before it is loaded; `weights` the live parameters too, of
@@ -214,9 +225,9 @@ class RefitSection(Section):
 class CheckpointSection(Section):
     """Checkpoints of a run, from which `--resume` continues it."""
 
-    every: int = Field(default=25, ge=1)
+    every: int = Field(default=25, ge=1, le=MOST)
     """Steps between two checkpoints."""
-    keep_last: int = Field(default=2, ge=1)
+    keep_last: int = Field(default=2, ge=1, le=MOST)
     """Newest checkpoints that are kept; the best, by accuracy, is kept besides."""
 
 
@@ -229,7 +240,7 @@ class RunConfig(Section):
 
     recipe: str
     """The command: a recipe that an installed package registers."""
-    seed: int = Field(default=0, ge=0)
+    seed: int = Field(default=0, ge=0, lt=2**32)
     """Of data, order, the model built here and, if policy.seed is not set, the workers."""
     policy: Settings
     """The policy: the keys of `rl_interfaces.PolicyConfig`."""
@@ -323,11 +334,25 @@ def _check_sizes(config: RunConfig) -> None:
             f"tiny_model.head_size={model.head_size} does not divide "
             f"tiny_model.hidden_size={model.hidden_size}"
         )
-    if min(config.cluster.bundle_ct_per_node_list) < 1:
+    num_weights = (
+        model.num_layers * model.hidden_size * (4 * model.hidden_size + 3 * model.intermediate_size)
+    )
+    if num_weights > _MOST_TINY_WEIGHTS:
         raise ValueError(
-            f"cluster.bundle_ct_per_node_list={config.cluster.bundle_ct_per_node_list} "
-            "must hold positive numbers"
+            f"tiny_model.num_layers={model.num_layers}, hidden_size={model.hidden_size} and "
+            f"intermediate_size={model.intermediate_size} give {num_weights} parameters, more than "
+            f"{_MOST_TINY_WEIGHTS}: set policy.model_name for a model of that size"
         )
+    _check_devices(config.cluster)
+
+
+def _check_devices(cluster: ClusterSection) -> None:
+    for node, count in enumerate(cluster.bundle_ct_per_node_list):
+        if cluster.use_gpus and count > cluster.num_gpus_per_node:
+            raise ValueError(
+                f"cluster.bundle_ct_per_node_list[{node}]={count} is more than "
+                f"cluster.num_gpus_per_node={cluster.num_gpus_per_node}, with cluster.use_gpus=True"
+            )
 
 
 def load_run_config(
@@ -398,7 +423,10 @@ def read_yaml(path: Path) -> Settings:
     """
     try:
         content = OmegaConf.to_container(OmegaConf.load(path), resolve=True)
-    except (OSError, yaml.YAMLError, OmegaConfBaseException) as error:
+    except RecursionError:
+        raise ValueError(f"cannot read the config {path}: it is nested too deeply") from None
+    # ValueError: bytes that are no UTF-8, a null byte in the path, a number of 5000 digits.
+    except (OSError, ValueError, yaml.YAMLError, OmegaConfBaseException) as error:
         raise ValueError(f"cannot read the config {path}: {_one_line(error)}") from error
     if not isinstance(content, dict):
         raise ValueError(f"the config {path} must hold a mapping")
@@ -411,13 +439,23 @@ def parse_overrides(overrides: Sequence[str]) -> Settings:
     Raises:
         ValueError: An argument has no `=`, or a value is no YAML.
     """
+    seen: dict[str, str] = {}
     for override in overrides:
-        if "=" not in override.removeprefix("="):
+        key, equals, value = override.partition("=")
+        if not (key and equals):
             raise ValueError(f"cannot read {override!r}: expected section.key=value")
+        if not value.strip():
+            raise ValueError(f"{key}= has no value: give one, or {key}=null for none")
+        if key in seen:
+            raise ValueError(f"{key} is given twice, as {seen[key]} and {override}: give it once")
+        seen[key] = override
+    given = " ".join(overrides)
     try:
         content = OmegaConf.to_container(OmegaConf.from_dotlist(list(overrides)), resolve=True)
-    except (yaml.YAMLError, OmegaConfBaseException) as error:
-        raise ValueError(f"cannot read {' '.join(overrides)}: {_one_line(error)}") from error
+    except RecursionError:
+        raise ValueError(f"cannot read {given[:80]}: it is nested too deeply") from None
+    except (AttributeError, TypeError, ValueError, yaml.YAMLError, OmegaConfBaseException) as error:
+        raise ValueError(f"cannot read {given}: {_one_line(error)}") from error
     assert isinstance(content, dict)
     return {str(key): value for key, value in content.items()}
 

@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import copy
-import math
 from collections.abc import Iterator, Mapping
 from typing import cast
 
-from rl_interfaces.config.schema import as_mapping, check_typed_dict
+from rl_interfaces.config.schema import as_mapping, check_ranges, check_typed_dict
 from rl_interfaces.config.types import PolicyConfig, ResolvedConfig
-from rl_interfaces.generation import GenerationConfig
+from rl_interfaces.generation import ColocationResources, GenerationConfig
 
 POLICY_DEFAULTS: ResolvedConfig = {
     # The policy itself; the other heads are for reward and value models.
@@ -133,15 +132,6 @@ MEGATRON_DEFAULTS: dict[str, ResolvedConfig] = {
 }
 """The defaults of the sections of `megatron_cfg`: of the first two where they are there."""
 
-_COUNTS = (
-    "train_global_batch_size",
-    "train_micro_batch_size",
-    "logprob_batch_size",
-    "generation_batch_size",
-    "make_sequence_length_divisible_by",
-    "max_total_sequence_length",
-)
-_NOT_NEGATIVE = ("learning_rate", "max_grad_norm")
 _HEADS = ("language_model", "reward", "value")
 _PRECISIONS = ("float32", "bfloat16", "float16")
 # A key of the policy, and the key of a backend's section that means the same.
@@ -180,8 +170,8 @@ def resolve_policy_config(config: Mapping[str, object], *, path: str = "policy")
     _reconcile_learning_rates(given, path=path)
     resolved = merge_sections(POLICY_DEFAULTS, given)
     resolved["tokenizer"].setdefault("name", resolved["model_name"])
-    _check_values(resolved, path=path)
     _complete_megatron(resolved["megatron_cfg"])
+    _check_values(resolved, path=path)
     if "generation" in given:
         resolved["generation"] = resolve_generation_config(
             given["generation"], path=f"{path}.generation"
@@ -200,17 +190,11 @@ def resolve_generation_config(
     """
     check_typed_dict(config, GenerationConfig, path=path)
     generation = merge_sections(GENERATION_DEFAULTS, _without_none(config))
-    for key in ("max_new_tokens", "top_k"):
-        _check_count(generation, key, path=path)
-    if not 0 <= generation["temperature"] < math.inf:
-        raise ValueError(
-            f"{path}.temperature={generation['temperature']} must not be negative or infinite"
-        )
-    if not 0 < generation["top_p"] <= 1:
-        raise ValueError(f"{path}.top_p={generation['top_p']} must lie in (0, 1]")
-    if not all(generation.get("stop_strings", ())):
-        raise ValueError(f"{path}.stop_strings holds an empty text, which would end every row")
+    check_ranges(generation, GenerationConfig, path=path)
     colocated = generation.get("colocated", {})
+    # Read just where `enabled` is false.
+    resources = colocated.get("resources", {})
+    check_ranges(resources, ColocationResources, path=f"{path}.colocated.resources")
     if generation["backend"] == "hf" and colocated.get("enabled") is False:
         raise ValueError(
             f"{path}.colocated.enabled=False contradicts {path}.backend='hf': "
@@ -318,13 +302,7 @@ def _optimizer_arguments(given: ResolvedConfig) -> Iterator[tuple[str, ResolvedC
 
 
 def _check_values(config: ResolvedConfig, *, path: str) -> None:
-    for key in _COUNTS:
-        _check_count(config, key, path=path)
-    if not 0 < config["timeout_s"] < math.inf:
-        raise ValueError(f"{path}.timeout_s={config['timeout_s']} must be positive and finite")
-    for key in _NOT_NEGATIVE:
-        if key in config and not 0 <= config[key] < math.inf:
-            raise ValueError(f"{path}.{key}={config[key]} must not be negative or infinite")
+    check_ranges(config, PolicyConfig, path=path)
     for key, choices in (("precision", _PRECISIONS), ("head", _HEADS)):
         if config[key] not in choices:
             raise ValueError(f"{path}.{key}={config[key]!r} must be one of {choices}")
@@ -333,33 +311,8 @@ def _check_values(config: ResolvedConfig, *, path: str) -> None:
             f"{path}.dynamic_batching.enabled=True contradicts "
             f"{path}.sequence_packing.enabled=True: a micro-batch is either padded or packed"
         )
-    for name in ("dtensor_cfg", "megatron_cfg"):
-        _check_parallel_sizes(config[name], path=f"{path}.{name}")
-    _check_lora(config["dtensor_cfg"], path=f"{path}.dtensor_cfg")
     for name in ("dynamic_batching", "sequence_packing"):
         _check_budgets(config[name], path=f"{path}.{name}")
-
-
-def _check_parallel_sizes(section: ResolvedConfig, *, path: str) -> None:
-    if not section["enabled"]:
-        return
-    for key in section:
-        is_size = key.endswith(("_parallel_size", "_replicate_size"))
-        if is_size and section[key] != "auto":
-            _check_count(section, key, path=path)
-
-
-def _check_lora(section: ResolvedConfig, *, path: str) -> None:
-    lora, path = section["lora"], f"{path}.lora"
-    if not (section["enabled"] and lora["enabled"]):
-        return
-    _check_count(lora, "r", path=path)
-    if not 0 < lora["lora_alpha"] < math.inf:
-        raise ValueError(f"{path}.lora_alpha={lora['lora_alpha']} must be positive and finite")
-    if not 0 <= lora["lora_dropout"] < 1:
-        raise ValueError(f"{path}.lora_dropout={lora['lora_dropout']} must lie in [0, 1)")
-    if not lora["target_modules"]:
-        raise ValueError(f"{path}.target_modules={lora['target_modules']!r} names no layer")
 
 
 def _check_budgets(section: ResolvedConfig, *, path: str) -> None:
@@ -368,10 +321,3 @@ def _check_budgets(section: ResolvedConfig, *, path: str) -> None:
     for key in ("train_mb_tokens", "logprob_mb_tokens"):
         if key not in section:
             raise ValueError(f"{path}.{key} is not set: the tokens of a micro-batch")
-    for key in ("train_mb_tokens", "logprob_mb_tokens", "sequence_length_round"):
-        _check_count(section, key, path=path)
-
-
-def _check_count(section: ResolvedConfig, key: str, *, path: str) -> None:
-    if key in section and section[key] < 1:
-        raise ValueError(f"{path}.{key}={section[key]} must be at least 1")

@@ -6,10 +6,21 @@ defaults and rejects unknown keys and wrong types.
 
 from __future__ import annotations
 
-from typing import Any, Literal, NotRequired, TypeAlias
+from typing import Annotated, Any, Literal, NotRequired, TypeAlias
 
 from typing_extensions import TypedDict
 
+from rl_interfaces.config.schema import (
+    Count,
+    Fraction,
+    Index,
+    NotEmpty,
+    NotNegative,
+    Positive,
+    Seconds,
+    Seed,
+    Text,
+)
 from rl_interfaces.generation import GenerationConfig
 
 ResolvedConfig: TypeAlias = "dict[str, Any]"
@@ -17,7 +28,10 @@ ResolvedConfig: TypeAlias = "dict[str, Any]"
 defaults filled in and unset keys left out. Sections of third-party backends have keys of their own,
 so that this is no TypedDict."""
 
-SchedulerMilestones = dict[str, list[int]]
+Layers = Annotated[str | list[str], NotEmpty()]
+"""Names of layers, or an expression for them."""
+
+SchedulerMilestones = dict[str, list[Count]]
 """`{"milestones": [n, ...]}`: the `train` calls at which the next scheduler of the list starts."""
 
 
@@ -26,16 +40,16 @@ class LoraConfig(TypedDict):
 
     enabled: bool
     """Train adapters and freeze the model's weights."""
-    r: NotRequired[int]
+    r: NotRequired[Count]
     """Rank of each adapter."""
-    lora_alpha: NotRequired[float]
+    lora_alpha: NotRequired[Positive]
     """An adapter's product is scaled by `lora_alpha / r`."""
-    lora_dropout: NotRequired[float]
+    lora_dropout: NotRequired[Fraction]
     """Dropout probability of an adapter's inputs, in train mode only."""
-    target_modules: NotRequired[str | list[str]]
+    target_modules: NotRequired[Layers]
     """Linear layers: a list of name suffixes, a regular expression of full names, or `all-linear`:
     all but the output layer."""
-    adapter_path: NotRequired[str]
+    adapter_path: NotRequired[Text]
     """A directory in peft's format with initial adapters; their `r` and `lora_alpha` must match.
     The reference is the model without adapters."""
 
@@ -51,11 +65,11 @@ class DTensorConfig(TypedDict):
     """Shard activations along the sequence between tensor-parallel regions."""
     activation_checkpointing: bool
     """Recompute each layer's activations in the backward pass."""
-    tensor_parallel_size: int
+    tensor_parallel_size: Count
     """Ranks over which each layer's matrices are sharded."""
-    context_parallel_size: int
+    context_parallel_size: Count
     """Ranks over which each sequence is sharded."""
-    custom_parallel_plan: str | None
+    custom_parallel_plan: Text | None
     """Dotted path to a tensor-parallel plan: a dict, or a function that returns one."""
     attn_implementation: NotRequired[str]
     """Attention of transformers: `sdpa`, `eager`, `flex_attention`, `flash_attention_2` or another
@@ -64,7 +78,7 @@ class DTensorConfig(TypedDict):
     """Train with the dropout of the model's config; otherwise it is off, as it is in scoring."""
     async_checkpoint: NotRequired[bool]
     """Copy a checkpoint to the CPU and write it in the background."""
-    data_parallel_replicate_size: NotRequired[int | Literal["auto"]]
+    data_parallel_replicate_size: NotRequired[Count | Literal["auto"]]
     """Replicas of the sharded model; more than 1 is hybrid sharding (HSDP). `auto`: a model with a
     training state of at most 256 MiB is replicated on every data-parallel rank, a larger one is
     sharded over all of them."""
@@ -77,9 +91,9 @@ class SequencePackingConfig(TypedDict):
 
     enabled: bool
     """Use sequence packing."""
-    train_mb_tokens: int
+    train_mb_tokens: Count
     """Maximum tokens per micro-batch in `train`."""
-    logprob_mb_tokens: int
+    logprob_mb_tokens: Count
     """Maximum tokens per micro-batch in log-probabilities."""
     algorithm: str
     """The packing algorithm, see `rl_batched_data.packing`."""
@@ -90,11 +104,11 @@ class DynamicBatchingConfig(TypedDict):
 
     enabled: bool
     """Use dynamic batching."""
-    train_mb_tokens: int
+    train_mb_tokens: Count
     """Maximum tokens per micro-batch in `train`, including padding."""
-    logprob_mb_tokens: int
+    logprob_mb_tokens: Count
     """Maximum tokens per micro-batch in log-probabilities, including padding."""
-    sequence_length_round: int
+    sequence_length_round: Count
     """Micro-batch widths are multiples of this many tokens."""
 
 
@@ -103,11 +117,11 @@ class MegatronOptimizerConfig(TypedDict):
 
     optimizer: str
     """`adam` or `sgd`."""
-    lr: float
+    lr: NotNegative
     """Learning rate."""
-    min_lr: float
+    min_lr: NotNegative
     """Learning rate at the end of the decay."""
-    weight_decay: float
+    weight_decay: NotNegative
     """Weight decay, not applied to one-dimensional parameters."""
     bf16: bool
     """Train in bfloat16."""
@@ -115,38 +129,38 @@ class MegatronOptimizerConfig(TypedDict):
     """Train in float16."""
     params_dtype: str
     """Dtype of the parameters."""
-    adam_beta1: float
+    adam_beta1: Fraction
     """Adam's beta1."""
-    adam_beta2: float
+    adam_beta2: Fraction
     """Adam's beta2."""
-    adam_eps: float
+    adam_eps: Positive
     """Adam's epsilon."""
-    sgd_momentum: float
+    sgd_momentum: Fraction
     """SGD's momentum."""
     use_distributed_optimizer: bool
     """Shard the optimizer state over data-parallel ranks."""
     use_precision_aware_optimizer: bool
     """Keep optimizer state in lower precision; not supported by `rl-megatron-worker`."""
-    clip_grad: float
+    clip_grad: NotNegative
     """Maximum gradient norm."""
 
 
 class MegatronSchedulerConfig(TypedDict):
     """Megatron-core's parameter scheduler; the keys are its own."""
 
-    start_weight_decay: float
+    start_weight_decay: NotNegative
     """Weight decay at the first step."""
-    end_weight_decay: float
+    end_weight_decay: NotNegative
     """Weight decay at the last step."""
     weight_decay_incr_style: str
     """`constant`, `linear` or `cosine`."""
     lr_decay_style: str
     """`constant`, `linear`, `cosine` or `inverse-square-root`."""
-    lr_decay_iters: int | None
+    lr_decay_iters: Count | None
     """Number of `train` calls of the decay."""
-    lr_warmup_iters: int
+    lr_warmup_iters: Index
     """Number of `train` calls of the warmup."""
-    lr_warmup_init: float
+    lr_warmup_init: NotNegative
     """Learning rate at the first step."""
 
 
@@ -178,35 +192,35 @@ class MegatronConfig(TypedDict):
     """Recompute each layer's activations in the backward pass."""
     converter_type: str
     """Name in the converter registry; `auto`: by the model's architecture."""
-    tensor_model_parallel_size: int
+    tensor_model_parallel_size: Count
     """Ranks over which each layer's matrices are sharded."""
-    pipeline_model_parallel_size: int
+    pipeline_model_parallel_size: Count
     """Pipeline stages."""
-    num_layers_in_first_pipeline_stage: int | None
+    num_layers_in_first_pipeline_stage: Count | None
     """Layers of the first stage, if the stages are uneven."""
-    num_layers_in_last_pipeline_stage: int | None
+    num_layers_in_last_pipeline_stage: Count | None
     """Layers of the last stage, if the stages are uneven."""
-    context_parallel_size: int
+    context_parallel_size: Count
     """Ranks over which each sequence is sharded."""
     pipeline_dtype: str
     """Dtype of the activations that stages exchange."""
     sequence_parallel: bool
     """Shard activations along the sequence between tensor-parallel regions."""
-    virtual_pipeline_model_parallel_size: NotRequired[int | None]
+    virtual_pipeline_model_parallel_size: NotRequired[Count | None]
     """Virtual stages per rank (interleaved 1F1B schedule)."""
-    expert_model_parallel_size: NotRequired[int]
+    expert_model_parallel_size: NotRequired[Count]
     """Ranks over which the experts of a layer are distributed."""
-    expert_tensor_parallel_size: NotRequired[int | None]
+    expert_tensor_parallel_size: NotRequired[Count | None]
     """Ranks that shard each expert's matrices; default: `tensor_model_parallel_size`."""
     recompute_granularity: NotRequired[str]
     """`full` layers, or `selective`: attention only. Read only with `activation_checkpointing`."""
     recompute_method: NotRequired[str]
     """With `full`: `uniform` or `block`."""
-    recompute_num_layers: NotRequired[int]
+    recompute_num_layers: NotRequired[Count]
     """With `full`: layers per checkpoint (`uniform`), or number of recomputed layers (`block`)."""
     moe_router_load_balancing_type: NotRequired[str]
     """Load balancing of experts: `none` or `aux_loss`."""
-    moe_aux_loss_coeff: NotRequired[float]
+    moe_aux_loss_coeff: NotRequired[NotNegative]
     """Coefficient of `aux_loss`."""
     moe_token_dispatcher_type: NotRequired[str]
     """Token dispatch to experts: `alltoall` or `allgather`."""
@@ -221,7 +235,7 @@ class MegatronConfig(TypedDict):
 class TokenizerConfig(TypedDict):
     """The tokenizer."""
 
-    name: str
+    name: Text
     """Hugging Face name or directory; default: the model's."""
     chat_template: NotRequired[str | None]
     """A Jinja template that overrides the tokenizer's."""
@@ -230,7 +244,7 @@ class TokenizerConfig(TypedDict):
 class PytorchOptimizerConfig(TypedDict):
     """An optimizer by dotted name."""
 
-    name: str
+    name: Text
     """For example `torch.optim.AdamW`."""
     kwargs: dict[str, object]
     """Its keyword arguments."""
@@ -239,7 +253,7 @@ class PytorchOptimizerConfig(TypedDict):
 class SinglePytorchSchedulerConfig(TypedDict):
     """A learning-rate scheduler by dotted name; it steps once per `train` call."""
 
-    name: str
+    name: Text
     """For example `torch.optim.lr_scheduler.LinearLR`."""
     kwargs: dict[str, object]
     """Its keyword arguments."""
@@ -248,23 +262,23 @@ class SinglePytorchSchedulerConfig(TypedDict):
 class PolicyConfig(TypedDict):
     """A policy. Only `model_name` is required, and `optimizer` to train."""
 
-    model_name: str
+    model_name: Text
     """Hugging Face name or directory of the model."""
     head: NotRequired[str]
     """`language_model`, or a scalar head: `reward`, a score per row, or `value`, one per token."""
     tokenizer: TokenizerConfig
     """The tokenizer."""
-    train_global_batch_size: int
+    train_global_batch_size: Count
     """Samples per optimizer step over all data-parallel ranks."""
-    train_micro_batch_size: int
+    train_micro_batch_size: Count
     """Samples per forward per rank in `train`."""
-    learning_rate: float
+    learning_rate: NotNegative
     """The learning rate, if the optimizer's kwargs have no `lr`."""
-    logprob_batch_size: int
+    logprob_batch_size: Count
     """Samples per forward per rank in log-probabilities."""
     generation: GenerationConfig | None
     """Sampling of completions. None: the policy does not generate."""
-    generation_batch_size: NotRequired[int]
+    generation_batch_size: NotRequired[Count]
     """Rows per forward per rank in `generate`."""
     precision: str
     """`float32`, `bfloat16` or `float16`: the dtype of compute. Master weights are float32."""
@@ -276,11 +290,11 @@ class PolicyConfig(TypedDict):
     """Micro-batches by token budget."""
     sequence_packing: SequencePackingConfig
     """Micro-batches without padding."""
-    make_sequence_length_divisible_by: int
+    make_sequence_length_divisible_by: Count
     """Sequences are padded to a multiple of this many tokens in the forward pass."""
-    max_total_sequence_length: int
+    max_total_sequence_length: Count
     """Maximum tokens per sequence, prompt and completion."""
-    max_grad_norm: float | int | None
+    max_grad_norm: Positive | None
     """Maximum 2-norm of the gradients, enforced by scaling. None: no clipping."""
     fsdp_offload_enabled: bool
     """The same as `dtensor_cfg.cpu_offload`, for every FSDP backend."""
@@ -294,11 +308,11 @@ class PolicyConfig(TypedDict):
         | SchedulerMilestones
     ]
     """One scheduler, or several and one `{"milestones": [...]}`. Default: a constant rate."""
-    seed: NotRequired[int]
+    seed: NotRequired[Seed]
     """Seed of sampling, dropout and adapter initialisation."""
     trust_remote_code: NotRequired[bool]
     """Run Python code from the checkpoint. Only for checkpoints that you trust."""
-    timeout_s: NotRequired[float]
+    timeout_s: NotRequired[Seconds]
     """Limit of each wait of a rank for another, in seconds."""
-    profile_dir: NotRequired[str]
+    profile_dir: NotRequired[Text]
     """Directory of the traces of `start_gpu_profiling` on the CPU."""

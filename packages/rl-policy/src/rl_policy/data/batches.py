@@ -45,15 +45,24 @@ class ProblemEncoder:
         self.tokenizer = tokenizer
         self._use_chat_template = use_chat_template
 
+    def check_template(self) -> None:
+        """Raise `ValueError` unless the chat template, if it is used, renders prompts."""
+        if not self._use_chat_template:
+            return
+        key = "policy.tokenizer.chat_template"
+        try:
+            (text,) = self._render(["a question"])
+        except Exception as error:  # a template may raise whatever its expressions do
+            problem = f"{type(error).__name__}: {error}"
+            raise ValueError(f"{key} cannot render a prompt: {problem}") from error
+        if "a question" not in text:
+            raise ValueError(f"{key} leaves the prompt out: it renders {text[:80]!r}")
+
     def prompt_tokens(self, problems: Sequence[Problem]) -> list[list[int]]:
         """Return the tokens of each prompt, after which a completion starts."""
         if not self._use_chat_template or not problems:
             return self._tokens([problem.prompt for problem in problems], special=True)
-        messages = [[{"role": "user", "content": problem.prompt}] for problem in problems]
-        texts = self.tokenizer.apply_chat_template(
-            messages, tokenize=False, add_generation_prompt=True
-        )
-        return self._tokens([str(text) for text in texts], special=False)
+        return self._tokens(self._render([problem.prompt for problem in problems]), special=False)
 
     def answer_tokens(self, problems: Sequence[Problem]) -> list[list[int]]:
         """Return the tokens of completions that are the answers, with the end token."""
@@ -94,6 +103,14 @@ class ProblemEncoder:
                 text = text.partition(stop)[0]
             texts.append(text)
         return texts
+
+    def _render(self, prompts: Sequence[str]) -> list[str]:
+        """Put each prompt as a user's message through the chat template."""
+        messages = [[{"role": "user", "content": prompt}] for prompt in prompts]
+        texts = self.tokenizer.apply_chat_template(
+            messages, tokenize=False, add_generation_prompt=True
+        )
+        return [str(text) for text in texts]
 
     def _tokens(self, texts: list[str], *, special: bool) -> list[list[int]]:
         """Tokenize all texts in one call, which is many times as fast as one call per text."""

@@ -7,14 +7,24 @@ trained on and what is only measured, and drawn in a seeded order. `ExactMatch` 
 from __future__ import annotations
 
 import json
+import logging
 import random
-import re
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Generic, TypeVar
+from typing import Any, Generic, TypeVar
+
+import regex
 
 ItemT = TypeVar("ItemT")
+
+_LOGGER = logging.getLogger(__name__)
+
+# Long enough for any pattern that reads a text once for each of its characters.
+_SEARCH_LIMIT_S = 1.0
+_PROBE_LIMIT_S = 0.5
+# Twice the exponent at which two ways to match each character take a second.
+_HARD_LENGTH = 60
 
 DEMONSTRATIONS_PER_PROBLEM = 4
 """Correct or careless, each by its own draw, so that no built-in problem is always shown wrong."""
@@ -133,15 +143,25 @@ class ExactMatch:
         answer_pattern: A regular expression whose last match is the answer: its first group, or
             all of it where it has none. None: the full completion is.
 
+    A search has a limit of time, as some patterns take exponentially long on some texts: a text on
+    which it is exceeded has no answer, which is warned of.
+
     Raises:
-        ValueError: The pattern is no regular expression.
+        ValueError: The pattern is no regular expression, or takes exponentially long.
     """
 
     def __init__(self, answer_pattern: str | None = None) -> None:
+        key = f"reward.answer_pattern={answer_pattern!r}"
         try:
-            self._pattern = None if answer_pattern is None else re.compile(answer_pattern)
-        except re.error as error:
-            raise ValueError(f"reward.answer_pattern={answer_pattern!r}: {error}") from error
+            self._pattern = None if answer_pattern is None else regex.compile(answer_pattern)
+        except (regex.error, RecursionError) as error:
+            raise ValueError(f"{key}: {error or 'it is nested too deeply'}") from error
+        for text in _hard_texts(answer_pattern or ""):
+            if self._search(text, limit_s=_PROBE_LIMIT_S) is None:
+                raise ValueError(
+                    f"{key} takes more than {_PROBE_LIMIT_S} s on a text of {len(text)} "
+                    "characters: no part of a repetition may match what another part matches"
+                )
 
     def __call__(self, completions: Sequence[str], problems: Sequence[Problem]) -> list[float]:
         """Return the reward of each completion of the problem at the same index."""
@@ -153,11 +173,33 @@ class ExactMatch:
     def _answer(self, completion: str) -> str | None:
         if self._pattern is None:
             return completion.strip()
-        matches = list(self._pattern.finditer(completion))
+        matches = self._search(completion, limit_s=_SEARCH_LIMIT_S)
+        if matches is None:
+            _LOGGER.warning(
+                "reward.answer_pattern took more than %.1f s on a completion, which so has no "
+                "answer: %.80r",
+                _SEARCH_LIMIT_S,
+                completion,
+            )
         if not matches:
             return None
         answer = matches[-1].group(1 if self._pattern.groups else 0)
         return None if answer is None else answer.strip()
+
+    def _search(self, text: str, *, limit_s: float) -> list[Any] | None:
+        """Return all matches; None if they are not found in time."""
+        if self._pattern is None:
+            return []
+        try:
+            return list(self._pattern.finditer(text, timeout=limit_s))
+        except TimeoutError:
+            return None
+
+
+def _hard_texts(pattern: str) -> Iterator[str]:
+    """Yield texts on which a pattern fails late: a repeated character of it, then another."""
+    for character in sorted({each for each in pattern if each.isalnum()} | {"0", "a", " "})[:20]:
+        yield character * _HARD_LENGTH + "\n!"
 
 
 def read_problems(path: Path, *, key: str) -> list[Problem]:
@@ -358,7 +400,7 @@ def _read_texts(
     """Return the number of each line of a JSON lines file, and its texts in order of `fields`."""
     try:
         lines = path.read_text(encoding="utf-8").splitlines()
-    except (OSError, UnicodeDecodeError) as error:
+    except (OSError, ValueError) as error:  # bytes that are no UTF-8, a null byte in the path
         raise ValueError(f"{key}={path} cannot be read: {error}") from error
     rows = [
         (number, _parse_texts(line, fields=fields, place=f"{path}:{number}"))
@@ -375,9 +417,25 @@ def _parse_texts(line: str, *, fields: Sequence[str], place: str) -> tuple[str, 
         content = json.loads(line)
     except json.JSONDecodeError as error:
         raise ValueError(f"{place}: not JSON: {error.msg} (column {error.colno})") from error
+    except RecursionError:
+        raise ValueError(f"{place}: not JSON that can be read: it is nested too deeply") from None
+    except ValueError as error:  # an integer of thousands of digits
+        raise ValueError(f"{place}: not JSON that can be read: {error}") from error
     if not isinstance(content, dict):
         raise ValueError(f"{place}: must be an object, got {type(content).__name__}")
     for key in fields:
         if not isinstance(content.get(key), str) or not content[key].strip():
             raise ValueError(f"{place}: {key!r} must be a text that is not empty")
+        if not _is_unicode(content[key]):
+            raise ValueError(
+                f"{place}: {key!r} has half of a surrogate pair, which is no character"
+            )
     return tuple(content[key] for key in fields)
+
+
+def _is_unicode(text: str) -> bool:
+    try:
+        text.encode()
+    except UnicodeEncodeError:
+        return False
+    return True

@@ -4,9 +4,12 @@ from __future__ import annotations
 
 import logging
 import os
+import signal
 import socket
 import sys
-from collections.abc import Sequence
+import threading
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from time import monotonic
 from typing import TYPE_CHECKING
 from uuid import uuid4
@@ -58,7 +61,8 @@ class RaySession:
         """
         if not ray.is_initialized():
             self._users.clear()
-            self._started = _join_or_start(num_cpus)
+            with _own_sigterm_handler():
+                self._started = _join_or_start(num_cpus)
         if self._started:
             self._users.add(user)
 
@@ -73,6 +77,21 @@ class RaySession:
 
 SESSION = RaySession()
 """The session of this process: `ray.init` connects a process to one Ray."""
+
+
+@contextmanager
+def _own_sigterm_handler() -> Iterator[None]:
+    """Keep a handler of SIGTERM that the program has set, which `ray.init` replaces by its own.
+
+    Ray's kills its processes first, and then aborts in whatever call waits for them.
+    """
+    before = signal.getsignal(signal.SIGTERM)
+    try:
+        yield
+    finally:
+        is_main = threading.current_thread() is threading.main_thread()
+        if is_main and before not in (None, signal.SIG_DFL):
+            signal.signal(signal.SIGTERM, before)
 
 
 def _join_or_start(num_cpus: int) -> bool:

@@ -153,7 +153,17 @@ class WorkerGroupError(RuntimeError):
 
 
 class WorkerDiedError(WorkerGroupError):
-    """The process of a rank has ended."""
+    """The process of a rank has ended.
+
+    Attributes:
+        summary: Which rank, and in which call; one line.
+        reason: What is known of its end; one line.
+    """
+
+    def __init__(self, summary: str, *, reason: str, details: str) -> None:
+        super().__init__(f"{summary}: {details}")
+        self.summary = summary
+        self.reason = reason
 
 
 class RemoteTraceback(Exception):
@@ -502,7 +512,9 @@ def to_exception(failure: Exception, *, rank: int, group: str, method: str) -> E
     """
     where = f"rank {rank} of {group}"
     if _is_death(failure):
-        return WorkerDiedError(f"{where} died during {method}: {failure}")
+        return WorkerDiedError(
+            f"{where} died during {method}", reason=_reason(str(failure)), details=str(failure)
+        )
     cause = failure.cause if isinstance(failure, RayTaskError) else None
     if not isinstance(cause, Exception) or isinstance(cause, RayError):
         # The worker's exception could not be pickled, and only its text has arrived.
@@ -510,6 +522,25 @@ def to_exception(failure: Exception, *, rank: int, group: str, method: str) -> E
     cause.__cause__ = RemoteTraceback(_COLOR.sub("", str(failure)))
     cause.add_note(f"raised on {where} during {method}")
     return cause
+
+
+def _reason(text: str) -> str:
+    """Return what Ray's report of a process's end says, in one line."""
+    lines = [line.strip() for line in _COLOR.sub("", text).splitlines() if line.strip()]
+    memory = next((line for line in lines if "memory" in line and "%" in line), None)
+    if memory is not None:
+        return f"Ray's memory monitor killed it: {memory[:300]}"
+    if "End of file" in text:
+        # What a raylet sees of SIGKILL, whoever has sent it.
+        available, total = (
+            os.sysconf(name) * os.sysconf("SC_PAGE_SIZE") / 2**30
+            for name in ("SC_AVPHYS_PAGES", "SC_PHYS_PAGES")
+        )
+        return (
+            "its process was killed, or crashed: it has left no exit status; "
+            f"{available:.1f} of {total:.1f} GiB of this machine's memory are free now"
+        )
+    return " ".join(lines)[:300]
 
 
 def _is_death(failure: Exception) -> bool:

@@ -16,6 +16,7 @@ from time import perf_counter
 from typing import ClassVar
 
 from pydantic import Field
+from rl_interfaces.config.schema import MOST
 
 from rl_policy.config import RunConfig, Section
 from rl_policy.data.batches import Batch, ProblemEncoder
@@ -31,7 +32,7 @@ from rl_policy.losses import DPOLoss
 from rl_policy.policy import Policy
 from rl_policy.recipes import Recipe
 from rl_policy.run.directory import RunState
-from rl_policy.run.inputs import RunInputs, check_rows, read_own_data
+from rl_policy.run.inputs import RunInputs, check_language_model, check_rows, read_own_data
 from rl_policy.run.metrics import StepMetrics, mean_metrics
 from rl_policy.run.session import Session, open_policy, run_loop
 
@@ -39,9 +40,9 @@ from rl_policy.run.session import Session, open_policy, run_loop
 class DpoSection(Section):
     """Direct preference optimization."""
 
-    steps: int = Field(default=100, ge=1)
+    steps: int = Field(default=100, ge=1, le=MOST)
     """Optimizer steps, each on policy.train_global_batch_size / 2 pairs."""
-    eval_every: int = Field(default=10, ge=1)
+    eval_every: int = Field(default=10, ge=1, le=MOST)
     """Steps between evaluations on the held-out pairs."""
     beta: float = Field(default=0.1, gt=0)
     """Coefficient of the implicit KL constraint: reward per nat of log-ratio."""
@@ -90,7 +91,8 @@ class PairInputs(RunInputs):
 
 
 def check_dpo(config: RunConfig) -> None:
-    """Raise `ValueError` if a batch or a micro-batch would split a pair."""
+    """Raise `ValueError` if the policy has no log-probabilities, or a batch would split a pair."""
+    check_language_model(config.policy)
     for key in ("train_global_batch_size", "train_micro_batch_size"):
         if config.policy[key] % DPOLoss.rows_per_group:
             raise ValueError(

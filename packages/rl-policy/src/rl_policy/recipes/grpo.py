@@ -18,6 +18,7 @@ from typing import ClassVar, Literal
 import torch
 from pydantic import Field
 from rl_interfaces import GenerationInterface
+from rl_interfaces.config.schema import MOST
 from rl_refit.report import Stopwatch
 
 from rl_policy.config import (
@@ -40,7 +41,12 @@ from rl_policy.run.evaluation import (
     greedy_accuracy,
     sampler_mismatch,
 )
-from rl_policy.run.inputs import ProblemInputs, check_sampling, prepare_problems
+from rl_policy.run.inputs import (
+    ProblemInputs,
+    check_language_model,
+    check_sampling,
+    prepare_problems,
+)
 from rl_policy.run.metrics import StepMetrics, mean_metrics, plot_reward, read_metrics
 from rl_policy.run.samplers import Sampler, open_sampler
 from rl_policy.run.session import Session, open_policy, run_loop
@@ -53,13 +59,13 @@ _DIAGNOSTICS = ("clip_fraction", "policy_loss", "probs_ratio", "sampler_trainer_
 class GrpoSection(Section):
     """Group relative policy optimization."""
 
-    steps: int = Field(default=100, ge=1)
+    steps: int = Field(default=100, ge=1, le=MOST)
     """Steps, each on newly sampled completions."""
-    prompts_per_step: int = Field(default=16, ge=1)
+    prompts_per_step: int = Field(default=16, ge=1, le=MOST)
     """Prompts per step."""
-    samples_per_prompt: int = Field(default=8, ge=2)
+    samples_per_prompt: int = Field(default=8, ge=2, le=MOST)
     """Completions per prompt: the size of a group."""
-    epochs_per_step: int = Field(default=1, ge=1)
+    epochs_per_step: int = Field(default=1, ge=1, le=MOST)
     """Epochs over the samples of a step, each of samples / policy.train_global_batch_size
     optimizer steps."""
     leave_one_out: bool = False
@@ -69,7 +75,7 @@ class GrpoSection(Section):
     old_logprobs: Literal["trainer", "sampler"] = "trainer"
     """The source of the log-probabilities before the update. `sampler` saves a forward pass; it
     needs an untruncated sampler and no correction: no top_k, no top_p, no importance_cap."""
-    eval_every: int = Field(default=5, ge=1)
+    eval_every: int = Field(default=5, ge=1, le=MOST)
     """Steps between evaluations of held-out accuracy."""
     warm_up: bool | None = None
     """Start with supervised fine-tuning. null: only for the built-in model, which is untrained."""
@@ -146,10 +152,10 @@ def has_warm_up(config: RunConfig) -> bool:
 
 def check_grpo(config: RunConfig) -> None:
     """Raise `ValueError` if keys contradict each other."""
-    sft_policy(config)
+    check_sampling(config)
+    check_language_model(sft_policy(config), path="sft.policy")
     _check_adapters(config)
     _check_batch_size(config)
-    check_sampling(config)
     generation = config.policy["generation"]
     if generation["temperature"] == 0:
         raise ValueError(

@@ -15,6 +15,7 @@ from typing import ClassVar
 
 from pydantic import Field
 from rl_interfaces.config.resolve import merge_sections
+from rl_interfaces.config.schema import MOST
 
 from rl_policy.backends import WORKERS_OWN
 from rl_policy.config import (
@@ -32,7 +33,13 @@ from rl_policy.policy import Policy
 from rl_policy.recipes import Recipe
 from rl_policy.run.directory import RunState
 from rl_policy.run.evaluation import greedy_accuracy, pass_rate
-from rl_policy.run.inputs import ProblemInputs, check_rows, check_sampling, prepare_problems
+from rl_policy.run.inputs import (
+    ProblemInputs,
+    check_language_model,
+    check_rows,
+    check_sampling,
+    prepare_problems,
+)
 from rl_policy.run.metrics import StepMetrics, mean_metrics
 from rl_policy.run.session import Session, open_policy, run_loop
 
@@ -42,14 +49,14 @@ _LOGGER = logging.getLogger(__name__)
 class SftSection(Section):
     """Supervised fine-tuning on prompt and answer, alone or as the warm-up of GRPO."""
 
-    steps: int = Field(default=200, ge=1)
+    steps: int = Field(default=200, ge=1, le=MOST)
     """Maximum number of optimizer steps."""
-    eval_every: int = Field(default=20, ge=1)
+    eval_every: int = Field(default=20, ge=1, le=MOST)
     """Steps between evaluations."""
     stop_pass_rate: float | None = Field(default=None, gt=0, le=1)
     """Stop early at this pass@`pass_samples` on the validation problems: GRPO gets no signal from a
     problem that no sample solves. null: take all steps."""
-    pass_samples: int = Field(default=8, ge=1)
+    pass_samples: int = Field(default=8, ge=1, le=MOST)
     """Samples per validation problem."""
     policy: Settings = Field(default_factory=dict)
     """Overrides of `policy` for supervised fine-tuning."""
@@ -102,7 +109,7 @@ def sft_policy(config: RunConfig) -> Settings:
 def check_sft(config: RunConfig) -> None:
     """Raise `ValueError` if keys contradict each other."""
     check_sampling(config)
-    sft_policy(config)
+    check_language_model(sft_policy(config), path="sft.policy")
 
 
 def prepare_sft(config: RunConfig, encoder: ProblemEncoder) -> ProblemInputs:

@@ -39,25 +39,47 @@ class RunDirectory:
         self.adapters = path / "adapters"
         self.tiny_model = path / "tiny_model"
         self.warm_up = path / "warm_up"
+        self.failure = path / "failure.txt"
 
     def require_new(self) -> None:
-        """Raise `ValueError` if the directory exists."""
-        if self.path.exists():
+        """Raise `ValueError` if the directory exists, or cannot be created."""
+        try:
+            self.path.lstat()
+        except FileNotFoundError:
+            above = next(each for each in self.path.absolute().parents if each.exists())
+            if not os.access(above, os.W_OK | os.X_OK):
+                raise ValueError(self._refusal(f"{above} is not writable")) from None
+        except (OSError, ValueError) as error:  # below a file, too long, a null byte
+            raise ValueError(self._refusal(error)) from error
+        else:
             raise ValueError(f"the run directory {self.path} exists, and is not overwritten")
 
     def create(self, config: RunConfig) -> None:
         """Create the directory, with the configuration in it.
 
         Raises:
-            ValueError: It exists.
+            ValueError: It exists, or cannot be created.
         """
         self.require_new()
-        self.path.mkdir(parents=True)
+        try:
+            self.path.mkdir(parents=True)
+        except OSError as error:
+            raise ValueError(self._refusal(error)) from error
         self.write_config(config)
 
     def write_config(self, config: RunConfig) -> None:
-        """Write the configuration."""
-        write_durably(self.config, render_run_config(config))
+        """Write the configuration.
+
+        Raises:
+            ValueError: It cannot be written.
+        """
+        try:
+            write_durably(self.config, render_run_config(config))
+        except OSError as error:
+            raise ValueError(f"{self.config} cannot be written: {error}") from error
+
+    def _refusal(self, reason: object) -> str:
+        return f"--out {self.path} cannot be created: {reason}"
 
     def read_config(self) -> RunConfig:
         """Return the configuration that `create` wrote.

@@ -12,6 +12,7 @@ from typing import Any, TypeVar
 
 import torch
 from rl_interfaces.backend.generation import SamplingConfig
+from rl_interfaces.config.schema import check_typed_dict
 from rl_refit.transports import expandable_segments, find_transport
 from transformers import AutoConfig, AutoTokenizer, PreTrainedTokenizerBase
 
@@ -27,8 +28,13 @@ from rl_policy.data.datasets import (
     read_problems,
 )
 from rl_policy.data.tiny_model import build_tokenizer, tiny_model_config
-from rl_policy.generation.vllm.config import complete_section, generation_of_policy
+from rl_policy.generation.vllm.config import (
+    VllmSection,
+    complete_section,
+    generation_of_policy,
+)
 from rl_policy.recipes import find_recipe
+from rl_policy.run.machine import check_devices, check_model_files, model_config
 
 ItemT = TypeVar("ItemT")
 
@@ -74,7 +80,10 @@ def prepare_inputs(config: RunConfig) -> RunInputs:
             and line.
     """
     recipe = find_recipe(config.recipe)
-    tokenizer = build_tokenizer() if config.has_builtin_model else _load_tokenizer(config)
+    check_devices(config)
+    check_model_files(config)
+    tokenizer = _load_tokenizer(config)
+    _check_tokens(config, tokenizer)
     generation: Settings = config.policy.get("generation") or {}
     encoder = ProblemEncoder(
         tokenizer,
@@ -82,8 +91,10 @@ def prepare_inputs(config: RunConfig) -> RunInputs:
         stop_token_ids=generation.get("stop_token_ids", ()),
         stop_strings=generation.get("stop_strings", ()),
     )
-    inputs = recipe.prepare(config, encoder)
+    encoder.check_template()
     _check_backend(config, recipe.policies(config))
+    # After the backend, as it reads files of any size.
+    inputs = recipe.prepare(config, encoder)
     check_engines(config)
     return inputs
 
@@ -111,8 +122,23 @@ def prepare_problems(
     return ProblemInputs(config=config, encoder=encoder, problems=problems, reward=reward)
 
 
+def check_language_model(policy: Settings, *, path: str = "policy") -> None:
+    """Raise `ValueError` unless a policy is a language model, whose log-probabilities are trained.
+
+    Args:
+        policy: The complete section.
+        path: Its key.
+    """
+    if policy["head"] != "language_model":
+        raise ValueError(
+            f"{path}.head={policy['head']!r} gives scores, and the recipe trains "
+            "log-probabilities: set 'language_model'"
+        )
+
+
 def check_sampling(config: RunConfig) -> None:
-    """Raise `ValueError` unless the policy can sample completions."""
+    """Raise `ValueError` unless the policy is a language model that can sample completions."""
+    check_language_model(config.policy)
     if SamplingConfig.from_policy_config(config.policy) is None:
         raise ValueError("policy.generation is not set: the recipe samples completions")
 
@@ -160,21 +186,49 @@ def check_rows(rows: Sequence[Problem], *, encoder: ProblemEncoder, limit: int, 
 def _load_tokenizer(config: RunConfig) -> PreTrainedTokenizerBase:
     section = config.policy["tokenizer"]
     name = section["name"]
-    if name.startswith((".", "/", "~")) and not Path(name).is_dir():
-        key = "model_name" if name == config.policy["model_name"] else "tokenizer.name"
-        raise ValueError(f"policy.{key}={name!r} is no directory")
-    try:
-        tokenizer = AutoTokenizer.from_pretrained(
-            name, trust_remote_code=config.policy["trust_remote_code"]
-        )
-    except (OSError, ValueError) as error:
-        raise ValueError(f"policy.tokenizer.name={name!r} cannot be loaded: {error}") from error
+    if config.has_builtin_model:
+        tokenizer = build_tokenizer()
+    else:
+        tokenizer = _read_tokenizer(name, config)
     if "chat_template" in section:
         tokenizer.chat_template = section["chat_template"]
     if tokenizer.pad_token is None and tokenizer.eos_token is not None:
         _LOGGER.warning("The tokenizer %r has no padding token: its end token pads", name)
         tokenizer.pad_token = tokenizer.eos_token
     return tokenizer
+
+
+def _read_tokenizer(name: str, config: RunConfig) -> PreTrainedTokenizerBase:
+    key = "model_name" if name == config.policy["model_name"] else "tokenizer.name"
+    if name.startswith((".", "/", "~")) and not Path(name).is_dir():
+        raise ValueError(f"policy.{key}={name!r} is no directory")
+    try:
+        return AutoTokenizer.from_pretrained(
+            name, trust_remote_code=config.policy["trust_remote_code"]
+        )
+    except Exception as error:  # tokenizers raises no class of its own for a file that is broken
+        raise ValueError(
+            f"policy.{key}={name!r} has a tokenizer that cannot be loaded: {error}"
+        ) from error
+
+
+def _check_tokens(config: RunConfig, tokenizer: PreTrainedTokenizerBase) -> None:
+    """Check that the tokens of the section `generation` are in the vocabulary."""
+    generation: Settings = config.policy.get("generation") or {}
+    size = len(tokenizer)
+    if not config.has_builtin_model:
+        # The model may have rows beyond the tokenizer's, to be a round number.
+        size = max(size, getattr(model_config(config).get_text_config(), "vocab_size", size))
+    ids = {
+        f"stop_token_ids[{i}]": id_ for i, id_ in enumerate(generation.get("stop_token_ids", ()))
+    }
+    if "pad_token_id" in generation:
+        ids["pad_token_id"] = generation["pad_token_id"]
+    for key, token_id in ids.items():
+        if token_id >= size:
+            raise ValueError(
+                f"policy.generation.{key}={token_id} is not in the vocabulary of {size} tokens"
+            )
 
 
 def _load_problems(config: RunConfig, *, num_validation: int) -> ProblemSets:
@@ -241,7 +295,15 @@ def _longest(problems: Iterable[Problem], lengths: Iterable[int]) -> tuple[str, 
 
 def _check_backend(config: RunConfig, policies: Sequence[Settings]) -> None:
     """Let the backend validate the sections `policy` that the run is going to use."""
-    worker_class = backends.load(backends.enabled_backend(config.policy))
+    name = backends.enabled_backend(config.policy)
+    try:
+        worker_class = backends.load(name)
+    except backends.BackendNotInstalledError as error:
+        raise backends.BackendNotInstalledError(
+            f"policy.{name}_cfg.enabled=True: {error}"
+        ) from error
+    for policy in policies:
+        backends.check_generation_backend(policy)
     world_size = sum(config.cluster.bundle_ct_per_node_list)
     with tempfile.TemporaryDirectory() as directory:
         if config.has_builtin_model:
@@ -273,25 +335,34 @@ def check_engines(config: RunConfig) -> None:
         ImportError: The engines are not installed.
         NotImplementedError: The training backend does not send weights.
     """
+    generation: Settings = config.policy.get("generation") or {}
+    given, own = generation.get("model_name"), config.policy["model_name"]
+    if given not in (None, own):
+        raise ValueError(
+            f"policy.generation.model_name={given!r} contradicts policy.model_name={own!r}: a run "
+            "samples from the policy's weights"
+        )
+    check_typed_dict(
+        generation.get("vllm_cfg") or {}, VllmSection, path="policy.generation.vllm_cfg"
+    )
+    if find_recipe(config.recipe).samples_with_engines:
+        transport = config.section(RefitSection).transport
+        if transport is not None:
+            try:
+                find_transport(transport)
+            except ValueError as error:
+                raise ValueError(f"refit.{error}") from error
     if not config.has_engines:
         return
     backends.TrainingBackend.of_config(config.policy).require_sending()
-    if (transport := config.section(RefitSection).transport) is not None:
-        find_transport(transport)
     uses_gpus = config.cluster.use_gpus
     check_shared_devices(
-        transport,
+        config.section(RefitSection).transport,
         is_colocated=config.is_colocated,
         # The driver's machine stands for the others where the config leaves it to them.
         on_gpu=torch.cuda.is_available() if uses_gpus is None else uses_gpus,
         environment=os.environ,
     )
-    given, own = config.policy["generation"].get("model_name"), config.policy["model_name"]
-    if given not in (None, own):
-        raise ValueError(
-            f"policy.generation.model_name={given!r} contradicts policy.model_name={own!r}: the "
-            "engines of a run sample from the policy's weights"
-        )
     engine_class: Any = backends.load_engine(config.policy["generation"]["backend"])
     section = engine_section(config, model=config.policy["model_name"])
     engine_class.validate_config(section)

@@ -39,7 +39,8 @@ def load_model_config(
         return AutoConfig.from_pretrained(
             model_name, trust_remote_code=trust_remote_code, **options
         )
-    except (OSError, ValueError) as error:
+    # transformers raises many classes for a file with a wrong type, an unknown key, or no JSON.
+    except Exception as error:
         raise ValueError(f"policy.model_name={model_name!r} cannot be loaded: {error}") from error
 
 

@@ -83,9 +83,6 @@ _POSITIVE_COUNTS = (
     "max_model_len",
     "kv_cache_memory_bytes",
 )
-# Below this vLLM raises the temperature by itself, and the log-probabilities would be those of
-# another distribution.
-_LOWEST_TEMPERATURE = 0.01
 # By default vLLM sizes the cache by the machine's memory, which other processes need as well.
 _CPU_CACHE_BYTES = 1 << 30
 # Keys of the section that are arguments of `LLM` by the same name.
@@ -208,13 +205,7 @@ def check_sampling(config: Mapping[str, Any], *, path: str) -> dict[str, Any]:
     Raises:
         ValueError: A wrong type or a value out of range; names key and value.
     """
-    given = resolve_generation_config(config, path=path)
-    if 0 < given["temperature"] < _LOWEST_TEMPERATURE:
-        raise ValueError(
-            f"{path}.temperature={given['temperature']} is below {_LOWEST_TEMPERATURE}, the lowest "
-            "that vLLM samples with: use 0 for greedy decoding"
-        )
-    return given
+    return resolve_generation_config(config, path=path)
 
 
 def count_engines(ranks_per_node: Mapping[str, int], *, tensor_parallel_size: int) -> int:
