@@ -56,6 +56,23 @@ def test_help_explains_every_flag_and_loads_nothing_heavy(tmp_path):
     assert time.monotonic() - started < 60
 
 
+def test_a_driver_imports_neither_plots_nor_events_nor_models_before_it_uses_them():
+    code = """
+import sys
+import rl_policy.recipes.grpo, rl_policy.recipes.sft, rl_policy.recipes.dpo, rl_policy.run.session
+from rl_policy import backends
+backends.load("dtensor")
+unused = ("matplotlib", "tensorboard", "torch.utils.tensorboard")
+models = [name for name in sys.modules if name.startswith("transformers.models.")]
+print([name for name in unused if name in sys.modules])
+print([name for name in models if name.rpartition(".")[2].startswith("modeling_qwen")])
+"""
+    loaded = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, timeout=120, check=False
+    )
+    assert loaded.stdout.splitlines() == ["[]", "[]"], loaded.stderr
+
+
 @pytest.mark.parametrize("recipe", ["dpo", "grpo", "sft"])
 def test_the_configuration_is_shown_and_nothing_is_written(tmp_path, rl_policy, recipe):
     result = rl_policy([recipe, "--show-config", "grpo.steps=3"])

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import torch
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
-from transformers import PreTrainedTokenizerFast, Qwen2Config, Qwen2ForCausalLM
+from transformers import PreTrainedTokenizerFast, Qwen2Config
 
 from rl_policy.config import TinyModelSection
 
@@ -68,6 +68,9 @@ def build_tiny_model(path: Path, *, config: Qwen2Config, seed: int) -> None:
         config: The shape.
         seed: Of the weights; the process's random state is left as it is.
     """
+    # A run with a model of its own needs the config alone.
+    from transformers import Qwen2ForCausalLM
+
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
         model = Qwen2ForCausalLM(config)

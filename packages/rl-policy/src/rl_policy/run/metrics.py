@@ -9,17 +9,16 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, field, fields
 from pathlib import Path
-from typing import ClassVar, TypeAlias
+from typing import TYPE_CHECKING, ClassVar, TypeAlias
 
-from matplotlib.axes import Axes
-from matplotlib.backends.backend_agg import FigureCanvasAgg
-from matplotlib.figure import Figure
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 from rl_interfaces import TrainOutputSpec
-from torch.utils.tensorboard import SummaryWriter
 
 from rl_policy.run.directory import write_durably
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
 
 Row: TypeAlias = dict[str, float | None]
 """A line of `metrics.jsonl`: numbers by name, None if one was not measured or is not finite."""
@@ -85,6 +84,9 @@ class MetricsLog(AbstractContextManager["MetricsLog"]):
     """
 
     def __init__(self, path: Path, tensorboard: Path, *, resumed_step: int | None = None) -> None:
+        # Here, so that a command refuses bad input before it imports TensorBoard.
+        from torch.utils.tensorboard import SummaryWriter
+
         if resumed_step is not None:
             write_durably(path, _lines_up_to(path, resumed_step))
         purge_step = None if resumed_step is None else resumed_step + 1
@@ -206,6 +208,10 @@ def plot_reward(rows: Sequence[Row], path: Path) -> None:
         rows: The objects of `metrics.jsonl`.
         path: The picture.
     """
+    # At the end of a run: half a second that its first step would wait for.
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+    from matplotlib.figure import Figure
+
     figure = Figure(figsize=(8, 4.5), layout="constrained")
     FigureCanvasAgg(figure)
     axes = figure.add_subplot()
