@@ -67,6 +67,8 @@ def reduced_over_ranks(values):
     """Return what an all-reduce gives if the first pipeline stage has what this rank lacks."""
     if values.dtype is torch.uint8:  # whether any rank has a parameter
         return torch.ones_like(values)
+    if values.ndim > 1:  # the rows of all ranks, of which each gives its own
+        return values[values.any(1)][:1].expand_as(values).clone()
     return values.where(values != -1, 0)  # the stage of each parameter, -1 on the others
 
 

@@ -464,13 +464,19 @@ class FakeDevice(TorchDispatchMode):
     def _reduce(self, tensors: Sequence[torch.Tensor]) -> None:
         for tensor in tensors:
             values = _values_of(tensor)
-            if self.reduce is None or values is None or tensor.is_floating_point():
+            if values is None or tensor.is_floating_point():
                 continue
-            reduced = self.reduce(values)
+            reduced = _table_of_all(values) if self.reduce is None else self.reduce(values)
             if isinstance(tensor, FakeTensor):
                 tensor._host_values = reduced  # type: ignore[attr-defined]
             else:
                 tensor.copy_(reduced)
+
+
+def _table_of_all(values: torch.Tensor) -> torch.Tensor:
+    """Repeat the row of this rank in a table that has one row for each rank, as a gather does."""
+    own = values[values.flatten(1).any(1)] if values.ndim > 1 else values
+    return own.expand_as(values).clone() if values.ndim > 1 and len(own) == 1 else values
 
 
 def _short(frame: Any) -> str:
