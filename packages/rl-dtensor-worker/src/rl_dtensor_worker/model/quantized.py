@@ -46,7 +46,7 @@ def take_quantization(model_config: PreTrainedConfig, model_name: str) -> dict[s
             "cannot be trained: give a checkpoint in full precision, in block-FP8 "
             "(quant_method='fp8') or in MXFP4 (quant_method='mxfp4')"
         )
-    del model_config.quantization_config
+    delattr(model_config, "quantization_config")
     return quantization
 
 
