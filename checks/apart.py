@@ -74,6 +74,7 @@ REFUSALS = {
     ],
 }
 NO_DEVICE = "not (gpu or multi_gpu or vllm)"
+ON_DEVICE = "gpu or multi_gpu"
 
 
 def needed_by_tests() -> dict[str, list[str]]:
@@ -118,6 +119,17 @@ def files_of_tests(package: str = "*") -> list[Path]:
 def files_with(text: str, package: str = "*") -> list[str]:
     """Return the files of tests that hold `text`, a marker say, as absolute paths."""
     return [str(path) for path in files_of_tests(package) if text in path.read_text()]
+
+
+def device_tests() -> dict[str, list[str]]:
+    """Return the files with tests that need a GPU, by package, each for a pytest of its own.
+
+    In one pytest the modules beside the tests of two packages would share a name.
+    """
+    marked = {package: {*files_with("pytest.mark.gpu", package)} for package in PROJECTS}
+    for package, files in marked.items():
+        files.update(files_with("pytest.mark.multi_gpu", package))
+    return {package: sorted(files) for package, files in marked.items() if files}
 
 
 def paths_to_test(requirement: str) -> tuple[list[str], str]:

@@ -4,7 +4,14 @@ import ast
 
 import pytest
 
-from checks.apart import NO_DEVICE, files_with, needed_by_tests, paths_to_test, requirements
+from checks.apart import (
+    NO_DEVICE,
+    device_tests,
+    files_with,
+    needed_by_tests,
+    paths_to_test,
+    requirements,
+)
 from checks.workspace import ROOT, third_party
 
 
@@ -57,3 +64,14 @@ def test_files_with_engines_are_run_where_there_are_engines():
     marked = files_with("pytest.mark.vllm")
     assert marked
     assert set(marked) <= with_engines
+
+
+def test_no_two_packages_share_a_pytest_on_a_device():
+    """In one pytest, `tiny_model` of one package's tests would be that of another."""
+    found = device_tests()
+    for package, files in found.items():
+        assert files
+        assert all(path.startswith(str(ROOT / "packages" / package / "tests")) for path in files)
+    marked = {*files_with("pytest.mark.gpu"), *files_with("pytest.mark.multi_gpu")}
+    assert marked == {path for files in found.values() for path in files}
+    assert {"rl-dtensor-worker", "rl-megatron-worker", "rl-refit", "rl-policy"} <= found.keys()

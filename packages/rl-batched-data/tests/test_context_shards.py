@@ -67,6 +67,16 @@ def test_each_token_sees_its_own_sequence_up_to_itself(num_ranks, window):
             assert keys == list(range(first, token + 1))
 
 
+def test_long_sequences_of_any_length_need_no_mask():
+    lengths = [32768, 30000, 32768, 24000, 32, 28]
+    for shards in shards_of(lengths, num_ranks=2):
+        masks = [chunk.mask() for chunk in shards.chunks]
+        assert max(0 if mask is None else mask.numel() for mask in masks) < 1000
+        # Those of one length share a call, and so do the short ones.
+        rows = [len(chunk.queries) for chunk in shards.chunks]
+        assert rows == [2, 2, 1, 1, 1, 1, 2, 2]
+
+
 def test_a_length_that_does_not_divide_is_refused():
     with pytest.raises(ValueError, match=r"\[4, 6\] tokens.*4 chunks.*context_parallel_size=2"):
         ContextShards.of(torch.tensor([0, 4, 10]), rank=0, num_ranks=2)

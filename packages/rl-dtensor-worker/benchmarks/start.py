@@ -78,7 +78,14 @@ def start(rank: int, world_size: int, port: int, model: str, whole: bool, result
     dist.barrier()
     with HostMemory() as memory:
         begin = time.perf_counter()
-        build_model(empty_model(config), config, meshes=meshes, tensor_parallel=None, device=device)
+        build_model(
+            empty_model(config),
+            config,
+            meshes=meshes,
+            tensor_parallel=None,
+            is_small=False,
+            device=device,
+        )
         dist.barrier()
         seconds = time.perf_counter() - begin
     on_cuda = environment.device.type == "cuda"

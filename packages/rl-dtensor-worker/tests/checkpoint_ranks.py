@@ -166,7 +166,7 @@ def leave_save_running():
 
     from rl_interfaces.backend.checkpoint.checkpointer import PendingSave
 
-    PendingSave(threading.Event().wait, path=Path("weights"))
+    PendingSave(threading.Event().wait, path=Path("weights"), device=torch.device("cpu"))
 
 
 def load_only(*, config, weights_path, optimizer_path=None):
@@ -274,7 +274,7 @@ def save_over_two_axes(*, model_name, directory):
             for parameter in model.parameters():
                 local_tensor(parameter).add_(1)
         layout = TensorFormat(model=model, training=None, weights=lambda: trained_state(model))
-        checkpointer = Checkpointer(layout, timeout_s=60)
+        checkpointer = Checkpointer(layout, timeout_s=60, device=torch.device("cpu"))
         random_state = RankRandomState(data_parallel_rank=0, is_written_here=False, state={})
         checkpointer.save(f"{directory}/weights", None, random_state)
         device = environment.device
@@ -318,3 +318,15 @@ def train_while_saving(*, config, batch, directory):
             return BackgroundSave(is_on_disk, first, advance(worker))
     finally:
         TensorPart.write = write
+
+
+def contexts_after_a_save(*, config, directory):
+    """Save in the background; return the GPUs on which this process has a context of the driver."""
+    with worker_for(config, init_reference_model=False) as worker:
+        worker.save_checkpoint(f"{directory}/weights", f"{directory}/optimizer")
+        worker.finish_checkpoint()
+        return [
+            index
+            for index in range(torch.cuda.device_count())
+            if torch._C._cuda_hasPrimaryContext(index)
+        ]

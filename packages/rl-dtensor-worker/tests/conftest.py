@@ -6,12 +6,12 @@ from pathlib import Path
 import pytest
 from hypothesis import settings
 
-sys.path.insert(0, str(Path(__file__).parent))  # forked ranks inherit it, and import the same
+sys.path.insert(0, str(Path(__file__).parent))  # ranks inherit it, and import the same
 
-from rank_pool import RankPool, fork_context
+from rank_pool import RankPool, rank_context
 from tiny_model import build_tiny_model
 
-fork_context()  # it imports beside the collection
+rank_context()  # a server imports beside the collection
 
 # No time is a fault where other work may share the processor.
 settings.register_profile("untimed", deadline=None)

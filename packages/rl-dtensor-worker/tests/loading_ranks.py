@@ -51,7 +51,12 @@ def load_models(*, model_names):
             device = environment.device
             meshes = Meshes.of(config.layout, replicas=1, device_type=device.type)
             model = build_model(
-                empty_model(config), config, meshes=meshes, tensor_parallel=None, device=device
+                empty_model(config),
+                config,
+                meshes=meshes,
+                tensor_parallel=None,
+                is_small=False,
+                device=device,
             )
             loaded.append(tensors_of(model))
             meshes.leave()

@@ -1,4 +1,8 @@
-"""Ranks that stay alive between tests, forked from a server that has imported everything once."""
+"""Ranks that stay alive between tests, forked from a server that has imported everything once.
+
+Where there is a GPU they are spawned: CUDA cannot be used in a process whose parent has asked for
+it, and what the server imports may ask for it.
+"""
 
 import gc
 import multiprocessing
@@ -13,6 +17,7 @@ from multiprocessing.connection import wait
 from pathlib import Path
 
 import pytest
+import torch
 from rl_interfaces.backend.runtime import ReservedPort
 
 _LIMIT_S = 240
@@ -26,21 +31,22 @@ _PRELOADED = [
 
 
 @cache
-def fork_context():
-    """Return a multiprocessing context whose processes start with everything imported."""
+def rank_context(num_gpus=None):
+    """Return the multiprocessing context of ranks on a machine with so many GPUs (None: this one).
+
+    Without GPUs its processes start with everything imported.
+    """
+    if torch.cuda.device_count() if num_gpus is None else num_gpus:
+        return multiprocessing.get_context("spawn")
     multiprocessing.set_forkserver_preload(_PRELOADED)
     with pytest.MonkeyPatch.context() as patch:
         # The server ignores `sys.path`, and skips a module that it does not find without a word.
         patch.setenv("PYTHONPATH", os.pathsep.join([str(_TESTS), *filter(None, sys.path)]))
-        # An import that asks for a GPU must not open the driver, which no fork could use.
-        patch.setenv("PYTORCH_NVML_BASED_CUDA_CHECK", "1")
         forkserver.ensure_running()
     return multiprocessing.get_context("forkserver")
 
 
 def _serve(rank, num_ranks, connection):
-    import torch
-
     torch.set_num_threads(1)
     os.environ.update(RANK=str(rank), WORLD_SIZE=str(num_ranks), LOCAL_RANK=str(rank))
     os.environ.update(MASTER_ADDR="127.0.0.1")
@@ -74,8 +80,8 @@ class RankFailure(AssertionError):
 class RankPool:
     """`num_ranks` processes; `run` calls one function on all of them at the same time."""
 
-    def __init__(self, num_ranks):
-        context = fork_context()
+    def __init__(self, num_ranks, *, num_gpus=None):
+        context = rank_context(num_gpus)
         self.num_ranks = num_ranks
         self.processes, self.connections = [], []
         for rank in range(num_ranks):

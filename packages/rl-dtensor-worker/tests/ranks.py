@@ -2,8 +2,10 @@
 
 import os
 from contextlib import contextmanager
+from unittest import mock
 
 from rl_dtensor_worker import DTensorPolicyWorker
+from rl_dtensor_worker.parallel import mesh
 from rl_dtensor_worker.parallel.fsdp import full_tensor, local_tensor
 from tiny_model import build_tokenizer, rows_for_rank
 
@@ -13,8 +15,16 @@ def this_rank():
 
 
 @contextmanager
-def worker_for(config, **options):
-    worker = DTensorPolicyWorker(config, build_tokenizer(), **options)
+def worker_for(config, *, as_small=False, **options):
+    """Run the body with a worker.
+
+    The models here are small; sharded layer by layer they are what large ones are. `as_small`, or
+    replicas by the model's size, leaves them as a run has them.
+    """
+    automatic = config.get("dtensor_cfg", {}).get("data_parallel_replicate_size") == "auto"
+    limit = mesh._SMALL_BYTES if as_small or automatic else 0
+    with mock.patch.object(mesh, "_SMALL_BYTES", limit):
+        worker = DTensorPolicyWorker(config, build_tokenizer(), **options)
     try:
         yield worker
     finally:

@@ -195,21 +195,34 @@ def documented_moves(*, config, batch):
         )
 
 
-def memory_of_swaps(*, config, batch):
-    """Swap the reference in three times, with a `train` after each."""
+def reference_of(worker):
+    """Return the `ReferenceCopy` inside the closure that the engine returned."""
     from rl_interfaces.backend.components import ReferenceCopy
 
+    (reference,) = (
+        cell.cell_contents
+        for cell in worker._reference.__wrapped__.__closure__
+        if isinstance(cell.cell_contents, ReferenceCopy)
+    )
+    return reference
+
+
+def bytes_of_copies(*, config):
+    """Return the host bytes of the reference, and of the policy while that is swapped in."""
+    with worker_for(config) as worker:
+        reference = reference_of(worker)
+        with worker.use_reference_model():
+            return reference._reference.num_bytes, reference._policy.num_bytes
+
+
+def memory_of_swaps(*, config, batch):
+    """Swap the reference in three times, with a `train` after each."""
     with worker_for(config) as worker:
         rows, places = my_rows(batch, 4), []
         for _ in range(3):
             worker.get_reference_policy_logprobs(rows)
-            # The copies are inside the closure that the engine returned.
-            (reference,) = (
-                cell.cell_contents
-                for cell in worker._reference.__wrapped__.__closure__
-                if isinstance(cell.cell_contents, ReferenceCopy)
-            )
-            held = [*reference._reference, *reference._policy]
+            reference = reference_of(worker)
+            held = [*reference._reference.blocks, *reference._policy.blocks]
             held += [local_tensor(parameter) for parameter in worker.model.parameters()]
             places.append([tensor.data_ptr() for tensor in held])
             worker.train(rows, make_loss("nll"))

@@ -6,7 +6,7 @@ import pytest
 import scoring_ranks
 import torch
 from oracle import LOGPROB_TOLERANCE, largest_difference, load, plain_logprobs
-from rank_pool import RankFailure, RankPool, fork_context
+from rank_pool import RankFailure, RankPool, rank_context
 from rl_interfaces.backend.checkpoint.checkpointer import Checkpointer, PendingSave
 from safetensors.torch import load_file
 from tiny_checkpoints import save_model
@@ -232,8 +232,10 @@ def test_a_save_that_took_too_long_still_says_what_it_failed_with(tmp_path):
         assert may_fail.wait(60)
         raise RuntimeError("planted")
 
-    checkpointer = Checkpointer(None, timeout_s=0.01, in_background=True)
-    checkpointer._pending = pending = PendingSave(write, path=tmp_path)
+    checkpointer = Checkpointer(
+        None, timeout_s=0.01, device=torch.device("cpu"), in_background=True
+    )
+    checkpointer._pending = pending = PendingSave(write, path=tmp_path, device=torch.device("cpu"))
     for _ in range(2):
         with pytest.raises(TimeoutError, match="was not written within"):
             checkpointer.finish()
@@ -244,8 +246,29 @@ def test_a_save_that_took_too_long_still_says_what_it_failed_with(tmp_path):
     checkpointer.finish()
 
 
+def test_a_save_is_written_on_the_device_of_its_rank(tmp_path):
+    """A new thread starts on the first GPU, whichever is the rank's."""
+    written = []
+    count = torch.cuda.device_count()
+    device = torch.device("cuda", max(count - 1, 0))
+    pending = PendingSave(
+        lambda: written.append(torch.cuda.current_device() if count else 0),
+        path=tmp_path,
+        device=device,
+    )
+    pending.wait(60)
+    if count:
+        pending.check()
+        assert written == [device.index]
+        return
+    # Here the thread is refused its device, and so writes nothing on another.
+    with pytest.raises((AssertionError, RuntimeError), match=r"CUDA|accelerator"):
+        pending.check()
+    assert written == []
+
+
 def test_a_process_ends_though_a_save_does_not():
-    process = fork_context().Process(target=checkpoint_ranks.leave_save_running)
+    process = rank_context().Process(target=checkpoint_ranks.leave_save_running)
     process.start()
     process.join(timeout=60)
     has_ended = not process.is_alive()

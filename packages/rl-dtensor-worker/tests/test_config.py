@@ -2,7 +2,7 @@ import pytest
 import torch
 from rl_dtensor_worker import DTensorPolicyWorker
 from rl_dtensor_worker.config import EngineConfig
-from rl_dtensor_worker.parallel.mesh import choose_replicas
+from rl_dtensor_worker.parallel.mesh import choose_sharding
 from rl_interfaces import ParallelLayout
 from tiny_model import make_config
 
@@ -169,6 +169,16 @@ def test_greedy_generation_scores_at_temperature_one(tiny_model):
 def test_a_small_model_is_replicated(caplog, data_parallel, tensor_parallel, millions, replicas):
     layout = ParallelLayout(data_parallel=data_parallel, tensor_parallel=tensor_parallel)
     with caplog.at_level("INFO", logger="rl_dtensor_worker"):
-        assert choose_replicas(layout, num_parameters=millions * 10**6) == replicas
-    said = f"auto: {replicas} data-parallel ranks replicate the model"
+        choice = choose_sharding(layout, replicas="auto", num_parameters=millions * 10**6)
+    assert choice.replicas == replicas
+    said = f"MiB: {replicas} data-parallel ranks have a copy each"
     assert (said in caplog.text) == (replicas > 1)
+
+
+@pytest.mark.parametrize(("millions", "is_small"), [(16, True), (17, False)])
+def test_a_small_model_is_gathered_at_once(caplog, millions, is_small):
+    layout = ParallelLayout(data_parallel=4, tensor_parallel=1)
+    with caplog.at_level("INFO", logger="rl_dtensor_worker"):
+        choice = choose_sharding(layout, replicas=2, num_parameters=millions * 10**6)
+    assert (choice.replicas, choice.is_small) == (2, is_small)
+    assert ("sharded over 2 ranks and gathered at once" in caplog.text) == is_small

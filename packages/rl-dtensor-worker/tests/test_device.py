@@ -1,6 +1,8 @@
 import json
+import os
 
 import state_ranks
+from rank_pool import RankPool
 from tiny_model import make_config
 
 
@@ -23,3 +25,12 @@ def test_information_and_profiling_traces(pools, tiny_model, tmp_path):
     for rank in (0, 1):
         trace = json.loads((tmp_path / "traces" / f"rank_{rank}_0.json").read_text())
         assert any("ones" in event.get("name", "") for event in trace["traceEvents"])
+
+
+def test_ranks_of_a_machine_with_gpus_are_no_forks():
+    """CUDA refuses a process whose parent has asked for it: "Cannot re-initialize CUDA"."""
+    pool = RankPool(1, num_gpus=1)
+    try:
+        assert pool.run(os.getppid) == [os.getpid()]
+    finally:
+        pool.close()

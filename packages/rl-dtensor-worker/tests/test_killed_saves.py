@@ -7,7 +7,7 @@ import time
 
 import pytest
 import save_until_killed
-from rank_pool import fork_context
+from rank_pool import rank_context
 from rl_interfaces.backend.runtime import ReservedPort
 from tiny_model import make_config
 
@@ -19,7 +19,7 @@ LIMIT_S = 60
 
 @pytest.fixture(scope="module")
 def zygote():
-    context = fork_context()
+    context = rank_context()
     ours, theirs = context.Pipe()
     process = context.Process(target=save_until_killed.serve, args=(theirs,), daemon=True)
     process.start()

@@ -1,5 +1,6 @@
 """Layouts of two GPUs with NCCL, against plain transformers and a plain loop on the CPU."""
 
+import checkpoint_ranks
 import parity_models
 import parity_ranks
 import pytest
@@ -13,6 +14,17 @@ pytestmark = [
     pytest.mark.multi_gpu,
     pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two CUDA devices"),
 ]
+
+
+def test_a_save_in_the_background_uses_no_other_gpu(pools, tiny_model, tmp_path):
+    """A new thread starts on GPU 0, where every rank of the node would make a context."""
+    section = {"enabled": True, "async_checkpoint": True}
+    used = pools(2).run(
+        checkpoint_ranks.contexts_after_a_save,
+        config=make_config(tiny_model, dtensor_cfg=section),
+        directory=str(tmp_path),
+    )
+    assert used == [[0], [1]]
 
 
 @pytest.mark.parametrize("section", [None, "sequence_packing"])

@@ -18,6 +18,17 @@ def test_reference_stays_while_the_policy_moves(pools, tiny_model):
         assert (policy[2] - policy[1]).abs().max() > 1e-3
 
 
+def test_a_reference_in_the_compute_dtype_gives_the_same_bits(pools, tiny_model):
+    config = make_config(tiny_model, precision="bfloat16")
+    ranks = pools(2).run(state_ranks.reference_stays, config=config, batch=make_batch(8))
+    for policy, reference in ranks:
+        # The policy has not moved yet, and its float32 parameters are cast in the forward.
+        assert torch.equal(policy[0], reference[0])
+        assert torch.equal(reference[0], reference[2])
+    for reference_bytes, policy_bytes in pools(2).run(state_ranks.bytes_of_copies, config=config):
+        assert reference_bytes == policy_bytes / 2
+
+
 def test_swaps_reuse_their_memory(pools, tiny_model):
     for addresses in pools(2).run(
         state_ranks.memory_of_swaps, config=make_config(tiny_model), batch=make_batch(8)

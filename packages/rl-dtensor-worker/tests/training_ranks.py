@@ -1,13 +1,19 @@
 """Cases of training that ranks run."""
 
 import logging
+from contextlib import ExitStack, contextmanager
 from typing import NamedTuple
+from unittest import mock
 
 import torch
+import torch.distributed as dist
+from loading_ranks import process_group
 from losses_for_tests import make_loss
 from ranks import my_rows, parameters_of, shards_of, this_rank, worker_for
 from rl_batched_data import BatchedDataDict
+from rl_dtensor_worker.optim import sum_gradients
 from rl_dtensor_worker.parallel.fsdp import full_tensor
+from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
 
@@ -267,8 +273,83 @@ def failing_unshard(*, config, batch):
         return FailedUnshard(num_unsharded, same_shards, same_flags=before[1] == after[1])
 
 
-def num_sharded_modules(*, config):
+def num_sharded_modules(*, config, as_small=False):
     from torch.distributed.fsdp import FSDPModule
 
-    with worker_for(config, init_optimizer=False, init_reference_model=False) as worker:
+    options = {"init_optimizer": False, "init_reference_model": False, "as_small": as_small}
+    with worker_for(config, **options) as worker:
         return sum(isinstance(module, FSDPModule) for module in worker.model.modules())
+
+
+class WholeRun(NamedTuple):
+    """What every call of a short run returned, and the collectives that two of them made."""
+
+    values: dict[str, torch.Tensor]
+    collectives: dict[str, dict[str, int]]
+
+
+def run_of_every_call(*, config, batch, as_small):
+    """Generate, score, score under the reference, and train, a few times over."""
+    values, collectives = {}, {}
+    with worker_for(config, as_small=as_small) as worker:
+        rows = my_rows(batch, config["train_global_batch_size"])
+        prompts = rows.slice(0, rows.size)
+        for turn in range(3):
+            worker.prepare_for_lp_inference()
+            values[f"{turn} generated"] = worker.generate(prompts)["output_ids"]
+            with counted_collectives() as collectives["get_logprobs"]:
+                values[f"{turn} logprobs"] = worker.get_logprobs(rows)["logprobs"]
+            reference = worker.get_reference_policy_logprobs(rows)
+            values[f"{turn} reference"] = reference["reference_logprobs"]
+            worker.prepare_for_training()
+            with counted_collectives() as collectives["train"]:
+                result = worker.train(rows, make_loss("nll"))
+            values |= {f"{turn} {key}": result[key] for key in ("global_loss", "grad_norm")}
+        values |= parameters_of(worker)
+    return WholeRun(values, collectives)
+
+
+@contextmanager
+def counted_collectives():
+    """Count the calls of torch's collectives, by name."""
+    names = ("all_reduce", "all_gather", "all_gather_single", "reduce_scatter_single", "broadcast")
+    counts = dict.fromkeys(names, 0)
+
+    def counted(name, plain):
+        def call(*arguments, **options):
+            counts[name] += 1
+            return plain(*arguments, **options)
+
+        return call
+
+    with ExitStack() as stack:
+        for name in names:
+            plain = getattr(dist, name, None)
+            if plain is not None:
+                stack.enter_context(mock.patch.object(dist, name, counted(name, plain)))
+        yield counts
+
+
+def sums_of_unused_parameters():
+    """Sum gradients of which this rank has some."""
+    rank, _ = this_rank()
+    parameters = [torch.nn.Parameter(torch.zeros(2, 3)) for _ in range(3)]
+    parameters[0].grad = torch.full((2, 3), rank + 1.0)
+    if rank == 0:
+        parameters[1].grad = torch.full((2, 3), 5.0)
+    with process_group():
+        sum_gradients(parameters, group=dist.group.WORLD)
+    return [p.grad for p in parameters]
+
+
+def largest_unit(*, config):
+    """Return the most parameters that FSDP gathers at once, and those of the embedding."""
+    with worker_for(config, init_reference_model=False, as_small=False) as worker:
+        states = [
+            module._get_fsdp_state()
+            for module in worker.model.modules()
+            if isinstance(module, FSDPModule)
+        ]
+        units = [state._fsdp_param_group for state in states if state._fsdp_param_group is not None]
+        sizes = [sum(each._orig_size.numel() for each in unit.fsdp_params) for unit in units]
+        return max(sizes), worker.model.get_input_embeddings().weight.numel()

@@ -1,6 +1,8 @@
 """Ranks that start in a fraction of a second: a server forks them once it has imported everything.
 
 Each run has processes of its own, as Megatron-core keeps its groups and random states in globals.
+Where there is a GPU they are spawned: Megatron-core asks for CUDA when it is imported, after which
+no fork can use it.
 """
 
 import multiprocessing
@@ -14,6 +16,7 @@ from multiprocessing.connection import wait
 from pathlib import Path
 
 import pytest
+import torch
 from torch.distributed import TCPStore
 
 _LIMIT_S = 240
@@ -27,8 +30,6 @@ _PRELOADED = [
 
 
 def _run_rank(rank, num_ranks, port, connection, function, kwargs):
-    import torch
-
     torch.set_num_threads(1)
     os.environ.update(RANK=str(rank), WORLD_SIZE=str(num_ranks), LOCAL_RANK=str(rank))
     os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
@@ -51,22 +52,27 @@ class RankFailure(AssertionError):
 
 
 @cache
-def _start_server():
-    """Start the server that ranks are forked from, with everything imported."""
+def _rank_context(num_gpus=None):
+    """Return the multiprocessing context of ranks on a machine with so many GPUs (None: this one).
+
+    Without GPUs its processes are forked from a server with everything imported.
+    """
+    if torch.cuda.device_count() if num_gpus is None else num_gpus:
+        return multiprocessing.get_context("spawn")
     multiprocessing.set_forkserver_preload(_PRELOADED)
     with pytest.MonkeyPatch.context() as patch:
         # The server ignores `sys.path`, and skips a module that it does not find without a word.
         patch.setenv("PYTHONPATH", str(_TESTS))
         forkserver.ensure_running()
+    return multiprocessing.get_context("forkserver")
 
 
 class RankPool:
     """Runs a function on `num_ranks` processes at the same time."""
 
-    def __init__(self, num_ranks):
+    def __init__(self, num_ranks, *, num_gpus=None):
         self.num_ranks = num_ranks
-        _start_server()
-        self._context = multiprocessing.get_context("forkserver")
+        self._context = _rank_context(num_gpus)
 
     def run(self, function, **kwargs):
         """Return every rank's result, in rank order; raise the first rank's failure."""

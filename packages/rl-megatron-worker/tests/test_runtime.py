@@ -1,9 +1,11 @@
 """The scope in which Megatron-core runs without a GPU, and what it leaves behind: nothing."""
 
+import os
 import threading
 
 import pytest
 import torch
+from forked_ranks import RankPool
 from megatron.core.optimizer import distrib_optimizer
 from megatron.core.tensor_parallel import random as megatron_random
 from megatron.core.transformer.moe import moe_utils, token_dispatcher
@@ -175,3 +177,8 @@ def test_the_scope_does_nothing_where_there_is_a_gpu(monkeypatch):
     with cpu_scope():
         assert everything() == before
     assert not cpu_scope_module._patches.entered
+
+
+def test_ranks_of_a_machine_with_gpus_are_no_forks():
+    """CUDA refuses a process whose parent has asked for it, as Megatron-core's import does."""
+    assert RankPool(1, num_gpus=1).run(os.getppid) == [os.getpid()]

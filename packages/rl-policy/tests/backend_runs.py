@@ -75,9 +75,9 @@ def batch():
     )
 
 
-def run(model_path, tokenizer, backend, sizes, directory):
+def run(model_path, tokenizer, backend, sizes, directory, *, use_gpus=False):
     """Return what the calls of a policy on `backend` give."""
-    cluster = RayVirtualCluster([2], use_gpus=False)
+    cluster = RayVirtualCluster([2], use_gpus=use_gpus)
     policy = Policy(cluster, config(model_path, backend, sizes), tokenizer)
     try:
         before = policy.get_logprobs(batch())["logprobs"]
@@ -96,6 +96,7 @@ def run(model_path, tokenizer, backend, sizes, directory):
             "losses": torch.cat([result["loss"] for result in results]),
             "grad_norms": torch.cat([result["grad_norm"] for result in results]),
             "names": policy.prepare_refit_info(),
+            "infos": policy.get_gpu_info(),
             "output_ids": completions["output_ids"],
         }
     finally:

@@ -39,6 +39,18 @@ def test_groups_that_share_a_cluster_share_each_ranks_gpu(worker_class):
         cluster.shutdown()
 
 
+def test_a_workers_module_sees_the_gpus_of_all_ranks_when_it_is_imported(worker_class):
+    """Not that of its own rank alone, as which `cuda:1` would be none."""
+    cluster = RayVirtualCluster([2])
+    group = start(cluster, worker_class)
+    try:
+        answers = group.run_all("describe")
+        assert [answer["gpus_at_import"] for answer in answers] == ["0,1", "0,1"]
+    finally:
+        group.shutdown()
+        cluster.shutdown()
+
+
 def test_gpus_that_are_not_wanted_are_not_seen(worker_class):
     cluster = RayVirtualCluster([2], use_gpus=False)
     group = start(cluster, worker_class)

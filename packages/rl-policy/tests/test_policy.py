@@ -431,6 +431,12 @@ def test_receivers_get_the_weights_by_stream(policy, transport):
         receiver.close()
 
 
+def test_a_collective_to_engines_on_the_ranks_own_gpus_is_refused(policy, monkeypatch):
+    monkeypatch.setattr(Policy, "_is_on_gpu", True)
+    with pytest.raises(ValueError, match="NCCL refuses two ranks on one GPU, use"):
+        policy.open_refit(2, is_paired=True, transport="collective")
+
+
 def test_engines_on_other_machines_find_the_sender(policy, cluster):
     address, *_ = policy.open_refit(2, transport="collective")
     node, _ = cluster.get_master_address_and_port()

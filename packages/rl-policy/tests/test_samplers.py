@@ -7,7 +7,8 @@ from rl_policy.config import load_run_config
 from rl_policy.recipes.sft import sft_policy
 from rl_policy.refit import WeightLink
 from rl_policy.run import samplers
-from rl_policy.run.inputs import check_engines, engine_section
+from rl_policy.run.directory import RunState
+from rl_policy.run.inputs import check_engines, check_shared_devices, engine_section
 from rl_policy.run.samplers import EngineSampler, WorkerSampler
 from transformers import LlamaConfig
 
@@ -205,6 +206,31 @@ def test_where_engines_run():
     assert several.engine_bundles == [2, 2, 2]
 
 
+def test_shared_devices_are_empty_while_engines_start(monkeypatch):
+    """An engine refuses to start if the policy and its optimizer are where its cache should be."""
+    calls, session = [], SimpleNamespace(inputs=SimpleNamespace(tokenizer=None), cluster=None)
+    session.config = load("policy.generation.backend=vllm", "refit.transport=shm")
+
+    def start(*arguments, **options):
+        calls.append("start")
+        return Engines("engines", calls)
+
+    monkeypatch.setattr(samplers, "load_engine", lambda name: start)
+    policy = Recorder("policy", calls)
+    with samplers.open_sampler(session, policy, model="any", start=RunState()):
+        calls.append("run")
+    connect = calls.index("start") + 1
+    assert calls[:connect] == ["policy.offload_after_refit()", "start"]
+    assert calls[connect].startswith("policy.open_refit(2, is_paired=True, transport='shm'")
+    assert calls[connect + 1 :] == [
+        "engines.init_transfer(None)",
+        "engines.finish_generation()",
+        "policy.prepare_for_lp_inference()",
+        "run",
+        "engines.shutdown()",
+    ]
+
+
 def test_engines_apart_get_devices_of_one_node_each_which_end_with_them(monkeypatch):
     calls, asked = [], {}
 
@@ -252,6 +278,11 @@ def test_the_supervised_part_samples_with_the_workers():
         (["policy.generation.vllm_cfg.max_num_seqs=0"], ValueError, "vllm_cfg.max_num_seqs=0"),
         (["policy.generation.vllm_cfg.sped=1"], ValueError, "sped"),
         (["refit.transport=pigeon"], ValueError, "'pigeon' is not among .*'shm'"),
+        (
+            ["refit.transport=collective", "cluster.use_gpus=true"],
+            ValueError,
+            r"refit\.transport='collective' with policy.*colocated\.enabled=True: NCCL refuses",
+        ),
         (["policy.generation.backend=none-such"], ImportError, "none-such"),
         (["policy.generation.temperature=0.005"], ValueError, r"temperature=0\.005 must be at"),
         (["policy.generation.stop_strings=['']"], ValueError, "must not be empty"),
@@ -278,6 +309,22 @@ def test_engines_that_cannot_be_are_refused_before_anything_starts(
     monkeypatch.setattr("rl_policy.generation.vllm.generation.require_vllm", lambda: None)
     with pytest.raises(error, match=message):
         check_engines(load("policy.generation.backend=vllm", *overrides))
+
+
+def test_shared_gpus_need_memory_of_fixed_segments(monkeypatch):
+    monkeypatch.setattr("rl_policy.generation.vllm.generation.require_vllm", lambda: None)
+    monkeypatch.setenv("PYTORCH_CUDA_ALLOC_CONF", "expandable_segments:True")
+    on_gpus = load("policy.generation.backend=vllm", "cluster.use_gpus=true")
+    with pytest.raises(ValueError, match=r"^PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True in"):
+        check_engines(on_gpus)
+    check_engines(load("policy.generation.backend=vllm", "cluster.use_gpus=false"))
+
+
+@pytest.mark.parametrize("transport", [None, "shm", "cuda_ipc", "collective", "golden"])
+def test_other_devices_take_any_transport(transport):
+    unfit = {"PYTORCH_ALLOC_CONF": "expandable_segments:True"}
+    for is_colocated, on_gpu in ((True, False), (False, True)):
+        check_shared_devices(transport, is_colocated=is_colocated, on_gpu=on_gpu, environment=unfit)
 
 
 @pytest.mark.parametrize(

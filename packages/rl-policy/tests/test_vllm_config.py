@@ -158,7 +158,7 @@ def test_an_engine_sees_its_own_gpus_and_not_the_ranks_of_its_group(
     monkeypatch.setenv("MASTER_PORT", "1")
     for name in ("VLLM_ENABLE_V1_MULTIPROCESSING", "VLLM_CPU_OMP_THREADS_BIND"):
         monkeypatch.setenv(name, "theirs")
-    prepare_environment(size)
+    prepare_environment(size, precision="bfloat16")
     assert os.environ["CUDA_VISIBLE_DEVICES"] == expected
     assert not {"LOCAL_RANK", "MASTER_PORT"} & set(os.environ)
     assert os.environ["VLLM_CPU_OMP_THREADS_BIND"] == "theirs"
@@ -178,3 +178,15 @@ def test_an_engine_takes_from_the_policy_what_it_is_not_told():
     generation = generation_of_policy(resolve_policy_config(policy))
     config = parse_engine_config(generation, seed=0)
     assert (config.model_name, config.precision, config.max_model_len) == ("other", "float32", 40)
+
+
+@pytest.mark.parametrize(
+    ("precision", "given", "expected"),
+    [("float32", None, "ieee"), ("float32", "tf32", "tf32"), ("bfloat16", None, None)],
+)
+def test_float32_is_not_multiplied_as_tf32(precision, given, expected, monkeypatch):
+    """Triton's default on CUDA, and so vLLM's attention in float32; the user's own is kept."""
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "environ", {} if given is None else {"TRITON_F32_DEFAULT": given})
+        prepare_environment(1, precision=precision)
+        assert os.environ.get("TRITON_F32_DEFAULT") == expected

@@ -66,6 +66,20 @@ def test_every_rank_gets_torchruns_environment(shared_group):
     assert len({answer["pid"] for answer in answers} | {os.getpid()}) == 3
 
 
+def test_a_rank_computes_with_its_share_of_the_cores(cluster, probe, shared_group):
+    """Ray has set it to 1 before torch was imported, which reads it then."""
+    cores = len(os.sched_getaffinity(0))
+    answers = shared_group.run_all("describe")
+    assert [answer["num_threads"] for answer in answers] == [max(1, cores // 2)] * 2
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("OMP_NUM_THREADS", "3,1")  # the user's own
+        group = start(cluster, probe.ProbeWorker)
+    try:
+        assert [answer["num_threads"] for answer in group.run_all("describe")] == [3, 3]
+    finally:
+        group.shutdown()
+
+
 def test_ranks_work_together(shared_group):
     assert shared_group.run_all("all_reduce", value=10.0) == [21.0, 21.0]
 

@@ -29,12 +29,17 @@ def test_a_rank_finds_its_gpu_at_its_local_rank():
     assert visible == [["2", "GPU-b1c2"], ["2", "GPU-b1c2"], ["0"]]
     own = [gpus[int(e["LOCAL_RANK"])] for gpus, e in zip(visible, found, strict=True)]
     assert own == ["2", "GPU-b1c2", "0"]
-    assert all("OMP_NUM_THREADS" not in environment for environment in found)
 
 
-def test_ranks_without_a_gpu_see_none_and_share_the_cores():
-    found = environments([on("a"), on("a"), on("a"), on("b", num_cores=2)])
-    assert [environment["CUDA_VISIBLE_DEVICES"] for environment in found] == [""] * 4
+def test_ranks_without_a_gpu_see_none():
+    found = environments([on("a"), on("a"), on("b")])
+    assert [environment["CUDA_VISIBLE_DEVICES"] for environment in found] == [""] * 3
+
+
+@pytest.mark.parametrize("gpu", [None, "0"])
+def test_ranks_share_the_cores(gpu):
+    places = [on("a", gpu), on("a", gpu), on("a", gpu), on("b", gpu, num_cores=2)]
+    found = environments(places)
     assert [environment["OMP_NUM_THREADS"] for environment in found] == ["2", "2", "2", "2"]
     crowded = environments([on("a", num_cores=2)] * 4)
     assert {environment["OMP_NUM_THREADS"] for environment in crowded} == {"1"}
@@ -44,6 +49,11 @@ def test_the_users_number_of_threads_is_kept():
     for placement in (on("a"), on("a", "0")):
         (environment,) = environments([placement], omp_num_threads="5")
         assert environment["OMP_NUM_THREADS"] == "5"
+
+
+def test_a_number_of_threads_that_is_none_is_refused():
+    with pytest.raises(ValueError, match="OMP_NUM_THREADS='many' in the environment must be"):
+        environments([on("a")], omp_num_threads="many")
 
 
 def test_bundles_of_a_node_get_ranks_that_follow_each_other():

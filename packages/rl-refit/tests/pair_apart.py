@@ -1,12 +1,12 @@
 """Receivers in processes of their own, which the conformance kit drives as if they were here."""
 
-import multiprocessing
 import pickle
 from functools import partial
 
 import torch
 from rl_refit import RefitReceiver
 from rl_refit.testing import RefitPair
+from rl_refit.testing.kills import process_context
 
 _LIMIT_S = 60.0
 _PRELOADED = ["torch", "rl_refit.testing", __name__]
@@ -31,8 +31,7 @@ class ReceiverApart:
 
     def __init__(self, arguments, options, into):
         self._into = into or {}
-        context = multiprocessing.get_context("forkserver")
-        context.set_forkserver_preload(_PRELOADED)
+        context = process_context(options["device"], preload=_PRELOADED)
         self._pipe, other = context.Pipe()
         sent = pickle.dumps((arguments, options, self._into))
         self._process = context.Process(target=_serve, args=(other, sent), daemon=True)

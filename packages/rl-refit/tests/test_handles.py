@@ -204,3 +204,13 @@ def test_gpu_memory_is_rebuilt_in_another_process():
         rebuilt = in_another_process(owner.export(tensors))
     for name, tensor in tensors.items():
         assert torch.equal(rebuilt[name], tensor.cpu())
+
+
+@pytest.mark.parametrize("name", ["PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF"])
+def test_memory_that_has_no_handles_is_refused_before_a_refit(name, monkeypatch):
+    monkeypatch.setenv(name, "max_split_size_mb:64, expandable_segments:True")
+    with pytest.raises(ValueError, match=f"{name}=max_split.*'cuda_ipc' needs"):
+        find_transport("cuda_ipc")
+    find_transport("shm")
+    monkeypatch.setenv(name, "expandable_segments:False")
+    find_transport("cuda_ipc")

@@ -59,7 +59,8 @@ class LogitTransform:
     def apply_(self, raw: torch.Tensor) -> torch.Tensor:
         """Transform `raw` logits in place."""
         if self.soft_cap is None:
-            return raw.mul_(self.scale / self.temperature)
+            factor = self.scale / self.temperature
+            return raw if factor == 1.0 else raw.mul_(factor)
         return raw.mul_(self.scale / self.soft_cap).tanh_().mul_(self.soft_cap / self.temperature)
 
     def slope(self, logits: torch.Tensor) -> torch.Tensor | float:

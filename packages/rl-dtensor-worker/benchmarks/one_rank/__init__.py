@@ -14,6 +14,8 @@ from tokenizers import Tokenizer, models
 from transformers import PreTrainedTokenizerFast, Qwen2Config, Qwen2ForCausalLM
 
 ADAMW = {"lr": 1e-4, "eps": 1e-8, "weight_decay": 0.01}
+NUM_WORDS = 1024
+"""Tokens that the tokenizer has a text for."""
 
 
 class NextTokenLoss:
@@ -78,15 +80,31 @@ def full_rows(num_rows: int, width: int, vocab_size: int) -> BatchedDataDict[Any
     )
 
 
+def free_port() -> int:
+    """Return a TCP port that is free now."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return probe.getsockname()[1]
+
+
+def become_rank(rank: int, *, world_size: int, port: int) -> None:
+    """Set the environment by which a worker finds its place in a job."""
+    os.environ.update(RANK=str(rank), WORLD_SIZE=str(world_size), LOCAL_RANK=str(rank))
+    os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
+
+
 def start_worker(
     model: str, *, num_rows: int, micro_batch_size: int, **overrides: Any
 ) -> DTensorPolicyWorker:
     """Return a worker that is the only rank of its job; `overrides` are keys of its config."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
-    os.environ.update(RANK="0", WORLD_SIZE="1", LOCAL_RANK="0")
-    os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
+    become_rank(0, world_size=1, port=free_port())
+    return make_worker(model, num_rows=num_rows, micro_batch_size=micro_batch_size, **overrides)
+
+
+def make_worker(
+    model: str, *, num_rows: int, micro_batch_size: int, **overrides: Any
+) -> DTensorPolicyWorker:
+    """Return the worker of this rank; `overrides` are keys of its config."""
     config: dict[str, Any] = {
         "model_name": model,
         "precision": "bfloat16" if torch.cuda.is_available() else "float32",
@@ -97,6 +115,7 @@ def start_worker(
         "max_grad_norm": 1.0,
         "optimizer": {"name": "torch.optim.AdamW", "kwargs": ADAMW},
     }
-    vocabulary = Tokenizer(models.WordLevel({"<pad>": 0}, unk_token="<pad>"))
+    words = {"<pad>": 0} | {f"w{index}": index for index in range(1, NUM_WORDS)}
+    vocabulary = Tokenizer(models.WordLevel(words, unk_token="<pad>"))
     tokenizer = PreTrainedTokenizerFast(tokenizer_object=vocabulary, pad_token="<pad>")
     return DTensorPolicyWorker(config | overrides, tokenizer, init_reference_model=False)

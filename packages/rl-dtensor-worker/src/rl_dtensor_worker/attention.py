@@ -16,10 +16,9 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 import torch
-import torch.nn.functional as F
 from rl_batched_data.packing.context_shards import ContextShards
 from rl_batched_data.packing.packed_sequences import group_by_length
-from torch.nn.attention.bias import causal_lower_right
+from rl_interfaces.backend.attention import attend
 from transformers import AttentionInterface, AttentionMaskInterface
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import sdpa_mask
@@ -279,18 +278,15 @@ class ContextRows:
         keys, values = gathered.split(sizes, dim=-1)
         outputs: list[torch.Tensor] = []
         for chunk in self.shards.chunks:
-            mask = chunk.mask(sliding_window)
-            if mask is None:
-                # Aligned to the last key: a later chunk's first query sees the chunks before it.
-                mask = causal_lower_right(chunk.queries.shape[1], chunk.keys.shape[1])
-            output = F.scaled_dot_product_attention(
+            # Without a mask it is aligned to the last key: a later chunk's first query sees the
+            # chunks before it.
+            output = attend(
                 gather_rows(heads.query, chunk.queries),
                 gather_rows(keys, chunk.keys),
                 gather_rows(values, chunk.keys),
-                attn_mask=mask,
-                dropout_p=kwargs.get("dropout", 0.0),
+                chunk.mask(sliding_window),
+                dropout=kwargs.get("dropout", 0.0),
                 scale=kwargs.get("scaling"),
-                enable_gqa=heads.query.shape[1] != heads.key.shape[1],
             )
             outputs.append(output.transpose(1, 2).flatten(0, 1))
         return torch.cat(outputs).index_select(0, self.shards.places)[None]

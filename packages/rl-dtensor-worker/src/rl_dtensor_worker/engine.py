@@ -15,6 +15,7 @@ from rl_interfaces.backend.components import ReferenceCopy, move_optimizer_state
 from rl_interfaces.backend.engine import EngineInfo, HfExport, Scored, module_mode
 from rl_interfaces.backend.torch_optim import build_scheduler
 from rl_refit.source import block_of
+from torch import nn
 from torch.distributed.tensor import DTensor, Replicate
 from transformers.core_model_loading import WeightConverter, revert_weight_conversion
 
@@ -40,11 +41,13 @@ from rl_dtensor_worker.optim import (
 )
 from rl_dtensor_worker.parallel.fsdp import (
     abandon_pass,
+    is_sharded,
     local_tensor,
+    reshard_after_backward,
     reshard_model,
     unshard_fsdp2_model,
 )
-from rl_dtensor_worker.parallel.mesh import Meshes, choose_replicas
+from rl_dtensor_worker.parallel.mesh import Meshes, choose_sharding
 from rl_dtensor_worker.parallel.plans import check_sizes, load_custom_plan
 from rl_dtensor_worker.parallel.styles import TensorParallel
 from rl_dtensor_worker.weights import ModelWeights, persistent_state, trained_state
@@ -58,7 +61,6 @@ if TYPE_CHECKING:
     from rl_interfaces.backend.engine import LossOfOutput, ScoreFunction
     from rl_interfaces.backend.runtime import RankEnvironment
     from rl_interfaces.backend.steps import MicroBatch, Step
-    from torch import nn
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 _CPU = torch.device("cpu")
@@ -97,8 +99,15 @@ class DTensorEngine:
         self._device = environment.device
         with ExitStack() as leaving:
             model = empty_model(self.config)
+            self._sharding = choose_sharding(
+                self.config.layout,
+                replicas=self.config.replicas,
+                num_parameters=sum(parameter.numel() for parameter in model.parameters()),
+            )
             self.meshes = Meshes.of(
-                self.config.layout, replicas=self._replicas(model), device_type=self._device.type
+                self.config.layout,
+                replicas=self._sharding.replicas,
+                device_type=self._device.type,
             )
             leaving.callback(self.meshes.leave)
             self.parallel = self._parallel_context()
@@ -107,6 +116,7 @@ class DTensorEngine:
                 self.config,
                 meshes=self.meshes,
                 tensor_parallel=self.parallel.tensor_parallel,
+                is_small=self._sharding.is_small,
                 device=self._device,
             )
             self.optimizer = self._build_optimizer()
@@ -115,12 +125,6 @@ class DTensorEngine:
             self.checkpoint = self._checkpoint_format()
             self.model.train(init_optimizer)
             self._leaving = leaving.pop_all()
-
-    def _replicas(self, model: PreTrainedModel) -> int:
-        if self.config.replicas == "auto":
-            num_parameters = sum(parameter.numel() for parameter in model.parameters())
-            return choose_replicas(self.config.layout, num_parameters=num_parameters)
-        return self.config.replicas
 
     @staticmethod
     def plan_layout(
@@ -151,7 +155,11 @@ class DTensorEngine:
         """See `Engine.run_backward`."""
         assert self.optimizer is not None, "the residency state has an optimizer"
         found: list[Scored] = []
-        for batch in step.micro_batches(self._device):
+        last = len(step.spans) - 1
+        for index, batch in enumerate(step.micro_batches(self._device)):
+            if self._sharding.is_small and is_sharded(self.model):
+                # The weights are the same in all micro-batches of a step: gathered once.
+                reshard_after_backward(self.model, enabled=index == last)
             value, scored = loss(batch, self._output(batch))
             # Each micro-batch's graph is freed before the next one's forward.
             (value * self.optimizer.scaler.scale).backward()
@@ -196,7 +204,8 @@ class DTensorEngine:
                 optimizer.zero_grad(set_to_none=True)
             on_device = is_training and not self.config.cpu_offload
             move_optimizer_state(optimizer, self._device if on_device else _CPU)
-        if not self.config.cpu_offload:
+        is_elsewhere = any(each.device != model_device for each in self.model.parameters())
+        if is_elsewhere and not self.config.cpu_offload:
             cast("nn.Module", self.model).to(model_device)
         move_buffers(self.model, model_device)
         if state is not ResidencyState.REFITTING:
@@ -218,7 +227,7 @@ class DTensorEngine:
             # Disabling adapters does not undo the training of a score layer beside them.
             is_language_model = self.config.head == "language_model"
             return (lambda: adapters_disabled(self.model)) if is_language_model else None
-        reference = ReferenceCopy(self._local_state)
+        reference = ReferenceCopy(self._local_state, dtypes=self._dtypes_in_forward())
 
         @contextmanager
         def swapped_in() -> Generator[None, None, None]:
@@ -275,8 +284,13 @@ class DTensorEngine:
             scheduler=build_scheduler(optimizer, self.config.scheduler),
             scaler=scaler,
         )
+        sums = self.meshes.replicas["dp_replicate"].size() > 1 and not is_sharded(self.model)
         return DTensorOptimizer(
-            self.model, state, scaler=scaler, max_grad_norm=self.config.max_grad_norm
+            self.model,
+            state,
+            scaler=scaler,
+            max_grad_norm=self.config.max_grad_norm,
+            group=self.meshes.replicas["dp_replicate"].get_group() if sums else None,
         )
 
     def _build_forward(self, pad_token_id: int | None) -> Forward | ValueForward:
@@ -362,6 +376,18 @@ class DTensorEngine:
 
     def _local_state(self) -> list[torch.Tensor]:
         return [local_tensor(tensor) for tensor in persistent_state(self.model).values()]
+
+    def _dtypes_in_forward(self) -> list[torch.dtype]:
+        """Return what each tensor of `_local_state` is cast to in a forward.
+
+        FSDP casts the parameters, so that one that was rounded before gives the same bits.
+        """
+        return [
+            self.config.compute_dtype
+            if isinstance(tensor, nn.Parameter) and tensor.is_floating_point()
+            else tensor.dtype
+            for tensor in persistent_state(self.model).values()
+        ]
 
     def _write_config(self, directory: Path) -> None:
         # Without tensors: the config, the generation config and the code of a remote model.

@@ -93,11 +93,9 @@ def check_same_media(
         dtype=torch.int64,
         device=device,
     )
-    # The maximum and the minimum over the ranks differ where some have media and others none.
-    some, every = present.clone(), present.clone()
-    dist.all_reduce(some, op=dist.ReduceOp.MAX, group=group)
-    dist.all_reduce(every, op=dist.ReduceOp.MIN, group=group)
-    uneven = (some != every).nonzero().tolist()
+    # The ranks with media of each kind: all or none, or the layers would run on some alone.
+    dist.all_reduce(present, group=group)
+    uneven = ((present > 0) & (present < dist.get_world_size(group))).nonzero().tolist()
     if uneven:
         number, kind = uneven[0]
         raise ValueError(

@@ -24,6 +24,12 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
+# One kernel for hundreds of tensors on a GPU, not one for each; torch documents its `_foreach_*`
+# functions, and lists none of them.
+_norms = torch._foreach_norm  # pyright: ignore[reportPrivateImportUsage]
+_multiply = torch._foreach_mul_  # pyright: ignore[reportPrivateImportUsage]
+_divide = torch._foreach_div_  # pyright: ignore[reportPrivateImportUsage]
+
 
 def build_optimizer(model: nn.Module, config: ClassConfig) -> torch.optim.Optimizer:
     """Return the optimizer over every trainable parameter."""
@@ -40,20 +46,47 @@ def total_grad_norm(gradients: Iterable[torch.Tensor]) -> torch.Tensor:
     """
     # Gradients of one set of groups are summed locally first: one all-reduce per group, not per
     # parameter.
-    squares: dict[tuple[str, ...], list[torch.Tensor]] = defaultdict(list)
+    shards: dict[tuple[str, ...], list[torch.Tensor]] = defaultdict(list)
     groups: dict[str, dist.ProcessGroup] = {}
     for gradient in gradients:
         sharding = _sharding_groups(gradient)
         groups |= sharding
-        norm = torch.linalg.vector_norm(local_tensor(gradient).float())
-        squares[tuple(sharding)].append(norm**2)
+        shards[tuple(sharding)].append(local_tensor(gradient))
     totals: list[torch.Tensor] = []
-    for names, parts in squares.items():
-        total = torch.stack(parts).sum()
+    for names, parts in shards.items():
+        # In float64, so that the order of the sum, and with it the sharding, leaves the norm's
+        # float32 as it is: clipping by another norm would give the same seed another run.
+        norms = _norms(parts, 2, dtype=torch.float64)
+        total = torch.stack(list(norms)).square().sum()
         for name in names:
             dist.all_reduce(total, group=groups[name])
         totals.append(total)
-    return torch.stack(totals).sum().sqrt() if totals else torch.zeros(())
+    return torch.stack(totals).sum().sqrt().float() if totals else torch.zeros(())
+
+
+@torch.no_grad()
+def sum_gradients(parameters: Iterable[torch.Tensor], *, group: dist.ProcessGroup) -> None:
+    """Sum the gradients over ranks that have a copy of the parameters each, in place. Collective.
+
+    A rank whose rows have not used a parameter counts as zero; a parameter that no rank has used
+    gets no gradient.
+
+    Args:
+        parameters: The trainable parameters, in the same order on every rank.
+        group: The ranks.
+    """
+    parameters = list(parameters)
+    if not parameters:
+        return
+    # One all-reduce for all of them, with the number of ranks that have each at its end.
+    device = parameters[0].device
+    used = torch.tensor([p.grad is not None for p in parameters], dtype=torch.float32)
+    parts = [torch.zeros_like(p) if p.grad is None else p.grad for p in parameters]
+    flat = torch.cat([*(part.flatten() for part in parts), used.to(device)])
+    dist.all_reduce(flat, group=group)
+    *sums, used = flat.split([*(p.numel() for p in parameters), len(parameters)])
+    for parameter, total, count in zip(parameters, sums, used.tolist(), strict=True):
+        parameter.grad = total.view_as(parameter) if count else None
 
 
 def clip_gradients(
@@ -63,9 +96,10 @@ def clip_gradients(
     if not max_norm:
         return
     factor = (max_norm / (norm + 1e-6)).clamp(max=1.0)
-    for parameter in parameters:
-        if parameter.grad is not None:
-            local_tensor(parameter.grad).mul_(factor.to(parameter.grad.device))
+    gradients = _local_gradients(parameters)
+    if gradients:
+        # All are on one device: each parameter is offloaded, or none.
+        _multiply(gradients, factor.to(gradients[0].device))
 
 
 class DTensorOptimizer:
@@ -76,6 +110,7 @@ class DTensorOptimizer:
         state: The optimizer over its trainable parameters, with schedule and loss scale.
         scaler: The loss scale of `state`.
         max_grad_norm: Largest 2-norm of all gradients; None or 0 leaves them as they are.
+        group: The ranks whose gradients a step sums; None: FSDP has summed them, or there are none.
     """
 
     def __init__(
@@ -85,11 +120,13 @@ class DTensorOptimizer:
         *,
         scaler: LossScaler,
         max_grad_norm: float | None,
+        group: dist.ProcessGroup | None = None,
     ) -> None:
         self.state = state
         self.scaler = scaler
         self._model = model
         self._max_grad_norm = max_grad_norm
+        self._group = group
 
     @property
     def learning_rate(self) -> float:
@@ -98,7 +135,10 @@ class DTensorOptimizer:
 
     def step(self, *, discard: bool) -> OptimizerStep:
         """See `EngineOptimizer.step`."""
-        parameters = [p for p in self._model.parameters() if p.grad is not None]
+        trained = [p for p in self._model.parameters() if p.requires_grad]
+        if self._group is not None:
+            sum_gradients(trained, group=self._group)
+        parameters = [p for p in trained if p.grad is not None]
         self.scaler.unscale(parameters)
         norm = total_grad_norm(p.grad for p in parameters if p.grad is not None)
         finite = bool(torch.isfinite(norm))
@@ -139,10 +179,8 @@ class LossScaler:
 
     def unscale(self, parameters: Sequence[torch.Tensor]) -> None:
         """Divide the gradients by the scale."""
-        if self.enabled:
-            for parameter in parameters:
-                if parameter.grad is not None:
-                    parameter.grad.div_(self.scale)
+        if self.enabled and (gradients := _local_gradients(parameters)):
+            _divide(gradients, self.scale)
 
     def update(self, *, finite: bool) -> None:
         """Adjust the scale after a step whose gradients were finite, or not."""
@@ -165,6 +203,10 @@ class LossScaler:
             assert isinstance(scale, float)
             assert isinstance(good_steps, int)
             self.scale, self.good_steps = scale, good_steps
+
+
+def _local_gradients(parameters: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+    return [local_tensor(each.grad) for each in parameters if each.grad is not None]
 
 
 def _sharding_groups(tensor: torch.Tensor) -> dict[str, dist.ProcessGroup]:

@@ -17,7 +17,7 @@ import torch
 import torch.nn.functional as F
 from megatron.core.tensor_parallel import get_cuda_rng_tracker
 from megatron.core.transformer.module import MegatronModule
-from torch.nn.attention.bias import causal_lower_right
+from rl_interfaces.backend.attention import attend, attend_to_cache
 
 from rl_megatron_worker.layout import PackedRows
 
@@ -106,26 +106,15 @@ class PackedAttention(MegatronModule):
         value: torch.Tensor,
     ) -> torch.Tensor:
         """Return the outputs of a chunk's rows, flattened to `[rows * width, heads * size]`."""
-        width, key_width = chunk.queries.shape[1], chunk.keys.shape[1]
-        # Flash kernels take `is_causal` alone; a bias object or a mask selects slower ones.
-        is_square = mask is None and width == key_width
-        if mask is None and not is_square:
-            # Aligned to the last key: a later chunk's first query sees the chunks before it.
-            mask = causal_lower_right(width, key_width)
         rows_query = query[chunk.queries].transpose(1, 2)
         rows_key, rows_value = (each[chunk.keys].transpose(1, 2) for each in (key, value))
         # Heads are sharded over tensor-parallel ranks: each needs random numbers of its own.
         dropout = self.config.attention_dropout if self.training else 0.0
         with _tensor_parallel_rng() if dropout else nullcontext():
-            output = F.scaled_dot_product_attention(
-                rows_query,
-                rows_key,
-                rows_value,
-                attn_mask=mask,
-                dropout_p=dropout,
-                is_causal=is_square,
-                scale=self.softmax_scale,
-                enable_gqa=query.shape[1] != key.shape[1],
+            # Without a mask it is aligned to the last key: a later chunk's first query sees the
+            # chunks before it.
+            output = attend(
+                rows_query, rows_key, rows_value, mask, dropout=dropout, scale=self.softmax_scale
             )
         return output.transpose(1, 2).flatten(2).flatten(0, 1)
 
@@ -178,14 +167,13 @@ class KeyValueCache:
         num_rows = len(self.lengths)
         keys, values = self._add(layer, key[:num_rows], value[:num_rows])
         places = torch.arange(keys.shape[1], device=keys.device)
-        output = F.scaled_dot_product_attention(
-            query[:num_rows, :, None],
+        output = attend_to_cache(
+            query[:num_rows],
             keys.transpose(1, 2),
             values.transpose(1, 2),
             # One query per row sees all tokens so far: the mask hides unused capacity alone.
-            attn_mask=(places < self.lengths[:, None])[:, None, None],
+            places < self.lengths[:, None],
             scale=scale,
-            enable_gqa=query.shape[1] != key.shape[1],
         )
         return F.pad(output.flatten(1), (0, 0, 0, len(query) - num_rows))
 

@@ -63,7 +63,8 @@ DEFAULT_POLICY: Settings = {
         "kwargs": {"lr": 1.0e-6, "betas": [0.9, 0.95], "weight_decay": 0.0},
     },
     "generation": {"backend": "hf", "max_new_tokens": 128, "temperature": 1.0},
-    "dtensor_cfg": {"enabled": True},
+    # A small model is not sharded: gathering it takes longer than computing with it.
+    "dtensor_cfg": {"enabled": True, "data_parallel_replicate_size": "auto"},
 }
 """The command line's own defaults, over those of `rl_interfaces`."""
 
@@ -217,8 +218,8 @@ class RefitSection(Section):
     engines that can yield them by name, which vLLM cannot; `logprobs`, besides the digest, ends the
     run where mismatch_max_abs is over max_mismatch."""
     max_mismatch: float | None = Field(default=None, gt=0)
-    """Most nats between an engine's log-probability of a sampled token and the trainer's. Float32
-    stays under 1e-4; bfloat16 is off by some hundredths."""
+    """Most nats between an engine's log-probability of a sampled token and the trainer's. On a CPU
+    float32 stays under 1e-4; bfloat16 is off by some hundredths."""
 
 
 class CheckpointSection(Section):

@@ -400,8 +400,16 @@ class Policy(ColocatablePolicyInterface, GenerationInterface):
             is_paired: Whether receiver `i` shares the device of rank `i`, its sender then.
             transport: A name of the entry-point group `rl_refit.transports`.
             options: Further arguments of `rl_refit.RefitSender`, such as `bucket_bytes`, `verify`.
+
+        Raises:
+            ValueError: The transport does not reach receivers on the ranks' own GPUs.
         """
         self._backend.require_sending()
+        if is_paired and transport == "collective" and self._is_on_gpu:
+            raise ValueError(
+                "transport='collective' with is_paired=True: NCCL refuses two ranks on one GPU, "
+                "use transport='cuda_ipc'"
+            )
         self._routes = RefitRoutes.plan(
             num_receivers, world_size=self._group.world_size, is_paired=is_paired
         )
@@ -486,6 +494,10 @@ class Policy(ColocatablePolicyInterface, GenerationInterface):
         return self._group.submit_all("broadcast_weights_for_collective").refs
 
     # Information and the end
+
+    @property
+    def _is_on_gpu(self) -> bool:
+        return any(info["local_device_id"] is not None for info in self.get_gpu_info())
 
     def get_gpu_info(self) -> list[GpuInfo]:
         """Return rank, device and memory figures of every rank."""

@@ -6,7 +6,10 @@ import time
 from datetime import timedelta
 
 import ray
+import torch
 
+# What a module that asks for a GPU at its import sees, as Megatron-core's do.
+AT_IMPORT = dict(os.environ)
 ENVIRONMENT = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 
 
@@ -33,12 +36,13 @@ class ProbeWorker:
             "pid": os.getpid(),
             "node_id": ray.get_runtime_context().get_node_id(),
             "greeting": self.greeting,
+            "num_threads": torch.get_num_threads(),
+            "gpus_at_import": AT_IMPORT.get("CUDA_VISIBLE_DEVICES"),
             **{key: os.environ.get(key) for key in keys},
         }
 
     def all_reduce(self, value=0.0):
         # Imported where it is used: most tests need no process group, and start faster without.
-        import torch
         import torch.distributed as dist
 
         if not dist.is_initialized():

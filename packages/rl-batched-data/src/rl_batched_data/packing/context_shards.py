@@ -12,11 +12,15 @@ keys and values are all-gathered.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from itertools import groupby
 from typing import cast
 
 import torch
 
 from rl_batched_data.packing.packed_sequences import group_by_length
+
+# The largest mask, 4 MiB as bool: on two ranks that of two sequences of 2,896 tokens.
+_MASK_ELEMENTS = 2**22
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
@@ -100,7 +104,7 @@ class ContextShards:
         places = torch.empty(len(owned[rank]), dtype=torch.int64)
         base = 0
         sizes = _integers(split.sizes)
-        for rows in group_by_length(sizes):
+        for rows in _groups(sizes, num_chunks=len(split.chunks_of(rank)) * num_ranks):
             for position in range(len(split.chunks_of(rank))):
                 chunk, is_token = split.rows(rows, position, rank=rank, gathered=gathered)
                 flat = base + torch.arange(is_token.numel()).view(is_token.shape)
@@ -183,6 +187,27 @@ class _Split:
             is_causal=number == 0 or bool(is_token.all()),
         )
         return chunks, is_token
+
+
+def _groups(sizes: list[int], *, num_chunks: int) -> list[list[int]]:
+    """Return groups of sequences that are attended to together, longest first.
+
+    Chunks of different sizes need a mask over all pairs, which few kernels take and which grows
+    with the square of the length: long sequences are only grouped with others of their size.
+
+    Args:
+        sizes: Tokens per chunk of each sequence.
+        num_chunks: Chunks per sequence.
+    """
+    groups: list[list[int]] = []
+    for rows in group_by_length(sizes):
+        largest = sizes[rows[0]]
+        if len(rows) * largest * largest * num_chunks <= _MASK_ELEMENTS:
+            groups.append(rows)
+            continue
+        for _, same in groupby(rows, key=sizes.__getitem__):
+            groups.append([*same])
+    return groups
 
 
 def _integers(tensor: torch.Tensor) -> list[int]:

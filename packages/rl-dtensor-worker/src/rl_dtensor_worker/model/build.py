@@ -72,6 +72,7 @@ def build_model(
     *,
     meshes: Meshes,
     tensor_parallel: TensorParallel | None,
+    is_small: bool,
     device: torch.device,
 ) -> PreTrainedModel:
     """Return the pretrained model, sharded over `meshes` and in eval mode.
@@ -83,6 +84,7 @@ def build_model(
         config: The worker's config.
         meshes: Of all ranks.
         tensor_parallel: The ranks that shard each layer; None without tensor parallelism.
+        is_small: See `ShardingChoice.is_small`.
         device: Where the shards are.
 
     Raises:
@@ -103,13 +105,14 @@ def build_model(
     # Tensor parallelism first: FSDP shards the local shards, and wraps what adapters have added.
     if tensor_parallel is not None:
         apply_plan(model, plan_of(model, custom=config.custom_parallel_plan), tensor_parallel)
-    shard_model(
-        model,
-        decoder_layers(model),
-        mesh=meshes.fsdp,
-        compute_dtype=config.compute_dtype,
-        cpu_offload=config.cpu_offload,
-    )
+    if needs_fsdp(model, config, meshes=meshes, is_small=is_small):
+        shard_model(
+            model,
+            None if is_small else fsdp_units(model),
+            mesh=meshes.fsdp,
+            compute_dtype=config.compute_dtype,
+            cpu_offload=config.cpu_offload,
+        )
     model.to_empty(device="cpu" if config.cpu_offload else device)
     # `to_empty` has given tied parameters memory of their own.
     model.tie_weights(recompute_mapping=False)
@@ -117,6 +120,18 @@ def build_model(
     if config.adapters is not None:
         fill_adapters(model, config.adapters, seed=config.seed)
     return model.eval()
+
+
+def needs_fsdp(model: nn.Module, config: EngineConfig, *, meshes: Meshes, is_small: bool) -> bool:
+    """Return whether FSDP has something to shard, cast or offload.
+
+    Where it has not, a single rank's model, or a small one that all ranks have a copy of, stays as
+    it is, without the copies that FSDP would make. The optimizer then sums its gradients. Those of
+    a large model FSDP sums layer by layer, during the backward pass.
+    """
+    casts = any(parameter.dtype != config.compute_dtype for parameter in model.parameters())
+    is_whole = meshes.shards.size() == 1 and (is_small or dist.get_world_size() == 1)
+    return casts or config.cpu_offload or not is_whole
 
 
 def find_value_layer(model: PreTrainedModel, *, pad_token_id: int | None) -> nn.Linear:
@@ -168,6 +183,23 @@ def decoder_layers(model: PreTrainedModel) -> list[nn.Module]:
             "FSDP cannot shard its layers one by one"
         )
     return layers
+
+
+def fsdp_units(model: PreTrainedModel) -> list[nn.Module]:
+    """Return the modules that FSDP gathers each for itself; it gathers the rest at once.
+
+    They are the repeated blocks and, unless it is tied to the head, the embedding: in one buffer
+    with the head it would take twice the memory, from the first layer to the last.
+    """
+    layers = decoder_layers(model)
+    embedding = model.get_input_embeddings()
+    configs = (model.config, model.config.get_text_config())
+    if any(getattr(config, "tie_word_embeddings", False) for config in configs):
+        return layers
+    inside = {id(parameter) for layer in layers for parameter in layer.parameters()}
+    if any(id(parameter) in inside for parameter in embedding.parameters()):
+        return layers
+    return [embedding, *layers]
 
 
 def auto_class(head: str, model_config: PreTrainedConfig) -> Any:

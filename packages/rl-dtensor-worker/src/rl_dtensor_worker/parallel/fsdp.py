@@ -6,7 +6,6 @@ from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
 import torch
-import torch.distributed as dist
 from torch.distributed.fsdp import (
     CPUOffloadPolicy,
     FSDPModule,
@@ -27,35 +26,29 @@ if TYPE_CHECKING:
 
 def shard_model(
     model: nn.Module,
-    layers: Iterable[nn.Module],
+    layers: Iterable[nn.Module] | None,
     *,
     mesh: DeviceMesh,
     compute_dtype: torch.dtype,
     cpu_offload: bool,
 ) -> nn.Module:
-    """Shard `model` over `mesh`, each of `layers` as an FSDP unit of its own.
+    """Shard `model` over `mesh`, each of `layers` as an FSDP unit, and the rest as another.
 
     Parameters stay in their own dtype; forward and backward run in `compute_dtype`; gradients are
     summed, not averaged, in float32, as the loss is divided by global counts already.
 
-    A single rank that computes in its parameters' dtype has nothing to gather or cast: its model
-    stays as it is, without the copies that FSDP would make.
-
     Args:
         model: On the meta device.
-        layers: Its repeated blocks.
+        layers: Its repeated blocks. None: the model is one unit, which is gathered at once.
         mesh: With two axes, parameters are replicated along the first and sharded along the second.
         compute_dtype: Of forward and backward.
         cpu_offload: Whether parameters, gradients and optimizer state are kept on the CPU.
     """
-    casts = any(parameter.dtype != compute_dtype for parameter in model.parameters())
-    if dist.get_world_size() == 1 and not casts and not cpu_offload:
-        return model
     precision = MixedPrecisionPolicy(param_dtype=compute_dtype, reduce_dtype=torch.float32)
     pin_memory = mesh.device_type == "cuda"
     offload = CPUOffloadPolicy(pin_memory=pin_memory) if cpu_offload else OffloadPolicy()
     # Layers first: the root then takes the parameters that no layer has.
-    for layer in layers:
+    for layer in layers or ():
         fully_shard(layer, mesh=mesh, mp_policy=precision, offload_policy=offload)
     fully_shard(model, mesh=mesh, mp_policy=precision, offload_policy=offload)
     for module in _fsdp_modules(model):
@@ -86,6 +79,17 @@ def unshard_fsdp2_model(model: nn.Module) -> Generator[None, None, None]:
             module.set_reshard_after_forward(flag, recurse=False)
 
 
+def is_sharded(model: nn.Module) -> bool:
+    """Return whether FSDP manages the parameters of `model`."""
+    return isinstance(model, FSDPModule)
+
+
+def reshard_after_backward(model: nn.Module, *, enabled: bool) -> None:
+    """Set whether a backward pass frees the unsharded parameters, or the next pass finds them."""
+    for module in _fsdp_modules(model):
+        module.set_reshard_after_backward(enabled, recurse=False)
+
+
 def reshard_model(model: nn.Module) -> None:
     """Free the unsharded parameters that a forward without a backward leaves behind.
 
@@ -103,6 +107,7 @@ def abandon_pass(model: nn.Module) -> None:
     one. Newer torch has `FSDPModule.reset_iter_state`, but torch 2.11 does not, and it keeps
     gradients that were not reduced yet.
     """
+    reshard_after_backward(model, enabled=True)
     for module in _fsdp_modules(model):
         state = module._get_fsdp_state()
         if state._is_root is None:

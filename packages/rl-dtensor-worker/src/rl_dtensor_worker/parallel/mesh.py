@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Literal
 
 import torch.distributed as dist
 from rl_interfaces import ParallelLayout
@@ -20,9 +20,8 @@ logger = logging.getLogger(__name__)
 _PATH = "policy.dtensor_cfg"
 # Parameters, gradients and both moments of Adam, in float32.
 _TRAINING_BYTES = 16
-# 16 million parameters in float32: small beside any device's memory. Measured with 100,000 alone: a
-# GRPO step on two gloo ranks takes 0.86 of the time that it takes sharded.
-_REPLICATED_BYTES = 2**28
+# 16 million parameters in float32: small beside any device's memory.
+_SMALL_BYTES = 2**28
 
 
 def plan_layout(config: Resolved, *, world_size: int) -> ParallelLayout:
@@ -61,27 +60,44 @@ def plan_layout(config: Resolved, *, world_size: int) -> ParallelLayout:
     return layout
 
 
-def choose_replicas(layout: ParallelLayout, *, num_parameters: int) -> int:
-    """Return how often a model is replicated where the config leaves it to the model's size.
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ShardingChoice:
+    """How the parameters are sharded, as far as it depends on the size of the model."""
 
-    Sharding saves memory and costs an all-gather per layer and pass. A training state of at most
-    `_REPLICATED_BYTES` is not worth them.
+    replicas: int
+    """Copies of the model among the data-parallel ranks; each copy is sharded over the others."""
+    is_small: bool
+    """Whether gathering a layer takes longer than computing it: the model is then one FSDP unit,
+    or none where nothing is sharded."""
+
+
+def choose_sharding(
+    layout: ParallelLayout, *, replicas: int | Literal["auto"], num_parameters: int
+) -> ShardingChoice:
+    """Return how a model of this size is sharded.
+
+    Sharding saves memory and costs an all-gather per FSDP unit and pass. A training state of at
+    most `_SMALL_BYTES` is not worth an all-gather per layer, nor, with `replicas="auto"`, any.
 
     Args:
         layout: Of all ranks.
+        replicas: `data_parallel_replicate_size` of the config.
         num_parameters: Of the full model.
     """
     state_bytes = _TRAINING_BYTES * num_parameters // layout.tensor_parallel
-    if state_bytes > _REPLICATED_BYTES:
-        return 1
-    if layout.data_parallel > 1:
+    is_small = state_bytes <= _SMALL_BYTES
+    if replicas == "auto":
+        replicas = layout.data_parallel if is_small else 1
+    if is_small and layout.data_parallel * layout.context_parallel > 1:
+        shards = layout.data_parallel // replicas * layout.context_parallel
         logger.info(
-            "data_parallel_replicate_size=auto: %d data-parallel ranks replicate the model, whose "
-            "training state is %.1f MiB",
-            layout.data_parallel,
+            "The training state takes %.1f MiB: %s",
             state_bytes / 2**20,
+            f"it is sharded over {shards} ranks and gathered at once, not layer by layer"
+            if shards > 1
+            else f"{replicas} data-parallel ranks have a copy each",
         )
-    return layout.data_parallel
+    return ShardingChoice(replicas=replicas, is_small=is_small)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -12,6 +12,7 @@ from rl_batched_data import token_scores
 
 from rl_interfaces.backend.checkpoint.optimizer_state import TrainState
 from rl_interfaces.backend.engine import OptimizerStep
+from rl_interfaces.backend.host_memory import HostCopies
 from rl_interfaces.backend.steps import MicroBatch
 
 
@@ -59,7 +60,8 @@ def move_optimizer_state(optimizer: torch.optim.Optimizer, device: torch.device)
     """Move the state tensors to `device`; the 0-d counters stay where the optimizer put them."""
     for state in optimizer.state.values():
         for key, value in state.items():
-            if isinstance(value, torch.Tensor) and value.ndim:
+            # Also `to` of a DTensor that is there already takes some time.
+            if isinstance(value, torch.Tensor) and value.ndim and value.device != device:
                 state[key] = value.to(device)
 
 
@@ -123,41 +125,33 @@ class ReferenceCopy:
     Args:
         local_tensors: Returns this rank's shards of every parameter and persistent buffer, in a
             fixed order. Called at every swap.
+        dtypes: What the reference of each shard is kept in, to save host memory where the model
+            computes in it. None: the shard's own.
     """
 
-    def __init__(self, local_tensors: LocalTensors) -> None:
+    def __init__(
+        self, local_tensors: LocalTensors, *, dtypes: Sequence[torch.dtype] | None = None
+    ) -> None:
         self._local_tensors = local_tensors
-        self._reference = _copies(local_tensors())
-        self._policy: list[torch.Tensor] | None = None
+        live = local_tensors()
+        self._reference = HostCopies(live, dtypes=dtypes)
+        self._reference.read(live)
+        self._policy: HostCopies | None = None
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes of host memory; those for the policy are allocated by the first swap."""
+        return sum(copies.num_bytes for copies in (self._reference, self._policy) if copies)
 
     @contextmanager
     def swapped_in(self) -> Generator[None, None, None]:
         """Run the body with the reference weights; the policy's are restored bit for bit."""
         live = self._local_tensors()
         if self._policy is None:
-            self._policy = _copies(live)
-        else:
-            _copy(self._policy, live)
-        _copy(live, self._reference)
+            self._policy = HostCopies(live)
+        self._policy.read(live)
+        self._reference.write(live)
         try:
             yield
         finally:
-            _copy(self._local_tensors(), self._policy)
-
-
-def _copies(tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-    pinned = any(tensor.is_cuda for tensor in tensors)
-    copies = [
-        torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=pinned) for tensor in tensors
-    ]
-    _copy(copies, tensors)
-    return copies
-
-
-@torch.no_grad()
-def _copy(targets: Sequence[torch.Tensor], sources: Sequence[torch.Tensor]) -> None:
-    for target, source in zip(targets, sources, strict=True):
-        target.copy_(source, non_blocking=True)
-    # Copies from and to pinned memory are asynchronous: wait before a source may change.
-    if any(tensor.is_cuda for tensor in (*targets, *sources)):
-        torch.cuda.synchronize()
+            self._policy.write(self._local_tensors())

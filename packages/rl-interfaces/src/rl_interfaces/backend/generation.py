@@ -292,7 +292,7 @@ def _complete(
         # Ended rows are decoded on, as the cache holds all rows; their lengths no longer grow.
         lengths += running
         ended = torch.isin(sampled, stop.token_ids) | (prompt_lengths + lengths >= stop.max_lengths)
-        ended |= _ends_in_string(columns, stop.strings, tokenizer)
+        ended |= _ends_in_string(columns, stop.strings, tokenizer, running=running)
         running &= ~ended
     return Completions(
         tokens=torch.stack(columns, dim=1),
@@ -305,18 +305,54 @@ def _ends_in_string(
     columns: list[torch.Tensor],
     strings: list[tuple[str, ...]],
     tokenizer: PreTrainedTokenizerBase,
+    *,
+    running: torch.Tensor,
 ) -> torch.Tensor:
-    """Return which rows' completions contain one of their stop strings, `[rows]` bool."""
-    found = torch.zeros(len(strings), dtype=torch.bool, device=columns[0].device)
-    rows = [row for row, texts in enumerate(strings) if texts]
+    """Return which running rows' completions end in one of their stop strings, `[rows]` bool.
+
+    Called after every token, so that a stop string can only be at the end: as many tokens are
+    decoded as it may span, whatever the length of the completion.
+
+    Args:
+        columns: The tokens of each step so far, `[rows]` int64 each.
+        strings: The stop strings of each row.
+        tokenizer: Decodes the tokens.
+        running: `[rows]` bool: the rows that had not ended before the last token.
+    """
+    found = torch.zeros_like(running)
+    if not any(strings):
+        return found
+    rows = [row for row, is_running in enumerate(running.tolist()) if is_running and strings[row]]
     if not rows:
         return found
-    # All tokens again in each step: a stop string or a character may span several tokens.
-    completions = torch.stack(columns, dim=1)[rows]
-    texts = tokenizer.batch_decode(completions.tolist(), skip_special_tokens=False)
-    for row, text in zip(rows, texts, strict=True):
-        found[row] = any(stop in text for stop in strings[row])
+    # A token has a byte at least, and the first ones may be the rest of a character. Tokens that
+    # decode to nothing leave too short a text, and the window grows.
+    longest = max(len(stop) for row in rows for stop in strings[row])
+    window = 8 + max(len(stop.encode()) for row in rows for stop in strings[row])
+    while rows:
+        recent = torch.stack(columns[-window:], dim=1)[rows].tolist()
+        texts = tokenizer.batch_decode(recent, skip_special_tokens=False)
+        is_all = window >= len(columns)
+        unsure: list[int] = []
+        for row, text in zip(rows, texts, strict=True):
+            if any(stop in text for stop in strings[row]):
+                # The window's first token may decode otherwise than after the tokens before it.
+                found[row] = is_all or _contains(columns, row, strings[row], tokenizer)
+            elif not is_all and len(text) < longest + 8:
+                unsure.append(row)
+        rows, window = unsure, 4 * window
     return found
+
+
+def _contains(
+    columns: list[torch.Tensor],
+    row: int,
+    strings: tuple[str, ...],
+    tokenizer: PreTrainedTokenizerBase,
+) -> bool:
+    tokens = torch.stack([column[row] for column in columns]).tolist()
+    text = tokenizer.batch_decode([tokens], skip_special_tokens=False)[0]
+    return any(stop in text for stop in strings)
 
 
 def _stop_token_ids(

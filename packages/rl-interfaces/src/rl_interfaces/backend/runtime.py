@@ -77,6 +77,20 @@ def init_process_group(environment: RankEnvironment, *, timeout_s: float) -> boo
     return True
 
 
+@contextmanager
+def on_device(device: torch.device) -> Generator[None, None, None]:
+    """Make `device` the current one of this thread inside; a no-op on the CPU.
+
+    A new thread starts on the first GPU, whichever is the rank's. Whatever it asks CUDA for, the
+    driver then makes a context there, of some hundred megabytes, for every rank of the node.
+    """
+    if device.type == "cpu":
+        yield
+        return
+    with torch.accelerator.device_index(device.index):
+        yield
+
+
 def leave_process_group() -> None:
     """Destroy the default process group, unless that has been done already. Not collective."""
     if dist.is_initialized():
@@ -116,7 +130,14 @@ def failing_together(group: dist.ProcessGroup | None = None) -> Generator[None, 
         yield
     except Exception as caught:
         error = caught
-    failures = _share(f"{type(error).__name__}: {error}" if error is not None else "", group)
+    device = _device_of(group)
+    failed = torch.tensor(int(error is not None), device=device)
+    # A number first: the texts of all ranks would be a kilobyte for each, at every call.
+    dist.all_reduce(failed, group=group)
+    if not int(failed):
+        return
+    text = f"{type(error).__name__}: {error}" if error is not None else ""
+    failures = _share(text, group, device)
     if error is not None:
         raise error
     for rank, text in enumerate(failures):
@@ -135,10 +156,14 @@ def first_rank_first(function: Callable[[], Result]) -> Result:
         return function() if result is None else result
 
 
-def _share(text: str, group: dist.ProcessGroup | None) -> list[str]:
-    """All-gather a text, truncated to `_MAX_BYTES` of UTF-8."""
+def _device_of(group: dist.ProcessGroup | None) -> torch.device:
+    """Return where the tensors of the group's collectives may be: on the CPU if it takes them."""
     on_cpu = "cpu:" in str(dist.get_backend_config(group))
-    device = torch.device("cpu") if on_cpu else torch.device("cuda", torch.cuda.current_device())
+    return torch.device("cpu") if on_cpu else torch.device("cuda", torch.cuda.current_device())
+
+
+def _share(text: str, group: dist.ProcessGroup | None, device: torch.device) -> list[str]:
+    """All-gather a text, truncated to `_MAX_BYTES` of UTF-8."""
     encoded = text.encode()[:_MAX_BYTES]
     own = torch.zeros(_MAX_BYTES, dtype=torch.uint8)
     own[: len(encoded)] = torch.tensor(list(encoded), dtype=torch.uint8)

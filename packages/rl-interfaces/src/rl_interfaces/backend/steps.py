@@ -182,22 +182,21 @@ def plan_steps(
     return steps
 
 
-def gather_row_counts(
-    num_rows: int, *, group: dist.ProcessGroup, device: torch.device
-) -> list[int]:
-    """Return every rank's number of rows, in rank order within the group. Collective.
+def gather_numbers(
+    numbers: Sequence[int], *, group: dist.ProcessGroup, device: torch.device
+) -> list[list[int]]:
+    """Return every rank's `numbers`, in rank order within the group. Collective.
 
-    Raises:
-        ValueError: No rank has any row.
+    Args:
+        numbers: As many on every rank.
+        group: The ranks.
+        device: The device of the group's collectives.
     """
-    counts = torch.zeros(dist.get_world_size(group), dtype=torch.int64, device=device)
-    counts[dist.get_rank(group)] = num_rows
-    dist.all_reduce(counts, group=group)
-    rows_per_rank = [int(count) for count in counts]
-    # All ranks have the same counts, so that they raise together.
-    if not any(rows_per_rank):
-        raise ValueError("the batch has no rows: input_ids is empty on every rank")
-    return rows_per_rank
+    table = torch.zeros(dist.get_world_size(group), len(numbers), dtype=torch.int64)
+    table[dist.get_rank(group)] = torch.tensor(numbers)
+    table = table.to(device)
+    dist.all_reduce(table, group=group)
+    return table.tolist()
 
 
 def steps_of(
@@ -231,21 +230,23 @@ def steps_of(
         ValueError: The batch has no rows, its plan is missing or contradicts `given`, or a size is
             not a multiple of `rows_per_group`.
     """
+    plan = _plan_of(data, rows_per_group)
     # Before any check that may raise on this rank alone: the others would wait here.
-    rows_per_rank = gather_row_counts(data.size, group=group, device=device)
+    facts = gather_numbers(
+        [data.size, 0, 0, 0] if plan is None else [data.size, *plan], group=group, device=device
+    )
+    rows_per_rank = [rows for rows, *_ in facts]
+    # All ranks have the same counts, so that they raise together.
+    if not any(rows_per_rank):
+        raise ValueError("the batch has no rows: input_ids is empty on every rank")
     if isinstance(data, SlicedDataDict) and data.micro_batch_options is not None:
         if given is not None:
             raise ValueError(
                 f"micro-batches of {given} rows contradict the plan that the batch carries"
             )
         _check_groups(rows_per_group, {"rows of the ranks": rows_per_rank})
-        return planned_steps(
-            data,
-            concatenation=concatenation,
-            group=group,
-            device=device,
-            rows_per_group=rows_per_group,
-        )
+        _check_plans(facts, data, rank=dist.get_rank(group), rows_per_group=rows_per_group)
+        return planned_steps(data, concatenation=concatenation, rows_per_group=rows_per_group)
     if planned_by is not None:
         raise ValueError(
             f"policy.{planned_by}.enabled=True, and the batch carries no plan: "
@@ -306,34 +307,12 @@ def fixed_steps(
 
 
 def planned_steps(
-    data: SlicedDataDict,
-    *,
-    concatenation: Concatenation,
-    group: dist.ProcessGroup,
-    device: torch.device,
-    rows_per_group: int = 1,
+    data: SlicedDataDict, *, concatenation: Concatenation, rows_per_group: int = 1
 ) -> list[Step]:
-    """Return the steps of a batch that carries a plan. Collective.
-
-    Raises:
-        ValueError: The plan is of another batch, it splits groups of rows, or the ranks' plans have
-            different numbers of micro-batches.
-    """
+    """Return the steps of a batch that carries a plan."""
     counts, indices = data.elem_counts_per_gb, data.micro_batch_indices
     assert counts is not None, "a plan counts its rows"
     assert indices is not None, "a plan has micro-batches"
-    if sum(counts) != data.size:
-        raise ValueError(f"the plan has elem_counts_per_gb={counts} for {data.size} rows")
-    splits_groups = any(
-        edge % rows_per_group for batch in indices for span in batch for edge in span
-    )
-    _check_plans(
-        [len(batch) for batch in indices],
-        splits_groups=splits_groups,
-        rows_per_group=rows_per_group,
-        group=group,
-        device=device,
-    )
     starts = [sum(counts[:index]) for index in range(len(counts))]
     return [
         Step(
@@ -347,29 +326,46 @@ def planned_steps(
     ]
 
 
-def _check_plans(
-    passes: list[int],
-    *,
-    splits_groups: bool,
-    rows_per_group: int,
-    group: dist.ProcessGroup,
-    device: torch.device,
-) -> None:
-    """Raise on every rank unless all make equally many passes and no plan splits a group.
+def _plan_of(data: BatchedDataDict, rows_per_group: int) -> tuple[int, int, int] | None:
+    """Return what the ranks compare of a batch's plan; None: it carries none.
 
-    Collective: a rank that raised alone would leave the others waiting in the next collective.
+    Returns:
+        A checksum of the micro-batches of each global batch, the rows that the plan counts, and
+        whether it splits a group of rows.
     """
-    checksum = zlib.crc32(repr(passes).encode())
-    # The maximum of x and that of -x tell in one all-reduce whether all ranks have the same x.
-    verdict = [checksum, -checksum, int(splits_groups)]
-    extremes = torch.tensor(verdict, dtype=torch.int64, device=device)
-    dist.all_reduce(extremes, op=dist.ReduceOp.MAX, group=group)
-    if int(extremes[0]) != -int(extremes[1]):
+    if not isinstance(data, SlicedDataDict) or data.micro_batch_options is None:
+        return None
+    counts, indices = data.elem_counts_per_gb, data.micro_batch_indices
+    assert counts is not None, "a plan counts its rows"
+    assert indices is not None, "a plan has micro-batches"
+    splits_groups = any(
+        edge % rows_per_group for batch in indices for span in batch for edge in span
+    )
+    passes = repr([len(batch) for batch in indices])
+    return zlib.crc32(passes.encode()), sum(counts), int(splits_groups)
+
+
+def _check_plans(
+    facts: Sequence[Sequence[int]], data: SlicedDataDict, *, rank: int, rows_per_group: int
+) -> None:
+    """Raise unless all ranks make equally many passes and no plan splits a group.
+
+    On every rank alike: a rank that raised alone would leave the others waiting in the next
+    collective.
+    """
+    for other, (num_rows, _, planned, _) in enumerate(facts):
+        if num_rows != planned:
+            raise ValueError(
+                f"rank {other}: elem_counts_per_gb of the plan is {planned} rows in all, and the "
+                f"batch has {num_rows}"
+            )
+    if len({checksum for _, checksum, _, _ in facts}) > 1:
+        passes = [len(batch) for batch in data.micro_batch_indices or ()]
         raise ValueError(
-            f"the ranks' batches were not sharded together: rank {dist.get_rank(group)} has "
-            f"{passes} micro-batches per global batch, another rank has others"
+            f"the ranks' batches were not sharded together: rank {rank} has {passes} "
+            "micro-batches per global batch, another rank has others"
         )
-    if int(extremes[2]):
+    if any(splits_groups for *_, splits_groups in facts):
         raise ValueError(
             f"the plan splits groups of rows_per_group={rows_per_group} rows, which the loss needs "
             f"in one micro-batch: pass rows_per_group={rows_per_group} to shard_by_batch_size"
@@ -470,24 +466,19 @@ class LossCounts:
 
     @classmethod
     def of(
-        cls, rows: BatchedDataDict, *, group: dist.ProcessGroup, device: torch.device
-    ) -> LossCounts:
-        """Return the counts of a global batch, of which `rows` are this rank's. Collective.
+        cls, steps: Sequence[Step], *, group: dist.ProcessGroup, device: torch.device
+    ) -> list[LossCounts]:
+        """Return the counts of each global batch, of which `steps` are this rank's. Collective.
 
         Args:
-            rows: `sample_mask`, and `token_mask` or `input_ids`.
+            steps: Their rows have `sample_mask`, and `token_mask` or `input_ids`.
             group: The data-parallel ranks.
             device: The device of the group's collectives.
         """
-        sample_mask = rows["sample_mask"].float()
-        if "token_mask" in rows:
-            # Column 0 is no target, as no position predicts it.
-            num_tokens = (rows["token_mask"][:, 1:].float() * sample_mask[:, None]).sum()
-        else:
-            num_tokens = sample_mask.sum() * (rows["input_ids"].shape[1] - 1)
-        counts = torch.stack([sample_mask.sum(), num_tokens]).to(device)
+        # One all-reduce for all steps of a call: each is a wait for the slowest rank.
+        counts = torch.stack([_own_counts(step.rows) for step in steps]).to(device)
         dist.all_reduce(counts, group=group)
-        return cls(valid_seqs=counts[0], valid_toks=counts[1])
+        return [cls(valid_seqs=seqs, valid_toks=toks) for seqs, toks in counts]
 
     @property
     def divisors(self) -> tuple[torch.Tensor, torch.Tensor]:
@@ -498,6 +489,17 @@ class LossCounts:
     def is_empty(self) -> bool:
         """Whether nothing is valid."""
         return float(self.valid_seqs) == 0 or float(self.valid_toks) == 0
+
+
+def _own_counts(rows: BatchedDataDict) -> torch.Tensor:
+    """Return this rank's valid samples and tokens, `[2]` float32."""
+    sample_mask = rows["sample_mask"].float()
+    if "token_mask" in rows:
+        # Column 0 is no target, as no position predicts it.
+        num_tokens = (rows["token_mask"][:, 1:].float() * sample_mask[:, None]).sum()
+    else:
+        num_tokens = sample_mask.sum() * (rows["input_ids"].shape[1] - 1)
+    return torch.stack([sample_mask.sum(), num_tokens])
 
 
 @dataclass(kw_only=True, slots=True)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import zlib
-from collections.abc import Callable, Generator, Iterable, Mapping
+from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -190,7 +190,10 @@ class EngineWorker:
             )
             leaving.callback(self._transfer.close)
             self._checkpointer = Checkpointer(
-                self._engine.checkpoint, timeout_s=timeout_s, in_background=self.saves_in_background
+                self._engine.checkpoint,
+                timeout_s=timeout_s,
+                device=info.device,
+                in_background=self.saves_in_background,
             )
             leaving.callback(self._checkpointer.close)
             self._writes_random_state = _is_first_of_its_rows(self._data_rank, info.device)
@@ -272,27 +275,27 @@ class EngineWorker:
         }
 
     def _run_steps(
-        self, steps: Iterable[Step], loss_fn: LossFunction, *, eval_mode: bool
+        self, steps: Sequence[Step], loss_fn: LossFunction, *, eval_mode: bool
     ) -> TrainReport:
         engine, report, skipped = self._engine, TrainReport(), 0
-        for step in steps:
-            counts = LossCounts.of(
-                step.rows, group=engine.info.data_group, device=engine.info.device
-            )
+        info = engine.info
+        all_counts = LossCounts.of(steps, group=info.data_group, device=info.device)
+        for step, counts in zip(steps, all_counts, strict=True):
             loss = self._loss_of(loss_fn, counts, eval_mode=eval_mode)
             if eval_mode:
                 found = engine.run(step, lambda batch, output: loss(batch, output)[1])  # noqa: B023
             else:
                 found = engine.run_backward(step, loss)
             total = torch.stack([each.tensors["loss"].float() for each in found]).sum()
-            total = total.to(engine.info.device)
-            # A sum, not a mean: each rank's loss is divided by the global count already.
-            dist.all_reduce(total, group=engine.info.data_group)
-            report.losses.append(total)
+            report.losses.append(total.to(info.device))
             for each in found:
                 report.add_metrics(each.metrics)
             if not eval_mode:
                 skipped += not self._optimizer_step(counts, report)
+        # A sum, not a mean: each rank's loss is divided by the global count already.
+        losses = torch.stack(report.losses)
+        dist.all_reduce(losses, group=info.data_group)
+        report.losses = list(losses)
         if not eval_mode and self._data_rank == 0:
             # From one data-parallel rank only, so that the sum over all ranks is the count.
             report.metrics["skipped_steps"].append(skipped)

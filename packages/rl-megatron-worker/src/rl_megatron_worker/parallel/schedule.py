@@ -7,6 +7,7 @@ Scores and losses are computed on the last stage only, and then broadcast to the
 from __future__ import annotations
 
 import json
+import math
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
@@ -25,7 +26,7 @@ from rl_megatron_worker.model.config import uses_transformer_engine
 from rl_megatron_worker.model.heads import output_matrix
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
+    from collections.abc import Callable, Generator, Iterator, Sequence
 
     from megatron.core.transformer.transformer_config import TransformerConfig
     from rl_interfaces.backend.engine import Metrics, Tensors
@@ -163,7 +164,9 @@ class Schedule:
             return Scored(tensors=score(layout, hidden))
 
         found = self._run_layouts(layouts, on_last_stage, forward_only=True)
-        return _broadcast_tensors(found[0].tensors if found else {}, device=self.runtime.device)
+        # Passes that only complete a schedule have results as well.
+        (scored,) = _broadcast_scored(found[:1], device=self.runtime.device)
+        return scored.tensors
 
     def _run_layouts(
         self,
@@ -258,42 +261,33 @@ def _broadcast_json(value: T, *, device: torch.device) -> T:
     return value if is_last else json.loads(bytes(data.tolist()))
 
 
-def _broadcast_tensors(tensors: Mapping[str, torch.Tensor], *, device: torch.device) -> Tensors:
-    """Return the last stage's tensors on every stage, on `device`. Collective."""
-    group, last, is_last = _last_stage()
-    if group.size() == 1:
-        return dict(tensors)
-    specs = {
-        name: (list(t.shape), str(t.dtype).removeprefix("torch.")) for name, t in tensors.items()
-    }
-    received: Tensors = {}
-    for name, (shape, dtype) in _broadcast_json(specs, device=device).items():
-        if is_last:
-            # gloo corrupts non-contiguous tensors in a broadcast without an error.
-            data = tensors[name].to(device).contiguous()
-        else:
-            data = torch.empty(shape, dtype=getattr(torch, dtype), device=device)
-        dist.broadcast(data, src=last, group=group)
-        received[name] = data
-    return received
-
-
 def _broadcast_scored(found: Sequence[Scored], *, device: torch.device) -> list[Scored]:
     """Return the last stage's results of all micro-batches on every stage. Collective.
 
-    JSON and raw tensors rather than pickled objects: nothing that is received is executed.
+    JSON and raw tensors rather than pickled objects: nothing that is received is executed. All
+    metrics and shapes travel together, and all tensors of a dtype.
     """
-    metrics = _broadcast_json([each.metrics for each in found], device=device)
-    # The names carry the index, so that the shapes of all micro-batches are sent at once.
-    named = {
-        f"{index}/{name}": tensor
+    group, last, is_last = _last_stage()
+    if group.size() == 1:
+        return list(found)
+    own = [
+        (index, name, list(t.shape), str(t.dtype).removeprefix("torch."))
         for index, each in enumerate(found)
-        for name, tensor in each.tensors.items()
-    }
+        for name, t in each.tensors.items()
+    ]
+    metrics, specs = _broadcast_json(([each.metrics for each in found], own), device=device)
     results = [Scored(metrics=each) for each in metrics]
-    for key, tensor in _broadcast_tensors(named, device=device).items():
-        index, _, name = key.partition("/")
-        results[int(index)].tensors[name] = tensor
+    for dtype in dict.fromkeys(kind for *_, kind in specs):
+        chosen = [(index, name, shape) for index, name, shape, kind in specs if kind == dtype]
+        sizes = [math.prod(shape) for *_, shape in chosen]
+        if is_last:
+            parts = [found[index].tensors[name].to(device).flatten() for index, name, _ in chosen]
+            flat = torch.cat(parts)
+        else:
+            flat = torch.empty(sum(sizes), dtype=getattr(torch, dtype), device=device)
+        dist.broadcast(flat, src=last, group=group)
+        for (index, name, shape), part in zip(chosen, flat.split(sizes), strict=True):
+            results[index].tensors[name] = part.view(shape)
     return results
 
 

@@ -341,13 +341,16 @@ class RayWorkerGroup:
             port=port,
             omp_num_threads=os.environ.get("OMP_NUM_THREADS"),
         )
-        # Pickled once for all ranks, not once per rank.
-        stored = [ray.put(part) for part in construction]
+        ranks = list(range(self.world_size))
         refs: list[ray.ObjectRef] = [
-            host.construct.remote(environment, *stored)
+            host.set_environment.remote(environment)
             for host, environment in zip(self._hosts, environments, strict=True)
         ]
-        ranks = list(range(self.world_size))
+        # Before the class is sent, whose import may already read the environment.
+        self.wait(RankCall(method="set_environment", refs=refs, result_ranks=ranks), timeout_s)
+        # Pickled once for all ranks, not once per rank.
+        stored = [ray.put(part) for part in construction]
+        refs = [host.construct.remote(*stored) for host in self._hosts]
         self.wait(RankCall(method="__init__", refs=refs, result_ranks=ranks), timeout_s)
 
     def _call_hosts(self, method: str) -> RankCall:

@@ -3,12 +3,17 @@
 from __future__ import annotations
 
 import os
+import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
 import ray
+import torch
 from rl_interfaces.backend.runtime import ReservedPort
+
+# One number, or one per level of nested parallelism.
+_THREADS = re.compile(r"[1-9]\d*(,[1-9]\d*)*")
 
 
 class HostedWorker(Protocol):
@@ -61,15 +66,24 @@ class WorkerHost:
         self._port = ReservedPort()
         return ray.util.get_node_ip_address(), self._port.number
 
+    def set_environment(self, environment: Mapping[str, str]) -> None:
+        """Set this process's environment, see `rank_environments`.
+
+        A call of its own, before the worker's class arrives: to unpickle a class is to import its
+        module, and one that asks for a GPU there fixes `CUDA_VISIBLE_DEVICES` for the process.
+        """
+        os.environ.update(environment)
+        # torch has read the variable already, when Ray had set it to 1. A list is for nested
+        # parallelism, the outermost level first.
+        torch.set_num_threads(int(environment["OMP_NUM_THREADS"].split(",")[0]))
+
     def construct(
         self,
-        environment: Mapping[str, str],
         worker_class: Callable[..., HostedWorker],
         args: Sequence[object],
         kwargs: Mapping[str, object],
     ) -> None:
-        """Set the environment and construct the worker in it."""
-        os.environ.update(environment)
+        """Construct the worker, in the environment that was set."""
         self._worker = worker_class(*args, **kwargs)
 
     def call(self, method: str, keep_result: bool, *args: object, **kwargs: object) -> object:
@@ -100,8 +114,8 @@ def rank_environments(
     """Return torchrun's environment variables for each rank.
 
     Every rank sees all GPUs of the group on its node, its own at index `LOCAL_RANK`. In a group
-    without GPUs a rank sees none, even if the machine has some, and its threads get an equal share
-    of the node's cores.
+    without GPUs a rank sees none, even if the machine has some. Its threads get an equal share of
+    the node's cores: beside a GPU, too, an offloaded optimizer computes on them.
 
     Example, two ranks on node `a` with GPUs 2 and 3, one on node `b` with GPU 0:
         RANK                  0    1    2
@@ -113,7 +127,15 @@ def rank_environments(
         address: Of rank 0's node.
         port: A port there that rank 0 has reserved.
         omp_num_threads: The user's own setting, which is kept. None: not set.
+
+    Raises:
+        ValueError: The user's setting is no number of threads.
     """
+    if omp_num_threads and not _THREADS.fullmatch(omp_num_threads):
+        raise ValueError(
+            f"OMP_NUM_THREADS={omp_num_threads!r} in the environment must be a positive number: "
+            "unset it for an equal share of the cores"
+        )
     ranks_on: dict[str, list[int]] = {}
     for rank, placement in enumerate(placements):
         ranks_on.setdefault(placement.node_id, []).append(rank)
@@ -131,11 +153,8 @@ def rank_environments(
             "CUDA_VISIBLE_DEVICES": ",".join(gpus),
         }
         # Ray sets OMP_NUM_THREADS to an actor's CPUs, which are logical and here only one.
-        if omp_num_threads is not None:
-            environment["OMP_NUM_THREADS"] = omp_num_threads
-        elif not gpus:
-            share = max(1, placement.num_cores // len(neighbours))
-            environment["OMP_NUM_THREADS"] = str(share)
+        share = max(1, placement.num_cores // len(neighbours))
+        environment["OMP_NUM_THREADS"] = omp_num_threads or str(share)
         environments.append(environment)
     return environments
 

@@ -10,7 +10,8 @@ The algorithm: group relative policy optimization (Shao et al. 2024).
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
 from typing import ClassVar, Literal
 
@@ -28,7 +29,7 @@ from rl_policy.config import (
     Settings,
 )
 from rl_policy.data.batches import Batch, ProblemEncoder, completion_batch
-from rl_policy.data.datasets import ShuffledStream
+from rl_policy.data.datasets import Problem, ShuffledStream
 from rl_policy.losses import ClippedPGLoss, group_relative_advantages
 from rl_policy.policy import Policy
 from rl_policy.recipes import Recipe
@@ -51,7 +52,7 @@ from rl_policy.run.samplers import Sampler, open_sampler
 from rl_policy.run.session import Session, open_policy, run_loop
 
 _LOGGER = logging.getLogger(__name__)
-_PHASES = ("step_s", "generate_s", "logprob_s", "train_s")
+_PHASES = ("step_s", "move_s", "generate_s", "reward_s", "logprob_s", "train_s")
 _DIAGNOSTICS = ("clip_fraction", "policy_loss", "probs_ratio", "sampler_trainer_ratio")
 
 
@@ -116,7 +117,10 @@ class GrpoMetrics(StepMetrics):
         entropy: Of the policy per token in nats, estimated from the sampled tokens.
         tokens_per_s: Tokens of prompts and completions per second of the step.
         step_s: Seconds of the step, without evaluation.
+        move_s: Seconds of moving state on and off the devices and of handing them over between
+            policy and engines, without the refit.
         generate_s: Seconds of sampling.
+        reward_s: Seconds of completions' texts, rewards and advantages.
         logprob_s: Seconds of old and reference log-probabilities.
         train_s: Seconds of optimizer steps.
         refit_s: Seconds of sending weights to inference engines; 0.0 without engines.
@@ -130,7 +134,9 @@ class GrpoMetrics(StepMetrics):
     entropy: float | None = None
     tokens_per_s: float | None = None
     step_s: float | None = None
+    move_s: float | None = None
     generate_s: float | None = None
+    reward_s: float | None = None
     logprob_s: float | None = None
     train_s: float | None = None
     refit_s: float = 0.0
@@ -271,14 +277,16 @@ class GrpoTrainer:
         """Sample completions, compute rewards and log-probabilities, and train."""
         watch = Stopwatch()
         with watch.phase("step_s"):
-            with self._sampler.after_step(step - 1) as source:
+            with watch.phase("generate_s"):
+                problems, prompts = self._draw()
+            with self._moved_to_sampler(step - 1, watch) as source:
                 extra = self._sampler.report()
                 with watch.phase("generate_s"):
-                    batch, reward_mean = self._sample(source)
-            with watch.phase("logprob_s"):
-                extra |= self._score(batch)
-            with watch.phase("train_s"):
-                trained = self._train(batch)
+                    generated = source.generate(prompts)
+            with watch.phase("reward_s"):
+                batch, reward_mean = self._rewarded(problems, generated)
+            extra |= self._score(batch, watch)
+            trained = self._train(batch, watch)
         return GrpoMetrics(
             step=step,
             reward_mean=reward_mean,
@@ -293,24 +301,42 @@ class GrpoTrainer:
             **{name: watch.of(name) for name in _PHASES},
         )
 
-    def _sample(self, source: GenerationInterface) -> tuple[Batch, float]:
-        """Return a batch of completions with their advantages, and the mean reward."""
+    @contextmanager
+    def _moved_to_sampler(self, step: int, watch: Stopwatch) -> Iterator[GenerationInterface]:
+        """Yield what samples from the weights after `step`; count what it takes as `move_s`."""
+        version = self.weight_version
+        with ExitStack() as stack:
+            with watch.phase("move_s"):
+                source = stack.enter_context(self._sampler.after_step(step))
+            if self.weight_version != version:
+                # The refit has a column of its own, and phases do not overlap.
+                watch.add("move_s", -self._sampler.report()["refit_s"])
+            yield source
+            with watch.phase("move_s"):
+                stack.close()
+
+    def _draw(self) -> tuple[list[Problem], Batch]:
+        """Return the next problems and their prompts, each as often as its group is large."""
         group_size = self._config.samples_per_prompt
-        problems = self._stream.take(self._config.prompts_per_step)
-        prompts = self._inputs.encoder.prompt_batch(problems).repeat_interleave(group_size)
-        generated = source.generate(prompts)
+        drawn = self._stream.take(self._config.prompts_per_step)
+        prompts = self._inputs.encoder.prompt_batch(drawn).repeat_interleave(group_size)
+        return [problem for problem in drawn for _ in range(group_size)], prompts
+
+    def _rewarded(
+        self, problems: Sequence[Problem], generated: Mapping[str, torch.Tensor]
+    ) -> tuple[Batch, float]:
+        """Return a batch of completions with their advantages, and the mean reward."""
         texts = self._inputs.encoder.completion_texts(generated)
-        repeated = [problem for problem in problems for _ in range(group_size)]
-        rewards = torch.tensor(self._inputs.reward(texts, repeated))
+        rewards = torch.tensor(self._inputs.reward(texts, problems))
         advantages = group_relative_advantages(
             rewards,
-            group_size=group_size,
+            group_size=self._config.samples_per_prompt,
             leave_one_out=self._config.leave_one_out,
             divide_by_std=self._config.divide_by_std,
         )
         return completion_batch(generated, advantages=advantages), float(rewards.mean())
 
-    def _score(self, batch: Batch) -> dict[str, float]:
+    def _score(self, batch: Batch, watch: Stopwatch) -> dict[str, float]:
         """Add the old log-probabilities and, if the loss needs them, the reference's to the batch.
 
         Returns:
@@ -319,17 +345,19 @@ class GrpoTrainer:
         own = self._config.old_logprobs == "trainer"
         mismatch: dict[str, float] = {}
         if own or self._has_engines or self._has_reference:
-            self._policy.prepare_for_lp_inference()
-        if own or self._has_engines:
-            scores = self._policy.get_logprobs(batch)["logprobs"]
-            batch["prev_logprobs"] = scores if own else batch["generation_logprobs"]
-            if self._has_engines:
-                mismatch = self._mismatch(batch, scores)
-        else:
-            batch["prev_logprobs"] = batch["generation_logprobs"]
-        if self._has_reference:
-            reference = self._policy.get_reference_policy_logprobs(batch)
-            batch["reference_logprobs"] = reference["reference_logprobs"]
+            with watch.phase("move_s"):
+                self._policy.prepare_for_lp_inference()
+        with watch.phase("logprob_s"):
+            if own or self._has_engines:
+                scores = self._policy.get_logprobs(batch)["logprobs"]
+                batch["prev_logprobs"] = scores if own else batch["generation_logprobs"]
+                if self._has_engines:
+                    mismatch = self._mismatch(batch, scores)
+            else:
+                batch["prev_logprobs"] = batch["generation_logprobs"]
+            if self._has_reference:
+                reference = self._policy.get_reference_policy_logprobs(batch)
+                batch["reference_logprobs"] = reference["reference_logprobs"]
         return mismatch
 
     def _mismatch(self, batch: Batch, trainer_logprobs: torch.Tensor) -> dict[str, float]:
@@ -337,16 +365,19 @@ class GrpoTrainer:
         check_mismatch(measured, limit=self._max_mismatch)
         return measured
 
-    def _train(self, batch: Batch) -> dict[str, float]:
+    def _train(self, batch: Batch, watch: Stopwatch) -> dict[str, float]:
         """Train on the batch; return the means of the metrics."""
+        with watch.phase("move_s"):
+            self._policy.prepare_for_training()
         # `prev_logprobs` is computed once per step: from the second update on, the ratio differs
         # from 1 and is clipped.
-        self._policy.prepare_for_training()
-        epochs = [
-            mean_metrics(self._policy.train(batch, self._loss))
-            for _ in range(self._config.epochs_per_step)
-        ]
-        self._policy.finish_training()
+        with watch.phase("train_s"):
+            epochs = [
+                mean_metrics(self._policy.train(batch, self._loss))
+                for _ in range(self._config.epochs_per_step)
+            ]
+        with watch.phase("move_s"):
+            self._policy.finish_training()
         return {name: sum(each[name] for each in epochs) / len(epochs) for name in epochs[0]}
 
     def _accuracy(self, step: int) -> float:

@@ -10,9 +10,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar
 
+import torch
 from rl_interfaces.backend.generation import SamplingConfig
 from rl_interfaces.config.schema import check_typed_dict
-from rl_refit.transports import find_transport
+from rl_refit.transports import expandable_segments, find_transport
 from transformers import AutoConfig, AutoTokenizer, PreTrainedTokenizerBase
 
 from rl_policy import backends
@@ -354,6 +355,14 @@ def check_engines(config: RunConfig) -> None:
     if not config.has_engines:
         return
     backends.TrainingBackend.of_config(config.policy).require_sending()
+    uses_gpus = config.cluster.use_gpus
+    check_shared_devices(
+        config.section(RefitSection).transport,
+        is_colocated=config.is_colocated,
+        # The driver's machine stands for the others where the config leaves it to them.
+        on_gpu=torch.cuda.is_available() if uses_gpus is None else uses_gpus,
+        environment=os.environ,
+    )
     engine_class: Any = backends.load_engine(config.policy["generation"]["backend"])
     section = engine_section(config, model=config.policy["model_name"])
     engine_class.validate_config(section)
@@ -364,6 +373,32 @@ def check_engines(config: RunConfig) -> None:
     if not engine["weight_transfer"]:
         raise ValueError(
             "policy.generation.vllm_cfg.weight_transfer=False: a run gives its engines new weights"
+        )
+
+
+def check_shared_devices(
+    transport: str | None, *, is_colocated: bool, on_gpu: bool, environment: Mapping[str, str]
+) -> None:
+    """Raise `ValueError` for what cannot be where a policy and engines share GPUs.
+
+    Args:
+        transport: `refit.transport`; None: the fastest that reaches the engines.
+        is_colocated: Whether they share devices.
+        on_gpu: Whether the devices are GPUs.
+        environment: Of the processes.
+    """
+    if not (is_colocated and on_gpu):
+        return
+    if transport == "collective":
+        raise ValueError(
+            "refit.transport='collective' with policy.generation.colocated.enabled=True: NCCL "
+            "refuses two ranks on one GPU, leave refit.transport out or set it to 'cuda_ipc'"
+        )
+    if (setting := expandable_segments(environment)) is not None:
+        raise ValueError(
+            f"{setting} in the environment with policy.generation.colocated.enabled=True: vLLM's "
+            "engines cannot sleep with such memory, nor does refit.transport='cuda_ipc' export it: "
+            "unset it, or give the engines devices of their own"
         )
 
 

@@ -130,6 +130,9 @@ def open_sampler(
         return
     refit = config.section(RefitSection)
     with _open_engine_cluster(session) as cluster:
+        if config.is_colocated:
+            # An engine starts only if `gpu_memory_utilization` of the device is free.
+            policy.offload_after_refit()
         engine_class: Any = load_engine(config.policy["generation"]["backend"])
         engines: VllmGeneration = engine_class(
             cluster,
@@ -151,6 +154,7 @@ def open_sampler(
             if config.is_colocated:
                 # The policy trains or scores first, and needs the memory of the shared devices.
                 engines.finish_generation()
+                policy.prepare_for_lp_inference()
             yield EngineSampler(
                 policy,
                 engines,

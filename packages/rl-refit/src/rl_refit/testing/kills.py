@@ -12,6 +12,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from multiprocessing import forkserver
 from multiprocessing.connection import Connection
+from multiprocessing.context import ForkServerContext, SpawnContext
 from pathlib import Path
 
 import torch
@@ -25,6 +26,27 @@ PATIENCE_S = 2 * LIMIT_S
 LATEST_S = 0.04
 """The kill comes within this time; a refit of a `SlowSource` takes about as long."""
 NUM_RECEIVERS = 2
+
+
+ProcessContext = ForkServerContext | SpawnContext
+"""A multiprocessing context."""
+
+
+def process_context(device: str | torch.device, *, preload: Sequence[str]) -> ProcessContext:
+    """Return the multiprocessing context of processes that work on `device`.
+
+    On the CPU they are forked from a server, which starts them in milliseconds. On a GPU they are
+    spawned: no fork of a process that has asked for CUDA can use it, and an import may ask.
+
+    Args:
+        device: Where the tensors of the processes are.
+        preload: The modules that the server imports; a name that it does not find is skipped.
+    """
+    if torch.device(device).type == "cuda":
+        return multiprocessing.get_context("spawn")
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(list(preload))
+    return context
 
 
 class SlowSource:
@@ -48,9 +70,9 @@ class SlowSource:
 class Actor:
     """A process that runs `main(pipe, *arguments)` and executes commands."""
 
-    def __init__(self, main: Callable[..., None], *arguments: object) -> None:
-        # A process that is forked from a server with torch imported starts in milliseconds.
-        context = multiprocessing.get_context("forkserver")
+    def __init__(
+        self, main: Callable[..., None], *arguments: object, context: ProcessContext
+    ) -> None:
         self.pipe, other = context.Pipe()
         self.process = context.Process(target=main, args=(other, *arguments), daemon=True)
         self.process.start()
@@ -146,8 +168,9 @@ def _outcome(call: Callable[[], object]) -> object:
 class Cluster:
     """A sender and its receivers, one process each; a killed process is restarted."""
 
-    def __init__(self, pair: RefitPair, directory: Path) -> None:
+    def __init__(self, pair: RefitPair, directory: Path, context: ProcessContext) -> None:
         self.pair = pair
+        self.context = context
         self.directory = str(directory)
         self.version = 0
         self.segments: set[Path] = set()
@@ -156,7 +179,7 @@ class Cluster:
 
     def start_sender(self) -> None:
         """Start a sender, and attach the receivers to it."""
-        self.sender = Actor(run_sender, self.pair, self.directory)
+        self.sender = self._actor(run_sender)
         self.address = self.sender.result()
         for receiver in self.receivers:
             receiver.run("attach", self.address)
@@ -225,7 +248,10 @@ class Cluster:
         return answers != ["done"] * len(answers)
 
     def _receiver(self, rank: int) -> Actor:
-        return Actor(run_receiver, self.pair, self.directory, rank)
+        return self._actor(run_receiver, rank)
+
+    def _actor(self, main: Callable[..., None], *arguments: object) -> Actor:
+        return Actor(main, self.pair, self.directory, *arguments, context=self.context)
 
 
 def _drill(
@@ -233,11 +259,12 @@ def _drill(
 ) -> None:
     # Before temporary files are redirected, as the fork server keeps a directory of its own there.
     preload = ["torch", type(pair).__module__, __name__]
-    multiprocessing.get_context("forkserver").set_forkserver_preload(preload)
-    forkserver.ensure_running()
+    context = process_context(pair.device, preload=preload)
+    if isinstance(context, ForkServerContext):
+        forkserver.ensure_running()
     failed = 0
     with private_tempdir() as directory:
-        cluster = Cluster(pair, directory)
+        cluster = Cluster(pair, directory, context)
         try:
             cluster.good_refit()
             alive = len(list(directory.iterdir()))

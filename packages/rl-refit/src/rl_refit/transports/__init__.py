@@ -8,7 +8,7 @@ messages, verification and failure, is the same for all. A transport of one's ow
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from importlib.metadata import entry_points
 from pathlib import Path
@@ -28,6 +28,7 @@ __all__ = [
     "SenderContext",
     "SendingSide",
     "Transport",
+    "expandable_segments",
     "find_transport",
 ]
 
@@ -181,3 +182,17 @@ def find_transport(name: str) -> Transport:
     if name not in found:
         raise ValueError(f"transport={name!r} is not among {sorted(found)}")
     return found[name].load()()
+
+
+def expandable_segments(environment: Mapping[str, str]) -> str | None:
+    """Return the setting, `NAME=value`, that makes torch allocate memory without IPC handles.
+
+    Returns:
+        None if there is no such setting.
+    """
+    for name in ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF"):
+        for setting in environment.get(name, "").split(","):
+            key, _, value = setting.replace(" ", "").partition(":")
+            if key == "expandable_segments" and value.lower() == "true":
+                return f"{name}={environment[name]}"
+    return None

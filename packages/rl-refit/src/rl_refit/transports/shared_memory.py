@@ -35,6 +35,7 @@ from rl_refit.transports import (
     SenderContext,
     SendingSide,
     Transport,
+    expandable_segments,
 )
 
 # From linux/fcntl.h (5.1), not in Python's fcntl: existing mappings may write, new ones may not.
@@ -96,9 +97,18 @@ class _ShmReceiver(_SharedReceiver):
 
 
 class CudaIpcTransport(Transport):
-    """Receivers read the sender's GPU memory; they must see the same GPU, or a peer of it."""
+    """Receivers read the sender's GPU memory; they must see the same GPU, or a peer of it.
+
+    Raises:
+        ValueError: The environment makes torch allocate memory that it does not export.
+    """
 
     def __init__(self) -> None:
+        if (setting := expandable_segments(os.environ)) is not None:
+            raise ValueError(
+                f"{setting} in the environment: transport='cuda_ipc' needs memory of fixed "
+                "segments, unset it or use transport='shm'"
+            )
         self._memory: torch.Tensor | None = None
 
     def open_sender(self, context: SenderContext) -> SendingSide:

@@ -37,7 +37,7 @@ from rl_interfaces.backend.checkpoint.directories import (
     taking_their_places,
 )
 from rl_interfaces.backend.checkpoint.optimizer_state import PlainState, TrainState
-from rl_interfaces.backend.runtime import failing_together
+from rl_interfaces.backend.runtime import failing_together, on_device
 
 if TYPE_CHECKING:
     from torch.distributed.checkpoint.metadata import TensorStorageMetadata
@@ -251,14 +251,21 @@ class Checkpointer:
     Args:
         checkpoint_format: The format of the files.
         timeout_s: Limit of each wait for another rank, in seconds.
+        device: Of this rank, on which its threads work.
         in_background: A save copies the state to the CPU and returns; a thread writes it. The next
             call waits for the thread and raises its error.
     """
 
     def __init__(
-        self, checkpoint_format: CheckpointFormat, *, timeout_s: float, in_background: bool = False
+        self,
+        checkpoint_format: CheckpointFormat,
+        *,
+        timeout_s: float,
+        device: torch.device,
+        in_background: bool = False,
     ) -> None:
         self._format = checkpoint_format
+        self._device = device
         self._timeout_s = timeout_s
         self._in_background = in_background
         self._group: dist.ProcessGroup | None = None
@@ -283,7 +290,9 @@ class Checkpointer:
             return
         # Copies, as the next optimizer step changes the tensors in place.
         staged = [part.staged() for part in parts]
-        self._pending = PendingSave(lambda: _write_parts(staged, group), path=parts[0].target)
+        self._pending = PendingSave(
+            lambda: _write_parts(staged, group), path=parts[0].target, device=self._device
+        )
 
     def load(
         self, weights_path: str, optimizer_path: str | None, random_state: RankRandomState
@@ -357,11 +366,17 @@ class PendingSave:
     """A save that is written by a daemon thread.
 
     If the process exits first, the partial directories are discarded, see `directories`.
+
+    Args:
+        write: Writes it.
+        path: Its directory, for messages.
+        device: The thread's.
     """
 
-    def __init__(self, write: Callable[[], None], *, path: Path) -> None:
+    def __init__(self, write: Callable[[], None], *, path: Path, device: torch.device) -> None:
         self._write = write
         self._path = path
+        self._device = device
         self._error: Exception | None = None
         self._thread = threading.Thread(target=self._run, name=f"save {path}", daemon=True)
         self._thread.start()
@@ -389,7 +404,8 @@ class PendingSave:
 
     def _run(self) -> None:
         try:
-            self._write()
+            with on_device(self._device):
+                self._write()
         except Exception as error:  # `check` raises it.
             self._error = error
 

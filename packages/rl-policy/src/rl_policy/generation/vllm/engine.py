@@ -62,6 +62,9 @@ _ENVIRONMENT = {
     # Engines and trainers share the cores; binding would put all of them on the same ones.
     "VLLM_CPU_OMP_THREADS_BIND": "nobind",
 }
+# In float32 vLLM attends by a Triton kernel, as FlashAttention takes half precision alone, and
+# Triton multiplies float32 as TF32, with 10 bits of mantissa, unless it is told otherwise.
+_OF_PRECISION = {"float32": {"TRITON_F32_DEFAULT": "ieee"}}
 # Each load walks over all modules of the model, so that tensors are loaded in batches.
 _BATCH_BYTES = 256 << 20
 
@@ -133,11 +136,12 @@ def require_vllm() -> None:
         )
 
 
-def prepare_environment(tensor_parallel_size: int) -> None:
+def prepare_environment(tensor_parallel_size: int, *, precision: str) -> None:
     """Set this process's environment for an engine, before vLLM is imported.
 
     Args:
         tensor_parallel_size: How many of the visible GPUs the engine has, from `LOCAL_RANK` on.
+        precision: See `VllmSection`.
     """
     visible = [gpu for gpu in os.environ.get("CUDA_VISIBLE_DEVICES", "").split(",") if gpu]
     if visible:
@@ -146,7 +150,7 @@ def prepare_environment(tensor_parallel_size: int) -> None:
         os.environ["CUDA_VISIBLE_DEVICES"] = ",".join(own)
     for name in _FOREIGN_VARIABLES:
         os.environ.pop(name, None)
-    for name, value in _ENVIRONMENT.items():
+    for name, value in (_ENVIRONMENT | _OF_PRECISION.get(precision, {})).items():
         os.environ.setdefault(name, value)
 
 
@@ -170,7 +174,7 @@ class VllmEngine:
         engine_index: int = 0,
     ) -> None:
         require_vllm()
-        prepare_environment(config.tensor_parallel_size)
+        prepare_environment(config.tensor_parallel_size, precision=config.precision)
         self._config = config
         self._first_receiver = engine_index * config.tensor_parallel_size
         self._state = EngineState()
