@@ -307,8 +307,11 @@ def test_engines_that_cannot_be_are_refused_before_anything_starts(
     overrides, error, message, monkeypatch
 ):
     monkeypatch.setattr("rl_policy.generation.vllm.generation.require_vllm", lambda: None)
+    backend = "policy.generation.backend="
+    # A key is given once.
+    default = [] if overrides[0].startswith(backend) else [f"{backend}vllm"]
     with pytest.raises(error, match=message):
-        check_engines(load("policy.generation.backend=vllm", *overrides))
+        check_engines(load(*default, *overrides))
 
 
 def test_shared_gpus_need_memory_of_fixed_segments(monkeypatch):
