@@ -352,11 +352,14 @@ def test_an_engine_has_a_position_for_every_token_of_its_longest_row(
     sizes = {"hidden_size": 8, "num_hidden_layers": 1, "num_attention_heads": 1}
     model = LlamaConfig(**sizes, max_position_embeddings=32, rope_parameters=rotary or None)
     model.save_pretrained(tmp_path)
+    # A key is given once.
+    length = "policy.max_total_sequence_length="
+    default = [] if any(each.startswith(length) for each in overrides) else [f"{length}33"]
     config = load(
         "policy.generation.backend=vllm",
         f"policy.model_name={tmp_path}",
-        "policy.max_total_sequence_length=33",
         "policy.generation.max_new_tokens=8",
+        *default,
         *overrides,
     )
     if allowed:
