@@ -307,8 +307,11 @@ def test_engines_that_cannot_be_are_refused_before_anything_starts(
     overrides, error, message, monkeypatch
 ):
     monkeypatch.setattr("rl_policy.generation.vllm.generation.require_vllm", lambda: None)
+    backend = "policy.generation.backend="
+    # A key is given once.
+    default = [] if overrides[0].startswith(backend) else [f"{backend}vllm"]
     with pytest.raises(error, match=message):
-        check_engines(load("policy.generation.backend=vllm", *overrides))
+        check_engines(load(*default, *overrides))
 
 
 def test_shared_gpus_need_memory_of_fixed_segments(monkeypatch):
@@ -349,11 +352,14 @@ def test_an_engine_has_a_position_for_every_token_of_its_longest_row(
     sizes = {"hidden_size": 8, "num_hidden_layers": 1, "num_attention_heads": 1}
     model = LlamaConfig(**sizes, max_position_embeddings=32, rope_parameters=rotary or None)
     model.save_pretrained(tmp_path)
+    # A key is given once.
+    length = "policy.max_total_sequence_length="
+    default = [] if any(each.startswith(length) for each in overrides) else [f"{length}33"]
     config = load(
         "policy.generation.backend=vllm",
         f"policy.model_name={tmp_path}",
-        "policy.max_total_sequence_length=33",
         "policy.generation.max_new_tokens=8",
+        *default,
         *overrides,
     )
     if allowed:
