@@ -29,7 +29,8 @@ def rank_state(state):
 def start(runtime, plan, kind="dense", *, seed=0, timeout_s=60, **given):
     reference = build_reference(kind, seed=seed)
     chunks, config, trainer = build_trainer(runtime, plan, reference, **given)
-    saves = Saves(MegatronFormat(chunks, runtime, trainer=trainer), timeout_s=timeout_s)
+    layout = MegatronFormat(chunks, runtime, trainer=trainer)
+    saves = Saves(layout, timeout_s=timeout_s, device=torch.device("cpu"))
     return reference, chunks, config, trainer, saves
 
 

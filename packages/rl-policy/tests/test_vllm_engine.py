@@ -116,6 +116,14 @@ def test_greedy_is_the_argmax_of_transformers_on_ragged_prompts(engines, model, 
     torch.testing.assert_close(output["logprobs"], expected, atol=TOLERANCE, rtol=0)
 
 
+def test_more_prompts_than_a_step_of_the_engine_takes(start_engines, engines, tokenizer):
+    """vLLM takes the rest in later steps; a part of a prompt would break its seeded sampling."""
+    narrow = start_engines(1, max_num_batched_tokens=MAX_MODEL_LEN)
+    texts = ["a prompt of 21 tokens"] * 12
+    output = narrow.generate(prompts_of(tokenizer, texts))
+    assert (output["generation_lengths"] >= 1).all()
+
+
 def test_fewer_rows_than_engines(engines, tokenizer):
     both = engines.generate(prompts_of(tokenizer, TEXTS[:2]), greedy=True)
     one = engines.generate(prompts_of(tokenizer, TEXTS[:1]), greedy=True)

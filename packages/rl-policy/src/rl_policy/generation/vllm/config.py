@@ -254,6 +254,10 @@ def engine_arguments(
         # Ignore the sampling defaults that come with a model: the config has them all.
         "generation_config": "vllm",
     }
+    if is_cpu:
+        # A prompt whose prefill is divided over steps takes its seeded generator back by a draw,
+        # which torch's generators on the CPU cannot: vLLM 0.32 ends with an error.
+        arguments["enable_chunked_prefill"] = False
     if config.weight_transfer:
         arguments["weight_transfer_config"] = {"backend": "rl_refit"}
     return arguments | config.engine_kwargs
