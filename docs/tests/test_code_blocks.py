@@ -35,6 +35,7 @@ VLLM_ENVIRONMENT = {
 # Where a block is neither a program nor a file: what it is.
 SHOWN = {
     "README.md": {"rl-policy ──[dtensor]──▶": "a drawing of who imports whom"},
+    "docs/pages/benchmarks.md": {"trl/generation/": "where a library ends, see grpo_step_vllm"},
     "docs/pages/design.md": {"rl_interfaces ": "the folders, see test_links.py"},
     "docs/pages/first-run.md": {
         "runs/first": "the files of a run, see test_a_run_leaves_what_the_page_says",

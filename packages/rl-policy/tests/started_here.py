@@ -57,8 +57,8 @@ def start_run(inputs, directory):
             data_parallel=layout.data_parallel,
             pad_token_id=inputs.tokenizer.pad_token_id,
         )
-        shards, size = dispatcher.shard_for_training(batch, NLLLoss(), gbs=None, mbs=None)
-        assert (len(shards), size) == (layout.data_parallel, policy["train_global_batch_size"])
+        plans, size = dispatcher.plan_training(batch, NLLLoss(), gbs=None, mbs=None)
+        assert (len(plans), size) == (layout.data_parallel, policy["train_global_batch_size"])
         if is_small and backends.enabled_backend(policy) == "dtensor":
             one_rank(worker_class, settings, inputs, batch)
 
@@ -84,11 +84,13 @@ def one_rank(worker_class, policy, inputs, batch):
     with environment_of_one_rank():
         worker = worker_class(settings, inputs.tokenizer, init_reference_model=False)
     try:
-        (shard,), _ = dispatcher.shard_for_training(batch, NLLLoss(), gbs=size, mbs=None)
+        (plan,), _ = dispatcher.plan_training(batch, NLLLoss(), gbs=size, mbs=None)
+        shard = batch.apply_plan(plan)
         result = worker.train(shard, NLLLoss(), gbs=size, mbs=None)
         assert torch.isfinite(result["global_loss"]).all()
         worker.prepare_for_lp_inference()
-        (shard,), _ = dispatcher.shard_for_scoring(batch)
+        (plan,), _ = dispatcher.plan_scoring(batch)
+        shard = batch.apply_plan(plan)
         assert torch.isfinite(worker.get_logprobs(shard)["logprobs"]).all()
         if "generation" in policy:
             prompts = {key: batch[key][:2, :1] for key in ("input_ids",)}

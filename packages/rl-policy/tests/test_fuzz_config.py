@@ -293,6 +293,8 @@ def test_a_key_of_any_value_ends_in_a_line_or_a_configuration(recipe, data):
         line = str(error)
     else:
         text = yaml.safe_dump(accepted.model_dump())
-        assert parse_run_config(yaml.safe_load(text)) == accepted
+        again = parse_run_config(yaml.safe_load(text))
+        # As text: in a section that is off a number may be NaN, which equals nothing.
+        assert yaml.safe_dump(again.model_dump()) == text
         return
     assert NAMED.search(line), line

@@ -34,9 +34,11 @@ WITHOUT_TRL = """\
 Ours alone, as shares of a step: TRL 1.16 starts its colocated engine on vLLM 0.32's build for the
 CPU, and fails at the first hand-over of weights (`grpo_step_vllm --with-trl`):
 
-    trl/generation/vllm_generation.py, sync_weights: model.load_weights([(name, param)])
-    vllm/model_executor/layers/linear.py, load_weights: param.weight_loader(...)
-    AttributeError: 'Parameter' object has no attribute 'weight_loader'
+```text
+trl/generation/vllm_generation.py, sync_weights: model.load_weights([(name, param)])
+vllm/model_executor/layers/linear.py, load_weights: param.weight_loader(...)
+AttributeError: 'Parameter' object has no attribute 'weight_loader'
+```
 
 It writes into live parameters. The build for the CPU has packed these for its kernels by then and
 dropped them; only vLLM's own lifecycle of a reload, which rl-refit goes through, restores them.
