@@ -22,7 +22,7 @@ from torch.utils._pytree import tree_map
 
 from rl_interfaces.testing.fake_cuda import guard
 from rl_interfaces.testing.fake_cuda.device import FakeDevice, describe_like
-from rl_interfaces.testing.fake_cuda.torch_cuda import active, surface
+from rl_interfaces.testing.fake_cuda.torch_cuda import Stream, active, surface
 
 _ABSENT = object()
 _aten = torch.ops.aten
@@ -146,6 +146,8 @@ def _tensor_surface() -> Any:
         (torch, "tensor", _tensor_of),
         (torch.Tensor, "data", property(lambda tensor: _DATA.__get__(tensor), _set_data)),
         (torch.Tensor, "record_stream", lambda tensor, stream: None),
+        # In C++, where it would take a `torch.cuda.Event` of this kit for one of its own.
+        (torch.accelerator, "current_stream", Stream),
         (FakeTensor, "tolist", _to_list),
         (torch.UntypedStorage, "data_ptr", _data_pointer),
         (torch.UntypedStorage, "resize_", _resize),

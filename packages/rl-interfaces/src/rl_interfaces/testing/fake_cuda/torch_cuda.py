@@ -46,6 +46,10 @@ class Stream:
     def wait_event(self, event: object) -> None:
         """Return: the event has happened."""
 
+    def is_capturing(self) -> bool:
+        """Return False: nothing is captured into a graph."""
+        return False
+
     def record_event(self, event: Event | None = None) -> Event:
         """Return an event that has happened."""
         return event or Event()
