@@ -53,8 +53,7 @@ _ENABLED = "from rl_policy.backends import enabled_backend, load; load(enabled_b
 REFUSALS = {
     "rl-dtensor-worker": [
         (
-            "from rl_dtensor_worker.model.lora import inject_adapters as inject\n"
-            "inject(None, None, model_name='')",
+            "from rl_dtensor_worker.config import require_peft; require_peft()",
             'pip install "rl-dtensor-worker[lora]"',
         )
     ],

@@ -17,6 +17,7 @@ from oracle import (
     train_plainly,
 )
 from rank_pool import RankFailure
+from rl_dtensor_worker import DTensorPolicyWorker
 from safetensors.torch import load_file
 from test_parity import BATCHINGS, RELATIVE_TOLERANCE, assert_equal_parameters, joined
 from test_parity import LAYOUTS as PARITY_LAYOUTS
@@ -392,12 +393,11 @@ def test_a_style_that_adapters_cannot_follow_is_named(pools, biased):
     assert "name it colwise or rowwise" in failure.value.text
 
 
-def test_without_peft_the_extra_is_named(monkeypatch, base):
-    from rl_dtensor_worker.model.lora import inject_adapters
-
+def test_without_peft_the_extra_is_named_before_anything_is_built(monkeypatch, base):
     monkeypatch.setitem(sys.modules, "peft", None)
-    with pytest.raises(ImportError, match=r'pip install "rl-dtensor-worker\[lora\]"'):
-        inject_adapters(load(base), None, model_name=base)
+    with pytest.raises(ValueError, match=r'pip install "rl-dtensor-worker\[lora\]"') as raised:
+        DTensorPolicyWorker.validate_config(config_of(base, "dp2"), world_size=2)
+    assert isinstance(raised.value, ImportError)
 
 
 def test_saving_adapters_needs_some(pools, base, tmp_path):

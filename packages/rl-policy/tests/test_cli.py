@@ -311,7 +311,7 @@ def test_a_run_of_the_other_recipe_is_not_resumed(tmp_path, rl_policy):
 
 @pytest.mark.parametrize(("number", "status"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
 def test_a_signal_ends_a_run_in_order_and_says_how_to_go_on(
-    tmp_path, rl_policy, monkeypatch, number, status
+    tmp_path, rl_policy, monkeypatch, request, number, status
 ):
     ends = []
 
@@ -322,6 +322,9 @@ def test_a_signal_ends_a_run_in_order_and_says_how_to_go_on(
         finally:
             ends.append(signal.getsignal(number))
 
+    # A shell's background job ignores Ctrl-C, and so would a run that it starts.
+    own = signal.signal(signal.SIGINT, signal.default_int_handler)
+    request.addfinalizer(lambda: signal.signal(signal.SIGINT, own))
     before = [signal.getsignal(each) for each in (signal.SIGINT, signal.SIGTERM)]
     monkeypatch.setattr(rl_policy_cli, "_execute", execute)
     result = rl_policy(["grpo", "--out", "out", "data.max_number=999"])

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from importlib.util import find_spec
 from typing import TYPE_CHECKING, Any, Literal
 
 import torch
@@ -29,6 +30,13 @@ if TYPE_CHECKING:
     from transformers import PreTrainedConfig
 
     Resolved = Mapping[str, Any]  # A policy config with all defaults, as JSON holds it.
+
+
+class PeftNotInstalledError(ImportError, ValueError):
+    """The config enables LoRA, and peft is not installed.
+
+    An ImportError, as an installation is the remedy, and a ValueError, as the config is invalid.
+    """
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -162,10 +170,20 @@ def _parse_attention(resolved: Resolved) -> str | None:
     return name
 
 
+def require_peft() -> None:
+    """Raise `PeftNotInstalledError` unless peft is installed, which is not imported."""
+    if find_spec("peft") is None:
+        raise PeftNotInstalledError(
+            "policy.dtensor_cfg.lora.enabled=True needs peft, which is not installed. Install it "
+            'with: pip install "rl-dtensor-worker[lora]"'
+        )
+
+
 def _parse_adapters(resolved: Resolved) -> AdapterConfig | None:
     lora = resolved["dtensor_cfg"]["lora"]
     if not lora["enabled"]:
         return None
+    require_peft()
     return AdapterConfig(
         r=lora["r"],
         lora_alpha=lora["lora_alpha"],

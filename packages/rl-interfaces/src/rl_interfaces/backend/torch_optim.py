@@ -139,7 +139,7 @@ def try_steps(optimizer: ClassConfig, scheduler: SchedulerConfig | None) -> None
             f"{optimizer.path}.name={optimizer.name!r} cannot train a policy, whose gradients "
             f"are dense and computed before the step: {_one_line(error)}"
         ) from error
-    largest = max(float(parameter.abs().max()) for parameter in parameters)
+    largest = max(float(parameter.detach().abs().max()) for parameter in parameters)
     if not largest < _LARGEST:
         raise ValueError(
             f"{optimizer.path}.kwargs={optimizer.kwargs}: the first step takes a parameter from "
