@@ -17,14 +17,16 @@ from rl_interfaces.testing.fake_cuda import (
 _TESTS = Path(__file__).parent
 _LIMITS = read_limits(_TESTS / "fake_cuda_limits.toml")
 _FAST = ["dp2_packed"]  # the others are slow
-_WITH_ADAPTERS = ["dp2_lora"]
 # Of a `train` call, whatever its size: the ranks' rows, the losses' counts, and the results.
 _READS_PER_CALL = 3
 _NUM_STEPS = 2
 # Their waits are held by the list alone: FSDP itself waits for the gradients of each layer.
 _WITHOUT_AIM = {"dp2_cpu_offload"}
 
-pytestmark = pytest.mark.skipif(why_unavailable() is not None, reason=str(why_unavailable()))
+pytestmark = [
+    pytest.mark.needs("rl-dtensor-worker[lora]"),
+    pytest.mark.skipif(why_unavailable() is not None, reason=str(why_unavailable())),
+]
 
 
 def measure(cases):
@@ -54,15 +56,8 @@ def test_a_layout_is_within_the_list():
 
 @pytest.mark.slow
 def test_every_layout_is_within_the_list():
-    found = measure([case for case in _LIMITS if case not in (*_FAST, *_WITH_ADAPTERS)])
+    found = measure([case for case in _LIMITS if case not in _FAST])
     assert problems(found) == []
-
-
-@pytest.mark.slow
-@pytest.mark.needs("rl-dtensor-worker[lora]")
-def test_adapters_are_within_the_list():
-    pytest.importorskip("peft", reason="comes with the extra lora")
-    assert problems(measure(_WITH_ADAPTERS)) == []
 
 
 def test_the_list_has_every_layout_of_the_parity_table():

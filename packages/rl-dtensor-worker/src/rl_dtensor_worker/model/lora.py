@@ -78,8 +78,7 @@ def inject_adapters(
     Raises:
         ValueError: An entry of `target_modules` matches no layer, or one that is not linear.
     """
-    import peft  # an extra, which the config's parser has checked
-
+    peft = _peft()
     _check_names(model, config.target_modules)
     settings = peft.LoraConfig(
         r=config.r,
@@ -182,12 +181,10 @@ def check_adapter_config(model: PreTrainedModel, path: Path, *, what: str) -> No
     Raises:
         ValueError: A setting differs; the message names both values.
     """
-    from peft import LoraConfig  # see `inject_adapters`
-
     if not (path / _CONFIG_FILE).is_file():
         raise ValueError(f"{what}={str(path)!r} has no {_CONFIG_FILE}")
     own: Any = model.peft_config["default"]
-    found = LoraConfig.from_pretrained(str(path))
+    found = _peft().LoraConfig.from_pretrained(str(path))
     pairs = {key: (getattr(found, key), getattr(own, key)) for key in _MEANINGS}
     # Peft lists score layers of several architectures; only those of this model count.
     names = [name for name in found.modules_to_save or () if _is_layer(model, name)]
@@ -269,3 +266,10 @@ def _check_layers(
                 f"{_PATH}.target_modules={target_modules!r} matches {name}: adapters are "
                 "supported on linear layers only, and not on the output layer"
             )
+
+
+def _peft() -> Any:
+    """Return peft, untyped: some of its annotations are wrong. `require_peft` came first."""
+    import peft
+
+    return peft
