@@ -120,7 +120,10 @@ def test_more_prompts_than_a_step_of_the_engine_takes(start_engines, engines, to
     """vLLM takes the rest in later steps; a part of a prompt would break its seeded sampling."""
     narrow = start_engines(1, max_num_batched_tokens=MAX_MODEL_LEN)
     texts = ["a prompt of 21 tokens"] * 12
-    output = narrow.generate(prompts_of(tokenizer, texts))
+    try:
+        output = narrow.generate(prompts_of(tokenizer, texts))
+    finally:
+        narrow.shutdown()
     assert (output["generation_lengths"] >= 1).all()
 
 
