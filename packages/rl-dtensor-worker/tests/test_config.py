@@ -1,3 +1,5 @@
+import warnings
+
 import pytest
 import torch
 from rl_dtensor_worker import DTensorPolicyWorker
@@ -182,3 +184,13 @@ def test_a_small_model_is_gathered_at_once(caplog, millions, is_small):
         choice = choose_sharding(layout, replicas=2, num_parameters=millions * 10**6)
     assert (choice.replicas, choice.is_small) == (2, is_small)
     assert ("sharded over 2 ranks and gathered at once" in caplog.text) == is_small
+
+
+def test_what_is_accepted_is_accepted_without_a_warning(tiny_model):
+    torch.set_warn_always(True)  # torch gives some of its warnings once per process
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("error")
+            DTensorPolicyWorker.validate_config(make_config(tiny_model), world_size=1)
+    finally:
+        torch.set_warn_always(False)

@@ -209,6 +209,7 @@ def test_a_constructor_that_raises_leaves_nothing(cluster, probe, tmp_path, wait
 
 def test_a_start_that_hangs_is_ended(cluster, probe, tmp_path, wait_until_gone):
     kwargs = {"pid_dir": str(tmp_path), "hang_on_rank": 0}
+    # The other rank has to start within this, also on a busy machine.
     with pytest.raises(TimeoutError, match=r"ranks \[0\] of probe did not finish __init__"):
         start(cluster, probe.ProbeWorker, worker_kwargs=kwargs, start_timeout_s=15)
     pids = [int(path.name) for path in tmp_path.iterdir()]
