@@ -181,6 +181,19 @@ def parts(device: str) -> list[Part]:
             ],
         ),
         benchmark(
+            "rl-dtensor-worker",
+            "peak_bytes",
+            limit_s=240,
+            figures=[
+                Figure(
+                    table="peak_bytes",
+                    column="measured / predicted",
+                    named_by=("setting",),
+                    at_most=1.2,
+                )
+            ],
+        ),
+        benchmark(
             "rl-batched-data",
             "token_logprobs",
             *quick,

@@ -15,6 +15,14 @@ class Generated(NamedTuple):
     scored: torch.Tensor
 
 
+class CountedTokens(NamedTuple):
+    """Completions, and the tokens that the model took in each forward of theirs."""
+
+    output_ids: torch.Tensor
+    totals: torch.Tensor
+    num_tokens: list[int]
+
+
 class BothModes(NamedTuple):
     logprobs: torch.Tensor
     scoring: torch.Tensor
@@ -52,6 +60,20 @@ def generate(*, config, batch, greedy=False, num_calls=1):
             }
         )
         return Generated(outputs, worker.get_logprobs(sequences)["logprobs"])
+
+
+def generate_counting_tokens(*, config, batch):
+    """Generate greedily, and count the tokens that the model takes in each forward."""
+    with worker_for(config, init_optimizer=False, init_reference_model=False) as worker:
+        worker.generate(batch, greedy=True)  # with the check of the decoder
+        num_tokens = []
+        embeddings = worker.model.get_input_embeddings()
+        hook = embeddings.register_forward_pre_hook(
+            lambda _, arguments: num_tokens.append(arguments[0].numel())
+        )
+        output = worker.generate(batch, greedy=True)
+        hook.remove()
+    return CountedTokens(output["output_ids"], output["unpadded_sequence_lengths"], num_tokens)
 
 
 def score_as_given(*, config, batch):

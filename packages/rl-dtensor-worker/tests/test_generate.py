@@ -39,6 +39,22 @@ def test_greedy_equals_transformers_on_ragged_prompts(pools, tiny_model, num_ran
     assert torch.equal(lengths, totals - batch["input_lengths"])
 
 
+def test_rows_of_a_group_share_a_prefill(pools, tiny_model):
+    batch = make_batch(3).select_indices(torch.tensor([0, 1, 1, 2, 0]))
+    config = make_config(tiny_model, generation_batch_size=5)
+    (result,) = pools(1).run(scoring_ranks.generate_counting_tokens, config=config, batch=batch)
+    output_ids, totals = result.output_ids, result.totals
+    lengths = batch["input_lengths"].tolist()
+    # Three prompts of the five rows, then each row's next token.
+    assert result.num_tokens[:2] == [3 * max(lengths), 5]
+    model = load(tiny_model)
+    for row, length in enumerate(lengths):
+        expected = model.generate(
+            batch["input_ids"][row : row + 1, :length], do_sample=False, max_new_tokens=8
+        )[0]
+        assert output_ids[row, : totals[row]].tolist() == expected.tolist()
+
+
 def test_sampled_logprobs_are_those_of_the_policy(pools, tiny_model):
     batch = make_batch(6)
     config = _config(tiny_model, temperature=0.7)

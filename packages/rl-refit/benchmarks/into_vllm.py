@@ -6,7 +6,8 @@ All ways end with the same weights in the same engine, and take turns in one run
 - near, near verified, golden: `RefitSender` in another process, near over `shm`, or over `cuda_ipc`
   where vLLM runs on a GPU;
 - handles: a handle per tensor, group by group, stop and wait;
-- safetensors: written to a memory file system by the trainer's process, read and loaded by vLLM's.
+- safetensors: written to a memory file system by the trainer's process, read and loaded by vLLM's;
+- vLLM's ipc, on a GPU alone: its weight transfer of that name, without packing.
 
 The sender copies every byte once more, and verification reads every byte twice, on processors that
 vLLM's own threads use as well: where the own load keeps them all busy, whatever a refit needs
@@ -40,6 +41,7 @@ from report import Row, report
 from rl_refit import RefitSender, TensorSource
 from rl_refit.compat.handles import HandleOwner, group_keys, rebuild
 from safetensors.torch import load_file, save_file
+from torch.multiprocessing.reductions import reduce_tensor
 from transformers import LlamaConfig, LlamaForCausalLM
 
 GROUP_BYTES = 1 << 28
@@ -92,6 +94,9 @@ def trainer(pipe: Connection, directory: str) -> None:
                 senders[kind].send(value)
                 senders[kind].commit(value)
                 pipe.send(None)
+            elif kind == "vLLM's ipc":
+                handles = {name: reduce_tensor(tensor)[1] for name, tensor in tensors.items()}
+                pipe.send((handles, {name: list(t.shape) for name, t in tensors.items()}))
             elif kind == "handles":
                 owner.close()
                 more = value < len(groups)
@@ -183,6 +188,37 @@ class Engine:
 
         self.load(groups)
 
+    def by_vllm_ipc(self) -> None:
+        """Receive all weights by vLLM's own transfer, whose trainer sends them in one message."""
+        self.pipe.send(("vLLM's ipc", None))
+        handles, shapes = self.pipe.recv()
+
+        def run(worker: Any) -> None:
+            from vllm.distributed.weight_transfer.ipc_engine import (
+                IPCWeightTransferEngine,
+                IPCWeightTransferInitInfo,
+                IPCWeightTransferUpdateInfo,
+            )
+
+            model, config = worker.model_runner.model, worker.vllm_config
+            receiver = IPCWeightTransferEngine(
+                config.weight_transfer_config, config, worker.device, model
+            )
+            receiver.init_transfer_engine(IPCWeightTransferInitInfo())
+            uuid = str(torch.cuda.get_device_properties(worker.device).uuid)
+            receiver.start_weight_update()
+            receiver.receive_weights(
+                IPCWeightTransferUpdateInfo(
+                    names=[*handles],
+                    dtype_names=["float32"] * len(handles),
+                    shapes=[shapes[name] for name in handles],
+                    ipc_handles=[{uuid: handle} for handle in handles.values()],
+                )
+            )
+            receiver.finish_weight_update()
+
+        self.llm.collective_rpc(run)
+
     def by_files(self, path: str) -> None:
         """Let the trainer write a file, and load that."""
         self.pipe.send(("safetensors", path))
@@ -233,6 +269,8 @@ def measure(directory: str, rounds: int) -> Clock:
             "handles": engine.by_handles,
             "safetensors": lambda: engine.by_files(f"{memory}/weights.safetensors"),
         }
+        if DEVICE.type == "cuda":
+            ways["vLLM's ipc"] = engine.by_vllm_ipc
         try:
             for name in SENDERS:
                 engine.connect(name)

@@ -14,14 +14,19 @@ import torch
 Row = dict[str, Any]
 
 
-def parse_options(description: str | None) -> argparse.Namespace:
-    """Return `out`, the folder for the JSON, and `quick`, whether to take the smaller sizes."""
+def option_parser(description: str | None) -> argparse.ArgumentParser:
+    """Return the parser of `out`, the folder for the JSON, and `quick`: take the smaller sizes."""
     parser = argparse.ArgumentParser(description=description)
     parser.add_argument(
         "--out", type=Path, default=Path("runs/benchmarks"), help="folder for the JSON"
     )
     parser.add_argument("--quick", action="store_true", help="smaller sizes")
-    return parser.parse_args()
+    return parser
+
+
+def parse_options(description: str | None) -> argparse.Namespace:
+    """Return what the command line says, see `option_parser`."""
+    return option_parser(description).parse_args()
 
 
 def report(name: str, title: str, rows: Sequence[Row], out: Path) -> None:

@@ -13,7 +13,7 @@ import inspect
 import logging
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field, fields
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from rl_batched_data import ScoringOptions, TokenScores, target_scores
@@ -433,9 +433,12 @@ class Output:
 class CachedForward:
     """A `rl_interfaces.backend.generation.Decoder` of a model of transformers.
 
+    Rows with the same prompt, as the samples of a group have, share one prefill, whose cache is
+    then copied for each of them.
+
     Args:
         forward: Of a model in eval mode, unsharded except for tensor parallelism.
-        rows: The prompts' batch; media are read in the prefill, and then cached.
+        rows: The prompts' batch, on the host; media are read in the prefill, and then cached.
 
     Raises:
         ValueError: The model does not take a kind of media in the batch.
@@ -451,12 +454,15 @@ class CachedForward:
         self._cache: object = None
         if self._is_usual:
             self._cache = DynamicCache(config=forward.model.config)
+        self._repeats = Repeats.of(rows) if self._is_usual and not self._media else None
         # Decoding reads the last position alone, and all of a prompt's logits would be large.
         self._last_only = {"logits_to_keep": 1} if _keeps_last_logits(forward.model) else {}
 
     def prefill(self, prompts: torch.Tensor, lengths: torch.Tensor) -> torch.Tensor:
         """See `Decoder.prefill`."""
         tokens, self._mask, self._positions = left_pad(prompts, lengths)
+        if self._repeats is not None:
+            return self._prefill_once(tokens, self._repeats)
         if not self._media:
             return self._logits(tokens)
         device = prompts.device
@@ -467,6 +473,17 @@ class CachedForward:
         prepare: Any = self._forward.model._prepare_position_ids_for_generation
         self._positions = prepare(tokens, {"attention_mask": self._mask, **seen})
         return self._logits(tokens, **seen)
+
+    def _prefill_once(self, tokens: torch.Tensor, repeats: Repeats) -> torch.Tensor:
+        """Run the model on the first row of each prompt, and give all rows its cache and logits."""
+        assert isinstance(self._cache, DynamicCache)
+        first, copies = repeats.first.to(tokens.device), repeats.copies.to(tokens.device)
+        mask, positions = self._mask, self._positions
+        self._mask, self._positions = mask[first], positions[first]
+        logits = self._logits(tokens[first])
+        self._cache.reorder_cache(copies)
+        self._mask, self._positions = mask, positions
+        return logits[copies]
 
     def step(self, tokens: torch.Tensor) -> torch.Tensor:
         """See `Decoder.step`."""
@@ -490,6 +507,37 @@ class CachedForward:
         return self._forward.gather_logits(output.logits[:, -1])
 
 
+class Repeats(NamedTuple):
+    """Which rows of a batch have the same prompt.
+
+    Example, the prompts `a b a`: first = [0, 1], copies = [0, 1, 0]
+    """
+
+    first: torch.Tensor
+    """`[prompts]` int64: the first row of each prompt, ascending."""
+    copies: torch.Tensor
+    """`[rows]` int64: the place in `first` of each row's prompt."""
+
+    @classmethod
+    def of(cls, rows: Mapping[str, object]) -> Repeats | None:
+        """Return the repeats among rows on the host; None if all prompts differ."""
+        tokens, lengths = rows["input_ids"], rows["input_lengths"]
+        assert isinstance(tokens, torch.Tensor)
+        assert isinstance(lengths, torch.Tensor)
+        places: dict[bytes, int] = {}
+        first: list[int] = []
+        copies: list[int] = []
+        for row, length in enumerate(lengths.tolist()):
+            prompt = tokens[row, :length].numpy().tobytes()
+            if prompt not in places:
+                places[prompt] = len(first)
+                first.append(row)
+            copies.append(places[prompt])
+        if len(first) == len(copies):
+            return None
+        return cls(torch.tensor(first), torch.tensor(copies))
+
+
 def _cache_argument(model: PreTrainedModel) -> str:
     """Return the name under which the model's forward takes and returns its cache."""
     taken = inspect.signature(model.forward).parameters
@@ -501,7 +549,7 @@ class Decoding:
 
     Whether it does cannot be read from a config. Some models take no cache, some read the padding
     on the left of a shorter prompt in a recurrent state or in compressed keys. So the first use
-    decodes three random prompts with and without a cache.
+    decodes random prompts, one of them twice, with and without a cache.
     """
 
     def __init__(self, forward: Forward, *, compute_dtype: torch.dtype) -> None:
@@ -549,9 +597,11 @@ class Decoding:
 def _decoder_difference(forward: Forward) -> float:
     """Return the largest difference of cached decoding from full forwards, relative."""
     device = next(forward.model.parameters()).device
-    rows = random_rows(forward.model.config.get_text_config().vocab_size).to(device)
-    prompts, lengths = rows["input_ids"], rows["input_lengths"]
-    cached, full = CachedForward(forward, {}), FullForwardDecoder(forward.full_logits)
+    rows = random_rows(forward.model.config.get_text_config().vocab_size)
+    # The second prompt twice, as rows of a group share a prefill.
+    rows = rows.select_indices(torch.tensor([*range(rows.size), 1]))
+    cached, full = CachedForward(forward, rows), FullForwardDecoder(forward.full_logits)
+    prompts, lengths = rows["input_ids"].to(device), rows["input_lengths"].to(device)
     pairs = [(cached.prefill(prompts, lengths), full.prefill(prompts, lengths))]
     for column in range(_DECODED_TOKENS):
         tokens = prompts[:, column]

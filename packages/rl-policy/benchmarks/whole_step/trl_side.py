@@ -11,11 +11,14 @@ import sys
 from pathlib import Path
 from typing import Any
 
+import torch
+import torch.distributed as dist
 from datasets import Dataset
 from transformers import AutoTokenizer, TrainerCallback
 from trl import GRPOConfig, GRPOTrainer
 
 from whole_step.clocks import OTHER, PhaseMeter
+from whole_step.work import IN_ORDER, SEED
 
 
 class MeteredTrainer(GRPOTrainer):
@@ -81,13 +84,18 @@ def train(settings: dict[str, Any]) -> None:
         model=str(inputs / "model"),
         reward_funcs=reward,
         args=arguments(settings, optimizer_steps=optimizer_steps),
-        train_dataset=Dataset.from_json(str(inputs / "train.jsonl")),
+        train_dataset=Dataset.from_json(str(inputs / IN_ORDER)),
         processing_class=tokenizer,
         callbacks=[StepEnds(meter, optimizer_steps=optimizer_steps)],
     )
     if settings["use_vllm"]:
         measure_sync(trainer.vllm_generation, meter)
     trainer.train()
+    if dist.is_initialized():
+        # gloo's threads abort the interpreter at its end now and then, or never join: everything
+        # is measured and written by now.
+        dist.barrier()
+        os._exit(0)
 
 
 def measure_sync(generation: Any, meter: PhaseMeter) -> None:
@@ -120,9 +128,10 @@ def arguments(settings: dict[str, Any], *, optimizer_steps: int) -> GRPOConfig:
         }
     return GRPOConfig(
         output_dir=str(Path(settings["inputs"]) / "trl"),
-        use_cpu=True,
+        use_cpu=not torch.cuda.is_available(),
         bf16=False,
-        seed=0,
+        seed=SEED,
+        shuffle_dataset=False,
         per_device_train_batch_size=local,
         gradient_accumulation_steps=accumulation,
         steps_per_generation=accumulation * optimizer_steps,

@@ -10,6 +10,8 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
 CACHE_BYTES = 1 << 28
+SEED = 0
+IN_ORDER = "in-order.jsonl"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -126,6 +128,7 @@ def differences(sampler: str) -> list[str]:
 def write_inputs(work: Work, directory: Path) -> None:
     """Write the model and the problems that both sides read."""
     from rl_policy.config import TinyModelSection
+    from rl_policy.data.datasets import ShuffledStream, divide_problems, read_problems
     from rl_policy.data.tiny_model import build_tiny_model, tiny_model_config
 
     sizes = TinyModelSection(
@@ -140,6 +143,13 @@ def write_inputs(work: Work, directory: Path) -> None:
     for name, count in (("train", 512), ("heldout", 8)):
         lines = [json.dumps(_problem(work, draw, f"{name}{index}")) for index in range(count)]
         (directory / f"{name}.jsonl").write_text("\n".join(lines) + "\n")
+    # TRL takes the problems in the order in which rl-policy draws them: of ragged lengths, a few
+    # others would be other work.
+    problems = read_problems(directory / "train.jsonl", key="train")
+    sets = divide_problems(problems, heldout=(), num_heldout=0, num_validation=0, seed=SEED)
+    drawn = ShuffledStream(sets.train, seed=SEED).take(len(problems))
+    lines = [json.dumps({"prompt": each.prompt, "answer": each.answer}) for each in drawn]
+    (directory / IN_ORDER).write_text("\n".join(lines) + "\n")
 
 
 def _problem(work: Work, draw: random.Random, tag: str) -> dict[str, str]:
@@ -172,6 +182,7 @@ def settings(run: Run, inputs: Path) -> dict[str, object]:
     """Return the settings of our side."""
     work, local_rows = run.work, run.work.rows // run.ranks
     chosen: dict[str, object] = {
+        "seed": SEED,
         "policy.model_name": inputs / "model",
         "policy.train_global_batch_size": work.gbs,
         "policy.train_micro_batch_size": work.mbs,
