@@ -13,12 +13,12 @@ import inspect
 import logging
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field, fields
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any
 
 import torch
 from rl_batched_data import ScoringOptions, TokenScores, target_scores
 from rl_batched_data.logprobs_kernel import LogitTransform
-from rl_interfaces.backend.generation import FullForwardDecoder
+from rl_interfaces.backend.generation import FullForwardDecoder, find_repeats
 from torch import nn
 from torch.distributed.tensor import DTensor, Shard
 from transformers import DynamicCache
@@ -36,6 +36,7 @@ from rl_dtensor_worker.parallel.styles import SEQUENCE_DIM
 if TYPE_CHECKING:
     from collections.abc import Callable, Generator, Mapping
 
+    from rl_interfaces.backend.generation import Repeats
     from rl_interfaces.backend.steps import MicroBatch
     from transformers import PreTrainedConfig, PreTrainedModel
 
@@ -438,7 +439,7 @@ class CachedForward:
 
     Args:
         forward: Of a model in eval mode, unsharded except for tensor parallelism.
-        rows: The prompts' batch, on the host; media are read in the prefill, and then cached.
+        rows: The prompts' batch; media are read in the prefill, and then cached.
 
     Raises:
         ValueError: The model does not take a kind of media in the batch.
@@ -454,17 +455,15 @@ class CachedForward:
         self._cache: object = None
         if self._is_usual:
             self._cache = DynamicCache(config=forward.model.config)
-        self._repeats = Repeats.of(rows) if self._is_usual and not self._media else None
         # Decoding reads the last position alone, and all of a prompt's logits would be large.
         self._last_only = {"logits_to_keep": 1} if _keeps_last_logits(forward.model) else {}
 
     def prefill(self, prompts: torch.Tensor, lengths: torch.Tensor) -> torch.Tensor:
         """See `Decoder.prefill`."""
         tokens, self._mask, self._positions = left_pad(prompts, lengths)
-        if self._repeats is not None:
-            return self._prefill_once(tokens, self._repeats)
         if not self._media:
-            return self._logits(tokens)
+            repeats = find_repeats(prompts, lengths) if self._is_usual else None
+            return self._logits(tokens) if repeats is None else self._prefill_once(tokens, repeats)
         device = prompts.device
         seen = {name: tensor.to(device) for name, tensor in self._media.items()}
         for name, column in self._columns.items():
@@ -477,13 +476,12 @@ class CachedForward:
     def _prefill_once(self, tokens: torch.Tensor, repeats: Repeats) -> torch.Tensor:
         """Run the model on the first row of each prompt, and give all rows its cache and logits."""
         assert isinstance(self._cache, DynamicCache)
-        first, copies = repeats.first.to(tokens.device), repeats.copies.to(tokens.device)
-        mask, positions = self._mask, self._positions
+        first, mask, positions = repeats.first, self._mask, self._positions
         self._mask, self._positions = mask[first], positions[first]
         logits = self._logits(tokens[first])
-        self._cache.reorder_cache(copies)
+        self._cache.reorder_cache(repeats.copies)
         self._mask, self._positions = mask, positions
-        return logits[copies]
+        return logits[repeats.copies]
 
     def step(self, tokens: torch.Tensor) -> torch.Tensor:
         """See `Decoder.step`."""
@@ -505,37 +503,6 @@ class CachedForward:
         if not self._is_usual:
             self._cache = output[self._cache_name]
         return self._forward.gather_logits(output.logits[:, -1])
-
-
-class Repeats(NamedTuple):
-    """Which rows of a batch have the same prompt.
-
-    Example, the prompts `a b a`: first = [0, 1], copies = [0, 1, 0]
-    """
-
-    first: torch.Tensor
-    """`[prompts]` int64: the first row of each prompt, ascending."""
-    copies: torch.Tensor
-    """`[rows]` int64: the place in `first` of each row's prompt."""
-
-    @classmethod
-    def of(cls, rows: Mapping[str, object]) -> Repeats | None:
-        """Return the repeats among rows on the host; None if all prompts differ."""
-        tokens, lengths = rows["input_ids"], rows["input_lengths"]
-        assert isinstance(tokens, torch.Tensor)
-        assert isinstance(lengths, torch.Tensor)
-        places: dict[bytes, int] = {}
-        first: list[int] = []
-        copies: list[int] = []
-        for row, length in enumerate(lengths.tolist()):
-            prompt = tokens[row, :length].numpy().tobytes()
-            if prompt not in places:
-                places[prompt] = len(first)
-                first.append(row)
-            copies.append(places[prompt])
-        if len(first) == len(copies):
-            return None
-        return cls(torch.tensor(first), torch.tensor(copies))
 
 
 def _cache_argument(model: PreTrainedModel) -> str:
@@ -598,10 +565,10 @@ def _decoder_difference(forward: Forward) -> float:
     """Return the largest difference of cached decoding from full forwards, relative."""
     device = next(forward.model.parameters()).device
     rows = random_rows(forward.model.config.get_text_config().vocab_size)
-    # The second prompt twice, as rows of a group share a prefill.
-    rows = rows.select_indices(torch.tensor([*range(rows.size), 1]))
-    cached, full = CachedForward(forward, rows), FullForwardDecoder(forward.full_logits)
+    # The shortest prompt twice, as rows of a group share a prefill.
+    rows = rows.select_indices(torch.tensor([0, 2, 2]))
     prompts, lengths = rows["input_ids"].to(device), rows["input_lengths"].to(device)
+    cached, full = CachedForward(forward, {}), FullForwardDecoder(forward.full_logits)
     pairs = [(cached.prefill(prompts, lengths), full.prefill(prompts, lengths))]
     for column in range(_DECODED_TOKENS):
         tokens = prompts[:, column]

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 import torch
 import torch.distributed as dist
 from rl_batched_data import BatchedDataDict, PackedSequences, SlicedDataDict
+from rl_interfaces.backend.generation import find_repeats
 from rl_interfaces.backend.steps import Concatenation, MicroBatch
 
 from rl_megatron_worker.attention import KeyValueCache
@@ -136,17 +137,23 @@ class FullDecoder:
 
 
 class CachedDecoder(FullDecoder):
-    """A `Decoder` with a key-value cache."""
+    """A `Decoder` with a key-value cache; rows with the same prompt share its prefill."""
 
     def prefill(self, prompts: torch.Tensor, lengths: torch.Tensor) -> torch.Tensor:
         """See `Decoder.prefill`."""
+        repeats = find_repeats(prompts, lengths)
+        first = slice(None) if repeats is None else repeats.first
         # Before the pass: the layers fill the cache as they compute keys and values.
-        layout = self._pack(prompts, lengths)
+        layout = self._pack(prompts[first], lengths[first])
         self._cache = KeyValueCache(
             prompts=layout.packed, lengths=lengths, longest=int(lengths.max())
         )
         layout.rows.cache = self._cache
-        return self._logits(layout)
+        logits = self._logits(layout)
+        if repeats is None:
+            return logits
+        self._cache.repeat(repeats.copies)
+        return logits[repeats.copies]
 
     def step(self, tokens: torch.Tensor) -> torch.Tensor:
         """See `Decoder.step`."""

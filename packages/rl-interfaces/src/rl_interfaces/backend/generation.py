@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING, NamedTuple, Protocol
 
 import torch
 from rl_batched_data import BatchedDataDict
@@ -33,6 +33,39 @@ class Decoder(Protocol):
     def step(self, tokens: torch.Tensor) -> torch.Tensor:
         """Append `tokens`, `[rows]` int64, and return the next logits, `[rows, vocab]`."""
         ...
+
+
+class Repeats(NamedTuple):
+    """Which rows of a batch have the same prompt: the samples of a group need one prefill.
+
+    Example, the prompts `a b a`: first = [0, 1], copies = [0, 1, 0]
+    """
+
+    first: torch.Tensor
+    """`[prompts]` int64: the first row of each prompt, ascending."""
+    copies: torch.Tensor
+    """`[rows]` int64: where each row's prompt is in `first`."""
+
+
+def find_repeats(prompts: torch.Tensor, lengths: torch.Tensor) -> Repeats | None:
+    """Return which rows repeat a prompt, on the prompts' device; None if all differ.
+
+    Args:
+        prompts: `[rows, seq]` int64, right-padded.
+        lengths: `[rows]` int64.
+    """
+    tokens = prompts.cpu().numpy()
+    first: dict[bytes, int] = {}
+    copies: list[int] = []
+    rows: list[int] = []
+    for row, length in enumerate(lengths.tolist()):
+        place = first.setdefault(tokens[row, :length].tobytes(), len(rows))
+        if place == len(rows):
+            rows.append(row)
+        copies.append(place)
+    if len(rows) == len(copies):
+        return None
+    return Repeats(*(torch.tensor(each, device=prompts.device) for each in (rows, copies)))
 
 
 class FullForwardDecoder:
