@@ -479,7 +479,7 @@ class CachedForward:
         first, mask, positions = repeats.first, self._mask, self._positions
         self._mask, self._positions = mask[first], positions[first]
         logits = self._logits(tokens[first])
-        self._cache.reorder_cache(repeats.copies)
+        self._cache.reorder_cache(repeats.copies)  # pyright: ignore[reportArgumentType] # int64
         self._mask, self._positions = mask, positions
         return logits[repeats.copies]
 
