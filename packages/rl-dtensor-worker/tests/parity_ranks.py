@@ -27,6 +27,13 @@ class Case(NamedTuple):
     parameters: dict[str, torch.Tensor]
 
 
+class TokenCounts(NamedTuple):
+    """How many tokens some rows have, and how many of them the model has read."""
+
+    in_rows: int
+    read: int
+
+
 class Rows(NamedTuple):
     """What calls give for the rows of one data-parallel place."""
 
@@ -92,6 +99,19 @@ def run_case(*, config, batch, section, num_calls, loss="nll"):
             grad_norms=torch.cat([result["grad_norm"] for result in results]),
             parameters=parameters_of(worker),
         )
+
+
+def count_tokens(*, config, batch, section):
+    """Count the tokens that the model reads where it scores rows."""
+    num_read = []
+    with worker_for(config, init_optimizer=False, init_reference_model=False) as worker:
+        rows, _ = rows_of(worker, batch, section, global_batch_size=None)
+        embeddings = worker._engine.model.get_input_embeddings()
+        embeddings.register_forward_pre_hook(
+            lambda _, arguments: num_read.append(arguments[0].numel())
+        )
+        worker.get_logprobs(rows)
+    return TokenCounts(int(rows["input_lengths"].sum()), sum(num_read))
 
 
 def train_and_save(*, config, batch, num_calls, weights_path, optimizer_path):

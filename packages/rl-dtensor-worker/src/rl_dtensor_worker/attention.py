@@ -27,8 +27,12 @@ from transformers.masking_utils import sdpa_mask
 from rl_dtensor_worker.parallel import collectives
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
+
     import torch.distributed as dist
     from rl_batched_data import PackedSequences
+    from rl_batched_data.packing.context_shards import ContextChunks
+    from rl_batched_data.packing.shared_prefixes import SharedPrefixes
     from torch import nn
     from transformers import PreTrainedModel
 
@@ -353,16 +357,39 @@ class ContextRows:
         )
         sizes = [heads.key.shape[-1], heads.value.shape[-1]]
         keys, values = gathered.split(sizes, dim=-1)
-        outputs: list[torch.Tensor] = []
-        for chunk in self.shards.chunks:
-            rows = Heads(
-                gather_rows(heads.query, chunk.queries),
-                gather_rows(keys, chunk.keys),
-                gather_rows(values, chunk.keys),
-            )
-            output = _attend_to_chunks(rows, chunk.mask(sliding_window), **kwargs)
-            outputs.append(output.flatten(0, 1))
-        return torch.cat(outputs).index_select(0, self.shards.places)[None]
+        visible = Heads(heads.query, keys, values)
+        output = _attend_in_chunks(self.shards.chunks, visible, sliding_window, **kwargs)
+        return output.index_select(0, self.shards.places)[None]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class SharedRows:
+    """Packed rows that share prefixes: an `AttentionLayout`."""
+
+    shared: SharedPrefixes
+
+    def attend(
+        self, module: nn.Module, heads: Heads, sliding_window: int | None, **kwargs: Any
+    ) -> torch.Tensor:
+        """See `AttentionLayout.attend`."""
+        output = _attend_in_chunks(self.shared.chunks, heads, sliding_window, **kwargs)
+        return output.index_select(0, self.shared.places)[None]
+
+
+def _attend_in_chunks(
+    chunks: Sequence[ContextChunks], heads: Heads, sliding_window: int | None, **kwargs: Any
+) -> torch.Tensor:
+    """Return the attention of all chunks' queries, flattened: `[queries, heads, head_size]`."""
+    outputs: list[torch.Tensor] = []
+    for chunk in chunks:
+        rows = Heads(
+            gather_rows(heads.query, chunk.queries),
+            gather_rows(heads.key, chunk.keys),
+            gather_rows(heads.value, chunk.keys),
+        )
+        output = _attend_to_chunks(rows, chunk.mask(sliding_window), **kwargs)
+        outputs.append(output.flatten(0, 1))
+    return torch.cat(outputs)
 
 
 def _attend_to_chunks(

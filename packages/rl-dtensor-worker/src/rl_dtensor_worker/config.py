@@ -74,6 +74,8 @@ class EngineConfig:
     """None: transformers' choice for the model."""
     model_dropout: bool
     """Whether the dropout of the model's config is on in train mode."""
+    share_prefixes: bool
+    """Whether the common start of neighbouring rows is computed once."""
     async_checkpoint: bool
     """Write checkpoints while training goes on."""
     trust_remote_code: bool
@@ -97,6 +99,7 @@ class EngineConfig:
         resolved = resolve_policy_config(config)
         layout = plan_layout(resolved, world_size=world_size)
         _check_head(resolved)
+        _check_sharing(resolved)
         sampling = SamplingConfig.from_policy_config(resolved)
         optimizer = _parse_optimizer(resolved, wanted=init_optimizer)
         scheduler = parse_scheduler(resolved.get("scheduler"))
@@ -118,6 +121,7 @@ class EngineConfig:
             max_total_sequence_length=resolved.get("max_total_sequence_length"),
             attn_implementation=_parse_attention(resolved),
             model_dropout=resolved["dtensor_cfg"]["model_dropout"],
+            share_prefixes=resolved["dtensor_cfg"]["share_prefixes"],
             async_checkpoint=resolved["dtensor_cfg"]["async_checkpoint"],
             trust_remote_code=resolved["trust_remote_code"],
             seed=resolved["seed"],
@@ -145,6 +149,16 @@ def _check_head(resolved: Resolved) -> None:
         )
 
 
+def _check_sharing(resolved: Resolved) -> None:
+    section = resolved["dtensor_cfg"]
+    if section["share_prefixes"] and section["context_parallel_size"] > 1:
+        raise ValueError(
+            "policy.dtensor_cfg.share_prefixes=True contradicts policy.dtensor_cfg."
+            f"context_parallel_size={section['context_parallel_size']}: rows that share a prefix "
+            "are not sharded along the sequence"
+        )
+
+
 def _parse_attention(resolved: Resolved) -> str | None:
     """Return the attention that the config names.
 
@@ -161,7 +175,7 @@ def _parse_attention(resolved: Resolved) -> str | None:
     # Names of kernels on the hub are not among them: those would be downloaded and run.
     if name not in known:
         raise ValueError(f"{key} is unknown, transformers has {known}")
-    shards = {"sequence_parallel": False, "context_parallel_size": 1}
+    shards = {"sequence_parallel": False, "context_parallel_size": 1, "share_prefixes": False}
     for other, off in shards.items():
         if name != "sdpa" and section[other] != off:
             raise ValueError(

@@ -283,7 +283,9 @@ class DTensorEngine:
             tp = TensorParallel(self.meshes.tp, sequence_parallel=self.config.sequence_parallel)
         if layout.context_parallel > 1:
             cp = self.meshes.data["cp"].get_group()
-        return ParallelContext(tensor_parallel=tp, context_group=cp)
+        return ParallelContext(
+            tensor_parallel=tp, context_group=cp, shares_prefixes=self.config.share_prefixes
+        )
 
     def _build_optimizer(self) -> DTensorOptimizer | None:
         if self.config.optimizer is None:

@@ -84,29 +84,36 @@ class TokenHead:
         top_k: int = 0,
         entropy: bool = False,
         arguments: Mapping[str, object],
+        predictors: torch.Tensor | None = None,
     ) -> TokenScores:
         """Run the model's forward; return the scores of `targets`, each at its own position.
 
         Args:
             model: The model of this head.
             tokens: `[rows, seq]` int64.
-            targets: `[rows, seq]` int64: the token to score at each position, usually the next one.
+            targets: `[rows, seq]` int64: the token to score at each position, usually the next one;
+                with `predictors`, `[1, targets]`.
             temperature: Divides the logits, after scale and soft cap.
             top_k: How many of the largest logits to return.
             entropy: Whether to return the entropy.
             arguments: Further arguments of the forward, such as `position_ids`.
+            predictors: See `RowLayout.predictors`.
 
         Returns:
-            Fields `[rows, seq]`, and `[rows, seq, top_k]`; see `TokenScores`.
+            Fields of the shape of `targets`, and `[*targets.shape, top_k]`; see `TokenScores`.
         """
         options: dict[str, Any] = {"temperature": temperature, "top_k": top_k, "entropy": entropy}
         if self.layer is None:
             logits = model(input_ids=tokens, use_cache=False, **arguments).logits
             group = None if self.tensor_parallel is None else self.tensor_parallel.group
+            if predictors is not None:
+                logits = logits.index_select(1, predictors)
             return target_scores(logits, targets, tp_group=group, **options)
 
         def score(layer: nn.Linear, hidden: torch.Tensor) -> TokenScores:
             full = self._gather_hidden(hidden)
+            if predictors is not None:
+                full = full.index_select(1, predictors)
             return target_scores(full, targets, **self._options(layer), **options)
 
         with _output_layer_replaced(model, self.layer, score):
@@ -358,13 +365,16 @@ class Forward:
 
     def _scores(self, micro_batch: MicroBatch, *, top_k: int = 0) -> tuple[RowLayout, TokenScores]:
         layout = self._lay_out(micro_batch)
+        # The largest logits are those of each position, not of each target.
+        by_position = top_k > 0
         scores = self.head.target_scores(
             self.model,
             layout.tokens,
-            layout.targets,
+            layout.tokens if by_position else layout.targets,
             temperature=self.temperature,
             top_k=top_k,
             arguments=layout.arguments,
+            predictors=None if by_position else layout.predictors,
         )
         return layout, scores
 

@@ -19,6 +19,7 @@ from rl_dtensor_worker.attention import (
     AttentionRows,
     ContextRows,
     FullRows,
+    SharedRows,
     layout_arguments,
     require_packed_attention,
     use_packed_attention,
@@ -28,6 +29,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Generator, Mapping, Sequence
 
     from rl_batched_data import PackedSequences
+    from rl_batched_data.packing.shared_prefixes import SharedPrefixes
     from rl_interfaces.backend.steps import Step
     from transformers import PreTrainedModel
 
@@ -38,6 +40,8 @@ if TYPE_CHECKING:
 TOLERANCES = {torch.float32: 1e-3, torch.float16: 1e-2, torch.bfloat16: 5e-2}
 # Unequal lengths: a token that reads beyond its row's boundary gets another score.
 _LENGTHS = (11, 7, 2)
+# Of the two longer ones, where sharing is checked.
+_COMMON_START = 5
 # `[batch, seq]` columns that mark whether a token is of an image or of text.
 TOKEN_COLUMNS = ("mm_token_type_ids", "token_type_ids")
 
@@ -120,6 +124,9 @@ class RowLayout(ABC):
     """`[rows, seq]` int64: the next token at each position; arbitrary after a row's last."""
     arguments: dict[str, object] = field(default_factory=dict[str, object])
     """Further keyword arguments of the model's forward."""
+    predictors: torch.Tensor | None = None
+    """`[targets]` int64: the position whose logits predict each target, of one packed row. None:
+    each target has a position of its own, the same as among `tokens`."""
 
     @abstractmethod
     def to_rows(self, values: torch.Tensor, *, masked: bool = True) -> torch.Tensor:
@@ -220,6 +227,37 @@ class PackedLayout(RowLayout):
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
+class SharedLayout(RowLayout):
+    """Packed rows that share prefixes."""
+
+    shared: SharedPrefixes
+
+    @classmethod
+    def of(
+        cls, model: PreTrainedModel, input_ids: torch.Tensor, shared: SharedPrefixes
+    ) -> SharedLayout:
+        """Return the packed tokens `[1, total]`, and the targets `[1, scores]`."""
+        require_packed_attention(model)
+        tokens = shared.packed.pack(input_ids)
+        positions = {"position_ids": shared.packed.position_ids}
+        return cls(
+            tokens=tokens,
+            targets=input_ids.flatten().index_select(0, shared.targets)[None],
+            predictors=shared.predictors,
+            arguments=layout_arguments(SharedRows(shared=shared), tokens.device) | positions,
+            shared=shared,
+        )
+
+    def to_rows(self, values: torch.Tensor, *, masked: bool = True) -> torch.Tensor:
+        """See `RowLayout.to_rows`."""
+        return self.shared.packed.unpack(values)
+
+    def targets_to_rows(self, values: torch.Tensor) -> torch.Tensor:
+        """See `RowLayout.targets_to_rows`."""
+        return self.shared.scores_to_rows(values)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
 class ContextLayout(RowLayout):
     """Packed rows, of which this rank has some chunks."""
 
@@ -271,6 +309,8 @@ class ParallelContext:
     """The ranks that shard each layer."""
     context_group: dist.ProcessGroup | None = None
     """The ranks that shard each sequence from end to end of the model."""
+    shares_prefixes: bool = False
+    """Whether the common start of neighbouring rows is computed once."""
 
     def lay_out(
         self, model: PreTrainedModel, micro_batch: MicroBatch, width_multiple: int
@@ -295,6 +335,8 @@ class ParallelContext:
                 "policy.dynamic_batching instead of policy.sequence_packing, and neither "
                 "policy.dtensor_cfg.sequence_parallel nor context_parallel_size"
             )
+        if micro_batch.shared is not None:
+            return SharedLayout.of(model, input_ids, micro_batch.shared)
         if packed is not None and self.context_group is not None:
             return ContextLayout.of(model, input_ids, packed, self.context_group)
         if packed is not None:
@@ -314,7 +356,9 @@ class ParallelContext:
     def concatenation(self) -> Concatenation:
         """Return the multiples to which packed micro-batches are padded."""
         if self.context_group is None:
-            return Concatenation(total_multiple=self._sequence_shards)
+            return Concatenation(
+                total_multiple=self._sequence_shards, shares_prefixes=self.shares_prefixes
+            )
         ranks = self.context_group.size()
         # Each rank has two chunks of every sequence, see `rl_batched_data.packing.context_shards`.
         return Concatenation(
@@ -332,6 +376,8 @@ class ParallelContext:
         """
         if self.context_group is not None:
             return f"dtensor_cfg.context_parallel_size={self.context_group.size()}"
+        if self.shares_prefixes:
+            return "dtensor_cfg.share_prefixes=True"
         if self._sequence_shards > 1:
             return "dtensor_cfg.sequence_parallel=True"
         return "sequence_packing.enabled=True" if packed else None
@@ -419,11 +465,15 @@ def check_layout(
     batch = random_rows(config.get_text_config().vocab_size)
     packs = parallel.context_group is not None or feature.startswith("sequence_packing")
     packed = parallel.concatenation().of(batch).to(device) if packs else None
+    if parallel.shares_prefixes:
+        batch["input_ids"][1, :_COMMON_START] = batch["input_ids"][0, :_COMMON_START]
+    shared = parallel.concatenation().share(batch)
     rows, span = batch.to(device), (0, batch.size)
     # The oracle: padded rows with full sequences, which every model supports.
     with parallel.unsharded_sequences():
         expected = score(MicroBatch(span=span, rows=rows))
-    found = score(MicroBatch(span=span, rows=rows, packed=packed))
+    shared = None if shared is None else shared.to(device)
+    found = score(MicroBatch(span=span, rows=rows, packed=packed, shared=shared))
     difference = float((found - expected).abs().max() / expected.abs().max())
     # `not <=` rather than `>`, so that NaN fails.
     if not difference <= TOLERANCES[compute_dtype]:

@@ -21,7 +21,7 @@ from rl_batched_data.packing.packed_sequences import group_by_length
 from rl_batched_data.padding import to_device
 
 # The largest mask, 4 MiB as bool: on two ranks that of two sequences of 2,896 tokens.
-_MASK_ELEMENTS = 2**22
+MASK_ELEMENTS = 2**22
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
@@ -212,7 +212,7 @@ def _groups(sizes: list[int], *, num_chunks: int) -> list[list[int]]:
     groups: list[list[int]] = []
     for rows in group_by_length(sizes):
         largest = sizes[rows[0]]
-        if len(rows) * largest * largest * num_chunks <= _MASK_ELEMENTS:
+        if len(rows) * largest * largest * num_chunks <= MASK_ELEMENTS:
             groups.append(rows)
             continue
         for _, same in groupby(rows, key=sizes.__getitem__):

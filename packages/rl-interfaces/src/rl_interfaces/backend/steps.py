@@ -23,11 +23,13 @@ import torch
 import torch.distributed as dist
 from rl_batched_data import (
     BatchedDataDict,
+    PackedTensor,
     SlicedDataDict,
     round_up,
     verify_right_padding,
 )
 from rl_batched_data.packing.packed_sequences import PackedSequences
+from rl_batched_data.packing.shared_prefixes import SharedPrefixes, share_prefixes
 from rl_batched_data.sharding import DynamicBatching, SequencePacking
 
 if TYPE_CHECKING:
@@ -51,6 +53,8 @@ class MicroBatch:
     """Sequence length of the forward; None: that of the longest row, which is on the device."""
     packed: PackedSequences | None = None
     """The offsets of packed rows; None: they are padded."""
+    shared: SharedPrefixes | None = None
+    """How rows share prefixes, packed; None: each row is computed whole."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -63,6 +67,8 @@ class Concatenation:
     """Each sequence is padded to a multiple of this many tokens."""
     total_multiple: int = 1
     """The packed micro-batch is padded to a multiple of this many tokens."""
+    shares_prefixes: bool = False
+    """Pack rows with a common start, which is computed once. Not with a `sequence_multiple`."""
 
     def of(self, rows: SlicedDataDict) -> PackedSequences:
         """Return the packed offsets of `rows`."""
@@ -78,6 +84,18 @@ class Concatenation:
             rows["input_ids"].shape[1],
             pad_multiple=multiple,
             total_length=round_up(max(total, planned), self.total_multiple),
+        )
+
+    def share(self, rows: SlicedDataDict) -> SharedPrefixes | None:
+        """Return how `rows` share prefixes; None if they are not to, or have too little in common.
+
+        Rows with media are left alone: tokens of other images look the same.
+        """
+        has_media = any(isinstance(column, PackedTensor) for column in rows.values())
+        if not self.shares_prefixes or has_media:
+            return None
+        return share_prefixes(
+            rows["input_ids"], rows["input_lengths"], total_multiple=self.total_multiple
         )
 
 
@@ -123,8 +141,9 @@ class Step:
         options = self.rows.micro_batch_options
         # A view of the caller's batch, which is read-only: a copy is made only for another device.
         taken = rows if low < high else _stand_in(rows, self.rows_per_group)
+        shared = self.concatenation.share(taken)
         is_packed = self.concatenation.always or isinstance(options, SequencePacking)
-        packed = self.concatenation.of(taken) if is_packed else None
+        packed = self.concatenation.of(taken) if is_packed and shared is None else None
         width = taken["input_ids"].shape[1]
         if not isinstance(options, DynamicBatching):
             # Columns that are padding in all rows are not computed.
@@ -133,6 +152,7 @@ class Step:
             span=(self.start + low, self.start + high),
             width=width,
             packed=None if packed is None else packed.to(device),
+            shared=None if shared is None else shared.to(device),
             # CUDA stages pageable memory before the call returns: nothing waits for the device.
             rows=taken.to(device, non_blocking=device.type != "cpu"),
         )

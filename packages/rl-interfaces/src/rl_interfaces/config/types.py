@@ -76,6 +76,9 @@ class DTensorConfig(TypedDict):
     name that it knows. Not set: transformers' choice for the model."""
     model_dropout: NotRequired[bool]
     """Train with the dropout of the model's config; otherwise it is off, as it is in scoring."""
+    share_prefixes: NotRequired[bool]
+    """Compute the common start of neighbouring rows once, as the prompt of a group's samples:
+    the same log-probabilities and gradients, in less time and memory."""
     async_checkpoint: NotRequired[bool]
     """Copy a checkpoint to the CPU and write it in the background."""
     data_parallel_replicate_size: NotRequired[Count | Literal["auto"]]

@@ -1,0 +1,87 @@
+"""Rows that share prefixes against plain transformers, and a plain loop, on each row by itself."""
+
+import parity_models
+import parity_ranks
+import pytest
+import torch
+from oracle import LOGPROB_TOLERANCE, PARAMETER_TOLERANCE, load, plain_logprobs, plain_training
+from parity_layouts import LAYOUTS
+from rl_dtensor_worker import DTensorPolicyWorker
+from test_parity import BATCHINGS, RELATIVE_TOLERANCE, assert_equal_parameters, joined
+from tiny_model import make_batch, make_config
+
+# Two prompts, of three rows each: a global batch of four ends within the second one.
+PROMPTS, PROMPT_LENGTH = [0, 0, 0, 3, 3, 3], 5
+CASES = {
+    "one": ("llama", "one", "padded"),
+    "one_packed": ("gemma3", "one", "packed"),
+    "dp2": ("qwen3_moe", "dp2", "padded"),
+    "tp2_sp": ("qwen3", "tp2_sp", "padded"),
+}
+
+
+def batch_of_groups():
+    """Return rows that begin with the prompt of their group."""
+    batch = make_batch(6)
+    batch["input_ids"][:, :PROMPT_LENGTH] = batch["input_ids"][PROMPTS, :PROMPT_LENGTH]
+    longer = batch["input_lengths"].clamp(min=PROMPT_LENGTH + 1)
+    assert torch.equal(longer, batch["input_lengths"]), "rows have tokens of their own"
+    return batch
+
+
+def config_of(path, layout, batching):
+    section = BATCHINGS[batching]
+    budgets = {"train_mb_tokens": parity_ranks.BUDGET, "logprob_mb_tokens": parity_ranks.BUDGET}
+    sizes = LAYOUTS[layout][1] if layout in LAYOUTS else {}
+    return make_config(
+        path,
+        dtensor_cfg={"enabled": True, "share_prefixes": True, **sizes},
+        **({} if section is None else {section: {"enabled": True, **budgets}}),
+    )
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_shared_rows_equal_rows_by_themselves(pools, tmp_path, case):
+    model, layout, batching = CASES[case]
+    path, batch = parity_models.build(model, tmp_path), batch_of_groups()
+    pool = pools(LAYOUTS[layout][0] if layout in LAYOUTS else 1)
+    config, section = config_of(path, layout, batching), BATCHINGS[batching]
+    arguments = {"config": config, "batch": batch, "section": section}
+    results = pool.run(parity_ranks.run_case, num_calls=3, **arguments)
+    for key in ("logprobs", "reference"):
+        torch.testing.assert_close(
+            joined(results, key), plain_logprobs(load(path), batch), atol=LOGPROB_TOLERANCE, rtol=0
+        )
+    expected, losses, norms = plain_training(path, batch, global_batch_size=4, num_calls=3)
+    for result in results:
+        for found, plain in ((result.losses, losses), (result.grad_norms, norms)):
+            torch.testing.assert_close(found, torch.tensor(plain), rtol=RELATIVE_TOLERANCE, atol=0)
+        assert_equal_parameters(result.parameters, expected, PARAMETER_TOLERANCE)
+    for count in pool.run(parity_ranks.count_tokens, **arguments):
+        assert count.read < count.in_rows
+
+
+def test_scores_of_all_kinds_are_those_of_rows_by_themselves(pools, tiny_model):
+    batch = batch_of_groups()
+    found = [
+        pools(1).run(
+            parity_ranks.call_in_layout,
+            config=make_config(
+                tiny_model, dtensor_cfg={"enabled": True, "share_prefixes": is_shared}
+            ),
+            batch=batch,
+            method="get_topk_logits",
+            k=3,
+        )[0]
+        for is_shared in (False, True)
+    ]
+    for key, values in found[0].columns.items():
+        torch.testing.assert_close(found[1].columns[key], values, atol=1e-5, rtol=0)
+
+
+def test_context_parallelism_is_refused(tiny_model):
+    section = {"enabled": True, "share_prefixes": True, "context_parallel_size": 2}
+    with pytest.raises(ValueError, match=r"share_prefixes=True contradicts .*_parallel_size=2"):
+        DTensorPolicyWorker.validate_config(
+            make_config(tiny_model, dtensor_cfg=section), world_size=2, init_optimizer=True
+        )
