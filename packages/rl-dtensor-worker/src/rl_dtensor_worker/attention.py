@@ -229,7 +229,7 @@ def require_packed_attention(model: PreTrainedModel) -> None:
     if not use_packed_attention(model):
         config = model.config
         raise ValueError(
-            "policy.dtensor_cfg: sequence_parallel and context_parallel_size need "
+            "policy.dtensor_cfg: sequence_parallel, context_parallel_size and share_prefixes need "
             f"attn_implementation='sdpa', {type(model).__name__} uses "
             f"{config._attn_implementation!r}"
         )

@@ -481,7 +481,7 @@ def check_layout(
         raise ValueError(
             f"policy.{feature}: with attention {attention!r}, {type(model).__name__} leaks across "
             f"sequences or loses tokens (scores differ by {difference:.2g} of the largest): use "
-            "another attention, or policy.dynamic_batching"
+            "another attention, or leave it out (policy.dynamic_batching takes padded rows)"
         )
 
 

@@ -49,9 +49,9 @@ def measure_in_turns(runs: Sequence[Run], *, rounds: int, most_beside: float) ->
 
 def _progress(run: Run, found: Measured) -> str:
     (start, _), (step, used), (beside, _) = found["start"], found["step"], found[BESIDE]
-    packed = ", packed" if run.is_packed else ""
+    variant = f", {run.variant}" if run.variant else ""
     return (
-        f"{run.side}{packed}, {run.sampler}: start {start:.1f} s, step {step:.3f} s, {used:.3f} s "
+        f"{run.side}{variant}, {run.sampler}: start {start:.1f} s, step {step:.3f} s, {used:.3f} s "
         f"of processors, of which others used {beside:.0%}"
     )
 

@@ -75,8 +75,8 @@ def compare(runs: Sequence[Run], measured: Sequence[Measured], *, rounds: int) -
 
 def label(run: Run) -> str:
     """Return the name of a run in a table."""
-    packed = ", packed" if run.is_packed else ""
-    return f"{run.side}{packed} ({run.sampler})"
+    variant = f", {run.variant}" if run.variant else ""
+    return f"{run.side}{variant} ({run.sampler})"
 
 
 def machine() -> str:

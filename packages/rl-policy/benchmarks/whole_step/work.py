@@ -88,7 +88,8 @@ class Run:
     work: Work
     ranks: int
     sampler: str = WORKERS
-    is_packed: bool = False
+    variant: str = ""
+    """What is switched on for it: `packed`, `shared`, both or nothing."""
 
 
 def runs_of(
@@ -96,8 +97,8 @@ def runs_of(
 ) -> list[Run]:
     """Return the runs that take turns; TRL has the first of the samplers."""
     own = [Run(side="rl-policy", work=work, ranks=ranks, sampler=each) for each in samplers]
-    if work.is_ragged:
-        own += [replace(run, is_packed=True) for run in own]
+    variants = ("packed", "shared", "packed, shared") if work.is_ragged else ("shared",)
+    own += [replace(run, variant=variant) for variant in variants for run in own]
     peers = [Run(side="TRL", work=work, ranks=ranks, sampler=samplers[0])] if with_trl else []
     return [*own, *peers]
 
@@ -116,6 +117,8 @@ def differences(sampler: str) -> list[str]:
         "TRL pads prompts on the left and computes logits of completions alone; rl-policy pads on "
         "the right.",
         "`train` of TRL is all between its scoring and the end of the optimizer step.",
+        "`shared` is rl-policy with `policy.dtensor_cfg.share_prefixes`, which computes the prompt "
+        "of a group once; `packed` is with `policy.sequence_packing`. TRL has neither on.",
     ]
     if sampler != WORKERS:
         found += [
@@ -203,7 +206,9 @@ def settings(run: Run, inputs: Path) -> dict[str, object]:
         "loss.clip_high": 0.2,
         "loss.importance_cap": "null",
     }
-    if run.is_packed:
+    if "shared" in run.variant:
+        chosen["policy.dtensor_cfg.share_prefixes"] = "true"
+    if "packed" in run.variant:
         tokens = work.mbs * (64 + work.max_new_tokens)
         chosen |= {
             "policy.sequence_packing.enabled": "true",

@@ -139,7 +139,8 @@ def share_prefixes(
     scored = is_scored.nonzero()[:, 0]
     segments = _Segments(starts=starts, own=own, prefix=prefix, prefix_starts=prefix_starts)
     chunks, places = segments.chunks(is_first, used=used, total=total)
-    edges = torch.cat([prefix_starts, starts, torch.tensor([used, total])]).unique()
+    bounds = cast(list[int], torch.cat([prefix_starts, starts]).tolist())
+    edges = torch.tensor(sorted({*bounds, used, total}))
     packed = PackedSequences(
         position_ids=position_ids[None],
         cu_seqlens=edges.int(),
