@@ -18,6 +18,33 @@ SIZES = {
     "bos_token_id": PAD,
 }
 
+_EXPERTS = {"num_experts": 4, "num_local_experts": 4, "num_experts_per_tok": 2}
+_LATENT = {
+    "q_lora_rank": 16,
+    "kv_lora_rank": 16,
+    "qk_nope_head_dim": 8,
+    "qk_rope_head_dim": 8,
+    "v_head_dim": 8,
+    "num_key_value_heads": 4,
+    "moe_intermediate_size": 16,
+    "n_routed_experts": 4,
+    "num_experts_per_tok": 2,
+    "n_shared_experts": 1,
+    "n_group": 2,
+    "topk_group": 1,
+    "first_k_dense_replace": 1,
+}
+EXPERTS = {
+    "mixtral": _EXPERTS,
+    "minimax_m2": _EXPERTS | {"head_dim": 8, "rotary_dim": 4},
+    "phimoe": _EXPERTS,
+    "deepseek_v2": _LATENT | {"topk_method": "greedy"},
+    "deepseek_v3": _LATENT,
+    "qwen3_moe": _EXPERTS | {"moe_intermediate_size": 16, "head_dim": 8},
+    "gpt_oss": _EXPERTS | {"head_dim": 8},
+}
+"""Options of mixtures of experts, by `model_type`."""
+
 
 def build_family(path, model_type, **options):
     """Write a randomly initialised model of `model_type`, whose config has `options` besides.

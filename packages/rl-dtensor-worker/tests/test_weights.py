@@ -1,11 +1,15 @@
 """The weights that leave the worker, against the checkpoint it was built from."""
 
+from pathlib import Path
+
 import pytest
 import torch
 import weights_ranks
+from family_models import EXPERTS, build_family
 from oracle import load
 from rl_dtensor_worker.weights import ModelWeights
 from rl_refit.source import block_of
+from safetensors.torch import load_file
 from tiny_model import build_tiny_model, make_config
 from transformers import Qwen2Config, Qwen2ForCausalLM
 
@@ -35,6 +39,41 @@ def test_every_rank_gets_every_tensor_bit_for_bit(pools, model, num_ranks, preci
         for tensors in gathered.passes:
             assert [name for name, _ in tensors] == list(expected)
             assert all(torch.equal(tensor, expected[name]) for name, tensor in tensors)
+
+
+@pytest.mark.slow_beyond(7, every=3)
+@pytest.mark.parametrize(
+    ("model_type", "num_ranks", "tensor_parallel_size"),
+    [
+        *((model_type, 2, 1) for model_type in EXPERTS),
+        *((model_type, 1, 1) for model_type in EXPERTS),
+        *((model_type, 2, 2) for model_type in ("mixtral", "minimax_m2", "qwen3_moe")),
+    ],
+)
+def test_names_and_shapes_are_those_of_the_checkpoint(
+    pools, tmp_path, model_type, num_ranks, tensor_parallel_size
+):
+    # transformers fuses the experts of most of these in memory, and renames others' tensors.
+    path = build_family(tmp_path / "model", model_type, **EXPERTS[model_type])
+    stored = load_file(f"{path}/model.safetensors")
+    section = {"enabled": True, "tensor_parallel_size": tensor_parallel_size}
+    ranks = pools(num_ranks).run(
+        weights_ranks.gather_and_export,
+        config=make_config(path, dtensor_cfg=section),
+        directory=str(tmp_path / "exported"),
+    )
+    files = sorted(Path(tmp_path / "exported").glob("*.safetensors"))
+    assert len(files) > 1
+    exported = {name: each for file in files for name, each in load_file(file).items()}
+    for gathered in ranks:
+        assert {each.name for each in gathered.metadata} == stored.keys() == exported.keys()
+        sent, chosen = map(dict, gathered.passes)
+        assert [each.name for each in gathered.metadata] == list(sent)
+        assert list(chosen) == list(sent)[1::3]
+        for name, dtype, shape in gathered.metadata:
+            assert (dtype, shape) == (torch.float32, tuple(stored[name].shape))
+        for found in (sent, chosen, exported):
+            assert all(torch.equal(tensor, stored[name]) for name, tensor in found.items())
 
 
 def test_parameters_that_are_offloaded_are_gathered_too(pools, model):

@@ -38,6 +38,16 @@ def gather_weights(*, config):
         return Gathered(source.metadata(), passes)
 
 
+def gather_and_export(*, config, directory):
+    with worker_for(config, init_reference_model=False) as worker:
+        source = worker.weight_source
+        tensors = [(name, tensor.clone()) for name, tensor in source]
+        some = [name for name, _ in tensors][1::3]
+        chosen = [(name, tensor.clone()) for name, tensor in source.gather(some)]
+        worker.save_hf_checkpoint(directory, max_file_bytes=30_000)
+        return Gathered(source.metadata(), [tensors, chosen])
+
+
 def stream_weights(*, config, transport, pairs):
     """Train and stream, twice, to receivers in threads: one per rank, or all of them on rank 0."""
     from concurrent.futures import ThreadPoolExecutor

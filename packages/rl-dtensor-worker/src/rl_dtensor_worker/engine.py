@@ -14,10 +14,8 @@ from rl_interfaces.backend.checkpoint.optimizer_state import TrainState
 from rl_interfaces.backend.components import ReferenceCopy, move_optimizer_state
 from rl_interfaces.backend.engine import EngineInfo, HfExport, Scored, module_mode
 from rl_interfaces.backend.torch_optim import build_scheduler
-from rl_refit.source import block_of
 from torch import nn
 from torch.distributed.tensor import DTensor, Replicate
-from transformers.core_model_loading import WeightConverter, revert_weight_conversion
 
 from rl_dtensor_worker.config import EngineConfig, load_model_config
 from rl_dtensor_worker.forward import (
@@ -70,7 +68,7 @@ if TYPE_CHECKING:
     from rl_interfaces.backend.generation import Decoder
     from rl_interfaces.backend.runtime import RankEnvironment
     from rl_interfaces.backend.steps import MicroBatch, Step
-    from transformers import PreTrainedModel, PreTrainedTokenizerBase
+    from transformers import PreTrainedTokenizerBase
 
 _CPU = torch.device("cpu")
 _TOKEN_CALLS = ("get_logprobs", "get_reference_policy_logprobs", "get_topk_logits", "generate")
@@ -267,8 +265,7 @@ class DTensorEngine:
         return HfExport(
             write_config=self._write_config,
             source=source,
-            convert=lambda tensors: revert_weight_conversion(self.model, tensors),
-            groups=_conversion_groups(self.model, [meta.name for meta in source.metadata()]),
+            groups=source.converted_together(),
         )
 
     def close(self) -> None:
@@ -452,18 +449,3 @@ def _shard_suffix(parameter: torch.Tensor) -> str:
         if not isinstance(placement, Replicate)
     ]
     return str(sharded) if sharded else ""
-
-
-def _conversion_groups(model: PreTrainedModel, names: list[str]) -> list[list[str]]:
-    """Return the names of tensors that are converted together, in the order of the model.
-
-    Each tensor by itself or, if the model has fused tensors of its checkpoint, each layer.
-    """
-    ignored = set(getattr(model, "_keys_to_ignore_on_save", None) or ())
-    conversions = getattr(model, "_weight_conversions", None) or []
-    by_layer = any(isinstance(each, WeightConverter) for each in conversions)
-    groups: dict[str, list[str]] = {}
-    for name in names:
-        if name not in ignored:
-            groups.setdefault((by_layer and block_of(name)) or name, []).append(name)
-    return list(groups.values())

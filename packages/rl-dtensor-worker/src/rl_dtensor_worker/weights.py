@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from itertools import groupby
+from functools import cached_property
+from itertools import groupby, islice
 from typing import TYPE_CHECKING
 
 import torch
@@ -24,6 +25,7 @@ from rl_refit.source import block_of
 from torch.distributed.tensor import DTensor, Shard
 from torch.distributed.tensor.placement_types import _StridedShard
 
+from rl_dtensor_worker.model.convert import plan_reversals
 from rl_dtensor_worker.model.lora import (
     AdaptedWeight,
     adapted_layers,
@@ -39,6 +41,8 @@ if TYPE_CHECKING:
 
     import torch.distributed as dist
     from transformers import PreTrainedModel
+
+    from rl_dtensor_worker.model.convert import Reversal
 
 NamedTensors = list[tuple[str, torch.Tensor]]
 Tensors = dict[str, torch.Tensor]
@@ -214,7 +218,10 @@ def persistent_state(model: PreTrainedModel) -> dict[str, torch.Tensor]:
 
 
 class ModelWeights(LayeredSource):
-    """The full tensors of a sharded model.
+    """The full tensors of a sharded model, with the names and shapes of its checkpoint.
+
+    Where transformers fuses or renames a checkpoint's tensors in memory, as it does with experts,
+    each gathered tensor is converted back before the next one is; see `plan_reversals`.
 
     Tied tensors come once, under their first name. Each tensor is cast to the wire dtype before the
     all-gather, so that no more bytes than needed cross the network. Adapters are merged into the
@@ -242,27 +249,57 @@ class ModelWeights(LayeredSource):
 
     def metadata(self) -> list[WeightMeta]:
         """See `LayeredSource.metadata`."""
-        return [
-            WeightMeta(name, self._dtype_of(tensor), tuple(tensor.shape))
-            for name, tensor in without_adapters(persistent_state(self._model)).items()
-        ]
+        return [meta for group in self._conversions for meta in group.converted]
+
+    def converted_together(self) -> list[list[str]]:
+        """Return the names of the tensors that one gather and conversion makes, in order."""
+        return [[meta.name for meta in group.converted] for group in self._conversions]
 
     @torch.no_grad()
     def gather(self, names: Iterable[str]) -> Iterator[tuple[str, torch.Tensor]]:
-        """See `LayeredSource.gather`."""
+        """See `LayeredSource.gather`; within a layer in the order of `metadata`."""
         state = persistent_state(self._model)
-        weights = without_adapters(state)
-        names = check_names(names, weights)
-        yield from overlap_gathers(self._layers(names, weights, adapters_of(state)))
+        names = check_names(names, self._conversion_of)
+        yield from overlap_gathers(self._layers(names, without_adapters(state), adapters_of(state)))
+
+    @cached_property
+    def _conversions(self) -> list[_Conversion]:
+        ignored = set(getattr(self._model, "_keys_to_ignore_on_save", None) or ())
+        # On the meta device: names, shapes and dtypes are those of a conversion of no values.
+        empty = {
+            name: torch.empty(tensor.shape, dtype=self._dtype_of(tensor), device="meta")
+            for name, tensor in without_adapters(persistent_state(self._model)).items()
+            if name not in ignored
+        }
+        found: list[_Conversion] = []
+        for reversal in plan_reversals(self._model, empty):
+            converted = reversal.convert(self._model, empty)
+            metas = [
+                WeightMeta(name, each.dtype, tuple(each.shape)) for name, each in converted.items()
+            ]
+            found.append(_Conversion(reversal=reversal, converted=metas))
+        return found
+
+    @cached_property
+    def _conversion_of(self) -> dict[str, int]:
+        """The place in `_conversions` of each name of the checkpoint."""
+        groups = enumerate(self.converted_together())
+        return {name: place for place, names in groups for name in names}
 
     def _layers(self, names: list[str], weights: Tensors, adapters: Tensors) -> Iterator[_Layer]:
         """Start the gathers of each layer of `names`."""
         adapted = adapted_weights(self._model)
         for _, group in groupby(names, key=block_of):
-            chosen = {name: weights[name] for name in group}
+            wanted = set(group)
+            places = sorted({self._conversion_of[name] for name in wanted})
+            reversals = [self._conversions[place].reversal for place in places]
+            chosen = {name: weights[name] for each in reversals for name in each.names}
             merges = {name: adapted[name] for name in chosen if name in adapted}
             factors = [name for merge in merges.values() for name in (merge.down, merge.up)]
             yield _Layer(
+                model=self._model,
+                reversals=reversals,
+                wanted=wanted,
                 weights=self._start(chosen),
                 # Factors are multiplied before the cast: in the wire dtype they would be rounded.
                 factors=self._start({name: adapters[name] for name in factors}, torch.float32),
@@ -284,9 +321,22 @@ class ModelWeights(LayeredSource):
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
+class _Conversion:
+    """Tensors of the model that become tensors of the checkpoint together."""
+
+    reversal: Reversal
+    converted: list[WeightMeta]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
 class _Layer:
     """The gathers of one layer's weights, and of the adapters that are merged into them."""
 
+    model: PreTrainedModel
+    reversals: list[Reversal]
+    """How the weights are converted, in the order in which they are gathered."""
+    wanted: set[str]
+    """Names of the checkpoint."""
     weights: BucketGather
     factors: BucketGather
     merges: Mapping[str, AdaptedWeight]
@@ -294,6 +344,12 @@ class _Layer:
     def finish(self) -> Iterator[tuple[str, torch.Tensor]]:
         """Wait for them; yield name and full tensor."""
         factors = dict(self.factors.finish())
-        for name, weight in self.weights.finish():
-            merge = self.merges.get(name)
-            yield name, weight if merge is None else merge.merge(weight, factors)
+        weights = self.weights.finish()
+        for reversal in self.reversals:
+            merged: Tensors = {}
+            for name, weight in islice(weights, len(reversal.names)):
+                merge = self.merges.get(name)
+                merged[name] = weight if merge is None else merge.merge(weight, factors)
+            for name, tensor in reversal.convert(self.model, merged).items():
+                if name in self.wanted:
+                    yield name, tensor

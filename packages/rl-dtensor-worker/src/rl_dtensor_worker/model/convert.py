@@ -1,7 +1,8 @@
-"""How tensors in checkpoint files are converted to tensors of a model.
+"""How tensors in checkpoint files are converted to tensors of a model, and back.
 
-The plan is made from names and shapes alone, while the model is unsharded and on the meta device.
-Renamings and fusions are transformers' own conversions, as `from_pretrained` applies them.
+The plans are made from names and shapes alone, the first while the model is unsharded and on the
+meta device. Renamings and fusions are transformers' own conversions, as `from_pretrained` and
+`save_pretrained` apply them.
 """
 
 from __future__ import annotations
@@ -18,6 +19,7 @@ from transformers.conversion_mapping import get_model_conversion_mapping
 from transformers.core_model_loading import (
     Concatenate,
     MergeModulelist,
+    PrefixChange,
     Transpose,
     WeightConverter,
     WeightRenaming,
@@ -28,7 +30,7 @@ from transformers.core_model_loading import (
 from rl_dtensor_worker.parallel.fsdp import local_tensor, owned_indices
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
+    from collections.abc import Iterable, Mapping
 
     from rl_interfaces.backend.checkpoint.hf_files import SafetensorsFiles
     from transformers import PreTrainedModel
@@ -108,14 +110,88 @@ class Conversion:
         self, model: PreTrainedModel, tensors: dict[str, list[torch.Tensor]]
     ) -> dict[str, torch.Tensor]:
         assert self.converter is not None
-        # Converters collect tensors in themselves, and ranks convert more than once.
-        converter = copy.deepcopy(self.converter)
-        converter.collected_tensors.update(tensors)  # type: ignore[arg-type]
-        converted = converter.convert(self.name, model=model, config=model.config)
-        return {
-            name: value[0] if isinstance(value, list) else value
-            for name, value in converted.items()
+        return _run(self.converter, self.name, tensors, model)
+
+
+@dataclass(kw_only=True, slots=True)
+class Reversal:
+    """Tensors of the model that are converted together to one tensor of a checkpoint, or several.
+
+    The inverse of a `Conversion`.
+    """
+
+    converter: WeightConverter | None
+    """None: the tensor is renamed at most."""
+    target: str
+    """Name in the checkpoint, with `*` for the numbers of a module list."""
+    sources: dict[str, list[str]] = field(default_factory=dict)
+    """Names in the model by the converter's source pattern."""
+
+    @property
+    def names(self) -> list[str]:
+        """The names in the model."""
+        return [name for names in self.sources.values() for name in names]
+
+    @torch.no_grad()
+    def convert(
+        self, model: PreTrainedModel, tensors: Mapping[str, torch.Tensor]
+    ) -> dict[str, torch.Tensor]:
+        """Return full tensors under the names, and in the shapes, of the checkpoint.
+
+        Args:
+            model: The model, whose config has sizes that conversions need.
+            tensors: The full tensors of `names`.
+        """
+        if self.converter is None:
+            (name,) = self.names
+            return {self.target: tensors[name]}
+        collected = {
+            pattern: [tensors[name] for name in names] for pattern, names in self.sources.items()
         }
+        converted = _run(self.converter, self.target, collected, model)
+        return {name: tensor.contiguous() for name, tensor in converted.items()}
+
+
+def plan_reversals(model: PreTrainedModel, names: Iterable[str]) -> list[Reversal]:
+    """Return how the tensors `names` of `model` become those of its checkpoint, in their order.
+
+    As `save_pretrained` does: it reverses the conversions that loading has used or, for a model
+    that was not loaded, all that there are for its class.
+    """
+    names = list(names)
+    used = getattr(model, "_weight_conversions", None)
+    if used is None:
+        mapping = get_model_conversion_mapping(model, add_legacy=False)
+        # Whether a checkpoint had the prefix is unknown.
+        used = [each for each in mapping if not isinstance(each, PrefixChange)]
+    inverse = [each.reverse_transform() for each in reversed(used)]
+    renamings = [each for each in inverse if isinstance(each, WeightRenaming)]
+    converters = [each for each in inverse if isinstance(each, WeightConverter)]
+    by_pattern = {pattern: each for each in converters for pattern in each.source_patterns}
+    found: dict[str, Reversal] = {}
+    # Sorted: some renamings depend on a name that comes before.
+    for name in sorted(names, key=dot_natural_key):
+        target, pattern = rename_source_key(name, renamings, converters, reverse=True)
+        converter = None if pattern is None else by_pattern[pattern]
+        reversal = found.setdefault(target, Reversal(converter=converter, target=target))
+        reversal.sources.setdefault(pattern or "", []).append(name)
+    places = {name: place for place, name in enumerate(names)}
+    return sorted(found.values(), key=lambda each: min(places[name] for name in each.names))
+
+
+def _run(
+    converter: WeightConverter,
+    name: str,
+    tensors: Mapping[str, list[torch.Tensor]],
+    model: PreTrainedModel,
+) -> dict[str, torch.Tensor]:
+    # Converters collect tensors in themselves, and are used more than once.
+    converter = copy.deepcopy(converter)
+    converter.collected_tensors.update(tensors)  # type: ignore[arg-type]
+    converted = converter.convert(name, model=model, config=model.config)
+    return {
+        name: value[0] if isinstance(value, list) else value for name, value in converted.items()
+    }
 
 
 def plan_conversions(

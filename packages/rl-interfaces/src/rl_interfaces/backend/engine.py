@@ -148,12 +148,9 @@ class HfExport:
     write_config: Callable[[Path], None]
     """Writes the config files into a directory; called on rank 0 only."""
     source: GatheredSource
-    """The weights in float32, under the engine's parameter names."""
-    convert: Callable[[Tensors], Tensors] | None = None
-    """Converts a group of gathered tensors to the names and shapes of the checkpoint; None: the
-    same."""
+    """The weights in float32, under the names of the checkpoint."""
     groups: Sequence[Sequence[str]] | None = None
-    """Names that `convert` takes together and that share a file; None: each tensor by itself."""
+    """Names that are gathered together and share a file; None: each tensor by itself."""
 
 
 class Engine(Protocol):

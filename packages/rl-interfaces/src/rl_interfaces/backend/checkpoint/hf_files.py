@@ -227,12 +227,9 @@ def plan_files(
 
 def _gather(export: HfExport, groups: Sequence[Sequence[str]], *, keep: bool) -> Tensors:
     """Return the tensors of a file on the CPU if `keep`, else nothing. Collective."""
-    converted: Tensors = {}
+    gathered: Tensors = {}
     for group in groups:
-        gathered: Tensors = {}
         for name, tensor in export.source.gather(group):
             if keep:
-                gathered[name] = tensor.cpu()
-        if keep:
-            converted |= gathered if export.convert is None else export.convert(gathered)
-    return {name: tensor.contiguous() for name, tensor in converted.items()}
+                gathered[name] = tensor.cpu().contiguous()
+    return gathered
