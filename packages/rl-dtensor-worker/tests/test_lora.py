@@ -2,6 +2,7 @@
 
 import copy
 import json
+import re
 import sys
 
 import lora_ranks
@@ -9,6 +10,7 @@ import parity_models
 import parity_ranks
 import pytest
 import torch
+from family_models import EXPERTS, build_family
 from oracle import (
     LOGPROB_TOLERANCE,
     PARAMETER_TOLERANCE,
@@ -18,6 +20,8 @@ from oracle import (
 )
 from rank_pool import RankFailure
 from rl_dtensor_worker import DTensorPolicyWorker
+from rl_dtensor_worker.config import AdapterConfig
+from rl_dtensor_worker.model.lora import inject_adapters
 from safetensors.torch import load_file
 from test_parity import BATCHINGS, RELATIVE_TOLERANCE, assert_equal_parameters, joined
 from test_parity import LAYOUTS as PARITY_LAYOUTS
@@ -260,6 +264,95 @@ def test_some_layers_alone_on_tied_embeddings_and_a_mixture(pools, tmp_path, lay
         }
         # Sent under the names of the checkpoint, which has a tensor for each expert.
         assert_equal_parameters(found.sent, load_file(f"{path}/model.safetensors"), 0.0)
+
+
+ALL_LINEAR = {
+    "gpt2": [r"transformer\.h\.\d\.(attn|mlp)\.c_\w+"],
+    "mixtral": [r"model\.layers\.\d\.self_attn\.[qkvo]_proj"],
+    "qwen3_moe": [r"model\.layers\.\d\.self_attn\.[qkvo]_proj"],
+    "deepseek_v3": [
+        r"model\.layers\.\d\.self_attn\.[qo]\w*_proj",
+        r"model\.layers\.\d\.self_attn\.kv_(a_proj_with_mqa|b_proj)",
+    ],
+}
+"""Patterns of all layers that `all-linear` stands for, by `model_type`."""
+
+
+@pytest.fixture
+def others(tmp_path, request):
+    """A model of another family, and adapters of its linear layers that peft wrote."""
+    path = build_family(
+        tmp_path / "base",
+        request.param,
+        **EXPERTS.get(request.param, {"n_inner": 48}),
+        tie_word_embeddings=False,
+    )
+    pattern = re.compile("|".join(ALL_LINEAR[request.param]))
+    model = load(path)
+    layers = [name for name, _ in model.named_modules() if pattern.fullmatch(name)]
+    settings = SETTINGS | {"target_modules": layers}
+    model = peft.get_peft_model(model, peft.LoraConfig(**settings, task_type="CAUSAL_LM"))
+    for name, parameter in model.named_parameters():
+        if "lora_B" in name:
+            torch.nn.init.normal_(parameter, std=0.1)
+    model.save_pretrained(tmp_path / "adapters")
+    return path, str(tmp_path / "adapters"), layers
+
+
+@pytest.mark.parametrize("others", [*ALL_LINEAR], indirect=True)
+def test_all_linear_layers_of_other_families_equal_plain_peft(pools, tmp_path, others):
+    path, adapters, layers = others
+    config = config_of(path, lora={"adapter_path": adapters})
+    arguments = {"batch": BATCH, "section": None, "num_calls": 2}
+    results = pools(2).run(parity_ranks.run_case, config=config, **arguments)
+    model = with_peft(path, adapters, trainable=True)
+    expected = plain_logprobs(model.eval(), BATCH)
+    torch.testing.assert_close(
+        joined(results, "logprobs"), expected, atol=LOGPROB_TOLERANCE, rtol=0
+    )
+    assert (expected - plain_logprobs(load(path), BATCH)).abs().max() > 0.01
+    copy.deepcopy(model).merge_and_unload().save_pretrained(tmp_path / "merged")
+    sent = load_file(tmp_path / "merged/model.safetensors")
+    trained, *_ = train_plainly(model, BATCH, global_batch_size=4, num_calls=2)
+    for result in results:
+        assert_equal_parameters(result.sent, sent, 0.0)
+        found = in_peft_names(result.parameters)
+        assert {each.partition(".lora_")[0] for each in result.parameters if "lora_" in each} == {
+            *layers
+        }
+        assert_equal_parameters(found, trained, PARAMETER_TOLERANCE)
+
+
+@pytest.mark.parametrize("others", [*ALL_LINEAR], indirect=True)
+def test_adapters_of_other_families_are_what_peft_reads(pools, tmp_path, others):
+    path, _, _ = others
+    arguments = {"batch": BATCH, "directory": str(tmp_path / "saved")}
+    saved, *_ = pools(2).run(lora_ranks.train_and_save, config=config_of(path), **arguments)
+    model = with_peft(path, tmp_path / "saved/adapters")
+    model.merge_and_unload().save_pretrained(tmp_path / "plain")
+    assert_equal_parameters(saved.sent, load_file(tmp_path / "plain/model.safetensors"), 0.0)
+
+
+@pytest.mark.parametrize(
+    ("model_type", "told"),
+    [
+        ("gpt2", None),
+        (
+            "phimoe",
+            r"\['model.layers.\*.mlp.experts.down_proj', .*, 'model.layers.\*.mlp.router'\]",
+        ),
+        ("deepseek_v2", r"'model.layers.\*.mlp.experts.gate_up_proj', 'model.layers.\*.mlp.gate_"),
+    ],
+)
+def test_what_all_linear_leaves_out_is_logged(tmp_path, caplog, model_type, told):
+    path = build_family(tmp_path, model_type, **EXPERTS.get(model_type, {"n_inner": 48}))
+    adapters = AdapterConfig(
+        r=2, lora_alpha=2, lora_dropout=0.0, target_modules="all-linear", adapter_path=None
+    )
+    inject_adapters(load(path), adapters, model_name=path)
+    assert len(caplog.records) == (told is not None)
+    if told is not None:
+        assert re.search(f"leaves out .*{told}", caplog.text)
 
 
 def test_dropout_is_for_training_alone(pools, base, adapters):

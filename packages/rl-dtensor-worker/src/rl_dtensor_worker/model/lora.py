@@ -7,17 +7,21 @@ merged; the optimizer and checkpoints see the trained parameters only.
 
 from __future__ import annotations
 
+import logging
 import math
+import re
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
+import torch.distributed as dist
 from rl_interfaces.backend.checkpoint.hf_files import SafetensorsFiles, take
 from rl_interfaces.backend.runtime import failing_together
 from safetensors.torch import save_file
 from torch import nn
+from transformers.pytorch_utils import Conv1D
 
 from rl_dtensor_worker.parallel.fsdp import full_tensor, local_tensor, owned_indices
 
@@ -28,6 +32,8 @@ if TYPE_CHECKING:
 
     from rl_dtensor_worker.config import AdapterConfig
 
+logger = logging.getLogger(__name__)
+
 Tensors = dict[str, torch.Tensor]
 
 _PATH = "policy.dtensor_cfg.lora"
@@ -37,6 +43,13 @@ _FILE_PREFIX = "base_model.model."
 # Settings that determine what an adapter's numbers mean: a directory's must match the policy's.
 _MEANINGS = ("peft_type", "r", "lora_alpha", "rank_pattern", "alpha_pattern", "use_rslora")
 _MEANINGS += ("use_dora", "lora_bias", "bias", "target_parameters")
+_ALL_LINEAR = "all-linear"
+# By name, as Falcon's is a subclass. Layers of other classes may return more than a product.
+_LINEAR_CLASSES = frozenset(["Linear", "Conv1D", "FalconLinear"])
+# Whose kernels read the weights of these layers, past an adapter: peft refuses them.
+_STATE_SPACE_MODELS = frozenset(["falcon_h1", "mamba", "mamba2", "falcon_mamba", "nemotron_h"])
+_STATE_SPACE_LAYERS = frozenset(["conv1d", "out_proj"])
+_LAYER_NUMBER = re.compile(r"\.\d+")
 _TASKS = {"language_model": "CAUSAL_LM", "reward": "SEQ_CLS", "value": "TOKEN_CLS"}
 
 
@@ -49,10 +62,13 @@ class AdaptedWeight:
     up: str
     """Name of B, `[outputs, r]`."""
     scaling: float
+    is_transposed: bool = False
+    """Whether the weight is `[inputs, outputs]`, as that of a `Conv1D` is."""
 
     def merge(self, weight: torch.Tensor, adapters: Mapping[str, torch.Tensor]) -> torch.Tensor:
         """Return `weight` with the adapter merged, in its own dtype, computed in float32."""
         change = adapters[self.up] @ adapters[self.down] * self.scaling
+        change = change.T if self.is_transposed else change
         return (weight.float() + change).to(weight.dtype)
 
 
@@ -66,7 +82,9 @@ def inject_adapters(
 ) -> None:
     """Add float32 adapters to linear layers of `model`, and freeze everything else.
 
-    The score layer of a reward or value model stays trained, in float32.
+    `all-linear` is every linear layer but the output layer and those that peft cannot adapt. What
+    it leaves out is logged: experts above all, which are tensors of one module, and no layers. The
+    score layer of a reward or value model stays trained, in float32.
 
     Args:
         model: On the meta device.
@@ -80,11 +98,20 @@ def inject_adapters(
     """
     peft = _peft()
     _check_names(model, config.target_modules)
+    targets = config.target_modules
+    if targets == _ALL_LINEAR:
+        targets = _linear_layers(model, value_layer)
+        if not targets:
+            raise ValueError(
+                f"{_PATH}.target_modules={_ALL_LINEAR!r} matches no layer of {type(model).__name__}"
+            )
     settings = peft.LoraConfig(
         r=config.r,
         lora_alpha=config.lora_alpha,
         lora_dropout=config.lora_dropout,
-        target_modules=config.target_modules,
+        target_modules=targets,
+        # Peft sets it for each layer itself, but warns of every `Conv1D` where it is False.
+        fan_in_fan_out=any(type(module) is Conv1D for module in model.modules()),
         base_model_name_or_path=model_name,
         # From the task peft's `all-linear` derives that the score layer gets no adapter.
         task_type="CAUSAL_LM" if value_layer is None else "SEQ_CLS",
@@ -155,7 +182,10 @@ def adapted_weights(model: PreTrainedModel) -> dict[str, AdaptedWeight]:
     """Return the weights that adapters change, by their names in the model without adapters."""
     return {
         f"{name}.weight": AdaptedWeight(
-            down=f"{name}{_DOWN}weight", up=f"{name}{_UP}weight", scaling=layer.scaling["default"]
+            down=f"{name}{_DOWN}weight",
+            up=f"{name}{_UP}weight",
+            scaling=layer.scaling["default"],
+            is_transposed=layer.fan_in_fan_out,
         )
         for name, layer in adapted_layers(model).items()
     }
@@ -254,6 +284,43 @@ def _is_layer(model: PreTrainedModel, ending: str) -> bool:
     return any(f".{name}".endswith(f".{ending}") for name, _ in model.named_modules())
 
 
+def _linear_layers(model: PreTrainedModel, value_layer: str | None) -> list[str]:
+    """Return the names of the layers that `all-linear` stands for, and log what it leaves out."""
+    from peft.utils.transformers_weight_conversion import convert_peft_config_for_transformers
+
+    output = model.get_output_embeddings()
+    linear = {
+        name: type(module).__name__
+        for name, module in model.named_modules()
+        if isinstance(module, nn.Linear | Conv1D) and module is not output and name != value_layer
+    }
+    # A layer of another class computes something else as well, as a router does.
+    found = [name for name, kind in linear.items() if kind in _LINEAR_CLASSES]
+    if model.config.model_type in _STATE_SPACE_MODELS:
+        found = [name for name in found if name.rpartition(".")[2] not in _STATE_SPACE_LAYERS]
+    # For mixtures of experts peft takes names such as `gate_proj` for the experts' tensors, also
+    # where they are of a dense layer, so that it could not load an adapter of that.
+    kept = _peft().LoraConfig(target_modules=found)
+    convert_peft_config_for_transformers(kept, model, None)
+    found = [name for name in found if name in kept.target_modules]
+    # Experts have no layers of their own: a parameter holds the matrices of all.
+    experts = {
+        name
+        for name, parameter in model.named_parameters()
+        if parameter.ndim == 3 and name.rpartition(".")[2] != "weight"
+    }
+    left_out = {_LAYER_NUMBER.sub(".*", name) for name in (linear.keys() - found) | experts}
+    if left_out and (not dist.is_initialized() or dist.get_rank() == 0):
+        logger.warning(
+            "%s.target_modules=%r leaves out %s of %s, which peft does not adapt as linear layers",
+            _PATH,
+            _ALL_LINEAR,
+            sorted(left_out),
+            type(model).__name__,
+        )
+    return found
+
+
 def _check_layers(
     model: PreTrainedModel, target_modules: list[str] | str, value_layer: str | None
 ) -> None:
@@ -261,7 +328,7 @@ def _check_layers(
     output = model.get_output_embeddings()
     for name, layer in adapted_layers(model).items():
         is_last = layer is output or name == value_layer
-        if type(layer.base_layer) is not nn.Linear or is_last:
+        if type(layer.base_layer).__name__ not in _LINEAR_CLASSES or is_last:
             raise ValueError(
                 f"{_PATH}.target_modules={target_modules!r} matches {name}: adapters are "
                 "supported on linear layers only, and not on the output layer"

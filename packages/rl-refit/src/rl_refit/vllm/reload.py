@@ -16,6 +16,8 @@ from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
+from torch.overrides import TorchFunctionMode
+from torch.utils._python_dispatch import _get_current_dispatch_mode
 from vllm.model_executor.layers.attention import is_deferred_attention_layer
 from vllm.model_executor.layers.linear import MergedColumnParallelLinear, QKVParallelLinear
 from vllm.model_executor.layers.vocab_parallel_embedding import (
@@ -26,7 +28,12 @@ from vllm.model_executor.model_loader.reload import (
     finalize_layerwise_reload,
     initialize_layerwise_reload,
 )
-from vllm.model_executor.model_loader.reload.layerwise import get_layerwise_info
+from vllm.model_executor.model_loader.reload.layerwise import (
+    get_layerwise_info,
+    make_online_process_loader,
+)
+from vllm.model_executor.model_loader.reload.meta import CopyCounter
+from vllm.model_executor.model_loader.weight_utils import default_weight_loader
 
 from rl_refit.errors import RefitError
 
@@ -60,7 +67,8 @@ class LayerwiseReload:
 
     def load(self, tensors: list[tuple[str, torch.Tensor]]) -> None:
         """Pass one bucket's tensors to vLLM's loader; they may be overwritten afterwards."""
-        self._model.load_weights(iter(tensors))
+        with _DirectCopies(self._model):
+            self._model.load_weights(iter(tensors))
         _clone_kept(self._layers, tensors)
 
     def complete(self) -> None:
@@ -112,6 +120,47 @@ class LayerwiseReload:
                 f"the sender's tensors leave out shards of {len(missing)} of vLLM's parameters: "
                 f"{listed}"
             )
+
+
+class _DirectCopies(TorchFunctionMode):
+    """Inside, `parameter.copy_(tensor)` is a load of the parameter, as by its `weight_loader`.
+
+    In a reload vLLM's parameters are on the meta device, where a copy does nothing: vLLM counts on
+    `weight_loader` being called. Its loader of gpt-oss copies experts and sinks directly.
+    """
+
+    def __init__(self, model: VllmModel) -> None:
+        super().__init__()
+        self._model = model
+
+    def __torch_function__(
+        self, func: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> torch.Tensor:
+        is_copy = func in (torch.Tensor.data.__get__, torch.Tensor.copy_)
+        # Within a `weight_loader` vLLM counts copies to the meta device, which are its own.
+        if is_copy and not isinstance(_get_current_dispatch_mode(), CopyCounter):
+            owner = self._owner_of(args[0]) if args[0].is_meta else None
+            if owner is not None:
+                # The parameter stands for its data, so that a copy to that is seen.
+                return args[0] if func is not torch.Tensor.copy_ else _load(*owner, *args)
+        return func(*args, **(kwargs or {}))
+
+    def _owner_of(self, parameter: torch.nn.Parameter) -> tuple[torch.nn.Module, str] | None:
+        for layer in self._model.modules():
+            for name, each in layer.named_parameters(recurse=False):
+                if each is parameter:
+                    return layer, name
+        return None
+
+
+def _load(
+    layer: torch.nn.Module, name: str, parameter: torch.nn.Parameter, tensor: torch.Tensor
+) -> torch.nn.Parameter:
+    # The loader that the layer has may take an expert at a time.
+    parameter.weight_loader = default_weight_loader
+    parameter.weight_loader = make_online_process_loader(layer, name)
+    parameter.weight_loader(parameter, tensor)
+    return parameter
 
 
 def _clone_kept(
