@@ -235,6 +235,65 @@ def test_another_quantisation_is_refused_before_a_process_starts(quantised, tmp_
         DTensorPolicyWorker.validate_config(make_config(str(path)), world_size=1)
 
 
+# Blocks inside blocks, blocks that share weights, and blocks that no class attribute names.
+UNITS = {
+    "mamba": {"state_size": 8},
+    "falcon_mamba": {"state_size": 8},
+    "zamba2": {
+        "num_hidden_layers": 4,
+        "layers_block_type": ["mamba", "hybrid", "mamba", "hybrid"],
+        "mamba_d_state": 8,
+        "n_mamba_heads": 8,
+        "mamba_headdim": 8,
+        "mamba_ngroups": 1,
+        "num_mem_blocks": 1,
+        "adapter_rank": 4,
+        "chunk_size": 8,
+    },
+    "minimax": {
+        "num_local_experts": 4,
+        "num_experts_per_tok": 2,
+        "head_dim": 8,
+        "layer_types": ["linear_attention", "full_attention"],
+        "block_size": 8,
+    },
+    "biogpt": {},
+    "openai-gpt": {"n_positions": 64},
+}
+# Steps of bfloat16 are 8e-3 at log-probabilities of about 2, and two layers add up a few.
+BFLOAT16_TOLERANCE = 0.05
+
+
+@pytest.mark.slow_beyond(6, every=2)
+@pytest.mark.parametrize("model_type", UNITS)
+@pytest.mark.parametrize(
+    ("num_ranks", "precision"), [(2, "float32"), (2, "bfloat16"), (1, "bfloat16")]
+)
+def test_unusual_blocks_are_sharded_and_cast(pools, tmp_path, model_type, num_ranks, precision):
+    path = build_family(tmp_path, model_type, **UNITS[model_type], initializer_range=0.1)
+    batch = make_batch(4)
+    expected = plain_logprobs(load(path), batch)
+    results = pools(num_ranks).run(
+        parity_ranks.run_case,
+        config=make_config(path, precision=precision),
+        batch=batch,
+        section=None,
+        num_calls=2,
+    )
+    exact = precision == "float32"
+    found = torch.cat([each.columns["logprobs"] for each in results])
+    tolerance = LOGPROB_TOLERANCE if exact else BFLOAT16_TOLERANCE
+    torch.testing.assert_close(found, expected, atol=tolerance, rtol=0)
+    stored = load_file(tmp_path / "model.safetensors")
+    dtype = getattr(torch, precision)
+    for result in results:
+        assert result.sent.keys() == stored.keys()
+        assert all(torch.equal(tensor, stored[n].to(dtype)) for n, tensor in result.sent.items())
+        if exact:
+            plain = plain_training(path, batch, global_batch_size=4, num_calls=2)
+            assert_trained_like(plain, result)
+
+
 LONG, SHORT = [4.0, 8.0, 16.0, 32.0], [1.0, 1.1, 1.2, 1.3]
 LONGROPE = {
     "rope_type": "longrope",

@@ -7,7 +7,7 @@ from rl_dtensor_worker.weights import ModelWeights
 from rl_policy import RayVirtualCluster
 from rl_policy.generation.vllm import VllmGeneration
 from safetensors.torch import load_file
-from transformers import AutoModelForCausalLM, Qwen3MoeConfig, Qwen3MoeForCausalLM
+from transformers import AutoConfig, AutoModelForCausalLM, Qwen3MoeConfig, Qwen3MoeForCausalLM
 from vllm_oracles import (
     TEXTS,
     TOLERANCE,
@@ -102,6 +102,100 @@ def test_an_expert_that_is_left_out_is_told(engines, left_out, told):
     with rl_refit.RefitSender(source, timeout_s=60.0) as sender:
         engines.init_transfer(sender.address)
         fail_to_refit(engines, sender, version, told=told)
+
+
+_EXPERTS = {"num_experts": 4, "num_local_experts": 4, "num_experts_per_tok": 2, "head_dim": 32}
+# As the checkpoints on the hub have them, in sizes that the CPU's kernels take.
+_LATENT = {
+    "q_lora_rank": 32,
+    "kv_lora_rank": 32,
+    "qk_nope_head_dim": 16,
+    "qk_rope_head_dim": 16,
+    "v_head_dim": 32,
+    "moe_intermediate_size": 32,
+    "n_routed_experts": 4,
+    "num_experts_per_tok": 2,
+    "n_shared_experts": 1,
+    "n_group": 2,
+    "topk_group": 2,
+    "first_k_dense_replace": 1,
+}
+FAMILIES = {
+    "mixtral": _EXPERTS,
+    # vLLM's router on the CPU has no sigmoid.
+    "minimax_m2": _EXPERTS | {"rotary_dim": 32, "scoring_func": "softmax", "use_routing_bias": True},
+    "phimoe": _EXPERTS | {"attention_bias": True, "lm_head_bias": True},
+    "deepseek_v2": _LATENT | {"topk_method": "greedy"},
+    "deepseek_v3": _LATENT | {"topk_method": "noaux_tc"},
+    "gpt_oss": _EXPERTS,
+}
+# The other classes of vLLM compute otherwise on a CPU, or for a tiny config, before any refit too.
+SCORED_ALIKE = ("mixtral", "gpt_oss")
+
+
+def save_family(path, tokenizer, model_type):
+    """Write a model with random weights, and its tokenizer."""
+    torch.manual_seed(0)
+    config = AutoConfig.for_model(
+        model_type,
+        vocab_size=len(tokenizer),
+        hidden_size=64,
+        intermediate_size=128,
+        num_hidden_layers=2,
+        num_attention_heads=2,
+        num_key_value_heads=2,
+        max_position_embeddings=64,
+        initializer_range=0.3,
+        tie_word_embeddings=False,
+        pad_token_id=tokenizer.pad_token_id,
+        eos_token_id=tokenizer.eos_token_id,
+        bos_token_id=0,
+        **FAMILIES[model_type],
+    )
+    AutoModelForCausalLM.from_config(config).float().save_pretrained(path)
+    tokenizer.save_pretrained(path)
+    # transformers writes the name of its own class, and the hub has vLLM's.
+    file = path / "config.json"
+    file.write_text(file.read_text().replace("PhimoeForCausalLM", "PhiMoEForCausalLM"))
+
+
+@pytest.mark.parametrize("model_type", FAMILIES)
+def test_each_family_is_refitted_under_the_names_of_its_checkpoint(
+    tmp_path, tokenizer, monkeypatch, model_type
+):
+    # vLLM's latent attention takes other head sizes on a CPU than a tiny model has.
+    monkeypatch.setenv("VLLM_MLA_DISABLE", "1")
+    save_family(tmp_path, tokenizer, model_type)
+    cluster = RayVirtualCluster([1])
+    engines = VllmGeneration(cluster, generation_config(tmp_path), tokenizer, timeout_s=240.0)
+    try:
+        model = AutoModelForCausalLM.from_pretrained(tmp_path, dtype=torch.float32).eval()
+        before = {name: tensor.clone() for name, tensor in model.state_dict().items()}
+        first = greedy(engines, tokenizer)
+        source = ModelWeights(model, wire_dtype=torch.float32, device=torch.device("cpu"))
+        with rl_refit.RefitSender(source, bucket_bytes=64 << 10, timeout_s=60.0) as sender:
+            engines.init_transfer(sender.address)
+            with torch.no_grad():
+                for tensor in model.state_dict().values():
+                    tensor.add_(torch.randn(tensor.shape) * 0.1)
+            refit(engines, sender, 1)
+            changed = greedy(engines, tokenizer)
+            if model_type in SCORED_ALIKE:
+                assert mismatch(engines, model, tokenizer) < TOLERANCE
+            model.load_state_dict(before)
+            refit(engines, sender, 2)
+        again = greedy(engines, tokenizer)
+    finally:
+        engines.shutdown()
+        cluster.shutdown()
+    assert not torch.equal(changed["logprobs"], first["logprobs"])
+    # What the engine loaded from the files itself, and what it then received, are the same bits.
+    for key in ("output_ids", "logprobs"):
+        assert torch.equal(again[key], first[key])
+
+
+def greedy(engines, tokenizer):
+    return engines.generate(prompts_of(tokenizer, TEXTS), greedy=True)
 
 
 def mismatch(engines, model, tokenizer):

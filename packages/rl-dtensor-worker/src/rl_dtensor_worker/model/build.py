@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from collections import Counter
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -51,6 +52,12 @@ _ATTENTION_FLAGS = {
     "sdpa": "_supports_sdpa",
     "flex_attention": "_supports_flex_attn",
     "flash": "_supports_flash_attn",
+}
+# Decays and masks that a module multiplies with its activations, by model type. transformers builds
+# them in the dtype of the model, and here that is the dtype of the optimizer's weights.
+_ACTIVATION_BUFFERS = {
+    "minimax": frozenset(["slope_rate", "query_decay", "key_decay", "diagonal_decay"]),
+    "openai-gpt": frozenset(["bias"]),
 }
 # Model types of encoders, which are language models only with `is_decoder`.
 _ENCODERS = frozenset(
@@ -201,9 +208,36 @@ def build_model(
     model.tie_weights(recompute_mapping=False)
     loader.fill(model, device=device)
     fix_rotary_length(model, config.max_total_sequence_length)
+    cast_buffers_in_forward(model, config.compute_dtype)
     if config.adapters is not None:
         fill_adapters(model, config.adapters, seed=config.seed)
     return model.eval()
+
+
+def cast_buffers_in_forward(model: PreTrainedModel, dtype: torch.dtype) -> None:
+    """Let modules read the buffers that meet activations in `dtype`, as FSDP casts parameters only.
+
+    Between forwards they are in float32, for an export.
+    """
+    names = _ACTIVATION_BUFFERS.get(model.config.model_type, frozenset())
+    for module in model.modules():
+        found = [name for name, _ in module.named_buffers(recurse=False) if name in names]
+        if found:
+            _cast_in_forward(module, found, dtype)
+
+
+def _cast_in_forward(module: nn.Module, names: list[str], dtype: torch.dtype) -> None:
+    kept: dict[str, torch.Tensor | None] = {}
+
+    def cast(module: nn.Module, _: object) -> None:
+        kept.update((name, module._buffers[name]) for name in names)
+        module._buffers.update((name, module.get_buffer(name).to(dtype)) for name in names)
+
+    def restore(module: nn.Module, *_: object) -> None:
+        module._buffers.update(kept)
+
+    module.register_forward_pre_hook(cast)
+    module.register_forward_hook(restore, always_call=True)
 
 
 def needs_fsdp(model: nn.Module, config: EngineConfig, *, meshes: Meshes, is_small: bool) -> bool:
@@ -256,26 +290,39 @@ def value_layer_name(model: PreTrainedModel) -> str:
 def decoder_layers(model: PreTrainedModel) -> list[nn.Module]:
     """Return the model's repeated blocks, whose classes `_no_split_modules` names.
 
+    Of blocks inside each other the outermost; without such a name those of the largest module list.
+
     Raises:
-        ValueError: The model has no module of such a class.
+        ValueError: The model has no such module.
     """
-    names = set(getattr(model, "_no_split_modules", None) or ())
-    layers = [module for module in model.modules() if type(module).__name__ in names]
-    if not layers:
+    classes = set(getattr(model, "_no_split_modules", None) or ())
+    found: dict[str, nn.Module] = {}
+    for name, module in model.named_modules():
+        is_inside = any(name.startswith(f"{outer}.") for outer in found)
+        if type(module).__name__ in classes and not is_inside:
+            found[name] = module
+    if found:
+        return list(found.values())
+    lists = [module for module in model.modules() if isinstance(module, nn.ModuleList)]
+    if classes or not lists:
         raise ValueError(
-            f"{type(model).__name__} has no module named in _no_split_modules={sorted(names)}: "
+            f"{type(model).__name__} has no module named in _no_split_modules={sorted(classes)}: "
             "FSDP cannot shard its layers one by one"
         )
-    return layers
+    return list(max(lists, key=lambda each: sum(p.numel() for p in each.parameters())))
 
 
 def fsdp_units(model: PreTrainedModel) -> list[nn.Module]:
     """Return the modules that FSDP gathers each for itself; it gathers the rest at once.
 
-    They are the repeated blocks and, unless it is tied to the head, the embedding: in one buffer
-    with the head it would take twice the memory, from the first layer to the last.
+    They are the repeated blocks, except those that share weights, and, unless it is tied to the
+    head, the embedding: in one buffer with the head it would take twice the memory, from the first
+    layer to the last.
     """
     layers = decoder_layers(model)
+    owners = Counter(id(parameter) for layer in layers for parameter in layer.parameters())
+    # A weight has one unit. What layers share is used from the first to the last, like the rest.
+    layers = [layer for layer in layers if all(owners[id(p)] == 1 for p in layer.parameters())]
     embedding = model.get_input_embeddings()
     configs = (model.config, model.config.get_text_config())
     if any(getattr(config, "tie_word_embeddings", False) for config in configs):
