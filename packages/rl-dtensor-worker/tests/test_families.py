@@ -7,7 +7,7 @@ import parity_ranks
 import pytest
 import scoring_ranks
 import torch
-from family_models import build_family
+from family_models import EXPERTS, build_family
 from oracle import (
     LOGPROB_TOLERANCE,
     assert_trained_like,
@@ -179,11 +179,11 @@ def test_trained_activations_of_a_sharded_mlp_are_trained_alike_on_all_ranks(
         assert_trained_like(plain, result)
 
 
-@pytest.fixture(scope="module")
-def quantised(tmp_path_factory):
+@pytest.fixture(scope="module", params=["qwen3", "qwen3_moe"])
+def quantised(tmp_path_factory, request):
     """A checkpoint in block-FP8, and the same values in full precision."""
     root = tmp_path_factory.mktemp("quantised")
-    build_family(root / "full", "qwen3", head_dim=8)
+    build_family(root / "full", request.param, **EXPERTS.get(request.param, {"head_dim": 8}))
     shutil.copytree(root / "full", root / "fp8")
     full, stored = load_file(root / "full/model.safetensors"), {}
     for name in list(full):
@@ -292,6 +292,19 @@ def test_unusual_blocks_are_sharded_and_cast(pools, tmp_path, model_type, num_ra
         if exact:
             plain = plain_training(path, batch, global_batch_size=4, num_calls=2)
             assert_trained_like(plain, result)
+
+
+def test_float8_without_scales_of_the_format_is_refused(pools, quantised, tmp_path):
+    path = tmp_path / "model"
+    shutil.copytree(quantised / "fp8", path)
+    stored = load_file(path / "model.safetensors")
+    name = "model.layers.1.self_attn.k_proj.weight"
+    stored[f"{name}_scale"] = stored.pop(f"{name}_scale_inv")
+    save_file(stored, path / "model.safetensors", metadata={"format": "pt"})
+    with pytest.raises(RankFailure, match=rf"{name} is in float8.*no {name}_scale_inv"):
+        pools(1).run(
+            scoring_ranks.score_as_given, config=make_config(str(path)), batch=make_batch(4)
+        )
 
 
 LONG, SHORT = [4.0, 8.0, 16.0, 32.0], [1.0, 1.1, 1.2, 1.3]

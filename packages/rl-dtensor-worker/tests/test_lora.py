@@ -431,9 +431,14 @@ def refusal(pools, config, **options):
     ],
 )
 def test_layers_that_cannot_be_meant_are_named(pools, base, targets, words):
-    text = refusal(pools, config_of(base, lora={"target_modules": targets}))
+    config = config_of(base, lora={"target_modules": targets})
+    text = refusal(pools, config)
     assert text.startswith("policy.dtensor_cfg.lora.target_modules=")
     assert all(word in text for word in words), text
+    # And before a process starts.
+    with pytest.raises(ValueError, match="target_modules=") as failure:
+        DTensorPolicyWorker.validate_config(config, world_size=1)
+    assert str(failure.value) == text
 
 
 @pytest.mark.parametrize(

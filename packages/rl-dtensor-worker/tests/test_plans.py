@@ -7,6 +7,7 @@ import parity_ranks
 import pytest
 import torch
 import training_ranks
+from family_models import build_family
 from oracle import LOGPROB_TOLERANCE, PARAMETER_TOLERANCE, load, plain_logprobs, plain_training
 from rank_pool import RankFailure
 from rl_dtensor_worker import DTensorPolicyWorker
@@ -82,6 +83,12 @@ def test_a_model_without_a_plan_is_refused():
     config = OPTConfig(**sizes, num_attention_heads=2)
     with pytest.raises(ValueError, match=r"model_type='opt'.*custom_parallel_plan"):
         plan_of(on_meta(config), custom=None)
+
+
+def test_a_missing_plan_is_named_before_a_process_starts(tmp_path):
+    config = make_config(build_family(tmp_path, "biogpt"), dtensor_cfg=TP2)
+    with pytest.raises(ValueError, match=r"tensor_parallel_size: BioGptForCausalLM declares no pl"):
+        DTensorPolicyWorker.validate_config(config, world_size=2)
 
 
 @pytest.mark.parametrize(

@@ -30,6 +30,7 @@ from rl_dtensor_worker.model.build import (
     build_model,
     check_attention,
     check_causal,
+    check_modules,
     empty_model,
     find_value_layer,
 )
@@ -153,6 +154,7 @@ class DTensorEngine:
         check_attention(model_config, parsed)
         take_quantization(model_config, parsed.model_name)
         check_sizes(model_config, tensor_parallel_size=parsed.layout.tensor_parallel)
+        check_modules(parsed)
         return parsed.layout
 
     # Forward and backward

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import inspect
 import logging
+import math
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field, fields
 from typing import TYPE_CHECKING, Any
@@ -26,6 +27,7 @@ from transformers import DynamicCache
 from rl_dtensor_worker.layout import (
     TOLERANCES,
     ParallelContext,
+    class_name,
     media_of,
     random_rows,
     token_columns_of,
@@ -169,7 +171,10 @@ def find_token_head(
                 logit_scale=scale,
                 soft_cap=soft_cap,
             )
-    reason = "it changes its logits otherwise than its config says"
+    difference = _difference(logits, given) if logits.shape == given.shape else math.inf
+    reason = (
+        f"it changes its logits by {difference:.2g} of the largest, otherwise than its config says"
+    )
     return _own_head(model, tensor_parallel, reason)
 
 
@@ -178,7 +183,10 @@ def _own_head(
 ) -> TokenHead:
     if not torch.distributed.is_initialized() or torch.distributed.get_rank() == 0:
         logger.warning(
-            "%s computes all logits of a micro-batch at once: %s", type(model).__name__, reason
+            "policy.model_name: %s computes all logits of a micro-batch at once, in memory that "
+            "policy.train_micro_batch_size and policy.logprob_batch_size bound: %s",
+            class_name(model),
+            reason,
         )
     return TokenHead(layer=None, tensor_parallel=tensor_parallel)
 
@@ -221,10 +229,12 @@ def _configured(config: PreTrainedConfig) -> tuple[float, float | None]:
 
 
 def _close(logits: torch.Tensor, expected: torch.Tensor) -> bool:
-    if logits.shape != expected.shape:
-        return False
-    tolerance = _PROBE_TOLERANCE * float(expected.abs().max())
-    return bool(torch.allclose(logits.float(), expected, rtol=0, atol=tolerance))
+    return logits.shape == expected.shape and _difference(logits, expected) <= _PROBE_TOLERANCE
+
+
+def _difference(logits: torch.Tensor, expected: torch.Tensor) -> float:
+    """Return the largest difference, relative to the largest expected value."""
+    return float((logits.float() - expected).abs().max() / expected.abs().max())
 
 
 @contextmanager
@@ -546,7 +556,7 @@ class Decoding:
             return CachedForward(self._forward, rows)
         if media := media_of(self._forward.model, rows):
             raise ValueError(
-                f"generate: {type(self._forward.model).__name__} decodes without a cache, which "
+                f"generate: {class_name(self._forward.model)} decodes without a cache, which "
                 f"does not support the media {sorted(media)} of the batch"
             )
         return FullForwardDecoder(self._forward.full_logits)
@@ -565,7 +575,7 @@ class Decoding:
                 "from those of its full forward by %.2g of the largest: it generates without a "
                 "cache, which is slower. An inference engine (policy.generation.backend) is not "
                 "affected",
-                type(model).__name__,
+                class_name(model),
                 difference,
             )
         return False

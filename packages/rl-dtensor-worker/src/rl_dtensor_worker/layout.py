@@ -46,6 +46,11 @@ _COMMON_START = 5
 TOKEN_COLUMNS = ("mm_token_type_ids", "token_type_ids")
 
 
+def class_name(model: PreTrainedModel) -> str:
+    """Return the name of the model's class, without what FSDP puts before it."""
+    return type(model).__name__.removeprefix("FSDP")
+
+
 def media_of(model: PreTrainedModel, rows: Mapping[str, object]) -> dict[str, torch.Tensor]:
     """Return the media of a micro-batch, each kind concatenated, as the model's forward takes them.
 
@@ -59,7 +64,7 @@ def media_of(model: PreTrainedModel, rows: Mapping[str, object]) -> dict[str, to
     unknown = sorted(set(packed) - set(taken))
     if unknown:
         raise ValueError(
-            f"the batch has the media {unknown}, which {type(model).__name__} does not take"
+            f"the batch has the media {unknown}, which {class_name(model)} does not take"
         )
     tensors = {key: value.as_tensor() for key, value in packed.items()}
     return {key: tensor for key, tensor in tensors.items() if tensor is not None}
@@ -429,7 +434,7 @@ def check_causality(
     # `not <=` rather than `>`, so that NaN fails.
     if not difference <= TOLERANCES[compute_dtype]:
         raise ValueError(
-            f"policy.model_name: {type(model).__name__} is not causal: another last token changes "
+            f"policy.model_name: {class_name(model)} is not causal: another last token changes "
             f"the log-probabilities before it by {difference:.2g} of the largest"
         )
 
@@ -479,9 +484,10 @@ def check_layout(
     if not difference <= TOLERANCES[compute_dtype]:
         attention = getattr(config, "_attn_implementation", "unknown")
         raise ValueError(
-            f"policy.{feature}: with attention {attention!r}, {type(model).__name__} leaks across "
+            f"policy.{feature}: with attention {attention!r}, {class_name(model)} leaks across "
             f"sequences or loses tokens (scores differ by {difference:.2g} of the largest): use "
-            "another attention, or leave it out (policy.dynamic_batching takes padded rows)"
+            "another policy.dtensor_cfg.attn_implementation, or leave it out "
+            "(policy.dynamic_batching takes padded rows)"
         )
 
 

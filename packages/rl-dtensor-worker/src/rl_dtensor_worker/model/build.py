@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections import Counter
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -118,6 +119,37 @@ def empty_model(config: EngineConfig) -> PreTrainedModel:
     return model
 
 
+def check_modules(config: EngineConfig) -> None:
+    """Raise unless adapters and tensor parallelism fit the modules of the model.
+
+    Builds the model on the meta device where one of them is asked for; no file of weights is read.
+
+    Raises:
+        ValueError: An entry of `target_modules` matches no layer, or the model has no usable plan.
+    """
+    is_tensor_parallel = config.layout.tensor_parallel > 1
+    if config.adapters is None and not is_tensor_parallel:
+        return
+    # Kernels of the attention need to be installed only where the ranks run.
+    model = empty_model(replace(config, attn_implementation=None))
+    _add_adapters(model, config)
+    if is_tensor_parallel:
+        plan_of(model, custom=config.custom_parallel_plan)
+
+
+def _add_adapters(model: PreTrainedModel, config: EngineConfig) -> None:
+    if config.adapters is None:
+        return
+    has_value_layer = config.head != "language_model"
+    inject_adapters(
+        model,
+        config.adapters,
+        model_name=config.model_name,
+        head=config.head,
+        value_layer=value_layer_name(model) if has_value_layer else None,
+    )
+
+
 def check_causal(model_config: PreTrainedConfig, config: EngineConfig) -> None:
     """Raise if a language model is an encoder, whose tokens see the tokens after them.
 
@@ -181,15 +213,7 @@ def build_model(
         ValueError: The checkpoint does not fit the model.
     """
     loader = ModelLoader(model, config)
-    if config.adapters is not None:
-        has_value_layer = config.head != "language_model"
-        inject_adapters(
-            model,
-            config.adapters,
-            model_name=config.model_name,
-            head=config.head,
-            value_layer=value_layer_name(model) if has_value_layer else None,
-        )
+    _add_adapters(model, config)
     if config.activation_checkpointing:
         model.gradient_checkpointing_enable({"use_reentrant": False})
     # Tensor parallelism first: FSDP shards the local shards, and wraps what adapters have added.

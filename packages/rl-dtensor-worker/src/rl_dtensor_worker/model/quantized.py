@@ -63,11 +63,23 @@ class BlockFp8Files(SafetensorsFiles):
     Args:
         paths: The files.
         block_size: Rows and columns that share a scale.
+
+    Raises:
+        ValueError: A float8 tensor has no scales by the name of this format.
     """
 
     def __init__(self, paths: Iterable[str], block_size: Sequence[int] | None) -> None:
         super().__init__(paths)
         self._block_size = tuple(block_size or _BLOCK_SIZE)
+        with self:
+            for name in self.names:
+                stored = self._file_of(name).get_slice(name).get_dtype()
+                if stored.startswith("F8") and name + _SCALE not in self._paths:
+                    raise ValueError(
+                        f"policy.model_name: the checkpoint's {name} is in float8 ({stored}), and "
+                        f"there is no {name + _SCALE}: other formats with quant_method='fp8' than "
+                        "block-FP8 cannot be trained; give a checkpoint in full precision"
+                    )
 
     @property
     def names(self) -> list[str]:

@@ -48,7 +48,7 @@ class LoraConfig(TypedDict):
     """Dropout probability of an adapter's inputs, in train mode only."""
     target_modules: NotRequired[Layers]
     """Linear layers: a list of name suffixes, a regular expression of full names, or `all-linear`:
-    all but the output layer."""
+    all but the output layer, and what peft does not adapt as a linear layer, such as experts."""
     adapter_path: NotRequired[Text]
     """A directory in peft's format with initial adapters; their `r` and `lora_alpha` must match.
     The reference is the model without adapters."""

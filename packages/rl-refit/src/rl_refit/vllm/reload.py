@@ -32,7 +32,7 @@ from vllm.model_executor.model_loader.reload.layerwise import (
     get_layerwise_info,
     make_online_process_loader,
 )
-from vllm.model_executor.model_loader.reload.meta import CopyCounter
+from vllm.model_executor.model_loader.reload.meta import SKIP_LOAD_TENSORS, CopyCounter
 from vllm.model_executor.model_loader.weight_utils import default_weight_loader
 
 from rl_refit.errors import RefitError
@@ -62,6 +62,7 @@ class LayerwiseReload:
         self._device = device
         if device.type == "cpu":
             _repack_experts_in_reloads(model)
+        _name_loaders(model)
         initialize_layerwise_reload(model)
         self._layers = [get_layerwise_info(layer) for layer in model.modules()]
 
@@ -120,6 +121,17 @@ class LayerwiseReload:
                 f"the sender's tensors leave out shards of {len(missing)} of vLLM's parameters: "
                 f"{listed}"
             )
+
+
+def _name_loaders(model: VllmModel) -> None:
+    """Give each `functools.partial` among the weight loaders a name, by which vLLM knows its own.
+
+    MiniMax-M2 has such loaders; without one vLLM could not reload it.
+    """
+    for parameter in model.parameters():
+        loader = getattr(parameter, "weight_loader", None)
+        if isinstance(loader, partial):
+            vars(loader).setdefault("__name__", loader.func.__name__)
 
 
 class _DirectCopies(TorchFunctionMode):
@@ -197,6 +209,8 @@ def _missing_shards(model: torch.nn.Module, *, without: type | tuple[()]) -> lis
         if not info.can_load() or is_deferred_attention_layer(layer) or isinstance(layer, without):
             continue
         for name, _ in layer.named_parameters(recurse=False):
+            if name in SKIP_LOAD_TENSORS:
+                continue  # vLLM loads these in place, and does not count them
             loads = [call.arguments for loaded, call in info.loaded_weights if loaded == name]
             lacks = _shards_not_loaded(layer, loads) if loads else ["all"]
             if lacks:

@@ -1,0 +1,77 @@
+"""What the checks at the start of a worker say of a class that is new and does something unknown.
+
+Each names the class, what differs and by how much, and the key to change.
+"""
+
+import re
+
+import pytest
+import strange_models
+from rank_pool import RankFailure
+from tiny_model import make_batch, make_config
+
+PACKING = {"enabled": True, "train_mb_tokens": 32, "logprob_mb_tokens": 32}
+AMOUNT = r"by \d[\d.e+-]* of the largest"
+
+
+def starting(pools, tmp_path, class_name, *, num_ranks=1, **overrides):
+    config = make_config(strange_models.build_strange(tmp_path), **overrides)
+    return pools(num_ranks).run(
+        strange_models.start_and_generate,
+        config=config,
+        class_name=class_name,
+        batch=make_batch(2),
+    )
+
+
+@pytest.mark.parametrize(
+    ("class_name", "num_ranks", "overrides", "told"),
+    [
+        (
+            "RememberingLlama",
+            1,
+            {"sequence_packing": PACKING},
+            r"policy\.sequence_packing\.enabled=True: with .*, RememberingLlama leaks .*"
+            rf"{AMOUNT}.*policy\.dtensor_cfg\.attn_implementation, or policy\.dynamic_batching",
+        ),
+        (
+            "RememberingLlama",
+            2,
+            {"dtensor_cfg": {"enabled": True, "context_parallel_size": 2}},
+            r"policy\.dtensor_cfg\.context_parallel_size=2: with .*, RememberingLlama leaks .*"
+            rf"{AMOUNT}.*policy\.dtensor_cfg\.attn_implementation",
+        ),
+        (
+            "ForeseeingLlama",
+            1,
+            {},
+            rf"policy\.model_name: ForeseeingLlama is not causal: .*{AMOUNT}",
+        ),
+    ],
+    ids=["packing", "layout", "causality"],
+)
+def test_what_would_be_wrong_is_refused(pools, tmp_path, class_name, num_ranks, overrides, told):
+    with pytest.raises(RankFailure, match=told) as failure:
+        starting(pools, tmp_path, class_name, num_ranks=num_ranks, **overrides)
+    assert failure.value.kind == "ValueError"
+
+
+@pytest.mark.parametrize(
+    ("class_name", "told"),
+    [
+        (
+            "RememberingLlama",
+            rf"generate: with a cache .* logits of RememberingLlama differ .*{AMOUNT}.*"
+            r"policy\.generation\.backend",
+        ),
+        (
+            "ShiftingLlama",
+            r"policy\.model_name: ShiftingLlama .*policy\.train_micro_batch_size and "
+            rf"policy\.logprob_batch_size bound: it changes its logits {AMOUNT}",
+        ),
+    ],
+    ids=["decoder", "head"],
+)
+def test_what_is_done_in_a_slower_way_is_said_once(pools, tmp_path, class_name, told):
+    ((warning,),) = starting(pools, tmp_path, class_name)
+    assert re.search(told, warning), warning
