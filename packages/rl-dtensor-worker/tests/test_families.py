@@ -7,7 +7,7 @@ import parity_ranks
 import pytest
 import scoring_ranks
 import torch
-from family_models import EXPERTS, build_family
+from family_models import EXPERTS, SIZES, build_family
 from oracle import (
     LOGPROB_TOLERANCE,
     assert_trained_like,
@@ -16,6 +16,7 @@ from oracle import (
 )
 from rank_pool import RankFailure
 from rl_dtensor_worker import DTensorPolicyWorker
+from rl_dtensor_worker.model.build import fsdp_units
 from rl_dtensor_worker.model.quantized import quantized_files
 from safetensors.torch import load_file, save_file
 from tiny_model import make_batch, make_config
@@ -260,6 +261,24 @@ UNITS = {
     "biogpt": {},
     "openai-gpt": {"n_positions": 64},
 }
+
+
+@pytest.mark.parametrize(
+    ("model_type", "expected"),
+    [
+        ("mamba", ["MambaBlock", "MambaBlock"]),
+        ("zamba2", ["Zamba2MambaDecoderLayer"] * 4),
+        ("biogpt", ["BioGptDecoderLayer", "BioGptDecoderLayer"]),
+        ("openai-gpt", ["Block", "Block"]),
+    ],
+)
+def test_each_block_is_one_fsdp_unit(model_type, expected):
+    config = AutoConfig.for_model(model_type, **SIZES | UNITS[model_type])
+    with torch.device("meta"):
+        units = fsdp_units(AutoModelForCausalLM.from_config(config))
+    assert [type(unit).__name__ for unit in units] == expected
+
+
 # Steps of bfloat16 are 8e-3 at log-probabilities of about 2, and two layers add up a few.
 BFLOAT16_TOLERANCE = 0.05
 

@@ -1,6 +1,7 @@
 """Which module takes part in tensor parallelism how, and what is refused by name."""
 
 import copy
+from unittest import mock
 
 import parity_models
 import parity_ranks
@@ -11,7 +12,8 @@ from family_models import build_family
 from oracle import LOGPROB_TOLERANCE, PARAMETER_TOLERANCE, load, plain_logprobs, plain_training
 from rank_pool import RankFailure
 from rl_dtensor_worker import DTensorPolicyWorker
-from rl_dtensor_worker.parallel.plans import plan_of
+from rl_dtensor_worker.parallel.plans import apply_plan, plan_of
+from rl_dtensor_worker.parallel.styles import TensorParallel
 from test_parity import assert_equal_parameters
 from tiny_model import make_batch, make_config
 from transformers import (
@@ -83,6 +85,15 @@ def test_a_model_without_a_plan_is_refused():
     config = OPTConfig(**sizes, num_attention_heads=2)
     with pytest.raises(ValueError, match=r"model_type='opt'.*custom_parallel_plan"):
         plan_of(on_meta(config), custom=None)
+
+
+def test_a_parameter_of_a_sharded_block_that_no_style_is_named_for_is_refused():
+    model = on_meta(parity_models.CONFIGS["llama"])
+    model.model.layers[1].mlp.act_fn = torch.nn.PReLU(device="meta")
+    plan = plan_of(model, custom=None)
+    told = r"names no style for model\.layers\.1\.mlp\.act_fn \(PReLU\).*custom_parallel_plan"
+    with pytest.raises(ValueError, match=told):
+        apply_plan(model, plan, mock.create_autospec(TensorParallel, instance=True))
 
 
 def test_a_missing_plan_is_named_before_a_process_starts(tmp_path):

@@ -1,5 +1,7 @@
 """New weights for a mixture of experts in a real vLLM, under the names that transformers has."""
 
+from contextlib import contextmanager
+
 import pytest
 import rl_refit
 import torch
@@ -131,7 +133,7 @@ FAMILIES = {
     "deepseek_v3": _LATENT | {"topk_method": "noaux_tc"},
     "gpt_oss": _EXPERTS,
 }
-# The other classes of vLLM compute otherwise on a CPU, or for a tiny config, before any refit too.
+# vLLM scores the others otherwise than transformers does, also when it has loaded the files itself.
 SCORED_ALIKE = ("mixtral", "gpt_oss")
 
 
@@ -155,6 +157,10 @@ def save_family(path, tokenizer, model_type):
         **FAMILIES[model_type],
     )
     AutoModelForCausalLM.from_config(config).float().save_pretrained(path)
+    finish_directory(path, tokenizer)
+
+
+def finish_directory(path, tokenizer):
     tokenizer.save_pretrained(path)
     # transformers writes the name of its own class, and the hub has vLLM's.
     file = path / "config.json"
@@ -163,33 +169,40 @@ def save_family(path, tokenizer, model_type):
 
 @pytest.mark.parametrize("model_type", FAMILIES)
 def test_each_family_is_refitted_under_the_names_of_its_checkpoint(tmp_path, tokenizer, model_type):
-    save_family(tmp_path, tokenizer, model_type)
-    cluster = RayVirtualCluster([1])
-    engines = VllmGeneration(cluster, generation_config(tmp_path), tokenizer, timeout_s=240.0)
-    try:
-        model = AutoModelForCausalLM.from_pretrained(tmp_path, dtype=torch.float32).eval()
-        before = {name: tensor.clone() for name, tensor in model.state_dict().items()}
-        first = greedy(engines, tokenizer)
+    old, new = tmp_path / "old", tmp_path / "new"
+    save_family(old, tokenizer, model_type)
+    model = AutoModelForCausalLM.from_pretrained(old, dtype=torch.float32).eval()
+    with torch.no_grad():
+        for tensor in model.state_dict().values():
+            tensor.add_(torch.randn(tensor.shape) * 0.1)
+    model.save_pretrained(new)
+    finish_directory(new, tokenizer)
+    with engines_of(old, tokenizer) as engines:
+        before = greedy(engines, tokenizer)
         source = ModelWeights(model, wire_dtype=torch.float32, device=torch.device("cpu"))
         with rl_refit.RefitSender(source, bucket_bytes=64 << 10, timeout_s=60.0) as sender:
             engines.init_transfer(sender.address)
-            with torch.no_grad():
-                for tensor in model.state_dict().values():
-                    tensor.add_(torch.randn(tensor.shape) * 0.1)
             refit(engines, sender, 1)
-            changed = greedy(engines, tokenizer)
-            if model_type in SCORED_ALIKE:
-                assert mismatch(engines, model, tokenizer) < TOLERANCE
-            model.load_state_dict(before)
-            refit(engines, sender, 2)
-        again = greedy(engines, tokenizer)
+        received = greedy(engines, tokenizer)
+        if model_type in SCORED_ALIKE:
+            assert mismatch(engines, model, tokenizer) < TOLERANCE
+    assert not torch.equal(received["logprobs"], before["logprobs"])
+    # The same bits as of an engine that loads the files itself.
+    with engines_of(new, tokenizer) as engines:
+        loaded = greedy(engines, tokenizer)
+    for key in ("output_ids", "logprobs"):
+        assert torch.equal(received[key], loaded[key])
+
+
+@contextmanager
+def engines_of(path, tokenizer):
+    cluster = RayVirtualCluster([1])
+    engines = VllmGeneration(cluster, generation_config(path), tokenizer, timeout_s=240.0)
+    try:
+        yield engines
     finally:
         engines.shutdown()
         cluster.shutdown()
-    assert not torch.equal(changed["logprobs"], first["logprobs"])
-    # What the engine loaded from the files itself, and what it then received, are the same bits.
-    for key in ("output_ids", "logprobs"):
-        assert torch.equal(again[key], first[key])
 
 
 def greedy(engines, tokenizer):

@@ -314,39 +314,40 @@ def value_layer_name(model: PreTrainedModel) -> str:
 def decoder_layers(model: PreTrainedModel) -> list[nn.Module]:
     """Return the model's repeated blocks, whose classes `_no_split_modules` names.
 
-    Of blocks inside each other the outermost; without such a name those of the largest module list.
+    Without such a name they are those of the largest module list. Blocks that share weights are
+    left out, and of blocks inside each other the inner ones.
 
     Raises:
         ValueError: The model has no such module.
     """
     classes = set(getattr(model, "_no_split_modules", None) or ())
-    found: dict[str, nn.Module] = {}
-    for name, module in model.named_modules():
-        is_inside = any(name.startswith(f"{outer}.") for outer in found)
-        if type(module).__name__ in classes and not is_inside:
-            found[name] = module
-    if found:
-        return list(found.values())
-    lists = [module for module in model.modules() if isinstance(module, nn.ModuleList)]
-    if classes or not lists:
+    blocks = {n: each for n, each in model.named_modules() if type(each).__name__ in classes}
+    lists = [each for each in model.modules() if isinstance(each, nn.ModuleList)]
+    if not classes and lists:
+        largest = max(lists, key=lambda each: sum(p.numel() for p in each.parameters()))
+        blocks = {n: each for n, each in model.named_modules() if each in {*largest}}
+    if not blocks:
         raise ValueError(
             f"{type(model).__name__} has no module named in _no_split_modules={sorted(classes)}: "
             "FSDP cannot shard its layers one by one"
         )
-    return list(max(lists, key=lambda each: sum(p.numel() for p in each.parameters())))
+    # A weight is in one FSDP unit: what several blocks have is gathered with the rest.
+    uses = Counter(id(p) for _, p in model.named_parameters(remove_duplicate=False))
+    found: dict[str, nn.Module] = {}
+    for name, block in blocks.items():
+        is_inside = any(name.startswith(f"{outer}.") for outer in found)
+        if not is_inside and all(uses[id(p)] == 1 for p in block.parameters()):
+            found[name] = block
+    return list(found.values())
 
 
 def fsdp_units(model: PreTrainedModel) -> list[nn.Module]:
     """Return the modules that FSDP gathers each for itself; it gathers the rest at once.
 
-    They are the repeated blocks, except those that share weights, and, unless it is tied to the
-    head, the embedding: in one buffer with the head it would take twice the memory, from the first
-    layer to the last.
+    They are the repeated blocks and, unless it is tied to the head, the embedding: in one buffer
+    with the head it would take twice the memory, from the first layer to the last.
     """
     layers = decoder_layers(model)
-    owners = Counter(id(parameter) for layer in layers for parameter in layer.parameters())
-    # A weight has one unit. What layers share is used from the first to the last, like the rest.
-    layers = [layer for layer in layers if all(owners[id(p)] == 1 for p in layer.parameters())]
     embedding = model.get_input_embeddings()
     configs = (model.config, model.config.get_text_config())
     if any(getattr(config, "tie_word_embeddings", False) for config in configs):
