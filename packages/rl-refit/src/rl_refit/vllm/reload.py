@@ -43,6 +43,8 @@ if TYPE_CHECKING:
     from vllm.model_executor.model_loader.reload.types import LayerReloadingInfo
     from vllm.model_executor.models.interfaces_base import VllmModel
 
+# Of torch's C type, which has the getter of `data`.
+_GET_DATA: Any = vars(torch.Tensor.__base__)["data"].__get__
 _MOST_NAMES = 8
 """That one error message lists."""
 
@@ -148,7 +150,7 @@ class _DirectCopies(TorchFunctionMode):
     def __torch_function__(
         self, func: Any, types: Any, args: Any = (), kwargs: Any = None
     ) -> torch.Tensor:
-        is_copy = func in (torch.Tensor.data.__get__, torch.Tensor.copy_)
+        is_copy = func in (_GET_DATA, torch.Tensor.copy_)
         # Within a `weight_loader` vLLM counts copies to the meta device, which are its own.
         if is_copy and not isinstance(_get_current_dispatch_mode(), CopyCounter):
             owner = self._owner_of(args[0]) if args[0].is_meta else None
@@ -166,8 +168,9 @@ class _DirectCopies(TorchFunctionMode):
 
 
 def _load(
-    layer: torch.nn.Module, name: str, parameter: torch.nn.Parameter, tensor: torch.Tensor
+    layer: torch.nn.Module, name: str, parameter: Any, tensor: torch.Tensor
 ) -> torch.nn.Parameter:
+    """Load `tensor` into a parameter of any of vLLM's classes."""
     # The loader that the layer has may take an expert at a time.
     parameter.weight_loader = default_weight_loader
     parameter.weight_loader = make_online_process_loader(layer, name)
