@@ -7,6 +7,7 @@ import torch
 import weights_ranks
 from family_models import EXPERTS, build_family
 from oracle import load
+from rl_dtensor_worker.model.convert import Reversal
 from rl_dtensor_worker.weights import ModelWeights
 from rl_refit.source import block_of
 from safetensors.torch import load_file
@@ -74,6 +75,23 @@ def test_names_and_shapes_are_those_of_the_checkpoint(
             assert (dtype, shape) == (torch.float32, tuple(stored[name].shape))
         for found in (sent, chosen, exported):
             assert all(torch.equal(tensor, stored[name]) for name, tensor in found.items())
+
+
+def test_a_tensor_is_converted_when_its_turn_comes(monkeypatch, tmp_path):
+    path = build_family(tmp_path, "mixtral", **EXPERTS["mixtral"])
+    source = ModelWeights(load(path), wire_dtype=torch.float32, device=torch.device("cpu"))
+    groups = source.converted_together()
+    assert max(map(len, groups)) == 2 * 4  # gate and up projection of each expert
+    converted, convert = [], Reversal.convert
+
+    def counted(reversal, model, tensors):
+        converted.append(reversal.names)
+        return convert(reversal, model, tensors)
+
+    monkeypatch.setattr(Reversal, "convert", counted)
+    place = {name: index for index, names in enumerate(groups) for name in names}
+    for name, _ in source:
+        assert len(converted) == place[name] + 1
 
 
 def test_parameters_that_are_offloaded_are_gathered_too(pools, model):
