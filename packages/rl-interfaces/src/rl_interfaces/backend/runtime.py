@@ -25,6 +25,10 @@ all_gather_single = getattr(dist, "all_gather_single", None) or dist.all_gather_
 _RANK_VARIABLES = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 
 
+# As a Ray on one machine gives its address, and as a user does.
+_LOOPBACK = ("127.0.0.1", "::1", "localhost")
+
+
 @dataclass(frozen=True, kw_only=True, slots=True)
 class RankEnvironment:
     """This process's place in the job, from torchrun's environment variables."""
@@ -70,11 +74,44 @@ def init_process_group(environment: RankEnvironment, *, timeout_s: float) -> boo
     on_cuda = environment.device.type == "cuda"
     if on_cuda:
         torch.cuda.set_device(environment.device)
+    timeout = timedelta(seconds=timeout_s)
     dist.init_process_group(
         backend="cpu:gloo,cuda:nccl" if on_cuda else "gloo",
-        timeout=timedelta(seconds=timeout_s),
+        timeout=timeout,
+        rank=environment.rank,
+        world_size=environment.world_size,
+        store=_loopback_store(environment, timeout=timeout),
     )
     return True
+
+
+def _loopback_store(environment: RankEnvironment, *, timeout: timedelta) -> dist.TCPStore | None:
+    """Return a store that listens on the loopback interface alone, if all ranks are on it.
+
+    torch's own rendezvous listens on all interfaces, and its protocol asks for no secret. None
+    where `MASTER_ADDR` is another address, or where torchrun has a store already: torch then
+    meets as the environment says.
+    """
+    address = os.environ.get("MASTER_ADDR", "")
+    if address not in _LOOPBACK or os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True":
+        return None
+    port, listener = int(os.environ["MASTER_PORT"]), None
+    if environment.rank == 0:
+        family = socket.AF_INET6 if ":" in address else socket.AF_INET
+        listening = socket.socket(family)
+        # Beside a `ReservedPort`, which is bound to the number and does not listen.
+        listening.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        listening.bind((address, port))
+        listening.listen(environment.world_size)
+        listener = listening.detach()  # the store closes it
+    return dist.TCPStore(
+        address,
+        port,
+        environment.world_size,
+        is_master=listener is not None,
+        timeout=timeout,
+        master_listen_fd=listener,
+    )
 
 
 @contextmanager

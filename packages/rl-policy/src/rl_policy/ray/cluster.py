@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING
 from uuid import uuid4
 
 import ray
+from ray._private import ray_constants
 from ray.exceptions import GetTimeoutError
 from ray.util.placement_group import (
     PlacementGroup,
@@ -29,6 +30,8 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
+# Ray's name for whether it forms clusters of several machines.
+_CLUSTER_SETTING = ray_constants.ENABLE_RAY_CLUSTERS_ENV_VAR
 _STRATEGIES = ("SPREAD", "PACK", "STRICT_SPREAD", "STRICT_PACK")
 # Long enough for a node that is just joining, short enough not to look like a hang.
 _RESERVE_LIMIT_S = 60.0
@@ -94,6 +97,27 @@ def _own_sigterm_handler() -> Iterator[None]:
             signal.signal(signal.SIGTERM, before)
 
 
+@contextmanager
+def _on_loopback() -> Iterator[None]:
+    """Let a Ray that is started inside, and its processes, listen on the loopback interface alone.
+
+    Ray does so where it does not form clusters, as on macOS: the setting of that name is read from
+    the environment by its processes, and in this one was read when Ray was imported. With an
+    address of the loopback interface as `_node_ip_address` it listens on all interfaces.
+    """
+    if _CLUSTER_SETTING in os.environ:
+        yield
+        return
+    forms_clusters = ray_constants.ENABLE_RAY_CLUSTER
+    os.environ[_CLUSTER_SETTING] = "0"
+    ray_constants.ENABLE_RAY_CLUSTER = False
+    try:
+        yield
+    finally:
+        ray_constants.ENABLE_RAY_CLUSTER = forms_clusters
+        del os.environ[_CLUSTER_SETTING]
+
+
 def _join_or_start(num_cpus: int) -> bool:
     """Connect to Ray; return whether a local one had to be started."""
     num_cpus = max(num_cpus, os.cpu_count() or 1)
@@ -101,12 +125,13 @@ def _join_or_start(num_cpus: int) -> bool:
     is_given = "RAY_worker_niceness" in os.environ
     settings = None if is_given else {"worker_niceness": 0}
     try:
-        ray.init(
-            num_cpus=num_cpus,
-            include_dashboard=False,
-            logging_level=logging.ERROR,
-            _system_config=settings,
-        )
+        with _on_loopback():
+            ray.init(
+                num_cpus=num_cpus,
+                include_dashboard=False,
+                logging_level=logging.ERROR,
+                _system_config=settings,
+            )
     except ValueError as refusal:
         # `ray.init` refuses num_cpus if it finds a running Ray, and there is no public way to look
         # for one beforehand.

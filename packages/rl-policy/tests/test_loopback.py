@@ -1,0 +1,62 @@
+"""The sockets on which a run of one machine listens, and all processes that it starts."""
+
+import os
+import subprocess
+import sys
+import time
+
+import psutil
+import pytest
+
+pytestmark = [pytest.mark.usefixtures("ray_apart"), pytest.mark.needs("rl-policy[dtensor]")]
+
+RUN = [
+    *(sys.executable, "-c", "from rl_policy.cli import main; main()", "grpo", "--out", "run"),
+    "cluster.bundle_ct_per_node_list=[2]",
+    "grpo.warm_up=false",
+    "grpo.steps=1000",
+    "tiny_model.num_layers=1",
+]
+LOOPBACK = ("127.0.0.1", "::1", "::ffff:127.0.0.1")
+LIMIT_S = 120.0
+
+
+def listening(process):
+    """Return the sockets on which a process and those below it listen, TCP and UDP."""
+    found = set()
+    for each in (process, *process.children(recursive=True)):
+        try:
+            command, sockets = " ".join(each.cmdline())[:80], each.net_connections("inet")
+        except (psutil.NoSuchProcess, psutil.AccessDenied):
+            continue
+        for socket in sockets:
+            if socket.status == psutil.CONN_LISTEN or (socket.laddr and not socket.raddr):
+                found.add((command, socket.laddr.ip, socket.laddr.port))
+    return found
+
+
+def sockets_of_a_run(directory):
+    """Run until some steps have been taken; return all sockets that were seen."""
+    environment = {**os.environ, "HF_HUB_OFFLINE": "1"}
+    run = subprocess.Popen(RUN, cwd=directory, env=environment, stderr=subprocess.PIPE, text=True)
+    process, seen = psutil.Process(run.pid), set()
+    metrics, deadline = directory / "run" / "metrics.jsonl", time.monotonic() + LIMIT_S
+    try:
+        while not metrics.exists() or len(metrics.read_text().splitlines()) < 3:
+            assert run.poll() is None, run.stderr.read()
+            assert time.monotonic() < deadline, "the run takes no steps"
+            seen |= listening(process)
+            time.sleep(0.2)
+    finally:
+        run.terminate()
+        run.communicate(timeout=60)
+    return seen
+
+
+@pytest.mark.timeout(240)
+def test_nothing_of_a_run_can_be_reached_from_another_machine(tmp_path):
+    seen = sockets_of_a_run(tmp_path)
+    assert [each for each in sorted(seen) if each[1] not in LOOPBACK] == []
+    # Ray's head, its node, and the store at which the ranks meet.
+    for name in ("gcs_server", "raylet", "WorkerHost"):
+        assert any(name in command for command, _, _ in seen), name
