@@ -210,3 +210,51 @@ def test_workers_run_in_the_drivers_environment_under_uv_run():
         [sys.executable, "-c", check], capture_output=True, text=True, check=True, env=environment
     )
     assert done.stdout.strip() == "False"
+
+
+IDLE_DRIVER = """
+import sys
+from rl_policy import RayVirtualCluster
+
+cluster = RayVirtualCluster([1], use_gpus=False)
+cluster.get_placement_groups()
+print("ready", flush=True)
+sys.stdin.read()
+"""
+
+
+@pytest.fixture
+def driver():
+    """Yield a process that has started a Ray, and the processes below it."""
+    process = subprocess.Popen(
+        [sys.executable, "-c", IDLE_DRIVER],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+    )
+    assert process.stdout.readline() == "ready\n"
+    yield process, children_of(process.pid)
+    process.kill()
+    process.communicate(timeout=60)
+
+
+def test_nothing_is_left_of_a_driver_that_is_killed(driver, wait_until_gone):
+    process, children = driver
+    assert len(children) > 5
+    process.kill()
+    process.wait(timeout=10)
+    wait_until_gone(children)
+
+
+def test_a_dead_head_is_named_and_nothing_is_left(driver, wait_until_gone):
+    process, children = driver
+    (head,) = [
+        pid for pid in children if b"gcs_server" in Path(f"/proc/{pid}/cmdline").read_bytes()
+    ]
+    os.kill(head, signal.SIGKILL)
+    died = time.monotonic()
+    assert process.wait(timeout=30) != 0
+    assert time.monotonic() - died < 10
+    assert "Failed to connect to GCS" in process.stdout.read()
+    wait_until_gone(children)

@@ -9,7 +9,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
-from typing import TYPE_CHECKING, Self, TypeVar
+from typing import TYPE_CHECKING, Any, Self, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -23,8 +23,6 @@ if TYPE_CHECKING:
 all_gather_single = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 
 _RANK_VARIABLES = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
-
-
 # As a Ray on one machine gives its address, and as a user does.
 _LOOPBACK = ("127.0.0.1", "::1", "localhost")
 
@@ -78,23 +76,21 @@ def init_process_group(environment: RankEnvironment, *, timeout_s: float) -> boo
     dist.init_process_group(
         backend="cpu:gloo,cuda:nccl" if on_cuda else "gloo",
         timeout=timeout,
-        rank=environment.rank,
-        world_size=environment.world_size,
-        store=_loopback_store(environment, timeout=timeout),
+        **_meeting_point(environment, timeout=timeout),
     )
     return True
 
 
-def _loopback_store(environment: RankEnvironment, *, timeout: timedelta) -> dist.TCPStore | None:
-    """Return a store that listens on the loopback interface alone, if all ranks are on it.
+def _meeting_point(environment: RankEnvironment, *, timeout: timedelta) -> dict[str, Any]:
+    """Return the arguments by which ranks of one machine meet on its loopback interface alone.
 
-    torch's own rendezvous listens on all interfaces, and its protocol asks for no secret. None
-    where `MASTER_ADDR` is another address, or where torchrun has a store already: torch then
-    meets as the environment says.
+    torch's own rendezvous listens on all interfaces, and its protocol asks for no secret. Nothing
+    is returned where `MASTER_ADDR` is another address, or where torchrun has a store already: torch
+    then meets as the environment says.
     """
     address = os.environ.get("MASTER_ADDR", "")
     if address not in _LOOPBACK or os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True":
-        return None
+        return {}
     port, listener = int(os.environ["MASTER_PORT"]), None
     if environment.rank == 0:
         family = socket.AF_INET6 if ":" in address else socket.AF_INET
@@ -104,7 +100,7 @@ def _loopback_store(environment: RankEnvironment, *, timeout: timedelta) -> dist
         listening.bind((address, port))
         listening.listen(environment.world_size)
         listener = listening.detach()  # the store closes it
-    return dist.TCPStore(
+    store = dist.TCPStore(  # pyright: ignore[reportPrivateImportUsage] # it is documented there
         address,
         port,
         environment.world_size,
@@ -112,6 +108,7 @@ def _loopback_store(environment: RankEnvironment, *, timeout: timedelta) -> dist
         timeout=timeout,
         master_listen_fd=listener,
     )
+    return {"store": store, "rank": environment.rank, "world_size": environment.world_size}
 
 
 @contextmanager

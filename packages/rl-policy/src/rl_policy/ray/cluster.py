@@ -2,20 +2,23 @@
 
 from __future__ import annotations
 
+import json
 import logging
 import os
 import signal
 import socket
+import subprocess
 import sys
 import threading
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from pathlib import Path
 from time import monotonic
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 from uuid import uuid4
 
 import ray
-from ray._private import ray_constants
+from ray._private import ray_constants, worker
 from ray.exceptions import GetTimeoutError
 from ray.util.placement_group import (
     PlacementGroup,
@@ -32,6 +35,11 @@ logger = logging.getLogger(__name__)
 
 # Ray's name for whether it forms clusters of several machines.
 _CLUSTER_SETTING = ray_constants.ENABLE_RAY_CLUSTERS_ENV_VAR
+# For a watcher that finds nothing to end.
+_WATCHER_LIMIT_S = 20.0
+# How long a local Ray's processes look for a head that is not there, in seconds. On one machine it
+# does not come back: Ray's own minute is for one that is restarted elsewhere.
+_HEAD_LIMIT_S = 5
 _STRATEGIES = ("SPREAD", "PACK", "STRICT_SPREAD", "STRICT_PACK")
 # Long enough for a node that is just joining, short enough not to look like a hang.
 _RESERVE_LIMIT_S = 60.0
@@ -49,6 +57,7 @@ class RaySession:
     def __init__(self) -> None:
         self._started = False
         self._users: set[int] = set()
+        self._watcher: subprocess.Popen[bytes] | None = None
 
     @property
     def is_local(self) -> bool:
@@ -66,6 +75,8 @@ class RaySession:
             self._users.clear()
             with _own_sigterm_handler():
                 self._started = _join_or_start(num_cpus)
+            if self._started:
+                self._watcher = _watch_agents()
         if self._started:
             self._users.add(user)
 
@@ -76,6 +87,9 @@ class RaySession:
             self._started = False
             if ray.is_initialized():
                 ray.shutdown(wait_for_processes=True)
+            if self._watcher is not None:
+                self._watcher.communicate(timeout=_WATCHER_LIMIT_S)
+                self._watcher = None
 
 
 SESSION = RaySession()
@@ -95,6 +109,27 @@ def _own_sigterm_handler() -> Iterator[None]:
         is_main = threading.current_thread() is threading.main_thread()
         if is_main and before not in (None, signal.SIG_DFL):
             signal.signal(signal.SIGTERM, before)
+
+
+def _watch_agents() -> subprocess.Popen[bytes]:
+    """Start the process that ends the agents of the Ray that was started here, see `watcher`."""
+    # Ray brings it, and puts it on the path.
+    import psutil
+
+    node: Any = worker._global_node
+    raylet = psutil.Process(node.all_processes[ray_constants.PROCESS_TYPE_RAYLET][0].process.pid)
+    agents = [
+        (each.pid, each.create_time())
+        for each in raylet.children()
+        if "agent" in " ".join(each.cmdline()).lower()
+    ]
+    program, folder = Path(__file__).with_name("watcher.py"), Path(psutil.__file__).parent.parent
+    return subprocess.Popen(
+        [sys.executable, "-I", str(program), json.dumps(agents), str(folder)],
+        stdin=subprocess.PIPE,
+        # A Ctrl-C in a terminal is for us, and we end in order.
+        start_new_session=True,
+    )
 
 
 @contextmanager
@@ -123,7 +158,9 @@ def _join_or_start(num_cpus: int) -> bool:
     num_cpus = max(num_cpus, os.cpu_count() or 1)
     # Ray's own default, 15, suits tasks beside a desktop: ranks would wait for any other process.
     is_given = "RAY_worker_niceness" in os.environ
-    settings = None if is_given else {"worker_niceness": 0}
+    settings: dict[str, object] = {"gcs_rpc_server_reconnect_timeout_s": _HEAD_LIMIT_S}
+    if not is_given:
+        settings["worker_niceness"] = 0
     try:
         with _on_loopback():
             ray.init(
