@@ -20,6 +20,10 @@ from typer.testing import CliRunner
 
 pytestmark = [pytest.mark.usefixtures("ray_apart"), pytest.mark.needs("rl-policy[dtensor]")]
 
+ONE_CYCLE = [
+    "policy.scheduler.name=torch.optim.lr_scheduler.OneCycleLR",
+    "policy.scheduler.kwargs={max_lr: 0.001, total_steps: 10}",
+]
 MODULE = [sys.executable, "-c", "from rl_policy.cli import main; main()"]
 
 
@@ -207,6 +211,14 @@ TEMPLATE = ["data.use_chat_template=true", "policy.generation.max_new_tokens=6"]
         (["policy.generation.vllm_cfg.nope=3"], "policy.generation.vllm_cfg.nope is not a known"),
         (["policy.megatron_cfg.nope=3"], "policy.megatron_cfg.nope is not a known key"),
         (["grpo.steps=3", "grpo.steps=4"], "grpo.steps is given twice, as grpo.steps=3 and"),
+        (
+            [*ONE_CYCLE, "grpo.steps=7", "grpo.epochs_per_step=2", "grpo.warm_up=false"],
+            "OneCycleLR ends after 10 steps, and the run takes 14 (grpo.steps=7, grpo.epochs_per_",
+        ),
+        (
+            [*ONE_CYCLE, "grpo.steps=7", "grpo.warm_up=true", "sft.steps=11"],
+            "sft.policy.scheduler.kwargs={'max_lr': 0.001, 'total_steps': 10}: torch.optim.lr_sch",
+        ),
         (["cluster.placement_group_strategy=NOPE"], "cluster.placement_group_strategy='NOPE'"),
         (["refit.transport=nope"], "refit.transport='nope' is not among"),
         (["data.path="], "data.path= has no value"),

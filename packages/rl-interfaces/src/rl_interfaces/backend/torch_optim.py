@@ -27,6 +27,8 @@ from rl_interfaces.config.types import ResolvedConfig
 _MOST_STEPS = 2000
 # Of the last scheduler, which has no end.
 _LAST_STEPS = 3
+# Of a whole run, which take a second; longer ones are checked in part.
+_MOST_RUN_STEPS = 100_000
 _START = 0.5
 # A thousand times the start: no model is left after a step of that size.
 _LARGEST = 500.0
@@ -173,6 +175,37 @@ def _try_schedule(optimizer: torch.optim.Optimizer, config: SchedulerConfig) -> 
                 f"{_one_line(error)}"
             ) from error
     build_scheduler(optimizer, config).step()
+
+
+def check_schedule_length(config: SchedulerConfig, *, num_steps: int, key: str) -> None:
+    """Take as many steps of a schedule as a run will, up to a limit.
+
+    Some schedules end: `OneCycleLR` raises at the step after its `total_steps`, which would be
+    hours into the run.
+
+    Args:
+        config: The schedule.
+        num_steps: Steps of the run.
+        key: The config key that sets them, for the message.
+
+    Raises:
+        ValueError: It cannot step at all, or ends before the run; the message names the keys and
+            the numbers.
+    """
+    optimizer = torch.optim.SGD([torch.nn.Parameter(torch.zeros(1))], lr=1.0)
+    _try_schedule(optimizer, config)
+    schedule = build_scheduler(optimizer, config)
+    # torch warns of a schedule that steps before its optimizer.
+    optimizer.step()
+    for step in range(min(num_steps, _MOST_RUN_STEPS)):
+        try:
+            schedule.step()
+        except ValueError as error:
+            part = config.parts[sum(step >= milestone for milestone in config.milestones)]
+            raise ValueError(
+                f"{part.path}.kwargs={part.kwargs}: {part.name} ends after {step} steps, and the "
+                f"run takes {num_steps} ({key}): {_one_line(error)}"
+            ) from error
 
 
 class _RateError(ValueError):

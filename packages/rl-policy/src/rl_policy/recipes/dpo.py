@@ -32,7 +32,13 @@ from rl_policy.losses import DPOLoss
 from rl_policy.policy import Policy
 from rl_policy.recipes import Recipe
 from rl_policy.run.directory import RunState
-from rl_policy.run.inputs import RunInputs, check_language_model, check_rows, read_own_data
+from rl_policy.run.inputs import (
+    RunInputs,
+    check_language_model,
+    check_rows,
+    check_schedule,
+    read_own_data,
+)
 from rl_policy.run.metrics import StepMetrics, mean_metrics
 from rl_policy.run.session import Session, open_policy, run_loop
 
@@ -93,6 +99,8 @@ class PairInputs(RunInputs):
 def check_dpo(config: RunConfig) -> None:
     """Raise `ValueError` if the policy has no log-probabilities, or a batch would split a pair."""
     check_language_model(config.policy)
+    steps = config.section(DpoSection).steps
+    check_schedule(config.policy, num_steps=steps, key=f"dpo.steps={steps}")
     for key in ("train_global_batch_size", "train_micro_batch_size"):
         if config.policy[key] % DPOLoss.rows_per_group:
             raise ValueError(

@@ -38,6 +38,7 @@ from rl_policy.run.inputs import (
     check_language_model,
     check_rows,
     check_sampling,
+    check_schedule,
     prepare_problems,
 )
 from rl_policy.run.metrics import StepMetrics, mean_metrics
@@ -110,6 +111,8 @@ def check_sft(config: RunConfig) -> None:
     """Raise `ValueError` if keys contradict each other."""
     check_sampling(config)
     check_language_model(sft_policy(config), path="sft.policy")
+    steps = config.section(SftSection).steps
+    check_schedule(sft_policy(config), num_steps=steps, key=f"sft.steps={steps}", path="sft.policy")
 
 
 def prepare_sft(config: RunConfig, encoder: ProblemEncoder) -> ProblemInputs:

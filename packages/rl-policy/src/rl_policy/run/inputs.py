@@ -12,6 +12,7 @@ from typing import Any, TypeVar
 
 import torch
 from rl_interfaces.backend.generation import SamplingConfig
+from rl_interfaces.backend.torch_optim import check_schedule_length, parse_scheduler
 from rl_interfaces.config.schema import check_typed_dict
 from rl_refit.transports import expandable_segments, find_transport
 from transformers import AutoConfig, AutoTokenizer, PreTrainedTokenizerBase
@@ -134,6 +135,21 @@ def check_language_model(policy: Settings, *, path: str = "policy") -> None:
             f"{path}.head={policy['head']!r} gives scores, and the recipe trains "
             "log-probabilities: set 'language_model'"
         )
+
+
+def check_schedule(policy: Settings, *, num_steps: int, key: str, path: str = "policy") -> None:
+    """Raise `ValueError` if the learning-rate schedule of a policy ends before its training does.
+
+    Args:
+        policy: The section.
+        num_steps: `train` calls, each of which takes a step of the schedule.
+        key: The key that sets them.
+        path: The section's path.
+    """
+    schedule = parse_scheduler(policy.get("scheduler"), path=f"{path}.scheduler")
+    # Megatron's schedules have keys of their own, and none of them ends.
+    if schedule is not None and policy["dtensor_cfg"]["enabled"]:
+        check_schedule_length(schedule, num_steps=num_steps, key=key)
 
 
 def check_sampling(config: RunConfig) -> None:
