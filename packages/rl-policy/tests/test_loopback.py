@@ -26,7 +26,7 @@ def listening(process):
     found = set()
     for each in (process, *process.children(recursive=True)):
         try:
-            command, sockets = " ".join(each.cmdline())[:80], each.net_connections("inet")
+            command, sockets = " ".join(each.cmdline()), each.net_connections("inet")
         except (psutil.NoSuchProcess, psutil.AccessDenied):
             continue
         for socket in sockets:

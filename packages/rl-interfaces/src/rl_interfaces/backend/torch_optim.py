@@ -184,16 +184,14 @@ def check_schedule_length(config: SchedulerConfig, *, num_steps: int, key: str) 
     hours into the run.
 
     Args:
-        config: The schedule.
+        config: A schedule that `try_steps` has accepted.
         num_steps: Steps of the run.
         key: The config key that sets them, for the message.
 
     Raises:
-        ValueError: It cannot step at all, or ends before the run; the message names the keys and
-            the numbers.
+        ValueError: The schedule ends before; the message names both keys and the numbers.
     """
     optimizer = torch.optim.SGD([torch.nn.Parameter(torch.zeros(1))], lr=1.0)
-    _try_schedule(optimizer, config)
     schedule = build_scheduler(optimizer, config)
     # torch warns of a schedule that steps before its optimizer.
     optimizer.step()

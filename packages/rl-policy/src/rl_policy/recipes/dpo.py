@@ -99,8 +99,6 @@ class PairInputs(RunInputs):
 def check_dpo(config: RunConfig) -> None:
     """Raise `ValueError` if the policy has no log-probabilities, or a batch would split a pair."""
     check_language_model(config.policy)
-    steps = config.section(DpoSection).steps
-    check_schedule(config.policy, num_steps=steps, key=f"dpo.steps={steps}")
     for key in ("train_global_batch_size", "train_micro_batch_size"):
         if config.policy[key] % DPOLoss.rows_per_group:
             raise ValueError(
@@ -114,6 +112,8 @@ def prepare_dpo(config: RunConfig, encoder: ProblemEncoder) -> PairInputs:
     Raises:
         ValueError: They cannot be read or split, or exceed the sequence length.
     """
+    steps = config.section(DpoSection).steps
+    check_schedule(config.policy, num_steps=steps, key=f"dpo.steps={steps}")
     given, heldout = read_own_data(config.data, read_pairs)
     pairs = divide_pairs(
         arithmetic_pairs(max_number=config.data.max_number) if given is None else given,

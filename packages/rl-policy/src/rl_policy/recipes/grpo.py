@@ -33,14 +33,7 @@ from rl_policy.data.datasets import Problem, ShuffledStream
 from rl_policy.losses import ClippedPGLoss, group_relative_advantages
 from rl_policy.policy import Policy
 from rl_policy.recipes import Recipe
-from rl_policy.recipes.sft import (
-    SFT,
-    SftSection,
-    check_sft,
-    prepare_sft,
-    run_sft,
-    sft_policy,
-)
+from rl_policy.recipes.sft import SFT, SftSection, prepare_sft, run_sft, sft_policy
 from rl_policy.run.directory import RunDirectory, RunState
 from rl_policy.run.evaluation import (
     check_mismatch,
@@ -162,16 +155,8 @@ def check_grpo(config: RunConfig) -> None:
     """Raise `ValueError` if keys contradict each other."""
     check_sampling(config)
     check_language_model(sft_policy(config), path="sft.policy")
-    if has_warm_up(config):
-        check_sft(config)
     _check_adapters(config)
     _check_batch_size(config)
-    grpo = config.section(GrpoSection)
-    check_schedule(
-        config.policy,
-        num_steps=grpo.steps * grpo.epochs_per_step,
-        key=f"grpo.steps={grpo.steps}, grpo.epochs_per_step={grpo.epochs_per_step}",
-    )
     generation = config.policy["generation"]
     if generation["temperature"] == 0:
         raise ValueError(
@@ -185,6 +170,12 @@ def check_grpo(config: RunConfig) -> None:
 
 def prepare_grpo(config: RunConfig, encoder: ProblemEncoder) -> ProblemInputs:
     """Return the problems of the run, also checked for the warm-up if there is one."""
+    grpo = config.section(GrpoSection)
+    check_schedule(
+        config.policy,
+        num_steps=grpo.steps * grpo.epochs_per_step,
+        key=f"grpo.steps={grpo.steps}, grpo.epochs_per_step={grpo.epochs_per_step}",
+    )
     return (prepare_sft if has_warm_up(config) else prepare_problems)(config, encoder)
 
 

@@ -111,8 +111,6 @@ def check_sft(config: RunConfig) -> None:
     """Raise `ValueError` if keys contradict each other."""
     check_sampling(config)
     check_language_model(sft_policy(config), path="sft.policy")
-    steps = config.section(SftSection).steps
-    check_schedule(sft_policy(config), num_steps=steps, key=f"sft.steps={steps}", path="sft.policy")
 
 
 def prepare_sft(config: RunConfig, encoder: ProblemEncoder) -> ProblemInputs:
@@ -122,6 +120,8 @@ def prepare_sft(config: RunConfig, encoder: ProblemEncoder) -> ProblemInputs:
         ValueError: A problem exceeds a limit; the message names keys and numbers.
     """
     sft = config.section(SftSection)
+    key = f"sft.steps={sft.steps}"
+    check_schedule(sft_policy(config), num_steps=sft.steps, key=key, path="sft.policy")
     num_validation = 0 if sft.stop_pass_rate is None else config.data.num_validation
     inputs = prepare_problems(config, encoder, num_validation=num_validation)
     key = "sft.policy" if "max_total_sequence_length" in sft.policy else "policy"
