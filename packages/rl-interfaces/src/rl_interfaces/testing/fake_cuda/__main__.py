@@ -1,6 +1,7 @@
 """The process of `run_on_fake_cuda`: `python -m ... module:function RESULT < arguments`."""
 
 import json
+import os
 import sys
 from importlib import import_module
 from pathlib import Path
@@ -13,3 +14,7 @@ if __name__ == "__main__":
     module, _, function = target.partition(":")
     value = getattr(import_module(module), function)(**json.load(sys.stdin))
     Path(result).write_text(json.dumps(value))
+    sys.stdout.flush()
+    sys.stderr.flush()
+    # Threads of libraries abort the interpreter at its end now and then; the result is written.
+    os._exit(0)
