@@ -4,7 +4,7 @@ import pytest
 import torch
 from rl_batched_data.packing.shared_prefixes import _choose_groups, share_prefixes
 
-# A token stands once in the vocabulary of a row, so that what is packed can be told apart.
+# Rows have the same token at a common start alone, so that what is packed can be told apart.
 ROWS = [
     [1, 2, 3, 4, 10, 11],
     [1, 2, 3, 4, 12],
@@ -13,7 +13,6 @@ ROWS = [
     [5, 6, 7, 30],
     [5, 6, 7, 31, 32, 33],
 ]
-PREFIXES = [4, 4, 4, 0, 3, 3]
 
 
 def padded(rows):

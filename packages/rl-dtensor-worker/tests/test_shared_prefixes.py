@@ -7,16 +7,20 @@ import torch
 from oracle import LOGPROB_TOLERANCE, PARAMETER_TOLERANCE, load, plain_logprobs, plain_training
 from parity_layouts import LAYOUTS
 from rl_dtensor_worker import DTensorPolicyWorker
+from rl_dtensor_worker.layout import ParallelContext
 from test_parity import BATCHINGS, RELATIVE_TOLERANCE, assert_equal_parameters, joined
 from tiny_model import make_batch, make_config
 
 # Two prompts, of three rows each: a global batch of four ends within the second one.
 PROMPTS, PROMPT_LENGTH = [0, 0, 0, 3, 3, 3], 5
+ONE = (1, {})
+# Model, layout, way of batching, what the loss takes.
 CASES = {
-    "one": ("llama", "one", "padded"),
-    "one_packed": ("gemma3", "one", "packed"),
-    "dp2": ("qwen3_moe", "dp2", "padded"),
-    "tp2_sp": ("qwen3", "tp2_sp", "padded"),
+    "one": ("llama", ONE, "padded", "nll"),
+    "one_logits": ("llama", ONE, "padded", "logits"),
+    "one_packed": ("gemma3", ONE, "packed", "nll"),
+    "dp2": ("qwen3_moe", LAYOUTS["dp2"], "padded", "nll"),
+    "tp2_sp": ("qwen3", LAYOUTS["tp2_sp"], "padded", "nll"),
 }
 
 
@@ -29,10 +33,8 @@ def batch_of_groups():
     return batch
 
 
-def config_of(path, layout, batching):
-    section = BATCHINGS[batching]
+def config_of(path, sizes, section):
     budgets = {"train_mb_tokens": parity_ranks.BUDGET, "logprob_mb_tokens": parity_ranks.BUDGET}
-    sizes = LAYOUTS[layout][1] if layout in LAYOUTS else {}
     return make_config(
         path,
         dtensor_cfg={"enabled": True, "share_prefixes": True, **sizes},
@@ -42,12 +44,11 @@ def config_of(path, layout, batching):
 
 @pytest.mark.parametrize("case", CASES)
 def test_shared_rows_equal_rows_by_themselves(pools, tmp_path, case):
-    model, layout, batching = CASES[case]
+    model, (num_ranks, sizes), batching, loss = CASES[case]
     path, batch = parity_models.build(model, tmp_path), batch_of_groups()
-    pool = pools(LAYOUTS[layout][0] if layout in LAYOUTS else 1)
-    config, section = config_of(path, layout, batching), BATCHINGS[batching]
-    arguments = {"config": config, "batch": batch, "section": section}
-    results = pool.run(parity_ranks.run_case, num_calls=3, **arguments)
+    pool, section = pools(num_ranks), BATCHINGS[batching]
+    arguments = {"config": config_of(path, sizes, section), "batch": batch, "section": section}
+    results = pool.run(parity_ranks.run_case, num_calls=3, loss=loss, **arguments)
     for key in ("logprobs", "reference"):
         torch.testing.assert_close(
             joined(results, key), plain_logprobs(load(path), batch), atol=LOGPROB_TOLERANCE, rtol=0
@@ -61,7 +62,7 @@ def test_shared_rows_equal_rows_by_themselves(pools, tmp_path, case):
         assert count.read < count.in_rows
 
 
-def test_scores_of_all_kinds_are_those_of_rows_by_themselves(pools, tiny_model):
+def test_the_largest_logits_are_those_of_rows_by_themselves(pools, tiny_model):
     batch = batch_of_groups()
     found = [
         pools(1).run(
@@ -77,6 +78,14 @@ def test_scores_of_all_kinds_are_those_of_rows_by_themselves(pools, tiny_model):
     ]
     for key, values in found[0].columns.items():
         torch.testing.assert_close(found[1].columns[key], values, atol=1e-5, rtol=0)
+
+
+def test_the_layout_of_rows_that_share_nothing_is_checked_too():
+    parallel = ParallelContext(shares_prefixes=True)
+    assert parallel.features(packed=True) == [
+        "dtensor_cfg.share_prefixes=True",
+        "sequence_packing.enabled=True",
+    ]
 
 
 def test_context_parallelism_is_refused(tiny_model):

@@ -42,13 +42,20 @@ def starting(pools, tmp_path, class_name, *, num_ranks=1, **overrides):
             rf"{AMOUNT}.*policy\.dtensor_cfg\.attn_implementation",
         ),
         (
+            "RememberingLlama",
+            1,
+            {"dtensor_cfg": {"enabled": True, "share_prefixes": True}},
+            r"policy\.dtensor_cfg\.share_prefixes=True: with .*, RememberingLlama leaks .*"
+            rf"{AMOUNT}.*policy\.dtensor_cfg\.attn_implementation, or leave it out",
+        ),
+        (
             "ForeseeingLlama",
             1,
             {},
             rf"policy\.model_name: ForeseeingLlama is not causal: .*{AMOUNT}",
         ),
     ],
-    ids=["packing", "layout", "causality"],
+    ids=["packing", "layout", "sharing", "causality"],
 )
 def test_what_would_be_wrong_is_refused(pools, tmp_path, class_name, num_ranks, overrides, told):
     with pytest.raises(RankFailure, match=told) as failure:

@@ -19,6 +19,7 @@ from vllm_oracles import (
     generation_config,
     prompts_of,
     refit,
+    sizes_for,
 )
 
 pytestmark = [pytest.mark.vllm, pytest.mark.slow, pytest.mark.needs("rl-policy[all]")]
@@ -31,24 +32,12 @@ def save_experts(path, tokenizer):
     """Write a Qwen3 mixture of experts with random weights and its tokenizer."""
     torch.manual_seed(0)
     config = Qwen3MoeConfig(
-        vocab_size=len(tokenizer),
-        hidden_size=64,
-        intermediate_size=128,
+        **sizes_for(tokenizer),
         # Not a multiple of 32, to which the kernel of the CPU pads it.
         moe_intermediate_size=24,
         num_experts=4,
         num_experts_per_tok=2,
-        num_hidden_layers=2,
-        num_attention_heads=2,
-        num_key_value_heads=2,
         head_dim=32,
-        max_position_embeddings=64,
-        # Large, so that the distribution is far from uniform.
-        initializer_range=0.3,
-        tie_word_embeddings=False,
-        pad_token_id=tokenizer.pad_token_id,
-        eos_token_id=tokenizer.eos_token_id,
-        bos_token_id=None,
     )
     Qwen3MoeForCausalLM(config).float().save_pretrained(path)
     tokenizer.save_pretrained(path)
@@ -140,22 +129,8 @@ SCORED_ALIKE = ("mixtral", "gpt_oss")
 def save_family(path, tokenizer, model_type):
     """Write a model with random weights, and its tokenizer."""
     torch.manual_seed(0)
-    config = AutoConfig.for_model(
-        model_type,
-        vocab_size=len(tokenizer),
-        hidden_size=64,
-        intermediate_size=128,
-        num_hidden_layers=2,
-        num_attention_heads=2,
-        num_key_value_heads=2,
-        max_position_embeddings=64,
-        initializer_range=0.3,
-        tie_word_embeddings=False,
-        pad_token_id=tokenizer.pad_token_id,
-        eos_token_id=tokenizer.eos_token_id,
-        bos_token_id=0,
-        **FAMILIES[model_type],
-    )
+    sizes = sizes_for(tokenizer) | {"bos_token_id": 0}
+    config = AutoConfig.for_model(model_type, **sizes | FAMILIES[model_type])
     AutoModelForCausalLM.from_config(config).float().save_pretrained(path)
     finish_directory(path, tokenizer)
 

@@ -9,6 +9,8 @@ from pathlib import Path
 
 import pytest
 
+pytestmark = pytest.mark.needs("rl-policy[dtensor]")
+
 BENCHMARKS = Path(__file__).parents[1] / "benchmarks"
 
 
@@ -145,3 +147,17 @@ def test_a_meter_that_sees_no_training_is_an_error():
     line = {"at": 1.0, "used": 1.0, "busy": 1.0, "phases": {"other": [1.0, 1.0]}}
     with pytest.raises(RuntimeError, match="no generate and no score and no train"):
         summarize([line] * 3, started=0.0)
+
+
+def test_both_sides_draw_the_same_problems(tmp_path):
+    from rl_policy.config import load_run_config
+    from rl_policy.data.datasets import ShuffledStream
+    from rl_policy.run.inputs import prepare_inputs
+    from whole_step.work import IN_ORDER, RAGGED, Run, settings, write_inputs
+
+    write_inputs(RAGGED, tmp_path)
+    chosen = settings(Run(side="rl-policy", work=RAGGED, ranks=1), tmp_path)
+    config = load_run_config("grpo", overrides=[f"{key}={value}" for key, value in chosen.items()])
+    drawn = ShuffledStream(prepare_inputs(config).problems.train, seed=config.seed).take(64)
+    lines = (tmp_path / IN_ORDER).read_text().splitlines()
+    assert [each.prompt for each in drawn] == [json.loads(line)["prompt"] for line in lines[:64]]

@@ -30,24 +30,29 @@ def ascii_tokenizer():
     )
 
 
+def sizes_for(tokenizer):
+    """Return the sizes and tokens of a tiny model's config."""
+    return {
+        "vocab_size": len(tokenizer),
+        "hidden_size": 64,
+        "intermediate_size": 128,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 2,
+        "num_key_value_heads": 2,
+        "max_position_embeddings": 64,
+        # Large, so that the distribution is far from uniform.
+        "initializer_range": 0.3,
+        "tie_word_embeddings": False,
+        "pad_token_id": tokenizer.pad_token_id,
+        "eos_token_id": tokenizer.eos_token_id,
+        "bos_token_id": None,
+    }
+
+
 def save_llama(path, tokenizer, seed=0):
     """Write a Llama with random weights and its tokenizer."""
     torch.manual_seed(seed)
-    config = LlamaConfig(
-        vocab_size=len(tokenizer),
-        hidden_size=64,
-        intermediate_size=128,
-        num_hidden_layers=2,
-        num_attention_heads=2,
-        num_key_value_heads=2,
-        max_position_embeddings=64,
-        # Large, so that the distribution is far from uniform.
-        initializer_range=0.3,
-        tie_word_embeddings=False,
-        pad_token_id=tokenizer.pad_token_id,
-        eos_token_id=tokenizer.eos_token_id,
-        bos_token_id=None,
-    )
+    config = LlamaConfig(**sizes_for(tokenizer))
     LlamaForCausalLM(config).float().save_pretrained(path)
     tokenizer.save_pretrained(path)
 

@@ -323,7 +323,7 @@ class DTensorEngine:
                     device=self._device,
                 )
             packed = self.config.planned_by == "sequence_packing"
-            if feature := self.parallel.feature(packed=packed):
+            for feature in self.parallel.features(packed=packed):
                 check_layout(
                     self.model,
                     forward.logprobs if isinstance(forward, Forward) else forward.values,

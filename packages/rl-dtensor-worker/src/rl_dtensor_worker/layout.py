@@ -42,6 +42,7 @@ TOLERANCES = {torch.float32: 1e-3, torch.float16: 1e-2, torch.bfloat16: 5e-2}
 _LENGTHS = (11, 7, 2)
 # Of the two longer ones, where sharing is checked.
 _COMMON_START = 5
+_SHARING = "dtensor_cfg.share_prefixes=True"
 # `[batch, seq]` columns that mark whether a token is of an image or of text.
 TOKEN_COLUMNS = ("mm_token_type_ids", "token_type_ids")
 
@@ -373,19 +374,21 @@ class ParallelContext:
             total_multiple=math.lcm(2 * ranks, ranks * self._sequence_shards),
         )
 
-    def feature(self, *, packed: bool) -> str | None:
-        """Return the config key and value that attention must support beyond padded rows, if any.
+    def features(self, *, packed: bool) -> list[str]:
+        """Return the config keys and values that attention must support beyond padded rows.
 
         Args:
             packed: Whether micro-batches are packed.
         """
+        # Rows with too little in common are laid out as without sharing.
+        found = [_SHARING] if self.shares_prefixes else []
         if self.context_group is not None:
-            return f"dtensor_cfg.context_parallel_size={self.context_group.size()}"
-        if self.shares_prefixes:
-            return "dtensor_cfg.share_prefixes=True"
-        if self._sequence_shards > 1:
-            return "dtensor_cfg.sequence_parallel=True"
-        return "sequence_packing.enabled=True" if packed else None
+            found.append(f"dtensor_cfg.context_parallel_size={self.context_group.size()}")
+        elif self._sequence_shards > 1:
+            found.append("dtensor_cfg.sequence_parallel=True")
+        elif packed:
+            found.append("sequence_packing.enabled=True")
+        return found
 
     @contextmanager
     def unsharded_sequences(self) -> Generator[None, None, None]:
@@ -470,14 +473,16 @@ def check_layout(
     batch = random_rows(config.get_text_config().vocab_size)
     packs = parallel.context_group is not None or feature.startswith("sequence_packing")
     packed = parallel.concatenation().of(batch).to(device) if packs else None
-    if parallel.shares_prefixes:
+    shared = None
+    if feature == _SHARING:
         batch["input_ids"][1, :_COMMON_START] = batch["input_ids"][0, :_COMMON_START]
-    shared = parallel.concatenation().share(batch)
+        shared = parallel.concatenation().share(batch)
+        assert shared is not None, "the rows have enough in common"
+        shared = shared.to(device)
     rows, span = batch.to(device), (0, batch.size)
     # The oracle: padded rows with full sequences, which every model supports.
     with parallel.unsharded_sequences():
         expected = score(MicroBatch(span=span, rows=rows))
-    shared = None if shared is None else shared.to(device)
     found = score(MicroBatch(span=span, rows=rows, packed=packed, shared=shared))
     difference = float((found - expected).abs().max() / expected.abs().max())
     # `not <=` rather than `>`, so that NaN fails.

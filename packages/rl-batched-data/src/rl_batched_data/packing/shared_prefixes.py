@@ -118,13 +118,16 @@ def share_prefixes(
     # Packed as the prefix of each group, and then the own tokens of its rows.
     is_first = first == torch.arange(len(sizes))
     own = lengths - prefix
-    starts = (own + prefix * is_first).cumsum(0) - own
+    ends = (own + prefix * is_first).cumsum(0)
+    starts = ends - own
     prefix_starts = (starts - prefix)[first]
-    used = int((own + prefix * is_first).sum())
+    used = int(ends[-1])
     total = round_up(used, total_multiple)
+    # Of every token of the rows: its row, and its place there.
     row = torch.repeat_interleave(lengths)
+    token = torch.arange(len(row))
     row_starts = lengths.cumsum(0) - lengths
-    place = torch.arange(len(row)) - row_starts[row]
+    place = token - row_starts[row]
     in_prefix = place < prefix[row]
     packed_index = torch.where(
         in_prefix, prefix_starts[row] + place, starts[row] + place - prefix[row]
@@ -133,8 +136,8 @@ def share_prefixes(
     position_ids[packed_index] = place
     row_index = row * input_ids.shape[1] + place
     # A token of a prefix has one score for the whole group, that in its first row.
-    owner = torch.where(in_prefix, row_starts[first[row]] + place, torch.arange(len(row)))
-    is_scored = (owner == torch.arange(len(row))) & (place > 0)
+    owner = torch.where(in_prefix, row_starts[first[row]] + place, token)
+    is_scored = (owner == token) & (place > 0)
     score = is_scored.cumsum(0) - 1
     scored = is_scored.nonzero()[:, 0]
     segments = _Segments(starts=starts, own=own, prefix=prefix, prefix_starts=prefix_starts)

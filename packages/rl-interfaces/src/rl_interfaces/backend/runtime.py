@@ -94,11 +94,16 @@ def _meeting_point(environment: RankEnvironment, *, timeout: timedelta) -> dict[
     port, listener = int(os.environ["MASTER_PORT"]), None
     if environment.rank == 0:
         family = socket.AF_INET6 if ":" in address else socket.AF_INET
-        listening = socket.socket(family)
-        # Beside a `ReservedPort`, which is bound to the number and does not listen.
-        listening.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        listening.bind((address, port))
-        listening.listen(environment.world_size)
+        # With SO_REUSEADDR, beside a `ReservedPort`, which is bound to the number and does not
+        # listen.
+        try:
+            listening = socket.create_server(
+                (address, port), family=family, backlog=environment.world_size
+            )
+        except OSError as error:
+            raise OSError(
+                error.errno, f"rank 0 cannot listen on MASTER_PORT={port}: {error.strerror}"
+            ) from error
         listener = listening.detach()  # the store closes it
     store = dist.TCPStore(  # pyright: ignore[reportPrivateImportUsage] # it is documented there
         address,

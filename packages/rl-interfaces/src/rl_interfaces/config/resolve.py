@@ -45,7 +45,7 @@ POLICY_DEFAULTS: ResolvedConfig = {
         "context_parallel_size": 1,
         # Without dropout, training scores tokens as the sampler did.
         "model_dropout": False,
-        # Rounds otherwise than rows by themselves, and needs attention without custom kernels.
+        # Sums are rounded in another order, and the attention has to be torch's.
         "share_prefixes": False,
         # Holds a second copy of weights and optimizer state in host memory while it writes.
         "async_checkpoint": False,

@@ -138,7 +138,8 @@ def _on_loopback() -> Iterator[None]:
 
     Ray does so where it does not form clusters, as on macOS: the setting of that name is read from
     the environment by its processes, and in this one was read when Ray was imported. With an
-    address of the loopback interface as `_node_ip_address` it listens on all interfaces.
+    address of the loopback interface as `_node_ip_address` it listens on all interfaces. What the
+    user's environment says of it stands.
     """
     if _CLUSTER_SETTING in os.environ:
         yield

@@ -146,9 +146,11 @@ def check_schedule(policy: Settings, *, num_steps: int, key: str, path: str = "p
         key: The key that sets them.
         path: The section's path.
     """
+    # Other backends have keys of their own: Megatron's schedules do not end.
+    if not policy["dtensor_cfg"]["enabled"]:
+        return
     schedule = parse_scheduler(policy.get("scheduler"), path=f"{path}.scheduler")
-    # Megatron's schedules have keys of their own, and none of them ends.
-    if schedule is not None and policy["dtensor_cfg"]["enabled"]:
+    if schedule is not None:
         check_schedule_length(schedule, num_steps=num_steps, key=key)
 
 
