@@ -15,6 +15,7 @@ The keys of the channel are two more such HMACs, one for each direction.
 
 from __future__ import annotations
 
+import errno
 import hmac
 import os
 import secrets
@@ -29,7 +30,7 @@ from pathlib import Path
 from rl_refit.errors import AuthenticationError, RefitError
 from rl_refit.private_directory import PrivateDirectory, remove_abandoned, remove_if_abandoned
 from rl_refit.protocol.channel import Channel, read_exactly
-from rl_refit.protocol.waiting import Deadline
+from rl_refit.protocol.waiting import Closing, Deadline
 
 PREFIX = "rl-refit-"
 MAGIC = b"rlrefit2"
@@ -39,6 +40,10 @@ _MAC_BYTES = 32
 _MOST_CHARACTERS = 90
 """Limit of the directory's path: the kernel limits the path of a socket to 107 characters."""
 _BACKLOG = 128
+MOST_GUESTS = 128
+"""Connections that may wait for authentication at a time."""
+_NO_DESCRIPTOR_PAUSE_S = 0.01
+"""Between attempts to accept where this process has no descriptor left and no guest to close."""
 _REPLY = struct.Struct(f"!{NONCE_BYTES}sI{_MAC_BYTES}s")
 
 
@@ -160,6 +165,101 @@ class _Guest:
     reply: bytearray = field(default_factory=bytearray)
 
 
+class _Guests(Closing):
+    """The connections that are not authenticated yet, oldest first, and a listener for more.
+
+    Their number is bounded, so that strangers who connect and say nothing can neither exhaust this
+    process's descriptors nor keep a receiver out: the oldest is closed for the newest. A receiver
+    replies within a round trip, so it is the oldest only under a flood.
+
+    Args:
+        listener: Of an `Endpoint`.
+    """
+
+    def __init__(self, listener: socket.socket) -> None:
+        # A connection may be reset between `select` and `accept`, which must not block then.
+        listener.setblocking(False)
+        self._listener = listener
+        self._guests: dict[socket.socket, _Guest] = {}
+        self._selector = selectors.PollSelector()
+        self._selector.register(listener, selectors.EVENT_READ)
+
+    def wait(self, seconds: float) -> list[_Guest]:
+        """Greet new guests; return those that have completed their reply and hand them over."""
+        complete: list[_Guest] = []
+        for key, _ in self._selector.select(seconds):
+            if key.fileobj is self._listener:
+                self._greet()
+            # A guest may have been closed for a newer one since `select` returned.
+            elif key.fileobj in self._guests and self._read_reply(key.data):
+                complete.append(key.data)
+        return complete
+
+    def close(self) -> None:
+        """Close all guests' connections."""
+        self._selector.close()
+        for guest in self._guests.values():
+            guest.socket.close()
+        self._guests.clear()
+
+    def _greet(self) -> None:
+        """Accept a connection and send the nonce."""
+        try:
+            sock, _ = self._listener.accept()
+        except OSError as error:
+            # The connection waits in the backlog until there is a descriptor for it.
+            if error.errno in (errno.EMFILE, errno.ENFILE) and not self._close_oldest():
+                time.sleep(_NO_DESCRIPTOR_PAUSE_S)
+            return
+        guest = _Guest(sock)
+        try:
+            if not _is_own_user(sock):
+                sock.close()
+                return
+            sock.setblocking(False)
+            # 40 bytes fit the buffer of any new socket, so that this cannot block or send a part.
+            sock.sendall(MAGIC + guest.nonce)
+        except OSError:
+            sock.close()
+            return
+        while len(self._guests) >= MOST_GUESTS:
+            self._close_oldest()
+        self._guests[sock] = guest
+        self._selector.register(sock, selectors.EVENT_READ, guest)
+
+    def _read_reply(self, guest: _Guest) -> bool:
+        """Read from a guest; return whether its reply is complete, and let go of it then.
+
+        A connection that is at its end is closed.
+        """
+        try:
+            chunk = guest.socket.recv(_REPLY.size - len(guest.reply))
+        except BlockingIOError:
+            return False
+        except OSError:
+            chunk = b""
+        guest.reply += chunk
+        if chunk and len(guest.reply) < _REPLY.size:
+            return False
+        self._remove(guest.socket)
+        if not chunk:
+            guest.socket.close()
+        return bool(chunk)
+
+    def _close_oldest(self) -> bool:
+        """Close the oldest guest's connection; return whether there was one."""
+        sock = next(iter(self._guests), None)
+        if sock is None:
+            return False
+        self._remove(sock)
+        sock.close()
+        return True
+
+    def _remove(self, sock: socket.socket) -> None:
+        self._selector.unregister(sock)
+        del self._guests[sock]
+
+
 def accept(
     listener: socket.socket,
     count: int,
@@ -184,77 +284,26 @@ def accept(
         RefitTimeoutError: Fewer ranks connected in time.
     """
     channels: dict[int, Channel] = dict(present or {})
-    guests: list[_Guest] = []
-    # A connection may be reset between `select` and `accept`, which must not block then.
-    listener.setblocking(False)
     try:
-        with selectors.DefaultSelector() as selector:
-            selector.register(listener, selectors.EVENT_READ)
+        with _Guests(listener) as guests:
             while len(channels) < count:
                 left = deadline.remaining(f"connection: {sorted(channels)} of {count} receivers")
-                for key, _ in selector.select(left):
-                    if key.fileobj is not listener:
-                        _read_reply(key.data, selector, guests, channels, token)
-                    elif guest := _greet(listener):
-                        guests.append(guest)
-                        selector.register(guest.socket, selectors.EVENT_READ, guest)
+                for guest in guests.wait(left):
+                    admitted = _admit(guest, token)
+                    if admitted is None:
+                        guest.socket.close()
+                        continue
+                    rank, channel = admitted
+                    # The latest wins: a restarted receiver connects before the old one's socket is
+                    # found dead.
+                    if rank in channels:
+                        channels[rank].close()
+                    channels[rank] = channel
     except BaseException as error:
         for channel in channels.values():
             channel.close(error)
         raise
-    finally:
-        for guest in guests:
-            guest.socket.close()
     return channels
-
-
-def _greet(listener: socket.socket) -> _Guest | None:
-    try:
-        sock, _ = listener.accept()
-    except OSError:
-        return None
-    guest = _Guest(sock)
-    if not _is_own_user(sock):
-        sock.close()
-        return None
-    sock.setblocking(False)
-    try:
-        # 40 bytes fit the buffer of any new socket, so that this cannot block or send a part.
-        sock.sendall(MAGIC + guest.nonce)
-    except OSError:
-        sock.close()
-        return None
-    return guest
-
-
-def _read_reply(
-    guest: _Guest,
-    selector: selectors.BaseSelector,
-    guests: list[_Guest],
-    channels: dict[int, Channel],
-    token: bytes,
-) -> None:
-    """Read a guest's reply; once it is complete, admit the guest or close its connection."""
-    try:
-        chunk = guest.socket.recv(_REPLY.size - len(guest.reply))
-    except BlockingIOError:
-        return
-    except OSError:
-        chunk = b""
-    guest.reply += chunk
-    if chunk and len(guest.reply) < _REPLY.size:
-        return
-    selector.unregister(guest.socket)
-    guests.remove(guest)
-    admitted = _admit(guest, token) if chunk else None
-    if admitted is None:
-        guest.socket.close()
-        return
-    rank, channel = admitted
-    # The latest wins: a restarted receiver connects before the old one's socket is found dead.
-    if rank in channels:
-        channels[rank].close()
-    channels[rank] = channel
 
 
 def _admit(guest: _Guest, token: bytes) -> tuple[int, Channel] | None:
