@@ -19,7 +19,6 @@ from rl_refit.protocol.endpoint import (
     NONCE_BYTES,
     PREFIX,
     Endpoint,
-    accept,
     connect,
     dial,
 )
@@ -59,10 +58,7 @@ def send_a_huge_length(endpoint):
     with dial(endpoint, Deadline(1)) as sock:
         sock.sendall(struct.pack("!Q", 1 << 63) + b"\xff" * 8)
         sock.settimeout(0.2)
-        with pytest.raises(TimeoutError):
-            while sock.recv(100):
-                pass
-            raise TimeoutError
+        sock.recv(100)
 
 
 def send_slowly(endpoint):
@@ -159,7 +155,7 @@ def test_a_thousand_silent_connections_keep_no_receiver_out(world):
 
 
 def test_a_crowd_is_bounded_and_its_oldest_are_closed_first():
-    endpoint = Endpoint(host="127.0.0.1")
+    endpoint = Endpoint(host="127.0.0.1", token=TOKEN)
     before = len(os.listdir("/proc/self/fd"))
     most = []
     with ExitStack() as stack:
@@ -177,7 +173,7 @@ def test_a_crowd_is_bounded_and_its_oldest_are_closed_first():
 
         thread = threading.Thread(target=knock, daemon=True)
         thread.start()
-        served = accept(endpoint.listener, 1, token=TOKEN, deadline=Deadline(20))
+        served = endpoint.accept(1, deadline=Deadline(20))
         thread.join(20)
         assert list(served) == [0]
         served[0].close()
@@ -188,7 +184,7 @@ def test_a_crowd_is_bounded_and_its_oldest_are_closed_first():
 
 
 def test_a_recorded_handshake_is_of_no_use():
-    endpoint = Endpoint(host="127.0.0.1")
+    endpoint = Endpoint(host="127.0.0.1", token=TOKEN)
     host, port = endpoint.address.removeprefix("tcp:").split(":")
     recorded = bytearray()
     with ExitStack() as stack:
@@ -212,7 +208,7 @@ def test_a_recorded_handshake_is_of_no_use():
         threads = [threading.Thread(target=run, daemon=True) for run in (record, be_a_receiver)]
         for thread in threads:
             thread.start()
-        accept(endpoint.listener, 1, token=TOKEN, deadline=Deadline(5))[0].close()
+        endpoint.accept(1, deadline=Deadline(5))[0].close()
         for thread in threads:
             thread.join(5)
         assert len(recorded) == REPLY_BYTES
@@ -220,7 +216,7 @@ def test_a_recorded_handshake_is_of_no_use():
         replay = stack.enter_context(socket.create_connection((host, int(port)), 5))
         replay.sendall(recorded)
         with pytest.raises(RefitError, match=r"\[\] of 1 receivers"):
-            accept(endpoint.listener, 1, token=TOKEN, deadline=Deadline(0.5))
+            endpoint.accept(1, deadline=Deadline(0.5))
         replay.settimeout(1)
         answer = replay.recv(200, socket.MSG_WAITALL)
         # Nothing but a greeting: the nonce is another, and with it the proof that is due.
@@ -229,7 +225,7 @@ def test_a_recorded_handshake_is_of_no_use():
 
 def test_exhausted_descriptors_end_with_the_crowd_that_holds_them():
     """The server has no descriptor left: it closes silent guests to let the receiver in."""
-    endpoint = Endpoint(host="127.0.0.1")
+    endpoint = Endpoint(host="127.0.0.1", token=TOKEN)
     server_limit = resource.getrlimit(resource.RLIMIT_NOFILE)
     # The attackers are another process, so that only the server's descriptors run out.
     read, write = os.pipe()
@@ -242,7 +238,7 @@ def test_exhausted_descriptors_end_with_the_crowd_that_holds_them():
         used = len(os.listdir("/proc/self/fd"))
         resource.setrlimit(resource.RLIMIT_NOFILE, (used + 8, server_limit[1]))
         started = time.process_time()
-        served = accept(endpoint.listener, 1, token=TOKEN, deadline=Deadline(20))
+        served = endpoint.accept(1, deadline=Deadline(20))
         assert list(served) == [0]
         served[0].close()
         assert os.read(read, 1) == b"r"
@@ -270,7 +266,7 @@ def _crowd(address, write):
 
 
 def test_without_descriptors_and_guests_waiting_takes_no_processor_time():
-    endpoint = Endpoint(host="127.0.0.1")
+    endpoint = Endpoint(host="127.0.0.1", token=TOKEN)
     limit = resource.getrlimit(resource.RLIMIT_NOFILE)
     with ExitStack() as stack:
         stack.callback(endpoint.close)
@@ -287,7 +283,7 @@ def test_without_descriptors_and_guests_waiting_takes_no_processor_time():
                     break
             started = time.process_time()
             with pytest.raises(RefitError, match="of 1 receivers"):
-                accept(endpoint.listener, 1, token=TOKEN, deadline=Deadline(1))
+                endpoint.accept(1, deadline=Deadline(1))
             assert time.process_time() - started < 0.5
         finally:
             resource.setrlimit(resource.RLIMIT_NOFILE, limit)
@@ -316,7 +312,7 @@ def test_a_link_in_place_of_a_directory_leads_nowhere(tmp_path, monkeypatch):
 
 @pytest.mark.skipif(os.geteuid() != 0, reason="only root can become another user")
 def test_another_user_is_kept_out_by_the_directory_and_by_its_credentials():
-    endpoint = Endpoint(host=None)
+    endpoint = Endpoint(host=None, token=TOKEN)
     path = Path(endpoint.address.removeprefix("unix:"))
     try:
         assert _as_another_user(path) == "PermissionError"
@@ -335,7 +331,7 @@ def accept_beside(endpoint, call, seen):
     thread = threading.Thread(target=call, daemon=True)
     thread.start()
     try:
-        accept(endpoint.listener, 1, token=TOKEN, deadline=Deadline(1))
+        endpoint.accept(1, deadline=Deadline(1))
     finally:
         thread.join(10)
         assert seen

@@ -28,7 +28,6 @@ from rl_refit.protocol.endpoint import (
     NONCE_BYTES,
     PREFIX,
     Endpoint,
-    accept,
     connect,
     dial,
     remove_remains,
@@ -41,7 +40,7 @@ HOSTS = pytest.mark.parametrize("host", [None, "127.0.0.1"], ids=["unix", "tcp"]
 
 @pytest.fixture
 def endpoint(request):
-    opened = Endpoint(host=getattr(request, "param", None))
+    opened = Endpoint(host=getattr(request, "param", None), token=TOKEN)
     yield opened
     opened.close()
 
@@ -61,7 +60,7 @@ def meet(endpoint, tokens, count=1, limit_s=5.0):
     thread = threading.Thread(target=knock)
     thread.start()
     try:
-        served = accept(endpoint.listener, count, token=TOKEN, deadline=Deadline(limit_s))
+        served = endpoint.accept(count, deadline=Deadline(limit_s))
     finally:
         thread.join()
     return results, served
@@ -69,7 +68,7 @@ def meet(endpoint, tokens, count=1, limit_s=5.0):
 
 @HOSTS
 def test_both_sides_with_the_token_can_talk(host):
-    endpoint = Endpoint(host=host)
+    endpoint = Endpoint(host=host, token=TOKEN)
     (client,), served = meet(endpoint, [TOKEN])
     served[0].send(Begin(3, "abc"), Deadline(1))
     assert client.receive(Deadline(1)) == Begin(3, "abc")
@@ -97,7 +96,7 @@ def test_a_channel_that_this_side_has_closed_says_so(endpoint):
 
 @HOSTS
 def test_a_wrong_token_is_turned_away_and_the_right_one_still_let_in(host):
-    endpoint = Endpoint(host=host)
+    endpoint = Endpoint(host=host, token=TOKEN)
     (wrong, right), served = meet(endpoint, [b"x" * 32, TOKEN])
     assert isinstance(wrong, AuthenticationError)
     assert list(served) == [1]
@@ -110,7 +109,7 @@ def test_who_has_no_token_reads_a_nonce_and_nothing_else(endpoint):
     intruder = dial(endpoint.address, Deadline(1))
     intruder.sendall(b"\0" * (NONCE_BYTES + 4 + 32))
     with pytest.raises(RefitTimeoutError, match="of 1 receivers"):
-        accept(endpoint.listener, 1, token=TOKEN, deadline=Deadline(0.3))
+        endpoint.accept(1, deadline=Deadline(0.3))
     intruder.settimeout(1)
     data = b""
     while chunk := intruder.recv(4096):
@@ -132,6 +131,20 @@ def test_a_silent_guest_keeps_nobody_waiting(endpoint):
         sock.close()
 
 
+def dial_until_full(endpoint, crowd):
+    for _ in range(300):
+        crowd.append(dial(endpoint.address, Deadline(0.5)))
+
+
+def test_a_full_backlog_is_waited_for(endpoint):
+    crowd = []
+    with pytest.raises(RefitTimeoutError, match="backlog"):
+        dial_until_full(endpoint, crowd)
+    (client,), served = meet(endpoint, [TOKEN])
+    for sock in (*crowd, client, served[0]):
+        sock.close()
+
+
 def test_a_server_without_the_token_is_refused(endpoint):
     (client,), _ = meet_error(endpoint)
     assert isinstance(client, AuthenticationError)
@@ -149,7 +162,8 @@ def meet_error(endpoint):
 
     thread = threading.Thread(target=knock)
     thread.start()
-    sock, _ = endpoint.listener.accept()
+    endpoint._listener.setblocking(True)
+    sock, _ = endpoint._listener.accept()
     sock.sendall(MAGIC + b"n" * NONCE_BYTES)
     sock.recv(1000)
     sock.sendall(b"p" * 32)
@@ -210,7 +224,7 @@ def test_a_living_senders_directory_is_left_alone_and_a_dead_ones_removed(endpoi
     remove_remains(endpoint.address)
     assert endpoint.directory.exists()
     os.close(endpoint._private._lock)  # what the death of its process does
-    endpoint.listener.close()
+    endpoint._listener.close()
     with pytest.raises(RefitError, match="no sender listens"):
         dial(endpoint.address, Deadline(1))
     assert not endpoint.directory.exists()
@@ -229,7 +243,7 @@ def test_an_endpoint_that_cannot_listen_leaves_nothing(tmp_path, monkeypatch, ho
     monkeypatch.setattr(endpoint_module, "_listen_unix", fail)
     monkeypatch.setattr(endpoint_module, "_listen_tcp", fail)
     with pytest.raises(OSError, match="no room"):
-        Endpoint(host=host)
+        Endpoint(host=host, token=TOKEN)
     assert list(tmp_path.iterdir()) == []
     assert listeners[0].fileno() == -1
 
@@ -239,14 +253,14 @@ def test_another_users_process_is_not_greeted(endpoint, monkeypatch):
     sock = socket.socket(socket.AF_UNIX)
     sock.connect(str(Path(endpoint.address.removeprefix("unix:"))))
     with pytest.raises(RefitTimeoutError):
-        accept(endpoint.listener, 1, token=TOKEN, deadline=Deadline(0.2))
+        endpoint.accept(1, deadline=Deadline(0.2))
     assert sock.recv(100) == b""
     sock.close()
 
 
 def test_waiting_ends_with_an_error(endpoint):
     with pytest.raises(RefitTimeoutError, match=r"0.1 s"):
-        accept(endpoint.listener, 1, token=TOKEN, deadline=Deadline(0.1))
+        endpoint.accept(1, deadline=Deadline(0.1))
     (client,), served = meet(endpoint, [TOKEN])
     with pytest.raises(RefitTimeoutError, match="bucket 3"):
         client.receive(Deadline(0.1), "bucket 3")

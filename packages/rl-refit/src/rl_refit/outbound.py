@@ -8,7 +8,6 @@ the receivers' load of k overlap.
 from __future__ import annotations
 
 import selectors
-import socket
 from collections.abc import Callable, Generator, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -35,6 +34,7 @@ from rl_refit.protocol.channel import (
     Ready,
     raise_failure,
 )
+from rl_refit.protocol.endpoint import Endpoint
 from rl_refit.protocol.waiting import Deadline, poll_briefly
 from rl_refit.report import Stopwatch
 from rl_refit.transports import SendingSide
@@ -107,10 +107,10 @@ class Receivers:
         """Wait until all have opened their buffers."""
         self._wait(lambda: self._channels.keys() - self._accepted, "answer to the offer")
 
-    def wait_ready(self, listener: socket.socket) -> bool:
-        """Wait until all are ready; return False if the listener gets a connection instead."""
+    def wait_ready(self, endpoint: Endpoint) -> bool:
+        """Wait until all are ready; return False if the endpoint has something to admit first."""
         return self._wait(
-            lambda: self._channels.keys() - self._ready, "answer to the beginning", until=listener
+            lambda: self._channels.keys() - self._ready, "answer to the beginning", until=endpoint
         )
 
     def wait_loaded(self, plan: RefitPlan, bucket: int) -> None:
@@ -143,7 +143,7 @@ class Receivers:
         *,
         bucket: int | None = None,
         tensor: str | None = None,
-        until: socket.socket | None = None,
+        until: Endpoint | None = None,
     ) -> bool:
         with selectors.DefaultSelector() as selector:
             for rank, channel in self._channels.items():

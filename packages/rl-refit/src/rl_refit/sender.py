@@ -6,13 +6,12 @@ import logging
 import secrets
 import weakref
 from collections.abc import Callable
-from contextlib import suppress
 from typing import Literal
 
 import torch
 
 from rl_refit.buffers import PieceViews
-from rl_refit.errors import RefitError, RefitTimeoutError
+from rl_refit.errors import RefitError
 from rl_refit.outbound import (
     Connections,
     NamedTensors,
@@ -23,7 +22,7 @@ from rl_refit.outbound import (
 )
 from rl_refit.plan import RefitPlan, default_bucket_bytes, read_specs
 from rl_refit.protocol.channel import Begin, Channel, ChannelClosed, Commit, Join, Offer, Start
-from rl_refit.protocol.endpoint import Endpoint, accept
+from rl_refit.protocol.endpoint import Endpoint
 from rl_refit.protocol.waiting import Closing, Deadline, join_transport
 from rl_refit.report import RefitReport, Stopwatch
 from rl_refit.source import WeightSource
@@ -35,9 +34,6 @@ Verify = Literal["none", "digest", "weights"]
 VERIFY_MODES = ("none", "digest", "weights")
 NUM_BUFFERS = 2
 """One is filled while the other is loaded. A third costs memory and only hides uneven loads."""
-
-_HANDSHAKE_S = 1.0
-"""Limit of a newcomer's handshake, during which the connected receivers wait."""
 
 
 class RefitSender(Closing):
@@ -101,7 +97,9 @@ class RefitSender(Closing):
         self._token = secrets.token_bytes(32)
         self._endpoint = None
         if num_receivers:
-            self._endpoint = Endpoint(host=host if self._transport.crosses_hosts else None)
+            self._endpoint = Endpoint(
+                host=host if self._transport.crosses_hosts else None, token=self._token
+            )
             # For senders that are never closed: at garbage collection or at exit.
             weakref.finalize(self, self._endpoint.close)
         self._connections: Connections | None = None
@@ -221,7 +219,7 @@ class RefitSender(Closing):
             receivers.send(Begin(version, self.plan.hash))
             # `_admit_newcomer` drops the connections if a receiver was replaced: then start over.
             while self._connections is connections:
-                if receivers.wait_ready(self._endpoint.listener):
+                if receivers.wait_ready(self._endpoint):
                     receivers.send(Start(version))
                     return connections, receivers
                 self._admit_newcomer()
@@ -233,25 +231,20 @@ class RefitSender(Closing):
         if self._connections is None:
             # `accept` owns them from here on, and closes them if receivers are missing.
             present, self._newcomers = self._newcomers, {}
-            channels = accept(
-                self._endpoint.listener,
-                self._num_receivers,
-                token=self._token,
-                deadline=deadline,
-                present=present,
+            channels = self._endpoint.accept(
+                self._num_receivers, deadline=deadline, present=present
             )
             self._connections = self._open(dict(sorted(channels.items())), version, deadline)
         return self._connections
 
     def _admit_newcomer(self) -> None:
-        """Authenticate a new connection; drop all others if it is a receiver's, to start over.
+        """Drop all connections if a new receiver has authenticated, to start over with it.
 
-        A stranger that cannot authenticate changes nothing.
+        A stranger that cannot authenticate, or says nothing, changes nothing and delays nobody.
         """
         assert self._endpoint is not None
-        with suppress(RefitTimeoutError):
-            limit = Deadline(_HANDSHAKE_S)
-            self._newcomers = accept(self._endpoint.listener, 1, token=self._token, deadline=limit)
+        if newcomers := self._endpoint.admit():
+            self._newcomers = newcomers
             self._disconnect(None)
 
     def _open(self, channels: dict[int, Channel], version: int, deadline: Deadline) -> Connections:

@@ -42,48 +42,229 @@ _MOST_CHARACTERS = 90
 _BACKLOG = 128
 MOST_GUESTS = 128
 """Connections that may wait for authentication at a time."""
-_NO_DESCRIPTOR_PAUSE_S = 0.01
-"""Between attempts to accept where this process has no descriptor left and no guest to close."""
+_REPLY_WITHIN_S = 0.25
+"""A connection that has not authenticated within this time may be closed for another."""
+_NO_ROOM_PAUSE_S = 0.01
+"""Between attempts to accept while there is neither a place nor one to close for it."""
 _REPLY = struct.Struct(f"!{NONCE_BYTES}sI{_MAC_BYTES}s")
 
 
+@dataclass(slots=True)
+class _Guest:
+    """A connection that is not authenticated yet."""
+
+    socket: socket.socket
+    since: float = field(default_factory=time.monotonic)
+    nonce: bytes = field(default_factory=lambda: secrets.token_bytes(NONCE_BYTES))
+    reply: bytearray = field(default_factory=bytearray)
+
+
+class _Guests(Closing):
+    """The connections that are not authenticated yet, oldest first, and a listener for more.
+
+    Their number is bounded, so that strangers who connect and say nothing can neither exhaust this
+    process's descriptors nor keep a receiver out: the oldest is closed for the newest, once it had
+    time to reply. Until then the newest waits in the listener's backlog.
+
+    Args:
+        listener: Of an `Endpoint`.
+    """
+
+    def __init__(self, listener: socket.socket) -> None:
+        # A connection may be reset between `select` and `accept`, which must not block then.
+        listener.setblocking(False)
+        self._listener = listener
+        self._guests: dict[socket.socket, _Guest] = {}
+        # Made with the endpoint, as there may be no descriptor left for it later.
+        self._selector = selectors.EpollSelector()
+        self._selector.register(listener, selectors.EVENT_READ)
+
+    def wait(self, seconds: float) -> list[_Guest]:
+        """Greet new guests; return those that have completed their reply and hand them over."""
+        complete: list[_Guest] = []
+        has_room = True
+        for key, _ in self._selector.select(seconds):
+            if key.fileobj is self._listener:
+                has_room = self._greet()
+            # A guest may have been closed for a newer one since `select` returned.
+            elif key.fileobj in self._guests and self._read_reply(key.data):
+                complete.append(key.data)
+        if not has_room and not complete:
+            # The listener stays readable: without a pause, the caller's loop would spin.
+            time.sleep(_NO_ROOM_PAUSE_S)
+        return complete
+
+    def fileno(self) -> int:
+        """Return a descriptor that is readable if `wait` has something to do."""
+        return self._selector.fileno()
+
+    def dismiss(self) -> None:
+        """Close all guests' connections."""
+        for sock in list(self._guests):
+            self._remove(sock)
+            sock.close()
+
+    def close(self) -> None:
+        """Close all guests' connections, and wait for no more. May be called again."""
+        self.dismiss()
+        self._selector.close()
+
+    def _greet(self) -> bool:
+        """Accept a connection and send the nonce; return False if there is no room for it yet."""
+        if len(self._guests) >= MOST_GUESTS and not self._make_room():
+            return False
+        try:
+            sock, _ = self._listener.accept()
+        except OSError as error:
+            return error.errno not in (errno.EMFILE, errno.ENFILE) or self._make_room()
+        guest = _Guest(sock)
+        try:
+            if not _is_own_user(sock):
+                sock.close()
+                return True
+            sock.setblocking(False)
+            # 40 bytes fit the buffer of any new socket, so that this cannot block or send a part.
+            sock.sendall(MAGIC + guest.nonce)
+        except OSError:
+            sock.close()
+            return True
+        self._guests[sock] = guest
+        self._selector.register(sock, selectors.EVENT_READ, guest)
+        return True
+
+    def _read_reply(self, guest: _Guest) -> bool:
+        """Read from a guest; return whether its reply is complete, and let go of it then.
+
+        A connection that is at its end is closed.
+        """
+        try:
+            chunk = guest.socket.recv(_REPLY.size - len(guest.reply))
+        except BlockingIOError:
+            return False
+        except OSError:
+            chunk = b""
+        guest.reply += chunk
+        if chunk and len(guest.reply) < _REPLY.size:
+            return False
+        self._remove(guest.socket)
+        if not chunk:
+            guest.socket.close()
+        return bool(chunk)
+
+    def _make_room(self) -> bool:
+        """Close the oldest guest's connection if it had time to reply; return whether it had."""
+        oldest = next(iter(self._guests.values()), None)
+        if oldest is None or time.monotonic() - oldest.since < _REPLY_WITHIN_S:
+            return False
+        self._remove(oldest.socket)
+        oldest.socket.close()
+        return True
+
+    def _remove(self, sock: socket.socket) -> None:
+        self._selector.unregister(sock)
+        del self._guests[sock]
+
+
 class Endpoint:
-    """A listening socket and, for a Unix socket, its private directory.
+    """A listening socket and, for a Unix socket, its private directory: the server's side.
 
     Args:
         host: Listen on a free TCP port of this address; None for a Unix socket.
+        token: What a receiver must know to be admitted, 32 bytes.
 
     Attributes:
         address: The argument of `dial`.
         directory: The private directory (0700); None with TCP.
         host: The argument.
-        listener: The socket, for `accept`.
     """
 
-    def __init__(self, *, host: str | None) -> None:
+    def __init__(self, *, host: str | None, token: bytes) -> None:
         self.host = host
         self.directory: Path | None = None
+        self._token = token
         self._private: PrivateDirectory | None = None
-        self.listener = socket.socket(socket.AF_UNIX if host is None else socket.AF_INET)
+        self._listener = socket.socket(socket.AF_UNIX if host is None else socket.AF_INET)
+        self._guests: _Guests | None = None
         try:
             if host is None:
                 self._private = PrivateDirectory(PREFIX, most_characters=_MOST_CHARACTERS)
                 self.directory = self._private.path
-                _listen_unix(self.listener, self.directory / "control")
+                _listen_unix(self._listener, self.directory / "control")
                 self.address = f"unix:{self.directory / 'control'}"
             else:
                 remove_abandoned(PREFIX)
-                _listen_tcp(self.listener, host)
-                self.address = f"tcp:{host}:{self.listener.getsockname()[1]}"
+                _listen_tcp(self._listener, host)
+                self.address = f"tcp:{host}:{self._listener.getsockname()[1]}"
+            self._guests = _Guests(self._listener)
         except BaseException:
             self.close()
             raise
 
+    def fileno(self) -> int:
+        """Return a descriptor, for a selector, that is readable if `admit` has something to do."""
+        assert self._guests is not None
+        return self._guests.fileno()
+
+    def accept(
+        self, count: int, *, deadline: Deadline, present: Mapping[int, Channel] | None = None
+    ) -> dict[int, Channel]:
+        """Return the channels of `count` receivers by rank, once that many are connected.
+
+        A connection of another user, or without the token, is closed; a silent one delays no other
+        and is closed at the end. A second connection of a rank replaces the first.
+
+        Args:
+            count: Number of ranks to wait for.
+            deadline: Limit for all of them together.
+            present: Channels of ranks that are connected already; closed if this call fails.
+
+        Raises:
+            RefitTimeoutError: Fewer ranks connected in time.
+        """
+        assert self._guests is not None
+        channels: dict[int, Channel] = dict(present or {})
+        try:
+            while len(channels) < count:
+                left = deadline.remaining(f"connection: {sorted(channels)} of {count} receivers")
+                self._admit(left, channels)
+        except BaseException as error:
+            for channel in channels.values():
+                channel.close(error)
+            raise
+        finally:
+            self._guests.dismiss()
+        return channels
+
+    def admit(self) -> dict[int, Channel]:
+        """Return the channels of those that have authenticated by now, by rank, without waiting.
+
+        The handshakes that have begun go on at the next call.
+        """
+        channels: dict[int, Channel] = {}
+        self._admit(0.0, channels)
+        return channels
+
     def close(self) -> None:
         """Stop listening and remove the directory. May be called again."""
-        self.listener.close()
+        if self._guests is not None:
+            self._guests.close()
+        self._listener.close()
         if self._private is not None:
             self._private.close()
+
+    def _admit(self, seconds: float, channels: dict[int, Channel]) -> None:
+        assert self._guests is not None
+        for guest in self._guests.wait(seconds):
+            admitted = _admit(guest, self._token)
+            if admitted is None:
+                guest.socket.close()
+                continue
+            rank, channel = admitted
+            # The latest wins: a restarted receiver connects before the old one's socket is found
+            # dead.
+            if rank in channels:
+                channels[rank].close()
+            channels[rank] = channel
 
 
 def dial(address: str, deadline: Deadline) -> socket.socket:
@@ -91,6 +272,7 @@ def dial(address: str, deadline: Deadline) -> socket.socket:
 
     Raises:
         RefitError: No sender listens there.
+        RefitTimeoutError: Its backlog stays full.
     """
     kind, _, rest = address.partition(":")
     host, _, port = rest.rpartition(":")
@@ -98,12 +280,13 @@ def dial(address: str, deadline: Deadline) -> socket.socket:
     try:
         if sock is None:
             return socket.create_connection((host, int(port)), deadline.remaining("connection"))
-        sock.settimeout(deadline.remaining("connection"))
-        sock.connect(rest)
+        _connect_unix(sock, rest, deadline)
         return sock
-    except OSError as error:
+    except BaseException as error:
         if sock is not None:
             sock.close()
+        if not isinstance(error, OSError):
+            raise
         remove_remains(address)
         raise RefitError(f"no sender listens on {address}: {error}") from error
 
@@ -156,156 +339,6 @@ def connect(sock: socket.socket, *, token: bytes, rank: int, deadline: Deadline)
     )
 
 
-@dataclass(slots=True)
-class _Guest:
-    """A connection that is not authenticated yet."""
-
-    socket: socket.socket
-    nonce: bytes = field(default_factory=lambda: secrets.token_bytes(NONCE_BYTES))
-    reply: bytearray = field(default_factory=bytearray)
-
-
-class _Guests(Closing):
-    """The connections that are not authenticated yet, oldest first, and a listener for more.
-
-    Their number is bounded, so that strangers who connect and say nothing can neither exhaust this
-    process's descriptors nor keep a receiver out: the oldest is closed for the newest. A receiver
-    replies within a round trip, so it is the oldest only under a flood.
-
-    Args:
-        listener: Of an `Endpoint`.
-    """
-
-    def __init__(self, listener: socket.socket) -> None:
-        # A connection may be reset between `select` and `accept`, which must not block then.
-        listener.setblocking(False)
-        self._listener = listener
-        self._guests: dict[socket.socket, _Guest] = {}
-        self._selector = selectors.PollSelector()
-        self._selector.register(listener, selectors.EVENT_READ)
-
-    def wait(self, seconds: float) -> list[_Guest]:
-        """Greet new guests; return those that have completed their reply and hand them over."""
-        complete: list[_Guest] = []
-        for key, _ in self._selector.select(seconds):
-            if key.fileobj is self._listener:
-                self._greet()
-            # A guest may have been closed for a newer one since `select` returned.
-            elif key.fileobj in self._guests and self._read_reply(key.data):
-                complete.append(key.data)
-        return complete
-
-    def close(self) -> None:
-        """Close all guests' connections."""
-        self._selector.close()
-        for guest in self._guests.values():
-            guest.socket.close()
-        self._guests.clear()
-
-    def _greet(self) -> None:
-        """Accept a connection and send the nonce."""
-        try:
-            sock, _ = self._listener.accept()
-        except OSError as error:
-            # The connection waits in the backlog until there is a descriptor for it.
-            if error.errno in (errno.EMFILE, errno.ENFILE) and not self._close_oldest():
-                time.sleep(_NO_DESCRIPTOR_PAUSE_S)
-            return
-        guest = _Guest(sock)
-        try:
-            if not _is_own_user(sock):
-                sock.close()
-                return
-            sock.setblocking(False)
-            # 40 bytes fit the buffer of any new socket, so that this cannot block or send a part.
-            sock.sendall(MAGIC + guest.nonce)
-        except OSError:
-            sock.close()
-            return
-        while len(self._guests) >= MOST_GUESTS:
-            self._close_oldest()
-        self._guests[sock] = guest
-        self._selector.register(sock, selectors.EVENT_READ, guest)
-
-    def _read_reply(self, guest: _Guest) -> bool:
-        """Read from a guest; return whether its reply is complete, and let go of it then.
-
-        A connection that is at its end is closed.
-        """
-        try:
-            chunk = guest.socket.recv(_REPLY.size - len(guest.reply))
-        except BlockingIOError:
-            return False
-        except OSError:
-            chunk = b""
-        guest.reply += chunk
-        if chunk and len(guest.reply) < _REPLY.size:
-            return False
-        self._remove(guest.socket)
-        if not chunk:
-            guest.socket.close()
-        return bool(chunk)
-
-    def _close_oldest(self) -> bool:
-        """Close the oldest guest's connection; return whether there was one."""
-        sock = next(iter(self._guests), None)
-        if sock is None:
-            return False
-        self._remove(sock)
-        sock.close()
-        return True
-
-    def _remove(self, sock: socket.socket) -> None:
-        self._selector.unregister(sock)
-        del self._guests[sock]
-
-
-def accept(
-    listener: socket.socket,
-    count: int,
-    *,
-    token: bytes,
-    deadline: Deadline,
-    present: Mapping[int, Channel] | None = None,
-) -> dict[int, Channel]:
-    """Return the channels of `count` receivers by rank: the server's side of the handshake.
-
-    A connection of another user, or without the token, is closed; a silent one delays no other. A
-    second connection of a rank replaces the first.
-
-    Args:
-        listener: Of an `Endpoint`.
-        count: Number of ranks to wait for.
-        token: Of the sender's address.
-        deadline: Limit for all of them together.
-        present: Channels of ranks that are connected already; closed if this call fails.
-
-    Raises:
-        RefitTimeoutError: Fewer ranks connected in time.
-    """
-    channels: dict[int, Channel] = dict(present or {})
-    try:
-        with _Guests(listener) as guests:
-            while len(channels) < count:
-                left = deadline.remaining(f"connection: {sorted(channels)} of {count} receivers")
-                for guest in guests.wait(left):
-                    admitted = _admit(guest, token)
-                    if admitted is None:
-                        guest.socket.close()
-                        continue
-                    rank, channel = admitted
-                    # The latest wins: a restarted receiver connects before the old one's socket is
-                    # found dead.
-                    if rank in channels:
-                        channels[rank].close()
-                    channels[rank] = channel
-    except BaseException as error:
-        for channel in channels.values():
-            channel.close(error)
-        raise
-    return channels
-
-
 def _admit(guest: _Guest, token: bytes) -> tuple[int, Channel] | None:
     nonce, rank, proof = _REPLY.unpack(guest.reply)
     transcript = guest.nonce + nonce + struct.pack("!I", rank)
@@ -322,6 +355,18 @@ def _admit(guest: _Guest, token: bytes) -> tuple[int, Channel] | None:
         receive_key=_prove(token, b"to server", transcript),
     )
     return rank, channel
+
+
+def _connect_unix(sock: socket.socket, path: str, deadline: Deadline) -> None:
+    while True:
+        sock.settimeout(deadline.remaining("room in the sender's backlog"))
+        try:
+            sock.connect(path)
+        except BlockingIOError:
+            # A Unix socket with a time limit does not wait for room in a full backlog, as TCP does.
+            time.sleep(_NO_ROOM_PAUSE_S)
+        else:
+            return
 
 
 def _listen_unix(listener: socket.socket, path: Path) -> None:
