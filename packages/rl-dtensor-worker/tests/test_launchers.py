@@ -27,6 +27,8 @@ def test_under_torchrun(tiny_model, tmp_path):
     tests = str(Path(__file__).parent)
     script.write_text(_SCRIPT.format(tests=tests, model=tiny_model, out=tmp_path))
     command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node=2"]
+    # Without a place for its logs, torchrun leaves an empty directory in the temporary one.
+    command += ["--log-dir", str(tmp_path / "logs")]
     command += ["--rdzv-backend=c10d", "--rdzv-endpoint=127.0.0.1:0", str(script)]
     environment = os.environ | {"OMP_NUM_THREADS": "1"}
     done = subprocess.run(

@@ -175,6 +175,8 @@ def command(run: Run, inputs: Path) -> list[str]:
         if run.ranks == 1:
             return [sys.executable, *module]
         torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
+        # Else it leaves an empty directory of logs in the temporary one.
+        torchrun += ["--log-dir", str(inputs / "logs")]
         return [*torchrun, f"--nproc-per-node={run.ranks}", *module]
     given = [f"{key}={value}" for key, value in settings(run, inputs).items()]
     module = ["-m", "whole_step.own_side", str(inputs / "phases.jsonl")]
