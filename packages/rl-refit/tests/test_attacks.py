@@ -1,21 +1,27 @@
 """A sender's control socket under attack: its own receivers are served within the limit."""
 
+import gc
 import os
 import resource
 import secrets
+import select
+import selectors
+import signal
 import socket
 import struct
 import threading
 import time
-from contextlib import ExitStack, contextmanager
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 
 import pytest
 from rl_refit import AuthenticationError, RefitError
 from rl_refit.private_directory import PrivateDirectory
+from rl_refit.protocol import endpoint as endpoint_module
 from rl_refit.protocol.endpoint import (
     MAGIC,
-    MOST_GUESTS,
+    MAX_PENDING,
     NONCE_BYTES,
     PREFIX,
     Endpoint,
@@ -23,7 +29,7 @@ from rl_refit.protocol.endpoint import (
     dial,
 )
 from rl_refit.protocol.waiting import Deadline
-from rl_refit.testing.pair import LIMIT_S, RefitPair, World, some_tensors
+from rl_refit.testing.pair import RefitPair, World, some_tensors
 
 TOKEN = bytes(range(32))
 REPLY_BYTES = NONCE_BYTES + 4 + 32
@@ -54,7 +60,7 @@ def send_garbage(endpoint):
 
 
 def send_a_huge_length(endpoint):
-    """Begin as if a frame of the greatest length followed, 2^63 where it is read as 8 bytes."""
+    """Send a length of 2^63, were one read before the handshake is complete."""
     with dial(endpoint, Deadline(1)) as sock:
         sock.sendall(struct.pack("!Q", 1 << 63) + b"\xff" * 8)
         sock.settimeout(0.2)
@@ -64,9 +70,9 @@ def send_a_huge_length(endpoint):
 def send_slowly(endpoint):
     """Send a reply one byte at a time, and stop before its end."""
     with dial(endpoint, Deadline(1)) as sock:
-        for _ in range(20):
+        for _ in range(5):
             sock.sendall(b"\0")
-            time.sleep(0.01)
+            time.sleep(0.002)
 
 
 def hang_up(endpoint):
@@ -93,94 +99,115 @@ ATTACKS = [
 
 @contextmanager
 def repeated(attack, endpoint):
-    """Repeat an attack in a thread, from before this block until its end; yield the outcomes."""
+    """Repeat an attack in a thread until the end of this block; raise what it raises there.
+
+    At least one attempt must run to its end: the others may find that the sender hangs up on them,
+    or listens to nobody between refits.
+    """
     ended = threading.Event()
-    started = threading.Event()
-    outcomes = []
+    num_completed = 0
 
     def run():
+        nonlocal num_completed
         while not ended.is_set():
-            try:
+            with suppress(OSError, RefitError):
                 attack(endpoint)
-            except (OSError, RefitError) as error:
-                # The sender hangs up on it, or does not listen to anybody for a while.
-                outcomes.append(error)
-            else:
-                outcomes.append(None)
-            started.set()
+                num_completed += 1
             time.sleep(0.005)
 
-    thread = threading.Thread(target=run, daemon=True)
-    thread.start()
-    started.wait(5)
+    with ThreadPoolExecutor(1) as pool:
+        running = pool.submit(run)
+        try:
+            yield
+        finally:
+            ended.set()
+            running.result(10)
+    assert num_completed
+
+
+@contextmanager
+def process(run):
+    """Fork a process that calls `run(write)`, `write` being a pipe; yield the end to read from."""
+    read, write = os.pipe()
+    child = os.fork()
+    if child == 0:
+        try:
+            run(write)
+        finally:
+            os._exit(1)
+    os.close(write)
     try:
-        yield outcomes
+        yield read
     finally:
-        ended.set()
-        thread.join(10)
-        assert not thread.is_alive()
+        os.kill(child, signal.SIGKILL)
+        os.waitpid(child, 0)
+        os.close(read)
+
+
+def crowd_around(address, count):
+    """Return a function for `process` that holds silent connections, a byte written for each."""
+
+    def run(write):
+        resource.setrlimit(resource.RLIMIT_NOFILE, (4096, 4096))
+        sockets = []
+        for _ in range(count):
+            sockets.append(dial(address, Deadline(60)))
+            os.write(write, b"+")
+        time.sleep(60)
+
+    return run
 
 
 @pytest.mark.parametrize("attack", ATTACKS, ids=lambda attack: attack.__name__)
 @TRANSPORTS
 def test_refits_go_on_under_attack(world, attack):
-    with repeated(attack, endpoint_of(world)) as outcomes:
+    with repeated(attack, endpoint_of(world)):
         for version in (1, 2):
             world.good_refit(version)
-    assert outcomes
     world.good_refit(3)
 
 
 @TRANSPORTS
 def test_a_thousand_silent_connections_keep_no_receiver_out(world):
-    with ExitStack() as stack, repeated(hang_up, endpoint_of(world)):
-        silent = []
-
-        def crowd():
-            for _ in range(1000):
-                try:
-                    sock = dial(endpoint_of(world), Deadline(LIMIT_S))
-                except RefitError:
-                    return
-                silent.append(stack.enter_context(sock))
-
-        # The backlog is shorter than the crowd, which is let in while the sender waits.
-        thread = threading.Thread(target=crowd, daemon=True)
-        thread.start()
-        world.good_refit(1)
-        world.good_refit(2)
-        world.sender.close()
-        thread.join(LIMIT_S)
-        assert silent
+    with process(crowd_around(endpoint_of(world), 1000)) as crowd:
+        # The backlog is full before the first receiver connects.
+        for _ in range(129):
+            assert os.read(crowd, 1)
+        for version in (1, 2):
+            world.good_refit(version)
 
 
-def test_a_crowd_is_bounded_and_its_oldest_are_closed_first():
+def test_pending_connections_are_bounded_and_a_receiver_gets_through():
     endpoint = Endpoint(host="127.0.0.1", token=TOKEN)
+    server = os.getpid()
+    # What earlier tests left open must not be closed in between.
+    gc.collect()
     before = len(os.listdir("/proc/self/fd"))
-    most = []
-    with ExitStack() as stack:
-        stack.callback(endpoint.close)
 
-        def knock():
-            crowd = [stack.enter_context(dial(endpoint.address, Deadline(5))) for _ in range(300)]
-            most.append(len(os.listdir("/proc/self/fd")) - before - len(crowd))
-            # The first has been closed after its greeting, as its place was needed.
-            crowd[0].settimeout(5)
-            while crowd[0].recv(100):
-                pass
-            sock = dial(endpoint.address, Deadline(5))
-            stack.callback(connect(sock, token=TOKEN, rank=0, deadline=Deadline(5)).close)
+    def knock(write):
+        resource.setrlimit(resource.RLIMIT_NOFILE, (4096, 4096))
+        sockets = [dial(endpoint.address, Deadline(20)) for _ in range(1000)]
+        held = len(os.listdir(f"/proc/{server}/fd")) - before
+        # The first was closed after its nonce, to make room.
+        sockets[0].settimeout(5)
+        while sockets[0].recv(100):
+            pass
+        sockets.append(dial(endpoint.address, Deadline(20)))
+        connect(sockets[-1], token=TOKEN, rank=0, deadline=Deadline(20))
+        os.write(write, struct.pack("!I", held))
+        time.sleep(60)
 
-        thread = threading.Thread(target=knock, daemon=True)
-        thread.start()
-        served = endpoint.accept(1, deadline=Deadline(20))
-        thread.join(20)
-        assert list(served) == [0]
-        served[0].close()
-    assert most
-    # The guests, and a connection that is being accepted.
-    assert most[0] <= MOST_GUESTS + 1
-    assert len(os.listdir("/proc/self/fd")) <= before
+    try:
+        with process(knock) as read:
+            served = endpoint.accept(1, deadline=Deadline(40))
+            assert list(served) == [0]
+            (held,) = struct.unpack("!I", os.read(read, 4))
+            served[0].close()
+        # Beside them the pipe, and a connection that is being accepted.
+        assert MAX_PENDING // 2 < held <= MAX_PENDING + 2
+        assert len(os.listdir("/proc/self/fd")) <= before
+    finally:
+        endpoint.close()
 
 
 def test_a_recorded_handshake_is_of_no_use():
@@ -223,73 +250,105 @@ def test_a_recorded_handshake_is_of_no_use():
         assert len(answer) == len(MAGIC) + NONCE_BYTES
 
 
-def test_exhausted_descriptors_end_with_the_crowd_that_holds_them():
-    """The server has no descriptor left: it closes silent guests to let the receiver in."""
-    endpoint = Endpoint(host="127.0.0.1", token=TOKEN)
-    server_limit = resource.getrlimit(resource.RLIMIT_NOFILE)
-    # The attackers are another process, so that only the server's descriptors run out.
-    read, write = os.pipe()
-    crowd = os.fork()
-    if crowd == 0:
-        _crowd(endpoint.address, write)
-    os.close(write)
-    try:
-        assert os.read(read, 1) == b"k"
-        used = len(os.listdir("/proc/self/fd"))
-        resource.setrlimit(resource.RLIMIT_NOFILE, (used + 8, server_limit[1]))
-        started = time.process_time()
-        served = endpoint.accept(1, deadline=Deadline(20))
-        assert list(served) == [0]
-        served[0].close()
-        assert os.read(read, 1) == b"r"
-        assert time.process_time() - started < 5
-    finally:
-        resource.setrlimit(resource.RLIMIT_NOFILE, server_limit)
-        endpoint.close()
-        os.close(read)
-        os.kill(crowd, 9)
-        os.waitpid(crowd, 0)
-
-
-def _crowd(address, write):
-    """Hold silent connections, then connect as a receiver; never return."""
-    try:
-        silent = [dial(address, Deadline(5)) for _ in range(60)]
-        os.write(write, b"k")
-        sock = dial(address, Deadline(5))
-        connect(sock, token=TOKEN, rank=0, deadline=Deadline(20))
-        os.write(write, b"r")
-        time.sleep(60)
-        assert silent
-    finally:
-        os._exit(1)
-
-
-def test_without_descriptors_and_guests_waiting_takes_no_processor_time():
-    endpoint = Endpoint(host="127.0.0.1", token=TOKEN)
+@contextmanager
+def descriptors_left(count):
+    """Let this process open that many more files and sockets, and no other."""
     limit = resource.getrlimit(resource.RLIMIT_NOFILE)
-    with ExitStack() as stack:
-        stack.callback(endpoint.close)
-        stack.enter_context(dial(endpoint.address, Deadline(1)))
-        taken = [os.dup(0) for _ in range(4)]
-        used = len(os.listdir("/proc/self/fd"))
-        resource.setrlimit(resource.RLIMIT_NOFILE, (max(taken) + 1, limit[1]))
-        try:
-            held = []
+    # The limit is on the number of a descriptor; those below are filled up first.
+    highest = max(map(int, os.listdir("/proc/self/fd")))
+    resource.setrlimit(resource.RLIMIT_NOFILE, (highest + 1 + count, limit[1]))
+    held = []
+    try:
+        with suppress(OSError):
             while True:
-                try:
-                    held.append(os.dup(0))
-                except OSError:
-                    break
-            started = time.process_time()
-            with pytest.raises(RefitError, match="of 1 receivers"):
-                endpoint.accept(1, deadline=Deadline(1))
-            assert time.process_time() - started < 0.5
-        finally:
-            resource.setrlimit(resource.RLIMIT_NOFILE, limit)
-            for descriptor in taken + held:
-                os.close(descriptor)
-        assert used
+                held.append(os.dup(0))
+        for _ in range(count):
+            os.close(held.pop())
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, limit)
+        for descriptor in held:
+            os.close(descriptor)
+
+
+def test_a_receiver_gets_through_where_silent_connections_hold_all_descriptors():
+    endpoint = Endpoint(host="127.0.0.1", token=TOKEN)
+
+    def knock(write):
+        sockets = [dial(endpoint.address, Deadline(5)) for _ in range(60)]
+        os.write(write, b"+")
+        sockets.append(dial(endpoint.address, Deadline(5)))
+        connect(sockets[-1], token=TOKEN, rank=0, deadline=Deadline(20))
+        os.write(write, b"+")
+        time.sleep(60)
+
+    try:
+        with process(knock) as read:
+            assert os.read(read, 1)
+            with descriptors_left(8):
+                served = endpoint.accept(1, deadline=Deadline(20))
+            assert list(served) == [0]
+            served[0].close()
+            assert os.read(read, 1)
+    finally:
+        endpoint.close()
+
+
+def test_waiting_for_a_descriptor_does_not_spin(monkeypatch):
+    num_polls = 0
+
+    def count(selector, timeout=None):
+        nonlocal num_polls
+        num_polls += 1
+        return polled(selector, timeout)
+
+    polled = selectors.EpollSelector.select
+    monkeypatch.setattr(selectors.EpollSelector, "select", count)
+    endpoint = Endpoint(host="127.0.0.1", token=TOKEN)
+    try:
+        timed_out = pytest.raises(RefitError, match="of 1 receivers")
+        with dial(endpoint.address, Deadline(1)), descriptors_left(0), timed_out:
+            endpoint.accept(1, deadline=Deadline(0.5))
+    finally:
+        endpoint.close()
+    # One every 10 ms at most.
+    assert 1 < num_polls <= 52
+
+
+def test_a_reply_that_has_arrived_is_read_before_a_new_connection_takes_its_place(monkeypatch):
+    monkeypatch.setattr(endpoint_module, "MAX_PENDING", 1)
+    monkeypatch.setattr(endpoint_module, "_REPLY_WITHIN_S", 0.0)
+    endpoint = Endpoint(host="127.0.0.1", token=TOKEN)
+    try:
+        # Behind the first, so that its place is wanted at once.
+        first = dial(endpoint.address, Deadline(1))
+        with dial(endpoint.address, Deadline(1)), ThreadPoolExecutor(1) as pool:
+            assert endpoint.admit() == {}
+            shaking = pool.submit(connect, first, token=TOKEN, rank=0, deadline=Deadline(5))
+            (served,) = endpoint._pending._pending
+            assert select.select([served], [], [], 5)[0]
+            admitted = endpoint.admit()
+            assert list(admitted) == [0]
+            admitted[0].close()
+            shaking.result(5).close()
+    finally:
+        endpoint.close()
+
+
+def test_a_fork_that_closes_takes_nothing_from_its_parent():
+    endpoint = Endpoint(host="127.0.0.1", token=TOKEN)
+    try:
+        sock = dial(endpoint.address, Deadline(1))
+        while not endpoint._pending._pending:
+            assert endpoint.admit() == {}
+        with process(lambda write: (endpoint.close(), os.write(write, b"+"))) as closed:
+            assert os.read(closed, 1)
+        with ThreadPoolExecutor(1) as pool:
+            shaking = pool.submit(connect, sock, token=TOKEN, rank=0, deadline=Deadline(5))
+            endpoint.accept(1, deadline=Deadline(5))[0].close()
+            shaking.result(5).close()
+    finally:
+        endpoint.close()
 
 
 def test_a_link_in_place_of_a_directory_leads_nowhere(tmp_path, monkeypatch):
@@ -319,22 +378,13 @@ def test_another_user_is_kept_out_by_the_directory_and_by_its_credentials():
         # Were the modes wrong, the kernel still says who connects.
         path.parent.chmod(0o777)
         path.chmod(0o777)
-        with pytest.raises(RefitError, match="of 1 receivers"):
-            accept_beside(endpoint, lambda: seen.append(_as_another_user(path)), seen := [])
-        assert seen == ["nothing"]
+        with ThreadPoolExecutor(1) as pool:
+            reading = pool.submit(_as_another_user, path)
+            with pytest.raises(RefitError, match="of 1 receivers"):
+                endpoint.accept(1, deadline=Deadline(1))
+            assert reading.result(10) == "nothing"
     finally:
         endpoint.close()
-
-
-def accept_beside(endpoint, call, seen):
-    """Wait for a receiver for a second while `call` runs in a thread."""
-    thread = threading.Thread(target=call, daemon=True)
-    thread.start()
-    try:
-        endpoint.accept(1, deadline=Deadline(1))
-    finally:
-        thread.join(10)
-        assert seen
 
 
 def _as_another_user(path):

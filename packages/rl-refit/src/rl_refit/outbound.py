@@ -154,10 +154,15 @@ class Receivers:
                 left = self._deadline.remaining(
                     waited_for, rank=min(ranks), bucket=bucket, tensor=tensor
                 )
+                interrupted = False
                 for key, _ in poll_briefly(partial(selector.select, 0)) or selector.select(left):
                     if key.fileobj is until:
-                        return False
-                    self._receive(key.data)
+                        interrupted = True
+                    else:
+                        self._receive(key.data)
+                # After the receivers' messages, which a flood of connections must not hold up.
+                if interrupted and missing():
+                    return False
         return True
 
     def _receive(self, rank: int) -> None:

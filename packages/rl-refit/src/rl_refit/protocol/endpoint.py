@@ -40,17 +40,17 @@ _MAC_BYTES = 32
 _MOST_CHARACTERS = 90
 """Limit of the directory's path: the kernel limits the path of a socket to 107 characters."""
 _BACKLOG = 128
-MOST_GUESTS = 128
+MAX_PENDING = 128
 """Connections that may wait for authentication at a time."""
 _REPLY_WITHIN_S = 0.25
 """A connection that has not authenticated within this time may be closed for another."""
 _NO_ROOM_PAUSE_S = 0.01
-"""Between attempts to accept while there is neither a place nor one to close for it."""
+"""Between attempts to accept, or to connect to a full backlog, while there is no room."""
 _REPLY = struct.Struct(f"!{NONCE_BYTES}sI{_MAC_BYTES}s")
 
 
 @dataclass(slots=True)
-class _Guest:
+class _PendingConnection:
     """A connection that is not authenticated yet."""
 
     socket: socket.socket
@@ -59,7 +59,7 @@ class _Guest:
     reply: bytearray = field(default_factory=bytearray)
 
 
-class _Guests(Closing):
+class _PendingConnections(Closing):
     """The connections that are not authenticated yet, oldest first, and a listener for more.
 
     Their number is bounded, so that strangers who connect and say nothing can neither exhaust this
@@ -74,21 +74,22 @@ class _Guests(Closing):
         # A connection may be reset between `select` and `accept`, which must not block then.
         listener.setblocking(False)
         self._listener = listener
-        self._guests: dict[socket.socket, _Guest] = {}
+        self._pending: dict[socket.socket, _PendingConnection] = {}
         # Made with the endpoint, as there may be no descriptor left for it later.
         self._selector = selectors.EpollSelector()
         self._selector.register(listener, selectors.EVENT_READ)
 
-    def wait(self, seconds: float) -> list[_Guest]:
-        """Greet new guests; return those that have completed their reply and hand them over."""
-        complete: list[_Guest] = []
+    def wait(self, seconds: float) -> list[_PendingConnection]:
+        """Wait for new connections and replies; return those whose reply is complete, to own."""
+        complete: list[_PendingConnection] = []
         has_room = True
-        for key, _ in self._selector.select(seconds):
-            if key.fileobj is self._listener:
-                has_room = self._greet()
-            # A guest may have been closed for a newer one since `select` returned.
-            elif key.fileobj in self._guests and self._read_reply(key.data):
+        events = self._selector.select(seconds)
+        # Replies first: one that has arrived must not be closed for a new connection.
+        for key, _ in events:
+            if key.fileobj is not self._listener and self._read_reply(key.data):
                 complete.append(key.data)
+        if any(key.fileobj is self._listener for key, _ in events):
+            has_room = self._accept_one()
         if not has_room and not complete:
             # The listener stays readable: without a pause, the caller's loop would spin.
             time.sleep(_NO_ROOM_PAUSE_S)
@@ -98,62 +99,66 @@ class _Guests(Closing):
         """Return a descriptor that is readable if `wait` has something to do."""
         return self._selector.fileno()
 
-    def dismiss(self) -> None:
-        """Close all guests' connections."""
-        for sock in list(self._guests):
+    def close_pending(self) -> None:
+        """Close all pending connections."""
+        for sock in list(self._pending):
             self._remove(sock)
             sock.close()
 
     def close(self) -> None:
-        """Close all guests' connections, and wait for no more. May be called again."""
-        self.dismiss()
+        """Close all pending connections, and wait for no more. May be called again."""
+        # Without `unregister`: a fork shares the kernel's epoll object with its parent, and must
+        # not take the parent's connections out of it.
         self._selector.close()
+        for sock in self._pending:
+            sock.close()
+        self._pending.clear()
 
-    def _greet(self) -> bool:
+    def _accept_one(self) -> bool:
         """Accept a connection and send the nonce; return False if there is no room for it yet."""
-        if len(self._guests) >= MOST_GUESTS and not self._make_room():
+        if len(self._pending) >= MAX_PENDING and not self._evict_oldest():
             return False
         try:
             sock, _ = self._listener.accept()
         except OSError as error:
-            return error.errno not in (errno.EMFILE, errno.ENFILE) or self._make_room()
-        guest = _Guest(sock)
+            return error.errno not in (errno.EMFILE, errno.ENFILE) or self._evict_oldest()
+        pending = _PendingConnection(sock)
         try:
             if not _is_own_user(sock):
                 sock.close()
                 return True
             sock.setblocking(False)
             # 40 bytes fit the buffer of any new socket, so that this cannot block or send a part.
-            sock.sendall(MAGIC + guest.nonce)
+            sock.sendall(MAGIC + pending.nonce)
         except OSError:
             sock.close()
             return True
-        self._guests[sock] = guest
-        self._selector.register(sock, selectors.EVENT_READ, guest)
+        self._pending[sock] = pending
+        self._selector.register(sock, selectors.EVENT_READ, pending)
         return True
 
-    def _read_reply(self, guest: _Guest) -> bool:
-        """Read from a guest; return whether its reply is complete, and let go of it then.
+    def _read_reply(self, pending: _PendingConnection) -> bool:
+        """Read a reply; return whether it is complete, and stop tracking the connection then.
 
         A connection that is at its end is closed.
         """
         try:
-            chunk = guest.socket.recv(_REPLY.size - len(guest.reply))
+            chunk = pending.socket.recv(_REPLY.size - len(pending.reply))
         except BlockingIOError:
             return False
         except OSError:
             chunk = b""
-        guest.reply += chunk
-        if chunk and len(guest.reply) < _REPLY.size:
+        pending.reply += chunk
+        if chunk and len(pending.reply) < _REPLY.size:
             return False
-        self._remove(guest.socket)
+        self._remove(pending.socket)
         if not chunk:
-            guest.socket.close()
+            pending.socket.close()
         return bool(chunk)
 
-    def _make_room(self) -> bool:
-        """Close the oldest guest's connection if it had time to reply; return whether it had."""
-        oldest = next(iter(self._guests.values()), None)
+    def _evict_oldest(self) -> bool:
+        """Close the oldest connection if it had time to reply; return whether it had."""
+        oldest = next(iter(self._pending.values()), None)
         if oldest is None or time.monotonic() - oldest.since < _REPLY_WITHIN_S:
             return False
         self._remove(oldest.socket)
@@ -162,7 +167,7 @@ class _Guests(Closing):
 
     def _remove(self, sock: socket.socket) -> None:
         self._selector.unregister(sock)
-        del self._guests[sock]
+        del self._pending[sock]
 
 
 class Endpoint:
@@ -184,7 +189,7 @@ class Endpoint:
         self._token = token
         self._private: PrivateDirectory | None = None
         self._listener = socket.socket(socket.AF_UNIX if host is None else socket.AF_INET)
-        self._guests: _Guests | None = None
+        self._pending = _PendingConnections(self._listener)
         try:
             if host is None:
                 self._private = PrivateDirectory(PREFIX, most_characters=_MOST_CHARACTERS)
@@ -195,15 +200,13 @@ class Endpoint:
                 remove_abandoned(PREFIX)
                 _listen_tcp(self._listener, host)
                 self.address = f"tcp:{host}:{self._listener.getsockname()[1]}"
-            self._guests = _Guests(self._listener)
         except BaseException:
             self.close()
             raise
 
     def fileno(self) -> int:
         """Return a descriptor, for a selector, that is readable if `admit` has something to do."""
-        assert self._guests is not None
-        return self._guests.fileno()
+        return self._pending.fileno()
 
     def accept(
         self, count: int, *, deadline: Deadline, present: Mapping[int, Channel] | None = None
@@ -221,7 +224,6 @@ class Endpoint:
         Raises:
             RefitTimeoutError: Fewer ranks connected in time.
         """
-        assert self._guests is not None
         channels: dict[int, Channel] = dict(present or {})
         try:
             while len(channels) < count:
@@ -232,7 +234,7 @@ class Endpoint:
                 channel.close(error)
             raise
         finally:
-            self._guests.dismiss()
+            self._pending.close_pending()
         return channels
 
     def admit(self) -> dict[int, Channel]:
@@ -246,18 +248,17 @@ class Endpoint:
 
     def close(self) -> None:
         """Stop listening and remove the directory. May be called again."""
-        if self._guests is not None:
-            self._guests.close()
+        self._pending.close()
         self._listener.close()
         if self._private is not None:
             self._private.close()
 
     def _admit(self, seconds: float, channels: dict[int, Channel]) -> None:
-        assert self._guests is not None
-        for guest in self._guests.wait(seconds):
-            admitted = _admit(guest, self._token)
+        """Wait for replies at most that long; add the channels of those that authenticate."""
+        for pending in self._pending.wait(seconds):
+            admitted = _authenticate(pending, self._token)
             if admitted is None:
-                guest.socket.close()
+                pending.socket.close()
                 continue
             rank, channel = admitted
             # The latest wins: a restarted receiver connects before the old one's socket is found
@@ -276,17 +277,11 @@ def dial(address: str, deadline: Deadline) -> socket.socket:
     """
     kind, _, rest = address.partition(":")
     host, _, port = rest.rpartition(":")
-    sock = socket.socket(socket.AF_UNIX) if kind == "unix" else None
     try:
-        if sock is None:
-            return socket.create_connection((host, int(port)), deadline.remaining("connection"))
-        _connect_unix(sock, rest, deadline)
-        return sock
-    except BaseException as error:
-        if sock is not None:
-            sock.close()
-        if not isinstance(error, OSError):
-            raise
+        if kind == "unix":
+            return _connect_unix(rest, deadline)
+        return socket.create_connection((host, int(port)), deadline.remaining("connection"))
+    except OSError as error:
         remove_remains(address)
         raise RefitError(f"no sender listens on {address}: {error}") from error
 
@@ -339,17 +334,17 @@ def connect(sock: socket.socket, *, token: bytes, rank: int, deadline: Deadline)
     )
 
 
-def _admit(guest: _Guest, token: bytes) -> tuple[int, Channel] | None:
-    nonce, rank, proof = _REPLY.unpack(guest.reply)
-    transcript = guest.nonce + nonce + struct.pack("!I", rank)
+def _authenticate(pending: _PendingConnection, token: bytes) -> tuple[int, Channel] | None:
+    nonce, rank, proof = _REPLY.unpack(pending.reply)
+    transcript = pending.nonce + nonce + struct.pack("!I", rank)
     if not hmac.compare_digest(proof, _prove(token, b"client", transcript)):
         return None
     try:
-        guest.socket.sendall(_prove(token, b"server", transcript))
+        pending.socket.sendall(_prove(token, b"server", transcript))
     except OSError:
         return None
     channel = Channel(
-        guest.socket,
+        pending.socket,
         peer=f"receiver {rank}",
         send_key=_prove(token, b"to client", transcript),
         receive_key=_prove(token, b"to server", transcript),
@@ -357,16 +352,21 @@ def _admit(guest: _Guest, token: bytes) -> tuple[int, Channel] | None:
     return rank, channel
 
 
-def _connect_unix(sock: socket.socket, path: str, deadline: Deadline) -> None:
-    while True:
-        sock.settimeout(deadline.remaining("room in the sender's backlog"))
-        try:
-            sock.connect(path)
-        except BlockingIOError:
-            # A Unix socket with a time limit does not wait for room in a full backlog, as TCP does.
-            time.sleep(_NO_ROOM_PAUSE_S)
-        else:
-            return
+def _connect_unix(path: str, deadline: Deadline) -> socket.socket:
+    sock = socket.socket(socket.AF_UNIX)
+    try:
+        while True:
+            sock.settimeout(deadline.remaining("room in the sender's backlog"))
+            try:
+                sock.connect(path)
+            except BlockingIOError:
+                # With a time limit, a Unix socket does not wait for room as a TCP socket does.
+                time.sleep(_NO_ROOM_PAUSE_S)
+            else:
+                return sock
+    except BaseException:
+        sock.close()
+        raise
 
 
 def _listen_unix(listener: socket.socket, path: Path) -> None:
