@@ -46,6 +46,9 @@ nox.options.allow_parallel = True
 # One more than there are processors, as tests wait half of the time for processes to start.
 nox.options.parallel = (os.cpu_count() or 1) + 1
 
+# Model types that every run of CI tries: dense, hybrid, latent attention, sinks, caps, experts.
+ZOO_SHORT = ["deepseek_v3", "gemma2", "gpt2", "gpt_oss", "nemotron_h", "qwen3", "qwen3_next"]
+
 # A package's tests, and those of the documentation's pages.
 TESTED = [*PROJECTS, "docs"]
 # The longest first, so that none is left to wait for at the end; `vllm` waits for `wheels`.
@@ -419,6 +422,18 @@ def lowest(session: nox.Session, package: str) -> None:
         if higher:
             session.error("no test holds the lower bounds: " + "; ".join(higher))
     test_package(session, package, *session.posargs)
+
+
+@nox.session(venv_backend="none", default=False)
+def zoo(session: nox.Session) -> None:
+    """Hold every model type of transformers against transformers: `nox -s zoo -- [--types A,B]`."""
+    run_here(session, "checks.zoo", *session.posargs)
+
+
+@nox.session(venv_backend="none", name="zoo-short", tags=["full"])
+def zoo_short(session: nox.Session) -> None:
+    """Hold a few model types, each run in a way of its own, against transformers."""
+    run_here(session, "checks.zoo", "--types", ",".join(ZOO_SHORT))
 
 
 @nox.session(venv_backend="none", name="changed", default=False)
