@@ -13,10 +13,12 @@ import traceback
 from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
+from unittest import mock
 
 import torch
 from rl_batched_data import BatchedDataDict, SequencePackingArgs
 from rl_dtensor_worker import DTensorPolicyWorker
+from rl_dtensor_worker.parallel import mesh
 from rl_interfaces import LossInput, LossType
 from rl_megatron_worker import MegatronPolicyWorker
 from safetensors.torch import load_file
@@ -271,7 +273,9 @@ def worker_of(worker_class: Any, config: dict[str, Any]) -> Generator[Any]:
     except (ValueError, NotImplementedError) as error:
         raise Refused(f"{error}") from error
     try:
-        worker = worker_class(config, types.tokenizer(), init_reference_model=False)
+        # Sharded layer by layer, as large models are.
+        with mock.patch.object(mesh, "_SMALL_BYTES", 0):
+            worker = worker_class(config, types.tokenizer(), init_reference_model=False)
     except (ValueError, NotImplementedError) as error:
         raise Refused(f"at the start: {error}") from error
     try:

@@ -45,6 +45,30 @@ EXPERTS = {
 }
 """Options of mixtures of experts, by `model_type`."""
 
+_LINEAR = {
+    "linear_key_head_dim": 8,
+    "linear_value_head_dim": 8,
+    "linear_num_key_heads": 2,
+    "linear_num_value_heads": 4,
+    "layer_types": ["linear_attention", "full_attention"],
+    "head_dim": 8,
+}
+HYBRIDS = {
+    "qwen3_next": _LINEAR | EXPERTS["qwen3_moe"] | {"shared_expert_intermediate_size": 16},
+    "qwen3_5_text": _LINEAR,
+    "lfm2": {"layer_types": ["conv", "full_attention"], "block_multiple_of": 16},
+    "mamba2": {"num_heads": 8, "head_dim": 8, "state_size": 8, "n_groups": 1, "chunk_size": 4},
+    "falcon_h1": {
+        "mamba_d_ssm": 64,
+        "mamba_n_heads": 8,
+        "mamba_d_head": 8,
+        "mamba_d_state": 8,
+        "mamba_chunk_size": 4,
+    },
+    "gptj": {"rotary_dim": 4},
+}
+"""Options of models with other blocks than dispatched attention that mix tokens."""
+
 
 def build_family(path, model_type, **options):
     """Write a randomly initialised model of `model_type`, whose config has `options` besides.

@@ -112,8 +112,8 @@ def score_in_both_modes(*, config, batch, directory):
         return BothModes(scoring, *(torch.as_tensor(loss) for loss in losses), directory)
 
 
-def start_with_attention(*, config, attention):
-    """Start a worker whose model uses an attention that sees everything before a token."""
+def score_with_attention(*, config, attention, batch, section):
+    """Score with a model whose attention knows nothing of packed sequences."""
     from transformers import AttentionInterface
 
     def sees_everything(module, query, key, value, attention_mask, scaling, **kwargs):
@@ -125,9 +125,7 @@ def start_with_attention(*, config, attention):
         return output.transpose(1, 2), None
 
     AttentionInterface.register("sees_everything", sees_everything)
-    config = config | {"model_name": attention}
-    with worker_for(config, init_optimizer=False, init_reference_model=False) as worker:
-        return type(worker.model).__name__
+    return score_in_layout(config=config | {"model_name": attention}, batch=batch, section=section)
 
 
 def generate_then_score(*, config, batch, section, num_tokens):

@@ -135,23 +135,23 @@ def test_plans_that_were_not_made_together_are_refused(pools, tiny_model):
         )
 
 
-def test_an_attention_that_sees_other_sequences_is_refused_at_the_start(
-    pools, tiny_model, tmp_path
-):
-    leaking = shutil.copytree(tiny_model, tmp_path / "leaking")
-    path = Path(leaking) / "config.json"
+def test_an_attention_that_would_see_other_sequences_gets_one_by_one(pools, tiny_model, tmp_path):
+    path, batch = (
+        Path(shutil.copytree(tiny_model, tmp_path / "seeing")) / "config.json",
+        make_batch(6),
+    )
     path.write_text(
         json.dumps(json.loads(path.read_text()) | {"attn_implementation": "sees_everything"})
     )
-    start = {"attention": str(leaking)}
-    padded = make_config(tiny_model)
-    assert pools(1).run(scoring_ranks.start_with_attention, config=padded, **start)
-    packed = planned_config(tiny_model, "sequence_packing")
-    with pytest.raises(RankFailure) as error:
-        pools(1).run(scoring_ranks.start_with_attention, config=packed, **start)
-    assert error.value.kind == "ValueError"
-    assert "policy.sequence_packing.enabled=True" in error.value.text
-    assert "'sees_everything'" in error.value.text
+    (scores,) = pools(1).run(
+        scoring_ranks.score_with_attention,
+        config=planned_config(tiny_model, "sequence_packing"),
+        attention=str(path.parent),
+        batch=batch,
+        section="sequence_packing",
+    )
+    expected = plain_logprobs(load(tiny_model), batch)
+    torch.testing.assert_close(scores, expected, atol=LOGPROB_TOLERANCE, rtol=0)
 
 
 def test_generation_and_checkpointing_go_together_with_packing(pools, tiny_model):

@@ -1,6 +1,7 @@
 """Which module takes part in tensor parallelism how, and what is refused by name."""
 
 import copy
+from functools import partial
 from unittest import mock
 
 import parity_models
@@ -8,7 +9,6 @@ import parity_ranks
 import pytest
 import torch
 import training_ranks
-from family_models import build_family
 from oracle import LOGPROB_TOLERANCE, PARAMETER_TOLERANCE, load, plain_logprobs, plain_training
 from rank_pool import RankFailure
 from rl_dtensor_worker import DTensorPolicyWorker
@@ -19,6 +19,7 @@ from tiny_model import make_batch, make_config
 from transformers import (
     AutoModelForCausalLM,
     Glm4MoeConfig,
+    GPT2Config,
     GptOssConfig,
     NemotronConfig,
     OPTConfig,
@@ -43,7 +44,7 @@ def llama(tmp_path_factory):
 @pytest.mark.parametrize("name", list(parity_models.CONFIGS))
 def test_the_plan_of_transformers_is_taken_and_tokens_are_apart(name):
     model = on_meta(parity_models.CONFIGS[name])
-    styles = plan_of(model, custom=None)
+    styles = plan_of(model, custom=None, size=2)
     assert styles["model.embed_tokens"] == "embedding_rowwise"
     assert styles["lm_head"] == "colwise"
     assert styles["model.layers.1.self_attn.k_proj"] == "colwise"
@@ -54,7 +55,7 @@ def test_the_plan_of_transformers_is_taken_and_tokens_are_apart(name):
 
 
 def test_a_key_for_every_layer_matches_one_part_of_a_name():
-    styles = plan_of(on_meta(parity_models.CONFIGS["qwen3_moe"]), custom=None)
+    styles = plan_of(on_meta(parity_models.CONFIGS["qwen3_moe"]), custom=None, size=2)
     assert styles["model.layers.0.mlp.experts"] == "moe_tp_experts"
     assert "model.layers.0.mlp.gate" not in styles
 
@@ -62,7 +63,7 @@ def test_a_key_for_every_layer_matches_one_part_of_a_name():
 def test_a_plan_of_ours_stands_in_where_transformers_has_none():
     heads = {"num_attention_heads": 4, "num_key_value_heads": 2}
     config = NemotronConfig(hidden_size=32, intermediate_size=48, num_hidden_layers=2, **heads)
-    styles = plan_of(on_meta(config), custom=None)
+    styles = plan_of(on_meta(config), custom=None, size=2)
     assert styles["model.layers.1.mlp.down_proj"] == "rowwise"
     assert styles["model.layers.0.self_attn.v_proj"] == "colwise"
 
@@ -76,30 +77,46 @@ def test_a_plan_of_ours_stands_in_where_transformers_has_none():
 )
 def test_a_custom_plan_with_a_mistake_is_refused_by_its_key(plan, words):
     with pytest.raises(ValueError, match=r"custom_parallel_plan") as error:
-        plan_of(on_meta(parity_models.CONFIGS["llama"]), custom=f"plans_for_tests.{plan}")
+        plan_of(on_meta(parity_models.CONFIGS["llama"]), custom=f"plans_for_tests.{plan}", size=2)
     assert all(word in str(error.value) for word in words), str(error.value)
 
 
-def test_a_model_without_a_plan_is_refused():
+def test_blocks_without_a_plan_gather_what_their_layers_give():
     sizes = {"hidden_size": 32, "ffn_dim": 48, "num_hidden_layers": 1, "word_embed_proj_dim": 32}
-    config = OPTConfig(**sizes, num_attention_heads=2)
-    with pytest.raises(ValueError, match=r"model_type='opt'.*custom_parallel_plan"):
-        plan_of(on_meta(config), custom=None)
+    styles = plan_of(on_meta(OPTConfig(**sizes, num_attention_heads=2)), custom=None, size=2)
+    layer = "model.decoder.layers.0"
+    assert styles[f"{layer}.self_attn"] == "block"
+    for leaf in ("self_attn.q_proj", "self_attn.out_proj", "fc1", "fc2"):
+        assert styles[f"{layer}.{leaf}"] == "colwise_gather_output"
+    assert styles["model.decoder.embed_positions"] == "positions"
+    assert f"{layer}.final_layer_norm" not in styles
 
 
-def test_a_parameter_of_a_sharded_block_that_no_style_is_named_for_is_refused():
+def test_a_block_that_a_plan_shards_in_part_gathers_and_keeps_its_experts_apart():
+    # Attention sinks are one number per head, beside projections that are sharded by heads.
+    sizes = {"num_local_experts": 4, "num_experts_per_tok": 2, "head_dim": 16}
+    styles = plan_of(on_meta(GptOssConfig(**parity_models._COMMON, **sizes)), custom=None, size=2)
+    assert styles["model.layers.1.self_attn"] == "block"
+    assert styles["model.layers.1.self_attn.o_proj"] == "colwise_gather_output"
+    assert styles["model.layers.0.mlp.experts"] == "moe_tp_experts"
+
+
+def test_a_block_with_a_parameter_that_the_plan_leaves_out_gathers():
     model = on_meta(parity_models.CONFIGS["llama"])
     model.model.layers[1].mlp.act_fn = torch.nn.PReLU(device="meta")
-    plan = plan_of(model, custom=None)
-    told = r"names no style for model\.layers\.1\.mlp\.act_fn \(PReLU\).*custom_parallel_plan"
+    styles = plan_of(model, custom=None, size=2)
+    assert styles["model.layers.1.mlp"] == "block"
+    assert styles["model.layers.1.mlp.down_proj"] == "colwise_gather_output"
+    assert styles["model.layers.0.mlp.down_proj"] == "rowwise"
+
+
+def test_a_parameter_of_a_sharded_block_that_a_users_plan_leaves_out_is_refused():
+    model = on_meta(parity_models.CONFIGS["llama"])
+    model.model.layers[1].self_attn.scale = torch.nn.PReLU(device="meta")
+    plan = plan_of(model, custom="plans_for_tests.ATTENTION", size=2)
+    told = r"names no style for model\.layers\.1\.self_attn\.scale \(PReLU\).*custom_parallel_plan"
     with pytest.raises(ValueError, match=told):
         apply_plan(model, plan, mock.create_autospec(TensorParallel, instance=True))
-
-
-def test_a_missing_plan_is_named_before_a_process_starts(tmp_path):
-    config = make_config(build_family(tmp_path, "biogpt"), dtensor_cfg=TP2)
-    with pytest.raises(ValueError, match=r"tensor_parallel_size: BioGptForCausalLM declares no pl"):
-        DTensorPolicyWorker.validate_config(config, world_size=2)
 
 
 @pytest.mark.parametrize(
@@ -165,17 +182,28 @@ def test_a_loss_over_logits_gets_those_of_all_tokens(pools, tmp_path, model):
         assert_equal_parameters(result.parameters, parameters, PARAMETER_TOLERANCE)
 
 
-# Fused projections, which are gathered and then split; and a plan of our own.
-@pytest.mark.parametrize("make", [Phi3Config, NemotronConfig])
-def test_other_plans_give_the_same_numbers(pools, tmp_path, make):
+# Fused projections, which are gathered and then split; a plan of our own; and models without one,
+# of plain layers, of layers that are stored the other way round, and with learned positions.
+@pytest.mark.parametrize(
+    ("make", "section"),
+    [
+        (Phi3Config, {}),
+        (NemotronConfig, {}),
+        (GPT2Config, {}),
+        (partial(OPTConfig, ffn_dim=48, word_embed_proj_dim=64), {"sequence_parallel": True}),
+    ],
+    ids=["phi3", "nemotron", "gpt2", "opt"],
+)
+def test_other_plans_give_the_same_numbers(pools, tmp_path, make, section):
     torch.manual_seed(1)
     sizes = {key: value for key, value in parity_models._COMMON.items() if key != "bos_token_id"}
-    AutoModelForCausalLM.from_config(make(**sizes)).save_pretrained(tmp_path)
+    config = make(**sizes)
+    AutoModelForCausalLM.from_config(config).save_pretrained(tmp_path)
     parity_models.build_tokenizer().save_pretrained(tmp_path)
     batch = make_batch(6)
     results = pools(2).run(
         parity_ranks.run_case,
-        config=make_config(str(tmp_path), dtensor_cfg=TP2),
+        config=make_config(str(tmp_path), dtensor_cfg=TP2 | section),
         batch=batch,
         section=None,
         num_calls=3,
@@ -192,7 +220,7 @@ def test_other_plans_give_the_same_numbers(pools, tmp_path, make):
 def test_norms_of_heads_that_transformers_does_not_name_are_of_a_ranks_own_heads():
     experts = {"n_routed_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32}
     config = Glm4MoeConfig(**parity_models._COMMON, **experts, head_dim=16, use_qk_norm=True)
-    styles = plan_of(on_meta(config), custom=None)
+    styles = plan_of(on_meta(config), custom=None, size=2)
     for leaf in ("q_norm", "k_norm"):
         assert styles[f"model.layers.1.self_attn.{leaf}"] == "replicated_with_grad_allreduce"
 

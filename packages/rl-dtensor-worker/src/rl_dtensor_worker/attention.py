@@ -37,6 +37,8 @@ if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
 NAME = "rl_packed_sdpa"
+# The attribute of a mask that says how the sequences are laid out.
+_LAYOUT = "_rl_layout"
 
 
 class Heads(NamedTuple):
@@ -139,9 +141,18 @@ def _attend(
     mask: torch.Tensor | None,
     *,
     softcap: float | None = None,
+    s_aux: torch.Tensor | None = None,
     **kwargs: Any,
 ) -> torch.Tensor:
     """Return attention under `mask`, or causal attention, `[rows, seq, heads, head_size]`."""
+    if s_aux is not None:
+        return sink_attention(
+            heads,
+            mask,
+            sinks=s_aux,
+            scaling=kwargs.get("scaling"),
+            dropout=kwargs.get("dropout", 0.0),
+        )
     if softcap is not None:
         return capped_attention(
             heads,
@@ -193,23 +204,67 @@ def capped_attention(
     return (F.dropout(weights, dropout) @ value).transpose(1, 2).contiguous()
 
 
+def sink_attention(
+    heads: Heads,
+    mask: torch.Tensor | None,
+    *,
+    sinks: torch.Tensor,
+    scaling: float | None,
+    dropout: float = 0.0,
+) -> torch.Tensor:
+    """Return attention in which each head may attend to nothing, as in gpt-oss.
+
+    A sink is one more score in each softmax, whose value is zero (arXiv:2309.17453, section 3.2,
+    and the model card of gpt-oss). Here it is one more key, in one more dim of queries and keys, so
+    that torch's fused kernels compute it.
+
+    Args:
+        heads: See `Heads`.
+        mask: `[..., seq, key_seq]`, bool or additive. None: causal, aligned to the last key.
+        sinks: `[heads]`: the score of each head's sink.
+        scaling: Factor on the scores of keys. None: `head_size ** -0.5`.
+        dropout: Probability with which a weight is dropped.
+
+    Returns:
+        `[rows, seq, heads, head_size]`.
+    """
+    query, key, value = heads
+    scale = query.shape[-1] ** -0.5 if scaling is None else scaling
+    rows, num_heads, width, size = query.shape
+    # Fused kernels want head sizes in multiples of 8.
+    extra = 8 - size % 8
+    own = query.new_zeros(rows, num_heads, width, extra)
+    own[..., 0] = (sinks / scale).to(query.dtype)[:, None]
+    # The first key, which causal masks that are aligned to the last one show to every query.
+    key, value = F.pad(key, (0, extra, 1, 0)), F.pad(value, (0, 0, 1, 0))
+    key[..., 0, size] = 1.0
+    if mask is not None:
+        mask = F.pad(mask, (1, 0), value=True if mask.dtype == torch.bool else 0.0)
+    output = attend(torch.cat([query, own], -1), key, value, mask, dropout=dropout, scale=scale)
+    return output.transpose(1, 2)
+
+
 def _causal_lower_right(width: int, key_width: int, *, device: torch.device) -> torch.Tensor:
     """Return the mask of causal attention in which the last query is at the last key."""
     queries = torch.arange(key_width - width, key_width, device=device)
     return queries[:, None] >= torch.arange(key_width, device=device)
 
 
+def register_attention() -> None:
+    """Make this attention known to transformers, which looks it up by its name in the config."""
+    AttentionInterface.register(NAME, packed_attention_forward)
+    AttentionMaskInterface.register(NAME, sdpa_mask)
+
+
 def use_packed_attention(model: PreTrainedModel) -> bool:
     """Switch a model from `sdpa` to this attention; return whether the model now uses it.
 
-    Forwards without `attention_rows` still take torch's attention.
+    Forwards with another mask still take torch's attention.
     """
     config = model.config
     if config._attn_implementation != "sdpa":
         return config._attn_implementation == NAME
-    # By name in the config: transformers looks the function up there in every forward.
-    AttentionInterface.register(NAME, packed_attention_forward)
-    AttentionMaskInterface.register(NAME, sdpa_mask)
+    register_attention()
     config._attn_implementation = NAME
     return True
 
@@ -241,31 +296,29 @@ def packed_attention_forward(
     key: torch.Tensor,
     value: torch.Tensor,
     attention_mask: torch.Tensor | None,
-    attention_rows: AttentionLayout | None = None,
     sliding_window: int | None = None,
     **kwargs: Any,
 ) -> tuple[torch.Tensor, None]:
-    """Return causal attention, within each sequence if `attention_rows` separates them.
+    """Return causal attention, within each sequence if the mask is that of `layout_arguments`.
 
     Args:
         module: The attention layer.
         query: See `Heads`, as `key` and `value`.
         key: See `Heads`.
         value: See `Heads`.
-        attention_mask: Ignored if `attention_rows` is given.
-        attention_rows: The layout of the sequences. None: as the mask says.
+        attention_mask: See `layout_arguments`; another one is applied.
         sliding_window: See `AttentionLayout.attend`, as `kwargs`.
         kwargs: See `AttentionLayout.attend`.
 
     Returns:
         `[rows, seq, heads, head_size]`, and None for the attention weights.
     """
-    if attention_rows is None:
+    layout: AttentionLayout | None = getattr(attention_mask, _LAYOUT, None)
+    if layout is None:
         kwargs["sliding_window"] = sliding_window
         return _attend(module, Heads(query, key, value), attention_mask, **kwargs), None
     _require_window(module, sliding_window)
-    heads = Heads(query, key, value)
-    return attention_rows.attend(module, heads, sliding_window, **kwargs), None
+    return layout.attend(module, Heads(query, key, value), sliding_window, **kwargs), None
 
 
 def _require_window(module: nn.Module, sliding_window: int | None) -> None:
@@ -286,9 +339,11 @@ def _require_window(module: nn.Module, sliding_window: int | None) -> None:
 
 def layout_arguments(layout: AttentionLayout, device: torch.device) -> dict[str, object]:
     """Return the keyword arguments by which a model's forward attends according to `layout`."""
-    # transformers passes a 4-d mask on unchanged, and so builds none over all pairs of tokens.
-    unread = torch.ones(1, 1, 1, 1, dtype=torch.bool, device=device)
-    return {"attention_mask": unread, "attention_rows": layout}
+    # transformers passes a 4-d mask on unchanged, and so builds none over all pairs of tokens. It
+    # carries the layout, as not every model passes keyword arguments of other names on.
+    mask = torch.ones(1, 1, 1, 1, dtype=torch.bool, device=device)
+    setattr(mask, _LAYOUT, layout)
+    return {"attention_mask": mask}
 
 
 def gather_rows(states: torch.Tensor, tokens: torch.Tensor) -> torch.Tensor:
@@ -399,9 +454,12 @@ def _attend_to_chunks(
     scaling: float | None = None,
     dropout: float = 0.0,
     softcap: float | None = None,
+    s_aux: torch.Tensor | None = None,
     **_: object,
 ) -> torch.Tensor:
     """Return attention of chunks of sequences to all keys before them, see `_attend`."""
+    if s_aux is not None:
+        return sink_attention(heads, mask, sinks=s_aux, scaling=scaling, dropout=dropout)
     if softcap is not None:
         return capped_attention(heads, mask, softcap=softcap, scaling=scaling, dropout=dropout)
     # Without a mask it is aligned to the last key: a later chunk's first query sees the chunks

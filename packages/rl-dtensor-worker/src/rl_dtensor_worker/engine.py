@@ -25,7 +25,13 @@ from rl_dtensor_worker.forward import (
     ValueForward,
     find_token_head,
 )
-from rl_dtensor_worker.layout import ParallelContext, check_causality, check_layout
+from rl_dtensor_worker.layout import (
+    ParallelContext,
+    check_causality,
+    check_layout,
+    keep_apart,
+)
+from rl_dtensor_worker.mixing import run_probe
 from rl_dtensor_worker.model.build import (
     build_model,
     check_attention,
@@ -55,7 +61,11 @@ from rl_dtensor_worker.parallel.fsdp import (
     unshard_fsdp2_model,
 )
 from rl_dtensor_worker.parallel.mesh import Meshes, choose_sharding
-from rl_dtensor_worker.parallel.plans import check_sizes, load_custom_plan
+from rl_dtensor_worker.parallel.plans import (
+    check_sizes,
+    load_custom_plan,
+    refusing_shards,
+)
 from rl_dtensor_worker.parallel.styles import TensorParallel
 from rl_dtensor_worker.weights import ModelWeights, persistent_state, trained_state
 
@@ -174,7 +184,8 @@ class DTensorEngine:
                 reshard_after_backward(self.model, enabled=index == last)
             value, scored = loss(batch, self._output(batch))
             # Each micro-batch's graph is freed before the next one's forward.
-            (value * self.optimizer.scaler.scale).backward()
+            with self.parallel.mixing.recomputing():
+                (value * self.optimizer.scaler.scale).backward()
             found.append(scored)
         return found
 
@@ -309,10 +320,15 @@ class DTensorEngine:
         # Both probe the model with forward passes, which leave no trace.
         devices = [self._device] if self._device.type == "cuda" else []
         with (
+            refusing_shards(self.model, self.parallel.tensor_parallel),
             self.mode(training=False),
             torch.no_grad(),
             torch.random.fork_rng(devices=devices),
         ):
+            if self.parallel.tensor_parallel is not None:
+                # Some models use parameters otherwise in training.
+                with self.mode(training=True), self.parallel.unsharded_sequences():
+                    run_probe(self.model)
             forward = self._forward_of_head(pad_token_id)
             if isinstance(forward, Forward):
                 check_causality(
@@ -323,15 +339,21 @@ class DTensorEngine:
                     device=self._device,
                 )
             packed = self.config.planned_by == "sequence_packing"
-            for feature in self.parallel.features(packed=packed):
-                check_layout(
-                    self.model,
-                    forward.logprobs if isinstance(forward, Forward) else forward.values,
-                    parallel=self.parallel,
-                    feature=feature,
-                    compute_dtype=self.config.compute_dtype,
-                    device=self._device,
-                )
+            features = self.parallel.features(packed=packed)
+
+            def check() -> None:
+                for feature in features:
+                    check_layout(
+                        self.model,
+                        forward.logprobs if isinstance(forward, Forward) else forward.values,
+                        parallel=self.parallel,
+                        feature=feature,
+                        compute_dtype=self.config.compute_dtype,
+                        device=self._device,
+                    )
+
+            if features:
+                keep_apart(self.model, check, self.parallel)
         return forward
 
     def _build_decoding(self) -> Decoding | None:

@@ -27,12 +27,12 @@ from transformers import DynamicCache
 from rl_dtensor_worker.layout import (
     TOLERANCES,
     ParallelContext,
-    class_name,
     media_of,
     random_rows,
     token_columns_of,
 )
 from rl_dtensor_worker.parallel import collectives
+from rl_dtensor_worker.parallel.structure import class_name
 from rl_dtensor_worker.parallel.styles import SEQUENCE_DIM
 
 if TYPE_CHECKING:
@@ -348,7 +348,8 @@ class Forward:
                 which this rank has made its shard, instead of gathering them.
         """
         layout = self._lay_out(micro_batch)
-        output = self.model(input_ids=layout.tokens, use_cache=False, **layout.arguments)
+        with self.parallel.mixing.using(layout.sequences):
+            output = self.model(input_ids=layout.tokens, use_cache=False, **layout.arguments)
         # A user's plan may leave them a DTensor. Rows are restored along other dims than the last.
         logits = layout.to_rows(_local(output.logits), masked=False)
         tp = self.parallel.tensor_parallel
@@ -377,15 +378,16 @@ class Forward:
         layout = self._lay_out(micro_batch)
         # The largest logits are those of each position, not of each target.
         by_position = top_k > 0
-        scores = self.head.target_scores(
-            self.model,
-            layout.tokens,
-            layout.tokens if by_position else layout.targets,
-            temperature=self.temperature,
-            top_k=top_k,
-            arguments=layout.arguments,
-            predictors=None if by_position else layout.predictors,
-        )
+        with self.parallel.mixing.using(layout.sequences):
+            scores = self.head.target_scores(
+                self.model,
+                layout.tokens,
+                layout.tokens if by_position else layout.targets,
+                temperature=self.temperature,
+                top_k=top_k,
+                arguments=layout.arguments,
+                predictors=None if by_position else layout.predictors,
+            )
         return layout, scores
 
 
@@ -409,7 +411,10 @@ class ValueForward:
     def values(self, micro_batch: MicroBatch) -> torch.Tensor:
         """Return the score of each token, `[batch, seq]` float32; padding is 0."""
         layout = self.parallel.lay_out(self.model, micro_batch, self.width_multiple)
-        with output_of_layer(self.model, self.layer):
+        with (
+            output_of_layer(self.model, self.layer),
+            self.parallel.mixing.using(layout.sequences),
+        ):
             values = self.model(input_ids=layout.tokens, use_cache=False, **layout.arguments)
         return layout.to_rows(values.float().squeeze(-1))
 

@@ -24,6 +24,15 @@ from rl_dtensor_worker.attention import (
     require_packed_attention,
     use_packed_attention,
 )
+from rl_dtensor_worker.mixing import (
+    Mixing,
+    PackedSequenceRows,
+    PaddedRows,
+    Way,
+    dispatches_attention,
+    ways_of,
+)
+from rl_dtensor_worker.parallel.structure import class_name
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Generator, Mapping, Sequence
@@ -33,6 +42,8 @@ if TYPE_CHECKING:
     from rl_interfaces.backend.steps import Step
     from transformers import PreTrainedModel
 
+    from rl_dtensor_worker.attention import AttentionLayout
+    from rl_dtensor_worker.mixing import Sequences
     from rl_dtensor_worker.parallel.styles import TensorParallel
 
 # Bounds on rounding, relative to the largest log-probability. Attention that leaks across sequences
@@ -42,14 +53,11 @@ TOLERANCES = {torch.float32: 1e-3, torch.float16: 1e-2, torch.bfloat16: 5e-2}
 _LENGTHS = (11, 7, 2)
 # Of the two longer ones, where sharing is checked.
 _COMMON_START = 5
+# What a model raises that reckons with other shapes than it gets.
+_SHAPE_ERRORS = (RuntimeError, TypeError, IndexError)
 _SHARING = "dtensor_cfg.share_prefixes=True"
 # `[batch, seq]` columns that mark whether a token is of an image or of text.
 TOKEN_COLUMNS = ("mm_token_type_ids", "token_type_ids")
-
-
-def class_name(model: PreTrainedModel) -> str:
-    """Return the name of the model's class, without what FSDP puts before it."""
-    return type(model).__name__.removeprefix("FSDP")
 
 
 def media_of(model: PreTrainedModel, rows: Mapping[str, object]) -> dict[str, torch.Tensor]:
@@ -133,6 +141,8 @@ class RowLayout(ABC):
     predictors: torch.Tensor | None = None
     """`[targets]` int64: the position whose logits predict each target, of one packed row. None:
     each target has a position of its own, the same as among `tokens`."""
+    sequences: Sequences | None = None
+    """The sequences, for blocks that are run on unpacked rows. None: rows as they are."""
 
     @abstractmethod
     def to_rows(self, values: torch.Tensor, *, masked: bool = True) -> torch.Tensor:
@@ -173,16 +183,20 @@ class PaddedLayout(RowLayout):
             is_token=positions < lengths[:, None],
         )
 
-    def for_sequence_parallel(self, model: PreTrainedModel) -> PaddedLayout:
+    def for_sequence_parallel(self, model: PreTrainedModel, mixing: Mixing) -> PaddedLayout:
         """Return the same for a model whose activations are sharded along the sequence.
 
         From a local shard the model can derive neither a causal mask nor position ids, so both are
         passed explicitly.
         """
-        require_packed_attention(model)
-        positions = torch.arange(self.tokens.shape[1], device=self.tokens.device)[None]
-        attention = layout_arguments(FullRows(), self.tokens.device)
-        return replace(self, arguments={**attention, "position_ids": positions})
+        width = self.tokens.shape[1]
+        positions = torch.arange(width, device=self.tokens.device)[None]
+        return replace(
+            self,
+            arguments=_attention_arguments(model, mixing, FullRows(), self.tokens.device)
+            | {"position_ids": positions},
+            sequences=PaddedRows(num_tokens=width),
+        )
 
     def to_rows(self, values: torch.Tensor, *, masked: bool = True) -> torch.Tensor:
         """See `RowLayout.to_rows`."""
@@ -213,15 +227,24 @@ class PackedLayout(RowLayout):
 
     @classmethod
     def of(
-        cls, model: PreTrainedModel, input_ids: torch.Tensor, packed: PackedSequences
+        cls,
+        model: PreTrainedModel,
+        input_ids: torch.Tensor,
+        packed: PackedSequences,
+        mixing: Mixing,
     ) -> PackedLayout:
         """Return the packed tokens `[1, total]` and the arguments that mark their boundaries."""
-        tokens = packed.pack(input_ids)
+        tokens, rows = packed.pack(input_ids), AttentionRows.of(packed)
         arguments: dict[str, object] = {"attention_mask": None, "position_ids": packed.position_ids}
-        if use_packed_attention(model):
-            arguments |= layout_arguments(AttentionRows.of(packed), tokens.device)
-        targets = tokens.roll(-1, dims=1)
-        return cls(tokens=tokens, targets=targets, packed=packed, arguments=arguments)
+        if mixing.takes_layout and use_packed_attention(model):
+            arguments |= layout_arguments(rows, tokens.device)
+        return cls(
+            tokens=tokens,
+            targets=tokens.roll(-1, dims=1),
+            packed=packed,
+            arguments=arguments,
+            sequences=PackedSequenceRows(rows=rows) if mixing.way.names else None,
+        )
 
     def to_rows(self, values: torch.Tensor, *, masked: bool = True) -> torch.Tensor:
         """See `RowLayout.to_rows`."""
@@ -278,9 +301,9 @@ class ContextLayout(RowLayout):
         input_ids: torch.Tensor,
         packed: PackedSequences,
         group: dist.ProcessGroup,
+        mixing: Mixing,
     ) -> ContextLayout:
         """Return this rank's tokens `[1, total / ranks]`."""
-        require_packed_attention(model)
         rows = ContextRows.of(packed, group)
         tokens = packed.pack(input_ids)
         positions = {"position_ids": rows.shard(packed.position_ids)}
@@ -290,7 +313,12 @@ class ContextLayout(RowLayout):
             targets=rows.shard(tokens.roll(-1, dims=1)),
             packed=packed,
             rows=rows,
-            arguments=layout_arguments(rows, tokens.device) | positions,
+            arguments=_attention_arguments(model, mixing, rows, tokens.device) | positions,
+            sequences=(
+                PackedSequenceRows(rows=AttentionRows.of(packed), context=rows)
+                if mixing.way.names
+                else None
+            ),
         )
 
     def to_rows(self, values: torch.Tensor, *, masked: bool = True) -> torch.Tensor:
@@ -301,6 +329,20 @@ class ContextLayout(RowLayout):
         """See `RowLayout.targets_to_rows`."""
         # Gathered before the shift: a chunk's last score is of a token in another chunk.
         return self.packed.unpack(self.rows.gather(values).roll(1, dims=1), skip_first=True)
+
+
+def _attention_arguments(
+    model: PreTrainedModel, mixing: Mixing, layout: AttentionLayout, device: torch.device
+) -> dict[str, object]:
+    """Return the arguments by which a model attends according to a layout that it needs.
+
+    Raises:
+        ValueError: The model uses another implementation than `sdpa`.
+    """
+    if not mixing.takes_layout:
+        return {"attention_mask": None}
+    require_packed_attention(model)
+    return layout_arguments(layout, device)
 
 
 def _fit(column: torch.Tensor, width: int, width_multiple: int) -> torch.Tensor:
@@ -317,6 +359,8 @@ class ParallelContext:
     """The ranks that shard each sequence from end to end of the model."""
     shares_prefixes: bool = False
     """Whether the common start of neighbouring rows is computed once."""
+    mixing: Mixing = field(default_factory=Mixing)
+    """Which of the model's blocks are run on unpacked rows."""
 
     def lay_out(
         self, model: PreTrainedModel, micro_batch: MicroBatch, width_multiple: int
@@ -344,15 +388,15 @@ class ParallelContext:
         if micro_batch.shared is not None:
             return SharedLayout.of(model, input_ids, micro_batch.shared)
         if packed is not None and self.context_group is not None:
-            return ContextLayout.of(model, input_ids, packed, self.context_group)
+            return ContextLayout.of(model, input_ids, packed, self.context_group, self.mixing)
         if packed is not None:
-            return PackedLayout.of(model, input_ids, packed)
+            return PackedLayout.of(model, input_ids, packed, self.mixing)
         lengths, multiple = rows["input_lengths"], math.lcm(width_multiple, self._sequence_shards)
         # Columns that are padding in all rows are not computed.
         width = micro_batch.width or min(int(lengths.max()), input_ids.shape[1])
         layout = PaddedLayout.of(input_ids, lengths, width=width, width_multiple=multiple)
         if shards_sequence:
-            return layout.for_sequence_parallel(model)
+            return layout.for_sequence_parallel(model, self.mixing)
         # Media are not padded: their tokens stand among the rows already.
         layout.arguments.update(media)
         for key, column in token_columns_of(model, rows).items():
@@ -442,6 +486,28 @@ def check_causality(
         )
 
 
+def keep_apart(
+    model: PreTrainedModel, check: Callable[[], None], parallel: ParallelContext
+) -> None:
+    """Find out which blocks have to be run on unpacked rows for `check` to pass. Collective.
+
+    Raises:
+        ValueError: It passes in no way; what it says where the model's own blocks take the layout.
+    """
+    mixing, first = parallel.mixing, None
+    with parallel.unsharded_sequences():
+        mixing.dispatches_attention = dispatches_attention(model)
+    for way in ways_of(model, parallel.unsharded_sequences):
+        mixing.choose(model, way)
+        try:
+            return check()
+        except ValueError as error:
+            first = first or error
+    mixing.choose(model, Way())
+    assert first is not None
+    raise first
+
+
 @torch.no_grad()
 def check_layout(
     model: PreTrainedModel,
@@ -483,7 +549,12 @@ def check_layout(
     # The oracle: padded rows with full sequences, which every model supports.
     with parallel.unsharded_sequences():
         expected = score(MicroBatch(span=span, rows=rows))
-    found = score(MicroBatch(span=span, rows=rows, packed=packed, shared=shared))
+    try:
+        found = score(MicroBatch(span=span, rows=rows, packed=packed, shared=shared))
+    except _SHAPE_ERRORS as error:
+        raise ValueError(
+            f"policy.{feature}: {class_name(model)} does not run so: {error}. Leave the key out"
+        ) from error
     difference = float((found - expected).abs().max() / expected.abs().max())
     # `not <=` rather than `>`, so that NaN fails.
     if not difference <= TOLERANCES[compute_dtype]:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-from collections import Counter
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
@@ -34,6 +33,7 @@ from rl_dtensor_worker.model.quantized import quantized_files, take_quantization
 from rl_dtensor_worker.model.rotary import fix_rotary_length
 from rl_dtensor_worker.parallel.fsdp import shard_model
 from rl_dtensor_worker.parallel.plans import apply_plan, check_sizes, plan_of
+from rl_dtensor_worker.parallel.structure import decoder_layers
 
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig, PreTrainedModel
@@ -134,7 +134,8 @@ def check_modules(config: EngineConfig) -> None:
     model = empty_model(replace(config, attn_implementation=None))
     _add_adapters(model, config)
     if is_tensor_parallel:
-        plan_of(model, custom=config.custom_parallel_plan)
+        size = config.layout.tensor_parallel
+        plan_of(model, custom=config.custom_parallel_plan, size=size)
 
 
 def _add_adapters(model: PreTrainedModel, config: EngineConfig) -> None:
@@ -218,7 +219,8 @@ def build_model(
         model.gradient_checkpointing_enable({"use_reentrant": False})
     # Tensor parallelism first: FSDP shards the local shards, and wraps what adapters have added.
     if tensor_parallel is not None:
-        apply_plan(model, plan_of(model, custom=config.custom_parallel_plan), tensor_parallel)
+        plan = plan_of(model, custom=config.custom_parallel_plan, size=tensor_parallel.size)
+        apply_plan(model, plan, tensor_parallel)
     if needs_fsdp(model, config, meshes=meshes, is_small=is_small):
         shard_model(
             model,
@@ -311,43 +313,13 @@ def value_layer_name(model: PreTrainedModel) -> str:
     )
 
 
-def decoder_layers(model: PreTrainedModel) -> list[nn.Module]:
-    """Return the model's repeated blocks, whose classes `_no_split_modules` names.
-
-    Without such a name they are those of the largest module list. Blocks that share weights are
-    left out, and of blocks inside each other the inner ones.
-
-    Raises:
-        ValueError: The model has no such module.
-    """
-    classes = set(getattr(model, "_no_split_modules", None) or ())
-    blocks = {n: each for n, each in model.named_modules() if type(each).__name__ in classes}
-    lists = [each for each in model.modules() if isinstance(each, nn.ModuleList)]
-    if not classes and lists:
-        largest = max(lists, key=lambda each: sum(p.numel() for p in each.parameters()))
-        blocks = {n: each for n, each in model.named_modules() if each in {*largest}}
-    if not blocks:
-        raise ValueError(
-            f"{type(model).__name__} has no module named in _no_split_modules={sorted(classes)}: "
-            "FSDP cannot shard its layers one by one"
-        )
-    # A weight is in one FSDP unit: what several blocks have is gathered with the rest.
-    uses = Counter(id(p) for _, p in model.named_parameters(remove_duplicate=False))
-    found: dict[str, nn.Module] = {}
-    for name, block in blocks.items():
-        is_inside = any(name.startswith(f"{outer}.") for outer in found)
-        if not is_inside and all(uses[id(p)] == 1 for p in block.parameters()):
-            found[name] = block
-    return list(found.values())
-
-
 def fsdp_units(model: PreTrainedModel) -> list[nn.Module]:
     """Return the modules that FSDP gathers each for itself; it gathers the rest at once.
 
     They are the repeated blocks and, unless it is tied to the head, the embedding: in one buffer
     with the head it would take twice the memory, from the first layer to the last.
     """
-    layers = decoder_layers(model)
+    layers = list(decoder_layers(model).values())
     embedding = model.get_input_embeddings()
     configs = (model.config, model.config.get_text_config())
     if any(getattr(config, "tie_word_embeddings", False) for config in configs):

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import importlib
 import re
+from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
 from torch import nn
@@ -19,11 +20,26 @@ from torch.distributed.tensor.parallel import (
 )
 
 from rl_dtensor_worker.model.lora import adapted_layers
+from rl_dtensor_worker.parallel.structure import (
+    COLUMNS,
+    blocks_of,
+    class_name,
+    decoder_layers,
+    gathered_styles,
+    has_parameters,
+    inside,
+    takes_choice,
+    unplanned_blocks,
+)
 from rl_dtensor_worker.parallel.styles import (
+    Block,
     Column,
     Experts,
     GatheredColumn,
+    GatheredConv1D,
+    OutputBias,
     OutputLayer,
+    Positions,
     Region,
     Replicated,
     ReplicatedOnShards,
@@ -35,7 +51,7 @@ from rl_dtensor_worker.parallel.styles import (
 )
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
+    from collections.abc import Generator, Mapping
 
     from transformers import PreTrainedConfig, PreTrainedModel
 
@@ -48,6 +64,7 @@ STYLES: dict[str, type[Style]] = {
     "colwise": Column,
     "colwise_gather_output": GatheredColumn,
     "colwise_rep": GatheredColumn,
+    "conv1d_gather_output": GatheredConv1D,
     "rowwise": Row,
     "rowwise_split_input": SplitRow,
     "rowwise_rep": SplitRow,
@@ -55,6 +72,9 @@ STYLES: dict[str, type[Style]] = {
     "moe_tp_experts": Experts,
     "replicated_with_grad_allreduce": ReplicatedOnShards,
     "sequence_parallel": Replicated,
+    "positions": Positions,
+    "block": Block,
+    "output_bias": OutputBias,
 }
 """By the style names that a plan can use."""
 
@@ -64,7 +84,6 @@ _HEAD_NORMS = {
 }
 """The projection whose output each per-head norm takes, by the norm's name."""
 
-_COLUMNS = ("colwise", "colwise_gather_output", "colwise_rep")
 _OWN_PLANS: dict[str, dict[str, str]] = {
     "nemotron": {
         **{f"self_attn.{name}_proj": "colwise" for name in "qkv"},
@@ -85,6 +104,8 @@ _DIVIDED = (
     "vocab_size",
 )
 _PATH = "policy.dtensor_cfg"
+# What torch says of a `DTensor` in an operation of plain tensors.
+_MIXED_TENSORS = "mixed torch.Tensor and DTensor"
 
 
 def check_sizes(model_config: PreTrainedConfig, *, tensor_parallel_size: int) -> None:
@@ -127,26 +148,25 @@ def load_custom_plan(path: str) -> Plan:
     return plan
 
 
-def plan_of(model: PreTrainedModel, *, custom: str | None) -> AppliedPlan:
+def plan_of(model: PreTrainedModel, *, custom: str | None, size: int) -> AppliedPlan:
     """Return the style of each sharded module, by its name in `model`.
 
-    Submodules of a layer with adapters have styles of their own.
+    Submodules of a layer with adapters have styles of their own. Blocks of which the model's own
+    plan says nothing, or something unsupported, are treated as in `structure`.
 
     Args:
         model: The model, unsharded.
         custom: Dotted path of a user's plan. None: the model's own.
+        size: The tensor-parallel size.
 
     Raises:
-        ValueError: A pattern of the user's plan matches no module, the model has no plan, or its
-            plan has an unsupported style.
+        ValueError: A pattern of the user's plan matches no module.
     """
-    if custom is not None:
-        plan: Mapping[str, str | ParallelStyle] = load_custom_plan(custom)
-    else:
-        plan = _plan_of_model(model)
     modules = dict(model.named_modules())
     styles: dict[str, str | ParallelStyle] = {}
-    for pattern, style in plan.items():
+    for pattern, style in (
+        _declared(model) if custom is None else load_custom_plan(custom)
+    ).items():
         names = _matches(pattern, modules)
         if custom is not None and not names:
             raise ValueError(
@@ -155,9 +175,11 @@ def plan_of(model: PreTrainedModel, *, custom: str | None) -> AppliedPlan:
             )
         styles |= dict.fromkeys(names, style)
     # These replace the plan's own: most plans gather the logits.
-    styles |= _vocabulary_styles(model)
+    styles |= _vocabulary_styles(model, size)
     styles |= _head_norm_styles(modules, styles)
     styles |= _activation_styles(modules, styles)
+    if custom is None:
+        styles = _completed(model, styles, size)
 
     def style_of(name: str) -> type[Style] | ParallelStyle | None:
         style = styles.get(name)
@@ -179,6 +201,8 @@ def apply_plan(
             of a replicated one may be partial on each rank.
     """
     _check_replicated(model, styles)
+    whole = _around_blocks(model)
+    blocks = [name for name, style in styles.items() if style == "block"]
     # A list, as styles replace parameters and forwards while the model is walked.
     for name, module in list(model.named_modules()):
         style = styles.get(name)
@@ -188,7 +212,9 @@ def apply_plan(
             kind = _style_class(style, module, model) if isinstance(style, str) else style
             kind(tp).apply(module)
         elif own := [parameter for parameter, _ in module.named_parameters(recurse=False)]:
-            if shared := [inner for inner in styles if inner.startswith(f"{name}.")]:
+            shared = [each for each in styles if each.startswith(f"{name}.")]
+            is_in_block = any(name.startswith(f"{block}.") for block in blocks)
+            if shared and name not in whole and not is_in_block:
                 raise ValueError(
                     f"{_PATH}.tensor_parallel_size: {name}.{own[0]} is used beside {shared[0]}, "
                     "which is sharded: this model is not supported"
@@ -197,6 +223,35 @@ def apply_plan(
     if tp.sequence_parallel:
         for module in _regions(model, styles):
             Region(tp).apply(module)
+
+
+@contextmanager
+def refusing_shards(
+    model: PreTrainedModel, tp: TensorParallel | None
+) -> Generator[None, None, None]:
+    """Refuse a model whose forward, inside, uses a sharded parameter without calling its layer.
+
+    Raises:
+        ValueError: It does; the message says which operation.
+    """
+    try:
+        yield
+    except RuntimeError as error:
+        if tp is None or _MIXED_TENSORS not in str(error):
+            raise
+        raise ValueError(
+            f"{_PATH}.tensor_parallel_size={tp.size}: {class_name(model)} uses parameters of "
+            f"sharded layers without calling these: {error}. Leave the key out"
+        ) from error
+
+
+def _around_blocks(model: PreTrainedModel) -> set[str]:
+    """Return the modules around blocks, in which activations are as between layers."""
+    return {
+        ".".join(parts[:depth])
+        for parts in (name.split(".") for name in blocks_of(model))
+        for depth in range(1, len(parts))
+    }
 
 
 def _check_replicated(
@@ -220,7 +275,7 @@ def _check_replicated(
             # `apply_plan` refuses a module with parameters of its own beside sharded submodules.
             holds_shards = any(other.startswith(f"{inner}.") for other in styles)
             is_named = inner in styles or _is_inside(inner, styles) or holds_shards
-            if _has_parameters(each) and not is_named:
+            if has_parameters(each) and not is_named:
                 raise ValueError(
                     f"{_PATH}.tensor_parallel_size: the plan names no style for {inner} "
                     f"({type(each).__name__}), beside {name}, which is sharded: its gradient may "
@@ -246,11 +301,16 @@ def _regions(
             its gradient is full or partial on each rank.
     """
     output = model.get_output_embeddings()  # type: ignore[operator]
-    columns = [name for name, style in styles.items() if style in _COLUMNS]
+    whole = [name for name, style in styles.items() if style == "block"]
+    in_blocks = {each for name in whole for each in inside(name, styles)}
+    columns = [n for n, style in styles.items() if style in COLUMNS and n not in in_blocks]
+    layers = decoder_layers(model)
     names = {name.rpartition(".")[0] for name in columns if model.get_submodule(name) is not output}
+    # A sharded layer beside the blocks gathers for itself.
+    names -= layers.keys()
     for name in sorted(names):
         for inner, module in model.get_submodule(name).named_modules(prefix=name):
-            if _has_parameters(module) and inner not in styles:
+            if has_parameters(module) and inner not in styles:
                 raise ValueError(
                     f"{_PATH}.sequence_parallel=True: the plan names no style for {inner}, "
                     f"inside {name}, which is sharded: switch sequence_parallel off, or give "
@@ -259,53 +319,83 @@ def _regions(
     return [model.get_submodule(name) for name in sorted(names)]
 
 
-def _plan_of_model(model: PreTrainedModel) -> dict[str, str]:
+def _declared(model: PreTrainedModel) -> dict[str, str]:
     """Return the plan that the model declares, else the one in `_OWN_PLANS`."""
     declared: dict[str, str] = dict(getattr(model, "_tp_plan", None) or {})
     if set(declared) - {"lm_head"}:
-        _check_declared(model, declared)
         return declared
-    model_type: str = model.config.model_type
-    if model_type not in _OWN_PLANS:
-        raise ValueError(
-            f"{_PATH}.tensor_parallel_size: {type(model).__name__} declares no plan, and there is "
-            f"none here for model_type={model_type!r}: give {_PATH}.custom_parallel_plan"
+    own = _OWN_PLANS.get(model.config.model_type, {})
+    return {f"model.layers.*.{name}": style for name, style in own.items()}
+
+
+def _completed(
+    model: PreTrainedModel, styles: Mapping[str, str | ParallelStyle], size: int
+) -> dict[str, str | ParallelStyle]:
+    """Return the same with styles for the blocks that a model's own plan leaves out."""
+    known = {
+        name: style
+        for name, style in styles.items()
+        if style in STYLES
+        and (style != "moe_tp_experts" or takes_choice(model.get_submodule(name)))
+    }
+    unsupported = [*(styles.keys() - known.keys()), *_planned_parameters(model, known)]
+    adapted = adapted_layers(model)
+    for name in unplanned_blocks(model, known, unsupported):
+        for each in inside(name, known):
+            del known[each]
+        known |= gathered_styles(
+            name, model.get_submodule(name), tensor_parallel_size=size, adapted=adapted
         )
-    return {f"model.layers.*.{name}": style for name, style in _OWN_PLANS[model_type].items()}
+    return known | _position_styles(model, known)
 
 
-def _check_declared(model: PreTrainedModel, plan: Mapping[str, str]) -> None:
-    """Raise if the model's plan has an unsupported style.
+def _planned_parameters(model: PreTrainedModel, styles: Mapping[str, object]) -> list[str]:
+    """Return the single parameters for which the model's plan has a style.
 
-    Entries for parameters of experts are part of the style of the experts module.
+    Those of experts are part of the style of the experts module; no other is supported.
     """
-    modules = dict(model.named_modules())
     parameters = dict(model.named_parameters())
-    for pattern, style in plan.items():
-        owner = pattern.rpartition(".")[0]
-        of_experts = plan.get(owner) == "moe_tp_experts"
-        on_parameter = not _matches(pattern, modules) and bool(_matches(pattern, parameters))
-        unknown = style not in STYLES and bool(_matches(pattern, modules))
-        if unknown or (on_parameter and not of_experts):
-            raise ValueError(
-                f"{_PATH}.tensor_parallel_size: the plan of {type(model).__name__} has the style "
-                f"{style!r} for {pattern!r}, which is not supported: give "
-                f"{_PATH}.custom_parallel_plan"
-            )
+    found = [name for pattern in _declared(model) for name in _matches(pattern, parameters)]
+    return [each for each in found if styles.get(each.rpartition(".")[0]) != "moe_tp_experts"]
 
 
-def _vocabulary_styles(model: PreTrainedModel) -> dict[str, str | ParallelStyle]:
+def _position_styles(model: PreTrainedModel, styles: Mapping[str, object]) -> dict[str, str]:
+    """Return the style of embeddings outside of the layers, beside that of the tokens."""
+    layers = list(decoder_layers(model))
+    return {
+        name: "positions"
+        for name, module in model.named_modules()
+        if isinstance(module, nn.Embedding)
+        and name not in styles
+        and not any(name.startswith(f"{layer}.") for layer in layers)
+    }
+
+
+def _vocabulary_styles(model: PreTrainedModel, size: int) -> dict[str, str | ParallelStyle]:
     """Return vocabulary-sharded styles of embedding and output layer, whatever the plan says.
 
     Log-probabilities are computed from sharded logits, which are never gathered.
     """
     names: dict[nn.Module, str] = {module: name for name, module in model.named_modules()}
-    found: dict[str, str | ParallelStyle] = {
-        names[model.get_input_embeddings()]: "embedding_rowwise"
-    }
+    embedding = model.get_input_embeddings()
+    found: dict[str, str | ParallelStyle] = {}
+    is_even = False
+    # Some have a norm inside; and some have rows beside those of the vocabulary.
+    for each in embedding.modules():
+        if isinstance(each, nn.Embedding):
+            is_even = each.num_embeddings % size == 0
+            found[names[each]] = "embedding_rowwise" if is_even else "positions"
+        elif is_even and has_parameters(each):
+            # It gets zeros for the tokens of other ranks.
+            found[names[each]] = "replicated_with_grad_allreduce"
     output = model.get_output_embeddings()
     if output is not None:
         found[names[output]] = "colwise"
+        tied = {id(parameter) for parameter in output.parameters()}
+        for module, name in names.items():
+            own = [id(parameter) for parameter in module.parameters(recurse=False)]
+            if own and module is not output and name not in found and tied.issuperset(own):
+                found[name] = "output_bias"
     return found
 
 
@@ -321,7 +411,7 @@ def _head_norm_styles(
     for name, module in modules.items():
         block, _, leaf = name.rpartition(".")
         projection = f"{block}.{_HEAD_NORMS.get(leaf)}"
-        if name not in styles and styles.get(projection) == "colwise" and _has_parameters(module):
+        if name not in styles and styles.get(projection) == "colwise" and has_parameters(module):
             found[name] = "replicated_with_grad_allreduce"
     return found
 
@@ -338,17 +428,13 @@ def _activation_styles(
     activations = [
         name
         for name, module in modules.items()
-        if type(module).__module__ == "transformers.activations" and _has_parameters(module)
+        if type(module).__module__ == "transformers.activations" and has_parameters(module)
     ]
     return {
         name: "replicated_with_grad_allreduce"
         for name in activations
         if name not in styles and name.rpartition(".")[0] in sharding
     }
-
-
-def _has_parameters(module: nn.Module) -> bool:
-    return next(module.parameters(recurse=False), None) is not None
 
 
 def _style_class(style: str, module: nn.Module, model: PreTrainedModel) -> type[Style]:

@@ -19,7 +19,7 @@ from __future__ import annotations
 
 from contextlib import contextmanager
 from functools import partial
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
@@ -111,6 +111,11 @@ class TensorParallel:
             yield
         finally:
             self._input_is_gathered = False
+
+    @property
+    def input_is_full(self) -> bool:
+        """Whether a surrounding block has gathered the sequences."""
+        return self._input_is_gathered
 
     def reduce_output(self, values: Tensor) -> Tensor:
         """Return the sum of the ranks' partial `values`.
@@ -241,6 +246,88 @@ class ReplicatedOnShards(Style):
         return Partial()
 
 
+class Block(Style):
+    """A block that every rank runs on full sequences, and whose activations are full inside.
+
+    Its replicated parameters are plain tensors everywhere inside, as some modules use those of
+    their submodules without calling them.
+    """
+
+    def apply(self, module: nn.Module) -> None:
+        """See `Style.apply`; submodules get styles of their own besides."""
+        super().apply(module)
+        self._shown: list[tuple[nn.Module, str]] | None = None
+
+    def run(self, module: nn.Module, forward: Forward, *args: Tensor, **kwargs: object) -> object:
+        """Gather the sequences that are sharded, and return local chunks of the results."""
+        if not self.tp.sequence_parallel:
+            return forward(*args, **kwargs)
+        hidden = kwargs.get("hidden_states", args[0] if args else None)
+        assert isinstance(hidden, Tensor), f"{type(module).__name__} takes no hidden states"
+        local, full = hidden.shape[SEQUENCE_DIM], hidden.shape[SEQUENCE_DIM] * self.tp.size
+
+        def gathered(value: Any) -> Any:
+            if not _is_sequence(value, local):
+                return value
+            return collectives.gather_for_replicated_use(value, self.tp.group, SEQUENCE_DIM)
+
+        def chunk(value: Any) -> Any:
+            if isinstance(value, tuple):
+                return tuple(chunk(each) for each in value)
+            if not _is_sequence(value, full):
+                return value
+            return collectives.scatter_to_group(value, self.tp.group, SEQUENCE_DIM)
+
+        given = [gathered(each) for each in args]
+        named = {name: gathered(each) for name, each in kwargs.items()}
+        # Every rank computes the same inside, so that gradients are full and none is summed.
+        with self.tp.unsharded_sequences():
+            return chunk(forward(*given, **named))
+
+    def gradient(self, placement: Placement) -> Placement:
+        """Return the same: every rank has seen all tokens."""
+        return placement
+
+    @contextmanager
+    def _local_parameters(self, module: nn.Module) -> Generator[None, None, None]:
+        if self._shown is None:
+            self._shown = [
+                (each, name)
+                for each in module.modules()
+                for name, parameter in each.named_parameters(recurse=False)
+                if isinstance(parameter, DTensor) and parameter.placements == (Replicate(),)
+            ]
+        kept = [(each, name, each._parameters[name]) for each, name in self._shown]
+        for each, name, parameter in kept:
+            assert isinstance(parameter, DTensor)
+            each._parameters[name] = parameter.to_local(grad_placements=[Replicate()])  # type: ignore[assignment]
+        try:
+            yield
+        finally:
+            for each, name, parameter in kept:
+                each._parameters[name] = parameter
+
+
+def _is_sequence(value: object, length: int) -> bool:
+    """Return whether a value has hidden states of so many tokens."""
+    return isinstance(value, Tensor) and value.ndim > 2 and value.shape[SEQUENCE_DIM] == length
+
+
+class Positions(Style):
+    """Embeddings of positions or kinds of tokens, which are added to those of the tokens."""
+
+    def run(self, module: nn.Module, forward: Forward, *args: Tensor, **kwargs: object) -> Tensor:
+        """Return the local chunk of the full sequences' embeddings."""
+        output = forward(*args, **kwargs)
+        if not self.tp.sequence_parallel:
+            return output
+        return collectives.scatter_to_group(output, self.tp.group, SEQUENCE_DIM)
+
+    def gradient(self, placement: Placement) -> Placement:
+        """Return the same: the backward pass gathers the gradient of all tokens."""
+        return placement
+
+
 class Column(Style):
     """A linear layer with sharded outputs."""
 
@@ -258,9 +345,34 @@ class GatheredColumn(Column):
 
     def run(self, module: nn.Module, forward: Forward, *args: Tensor, **kwargs: object) -> Tensor:
         """Gather the outputs."""
+        is_alone = self.tp.sequence_parallel and not self.tp.input_is_full
         output = super().run(module, forward, *args, **kwargs)
         # Every rank computes the same from it, up to a `SplitRow`: its gradient is already full.
-        return collectives.gather_for_replicated_use(output, self.tp.group, -1)
+        gathered = collectives.gather_for_replicated_use(output, self.tp.group, -1)
+        if not is_alone:
+            return gathered
+        # No surrounding block has gathered the sequences, and none takes its chunk of them.
+        return collectives.scatter_to_group(gathered, self.tp.group, SEQUENCE_DIM)
+
+
+class GatheredConv1D(GatheredColumn):
+    """The same for GPT-2's linear layer, whose weight is `[inputs, outputs]`."""
+
+    def placements(self, module: nn.Module) -> dict[str, Placement]:
+        """Shard weight and bias along the outputs."""
+        return {"weight": Shard(1), "bias": Shard(0)}
+
+    def prepare(self, module: nn.Module) -> None:
+        """Set the number of local outputs."""
+        module.nf = module.nf // self.tp.size  # type: ignore[assignment, operator]
+
+
+class OutputBias(Style):
+    """A module that holds the bias of the output layer once more, and leaves its use to that."""
+
+    def placements(self, module: nn.Module) -> dict[str, Placement]:
+        """Shard it along the vocabulary."""
+        return {name: Shard(0) for name, _ in module.named_parameters(recurse=False)}
 
 
 class OutputLayer(Column):

@@ -1,0 +1,388 @@
+"""Blocks that mix the tokens of a row, and how each of them gets sequences one by one.
+
+Packed and context-parallel layouts hand an attention that transformers dispatches the layout of its
+sequences (`attention`). Linear attention, state-space layers, short convolutions and attention that
+a model computes by hand know nothing of it. A whole block of that kind is run on unpacked rows:
+its inputs are gathered into right-padded rows, sequences of similar length together, and its
+outputs are packed again. As its mixing is causal, padding on the right changes nothing before it,
+whatever kernel computes it. With context parallelism every rank runs such a block on full
+sequences, and keeps its own chunks.
+
+Which blocks mix tokens cannot be read from a config. It is found out by changing a token's hidden
+state before a block, and looking at the others after it.
+"""
+
+from __future__ import annotations
+
+import inspect
+from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import partial
+from typing import TYPE_CHECKING, Any, Protocol
+
+import torch
+from transformers import AttentionInterface
+
+from rl_dtensor_worker import attention
+from rl_dtensor_worker.parallel import collectives
+from rl_dtensor_worker.parallel.structure import blocks_of
+from rl_dtensor_worker.parallel.styles import Style
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Generator
+    from contextlib import AbstractContextManager
+
+    from torch import nn
+    from transformers import PreTrainedModel
+
+    from rl_dtensor_worker.attention import AttentionRows, ContextRows
+
+    Forward = Callable[..., Any]
+
+_PROBED_TOKENS = 8
+# Arguments of an attention that are used here, or are the same for all of its kinds.
+_KNOWN_TENSORS = {"attention_mask", "s_aux", "position_ids"}
+# Relative to the largest output: what a change of one token's hidden state does to the others'.
+_MIXED = 1e-3
+
+
+class Sequences(Protocol):
+    """A layout that says where in a forward's hidden states each sequence is."""
+
+    @property
+    def num_tokens(self) -> int:
+        """How many tokens this rank's hidden states have."""
+        ...
+
+    def split(self, values: torch.Tensor) -> list[torch.Tensor]:
+        """Return `[1, num_tokens, ...]` as groups of right-padded rows, `[rows, width, ...]`."""
+        ...
+
+    def join(self, groups: list[torch.Tensor]) -> torch.Tensor:
+        """Return groups of rows as `[1, num_tokens, ...]`; the reverse of `split`."""
+        ...
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class PackedSequenceRows:
+    """Packed sequences, on one rank or in chunks on several: `Sequences`."""
+
+    rows: AttentionRows
+    context: ContextRows | None = None
+
+    @property
+    def num_tokens(self) -> int:
+        """See `Sequences.num_tokens`."""
+        ranks = 1 if self.context is None else self.context.group.size()
+        return self.rows.places.numel() // ranks
+
+    def split(self, values: torch.Tensor) -> list[torch.Tensor]:
+        """See `Sequences.split`."""
+        if self.context is not None:
+            # Each rank keeps the outputs of its own chunks, so that gradients are partial.
+            group = self.context.group
+            gathered = collectives.gather_for_sharded_use(values, group, 1)
+            values = gathered.index_select(1, self.context.shards.gathered)
+        return [values[0][tokens] for tokens in self.rows.groups]
+
+    def join(self, groups: list[torch.Tensor]) -> torch.Tensor:
+        """See `Sequences.join`."""
+        flat = torch.cat([group.flatten(0, 1) for group in groups])
+        packed = flat.index_select(0, self.rows.places)[None]
+        return packed if self.context is None else self.context.shard(packed)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class PaddedRows:
+    """Right-padded rows, which a block around has gathered: `Sequences`."""
+
+    num_tokens: int
+
+    def split(self, values: torch.Tensor) -> list[torch.Tensor]:
+        """See `Sequences.split`."""
+        return [values]
+
+    def join(self, groups: list[torch.Tensor]) -> torch.Tensor:
+        """See `Sequences.join`."""
+        return groups[0]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Way:
+    """Which blocks are run on unpacked rows, and with which mask."""
+
+    names: tuple[str, ...] = ()
+    takes_mask: bool = False
+    """Whether they need a causal mask; otherwise they are causal without one."""
+    has_attention: bool = False
+    """Whether attention that could be given a layout is among them."""
+
+
+class Mixing:
+    """What of a model is run on unpacked rows; at first nothing."""
+
+    def __init__(self) -> None:
+        self.way = Way()
+        self.dispatches_attention = True
+        """Whether the model's attention is one that transformers dispatches."""
+        self._undo: list[Callable[[], None]] = []
+        self._sequences: Sequences | None = None
+        self._last: Sequences | None = None
+
+    @property
+    def takes_layout(self) -> bool:
+        """Whether the model's attention is given the layout of the sequences."""
+        return self.dispatches_attention and not self.way.has_attention
+
+    @contextmanager
+    def using(self, sequences: Sequences | None) -> Generator[None, None, None]:
+        """Give the blocks of forwards inside these sequences; None: rows as they are."""
+        before, self._sequences = self._sequences, sequences
+        self._last = sequences if torch.is_grad_enabled() else None
+        try:
+            yield
+        finally:
+            self._sequences = before
+
+    @contextmanager
+    def recomputing(self) -> Generator[None, None, None]:
+        """Give the blocks what the last forward gave them, for a backward pass that repeats it."""
+        last, self._last = self._last, None
+        with self.using(last):
+            yield
+        self._last = None
+
+    def choose(self, model: PreTrainedModel, way: Way) -> None:
+        """Run the blocks of `way`, and no others, on unpacked rows."""
+        for undo in self._undo:
+            undo()
+        self.way = way
+        modules = [model.get_submodule(name) for name in way.names]
+        self._undo = [_replace(each, partial(self._run, way, each)) for each in modules]
+
+    def _run(self, way: Way, module: nn.Module, forward: Forward, *args: Any, **kwargs: Any) -> Any:
+        sequences = self._sequences
+        if sequences is None:
+            return forward(*args, **kwargs)
+        arguments = _by_name(type(module).forward, module, *args, **kwargs)
+        return _on_rows(sequences, forward, arguments, takes_mask=way.takes_mask)
+
+
+def _by_name(forward: Forward, module: nn.Module, *args: Any, **kwargs: Any) -> dict[str, Any]:
+    """Return all arguments of a module's forward by name."""
+    bound = inspect.signature(forward).bind(module, *args, **kwargs)
+    found: dict[str, Any] = {}
+    for name, value in list(bound.arguments.items())[1:]:
+        is_rest = bound.signature.parameters[name].kind is inspect.Parameter.VAR_KEYWORD
+        found |= value if is_rest else {name: value}
+    return found
+
+
+def _on_rows(
+    sequences: Sequences, forward: Forward, arguments: dict[str, Any], *, takes_mask: bool
+) -> Any:
+    """Call `forward` once for each group of rows, and return its results joined."""
+    split = {name: _split(sequences, value) for name, value in arguments.items()}
+    hidden = next(groups for groups in split.values() if groups is not None)
+    outputs: list[Any] = []
+    for index, states in enumerate(hidden):
+        given = {
+            name: value if (groups := split[name]) is None else groups[index]
+            for name, value in arguments.items()
+        }
+        mask = _causal_mask(states) if takes_mask else None
+        # None of what the model has made for packed tokens fits their rows.
+        given |= {name: mask for name in given if "mask" in name}
+        outputs.append(forward(**given))
+    return _join(sequences, outputs, hidden)
+
+
+def _split(sequences: Sequences, value: Any) -> list[Any] | None:
+    """Return the groups of a value that has an entry for each token, else None."""
+    if isinstance(value, tuple):
+        parts = [_split(sequences, each) for each in value]
+        known = [part for part in parts if part is not None]
+        if not known:
+            return None
+        return [
+            tuple(
+                each if part is None else part[i] for each, part in zip(value, parts, strict=True)
+            )
+            for i in range(len(known[0]))
+        ]
+    if isinstance(value, torch.Tensor) and value.ndim > 1:
+        return sequences.split(value) if value.shape[1] == sequences.num_tokens else None
+    return None
+
+
+def _join(sequences: Sequences, outputs: list[Any], hidden: list[torch.Tensor]) -> Any:
+    """Return the results of all groups as one; None for a tensor without an entry per token."""
+    first = outputs[0]
+    if isinstance(first, tuple):
+        return tuple(_join(sequences, list(each), hidden) for each in zip(*outputs, strict=True))
+    if not isinstance(first, torch.Tensor):
+        return first
+    # Weights of attention, for example, are per pair of tokens.
+    per_token = all(o.shape[:2] == h.shape[:2] for o, h in zip(outputs, hidden, strict=True))
+    return sequences.join(outputs) if per_token else None
+
+
+def _causal_mask(states: torch.Tensor) -> torch.Tensor:
+    """Return what is added to the scores of rows of hidden states, `[1, 1, width, width]`."""
+    width = states.shape[1]
+    lowest = torch.finfo(states.dtype).min
+    mask = torch.full((width, width), lowest, dtype=states.dtype, device=states.device)
+    return mask.triu(1)[None, None]
+
+
+def _replace(module: nn.Module, run: Callable[..., Any]) -> Callable[[], None]:
+    """Let `run(forward, ...)` stand before a module's forward; return what takes it back.
+
+    Inside of the style of a tensor-parallel block, which gathers the sequences.
+    """
+    own = module.forward
+    if isinstance(own, partial) and isinstance(getattr(own.func, "__self__", None), Style):
+        style_args = own.args[:-1]
+        module.forward = partial(own.func, *style_args, partial(run, own.args[-1]))
+    else:
+        module.forward = partial(run, own)
+
+    def undo() -> None:
+        module.forward = own
+
+    return undo
+
+
+@torch.no_grad()
+def ways_of(
+    model: PreTrainedModel, unsharded: Callable[[], AbstractContextManager[None]]
+) -> Generator[Way, None, None]:
+    """Yield what may keep a model's sequences apart, the fastest first. Collective.
+
+    Each runs forwards on a few tokens; whether it does keep them apart is another check.
+
+    Args:
+        model: The model, in eval mode.
+        unsharded: Opens a context in which sequences are not sharded.
+    """
+    yield Way()
+    with unsharded():
+        beside = _mixing_blocks(model, without_attention=True)
+    if beside:
+        yield Way(names=tuple(beside))
+    if _has_windows(model):
+        # Only the masks of a model that are replaced say how far back a token sees.
+        return
+    with unsharded():
+        every = tuple(_mixing_blocks(model, without_attention=False))
+    for takes_mask in (False, True):
+        yield Way(names=every, takes_mask=takes_mask, has_attention=True)
+
+
+def dispatches_attention(model: PreTrainedModel) -> bool:
+    """Switch a model to this package's attention if it dispatches its own; return whether it does.
+
+    A model that an option has given another attention keeps that.
+    """
+    config = model.config
+    own = config._attn_implementation
+    # Without support of `sdpa` it computes what that does not, of which sinks are known here.
+    is_default = own == "sdpa" or (own == "eager" and not model._supports_sdpa)
+    if own == attention.NAME or not is_default:
+        return own == attention.NAME
+    calls: list[bool] = []
+
+    def record(*args: Any, **kwargs: Any) -> tuple[torch.Tensor, None]:
+        tensors = {name for name, value in kwargs.items() if isinstance(value, torch.Tensor)}
+        calls.append(own == "sdpa" or tensors <= _KNOWN_TENSORS)
+        return attention.packed_attention_forward(*args, **kwargs)
+
+    attention.register_attention()
+    config._attn_implementation = attention.NAME
+    with _attention_replaced(record):
+        run_probe(model)
+    if calls and all(calls):
+        return True
+    config._attn_implementation = own
+    return False
+
+
+def _mixing_blocks(model: PreTrainedModel, *, without_attention: bool) -> list[str]:
+    """Return the blocks whose outputs depend on the tokens before.
+
+    Args:
+        model: The model, in eval mode.
+        without_attention: Leave out what dispatched attention does.
+    """
+    found: dict[str, bool] = {}
+
+    def probe(name: str, forward: Forward, *args: Any, **kwargs: Any) -> Any:
+        changed_args, changed_kwargs = _with_other_token(args, kwargs)
+        output = _first_tensor(forward(*args, **kwargs))
+        changed = _first_tensor(forward(*changed_args, **changed_kwargs))
+        difference = (changed - output)[:, 1:].abs().max()
+        found[name] = bool(difference > _MIXED * (changed - output).abs().max())
+        return forward(*args, **kwargs)
+
+    undo = [_replace(block, partial(probe, name)) for name, block in blocks_of(model).items()]
+    try:
+        if without_attention:
+            with _attention_replaced(_no_attention):
+                run_probe(model)
+        else:
+            run_probe(model)
+    finally:
+        for each in undo:
+            each()
+    return [name for name, mixes in found.items() if mixes]
+
+
+def run_probe(model: PreTrainedModel) -> None:
+    """Run a forward on one row of a few tokens."""
+    device = next(model.parameters()).device
+    vocab_size = model.config.get_text_config().vocab_size
+    tokens = torch.arange(1, _PROBED_TOKENS + 1, device=device)[None] % vocab_size
+    model(input_ids=tokens, use_cache=False)
+
+
+@contextmanager
+def _attention_replaced(function: Callable[..., Any]) -> Generator[None, None, None]:
+    """Let `function` stand for the attention of this package."""
+    AttentionInterface.register(attention.NAME, function)
+    try:
+        yield
+    finally:
+        AttentionInterface.register(attention.NAME, attention.packed_attention_forward)
+
+
+def _no_attention(
+    _module: nn.Module, query: torch.Tensor, _key: object, value: torch.Tensor, *_: Any, **__: Any
+) -> tuple[torch.Tensor, None]:
+    rows, heads, width, _size = query.shape
+    return value.new_zeros(rows, width, heads, value.shape[-1]), None
+
+
+def _with_other_token(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, Any]:
+    """Return the arguments of a block with other hidden states of the first token."""
+    given = [*args, *kwargs.values()]
+    hidden = next(each for each in given if isinstance(each, torch.Tensor) and each.ndim == 3)
+    changed = hidden.clone()
+    changed[:, 0] = -changed[:, 0] + 1
+
+    def other(value: Any) -> Any:
+        return changed if value is hidden else value
+
+    return tuple(other(each) for each in args), {n: other(each) for n, each in kwargs.items()}
+
+
+def _first_tensor(output: Any) -> torch.Tensor:
+    return output if isinstance(output, torch.Tensor) else output[0]
+
+
+def _has_windows(model: PreTrainedModel) -> bool:
+    """Return whether a mask may hide tokens that are far back from a model's attention."""
+    text = model.config.get_text_config()
+    kinds = set(getattr(text, "layer_types", None) or ())
+    by_kind = any("sliding" in kind or "chunked" in kind or "compress" in kind for kind in kinds)
+    windows = ("sliding_window", "attention_chunk_size", "attention_window_size", "window_size")
+    return by_kind or any(getattr(text, name, None) is not None for name in windows)

@@ -1,0 +1,138 @@
+"""Blocks that mix tokens otherwise than by dispatched attention, packed and sharded."""
+
+import parity_ranks
+import pytest
+import scoring_ranks
+import torch
+from family_models import EXPERTS, HYBRIDS, SIZES, build_family
+from oracle import LOGPROB_TOLERANCE, PARAMETER_TOLERANCE, load, plain_logprobs, plain_training
+from rl_dtensor_worker import mixing
+from rl_dtensor_worker.attention import Heads, sink_attention
+from rl_dtensor_worker.mixing import Way, dispatches_attention, ways_of
+from test_parity import assert_equal_parameters
+from tiny_model import make_batch, make_config
+from torch.nn.functional import softmax
+from transformers import AutoConfig, AutoModelForCausalLM
+
+PACKED = {"enabled": True, "train_mb_tokens": 24, "logprob_mb_tokens": 24}
+LAYOUTS = {
+    "packed": (1, {"sequence_packing": PACKED}),
+    "cp2": (2, {"dtensor_cfg": {"enabled": True, "context_parallel_size": 2}}),
+}
+
+
+def tiny(model_type):
+    torch.manual_seed(0)
+    config = AutoConfig.for_model(model_type, **SIZES | (HYBRIDS | EXPERTS).get(model_type, {}))
+    return AutoModelForCausalLM.from_config(config).eval()
+
+
+def names_of(model):
+    """Return the leaves of the names in each way that is found for a model."""
+    dispatches_attention(model)
+    return [
+        {name.rpartition(".")[2] for name in way.names} for way in ways_of(model, torch.no_grad)
+    ]
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("model_type", [*HYBRIDS, "gpt_oss"])
+def test_packed_and_sharded_sequences_equal_plain_ones(pools, tmp_path, model_type, layout):
+    num_ranks, settings = LAYOUTS[layout]
+    options = (HYBRIDS | EXPERTS)[model_type]
+    path = build_family(tmp_path, model_type, **options | {"initializer_range": 0.2})
+    batch = make_batch(4)
+    section = "sequence_packing" if layout == "packed" else None
+    results = pools(num_ranks).run(
+        parity_ranks.run_case,
+        config=make_config(path, **settings),
+        batch=batch,
+        section=section,
+        num_calls=1,
+    )
+    order = results[0].order or list(range(4))
+    expected = plain_logprobs(load(path), batch)[order]
+    parameters, _, _ = plain_training(path, batch, global_batch_size=4, num_calls=1)
+    for result in results:
+        torch.testing.assert_close(
+            result.columns["logprobs"], expected, atol=LOGPROB_TOLERANCE, rtol=0
+        )
+        assert_equal_parameters(result.parameters, parameters, PARAMETER_TOLERANCE)
+
+
+def test_a_backward_pass_that_repeats_a_forward_has_its_sequences(pools, tmp_path):
+    path, batch = build_family(tmp_path, "qwen3_5_text", **HYBRIDS["qwen3_5_text"]), make_batch(4)
+    checkpointed = {"enabled": True, "activation_checkpointing": True}
+    (result,) = pools(1).run(
+        parity_ranks.run_case,
+        config=make_config(path, sequence_packing=PACKED, dtensor_cfg=checkpointed),
+        batch=batch,
+        section="sequence_packing",
+        num_calls=1,
+    )
+    parameters, _, _ = plain_training(path, batch, global_batch_size=4, num_calls=1)
+    assert_equal_parameters(result.parameters, parameters, PARAMETER_TOLERANCE)
+
+
+def test_blocks_beside_attention_are_found_first():
+    assert names_of(tiny("qwen3_next")) == [
+        set(),
+        {"linear_attn"},
+        {"linear_attn", "self_attn"},
+        {"linear_attn", "self_attn"},
+    ]
+
+
+def test_a_model_of_attention_alone_has_none_beside_it():
+    assert names_of(tiny("qwen3_moe")) == [set(), {"self_attn"}, {"self_attn"}]
+
+
+def test_windows_that_a_mask_says_are_not_replaced_by_full_rows():
+    found = names_of(tiny("gpt_oss"))
+    assert found == [set()]
+
+
+def test_what_was_chosen_before_is_taken_back():
+    model, batch = tiny("qwen3_next"), torch.arange(8)[None]
+    chosen = mixing.Mixing()
+    forwards = {name: each.forward for name, each in model.named_modules()}
+    chosen.choose(model, Way(names=("model.layers.0.linear_attn",)))
+    assert model.model.layers[0].linear_attn.forward != forwards["model.layers.0.linear_attn"]
+    # No sequences are given: rows as they are.
+    assert torch.equal(model(batch).logits, tiny("qwen3_next")(batch).logits)
+    chosen.choose(model, Way())
+    assert {name: each.forward for name, each in model.named_modules()} == forwards
+
+
+@pytest.mark.parametrize("mask", [None, "bool", "additive"])
+def test_a_sink_is_one_more_score_without_a_value(mask):
+    torch.manual_seed(0)
+    query, key, value = torch.randn(2, 4, 5, 6), torch.randn(2, 2, 5, 6), torch.randn(2, 2, 5, 6)
+    sinks = torch.randn(4, requires_grad=True)
+    visible = torch.ones(5, 5).tril().bool()
+    given = {
+        None: None,
+        "bool": visible,
+        "additive": torch.zeros(5, 5).masked_fill(~visible, float("-inf")),
+    }[mask]
+    output = sink_attention(Heads(query, key, value), given, sinks=sinks, scaling=0.3)
+    keys, values = key.repeat_interleave(2, 1), value.repeat_interleave(2, 1)
+    scores = (0.3 * query @ keys.transpose(-1, -2)).masked_fill(~visible, float("-inf"))
+    column = sinks[None, :, None, None].expand(2, 4, 5, 1)
+    weights = softmax(torch.cat([scores, column], -1), -1)[..., :-1]
+    expected = (weights @ values).transpose(1, 2)
+    torch.testing.assert_close(output, expected, atol=1e-6, rtol=0)
+    (found,) = torch.autograd.grad(output.square().sum(), sinks)
+    (wanted,) = torch.autograd.grad(expected.square().sum(), sinks)
+    torch.testing.assert_close(found, wanted, atol=1e-5, rtol=0)
+
+
+def test_an_attention_of_a_user_keeps_its_own(pools, tmp_path):
+    path, batch = build_family(tmp_path, "gpt_oss", **EXPERTS["gpt_oss"]), make_batch(4)
+    results = pools(1).run(
+        scoring_ranks.score_in_layout,
+        config=make_config(path, dtensor_cfg={"enabled": True, "attn_implementation": "eager"}),
+        batch=batch,
+    )
+    expected = plain_logprobs(load(path), batch)
+    torch.testing.assert_close(results[0], expected, atol=LOGPROB_TOLERANCE, rtol=0)
