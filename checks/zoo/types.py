@@ -163,6 +163,7 @@ _TYPES: dict[str, Options] = {
     "ernie": _DECODER,
     "falcon": {"head_dim": None, "num_kv_heads": 2, "ffn_hidden_size": 48}
     | {"new_decoder_architecture": True},
+    "falcon (alibi)": {"head_dim": None, "ffn_hidden_size": 48, "alibi": True},
     "falcon_h1": {"mamba_d_ssm": 64},
     "gemma3n_text": {
         "layer_types": [
@@ -186,6 +187,8 @@ _TYPES: dict[str, Options] = {
     | {"num_heads": 4},
     "gptj": {"rotary_dim": 4, "n_head": 4, "n_embd": 32, "n_layer": 2},
     "granitemoehybrid": {"layers_block_type": ["mamba", "attention"]},
+    # Larger weights, applied over and over, amplify rounding.
+    "hrm_text": {"initializer_range": 0.1},
     "hunyuan_v1_dense": {"head_dim": 8},
     "hunyuan_v1_moe": {"head_dim": 8, "moe_topk": 2},
     "jamba": {"attn_layer_period": 2, "attn_layer_offset": 1, "expert_layer_offset": 0},
@@ -283,8 +286,8 @@ _TYPES: dict[str, Options] = {
 
 
 def all_types() -> list[str]:
-    """Return every model type that transformers has a causal language model of."""
-    return sorted(MODEL_FOR_CAUSAL_LM_MAPPING_NAMES)
+    """Return every model type that transformers has a causal language model of, and variants."""
+    return sorted({*MODEL_FOR_CAUSAL_LM_MAPPING_NAMES, *_TYPES})
 
 
 def tiny_config(model_type: str) -> PreTrainedConfig:
@@ -293,9 +296,12 @@ def tiny_config(model_type: str) -> PreTrainedConfig:
     Raises:
         ValueError: Its own config refuses the sizes.
     """
+    options = _TYPES.get(model_type, {})
+    # A variant has what it is one of in brackets.
+    model_type = model_type.partition(" ")[0]
     own = CONFIG_MAPPING[model_type]().to_dict()
     present = {k: v for k, v in _WHERE_PRESENT.items() if own.get(k) is not None}
-    options = _EVERYWHERE | present | _kinds(own) | _parts(own) | _TYPES.get(model_type, {})
+    options = _EVERYWHERE | present | _kinds(own) | _parts(own) | options
     return AutoConfig.for_model(model_type, **{k: v for k, v in options.items() if v is not None})
 
 
@@ -318,6 +324,10 @@ def build(model_type: str, directory: Path) -> None:
             is_correction = name.endswith("e_score_correction_bias")
             if is_correction or (tensor.ndim == 1 and isinstance(tensor, torch.nn.Parameter)):
                 tensor.add_(0.1 * torch.randn_like(tensor))
+        for module in model.modules():
+            # A row of zeros would tie all routers and indexers of its token.
+            if isinstance(module, torch.nn.Embedding) and module.padding_idx is not None:
+                module.weight[module.padding_idx].normal_(0.0, 0.3)
     model.save_pretrained(directory)
     tokenizer().save_pretrained(directory)
 

@@ -8,7 +8,7 @@ from family_models import EXPERTS, HYBRIDS, SIZES, build_family
 from oracle import LOGPROB_TOLERANCE, PARAMETER_TOLERANCE, load, plain_logprobs, plain_training
 from rl_dtensor_worker import mixing
 from rl_dtensor_worker.attention import Heads, sink_attention
-from rl_dtensor_worker.mixing import Way, dispatches_attention, ways_of
+from rl_dtensor_worker.mixing import Way, take_attention, ways_of
 from test_parity import assert_equal_parameters
 from tiny_model import make_batch, make_config
 from torch.nn.functional import softmax
@@ -29,7 +29,7 @@ def tiny(model_type):
 
 def names_of(model):
     """Return the leaves of the names in each way that is found for a model."""
-    dispatches_attention(model)
+    take_attention(model)
     return [
         {name.rpartition(".")[2] for name in way.names} for way in ways_of(model, torch.no_grad)
     ]
@@ -95,12 +95,13 @@ def test_windows_that_a_mask_says_are_not_replaced_by_full_rows():
 def test_what_was_chosen_before_is_taken_back():
     model, batch = tiny("qwen3_next"), torch.arange(8)[None]
     chosen = mixing.Mixing()
+    chosen.attention = "sdpa"
     forwards = {name: each.forward for name, each in model.named_modules()}
-    chosen.choose(model, Way(names=("model.layers.0.linear_attn",)))
+    chosen.choose(model, Way(names=("model.layers.0.linear_attn",)), "sdpa")
     assert model.model.layers[0].linear_attn.forward != forwards["model.layers.0.linear_attn"]
     # No sequences are given: rows as they are.
     assert torch.equal(model(batch).logits, tiny("qwen3_next")(batch).logits)
-    chosen.choose(model, Way())
+    chosen.choose(model, Way(), "sdpa")
     assert {name: each.forward for name, each in model.named_modules()} == forwards
 
 

@@ -29,9 +29,9 @@ from rl_dtensor_worker.layout import (
     ParallelContext,
     check_causality,
     check_layout,
+    check_modes,
     keep_apart,
 )
-from rl_dtensor_worker.mixing import run_probe
 from rl_dtensor_worker.model.build import (
     build_model,
     check_attention,
@@ -325,11 +325,15 @@ class DTensorEngine:
             torch.no_grad(),
             torch.random.fork_rng(devices=devices),
         ):
-            if self.parallel.tensor_parallel is not None:
-                # Some models use parameters otherwise in training.
-                with self.mode(training=True), self.parallel.unsharded_sequences():
-                    run_probe(self.model)
             forward = self._forward_of_head(pad_token_id)
+            drops = self.config.adapters is not None and self.config.adapters.lora_dropout > 0
+            if self.optimizer is not None and not (self.config.model_dropout or drops):
+                with self.parallel.unsharded_sequences():
+                    check_modes(
+                        self.model,
+                        lambda training: self.mode(training=training),
+                        compute_dtype=self.config.compute_dtype,
+                    )
             if isinstance(forward, Forward):
                 check_causality(
                     self.model,

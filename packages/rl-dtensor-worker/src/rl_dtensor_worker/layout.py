@@ -28,14 +28,15 @@ from rl_dtensor_worker.mixing import (
     Mixing,
     PackedSequenceRows,
     PaddedRows,
-    Way,
-    dispatches_attention,
+    run_probe,
+    take_attention,
     ways_of,
 )
 from rl_dtensor_worker.parallel.structure import class_name
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Generator, Mapping, Sequence
+    from contextlib import AbstractContextManager
 
     from rl_batched_data import PackedSequences
     from rl_batched_data.packing.shared_prefixes import SharedPrefixes
@@ -54,7 +55,7 @@ _LENGTHS = (11, 7, 2)
 # Of the two longer ones, where sharing is checked.
 _COMMON_START = 5
 # What a model raises that reckons with other shapes than it gets.
-_SHAPE_ERRORS = (RuntimeError, TypeError, IndexError)
+_SHAPE_ERRORS = (AttributeError, IndexError, RuntimeError, TypeError)
 _SHARING = "dtensor_cfg.share_prefixes=True"
 # `[batch, seq]` columns that mark whether a token is of an image or of text.
 TOKEN_COLUMNS = ("mm_token_type_ids", "token_type_ids")
@@ -456,9 +457,10 @@ def check_causality(
     compute_dtype: torch.dtype,
     device: torch.device,
 ) -> None:
-    """Raise if a token's log-probability depends on the tokens after it. Collective.
+    """Raise if a token's log-probability depends on what stands after it. Collective.
 
-    Two random rows that differ in their last token must have the same log-probabilities before it.
+    Two random rows that differ in their last token must have the same log-probabilities before it,
+    and a row alone those that it has with padding after it.
 
     Args:
         model: The model.
@@ -470,19 +472,61 @@ def check_causality(
     Raises:
         ValueError: It does; the message names the class and the difference.
     """
-    vocab_size = model.config.get_text_config().vocab_size
-    tokens = random_rows(vocab_size)["input_ids"][:1].repeat(2, 1)
-    tokens[1, -1] = (tokens[0, -1] + 1) % vocab_size
-    lengths = torch.full((2,), tokens.shape[1])
-    rows = SlicedDataDict({"input_ids": tokens, "input_lengths": lengths}).to(device)
+    random = random_rows(model.config.get_text_config().vocab_size)
+    tokens = random["input_ids"][:1].repeat(2, 1)
+    tokens[1, -1] = (tokens[0, -1] + 1) % model.config.get_text_config().vocab_size
+    twice = SlicedDataDict({"input_ids": tokens, "input_lengths": random["input_lengths"][[0, 0]]})
+    width = int(random["input_lengths"][1])
+    alone = random.select_indices(torch.tensor([1]))
+    alone["input_ids"] = alone["input_ids"][:, :width]
+
+    def scores_of(rows: SlicedDataDict) -> torch.Tensor:
+        return logprobs(MicroBatch(span=(0, rows.size), rows=rows.to(device)))
+
     with parallel.unsharded_sequences():
-        one, other = logprobs(MicroBatch(span=(0, 2), rows=rows))[:, :-1]
-    difference = float((one - other).abs().max() / one.abs().max())
-    # `not <=` rather than `>`, so that NaN fails.
+        one, other = scores_of(twice)[:, :-1]
+        padded, full = scores_of(random)[1, :width], scores_of(alone)[0]
+    for found, expected, what in (
+        (other, one, "another last token changes the log-probabilities before it"),
+        (padded, full, "padding changes the log-probabilities before it"),
+    ):
+        difference = float((found - expected).abs().max() / expected.abs().max())
+        # `not <=` rather than `>`, so that NaN fails.
+        if not difference <= TOLERANCES[compute_dtype]:
+            raise ValueError(
+                f"policy.model_name: {class_name(model)} is not causal: {what} by "
+                f"{difference:.2g} of the largest"
+            )
+
+
+@torch.no_grad()
+def check_modes(
+    model: PreTrainedModel,
+    mode: Callable[[bool], AbstractContextManager[None]],
+    *,
+    compute_dtype: torch.dtype,
+) -> None:
+    """Raise if a model computes otherwise in training mode than when it scores. Collective.
+
+    Args:
+        model: The model, with its dropout off.
+        mode: Opens a context in training mode, or in eval mode.
+        compute_dtype: The model's compute dtype.
+
+    Raises:
+        ValueError: It does; the message names the class and the difference.
+    """
+    found: list[torch.Tensor] = []
+    for training in (True, False):
+        with mode(training):
+            found.append(run_probe(model))
+    trained, scored = found
+    difference = float((trained - scored).abs().max() / scored.abs().max())
     if not difference <= TOLERANCES[compute_dtype]:
         raise ValueError(
-            f"policy.model_name: {class_name(model)} is not causal: another last token changes "
-            f"the log-probabilities before it by {difference:.2g} of the largest"
+            f"policy.model_name: {class_name(model)} computes otherwise in training than when it "
+            f"scores, by {difference:.2g} of the largest logit, so that importance ratios would "
+            "not start at 1: policy.dtensor_cfg.model_dropout=true lets it"
         )
 
 
@@ -494,16 +538,16 @@ def keep_apart(
     Raises:
         ValueError: It passes in no way; what it says where the model's own blocks take the layout.
     """
-    mixing, first = parallel.mixing, None
+    mixing, first, own = parallel.mixing, None, model.config._attn_implementation
     with parallel.unsharded_sequences():
-        mixing.dispatches_attention = dispatches_attention(model)
+        take_attention(model)
+    mixing.attention = model.config._attn_implementation
     for way in ways_of(model, parallel.unsharded_sequences):
-        mixing.choose(model, way)
+        mixing.choose(model, way, own)
         try:
             return check()
         except ValueError as error:
             first = first or error
-    mixing.choose(model, Way())
     assert first is not None
     raise first
 

@@ -42,6 +42,23 @@ if TYPE_CHECKING:
 _PROBED_TOKENS = 8
 # Arguments of an attention that are used here, or are the same for all of its kinds.
 _KNOWN_TENSORS = {"attention_mask", "s_aux", "position_ids"}
+# Kinds of layers that see all tokens before, or choose among them by themselves.
+_WITHOUT_WINDOWS = frozenset(
+    [
+        "attention",
+        "conv",
+        "full_attention",
+        "hybrid",
+        "indexed_attention",
+        "linear_attention",
+        "mamba",
+        "mlp",
+        "moe",
+        "recurrent",
+    ]
+)
+# Names in configs of how far back a token sees.
+_WINDOWS = ("sliding_window", "attention_chunk_size", "attention_window_size", "window_size")
 # Relative to the largest output: what a change of one token's hidden state does to the others'.
 _MIXED = 1e-3
 
@@ -123,16 +140,13 @@ class Mixing:
 
     def __init__(self) -> None:
         self.way = Way()
-        self.dispatches_attention = True
-        """Whether the model's attention is one that transformers dispatches."""
+        self.takes_layout = True
+        """Whether the model's attention is given the layout of the sequences."""
+        self.attention: str | None = None
+        """The attention that takes a layout where the model dispatches one; else its own."""
         self._undo: list[Callable[[], None]] = []
         self._sequences: Sequences | None = None
         self._last: Sequences | None = None
-
-    @property
-    def takes_layout(self) -> bool:
-        """Whether the model's attention is given the layout of the sequences."""
-        return self.dispatches_attention and not self.way.has_attention
 
     @contextmanager
     def using(self, sequences: Sequences | None) -> Generator[None, None, None]:
@@ -152,8 +166,18 @@ class Mixing:
             yield
         self._last = None
 
-    def choose(self, model: PreTrainedModel, way: Way) -> None:
-        """Run the blocks of `way`, and no others, on unpacked rows."""
+    def choose(self, model: PreTrainedModel, way: Way, own_attention: str | None) -> None:
+        """Run the blocks of `way`, and no others, on unpacked rows.
+
+        Args:
+            model: The model.
+            way: Names them.
+            own_attention: The attention that the model has had before `take_attention`.
+        """
+        # A block that is run as a whole may choose its mask by the attention's name.
+        config = model.config
+        config._attn_implementation = own_attention if way.has_attention else self.attention
+        self.takes_layout = config._attn_implementation == attention.NAME
         for undo in self._undo:
             undo()
         self.way = way
@@ -183,7 +207,9 @@ def _on_rows(
 ) -> Any:
     """Call `forward` once for each group of rows, and return its results joined."""
     split = {name: _split(sequences, value) for name, value in arguments.items()}
-    hidden = next(groups for groups in split.values() if groups is not None)
+    hidden = next((groups for groups in split.values() if groups is not None), None)
+    if hidden is None:
+        raise TypeError("it takes no hidden states of all tokens")
     outputs: list[Any] = []
     for index, states in enumerate(hidden):
         given = {
@@ -193,8 +219,23 @@ def _on_rows(
         mask = _causal_mask(states) if takes_mask else None
         # None of what the model has made for packed tokens fits their rows.
         given |= {name: mask for name in given if "mask" in name}
+        if isinstance(biases := given.get("alibi"), torch.Tensor):
+            given["alibi"] = _alibi_of_rows(biases, states)
         outputs.append(forward(**given))
     return _join(sequences, outputs, hidden)
+
+
+def _alibi_of_rows(biases: torch.Tensor, states: torch.Tensor) -> torch.Tensor:
+    """Return the position biases of rows `[rows, width, hidden]`, `[rows * heads, 1, width]`.
+
+    Args:
+        biases: Those of one row, `[heads, 1, seq]`: linear in the position (arXiv:2108.12409).
+        states: The rows' hidden states.
+    """
+    rows, width = states.shape[:2]
+    slopes = biases[..., 1:2] - biases[..., :1]
+    positions = torch.arange(width, device=biases.device, dtype=biases.dtype)
+    return (slopes * positions).repeat(rows, 1, 1)
 
 
 def _split(sequences: Sequences, value: Any) -> list[Any] | None:
@@ -279,8 +320,8 @@ def ways_of(
         yield Way(names=every, takes_mask=takes_mask, has_attention=True)
 
 
-def dispatches_attention(model: PreTrainedModel) -> bool:
-    """Switch a model to this package's attention if it dispatches its own; return whether it does.
+def take_attention(model: PreTrainedModel) -> None:
+    """Switch a model to this package's attention if it dispatches its own.
 
     A model that an option has given another attention keeps that.
     """
@@ -288,8 +329,8 @@ def dispatches_attention(model: PreTrainedModel) -> bool:
     own = config._attn_implementation
     # Without support of `sdpa` it computes what that does not, of which sinks are known here.
     is_default = own == "sdpa" or (own == "eager" and not model._supports_sdpa)
-    if own == attention.NAME or not is_default:
-        return own == attention.NAME
+    if not is_default:
+        return
     calls: list[bool] = []
 
     def record(*args: Any, **kwargs: Any) -> tuple[torch.Tensor, None]:
@@ -301,10 +342,8 @@ def dispatches_attention(model: PreTrainedModel) -> bool:
     config._attn_implementation = attention.NAME
     with _attention_replaced(record):
         run_probe(model)
-    if calls and all(calls):
-        return True
-    config._attn_implementation = own
-    return False
+    if not (calls and all(calls)):
+        config._attn_implementation = own
 
 
 def _mixing_blocks(model: PreTrainedModel, *, without_attention: bool) -> list[str]:
@@ -317,7 +356,11 @@ def _mixing_blocks(model: PreTrainedModel, *, without_attention: bool) -> list[s
     found: dict[str, bool] = {}
 
     def probe(name: str, forward: Forward, *args: Any, **kwargs: Any) -> Any:
-        changed_args, changed_kwargs = _with_other_token(args, kwargs)
+        given = [*args, *kwargs.values()]
+        hidden = next((each for each in given if _is_hidden(each)), None)
+        if hidden is None:
+            return forward(*args, **kwargs)
+        changed_args, changed_kwargs = _with_other_token(hidden, args, kwargs)
         output = _first_tensor(forward(*args, **kwargs))
         changed = _first_tensor(forward(*changed_args, **changed_kwargs))
         difference = (changed - output)[:, 1:].abs().max()
@@ -337,12 +380,12 @@ def _mixing_blocks(model: PreTrainedModel, *, without_attention: bool) -> list[s
     return [name for name, mixes in found.items() if mixes]
 
 
-def run_probe(model: PreTrainedModel) -> None:
-    """Run a forward on one row of a few tokens."""
+def run_probe(model: PreTrainedModel) -> torch.Tensor:
+    """Run a forward on one row of a few tokens, and return its logits."""
     device = next(model.parameters()).device
     vocab_size = model.config.get_text_config().vocab_size
     tokens = torch.arange(1, _PROBED_TOKENS + 1, device=device)[None] % vocab_size
-    model(input_ids=tokens, use_cache=False)
+    return model(input_ids=tokens, use_cache=False).logits
 
 
 @contextmanager
@@ -362,10 +405,15 @@ def _no_attention(
     return value.new_zeros(rows, width, heads, value.shape[-1]), None
 
 
-def _with_other_token(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, Any]:
+def _is_hidden(value: object) -> bool:
+    """Return whether an argument of a block is hidden states, `[1, seq, ...]`."""
+    return isinstance(value, torch.Tensor) and value.ndim > 2 and value.is_floating_point()
+
+
+def _with_other_token(
+    hidden: torch.Tensor, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> tuple[Any, Any]:
     """Return the arguments of a block with other hidden states of the first token."""
-    given = [*args, *kwargs.values()]
-    hidden = next(each for each in given if isinstance(each, torch.Tensor) and each.ndim == 3)
     changed = hidden.clone()
     changed[:, 0] = -changed[:, 0] + 1
 
@@ -380,9 +428,12 @@ def _first_tensor(output: Any) -> torch.Tensor:
 
 
 def _has_windows(model: PreTrainedModel) -> bool:
-    """Return whether a mask may hide tokens that are far back from a model's attention."""
+    """Return whether a mask may hide tokens that are far back from a model's attention.
+
+    The probes are too short to show it.
+    """
     text = model.config.get_text_config()
     kinds = set(getattr(text, "layer_types", None) or ())
-    by_kind = any("sliding" in kind or "chunked" in kind or "compress" in kind for kind in kinds)
-    windows = ("sliding_window", "attention_chunk_size", "attention_window_size", "window_size")
-    return by_kind or any(getattr(text, name, None) is not None for name in windows)
+    return not kinds <= _WITHOUT_WINDOWS or any(
+        getattr(text, name, None) is not None for name in _WINDOWS
+    )

@@ -209,8 +209,11 @@ def trained_state(model: PreTrainedModel) -> dict[str, torch.Tensor]:
 
 
 def persistent_state(model: PreTrainedModel) -> dict[str, torch.Tensor]:
-    """Return parameters (tied ones once) and persistent buffers."""
-    tensors: dict[str, torch.Tensor] = dict(model.named_parameters())
+    """Return parameters and persistent buffers; tied ones once, by the name that files have."""
+    tied = dict(model.all_tied_weights_keys)
+    named: dict[str, torch.Tensor] = dict(model.named_parameters())
+    # A head that comes first among the modules gives its name to a weight that the embedding owns.
+    tensors = {tied[n] if tied.get(n, n) not in named else n: p for n, p in named.items()}
     # The state dict has the persistent buffers, and each tied parameter under all its names.
     persistent = set(model.state_dict())
     tensors.update((n, b) for n, b in model.named_buffers() if n in persistent)

@@ -23,7 +23,7 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_IMAGE_TEXT_TO_TEXT_
 from rl_dtensor_worker.attention import use_soft_cap
 from rl_dtensor_worker.config import load_model_config
 from rl_dtensor_worker.model.convert import Conversion, plan_conversions
-from rl_dtensor_worker.model.dropout import disable_dropout
+from rl_dtensor_worker.model.dropout import disable_dropout, keep_routers_in_eval_mode
 from rl_dtensor_worker.model.lora import (
     fill_adapters,
     inject_adapters,
@@ -116,6 +116,8 @@ def empty_model(config: EngineConfig) -> PreTrainedModel:
             raise
         raise ValueError(f"{_ATTENTION_KEY}={chosen!r} is not available: {error}") from error
     use_soft_cap(model)
+    if not config.model_dropout:
+        keep_routers_in_eval_mode(model)
     return model
 
 

@@ -9,15 +9,23 @@ from __future__ import annotations
 
 import re
 from contextlib import contextmanager
+from functools import partial
 from typing import TYPE_CHECKING
+
+from rl_dtensor_worker.parallel.structure import class_name
 
 if TYPE_CHECKING:
     from collections.abc import Generator, Iterator
 
+    from torch import nn
     from transformers import PreTrainedConfig
 
 # Rates of dropout, of dropped layers and paths, and of the noise on a router's inputs.
 _RATE = re.compile("drop|jitter")
+# What has such a name and is none, by model type: a threshold between experts.
+_KEPT = {"phimoe": ("router_jitter_noise",)}
+# Routers that draw the experts at random in training mode, whatever their config says.
+_DRAWING = ("PhimoeTopKRouter",)
 
 Rates = dict[tuple[str, ...], float]
 """Rates above 0, by the names of nested configs and, last, of the attribute."""
@@ -28,6 +36,21 @@ def disable_dropout(config: PreTrainedConfig) -> Rates:
     rates = dict(_rates(config, ()))
     _set(config, dict.fromkeys(rates, 0.0))
     return rates
+
+
+def keep_routers_in_eval_mode(model: nn.Module) -> None:
+    """Let routers that draw experts in training mode choose as they do in eval mode, for good."""
+    for module in model.modules():
+        if class_name(module) in _DRAWING:
+            module.eval()
+            # Not by a subclass: FSDP and adapters look at the class.
+            object.__setattr__(module, "train", partial(_stay, module))
+
+
+def _stay(module: nn.Module, mode: bool = True) -> nn.Module:
+    """Stand for `nn.Module.train`, and change nothing."""
+    del mode
+    return module
 
 
 @contextmanager
@@ -46,6 +69,8 @@ def _rates(
     for name, value in vars(config).items():
         if name in config.sub_configs and value is not None and not isinstance(value, dict):
             yield from _rates(value, (*path, name))
+        elif name in _KEPT.get(config.model_type, ()):
+            continue
         elif isinstance(value, float) and value > 0 and _RATE.search(name):
             yield (*path, name), value
 

@@ -24,6 +24,7 @@ from torch import nn
 from transformers.pytorch_utils import Conv1D
 
 from rl_dtensor_worker.parallel.fsdp import full_tensor, local_tensor, owned_indices
+from rl_dtensor_worker.parallel.structure import class_name
 
 if TYPE_CHECKING:
     from collections.abc import Generator, Mapping
@@ -296,6 +297,8 @@ def _linear_layers(model: PreTrainedModel, value_layer: str | None) -> list[str]
     }
     # A layer of another class computes something else as well, as a router does.
     found = [name for name, kind in linear.items() if kind in _LINEAR_CLASSES]
+    shared = _layers_with_shared_weights(model)
+    found = [name for name in found if name not in shared]
     if model.config.model_type in _STATE_SPACE_MODELS:
         found = [name for name in found if name.rpartition(".")[2] not in _STATE_SPACE_LAYERS]
     # For mixtures of experts peft takes names such as `gate_proj` for the experts' tensors, also
@@ -321,12 +324,26 @@ def _linear_layers(model: PreTrainedModel, value_layer: str | None) -> list[str]
     return found
 
 
+def _layers_with_shared_weights(model: PreTrainedModel) -> set[str]:
+    """Return the layers that have a weight in common with another.
+
+    Each would get adapters of its own, and no one weight has them all merged.
+    """
+    tied = model.all_tied_weights_keys
+    return {name.removesuffix(".weight") for pair in tied.items() for name in pair}
+
+
 def _check_layers(
     model: PreTrainedModel, target_modules: list[str] | str, value_layer: str | None
 ) -> None:
     """Raise if peft has adapted a layer for which adapters are not supported."""
-    output = model.get_output_embeddings()
+    output, shared = model.get_output_embeddings(), _layers_with_shared_weights(model)
     for name, layer in adapted_layers(model).items():
+        if name in shared:
+            raise ValueError(
+                f"{_PATH}.target_modules={target_modules!r} matches {name}, whose weight "
+                f"{class_name(model)} shares with another layer: leave it out"
+            )
         is_last = layer is output or name == value_layer
         if type(layer.base_layer).__name__ not in _LINEAR_CLASSES or is_last:
             raise ValueError(
