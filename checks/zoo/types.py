@@ -197,7 +197,8 @@ _TYPES: dict[str, Options] = {
     "lfm2": {"layer_types": ["conv", "full_attention"], "block_multiple_of": 16},
     "lfm2_moe": {"layer_types": ["conv", "full_attention"], "num_dense_layers": 1},
     "longcat_flash": _LATENT
-    | {"ffn_hidden_size": 48, "expert_ffn_hidden_size": 16, "num_layers": 2},
+    | {"ffn_hidden_size": 48, "expert_ffn_hidden_size": 16, "num_layers": 2}
+    | {"zero_expert_num": 2, "moe_topk": 2},
     "mamba2": {"num_heads": 8, "head_dim": 8, "n_groups": 1},
     "marian": _ENCODER_DECODER,
     "mbart": _ENCODER_DECODER,

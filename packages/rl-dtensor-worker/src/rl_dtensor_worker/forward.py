@@ -31,6 +31,7 @@ from rl_dtensor_worker.layout import (
     random_rows,
     token_columns_of,
 )
+from rl_dtensor_worker.mixing import MODEL_ERRORS
 from rl_dtensor_worker.parallel import collectives
 from rl_dtensor_worker.parallel.structure import class_name
 from rl_dtensor_worker.parallel.styles import SEQUENCE_DIM
@@ -54,8 +55,6 @@ _SOFT_CAPS = ("final_logit_softcapping", "logits_soft_cap")
 
 # Names under which models of transformers take and return their cache.
 _CACHES = ("past_key_values", "cache_params", "state")
-# What models raise that get a cache of another class than theirs, or an unexpected mask.
-_CACHE_ERRORS = (AssertionError, IndexError, KeyError, RuntimeError, TypeError, ValueError)
 # After the prefill, whose cache the first step reads; the next ones read what steps have written.
 _DECODED_TOKENS = 4
 
@@ -575,7 +574,7 @@ class Decoding:
             difference = _decoder_difference(self._forward)
         except torch.OutOfMemoryError:
             raise
-        except _CACHE_ERRORS as error:
+        except MODEL_ERRORS as error:
             # Many of transformers' classes reckon with a cache of their own, or with none.
             reason = f"raises {type(error).__name__} ({error})"
         else:

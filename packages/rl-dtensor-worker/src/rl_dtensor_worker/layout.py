@@ -25,6 +25,7 @@ from rl_dtensor_worker.attention import (
     use_packed_attention,
 )
 from rl_dtensor_worker.mixing import (
+    MODEL_ERRORS,
     Mixing,
     PackedSequenceRows,
     PaddedRows,
@@ -54,8 +55,6 @@ TOLERANCES = {torch.float32: 1e-3, torch.float16: 1e-2, torch.bfloat16: 5e-2}
 _LENGTHS = (11, 7, 2)
 # Of the two longer ones, where sharing is checked.
 _COMMON_START = 5
-# What a model raises that reckons with other shapes than it gets.
-_SHAPE_ERRORS = (AttributeError, IndexError, RuntimeError, TypeError)
 _SHARING = "dtensor_cfg.share_prefixes=True"
 # `[batch, seq]` columns that mark whether a token is of an image or of text.
 TOKEN_COLUMNS = ("mm_token_type_ids", "token_type_ids")
@@ -595,7 +594,9 @@ def check_layout(
         expected = score(MicroBatch(span=span, rows=rows))
     try:
         found = score(MicroBatch(span=span, rows=rows, packed=packed, shared=shared))
-    except _SHAPE_ERRORS as error:
+    except MODEL_ERRORS as error:
+        if str(error).startswith("policy"):
+            raise
         raise ValueError(
             f"policy.{feature}: {class_name(model)} does not run so: {error}. Leave the key out"
         ) from error
