@@ -275,7 +275,10 @@ def test_a_torch_optimizer_without_counterpart_is_refused():
             },
             "recompute_num_layers=2 does not divide the 3 layers",
         ),
-        ({"converter_type": "nowhere"}, "converter_type='nowhere'.*llama, qwen2, qwen3, qwen3_moe"),
+        (
+            {"converter_type": "nowhere"},
+            "converter_type='nowhere'.*llama, mistral, mixtral, qwen2, qwen2_moe",
+        ),
     ],
 )
 def test_what_does_not_fit_the_model_is_refused_before_a_rank_starts(tmp_path, section, message):

@@ -225,6 +225,10 @@ REFUSED = [
     ("qwen3", {"attention_bias": True}, "attention_bias=True"),
     ("qwen3_moe", WINDOW, "sliding_window=8"),
     ("qwen3_moe", {"num_experts_per_tok": 1}, "num_experts_per_tok=1"),
+    ("mistral", {"sliding_window": 8}, "sliding_window=8"),
+    ("mixtral", {"sliding_window": 8}, "sliding_window=8"),
+    ("mixtral", {"num_experts_per_tok": 1}, "num_experts_per_tok=1"),
+    ("qwen2_moe", WINDOW, "sliding_window=8"),
     ("qwen2", {"quantization_config": {"quant_method": "fp8"}}, "quantization_config="),
 ]
 
@@ -243,9 +247,12 @@ def test_a_window_that_no_layer_uses_is_allowed():
 
 
 def test_a_family_without_a_converter_is_refused_with_a_list():
-    with pytest.raises(ValueError, match=r"'gpt2' model.*llama, qwen2, qwen3, qwen3_moe"):
+    with pytest.raises(
+        ValueError,
+        match=r"'gpt2' model.*llama, mistral, mixtral, qwen2, qwen2_moe, qwen3, qwen3_moe",
+    ):
         converter_for(GPT2Config())
-    with pytest.raises(ValueError, match=r"converter_type='lama'.*llama, qwen2"):
+    with pytest.raises(ValueError, match=r"converter_type='lama'.*llama, mistral"):
         converter_for(tiny_config("llama"), "lama")
 
 

@@ -19,7 +19,7 @@ from plain_loop import (
     plain_logprobs,
     plain_training,
 )
-from tiny_models import build_tiny
+from tiny_models import WITH_EXPERTS, build_tiny
 from worker_ranks import BUDGET, run_case
 
 MODELS = {
@@ -28,13 +28,15 @@ MODELS = {
     "qwen2": {"kind": "qwen2", "tied": True},
     "qwen3": {"kind": "qwen3"},
     "qwen3_moe": {"kind": "qwen3_moe"},
+    "mixtral": {"kind": "mixtral"},
+    "qwen2_moe": {"kind": "qwen2_moe"},
 }
 BATCHINGS = {"padded": None, "dynamic": "dynamic_batching", "packed": "sequence_packing"}
 
 
 def applies(layout, model, batching):
     """Return whether there is such a case: experts want sequence parallelism beside tensor's."""
-    if model != "qwen3_moe":
+    if model not in WITH_EXPERTS:
         return layout != "ep2"
     return layout not in ("tp2", "tp2_pp2", "dp2_tp2")
 

@@ -7,7 +7,7 @@ from rl_interfaces.backend.checkpoint.hf_files import plan_files
 from rl_megatron_worker.weights import MegatronWeights
 from rl_refit.source import block_of
 from safetensors.torch import load_file
-from tiny_models import KINDS, build_tiny, build_tokenizer
+from tiny_models import KINDS, WITH_EXPERTS, build_tiny, build_tokenizer
 from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig
 
 TP2 = {"tensor_model_parallel_size": 2}
@@ -17,19 +17,19 @@ VIRTUAL = PP2 | {"virtual_pipeline_model_parallel_size": 2}
 UNEVEN = PP2 | {"num_layers_in_first_pipeline_stage": 1}
 SEQUENCE = TP2 | {"sequence_parallel": True}
 
-DENSE = ("llama", "qwen2", "qwen3")
+DENSE = ("llama", "mistral", "qwen2", "qwen3")
 # Ranks, layout, kinds. Experts under tensor parallelism want sequence parallelism too.
 LAYOUTS = {
     "one rank": (1, {}, KINDS),
     "tp2": (2, TP2, DENSE),
-    "tp2 of experts": (2, SEQUENCE, ["qwen3_moe"]),
+    "tp2 of experts": (2, SEQUENCE, WITH_EXPERTS),
     "pp2": (2, PP2, KINDS),
     "virtual pp2": (2, VIRTUAL, KINDS),
     "uneven pp2": (2, UNEVEN, KINDS),
-    "tp2 ep2": (2, SEQUENCE | EP2, ["qwen3_moe"]),
+    "tp2 ep2": (2, SEQUENCE | EP2, WITH_EXPERTS),
     "tp2 virtual pp2": (4, TP2 | VIRTUAL, DENSE),
-    "pp2 ep2": (4, PP2 | EP2, ["qwen3_moe"]),
-    "tp2 pp2 ep2": (4, SEQUENCE | PP2 | EP2, ["qwen3_moe"]),
+    "pp2 ep2": (4, PP2 | EP2, WITH_EXPERTS),
+    "tp2 pp2 ep2": (4, SEQUENCE | PP2 | EP2, WITH_EXPERTS),
     "tp2 cp2": (4, TP2 | {"context_parallel_size": 2}, ["qwen3"]),
     "tp4, more than groups": (4, {"tensor_model_parallel_size": 4}, DENSE),
 }

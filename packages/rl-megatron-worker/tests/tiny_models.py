@@ -5,8 +5,11 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import (
     AutoModelForCausalLM,
     LlamaConfig,
+    MistralConfig,
+    MixtralConfig,
     PreTrainedTokenizerFast,
     Qwen2Config,
+    Qwen2MoeConfig,
     Qwen3Config,
     Qwen3MoeConfig,
 )
@@ -34,10 +37,17 @@ _EXPERTS = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size":
 
 KINDS = {
     "llama": (LlamaConfig, {}),
+    "mistral": (MistralConfig, {**_WIDE_HEADS, "sliding_window": None}),
+    "mixtral": (
+        MixtralConfig,
+        {"num_local_experts": 4, "num_experts_per_tok": 2, "sliding_window": None},
+    ),
     "qwen2": (Qwen2Config, {}),
+    "qwen2_moe": (Qwen2MoeConfig, {**_EXPERTS, "shared_expert_intermediate_size": 40}),
     "qwen3": (Qwen3Config, _WIDE_HEADS),
     "qwen3_moe": (Qwen3MoeConfig, {**_WIDE_HEADS, **_EXPERTS, "norm_topk_prob": True}),
 }
+WITH_EXPERTS = ("mixtral", "qwen2_moe", "qwen3_moe")
 
 
 def tiny_config(kind, *, tied=False, **settings):

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 import torch.nn.functional as F
 
-from rl_megatron_worker.convert.mappings import decoder_mappings
+from rl_megatron_worker.convert.mappings import ExpertNames, decoder_mappings
 from rl_megatron_worker.model.config import Architecture
 
 if TYPE_CHECKING:
@@ -32,6 +32,8 @@ class DecoderConverter:
 
     family_fields: Callable[[PreTrainedConfig], Fields]
     """Returns the family's additional `TransformerConfig` fields, or raises `ValueError`."""
+    expert_names: ExpertNames = field(default_factory=ExpertNames)
+    """How its checkpoints name experts."""
 
     def architecture(self, hf_config: PreTrainedConfig) -> Architecture:
         """Return the Megatron-core architecture of a Hugging Face config.
@@ -54,7 +56,7 @@ class DecoderConverter:
 
     def mappings(self, architecture: Architecture) -> list[Mapping]:
         """Return the mapping of every parameter from Hugging Face tensors."""
-        return decoder_mappings(architecture)
+        return decoder_mappings(architecture, self.expert_names)
 
 
 def _plain_fields(hf_config: PreTrainedConfig) -> Fields:
@@ -84,6 +86,27 @@ def _llama(hf_config: PreTrainedConfig) -> Fields:
     return {}
 
 
+def _mistral(hf_config: PreTrainedConfig) -> Fields:
+    _require_full_attention(hf_config)
+    return {}
+
+
+def _mixtral(hf_config: PreTrainedConfig) -> Fields:
+    _require_full_attention(hf_config)
+    if hf_config.num_experts_per_tok == 1:
+        # With one expert per token the renormalised probability is always 1.
+        raise _refusal(hf_config, "num_experts_per_tok=1", "2 or more")
+    return {
+        "num_moe_experts": hf_config.num_local_experts,
+        "moe_layer_freq": [1] * hf_config.num_hidden_layers,
+        "moe_ffn_hidden_size": hf_config.intermediate_size,
+        "moe_router_topk": hf_config.num_experts_per_tok,
+        # A softmax over the top k, as a full softmax that is renormalised over them.
+        "moe_router_pre_softmax": False,
+        "moe_router_score_function": "softmax",
+    }
+
+
 def _qwen2(hf_config: PreTrainedConfig) -> Fields:
     _require_full_attention(hf_config)
     return {"add_qkv_bias": True}
@@ -95,8 +118,23 @@ def _qwen3(hf_config: PreTrainedConfig) -> Fields:
     return {"qk_layernorm": True}
 
 
+def _qwen2_moe(hf_config: PreTrainedConfig) -> Fields:
+    _require_full_attention(hf_config)
+    fields = _qwen_experts(hf_config)
+    if fields:
+        fields |= {
+            "moe_shared_expert_intermediate_size": hf_config.shared_expert_intermediate_size,
+            "moe_shared_expert_gate": True,
+        }
+    return {"add_qkv_bias": hf_config.qkv_bias} | fields
+
+
 def _qwen3_moe(hf_config: PreTrainedConfig) -> Fields:
-    fields = _qwen3(hf_config)
+    return _qwen3(hf_config) | _qwen_experts(hf_config)
+
+
+def _qwen_experts(hf_config: PreTrainedConfig) -> Fields:
+    """Return the fields of Qwen's mixtures of experts; empty without an expert."""
     num_chosen, renormalised = hf_config.num_experts_per_tok, hf_config.norm_topk_prob
     if num_chosen == 1 and renormalised:
         # With one expert per token the renormalised probability is always 1.
@@ -105,8 +143,8 @@ def _qwen3_moe(hf_config: PreTrainedConfig) -> Fields:
     layers = range(hf_config.num_hidden_layers)
     pattern = [int(layer not in dense and (layer + 1) % step == 0) for layer in layers]
     if not hf_config.num_experts or not any(pattern):
-        return fields
-    return fields | {
+        return {}
+    return {
         "num_moe_experts": hf_config.num_experts,
         "moe_layer_freq": pattern,
         "moe_ffn_hidden_size": hf_config.moe_intermediate_size,
@@ -119,7 +157,13 @@ def _qwen3_moe(hf_config: PreTrainedConfig) -> Fields:
 
 CONVERTERS = {
     "llama": DecoderConverter(family_fields=_llama),
+    "mistral": DecoderConverter(family_fields=_mistral),
+    "mixtral": DecoderConverter(
+        family_fields=_mixtral,
+        expert_names=ExpertNames(block="block_sparse_moe", gate="w1", up="w3", down="w2"),
+    ),
     "qwen2": DecoderConverter(family_fields=_qwen2),
+    "qwen2_moe": DecoderConverter(family_fields=_qwen2_moe),
     "qwen3": DecoderConverter(family_fields=_qwen3),
     "qwen3_moe": DecoderConverter(family_fields=_qwen3_moe),
 }

@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
     import torch
 
-    from rl_megatron_worker.model.config import Architecture
+    from rl_megatron_worker.model.config import Architecture, Fields
 
 EMBEDDING = "model.embed_tokens.weight"
 Shape = tuple[int, ...]
@@ -205,11 +205,25 @@ def total_length(pieces: list[Piece]) -> int:
     return sum(piece.length for piece in pieces)
 
 
-def decoder_mappings(architecture: Architecture) -> list[Mapping]:
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ExpertNames:
+    """How a checkpoint names what a layer with experts has; by default as Qwen's do."""
+
+    block: str = "mlp"
+    """The router and the experts."""
+    gate: str = "gate_proj"
+    up: str = "up_proj"
+    down: str = "down_proj"
+
+
+def decoder_mappings(
+    architecture: Architecture, expert_names: ExpertNames | None = None
+) -> list[Mapping]:
     """Return the mapping of every parameter, in the order of export.
 
-    The Hugging Face names are those of Llama, Qwen2, Qwen3 and Qwen3-MoE checkpoints.
+    The other Hugging Face names are those of Llama, Qwen2, Qwen3 and Qwen3-MoE checkpoints.
     """
+    names = expert_names or ExpertNames()
     hidden_size = architecture.transformer["hidden_size"]
     vocabulary = (architecture.vocab_size, hidden_size)
     mappings: list[Mapping] = [
@@ -217,7 +231,7 @@ def decoder_mappings(architecture: Architecture) -> list[Mapping]:
     ]
     for layer in range(architecture.num_layers):
         mappings += _attention(architecture, layer)
-        mappings += _experts(architecture, layer) or _gated_mlp(architecture, layer)
+        mappings += _experts(architecture, layer, names) or _gated_mlp(architecture, layer)
         mappings += _norms(hidden_size, layer)
     mappings.append(
         Mapping(
@@ -305,13 +319,13 @@ def _gated_mlp(architecture: Architecture, layer: int) -> list[Mapping]:
     )
 
 
-def _experts(architecture: Architecture, layer: int) -> list[Mapping]:
+def _experts(architecture: Architecture, layer: int, names: ExpertNames) -> list[Mapping]:
     """Return the router and experts of an MoE layer; an empty list for a dense layer."""
     if not architecture.has_experts(layer):
         return []
     fields = architecture.transformer
     num_experts, hidden_size = fields["num_moe_experts"], fields["hidden_size"]
-    ours, theirs = f"decoder.layers.{layer}.mlp", f"model.layers.{layer}.mlp"
+    ours, theirs = f"decoder.layers.{layer}.mlp", f"model.layers.{layer}.{names.block}"
     mappings = [
         Mapping(
             names=(f"{ours}.router.weight",),
@@ -325,23 +339,56 @@ def _experts(architecture: Architecture, layer: int) -> list[Mapping]:
             hidden_size=hidden_size,
             inner_size=fields["moe_ffn_hidden_size"],
             expert=expert,
+            names=names,
         )
-    return mappings
+    return mappings + _shared_expert(fields, ours, theirs)
+
+
+def _shared_expert(fields: Fields, ours: str, theirs: str) -> list[Mapping]:
+    """Return the expert that all tokens go to, and the gate on its output; empty without one."""
+    inner_size = fields.get("moe_shared_expert_intermediate_size")
+    if inner_size is None:
+        return []
+    hidden_size = fields["hidden_size"]
+    found = _gated_projections(
+        f"{ours}.shared_experts",
+        f"{theirs}.shared_expert",
+        hidden_size=hidden_size,
+        inner_size=inner_size,
+        expert=None,
+    )
+    if fields.get("moe_shared_expert_gate"):
+        found.append(
+            Mapping(
+                names=(f"{ours}.shared_experts.gate_weight",),
+                sources={f"{theirs}.shared_expert_gate.weight": (1, hidden_size)},
+            )
+        )
+    return found
 
 
 def _gated_projections(
-    ours: str, theirs: str, *, hidden_size: int, inner_size: int, expert: int | None
+    ours: str,
+    theirs: str,
+    *,
+    hidden_size: int,
+    inner_size: int,
+    expert: int | None,
+    names: ExpertNames | None = None,
 ) -> list[Mapping]:
-    inner = (inner_size, hidden_size)
+    inner, leaf = (inner_size, hidden_size), names or ExpertNames()
     return [
         GateUp(
             names=(f"{ours}.linear_fc1.weight",),
-            sources={f"{theirs}.gate_proj.weight": inner, f"{theirs}.up_proj.weight": inner},
+            sources={
+                f"{theirs}.{leaf.gate}.weight": inner,
+                f"{theirs}.{leaf.up}.weight": inner,
+            },
             expert=expert,
         ),
         Mapping(
             names=(f"{ours}.linear_fc2.weight",),
-            sources={f"{theirs}.down_proj.weight": (hidden_size, inner_size)},
+            sources={f"{theirs}.{leaf.down}.weight": (hidden_size, inner_size)},
             dim=1,
             expert=expert,
         ),
