@@ -119,24 +119,60 @@ def test_a_parameter_of_a_sharded_block_that_a_users_plan_leaves_out_is_refused(
         apply_plan(model, plan, mock.create_autospec(TensorParallel, instance=True))
 
 
-@pytest.mark.parametrize(
-    ("size", "count"),
-    [("vocab_size", 63), ("num_attention_heads", 3), ("intermediate_size", 97), ("num_experts", 5)],
-)
-def test_what_cannot_be_shared_equally_is_named(tmp_path, size, count):
+UNEVEN = [("num_attention_heads", 3), ("intermediate_size", 97), ("num_experts", 5)]
+
+
+def uneven(size, count):
     config = copy.deepcopy(parity_models.CONFIGS["qwen3_moe"])
     setattr(config, size, count)
-    config.save_pretrained(tmp_path)
-    config = make_config(str(tmp_path), dtensor_cfg=TP2)
+    return config
+
+
+@pytest.mark.parametrize(
+    ("size", "count", "section"),
+    [
+        ("vocab_size", 63, {}),
+        *((*case, {"custom_parallel_plan": "plans_for_tests.ATTENTION"}) for case in UNEVEN),
+    ],
+)
+def test_what_cannot_be_shared_equally_is_named(tmp_path, size, count, section):
+    uneven(size, count).save_pretrained(tmp_path)
+    config = make_config(str(tmp_path), dtensor_cfg=TP2 | section)
     with pytest.raises(ValueError, match=f"tensor_parallel_size=2 does not divide.*{size}={count}"):
         DTensorPolicyWorker.validate_config(config, world_size=2)
 
 
-def test_a_worker_that_is_built_without_a_driver_names_it_too(pools, tiny_model):
-    config = make_config(tiny_model, dtensor_cfg=TP2)
-    with pytest.raises(RankFailure, match=r"does not divide.*num_key_value_heads=1") as failure:
-        pools(2).run(training_ranks.num_sharded_modules, config=config)
-    assert failure.value.kind == "ValueError"
+@pytest.mark.parametrize(
+    ("size", "count", "block"),
+    [
+        ("num_attention_heads", 3, "self_attn"),
+        ("num_key_value_heads", 1, "self_attn"),
+        ("num_experts", 5, "mlp"),
+    ],
+)
+def test_blocks_that_a_plan_cannot_share_equally_gather(size, count, block):
+    styles = plan_of(on_meta(uneven(size, count)), custom=None, size=2)
+    others = {"self_attn", "mlp"} - {block}
+    assert styles[f"model.layers.0.{block}"] == "block"
+    assert not any(f"model.layers.0.{other}" in styles for other in others)
+
+
+def test_one_head_of_keys_is_trained_on_two_ranks(pools, tiny_model):
+    batch = make_batch(6)
+    results = pools(2).run(
+        parity_ranks.run_case,
+        config=make_config(tiny_model, dtensor_cfg=TP2),
+        batch=batch,
+        section=None,
+        num_calls=2,
+    )
+    expected = plain_logprobs(load(tiny_model), batch)
+    parameters, _, _ = plain_training(tiny_model, batch, global_batch_size=4, num_calls=2)
+    for result in results:
+        torch.testing.assert_close(
+            result.columns["logprobs"], expected, atol=LOGPROB_TOLERANCE, rtol=0
+        )
+        assert_equal_parameters(result.parameters, parameters, PARAMETER_TOLERANCE)
 
 
 # Attention alone: the norms of queries and keys are of each rank's own heads, and in no plan.

@@ -163,7 +163,11 @@ class DTensorEngine:
         check_causal(model_config, parsed)
         check_attention(model_config, parsed)
         take_quantization(model_config, parsed.model_name)
-        check_sizes(model_config, tensor_parallel_size=parsed.layout.tensor_parallel)
+        check_sizes(
+            model_config,
+            tensor_parallel_size=parsed.layout.tensor_parallel,
+            has_custom_plan=parsed.custom_parallel_plan is not None,
+        )
         check_modules(parsed)
         return parsed.layout
 

@@ -101,7 +101,11 @@ def empty_model(config: EngineConfig) -> PreTrainedModel:
     take_quantization(model_config, config.model_name)
     if not config.model_dropout:
         disable_dropout(model_config)
-    check_sizes(model_config, tensor_parallel_size=config.layout.tensor_parallel)
+    check_sizes(
+        model_config,
+        tensor_parallel_size=config.layout.tensor_parallel,
+        has_custom_plan=config.custom_parallel_plan is not None,
+    )
     dtype = torch.float32 if config.adapters is None else config.compute_dtype
     chosen = config.attn_implementation
     options = {} if chosen is None else {"attn_implementation": chosen}

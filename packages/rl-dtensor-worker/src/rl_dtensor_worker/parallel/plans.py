@@ -8,10 +8,12 @@ are replicated.
 from __future__ import annotations
 
 import importlib
+import logging
 import re
 from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
+import torch.distributed as dist
 from torch import nn
 from torch.distributed.tensor.parallel import (
     ColwiseParallel,
@@ -29,6 +31,7 @@ from rl_dtensor_worker.parallel.structure import (
     has_parameters,
     inside,
     takes_choice,
+    undivided_blocks,
     unplanned_blocks,
 )
 from rl_dtensor_worker.parallel.styles import (
@@ -57,6 +60,9 @@ if TYPE_CHECKING:
 
     from rl_dtensor_worker.parallel.styles import TensorParallel
 
+logger = logging.getLogger(__name__)
+
+_LAYER_NUMBER = re.compile(r"\.\d+(?=\.|$)")
 Plan = dict[str, "str | ParallelStyle"]
 AppliedPlan = dict[str, "str | ParallelStyle | type[Style]"]
 
@@ -101,21 +107,25 @@ _DIVIDED = (
     "num_experts",
     "num_local_experts",
     "n_routed_experts",
-    "vocab_size",
 )
 _PATH = "policy.dtensor_cfg"
 # What torch says of a `DTensor` in an operation of plain tensors.
 _MIXED_TENSORS = "mixed torch.Tensor and DTensor"
 
 
-def check_sizes(model_config: PreTrainedConfig, *, tensor_parallel_size: int) -> None:
-    """Raise unless the tensor-parallel size divides the model's sizes.
+def check_sizes(
+    model_config: PreTrainedConfig, *, tensor_parallel_size: int, has_custom_plan: bool
+) -> None:
+    """Raise unless the tensor-parallel size divides the model's vocabulary.
+
+    With a user's plan it must divide heads, experts and inner sizes too. Where the model's own plan
+    does not fit them, `plan_of` replaces it.
 
     Raises:
-        ValueError: It does not divide heads, experts or another size; the message names which.
+        ValueError: It does not; the message names which.
     """
     text = model_config.get_text_config()
-    for name in _DIVIDED:
+    for name in ("vocab_size", *(_DIVIDED if has_custom_plan else ())):
         count = getattr(text, name, None)
         if isinstance(count, int) and count % tensor_parallel_size:
             raise ValueError(
@@ -340,7 +350,16 @@ def _completed(
     }
     unsupported = [*(styles.keys() - known.keys()), *_planned_parameters(model, known)]
     adapted = adapted_layers(model)
-    for name in unplanned_blocks(model, known, unsupported):
+    undivided = undivided_blocks(model, known, size)
+    if undivided and dist.is_initialized() and dist.get_rank() == 0:
+        logger.warning(
+            "%s.tensor_parallel_size=%d does not divide the heads, experts or inner sizes of %s: "
+            "the outputs of their layers are gathered, which takes more communication",
+            _PATH,
+            size,
+            sorted({_LAYER_NUMBER.sub(".*", name) for name in undivided}),
+        )
+    for name in dict.fromkeys([*undivided, *unplanned_blocks(model, known, unsupported)]):
         for each in inside(name, known):
             del known[each]
         known |= gathered_styles(

@@ -28,6 +28,8 @@ _EXPERT_ARGUMENTS = 3
 _PARAMETER_USE = re.compile(r"self\.(\w+)\.(?:weight|bias)\b")
 COLUMNS = ("colwise", "colwise_gather_output", "colwise_rep")
 """Styles of layers whose outputs are sharded."""
+ROWS = ("rowwise", "rowwise_split_input", "rowwise_rep")
+"""Styles of layers whose inputs are."""
 
 
 def class_name(module: nn.Module) -> str:
@@ -112,6 +114,38 @@ def unplanned_blocks(
             or _has_unnamed_parameters(name, block, styles)
         )
     ]
+
+
+def undivided_blocks(model: PreTrainedModel, styles: Mapping[str, object], size: int) -> list[str]:
+    """Return the blocks that a plan would share out unequally among `size` ranks."""
+    return [
+        name
+        for name, block in blocks_of(model).items()
+        if (planned := inside(name, styles))
+        and (
+            (_computes_heads(block) and not _divides_heads(model, size))
+            or any(_shared_dim(model.get_submodule(each), styles[each]) % size for each in planned)
+        )
+    ]
+
+
+def _computes_heads(block: nn.Module) -> bool:
+    return "Attention" in class_name(block)
+
+
+def _divides_heads(model: PreTrainedModel, size: int) -> bool:
+    text = model.config.get_text_config()
+    counts = [getattr(text, name, None) for name in ("num_attention_heads", "num_key_value_heads")]
+    return all(count % size == 0 for count in counts if isinstance(count, int))
+
+
+def _shared_dim(module: nn.Module, style: object) -> int:
+    """Return the size of what a style shares out; 0 if it does not."""
+    if style == "moe_tp_experts":
+        return int(module.num_experts)  # type: ignore[arg-type]
+    if style in COLUMNS:
+        return int(getattr(module, "out_features", 0))
+    return int(getattr(module, "in_features", 0)) if style in ROWS else 0
 
 
 def _has_unnamed_parameters(name: str, block: nn.Module, styles: Mapping[str, object]) -> bool:
