@@ -261,7 +261,7 @@ _TYPES: dict[str, Options] = {
     "xlm-roberta": _DECODER,
     "xlm-roberta-xl": _DECODER,
     "xmod": _DECODER | {"languages": ["en_XX"], "default_language": "en_XX"},
-    "youtu": _LATENT,
+    "youtu": _LATENT | {"embedding_initializer_range": 0.3},
     "zamba": {
         "layers_block_type": ["linear_attention", "hybrid", "linear_attention", "hybrid"],
         "num_hidden_layers": 4,

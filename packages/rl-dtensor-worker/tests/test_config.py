@@ -27,7 +27,10 @@ _ONE_CYCLE = f"{_SCHEDULES}.OneCycleLR"
             _section(tensor_parallel_size=2, context_parallel_size=4),
             ["tensor_parallel_size=2", "context_parallel_size=4", "world_size=4"],
         ),
-        (_section(tensor_parallel_size=2), ["tensor_parallel_size=2", "num_key_value_heads=1"]),
+        (
+            _section(tensor_parallel_size=2, custom_parallel_plan="plans_for_tests.ATTENTION"),
+            ["tensor_parallel_size=2", "num_key_value_heads=1"],
+        ),
         (
             _section(context_parallel_size=2, data_parallel_replicate_size=4),
             ["data_parallel_replicate_size=4", "2 data-parallel ranks"],

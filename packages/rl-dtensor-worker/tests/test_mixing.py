@@ -7,7 +7,7 @@ import torch
 from family_models import EXPERTS, HYBRIDS, SIZES, build_family
 from oracle import LOGPROB_TOLERANCE, PARAMETER_TOLERANCE, load, plain_logprobs, plain_training
 from rl_dtensor_worker import mixing
-from rl_dtensor_worker.attention import Heads, sink_attention
+from rl_dtensor_worker.attention import Heads, packed_attention_forward, sink_attention
 from rl_dtensor_worker.mixing import Way, take_attention, ways_of
 from test_parity import assert_equal_parameters
 from tiny_model import make_batch, make_config
@@ -85,6 +85,15 @@ def test_blocks_beside_attention_are_found_first():
 
 def test_a_model_of_attention_alone_has_none_beside_it():
     assert names_of(tiny("qwen3_moe")) == [set(), {"self_attn"}, {"self_attn"}]
+
+
+def test_a_window_holds_without_a_mask_too():
+    query, key, value = torch.randn(3, 1, 2, 6, 8)
+    module = torch.nn.Module()
+    found, _ = packed_attention_forward(module, query, key, value, None, sliding_window=3)
+    band = torch.ones(6, 6).tril().triu(-2).bool()
+    expected, _ = packed_attention_forward(module, query, key, value, band)
+    torch.testing.assert_close(found, expected)
 
 
 def test_windows_that_a_mask_says_are_not_replaced_by_full_rows():

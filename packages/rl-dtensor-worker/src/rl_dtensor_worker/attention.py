@@ -315,6 +315,9 @@ def packed_attention_forward(
     """
     layout: AttentionLayout | None = getattr(attention_mask, _LAYOUT, None)
     if layout is None:
+        if attention_mask is None and query.shape[2] == key.shape[2]:
+            # torch's attention knows no windows, which masks say where transformers makes one.
+            attention_mask = causal_band(query.shape[2], sliding_window, device=query.device)
         kwargs["sliding_window"] = sliding_window
         return _attend(module, Heads(query, key, value), attention_mask, **kwargs), None
     _require_window(module, sliding_window)

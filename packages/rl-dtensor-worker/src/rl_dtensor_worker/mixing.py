@@ -172,9 +172,11 @@ class Mixing:
     def recomputing(self) -> Generator[None, None, None]:
         """Give the blocks what the last forward gave them, for a backward pass that repeats it."""
         last, self._last = self._last, None
-        with self.using(last):
-            yield
-        self._last = None
+        try:
+            with self.using(last):
+                yield
+        finally:
+            self._last = None
 
     def choose(self, model: PreTrainedModel, way: Way, own_attention: str | None) -> None:
         """Run the blocks of `way`, and no others, on unpacked rows.
@@ -319,10 +321,11 @@ def ways_of(
     yield Way()
     with unsharded():
         beside = _mixing_blocks(model, without_attention=True)
-    if beside:
+    # The masks that are left out may be all that says how far back a token sees.
+    has_windows = _has_windows(model)
+    if beside and not (has_windows and any(beside.values())):
         yield Way(names=tuple(beside))
-    if _has_windows(model):
-        # Only the masks of a model that are replaced say how far back a token sees.
+    if has_windows:
         return
     with unsharded():
         every = tuple(_mixing_blocks(model, without_attention=False))
@@ -362,38 +365,55 @@ def take_attention(model: PreTrainedModel) -> None:
         config._attn_implementation = own
 
 
-def _mixing_blocks(model: PreTrainedModel, *, without_attention: bool) -> list[str]:
+def _mixing_blocks(model: PreTrainedModel, *, without_attention: bool) -> dict[str, bool]:
     """Return the blocks whose outputs depend on the tokens before.
+
+    By name, with whether what is left out is among what they do.
 
     Args:
         model: The model, in eval mode.
         without_attention: Leave out what dispatched attention does.
     """
     found: dict[str, bool] = {}
+    left_out: list[None] = []
+
+    def no_attention(
+        _module: nn.Module,
+        query: torch.Tensor,
+        _: object,
+        value: torch.Tensor,
+        *__: Any,
+        **___: Any,
+    ) -> tuple[torch.Tensor, None]:
+        left_out.append(None)
+        rows, heads, width, _size = query.shape
+        return value.new_zeros(rows, width, heads, value.shape[-1]), None
 
     def probe(name: str, forward: Forward, *args: Any, **kwargs: Any) -> Any:
         given = [*args, *kwargs.values()]
         hidden = next((each for each in given if _is_hidden(each)), None)
         if hidden is None:
             return forward(*args, **kwargs)
+        left_out.clear()
         changed_args, changed_kwargs = _with_other_token(hidden, args, kwargs)
         output = _first_tensor(forward(*args, **kwargs))
         changed = _first_tensor(forward(*changed_args, **changed_kwargs))
         difference = (changed - output)[:, 1:].abs().max()
-        found[name] = bool(difference > _MIXED * (changed - output).abs().max())
+        if bool(difference > _MIXED * (changed - output).abs().max()):
+            found[name] = bool(left_out)
         return forward(*args, **kwargs)
 
     undo = [_replace(block, partial(probe, name)) for name, block in blocks_of(model).items()]
     try:
         if without_attention:
-            with _attention_replaced(_no_attention):
+            with _attention_replaced(no_attention):
                 run_probe(model)
         else:
             run_probe(model)
     finally:
         for each in undo:
             each()
-    return [name for name, mixes in found.items() if mixes]
+    return found
 
 
 def run_probe(model: PreTrainedModel) -> torch.Tensor:
@@ -412,13 +432,6 @@ def _attention_replaced(function: Callable[..., Any]) -> Generator[None, None, N
         yield
     finally:
         AttentionInterface.register(attention.NAME, attention.packed_attention_forward)
-
-
-def _no_attention(
-    _module: nn.Module, query: torch.Tensor, _key: object, value: torch.Tensor, *_: Any, **__: Any
-) -> tuple[torch.Tensor, None]:
-    rows, heads, width, _size = query.shape
-    return value.new_zeros(rows, width, heads, value.shape[-1]), None
 
 
 def _is_hidden(value: object) -> bool:
