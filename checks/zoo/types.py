@@ -328,8 +328,10 @@ def build(model_type: str, directory: Path) -> None:
             if is_correction or (tensor.ndim == 1 and isinstance(tensor, torch.nn.Parameter)):
                 tensor.add_(0.1 * torch.randn_like(tensor))
         for module in model.modules():
-            # A row of zeros would tie all routers and indexers of its token.
-            if isinstance(module, torch.nn.Embedding) and module.padding_idx is not None:
+            # A row of zeros would tie all routers and indexers of its token. transformers sets
+            # Youtu's to zero as it loads it.
+            is_embedding = isinstance(module, torch.nn.Embedding) and model_type != "youtu"
+            if is_embedding and module.padding_idx is not None:
                 module.weight[module.padding_idx].normal_(0.0, 0.3)
     model.save_pretrained(directory)
     tokenizer().save_pretrained(directory)

@@ -35,7 +35,24 @@ class ForeseeingLlama(LlamaForCausalLM):
         return super().forward(inputs_embeds=embeddings + embeddings.roll(-2, 1), **kwargs)
 
 
-CLASSES = {each.__name__: each for each in (RememberingLlama, ForeseeingLlama, ShiftingLlama)}
+class MeasuringLlama(LlamaForCausalLM):
+    """Scales its embeddings by the width of the rows."""
+
+    def forward(self, input_ids, **kwargs):
+        embeddings = self.get_input_embeddings()(input_ids)
+        return super().forward(inputs_embeds=embeddings + 0.1 * input_ids.shape[1], **kwargs)
+
+
+class TrainedLlama(LlamaForCausalLM):
+    """Adds to its embeddings in training mode."""
+
+    def forward(self, input_ids, **kwargs):
+        embeddings = self.get_input_embeddings()(input_ids)
+        return super().forward(inputs_embeds=embeddings + float(self.training), **kwargs)
+
+
+_ALL = (RememberingLlama, ForeseeingLlama, ShiftingLlama, MeasuringLlama, TrainedLlama)
+CLASSES = {each.__name__: each for each in _ALL}
 
 
 def build_strange(path):

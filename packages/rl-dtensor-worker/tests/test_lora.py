@@ -355,6 +355,36 @@ def test_what_all_linear_leaves_out_is_logged(tmp_path, caplog, model_type, told
         assert re.search(f"leaves out .*{told}", caplog.text)
 
 
+@pytest.fixture
+def sharing(tmp_path):
+    """A model of two layers, the second of which has the first one's query projection."""
+    model = load(build_family(tmp_path, "llama"))
+    first, second = (layer.self_attn for layer in model.model.layers)
+    second.q_proj.weight = first.q_proj.weight
+    names = [f"model.layers.{number}.self_attn.q_proj.weight" for number in (1, 0)]
+    model.all_tied_weights_keys |= {names[0]: names[1]}
+    return model
+
+
+def adapters_of(targets):
+    return AdapterConfig(
+        r=2, lora_alpha=2, lora_dropout=0.0, target_modules=targets, adapter_path=None
+    )
+
+
+def test_layers_that_share_a_weight_get_no_adapters(sharing):
+    inject_adapters(sharing, adapters_of("all-linear"), model_name="shared")
+    adapted = {name for name, each in sharing.named_modules() if hasattr(each, "lora_A")}
+    assert not any("q_proj" in name for name in adapted)
+    assert "model.layers.1.self_attn.k_proj" in adapted
+
+
+def test_a_layer_that_shares_its_weight_is_refused_by_name(sharing):
+    told = r"target_modules=\['q_proj'\] matches model\.layers\.0\.self_attn\.q_proj, whose weight"
+    with pytest.raises(ValueError, match=told):
+        inject_adapters(sharing, adapters_of(["q_proj"]), model_name="shared")
+
+
 def test_dropout_is_for_training_alone(pools, base, adapters):
     for dropout in (0.0, 0.5):
         lora = {"adapter_path": adapters, "lora_dropout": dropout}

@@ -54,13 +54,32 @@ def starting(pools, tmp_path, class_name, *, num_ranks=1, **overrides):
             {},
             rf"policy\.model_name: ForeseeingLlama is not causal: .*{AMOUNT}",
         ),
+        (
+            "MeasuringLlama",
+            1,
+            {},
+            rf"policy\.model_name: MeasuringLlama is not causal: padding .*{AMOUNT}",
+        ),
+        (
+            "TrainedLlama",
+            1,
+            {},
+            rf"policy\.model_name: TrainedLlama computes otherwise in training .*{AMOUNT} logit.*"
+            r"policy\.dtensor_cfg\.model_dropout",
+        ),
     ],
-    ids=["packing", "layout", "sharing", "causality"],
+    ids=["packing", "layout", "sharing", "causality", "padding", "training"],
 )
 def test_what_would_be_wrong_is_refused(pools, tmp_path, class_name, num_ranks, overrides, told):
     with pytest.raises(RankFailure, match=told) as failure:
         starting(pools, tmp_path, class_name, num_ranks=num_ranks, **overrides)
     assert failure.value.kind == "ValueError"
+
+
+def test_what_is_computed_otherwise_in_training_can_be_asked_for(pools, tmp_path):
+    section = {"enabled": True, "model_dropout": True}
+    ((*warnings,),) = starting(pools, tmp_path, "TrainedLlama", dtensor_cfg=section)
+    assert not any("computes otherwise" in each for each in warnings)
 
 
 @pytest.mark.parametrize(
