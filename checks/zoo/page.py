@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import platform
+import re
 from collections.abc import Mapping
 from datetime import UTC, datetime
 from importlib.metadata import version
@@ -22,6 +23,19 @@ COLUMNS = (
     "LoRA",
     "Megatron",
 )
+# Parts of what a refusal says that differ between models, and what stands for them.
+_OF_ONE_MODEL = [
+    (re.compile(r"policy\.model_name='[^']*'"), "policy.model_name"),
+    (re.compile(r"is an? '[^']+' model"), "is a model of a type"),
+    (re.compile(r"its config \([\w-]+\)"), "its config"),
+    (re.compile(r"\b\w+(?:ForCausalLM|LMHeadModel|ForConditionalGeneration|WithLMHead)\b"), "it"),
+    (re.compile(r"\b(?!ValueError)[A-Z]\w+Attention\b"), "it"),
+    (re.compile(r"\bby \d[\d.e+-]*"), "by ..."),
+    (re.compile(r"(?<=does not run so: ).*?(?=\. Leave the key out)"), "..."),
+    (re.compile(r"model\.[\w.]+|\w+\.(?:layers|h)\.[\w.]+"), "..."),
+]
+# Of what transformers says of a type that it does not build.
+_SHORT = 120
 _HEAD = """\
 # Models
 
@@ -72,7 +86,7 @@ def write(results: Mapping[str, Outcomes]) -> str:
         "## Not built\n",
         "Types that transformers maps to a causal language model, but that do not build small:\n",
         "\n".join(
-            f"- `{name}`: {_escaped(found['model'].removeprefix('not built: '))}"
+            f"- `{name}`: {_escaped(found['model'].removeprefix('not built: '))[:_SHORT]}"
             for name, found in sorted(results.items())
             if "model" in found
         )
@@ -95,15 +109,22 @@ def _line(*cells: str) -> str:
     return f"| {' | '.join(cells)} |"
 
 
+def _reason(outcome: str) -> str:
+    """Return what a refusal says of every model that it refuses."""
+    said = outcome.removeprefix("refused: ")
+    for pattern, replacement in _OF_ONE_MODEL:
+        said = pattern.sub(replacement, said)
+    return _escaped(said)
+
+
 def _cell(outcome: str, reasons: dict[str, int]) -> str:
     """Return what stands in a cell; number a reason that is new."""
     if outcome == "equal, without a cache":
         return "slow"
-    kind, _, reason = outcome.partition(": ")
-    if kind != "refused":
+    if not outcome.startswith("refused"):
         # Wrong or a crash: never on a page that is committed, and not hidden if it were.
         return _escaped(outcome)
-    return str(reasons.setdefault(_escaped(reason), len(reasons) + 1))
+    return str(reasons.setdefault(_reason(outcome), len(reasons) + 1))
 
 
 def _escaped(text: str) -> str:
