@@ -207,8 +207,6 @@ _TYPES: dict[str, Options] = {
     "ministral": {"head_dim": 8},
     "minimax": {"layer_types": ["linear_attention", "full_attention"], "block_size": 4},
     "minimax_m2": {"rotary_dim": 4},
-    "mistral (no window)": {"sliding_window": None},
-    "mixtral": {"sliding_window": None},
     "mvp": _ENCODER_DECODER,
     "nemotron_h": {
         "layers_block_type": ["linear_attention", "moe", "full_attention", "mlp"],

@@ -195,7 +195,12 @@ def gathered_styles(
 
 
 def takes_choice(experts: nn.Module) -> bool:
-    """Return whether experts take tokens with the experts chosen for each, not sorted ones."""
+    """Return whether experts take tokens with the experts chosen for each, not sorted ones.
+
+    And know their number by the usual name, which sharding changes.
+    """
+    if not isinstance(getattr(experts, "num_experts", None), int):
+        return False
     return len(inspect.signature(type(experts).forward).parameters) > _EXPERT_ARGUMENTS
 
 
