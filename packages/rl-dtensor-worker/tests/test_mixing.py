@@ -35,6 +35,7 @@ def names_of(model):
     ]
 
 
+@pytest.mark.slow_beyond(5, every=3)
 @pytest.mark.parametrize("layout", LAYOUTS)
 @pytest.mark.parametrize("model_type", [*HYBRIDS, "gpt_oss"])
 def test_packed_and_sharded_sequences_equal_plain_ones(pools, tmp_path, model_type, layout):
