@@ -19,16 +19,16 @@ def main() -> int:
     """Return 1 if a model is wrong or crashes."""
     parser = argparse.ArgumentParser(prog="checks.zoo", description=__doc__)
     parser.add_argument("--types", default="", help="model types, separated by commas; all")
-    parser.add_argument("--columns", default="", help=f"some of {', '.join(columns.COLUMNS)}; all")
+    parser.add_argument("--columns", default="", help=f"some of {', '.join(columns.TRIES)}; all")
     parser.add_argument("--results", type=Path, help="keep outcomes there, and go on from them")
     parser.add_argument("--page", type=Path, help="write the table there")
     given = parser.parse_args()
     chosen = given.types.split(",") if given.types else types.all_types()
     if unknown := sorted(set(chosen) - set(types.all_types())):
         parser.error(f"--types: transformers has no causal language model of {unknown}")
-    wanted = given.columns.split(",") if given.columns else list(columns.COLUMNS)
-    if unknown := sorted(set(wanted) - set(columns.COLUMNS)):
-        parser.error(f"--columns: {unknown} are none of {list(columns.COLUMNS)}")
+    wanted = given.columns.split(",") if given.columns else list(columns.TRIES)
+    if unknown := sorted(set(wanted) - set(columns.TRIES)):
+        parser.error(f"--columns: {unknown} are none of {list(columns.TRIES)}")
     results = read(given.results)
     ranks = {count: Ranks(count) for count in (1, 2)}
     try:
@@ -62,11 +62,11 @@ def try_model(model_type: str, wanted: list[str], ranks: dict[int, Ranks]) -> Ou
         except ChildProcessError as error:
             found["model"] = f"not built: {' '.join(str(error).split())}"
         for name in [] if found else wanted:
-            count, function, arguments = columns.COLUMNS[name]
+            tried = columns.TRIES[name]
             try:
-                each = ranks[count].run(function, directory, *arguments)
+                each = ranks[tried.num_ranks].run(tried.function, directory, *tried.arguments)
             except ChildProcessError as error:
-                found[name] = f"crash: {' '.join(str(error).split())}"
+                found |= dict.fromkeys(tried.columns, f"crash: {' '.join(str(error).split())}")
             else:
                 found |= worst(each)
     found = {column: said.replace(directory, "...") for column, said in found.items()}

@@ -19,15 +19,15 @@ import torch
 from rl_batched_data import BatchedDataDict, SequencePackingArgs
 from rl_dtensor_worker import DTensorPolicyWorker
 from rl_dtensor_worker.parallel import mesh
-from rl_interfaces import LossInput, LossType
 from rl_megatron_worker import MegatronPolicyWorker
+from rl_policy.losses import NLLLoss
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
 from checks.zoo import types
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Generator, Mapping
+    from collections.abc import Callable, Generator
 
     Tensors = dict[str, torch.Tensor]
 
@@ -54,25 +54,6 @@ class Truth(NamedTuple):
     """The weights after one step, by the checkpoint's names."""
     gradient: float
     """The largest gradient."""
-
-
-class NegativeLogLikelihood:
-    """The mean over all tokens."""
-
-    loss_type = LossType.TOKEN_LEVEL
-    input_type = LossInput.LOGPROBS
-
-    def __call__(
-        self,
-        next_token_logits: torch.Tensor,
-        data: Mapping[str, torch.Tensor],
-        global_valid_seqs: torch.Tensor,
-        global_valid_toks: torch.Tensor,
-    ) -> tuple[torch.Tensor, dict[str, int]]:
-        """Return the loss of `[batch, seq]` log-probabilities."""
-        mask = data["token_mask"][:, 1:] * data["sample_mask"][:, None]
-        loss = -(next_token_logits[:, 1:] * mask).sum() / global_valid_toks
-        return loss, {"num_valid_samples": int(data["sample_mask"].sum())}
 
 
 def make_batch() -> BatchedDataDict[Any]:
@@ -137,12 +118,13 @@ def read(directory: Path) -> Tensors:
 
 # Columns
 
+_PADDED = ("log-probabilities", "train", "export", "refit", "generate")
+
 
 def padded(directory: str) -> dict[str, str]:
     """Score, export, send, sample and train padded rows on one rank."""
     root, batch, found = Path(directory), make_batch(), dict[str, str]()
-    columns = ("log-probabilities", "train", "export", "refit", "generate")
-    with reporting(found, *columns), worker_for(root) as worker:
+    with reporting(found, *_PADDED), worker_for(root) as worker:
         with reporting(found, "log-probabilities"):
             hold_logprobs(worker, batch, read_truth(root))
         with reporting(found, "refit"):
@@ -182,7 +164,7 @@ def adapted(directory: str) -> dict[str, str]:
     with reporting(found, "LoRA"), worker_for(root, dtensor_cfg={"lora": lora}) as worker:
         before = worker.get_logprobs(batch)["logprobs"]
         require_close(before, read_truth(root).logprobs, "log-probabilities before training")
-        worker.train(batch, NegativeLogLikelihood())
+        worker.train(batch, NLLLoss())
         logprobs = worker.get_logprobs(batch)["logprobs"]
         if torch.equal(logprobs, before):
             raise Wrong("training changes nothing")
@@ -222,16 +204,27 @@ LAYOUTS: dict[str, dict[str, Any]] = {
 }
 """Settings beside those of `config_of`, by column."""
 
-COLUMNS: dict[str, tuple[int, Callable[..., dict[str, str]], tuple[str, ...]]] = {
-    "padded": (1, padded, ()),
-    "packing": (1, in_layout, ("packing",)),
-    "cp2": (2, in_layout, ("cp2",)),
-    "tp2": (2, in_layout, ("tp2",)),
-    "tp2 + sp": (2, in_layout, ("tp2 + sp",)),
-    "LoRA": (1, adapted, ()),
-    "Megatron": (1, megatron, ()),
+
+class Try(NamedTuple):
+    """What one worker tries."""
+
+    num_ranks: int
+    function: Callable[..., dict[str, str]]
+    """Gets the directory and `arguments`, on every rank."""
+    columns: tuple[str, ...]
+    """What it returns an outcome of."""
+    arguments: tuple[str, ...] = ()
+
+
+TRIES = {
+    "padded": Try(1, padded, _PADDED),
+    "packing": Try(1, in_layout, ("packing",), ("packing",)),
+    "cp2": Try(2, in_layout, ("cp2",), ("cp2",)),
+    "tp2": Try(2, in_layout, ("tp2",), ("tp2",)),
+    "tp2 + sp": Try(2, in_layout, ("tp2 + sp",), ("tp2 + sp",)),
+    "LoRA": Try(1, adapted, ("LoRA",)),
+    "Megatron": Try(1, megatron, ("Megatron",)),
 }
-"""How many ranks run which function with which arguments."""
 
 
 # Parts of columns
@@ -262,22 +255,28 @@ class Refused(Exception):
 
 
 @contextmanager
+def refusing(when: str) -> Generator[None]:
+    """Take an error for a refusal if it names a key: any other has not been foreseen."""
+    try:
+        yield
+    except ValueError as error:
+        if not str(error).startswith("policy"):
+            raise
+        raise Refused(f"{when}{error}") from error
+
+
+@contextmanager
 def worker_of(worker_class: Any, config: dict[str, Any]) -> Generator[Any]:
     """Open a worker.
 
     Raises:
         Refused: It refuses the config; the message says whether before a process starts.
     """
-    try:
+    with refusing(""):
         worker_class.validate_config(config, world_size=int(os.environ["WORLD_SIZE"]))
-    except (ValueError, NotImplementedError) as error:
-        raise Refused(f"{error}") from error
-    try:
-        # Sharded layer by layer, as large models are.
-        with mock.patch.object(mesh, "_SMALL_BYTES", 0):
-            worker = worker_class(config, types.tokenizer(), init_reference_model=False)
-    except (ValueError, NotImplementedError) as error:
-        raise Refused(f"at the start: {error}") from error
+    # Sharded layer by layer, as large models are.
+    with refusing("at the start: "), mock.patch.object(mesh, "_SMALL_BYTES", 0):
+        worker = worker_class(config, types.tokenizer(), init_reference_model=False)
     try:
         yield worker
     finally:
@@ -320,7 +319,7 @@ def hold_logprobs(worker: Any, batch: BatchedDataDict[Any], truth: Truth) -> Non
 def hold_training(worker: Any, batch: BatchedDataDict[Any], truth: Truth) -> None:
     """Raise unless one step gives transformers' weights."""
     before = sent_by(worker)
-    worker.train(batch, NegativeLogLikelihood())
+    worker.train(batch, NLLLoss())
     after = sent_by(worker)
     require_same_names(after, truth.trained)
     relative, absolute = _GRADIENT_TOLERANCE

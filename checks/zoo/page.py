@@ -70,7 +70,7 @@ def write(results: Mapping[str, Outcomes]) -> str:
     built = {name: found for name, found in sorted(results.items()) if "model" not in found}
     reasons: dict[str, int] = {}
     rows = [
-        f"| `{name}` | {' | '.join(_cell(found.get(c, ''), reasons) for c in COLUMNS)} |"
+        f"| `{name}` | {' | '.join(_cell(found.get(c, 'not tried'), reasons) for c in COLUMNS)} |"
         for name, found in built.items()
     ]
     parts = [

@@ -6,7 +6,7 @@ import scoring_ranks
 import torch
 from family_models import EXPERTS, HYBRIDS, SIZES, build_family
 from oracle import LOGPROB_TOLERANCE, PARAMETER_TOLERANCE, load, plain_logprobs, plain_training
-from rl_dtensor_worker import mixing
+from rl_dtensor_worker import attention, mixing
 from rl_dtensor_worker.attention import Heads, packed_attention_forward, sink_attention
 from rl_dtensor_worker.mixing import Way, take_attention, ways_of
 from test_parity import assert_equal_parameters
@@ -29,7 +29,7 @@ def tiny(model_type):
 
 def names_of(model):
     """Return the leaves of the names in each way that is found for a model."""
-    take_attention(model)
+    take_attention(model, tolerance=1e-3)
     return [
         {name.rpartition(".")[2] for name in way.names} for way in ways_of(model, torch.no_grad)
     ]
@@ -86,6 +86,27 @@ def test_blocks_beside_attention_are_found_first():
 
 def test_a_model_of_attention_alone_has_none_beside_it():
     assert names_of(tiny("qwen3_moe")) == [set(), {"self_attn"}, {"self_attn"}]
+
+
+def test_an_attention_that_computes_otherwise_is_not_taken(monkeypatch):
+    model = tiny("gpt_oss")
+    take_attention(model, tolerance=1e-3)
+    assert model.config._attn_implementation == attention.NAME
+    monkeypatch.setattr(attention, "packed_attention_forward", without_sinks)
+    model = tiny("gpt_oss")
+    take_attention(model, tolerance=1e-3)
+    assert model.config._attn_implementation == "eager"
+
+
+def without_sinks(*args, s_aux, **kwargs):
+    return packed_attention_forward(*args, **kwargs)
+
+
+def test_sinks_with_capped_scores_are_refused():
+    query, key, value = torch.randn(3, 1, 2, 6, 8)
+    both = {"softcap": 2.0, "s_aux": torch.zeros(2)}
+    with pytest.raises(ValueError, match=r"policy\.model_name: sinks with capped scores"):
+        packed_attention_forward(torch.nn.Module(), query, key, value, None, **both)
 
 
 def test_a_window_holds_without_a_mask_too():

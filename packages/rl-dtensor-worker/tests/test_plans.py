@@ -9,6 +9,7 @@ import parity_ranks
 import pytest
 import torch
 import training_ranks
+from family_models import build_family
 from oracle import LOGPROB_TOLERANCE, PARAMETER_TOLERANCE, load, plain_logprobs, plain_training
 from rank_pool import RankFailure
 from rl_dtensor_worker import DTensorPolicyWorker
@@ -34,6 +35,25 @@ PACKED = {"enabled": True, "train_mb_tokens": 32, "logprob_mb_tokens": 32}
 def on_meta(config):
     with torch.device("meta"):
         return AutoModelForCausalLM.from_config(config)
+
+
+def assert_equals_plain(pools, path, section):
+    """Score and train a model on two tensor-parallel ranks, and hold it against plain loops."""
+    batch = make_batch(6)
+    results = pools(2).run(
+        parity_ranks.run_case,
+        config=make_config(path, dtensor_cfg=TP2 | section),
+        batch=batch,
+        section=None,
+        num_calls=3,
+    )
+    expected = plain_logprobs(load(path), batch)
+    parameters, _, _ = plain_training(path, batch, global_batch_size=4, num_calls=3)
+    for result in results:
+        torch.testing.assert_close(
+            result.columns["logprobs"], expected, atol=LOGPROB_TOLERANCE, rtol=0
+        )
+        assert_equal_parameters(result.parameters, parameters, PARAMETER_TOLERANCE)
 
 
 @pytest.fixture(scope="module")
@@ -158,21 +178,14 @@ def test_blocks_that_a_plan_cannot_share_equally_gather(size, count, block):
 
 
 def test_one_head_of_keys_is_trained_on_two_ranks(pools, tiny_model):
-    batch = make_batch(6)
-    results = pools(2).run(
-        parity_ranks.run_case,
-        config=make_config(tiny_model, dtensor_cfg=TP2),
-        batch=batch,
-        section=None,
-        num_calls=2,
-    )
-    expected = plain_logprobs(load(tiny_model), batch)
-    parameters, _, _ = plain_training(tiny_model, batch, global_batch_size=4, num_calls=2)
-    for result in results:
-        torch.testing.assert_close(
-            result.columns["logprobs"], expected, atol=LOGPROB_TOLERANCE, rtol=0
-        )
-        assert_equal_parameters(result.parameters, parameters, PARAMETER_TOLERANCE)
+    assert_equals_plain(pools, tiny_model, {})
+
+
+def test_no_input_is_kept_after_a_call(pools, tmp_path):
+    path = build_family(tmp_path, "gpt2", n_inner=48)
+    config = make_config(path, dtensor_cfg=TP2)
+    kept = pools(2).run(training_ranks.input_kept_after_scoring, config=config, batch=make_batch(2))
+    assert kept == [False, False]
 
 
 # Attention alone: the norms of queries and keys are of each rank's own heads, and in no plan.
@@ -181,22 +194,8 @@ def test_one_head_of_keys_is_trained_on_two_ranks(pools, tiny_model):
     ("model", "plan"), [("llama", "NAMED"), ("llama", "torch_styles"), ("qwen3", "ATTENTION")]
 )
 def test_a_custom_plan_gives_the_same_numbers(pools, tmp_path, model, plan):
-    batch, path = make_batch(6), parity_models.build(model, tmp_path)
-    section = {**TP2, "custom_parallel_plan": f"plans_for_tests.{plan}"}
-    results = pools(2).run(
-        parity_ranks.run_case,
-        config=make_config(path, dtensor_cfg=section),
-        batch=batch,
-        section=None,
-        num_calls=3,
-    )
-    expected = plain_logprobs(load(path), batch)
-    parameters, _, _ = plain_training(path, batch, global_batch_size=4, num_calls=3)
-    for result in results:
-        torch.testing.assert_close(
-            result.columns["logprobs"], expected, atol=LOGPROB_TOLERANCE, rtol=0
-        )
-        assert_equal_parameters(result.parameters, parameters, PARAMETER_TOLERANCE)
+    path = parity_models.build(model, tmp_path)
+    assert_equals_plain(pools, path, {"custom_parallel_plan": f"plans_for_tests.{plan}"})
 
 
 @pytest.mark.slow_beyond(1)
@@ -236,21 +235,7 @@ def test_other_plans_give_the_same_numbers(pools, tmp_path, make, section):
     config = make(**sizes)
     AutoModelForCausalLM.from_config(config).save_pretrained(tmp_path)
     parity_models.build_tokenizer().save_pretrained(tmp_path)
-    batch = make_batch(6)
-    results = pools(2).run(
-        parity_ranks.run_case,
-        config=make_config(str(tmp_path), dtensor_cfg=TP2 | section),
-        batch=batch,
-        section=None,
-        num_calls=3,
-    )
-    expected = plain_logprobs(load(tmp_path), batch)
-    parameters, _, _ = plain_training(tmp_path, batch, global_batch_size=4, num_calls=3)
-    for result in results:
-        torch.testing.assert_close(
-            result.columns["logprobs"], expected, atol=LOGPROB_TOLERANCE, rtol=0
-        )
-        assert_equal_parameters(result.parameters, parameters, PARAMETER_TOLERANCE)
+    assert_equals_plain(pools, str(tmp_path), section)
 
 
 def test_norms_of_heads_that_transformers_does_not_name_are_of_a_ranks_own_heads():

@@ -353,3 +353,10 @@ def largest_unit(*, config):
         units = [state._fsdp_param_group for state in states if state._fsdp_param_group is not None]
         sizes = [sum(each._orig_size.numel() for each in unit.fsdp_params) for unit in units]
         return max(sizes), worker.model.get_input_embeddings().weight.numel()
+
+
+def input_kept_after_scoring(*, config, batch):
+    """Return whether a layer's gathered input outlives the call."""
+    with worker_for(config, init_optimizer=False, init_reference_model=False) as worker:
+        worker.get_logprobs(batch)
+        return worker._engine.parallel.tensor_parallel._last_gather is not None

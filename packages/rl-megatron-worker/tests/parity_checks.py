@@ -44,8 +44,19 @@ def assert_equal_parameters(found, state, tolerance):
         assert difference <= tolerance, (name, difference)
 
 
+# How Mixtral's files name what transformers names as in Qwen's.
+_OF_MIXTRAL = {
+    ".block_sparse_moe.": ".mlp.",
+    ".w1.": ".gate_proj.",
+    ".w3.": ".up_proj.",
+    ".w2.": ".down_proj.",
+}
+
+
 def in_memory(state, name):
     """Return what a model of transformers has of a tensor that a file has; experts are fused."""
+    for in_files, ours in _OF_MIXTRAL.items():
+        name = name.replace(in_files, ours)
     if ".experts." not in name:
         return state[name]
     layer, _, rest = name.partition(".experts.")

@@ -29,7 +29,8 @@ MODELS = {
     "qwen3": {"kind": "qwen3"},
     "qwen3_moe": {"kind": "qwen3_moe"},
     "mixtral": {"kind": "mixtral"},
-    "qwen2_moe": {"kind": "qwen2_moe"},
+    # With seed 0 one gradient nearly vanishes, where Adam's direction is that of rounding.
+    "qwen2_moe": {"kind": "qwen2_moe", "seed": 1},
 }
 BATCHINGS = {"padded": None, "dynamic": "dynamic_batching", "packed": "sequence_packing"}
 

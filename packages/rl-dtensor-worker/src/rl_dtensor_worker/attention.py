@@ -145,24 +145,32 @@ def _attend(
     **kwargs: Any,
 ) -> torch.Tensor:
     """Return attention under `mask`, or causal attention, `[rows, seq, heads, head_size]`."""
-    if s_aux is not None:
-        return sink_attention(
-            heads,
-            mask,
-            sinks=s_aux,
-            scaling=kwargs.get("scaling"),
-            dropout=kwargs.get("dropout", 0.0),
-        )
-    if softcap is not None:
-        return capped_attention(
-            heads,
-            mask,
-            softcap=softcap,
-            scaling=kwargs.get("scaling"),
-            dropout=kwargs.get("dropout", 0.0),
-        )
+    given = {"scaling": kwargs.get("scaling"), "dropout": kwargs.get("dropout", 0.0)}
+    if (output := _with_sinks_or_cap(heads, mask, softcap, s_aux, **given)) is not None:
+        return output
     output, _ = sdpa_attention_forward(module, *heads, mask, **kwargs)
     return output
+
+
+def _with_sinks_or_cap(
+    heads: Heads,
+    mask: torch.Tensor | None,
+    softcap: float | None,
+    sinks: torch.Tensor | None,
+    **options: Any,
+) -> torch.Tensor | None:
+    """Return attention that torch's has no argument for; None where its own does.
+
+    Raises:
+        ValueError: A layer has both.
+    """
+    if softcap is not None and sinks is not None:
+        raise ValueError("policy.model_name: sinks with capped scores are not supported")
+    if sinks is not None:
+        return sink_attention(heads, mask, sinks=sinks, **options)
+    if softcap is not None:
+        return capped_attention(heads, mask, softcap=softcap, **options)
+    return None
 
 
 def capped_attention(
@@ -461,10 +469,9 @@ def _attend_to_chunks(
     **_: object,
 ) -> torch.Tensor:
     """Return attention of chunks of sequences to all keys before them, see `_attend`."""
-    if s_aux is not None:
-        return sink_attention(heads, mask, sinks=s_aux, scaling=scaling, dropout=dropout)
-    if softcap is not None:
-        return capped_attention(heads, mask, softcap=softcap, scaling=scaling, dropout=dropout)
+    given = {"scaling": scaling, "dropout": dropout}
+    if (output := _with_sinks_or_cap(heads, mask, softcap, s_aux, **given)) is not None:
+        return output
     # Without a mask it is aligned to the last key: a later chunk's first query sees the chunks
     # before it.
     output = attend(*heads, mask, dropout=dropout, scale=scaling)

@@ -204,6 +204,8 @@ class DTensorEngine:
                 raise
             finally:
                 reshard_model(self.model)
+                if self.parallel.tensor_parallel is not None:
+                    self.parallel.tensor_parallel.forget_input()
 
     @contextmanager
     def decoders(self) -> Generator[Callable[[Mapping[str, object]], Decoder], None, None]:
@@ -361,7 +363,7 @@ class DTensorEngine:
                     )
 
             if features:
-                keep_apart(self.model, check, self.parallel)
+                keep_apart(self.model, check, self.parallel, self.config.compute_dtype)
         return forward
 
     def _build_decoding(self) -> Decoding | None:

@@ -31,7 +31,7 @@ from rl_dtensor_worker.layout import (
     random_rows,
     token_columns_of,
 )
-from rl_dtensor_worker.mixing import MODEL_ERRORS
+from rl_dtensor_worker.mixing import ModelError, model_errors
 from rl_dtensor_worker.parallel import collectives
 from rl_dtensor_worker.parallel.structure import class_name
 from rl_dtensor_worker.parallel.styles import SEQUENCE_DIM
@@ -571,12 +571,11 @@ class Decoding:
     def _is_exact(self) -> bool:
         """Return whether decoding with a cache gives the logits of full forwards; warn if not."""
         try:
-            difference = _decoder_difference(self._forward)
-        except torch.OutOfMemoryError:
-            raise
-        except MODEL_ERRORS as error:
-            # Many of transformers' classes reckon with a cache of their own, or with none.
-            reason = f"raises {type(error).__name__} ({error})"
+            with model_errors(self._forward.model):
+                difference = _decoder_difference(self._forward)
+        except ModelError as error:
+            # Many of transformers' classes expect a cache of their own, or none.
+            reason = f"raises {error}"
         else:
             # `<=`, so that NaN is a difference.
             if difference <= self._tolerance:

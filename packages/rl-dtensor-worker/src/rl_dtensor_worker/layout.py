@@ -25,10 +25,11 @@ from rl_dtensor_worker.attention import (
     use_packed_attention,
 )
 from rl_dtensor_worker.mixing import (
-    MODEL_ERRORS,
     Mixing,
+    ModelError,
     PackedSequenceRows,
     PaddedRows,
+    model_errors,
     run_probe,
     take_attention,
     ways_of,
@@ -471,9 +472,10 @@ def check_causality(
     Raises:
         ValueError: It does; the message names the class and the difference.
     """
-    random = random_rows(model.config.get_text_config().vocab_size)
+    vocab_size = model.config.get_text_config().vocab_size
+    random = random_rows(vocab_size)
     tokens = random["input_ids"][:1].repeat(2, 1)
-    tokens[1, -1] = (tokens[0, -1] + 1) % model.config.get_text_config().vocab_size
+    tokens[1, -1] = (tokens[0, -1] + 1) % vocab_size
     twice = SlicedDataDict({"input_ids": tokens, "input_lengths": random["input_lengths"][[0, 0]]})
     width = int(random["input_lengths"][1])
     alone = random.select_indices(torch.tensor([1]))
@@ -530,7 +532,10 @@ def check_modes(
 
 
 def keep_apart(
-    model: PreTrainedModel, check: Callable[[], None], parallel: ParallelContext
+    model: PreTrainedModel,
+    check: Callable[[], None],
+    parallel: ParallelContext,
+    compute_dtype: torch.dtype,
 ) -> None:
     """Find out which blocks have to be run on unpacked rows for `check` to pass. Collective.
 
@@ -539,7 +544,7 @@ def keep_apart(
     """
     mixing, first, own = parallel.mixing, None, model.config._attn_implementation
     with parallel.unsharded_sequences():
-        take_attention(model)
+        take_attention(model, tolerance=TOLERANCES[compute_dtype])
     mixing.attention = model.config._attn_implementation
     for way in ways_of(model, parallel.unsharded_sequences):
         mixing.choose(model, way, own)
@@ -593,10 +598,9 @@ def check_layout(
     with parallel.unsharded_sequences():
         expected = score(MicroBatch(span=span, rows=rows))
     try:
-        found = score(MicroBatch(span=span, rows=rows, packed=packed, shared=shared))
-    except MODEL_ERRORS as error:
-        if str(error).startswith("policy"):
-            raise
+        with model_errors(model):
+            found = score(MicroBatch(span=span, rows=rows, packed=packed, shared=shared))
+    except ModelError as error:
         raise ValueError(
             f"policy.{feature}: {class_name(model)} does not run so: {error}. Leave the key out"
         ) from error

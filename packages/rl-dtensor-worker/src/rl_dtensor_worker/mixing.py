@@ -15,7 +15,8 @@ state before a block, and looking at the others after it.
 from __future__ import annotations
 
 import inspect
-from contextlib import contextmanager
+import math
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING, Any, Protocol
@@ -25,6 +26,7 @@ from transformers import AttentionInterface
 
 from rl_dtensor_worker import attention
 from rl_dtensor_worker.parallel import collectives
+from rl_dtensor_worker.parallel.fsdp import abandon_pass
 from rl_dtensor_worker.parallel.structure import blocks_of
 from rl_dtensor_worker.parallel.styles import Style
 
@@ -39,8 +41,8 @@ if TYPE_CHECKING:
 
     Forward = Callable[..., Any]
 
-# What a model raises that reckons with other shapes, masks or caches than it gets.
-MODEL_ERRORS = (
+# What a model raises that expects other shapes, masks or caches than it gets.
+_MODEL_ERRORS = (
     AssertionError,
     AttributeError,
     IndexError,
@@ -71,6 +73,27 @@ _WITHOUT_WINDOWS = frozenset(
 _WINDOWS = ("sliding_window", "attention_chunk_size", "attention_window_size", "window_size")
 # Relative to the largest output: what a change of one token's hidden state does to the others'.
 _MIXED = 1e-3
+
+
+class ModelError(Exception):
+    """A model's forward raises, as it expects other shapes, masks or caches than it gets."""
+
+
+@contextmanager
+def model_errors(model: PreTrainedModel) -> Generator[None, None, None]:
+    """Raise `ModelError` for what a forward inside raises; what is refused stays as it is.
+
+    FSDP is as before the forward. A lack of memory says nothing of the model.
+    """
+    try:
+        yield
+    except torch.OutOfMemoryError:
+        raise
+    except _MODEL_ERRORS as error:
+        if str(error).startswith("policy"):
+            raise
+        abandon_pass(model)
+        raise ModelError(f"{type(error).__name__}: {error}") from error
 
 
 class Sequences(Protocol):
@@ -318,25 +341,36 @@ def ways_of(
         model: The model, in eval mode.
         unsharded: Opens a context in which sequences are not sharded.
     """
+
+    def mixing_blocks(*, without_attention: bool) -> dict[str, bool]:
+        try:
+            with unsharded(), model_errors(model):
+                return _mixing_blocks(model, without_attention=without_attention)
+        except ModelError:
+            # Its blocks do not run without their attention, or twice: none can be chosen.
+            return {}
+
     yield Way()
-    with unsharded():
-        beside = _mixing_blocks(model, without_attention=True)
+    beside = mixing_blocks(without_attention=True)
     # The masks that are left out may be all that says how far back a token sees.
     has_windows = _has_windows(model)
     if beside and not (has_windows and any(beside.values())):
         yield Way(names=tuple(beside))
     if has_windows:
         return
-    with unsharded():
-        every = tuple(_mixing_blocks(model, without_attention=False))
-    for takes_mask in (False, True):
-        yield Way(names=every, takes_mask=takes_mask, has_attention=True)
+    if every := tuple(mixing_blocks(without_attention=False)):
+        for takes_mask in (False, True):
+            yield Way(names=every, takes_mask=takes_mask, has_attention=True)
 
 
-def take_attention(model: PreTrainedModel) -> None:
-    """Switch a model to this package's attention if it dispatches its own.
+def take_attention(model: PreTrainedModel, *, tolerance: float) -> None:
+    """Switch a model to this package's attention if it dispatches its own, and computes the same.
 
     A model that an option has given another attention keeps that.
+
+    Args:
+        model: The model, in eval mode.
+        tolerance: By how much logits may differ, relative to the largest.
     """
     config = model.config
     own = config._attn_implementation
@@ -344,7 +378,7 @@ def take_attention(model: PreTrainedModel) -> None:
     is_default = own == "sdpa" or (own == "eager" and not model._supports_sdpa)
     if not is_default:
         return
-    calls: list[bool] = []
+    expected, calls = run_probe(model), list[bool]()
 
     def record(*args: Any, **kwargs: Any) -> tuple[torch.Tensor, None]:
         tensors = {name for name, value in kwargs.items() if isinstance(value, torch.Tensor)}
@@ -353,15 +387,13 @@ def take_attention(model: PreTrainedModel) -> None:
 
     attention.register_attention()
     config._attn_implementation = attention.NAME
-    try:
-        with _attention_replaced(record):
-            run_probe(model)
-    except torch.OutOfMemoryError:
-        raise
-    except MODEL_ERRORS:
-        # By hand, and with a mask that only its own kind of attention has.
-        calls.append(False)
-    if not (calls and all(calls)):
+    difference = math.inf
+    # It may be by hand, with a mask that only its own kind of attention has.
+    with suppress(ModelError), model_errors(model), _attention_replaced(record):
+        found = run_probe(model)
+        difference = float((found - expected).abs().max() / expected.abs().max())
+    # `not <=` rather than `>`, so that NaN fails.
+    if not (calls and all(calls) and difference <= tolerance):
         config._attn_implementation = own
 
 

@@ -13,6 +13,7 @@ import functools
 import inspect
 import re
 from collections import Counter
+from contextlib import suppress
 from typing import TYPE_CHECKING
 
 from torch import nn
@@ -219,11 +220,14 @@ def _used_without_a_call(name: str, block: nn.Module) -> set[str]:
 
 @functools.cache
 def _source_of(module_class: type) -> str:
-    """Return the source of a module's class; empty where there is none."""
-    try:
-        return inspect.getsource(module_class)
-    except (OSError, TypeError):
-        return ""
+    """Return the source of a model's class and of its bases; empty where there is none."""
+    bases = [each for each in module_class.__mro__ if not each.__module__.startswith("torch.")]
+    found = ""
+    for each in bases:
+        # Builtins, and classes that were made at run time, have none.
+        with suppress(OSError, TypeError):
+            found += inspect.getsource(each)
+    return found
 
 
 def _is_experts(module: nn.Module, tensor_parallel_size: int) -> bool:

@@ -112,6 +112,10 @@ class TensorParallel:
         finally:
             self._input_is_gathered = False
 
+    def forget_input(self) -> None:
+        """Release the last gathered input, which a model without `reduce_output` would keep."""
+        self._last_gather = None
+
     @property
     def input_is_full(self) -> bool:
         """Whether a surrounding block has gathered the sequences."""
@@ -123,7 +127,7 @@ class TensorParallel:
         With sequence parallelism: its local chunk along the sequence.
         """
         # The next layer's input is another tensor; holding this one would only keep memory.
-        self._last_gather = None
+        self.forget_input()
         if self.sequence_parallel:
             return collectives.reduce_scatter_to_group(values, self.group, SEQUENCE_DIM)
         return collectives.reduce_from_group(values, self.group)
