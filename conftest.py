@@ -4,11 +4,21 @@ import atexit
 import os
 import tempfile
 from collections import Counter
+from collections.abc import Generator
 
 import pytest
 
 # Tensors of tests are tiny, and other tests run beside them: more threads only wait for each other.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    """Add the option of sessions that run slow tests, after others have run the fast ones."""
+    parser.addoption(
+        "--sample-fast",
+        action="store_true",
+        help="of the tests that are not slow, run the first of each file",
+    )
 
 
 def pytest_configure() -> None:
@@ -20,9 +30,23 @@ def pytest_configure() -> None:
         atexit.register(directory.cleanup)
 
 
-# Before pytest's own, which reads `-m`.
-@pytest.hookimpl(tryfirst=True)
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+# Around pytest's own, which reads `-m`.
+@pytest.hookimpl(wrapper=True, tryfirst=True)
+def pytest_collection_modifyitems(
+    config: pytest.Config, items: list[pytest.Item]
+) -> Generator[None, None, None]:
+    """Mark as slow what `slow_beyond` says, and leave out what `--sample-fast` does."""
+    mark_slow(items)
+    yield
+    if config.getoption("sample_fast"):
+        fast = [item for item in items if not item.get_closest_marker("slow")]
+        firsts = {item.path: item for item in reversed(fast)}
+        dropped = {item for item in fast if item is not firsts[item.path]}
+        config.hook.pytest_deselected(items=dropped)
+        items[:] = [item for item in items if item not in dropped]
+
+
+def mark_slow(items: list[pytest.Item]) -> None:
     """Mark as slow what `slow_beyond` says: most cases of a test that has many of one property."""
     num_cases: Counter[str] = Counter()
     for item in items:

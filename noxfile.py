@@ -97,6 +97,8 @@ WITH_VLLM = ROOT / ".nox" / f"with-vllm-{sys.version_info.major}.{sys.version_in
 
 # What `uv run nox` runs of the tests; the sessions tagged `full` run the others.
 FAST = f"not slow and {NO_DEVICE}"
+# Of the fast tests a sample shows that an installation has what they need.
+AFTER_FAST = ("--sample-fast", "--durations=10")
 # No test may fetch a model or report usage, whatever the machine could reach. Tests start processes
 # by the hundred, each of which would compile all that it imports if none were to keep the bytecode.
 ENVIRONMENT = {
@@ -247,7 +249,7 @@ def apart_vllm(session: nox.Session) -> None:
             paths, expression = paths_to_test(requirement)
             # A package after the other, as modules beside the tests may share a name.
             for _, group_of in itertools.groupby(paths, lambda path: path.partition("/tests/")[0]):
-                arguments = [*group_of, "-m", expression, "--durations=10", *session.posargs]
+                arguments = [*group_of, "-m", expression, *AFTER_FAST, *session.posargs]
                 run_with_vllm(session, "pytest", *arguments)
     print(format_table(measured))
 
@@ -257,8 +259,9 @@ def apart_vllm(session: nox.Session) -> None:
 def apart(session: nox.Session, package: str) -> None:
     """Install a package alone, then with each extra: what it brings, loads, weighs and takes.
 
-    Then its tests of that extra are run, or the slow ones of those that need none. One environment
-    holds exactly one requirement after the other, so that what they share is compiled once.
+    Then its slow tests are run that need that extra, or none, and a sample of the fast ones. One
+    environment holds exactly one requirement after the other, so that what they share is compiled
+    once.
     """
     measured = {}
     for requirement in requirements_of(package):
@@ -271,20 +274,20 @@ def apart(session: nox.Session, package: str) -> None:
         paths, expression = paths_to_test(requirement)
         if paths:
             install_exactly(session, *wheels, *beside(package), *group("test"))
-            arguments = [*paths, "-m", expression, "--durations=10", *session.posargs]
+            arguments = [*paths, "-m", expression, *AFTER_FAST, *session.posargs]
             session.run("pytest", *arguments, env=ENVIRONMENT)
     print(format_table(measured))
 
 
 @nox.session(reuse_venv=True, tags=["full"])
 def docs(session: nox.Session) -> None:
-    """Build the documentation site, with warnings as errors, and run every code block."""
+    """Build the documentation site, with warnings as errors, and run the code of slow pages."""
     everything = [part for name in PROJECTS for part in editable(TESTED_AS.get(name, name))]
     install(session, *everything, *group("docs"))
     session.run("mkdocs", "build", "--strict", "--quiet", "--config-file", "docs/mkdocs.yml")
     # A page is a process of its own.
     ways = ("--numprocesses=2", "--dist=worksteal", "--durations=5")
-    arguments = ["docs/tests", "-m", NO_DEVICE, *ways, *session.posargs]
+    arguments = ["docs/tests", "-m", f"slow and {NO_DEVICE}", *ways, *session.posargs]
     session.run("pytest", *arguments, env=ENVIRONMENT)
 
 

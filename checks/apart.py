@@ -134,8 +134,8 @@ def device_tests() -> dict[str, list[str]]:
 def paths_to_test(requirement: str) -> tuple[list[str], str]:
     """Return what pytest is to run where `requirement` is installed: paths, and `-m`.
 
-    For an extra these are the tests that need it. The others have been run from the sources by
-    `nox -s tests`, but for the slow ones, which are run where the package is installed alone.
+    For an extra these are the tests that need it; the slow ones of the others are run where the
+    package is installed alone. All that are fast have been run from the sources by `nox -s tests`.
     """
     needed = needed_by_tests()
     wanted = Requirement(requirement)

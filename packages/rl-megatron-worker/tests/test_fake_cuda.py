@@ -1,8 +1,10 @@
 """The worker on a CUDA device that computes nothing, against `fake_cuda_limits.toml`.
 
-Numbers are maxima: a person edits the list, see `rl_interfaces.testing.fake_cuda.limits`.
+Numbers are maxima: a person edits the list, see `rl_interfaces.testing.fake_cuda.limits`. Some
+layouts are measured by default, every one with `PARITY=all`.
 """
 
+import os
 from pathlib import Path
 
 import pytest
@@ -16,7 +18,9 @@ from rl_interfaces.testing.fake_cuda import (
 
 _TESTS = Path(__file__).parent
 _LIMITS = read_limits(_TESTS / "fake_cuda_limits.toml")
-_FAST = ["dp2_packed"]  # the others are slow
+_FAST = ["dp2_packed"]
+_SLOW = ["dp2_experts", "tp2_sp", "pp2_virtual", "cp2_packed", "ep2"]
+_AT_A_TIME = 5  # in one process, well within the limit of a test
 # Of a `train` call, whatever its size: the ranks' rows, the losses' counts, and the results.
 _READS_PER_CALL = 3
 _NUM_STEPS = 2
@@ -52,10 +56,18 @@ def test_a_layout_is_within_the_list():
     assert problems(measure(_FAST)) == []
 
 
+def groups():
+    """Return the cases of each slow test."""
+    cases = [case for case in _LIMITS if case not in _FAST]
+    if os.environ.get("PARITY") != "all":
+        cases = _SLOW
+    return [cases[first : first + _AT_A_TIME] for first in range(0, len(cases), _AT_A_TIME)]
+
+
 @pytest.mark.slow
-def test_every_layout_is_within_the_list():
-    found = measure([case for case in _LIMITS if case not in _FAST])
-    assert problems(found) == []
+@pytest.mark.parametrize("cases", groups(), ids=",".join)
+def test_other_layouts_are_within_the_list(cases):
+    assert problems(measure(cases)) == []
 
 
 def test_the_list_has_every_layout_of_the_parity_table():

@@ -55,6 +55,7 @@ def test_the_reward_margin_rises(alone):
     assert "Held-out accuracy" in output
 
 
+@pytest.mark.slow
 def test_two_ranks_train_and_measure_as_one_does(alone, run_on):
     # An odd number of held-out pairs: to give each rank half of the rows would part one of them.
     one, two = (

@@ -53,6 +53,7 @@ def sockets_of_a_run(directory):
     return seen
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(240)
 def test_nothing_of_a_run_can_be_reached_from_another_machine(tmp_path):
     seen = sockets_of_a_run(tmp_path)

@@ -97,7 +97,9 @@ LAYOUTS = [
     pytest.param((1, {}), id="one rank", marks=pytest.mark.slow),
     pytest.param((2, {}), id="two ranks"),
     pytest.param(
-        (2, {"tensor_parallel_size": 2, "sequence_parallel": True}), id="two ranks share layers"
+        (2, {"tensor_parallel_size": 2, "sequence_parallel": True}),
+        id="two ranks share layers",
+        marks=pytest.mark.slow,
     ),
 ]
 
@@ -357,9 +359,8 @@ def fixed_losses(cluster, model_path, tokenizer):
         policy.shutdown()
 
 
-@pytest.mark.parametrize(
-    "section", [pytest.param("dynamic_batching", marks=pytest.mark.slow), "sequence_packing"]
-)
+@pytest.mark.slow
+@pytest.mark.parametrize("section", ["dynamic_batching", "sequence_packing"])
 def test_planned_micro_batches_give_what_fixed_ones_give(
     cluster, model_path, tokenizer, plain_model, fixed_losses, section
 ):

@@ -313,6 +313,7 @@ def test_an_exception_in_the_loss_reaches_the_caller(cluster, config, tokenizer,
         assert policy.shutdown() is False
 
 
+@pytest.mark.slow
 def test_a_policy_may_use_a_part_of_the_bundles_and_other_weights(
     cluster, config, tokenizer, losses, trained
 ):
@@ -358,6 +359,7 @@ def test_a_save_in_the_background_is_waited_for(cluster, config, tokenizer, tmp_
     assert (tmp_path / "last" / "note.txt").exists()
 
 
+@pytest.mark.slow
 def test_a_save_in_the_background_that_failed_is_said_by_shutdown(
     cluster, config, tokenizer, tmp_path
 ):
@@ -410,6 +412,7 @@ def test_a_policy_that_never_started_shuts_down_in_silence(tokenizer, recwarn):
     assert not recwarn.list
 
 
+@pytest.mark.slow
 def test_shutdown_leaves_no_process(cluster, config, tokenizer, wait_until_gone):
     policy = Policy(cluster, config(), tokenizer)
     pids = [info["pid"] for info in policy.get_gpu_info()]

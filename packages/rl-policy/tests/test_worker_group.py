@@ -207,6 +207,7 @@ def test_a_constructor_that_raises_leaves_nothing(cluster, probe, tmp_path, wait
     wait_until_gone(pids)
 
 
+@pytest.mark.slow
 def test_a_start_that_hangs_is_ended(cluster, probe, tmp_path, wait_until_gone):
     kwargs = {"pid_dir": str(tmp_path), "hang_on_rank": 0}
     # The other rank has to start within this, also on a busy machine.
