@@ -197,6 +197,10 @@ def check_files_are_read(blocks, steps):
 def run_page(steps, environment):
     """Run the steps of a page in a process of its own, in the working directory."""
     environment["PATH"] = os.pathsep.join([str(Path(sys.executable).parent), environment["PATH"]])
+    # What a page's commands leave there, as torchrun does, goes with the page.
+    temporary = Path("temporary").resolve()
+    temporary.mkdir()
+    environment["TMPDIR"] = str(temporary)
     plan = Path("steps.json")
     plan.write_text(json.dumps(steps))
     runner = Path(__file__).with_name("page_runner.py")

@@ -18,6 +18,8 @@ from tiny_model import build_tokenizer, make_batch, make_config
 from transformers import AutoModelForCausalLM
 from transformers.models.llama.modeling_llama import LlamaAttention
 
+# It goes with the process.
+_MODELS = tempfile.TemporaryDirectory()
 GLOBAL_BATCH, NUM_ROWS = 8, 16
 NUM_STEPS = NUM_ROWS // GLOBAL_BATCH
 # Two layers, and how many more show what one of them costs.
@@ -77,7 +79,7 @@ def build(num_layers):
     """Write a tiny Llama with this many layers; return its folder."""
     config = copy.deepcopy(parity_models.CONFIGS["llama"])
     config.num_hidden_layers = num_layers
-    path = tempfile.mkdtemp()
+    path = tempfile.mkdtemp(dir=_MODELS.name)
     AutoModelForCausalLM.from_config(config, dtype=torch.float32).save_pretrained(path)
     build_tokenizer().save_pretrained(path)
     return path

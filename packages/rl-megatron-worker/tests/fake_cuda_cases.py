@@ -14,6 +14,8 @@ from rl_megatron_worker.parallel.schedule import Schedule
 from tiny_models import build_tiny
 from worker_ranks import BUDGET, rows_of, worker_for
 
+# It goes with the process.
+_MODELS = tempfile.TemporaryDirectory()
 GLOBAL_BATCH, NUM_ROWS, HIDDEN_SIZE = 8, 16, 32
 NUM_STEPS = NUM_ROWS // GLOBAL_BATCH
 _PACKED, _DYNAMIC = "sequence_packing", "dynamic_batching"
@@ -80,7 +82,7 @@ def numbers_of_case(case, *_):
     more = stages * sizes.get("virtual_pipeline_model_parallel_size", 1)
     added = more if "num_layers_in_first_pipeline_stage" in sizes else more // stages
     shallow, deep = (
-        build_tiny(tempfile.mkdtemp(), kind, num_hidden_layers=count)
+        build_tiny(tempfile.mkdtemp(dir=_MODELS.name), kind, num_hidden_layers=count)
         for count in (layers, layers + more)
     )
     with job(case) as device, worker_for(config_of(case, shallow)) as worker:

@@ -5,14 +5,20 @@ import os
 import shutil
 import signal
 import subprocess
-import sys
-import time
-from pathlib import Path
 
 import pytest
 import ray
 import torch
 import yaml
+from recipe_runs import (
+    MODULE,
+    PHASES,
+    TWO_RANKS,
+    descendants,
+    measured,
+    wait_until,
+    write_workplace,
+)
 from rl_policy.cli import build_app
 from rl_policy.run.metrics import read_metrics
 from transformers import AutoModelForCausalLM, AutoTokenizer
@@ -20,47 +26,11 @@ from typer.testing import CliRunner
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(600), pytest.mark.needs("rl-policy[dtensor]")]
 
-MODULE = [sys.executable, "-c", "from rl_policy.cli import main; main()"]
-TWO_RANKS = "cluster.bundle_ct_per_node_list=[2]"
-CONFIG = {
-    # Each rank is a process of its own, which takes seconds to start.
-    "cluster": {"bundle_ct_per_node_list": [1]},
-    "data": {"num_heldout": 16, "num_validation": 16},
-    "policy": {
-        "train_global_batch_size": 8,
-        "train_micro_batch_size": 4,
-        "logprob_batch_size": 8,
-        "optimizer": {"kwargs": {"lr": 1.0e-3}},
-        "generation": {"max_new_tokens": 2},
-        "timeout_s": 120,
-    },
-    "sft": {
-        "steps": 40,
-        "eval_every": 4,
-        "stop_pass_rate": 0.7,
-        "pass_samples": 2,
-        "policy": {
-            "train_global_batch_size": 32,
-            "train_micro_batch_size": 16,
-            "optimizer": {"kwargs": {"lr": 6.0e-3}},
-        },
-    },
-    "grpo": {"steps": 4, "prompts_per_step": 4, "samples_per_prompt": 4, "eval_every": 2},
-    "checkpoint": {"every": 2, "keep_last": 2},
-}
-# What a step measures by a clock differs from run to run.
-PHASES = ("move_s", "generate_s", "reward_s", "logprob_s", "train_s")
-TIMES = {"tokens_per_s", "step_s", *PHASES}
-
 
 @pytest.fixture(scope="module")
 def workplace(tmp_path_factory):
     """Return a directory with a configuration, and problems that are learnt in a few steps."""
-    path = tmp_path_factory.mktemp("recipes")
-    problems = [{"prompt": f"{number}?", "answer": str(number % 2)} for number in range(200)]
-    (path / "problems.jsonl").write_text("".join(json.dumps(each) + "\n" for each in problems))
-    (path / "run.yaml").write_text(yaml.safe_dump(CONFIG))
-    return path
+    return write_workplace(tmp_path_factory.mktemp("recipes"))
 
 
 @pytest.fixture(scope="module")
@@ -101,14 +71,6 @@ def start(workplace, environment, monkeypatch):
         assert result.exit_code == 0, result.stderr
 
     return start
-
-
-def measured(directory):
-    """Return all metrics but the times."""
-    return [
-        {name: value for name, value in row.items() if name not in TIMES}
-        for row in read_metrics(directory / "metrics.jsonl")
-    ]
 
 
 def test_a_run_leaves_its_metrics(run, workplace):
@@ -309,19 +271,3 @@ def test_a_terminated_run_ends_the_ray_that_it_started(workplace, wait_until_gon
     assert "Traceback" not in errors
     assert "SIGABRT" not in errors
     wait_until_gone(children)
-
-
-def descendants(pid):
-    """Return the processes that a process has started, and those that they have."""
-    try:
-        children = Path(f"/proc/{pid}/task/{pid}/children").read_text().split()
-    except FileNotFoundError:
-        return []
-    return [each for child in map(int, children) for each in (child, *descendants(child))]
-
-
-def wait_until(condition, *, limit_s):
-    deadline = time.monotonic() + limit_s
-    while not condition():
-        assert time.monotonic() < deadline, "the condition did not come true"
-        time.sleep(0.1)

@@ -8,7 +8,6 @@ from __future__ import annotations
 import errno
 import os
 import signal
-import traceback
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -63,7 +62,8 @@ Resume = Annotated[
         parser=Path,
         metavar="PATH",
         help="Continue the run of this directory from its newest checkpoint, with its "
-        "configuration; only the number of steps and checkpoint.* can be overridden.",
+        "configuration; only the number of steps, cluster.restarts and checkpoint.* can be "
+        "overridden.",
         show_default="none",
     ),
 ]
@@ -147,14 +147,15 @@ def _command(
 
 def _known_end(error: Exception, directory: RunDirectory) -> list[str] | None:
     """Return the lines for an end that a traceback would not explain; None for any other."""
-    from rl_policy.ray.worker_group import WorkerDiedError
+    from rl_policy.ray.worker_group import death_behind
 
     if os.strerror(errno.ENOSPC) in str(error):
         return [f"error: {' '.join(str(error).split())}", "the checkpoints before it are whole"]
-    if isinstance(error, WorkerDiedError):
-        directory.failure.write_text(traceback.format_exc())
+    death = death_behind(error)
+    if death is not None:
+        directory.record_failure(error)
         return [
-            f"error: {error.summary}: {error.reason}",
+            f"error: {death.summary}: {death.reason}",
             f"all that Ray reports of it is in {directory.failure}",
         ]
     return None

@@ -147,7 +147,7 @@ class Section(BaseModel):
 
 
 class ClusterSection(Section):
-    """The devices. The keys are the arguments of `rl_policy.RayVirtualCluster`."""
+    """The devices. The keys but `restarts` are the arguments of `rl_policy.RayVirtualCluster`."""
 
     bundle_ct_per_node_list: list[Annotated[int, Field(ge=1, le=MOST)]] = Field(
         default=[2], min_length=1
@@ -159,6 +159,13 @@ class ClusterSection(Section):
     """Most GPUs that a node has."""
     placement_group_strategy: Literal["SPREAD", "PACK", "STRICT_SPREAD", "STRICT_PACK"] = "SPREAD"
     """Ray's strategy for the workers of a node."""
+    restarts: int = Field(default=0, ge=0, le=MOST)
+    """How often a worker may die before the run ends: until then all workers are started again, and
+    continue from the newest checkpoint."""
+
+    def arguments(self) -> dict[str, Any]:
+        """Return the arguments of `rl_policy.RayVirtualCluster`."""
+        return self.model_dump(exclude={"restarts"})
 
 
 class TinyModelSection(Section):
@@ -398,13 +405,13 @@ def override_resumed(config: RunConfig, overrides: Sequence[str]) -> RunConfig:
 
     Args:
         config: That of the interrupted run.
-        overrides: `section.key=value`; only the recipe's numbers of steps and `checkpoint.*`,
-            which leave the steps taken so far valid.
+        overrides: `section.key=value`; only the recipe's numbers of steps, `cluster.restarts` and
+            `checkpoint.*`, which leave the steps taken so far valid.
 
     Raises:
         ValueError: Another key, or an invalid value.
     """
-    allowed = find_recipe(config.recipe).step_keys
+    allowed = [*find_recipe(config.recipe).step_keys, "cluster.restarts"]
     for override in overrides:
         key = override.partition("=")[0]
         if key not in allowed and not key.startswith("checkpoint."):

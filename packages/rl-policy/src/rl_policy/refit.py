@@ -19,6 +19,8 @@ from typing import TYPE_CHECKING, Generic, Protocol, TypeVar
 
 from rl_refit.compat.handles import group_keys
 
+from rl_policy.ray.worker_group import WorkerDiedError
+
 if TYPE_CHECKING:
     from rl_policy.policy import Policy
 
@@ -216,10 +218,13 @@ class WeightLink(Generic[CallT]):
     def _drain(self, receiving: CallT, error: Exception) -> None:
         """Wait for the receivers of a failed refit, so that the engines can take the next call.
 
-        Their own failure, if any, is added to `error` as a note.
+        Their own failure, if any, is added to `error` as a note. A death explains `error`, and is
+        raised in its place.
         """
         try:
             self._engines.wait_for_update(receiving)
+        except WorkerDiedError:
+            raise
         except Exception as theirs:
             error.add_note(f"the engines: {type(theirs).__name__}: {theirs}")
 

@@ -166,6 +166,14 @@ class WorkerDiedError(WorkerGroupError):
         self.reason = reason
 
 
+def death_behind(error: BaseException) -> WorkerDiedError | None:
+    """Return the death of a rank that an exception was raised for, or while handling; else None."""
+    seen: BaseException | None = error
+    while seen is not None and not isinstance(seen, WorkerDiedError):
+        seen = seen.__cause__ or seen.__context__
+    return seen
+
+
 class RemoteTraceback(Exception):
     """The traceback on the rank, as the cause of the exception that the driver raises."""
 

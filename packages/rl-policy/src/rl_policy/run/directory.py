@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 import os
 import shutil
+import traceback
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from datetime import datetime
@@ -77,6 +78,12 @@ class RunDirectory:
             write_durably(self.config, render_run_config(config))
         except OSError as error:
             raise ValueError(f"{self.config} cannot be written: {error}") from error
+
+    def record_failure(self, error: Exception) -> None:
+        """Append an exception that a worker's death has raised, with all that Ray reports of it."""
+        with self.failure.open("a", encoding="utf-8") as file:
+            file.write(f"{datetime.now():%Y-%m-%d %H:%M:%S}\n")
+            file.writelines(traceback.format_exception(error))
 
     def _refusal(self, reason: object) -> str:
         return f"--out {self.path} cannot be created: {reason}"

@@ -13,7 +13,8 @@ from rl_policy.config import RunConfig, Settings
 from rl_policy.data.tiny_model import build_tiny_model, tiny_model_config
 from rl_policy.policy import Policy
 from rl_policy.ray.cluster import SESSION, RayVirtualCluster
-from rl_policy.recipes import find_recipe
+from rl_policy.ray.worker_group import death_behind
+from rl_policy.recipes import Recipe, find_recipe
 from rl_policy.run.directory import (
     Checkpoint,
     CheckpointManager,
@@ -79,7 +80,7 @@ def open_cluster(config: RunConfig) -> Iterator[RayVirtualCluster]:
     """Yield the devices of the policy, which colocated engines share, and release them."""
     shares = config.has_engines and config.is_colocated
     cluster = RayVirtualCluster(
-        **config.cluster.model_dump(), max_colocated_worker_groups=2 if shares else 1
+        **config.cluster.arguments(), max_colocated_worker_groups=2 if shares else 1
     )
     engine_bundles = config.engine_bundles if config.has_engines and not shares else []
     # A local Ray is started with the logical CPUs that its first user asks for: a placement group
@@ -267,6 +268,7 @@ class RunSummary:
         first_score: The first score that was measured on held-out data; None if none was.
         last_score: The last.
         seconds: Of this call, which may have resumed a run.
+        restarts: How often its workers were started again, as one had died.
         final: The trained model.
     """
 
@@ -275,6 +277,7 @@ class RunSummary:
     first_score: float | None
     last_score: float | None
     seconds: float
+    restarts: int
     final: Path
 
     def __str__(self) -> str:
@@ -284,11 +287,17 @@ class RunSummary:
             score = (
                 f"Held-out {self.score_name} {self.first_score:.3f} -> {self.last_score:.3f} in "
             )
-        return f"{score}{self.steps} steps ({self.seconds:.0f} s); the model is in {self.final}"
+        restarts = f", {self.restarts} restarts" if self.restarts else ""
+        return (
+            f"{score}{self.steps} steps ({self.seconds:.0f} s{restarts}); "
+            f"the model is in {self.final}"
+        )
 
 
 def execute(inputs: RunInputs, directory: RunDirectory, *, display: RunDisplay) -> RunSummary:
     """Carry out a run, or the rest of it, in a directory that holds its configuration.
+
+    Where a worker dies, it goes on from the newest checkpoint as often as `cluster.restarts` says.
 
     Args:
         inputs: What `prepare_inputs` returned.
@@ -296,11 +305,9 @@ def execute(inputs: RunInputs, directory: RunDirectory, *, display: RunDisplay) 
         display: Shows the progress.
     """
     started = perf_counter()
-    config = inputs.config
-    recipe = find_recipe(config.recipe)
-    with open_cluster(config) as cluster:
-        session = Session(inputs=inputs, directory=directory, cluster=cluster, display=display)
-        recipe.run(session, base_model(session))
+    recipe, restarts = find_recipe(inputs.config.recipe), 0
+    while not _run_to_the_end(recipe, inputs, directory, display=display, restarts=restarts):
+        restarts += 1
     rows = read_metrics(directory.metrics)
     column = recipe.metrics.score_column
     scores = [row[column] for row in rows if column is not None and row[column] is not None]
@@ -310,5 +317,35 @@ def execute(inputs: RunInputs, directory: RunDirectory, *, display: RunDisplay) 
         first_score=scores[0] if scores else None,
         last_score=scores[-1] if scores else None,
         seconds=perf_counter() - started,
+        restarts=restarts,
         final=directory.final,
     )
+
+
+def _run_to_the_end(
+    recipe: Recipe[Any],
+    inputs: RunInputs,
+    directory: RunDirectory,
+    *,
+    display: RunDisplay,
+    restarts: int,
+) -> bool:
+    """Run the recipe from the newest checkpoint; return False if a restart has to follow.
+
+    All of its processes have then ended, and the devices are released: a node that is lost, or has
+    come back, is noticed by asking for them again.
+    """
+    config = inputs.config
+    try:
+        with open_cluster(config) as cluster:
+            session = Session(inputs=inputs, directory=directory, cluster=cluster, display=display)
+            recipe.run(session, base_model(session))
+    except Exception as error:
+        death = death_behind(error)
+        if death is None or restarts == config.cluster.restarts:
+            raise
+        directory.record_failure(error)
+        turn = f"restart {restarts + 1} of {config.cluster.restarts}"
+        display.note(f"{death.summary}: {death.reason}; {turn}")
+        return False
+    return True

@@ -1,0 +1,125 @@
+"""A run whose workers are killed: it goes on by itself as often as it may, and to the same end."""
+
+import inspect
+import os
+import signal
+import subprocess
+from pathlib import Path
+
+import pytest
+from recipe_runs import MODULE, TWO_RANKS, descendants, measured, wait_until, write_workplace
+from rl_policy import RayVirtualCluster
+from rl_policy.config import load_run_config
+from rl_policy.ray.worker_group import WorkerDiedError, WorkerGroupError, death_behind
+
+pytestmark = [pytest.mark.timeout(600), pytest.mark.needs("rl-policy[dtensor]")]
+
+RUN = ["grpo", "--config", "run.yaml", "data.path=problems.jsonl", TWO_RANKS]
+STEPS = ["sft.steps=1", "grpo.steps=60", "grpo.eval_every=20", "checkpoint.every=20"]
+
+
+@pytest.fixture(scope="module")
+def workplace(tmp_path_factory):
+    return write_workplace(tmp_path_factory.mktemp("restarts"))
+
+
+@pytest.fixture
+def begin(workplace):
+    """Return a function that starts a run with a Ray of its own; what is left of it is killed."""
+    processes = []
+
+    def begin(*arguments):
+        process = subprocess.Popen(
+            [*MODULE, *arguments],
+            cwd=workplace,
+            env={**os.environ, "RAY_ADDRESS": "local"},
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+        processes.append(process)
+        return process
+
+    yield begin
+    for process in processes:
+        process.kill()
+        process.communicate(timeout=60)
+
+
+def num_lines(path):
+    return len(path.read_text().splitlines()) if path.exists() else 0
+
+
+def kill_a_rank(process, metrics, *, after):
+    """Kill a rank of a run once it has taken more than `after` steps; return its processes."""
+
+    def is_past():
+        assert process.poll() is None, process.stderr.read()
+        return num_lines(metrics) > after + 1
+
+    wait_until(is_past, limit_s=300)
+    children = descendants(process.pid)
+    ranks = [pid for pid in children if b"WorkerHost" in Path(f"/proc/{pid}/cmdline").read_bytes()]
+    assert len(ranks) == 2
+    os.kill(ranks[-1], signal.SIGKILL)
+    return children
+
+
+@pytest.mark.slow
+def test_a_killed_rank_comes_back_and_the_run_has_the_same_metrics(
+    workplace, begin, wait_until_gone
+):
+    whole = begin(*RUN, *STEPS, "--out", "whole")
+    _, errors = whole.communicate(timeout=300)
+    assert whole.returncode == 0, errors
+
+    metrics = workplace / "killed" / "metrics.jsonl"
+    process = begin(*RUN, *STEPS, "--out", "killed", "cluster.restarts=1")
+    # Before the first checkpoint, from which nothing can continue.
+    first = kill_a_rank(process, metrics, after=5)
+    wait_until(lambda: num_lines(metrics) < 5, limit_s=120)
+    second = kill_a_rank(process, metrics, after=25)
+    _, errors = process.communicate(timeout=120)
+    assert process.returncode == 1, errors
+    assert "died during" in errors
+    assert "restart 1 of 1" in errors
+    last = errors.splitlines()[-3:]
+    assert last[0].startswith("error: rank ")
+    assert "its process was killed" in last[0]
+    assert last[1] == "all that Ray reports of it is in killed/failure.txt"
+    assert last[2] == "continue with: rl-policy grpo --resume killed"
+    assert "Traceback" not in errors
+    assert (workplace / "killed" / "failure.txt").read_text().count("WorkerDiedError: ") == 2
+    wait_until_gone([*first, *second])
+
+    resumed = begin("grpo", "--resume", "killed", "cluster.restarts=3")
+    kill_a_rank(resumed, metrics, after=45)
+    output, errors = resumed.communicate(timeout=300)
+    assert resumed.returncode == 0, errors
+    assert "restart 1 of 3" in errors
+    assert ", 1 restarts)" in output
+    assert measured(workplace / "killed") == measured(workplace / "whole")
+    assert len({row["loss"] for row in measured(workplace / "whole")}) > 10
+
+
+def test_a_death_is_found_behind_what_it_has_led_to():
+    death = WorkerDiedError("rank 1 died", reason="killed", details="")
+
+    def end():
+        try:
+            raise death
+        finally:
+            raise WorkerGroupError("the group has ended")
+
+    with pytest.raises(WorkerGroupError) as raised:
+        end()
+    assert death_behind(raised.value) is death
+    assert death_behind(WorkerGroupError("busy")) is None
+
+
+def test_restarts_are_no_argument_of_the_cluster():
+    cluster = load_run_config("grpo", overrides=["cluster.restarts=2"]).cluster
+    assert cluster.restarts == 2
+    assert cluster.arguments().keys() <= inspect.signature(RayVirtualCluster).parameters.keys()
+    with pytest.raises(ValueError, match=r"cluster\.restarts"):
+        load_run_config("grpo", overrides=["cluster.restarts=-1"])
