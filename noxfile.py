@@ -439,6 +439,14 @@ def zoo_short(session: nox.Session) -> None:
     run_here(session, "checks.zoo", "--types", ",".join(ZOO_SHORT))
 
 
+@nox.session(venv_backend="none", default=False)
+def soak(session: nox.Session) -> None:
+    """Run the main job for long, with kills and without: `nox -s soak -- [--steps N]`."""
+    require_linux(session)
+    install_vllm(session, *editable("rl-policy[all]"))
+    run_with_vllm(session, "checks.soak", *session.posargs)
+
+
 @nox.session(venv_backend="none", name="changed", default=False)
 def changed_packages(session: nox.Session) -> None:
     """Print what CI has to run for a change, as JSON: `nox -s changed -- BASE`."""

@@ -5,8 +5,6 @@ Each step of a command imports what it needs, so that `--help` imports neither t
 
 from __future__ import annotations
 
-import errno
-import os
 import signal
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -148,8 +146,9 @@ def _command(
 def _known_end(error: Exception, directory: RunDirectory) -> list[str] | None:
     """Return the lines for an end that a traceback would not explain; None for any other."""
     from rl_policy.ray.worker_group import death_behind
+    from rl_policy.run.directory import is_disk_full
 
-    if os.strerror(errno.ENOSPC) in str(error):
+    if is_disk_full(error):
         return [f"error: {' '.join(str(error).split())}", "the checkpoints before it are whole"]
     death = death_behind(error)
     if death is not None:

@@ -236,6 +236,8 @@ class CheckpointSection(Section):
     """Steps between two checkpoints."""
     keep_last: int = Field(default=2, ge=1, le=MOST)
     """Newest checkpoints that are kept; the best, by accuracy, is kept besides."""
+    skip_when_full: bool = False
+    """Go on without a checkpoint for which the disk has no room. false: the run ends."""
 
 
 class RunConfig(Section):

@@ -37,9 +37,16 @@ logger = logging.getLogger(__name__)
 _CLUSTER_SETTING = ray_constants.ENABLE_RAY_CLUSTERS_ENV_VAR
 # For a watcher that finds nothing to end.
 _WATCHER_LIMIT_S = 20.0
-# How long a local Ray's processes look for a head that is not there, in seconds. On one machine it
-# does not come back: Ray's own minute is for one that is restarted elsewhere.
-_HEAD_LIMIT_S = 5
+# Of a Ray that is started here.
+_LOCAL_SETTINGS = {
+    # How long its processes look for a head that is not there, in seconds. On one machine it does
+    # not come back: Ray's own minute is for one that is restarted elsewhere.
+    "gcs_rpc_server_reconnect_timeout_s": 5,
+    # Ray's own default, 15, suits tasks beside a desktop: ranks would wait for any other process.
+    "worker_niceness": 0,
+    # Ray would keep a record of the last 100,000 calls for its dashboard, which is not started.
+    "task_events_report_interval_ms": 0,
+}
 _STRATEGIES = ("SPREAD", "PACK", "STRICT_SPREAD", "STRICT_PACK")
 # Long enough for a node that is just joining, short enough not to look like a hang.
 _RESERVE_LIMIT_S = 60.0
@@ -157,11 +164,12 @@ def _on_loopback() -> Iterator[None]:
 def _join_or_start(num_cpus: int) -> bool:
     """Connect to Ray; return whether a local one had to be started."""
     num_cpus = max(num_cpus, os.cpu_count() or 1)
-    # Ray's own default, 15, suits tasks beside a desktop: ranks would wait for any other process.
-    is_given = "RAY_worker_niceness" in os.environ
-    settings: dict[str, object] = {"gcs_rpc_server_reconnect_timeout_s": _HEAD_LIMIT_S}
-    if not is_given:
-        settings["worker_niceness"] = 0
+    settings = {
+        name: value
+        for name, value in _LOCAL_SETTINGS.items()
+        # What the user's environment says stands.
+        if f"RAY_{name}" not in os.environ
+    }
     try:
         with _on_loopback():
             ray.init(

@@ -6,6 +6,7 @@ under that name. A run directory is created once, never overwritten, and resumed
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 import shutil
@@ -226,6 +227,11 @@ def _sync_tree(root: Path) -> None:
             with (Path(directory) / name).open("rb") as file:
                 os.fsync(file.fileno())
         sync(Path(directory))
+
+
+def is_disk_full(error: Exception) -> bool:
+    """Return whether an exception, or what a rank has reported in it, is a disk without room."""
+    return os.strerror(errno.ENOSPC) in str(error)
 
 
 def new_run_path(recipe: str, *, root: Path = Path("runs")) -> Path:

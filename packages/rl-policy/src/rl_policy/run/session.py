@@ -20,6 +20,7 @@ from rl_policy.run.directory import (
     CheckpointManager,
     RunDirectory,
     RunState,
+    is_disk_full,
     write_directory,
 )
 from rl_policy.run.inputs import RunInputs
@@ -228,7 +229,7 @@ def run_loop(
             if is_saved or state.is_done:
                 # First the log: a checkpoint whose measurements are lost could not be resumed.
                 log.sync()
-                save_checkpoint(session, policy, state)
+                _save_if_there_is_room(session, policy, state)
     save_final(session, policy)
 
 
@@ -239,6 +240,17 @@ def save_checkpoint(session: AnySession, policy: Policy, state: RunState) -> Non
         policy.save_checkpoint(checkpoint.weights, checkpoint.optimizer, checkpoint.tokenizer)
 
     session.checkpoints().save(state, write)
+
+
+def _save_if_there_is_room(session: AnySession, policy: Policy, state: RunState) -> None:
+    try:
+        save_checkpoint(session, policy, state)
+    except Exception as error:
+        if not (session.config.checkpoint.skip_when_full and is_disk_full(error)):
+            raise
+        # What was written of it would take the room of the next.
+        session.checkpoints()
+        session.display.note(f"no checkpoint of step {state.step}: {error}")
 
 
 def _record(

@@ -10,10 +10,12 @@ from __future__ import annotations
 
 import importlib.util
 import os
+import tempfile
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from importlib import import_module
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 
 import torch
@@ -30,6 +32,7 @@ from rl_refit.vllm import (
     on_workers,
     start_update,
 )
+from torch._inductor.runtime.cache_dir_utils import default_cache_dir
 from transformers import AutoConfig
 
 from rl_policy.backends import BackendNotInstalledError
@@ -182,15 +185,21 @@ class VllmEngine:
         vllm, platform = import_module("vllm"), import_module("vllm.platforms").current_platform
         self._make_parameters = vllm.SamplingParams
         self._can_sleep = config.is_colocated and platform.is_sleep_mode_available()
-        with _saved_tokenizer(tokenizer, config) as directory:
+        # If this process is killed, the next engine that starts removes the directory.
+        self._temporary = PrivateDirectory("rl-policy-vllm-")
+        try:
+            use_for_temporary_files(self._temporary.path)
             arguments = engine_arguments(
                 config,
-                tokenizer=directory,
+                tokenizer=_save_tokenizer(tokenizer, config, self._temporary.path),
                 enable_sleep_mode=self._can_sleep,
                 is_cpu=platform.is_cpu(),
             )
             # The types of vLLM are installed with vLLM only.
             self._llm: Any = vllm.LLM(**arguments)
+        except BaseException:
+            self._temporary.close()
+            raise
         self._model: VllmModelConfig = self._llm.llm_engine.model_config
 
     def describe(self) -> EngineFacts:
@@ -329,6 +338,7 @@ class VllmEngine:
         if self._llm is not None:
             self._llm.llm_engine.engine_core.shutdown()
             self._llm = None
+            self._temporary.close()
 
     def _load_by_name(
         self,
@@ -377,17 +387,29 @@ class VllmEngine:
             raise
 
 
-@contextmanager
-def _saved_tokenizer(tokenizer: PreTrainedTokenizerBase, config: EngineConfig) -> Iterator[str]:
-    """Yield a directory with the tokenizer and the model's config, which vLLM reads there too."""
+def use_for_temporary_files(directory: Path) -> None:
+    """Let vLLM, and the processes that it starts, put what is temporary into a directory.
+
+    It leaves files there if it is killed, by which its processes meet. What is compiled stays where
+    the next engine looks for it.
+    """
+    os.environ.setdefault("TORCHINDUCTOR_CACHE_DIR", default_cache_dir())
+    os.environ["TMPDIR"] = str(directory)
+    # Python asks once.
+    tempfile.tempdir = str(directory)
+
+
+def _save_tokenizer(
+    tokenizer: PreTrainedTokenizerBase, config: EngineConfig, directory: Path
+) -> str:
+    """Return a directory with the tokenizer and the model's config, which vLLM reads there too."""
     model = AutoConfig.from_pretrained(
         config.model_name, trust_remote_code=config.trust_remote_code
     )
-    # If this process is killed, the next engine that starts removes the directory.
-    with PrivateDirectory("rl-policy-vllm-") as directory:
-        tokenizer.save_pretrained(directory.path)
-        model.save_pretrained(directory.path)
-        yield str(directory.path)
+    path = str(directory / "tokenizer")
+    tokenizer.save_pretrained(path)
+    model.save_pretrained(path)
+    return path
 
 
 # Functions that run in vLLM's workers: each is sent to all of them, and takes the worker first.
