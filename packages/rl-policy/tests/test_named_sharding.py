@@ -65,17 +65,48 @@ def test_layouts_that_make_no_sense_are_refused(layout, names, message):
         NamedSharding(layout, names)
 
 
-@pytest.mark.parametrize(
-    ("coords", "message"),
-    [
-        ({"expert_parallel": 0}, "'expert_parallel' is not an axis"),
-        ({"data_parallel": 2}, "data_parallel=2 is outside the axis, which has size 2"),
-        ({"data_parallel": -1}, "data_parallel=-1 is outside"),
-    ],
-)
-def test_unknown_coordinates_are_named(coords, message):
-    with pytest.raises(ValueError, match=message):
-        grid().get_ranks_by_coord(**coords)
+@pytest.mark.parametrize("method", ["get_ranks_by_coord", "get_ranks"])
+def test_an_unknown_axis_is_named(method):
+    with pytest.raises(ValueError, match="'expert_parallel' is not an axis"):
+        getattr(grid(), method)(expert_parallel=0)
+    for of_an_axis in (grid().get_axis_index, grid().get_axis_size):
+        with pytest.raises(ValueError, match="'expert_parallel' is not an axis"):
+            of_an_axis("expert_parallel")
+
+
+@pytest.mark.parametrize("position", [2, -1])
+def test_outside_an_axis_there_is_no_rank(position):
+    assert grid().get_ranks_by_coord(data_parallel=position) == []
+    with pytest.raises(IndexError, match=f"data_parallel={position} is outside the axis, .* 2"):
+        grid().get_ranks(data_parallel=position)
+
+
+def test_a_part_of_a_grid_is_a_grid():
+    part = grid().get_ranks(pipeline_parallel=1, context_parallel=0)
+    assert part == NamedSharding([[8, 9], [12, 13]], ["data_parallel", "tensor_parallel"])
+    assert part.get_worker_coords(12) == {"data_parallel": 1, "tensor_parallel": 0}
+    assert part.get_ranks(data_parallel=0) == NamedSharding([8, 9], ["tensor_parallel"])
+    assert part.get_ranks(data_parallel=1, tensor_parallel=1) == 13
+    assert grid().get_ranks() == grid()
+
+
+def test_grids_are_equal_by_axes_and_ranks():
+    assert grid() == grid()
+    assert grid() != NamedSharding(np.arange(16).reshape(2, 2, 2, 2), AXES[::-1])
+    assert grid() != NamedSharding(np.arange(16)[::-1].reshape(2, 2, 2, 2), AXES)
+    assert grid() != list(range(16))
+    sharding = NamedSharding([[3, 1]], ["data_parallel", "tensor_parallel"])
+    assert repr(sharding) == "NamedSharding([[3, 1]], ['data_parallel', 'tensor_parallel'])"
+    assert eval(repr(sharding)) == sharding
+
+
+def test_what_it_holds_is_told_as_copies():
+    sharding = grid()
+    assert (sharding.ndim, sharding.names) == (4, AXES)
+    assert sharding.get_axis_index("context_parallel") == 2
+    sharding.layout[:] = 0
+    sharding.names.clear()
+    assert sharding == grid()
 
 
 def test_an_unknown_rank_is_named():

@@ -57,6 +57,7 @@ class NamedSharding:
         sharding = NamedSharding([[0, 1], [2, 3]], ["data_parallel", "tensor_parallel"])
         sharding.get_worker_coords(2)                  -> {"data_parallel": 1, "tensor_parallel": 0}
         sharding.get_ranks_by_coord(tensor_parallel=1) -> [1, 3]
+        sharding.get_ranks(data_parallel=1, tensor_parallel=0) -> 2
 
     Args:
         layout: The rank of each cell: unique integers, `len(names)` dimensions.
@@ -79,7 +80,7 @@ class NamedSharding:
             raise ValueError(f"ranks stand twice in the layout: {values[counts > 1].tolist()}")
         self._ranks = ranks.copy()
         self._ranks.flags.writeable = False
-        self.names = tuple(names)
+        self._names = tuple(names)
 
     @classmethod
     def from_layout(cls, layout: ParallelLayout) -> NamedSharding:
@@ -89,14 +90,51 @@ class NamedSharding:
         return cls(np.arange(layout.world_size).reshape(shape), names)
 
     @property
+    def names(self) -> list[str]:
+        """The axes, outermost first."""
+        return list(self._names)
+
+    @property
     def shape(self) -> dict[str, int]:
         """The size of each axis."""
-        return dict(zip(self.names, self._ranks.shape, strict=True))
+        return dict(zip(self._names, self._ranks.shape, strict=True))
+
+    @property
+    def ndim(self) -> int:
+        """The number of axes."""
+        return self._ranks.ndim
 
     @property
     def size(self) -> int:
         """The number of ranks."""
         return self._ranks.size
+
+    @property
+    def layout(self) -> np.ndarray:
+        """A copy of the ranks, with one dimension per axis."""
+        return self._ranks.copy()
+
+    def __eq__(self, other: object) -> bool:
+        """Return whether `other` has the same ranks at the same places of the same axes."""
+        if not isinstance(other, NamedSharding):
+            return NotImplemented
+        return self._names == other._names and np.array_equal(self._ranks, other._ranks)
+
+    __hash__ = None  # type: ignore[assignment] # as of everything that is equal by its content
+
+    def __repr__(self) -> str:
+        """Return an expression that makes an equal one."""
+        return f"NamedSharding({self._ranks.tolist()}, {self.names})"
+
+    def get_axis_index(self, name: str) -> int:
+        """Return the place of one axis among `names`.
+
+        Raises:
+            ValueError: The axis is unknown.
+        """
+        if name not in self._names:
+            raise ValueError(f"{name!r} is not an axis, the axes are {self.names}")
+        return self._names.index(name)
 
     def get_axis_size(self, name: str) -> int:
         """Return the size of one axis.
@@ -104,9 +142,7 @@ class NamedSharding:
         Raises:
             ValueError: The axis is unknown.
         """
-        if name not in self.names:
-            raise ValueError(f"{name!r} is not an axis, the axes are {list(self.names)}")
-        return self.shape[name]
+        return self._ranks.shape[self.get_axis_index(name)]
 
     def get_worker_coords(self, rank: int) -> dict[str, int]:
         """Return the position of `rank` on every axis.
@@ -117,7 +153,7 @@ class NamedSharding:
         found = np.argwhere(self._ranks == rank)
         if len(found) == 0:
             raise ValueError(f"rank {rank} is not in the layout of {self.size} ranks")
-        return dict(zip(self.names, found[0].tolist(), strict=True))
+        return dict(zip(self._names, found[0].tolist(), strict=True))
 
     def get_positions(self, name: str) -> list[int]:
         """Return the position on one axis of every rank, for ranks 0, 1, ...
@@ -125,9 +161,8 @@ class NamedSharding:
         Raises:
             ValueError: The axis is unknown.
         """
-        size = self.get_axis_size(name)
-        axis = self.names.index(name)
-        shape = [size if place == axis else 1 for place in range(len(self.names))]
+        size, axis = self.get_axis_size(name), self.get_axis_index(name)
+        shape = [size if place == axis else 1 for place in range(self.ndim)]
         positions = np.broadcast_to(np.arange(size).reshape(shape), self._ranks.shape)
         return positions.flatten()[np.argsort(self._ranks, axis=None)].tolist()
 
@@ -135,17 +170,33 @@ class NamedSharding:
         """Return the ranks at the given positions, in the order of the layout.
 
         Args:
-            coords: A position per axis name. An axis that is left out takes all its positions.
+            coords: A position per axis name. An axis that is left out takes all its positions; one
+                outside its axis has no ranks.
 
         Raises:
-            ValueError: An axis is unknown, or has no such position.
+            ValueError: An axis is unknown.
+        """
+        if any(not 0 <= coords[name] < self.get_axis_size(name) for name in coords):
+            return []
+        return self._at(coords).flatten().tolist()
+
+    def get_ranks(self, **coords: int) -> int | NamedSharding:
+        """Return the rank at a position on every axis, or the grid of the axes that are left out.
+
+        Raises:
+            ValueError: An axis is unknown.
+            IndexError: A position is outside its axis.
         """
         for name, position in coords.items():
             size = self.get_axis_size(name)
             if not 0 <= position < size:
-                raise ValueError(f"{name}={position} is outside the axis, which has size {size}")
-        index = tuple(coords.get(name, slice(None)) for name in self.names)
-        return np.atleast_1d(self._ranks[index]).flatten().tolist()
+                raise IndexError(f"{name}={position} is outside the axis, which has size {size}")
+        left = [name for name in self._names if name not in coords]
+        ranks = self._at(coords)
+        return NamedSharding(ranks, left) if left else int(ranks)
+
+    def _at(self, coords: Mapping[str, int]) -> np.ndarray:
+        return np.asarray(self._ranks[tuple(coords.get(name, slice(None)) for name in self._names)])
 
 
 class WorkerGroupError(RuntimeError):
