@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
     from transformers import PreTrainedConfig
 
-VOCAB_SIZE = 64
+VOCAB_SIZE = 65
 PAD, EOS = 0, 1
 _MAX_PARAMETERS = 3_000_000
 

@@ -43,9 +43,11 @@ class ShardedLogitLoss(LogitLoss):
         assert next_token_logits.placements == (Shard(2),)
         group = next_token_logits.device_mesh.get_group()
         local = next_token_logits.to_local()
-        assert local.shape[-1] * group.size() == next_token_logits.shape[-1]
+        most = -(-next_token_logits.shape[-1] // group.size())
+        start = group.rank() * most
+        assert local.shape[-1] == min(most, next_token_logits.shape[-1] - start)
         targets = data["input_ids"].roll(-1, dims=1)
-        scores = target_scores(local, targets, tp_group=group).logprobs
+        scores = target_scores(local, targets, tp_group=group, vocab_start=start).logprobs
         return _masked_mean(scores[:, :-1], data, global_valid_toks)
 
 

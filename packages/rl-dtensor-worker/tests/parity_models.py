@@ -24,6 +24,7 @@ _COMMON = {
     "eos_token_id": EOS,
     "bos_token_id": None,
 }
+_ODD = {"vocab_size": VOCAB_SIZE + 1}
 _GEMMA3 = {
     "head_dim": 16,
     "sliding_window": 4,
@@ -33,9 +34,10 @@ _EXPERTS = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size":
 
 CONFIGS = {
     "llama": LlamaConfig(**_COMMON, tie_word_embeddings=False),
-    "llama_tied": LlamaConfig(**_COMMON, tie_word_embeddings=True),
+    # Of vocabularies of which two tensor-parallel ranks have unlike parts.
+    "llama_tied": LlamaConfig(**_COMMON | _ODD, tie_word_embeddings=True),
     "qwen2": Qwen2Config(**_COMMON, tie_word_embeddings=True),
-    "qwen3": Qwen3Config(**_COMMON, head_dim=16, tie_word_embeddings=False),
+    "qwen3": Qwen3Config(**_COMMON | _ODD, head_dim=16, tie_word_embeddings=False),
     "gemma3": Gemma3TextConfig(**_COMMON, **_GEMMA3),
     "qwen3_moe": Qwen3MoeConfig(**_COMMON, **_EXPERTS, head_dim=16, decoder_sparse_step=1),
 }

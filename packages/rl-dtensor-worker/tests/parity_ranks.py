@@ -168,7 +168,8 @@ def train_on_logits(*, config, batch, section, loss):
 
         def watched(values, group, dim):
             gathered = gather(values, group, dim)
-            if dim == -1 and gathered.shape[-1] == vocab_size:
+            # Parts that are unlike are filled up.
+            if dim == -1 and gathered.shape[-1] >= vocab_size:
                 gathers.append(tuple(gathered.shape))
             return gathered
 

@@ -148,16 +148,21 @@ def uneven(size, count):
     return config
 
 
-@pytest.mark.parametrize(
-    ("size", "count", "section"),
-    [
-        ("vocab_size", 63, {}),
-        *((*case, {"custom_parallel_plan": "plans_for_tests.ATTENTION"}) for case in UNEVEN),
-    ],
-)
-def test_what_cannot_be_shared_equally_is_named(tmp_path, size, count, section):
+def test_a_rank_without_a_token_is_refused(tmp_path):
+    # Over four ranks three parts of seven tokens and one of four; over six none is left.
+    uneven("vocab_size", 25).save_pretrained(tmp_path)
+    config = make_config(str(tmp_path), dtensor_cfg={"enabled": True, "tensor_parallel_size": 4})
+    DTensorPolicyWorker.validate_config(config, world_size=4)
+    config["dtensor_cfg"]["tensor_parallel_size"] = 6
+    with pytest.raises(ValueError, match=r"size=6 leaves a rank without a part of.*vocab_size=25"):
+        DTensorPolicyWorker.validate_config(config, world_size=6)
+
+
+@pytest.mark.parametrize(("size", "count"), UNEVEN)
+def test_what_a_users_plan_cannot_share_equally_is_named(tmp_path, size, count):
     uneven(size, count).save_pretrained(tmp_path)
-    config = make_config(str(tmp_path), dtensor_cfg=TP2 | section)
+    section = TP2 | {"custom_parallel_plan": "plans_for_tests.ATTENTION"}
+    config = make_config(str(tmp_path), dtensor_cfg=section)
     with pytest.raises(ValueError, match=f"tensor_parallel_size=2 does not divide.*{size}={count}"):
         DTensorPolicyWorker.validate_config(config, world_size=2)
 

@@ -70,6 +70,8 @@ class TokenHead:
 
     layer: nn.Linear | None
     """The output layer. None: the model's own forward makes all logits at once."""
+    vocab_size: int
+    """How many logits it makes, on all ranks together."""
     tensor_parallel: TensorParallel | None = None
     """The ranks that shard the vocabulary."""
     logit_scale: float = 1.0
@@ -108,10 +110,10 @@ class TokenHead:
         options: dict[str, Any] = {"temperature": temperature, "top_k": top_k, "entropy": entropy}
         if self.layer is None:
             logits = model(input_ids=tokens, use_cache=False, **arguments).logits
-            group = None if self.tensor_parallel is None else self.tensor_parallel.group
             if predictors is not None:
                 logits = logits.index_select(1, predictors)
-            return target_scores(logits, targets, tp_group=group, **options)
+            options.update(self._sharding())
+            return target_scores(logits, targets, **options)
 
         def score(layer: nn.Linear, hidden: torch.Tensor) -> TokenScores:
             full = self._gather_hidden(hidden)
@@ -130,16 +132,32 @@ class TokenHead:
         # `target_scores` all-reduces the gradient of its hidden states over the vocabulary shards.
         return collectives.gather_for_replicated_use(hidden, tp.group, SEQUENCE_DIM)
 
-    def _options(self, layer: nn.Linear) -> ScoringOptions:
+    def _sharding(self) -> ScoringOptions:
+        """Return which part of the vocabulary this rank has."""
+        tp = self.tensor_parallel
+        if tp is None:
+            return ScoringOptions()
         return ScoringOptions(
+            tp_group=tp.group, vocab_start=tp.vocabulary_range(self.vocab_size)[0]
+        )
+
+    def _options(self, layer: nn.Linear) -> ScoringOptions:
+        options = self._sharding()
+        options.update(
             logit_scale=self.logit_scale,
             soft_cap=self.soft_cap,
-            tp_group=None if self.tensor_parallel is None else self.tensor_parallel.group,
             # FSDP has gathered it for the forward; what is still a DTensor is the shard of a
             # tensor-parallel rank.
             output_matrix=_local(layer.weight),
             output_bias=None if layer.bias is None else _local(layer.bias),
         )
+        return options
+
+
+def num_logits(model: PreTrainedModel) -> int:
+    """Return how many logits a model's forward makes, on all ranks that share the vocabulary."""
+    weight = getattr(model.get_output_embeddings(), "weight", None)
+    return model.config.get_text_config().vocab_size if weight is None else weight.shape[0]
 
 
 @torch.no_grad()
@@ -168,6 +186,7 @@ def find_token_head(
         if _close(logits, transform.apply_(given.clone())):
             return TokenHead(
                 layer=layer,
+                vocab_size=num_logits(model),
                 tensor_parallel=tensor_parallel,
                 logit_scale=scale,
                 soft_cap=soft_cap,
@@ -189,7 +208,7 @@ def _own_head(
             class_name(model),
             reason,
         )
-    return TokenHead(layer=None, tensor_parallel=tensor_parallel)
+    return TokenHead(layer=None, vocab_size=num_logits(model), tensor_parallel=tensor_parallel)
 
 
 def _probe_logits(
@@ -354,14 +373,18 @@ class Forward:
         # A user's plan may leave them a DTensor. Rows are restored along other dims than the last.
         logits = layout.to_rows(_local(output.logits), masked=False)
         tp = self.parallel.tensor_parallel
-        if tp is not None and not sharded:
-            logits = tp.gather_logits(logits)
+        if not sharded:
+            logits = self.gather_logits(logits)
         # After the gather: float32 would double the bytes of a 16-bit vocabulary.
         logits = logits.float()
         logits = logits if self.temperature == 1.0 else logits / self.temperature
         if tp is None or not sharded:
             return logits
-        return DTensor.from_local(logits, tp.mesh, [Shard(-1)], run_check=False)
+        shape = torch.Size([*logits.shape[:-1], num_logits(self.model)])
+        stride = torch.empty(shape, device="meta").stride()
+        return DTensor.from_local(
+            logits, tp.mesh, [Shard(-1)], run_check=False, shape=shape, stride=stride
+        )
 
     def full_logits(self, tokens: torch.Tensor) -> torch.Tensor:
         """Return the logits of right-padded `[rows, seq]`, `[rows, seq, vocab]`: no temperature."""
@@ -370,7 +393,7 @@ class Forward:
     def gather_logits(self, logits: torch.Tensor) -> torch.Tensor:
         """Return logits of the full vocabulary from those of the model's forward."""
         tp = self.parallel.tensor_parallel
-        return logits if tp is None else tp.gather_logits(logits)
+        return logits if tp is None else tp.gather_logits(logits, num_logits(self.model))
 
     def _lay_out(self, micro_batch: MicroBatch) -> RowLayout:
         return self.parallel.lay_out(self.model, micro_batch, self.width_multiple)

@@ -116,16 +116,23 @@ _MIXED_TENSORS = "mixed torch.Tensor and DTensor"
 def check_sizes(
     model_config: PreTrainedConfig, *, tensor_parallel_size: int, has_custom_plan: bool
 ) -> None:
-    """Raise unless the tensor-parallel size divides the model's vocabulary.
+    """Raise unless the tensor-parallel size fits the model.
 
-    With a user's plan it must divide heads, experts and inner sizes too. Where the model's own plan
-    does not fit them, `plan_of` replaces it.
+    Every rank needs a part of the vocabulary, the last one a smaller one. A user's plan has to
+    share heads, experts and inner sizes equally. Where the model's own plan does not, `plan_of`
+    replaces it.
 
     Raises:
         ValueError: It does not; the message names which.
     """
     text = model_config.get_text_config()
-    for name in ("vocab_size", *(_DIVIDED if has_custom_plan else ())):
+    size = text.vocab_size
+    if -(-size // tensor_parallel_size) * (tensor_parallel_size - 1) >= size:
+        raise ValueError(
+            f"{_PATH}.tensor_parallel_size={tensor_parallel_size} leaves a rank without a part of "
+            f"the model's vocab_size={size}"
+        )
+    for name in _DIVIDED if has_custom_plan else ():
         count = getattr(text, name, None)
         if isinstance(count, int) and count % tensor_parallel_size:
             raise ValueError(
@@ -398,13 +405,13 @@ def _vocabulary_styles(model: PreTrainedModel, size: int) -> dict[str, str | Par
     names: dict[nn.Module, str] = {module: name for name, module in model.named_modules()}
     embedding = model.get_input_embeddings()
     found: dict[str, str | ParallelStyle] = {}
-    is_even = False
+    is_sharded, vocab_size = False, model.config.get_text_config().vocab_size
     # Some have a norm inside; and some have rows beside those of the vocabulary.
     for each in embedding.modules():
         if isinstance(each, nn.Embedding):
-            is_even = each.num_embeddings % size == 0
-            found[names[each]] = "embedding_rowwise" if is_even else "positions"
-        elif is_even and has_parameters(each):
+            is_sharded = each.num_embeddings == vocab_size or each.num_embeddings % size == 0
+            found[names[each]] = "embedding_rowwise" if is_sharded else "positions"
+        elif is_sharded and has_parameters(each):
             # It gets zeros for the tokens of other ranks.
             found[names[each]] = "replicated_with_grad_allreduce"
     output = model.get_output_embeddings()

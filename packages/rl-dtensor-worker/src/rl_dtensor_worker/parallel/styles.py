@@ -32,6 +32,7 @@ from torch.distributed.tensor import (
     distribute_tensor,
 )
 from torch.distributed.tensor.parallel import ParallelStyle
+from torch.nn import functional
 
 from rl_dtensor_worker.parallel import collectives
 
@@ -132,9 +133,20 @@ class TensorParallel:
             return collectives.reduce_scatter_to_group(values, self.group, SEQUENCE_DIM)
         return collectives.reduce_from_group(values, self.group)
 
-    def gather_logits(self, logits: Tensor) -> Tensor:
-        """Return the full logits `[..., vocab]` from `[..., vocab / tp]`. Collective."""
-        return collectives.gather_for_replicated_use(logits, self.group, -1)
+    def vocabulary_range(self, size: int) -> tuple[int, int]:
+        """Return the range `[start, end)` of this rank's rows of a vocabulary of `size`.
+
+        Each rank but the last ones has the same number; as `Shard` places them.
+        """
+        most = -(-size // self.size)
+        return min(self.rank * most, size), min((self.rank + 1) * most, size)
+
+    def gather_logits(self, logits: Tensor, vocab_size: int) -> Tensor:
+        """Return the full logits `[..., vocab]` from this rank's of them. Collective."""
+        most = -(-vocab_size // self.size)
+        # What fills up the last rank's is cut off after the gather, and gets no gradient.
+        full = functional.pad(logits, (0, most - logits.shape[-1]))
+        return collectives.gather_for_replicated_use(full, self.group, -1)[..., :vocab_size]
 
     def distribute(self, module: nn.Module, placements: dict[str, Placement]) -> None:
         """Replace the module's own parameters by DTensors on this group; tied ones stay tied.
@@ -439,8 +451,7 @@ class VocabularyEmbedding(Style):
     def _token_range(self, module: nn.Module) -> tuple[int, int]:
         """Return the range `[start, end)` of this rank's tokens."""
         num_tokens: int = module.num_embeddings  # type: ignore[assignment]
-        size = num_tokens // self.tp.size
-        return self.tp.rank * size, (self.tp.rank + 1) * size
+        return self.tp.vocabulary_range(num_tokens)
 
 
 class Experts(Style):
