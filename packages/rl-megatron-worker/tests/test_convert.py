@@ -5,6 +5,8 @@ import torch
 import torch.nn.functional as F
 from hypothesis import given
 from hypothesis import strategies as st
+from megatron.core.transformer.transformer_config import TransformerConfig
+from rl_megatron_worker.attention import window_of
 from rl_megatron_worker.convert import (
     Piece,
     converter_for,
@@ -220,15 +222,10 @@ REFUSED = [
         {"rope_parameters": DEFAULT_ROPE | {"partial_rotary_factor": 0.5}},
         "partial_rotary_factor=0.5",
     ),
-    ("qwen2", WINDOW | {"max_window_layers": 2}, "sliding_window=8"),
-    ("qwen3", WINDOW | {"max_window_layers": 0}, "sliding_window=8"),
     ("qwen3", {"attention_bias": True}, "attention_bias=True"),
-    ("qwen3_moe", WINDOW, "sliding_window=8"),
     ("qwen3_moe", {"num_experts_per_tok": 1}, "num_experts_per_tok=1"),
-    ("mistral", {"sliding_window": 8}, "sliding_window=8"),
-    ("mixtral", {"sliding_window": 8}, "sliding_window=8"),
     ("mixtral", {"num_experts_per_tok": 1}, "num_experts_per_tok=1"),
-    ("qwen2_moe", WINDOW, "sliding_window=8"),
+    ("qwen3", {"layer_types": ["chunked_attention"] * 4}, "'chunked_attention' among its"),
     ("qwen2", {"quantization_config": {"quant_method": "fp8"}}, "quantization_config="),
 ]
 
@@ -241,9 +238,22 @@ def test_what_megatron_core_computes_otherwise_is_refused(kind, settings, named)
     assert named in str(refused.value)
 
 
-def test_a_window_that_no_layer_uses_is_allowed():
-    config = tiny_config("qwen2", **WINDOW, max_window_layers=4)
-    assert converter_for(config).architecture(config).num_layers == 4
+@pytest.mark.parametrize(
+    ("kind", "settings", "windows"),
+    [
+        ("mistral", {"sliding_window": 8}, [8] * 4),
+        ("mistral", {"sliding_window": None}, [None] * 4),
+        ("mixtral", {"sliding_window": 8}, [8] * 4),
+        ("qwen2", WINDOW | {"max_window_layers": 3}, [None] * 3 + [8]),
+        ("qwen2", WINDOW | {"max_window_layers": 4}, [None] * 4),
+        ("qwen3", {"sliding_window": 8}, [None] * 4),  # not used without use_sliding_window
+    ],
+)
+def test_the_windows_of_layers_are_those_of_the_config(kind, settings, windows):
+    config = tiny_config(kind, **settings)
+    fields = converter_for(config).architecture(config).transformer
+    config = TransformerConfig(**fields)
+    assert [window_of(config, number) for number in range(1, 5)] == windows
 
 
 def test_a_family_without_a_converter_is_refused_with_a_list():

@@ -20,6 +20,8 @@ LAYOUTS = {
 }
 
 
+# Windows shorter than a prompt, in all layers but the first.
+WINDOWS = {"use_sliding_window": True, "sliding_window": 3, "max_window_layers": 1}
 # One family in every layout, another, whose queries, keys and values have biases, in one.
 CASES = [("qwen3", layout) for layout in LAYOUTS] + [("qwen2", "tp2_pp2")]
 
@@ -28,9 +30,13 @@ CASES = [("qwen3", layout) for layout in LAYOUTS] + [("qwen2", "tp2_pp2")]
 def models(tmp_path_factory):
     return {
         (kind, num_layers): build_tiny(
-            tmp_path_factory.mktemp(kind), kind, tied=True, num_hidden_layers=num_layers
+            tmp_path_factory.mktemp(kind), kind, tied=True, num_hidden_layers=num_layers, **settings
         )
-        for kind, num_layers in [("qwen2", 2), ("qwen3", 2), ("qwen3", 4)]
+        for kind, num_layers, settings in [
+            ("qwen2", 2, {}),
+            ("qwen3", 2, WINDOWS),
+            ("qwen3", 4, WINDOWS),
+        ]
     }
 
 

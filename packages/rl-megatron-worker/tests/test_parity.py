@@ -22,13 +22,15 @@ from plain_loop import (
 from tiny_models import WITH_EXPERTS, build_tiny
 from worker_ranks import BUDGET, run_case
 
+LATER_LAYERS = {"use_sliding_window": True, "max_window_layers": 1}
 MODELS = {
     "llama": {"kind": "llama"},
     "llama_tied": {"kind": "llama", "tied": True},
     "qwen2": {"kind": "qwen2", "tied": True},
-    "qwen3": {"kind": "qwen3"},
+    # Of its layers all but the first have windows.
+    "qwen3": {"kind": "qwen3", "sliding_window": 4, **LATER_LAYERS},
     "qwen3_moe": {"kind": "qwen3_moe"},
-    "mixtral": {"kind": "mixtral"},
+    "mixtral": {"kind": "mixtral", "sliding_window": 4},
     # With seed 0 one gradient nearly vanishes, where Adam's direction is that of rounding.
     "qwen2_moe": {"kind": "qwen2_moe", "seed": 1},
 }

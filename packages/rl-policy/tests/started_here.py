@@ -31,7 +31,7 @@ def start_run(inputs, directory):
     assert parse_run_config(config.model_dump()) == config
     assert RunDirectory(directory.path).read_config() == config
     recipe = find_recipe(config.recipe)
-    cluster = RayVirtualCluster(**config.cluster.model_dump())
+    cluster = RayVirtualCluster(**config.cluster.arguments())
     worker_class = backends.load(backends.enabled_backend(config.policy))
     model = config.policy["model_name"]
     is_small = True

@@ -80,7 +80,9 @@ def test_a_strangers_section_is_checked_shown_and_resumed_like_ours(register):
     assert "# Prompts per step.\n  rows: 8" in shown
     config = override_resumed(load_run_config("echo"), ["echo.steps=9"])
     assert config.section(type(config.echo)).steps == 9
-    with pytest.raises(ValueError, match=r"echo\.rows cannot change .* only echo\.steps and"):
+    with pytest.raises(
+        ValueError, match=r"echo\.rows cannot change .* only echo\.steps, cluster\.restarts and"
+    ):
         override_resumed(config, ["echo.rows=9"])
 
 

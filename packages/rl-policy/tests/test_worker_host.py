@@ -1,6 +1,9 @@
+import os
+
 import pytest
+import torch
 from rl_policy.ray.cluster import rank_bundles
-from rl_policy.ray.worker_host import Placement, rank_environments
+from rl_policy.ray.worker_host import Placement, WorkerHost, rank_environments
 
 
 def environments(placements, omp_num_threads=None):
@@ -79,3 +82,14 @@ def test_a_part_of_the_bundles_of_each_node_may_be_used():
 def test_more_bundles_than_there_are_is_refused(workers_per_node, message):
     with pytest.raises(ValueError, match=message):
         rank_bundles([["a", "a"], ["b", "b"]], workers_per_node=workers_per_node)
+
+
+@pytest.mark.parametrize(("given", "found"), [(None, "1"), ("0", "0")])
+def test_a_rank_draws_no_bars_unless_it_is_asked_to(monkeypatch, given, found):
+    name, threads = "HF_HUB_DISABLE_PROGRESS_BARS", str(torch.get_num_threads())
+    monkeypatch.setenv(name, given or "")
+    if given is None:
+        monkeypatch.delenv(name)
+    monkeypatch.setenv("OMP_NUM_THREADS", threads)
+    WorkerHost("probe", 0).set_environment({"OMP_NUM_THREADS": threads})
+    assert os.environ[name] == found

@@ -17,6 +17,7 @@ import torch
 import torch.nn.functional as F
 from megatron.core.tensor_parallel import get_cuda_rng_tracker
 from megatron.core.transformer.module import MegatronModule
+from megatron.core.transformer.utils import is_layer_window_attention
 from rl_interfaces.backend.attention import attend, attend_to_cache
 
 from rl_megatron_worker.layout import PackedRows
@@ -38,7 +39,7 @@ class PackedAttention(MegatronModule):
     """The `core_attention` of a layer: no parameters, and `PackedRows` at every call.
 
     Args:
-        config: Megatron-core's config of the model.
+        config: Megatron-core's config of the model, with the windows of its layers.
         layer_number: Counts from 1, over all pipeline stages.
         attn_mask_type: Ignored: attention is causal.
         attention_type: Must be `self`.
@@ -59,8 +60,8 @@ class PackedAttention(MegatronModule):
     ) -> None:
         super().__init__(config)
         assert attention_type == "self", attention_type
-        assert config.window_size is None, "no sliding windows"
         self.layer_number = layer_number
+        self.sliding_window = window_of(config, layer_number)
         self.softmax_scale = softmax_scale
 
     def forward(
@@ -87,14 +88,16 @@ class PackedAttention(MegatronModule):
         rows, cache = packed_seq_params, packed_seq_params.cache
         # The prefill attends as in training; from the second forward on a layer has its keys.
         if cache is not None and cache.has(self.layer_number):
-            return cache.attend(self.layer_number, query, key, value, scale=self.softmax_scale)
+            options = {"scale": self.softmax_scale, "sliding_window": self.sliding_window}
+            return cache.attend(self.layer_number, query, key, value, **options)
         if cache is not None:
             cache.fill(self.layer_number, key, value)
         if rows.context_group is not None:
             # One all-gather for both, and one reduce-scatter of both gradients.
             both = rows.gather_for_attention(torch.cat([key, value], dim=-1))
             key, value = both.split([key.shape[-1], value.shape[-1]], dim=-1)
-        outputs = [self._attend(chunk, mask, query, key, value) for chunk, mask in rows.chunks]
+        chunks = rows.masked_chunks(self.sliding_window)
+        outputs = [self._attend(chunk, mask, query, key, value) for chunk, mask in chunks]
         return torch.cat(outputs).index_select(0, rows.shards.places)
 
     def _attend(
@@ -165,6 +168,7 @@ class KeyValueCache:
         value: torch.Tensor,
         *,
         scale: float | None,
+        sliding_window: int | None,
     ) -> torch.Tensor:
         """Append one token to each row; return its attention output, `[tokens, heads * head_size]`.
 
@@ -174,17 +178,21 @@ class KeyValueCache:
             key: `[tokens, query_groups, head_size]`.
             value: Like `key`.
             scale: Softmax scale; `head_size ** -0.5` when None.
+            sliding_window: How many tokens the new one sees, itself included; all when None.
         """
         # Tokens beyond the rows complete the total that sequence parallelism has to divide.
         num_rows = len(self.lengths)
         keys, values = self._add(layer, key[:num_rows], value[:num_rows])
         places = torch.arange(keys.shape[1], device=keys.device)
+        # One query per row sees all tokens so far: the mask hides unused capacity alone.
+        seen = places < self.lengths[:, None]
+        if sliding_window is not None:
+            seen &= places >= self.lengths[:, None] - sliding_window
         output = attend_to_cache(
             query[:num_rows],
             keys.transpose(1, 2),
             values.transpose(1, 2),
-            # One query per row sees all tokens so far: the mask hides unused capacity alone.
-            places < self.lengths[:, None],
+            seen,
             scale=scale,
         )
         return F.pad(output.flatten(1), (0, 0, 0, len(query) - num_rows))
@@ -200,6 +208,16 @@ class KeyValueCache:
         for cached, new in zip(pair, (key, value), strict=True):
             cached[rows, self.lengths - 1] = new
         return pair
+
+
+def window_of(config: TransformerConfig, layer_number: int) -> int | None:
+    """Return how many tokens a token of a layer sees, itself included; None if all before it."""
+    pattern = config.window_attn_skip_freq
+    if not is_layer_window_attention(config.window_size, pattern, layer_number):
+        return None
+    assert config.window_size is not None
+    # Megatron-core counts the tokens before it.
+    return config.window_size[0] + 1
 
 
 def _tensor_parallel_rng() -> AbstractContextManager[None]:

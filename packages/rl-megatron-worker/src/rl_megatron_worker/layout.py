@@ -6,7 +6,7 @@ Under context parallelism this rank holds two chunks of every sequence, see
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, cast
 
 from megatron.core import parallel_state
@@ -23,18 +23,19 @@ if TYPE_CHECKING:
 
     from rl_megatron_worker.attention import KeyValueCache
 
+    MaskedChunk = tuple[ContextChunks, torch.Tensor | None]
+
 
 @dataclass(kw_only=True)
 class PackedRows(PackedSeqParams):
     """`PackedSeqParams` for Megatron-core's layers, with this rank's shards and the cache."""
 
     shards: ContextShards
-    chunks: list[tuple[ContextChunks, torch.Tensor | None]]
-    """The chunks of `shards` with their masks, which all layers share."""
     context_group: dist.ProcessGroup | None
     """None without context parallelism. Not `cp_group`, which Transformer Engine would use."""
     cache: KeyValueCache | None = None
     """Filled by the prefill and read by the steps after it; None outside of generation."""
+    _masked: dict[int | None, list[MaskedChunk]] = field(default_factory=dict)
 
     @classmethod
     def of(
@@ -72,10 +73,16 @@ class PackedRows(PackedSeqParams):
             max_seqlen_q=max_seqlen,
             max_seqlen_kv=max_seqlen,
             shards=shards,
-            # Masks once per forward pass: every layer attends with the same ones.
-            chunks=[(chunk, chunk.mask()) for chunk in shards.chunks],
             context_group=group if num_ranks > 1 else None,
         )
+
+    def masked_chunks(self, sliding_window: int | None) -> list[MaskedChunk]:
+        """Return the chunks of `shards` with their masks, which layers of one window share."""
+        if sliding_window not in self._masked:
+            self._masked[sliding_window] = [
+                (chunk, chunk.mask(sliding_window)) for chunk in self.shards.chunks
+            ]
+        return self._masked[sliding_window]
 
     def shard(self, values: torch.Tensor) -> torch.Tensor:
         """Return this rank's shard of per-token values `[total, ...]`."""

@@ -87,16 +87,14 @@ def _llama(hf_config: PreTrainedConfig) -> Fields:
 
 
 def _mistral(hf_config: PreTrainedConfig) -> Fields:
-    _require_full_attention(hf_config)
-    return {}
+    return _windows(hf_config)
 
 
 def _mixtral(hf_config: PreTrainedConfig) -> Fields:
-    _require_full_attention(hf_config)
     if hf_config.num_experts_per_tok == 1:
         # With one expert per token the renormalised probability is always 1.
         raise _refusal(hf_config, "num_experts_per_tok=1", "2 or more")
-    return {
+    return _windows(hf_config) | {
         "num_moe_experts": hf_config.num_local_experts,
         "moe_layer_freq": [1] * hf_config.num_hidden_layers,
         "moe_ffn_hidden_size": hf_config.intermediate_size,
@@ -108,25 +106,22 @@ def _mixtral(hf_config: PreTrainedConfig) -> Fields:
 
 
 def _qwen2(hf_config: PreTrainedConfig) -> Fields:
-    _require_full_attention(hf_config)
-    return {"add_qkv_bias": True}
+    return {"add_qkv_bias": True} | _windows(hf_config)
 
 
 def _qwen3(hf_config: PreTrainedConfig) -> Fields:
     _require(hf_config, "attention_bias", False)
-    _require_full_attention(hf_config)
-    return {"qk_layernorm": True}
+    return {"qk_layernorm": True} | _windows(hf_config)
 
 
 def _qwen2_moe(hf_config: PreTrainedConfig) -> Fields:
-    _require_full_attention(hf_config)
     fields = _qwen_experts(hf_config)
     if fields:
         fields |= {
             "moe_shared_expert_intermediate_size": hf_config.shared_expert_intermediate_size,
             "moe_shared_expert_gate": True,
         }
-    return {"add_qkv_bias": hf_config.qkv_bias} | fields
+    return {"add_qkv_bias": hf_config.qkv_bias} | _windows(hf_config) | fields
 
 
 def _qwen3_moe(hf_config: PreTrainedConfig) -> Fields:
@@ -193,18 +188,26 @@ def _refusal(hf_config: PreTrainedConfig, setting: str, supported: str) -> Value
     )
 
 
-def _require_full_attention(hf_config: PreTrainedConfig) -> None:
-    """Raise if a layer has sliding-window attention."""
-    kinds = getattr(hf_config, "layer_types", None)
+def _windows(hf_config: PreTrainedConfig) -> Fields:
+    """Return the fields of sliding windows; empty where every layer sees all tokens before.
+
+    Raises:
+        ValueError: A layer attends in another way.
+    """
     window = getattr(hf_config, "sliding_window", None)
-    if kinds is None and window is not None:
-        raise _refusal(hf_config, f"sliding_window={window}", "sliding_window=None")
-    if others := sorted({kind for kind in kinds or () if kind != "full_attention"}):
+    every = "full_attention" if window is None else "sliding_attention"
+    kinds = getattr(hf_config, "layer_types", None) or [every] * hf_config.num_hidden_layers
+    if others := sorted({*kinds} - {"full_attention", "sliding_attention"}):
         raise _refusal(
-            hf_config,
-            f"{others[0]!r} (sliding_window={window}) among its layer_types",
-            "full_attention in every layer",
+            hf_config, f"{others[0]!r} among its layer_types", "full and sliding attention"
         )
+    slides = [int(kind == "sliding_attention") for kind in kinds]
+    if not any(slides):
+        return {}
+    if window is None:
+        raise _refusal(hf_config, "sliding_attention with sliding_window=None", "a number")
+    # Megatron-core counts the tokens before and after a token, without itself.
+    return {"window_size": (window - 1, 0), "window_attn_skip_freq": slides}
 
 
 def _head_size(hf_config: PreTrainedConfig) -> int:

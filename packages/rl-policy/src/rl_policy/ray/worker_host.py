@@ -80,6 +80,8 @@ class WorkerHost:
         module, and one that asks for a GPU there fixes `CUDA_VISIBLE_DEVICES` for the process.
         """
         os.environ.update(environment)
+        # Bars of Hugging Face libraries, which several ranks would draw over the driver's own.
+        os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")
         # torch has read the variable already, when Ray had set it to 1. A list is for nested
         # parallelism, the outermost level first.
         torch.set_num_threads(int(environment["OMP_NUM_THREADS"].split(",")[0]))
