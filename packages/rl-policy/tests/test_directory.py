@@ -1,4 +1,6 @@
 import os
+import shutil
+from pathlib import Path
 
 import pytest
 from rl_policy.config import load_run_config
@@ -56,7 +58,8 @@ def save(manager, step, accuracy=0.5):
 
 
 def names(directory):
-    return sorted(os.listdir(directory))
+    """Return the checkpoints of a directory, complete or not."""
+    return sorted(each for each in os.listdir(directory) if each != "latest")
 
 
 def test_what_is_saved_is_found_again(tmp_path):
@@ -68,6 +71,20 @@ def test_what_is_saved_is_found_again(tmp_path):
     assert found.path.name == "step_5"
     assert found.state == RunState(step=5, data_position=50, score=0.5)
     assert (found.weights / "shard").read_text() == "5"
+
+
+def test_a_link_leads_to_the_newest(tmp_path):
+    manager, latest = CheckpointManager(tmp_path, keep_last=1), tmp_path / "latest"
+    for step in (1, 2):
+        save(manager, step)
+        assert latest.readlink() == Path(f"step_{step}")
+        assert (latest / "weights" / "shard").read_text() == str(step)
+    # A copy that was made with what links refer to.
+    latest.unlink()
+    shutil.copytree(tmp_path / "step_2", latest)
+    save(manager, 3)
+    assert latest.readlink() == Path("step_3")
+    assert [checkpoint.state.step for checkpoint in manager.all()] == [3]
 
 
 def test_newest_is_by_number_not_by_name(tmp_path):

@@ -104,7 +104,8 @@ def test_a_run_leaves_its_files(run, workplace):
         "warm_up",
     }
     assert yaml.safe_load((path / "config.yaml").read_text())["grpo"]["prompts_per_step"] == 4
-    assert {each.name for each in (path / "checkpoints").iterdir()} == {"step_2", "step_4"}
+    checkpoints = {each.name for each in (path / "checkpoints").iterdir()}
+    assert checkpoints == {"step_2", "step_4", "latest"}
     assert {each.name for each in (path / "checkpoints" / "step_4").iterdir()} == {
         "weights",
         "optimizer",

@@ -68,7 +68,7 @@ def test_a_strangers_recipe_runs_by_its_module_and_its_section_alone(
     assert all(row["nats"] > 0 for row in rows[1:])
     assert "2 steps" in result.output
     assert (tmp_path / "out" / "final" / "model.safetensors").is_file()
-    names = sorted(path.name for path in (tmp_path / "out" / "checkpoints").iterdir())
+    names = sorted(path.name for path in (tmp_path / "out" / "checkpoints").glob("step_*"))
     assert names == ["step_1", "step_2"]
 
 

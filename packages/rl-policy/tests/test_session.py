@@ -69,7 +69,7 @@ def run(tmp_path):
 
 
 def saved(path):
-    return sorted(each.name for each in (path / "checkpoints").iterdir())
+    return sorted(each.name for each in (path / "checkpoints").glob("step_*"))
 
 
 def steps_of(path):

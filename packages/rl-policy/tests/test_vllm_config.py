@@ -116,14 +116,30 @@ def test_engines_stay_within_a_node():
         count_engines({"a": 3, "b": 1}, tensor_parallel_size=2)
 
 
-def arguments(is_cpu=False, **vllm_cfg):
+def arguments(is_cpu=False, has_latent_attention=False, **vllm_cfg):
     return engine_arguments(
-        engine(vllm_cfg), tokenizer="t", enable_sleep_mode=not is_cpu, is_cpu=is_cpu
+        engine(vllm_cfg),
+        tokenizer="t",
+        enable_sleep_mode=not is_cpu,
+        is_cpu=is_cpu,
+        has_latent_attention=has_latent_attention,
     )
 
 
 def test_log_probabilities_are_those_of_the_sampled_distribution():
     assert arguments()["logprobs_mode"] == "processed_logprobs"
+
+
+def test_latent_attention_in_float32_takes_a_kernel_of_that_precision_on_the_cpu():
+    chosen = {
+        (precision, is_cpu): arguments(
+            precision=precision, is_cpu=is_cpu, has_latent_attention=True
+        ).get("attention_backend")
+        for precision in ("float32", "bfloat16")
+        for is_cpu in (True, False)
+    }
+    assert {key: name for key, name in chosen.items() if name} == {("float32", True): "CPU_MLA"}
+    assert "attention_backend" not in arguments(precision="float32", is_cpu=True)
 
 
 def test_the_cpu_gets_a_cache_of_its_own_size_unless_one_is_given():

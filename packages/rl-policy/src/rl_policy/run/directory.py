@@ -20,7 +20,7 @@ from rl_interfaces.backend.checkpoint.directories import sync
 
 from rl_policy.config import RunConfig, parse_run_config, read_yaml, render_run_config
 
-_PREFIX, _PARTIAL, _STATE = "step_", ".partial", "state.json"
+_PREFIX, _PARTIAL, _STATE, _LATEST = "step_", ".partial", "state.json", "latest"
 
 
 class RunDirectory:
@@ -154,7 +154,7 @@ class CheckpointManager:
     """The checkpoints `step_N` below a directory.
 
     A checkpoint is written under another name, flushed to the disk, and renamed: a directory of
-    that name is complete.
+    that name is complete. `latest` is a link to the newest.
 
     Args:
         directory: Created with the first checkpoint.
@@ -181,6 +181,7 @@ class CheckpointManager:
         (partial / _STATE).write_text(json.dumps(asdict(state)) + "\n", encoding="utf-8")
         _sync_tree(partial)
         final = partial.rename(self._directory / name)
+        self._link(final.name)
         sync(self._directory)
         self._rotate()
         return Checkpoint(final, state)
@@ -205,6 +206,16 @@ class CheckpointManager:
         """Remove what an interrupted `save` left behind, or a removal that was interrupted."""
         for path in self._directory.glob(f"{_PREFIX}*{_PARTIAL}"):
             shutil.rmtree(path)
+
+    def _link(self, name: str) -> None:
+        latest = self._directory / _LATEST
+        if latest.is_dir() and not latest.is_symlink():
+            shutil.rmtree(latest)  # of a run that was copied with what its links refer to
+        # By a rename too: there is no moment without a link.
+        partial = latest.with_name(latest.name + _PARTIAL)
+        partial.unlink(missing_ok=True)
+        partial.symlink_to(name)
+        partial.replace(latest)
 
     def _rotate(self) -> None:
         checkpoints = self.all()

@@ -228,7 +228,12 @@ def count_engines(ranks_per_node: Mapping[str, int], *, tensor_parallel_size: in
 
 
 def engine_arguments(
-    config: EngineConfig, *, tokenizer: str, enable_sleep_mode: bool, is_cpu: bool
+    config: EngineConfig,
+    *,
+    tokenizer: str,
+    enable_sleep_mode: bool,
+    is_cpu: bool,
+    has_latent_attention: bool = False,
 ) -> dict[str, object]:
     """Return the arguments of vLLM's `LLM`.
 
@@ -237,6 +242,7 @@ def engine_arguments(
         tokenizer: The tokenizer's directory.
         enable_sleep_mode: Whether vLLM can free the device's memory.
         is_cpu: Whether the device is the CPU.
+        has_latent_attention: Whether the model has multi-head latent attention (DeepSeek).
     """
     cache_bytes = config.kv_cache_memory_bytes
     if cache_bytes is None and is_cpu:
@@ -258,6 +264,9 @@ def engine_arguments(
         # A prompt whose prefill is divided over steps takes its seeded generator back by a draw,
         # which torch's generators on the CPU cannot: vLLM 0.32 ends with an error.
         arguments["enable_chunked_prefill"] = False
+        if has_latent_attention and config.precision == "float32":
+            # Where the CPU has AMX, vLLM would choose a kernel for it, which takes no float32.
+            arguments["attention_backend"] = "CPU_MLA"
     if config.weight_transfer:
         arguments["weight_transfer_config"] = {"backend": "rl_refit"}
     return arguments | config.engine_kwargs

@@ -44,7 +44,7 @@ if TYPE_CHECKING:
     from rl_batched_data import BatchedDataDict
     from rl_interfaces import DeviceHandles, GenerationDatumSpec, GenerationOutputSpec, RefitInfo
     from rl_interfaces.backend.generation import SamplingConfig
-    from transformers import PreTrainedTokenizerBase
+    from transformers import PreTrainedConfig, PreTrainedTokenizerBase
 
     from rl_policy.generation.vllm.config import EngineConfig
 
@@ -189,11 +189,15 @@ class VllmEngine:
         self._temporary = PrivateDirectory("rl-policy-vllm-")
         try:
             use_for_temporary_files(self._temporary.path)
+            model = AutoConfig.from_pretrained(
+                config.model_name, trust_remote_code=config.trust_remote_code
+            )
             arguments = engine_arguments(
                 config,
-                tokenizer=_save_tokenizer(tokenizer, config, self._temporary.path),
+                tokenizer=_save_tokenizer(tokenizer, model, self._temporary.path),
                 enable_sleep_mode=self._can_sleep,
                 is_cpu=platform.is_cpu(),
+                has_latent_attention=hasattr(model.get_text_config(), "kv_lora_rank"),
             )
             # The types of vLLM are installed with vLLM only.
             self._llm: Any = vllm.LLM(**arguments)
@@ -400,12 +404,9 @@ def use_for_temporary_files(directory: Path) -> None:
 
 
 def _save_tokenizer(
-    tokenizer: PreTrainedTokenizerBase, config: EngineConfig, directory: Path
+    tokenizer: PreTrainedTokenizerBase, model: PreTrainedConfig, directory: Path
 ) -> str:
     """Return a directory with the tokenizer and the model's config, which vLLM reads there too."""
-    model = AutoConfig.from_pretrained(
-        config.model_name, trust_remote_code=config.trust_remote_code
-    )
     path = str(directory / "tokenizer")
     tokenizer.save_pretrained(path)
     model.save_pretrained(path)
