@@ -212,12 +212,14 @@ class KeyValueCache:
 
 def window_of(config: TransformerConfig, layer_number: int) -> int | None:
     """Return how many tokens a token of a layer sees, itself included; None if all before it."""
-    pattern = config.window_attn_skip_freq
-    if not is_layer_window_attention(config.window_size, pattern, layer_number):
+    window, pattern = config.window_size, config.window_attn_skip_freq
+    if window is None:
         return None
-    assert config.window_size is not None
+    # Without a pattern every layer has the window.
+    if pattern is not None and not is_layer_window_attention(window, pattern, layer_number):
+        return None
     # Megatron-core counts the tokens before it.
-    return config.window_size[0] + 1
+    return window[0] + 1
 
 
 def _tensor_parallel_rng() -> AbstractContextManager[None]:
