@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import statistics
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -106,7 +107,8 @@ def levels_of(driver: psutil.Process, temporary: Path) -> Levels:
                 levels["object store MiB"] = process.memory_info().shared / _MIB
         except psutil.NoSuchProcess:
             continue
-    shared = [path.stat() for path in _existing(_SHARED_MEMORY)]
+    mapped = mapped_files([driver.pid, *(each.pid for each in _below(driver))])
+    shared = [path.stat() for path in _existing(_SHARED_MEMORY) if path.name in mapped]
     levels["shared memory MiB"] = sum(each.st_blocks * 512 for each in shared) / _MIB
     levels["shared memory files"] = len(shared)
     levels["temporary files"] = len(left_in(temporary))
@@ -116,11 +118,7 @@ def levels_of(driver: psutil.Process, temporary: Path) -> Levels:
 def named_processes(driver: psutil.Process) -> dict[str, psutil.Process]:
     """Return the processes of a run by what they are: `driver`, `rank 0`, `engine 0`, `raylet`."""
     found = {"driver": driver}
-    try:
-        children = driver.children(recursive=True)
-    except psutil.NoSuchProcess:
-        return found
-    for process in sorted(children, key=lambda each: each.pid):
+    for process in sorted(_below(driver), key=lambda each: each.pid):
         kind = _kind_of(process)
         if kind in ("rank", "engine"):
             number = sum(name.startswith(kind) for name in found)
@@ -142,6 +140,29 @@ def _kind_of(process: psutil.Process) -> str | None:
     except (psutil.NoSuchProcess, FileNotFoundError, ProcessLookupError):
         return None
     return "engine" if "/vllm/" in maps else "rank"
+
+
+def mapped_files(pids: Iterable[int]) -> set[str]:
+    """Return the names of the shared memory that processes map."""
+    found: set[str] = set()
+    for pid in pids:
+        with contextlib.suppress(OSError):  # it has ended
+            for line in Path(f"/proc/{pid}/maps").read_text().splitlines():
+                _, place, name = line.partition(f" {_SHARED_MEMORY}/")
+                found |= {name} if place else set()
+    return found
+
+
+def shared_files() -> set[str]:
+    """Return the names of all shared memory of this machine."""
+    return {path.name for path in _existing(_SHARED_MEMORY)}
+
+
+def _below(driver: psutil.Process) -> list[psutil.Process]:
+    try:
+        return driver.children(recursive=True)
+    except psutil.NoSuchProcess:
+        return []
 
 
 def left_in(temporary: Path) -> list[str]:

@@ -15,7 +15,14 @@ from typing import Any
 
 import psutil
 
-from checks.soak.levels import Record, left_in, levels_of, named_processes
+from checks.soak.levels import (
+    Record,
+    left_in,
+    levels_of,
+    mapped_files,
+    named_processes,
+    shared_files,
+)
 
 _POLL_S, _MEASURE_S = 0.2, 3.0
 # A step takes a tenth of a second; a start, half a minute.
@@ -78,7 +85,7 @@ class Life:
         Raises:
             RuntimeError: The run fails by itself, or takes no steps.
         """
-        started, before = time.monotonic(), _shared_files()
+        started, before = time.monotonic(), shared_files()
         record, left_kills = Record(), list(kills)
         process = self._start("--out", str(self.out))
         try:
@@ -91,7 +98,9 @@ class Life:
                 with contextlib.suppress(psutil.NoSuchProcess):
                     each.kill()
         self._wait_until_gone()
-        left = [f"shared memory: {name}" for name in sorted(_shared_files() - before)]
+        # What other programs have made by now they still use.
+        orphans = shared_files() - before - mapped_files(psutil.pids())
+        left = [f"shared memory: {name}" for name in sorted(orphans)]
         left += [f"temporary file: {name}" for name in left_in(self.temporary)]
         if left_kills:
             raise RuntimeError(f"the run ended before {left_kills}")
@@ -121,7 +130,7 @@ class Life:
         """Watch a process to its end; return whether it was killed, and the run has to go on."""
         driver, metrics = self._seen[process.pid], self.out / "metrics.jsonl"
         measured = moved = time.monotonic()
-        step, killed_driver = -1, False
+        step, measured_step, killed_driver = -1, 0, False
         while process.poll() is None:
             time.sleep(_POLL_S)
             now, before = time.monotonic(), step
@@ -129,8 +138,9 @@ class Life:
             moved = now if step != before else moved
             if now - moved > _STALL_S:
                 raise RuntimeError(f"the run takes no step after {step}: see its log")
-            if now - measured > _MEASURE_S and step > 0:
-                measured = now
+            # Between two steps: a run that stands still is starting, or ends.
+            if now - measured > _MEASURE_S and step > max(before, measured_step):
+                measured, measured_step = now, step
                 record.add(step, levels_of(driver, self.temporary))
                 self._note(driver)
             if kills and step >= kills[0].step:
@@ -185,7 +195,3 @@ def _lines_backwards(path: Path) -> Iterator[bytes]:
         size = file.seek(0, os.SEEK_END)
         file.seek(max(0, size - 2**14))
         yield from reversed(file.read().splitlines()[-3:])
-
-
-def _shared_files() -> set[str]:
-    return {path.name for path in Path("/dev/shm").iterdir()}

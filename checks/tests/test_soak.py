@@ -1,9 +1,12 @@
 """What the soak says of a run: growth, kills, differences. The runs themselves are its own."""
 
+import os
+from multiprocessing.shared_memory import SharedMemory
+
 import pytest
 
 from checks.soak.__main__ import VICTIMS, differences, kills_of
-from checks.soak.levels import Record, growth_of, left_in
+from checks.soak.levels import Record, growth_of, left_in, mapped_files, shared_files
 
 
 def series(at_step):
@@ -68,6 +71,18 @@ def test_the_first_difference_is_named():
     assert differences(rows, other) == [
         "the killed run differs first in step 1: loss 0.5 became 0.75"
     ]
+
+
+def test_shared_memory_belongs_to_who_maps_it():
+    segment = SharedMemory(create=True, size=4096)
+    try:
+        assert segment.name in shared_files()
+        assert segment.name in mapped_files([os.getpid()])
+        assert segment.name not in mapped_files([os.getppid()])
+    finally:
+        segment.close()
+        segment.unlink()
+    assert segment.name not in shared_files()
 
 
 def test_logs_and_what_is_compiled_are_not_left(tmp_path):
