@@ -4,7 +4,8 @@ Two training ranks score, train, save, and hand their weights over to two vLLM e
 The job runs to its end undisturbed, and what its processes hold is measured: memory, descriptors,
 threads, shared memory, object store and temporary files end where they began. It runs once more,
 and every so many steps a rank, an engine or the driver is killed: its metrics are the same, and
-nothing is left of it.
+nothing is left of it. No other program should make shared memory meanwhile: what it leaves would be
+taken for the run's.
 """
 
 from __future__ import annotations
