@@ -76,9 +76,7 @@ def life(folder: Path, name: str) -> Life:
     """Return a run of that name, below a folder that has the configuration."""
     temporary = folder / name[0]
     temporary.mkdir()
-    program = str(Path(sys.executable).with_name("rl-policy"))
-    command = [program, "grpo", "--config", str(folder / "run.yaml")]
-    return Life(command, folder / name, temporary)
+    return Life(folder / "run.yaml", folder / name, temporary)
 
 
 def kills_of(steps: int, *, every: int) -> list[Kill]:

@@ -42,7 +42,7 @@ class Growth:
 
     @property
     def is_excessive(self) -> bool:
-        """Whether the level ends more than 1 % above where it began."""
+        """Whether the level ends more than 1 % above where it began, and 4 MiB or one more."""
         least = _ALLOWED_MIB if "MiB" in self.name else _ALLOWED_COUNT
         return self.last - self.first > max(_ALLOWED_SHARE * self.first, least)
 

@@ -7,6 +7,7 @@ import json
 import os
 import signal
 import subprocess
+import sys
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
@@ -52,15 +53,13 @@ class Outcome:
     Attributes:
         rows: Its `metrics.jsonl`, without what is read from a clock.
         record: The levels.
-        left: Processes, shared memory and temporary files that it has left behind.
-        killed: The victims, in order.
+        left: Shared memory and temporary files that it has left behind.
         seconds: From the first start to the end.
     """
 
     rows: list[dict[str, Any]]
     record: Record
     left: list[str]
-    killed: list[Kill]
     seconds: float
 
 
@@ -69,12 +68,12 @@ class Life:
     """One run, from its start to its end, in a temporary directory of its own.
 
     Args:
-        command: `rl-policy grpo` with its settings, without `--out` and `--resume`.
+        config: The file with its configuration.
         out: The run directory, which does not exist.
         temporary: An empty directory with a short path, as sockets lie below it.
     """
 
-    command: Sequence[str]
+    config: Path
     out: Path
     temporary: Path
     _seen: dict[int, psutil.Process] = field(default_factory=dict)
@@ -83,16 +82,16 @@ class Life:
         """Run to the end, and put each victim to its end on the way.
 
         Raises:
-            RuntimeError: The run fails by itself, or takes no steps.
+            RuntimeError: The run fails by itself, takes no steps, or leaves processes behind.
         """
         started, before = time.monotonic(), shared_files()
         record, left_kills = Record(), list(kills)
-        process = self._start("--out", str(self.out))
+        process = self._start("--config", str(self.config), "--out", str(self.out))
         try:
             while self._watch(process, record, left_kills):
                 # Killed itself: what is below it has to go by itself before the run goes on.
                 self._wait_until_gone()
-                process = self._start("grpo", "--resume", str(self.out))
+                process = self._start("--resume", str(self.out))
         finally:
             for each in self._seen.values():
                 with contextlib.suppress(psutil.NoSuchProcess):
@@ -108,17 +107,14 @@ class Life:
             rows=rows_of(self.out / "metrics.jsonl"),
             record=record,
             left=left,
-            killed=list(kills),
             seconds=time.monotonic() - started,
         )
 
     def _start(self, *arguments: str) -> subprocess.Popen[bytes]:
-        resumed = "--resume" in arguments
-        command = [self.command[0]] if resumed else list(self.command)
-        folder = str(self.temporary)
+        program, folder = str(Path(sys.executable).with_name("rl-policy")), str(self.temporary)
         with (self.temporary.parent / f"{self.out.name}.log").open("ab") as log:
             process = subprocess.Popen(
-                [*command, *arguments],
+                [program, "grpo", *arguments],
                 stdout=log,
                 stderr=log,
                 env=os.environ | {"TMPDIR": folder, "RAY_TMPDIR": folder, "RAY_ADDRESS": "local"},
@@ -143,15 +139,13 @@ class Life:
                 measured, measured_step = now, step
                 record.add(step, levels_of(driver, self.temporary))
                 self._note(driver)
-            if kills and step >= kills[0].step:
-                kill = kills[0]
-                victim = named_processes(driver).get(kill.victim)
-                # Not there: it is being started.
-                if victim is not None:
-                    del kills[0]
-                    self._note(driver)
-                    killed_driver |= kill.victim == "driver"
-                    victim.send_signal(signal.SIGKILL)
+            # Not there: it is being started.
+            due = bool(kills) and step >= kills[0].step
+            victim = named_processes(driver).get(kills[0].victim) if due else None
+            if victim is not None:
+                self._note(driver)
+                victim.send_signal(signal.SIGKILL)
+                killed_driver = kills.pop(0).victim == "driver"
         if killed_driver:
             return True
         if process.returncode != 0:

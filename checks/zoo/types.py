@@ -19,6 +19,7 @@ if TYPE_CHECKING:
 
     from transformers import PreTrainedConfig
 
+# Odd, so that two tensor-parallel ranks have parts of unlike size.
 VOCAB_SIZE = 65
 PAD, EOS = 0, 1
 _MAX_PARAMETERS = 3_000_000

@@ -3,7 +3,8 @@
 from contextlib import nullcontext
 
 import pytest
-from rl_policy.refit import RefitRoutes, engines_on_device, group_for_ipc
+from rl_policy.ray.worker_group import WorkerDiedError
+from rl_policy.refit import RefitRoutes, WeightLink, engines_on_device, group_for_ipc
 from rl_refit import RefitError
 
 GIB = 2**30
@@ -160,3 +161,36 @@ def test_groups_fit_the_buffer_or_the_smallest_memory():
     assert group_for_ipc(answers, limit_gib=100) == [["a", "b", "c", "d"]]
     with pytest.raises(ValueError, match="_refit_buffer_size_gb=0"):
         group_for_ipc(answers, limit_gib=0)
+
+
+class FailingEngines:
+    """Receive nothing, and say why when they are waited for."""
+
+    num_receivers = 1
+
+    def __init__(self, failure):
+        self._failure = failure
+
+    def wait_for_update(self, call):
+        raise self._failure
+
+    def __getattr__(self, method):
+        return lambda *args: None
+
+
+def refit_into(engines):
+    policy = Party("policy", [], failing=["send_weights"])
+    WeightLink(policy, engines, is_paired=True, transport="shm").refit(1)
+
+
+def test_a_death_behind_a_failed_refit_is_raised():
+    death = WorkerDiedError("rank 0 of vllm died during update", reason="killed", details="")
+    with pytest.raises(WorkerDiedError, match="rank 0 of vllm") as raised:
+        refit_into(FailingEngines(death))
+    assert isinstance(raised.value.__context__, RefitError)
+
+
+def test_any_other_failure_of_engines_is_a_note_of_the_senders():
+    with pytest.raises(RefitError, match="policy cannot send_weights") as raised:
+        refit_into(FailingEngines(RefitError("timed out")))
+    assert raised.value.__notes__ == ["the engines: RefitError: timed out"]

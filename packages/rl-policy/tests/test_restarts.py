@@ -97,7 +97,7 @@ def test_a_killed_rank_comes_back_and_the_run_has_the_same_metrics(
     output, errors = resumed.communicate(timeout=300)
     assert resumed.returncode == 0, errors
     assert "restart 1 of 3" in errors
-    assert ", 1 restarts)" in output
+    assert ", restarts: 1)" in output
     assert measured(workplace / "killed") == measured(workplace / "whole")
     assert len({row["loss"] for row in measured(workplace / "whole")}) > 10
 

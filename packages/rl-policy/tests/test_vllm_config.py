@@ -2,6 +2,10 @@
 
 import os
 import re
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -13,7 +17,7 @@ from rl_policy.generation.vllm.config import (
     parse_engine_config,
     parse_sampling_config,
 )
-from rl_policy.generation.vllm.engine import prepare_environment
+from rl_policy.generation.vllm.engine import prepare_environment, temporary_files_apart
 
 
 def engine(vllm_cfg=None, **changes):
@@ -206,3 +210,25 @@ def test_float32_is_not_multiplied_as_tf32(precision, given, expected, monkeypat
         patch.setattr(os, "environ", {} if given is None else {"TRITON_F32_DEFAULT": given})
         prepare_environment(1, precision=precision)
         assert os.environ.get("TRITON_F32_DEFAULT") == expected
+
+
+@pytest.mark.parametrize("is_set", [True, False])
+def test_temporary_files_of_an_engine_go_with_it(tmp_path, monkeypatch, is_set):
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    # Set first, so that it is restored in either case.
+    for name in ("TMPDIR", "TORCHINDUCTOR_CACHE_DIR"):
+        monkeypatch.setenv(name, str(tmp_path))
+    monkeypatch.delenv("TORCHINDUCTOR_CACHE_DIR")
+    if not is_set:
+        monkeypatch.delenv("TMPDIR")
+    ask = [sys.executable, "-c", "import tempfile; print(tempfile.mkstemp()[1])"]
+    with temporary_files_apart() as directory:
+        assert directory.parent == tmp_path
+        of_a_child = subprocess.run(ask, capture_output=True, text=True, check=True, timeout=60)
+        assert (
+            Path(of_a_child.stdout.strip()).parent == Path(tempfile.mkdtemp()).parent == directory
+        )
+        assert Path(os.environ["TORCHINDUCTOR_CACHE_DIR"]).parent == tmp_path
+    assert tempfile.gettempdir() == str(tmp_path)
+    assert os.environ.get("TMPDIR") == (str(tmp_path) if is_set else None)
+    assert [path.name for path in tmp_path.iterdir() if path.name.startswith("rl-policy")] == []

@@ -87,6 +87,7 @@ def test_more_bundles_than_there_are_is_refused(workers_per_node, message):
 @pytest.mark.parametrize(("given", "found"), [(None, "1"), ("0", "0")])
 def test_a_rank_draws_no_bars_unless_it_is_asked_to(monkeypatch, given, found):
     name, threads = "HF_HUB_DISABLE_PROGRESS_BARS", str(torch.get_num_threads())
+    # Set first, so that it is restored in either case.
     monkeypatch.setenv(name, given or "")
     if given is None:
         monkeypatch.delenv(name)

@@ -157,7 +157,7 @@ class TokenHead:
         return options
 
 
-def num_logits(model: PreTrainedModel) -> int:
+def _num_logits(model: PreTrainedModel) -> int:
     """Return how many logits a model's forward makes, on all ranks that share the vocabulary."""
     weight = getattr(model.get_output_embeddings(), "weight", None)
     return model.config.get_text_config().vocab_size if weight is None else weight.shape[0]
@@ -189,7 +189,7 @@ def find_token_head(
         if _close(logits, transform.apply_(given.clone())):
             return TokenHead(
                 layer=layer,
-                vocab_size=num_logits(model),
+                vocab_size=_num_logits(model),
                 tensor_parallel=tensor_parallel,
                 logit_scale=scale,
                 soft_cap=soft_cap,
@@ -211,7 +211,7 @@ def _own_head(
             class_name(model),
             reason,
         )
-    return TokenHead(layer=None, vocab_size=num_logits(model), tensor_parallel=tensor_parallel)
+    return TokenHead(layer=None, vocab_size=_num_logits(model), tensor_parallel=tensor_parallel)
 
 
 def _probe_logits(
@@ -383,7 +383,8 @@ class Forward:
         logits = logits if self.temperature == 1.0 else logits / self.temperature
         if tp is None or not sharded:
             return logits
-        shape = torch.Size([*logits.shape[:-1], num_logits(self.model)])
+        # Given, as parts may be unlike: torch would multiply this one by the number of ranks.
+        shape = torch.Size([*logits.shape[:-1], _num_logits(self.model)])
         stride = torch.empty(shape, device="meta").stride()
         return DTensor.from_local(
             logits, tp.mesh, [Shard(-1)], run_check=False, shape=shape, stride=stride
@@ -396,7 +397,7 @@ class Forward:
     def gather_logits(self, logits: torch.Tensor) -> torch.Tensor:
         """Return logits of the full vocabulary from those of the model's forward."""
         tp = self.parallel.tensor_parallel
-        return logits if tp is None else tp.gather_logits(logits, num_logits(self.model))
+        return logits if tp is None else tp.gather_logits(logits, _num_logits(self.model))
 
     def _lay_out(self, micro_batch: MicroBatch) -> RowLayout:
         return self.parallel.lay_out(self.model, micro_batch, self.width_multiple)

@@ -88,8 +88,14 @@ class PackedAttention(MegatronModule):
         rows, cache = packed_seq_params, packed_seq_params.cache
         # The prefill attends as in training; from the second forward on a layer has its keys.
         if cache is not None and cache.has(self.layer_number):
-            options = {"scale": self.softmax_scale, "sliding_window": self.sliding_window}
-            return cache.attend(self.layer_number, query, key, value, **options)
+            return cache.attend(
+                self.layer_number,
+                query,
+                key,
+                value,
+                scale=self.softmax_scale,
+                sliding_window=self.sliding_window,
+            )
         if cache is not None:
             cache.fill(self.layer_number, key, value)
         if rows.context_group is not None:

@@ -35,7 +35,8 @@ class PackedRows(PackedSeqParams):
     """None without context parallelism. Not `cp_group`, which Transformer Engine would use."""
     cache: KeyValueCache | None = None
     """Filled by the prefill and read by the steps after it; None outside of generation."""
-    _masked: dict[int | None, list[MaskedChunk]] = field(default_factory=dict)
+    _masked: dict[int | None, list[MaskedChunk]] = field(default_factory=dict, init=False)
+    """By window, see `masked_chunks`."""
 
     @classmethod
     def of(
@@ -77,7 +78,10 @@ class PackedRows(PackedSeqParams):
         )
 
     def masked_chunks(self, sliding_window: int | None) -> list[MaskedChunk]:
-        """Return the chunks of `shards` with their masks, which layers of one window share."""
+        """Return the chunks of `shards` with their masks.
+
+        Masks are made once per forward pass: all layers of one window attend with the same ones.
+        """
         if sliding_window not in self._masked:
             self._masked[sliding_window] = [
                 (chunk, chunk.mask(sliding_window)) for chunk in self.shards.chunks

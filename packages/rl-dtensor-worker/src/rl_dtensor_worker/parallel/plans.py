@@ -118,7 +118,7 @@ def check_sizes(
 ) -> None:
     """Raise unless the tensor-parallel size fits the model.
 
-    Every rank needs a part of the vocabulary, the last one a smaller one. A user's plan has to
+    Every rank needs a part of the vocabulary; the last one's may be smaller. A user's plan has to
     share heads, experts and inner sizes equally. Where the model's own plan does not, `plan_of`
     replaces it.
 

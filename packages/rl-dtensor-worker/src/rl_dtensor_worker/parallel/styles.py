@@ -138,15 +138,18 @@ class TensorParallel:
 
         Each rank but the last ones has the same number; as `Shard` places them.
         """
-        most = -(-size // self.size)
+        most = self._most_rows(size)
         return min(self.rank * most, size), min((self.rank + 1) * most, size)
 
     def gather_logits(self, logits: Tensor, vocab_size: int) -> Tensor:
         """Return the full logits `[..., vocab]` from this rank's of them. Collective."""
-        most = -(-vocab_size // self.size)
-        # What fills up the last rank's is cut off after the gather, and gets no gradient.
-        full = functional.pad(logits, (0, most - logits.shape[-1]))
+        # An all-gather takes equal parts. What fills up a smaller one is cut off after it, and gets
+        # no gradient.
+        full = functional.pad(logits, (0, self._most_rows(vocab_size) - logits.shape[-1]))
         return collectives.gather_for_replicated_use(full, self.group, -1)[..., :vocab_size]
+
+    def _most_rows(self, vocab_size: int) -> int:
+        return -(-vocab_size // self.size)
 
     def distribute(self, module: nn.Module, placements: dict[str, Placement]) -> None:
         """Replace the module's own parameters by DTensors on this group; tied ones stay tied.

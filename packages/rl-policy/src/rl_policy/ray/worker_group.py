@@ -120,8 +120,6 @@ class NamedSharding:
             return NotImplemented
         return self._names == other._names and np.array_equal(self._ranks, other._ranks)
 
-    __hash__ = None  # type: ignore[assignment] # as of everything that is equal by its content
-
     def __repr__(self) -> str:
         """Return an expression that makes an equal one."""
         return f"NamedSharding({self._ranks.tolist()}, {self.names})"

@@ -248,8 +248,8 @@ def _save_if_there_is_room(session: AnySession, policy: Policy, state: RunState)
     except Exception as error:
         if not (session.config.checkpoint.skip_when_full and is_disk_full(error)):
             raise
-        # What was written of it would take the room of the next.
-        session.checkpoints()
+        # The next measurements need the room that a part of it has taken.
+        session.checkpoints().remove_partial()
         session.display.note(f"no checkpoint of step {state.step}: {error}")
 
 
@@ -299,7 +299,7 @@ class RunSummary:
             score = (
                 f"Held-out {self.score_name} {self.first_score:.3f} -> {self.last_score:.3f} in "
             )
-        restarts = f", {self.restarts} restarts" if self.restarts else ""
+        restarts = f", restarts: {self.restarts}" if self.restarts else ""
         return (
             f"{score}{self.steps} steps ({self.seconds:.0f} s{restarts}); "
             f"the model is in {self.final}"

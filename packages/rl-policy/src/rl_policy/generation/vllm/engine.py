@@ -12,7 +12,7 @@ import importlib.util
 import os
 import tempfile
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from importlib import import_module
 from pathlib import Path
@@ -185,16 +185,15 @@ class VllmEngine:
         vllm, platform = import_module("vllm"), import_module("vllm.platforms").current_platform
         self._make_parameters = vllm.SamplingParams
         self._can_sleep = config.is_colocated and platform.is_sleep_mode_available()
-        # If this process is killed, the next engine that starts removes the directory.
-        self._temporary = PrivateDirectory("rl-policy-vllm-")
+        self._resources = ExitStack()
         try:
-            use_for_temporary_files(self._temporary.path)
+            directory = self._resources.enter_context(temporary_files_apart())
             model = AutoConfig.from_pretrained(
                 config.model_name, trust_remote_code=config.trust_remote_code
             )
             arguments = engine_arguments(
                 config,
-                tokenizer=_save_tokenizer(tokenizer, model, self._temporary.path),
+                tokenizer=_save_tokenizer(tokenizer, model, directory),
                 enable_sleep_mode=self._can_sleep,
                 is_cpu=platform.is_cpu(),
                 has_latent_attention=hasattr(model.get_text_config(), "kv_lora_rank"),
@@ -202,7 +201,7 @@ class VllmEngine:
             # The types of vLLM are installed with vLLM only.
             self._llm: Any = vllm.LLM(**arguments)
         except BaseException:
-            self._temporary.close()
+            self._resources.close()
             raise
         self._model: VllmModelConfig = self._llm.llm_engine.model_config
 
@@ -342,7 +341,7 @@ class VllmEngine:
         if self._llm is not None:
             self._llm.llm_engine.engine_core.shutdown()
             self._llm = None
-            self._temporary.close()
+            self._resources.close()
 
     def _load_by_name(
         self,
@@ -391,16 +390,30 @@ class VllmEngine:
             raise
 
 
-def use_for_temporary_files(directory: Path) -> None:
-    """Let vLLM, and the processes that it starts, put what is temporary into a directory.
+@contextmanager
+def temporary_files_apart() -> Iterator[Path]:
+    """Put this process's temporary files, and those of its children, into a directory of their own.
 
-    It leaves files there if it is killed, by which its processes meet. What is compiled stays where
-    the next engine looks for it.
+    vLLM's processes meet by files there, which they leave behind if they are killed: the next
+    engine that starts then removes the directory. What is compiled stays where that engine looks
+    for it.
+
+    Yields:
+        The directory.
     """
     os.environ.setdefault("TORCHINDUCTOR_CACHE_DIR", default_cache_dir())
-    os.environ["TMPDIR"] = str(directory)
-    # Python asks once.
-    tempfile.tempdir = str(directory)
+    before = os.environ.get("TMPDIR"), tempfile.tempdir
+    with PrivateDirectory("rl-policy-vllm-") as directory:
+        # Python reads the variable once, and keeps what it has found in `tempdir`.
+        os.environ["TMPDIR"] = tempfile.tempdir = str(directory.path)
+        try:
+            yield directory.path
+        finally:
+            variable, tempfile.tempdir = before
+            if variable is None:
+                del os.environ["TMPDIR"]
+            else:
+                os.environ["TMPDIR"] = variable
 
 
 def _save_tokenizer(
