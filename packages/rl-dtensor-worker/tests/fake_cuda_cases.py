@@ -13,7 +13,7 @@ from ranks import worker_for
 from rl_dtensor_worker import forward, layout
 from rl_interfaces import LossInput, LossType
 from rl_interfaces.testing.fake_cuda import fake_cuda, run_life
-from rl_interfaces.testing.fake_cuda.limits import numbers_of
+from rl_interfaces.testing.fake_cuda.limits import moving_syncs, numbers_of
 from tiny_model import build_tokenizer, make_batch, make_config
 from transformers import AutoModelForCausalLM
 from transformers.models.llama.modeling_llama import LlamaAttention
@@ -114,6 +114,7 @@ def numbers_of_case(case, shallow, deep):
     return {
         **numbers_of(phases, deeper, added_layers=MORE_LAYERS * num_passes),
         "num_passes": num_passes,
+        "moves": moving_syncs(phases),
         "left": phases["offload_after_refit"].left,
         "lines": sorted(f"{count} {sync}" for sync, count in phases["train_again"].syncs.items()),
     }

@@ -3,8 +3,11 @@
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
+from rl_interfaces.backend.host_memory import OffloadBuffers
 from rl_interfaces.testing.fake_cuda import fake_cuda
 from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor, Shard
 from torch.nn.attention.bias import causal_lower_right
 
 CUDA = torch.device("cuda", 0)
@@ -73,6 +76,40 @@ def waits():
 def read_twice(values):
     for value in values[:2]:
         value.item()
+
+
+def offloads():
+    """Return what two offloads of some tensors, a DTensor among them, wait for and use."""
+    with fake_cuda(world_size=2, packages=("rl_interfaces",)) as device:
+        buffers, mesh = OffloadBuffers(), init_device_mesh("cuda", (2,))
+        tensors = [
+            DTensor.from_local(torch.ones(3, 4, device=CUDA), mesh, [Shard(0)], run_check=False),
+            torch.ones(6, 5, device=CUDA).T,
+            torch.ones(0, 4, device=CUDA),
+            torch.ones(7, device=CUDA, dtype=torch.int64),
+        ]
+        wanted, places, waits = [layout_of(each) for each in tensors], [], []
+        for _ in range(2):
+            with device.phase() as figures:
+                offloaded = buffers.moved(tensors, torch.device("cpu"))
+            assert {each.device.type for each in offloaded} == {"cpu"}
+            assert [layout_of(each) for each in offloaded] == wanted
+            places.append([plain(each).data_ptr() for each in offloaded])
+            waits.append([figures.num_syncs])
+            with device.phase() as figures:
+                tensors = buffers.moved(offloaded, CUDA)
+            assert {each.device.type for each in tensors} == {"cuda"}
+            assert [layout_of(each) for each in tensors] == wanted
+            waits[-1].append(figures.num_syncs)
+        return {"places": places, "waits": waits, "num_bytes": buffers.num_bytes}
+
+
+def layout_of(tensor):
+    return isinstance(tensor, DTensor), tuple(tensor.shape), tensor.stride(), str(tensor.dtype)
+
+
+def plain(tensor):
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 
 def launches():
@@ -266,7 +303,17 @@ def planted(bug):
 
 def everything():
     """Return the results of all checks: a process takes seconds to start."""
-    checks = (mixtures, waits, launches, memory, moves, values, collectives, attention_bytes)
+    checks = (
+        mixtures,
+        waits,
+        offloads,
+        launches,
+        memory,
+        moves,
+        values,
+        collectives,
+        attention_bytes,
+    )
     found = {check.__name__: check() for check in checks}
     bugs = (None, "wait", "launches", "bytes", "kept")
     return found | {"planted": {str(bug): planted(bug) for bug in bugs}}

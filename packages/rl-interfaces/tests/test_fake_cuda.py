@@ -51,6 +51,16 @@ def test_waits_of_the_host_are_counted_by_kind(found):
 
 
 @needs_compiler
+def test_offloads_wait_once_and_use_the_same_memory(found):
+    offloads = found["offloads"]
+    assert offloads["waits"] == [[1, 0], [1, 0]]  # to the host, and back
+    first, second = offloads["places"]
+    assert first == second
+    # 48, 120, 0 and 56 bytes, each from a multiple of 64 on, in a power of two.
+    assert offloads["num_bytes"] == 256
+
+
+@needs_compiler
 def test_a_wait_has_its_line(found):
     ((place, count),) = found["waits"]["places"].items()
     assert count == 2

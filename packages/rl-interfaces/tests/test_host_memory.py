@@ -1,9 +1,16 @@
 """Copies in host memory: their values, and how much memory they take."""
 
+from itertools import pairwise
+
 import pytest
 import torch
 from rl_interfaces.backend.components import ReferenceCopy
-from rl_interfaces.backend.host_memory import HostCopies, block_sizes
+from rl_interfaces.backend.host_memory import (
+    HostCopies,
+    OffloadBuffers,
+    block_sizes,
+    place_whole,
+)
 
 pytestmark = pytest.mark.needs("rl-interfaces[backend]")
 
@@ -69,6 +76,45 @@ def test_the_reference_is_kept_in_a_dtype_and_the_policy_comes_back_bit_by_bit()
         # Half of float32 for the reference, and the policy as it is.
         assert reference.num_bytes == sum(map(sum, map(block_sizes, (2048 + 256, 4032 + 256))))
     assert all(torch.equal(*pair) for pair in zip(live, trained, strict=True))
+
+
+def test_a_tensor_stays_whole_in_its_block():
+    sizes = [64 * count for count in (3, 1, 5, 2, 8, 8, 8, 8, 8, 8, 8, 8, 8, 3)]
+    blocks, places = place_whole(sizes)
+    assert blocks == [4096, 1024 + 1024]
+    used = [range(start, start + size) for (_, start), size in zip(places, sizes, strict=True)]
+    for index, block in enumerate(blocks):
+        spans = sorted(
+            (span.start, span.stop)
+            for (place, _), span in zip(places, used, strict=True)
+            if place == index
+        )
+        assert all(stop <= start for (_, stop), (start, _) in pairwise(spans))
+        assert spans[-1][1] <= block
+    assert place_whole([]) == ([], [])
+
+
+def test_what_is_there_already_does_not_move():
+    buffers, tensors = OffloadBuffers(), some_tensors()
+    moved = buffers.moved(tensors, torch.device("cpu"))
+    assert all(a is b for a, b in zip(moved, tensors, strict=True))
+    assert buffers.num_bytes == 0
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+def test_on_a_gpu_offloads_use_the_same_page_locked_memory():
+    buffers, device = OffloadBuffers(), torch.device("cuda", torch.cuda.current_device())
+    tensors = some_tensors(device)
+    for _ in range(2):
+        wanted = [tensor.cpu() for tensor in tensors]
+        offloaded = buffers.moved(tensors, torch.device("cpu"))
+        assert all(each.is_pinned() for each in offloaded if each.numel())
+        assert all(torch.equal(*pair) for pair in zip(offloaded, wanted, strict=True))
+        assert all(a.stride() == b.stride() for a, b in zip(offloaded, tensors, strict=True))
+        places = [each.data_ptr() for each in offloaded]
+        tensors = [each.mul_(2) for each in buffers.moved(offloaded, device)]
+    assert [each.data_ptr() for each in buffers.moved(tensors, torch.device("cpu"))] == places
 
 
 @pytest.mark.gpu

@@ -9,7 +9,7 @@ from batches import make_batch, make_config
 from parity_checks import LAYOUTS, num_layers_of
 from rl_interfaces import LossInput, LossType
 from rl_interfaces.testing.fake_cuda import fake_cuda, run_life
-from rl_interfaces.testing.fake_cuda.limits import numbers_of
+from rl_interfaces.testing.fake_cuda.limits import moving_syncs, numbers_of
 from rl_megatron_worker.parallel.schedule import Schedule
 from tiny_models import build_tiny
 from worker_ranks import BUDGET, rows_of, worker_for
@@ -106,6 +106,7 @@ def numbers_of_case(case, *_):
     return {
         **numbers_of(phases, deeper, added_layers=num_passes * added),
         "num_passes": num_passes,
+        "moves": moving_syncs(phases),
         "left": phases["offload_after_refit"].left,
         "lines": sorted(f"{count} {sync}" for sync, count in phases["train_again"].syncs.items()),
     }

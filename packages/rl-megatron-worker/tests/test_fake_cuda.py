@@ -24,6 +24,8 @@ _AT_A_TIME = 5  # in one process, well within the limit of a test
 # Of a `train` call, whatever its size: the ranks' rows, the losses' counts, and the results.
 _READS_PER_CALL = 3
 _NUM_STEPS = 2
+# Of four calls that move the model, whatever its size: copies under way are waited for together.
+_WAITS_OF_MOVES = 18
 # Their waits are held by the list alone. Stages exchange the shape of every micro-batch. Without
 # Transformer Engine an MoE layer asks how many tokens go to each expert.
 _WITHOUT_AIM = {"pp2", "pp2_unlike", "pp2_virtual", "tp2_pp2", "dp2_experts", "ep2"}
@@ -49,6 +51,8 @@ def problems(found):
                 f"micro-batches, at most {aim}; {numbers['syncs_per_layer']:g} in a layer, none "
                 f"allowed; left after an offload: {numbers['left']}; waits at: {numbers['lines']}"
             )
+        if len(numbers["moves"]) > _WAITS_OF_MOVES and case not in _WITHOUT_AIM:
+            lines.append(f"[{case}] moving waits {len(numbers['moves'])} times: {numbers['moves']}")
     return lines
 
 

@@ -10,6 +10,7 @@ import torch
 from batches import LOSSES
 from megatron.core import parallel_state
 from rl_batched_data import BatchedDataDict
+from rl_interfaces.backend.host_memory import OffloadBuffers
 from rl_megatron_worker import MegatronPolicyWorker
 from rl_megatron_worker.model import heads
 from rl_megatron_worker.model.build import unwrapped
@@ -241,8 +242,9 @@ def place_as_on_cuda(*, config):
     with worker_for(config, init_reference_model=False) as worker:
         before, scope = sent_by(worker), worker._engine.runtime.scope
         cuda = SimpleNamespace(on_cuda=True, device=torch.device("cpu"), scope=scope)
+        buffers = OffloadBuffers()
         for on_device in (False, True):
-            place_parameters(worker.model, cuda, on_device=on_device)
+            place_parameters(worker.model, cuda, on_device=on_device, host_buffers=buffers)
         return all(torch.equal(before[name], each) for name, each in sent_by(worker).items())
 
 

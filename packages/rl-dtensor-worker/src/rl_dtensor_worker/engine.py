@@ -13,6 +13,7 @@ from rl_interfaces.backend.checkpoint.hf_files import write_config
 from rl_interfaces.backend.checkpoint.optimizer_state import TrainState
 from rl_interfaces.backend.components import ReferenceCopy, move_optimizer_state
 from rl_interfaces.backend.engine import EngineInfo, HfExport, Scored, module_mode
+from rl_interfaces.backend.host_memory import OffloadBuffers
 from rl_interfaces.backend.torch_optim import build_scheduler
 from torch import nn
 from torch.distributed.tensor import DTensor, Replicate
@@ -115,6 +116,8 @@ class DTensorEngine:
             config, world_size=environment.world_size, init_optimizer=init_optimizer
         )
         self._device = environment.device
+        self._model_buffers = OffloadBuffers()
+        self._optimizer_buffers = OffloadBuffers()
         with ExitStack() as leaving:
             model = empty_model(self.config)
             self._sharding = choose_sharding(
@@ -231,11 +234,13 @@ class DTensorEngine:
             if not is_training:
                 optimizer.zero_grad(set_to_none=True)
             on_device = is_training and not self.config.cpu_offload
-            move_optimizer_state(optimizer, self._device if on_device else _CPU)
-        is_elsewhere = any(each.device != model_device for each in self.model.parameters())
-        if is_elsewhere and not self.config.cpu_offload:
-            cast("nn.Module", self.model).to(model_device)
-        move_buffers(self.model, model_device)
+            move_optimizer_state(
+                optimizer, self._device if on_device else _CPU, self._optimizer_buffers
+            )
+        if self.config.cpu_offload:
+            move_buffers(self.model, model_device)
+        else:
+            move_model(self.model, model_device, self._model_buffers)
         if state is not ResidencyState.REFITTING:
             self.model.train(is_training)
         if not is_training:
@@ -454,6 +459,20 @@ class DTensorEngine:
             self.model.save_pretrained(directory, state_dict={})
             # And the config once more, with the dtype of the exported weights.
             write_config(self.model.config, directory)
+
+
+def move_model(model: nn.Module, device: torch.device, buffers: OffloadBuffers) -> None:
+    """Move parameters and buffers to `device`, and back again from the same host memory."""
+    reshard_model(model)
+    tensors = [*model.parameters(), *model.buffers()]
+    if all(each.device == device for each in tensors):
+        return
+    moved = {
+        id(tensor): copy
+        for tensor, copy in zip(tensors, buffers.moved(tensors, device), strict=True)
+    }
+    # As `nn.Module.to`, by which FSDP notices that its shards have moved.
+    model._apply(lambda tensor: moved[id(tensor)])
 
 
 def move_buffers(model: nn.Module, device: str | torch.device) -> nn.Module:

@@ -16,6 +16,7 @@ from rl_interfaces import ResidencyState
 from rl_interfaces.backend.checkpoint import hf_files
 from rl_interfaces.backend.components import ReferenceCopy
 from rl_interfaces.backend.engine import EngineInfo, HfExport, module_mode
+from rl_interfaces.backend.host_memory import OffloadBuffers
 from rl_interfaces.backend.steps import Concatenation
 from transformers import GenerationConfig
 
@@ -80,6 +81,7 @@ class MegatronEngine:
             config, world_size=environment.world_size, init_optimizer=init_optimizer
         )
         self.runtime = Runtime(environment)
+        self._offload_buffers = OffloadBuffers()
         layout = self._config.layout
         with ExitStack() as leaving:
             # First on the stack: groups are left after all that uses them, and on any failure.
@@ -318,7 +320,9 @@ class MegatronEngine:
         if self.optimizer is not None and not training:
             self.optimizer.release_gradients()
             self.optimizer.move_state(_CPU)
-        place_parameters(self.model, self.runtime, on_device=model)
+        place_parameters(
+            self.model, self.runtime, on_device=model, host_buffers=self._offload_buffers
+        )
         if self.optimizer is not None:
             self.optimizer.move_scalars(self.info.device if model else _CPU)
         if not model:

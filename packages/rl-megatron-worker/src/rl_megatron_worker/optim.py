@@ -17,6 +17,7 @@ from rl_interfaces.backend.components import (
     move_optimizer_state,
 )
 from rl_interfaces.backend.engine import OptimizerStep
+from rl_interfaces.backend.host_memory import OffloadBuffers
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
@@ -59,6 +60,8 @@ class Trainer:
         self.chunks = cast("list[DistributedDataParallel]", list(chunks))
         self._runtime = runtime
         self._frees_memory = frees_memory
+        # Per optimizer, for the float32 copies of the weights and for its state.
+        self._offload_buffers: dict[int, tuple[OffloadBuffers, OffloadBuffers]] = {}
         self._config = config
         self._balancing = cast("float", config.moe_aux_loss_coeff)
         self._num_sharing = config.tensor_model_parallel_size * config.context_parallel_size
@@ -192,14 +195,21 @@ class Trainer:
             for chunk in self.chunks
             for parameter in chunk.parameters()
         }
-        for part in self._optimizers():
-            for group in part.optimizer.param_groups:
-                for copy in group["params"]:
-                    # Without float32 copies these are the model's own parameters, or views of them,
-                    # which move with the model.
-                    if copy.untyped_storage().data_ptr() not in models:
-                        copy.data = copy.data.to(device)
-            move_optimizer_state(part.optimizer, device)
+        for index, part in enumerate(self._optimizers()):
+            # Without float32 copies these are the model's own parameters, or views of them, which
+            # move with the model.
+            copies = [
+                copy
+                for group in part.optimizer.param_groups
+                for copy in group["params"]
+                if copy.untyped_storage().data_ptr() not in models
+            ]
+            masters, state = self._offload_buffers.setdefault(
+                index, (OffloadBuffers(), OffloadBuffers())
+            )
+            for copy, moved in zip(copies, masters.moved(copies, device), strict=True):
+                copy.data = moved
+            move_optimizer_state(part.optimizer, device, state)
 
     def move_scalars(self, device: torch.device) -> None:
         """Move loss scale and overflow flag, which a forward pass of an MoE model reads too."""

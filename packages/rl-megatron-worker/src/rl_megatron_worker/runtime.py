@@ -16,6 +16,7 @@ if TYPE_CHECKING:
     from collections.abc import Generator, Sequence
 
     from megatron.core.distributed.param_and_grad_buffer import _ParamAndGradBuffer
+    from rl_interfaces.backend.host_memory import OffloadBuffers
     from rl_interfaces.backend.runtime import RankEnvironment
 
 
@@ -73,15 +74,23 @@ class Runtime:
             torch.cuda.empty_cache()
 
 
-def place_parameters(chunks: Sequence[nn.Module], runtime: Runtime, *, on_device: bool) -> None:
+def place_parameters(
+    chunks: Sequence[nn.Module],
+    runtime: Runtime,
+    *,
+    on_device: bool,
+    host_buffers: OffloadBuffers,
+) -> None:
     """Move the parameters onto the device, or to the CPU.
 
     With a distributed optimizer parameters are views of a data-parallel buffer. Its storage is
-    released and filled again in place, so the views stay valid.
+    released and filled again in place, so the views stay valid. All others are kept in
+    `host_buffers`, which belong to this model.
     """
     if not runtime.on_cuda:
         return
     device = runtime.device if on_device else torch.device("cpu")
+    others: list[torch.Tensor] = []
     with runtime.scope():
         for chunk in chunks:
             buffers = _parameter_buffers(chunk)
@@ -92,10 +101,12 @@ def place_parameters(chunks: Sequence[nn.Module], runtime: Runtime, *, on_device
                     buffer.offload_to_cpu(move_params=True, move_grads=False)
             # A view must not get storage of its own: updates are gathered into the buffer.
             inside = {id(parameter) for buffer in buffers for parameter in buffer.params}
-            others = (each for each in chunk.parameters() if id(each) not in inside)
-            for tensor in (*others, *nn.Module.buffers(chunk)):
-                tensor.data = tensor.data.to(device)
-        torch.cuda.synchronize()
+            others += (each for each in chunk.parameters() if id(each) not in inside)
+            others += nn.Module.buffers(chunk)
+        for tensor, moved in zip(others, host_buffers.moved(others, device), strict=True):
+            tensor.data = moved
+        if not on_device:
+            torch.cuda.synchronize()
 
 
 def _parameter_buffers(chunk: nn.Module) -> list[_ParamAndGradBuffer]:

@@ -12,7 +12,7 @@ from rl_batched_data import token_scores
 
 from rl_interfaces.backend.checkpoint.optimizer_state import TrainState
 from rl_interfaces.backend.engine import OptimizerStep
-from rl_interfaces.backend.host_memory import HostCopies
+from rl_interfaces.backend.host_memory import HostCopies, OffloadBuffers
 from rl_interfaces.backend.steps import MicroBatch
 
 
@@ -56,13 +56,25 @@ FIRST_LOSS_SCALE = 2.0**16
 STEPS_BEFORE_GROWTH = 2000
 
 
-def move_optimizer_state(optimizer: torch.optim.Optimizer, device: torch.device) -> None:
-    """Move the state tensors to `device`; the 0-d counters stay where the optimizer put them."""
-    for state in optimizer.state.values():
-        for key, value in state.items():
-            # Also `to` of a DTensor that is there already takes some time.
-            if isinstance(value, torch.Tensor) and value.ndim and value.device != device:
-                state[key] = value.to(device)
+def move_optimizer_state(
+    optimizer: torch.optim.Optimizer, device: torch.device, buffers: OffloadBuffers
+) -> None:
+    """Move the state tensors to `device`; the 0-d counters stay where the optimizer put them.
+
+    Args:
+        optimizer: Any optimizer whose state are tensors.
+        device: The GPU, or the CPU.
+        buffers: Hold the state while it is on the CPU; for nothing but this state.
+    """
+    held = [
+        (state, key)
+        for state in optimizer.state.values()
+        for key, value in state.items()
+        if isinstance(value, torch.Tensor) and value.ndim
+    ]
+    moved = buffers.moved([state[key] for state, key in held], device)
+    for (state, key), value in zip(held, moved, strict=True):
+        state[key] = value
 
 
 class ReplicatedOptimizer:

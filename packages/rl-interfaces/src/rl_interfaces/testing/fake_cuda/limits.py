@@ -24,6 +24,12 @@ if TYPE_CHECKING:
     from rl_interfaces.testing.fake_cuda.device import Figures
 
 _PEAKS = ("logprobs", "train_again", "generate")
+_MOVES = (
+    "offload_before_refit",
+    "offload_after_refit",
+    "prepare_for_lp_inference",
+    "prepare_for_training",
+)
 
 
 class Numbers(TypedDict):
@@ -60,6 +66,18 @@ def numbers_of(phases: Mapping[str, Figures], deeper: Figures, *, added_layers: 
         "peak_bytes": {name: phases[name].peak_bytes for name in _PEAKS},
         "syncs": dict(sorted(places.items())),
     }
+
+
+def moving_syncs(phases: Mapping[str, Figures]) -> list[str]:
+    """Return the waits of the host in the calls that move the model, once per wait.
+
+    Each tensor that is moved by itself waits once: a list that grows with the model.
+    """
+    return [
+        f"{name}: {sync}"
+        for name in _MOVES
+        for sync in sorted(phases[name].syncs.elements(), key=str)
+    ]
 
 
 def read_limits(path: Path) -> dict[str, Numbers]:
