@@ -5,7 +5,14 @@ import itertools
 import pytest
 import torch
 import torch.nn.functional as F
-from rl_interfaces.backend.attention import attend, attend_to_cache, takes_shared_keys
+from rl_interfaces.backend.attention import (
+    RowGroups,
+    attend,
+    attend_to_cache,
+    attend_to_packed,
+    takes_packed,
+    takes_shared_keys,
+)
 from torch.nn.attention.bias import CausalBias
 from torch.overrides import TorchFunctionMode
 
@@ -124,3 +131,57 @@ def test_on_a_gpu_memory_is_linear_in_the_keys(dtype, is_masked):
     # Keys, values and gradients, repeated; the mask as a bias, once for all heads.
     linear = 8 * heads * keys * size * dtype.itemsize + 3 * queries * keys * dtype.itemsize
     assert peak < linear < heads * queries * keys * dtype.itemsize
+
+
+def test_rows_are_gathered_together_and_their_gradients_summed():
+    states = torch.randn(5, 2, 3, dtype=torch.float64, requires_grad=True)
+    groups = [torch.tensor([[0, 1, 2], [3, 4, 4]]), torch.tensor([[4, 1]])]
+    gathered = RowGroups.of(groups).gather(states)
+    for rows, tokens in zip(gathered, groups, strict=True):
+        assert torch.equal(rows, states[tokens])
+    weights = [torch.randn_like(rows) for rows in gathered]
+    total = sum((rows * weight).sum() for rows, weight in zip(gathered, weights, strict=True))
+    expected = torch.zeros_like(states)
+    for tokens, weight in zip(groups, weights, strict=True):
+        expected.index_put_((tokens,), weight, accumulate=True)
+    torch.testing.assert_close(torch.autograd.grad(total, states)[0], expected, **TOLERANCE)
+
+
+def test_a_cpu_takes_rows():
+    states = torch.randn(5, 2, 8, dtype=torch.bfloat16)
+    assert not takes_packed(states, states)
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+@pytest.mark.parametrize("window", [None, 40])
+@pytest.mark.parametrize("key_heads", [2, 8])
+def test_the_flash_kernel_for_packed_sequences_gives_that_of_each_alone(window, key_heads):
+    torch.manual_seed(0)
+    lengths = [130, 1, 64, 257]
+    query, key, value = (
+        torch.randn(sum(lengths), heads, 64, device="cuda", dtype=torch.bfloat16).requires_grad_()
+        for heads in (8, key_heads, key_heads)
+    )
+    assert takes_packed(query, value)
+    cu_seqlens = torch.tensor([0, *itertools.accumulate(lengths)], device="cuda").int()
+    own = attend_to_packed(
+        query, key, value, cu_seqlens, max_seqlen=max(lengths), sliding_window=window, scale=0.1
+    )
+    inputs = (query, key, value)
+    alone = []
+    for parts in zip(*(each.float().split(lengths) for each in inputs), strict=True):
+        rows = [part.transpose(0, 1)[None] for part in parts]
+        mask = band(len(parts[0]), len(parts[0]), window).cuda()[None, None]
+        alone.append(attend(*rows, mask, scale=0.1)[0].transpose(0, 1))
+    expected = torch.cat(alone)
+    # bfloat16 has 8 bits: sums of values near 1 differ by their rounding.
+    torch.testing.assert_close(own.float(), expected, rtol=0, atol=2e-2)
+    weights = torch.randn_like(expected)
+    for found, wanted in zip(
+        torch.autograd.grad((own.float() * weights).sum(), inputs),
+        torch.autograd.grad((expected * weights).sum(), inputs),
+        strict=True,
+    ):
+        scale = float(wanted.float().abs().max())
+        torch.testing.assert_close(found.float(), wanted.float(), rtol=0, atol=2e-2 * scale)

@@ -25,7 +25,7 @@ _AT_A_TIME = 5  # in one process, well within the limit of a test
 _READS_PER_CALL = 3
 _NUM_STEPS = 2
 # Of four calls that move the model, whatever its size: copies under way are waited for together.
-_WAITS_OF_MOVES = 18
+_WAITS_OF_MOVES = 28
 # Their waits are held by the list alone. Stages exchange the shape of every micro-batch. Without
 # Transformer Engine an MoE layer asks how many tokens go to each expert.
 _WITHOUT_AIM = {"pp2", "pp2_unlike", "pp2_virtual", "tp2_pp2", "dp2_experts", "ep2"}

@@ -1,9 +1,9 @@
 """Attention over packed sequences, and over sequences sharded among context-parallel ranks.
 
 transformers separates packed sequences by a mask over all pairs of tokens, whose cost is quadratic
-in the packed length. Here tokens stay packed in all other layers; for attention they are gathered
-into rows, sequences of similar length together, which need no mask in torch's causal
-scaled-dot-product attention.
+in the packed length. Here tokens stay packed in all other layers. For attention the flash kernel
+takes them as they are; where it does not run they are gathered into rows, sequences of similar
+length together, which need no mask in torch's causal scaled-dot-product attention.
 
 With context parallelism `rl_batched_data.packing.context_shards` says which chunks of each sequence
 a rank has. Keys and values are all-gathered; queries stay. The kernel is torch's on every device,
@@ -19,7 +19,7 @@ import torch
 import torch.nn.functional as F
 from rl_batched_data.packing.context_shards import ContextShards
 from rl_batched_data.packing.packed_sequences import group_by_length
-from rl_interfaces.backend.attention import attend
+from rl_interfaces.backend.attention import RowGroups, attend, attend_to_packed, takes_packed
 from transformers import AttentionInterface, AttentionMaskInterface
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import sdpa_mask
@@ -27,7 +27,7 @@ from transformers.masking_utils import sdpa_mask
 from rl_dtensor_worker.parallel import collectives
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Iterable, Sequence
 
     import torch.distributed as dist
     from rl_batched_data import PackedSequences
@@ -73,17 +73,19 @@ class AttentionLayout(Protocol):
 class AttentionRows:
     """Packed sequences gathered into rows of a few widths, padded on the right."""
 
-    groups: list[torch.Tensor]
-    """Per group, `[rows, width]` int64: index of each token; arbitrary in padding."""
+    rows: RowGroups
+    """The index of each token; arbitrary in padding."""
     places: torch.Tensor
     """`[total]` int64: index of each token in the flattened groups."""
+    packed: PackedSequences
+    """The sequences."""
 
     @classmethod
     def of(cls, packed: PackedSequences) -> AttentionRows:
         """Return the rows of `packed`, on its device.
 
         Example, sequences of 4, 1 and 3 tokens:
-            groups = [[[0, 1, 2, 3], [5, 6, 7, 7]], [[4]]]
+            rows.groups = [[[0, 1, 2, 3], [5, 6, 7, 7]], [[4]]]
             places = [0, 1, 2, 3, 8, 4, 5, 6]
         """
         device = packed.cu_seqlens.device
@@ -102,16 +104,30 @@ class AttentionRows:
             places[tokens[is_token]] = place[is_token]
             base += tokens.numel()
             groups.append(tokens.to(device, non_blocking=True))
-        return cls(groups=groups, places=places.to(device, non_blocking=True))
+        places = places.to(device, non_blocking=True)
+        return cls(rows=RowGroups.of(groups), places=places, packed=packed)
 
     def attend(
         self, module: nn.Module, heads: Heads, sliding_window: int | None, **kwargs: Any
     ) -> torch.Tensor:
         """See `AttentionLayout.attend`."""
-        outputs: list[torch.Tensor] = []
-        for tokens in self.groups:
-            rows = Heads(*(gather_rows(states, tokens) for states in heads))
-            outputs.append(_attend_to_rows(module, rows, sliding_window, **kwargs).flatten(0, 1))
+        query, key, value = (states[0].transpose(0, 1) for states in heads)
+        if takes_packed(query, value) and _is_plain(**kwargs):
+            output = attend_to_packed(
+                query,
+                key,
+                value,
+                self.packed.cu_seqlens,
+                max_seqlen=self.packed.max_seqlen,
+                sliding_window=sliding_window,
+                scale=kwargs.get("scaling"),
+            )
+            return output[None]
+        rows = zip(*(self.rows.gather(states) for states in (query, key, value)), strict=True)
+        outputs = [
+            _attend_to_rows(module, _heads_of(group), sliding_window, **kwargs).flatten(0, 1)
+            for group in rows
+        ]
         return torch.cat(outputs).index_select(0, self.places)[None]
 
 
@@ -124,6 +140,11 @@ class FullRows:
     ) -> torch.Tensor:
         """See `AttentionLayout.attend`."""
         return _attend_to_rows(module, heads, sliding_window, **kwargs)
+
+
+def _heads_of(rows: Iterable[torch.Tensor]) -> Heads:
+    """Return queries, keys and values from `[rows, width, heads, head_size]` each."""
+    return Heads(*(states.transpose(1, 2) for states in rows))
 
 
 def _attend_to_rows(
@@ -171,6 +192,17 @@ def _with_sinks_or_cap(
     if softcap is not None:
         return capped_attention(heads, mask, softcap=softcap, **options)
     return None
+
+
+def _is_plain(
+    *,
+    dropout: float = 0.0,
+    softcap: float | None = None,
+    s_aux: torch.Tensor | None = None,
+    **_: object,
+) -> bool:
+    """Return whether a layer's attention has no dropout, cap on scores or sinks."""
+    return dropout == 0.0 and softcap is None and s_aux is None
 
 
 def capped_attention(
@@ -357,15 +389,6 @@ def layout_arguments(layout: AttentionLayout, device: torch.device) -> dict[str,
     return {"attention_mask": mask}
 
 
-def gather_rows(states: torch.Tensor, tokens: torch.Tensor) -> torch.Tensor:
-    """Gather states `[1, heads, total, size]` at the indices `tokens` `[rows, width]`.
-
-    Returns:
-        `[rows, heads, width, size]`.
-    """
-    return states[0][:, tokens].transpose(0, 1)
-
-
 def causal_band(
     width: int, sliding_window: int | None, *, device: torch.device
 ) -> torch.Tensor | None:
@@ -378,12 +401,43 @@ def causal_band(
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
+class ChunkRows:
+    """Chunks of sequences, with the rows of their queries and of the keys before them."""
+
+    chunks: Sequence[ContextChunks]
+    queries: RowGroups
+    keys: RowGroups
+
+    @classmethod
+    def of(cls, chunks: Sequence[ContextChunks]) -> ChunkRows:
+        """Return the rows of `chunks`."""
+        return cls(
+            chunks=chunks,
+            queries=RowGroups.of(chunk.queries for chunk in chunks),
+            keys=RowGroups.of(chunk.keys for chunk in chunks),
+        )
+
+    def attend(self, heads: Heads, sliding_window: int | None, **kwargs: Any) -> torch.Tensor:
+        """Return the attention of all queries, flattened: `[queries, heads, head_size]`."""
+        query, key, value = (states[0].transpose(0, 1) for states in heads)
+        rows = zip(
+            self.queries.gather(query), self.keys.gather(key), self.keys.gather(value), strict=True
+        )
+        outputs = [
+            _attend_to_chunks(_heads_of(group), chunk.mask(sliding_window), **kwargs).flatten(0, 1)
+            for chunk, group in zip(self.chunks, rows, strict=True)
+        ]
+        return torch.cat(outputs)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
 class ContextRows:
     """This rank's chunks of packed sequences: an `AttentionLayout`."""
 
     group: dist.ProcessGroup
     """The ranks that shard the sequences."""
     shards: ContextShards
+    chunks: ChunkRows
 
     @classmethod
     def of(cls, packed: PackedSequences, group: dist.ProcessGroup) -> ContextRows:
@@ -398,7 +452,7 @@ class ContextRows:
             num_ranks=group.size(),
             device=packed.cu_seqlens.device,
         )
-        return cls(group=group, shards=shards)
+        return cls(group=group, shards=shards, chunks=ChunkRows.of(shards.chunks))
 
     def shard(self, values: torch.Tensor) -> torch.Tensor:
         """Return `[1, total / ranks, ...]`: this rank's shard of per-token `[1, total, ...]`."""
@@ -424,7 +478,7 @@ class ContextRows:
         sizes = [heads.key.shape[-1], heads.value.shape[-1]]
         keys, values = gathered.split(sizes, dim=-1)
         visible = Heads(heads.query, keys, values)
-        output = _attend_in_chunks(self.shards.chunks, visible, sliding_window, **kwargs)
+        output = self.chunks.attend(visible, sliding_window, **kwargs)
         return output.index_select(0, self.shards.places)[None]
 
 
@@ -433,29 +487,19 @@ class SharedRows:
     """Packed rows that share prefixes: an `AttentionLayout`."""
 
     shared: SharedPrefixes
+    chunks: ChunkRows
+
+    @classmethod
+    def of(cls, shared: SharedPrefixes) -> SharedRows:
+        """Return the layout of rows that share prefixes."""
+        return cls(shared=shared, chunks=ChunkRows.of(shared.chunks))
 
     def attend(
         self, module: nn.Module, heads: Heads, sliding_window: int | None, **kwargs: Any
     ) -> torch.Tensor:
         """See `AttentionLayout.attend`."""
-        output = _attend_in_chunks(self.shared.chunks, heads, sliding_window, **kwargs)
+        output = self.chunks.attend(heads, sliding_window, **kwargs)
         return output.index_select(0, self.shared.places)[None]
-
-
-def _attend_in_chunks(
-    chunks: Sequence[ContextChunks], heads: Heads, sliding_window: int | None, **kwargs: Any
-) -> torch.Tensor:
-    """Return the attention of all chunks' queries, flattened: `[queries, heads, head_size]`."""
-    outputs: list[torch.Tensor] = []
-    for chunk in chunks:
-        rows = Heads(
-            gather_rows(heads.query, chunk.queries),
-            gather_rows(heads.key, chunk.keys),
-            gather_rows(heads.value, chunk.keys),
-        )
-        output = _attend_to_chunks(rows, chunk.mask(sliding_window), **kwargs)
-        outputs.append(output.flatten(0, 1))
-    return torch.cat(outputs)
 
 
 def _attend_to_chunks(

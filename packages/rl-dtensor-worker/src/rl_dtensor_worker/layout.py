@@ -274,7 +274,7 @@ class SharedLayout(RowLayout):
             tokens=tokens,
             targets=input_ids.flatten().index_select(0, shared.targets)[None],
             predictors=shared.predictors,
-            arguments=layout_arguments(SharedRows(shared=shared), tokens.device) | positions,
+            arguments=layout_arguments(SharedRows.of(shared), tokens.device) | positions,
             shared=shared,
         )
 

@@ -1,8 +1,9 @@
 """Causal attention over packed sequences for Megatron-core's layers, on every device.
 
 Megatron-core's own attention supports neither packed sequences nor context parallelism, and
-Transformer Engine's needs a GPU. This one groups sequences of similar length into padded rows and
-calls torch's scaled-dot-product attention. Under context parallelism queries stay local; keys and
+Transformer Engine's needs a GPU. This one takes torch's flash kernel for packed sequences where it
+runs, and else groups sequences of similar length into padded rows for torch's scaled-dot-product
+attention. Under context parallelism queries stay local; keys and
 values are all-gathered. In generation a key-value cache takes their place: one packed prefill, then
 one token per row and step.
 """
@@ -18,7 +19,12 @@ import torch.nn.functional as F
 from megatron.core.tensor_parallel import get_cuda_rng_tracker
 from megatron.core.transformer.module import MegatronModule
 from megatron.core.transformer.utils import is_layer_window_attention
-from rl_interfaces.backend.attention import attend, attend_to_cache
+from rl_interfaces.backend.attention import (
+    attend,
+    attend_to_cache,
+    attend_to_packed,
+    takes_packed,
+)
 
 from rl_megatron_worker.layout import PackedRows
 
@@ -30,7 +36,6 @@ if TYPE_CHECKING:
     from megatron.core.transformer.enums import AttnMaskType
     from megatron.core.transformer.transformer_config import TransformerConfig
     from rl_batched_data import PackedSequences
-    from rl_batched_data.packing.context_shards import ContextChunks
 
 Pair = tuple[torch.Tensor, torch.Tensor]
 
@@ -102,30 +107,45 @@ class PackedAttention(MegatronModule):
             # One all-gather for both, and one reduce-scatter of both gradients.
             both = rows.gather_for_attention(torch.cat([key, value], dim=-1))
             key, value = both.split([key.shape[-1], value.shape[-1]], dim=-1)
-        chunks = rows.masked_chunks(self.sliding_window)
-        outputs = [self._attend(chunk, mask, query, key, value) for chunk, mask in chunks]
-        return torch.cat(outputs).index_select(0, rows.shards.places)
+        # Heads are sharded over tensor-parallel ranks: each needs random numbers of its own.
+        dropout = self.config.attention_dropout if self.training else 0.0
+        if rows.context_group is None and not dropout and takes_packed(query, value):
+            return attend_to_packed(
+                query,
+                key,
+                value,
+                rows.cu_seqlens,
+                max_seqlen=rows.max_seqlen_q,
+                sliding_window=self.sliding_window,
+                scale=self.softmax_scale,
+            ).flatten(1)
+        with _tensor_parallel_rng() if dropout else nullcontext():
+            return self._attend_to_rows(rows, query, key, value, dropout=dropout)
 
-    def _attend(
+    def _attend_to_rows(
         self,
-        chunk: ContextChunks,
-        mask: torch.Tensor | None,
+        rows: PackedRows,
         query: torch.Tensor,
         key: torch.Tensor,
         value: torch.Tensor,
+        *,
+        dropout: float,
     ) -> torch.Tensor:
-        """Return the outputs of a chunk's rows, flattened to `[rows * width, heads * size]`."""
-        rows_query = query[chunk.queries].transpose(1, 2)
-        rows_key, rows_value = (each[chunk.keys].transpose(1, 2) for each in (key, value))
-        # Heads are sharded over tensor-parallel ranks: each needs random numbers of its own.
-        dropout = self.config.attention_dropout if self.training else 0.0
-        with _tensor_parallel_rng() if dropout else nullcontext():
+        """Return the output of each query, `[tokens, heads * head_size]`, a group at a time."""
+        chunks = rows.masked_chunks(self.sliding_window)
+        gathered = zip(
+            rows.queries.gather(query), rows.keys.gather(key), rows.keys.gather(value), strict=True
+        )
+        outputs: list[torch.Tensor] = []
+        for (_, mask), group in zip(chunks, gathered, strict=True):
+            rows_query, rows_key, rows_value = (each.transpose(1, 2) for each in group)
             # Without a mask it is aligned to the last key: a later chunk's first query sees the
             # chunks before it.
             output = attend(
                 rows_query, rows_key, rows_value, mask, dropout=dropout, scale=self.softmax_scale
             )
-        return output.transpose(1, 2).flatten(2).flatten(0, 1)
+            outputs.append(output.transpose(1, 2).flatten(2).flatten(0, 1))
+        return torch.cat(outputs).index_select(0, rows.shards.places)
 
 
 @dataclass(kw_only=True, slots=True)

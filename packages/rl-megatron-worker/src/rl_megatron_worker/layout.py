@@ -7,12 +7,14 @@ Under context parallelism this rank holds two chunks of every sequence, see
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import TYPE_CHECKING, cast
 
 from megatron.core import parallel_state
 from megatron.core.packed_seq_params import PackedSeqParams
 from megatron.core.tensor_parallel import gather_from_sequence_parallel_region
 from rl_batched_data.packing.context_shards import ContextShards
+from rl_interfaces.backend.attention import RowGroups
 
 if TYPE_CHECKING:
     import torch
@@ -30,6 +32,8 @@ if TYPE_CHECKING:
 class PackedRows(PackedSeqParams):
     """`PackedSeqParams` for Megatron-core's layers, with this rank's shards and the cache."""
 
+    cu_seqlens: torch.Tensor
+    """`[sequences + 1]` int32 on the device. Those of `PackedSeqParams` may be on the CPU."""
     shards: ContextShards
     context_group: dist.ProcessGroup | None
     """None without context parallelism. Not `cp_group`, which Transformer Engine would use."""
@@ -73,9 +77,21 @@ class PackedRows(PackedSeqParams):
             cu_seqlens_kv=cu_seqlens,
             max_seqlen_q=max_seqlen,
             max_seqlen_kv=max_seqlen,
+            cu_seqlens=cu_seqlens,
             shards=shards,
             context_group=group if num_ranks > 1 else None,
         )
+
+    # Made when a layer asks for them: the flash kernel for packed sequences does not.
+    @cached_property
+    def queries(self) -> RowGroups:
+        """The rows of the queries of `shards.chunks`."""
+        return RowGroups.of(chunk.queries for chunk in self.shards.chunks)
+
+    @cached_property
+    def keys(self) -> RowGroups:
+        """The rows of the keys of `shards.chunks`."""
+        return RowGroups.of(chunk.keys for chunk in self.shards.chunks)
 
     def masked_chunks(self, sliding_window: int | None) -> list[MaskedChunk]:
         """Return the chunks of `shards` with their masks.

@@ -10,16 +10,27 @@ of gigabytes at 32,000 tokens. On CUDA, with torch 2.13:
 | memory-efficient | any | no | those and float32 |
 
 On the CPU the fused kernel takes all of them.
+
+Packed sequences take the flash kernel in one call where it runs (`takes_packed`). Elsewhere, those
+of similar length are gathered into rows (`RowGroups`).
 """
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
 import torch
 import torch.nn.functional as F
 from torch.nn.attention.bias import causal_lower_right
+from torch.nn.attention.varlen import varlen_attn
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable
 
 _FLASH_DTYPES = (torch.float16, torch.bfloat16)
 _FLASH_HEAD_SIZE = 256
+_FLASH_CAPABILITY = (8, 0)
 
 
 def attend(
@@ -60,6 +71,89 @@ def attend(
         scale=scale,
         enable_gqa=query.shape[1] != key.shape[1],
     )
+
+
+def attend_to_packed(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    cu_seqlens: torch.Tensor,
+    *,
+    max_seqlen: int,
+    sliding_window: int | None = None,
+    scale: float | None = None,
+) -> torch.Tensor:
+    """Return causal attention within each of some packed sequences, `[tokens, heads, head_size]`.
+
+    Only where `takes_packed`.
+
+    Args:
+        query: `[tokens, heads, head_size]`, float16 or bfloat16.
+        key: `[tokens, key_value_heads, head_size]`.
+        value: Like `key`.
+        cu_seqlens: `[sequences + 1]` int32: the start of each sequence, and the total.
+        max_seqlen: The longest sequence.
+        sliding_window: How many tokens a token sees, itself included. None: all before it.
+        scale: `head_size ** -0.5` when None.
+    """
+    # The kernel counts the tokens before; -1 is all of them.
+    before = -1 if sliding_window is None else sliding_window - 1
+    output = varlen_attn(
+        query,
+        key,
+        value,
+        cu_seqlens,
+        cu_seqlens,
+        max_seqlen,
+        max_seqlen,
+        scale=scale,
+        window_size=(before, 0),
+        enable_gqa=query.shape[1] != key.shape[1],
+    )
+    assert isinstance(output, torch.Tensor), "no auxiliary output was asked for"
+    return output
+
+
+def takes_packed(query: torch.Tensor, value: torch.Tensor) -> bool:
+    """Return whether the flash kernel takes these, heads' sizes in the last dim."""
+    size = query.shape[-1]
+    return (
+        query.is_cuda
+        and query.dtype in _FLASH_DTYPES
+        and size == value.shape[-1]
+        and size % 8 == 0
+        and size <= _FLASH_HEAD_SIZE
+        and torch.cuda.get_device_capability(query.device) >= _FLASH_CAPABILITY
+    )
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class RowGroups:
+    """Groups of rows of tokens, those of a group equally wide."""
+
+    groups: list[torch.Tensor]
+    """Indices of tokens, `[rows, width]` int64 each."""
+    order: torch.Tensor
+    """All of them, flattened."""
+
+    @classmethod
+    def of(cls, groups: Iterable[torch.Tensor]) -> RowGroups:
+        """Return these groups, at least one."""
+        found = [*groups]
+        return cls(groups=found, order=torch.cat([tokens.flatten() for tokens in found]))
+
+    def gather(self, states: torch.Tensor) -> list[torch.Tensor]:
+        """Return the tokens of each group, `[rows, width, ...]`.
+
+        One gather for all groups, whose gradient is a sum without sorting.
+
+        Args:
+            states: `[tokens, ...]`.
+        """
+        parts = states.index_select(0, self.order).split([each.numel() for each in self.groups])
+        return [
+            part.unflatten(0, tokens.shape) for part, tokens in zip(parts, self.groups, strict=True)
+        ]
 
 
 def attend_to_cache(
