@@ -35,6 +35,8 @@ EXTRA_MODULES = {
 }
 # What an extra makes possible.
 WORKS = {
+    "rl-batched-data[liger]": "import liger_kernel.ops",
+    "rl-dtensor-worker[liger]": "import liger_kernel.ops",
     "rl-dtensor-worker[lora]": "import peft",
     **{
         f"rl-policy[{name}]": f"from rl_policy.backends import load; load({name!r})"

@@ -11,6 +11,7 @@ from typing import TypedDict, Unpack, cast
 import torch
 import torch.distributed as dist
 
+from rl_batched_data.fused_logprobs import check_fused, fused_scores, require_liger
 from rl_batched_data.logprobs_kernel import LogitTransform, ScoringTask, VocabScores
 
 
@@ -34,6 +35,9 @@ class ScoringOptions(TypedDict, total=False):
     """First token id of this rank's shard; default rank times shard size."""
     chunk_logits: int
     """Logits per tile, at about 8 bytes each; more is faster; default 2 ** 24."""
+    fused: bool
+    """Have Liger compute them (extra `liger`), from an `output_matrix` without bias, soft cap or
+    top-k, whose shards are equally large; default False. A token outside the vocabulary raises."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
@@ -42,8 +46,8 @@ class TokenScores:
 
     logprobs: torch.Tensor
     """`[batch, seq]` float32: log-probabilities; NaN for a token outside the vocabulary."""
-    normalizer: torch.Tensor
-    """`[batch, seq]` float32: log-sum-exp of the logits; without gradient."""
+    normalizer: torch.Tensor | None
+    """`[batch, seq]` float32: log-sum-exp of the logits, without gradient; None if fused."""
     entropy: torch.Tensor | None
     """`[batch, seq]` float32, in nats; None unless requested."""
     top_k_logits: torch.Tensor | None
@@ -131,11 +135,14 @@ def target_scores(
         options: See `ScoringOptions`.
 
     Raises:
-        ValueError: As in `token_logprobs`.
+        ValueError: As in `token_logprobs`; or with `fused`, what Liger does not support.
+        ImportError: With `fused`, Liger is not installed.
     """
     matrix, bias = options.get("output_matrix"), options.get("output_bias")
     _check(inputs, targets, matrix, bias)
     task = _task(inputs if matrix is None else matrix, matrix is None, entropy, top_k, options)
+    if options.get("fused", False):
+        return _fused(inputs, matrix, bias, targets, task)
     logprobs, normalizer, entropies, top_logits, top_indices = cast(
         tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor],
         VocabScores.apply(inputs.flatten(0, -2), matrix, bias, targets.flatten(), task),
@@ -147,6 +154,26 @@ def target_scores(
         entropy=entropies.view(shape) if entropy else None,
         top_k_logits=top_logits.view(*shape, top_k) if top_k else None,
         top_k_indices=top_indices.view(*shape, top_k) if top_k else None,
+    )
+
+
+def _fused(
+    inputs: torch.Tensor,
+    matrix: torch.Tensor | None,
+    bias: torch.Tensor | None,
+    targets: torch.Tensor,
+    task: ScoringTask,
+) -> TokenScores:
+    require_liger()
+    check_fused(task, has_matrix=matrix is not None, has_bias=bias is not None)
+    assert matrix is not None, "check_fused has seen it"
+    logprobs, entropies = fused_scores(inputs.flatten(0, -2), matrix, targets.flatten(), task)
+    return TokenScores(
+        logprobs=logprobs.view(targets.shape),
+        normalizer=None,
+        entropy=None if entropies is None else entropies.view(targets.shape),
+        top_k_logits=None,
+        top_k_indices=None,
     )
 
 

@@ -32,6 +32,10 @@ if TYPE_CHECKING:
     Resolved = Mapping[str, Any]  # A policy config with all defaults, as JSON holds it.
 
 
+class LigerNotInstalledError(ImportError, ValueError):
+    """The config has a fused head, and Liger is not installed; see `PeftNotInstalledError`."""
+
+
 class PeftNotInstalledError(ImportError, ValueError):
     """The config enables LoRA, and peft is not installed.
 
@@ -76,6 +80,8 @@ class EngineConfig:
     """Whether the dropout of the model's config is on in train mode."""
     share_prefixes: bool
     """Whether the common start of neighbouring rows is computed once."""
+    fused_head: bool
+    """Whether Liger computes log-probabilities."""
     async_checkpoint: bool
     """Write checkpoints while training goes on."""
     trust_remote_code: bool
@@ -122,6 +128,7 @@ class EngineConfig:
             attn_implementation=_parse_attention(resolved),
             model_dropout=resolved["dtensor_cfg"]["model_dropout"],
             share_prefixes=resolved["dtensor_cfg"]["share_prefixes"],
+            fused_head=_parse_fused_head(resolved),
             async_checkpoint=resolved["dtensor_cfg"]["async_checkpoint"],
             trust_remote_code=resolved["trust_remote_code"],
             seed=resolved["seed"],
@@ -182,6 +189,16 @@ def _parse_attention(resolved: Resolved) -> str | None:
                 f"{key} contradicts policy.dtensor_cfg.{other}={section[other]}, which needs 'sdpa'"
             )
     return name
+
+
+def _parse_fused_head(resolved: Resolved) -> bool:
+    is_fused: bool = resolved["dtensor_cfg"]["fused_head"]
+    if is_fused and find_spec("liger_kernel") is None:
+        raise LigerNotInstalledError(
+            "policy.dtensor_cfg.fused_head=True needs liger-kernel, which is not installed. "
+            'Install it with: pip install "rl-dtensor-worker[liger]"'
+        )
+    return is_fused
 
 
 def require_peft() -> None:

@@ -378,9 +378,10 @@ class DTensorEngine:
 
     def _forward_of_head(self, pad_token_id: int | None) -> Forward | ValueForward:
         if self.config.head == "language_model":
+            head = find_token_head(self.model, self.parallel.tensor_parallel)
             return Forward(
                 model=self.model,
-                head=find_token_head(self.model, self.parallel.tensor_parallel),
+                head=head.fused() if self.config.fused_head else head,
                 temperature=self.config.temperature,
                 width_multiple=self.config.width_multiple,
                 parallel=self.parallel,

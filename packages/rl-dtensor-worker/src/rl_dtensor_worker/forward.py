@@ -13,7 +13,7 @@ import inspect
 import logging
 import math
 from contextlib import contextmanager, nullcontext
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field, fields, replace
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -81,6 +81,38 @@ class TokenHead:
     """The model's factor on the output layer's logits."""
     soft_cap: float | None = None
     """The model's soft cap on its logits."""
+    is_fused: bool = False
+    """Whether Liger computes log-probabilities, see `fused`."""
+
+    def fused(self) -> TokenHead:
+        """Return this head with log-probabilities by Liger.
+
+        Raises:
+            ValueError: It is not plain; the message says why.
+        """
+        ranks = 1 if self.tensor_parallel is None else self.tensor_parallel.group.size()
+        layer = self.layer
+        for is_asked, what in (
+            (layer is None, "computes its logits itself"),
+            (layer is not None and layer.bias is not None, "has a bias"),
+            (self.soft_cap is not None, f"caps its logits at {self.soft_cap}"),
+            (self.logit_scale <= 0, f"scales its logits by {self.logit_scale}"),
+            (
+                layer is not None and ranks > 1 and layer.weight.device.type != "cuda",
+                f"has policy.dtensor_cfg.tensor_parallel_size={ranks} on a CPU",
+            ),
+            (
+                self.vocab_size % ranks != 0,
+                f"shards a vocabulary of {self.vocab_size} over "
+                f"policy.dtensor_cfg.tensor_parallel_size={ranks} unevenly",
+            ),
+        ):
+            if is_asked:
+                raise ValueError(
+                    f"policy.dtensor_cfg.fused_head=True: the model {what}, which Liger does not "
+                    "support: set it to False"
+                )
+        return replace(self, is_fused=True)
 
     def target_scores(
         self,
@@ -122,6 +154,8 @@ class TokenHead:
             full = self._gather_hidden(hidden)
             if predictors is not None:
                 full = full.index_select(1, predictors)
+            # Liger has no top-k, which only teachers are asked for.
+            options["fused"] = self.is_fused and top_k == 0 and targets.numel() > 0
             return target_scores(full, targets, **self._options(layer), **options)
 
         with _output_layer_replaced(model, self.layer, score):

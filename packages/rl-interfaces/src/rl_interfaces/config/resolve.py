@@ -47,6 +47,8 @@ POLICY_DEFAULTS: ResolvedConfig = {
         "model_dropout": False,
         # Sums are rounded in another order, and the attention has to be torch's.
         "share_prefixes": False,
+        # An extra brings it, and its kernels have been measured nowhere.
+        "fused_head": False,
         # Holds a second copy of weights and optimizer state in host memory while it writes.
         "async_checkpoint": False,
         # Sharded over all data-parallel ranks, which takes the least memory.

@@ -79,6 +79,9 @@ class DTensorConfig(TypedDict):
     share_prefixes: NotRequired[bool]
     """Compute the common start of neighbouring rows once, as the prompt of a group's samples:
     the same log-probabilities and gradients, in less time and memory."""
+    fused_head: NotRequired[bool]
+    """Have Liger compute the log-probabilities of `get_logprobs` and `train`, which needs the extra
+    `liger` and a plain output layer; a kernel on some GPUs, tiles as without it elsewhere."""
     async_checkpoint: NotRequired[bool]
     """Copy a checkpoint to the CPU and write it in the background."""
     data_parallel_replicate_size: NotRequired[Count | Literal["auto"]]
