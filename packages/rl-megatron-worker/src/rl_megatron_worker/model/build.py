@@ -24,6 +24,7 @@ from megatron.core.tensor_parallel import gather_from_sequence_parallel_region
 from megatron.core.transformer.attention import SelfAttention, SelfAttentionSubmodules
 from megatron.core.transformer.enums import AttnMaskType
 from megatron.core.transformer.identity_op import IdentityOp
+from megatron.core.transformer.mlp import MLPSubmodules
 from megatron.core.transformer.module import Float16Module
 from megatron.core.transformer.moe.moe_layer import MoELayer
 from megatron.core.transformer.moe.moe_utils import MoEAuxLossAutoScaler
@@ -43,6 +44,7 @@ from torch import nn
 
 from rl_megatron_worker.attention import PackedAttention
 from rl_megatron_worker.model.config import padded_vocab_size, uses_transformer_engine
+from rl_megatron_worker.model.experts import GroupedExperts
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -258,7 +260,7 @@ class RMSNorm(nn.Module):
 
 
 class _LocalModules(LocalSpecProvider):
-    """Megatron-core's local modules, with our attention and normalisation."""
+    """Megatron-core's local modules, with our attention, normalisation and experts."""
 
     def layer_norm(self, rms_norm: bool = False, for_qk: bool = False) -> type:
         """Return the normalisation layer."""
@@ -267,6 +269,14 @@ class _LocalModules(LocalSpecProvider):
     def core_attention(self) -> type:
         """Return the attention module."""
         return PackedAttention
+
+    def grouped_mlp_modules(
+        self, moe_use_grouped_gemm: bool, moe_use_legacy_grouped_gemm: bool
+    ) -> tuple[type, MLPSubmodules | None]:
+        """Return the experts' module and their layers."""
+        return GroupedExperts, MLPSubmodules(
+            linear_fc1=self.column_parallel_linear(), linear_fc2=self.row_parallel_linear()
+        )
 
 
 def _layer_spec(config: TransformerConfig, *, num_experts: int | None) -> ModuleSpec:
