@@ -354,3 +354,27 @@ def train_after_a_failure(*, config, batch, place_that_fails):
                 errors.append(f"{type(error).__name__}: {error}")
         result = worker.train(rows, _CollectingLoss())
         return {"errors": errors, "losses": result["global_loss"], "weights": sent_by(worker)}
+
+
+def replay_routes(*, config, batch, section, routes=None):
+    """Return the routes that scoring records, and what scoring and training give with `routes`."""
+    with worker_for(config) as worker:
+        rows, order = rows_of(batch, section)
+        recorded = worker.get_logprobs(rows)
+        given = batch if routes is None else BatchedDataDict({**batch, "routed_experts": routes})
+        rows, _ = rows_of(given, section)
+        replayed = worker.get_logprobs(rows)
+        reference = worker.get_reference_policy_logprobs(rows)
+        size = config["train_global_batch_size"]
+        rows, _ = rows_of(given, section, global_batch_size=size)
+        results = [worker.train(rows, LOSSES["nll"]()) for _ in range(2)]
+        return {
+            "place": place(),
+            "order": order,
+            "routed_experts": recorded["routed_experts"],
+            "logprobs": replayed["logprobs"],
+            "reference": reference["reference_logprobs"],
+            "given_back": "routed_experts" in replayed,
+            "losses": torch.cat([result["global_loss"] for result in results]),
+            "parameters": sent_by(worker),
+        }

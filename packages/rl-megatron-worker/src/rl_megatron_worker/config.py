@@ -96,6 +96,8 @@ class EngineConfig:
     scheduler: SchedulerSettings
     data_parallel: DistributedDataParallelConfig
     """How gradients are reduced over data-parallel ranks."""
+    replays_routes: bool
+    """Whether scoring returns the experts of each token, and training takes them again."""
     empty_unused_memory_level: int
     trust_remote_code: bool
     timeout_s: float
@@ -129,6 +131,7 @@ class EngineConfig:
             optimizer=optimizer,
             scheduler=_parse_scheduler(resolved, optimizer),
             data_parallel=_parse_data_parallel(section, optimizer),
+            replays_routes=section["moe_router_replay"],
             empty_unused_memory_level=section["empty_unused_memory_level"],
             trust_remote_code=resolved["trust_remote_code"],
             timeout_s=resolved["timeout_s"],

@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 from contextlib import ExitStack, contextmanager, nullcontext
+from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING, cast
 
@@ -24,10 +25,11 @@ from rl_megatron_worker.checkpoint import MegatronFormat
 from rl_megatron_worker.config import EngineConfig
 from rl_megatron_worker.convert import converter_for
 from rl_megatron_worker.decoder import ExpertSync, open_decoder
-from rl_megatron_worker.model.build import build_model, release_caches
+from rl_megatron_worker.model.build import build_model, layers_with_experts, release_caches
 from rl_megatron_worker.model.config import transformer_config
 from rl_megatron_worker.model.heads import PackedOutput, TokenHead
 from rl_megatron_worker.model.load import load_weights
+from rl_megatron_worker.model.routes import COLUMN, Routes, check_routes
 from rl_megatron_worker.optim import Trainer
 from rl_megatron_worker.parallel.groups import (
     check_device,
@@ -82,6 +84,8 @@ class MegatronEngine:
         )
         self.runtime = Runtime(environment)
         self._offload_buffers = OffloadBuffers()
+        self._routes: Routes | None = None
+        self._is_reference = False
         layout = self._config.layout
         with ExitStack() as leaving:
             # First on the stack: groups are left after all that uses them, and on any failure.
@@ -117,11 +121,13 @@ class MegatronEngine:
         hf_config = _load_model_config(parsed)
         converter = converter_for(hf_config, parsed.converter_type)
         check_device(parsed.layout, on_cuda=may_have_gpus())
-        check_sizes(
-            converter.architecture(hf_config),
-            parsed.layout,
-            recomputed_unit=parsed.model.recomputed_unit,
-        )
+        architecture = converter.architecture(hf_config)
+        check_sizes(architecture, parsed.layout, recomputed_unit=parsed.model.recomputed_unit)
+        if parsed.replays_routes and "num_moe_experts" not in architecture.transformer:
+            raise ValueError(
+                f"policy.megatron_cfg.moe_router_replay=True: {hf_config.model_type} models like "
+                f"policy.model_name={parsed.model_name!r} have no experts"
+            )
         return parsed.layout.for_driver
 
     # Forward and backward passes
@@ -132,7 +138,15 @@ class MegatronEngine:
         def on_last_stage(layout: PackedLayout, hidden: torch.Tensor) -> Scored:
             return score(layout.micro_batch, self._output(layout, hidden))
 
-        found = self._schedule.run(self._schedule.lay_out(step), on_last_stage)
+        layouts = self._lay_out(step)
+        found = self._schedule.run(layouts, on_last_stage)
+        # The reference chooses its own experts, which training has no use for.
+        if self._routes is not None and not self._is_reference and COLUMN not in step.rows:
+            with self.runtime.scope():
+                routes = self._routes.collect(layouts)
+            for scored, each in zip(found, routes, strict=True):
+                if "logprobs" in scored.tensors:
+                    scored.tensors[COLUMN] = each
         self._free_memory(level=1)
         return found
 
@@ -149,7 +163,7 @@ class MegatronEngine:
         ) -> tuple[torch.Tensor, Scored]:
             return loss(layout.micro_batch, self._output(layout, hidden))
 
-        layouts = self._schedule.lay_out(step)
+        layouts = self._lay_out(step)
         num_tokens = self._num_tokens(layouts) if self.optimizer.balances_experts else 1
         self.optimizer.begin_step(num_tokens)
         found = self._schedule.run_backward(layouts, on_last_stage)
@@ -220,7 +234,18 @@ class MegatronEngine:
 
     def keep_reference(self) -> Callable[[], AbstractContextManager[None]]:
         """See `Engine.keep_reference`."""
-        return ReferenceCopy(self._local_tensors).swapped_in
+        reference = ReferenceCopy(self._local_tensors)
+
+        @contextmanager
+        def swapped_in() -> Generator[None, None, None]:
+            with reference.swapped_in():
+                self._is_reference = True
+                try:
+                    yield
+                finally:
+                    self._is_reference = False
+
+        return swapped_in
 
     def weight_source(self, dtype: torch.dtype) -> MegatronWeights:
         """Return the full weights in `dtype` under Hugging Face names."""
@@ -266,7 +291,9 @@ class MegatronEngine:
         )
         # Before the optimizer, which makes its float32 copies of the weights when it is built.
         load_weights(self.model, self._mappings, self._hf_config, model_name=config.model_name)
-        self._schedule = Schedule(chunks=self.model, runtime=self.runtime)
+        if config.replays_routes:
+            self._routes = Routes(self.model, layers_with_experts(megatron_config))
+        self._schedule = Schedule(chunks=self.model, runtime=self.runtime, routes=self._routes)
         self._head = None
         if self._schedule.is_last_stage:
             self._head = TokenHead(chunk=self.model[-1], temperature=config.temperature)
@@ -283,6 +310,29 @@ class MegatronEngine:
         self.checkpoint = MegatronFormat(
             self.model, self.runtime, trainer=self.optimizer, on_device=self.on_device
         )
+
+    def _lay_out(self, step: Step) -> list[PackedLayout]:
+        """Return the micro-batches of a step, with the routes of the batch if it has any.
+
+        Raises:
+            ValueError: The routes are not those of this model.
+        """
+        if COLUMN in step.rows:
+            if self._routes is None:
+                raise ValueError(
+                    f"the batch has {COLUMN}, which needs policy.megatron_cfg."
+                    "moe_router_replay=True"
+                )
+            fields = self._architecture.transformer
+            check_routes(
+                step.rows,
+                num_layers=self._routes.num_layers,
+                num_experts=cast("int", fields["num_moe_experts"]),
+                num_chosen=cast("int", fields["moe_router_topk"]),
+            )
+        layouts = self._schedule.lay_out(step)
+        # The reference chooses by itself: routes of the policy are not its own.
+        return [replace(each, routes=None) for each in layouts] if self._is_reference else layouts
 
     def _weights(
         self, dtype: torch.dtype, *, scope: Callable[[], AbstractContextManager[None]]

@@ -16,6 +16,8 @@ from megatron.core.tensor_parallel import gather_from_sequence_parallel_region
 from rl_batched_data.packing.context_shards import ContextShards
 from rl_interfaces.backend.attention import RowGroups
 
+from rl_megatron_worker.model.routes import COLUMN, FREE
+
 if TYPE_CHECKING:
     import torch
     import torch.distributed as dist
@@ -144,6 +146,8 @@ class PackedLayout:
     """`[own tokens]` int64."""
     targets: torch.Tensor
     """`[own tokens]` int64: the next token of each token; arbitrary at the end of a row."""
+    routes: torch.Tensor | None = None
+    """`[own tokens, layers with experts, experts per token]`, see `Routes`; None: not given."""
 
     @classmethod
     def of(cls, micro_batch: MicroBatch, *, offsets_on_host: bool = False) -> PackedLayout:
@@ -166,6 +170,9 @@ class PackedLayout:
         if offsets_on_host:
             rows.cu_seqlens_q = rows.cu_seqlens_kv = packed.host_cu_seqlens
         tokens = packed.pack(micro_batch.rows["input_ids"])[0]
+        routes = cast("torch.Tensor | None", micro_batch.rows.get(COLUMN))
+        if routes is not None:
+            routes = rows.shard(packed.pack(routes, pad_value=FREE)[0])
         return cls(
             micro_batch=micro_batch,
             packed=packed,
@@ -173,6 +180,7 @@ class PackedLayout:
             tokens=rows.shard(tokens),
             # Shifted before they are sharded: the next token may be on another rank.
             targets=rows.shard(tokens.roll(-1)),
+            routes=routes,
         )
 
     def to_rows(self, values: torch.Tensor) -> torch.Tensor:

@@ -84,6 +84,8 @@ POLICY_DEFAULTS: ResolvedConfig = {
         "moe_aux_loss_coeff": 0.0,
         # The only one that supports variable sequence lengths across pipeline stages.
         "moe_token_dispatcher_type": "alltoall",
+        # The routes of a batch take memory, and dense models have none.
+        "moe_router_replay": False,
     },
     # Micro-batches of a fixed number of rows, unless a token budget is given.
     "dynamic_batching": {"enabled": False, "sequence_length_round": 64},

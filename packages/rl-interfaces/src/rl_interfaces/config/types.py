@@ -230,6 +230,9 @@ class MegatronConfig(TypedDict):
     """Coefficient of `aux_loss`."""
     moe_token_dispatcher_type: NotRequired[str]
     """Token dispatch to experts: `alltoall` or `allgather`."""
+    moe_router_replay: NotRequired[bool]
+    """Route each token in `train` to the experts that it took in `get_logprobs`, which returns them
+    as `routed_experts`, or in the sampler."""
     optimizer: NotRequired[MegatronOptimizerConfig]
     """The optimizer."""
     scheduler: NotRequired[MegatronSchedulerConfig]

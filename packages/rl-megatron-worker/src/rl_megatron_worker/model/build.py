@@ -223,7 +223,7 @@ def _block_spec(
     num_layers = get_num_layers_to_build(config, vp_stage=vp_stage)
     layers = [
         _layer_spec(config, num_experts=config.num_moe_experts if is_moe else None)
-        for is_moe in _layers_with_experts(config)[first : first + num_layers]
+        for is_moe in layers_with_experts(config)[first : first + num_layers]
     ]
     # Without a norm of its own the block would end in `WrappedTorchNorm`.
     return TransformerBlockSubmodules(layer_specs=layers, layer_norm=RMSNorm)  # type: ignore[arg-type]
@@ -314,7 +314,7 @@ def _layer_spec(config: TransformerConfig, *, num_experts: int | None) -> Module
     )
 
 
-def _layers_with_experts(config: TransformerConfig) -> list[bool]:
+def layers_with_experts(config: TransformerConfig) -> list[bool]:
     """Return for every layer of the model whether it is an MoE layer."""
     if config.num_moe_experts is None:
         return [False] * config.num_layers

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 import math
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import TYPE_CHECKING, TypeVar, cast
@@ -35,6 +35,7 @@ if TYPE_CHECKING:
     from torch import nn
 
     from rl_megatron_worker.layout import PackedRows
+    from rl_megatron_worker.model.routes import Routes
     from rl_megatron_worker.runtime import Runtime
 
 T = TypeVar("T")
@@ -75,6 +76,8 @@ class Schedule:
 
     chunks: list[nn.Module]
     runtime: Runtime
+    routes: Routes | None = None
+    """Replays the choices of routers; None: each forward pass chooses."""
 
     @property
     def is_last_stage(self) -> bool:
@@ -190,8 +193,12 @@ class Schedule:
             iterator: Iterator[PackedLayout], chunk: nn.Module
         ) -> tuple[torch.Tensor, Callable[..., object]]:
             layout = next(iterator)
-            return run_chunk(chunk, layout.tokens, layout.rows), partial(on_last_stage, layout)
+            with nullcontext() if self.routes is None else self.routes.of(chunk, layout):
+                output = run_chunk(chunk, layout.tokens, layout.rows)
+            return output, partial(on_last_stage, layout)
 
+        if self.routes is not None:
+            self.routes.forget()
         # Each chunk of an interleaved schedule draws all micro-batches from an iterator of its own.
         iterators = [iter(layouts) for _ in self.chunks]
         with self.runtime.scope():

@@ -1,0 +1,155 @@
+"""Router replay: routes agree in all layouts, and replayed ones give what transformers gives."""
+
+from unittest import mock
+
+import pytest
+import torch
+import worker_ranks
+from batches import make_batch, make_config
+from parity_checks import LAYOUTS, assert_equal_parameters, joined, num_layers_of
+from plain_loop import load, plain_logprobs, plain_training
+from rl_megatron_worker import MegatronPolicyWorker
+from rl_megatron_worker.model.routes import FREE, TokenChoice, check_routes
+from tiny_models import build_tiny
+
+LOGPROB_TOLERANCE = 1e-5
+PARAMETER_TOLERANCE = 1e-5
+# Layout, the section by which micro-batches are planned, further settings.
+CASES = {
+    "dp2": ("dp2", None, {}),
+    "dp2, packed": ("dp2", "sequence_packing", {}),
+    "tp2 with sequence parallelism": ("tp2_sp", None, {}),
+    "cp2, packed": ("cp2", "sequence_packing", {}),
+    "pp2, virtual stages": ("pp2_virtual", None, {}),
+    "ep2": ("ep2", None, {}),
+    "dp2, recomputed": ("dp2", None, {"activation_checkpointing": True}),
+    "pp2, recomputed": ("pp2", None, {"activation_checkpointing": True}),
+}
+SOME_LAYERS = {"mlp_only_layers": [0]}
+
+
+def config_of(path, layout, section, **settings):
+    budgets = {
+        "train_mb_tokens": worker_ranks.BUDGET,
+        "logprob_mb_tokens": worker_ranks.BUDGET,
+    }
+    sections = {} if section is None else {section: {"enabled": True, **budgets}}
+    sizes = LAYOUTS[layout][1] | {"moe_router_replay": True} | settings
+    return make_config(path, sections=sections, **sizes)
+
+
+def drawn_routes(batch, num_layers, *, num_experts=4, num_chosen=2):
+    """Return experts at random, some tokens free."""
+    shape = (*batch["input_ids"].shape, num_layers, num_experts)
+    draw = torch.Generator().manual_seed(5)
+    routes = torch.rand(shape, generator=draw).argsort(-1)[..., :num_chosen]
+    is_free = torch.rand(routes.shape[:3], generator=draw) < 0.2
+    return routes.masked_fill(is_free[..., None], FREE).to(torch.int16)
+
+
+def replaying(routes):
+    """Patch torch so that a model of transformers takes `routes`, `[batch, seq, layers, chosen]`.
+
+    It has to run the rows in turn: one by one as long as they are, or several in full width.
+    """
+    own, calls = torch.topk, iter(range(10**6))
+    width, num_layers = routes.shape[1:3]
+
+    def topk(scores, k, *arguments, **options):
+        if scores.shape[-1] != 4 or k != 2:
+            return own(scores, k, *arguments, **options)
+        num_rows = max(1, len(scores) // width)
+        pass_, layer = divmod(next(calls), num_layers)
+        start = pass_ * num_rows % len(routes)
+        given = routes[start : start + num_rows, :, layer].flatten(0, 1)[: len(scores)].long()
+        chosen = own(scores, k, *arguments, **options)[1]
+        chosen = torch.where(given[:, :1] == FREE, chosen, given)
+        return scores.gather(-1, chosen), chosen
+
+    return mock.patch.object(torch, "topk", topk)
+
+
+@pytest.mark.slow_beyond(3)
+@pytest.mark.parametrize("case", CASES)
+def test_routes_are_recorded_and_taken_in_every_layout(pools, tmp_path, case):
+    layout, section, settings = CASES[case]
+    num_ranks, layers = LAYOUTS[layout][0], num_layers_of(layout)
+    path = build_tiny(tmp_path, "qwen3_moe", num_hidden_layers=layers)
+    batch = make_batch(8)
+    routes = drawn_routes(batch, layers)
+    (alone,) = pools(1).run(
+        worker_ranks.replay_routes, config=config_of(path, "dp2", None), batch=batch, section=None
+    )
+    results = pools(num_ranks).run(
+        worker_ranks.replay_routes,
+        config=config_of(path, layout, section, **settings),
+        batch=batch,
+        section=section,
+        routes=routes,
+    )
+    assert not any(result["given_back"] for result in results)
+    is_token = torch.arange(batch["input_ids"].shape[1]) < batch["input_lengths"][:, None]
+    recorded = joined(results, "routed_experts")
+    assert recorded.dtype == torch.int16
+    # The order of a token's experts says nothing.
+    assert torch.equal(
+        recorded[is_token].sort(-1).values, alone["routed_experts"][is_token].sort(-1).values
+    )
+    assert (recorded[~is_token] == FREE).all()
+
+    free = plain_logprobs(load(path), batch)
+    with replaying(routes):
+        expected = plain_logprobs(load(path), batch)
+        parameters, losses, _ = plain_training(path, batch, global_batch_size=4, num_calls=2)
+    assert (expected - free).abs().max() > 100 * LOGPROB_TOLERANCE
+    for name, wanted in (("logprobs", expected), ("reference", free)):
+        torch.testing.assert_close(joined(results, name), wanted, atol=LOGPROB_TOLERANCE, rtol=0)
+    for result in results:
+        torch.testing.assert_close(result["losses"], torch.tensor(losses), rtol=1e-5, atol=0)
+        assert_equal_parameters(result["parameters"], parameters, PARAMETER_TOLERANCE)
+
+
+@pytest.mark.parametrize(
+    ("routes", "named"),
+    [
+        (torch.zeros(2, 3, 2, 2), "must be a tensor of integers"),
+        (torch.zeros(2, 3, 1, 2).int(), r"shape \[2, 3, 1, 2\], expected \[2, 3, 2, 2\]"),
+        (torch.tensor([0, 4]).expand(2, 3, 2, 2), "values from 0 to 4, expected 0 to 3"),
+        (torch.tensor([1, 1]).expand(2, 3, 2, 2), "the same expert twice"),
+        (torch.tensor([1, FREE]).expand(2, 3, 2, 2), "less than 2 experts"),
+    ],
+)
+def test_routes_of_another_model_are_refused(routes, named):
+    columns = {"input_ids": torch.zeros(2, 3).long(), "input_lengths": torch.tensor([3, 2])}
+    sizes = {"num_layers": 2, "num_experts": 4, "num_chosen": 2}
+    with pytest.raises(ValueError, match=rf"routed_experts .*{named}"):
+        check_routes({**columns, "routed_experts": routes}, **sizes)
+    # That of padding may be anything.
+    right = torch.tensor([3, 1]).repeat(2, 3, 2, 1)
+    right[1, 2] = 0
+    check_routes({**columns, "routed_experts": right}, **sizes)
+
+
+def test_a_dense_model_has_no_routes(tmp_path):
+    config = config_of(build_tiny(tmp_path, "qwen3"), "dp2", None)
+    with pytest.raises(ValueError, match=r"moe_router_replay=True: qwen3 models .* no experts"):
+        MegatronPolicyWorker.validate_config(config, world_size=1)
+
+
+def test_layers_that_are_computed_again_take_the_routes_of_their_own_pass():
+    choice, scores = TokenChoice(), torch.randn(3, 4)
+    given = [torch.tensor([[0, 1]] * 3), None, torch.tensor([[2, 3]] * 3)]
+
+    def chosen():
+        return choice.get_replay_topk(
+            scores, 2, default_compute_topk=lambda *a, **_: torch.topk(*a)
+        )[1].tolist()
+
+    taken = []
+    for each in given:
+        with choice.forward(each, computed_again=True):
+            taken.append(chosen())
+    assert [chosen() for _ in given] == taken
+    assert taken[0] == [[0, 1]] * 3
+    assert taken[2] == [[2, 3]] * 3
+    assert taken[1] == torch.topk(scores, 2)[1].tolist()
