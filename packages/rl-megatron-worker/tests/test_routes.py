@@ -109,6 +109,30 @@ def test_routes_are_recorded_and_taken_in_every_layout(pools, tmp_path, case):
         assert_equal_parameters(result["parameters"], parameters, PARAMETER_TOLERANCE)
 
 
+def test_replayed_routes_lower_the_mismatch_in_bfloat16(pools, tmp_path):
+    """Two layouts round scores otherwise, and tokens near a boundary take other experts."""
+    path = build_tiny(tmp_path, "qwen3_moe", num_hidden_layers=4)
+    batch = make_batch(64)
+
+    def scored(num_ranks, rows, **sizes):
+        config = make_config(path, moe_router_replay=True, **sizes) | {"precision": "bfloat16"}
+        results = pools(num_ranks).run(worker_ranks.score_with_routes, config=config, batch=rows)
+        return {key: joined(results, key) for key in results[0] if key not in ("place", "order")}
+
+    alone = scored(1, batch)
+    sharded = LAYOUTS["tp2_sp"][1]
+    free = scored(2, batch, **sharded)
+    again = scored(2, {**batch, "routed_experts": alone["routed_experts"]}, **sharded)
+    is_token = torch.arange(batch["input_ids"].shape[1]) < batch["input_lengths"][:, None]
+    agree = (alone["routed_experts"].sort(-1).values == free["routed_experts"].sort(-1).values).all(
+        -1
+    )
+    assert not agree[is_token].all(), "no token takes other experts: nothing to lower"
+    mismatch = [(each["logprobs"] - alone["logprobs"]).abs() for each in (free, again)]
+    assert mismatch[1].max() < 0.5 * mismatch[0].max()
+    assert mismatch[1].sum() < mismatch[0].sum()
+
+
 @pytest.mark.parametrize(
     ("routes", "named"),
     [

@@ -378,3 +378,9 @@ def replay_routes(*, config, batch, section, routes=None):
             "losses": torch.cat([result["global_loss"] for result in results]),
             "parameters": sent_by(worker),
         }
+
+
+def score_with_routes(*, config, batch):
+    """Return the log-probabilities of a batch, and its routes if it has none yet."""
+    with worker_for(config, init_optimizer=False, init_reference_model=False) as worker:
+        return {"place": place(), "order": None, **worker.get_logprobs(rows_of(batch)[0])}

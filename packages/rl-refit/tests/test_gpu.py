@@ -12,7 +12,11 @@ from rl_refit import RefitError, TensorSource, VerificationError
 from rl_refit.digest import keyed_sum_digest
 from rl_refit.testing import DrillSender, Fault, TransportConformance
 
-pytestmark = [pytest.mark.gpu, pytest.mark.needs("rl-refit[testing]")]
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.needs("rl-refit[testing]"),
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
+]
 DEVICE = "cuda:0"
 PAIR = PairApart("cuda_ipc", device=DEVICE)
 

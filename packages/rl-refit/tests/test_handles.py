@@ -186,6 +186,7 @@ def test_cuda_ipc_opens_the_buffers_on_the_receivers_device(opened):
 
 
 @pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 def test_gpu_memory_of_an_owner_that_sees_more_gpus_is_rebuilt():
     tensors = {name: tensor.cuda() for name, tensor in some_tensors().items()}
     with HandleOwner() as owner:
@@ -198,6 +199,7 @@ def test_gpu_memory_of_an_owner_that_sees_more_gpus_is_rebuilt():
 
 
 @pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 def test_gpu_memory_is_rebuilt_in_another_process():
     tensors = {name: tensor.cuda() for name, tensor in some_tensors().items()}
     with HandleOwner() as owner:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from typing import TYPE_CHECKING, Protocol, runtime_checkable
+from typing import TYPE_CHECKING, NotRequired, Protocol, runtime_checkable
 
 from typing_extensions import TypedDict
 
@@ -29,6 +29,9 @@ class LogprobOutputSpec(TypedDict):
 
     logprobs: torch.Tensor
     """`[batch, seq]` float32 on the CPU; position 0 and padding are 0."""
+    routed_experts: NotRequired[torch.Tensor]
+    """`[batch, seq, layers with experts, experts per token]` int16: the experts that each token
+    took, for `train`. With router replay, unless `data` has them already."""
 
 
 class ReferenceLogprobOutputSpec(TypedDict):

@@ -165,6 +165,7 @@ def check_grpo(config: RunConfig) -> None:
         )
     if config.section(GrpoSection).old_logprobs == "sampler":
         _check_sampler_logprobs(config, generation)
+        _check_routes(config, generation)
     _check_refit(config.section(RefitSection), generation)
 
 
@@ -357,7 +358,10 @@ class GrpoTrainer:
                 self._policy.prepare_for_lp_inference()
         with watch.phase("logprob_s"):
             if own or self._has_engines:
-                scores = self._policy.get_logprobs(batch)["logprobs"]
+                scored = self._policy.get_logprobs(batch)
+                scores = scored["logprobs"]
+                if "routed_experts" in scored:
+                    batch["routed_experts"] = scored["routed_experts"]
                 batch["prev_logprobs"] = scores if own else batch["generation_logprobs"]
                 if self._has_engines:
                     mismatch = self._mismatch(batch, scores)
@@ -434,6 +438,15 @@ def _check_sampler_logprobs(config: RunConfig, generation: Settings) -> None:
                 f"grpo.old_logprobs='sampler' contradicts {key}={value}: the sampler's "
                 "log-probabilities are then not the trainer's"
             )
+
+
+def _check_routes(config: RunConfig, generation: Settings) -> None:
+    section = config.policy.get("megatron_cfg", {})
+    if section.get("moe_router_replay") and generation["backend"] != "vllm":
+        raise ValueError(
+            "grpo.old_logprobs='sampler' contradicts policy.megatron_cfg.moe_router_replay=True: "
+            "the pass that records routes is the trainer's"
+        )
 
 
 def _check_refit(refit: RefitSection, generation: Settings) -> None:
