@@ -205,7 +205,16 @@ class DataSection(Section):
 
 
 class RewardSection(Section):
-    """The reward: 1 if the text of the answer is exactly right, otherwise 0."""
+    """The reward: 1 if the text of the answer is exactly right, otherwise 0, or your functions."""
+
+    function: str | list[str] | None = Field(default=None, min_length=1)
+    """`FILE.py:NAME` or `PACKAGE.MODULE:NAME`: a function of a list of completions and a list of
+    problems, async or not, that returns a number for each. It runs in a process of its own. Several
+    are added up; `exact_match` among them is the reward without functions."""
+    weights: list[float] | None = None
+    """Of several functions, in their order. null: 1 each."""
+    timeout_s: float = Field(default=60, gt=0, le=MOST)
+    """Most seconds of a call of a function, and of its import."""
 
     answer_pattern: str | None = Field(default=None, min_length=1)
     """Regular expression whose last match in the completion is its answer: the first group, or

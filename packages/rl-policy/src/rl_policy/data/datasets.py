@@ -9,8 +9,8 @@ from __future__ import annotations
 import json
 import logging
 import random
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Generic, TypeVar
 
@@ -36,6 +36,8 @@ class Problem:
 
     prompt: str
     answer: str
+    columns: Mapping[str, Any] = field(default_factory=dict, compare=False)
+    """Further fields of its line in the data."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -205,8 +207,10 @@ def _hard_texts(pattern: str) -> Iterator[str]:
 def read_problems(path: Path, *, key: str) -> list[Problem]:
     """Return the problems of a file of JSON lines, each with the texts `prompt` and `answer`.
 
+    Further fields become its `columns`.
+
     Args:
-        path: The file. Empty lines are skipped, and further fields ignored.
+        path: The file. Empty lines are skipped.
         key: The config key that names it, for the errors.
 
     Raises:
@@ -215,11 +219,12 @@ def read_problems(path: Path, *, key: str) -> list[Problem]:
     """
     problems: list[Problem] = []
     first_line: dict[str, int] = {}
-    for number, (prompt, answer) in _read_texts(path, fields=("prompt", "answer"), key=key):
+    for number, content in _read_objects(path, fields=("prompt", "answer"), key=key):
+        prompt, answer = content.pop("prompt"), content.pop("answer")
         if prompt in first_line:
             raise ValueError(f"{path}:{number}: the prompt of line {first_line[prompt]} again")
         first_line[prompt] = number
-        problems.append(Problem(prompt, answer))
+        problems.append(Problem(prompt, answer, content))
     return problems
 
 
@@ -236,7 +241,8 @@ def read_pairs(path: Path, *, key: str) -> list[PreferencePair]:
     """
     pairs: list[PreferencePair] = []
     fields = ("prompt", "chosen", "rejected")
-    for number, (prompt, chosen, rejected) in _read_texts(path, fields=fields, key=key):
+    for number, content in _read_objects(path, fields=fields, key=key):
+        prompt, chosen, rejected = (content[name] for name in fields)
         if chosen == rejected:
             raise ValueError(f"{path}:{number}: 'chosen' and 'rejected' are the same text")
         pairs.append(PreferencePair(prompt, chosen, rejected))
@@ -394,16 +400,16 @@ def _require_disjoint(
         )
 
 
-def _read_texts(
+def _read_objects(
     path: Path, *, fields: Sequence[str], key: str
-) -> list[tuple[int, tuple[str, ...]]]:
-    """Return the number of each line of a JSON lines file, and its texts in order of `fields`."""
+) -> list[tuple[int, dict[str, Any]]]:
+    """Return the number and the object of each line of a JSON lines file, with texts `fields`."""
     try:
         lines = path.read_text(encoding="utf-8").splitlines()
     except (OSError, ValueError) as error:  # bytes that are no UTF-8, a null byte in the path
         raise ValueError(f"{key}={path} cannot be read: {error}") from error
     rows = [
-        (number, _parse_texts(line, fields=fields, place=f"{path}:{number}"))
+        (number, _parse_object(line, fields=fields, place=f"{path}:{number}"))
         for number, line in enumerate(lines, start=1)
         if line.strip()
     ]
@@ -412,7 +418,7 @@ def _read_texts(
     return rows
 
 
-def _parse_texts(line: str, *, fields: Sequence[str], place: str) -> tuple[str, ...]:
+def _parse_object(line: str, *, fields: Sequence[str], place: str) -> dict[str, Any]:
     try:
         content = json.loads(line)
     except json.JSONDecodeError as error:
@@ -430,7 +436,7 @@ def _parse_texts(line: str, *, fields: Sequence[str], place: str) -> tuple[str, 
             raise ValueError(
                 f"{place}: {key!r} has half of a surrogate pair, which is no character"
             )
-    return tuple(content[key] for key in fields)
+    return content
 
 
 def _is_unicode(text: str) -> bool:

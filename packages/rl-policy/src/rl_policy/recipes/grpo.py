@@ -30,6 +30,7 @@ from rl_policy.config import (
 )
 from rl_policy.data.batches import Batch, ProblemEncoder, completion_batch
 from rl_policy.data.datasets import Problem, ShuffledStream
+from rl_policy.data.rewards import mean_parts
 from rl_policy.losses import ClippedPGLoss, group_relative_advantages
 from rl_policy.policy import Policy
 from rl_policy.recipes import Recipe
@@ -278,6 +279,7 @@ class GrpoTrainer:
             batch = completion_batch(generated, advantages=torch.zeros(len(rewards)))
             scores = self._policy.get_logprobs(batch)["logprobs"]
             extra = {**refit, **self._mismatch(batch, scores)}
+        extra |= mean_parts(rewards)
         reward_mean = sum(rewards) / len(rewards)
         return GrpoMetrics(step=0, reward_mean=reward_mean, accuracy=accuracy, extra=extra)
 
@@ -292,13 +294,14 @@ class GrpoTrainer:
                 with watch.phase("generate_s"):
                     generated = source.generate(prompts)
             with watch.phase("reward_s"):
-                batch, reward_mean = self._rewarded(problems, generated)
+                batch, rewards = self._rewarded(problems, generated)
+            extra |= mean_parts(rewards)
             with self._policy.keeping_batches():
                 extra |= self._score(batch, watch)
                 trained = self._train(batch, watch)
         return GrpoMetrics(
             step=step,
-            reward_mean=reward_mean,
+            reward_mean=float(torch.tensor(rewards).mean()),
             accuracy=self._accuracy(step) if is_measured or needs_score else None,
             loss=trained["loss"],
             grad_norm=trained["grad_norm"],
@@ -333,17 +336,17 @@ class GrpoTrainer:
 
     def _rewarded(
         self, problems: Sequence[Problem], generated: Mapping[str, torch.Tensor]
-    ) -> tuple[Batch, float]:
-        """Return a batch of completions with their advantages, and the mean reward."""
+    ) -> tuple[Batch, Sequence[float]]:
+        """Return a batch of completions with their advantages, and their rewards."""
         texts = self._inputs.encoder.completion_texts(generated)
-        rewards = torch.tensor(self._inputs.reward(texts, problems))
+        rewards = self._inputs.reward(texts, problems)
         advantages = group_relative_advantages(
-            rewards,
+            torch.tensor(rewards),
             group_size=self._config.samples_per_prompt,
             leave_one_out=self._config.leave_one_out,
             divide_by_std=self._config.divide_by_std,
         )
-        return completion_batch(generated, advantages=advantages), float(rewards.mean())
+        return completion_batch(generated, advantages=advantages), rewards
 
     def _score(self, batch: Batch, watch: Stopwatch) -> dict[str, float]:
         """Add the old log-probabilities and, if the loss needs them, the reference's to the batch.

@@ -28,6 +28,7 @@ from rl_policy.data.datasets import (
     divide_problems,
     read_problems,
 )
+from rl_policy.data.rewards import Reward, RewardFunction, WeightedRewards
 from rl_policy.data.tiny_model import build_tokenizer, tiny_model_config
 from rl_policy.generation.vllm.config import (
     VllmSection,
@@ -40,6 +41,9 @@ from rl_policy.run.machine import check_devices, check_model_files, model_config
 ItemT = TypeVar("ItemT")
 
 _LOGGER = logging.getLogger(__name__)
+
+EXACT_MATCH = "exact_match"
+"""Among `reward.function`: the reward of a run without functions."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -70,11 +74,11 @@ class ProblemInputs(RunInputs):
     """
 
     problems: ProblemSets
-    reward: Callable[[Sequence[str], Sequence[Problem]], Sequence[float]]
+    reward: Reward
 
 
 def prepare_inputs(config: RunConfig) -> RunInputs:
-    """Return the inputs of a run; nothing is written, and no process is started.
+    """Return the inputs of a run; nothing is written, and no process but reward functions' starts.
 
     Raises:
         ValueError: The configuration cannot be run; the message names keys and numbers, or file
@@ -113,14 +117,51 @@ def prepare_problems(
     Raises:
         ValueError: The problems cannot be read or divided, or do not fit.
     """
-    pattern = config.section(RewardSection).answer_pattern
-    reward = ExactMatch(pattern)
+    section = config.section(RewardSection)
     problems = _load_problems(config, num_validation=num_validation)
     measured = (*problems.train, *problems.heldout, *problems.validation)
     _check_prompts(config, measured, encoder=encoder)
-    if pattern is None:
+    if section.function is None and section.answer_pattern is None:
         _check_answers(config, measured, encoder=encoder)
+    # Last, as it starts the processes of reward functions.
+    reward = build_reward(section)
     return ProblemInputs(config=config, encoder=encoder, problems=problems, reward=reward)
+
+
+def build_reward(section: RewardSection) -> Reward:
+    """Return the reward that the section `reward` describes.
+
+    Raises:
+        ValueError: A function cannot be loaded, or keys contradict each other.
+    """
+    names = [section.function] if isinstance(section.function, str) else section.function or []
+    if section.answer_pattern is not None and names and EXACT_MATCH not in names:
+        raise ValueError(
+            f"reward.answer_pattern={section.answer_pattern!r} is read by {EXACT_MATCH!r} alone: "
+            f"add it to reward.function={names}, or leave the pattern out"
+        )
+    if section.weights is not None and len(section.weights) != len(names):
+        raise ValueError(
+            f"reward.weights={section.weights} gives {len(section.weights)} weights for the "
+            f"{len(names)} functions of reward.function={names}"
+        )
+    if len({*map(_short_name, names)}) != len(names):
+        raise ValueError(f"reward.function={names} names two functions alike")
+    exact = ExactMatch(section.answer_pattern)
+    if not names:
+        return exact
+    found: dict[str, Reward] = {
+        _short_name(name): exact
+        if name == EXACT_MATCH
+        else RewardFunction(name, limit_s=section.timeout_s)
+        for name in names
+    }
+    return WeightedRewards(found, section.weights or [1.0] * len(names))
+
+
+def _short_name(name: str) -> str:
+    """Return the name of a function in the metrics."""
+    return name.rpartition(":")[2]
 
 
 def check_language_model(policy: Settings, *, path: str = "policy") -> None:

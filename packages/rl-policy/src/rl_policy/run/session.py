@@ -10,6 +10,7 @@ from time import perf_counter
 from typing import Any, Generic, Protocol, TypeAlias, TypeVar
 
 from rl_policy.config import RunConfig, Settings
+from rl_policy.data.rewards import RewardError
 from rl_policy.data.tiny_model import build_tiny_model, tiny_model_config
 from rl_policy.policy import Policy
 from rl_policy.ray.cluster import SESSION, RayVirtualCluster
@@ -220,11 +221,18 @@ def run_loop(
         while state.step < num_steps and not state.is_done:
             step = state.step + 1
             is_saved = step % every == 0 or step == num_steps
-            metrics = trainer.take_step(
-                step,
-                is_measured=step % eval_every == 0 or step == num_steps,
-                needs_score=is_saved,
-            )
+            try:
+                metrics = trainer.take_step(
+                    step,
+                    is_measured=step % eval_every == 0 or step == num_steps,
+                    needs_score=is_saved,
+                )
+            except RewardError:
+                # What was trained is whole: it is for the reward alone to be mended.
+                if state.step % every and not state.is_new:
+                    log.sync()
+                    _save_if_there_is_room(session, policy, state)
+                raise
             state = _record(trainer, state, metrics, log=log, phase=phase)
             if is_saved or state.is_done:
                 # First the log: a checkpoint whose measurements are lost could not be resumed.

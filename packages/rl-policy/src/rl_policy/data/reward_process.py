@@ -1,0 +1,148 @@
+"""The process that runs a reward function: `python -m rl_policy.data.reward_process NAME IN OUT`.
+
+It reads requests from one pipe and writes replies to another, each a line of JSON, and ends when
+the first is closed. What the function prints goes where this process's output goes.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import ctypes
+import importlib
+import importlib.util
+import inspect
+import json
+import os
+import signal
+import sys
+import traceback
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+from rl_policy.data.datasets import Problem
+
+Function = Callable[[list[str], list[Problem]], Any]
+
+_PR_SET_PDEATHSIG = 1
+
+
+class _WrongRewardError(Exception):
+    """A function returned what is no reward."""
+
+
+def main() -> None:
+    """Load the function, say so, and answer until the requests end."""
+    name, requests, replies = sys.argv[1], int(sys.argv[2]), int(sys.argv[3])
+    # A function that hangs does not see its pipe closed.
+    if sys.platform == "linux":
+        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+    with os.fdopen(requests) as reading, os.fdopen(replies, "w") as writing:
+        try:
+            function = load_function(name)
+        except Exception as error:  # the module is the user's: anything may be raised
+            _reply(writing, {"error": _described(error)})
+            return
+        _reply(writing, {"rewards": []})
+        for line in reading:
+            request = json.loads(line)
+            problems = [Problem(**each) for each in request["problems"]]
+            _reply(writing, _answer(function, request["completions"], problems))
+
+
+def load_function(name: str) -> Function:
+    """Return the function that `FILE.py:NAME` or `PACKAGE.MODULE:NAME` names.
+
+    Raises:
+        ValueError: It is not of this form, or no function with two parameters.
+        ImportError: There is no such module.
+        OSError: There is no such file.
+        AttributeError: It has no such name.
+    """
+    place, _, attribute = name.rpartition(":")
+    if place.endswith(".py"):
+        path = Path(place).resolve(strict=True)
+        sys.path.insert(0, str(path.parent))
+        spec = importlib.util.spec_from_file_location(path.stem, path)
+        assert spec is not None
+        assert spec.loader is not None
+        module = importlib.util.module_from_spec(spec)
+        sys.modules[path.stem] = module
+        spec.loader.exec_module(module)
+    else:
+        sys.path.insert(0, str(Path.cwd()))
+        module = importlib.import_module(place)
+    function = getattr(module, attribute)
+    if not callable(function):
+        raise ValueError(f"{attribute} is a {type(function).__name__}, no function")
+    try:
+        inspect.signature(function).bind([], [])
+    except TypeError as error:
+        raise ValueError(f"{attribute} must take completions and problems: {error}") from None
+    return function
+
+
+def _answer(
+    function: Function, completions: Sequence[str], problems: Sequence[Problem]
+) -> dict[str, object]:
+    try:
+        return {"rewards": _rewards(function, completions, problems)}
+    except Exception as error:  # as above
+        described = _described(error)
+    # Which sample it was shows when each is alone.
+    for index, pair in enumerate(zip(completions, problems, strict=True)):
+        try:
+            _rewards(function, [pair[0]], [pair[1]])
+        except Exception as error:  # as above
+            return {"error": _described(error), "sample": index}
+    return {"error": described}
+
+
+def _rewards(
+    function: Function, completions: Sequence[str], problems: Sequence[Problem]
+) -> list[float]:
+    returned = function(list(completions), list(problems))
+    if inspect.isawaitable(returned):
+        returned = asyncio.run(_awaited(returned))
+    try:
+        values = list(returned)
+    except TypeError:
+        raise _WrongRewardError(
+            f"it returned a {type(returned).__name__}, expected a number for each completion"
+        ) from None
+    if len(values) != len(completions):
+        raise _WrongRewardError(
+            f"it returned {len(values)} rewards for {len(completions)} completions"
+        )
+    return [_number(value) for value in values]
+
+
+async def _awaited(returned: Any) -> Any:
+    return await returned
+
+
+def _number(value: Any) -> float:
+    if isinstance(value, str) or not hasattr(value, "__float__"):
+        raise _WrongRewardError(f"it returned {value!r:.60}, a {type(value).__name__}")
+    number = float(value)
+    if number != number or number in (float("inf"), float("-inf")):
+        raise _WrongRewardError(f"it returned {number}")
+    return number
+
+
+def _described(error: Exception) -> str:
+    """Return the error and the line of the user's that raised it."""
+    if isinstance(error, _WrongRewardError):
+        return str(error)
+    frames = traceback.extract_tb(error.__traceback__)
+    last = f" ({frames[-1].filename}:{frames[-1].lineno})" if frames else ""
+    return f"it raised {type(error).__name__}: {error}{last}"
+
+
+def _reply(writing: Any, reply: dict[str, object]) -> None:
+    writing.write(json.dumps(reply) + "\n")
+    writing.flush()
+
+
+if __name__ == "__main__":
+    main()

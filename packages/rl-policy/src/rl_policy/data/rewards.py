@@ -1,0 +1,186 @@
+"""Rewards by functions of the user's, each in a process of its own with a limit of time.
+
+A function that hangs, dies or holds the interpreter's lock then costs the run one clear error, and
+what it imports does not meet what the run has imported.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import selectors
+import subprocess
+import sys
+import time
+import weakref
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict
+from typing import Any, Protocol
+
+from rl_policy.data.datasets import Problem
+
+
+class Reward(Protocol):
+    """Rewards of completions, as `ProblemInputs.reward` takes them."""
+
+    def __call__(self, completions: Sequence[str], problems: Sequence[Problem]) -> Sequence[float]:
+        """Return the reward of each completion of the problem at the same index."""
+        ...
+
+
+class RewardError(RuntimeError):
+    """A reward function gave no rewards. The message names it, the sample, and what was wrong."""
+
+
+class Rewards(list[float]):
+    """Rewards that are sums, with their parts.
+
+    Attributes:
+        parts: By function, the reward of each sample before its weight.
+    """
+
+    def __init__(self, values: Sequence[float], parts: Mapping[str, Sequence[float]]) -> None:
+        super().__init__(values)
+        self.parts = parts
+
+
+def mean_parts(rewards: Sequence[float]) -> dict[str, float]:
+    """Return the mean of each part of rewards, as columns of the metrics; empty for others."""
+    parts: Mapping[str, Sequence[float]] = getattr(rewards, "parts", {})
+    return {f"reward/{name}": sum(values) / len(values) for name, values in parts.items()}
+
+
+class WeightedRewards:
+    """The weighted sum of several rewards.
+
+    Args:
+        rewards: By name.
+        weights: One for each, in their order.
+    """
+
+    def __init__(self, rewards: Mapping[str, Reward], weights: Sequence[float]) -> None:
+        self._rewards = dict(rewards)
+        self._weights = dict(zip(rewards, weights, strict=True))
+
+    def __call__(self, completions: Sequence[str], problems: Sequence[Problem]) -> Rewards:
+        """See `Reward`."""
+        parts = {name: reward(completions, problems) for name, reward in self._rewards.items()}
+        sums = [0.0] * len(completions)
+        for name, values in parts.items():
+            weight = self._weights[name]
+            sums = [total + weight * value for total, value in zip(sums, values, strict=True)]
+        return Rewards(sums, parts)
+
+
+class RewardFunction:
+    """A reward function in a process of its own, which ends with this object or this process.
+
+    Args:
+        name: `FILE.py:NAME` or `PACKAGE.MODULE:NAME`: a function of a list of completions and a
+            list of `Problem`, async or not, that returns a number for each.
+        limit_s: Most seconds of its import, and of a call.
+
+    Raises:
+        ValueError: It cannot be loaded in time; the message names key and reason.
+    """
+
+    def __init__(self, name: str, *, limit_s: float) -> None:
+        self._name, self._limit_s = name, limit_s
+        if not all(name.rpartition(":")[::2]):
+            raise ValueError(
+                f"reward.function={name!r} must be FILE.py:NAME or PACKAGE.MODULE:NAME"
+            )
+        (reads, self._requests), (self._replies, writes) = os.pipe(), os.pipe()
+        command = [sys.executable, "-m", "rl_policy.data.reward_process"]
+        try:
+            self._process = subprocess.Popen(
+                [*command, name, str(reads), str(writes)],
+                pass_fds=(reads, writes),
+                # A terminal's Ctrl-C is for the run, which ends this process in order.
+                start_new_session=True,
+            )
+        finally:
+            os.close(reads)
+            os.close(writes)
+        self._end = weakref.finalize(self, _end, self._process, (self._requests, self._replies))
+        self._rest = b""
+        try:
+            reply = self._receive()
+        except RewardError as error:
+            raise ValueError(f"{error}") from None
+        if "error" in reply:
+            self.close()
+            raise ValueError(f"reward.function={name!r} cannot be loaded: {reply['error']}")
+
+    def __call__(self, completions: Sequence[str], problems: Sequence[Problem]) -> list[float]:
+        """Return the reward of each completion of the problem at the same index.
+
+        Raises:
+            RewardError: It raised, took too long, or returned something else than a number for
+                each completion.
+        """
+        rows = [asdict(each) for each in problems]
+        self._send(json.dumps({"completions": [*completions], "problems": rows}).encode() + b"\n")
+        reply = self._receive()
+        if "error" not in reply:
+            return reply["rewards"]
+        place = f"in a call with {len(completions)} samples"
+        if (index := reply.get("sample")) is not None:
+            place = (
+                f"for sample {index} of {len(completions)}, the prompt "
+                f"{problems[index].prompt!r:.80} with the completion {completions[index]!r:.80}"
+            )
+        raise RewardError(f"reward.function={self._name!r}: {reply['error']}, {place}")
+
+    def close(self) -> None:
+        """End the process. May be called again."""
+        self._end()
+
+    def _send(self, data: bytes) -> None:
+        view, deadline = memoryview(data), time.monotonic() + self._limit_s
+        os.set_blocking(self._requests, False)
+        while view:
+            self._wait(self._requests, selectors.EVENT_WRITE, deadline)
+            try:
+                view = view[os.write(self._requests, view) :]
+            except BrokenPipeError:
+                raise self._died() from None
+
+    def _receive(self) -> dict[str, Any]:
+        deadline = time.monotonic() + self._limit_s
+        while b"\n" not in self._rest:
+            self._wait(self._replies, selectors.EVENT_READ, deadline)
+            data = os.read(self._replies, 1 << 20)
+            if not data:
+                raise self._died()
+            self._rest += data
+        line, _, self._rest = self._rest.partition(b"\n")
+        return json.loads(line)
+
+    def _wait(self, descriptor: int, event: int, deadline: float) -> None:
+        with selectors.DefaultSelector() as selector:
+            selector.register(descriptor, event)
+            if selector.select(max(0.0, deadline - time.monotonic())):
+                return
+        self.close()
+        raise RewardError(
+            f"reward.function={self._name!r} took more than reward.timeout_s={self._limit_s:g}"
+        )
+
+    def _died(self) -> RewardError:
+        self.close()
+        return RewardError(
+            f"reward.function={self._name!r}: its process ended with status "
+            f"{self._process.returncode}"
+        )
+
+
+def _end(process: subprocess.Popen[bytes], descriptors: Sequence[int]) -> None:
+    for descriptor in descriptors:
+        os.close(descriptor)
+    try:
+        # It ends by itself when its requests do, unless it hangs.
+        process.wait(timeout=0.5)
+    except subprocess.TimeoutExpired:
+        process.kill()
+        process.wait(timeout=10)
