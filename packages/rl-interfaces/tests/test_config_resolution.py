@@ -117,12 +117,15 @@ def test_either_of_two_twins_sets_both(key, section, inner, value):
 
 
 @pytest.mark.parametrize(("key", "section", "inner"), TWINS)
-@pytest.mark.parametrize("value", [True, False])
-def test_twins_that_differ_are_refused(key, section, inner, value):
-    config = {"model_name": "tiny", key: value, section: {"enabled": True, inner: not value}}
-    assert refusal(config) == (
-        f"policy.{key}={value} contradicts policy.{section}.{inner}={not value}"
-    )
+def test_what_a_section_turns_off_is_not_turned_on_beside_it(key, section, inner):
+    config = {"model_name": "tiny", key: True, section: {"enabled": True, inner: False}}
+    assert refusal(config) == f"policy.{key}=True contradicts policy.{section}.{inner}=False"
+
+
+@pytest.mark.parametrize(("key", "section", "inner"), TWINS)
+def test_what_a_section_turns_on_is_on(key, section, inner):
+    resolved = resolve(**{key: False, section: {"enabled": True, inner: True}})
+    assert resolved[key] is resolved[section][inner] is True
 
 
 @pytest.mark.parametrize(("key", "section", "inner"), TWINS)
@@ -405,8 +408,8 @@ def without_contradiction(config):
     if not section.get("enabled"):
         return True
     pairs = zip(SWITCHES, ["cpu_offload", "activation_checkpointing"], strict=True)
-    values = [{config.get(key), section.get(inner)} - {None} for key, inner in pairs]
-    return all(len(given) < 2 for given in values)
+    # What the section turns on may be off in the policy.
+    return not any(config.get(key) is True and section.get(inner) is False for key, inner in pairs)
 
 
 VALID = CONFIGS.filter(without_contradiction)

@@ -1,4 +1,5 @@
 from contextlib import contextmanager
+from dataclasses import replace
 
 import pytest
 import torch
@@ -68,6 +69,10 @@ def test_passes_that_complete_a_planned_step_are_as_short_as_can_be():
     assert [each.packed.total_length for each in (first, second)] == [40, 52]
     for idle in (third, fourth):
         assert (idle.span, idle.packed.total_length) == ((3, 3), 4)
+    # `policy.sequence_packing.sequence_length_round`.
+    wider = replace(step, concatenation=step.concatenation.rounded(6))
+    packed = [each.packed.total_length for each in wider.micro_batches(torch.device("cpu"))]
+    assert packed == [48, 60]
 
 
 def test_a_stand_in_is_a_full_group_of_masked_rows():

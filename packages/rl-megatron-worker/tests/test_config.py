@@ -135,11 +135,6 @@ REFUSED = {
     ),
     "average": ({DDP: {"average_in_collective": True}}, {}, "average_in_collective=True"),
     "fsdp": ({DDP: {"use_custom_fsdp": True}}, {}, "use_custom_fsdp=True"),
-    "strategy": (
-        {DDP: {"data_parallel_sharding_strategy": "optim"}},
-        {},
-        "needs .*custom_fsdp",
-    ),
     "gather": ({DDP: {"overlap_param_gather": True}}, {}, "use_distributed_optimizer=True"),
     "kind": ({"optimizer": {**ADAM, "optimizer": "lion"}}, {}, "optimizer='lion' must be"),
     "rate": ({"optimizer": {"optimizer": "adam"}}, {}, "optimizer.lr is not set"),

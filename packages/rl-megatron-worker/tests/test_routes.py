@@ -154,10 +154,26 @@ def test_routes_of_another_model_are_refused(routes, named):
     check_routes({**columns, "routed_experts": right}, **sizes)
 
 
-def test_a_dense_model_has_no_routes(tmp_path):
-    config = config_of(build_tiny(tmp_path, "qwen3"), "dp2", None)
-    with pytest.raises(ValueError, match=r"moe_router_replay=True: qwen3 models .* no experts"):
+@pytest.mark.parametrize("key", ["moe_router_replay", "freeze_moe_router"])
+def test_a_dense_model_has_no_routers(tmp_path, key):
+    config = make_config(build_tiny(tmp_path, "qwen3"), **{key: True})
+    with pytest.raises(ValueError, match=rf"{key}=True: qwen3 models .* no experts"):
         MegatronPolicyWorker.validate_config(config, world_size=1)
+
+
+@pytest.mark.parametrize("is_distributed", [False, True])
+def test_frozen_routers_stay_and_all_else_is_trained(pools, tmp_path, is_distributed):
+    path = build_tiny(tmp_path, "qwen3_moe")
+    config = make_config(path, freeze_moe_router=True)
+    config["megatron_cfg"]["optimizer"]["use_distributed_optimizer"] = is_distributed
+    (found, _) = pools(2).run(
+        worker_ranks.train_and_look, config=config, batch=make_batch(8), loss="nll"
+    )
+    before, after = found["before"], found["after"]
+    changed = {name for name in before if not torch.equal(before[name], after[name])}
+    routers = {name for name in before if name.endswith("mlp.gate.weight")}
+    assert len(routers) == 4
+    assert changed == before.keys() - routers
 
 
 def test_layers_that_are_computed_again_take_the_routes_of_their_own_pass():

@@ -164,7 +164,10 @@ def _parse_model(section: Section, *, precision: str) -> ModelOptions:
         )
     recomputed = _parse_recomputation(section) if section["activation_checkpointing"] else {}
     return ModelOptions(
-        params_dtype=DTYPES[precision], moe_options=_parse_experts(section), **recomputed
+        params_dtype=DTYPES[precision],
+        moe_options=_parse_experts(section),
+        freezes_routers=section["freeze_moe_router"],
+        **recomputed,
     )
 
 
@@ -219,11 +222,6 @@ def _parse_data_parallel(
         raise ValueError(
             f"{path}.use_custom_fsdp=True: this worker does not run Megatron's own FSDP; "
             "policy.dtensor_cfg is FSDP2"
-        )
-    if "data_parallel_sharding_strategy" in given:
-        raise ValueError(
-            f"{path}.data_parallel_sharding_strategy="
-            f"{given['data_parallel_sharding_strategy']!r} needs {path}.use_custom_fsdp=True"
         )
     if (
         given["overlap_param_gather"]

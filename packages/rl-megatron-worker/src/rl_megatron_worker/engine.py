@@ -123,11 +123,15 @@ class MegatronEngine:
         check_device(parsed.layout, on_cuda=may_have_gpus())
         architecture = converter.architecture(hf_config)
         check_sizes(architecture, parsed.layout, recomputed_unit=parsed.model.recomputed_unit)
-        if parsed.replays_routes and "num_moe_experts" not in architecture.transformer:
-            raise ValueError(
-                f"policy.megatron_cfg.moe_router_replay=True: {hf_config.model_type} models like "
-                f"policy.model_name={parsed.model_name!r} have no experts"
-            )
+        for key, is_asked in (
+            ("moe_router_replay", parsed.replays_routes),
+            ("freeze_moe_router", parsed.model.freezes_routers),
+        ):
+            if is_asked and "num_moe_experts" not in architecture.transformer:
+                raise ValueError(
+                    f"policy.megatron_cfg.{key}=True: {hf_config.model_type} models like "
+                    f"policy.model_name={parsed.model_name!r} have no experts"
+                )
         return parsed.layout.for_driver
 
     # Forward and backward passes
@@ -288,6 +292,7 @@ class MegatronEngine:
             config.layout,
             self.runtime,
             ddp=None if optimizer is None else config.data_parallel,
+            freezes_routers=config.model.freezes_routers,
         )
         # Before the optimizer, which makes its float32 copies of the weights when it is built.
         load_weights(self.model, self._mappings, self._hf_config, model_name=config.model_name)

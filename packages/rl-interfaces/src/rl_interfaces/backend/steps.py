@@ -15,7 +15,7 @@ import math
 import zlib
 from collections import defaultdict
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from itertools import islice, pairwise
 from typing import TYPE_CHECKING, cast
 
@@ -69,6 +69,10 @@ class Concatenation:
     """The packed micro-batch is padded to a multiple of this many tokens."""
     shares_prefixes: bool = False
     """Pack rows with a common start, which is computed once. Not with a `sequence_multiple`."""
+
+    def rounded(self, multiple: int) -> Concatenation:
+        """Return this alignment with totals that are multiples of `multiple` as well."""
+        return replace(self, total_multiple=math.lcm(self.total_multiple, multiple))
 
     def of(self, rows: SlicedDataDict) -> PackedSequences:
         """Return the packed offsets of `rows`."""

@@ -78,6 +78,8 @@ class WorkerSettings:
     logprob_batch_size: int
     planned_by: str | None
     """See `rl_interfaces.backend.steps.planned_by`."""
+    packed_multiple: int
+    """Packed micro-batches are padded to a multiple of this many tokens."""
     max_total_sequence_length: int | None
     sampling: SamplingConfig | None
     timeout_s: float
@@ -96,6 +98,7 @@ class WorkerSettings:
             train_micro_batch_size=resolved["train_micro_batch_size"],
             logprob_batch_size=resolved["logprob_batch_size"],
             planned_by=planned_by(resolved),
+            packed_multiple=resolved["sequence_packing"]["sequence_length_round"],
             max_total_sequence_length=resolved.get("max_total_sequence_length"),
             sampling=SamplingConfig.from_policy_config(resolved),
             timeout_s=resolved["timeout_s"],
@@ -707,7 +710,7 @@ class EngineWorker:
             given=given,
             default=default,
             planned_by=self._settings.planned_by,
-            concatenation=info.packing,
+            concatenation=info.packing.rounded(self._settings.packed_multiple),
             group=info.data_group,
             device=info.device,
             rows_per_group=rows_per_group,

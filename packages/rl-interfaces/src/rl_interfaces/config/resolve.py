@@ -86,11 +86,18 @@ POLICY_DEFAULTS: ResolvedConfig = {
         "moe_token_dispatcher_type": "alltoall",
         # The routes of a batch take memory, and dense models have none.
         "moe_router_replay": False,
+        # All of the model is trained.
+        "freeze_moe_router": False,
     },
     # Micro-batches of a fixed number of rows, unless a token budget is given.
     "dynamic_batching": {"enabled": False, "sequence_length_round": 64},
     # Packs as tightly as plain first-fit-decreasing, in less time on many sequences.
-    "sequence_packing": {"enabled": False, "algorithm": "modified_first_fit_decreasing"},
+    "sequence_packing": {
+        "enabled": False,
+        "algorithm": "modified_first_fit_decreasing",
+        # No padding but what the layout needs.
+        "sequence_length_round": 1,
+    },
 }
 """Every default of a policy, in one place. A key that is not here has none."""
 
@@ -274,14 +281,15 @@ def _reconcile_twins(given: ResolvedConfig, *, path: str) -> None:
         section = given.get(section_name, {})
         if not section.get("enabled"):
             continue
-        values = [part[name] for part, name in ((given, key), (section, inner)) if name in part]
-        if len(set(values)) > 1:
+        values = [part[name] for part, name in ((section, inner), (given, key)) if name in part]
+        # Files say False for what an older backend had, and True for the one that they use.
+        if values == [False, True]:
             raise ValueError(
                 f"{path}.{key}={given[key]} contradicts "
                 f"{path}.{section_name}.{inner}={section[inner]}"
             )
-        for value in values:
-            given[key] = section[inner] = value
+        if values:
+            given[key] = section[inner] = values[0]
 
 
 def _reconcile_learning_rates(given: ResolvedConfig, *, path: str) -> None:

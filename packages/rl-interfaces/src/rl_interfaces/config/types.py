@@ -103,6 +103,9 @@ class SequencePackingConfig(TypedDict):
     """Maximum tokens per micro-batch in log-probabilities."""
     algorithm: str
     """The packing algorithm, see `rl_batched_data.packing`."""
+    sequence_length_round: NotRequired[Count]
+    """Packed micro-batches are padded to a multiple of this many tokens, for fewer shapes; they may
+    exceed their maximum by less than it."""
 
 
 class DynamicBatchingConfig(TypedDict):
@@ -230,6 +233,8 @@ class MegatronConfig(TypedDict):
     """Coefficient of `aux_loss`."""
     moe_token_dispatcher_type: NotRequired[str]
     """Token dispatch to experts: `alltoall` or `allgather`."""
+    freeze_moe_router: NotRequired[bool]
+    """Leave the routers of experts as they are in the model."""
     moe_router_replay: NotRequired[bool]
     """Route each token in `train` to the experts that it took in `get_logprobs`, which returns them
     as `routed_experts`, or in the sampler."""

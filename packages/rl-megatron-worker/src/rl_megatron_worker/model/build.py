@@ -26,7 +26,6 @@ from megatron.core.transformer.enums import AttnMaskType
 from megatron.core.transformer.identity_op import IdentityOp
 from megatron.core.transformer.mlp import MLPSubmodules
 from megatron.core.transformer.module import Float16Module
-from megatron.core.transformer.moe.moe_layer import MoELayer
 from megatron.core.transformer.moe.moe_utils import MoEAuxLossAutoScaler
 from megatron.core.transformer.spec_utils import ModuleSpec
 from megatron.core.transformer.transformer_block import (
@@ -44,7 +43,7 @@ from torch import nn
 
 from rl_megatron_worker.attention import PackedAttention
 from rl_megatron_worker.model.config import padded_vocab_size, uses_transformer_engine
-from rl_megatron_worker.model.experts import GroupedExperts
+from rl_megatron_worker.model.experts import GroupedExperts, expert_layers
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -70,6 +69,7 @@ def build_model(
     runtime: Runtime,
     *,
     ddp: DistributedDataParallelConfig | None,
+    freezes_routers: bool = False,
 ) -> list[nn.Module]:
     """Return the chunks of this rank, one per virtual stage. Collective.
 
@@ -81,6 +81,7 @@ def build_model(
         layout: The parallel layout.
         runtime: Device and scope of this rank.
         ddp: Gradient reduction; None for a model that is not trained.
+        freezes_routers: Whether the routers of experts are not trained.
     """
     stages = [None] if layout.virtual_stages is None else range(layout.virtual_stages)
     with runtime.scope():
@@ -91,6 +92,10 @@ def build_model(
             chunk.to(runtime.device)
             if config.fp16 or config.bf16:
                 chunk = Float16Module(config, chunk)
+            if freezes_routers:
+                # Before the gradient buffers are made, which have no room for them then.
+                for layer in expert_layers(chunk):
+                    cast("nn.Module", layer.router).requires_grad_(False)
             if ddp is None:
                 chunk.requires_grad_(False)
             else:
@@ -156,11 +161,10 @@ def release_caches(chunks: Sequence[nn.Module]) -> None:
             # Of the class: the cache holds the embeddings of all of its instances.
             type(rotary).forward.cache_clear()
             rotary.inv_freq = rotary.inv_freq.cpu()
-        for layer in chunk.modules():
-            if isinstance(layer, MoELayer):
-                for name in _ROUTING:
-                    if hasattr(layer.token_dispatcher, name):
-                        setattr(layer.token_dispatcher, name, None)
+        for layer in expert_layers(chunk):
+            for name in _ROUTING:
+                if hasattr(layer.token_dispatcher, name):
+                    setattr(layer.token_dispatcher, name, None)
 
 
 class OutputMatrix(nn.Module):

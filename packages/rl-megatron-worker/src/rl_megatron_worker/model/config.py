@@ -61,6 +61,8 @@ class ModelOptions:
     """`uniform` or `block`, with `full`."""
     recompute_num_layers: int | None = None
     """With `full`: layers per checkpoint (`uniform`), or recomputed layers (`block`)."""
+    freezes_routers: bool = False
+    """Whether the routers of experts are not trained."""
     moe_options: Fields = field(default_factory=dict)
     """Further MoE fields of `TransformerConfig`."""
 

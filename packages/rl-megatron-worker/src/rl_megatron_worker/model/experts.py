@@ -8,12 +8,20 @@ from typing import TYPE_CHECKING, Any, cast
 import torch
 import torch.nn.functional as F
 from megatron.core.transformer.moe.experts import SequentialMLP
+from megatron.core.transformer.moe.moe_layer import MoELayer
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
+    from torch import nn
+
 _ALIGNMENT = 16
 """Bytes that rows of the operands of torch's grouped product are multiples of, on a GPU."""
+
+
+def expert_layers(chunk: nn.Module) -> list[MoELayer]:
+    """Return the layers of a model chunk that have experts, first to last."""
+    return [module for module in chunk.modules() if isinstance(module, MoELayer)]
 
 
 class GroupedExperts(SequentialMLP):

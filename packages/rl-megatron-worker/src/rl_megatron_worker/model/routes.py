@@ -20,7 +20,8 @@ import torch
 import torch.distributed as dist
 from megatron.core import parallel_state
 from megatron.core.tensor_parallel import gather_from_sequence_parallel_region
-from megatron.core.transformer.moe.moe_layer import MoELayer
+
+from rl_megatron_worker.model.experts import expert_layers
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Generator, Mapping, Sequence
@@ -118,12 +119,11 @@ class Routes:
         self._computes_again = False
         for chunk in chunks:
             found: list[tuple[int, TokenChoice]] = []
-            for module in chunk.modules():
-                if isinstance(module, MoELayer):
-                    choice = TokenChoice()
-                    cast("Any", module.router).router_replay = choice
-                    # Megatron-core counts layers from 1.
-                    found.append((columns[cast("int", module.layer_number) - 1], choice))
+            for layer in expert_layers(chunk):
+                choice = TokenChoice()
+                cast("Any", layer.router).router_replay = choice
+                # Megatron-core counts layers from 1.
+                found.append((columns[cast("int", layer.layer_number) - 1], choice))
             self._of_chunk[id(chunk)] = found
             config = cast("Any", chunk).config
             self._computes_again |= config.recompute_granularity is not None
