@@ -1,5 +1,7 @@
 """Small programs on the device, and their figures; runs in the process of `run_on_fake_cuda`."""
 
+from operator import is_
+
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
@@ -95,6 +97,9 @@ def offloads():
             assert {each.device.type for each in offloaded} == {"cpu"}
             assert [layout_of(each) for each in offloaded] == wanted
             places.append([plain(each).data_ptr() for each in offloaded])
+            # What is offloaded already stays where it is, and keeps its memory.
+            assert all(map(is_, buffers.moved(offloaded, torch.device("cpu")), offloaded))
+            assert buffers.num_bytes > 0
             waits.append([figures.num_syncs])
             with device.phase() as figures:
                 tensors = buffers.moved(offloaded, CUDA)

@@ -132,6 +132,8 @@ def test_one_that_hangs_is_ended(function):
     with pytest.raises(RewardError, match=r"hangs' took more than reward\.timeout_s=0\.5"):
         reward(["hang"], PROBLEMS[:1])
     assert is_gone(pid)
+    with pytest.raises(RewardError, match="its process has ended"):
+        reward(["a"], PROBLEMS[:1])
 
 
 @pytest.mark.parametrize(
@@ -255,6 +257,10 @@ def test_a_run_is_saved_before_it_ends_and_goes_on(tmp_path):
     assert last == 3
     assert all({"reward/breaks", "reward/exact_match"} <= row.keys() for row in rows)
     assert (workplace / "out" / "checkpoints" / f"step_{last}").is_dir()
+    # Not mended: the same end, and the checkpoint as it is.
+    again = execute(*MODULE, "grpo", "--resume", "out")
+    assert again.returncode == 1, again.stderr[-3000:]
+    assert "raised RuntimeError: on purpose" in again.stderr
     (workplace / "mended").touch()
     mended = execute(*MODULE, "grpo", "--resume", "out")
     assert mended.returncode == 0, mended.stderr[-3000:]

@@ -121,6 +121,9 @@ class OffloadBuffers:
         GPU are ordered by its current stream, and the host does not wait.
         """
         leaving = [each for each in tensors if each.device != device]
+        if not leaving:
+            # The memory stays for the next time.
+            return [*tensors]
         shards = [_local(each) for each in leaving]
         if device.type == "cpu":
             arrived = self._views_like(shards)

@@ -119,6 +119,8 @@ class RewardFunction:
             RewardError: It raised, took too long, or returned something else than a number for
                 each completion.
         """
+        if not self._end.alive:
+            raise RewardError(f"reward.function={self._name!r}: its process has ended")
         rows = [asdict(each) for each in problems]
         self._send(json.dumps({"completions": [*completions], "problems": rows}).encode() + b"\n")
         reply = self._receive()

@@ -211,7 +211,7 @@ def run_loop(
         eval_every: Steps between two measurements.
         start: The state of the checkpoint that `policy` was loaded from; step 0 for a new run.
     """
-    state, every = start, session.config.checkpoint.every
+    state, every, saved = start, session.config.checkpoint.every, start.step
     with (
         session.open_log(state) as log,
         session.display.phase(name, total=num_steps, completed=state.step) as phase,
@@ -229,7 +229,7 @@ def run_loop(
                 )
             except RewardError:
                 # What was trained is whole: it is for the reward alone to be mended.
-                if state.step % every and not state.is_new:
+                if state.step > saved:
                     log.sync()
                     _save_if_there_is_room(session, policy, state)
                 raise
@@ -238,6 +238,7 @@ def run_loop(
                 # First the log: a checkpoint whose measurements are lost could not be resumed.
                 log.sync()
                 _save_if_there_is_room(session, policy, state)
+                saved = state.step
     save_final(session, policy)
 
 
