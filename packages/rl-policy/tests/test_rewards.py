@@ -15,6 +15,8 @@ from rl_policy.data.datasets import Problem, read_problems
 from rl_policy.data.rewards import RewardError, RewardFunction, WeightedRewards
 from rl_policy.run.inputs import build_reward
 
+pytestmark = pytest.mark.needs("rl-policy[dtensor]")
+
 FUNCTIONS = """
 import asyncio, os, time
 
@@ -228,7 +230,6 @@ def breaks(completions, problems):
 
 @pytest.mark.slow
 @pytest.mark.timeout(400)
-@pytest.mark.needs("rl-policy[dtensor]")
 def test_a_run_is_saved_before_it_ends_and_goes_on(tmp_path):
     workplace = write_workplace(tmp_path)
     (workplace / "my_rewards.py").write_text(BREAKS)

@@ -213,7 +213,7 @@ class RewardSection(Section):
     are added up; `exact_match` among them is the reward without functions."""
     weights: list[float] | None = None
     """Of several functions, in their order. null: 1 each."""
-    timeout_s: float = Field(default=60, gt=0, le=MOST)
+    timeout_s: float = Field(default=60.0, gt=0, le=MOST)
     """Most seconds of a call of a function, and of its import."""
 
     answer_pattern: str | None = Field(default=None, min_length=1)
