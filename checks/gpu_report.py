@@ -118,7 +118,6 @@ def parts(device: str) -> list[Part]:
     on_device = ("--device", device)
     selected = [tests_of(package, "gpu and not vllm", name="gpu tests") for package in PROJECTS]
     engines = tests_of("rl-policy", "gpu and vllm", name="gpu tests with vLLM")
-    ratio = "train / bare, median of pairs"
     return [
         *selected,
         engines,
@@ -130,7 +129,7 @@ def parts(device: str) -> list[Part]:
             figures=[
                 Figure(
                     table="train_overhead",
-                    column=ratio,
+                    column="train / bare",
                     named_by=("vocab_size", "hidden_size"),
                     at_most=1.03,
                 )

@@ -11,6 +11,7 @@ import pytest
 
 from checks import gpu_report
 from checks.gpu_report import Figure, Part, lines_of, run
+from checks.workspace import ROOT
 
 WRITES = """
 import json, pathlib, sys
@@ -121,3 +122,22 @@ def test_the_page_is_written_part_by_part(tmp_path: Path, monkeypatch: pytest.Mo
     assert "ZeroDivisionError" in text
     assert "| part | ratio | 0.9 | at most 1 | held |" in text
     assert json.loads((tmp_path / "01" / "table.json").read_text())
+
+
+@pytest.mark.parametrize("device", ["cpu", "cuda"])
+def test_benchmarks_write_the_columns_that_are_read(device: str) -> None:
+    """A column that is renamed in a benchmark would be a failed row on the day of the GPU."""
+    sources = [*(ROOT / "packages").glob("*/benchmarks/**/*.py"), Path(gpu_report.__file__)]
+    written = {source: source.read_text() for source in sources}
+    for one in gpu_report.parts(device):
+        for figure in one.figures:
+            # Those of `grpo_step` are made by the report itself.
+            own = [ROOT / one.command[0], *(ROOT / one.command[0]).parent.glob("*/*.py")]
+            texts = [written[source] for source in (*own, sources[-1]) if source in written]
+            names = [
+                part for name in (figure.column, *figure.named_by) for part in name.split(" / ")
+            ]
+            if "grpo_step" not in one.name:
+                texts.pop()
+            for name in names:
+                assert any(name in text for text in texts), f"{one.name}: no column {name!r}"
