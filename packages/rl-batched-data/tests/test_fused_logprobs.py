@@ -68,6 +68,13 @@ def test_what_liger_does_not_do_is_refused(options, named):
 
 
 @needs_liger
+def test_no_tokens_have_no_scores():
+    hidden, matrix, tokens, weights = example("cpu")
+    found = scored(hidden[:0], matrix, tokens[:0], weights[:, :0], fused=True)
+    assert [each.shape for each in found] == [(0, 7), (0, 7), (0, 7, 16), (64, 16)]
+
+
+@needs_liger
 def test_a_token_outside_the_vocabulary_raises():
     hidden, matrix, tokens, _ = example("cpu")
     tokens[1, 3] = 64

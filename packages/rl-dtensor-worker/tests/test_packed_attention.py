@@ -101,18 +101,19 @@ def test_every_token_has_a_place_of_its_own(lengths):
     packed = PackedSequences.of(torch.tensor(lengths), max(lengths))
     assert packed.cu_seqlens.tolist() == ends.tolist()
     rows = AttentionRows.of(packed)
-    laid_out = torch.cat([tokens.flatten() for tokens in rows.rows.groups])
+    laid_out = torch.cat([tokens.flatten() for tokens in rows.groups.indices])
     assert laid_out[rows.places].tolist() == list(range(sum(lengths)))
-    for indices, tokens in zip(group_by_length(lengths), rows.rows.groups, strict=True):
+    for indices, tokens in zip(group_by_length(lengths), rows.groups.indices, strict=True):
         assert tokens.shape == (len(indices), max(lengths[index] for index in indices))
         assert min(lengths[index] for index in indices) >= 0.7 * tokens.shape[1]
         assert tokens[:, 0].tolist() == [int(ends[index]) for index in indices]
-    assert sum(tokens.numel() for tokens in rows.rows.groups) <= sum(lengths) / 0.7 + 1
+    assert sum(tokens.numel() for tokens in rows.groups.indices) <= sum(lengths) / 0.7 + 1
 
 
 def test_the_documented_example():
     rows = AttentionRows.of(PackedSequences.of(torch.tensor([4, 1, 3]), 4))
-    assert [tokens.tolist() for tokens in rows.rows.groups] == [[[0, 1, 2, 3], [5, 6, 7, 7]], [[4]]]
+    found = [tokens.tolist() for tokens in rows.groups.indices]
+    assert found == [[[0, 1, 2, 3], [5, 6, 7, 7]], [[4]]]
     assert rows.places.tolist() == [0, 1, 2, 3, 8, 4, 5, 6]
 
 

@@ -49,6 +49,21 @@ def test_logprobs_equal_plain_transformers(pools, tiny_model, section, num_ranks
     assert torch.count_nonzero(scores) == torch.count_nonzero(expected)
 
 
+def test_packed_lengths_are_rounded_as_the_section_says(pools, tiny_model):
+    batch, config = make_batch(6), planned_config(tiny_model, "sequence_packing")
+    config["sequence_packing"]["sequence_length_round"] = 16
+    ((lengths, scored),) = pools(1).run(
+        training_ranks.packed_lengths, config=config, batch=batch, num_tokens=24
+    )
+    assert lengths
+    assert all(length % 16 == 0 for length in lengths)
+    assert sum(lengths) > int(batch["input_lengths"].sum())
+    scores = torch.zeros(batch["input_ids"].shape)
+    scores[scored.order] = scored.logprobs
+    expected = plain_logprobs(load(tiny_model), batch)
+    torch.testing.assert_close(scores, expected, atol=LOGPROB_TOLERANCE, rtol=0)
+
+
 @pytest.mark.parametrize(
     ("section", "options"),
     [

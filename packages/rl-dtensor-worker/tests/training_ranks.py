@@ -206,6 +206,16 @@ def score_planned(*, config, batch, section, num_tokens, **options):
         return PlannedScores(logprobs, order)
 
 
+def packed_lengths(*, config, batch, num_tokens):
+    """Return the lengths of the packed micro-batches, and what scoring gives with them."""
+    rows, order = my_planned_rows(batch, "sequence_packing", num_tokens)
+    with worker_for(config, init_optimizer=False, init_reference_model=False) as worker:
+        (step,) = worker._steps(rows, local_batch_size=None, given=None, default=1)
+        packed = [each.packed for each in step.micro_batches(worker._engine.info.device)]
+        lengths = [each.total_length for each in packed if each is not None]
+        return lengths, PlannedScores(worker.get_logprobs(rows)["logprobs"], order)
+
+
 def train_planned(*, config, batch, section, num_tokens, num_calls, loss="nll", **options):
     rows, _ = my_planned_rows(
         batch,

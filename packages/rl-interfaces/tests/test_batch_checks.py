@@ -57,3 +57,11 @@ def test_the_samples_of_a_step_are_divided_by_the_data_parallel_ranks():
         settings.rows_per_rank(5, num_ranks=4)
     with pytest.raises(ValueError, match=r"gbs=0 must be positive"):
         settings.rows_per_rank(0, num_ranks=4)
+
+
+@pytest.mark.parametrize(("is_enabled", "multiple"), [(True, 64), (False, 1)])
+def test_a_section_that_is_off_rounds_no_lengths(is_enabled, multiple):
+    budgets = {"train_mb_tokens": 128, "logprob_mb_tokens": 128, "sequence_length_round": 64}
+    section = {"enabled": is_enabled, **budgets}
+    resolved = resolve_policy_config({"model_name": "m", "sequence_packing": section})
+    assert WorkerSettings.from_resolved(resolved).packed_multiple == multiple

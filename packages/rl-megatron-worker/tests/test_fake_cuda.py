@@ -25,7 +25,9 @@ _AT_A_TIME = 5  # in one process, well within the limit of a test
 _READS_PER_CALL = 3
 _NUM_STEPS = 2
 # Of four calls that move the model, whatever its size: copies under way are waited for together.
-_WAITS_OF_MOVES = 28
+_WAITS_OF_MOVES = 18
+# The scalars of a float16 loss scale are moved by themselves.
+_MORE_WAITS_OF_MOVES = {"dp2_fp16": 10}
 # Their waits are held by the list alone. Stages exchange the shape of every micro-batch. Without
 # Transformer Engine an MoE layer asks how many tokens go to each expert.
 _WITHOUT_AIM = {"pp2", "pp2_unlike", "pp2_virtual", "tp2_pp2", "dp2_experts", "ep2"}
@@ -51,7 +53,8 @@ def problems(found):
                 f"micro-batches, at most {aim}; {numbers['syncs_per_layer']:g} in a layer, none "
                 f"allowed; left after an offload: {numbers['left']}; waits at: {numbers['lines']}"
             )
-        if len(numbers["moves"]) > _WAITS_OF_MOVES and case not in _WITHOUT_AIM:
+        most = _WAITS_OF_MOVES + _MORE_WAITS_OF_MOVES.get(case, 0)
+        if len(numbers["moves"]) > most and case not in _WITHOUT_AIM:
             lines.append(f"[{case}] moving waits {len(numbers['moves'])} times: {numbers['moves']}")
     return lines
 

@@ -18,61 +18,50 @@ if TYPE_CHECKING:
     from rl_batched_data.logprobs_kernel import ScoringTask
 
 
-def require_liger() -> None:
-    """Raise unless Liger is installed, which is not imported.
-
-    Raises:
-        ImportError: It is not; the message says how it would be.
-    """
-    if find_spec("liger_kernel") is None:
-        raise ImportError(
-            "fused log-probabilities need liger-kernel, which is not installed: "
-            'pip install "rl-batched-data[liger]"'
-        )
-
-
-def check_fused(task: ScoringTask, *, has_matrix: bool, has_bias: bool) -> None:
-    """Raise if Liger does not compute these scores.
-
-    Raises:
-        ValueError: The message says what it does not do.
-    """
-    scale = task.transform.temperature / (task.transform.scale or 1.0)
-    start = 0 if task.tp_group is None else dist.get_rank(task.tp_group) * task.vocab_size
-    for is_asked, what in (
-        (not has_matrix, "no output_matrix"),
-        (has_bias, "an output_bias"),
-        (task.transform.soft_cap is not None, f"soft_cap={task.transform.soft_cap}"),
-        (task.transform.scale <= 0, f"logit_scale={task.transform.scale}"),
-        (not 0 < scale < float("inf"), f"temperature={task.transform.temperature}"),
-        (task.top_k > 0, f"top_k={task.top_k}"),
-        (task.vocab_start != start, "shards of the vocabulary that are not equally large"),
-    ):
-        if is_asked:
-            raise ValueError(f"fused=True does not support {what}")
-
-
 def fused_scores(
-    hidden: torch.Tensor, matrix: torch.Tensor, targets: torch.Tensor, task: ScoringTask
+    hidden: torch.Tensor,
+    matrix: torch.Tensor | None,
+    bias: torch.Tensor | None,
+    targets: torch.Tensor,
+    task: ScoringTask,
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
     """Return log-probabilities of `targets`, and entropies if `task` asks for them.
 
     Args:
         hidden: `[tokens, hidden]`, at least one token.
         matrix: `[vocab, hidden]` in the same dtype; with a `tp_group` this rank's shard.
+        bias: Has to be None.
         targets: `[tokens]` int64.
-        task: See `check_fused`.
+        task: Without soft cap and top-k.
 
     Returns:
         `[tokens]` float32 each. Entropies have been rounded to the dtype of `hidden` by Liger on
         some devices.
 
     Raises:
-        ValueError: A target is outside the vocabulary.
+        ValueError: Liger does not compute these scores, or a target is outside the vocabulary.
+        ImportError: It is not installed; the message says how it would be.
     """
+    transform = task.transform
+    start = 0 if task.tp_group is None else dist.get_rank(task.tp_group) * task.vocab_size
+    for applies, what in (
+        (matrix is None, "no output_matrix"),
+        (bias is not None, "an output_bias"),
+        (transform.soft_cap is not None, f"soft_cap={transform.soft_cap}"),
+        (transform.scale <= 0, f"logit_scale={transform.scale}"),
+        (task.top_k > 0, f"top_k={task.top_k}"),
+        (task.vocab_start != start, "shards of the vocabulary that are not equally large"),
+    ):
+        if applies:
+            raise ValueError(f"fused=True does not support {what}")
+    if find_spec("liger_kernel") is None:
+        raise ImportError(
+            "fused log-probabilities need liger-kernel, which is not installed: "
+            'pip install "rl-batched-data[liger]"'
+        )
     # It brings triton, and takes seconds.
     liger: Any = import_module("liger_kernel.ops.fused_linear_scaled_cross_entropy")
-    temperature = task.transform.temperature / task.transform.scale
+    temperature = transform.temperature / transform.scale
     options: dict[str, Any] = {"return_entropy": task.with_entropy}
     if task.tp_group is None:
         scores = liger.LigerFusedLinearScaledCrossEntropyFunction.apply(

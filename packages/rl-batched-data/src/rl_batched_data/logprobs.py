@@ -11,7 +11,7 @@ from typing import TypedDict, Unpack, cast
 import torch
 import torch.distributed as dist
 
-from rl_batched_data.fused_logprobs import check_fused, fused_scores, require_liger
+from rl_batched_data.fused_logprobs import fused_scores
 from rl_batched_data.logprobs_kernel import LogitTransform, ScoringTask, VocabScores
 
 
@@ -141,8 +141,17 @@ def target_scores(
     matrix, bias = options.get("output_matrix"), options.get("output_bias")
     _check(inputs, targets, matrix, bias)
     task = _task(inputs if matrix is None else matrix, matrix is None, entropy, top_k, options)
-    if options.get("fused", False):
-        return _fused(inputs, matrix, bias, targets, task)
+    # Liger refuses an empty batch, whose scores are empty either way.
+    if options.get("fused", False) and targets.numel():
+        flat = inputs.flatten(0, -2), matrix, bias, targets.flatten()
+        logprobs, entropies = fused_scores(*flat, task)
+        return TokenScores(
+            logprobs=logprobs.view(targets.shape),
+            normalizer=None,
+            entropy=None if entropies is None else entropies.view(targets.shape),
+            top_k_logits=None,
+            top_k_indices=None,
+        )
     logprobs, normalizer, entropies, top_logits, top_indices = cast(
         tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor],
         VocabScores.apply(inputs.flatten(0, -2), matrix, bias, targets.flatten(), task),
@@ -154,26 +163,6 @@ def target_scores(
         entropy=entropies.view(shape) if entropy else None,
         top_k_logits=top_logits.view(*shape, top_k) if top_k else None,
         top_k_indices=top_indices.view(*shape, top_k) if top_k else None,
-    )
-
-
-def _fused(
-    inputs: torch.Tensor,
-    matrix: torch.Tensor | None,
-    bias: torch.Tensor | None,
-    targets: torch.Tensor,
-    task: ScoringTask,
-) -> TokenScores:
-    require_liger()
-    check_fused(task, has_matrix=matrix is not None, has_bias=bias is not None)
-    assert matrix is not None, "check_fused has seen it"
-    logprobs, entropies = fused_scores(inputs.flatten(0, -2), matrix, targets.flatten(), task)
-    return TokenScores(
-        logprobs=logprobs.view(targets.shape),
-        normalizer=None,
-        entropy=None if entropies is None else entropies.view(targets.shape),
-        top_k_logits=None,
-        top_k_indices=None,
     )
 
 

@@ -73,8 +73,8 @@ class AttentionLayout(Protocol):
 class AttentionRows:
     """Packed sequences gathered into rows of a few widths, padded on the right."""
 
-    rows: RowGroups
-    """The index of each token; arbitrary in padding."""
+    groups: RowGroups
+    """Sequences of similar length together; padding reads any token."""
     places: torch.Tensor
     """`[total]` int64: index of each token in the flattened groups."""
     packed: PackedSequences
@@ -85,7 +85,7 @@ class AttentionRows:
         """Return the rows of `packed`, on its device.
 
         Example, sequences of 4, 1 and 3 tokens:
-            rows.groups = [[[0, 1, 2, 3], [5, 6, 7, 7]], [[4]]]
+            groups.indices = [[[0, 1, 2, 3], [5, 6, 7, 7]], [[4]]]
             places = [0, 1, 2, 3, 8, 4, 5, 6]
         """
         device = packed.cu_seqlens.device
@@ -105,7 +105,7 @@ class AttentionRows:
             base += tokens.numel()
             groups.append(tokens.to(device, non_blocking=True))
         places = places.to(device, non_blocking=True)
-        return cls(rows=RowGroups.of(groups), places=places, packed=packed)
+        return cls(groups=RowGroups.of(groups), places=places, packed=packed)
 
     def attend(
         self, module: nn.Module, heads: Heads, sliding_window: int | None, **kwargs: Any
@@ -123,7 +123,7 @@ class AttentionRows:
                 scale=kwargs.get("scaling"),
             )
             return output[None]
-        rows = zip(*(self.rows.gather(states) for states in (query, key, value)), strict=True)
+        rows = zip(*(self.groups.gather(states) for states in (query, key, value)), strict=True)
         outputs = [
             _attend_to_rows(module, _heads_of(group), sliding_window, **kwargs).flatten(0, 1)
             for group in rows

@@ -464,6 +464,7 @@ class DTensorEngine:
 
 def move_model(model: nn.Module, device: torch.device, buffers: OffloadBuffers) -> None:
     """Move parameters and buffers to `device`, and back again from the same host memory."""
+    # So that the parameters which are registered are the shards.
     reshard_model(model)
     tensors = [*model.parameters(), *model.buffers()]
     if all(each.device == device for each in tensors):

@@ -92,7 +92,7 @@ class TokenHead:
         """
         ranks = 1 if self.tensor_parallel is None else self.tensor_parallel.group.size()
         layer = self.layer
-        for is_asked, what in (
+        for applies, what in (
             (layer is None, "computes its logits itself"),
             (layer is not None and layer.bias is not None, "has a bias"),
             (self.soft_cap is not None, f"caps its logits at {self.soft_cap}"),
@@ -107,7 +107,7 @@ class TokenHead:
                 f"policy.dtensor_cfg.tensor_parallel_size={ranks} unevenly",
             ),
         ):
-            if is_asked:
+            if applies:
                 raise ValueError(
                     f"policy.dtensor_cfg.fused_head=True: the model {what}, which Liger does not "
                     "support: set it to False"
@@ -155,7 +155,7 @@ class TokenHead:
             if predictors is not None:
                 full = full.index_select(1, predictors)
             # Liger has no top-k, which only teachers are asked for.
-            options["fused"] = self.is_fused and top_k == 0 and targets.numel() > 0
+            options["fused"] = self.is_fused and top_k == 0
             return target_scores(full, targets, **self._options(layer), **options)
 
         with _output_layer_replaced(model, self.layer, score):

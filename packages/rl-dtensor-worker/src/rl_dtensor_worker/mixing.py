@@ -133,7 +133,7 @@ class PackedSequenceRows:
             group = self.context.group
             gathered = collectives.gather_for_sharded_use(values, group, 1)
             values = gathered.index_select(1, self.context.shards.gathered)
-        return self.rows.rows.gather(values[0])
+        return self.rows.groups.gather(values[0])
 
     def join(self, groups: list[torch.Tensor]) -> torch.Tensor:
         """See `Sequences.join`."""

@@ -145,12 +145,12 @@ class MegatronEngine:
         layouts = self._lay_out(step)
         found = self._schedule.run(layouts, on_last_stage)
         # The reference chooses its own experts, which training has no use for.
-        if self._routes is not None and not self._is_reference and COLUMN not in step.rows:
+        records = self._routes is not None and not self._is_reference and COLUMN not in step.rows
+        if self._routes is not None and records and "logprobs" in found[0].tensors:
             with self.runtime.scope():
                 routes = self._routes.collect(layouts)
             for scored, each in zip(found, routes, strict=True):
-                if "logprobs" in scored.tensors:
-                    scored.tensors[COLUMN] = each
+                scored.tensors[COLUMN] = each
         self._free_memory(level=1)
         return found
 

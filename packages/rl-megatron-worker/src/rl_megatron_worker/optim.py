@@ -60,8 +60,6 @@ class Trainer:
         self.chunks = cast("list[DistributedDataParallel]", list(chunks))
         self._runtime = runtime
         self._frees_memory = frees_memory
-        # Per optimizer, for the float32 copies of the weights and for its state.
-        self._offload_buffers: dict[int, tuple[OffloadBuffers, OffloadBuffers]] = {}
         self._config = config
         self._balancing = cast("float", config.moe_aux_loss_coeff)
         self._num_sharing = config.tensor_model_parallel_size * config.context_parallel_size
@@ -76,6 +74,8 @@ class Trainer:
                 for part in self._optimizers():
                     part.init_state_fn = _init_momentum
             self.scheduler = _scheduler(self.optimizer, optimizer, scheduler)
+        # Of each, for the float32 copies of the weights and for its state.
+        self._offload_buffers = [(OffloadBuffers(), OffloadBuffers()) for _ in self._optimizers()]
         self._set_gradient_hooks(config)
 
     @property
@@ -195,7 +195,7 @@ class Trainer:
             for chunk in self.chunks
             for parameter in chunk.parameters()
         }
-        for index, part in enumerate(self._optimizers()):
+        for part, (masters, state) in zip(self._optimizers(), self._offload_buffers, strict=True):
             # Without float32 copies these are the model's own parameters, or views of them, which
             # move with the model.
             copies = [
@@ -204,9 +204,6 @@ class Trainer:
                 for copy in group["params"]
                 if copy.untyped_storage().data_ptr() not in models
             ]
-            masters, state = self._offload_buffers.setdefault(
-                index, (OffloadBuffers(), OffloadBuffers())
-            )
             for copy, moved in zip(copies, masters.moved(copies, device), strict=True):
                 copy.data = moved
             move_optimizer_state(part.optimizer, device, state)

@@ -106,6 +106,7 @@ def place_parameters(
         for tensor, moved in zip(others, host_buffers.moved(others, device), strict=True):
             tensor.data = moved
         if not on_device:
+            # Megatron-core's copies of its buffers.
             torch.cuda.synchronize()
 
 

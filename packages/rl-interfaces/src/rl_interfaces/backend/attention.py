@@ -131,8 +131,8 @@ def takes_packed(query: torch.Tensor, value: torch.Tensor) -> bool:
 class RowGroups:
     """Groups of rows of tokens, those of a group equally wide."""
 
-    groups: list[torch.Tensor]
-    """Indices of tokens, `[rows, width]` int64 each."""
+    indices: list[torch.Tensor]
+    """The tokens of each group, `[rows, width]` int64."""
     order: torch.Tensor
     """All of them, flattened."""
 
@@ -140,7 +140,7 @@ class RowGroups:
     def of(cls, groups: Iterable[torch.Tensor]) -> RowGroups:
         """Return these groups, at least one."""
         found = [*groups]
-        return cls(groups=found, order=torch.cat([tokens.flatten() for tokens in found]))
+        return cls(indices=found, order=torch.cat([tokens.flatten() for tokens in found]))
 
     def gather(self, states: torch.Tensor) -> list[torch.Tensor]:
         """Return the tokens of each group, `[rows, width, ...]`.
@@ -150,10 +150,9 @@ class RowGroups:
         Args:
             states: `[tokens, ...]`.
         """
-        parts = states.index_select(0, self.order).split([each.numel() for each in self.groups])
-        return [
-            part.unflatten(0, tokens.shape) for part, tokens in zip(parts, self.groups, strict=True)
-        ]
+        shapes = [tokens.shape for tokens in self.indices]
+        parts = states.index_select(0, self.order).split([shape.numel() for shape in shapes])
+        return [part.unflatten(0, shape) for part, shape in zip(parts, shapes, strict=True)]
 
 
 def attend_to_cache(

@@ -93,12 +93,13 @@ class WorkerSettings:
         Raises:
             ValueError: `max_new_tokens` leaves no room for a prompt.
         """
+        packing = resolved["sequence_packing"]
         return cls(
             train_global_batch_size=resolved["train_global_batch_size"],
             train_micro_batch_size=resolved["train_micro_batch_size"],
             logprob_batch_size=resolved["logprob_batch_size"],
             planned_by=planned_by(resolved),
-            packed_multiple=resolved["sequence_packing"]["sequence_length_round"],
+            packed_multiple=packing["sequence_length_round"] if packing["enabled"] else 1,
             max_total_sequence_length=resolved.get("max_total_sequence_length"),
             sampling=SamplingConfig.from_policy_config(resolved),
             timeout_s=resolved["timeout_s"],

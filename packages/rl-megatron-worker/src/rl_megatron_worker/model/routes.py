@@ -195,7 +195,7 @@ def check_routes(
     """Raise if a batch's routes are not those of a model.
 
     Args:
-        columns: The batch, on the CPU.
+        columns: The batch, on the CPU, with routes.
         num_layers: Layers with experts.
         num_experts: Experts of a layer.
         num_chosen: Experts per token.
@@ -203,9 +203,7 @@ def check_routes(
     Raises:
         ValueError: The message names the column and the numbers.
     """
-    routes, tokens, lengths = (columns.get(key) for key in (COLUMN, "input_ids", "input_lengths"))
-    if routes is None:
-        return
+    routes, tokens, lengths = (columns[key] for key in (COLUMN, "input_ids", "input_lengths"))
     assert isinstance(tokens, torch.Tensor)
     assert isinstance(lengths, torch.Tensor)
     expected = (*tokens.shape, num_layers, num_chosen)

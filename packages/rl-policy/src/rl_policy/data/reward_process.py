@@ -1,7 +1,7 @@
-"""The process that runs a reward function: `python -m rl_policy.data.reward_process NAME IN OUT`.
+"""The process of a reward function: `python -m rl_policy.data.reward_process NAME LIMIT_S`.
 
-It reads requests from one pipe and writes replies to another, each a line of JSON, and ends when
-the first is closed. What the function prints goes where this process's output goes.
+It reads requests from its standard input and writes replies to its standard output, each a line of
+JSON, and ends when the first is closed. What the function prints goes to the standard error.
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ import json
 import os
 import signal
 import sys
+import time
 import traceback
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -27,17 +28,21 @@ Function = Callable[[list[str], list[Problem]], Any]
 _PR_SET_PDEATHSIG = 1
 
 
-class _WrongRewardError(Exception):
-    """A function returned what is no reward."""
+class _UnusableError(Exception):
+    """What is said of a function that cannot be loaded, or that returned no rewards."""
 
 
 def main() -> None:
     """Load the function, say so, and answer until the requests end."""
-    name, requests, replies = sys.argv[1], int(sys.argv[2]), int(sys.argv[3])
+    name, limit_s = sys.argv[1], float(sys.argv[2])
     # A function that hangs does not see its pipe closed.
     if sys.platform == "linux":
         ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
-    with os.fdopen(requests) as reading, os.fdopen(replies, "w") as writing:
+    with os.fdopen(os.dup(0)) as reading, os.fdopen(os.dup(1), "w") as writing:
+        # The function has neither of the two.
+        with Path(os.devnull).open() as nothing:
+            os.dup2(nothing.fileno(), 0)
+        os.dup2(2, 1)
         try:
             function = load_function(name)
         except Exception as error:  # the module is the user's: anything may be raised
@@ -47,21 +52,21 @@ def main() -> None:
         for line in reading:
             request = json.loads(line)
             problems = [Problem(**each) for each in request["problems"]]
-            _reply(writing, _answer(function, request["completions"], problems))
+            answer = _answer(function, request["completions"], problems, limit_s=limit_s)
+            _reply(writing, answer)
 
 
 def load_function(name: str) -> Function:
     """Return the function that `FILE.py:NAME` or `PACKAGE.MODULE:NAME` names.
 
     Raises:
-        ValueError: It is not of this form, or no function with two parameters.
-        ImportError: There is no such module.
-        OSError: There is no such file.
-        AttributeError: It has no such name.
+        Exception: There is no such file or function, or whatever its module raises.
     """
     place, _, attribute = name.rpartition(":")
     if place.endswith(".py"):
-        path = Path(place).resolve(strict=True)
+        path = Path(place).resolve()
+        if not path.is_file():
+            raise _UnusableError(f"{path} is no file")
         sys.path.insert(0, str(path.parent))
         spec = importlib.util.spec_from_file_location(path.stem, path)
         assert spec is not None
@@ -72,25 +77,33 @@ def load_function(name: str) -> Function:
     else:
         sys.path.insert(0, str(Path.cwd()))
         module = importlib.import_module(place)
-    function = getattr(module, attribute)
+    function = getattr(module, attribute, None)
     if not callable(function):
-        raise ValueError(f"{attribute} is a {type(function).__name__}, no function")
+        raise _UnusableError(f"{place} has no function {attribute}")
     try:
         inspect.signature(function).bind([], [])
     except TypeError as error:
-        raise ValueError(f"{attribute} must take completions and problems: {error}") from None
+        raise _UnusableError(f"{attribute} must take completions and problems: {error}") from None
     return function
 
 
 def _answer(
-    function: Function, completions: Sequence[str], problems: Sequence[Problem]
+    function: Function,
+    completions: Sequence[str],
+    problems: Sequence[Problem],
+    *,
+    limit_s: float,
 ) -> dict[str, object]:
+    started = time.monotonic()
     try:
         return {"rewards": _rewards(function, completions, problems)}
     except Exception as error:  # as above
         described = _described(error)
-    # Which sample it was shows when each is alone.
+    # Which sample it was shows when each is alone, as far as there is time: what the function did
+    # wrong must not become that it took too long.
     for index, pair in enumerate(zip(completions, problems, strict=True)):
+        if time.monotonic() - started > limit_s / 2:
+            break
         try:
             _rewards(function, [pair[0]], [pair[1]])
         except Exception as error:  # as above
@@ -107,11 +120,11 @@ def _rewards(
     try:
         values = list(returned)
     except TypeError:
-        raise _WrongRewardError(
+        raise _UnusableError(
             f"it returned a {type(returned).__name__}, expected a number for each completion"
         ) from None
     if len(values) != len(completions):
-        raise _WrongRewardError(
+        raise _UnusableError(
             f"it returned {len(values)} rewards for {len(completions)} completions"
         )
     return [_number(value) for value in values]
@@ -123,16 +136,16 @@ async def _awaited(returned: Any) -> Any:
 
 def _number(value: Any) -> float:
     if isinstance(value, str) or not hasattr(value, "__float__"):
-        raise _WrongRewardError(f"it returned {value!r:.60}, a {type(value).__name__}")
+        raise _UnusableError(f"it returned {value!r:.60}, a {type(value).__name__}")
     number = float(value)
     if number != number or number in (float("inf"), float("-inf")):
-        raise _WrongRewardError(f"it returned {number}")
+        raise _UnusableError(f"it returned {number}")
     return number
 
 
 def _described(error: Exception) -> str:
     """Return the error and the line of the user's that raised it."""
-    if isinstance(error, _WrongRewardError):
+    if isinstance(error, _UnusableError):
         return str(error)
     frames = traceback.extract_tb(error.__traceback__)
     last = f" ({frames[-1].filename}:{frames[-1].lineno})" if frames else ""

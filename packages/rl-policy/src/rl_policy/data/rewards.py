@@ -46,7 +46,7 @@ class Rewards(list[float]):
 
 def mean_parts(rewards: Sequence[float]) -> dict[str, float]:
     """Return the mean of each part of rewards, as columns of the metrics; empty for others."""
-    parts: Mapping[str, Sequence[float]] = getattr(rewards, "parts", {})
+    parts = rewards.parts if isinstance(rewards, Rewards) else {}
     return {f"reward/{name}": sum(values) / len(values) for name, values in parts.items()}
 
 
@@ -90,19 +90,18 @@ class RewardFunction:
             raise ValueError(
                 f"reward.function={name!r} must be FILE.py:NAME or PACKAGE.MODULE:NAME"
             )
-        (reads, self._requests), (self._replies, writes) = os.pipe(), os.pipe()
-        command = [sys.executable, "-m", "rl_policy.data.reward_process"]
-        try:
-            self._process = subprocess.Popen(
-                [*command, name, str(reads), str(writes)],
-                pass_fds=(reads, writes),
-                # A terminal's Ctrl-C is for the run, which ends this process in order.
-                start_new_session=True,
-            )
-        finally:
-            os.close(reads)
-            os.close(writes)
-        self._end = weakref.finalize(self, _end, self._process, (self._requests, self._replies))
+        self._process = subprocess.Popen(
+            [sys.executable, "-m", "rl_policy.data.reward_process", name, str(limit_s)],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            bufsize=0,
+            # A terminal's Ctrl-C is for the run, which ends this process in order.
+            start_new_session=True,
+        )
+        assert self._process.stdin is not None
+        assert self._process.stdout is not None
+        self._requests, self._replies = self._process.stdin.fileno(), self._process.stdout.fileno()
+        self._end = weakref.finalize(self, _end, self._process)
         self._rest = b""
         try:
             reply = self._receive()
@@ -177,9 +176,10 @@ class RewardFunction:
         )
 
 
-def _end(process: subprocess.Popen[bytes], descriptors: Sequence[int]) -> None:
-    for descriptor in descriptors:
-        os.close(descriptor)
+def _end(process: subprocess.Popen[bytes]) -> None:
+    for pipe in (process.stdin, process.stdout):
+        assert pipe is not None
+        pipe.close()
     try:
         # It ends by itself when its requests do, unless it hangs.
         process.wait(timeout=0.5)

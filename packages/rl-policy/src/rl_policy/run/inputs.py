@@ -146,7 +146,10 @@ def build_reward(section: RewardSection) -> Reward:
             f"{len(names)} functions of reward.function={names}"
         )
     if len({*map(_short_name, names)}) != len(names):
-        raise ValueError(f"reward.function={names} names two functions alike")
+        raise ValueError(
+            f"reward.function={names} has two functions of one name, which is their column in the "
+            "metrics: rename one"
+        )
     exact = ExactMatch(section.answer_pattern)
     if not names:
         return exact
