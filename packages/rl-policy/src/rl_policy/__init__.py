@@ -10,15 +10,30 @@ if TYPE_CHECKING:
     from rl_policy.policy import PathLike, Policy
     from rl_policy.ray.cluster import RayVirtualCluster
     from rl_policy.ray.worker_group import NamedSharding, RayWorkerGroup
+    from rl_policy.trainers import DPOTrainer, GRPOTrainer, RecipeTrainer, SFTTrainer
 
-__all__ = ["NamedSharding", "PathLike", "Policy", "RayVirtualCluster", "RayWorkerGroup"]
+__all__ = [
+    "DPOTrainer",
+    "GRPOTrainer",
+    "NamedSharding",
+    "PathLike",
+    "Policy",
+    "RayVirtualCluster",
+    "RayWorkerGroup",
+    "RecipeTrainer",
+    "SFTTrainer",
+]
 
 _HOMES = {
+    "DPOTrainer": "rl_policy.trainers",
+    "GRPOTrainer": "rl_policy.trainers",
     "NamedSharding": "rl_policy.ray.worker_group",
     "PathLike": "rl_policy.policy",
     "Policy": "rl_policy.policy",
     "RayVirtualCluster": "rl_policy.ray.cluster",
     "RayWorkerGroup": "rl_policy.ray.worker_group",
+    "RecipeTrainer": "rl_policy.trainers",
+    "SFTTrainer": "rl_policy.trainers",
 }
 
 # Ray reads this when it is imported. Under `uv run` it would otherwise ship the working directory

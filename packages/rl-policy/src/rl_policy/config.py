@@ -23,7 +23,9 @@ from pydantic import (
     BaseModel,
     ConfigDict,
     Field,
+    SkipValidation,
     ValidationError,
+    ValidationInfo,
     create_model,
     field_validator,
     model_validator,
@@ -34,6 +36,8 @@ from rl_interfaces.config.resolve import merge_sections
 from rl_interfaces.config.schema import MOST
 
 from rl_policy.backends import WORKERS_OWN
+from rl_policy.data.rewards import GivenReward
+from rl_policy.data.rows import GivenRows
 from rl_policy.recipes import Recipe, find_recipe, installed_recipes
 
 SectionT = TypeVar("SectionT", bound="Section")
@@ -146,6 +150,29 @@ class Section(BaseModel):
     )
 
 
+def _names_or_given(value: Any, kind: type, *, key: str) -> Any:
+    """Return a name, a value that Python gives, a list of those, or None, as they are.
+
+    Raises:
+        ValueError: It is none of them; one line that names the key.
+    """
+    if value == []:
+        raise ValueError(f"{key}=[] names nothing: give one, or null")
+    for each in value if isinstance(value, list) else [value]:
+        if isinstance(each, kind) or value is None:
+            continue
+        if not isinstance(each, str):
+            raise ValueError(f"{key}={value!r}: input should be a valid string or a list of them")
+        if not each:
+            raise ValueError(f"{key}={value!r}: string should have at least 1 character")
+        if each[0] + each[-1] == "<>":
+            raise ValueError(
+                f"{key}={value!r} was given by a Python program: continue the run there, where it "
+                "is given again"
+            )
+    return value
+
+
 class ClusterSection(Section):
     """The devices. The keys but `restarts` are the arguments of `rl_policy.RayVirtualCluster`."""
 
@@ -186,11 +213,18 @@ class TinyModelSection(Section):
 class DataSection(Section):
     """The training data: the user's problems or preference pairs, or generated doublings."""
 
-    path: str | None = Field(default=None, min_length=1)
+    path: str | list[str] | SkipValidation[GivenRows] | None = None
     """JSON lines with the texts `prompt` and `answer`; for preferences `prompt`, `chosen` and
-    `rejected`. null: doublings."""
-    heldout_path: str | None = Field(default=None, min_length=1)
-    """A file of the same format, for evaluation only. null: held out of the training data."""
+    `rejected`. Or Parquet, a directory or the name of a Hugging Face dataset, or several of these.
+    null: doublings."""
+    heldout_path: str | list[str] | SkipValidation[GivenRows] | None = None
+    """Data of the same format, for evaluation only. null: held out of the training data."""
+    weights: list[Annotated[float, Field(gt=0)]] | None = None
+    """Of several paths, in their order: their shares in what is drawn. null: all rows alike."""
+    columns: dict[Literal["prompt", "answer", "chosen", "rejected", "messages"], str] = {}
+    """Names of the data for ours, for example {prompt: question}."""
+    split: str = Field(default="train", min_length=1)
+    """The split of a Hugging Face dataset that has several."""
     num_heldout: int = Field(default=256, ge=1, le=MOST)
     """Prompts that accuracy is measured on, and that are never trained on."""
     num_validation: int = Field(default=256, ge=1, le=MOST)
@@ -201,13 +235,31 @@ class DataSection(Section):
     careless_share: float = Field(default=0.6, ge=0, le=1)
     """Share of the demonstrations made here that forget to carry; GRPO has to correct them."""
     use_chat_template: bool = False
-    """Render each prompt as a user's message with the tokenizer's chat template."""
+    """Render each prompt as a user's message with the tokenizer's chat template. Prompts that are
+    conversations always are rendered."""
+
+    @field_validator("path", "heldout_path", mode="plain")
+    @classmethod
+    def _names_or_rows(cls, value: Any, info: ValidationInfo) -> Any:
+        return _names_or_given(value, GivenRows, key=f"data.{info.field_name}")
+
+    @model_validator(mode="after")
+    def _check_weights(self) -> DataSection:
+        count = len(self.path) if isinstance(self.path, list) else 1
+        if self.weights is not None and len(self.weights) != count:
+            raise ValueError(
+                f"data.weights={self.weights} gives {len(self.weights)} weights for the {count} of "
+                f"data.path={self.path}"
+            )
+        return self
 
 
 class RewardSection(Section):
     """The reward: 1 if the text of the answer is exactly right, otherwise 0, or your functions."""
 
-    function: str | list[str] | None = Field(default=None, min_length=1)
+    function: str | SkipValidation[GivenReward] | list[str | SkipValidation[GivenReward]] | None = (
+        None
+    )
     """`FILE.py:NAME` or `PACKAGE.MODULE:NAME`: a function of a list of completions and a list of
     problems, async or not, that returns a number for each. It runs in a process of its own. Several
     are added up; `exact_match` among them is the reward without functions."""
@@ -219,6 +271,18 @@ class RewardSection(Section):
     answer_pattern: str | None = Field(default=None, min_length=1)
     """Regular expression whose last match in the completion is its answer: the first group, or
     all of it. null: the completion, stripped of white space, is the answer."""
+
+    @field_validator("function", mode="plain")
+    @classmethod
+    def _names_or_functions(cls, value: Any) -> Any:
+        return _names_or_given(value, GivenReward, key="reward.function")
+
+    @property
+    def functions(self) -> list[str | GivenReward]:
+        """The functions; empty for the reward without any."""
+        if self.function is None:
+            return []
+        return self.function if isinstance(self.function, list) else [self.function]
 
 
 class RefitSection(Section):
@@ -388,7 +452,20 @@ def load_run_config(
         ValueError: The file cannot be read, or its content is wrong; one line that names the key.
     """
     given = read_yaml(path) if path is not None else {}
-    given = merge_sections(given, parse_overrides(overrides))
+    return new_run_config(recipe, merge_sections(given, parse_overrides(overrides)))
+
+
+def new_run_config(recipe: str, given: Mapping[str, object]) -> RunConfig:
+    """Return the configuration of a new run, with the command line's defaults for missing keys.
+
+    Args:
+        recipe: The command.
+        given: Sections; they may be of other installed recipes, as in `load_run_config`.
+
+    Raises:
+        ValueError: Names the key and the value, in one line.
+    """
+    given = dict(given)
     if given.setdefault("recipe", recipe) != recipe:
         raise ValueError(f"recipe={given['recipe']!r} contradicts the command {recipe!r}")
     return parse_run_config(_add_defaults(given, find_recipe(recipe)))
@@ -422,15 +499,40 @@ def override_resumed(config: RunConfig, overrides: Sequence[str]) -> RunConfig:
     Raises:
         ValueError: Another key, or an invalid value.
     """
+    _check_resumed(config, [override.partition("=")[0] for override in overrides])
+    return _override(config, parse_overrides(overrides))
+
+
+def override_resumed_with(config: RunConfig, given: Mapping[str, object]) -> RunConfig:
+    """Return the same for keys in nested mappings.
+
+    Raises:
+        ValueError: As `override_resumed`.
+    """
+    _check_resumed(config, list(_leaves(given)))
+    return _override(config, given)
+
+
+def _override(config: RunConfig, given: Mapping[str, object]) -> RunConfig:
+    return parse_run_config(merge_sections(config.model_dump(), given))
+
+
+def _check_resumed(config: RunConfig, keys: Sequence[str]) -> None:
     allowed = [*find_recipe(config.recipe).step_keys, "cluster.restarts"]
-    for override in overrides:
-        key = override.partition("=")[0]
+    for key in keys:
         if key not in allowed and not key.startswith("checkpoint."):
             raise ValueError(
                 f"{key} cannot change when a run is resumed: only {', '.join(allowed)} and "
                 "checkpoint.* can"
             )
-    return parse_run_config(merge_sections(config.model_dump(), parse_overrides(overrides)))
+
+
+def _leaves(given: Mapping[str, object], *, path: str = "") -> Iterator[str]:
+    for key, value in given.items():
+        if isinstance(value, Mapping):
+            yield from _leaves(value, path=f"{path}{key}.")
+        else:
+            yield f"{path}{key}"
 
 
 def read_yaml(path: Path) -> Settings:
@@ -550,8 +652,15 @@ def _render(section: BaseModel, *, indent: str) -> Iterator[str]:
             yield from _render(value, indent=indent + "  ")
             continue
         yield from _comment(field.description or "", indent=indent)
-        text = cast(str, yaml.safe_dump({name: value}, sort_keys=False))
+        text = cast(str, yaml.safe_dump({name: _plain(value)}, sort_keys=False))
         yield from (indent + line for line in text.rstrip().splitlines())
+
+
+def _plain(value: Any) -> Any:
+    """Return a value with a name in place of what Python gave."""
+    if isinstance(value, list):
+        return [_plain(each) for each in value]
+    return str(value) if isinstance(value, GivenRows | GivenReward) else value
 
 
 def _comment(text: str, *, indent: str) -> Iterator[str]:

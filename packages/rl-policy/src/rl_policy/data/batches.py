@@ -51,7 +51,7 @@ class ProblemEncoder:
             return
         key = "policy.tokenizer.chat_template"
         try:
-            (text,) = self._render(["a question"])
+            (text,) = self._render([Problem("a question")])
         except Exception as error:  # a template may raise whatever its expressions do
             problem = f"{type(error).__name__}: {error}"
             raise ValueError(f"{key} cannot render a prompt: {problem}") from error
@@ -60,9 +60,13 @@ class ProblemEncoder:
 
     def prompt_tokens(self, problems: Sequence[Problem]) -> list[list[int]]:
         """Return the tokens of each prompt, after which a completion starts."""
-        if not self._use_chat_template or not problems:
+        if not any(map(self._is_rendered, problems)):
             return self._tokens([problem.prompt for problem in problems], special=True)
-        return self._tokens(self._render([problem.prompt for problem in problems]), special=False)
+        rendered = self._render([each for each in problems if self._is_rendered(each)])
+        plain = [each.prompt for each in problems if not self._is_rendered(each)]
+        in_template = iter(self._tokens(rendered, special=False))
+        bare = iter(self._tokens(plain, special=True))
+        return [next(in_template if self._is_rendered(each) else bare) for each in problems]
 
     def answer_tokens(self, problems: Sequence[Problem]) -> list[list[int]]:
         """Return the tokens of completions that are the answers, with the end token."""
@@ -104,11 +108,22 @@ class ProblemEncoder:
             texts.append(text)
         return texts
 
-    def _render(self, prompts: Sequence[str]) -> list[str]:
-        """Put each prompt as a user's message through the chat template."""
-        messages = [[{"role": "user", "content": prompt}] for prompt in prompts]
+    def _is_rendered(self, problem: Problem) -> bool:
+        """Return whether the chat template renders a prompt."""
+        return self._use_chat_template or bool(problem.messages)
+
+    def _render(self, problems: Sequence[Problem]) -> list[str]:
+        """Put prompts through the chat template, as conversations or as a user's message each."""
+        if not getattr(self.tokenizer, "chat_template", None):
+            raise ValueError(
+                f"the prompt {problems[0].prompt[:40]!r} is a conversation, and the tokenizer has "
+                "no chat template: set policy.tokenizer.chat_template"
+            )
+        conversations = [
+            list(each.messages) or [{"role": "user", "content": each.prompt}] for each in problems
+        ]
         texts = self.tokenizer.apply_chat_template(
-            messages, tokenize=False, add_generation_prompt=True
+            conversations, tokenize=False, add_generation_prompt=True
         )
         return [str(text) for text in texts]
 

@@ -1,22 +1,32 @@
 """What a run trains on: problems with verifiable answers, and preference pairs.
 
-Both are read from JSON lines or built in (doubling a number), divided by prompt into what is
-trained on and what is only measured, and drawn in a seeded order. `ExactMatch` rewards completions.
+Both are read from files (see `rl_policy.data.rows`) or built in (doubling a number), divided by
+prompt into what is trained on and what is only measured, and drawn in a seeded order. `ExactMatch`
+rewards completions.
 """
 
 from __future__ import annotations
 
-import json
 import logging
 import random
+from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Generic, TypeVar
+from typing import Any, Generic, Protocol, TypeAlias, TypeVar
 
 import regex
 
+from rl_policy.data.rows import GivenRows, Row, read_rows, rename_columns, require_text
+
 ItemT = TypeVar("ItemT")
+SourcedT = TypeVar("SourcedT", bound="Problem | PreferencePair")
+
+Message: TypeAlias = dict[str, str]
+"""A message of a conversation: `role` and `content`."""
+
+Source: TypeAlias = str | Path | GivenRows
+"""Where rows are read from, see `rl_policy.data.rows.read_rows`."""
 
 _LOGGER = logging.getLogger(__name__)
 
@@ -32,12 +42,16 @@ DEMONSTRATIONS_PER_PROBLEM = 4
 
 @dataclass(frozen=True, slots=True)
 class Problem:
-    """A problem and its right answer."""
+    """A problem and its right answer, which is empty where only functions reward completions."""
 
     prompt: str
-    answer: str
+    answer: str = ""
     columns: Mapping[str, Any] = field(default_factory=dict, compare=False)
     """Further fields of its line in the data."""
+    messages: Sequence[Message] = field(default=(), compare=False)
+    """A conversation that is the prompt, for the chat template; empty: `prompt` is a text."""
+    source: int = field(default=0, compare=False)
+    """Which of several files it is from."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -76,11 +90,19 @@ class PreferencePair:
     prompt: str
     chosen: str
     rejected: str
+    messages: Sequence[Message] = field(default=(), compare=False)
+    """As those of a `Problem`."""
+    source: int = field(default=0, compare=False)
+    """Which of several files it is from."""
 
     @property
     def rows(self) -> tuple[Problem, Problem]:
         """The two rows of a batch, chosen first: the order that `DPOLoss` asks for."""
-        return Problem(self.prompt, self.chosen), Problem(self.prompt, self.rejected)
+        chosen, rejected = (
+            Problem(self.prompt, answer, messages=self.messages)
+            for answer in (self.chosen, self.rejected)
+        )
+        return chosen, rejected
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -94,6 +116,16 @@ class PairSets:
 
     train: tuple[PreferencePair, ...]
     heldout: tuple[PreferencePair, ...]
+
+
+class Stream(Protocol[ItemT]):
+    """An endless stream of items that can be continued at a position."""
+
+    position: int
+
+    def take(self, count: int) -> list[ItemT]:
+        """Return the next `count` items, and advance."""
+        ...
 
 
 class ShuffledStream(Generic[ItemT]):
@@ -128,6 +160,65 @@ class ShuffledStream(Generic[ItemT]):
             self._epoch, self._order = epoch, list(range(len(self._items)))
             random.Random(f"{self._seed}/{epoch}").shuffle(self._order)
         return self._items[self._order[index]]
+
+
+class WeightedStream(Generic[ItemT]):
+    """An endless stream that draws from several groups of items in given shares.
+
+    Each group is a `ShuffledStream` of its own; which one is next is drawn at random, by seed and
+    position alone.
+
+    Args:
+        groups: Each of at least one item.
+        weights: The share of each group, up to a common factor.
+        seed: Of the draws, and of the orders.
+        position: Items that were drawn before.
+    """
+
+    def __init__(
+        self,
+        groups: Sequence[Sequence[ItemT]],
+        weights: Sequence[float],
+        *,
+        seed: int,
+        position: int = 0,
+    ) -> None:
+        self.position = position
+        self._weights = weights
+        self._seed = seed
+        self._numbers = range(len(groups))
+        before = Counter(self._group_at(at) for at in range(position))
+        self._streams = [
+            ShuffledStream(group, seed=seed, position=before[number])
+            for number, group in enumerate(groups)
+        ]
+
+    def take(self, count: int) -> list[ItemT]:
+        """Return the next `count` items, and advance."""
+        groups = [self._group_at(self.position + index) for index in range(count)]
+        self.position += count
+        return [self._streams[group].take(1)[0] for group in groups]
+
+    def _group_at(self, position: int) -> int:
+        generator = random.Random(f"{self._seed}/group/{position}")
+        return generator.choices(self._numbers, self._weights)[0]
+
+
+def open_stream(
+    items: Sequence[SourcedT], *, weights: Sequence[float] | None, seed: int, position: int
+) -> Stream[SourcedT]:
+    """Return the stream of items from one or several sources.
+
+    Args:
+        items: With the numbers of their sources.
+        weights: Of the sources; None: all items alike.
+        seed: Of the order.
+        position: Items that were drawn before.
+    """
+    if weights is None:
+        return ShuffledStream(items, seed=seed, position=position)
+    groups = [[each for each in items if each.source == number] for number in range(len(weights))]
+    return WeightedStream(groups, weights, seed=seed, position=position)
 
 
 class ExactMatch:
@@ -204,49 +295,145 @@ def _hard_texts(pattern: str) -> Iterator[str]:
         yield character * _HARD_LENGTH + "\n!"
 
 
-def read_problems(path: Path, *, key: str) -> list[Problem]:
-    """Return the problems of a file of JSON lines, each with the texts `prompt` and `answer`.
+def read_problems(
+    sources: Source | Sequence[Source],
+    *,
+    key: str,
+    columns: Mapping[str, str] | None = None,
+    split: str = "train",
+    needs_answer: bool = True,
+) -> list[Problem]:
+    """Return the problems of one or several sources.
 
-    Further fields become its `columns`.
+    A row has the texts `prompt` and `answer`. In place of the prompt it may have a conversation: a
+    list of messages as `prompt`, or as `messages`, whose last one is the answer if its role is
+    `assistant`. Further fields become the problem's `columns`.
+
+    Example, in JSON lines:
+        {"prompt": "27+35=", "answer": "62"}
+        {"messages": [{"role": "user", "content": "27+35="},
+                      {"role": "assistant", "content": "62"}]}
 
     Args:
-        path: The file. Empty lines are skipped.
-        key: The config key that names it, for the errors.
+        sources: See `rl_policy.data.rows.read_rows`.
+        key: The config key that names them, for the errors.
+        columns: `{field: the data's name for it}`.
+        split: Of datasets that have several.
+        needs_answer: Whether a row has to have an answer; otherwise it may be missing.
 
     Raises:
-        ValueError: The file cannot be read, is empty, or a line is malformed or repeats a prompt;
+        ValueError: A source cannot be read, is empty, or a row is malformed or repeats a prompt;
             the message names file and line.
     """
     problems: list[Problem] = []
-    first_line: dict[str, int] = {}
-    for number, content in _read_objects(path, fields=("prompt", "answer"), key=key):
-        prompt, answer = content.pop("prompt"), content.pop("answer")
-        if prompt in first_line:
-            raise ValueError(f"{path}:{number}: the prompt of line {first_line[prompt]} again")
-        first_line[prompt] = number
-        problems.append(Problem(prompt, answer, content))
+    first_place: dict[str, str] = {}
+    for number, row in _sourced_rows(sources, key=key, columns=columns, split=split):
+        problem = _problem(row, source=number, needs_answer=needs_answer)
+        if problem.prompt in first_place:
+            first = first_place[problem.prompt]
+            raise ValueError(f"{row.place}: the prompt of {first} again")
+        first_place[problem.prompt] = row.place
+        problems.append(problem)
     return problems
 
 
-def read_pairs(path: Path, *, key: str) -> list[PreferencePair]:
-    """Return the pairs of a file of JSON lines with the texts `prompt`, `chosen` and `rejected`.
+def read_pairs(
+    sources: Source | Sequence[Source],
+    *,
+    key: str,
+    columns: Mapping[str, str] | None = None,
+    split: str = "train",
+) -> list[PreferencePair]:
+    """Return the preference pairs of one or several sources.
+
+    A row has the texts `prompt`, `chosen` and `rejected`. The prompt may be a conversation as for
+    `read_problems`; the other two may be lists whose last message is the completion.
 
     Args:
-        path: The file, as for `read_problems`; a prompt may have several pairs.
-        key: The config key that names it, for the errors.
+        sources: As for `read_problems`; a prompt may have several pairs.
+        key: The config key that names them, for the errors.
+        columns: `{field: the data's name for it}`.
+        split: Of datasets that have several.
 
     Raises:
-        ValueError: The file cannot be read, is empty, or a line is malformed or prefers a text to
+        ValueError: A source cannot be read, is empty, or a row is malformed or prefers a text to
             itself; the message names file and line.
     """
     pairs: list[PreferencePair] = []
-    fields = ("prompt", "chosen", "rejected")
-    for number, content in _read_objects(path, fields=fields, key=key):
-        prompt, chosen, rejected = (content[name] for name in fields)
+    for number, row in _sourced_rows(sources, key=key, columns=columns, split=split):
+        fields = dict(row.fields)
+        prompt, messages = _take_prompt(fields, place=row.place)
+        for name in ("chosen", "rejected"):
+            if isinstance(fields.get(name), list):
+                fields[name] = _messages(fields[name], name=name, place=row.place)[-1]["content"]
+        chosen, rejected = (
+            require_text(fields, name, place=row.place) for name in ("chosen", "rejected")
+        )
         if chosen == rejected:
-            raise ValueError(f"{path}:{number}: 'chosen' and 'rejected' are the same text")
-        pairs.append(PreferencePair(prompt, chosen, rejected))
+            raise ValueError(f"{row.place}: 'chosen' and 'rejected' are the same text")
+        pairs.append(PreferencePair(prompt, chosen, rejected, messages, number))
     return pairs
+
+
+def _sourced_rows(
+    sources: Source | Sequence[Source],
+    *,
+    key: str,
+    columns: Mapping[str, str] | None,
+    split: str,
+) -> Iterator[tuple[int, Row]]:
+    """Yield the rows of all sources, each with the number of its source."""
+    listed = [sources] if isinstance(sources, str | Path | GivenRows) else sources
+    for number, source in enumerate(listed):
+        for row in read_rows(source, key=key, split=split):
+            yield number, rename_columns(row, columns or {})
+
+
+def _problem(row: Row, *, source: int, needs_answer: bool) -> Problem:
+    fields = dict(row.fields)
+    prompt, messages = _take_prompt(fields, place=row.place)
+    answer = ""
+    if needs_answer or fields.get("answer") is not None:
+        answer = require_text(fields, "answer", place=row.place)
+    fields.pop("answer", None)
+    return Problem(prompt, answer, fields, messages, source)
+
+
+def _take_prompt(fields: dict[str, Any], *, place: str) -> tuple[str, Sequence[Message]]:
+    """Remove the prompt from the fields of a row; return its text, and its messages if it has some.
+
+    An answer that the messages end with becomes the field `answer`.
+    """
+    name = "prompt" if fields.get("prompt") is not None else "messages"
+    if name == "messages" and name not in fields:
+        require_text(fields, "prompt", place=place)
+    if isinstance(fields[name], str):
+        text = require_text(fields, name, place=place)
+        del fields[name]
+        return text, ()
+    messages = _messages(fields.pop(name), name=name, place=place)
+    if messages[-1]["role"] == "assistant":
+        if "answer" in fields:
+            raise ValueError(f"{place}: has an 'answer', and {name!r} ends with another one")
+        fields["answer"] = messages.pop()["content"]
+    if not messages:
+        raise ValueError(f"{place}: {name!r} has no message before the answer")
+    return "\n".join(each["content"] for each in messages), tuple(messages)
+
+
+def _messages(value: Any, *, name: str, place: str) -> list[Message]:
+    """Return messages with the texts `role` and `content`."""
+    if not isinstance(value, list) or not value:
+        raise ValueError(
+            f"{place}: {name!r} must be a text or a list of messages, got {value!r:.60}"
+        )
+    for index, message in enumerate(value):
+        at = f"{place}: {name}[{index}]"
+        if not isinstance(message, Mapping):
+            raise ValueError(f"{at} must be an object, got {type(message).__name__}")
+        for field_name in ("role", "content"):
+            require_text(message, field_name, place=at)
+    return [{name: each[name] for name in ("role", "content")} for each in value]
 
 
 def divide_problems(
@@ -398,50 +585,3 @@ def _require_disjoint(
         raise ValueError(
             f"data.path and data.heldout_path share {len(shared)} prompts, one is {min(shared)!r}"
         )
-
-
-def _read_objects(
-    path: Path, *, fields: Sequence[str], key: str
-) -> list[tuple[int, dict[str, Any]]]:
-    """Return the number and the object of each line of a JSON lines file, with texts `fields`."""
-    try:
-        lines = path.read_text(encoding="utf-8").splitlines()
-    except (OSError, ValueError) as error:  # bytes that are no UTF-8, a null byte in the path
-        raise ValueError(f"{key}={path} cannot be read: {error}") from error
-    rows = [
-        (number, _parse_object(line, fields=fields, place=f"{path}:{number}"))
-        for number, line in enumerate(lines, start=1)
-        if line.strip()
-    ]
-    if not rows:
-        raise ValueError(f"{key}={path} is empty: give a JSON object per line, with {fields}")
-    return rows
-
-
-def _parse_object(line: str, *, fields: Sequence[str], place: str) -> dict[str, Any]:
-    try:
-        content = json.loads(line)
-    except json.JSONDecodeError as error:
-        raise ValueError(f"{place}: not JSON: {error.msg} (column {error.colno})") from error
-    except RecursionError:
-        raise ValueError(f"{place}: not JSON that can be read: it is nested too deeply") from None
-    except ValueError as error:  # an integer of thousands of digits
-        raise ValueError(f"{place}: not JSON that can be read: {error}") from error
-    if not isinstance(content, dict):
-        raise ValueError(f"{place}: must be an object, got {type(content).__name__}")
-    for key in fields:
-        if not isinstance(content.get(key), str) or not content[key].strip():
-            raise ValueError(f"{place}: {key!r} must be a text that is not empty")
-        if not _is_unicode(content[key]):
-            raise ValueError(
-                f"{place}: {key!r} has half of a surrogate pair, which is no character"
-            )
-    return content
-
-
-def _is_unicode(text: str) -> bool:
-    try:
-        text.encode()
-    except UnicodeEncodeError:
-        return False
-    return True

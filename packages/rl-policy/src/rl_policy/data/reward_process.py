@@ -52,8 +52,8 @@ def main() -> None:
         for line in reading:
             request = json.loads(line)
             problems = [Problem(**each) for each in request["problems"]]
-            answer = _answer(function, request["completions"], problems, limit_s=limit_s)
-            _reply(writing, answer)
+            reply = answer(function, request["completions"], problems, limit_s=limit_s)
+            _reply(writing, reply)
 
 
 def load_function(name: str) -> Function:
@@ -81,19 +81,41 @@ def load_function(name: str) -> Function:
     if not callable(function):
         raise _UnusableError(f"{place} has no function {attribute}")
     try:
+        return require_signature(function, name=attribute)
+    except TypeError as error:
+        raise _UnusableError(str(error)) from None
+
+
+def require_signature(function: Any, *, name: str) -> Function:
+    """Return a function that takes completions and problems.
+
+    Raises:
+        TypeError: It does not; names it.
+    """
+    if not callable(function):
+        raise TypeError(f"a reward must be a function, got {function!r}")
+    try:
         inspect.signature(function).bind([], [])
     except TypeError as error:
-        raise _UnusableError(f"{attribute} must take completions and problems: {error}") from None
+        raise TypeError(f"{name} must take completions and problems: {error}") from None
     return function
 
 
-def _answer(
+def answer(
     function: Function,
     completions: Sequence[str],
     problems: Sequence[Problem],
     *,
     limit_s: float,
-) -> dict[str, object]:
+) -> dict[str, Any]:
+    """Return `rewards`, or the `error` of a function and the index of its `sample` where it shows.
+
+    Args:
+        function: Of the user's.
+        completions: One for each of the problems.
+        problems: As the function takes them.
+        limit_s: Seconds of the call that the caller waits for.
+    """
     started = time.monotonic()
     try:
         return {"rewards": _rewards(function, completions, problems)}

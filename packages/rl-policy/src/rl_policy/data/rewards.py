@@ -1,7 +1,9 @@
-"""Rewards by functions of the user's, each in a process of its own with a limit of time.
+"""Rewards by functions of the user's, with a limit of time.
 
-A function that hangs, dies or holds the interpreter's lock then costs the run one clear error, and
-what it imports does not meet what the run has imported.
+A function that is named runs in a process of its own: one that hangs, dies or holds the
+interpreter's lock then costs the run one clear error, and what it imports does not meet what the
+run has imported. A function that a Python program gives runs in that program, as it may share state
+with it.
 """
 
 from __future__ import annotations
@@ -11,13 +13,15 @@ import os
 import selectors
 import subprocess
 import sys
+import threading
 import time
 import weakref
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict
 from typing import Any, Protocol
 
 from rl_policy.data.datasets import Problem
+from rl_policy.data.reward_process import answer, require_signature
 
 
 class Reward(Protocol):
@@ -121,17 +125,8 @@ class RewardFunction:
         if not self._end.alive:
             raise RewardError(f"reward.function={self._name!r}: its process has ended")
         rows = [asdict(each) for each in problems]
-        self._send(json.dumps({"completions": [*completions], "problems": rows}).encode() + b"\n")
-        reply = self._receive()
-        if "error" not in reply:
-            return reply["rewards"]
-        place = f"in a call with {len(completions)} samples"
-        if (index := reply.get("sample")) is not None:
-            place = (
-                f"for sample {index} of {len(completions)}, the prompt "
-                f"{problems[index].prompt!r:.80} with the completion {completions[index]!r:.80}"
-            )
-        raise RewardError(f"reward.function={self._name!r}: {reply['error']}, {place}")
+        self._send(_request(completions, rows))
+        return _rewards(self._name, self._receive(), completions, problems)
 
     def close(self) -> None:
         """End the process. May be called again."""
@@ -174,6 +169,81 @@ class RewardFunction:
             f"reward.function={self._name!r}: its process ended with status "
             f"{self._process.returncode}"
         )
+
+
+class GivenReward:
+    """A reward function that a Python program gives, in the place of a name.
+
+    It is called in a thread, which cannot be ended: one that takes too long ends the run, and goes
+    on until the program ends.
+
+    Args:
+        function: Of a list of completions and a list of `Problem`, async or not, that returns a
+            number for each.
+
+    Raises:
+        TypeError: It is no function of two arguments.
+    """
+
+    def __init__(self, function: Callable[[list[str], list[Problem]], Any]) -> None:
+        self.name: str = getattr(function, "__name__", type(function).__name__)
+        self._function = require_signature(function, name=self.name)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> GivenReward:
+        """Return itself: the function may have state, which is the program's."""
+        return self
+
+    def __str__(self) -> str:
+        """Return what stands for it where a name would, which no file has."""
+        return f"<{self.name}>"
+
+    def limited(self, limit_s: float) -> Reward:
+        """Return the reward, whose calls may take as long.
+
+        Args:
+            limit_s: Most seconds of a call.
+        """
+
+        def call(completions: Sequence[str], problems: Sequence[Problem]) -> list[float]:
+            replies: list[dict[str, Any]] = []
+
+            def run() -> None:
+                replies.append(answer(self._function, completions, problems, limit_s=limit_s))
+
+            thread = threading.Thread(target=run, name=f"reward {self.name}", daemon=True)
+            thread.start()
+            thread.join(limit_s)
+            if thread.is_alive():
+                raise RewardError(
+                    f"the reward {self.name!r} took more than reward.timeout_s={limit_s:g}"
+                )
+            if not replies:
+                raise RewardError(f"the reward {self.name!r} ended its thread")
+            return _rewards(self.name, replies[0], completions, problems)
+
+        return call
+
+
+def _rewards(
+    name: str, reply: Mapping[str, Any], completions: Sequence[str], problems: Sequence[Problem]
+) -> list[float]:
+    """Return the rewards of a reply, or raise a `RewardError` that names the sample."""
+    if "error" not in reply:
+        return reply["rewards"]
+    place = f"in a call with {len(completions)} samples"
+    if (index := reply.get("sample")) is not None:
+        place = (
+            f"for sample {index} of {len(completions)}, the prompt "
+            f"{problems[index].prompt!r:.80} with the completion {completions[index]!r:.80}"
+        )
+    raise RewardError(f"reward.function={name!r}: {reply['error']}, {place}")
+
+
+def _request(completions: Sequence[str], rows: list[dict[str, Any]]) -> bytes:
+    # Columns of a dataset may be dates and the like, of which a function gets the text.
+    return (
+        json.dumps({"completions": [*completions], "problems": rows}, default=str).encode() + b"\n"
+    )
 
 
 def _end(process: subprocess.Popen[bytes]) -> None:

@@ -50,6 +50,8 @@ class Recipe(Generic[InputsT]):
             `ValueError` if the run could not work with it.
         run: Called with the run and the name or directory of the model to start from: trains, and
             leaves the run's files. It is called again to resume an interrupted run.
+        measure: Called like `run`: returns what is measured on held-out data of the newest
+            checkpoint's model, or the one to start from. None: nothing is, apart from steps.
         check: Raises `ValueError` if keys of the configuration contradict each other.
         policies: Returns the complete sections `policy` that it opens policies with, for the
             training backend to validate.
@@ -63,6 +65,7 @@ class Recipe(Generic[InputsT]):
     metrics: type[StepMetrics]
     prepare: Callable[[RunConfig, ProblemEncoder], InputsT]
     run: Callable[[Session[InputsT], str], None]
+    measure: Callable[[Session[InputsT], str], StepMetrics] | None = None
     check: Callable[[RunConfig], None] = _accept
     policies: Callable[[RunConfig], Sequence[Settings]] = _policy_alone
     builtin: Mapping[str, Settings] = field(default_factory=dict)

@@ -11,7 +11,7 @@ its reference.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from time import perf_counter
 from typing import ClassVar
 
@@ -23,9 +23,9 @@ from rl_policy.data.batches import Batch, ProblemEncoder
 from rl_policy.data.datasets import (
     PairSets,
     PreferencePair,
-    ShuffledStream,
     arithmetic_pairs,
     divide_pairs,
+    open_stream,
     read_pairs,
 )
 from rl_policy.losses import DPOLoss
@@ -37,6 +37,7 @@ from rl_policy.run.inputs import (
     check_language_model,
     check_rows,
     check_schedule,
+    check_shares,
     read_own_data,
 )
 from rl_policy.run.metrics import StepMetrics, mean_metrics
@@ -121,6 +122,7 @@ def prepare_dpo(config: RunConfig, encoder: ProblemEncoder) -> PairInputs:
         num_heldout=config.data.num_heldout,
         seed=config.seed,
     )
+    check_shares(pairs.train, config.data.weights)
     check_rows(
         [row for pair in (*pairs.train, *pairs.heldout) for row in pair.rows],
         encoder=encoder,
@@ -146,6 +148,15 @@ def run_dpo(session: Session[PairInputs], model: str) -> None:
         )
 
 
+def measure_dpo(session: Session[PairInputs], model: str) -> DpoMetrics:
+    """Return accuracy and margin of the run's model on the held-out pairs."""
+    with open_policy(
+        session, session.config.policy, model=model, has_reference=True, is_trained=False
+    ) as (policy, start):
+        metrics = DpoTrainer(session, policy, start=start).measure_start()
+    return replace(metrics, step=start.step)
+
+
 class DpoTrainer:
     """The training and evaluation steps of DPO, see `rl_policy.run.session.Trainer`."""
 
@@ -159,8 +170,11 @@ class DpoTrainer:
         self._num_pairs = config.policy["train_global_batch_size"] // DPOLoss.rows_per_group
         self._encoder = session.inputs.encoder
         self._policy = policy
-        self._stream = ShuffledStream(
-            session.inputs.pairs.train, seed=config.seed, position=start.data_position
+        self._stream = open_stream(
+            session.inputs.pairs.train,
+            weights=config.data.weights,
+            seed=config.seed,
+            position=start.data_position,
         )
         # The reference is frozen: its log-probabilities of the held-out pairs are computed once.
         self._heldout = self._batch(session.inputs.pairs.heldout)
@@ -225,6 +239,7 @@ DPO = Recipe(
     metrics=DpoMetrics,
     prepare=prepare_dpo,
     run=run_dpo,
+    measure=measure_dpo,
     check=check_dpo,
     builtin={"dpo": {"steps": 60}},
 )

@@ -29,7 +29,7 @@ from rl_policy.config import (
     Settings,
 )
 from rl_policy.data.batches import Batch, ProblemEncoder, completion_batch
-from rl_policy.data.datasets import Problem, ShuffledStream
+from rl_policy.data.datasets import Problem, open_stream
 from rl_policy.data.rewards import mean_parts
 from rl_policy.losses import ClippedPGLoss, group_relative_advantages
 from rl_policy.policy import Policy
@@ -204,6 +204,18 @@ def run_grpo(session: Session[ProblemInputs], model: str) -> None:
     plot_reward(read_metrics(session.directory.metrics), session.directory.plot)
 
 
+def measure_grpo(session: Session[ProblemInputs], model: str) -> GrpoMetrics:
+    """Return sampled reward and greedy accuracy of the run's model on the held-out problems."""
+    with (
+        open_policy(
+            session, session.config.policy, model=model, has_reference=False, is_trained=False
+        ) as (policy, start),
+        open_sampler(session, policy, model=model, start=start) as sampler,
+    ):
+        metrics = GrpoTrainer(session, policy, sampler, start=start).measure_start()
+    return replace(metrics, step=start.step)
+
+
 def warm_up(session: Session[ProblemInputs], *, model: str) -> str:
     """Fine-tune the model in a subdirectory, unless it is already complete; return its path."""
     directory = RunDirectory(session.directory.warm_up)
@@ -249,8 +261,9 @@ class GrpoTrainer:
         self._sampler = sampler
         self._has_engines = session.config.has_engines
         self._max_mismatch = session.config.section(RefitSection).max_mismatch
-        self._stream = ShuffledStream(
+        self._stream = open_stream(
             session.inputs.problems.train,
+            weights=session.config.data.weights,
             seed=session.config.seed,
             position=start.data_position,
         )
@@ -481,6 +494,7 @@ GRPO = Recipe(
     metrics=GrpoMetrics,
     prepare=prepare_grpo,
     run=run_grpo,
+    measure=measure_grpo,
     check=check_grpo,
     policies=_policies,
     builtin={

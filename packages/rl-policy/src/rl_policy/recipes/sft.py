@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from time import perf_counter
 from typing import ClassVar
 
@@ -27,7 +27,7 @@ from rl_policy.config import (
     resolve_policy,
 )
 from rl_policy.data.batches import ProblemEncoder
-from rl_policy.data.datasets import ShuffledStream
+from rl_policy.data.datasets import open_stream
 from rl_policy.losses import NLLLoss
 from rl_policy.policy import Policy
 from rl_policy.recipes import Recipe
@@ -123,7 +123,7 @@ def prepare_sft(config: RunConfig, encoder: ProblemEncoder) -> ProblemInputs:
     key = f"sft.steps={sft.steps}"
     check_schedule(sft_policy(config), num_steps=sft.steps, key=key, path="sft.policy")
     num_validation = 0 if sft.stop_pass_rate is None else config.data.num_validation
-    inputs = prepare_problems(config, encoder, num_validation=num_validation)
+    inputs = prepare_problems(config, encoder, num_validation=num_validation, imitates_answers=True)
     key = "sft.policy" if "max_total_sequence_length" in sft.policy else "policy"
     check_rows(
         inputs.problems.demonstrations,
@@ -158,6 +158,17 @@ def run_sft(session: Session[ProblemInputs], model: str) -> None:
         )
 
 
+def measure_sft(session: Session[ProblemInputs], model: str) -> SftMetrics:
+    """Return the held-out accuracy of the run's model."""
+    section = sft_policy(session.config)
+    with open_policy(
+        session, section, model=model, has_reference=False, is_trained=False
+    ) as opened:
+        policy, start = opened
+        metrics = SftTrainer(session, policy, start=start).measure_start()
+    return replace(metrics, step=start.step)
+
+
 class SftTrainer:
     """The training and evaluation steps of SFT, see `rl_policy.run.session.Trainer`."""
 
@@ -169,8 +180,9 @@ class SftTrainer:
         self._config = session.config.section(SftSection)
         self._batch_size = sft_policy(session.config)["train_global_batch_size"]
         self._policy = policy
-        self._stream = ShuffledStream(
+        self._stream = open_stream(
             session.inputs.problems.demonstrations,
+            weights=session.config.data.weights,
             seed=session.config.seed,
             position=start.data_position,
         )
@@ -189,6 +201,7 @@ class SftTrainer:
         """Take one optimizer step on the next demonstrations."""
         started = perf_counter()
         batch = self._inputs.encoder.answer_batch(self._stream.take(self._batch_size))
+        self._policy.prepare_for_training()
         means = mean_metrics(self._policy.train(batch, NLLLoss()))
         step_s = perf_counter() - started
         accuracy, rate = None, None
@@ -220,7 +233,6 @@ class SftTrainer:
                 self._policy, sets.validation, num_samples=num_samples, inputs=self._inputs
             )
         self._policy.finish_generation()
-        self._policy.prepare_for_training()
         return accuracy, rate
 
 
@@ -230,6 +242,7 @@ SFT = Recipe(
     metrics=SftMetrics,
     prepare=prepare_sft,
     run=run_sft,
+    measure=measure_sft,
     check=check_sft,
     policies=lambda config: [sft_policy(config)],
     builtin={

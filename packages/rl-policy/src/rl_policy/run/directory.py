@@ -11,7 +11,7 @@ import json
 import os
 import shutil
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from datetime import datetime
 from pathlib import Path
@@ -19,6 +19,8 @@ from pathlib import Path
 from rl_interfaces.backend.checkpoint.directories import sync
 
 from rl_policy.config import RunConfig, parse_run_config, read_yaml, render_run_config
+from rl_policy.data.rewards import GivenReward
+from rl_policy.data.rows import GivenRows
 
 _PREFIX, _PARTIAL, _STATE, _LATEST = "step_", ".partial", "state.json", "latest"
 
@@ -57,7 +59,7 @@ class RunDirectory:
             raise ValueError(f"the run directory {self.path} exists, and is not overwritten")
 
     def create(self, config: RunConfig) -> None:
-        """Create the directory, with the configuration in it.
+        """Create the directory, with the configuration and the data that Python gave in it.
 
         Raises:
             ValueError: It exists, or cannot be created.
@@ -67,7 +69,18 @@ class RunDirectory:
             self.path.mkdir(parents=True)
         except OSError as error:
             raise ValueError(self._refusal(error)) from error
-        self.write_config(config)
+        self.write_config(self._keep_rows(config))
+
+    def _keep_rows(self, config: RunConfig) -> RunConfig:
+        """Write data that has no file; return the configuration that names its new one."""
+        files = {"path": self.path / "data.jsonl", "heldout_path": self.path / "heldout.jsonl"}
+        kept: dict[str, str] = {}
+        for key, path in files.items():
+            rows = getattr(config.data, key)
+            if isinstance(rows, GivenRows):
+                rows.write(path)
+                kept[key] = str(path.absolute())
+        return config.model_copy(update={"data": config.data.model_copy(update=kept)})
 
     def write_config(self, config: RunConfig) -> None:
         """Write the configuration.
@@ -89,13 +102,26 @@ class RunDirectory:
     def _refusal(self, reason: object) -> str:
         return f"--out {self.path} cannot be created: {reason}"
 
-    def read_config(self) -> RunConfig:
+    def read_config(self, *, functions: Sequence[str | GivenReward] | None = None) -> RunConfig:
         """Return the configuration that `create` wrote.
 
+        Args:
+            functions: Those of the reward, where Python gave some, which no file has.
+
         Raises:
-            ValueError: It cannot be read.
+            ValueError: It cannot be read, or the functions are others.
         """
-        return parse_run_config(read_yaml(self.config))
+        content = read_yaml(self.config)
+        if functions is not None:
+            kept = content.get("reward", {}).get("function")
+            given = [str(each) for each in functions]
+            if kept != given:
+                raise ValueError(
+                    f"{self.config} has reward.function={kept}, and {given} are given: a run goes "
+                    "on with the reward that it has"
+                )
+            content["reward"]["function"] = list(functions)
+        return parse_run_config(content)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -22,13 +22,14 @@ from rl_policy.config import DataSection, RefitSection, RewardSection, RunConfig
 from rl_policy.data.batches import ProblemEncoder
 from rl_policy.data.datasets import (
     ExactMatch,
+    PreferencePair,
     Problem,
     ProblemSets,
     arithmetic_problems,
     divide_problems,
     read_problems,
 )
-from rl_policy.data.rewards import Reward, RewardFunction, WeightedRewards
+from rl_policy.data.rewards import GivenReward, Reward, RewardFunction, WeightedRewards
 from rl_policy.data.tiny_model import build_tokenizer, tiny_model_config
 from rl_policy.generation.vllm.config import (
     VllmSection,
@@ -105,7 +106,11 @@ def prepare_inputs(config: RunConfig) -> RunInputs:
 
 
 def prepare_problems(
-    config: RunConfig, encoder: ProblemEncoder, *, num_validation: int = 0
+    config: RunConfig,
+    encoder: ProblemEncoder,
+    *,
+    num_validation: int = 0,
+    imitates_answers: bool = False,
 ) -> ProblemInputs:
     """Return the problems of a run and their reward, checked against the sequence lengths.
 
@@ -113,14 +118,20 @@ def prepare_problems(
         config: With the section `reward`.
         encoder: Of the run.
         num_validation: Problems to hold out for the stopping criterion of a supervised part.
+        imitates_answers: Whether answers are trained on, whatever the reward is.
 
     Raises:
         ValueError: The problems cannot be read or divided, or do not fit.
     """
     section = config.section(RewardSection)
-    problems = _load_problems(config, num_validation=num_validation)
+    problems = _load_problems(
+        config,
+        num_validation=num_validation,
+        needs_answer=imitates_answers or needs_answers(section),
+    )
+    check_shares(problems.train, config.data.weights)
     measured = (*problems.train, *problems.heldout, *problems.validation)
-    _check_prompts(config, measured, encoder=encoder)
+    check_prompts(config, measured, encoder=encoder)
     if section.function is None and section.answer_pattern is None:
         _check_answers(config, measured, encoder=encoder)
     # Last, as it starts the processes of reward functions.
@@ -134,7 +145,8 @@ def build_reward(section: RewardSection) -> Reward:
     Raises:
         ValueError: A function cannot be loaded, or keys contradict each other.
     """
-    names = [section.function] if isinstance(section.function, str) else section.function or []
+    functions = section.functions
+    names = [_short_name(each) for each in functions]
     if section.answer_pattern is not None and names and EXACT_MATCH not in names:
         raise ValueError(
             f"reward.answer_pattern={section.answer_pattern!r} is read by {EXACT_MATCH!r} alone: "
@@ -145,7 +157,7 @@ def build_reward(section: RewardSection) -> Reward:
             f"reward.weights={section.weights} gives {len(section.weights)} weights for the "
             f"{len(names)} functions of reward.function={names}"
         )
-    if len({*map(_short_name, names)}) != len(names):
+    if len(set(names)) != len(names):
         raise ValueError(
             f"reward.function={names} has two functions of one name, which is their column in the "
             "metrics: rename one"
@@ -153,18 +165,27 @@ def build_reward(section: RewardSection) -> Reward:
     exact = ExactMatch(section.answer_pattern)
     if not names:
         return exact
-    found: dict[str, Reward] = {
-        _short_name(name): exact
-        if name == EXACT_MATCH
-        else RewardFunction(name, limit_s=section.timeout_s)
-        for name in names
+    found = {
+        name: _open_function(function, exact, limit_s=section.timeout_s)
+        for name, function in zip(names, functions, strict=True)
     }
     return WeightedRewards(found, section.weights or [1.0] * len(names))
 
 
-def _short_name(name: str) -> str:
+def _open_function(function: str | GivenReward, exact: Reward, *, limit_s: float) -> Reward:
+    if isinstance(function, GivenReward):
+        return function.limited(limit_s)
+    return exact if function == EXACT_MATCH else RewardFunction(function, limit_s=limit_s)
+
+
+def _short_name(function: str | GivenReward) -> str:
     """Return the name of a function in the metrics."""
-    return name.rpartition(":")[2]
+    return function.name if isinstance(function, GivenReward) else function.rpartition(":")[2]
+
+
+def needs_answers(section: RewardSection) -> bool:
+    """Return whether the reward compares a completion with the problem's answer."""
+    return not section.functions or EXACT_MATCH in section.functions
 
 
 def check_language_model(policy: Settings, *, path: str = "policy") -> None:
@@ -206,24 +227,44 @@ def check_sampling(config: RunConfig) -> None:
 
 
 def read_own_data(
-    data: DataSection, read: Callable[..., list[ItemT]]
+    data: DataSection, read: Callable[..., list[ItemT]], **options: object
 ) -> tuple[list[ItemT] | None, list[ItemT] | None]:
     """Return the items of `data.path` and `data.heldout_path`, None for a path that is not set.
 
     Args:
         data: The section.
         read: `read_problems`, or another function with its arguments.
+        options: Further arguments of `read`.
 
     Raises:
-        ValueError: A file cannot be read, or only `data.heldout_path` is set.
+        ValueError: Data cannot be read, or only `data.heldout_path` is set.
     """
     if data.path is None and data.heldout_path is not None:
         raise ValueError(f"data.heldout_path={data.heldout_path} needs data.path")
+    options |= {"columns": data.columns, "split": data.split}
     heldout = data.heldout_path
     return (
-        None if data.path is None else read(Path(data.path), key="data.path"),
-        None if heldout is None else read(Path(heldout), key="data.heldout_path"),
+        None if data.path is None else read(data.path, key="data.path", **options),
+        None if heldout is None else read(heldout, key="data.heldout_path", **options),
     )
+
+
+def check_shares(
+    train: Sequence[Problem] | Sequence[PreferencePair], weights: Sequence[float] | None
+) -> None:
+    """Raise `ValueError` if a source of `data.weights` has nothing left to train on.
+
+    Args:
+        train: What is trained on.
+        weights: `data.weights`.
+    """
+    present = {each.source for each in train}
+    for number, weight in enumerate(weights or ()):
+        if number not in present:
+            raise ValueError(
+                f"data.weights[{number}]={weight:g} is the share of a source whose rows are all "
+                "held out: lower data.num_heldout, or set data.heldout_path"
+            )
 
 
 def check_rows(rows: Sequence[Problem], *, encoder: ProblemEncoder, limit: int, key: str) -> None:
@@ -293,9 +334,9 @@ def _check_tokens(config: RunConfig, tokenizer: PreTrainedTokenizerBase) -> None
             )
 
 
-def _load_problems(config: RunConfig, *, num_validation: int) -> ProblemSets:
+def _load_problems(config: RunConfig, *, num_validation: int, needs_answer: bool) -> ProblemSets:
     data = config.data
-    problems, heldout = read_own_data(data, read_problems)
+    problems, heldout = read_own_data(data, read_problems, needs_answer=needs_answer)
     if problems is None:
         return arithmetic_problems(
             max_number=data.max_number,
@@ -313,10 +354,16 @@ def _load_problems(config: RunConfig, *, num_validation: int) -> ProblemSets:
     )
 
 
-def _check_prompts(
+def check_prompts(
     config: RunConfig, problems: Sequence[Problem], *, encoder: ProblemEncoder
 ) -> None:
-    """Check that every prompt leaves room for a completion."""
+    """Raise `ValueError` unless every prompt leaves room for a completion.
+
+    Args:
+        config: Of the run.
+        problems: With the prompts.
+        encoder: Of the run.
+    """
     new = config.policy["generation"]["max_new_tokens"]
     prompt, length = _longest(problems, map(len, encoder.prompt_tokens(problems)))
     for key, longest in _length_limits(config).items():

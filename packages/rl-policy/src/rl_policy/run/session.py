@@ -84,12 +84,7 @@ def open_cluster(config: RunConfig) -> Iterator[RayVirtualCluster]:
     cluster = RayVirtualCluster(
         **config.cluster.arguments(), max_colocated_worker_groups=2 if shares else 1
     )
-    engine_bundles = config.engine_bundles if config.has_engines and not shares else []
-    # A local Ray is started with the logical CPUs that its first user asks for: a placement group
-    # of more bundles would never be ready.
-    num_bundles = sum(config.cluster.bundle_ct_per_node_list)
-    num_cpus = num_bundles * (2 if shares else 1) + sum(engine_bundles)
-    SESSION.enter(id(config), num_cpus=num_cpus)
+    SESSION.enter(id(config), num_cpus=num_logical_cpus(config))
     try:
         yield cluster
     finally:
@@ -97,28 +92,49 @@ def open_cluster(config: RunConfig) -> Iterator[RayVirtualCluster]:
         SESSION.leave(id(config))
 
 
+def num_logical_cpus(config: RunConfig) -> int:
+    """Return the CPUs that a local Ray has to offer to a run.
+
+    It is started with what its first user asks for: a placement group of more bundles would never
+    be ready.
+    """
+    shares = config.has_engines and config.is_colocated
+    num_bundles = sum(config.cluster.bundle_ct_per_node_list)
+    if shares:
+        return 2 * num_bundles
+    return num_bundles + (sum(config.engine_bundles) if config.has_engines else 0)
+
+
 @contextmanager
 def open_policy(
-    session: AnySession, policy: Settings, *, model: str, has_reference: bool
+    session: AnySession,
+    policy: Settings,
+    *,
+    model: str,
+    has_reference: bool,
+    is_trained: bool = True,
+    checkpoint: Checkpoint | None = None,
 ) -> Iterator[tuple[Policy, RunState]]:
-    """Yield a policy with an optimizer, and the state of the run; end its processes afterwards.
-
-    Both are those of the newest checkpoint of the run's directory, if there is one.
+    """Yield a policy and the state of the run; end its processes afterwards.
 
     Args:
         session: The run.
         policy: The section `policy` of the configuration.
         model: Name or directory of the model to start from, which is the reference too.
         has_reference: Whether to keep the reference.
+        is_trained: Whether it has an optimizer.
+        checkpoint: Whose weights and state these are. None: the newest of the run's directory, if
+            there is one.
     """
-    checkpoint = session.checkpoints().latest()
+    checkpoint = checkpoint or session.checkpoints().latest()
     config: Any = {**policy, "model_name": model}  # a PolicyConfig, and third parties' sections
     opened = Policy(
         session.cluster,
         config,
         session.inputs.tokenizer,
         weights_path=None if checkpoint is None else checkpoint.weights,
-        optimizer_path=None if checkpoint is None else checkpoint.optimizer,
+        optimizer_path=checkpoint.optimizer if checkpoint and is_trained else None,
+        init_optimizer=is_trained,
         init_reference_model=has_reference,
     )
     try:
