@@ -35,8 +35,8 @@ def register(tmp_path, monkeypatch):
 
 def test_ours_are_registered_like_a_strangers(register):
     register("echo = stranger_recipe:ECHO")
-    assert installed_recipes() == ["dpo", "echo", "grpo", "sft"]
-    for name in ("dpo", "grpo", "sft"):
+    assert installed_recipes() == ["dpo", "echo", "eval", "grpo", "sft"]
+    for name in ("dpo", "eval", "grpo", "sft"):
         recipe = find_recipe(name)
         assert recipe.name == name == next(iter(recipe.sections))
 
@@ -44,7 +44,7 @@ def test_ours_are_registered_like_a_strangers(register):
 def test_the_command_line_lists_what_is_registered_without_importing_it(register):
     register("echo = stranger_recipe:ECHO", "gone = no_such_package.module:X")
     listed = CliRunner().invoke(build_app(), ["--help"], env={"COLUMNS": "200"}).output
-    for name in ("dpo", "echo", "grpo", "sft"):
+    for name in ("dpo", "echo", "eval", "grpo", "merge", "sft"):
         assert name in listed
     assert "Repeat the prompts" in listed
     assert "Cannot be imported" in listed
@@ -94,7 +94,7 @@ def test_one_file_serves_several_recipes():
 
 
 def test_what_cannot_be_found_is_named(register):
-    with pytest.raises(ValueError, match=r"'ppo' is not installed \(installed recipes: dpo, grpo"):
+    with pytest.raises(ValueError, match=r"'ppo' is not installed \(installed recipes: dpo, eval"):
         find_recipe("ppo")
     register("echo = stranger_recipe:EchoTrainer", "sft = stranger_recipe:ECHO")
     with pytest.raises(TypeError, match=r"must be a Recipe with name='echo'"):

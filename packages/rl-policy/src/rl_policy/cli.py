@@ -5,6 +5,7 @@ Each step of a command imports what it needs, so that `--help` imports neither t
 
 from __future__ import annotations
 
+import os
 import signal
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -28,9 +29,9 @@ _SIGNALLED = 128
 Overrides = Annotated[
     list[str] | None,
     typer.Argument(
-        metavar="SECTION.KEY=VALUE",
-        help="Configuration, over that of the file; the value is YAML. For example "
-        "policy.train_global_batch_size=32 data.path=problems.jsonl policy.model_name=DIR. "
+        metavar="[MODEL] SECTION.KEY=VALUE",
+        help="The model's directory or name, and configuration, over that of the file; values are "
+        "YAML. For example DIR policy.train_global_batch_size=32 data.path=problems.jsonl. "
         "--show-config lists the keys.",
         show_default="none",
     ),
@@ -78,19 +79,55 @@ ShowConfig = Annotated[
 def build_app() -> typer.Typer:
     """Return the command line, with a command for each recipe that is installed."""
     app = typer.Typer(
-        help="Train a language model, on one machine or many. Each command is a recipe.",
+        help="Train a language model, on one machine or many. Each command is a recipe, but merge.",
         no_args_is_help=True,
         add_completion=False,
         pretty_exceptions_enable=False,
     )
     for name in installed_recipes():
         app.command(name, help=describe_recipe(name))(_command_of(name))
+    app.command("merge")(merge)
     return app
 
 
 def main() -> None:
     """Run the command line."""
     build_app()()
+
+
+def merge(
+    path: Annotated[Path, typer.Argument(parser=Path, metavar="DIR", help="A run, or adapters.")],
+    out: Annotated[
+        Path, typer.Option(parser=Path, metavar="PATH", help="The model, which must not exist.")
+    ],
+    step: Annotated[
+        int | None,
+        typer.Option(help="Of the run's checkpoint.", show_default="the newest", min=0),
+    ] = None,
+    model: Annotated[
+        str | None,
+        typer.Option(help="Of the adapters.", show_default="the one that they name"),
+    ] = None,
+) -> None:
+    """Write a checkpoint of a run, or adapters merged into their model, for transformers.
+
+    The result is a directory that `AutoModelForCausalLM.from_pretrained` loads.
+    """
+    from rl_policy.run.export import merge as write
+
+    with _bad_input_in_one_line():
+        made_of = write(path, out, step=step, model=model)
+    typer.echo(f"{made_of}; the model is in {out}")
+
+
+@contextmanager
+def _bad_input_in_one_line() -> Iterator[None]:
+    """End the command with the status of bad input, and one line, for what names it."""
+    try:
+        yield
+    except (ValueError, BackendNotInstalledError, NotImplementedError) as error:
+        typer.echo(f"error: {' '.join(str(error).split())}", err=True)
+        raise typer.Exit(_BAD_INPUT) from None
 
 
 def _command_of(recipe: str) -> Callable[..., None]:
@@ -118,7 +155,9 @@ def _command(
     show_config: bool,
 ) -> None:
     try:
-        directory, resolved = _resolve(recipe, overrides, config=config, out=out, resume=resume)
+        directory, resolved = _resolve(
+            recipe, with_model_key(overrides), config=config, out=out, resume=resume
+        )
         if show_config:
             _show(resolved)
             return
@@ -141,6 +180,22 @@ def _command(
             lines.append(f"continue with: rl-policy {recipe} --resume {directory.path}")
             typer.echo("\n".join(lines), err=True)
             raise typer.Exit(_FAILED) from None
+
+
+def with_model_key(arguments: list[str]) -> list[str]:
+    """Return arguments with the key of a model that is named first, without one.
+
+    Example:
+        with_model_key(["runs/first/final", "seed=1"])
+        -> ["policy.model_name=runs/first/final", "seed=1"]
+    """
+    if (
+        arguments
+        and "=" not in arguments[0]
+        and ("/" in arguments[0] or os.path.isdir(arguments[0]))
+    ):
+        return [f"policy.model_name={arguments[0]}", *arguments[1:]]
+    return arguments
 
 
 def _known_end(error: Exception, directory: RunDirectory) -> list[str] | None:

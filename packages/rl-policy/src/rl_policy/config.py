@@ -591,7 +591,9 @@ def _add_defaults(given: Settings, recipe: Recipe) -> Settings:
     if not isinstance(policy, Mapping):
         raise ValueError(f"policy must be a mapping, got {type(policy).__name__} {policy!r}")
     is_builtin = policy.get("model_name") in (None, BUILTIN_MODEL)
-    layers = [BUILTIN_POLICY, recipe.builtin.get("policy", {})] if is_builtin else []
+    layers = [recipe.defaults]
+    if is_builtin:
+        layers += [BUILTIN_POLICY, recipe.builtin.get("policy", {})]
     base = DEFAULT_POLICY
     for layer in layers:
         base = merge_policy(base, layer)

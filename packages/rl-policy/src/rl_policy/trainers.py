@@ -34,7 +34,12 @@ from rl_policy.data.rewards import GivenReward
 from rl_policy.data.rows import GivenRows
 from rl_policy.ray.cluster import SESSION
 from rl_policy.recipes import find_recipe
-from rl_policy.run.directory import RunDirectory, new_run_path, write_directory
+from rl_policy.run.directory import (
+    RunDirectory,
+    new_run_path,
+    require_new_directory,
+    write_directory,
+)
 from rl_policy.run.export import export_checkpoint, initial_model
 from rl_policy.run.inputs import check_prompts, prepare_inputs
 from rl_policy.run.metrics import Row, RunDisplay
@@ -225,8 +230,7 @@ class RecipeTrainer:
             ValueError: It exists, or nothing was trained yet.
         """
         out = Path(path)
-        if out.exists():
-            raise ValueError(f"{out} exists, and is not overwritten")
+        require_new_directory(out, key="path")
         if self._directory.final.is_dir():
             out.parent.mkdir(parents=True, exist_ok=True)
             write_directory(out, lambda partial: _copy(self._directory.final, partial))

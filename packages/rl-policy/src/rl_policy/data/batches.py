@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import TypeAlias
 
 import torch
@@ -85,6 +85,20 @@ class ProblemEncoder:
         masks = target_masks(rows["input_ids"], prompt_lengths, rows["input_lengths"])
         return BatchedDataDict({**rows, **masks})
 
+    def is_ended(self, generated: Mapping[str, torch.Tensor]) -> torch.Tensor:
+        """Return which completions have ended themselves, `[batch]` bool, by a token or a text.
+
+        Args:
+            generated: `output_ids`, `generation_lengths`, `unpadded_sequence_lengths`.
+        """
+        last = generated["unpadded_sequence_lengths"] - 1
+        tokens = generated["output_ids"].gather(1, last[:, None])[:, 0]
+        by_token = torch.isin(tokens, torch.tensor(sorted(self._stop_ids)))
+        by_text = [
+            any(stop in text for stop in self._stop_strings) for text in self._decoded(generated)
+        ]
+        return by_token | torch.tensor(by_text)
+
     def completion_texts(self, generated: Mapping[str, torch.Tensor]) -> list[str]:
         """Return the text of each completion, without the tokens or the text that end it.
 
@@ -93,20 +107,24 @@ class ProblemEncoder:
         Args:
             generated: `output_ids`, `generation_lengths`, `unpadded_sequence_lengths`.
         """
+        return [self._up_to_stop(text) for text in self._decoded(generated)]
+
+    def _up_to_stop(self, text: str) -> str:
+        for stop in self._stop_strings:
+            # It may end within a token, whose remaining text is dropped.
+            text = text.partition(stop)[0]
+        return text
+
+    def _decoded(self, generated: Mapping[str, torch.Tensor]) -> Iterator[str]:
+        """Yield the text of each completion, without the tokens that end it."""
         ends = generated["unpadded_sequence_lengths"].tolist()
         lengths = generated["generation_lengths"].tolist()
         rows = generated["output_ids"].tolist()
-        texts: list[str] = []
         for row, end, length in zip(rows, ends, lengths, strict=True):
             tokens = row[end - length : end]
             while tokens and tokens[-1] in self._stop_ids:
                 tokens.pop()
-            text = str(self.tokenizer.decode(tokens, skip_special_tokens=False))
-            for stop in self._stop_strings:
-                # A stop string may end within a token, whose remaining text is dropped.
-                text = text.partition(stop)[0]
-            texts.append(text)
-        return texts
+            yield str(self.tokenizer.decode(tokens, skip_special_tokens=False))
 
     def _is_rendered(self, problem: Problem) -> bool:
         """Return whether the chat template renders a prompt."""

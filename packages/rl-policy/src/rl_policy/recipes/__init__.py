@@ -55,9 +55,11 @@ class Recipe(Generic[InputsT]):
         check: Raises `ValueError` if keys of the configuration contradict each other.
         policies: Returns the complete sections `policy` that it opens policies with, for the
             training backend to validate.
+        defaults: Values of `policy` for any model, over the command line's own.
         builtin: Values of its sections, and of `policy`, for the model that a run builds.
         samples_with_engines: Whether the engines that `policy.generation.backend` names sample for
-            it; it then has the section `refit`. Otherwise the training workers sample.
+            it; if it trains too, it then has the section `refit`. Otherwise the training workers
+            sample.
     """
 
     name: str
@@ -68,6 +70,7 @@ class Recipe(Generic[InputsT]):
     measure: Callable[[Session[InputsT], str], StepMetrics] | None = None
     check: Callable[[RunConfig], None] = _accept
     policies: Callable[[RunConfig], Sequence[Settings]] = _policy_alone
+    defaults: Settings = field(default_factory=dict)
     builtin: Mapping[str, Settings] = field(default_factory=dict)
     samples_with_engines: bool = False
 

@@ -39,6 +39,7 @@ class RunDirectory:
         self.tensorboard = path / "tensorboard"
         self.plot = path / "reward.png"
         self.checkpoints = path / "checkpoints"
+        self.completions = path / "completions.jsonl"
         self.final = path / "final"
         self.adapters = path / "adapters"
         self.tiny_model = path / "tiny_model"
@@ -187,7 +188,7 @@ class CheckpointManager:
         keep_last: Newest checkpoints to keep; the one with the best score is kept besides.
     """
 
-    def __init__(self, directory: Path, *, keep_last: int) -> None:
+    def __init__(self, directory: Path, *, keep_last: int = 1) -> None:
         self._directory = directory
         self._keep_last = keep_last
 
@@ -276,6 +277,17 @@ def new_run_path(recipe: str, *, root: Path = Path("runs")) -> Path:
     stem = f"{recipe}-{datetime.now():%Y%m%d-%H%M%S}"
     candidates = [root / stem, *(root / f"{stem}-{number}" for number in range(2, 100))]
     return next(path for path in candidates if not path.exists())
+
+
+def require_new_directory(path: Path, *, key: str) -> None:
+    """Raise `ValueError` if a directory that is to be written exists.
+
+    Args:
+        path: The directory.
+        key: What names it, for the error.
+    """
+    if os.path.lexists(path):
+        raise ValueError(f"{key} {path} exists, and is not overwritten")
 
 
 def write_directory(path: Path, write: Callable[[Path], None]) -> None:

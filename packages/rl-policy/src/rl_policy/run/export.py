@@ -1,11 +1,24 @@
-"""Models out of a run: the one that it starts from, and those of its checkpoints."""
+"""Models out of a run: the one that it starts from, and those of its checkpoints and adapters."""
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 
-from rl_policy.run.directory import RunDirectory, write_directory
-from rl_policy.run.session import AnySession, base_model, open_policy
+from rich.console import Console
+
+from rl_policy.run.directory import (
+    Checkpoint,
+    CheckpointManager,
+    RunDirectory,
+    require_new_directory,
+    write_directory,
+)
+from rl_policy.run.inputs import prepare_inputs
+from rl_policy.run.metrics import RunDisplay
+from rl_policy.run.session import AnySession, Session, base_model, open_cluster, open_policy
+
+_ADAPTERS = "adapter_config.json"
 
 
 def initial_model(session: AnySession) -> str:
@@ -33,14 +46,7 @@ def export_checkpoint(session: AnySession, out: Path, *, step: int | None = None
     Raises:
         ValueError: There is no such checkpoint; names those that there are.
     """
-    checkpoints = session.checkpoints().all()
-    if step is not None:
-        checkpoints = [each for each in checkpoints if each.state.step == step]
-    if not checkpoints:
-        steps = [each.state.step for each in session.checkpoints().all()]
-        wanted = "no checkpoint" if step is None else f"no checkpoint of step {step}"
-        raise ValueError(f"{session.directory.path} has {wanted}: there are {steps}")
-    checkpoint = checkpoints[-1]
+    checkpoint = _require_checkpoint(session.directory, step=step)
     with open_policy(
         session,
         session.config.policy,
@@ -57,3 +63,75 @@ def export_checkpoint(session: AnySession, out: Path, *, step: int | None = None
         out.parent.mkdir(parents=True, exist_ok=True)
         write_directory(out, write)
     return checkpoint.state.step
+
+
+def _require_checkpoint(directory: RunDirectory, *, step: int | None) -> Checkpoint:
+    """Return the checkpoint of a step, or the newest; raise `ValueError` if there is none."""
+    found = CheckpointManager(directory.checkpoints).all()
+    wanted = [each for each in found if step in (None, each.state.step)]
+    if not wanted:
+        missing = "no checkpoint" if step is None else f"no checkpoint of step {step}"
+        raise ValueError(
+            f"{directory.path} has {missing}: there are {[each.state.step for each in found]}"
+        )
+    return wanted[-1]
+
+
+def merge(path: Path, out: Path, *, step: int | None = None, model: str | None = None) -> str:
+    """Write a model as a directory that `from_pretrained` loads; return what it was made of.
+
+    Args:
+        path: The directory of a run, of which a checkpoint is written; or one of adapters, which
+            are merged into their model.
+        out: The directory, which must not exist.
+        step: Of the run's checkpoint. None: the newest.
+        model: The model of the adapters. None: the one that they name.
+
+    Raises:
+        ValueError: Something is missing, or `out` exists; names it.
+    """
+    require_new_directory(out, key="--out")
+    if (path / _ADAPTERS).is_file():
+        if step is not None:
+            raise ValueError(f"--step {step} is of a run, and {path} has adapters")
+        return _merge_adapters(path, out, model=model)
+    if model is not None:
+        raise ValueError(f"--model {model} is for adapters, and {path} has no {_ADAPTERS}")
+    directory = RunDirectory(path)
+    if not directory.config.is_file():
+        raise ValueError(f"{path} is no run, which has config.yaml, and has no {_ADAPTERS}")
+    inputs = prepare_inputs(directory.read_config())
+    display = RunDisplay(Console(stderr=True))
+    _require_checkpoint(directory, step=step)
+    with open_cluster(inputs.config) as cluster:
+        session = Session(inputs=inputs, directory=directory, cluster=cluster, display=display)
+        return f"step {export_checkpoint(session, out, step=step)} of {path}"
+
+
+def _merge_adapters(path: Path, out: Path, *, model: str | None) -> str:
+    try:
+        from peft import PeftModel
+    except ImportError as error:
+        raise ValueError(
+            f'{path} has adapters, which peft merges: pip install "rl-policy[lora]"'
+        ) from error
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    content = json.loads((path / _ADAPTERS).read_text(encoding="utf-8"))
+    name = model or content.get("base_model_name_or_path")
+    if not name:
+        raise ValueError(f"{path / _ADAPTERS} names no model: give --model")
+    try:
+        base = AutoModelForCausalLM.from_pretrained(name, dtype="auto")
+        tokenizer = AutoTokenizer.from_pretrained(name)
+    except (OSError, ValueError) as error:
+        raise ValueError(f"the model {name!r} cannot be loaded: {error}") from error
+    merged = PeftModel.from_pretrained(base, str(path)).merge_and_unload()  # pyright: ignore[reportCallIssue]
+
+    def write(partial: Path) -> None:
+        merged.save_pretrained(partial)
+        tokenizer.save_pretrained(partial)
+
+    out.parent.mkdir(parents=True, exist_ok=True)
+    write_directory(out, write)
+    return f"{name} and the adapters of {path}"

@@ -111,6 +111,7 @@ def prepare_problems(
     *,
     num_validation: int = 0,
     imitates_answers: bool = False,
+    is_measured_only: bool = False,
 ) -> ProblemInputs:
     """Return the problems of a run and their reward, checked against the sequence lengths.
 
@@ -119,6 +120,7 @@ def prepare_problems(
         encoder: Of the run.
         num_validation: Problems to hold out for the stopping criterion of a supervised part.
         imitates_answers: Whether answers are trained on, whatever the reward is.
+        is_measured_only: Whether all problems of `data.path` are held out.
 
     Raises:
         ValueError: The problems cannot be read or divided, or do not fit.
@@ -128,6 +130,7 @@ def prepare_problems(
         config,
         num_validation=num_validation,
         needs_answer=imitates_answers or needs_answers(section),
+        is_measured_only=is_measured_only,
     )
     check_shares(problems.train, config.data.weights)
     measured = (*problems.train, *problems.heldout, *problems.validation)
@@ -334,7 +337,9 @@ def _check_tokens(config: RunConfig, tokenizer: PreTrainedTokenizerBase) -> None
             )
 
 
-def _load_problems(config: RunConfig, *, num_validation: int, needs_answer: bool) -> ProblemSets:
+def _load_problems(
+    config: RunConfig, *, num_validation: int, needs_answer: bool, is_measured_only: bool
+) -> ProblemSets:
     data = config.data
     problems, heldout = read_own_data(data, read_problems, needs_answer=needs_answer)
     if problems is None:
@@ -345,6 +350,8 @@ def _load_problems(config: RunConfig, *, num_validation: int, needs_answer: bool
             careless_share=data.careless_share,
             seed=config.seed,
         )
+    if is_measured_only:
+        return ProblemSets(train=(), heldout=tuple(problems), validation=(), demonstrations=())
     return divide_problems(
         problems,
         heldout=heldout,
@@ -454,19 +461,20 @@ def check_engines(config: RunConfig) -> None:
     check_typed_dict(
         generation.get("vllm_cfg") or {}, VllmSection, path="policy.generation.vllm_cfg"
     )
-    if find_recipe(config.recipe).samples_with_engines:
-        transport = config.section(RefitSection).transport
-        if transport is not None:
-            try:
-                find_transport(transport)
-            except ValueError as error:
-                raise ValueError(f"refit.{error}") from error
+    sends_weights = RefitSection in find_recipe(config.recipe).sections.values()
+    transport = config.section(RefitSection).transport if sends_weights else None
+    if transport is not None:
+        try:
+            find_transport(transport)
+        except ValueError as error:
+            raise ValueError(f"refit.{error}") from error
     if not config.has_engines:
         return
-    backends.TrainingBackend.of_config(config.policy).require_sending()
+    if sends_weights:
+        backends.TrainingBackend.of_config(config.policy).require_sending()
     uses_gpus = config.cluster.use_gpus
     check_shared_devices(
-        config.section(RefitSection).transport,
+        transport,
         is_colocated=config.is_colocated,
         # The driver's machine stands for the others where the config leaves it to them.
         on_gpu=torch.cuda.is_available() if uses_gpus is None else uses_gpus,
@@ -479,7 +487,7 @@ def check_engines(config: RunConfig) -> None:
         _check_positions(section)
     engine = complete_section(section)
     _check_bundles(config, tensor_parallel_size=engine["tensor_parallel_size"])
-    if not engine["weight_transfer"]:
+    if sends_weights and not engine["weight_transfer"]:
         raise ValueError(
             "policy.generation.vllm_cfg.weight_transfer=False: a run gives its engines new weights"
         )

@@ -17,7 +17,7 @@ from rl_policy.ray.cluster import RayVirtualCluster
 from rl_policy.refit import WeightLink, engines_on_device
 from rl_policy.run.directory import RunState
 from rl_policy.run.inputs import engine_section, keeps_weights
-from rl_policy.run.session import AnySession
+from rl_policy.run.session import AnySession, open_policy
 
 
 class Sampler(Protocol):
@@ -129,11 +129,57 @@ def open_sampler(
         yield WorkerSampler(policy)
         return
     refit = config.section(RefitSection)
-    with _open_engine_cluster(session) as cluster:
+    if config.is_colocated:
+        # An engine starts only if `gpu_memory_utilization` of the device is free.
+        policy.offload_after_refit()
+    with _open_engines(session, model=model) as engines:
+        link = WeightLink(
+            policy,
+            engines,
+            is_paired=config.is_colocated,
+            transport=_transport(config, policy),
+            bucket_bytes=None if refit.bucket_mib is None else refit.bucket_mib * 2**20,
+            # `check_mismatch` verifies by log-probabilities, where the trainer's are known.
+            verify="digest" if refit.verify == "logprobs" else refit.verify,
+        )
         if config.is_colocated:
-            # An engine starts only if `gpu_memory_utilization` of the device is free.
-            policy.offload_after_refit()
-        engine_class: Any = load_engine(config.policy["generation"]["backend"])
+            # The policy trains or scores first, and needs the memory of the shared devices.
+            engines.finish_generation()
+            policy.prepare_for_lp_inference()
+        yield EngineSampler(
+            policy,
+            engines,
+            link,
+            is_colocated=config.is_colocated,
+            keeps_weights=keeps_weights(config),
+            last_version=start.weight_version,
+        )
+
+
+@contextmanager
+def open_source(session: AnySession, *, model: str) -> Iterator[GenerationInterface]:
+    """Yield what samples from a model that is not trained, and end its processes afterwards.
+
+    Args:
+        session: The run.
+        model: Name or directory of the model.
+    """
+    if session.config.has_engines:
+        with _open_engines(session, model=model) as engines:
+            yield engines
+        return
+    with open_policy(
+        session, session.config.policy, model=model, has_reference=False, is_trained=False
+    ) as (policy, _):
+        policy.prepare_for_generation()
+        yield policy
+
+
+@contextmanager
+def _open_engines(session: AnySession, *, model: str) -> Iterator[VllmGeneration]:
+    config = session.config
+    engine_class: Any = load_engine(config.policy["generation"]["backend"])
+    with _open_engine_cluster(session) as cluster:
         engines: VllmGeneration = engine_class(
             cluster,
             engine_section(config, model=model),
@@ -142,27 +188,7 @@ def open_sampler(
             timeout_s=config.policy["timeout_s"],
         )
         try:
-            link = WeightLink(
-                policy,
-                engines,
-                is_paired=config.is_colocated,
-                transport=_transport(config, policy),
-                bucket_bytes=None if refit.bucket_mib is None else refit.bucket_mib * 2**20,
-                # `check_mismatch` verifies by log-probabilities, where the trainer's are known.
-                verify="digest" if refit.verify == "logprobs" else refit.verify,
-            )
-            if config.is_colocated:
-                # The policy trains or scores first, and needs the memory of the shared devices.
-                engines.finish_generation()
-                policy.prepare_for_lp_inference()
-            yield EngineSampler(
-                policy,
-                engines,
-                link,
-                is_colocated=config.is_colocated,
-                keeps_weights=keeps_weights(config),
-                last_version=start.weight_version,
-            )
+            yield engines
         finally:
             engines.shutdown()
 

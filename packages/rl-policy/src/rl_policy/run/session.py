@@ -72,6 +72,15 @@ class Session(Generic[InputsT]):
             self.directory.metrics, self.directory.tensorboard, resumed_step=resumed_step
         )
 
+    def record(self, metrics: StepMetrics) -> None:
+        """Write and show the one measurement of a run that takes no steps."""
+        with self.open_log(RunState()) as log:
+            log.write(metrics)
+            log.sync()
+        numbers = {name: value for name, value in metrics.row().items() if value is not None}
+        text = "  ".join(f"{name} {value:.4g}" for name, value in numbers.items() if name != "step")
+        self.display.note(text)
+
 
 AnySession: TypeAlias = Session[RunInputs]
 """A run of whatever recipe."""
@@ -306,7 +315,8 @@ class RunSummary:
         last_score: The last.
         seconds: Of this call, which may have resumed a run.
         restarts: How often its workers were started again, as one had died.
-        final: The trained model.
+        final: The trained model; None if nothing was trained.
+        metrics: The file with all measurements.
     """
 
     steps: int
@@ -315,20 +325,22 @@ class RunSummary:
     last_score: float | None
     seconds: float
     restarts: int
-    final: Path
+    final: Path | None
+    metrics: Path
 
     def __str__(self) -> str:
         """Return it as a sentence."""
+        restarts = f", restarts: {self.restarts}" if self.restarts else ""
+        time = f"({self.seconds:.0f} s{restarts})"
+        if self.final is None:
+            measured = "" if self.first_score is None else f"{self.first_score:.3f} "
+            return f"Measured {self.score_name} {measured}{time}; all numbers are in {self.metrics}"
         score = ""
         if self.first_score is not None and self.last_score is not None:
             score = (
                 f"Held-out {self.score_name} {self.first_score:.3f} -> {self.last_score:.3f} in "
             )
-        restarts = f", restarts: {self.restarts}" if self.restarts else ""
-        return (
-            f"{score}{self.steps} steps ({self.seconds:.0f} s{restarts}); "
-            f"the model is in {self.final}"
-        )
+        return f"{score}{self.steps} steps {time}; the model is in {self.final}"
 
 
 def execute(inputs: RunInputs, directory: RunDirectory, *, display: RunDisplay) -> RunSummary:
@@ -355,7 +367,8 @@ def execute(inputs: RunInputs, directory: RunDirectory, *, display: RunDisplay) 
         last_score=scores[-1] if scores else None,
         seconds=perf_counter() - started,
         restarts=restarts,
-        final=directory.final,
+        final=directory.final if directory.final.is_dir() else None,
+        metrics=directory.metrics,
     )
 
 
