@@ -18,7 +18,7 @@ from rl_policy.cli import build_app
 from typer.testing import CliRunner
 
 # Stand-ins for what a page lets its reader choose.
-PLACEHOLDERS = {"DIR": "runs/first/final", "RUN_DIR": "started"}
+PLACEHOLDERS = {"DIR": "runs/first/final", "MODEL_DIR": "runs/first/final", "RUN_DIR": "started"}
 
 
 def check_run(command: str) -> None:
@@ -30,6 +30,17 @@ def check_run(command: str) -> None:
     arguments = words[words.index("rl-policy") + 1 :]
     result = CliRunner().invoke(build_app(), [*arguments, "--show-config"])
     assert result.exit_code == 0, f"{command}: {result.output}"
+
+
+def check_merge(command: str) -> None:
+    """Parse the arguments, up to the checkpoint or the adapters that the started run has not."""
+    words = [word.replace("RUN_DIR", PLACEHOLDERS["RUN_DIR"]) for word in shlex.split(command)]
+    words = [
+        "a-new-model" if before == "--out" else word for before, word in pairwise(["", *words])
+    ]
+    result = CliRunner().invoke(build_app(), words[1:])
+    assert result.exit_code == 2, f"{command}: {result.output}"
+    assert re.search("has no checkpoint|has no adapter_config", result.output), result.output
 
 
 def check_nox(command: str) -> None:
@@ -112,6 +123,8 @@ RULES = [
         "a run takes minutes, or a GPU",
         check_run,
     ),
+    Rule(r"rl-policy eval MODEL_DIR", "the model is the reader's", check_run),
+    Rule(r"rl-policy merge RUN_DIR", "the run is the reader's", check_merge),
     Rule(r"(python -m pip install uv && )?uv run rl-policy", "as above", check_run),
     Rule(r"uv run nox\b|nox\b", "a session takes minutes", check_nox),
     Rule(r"(uv )?pip install\b", "would change the environment of the tests", check_install),

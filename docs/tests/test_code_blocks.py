@@ -62,9 +62,11 @@ NEEDS_VLLM = {
 SLOW_PAGES = {
     "docs/pages/first-run.md",
     "docs/pages/how-to/checkpoints.md",
+    "docs/pages/how-to/data.md",
     "docs/pages/how-to/megatron.md",
     "docs/pages/how-to/own-model.md",
     "docs/pages/how-to/own-reward.md",
+    "docs/pages/how-to/python.md",
     "docs/pages/how-to/write-a-backend.md",
     "docs/pages/install.md",
     "docs/pages/troubleshooting.md",
