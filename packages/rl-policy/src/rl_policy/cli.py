@@ -79,7 +79,7 @@ ShowConfig = Annotated[
 def build_app() -> typer.Typer:
     """Return the command line, with a command for each recipe that is installed."""
     app = typer.Typer(
-        help="Train a language model, on one machine or many. Each command is a recipe, but merge.",
+        help="Train a language model, on one machine or many. Commands are recipes, but the last.",
         no_args_is_help=True,
         add_completion=False,
         pretty_exceptions_enable=False,
@@ -87,6 +87,7 @@ def build_app() -> typer.Typer:
     for name in installed_recipes():
         app.command(name, help=describe_recipe(name))(_command_of(name))
     app.command("merge")(merge)
+    app.command("doctor")(doctor)
     return app
 
 
@@ -118,6 +119,21 @@ def merge(
     with _bad_input_in_one_line():
         made_of = write(path, out, step=step, model=model)
     typer.echo(f"{made_of}; the model is in {out}")
+
+
+def doctor() -> None:
+    """Look for what this machine lacks: packages, devices, limits, ranks, Ray.
+
+    A line for each, and below it what to do. The exit status is 1 if something has to be done.
+    """
+    from rl_policy.commands.doctor import findings
+
+    is_ok = True
+    for finding in findings():
+        typer.echo(str(finding))
+        is_ok &= finding.is_ok
+    if not is_ok:
+        raise typer.Exit(_FAILED)
 
 
 @contextmanager
