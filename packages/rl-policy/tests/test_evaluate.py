@@ -71,6 +71,7 @@ def test_a_model_is_measured_on_all_problems_of_a_file(run, tmp_path):
     assert f"Measured accuracy {row['accuracy']:.3f}" in result.stdout
 
 
+@pytest.mark.slow
 def test_pass_at_k_is_over_all_samples_of_a_problem(run, tmp_path):
     (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in PROBLEMS))
     settings = ["data.path=rows.jsonl", "policy.generation.max_new_tokens=2", ONE_RANK]

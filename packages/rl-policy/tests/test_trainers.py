@@ -126,6 +126,7 @@ def test_a_run_whose_reward_fails_is_saved_and_continued_with_a_mended_one(workp
     assert [row["step"] for row in measured(Path("run"))] == [0, 1, 2, 3]
 
 
+@pytest.mark.slow
 def test_fine_tuning_and_preferences(workplace):
     own = [
         {"messages": [{"role": "user", "content": f"{n}?"}, {"role": "assistant", "content": "1"}]}

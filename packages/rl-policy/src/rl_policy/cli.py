@@ -121,17 +121,25 @@ def merge(
     typer.echo(f"{made_of}; the model is in {out}")
 
 
-def doctor() -> None:
-    """Look for what this machine lacks: packages, devices, limits, ranks, Ray.
+def doctor(
+    parts: Annotated[
+        list[str] | None,
+        typer.Argument(
+            metavar="PART", help="What to look at.", show_default="all, in about a minute"
+        ),
+    ] = None,
+) -> None:
+    """Look for what this machine lacks: versions, devices, packages, limits, ranks, ray.
 
     A line for each, and below it what to do. The exit status is 1 if something has to be done.
     """
     from rl_policy.commands.doctor import findings
 
     is_ok = True
-    for finding in findings():
-        typer.echo(str(finding))
-        is_ok &= finding.is_ok
+    with _bad_input_in_one_line():
+        for finding in findings(parts or ()):
+            typer.echo(str(finding))
+            is_ok &= finding.is_ok
     if not is_ok:
         raise typer.Exit(_FAILED)
 

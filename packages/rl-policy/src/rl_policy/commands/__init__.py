@@ -1,0 +1,1 @@
+"""Commands of `rl-policy` that carry out no recipe."""
