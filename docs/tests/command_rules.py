@@ -43,6 +43,12 @@ def check_merge(command: str) -> None:
     assert re.search("has no checkpoint|has no adapter_config", result.output), result.output
 
 
+def check_doctor(command: str) -> None:
+    """Look at the versions alone: a machine may lack the rest."""
+    result = CliRunner().invoke(build_app(), [*shlex.split(command)[1:], "versions"])
+    assert result.exit_code == 0, f"{command}: {result.output}"
+
+
 def check_nox(command: str) -> None:
     """Find the nox sessions that are named."""
     named = re.findall(r'-s (?:"([^"]+)"|(\S+))', command)
@@ -125,6 +131,12 @@ RULES = [
     ),
     Rule(r"rl-policy eval MODEL_DIR", "the model is the reader's", check_run),
     Rule(r"rl-policy merge RUN_DIR", "the run is the reader's", check_merge),
+    Rule(
+        r"rl-policy convert-config theirs.yaml --out run.yaml",
+        "the file is the reader's",
+        check_paths,
+    ),
+    Rule(r"rl-policy doctor", "this machine may lack something", check_doctor),
     Rule(r"(python -m pip install uv && )?uv run rl-policy", "as above", check_run),
     Rule(r"uv run nox\b|nox\b", "a session takes minutes", check_nox),
     Rule(r"(uv )?pip install\b", "would change the environment of the tests", check_install),

@@ -87,6 +87,7 @@ def build_app() -> typer.Typer:
     for name in installed_recipes():
         app.command(name, help=describe_recipe(name))(_command_of(name))
     app.command("merge")(merge)
+    app.command("convert-config")(convert_config)
     app.command("doctor")(doctor)
     return app
 
@@ -119,6 +120,39 @@ def merge(
     with _bad_input_in_one_line():
         made_of = write(path, out, step=step, model=model)
     typer.echo(f"{made_of}; the model is in {out}")
+
+
+def convert_config(
+    path: Annotated[Path, typer.Argument(parser=Path, metavar="FILE", help="Of NeMo RL.")],
+    overrides: Annotated[
+        list[str] | None,
+        typer.Argument(metavar="SECTION.KEY=VALUE", help="Over it.", show_default="none"),
+    ] = None,
+    out: Annotated[
+        Path | None,
+        typer.Option(parser=Path, metavar="PATH", help="The new file.", show_default="printed"),
+    ] = None,
+) -> None:
+    """Write a configuration of NeMo RL as one of ours, and say of every key what became of it.
+
+    The exit status is 2 if what comes out is no run yet; the last line says why.
+    """
+    from rl_policy.commands.convert_config import convert
+    from rl_policy.run.directory import require_new_directory
+
+    with _bad_input_in_one_line():
+        if out is not None:
+            require_new_directory(out, key="--out")
+        conversion = convert(path, overrides)
+    for fate in conversion.fates:
+        typer.echo(str(fate), err=True)
+    if out is None:
+        typer.echo(conversion.render(), nl=False)
+    else:
+        out.write_text(conversion.render(), encoding="utf-8")
+    if conversion.problem is not None:
+        typer.echo(f"error: {conversion.problem}", err=True)
+        raise typer.Exit(_BAD_INPUT)
 
 
 def doctor(

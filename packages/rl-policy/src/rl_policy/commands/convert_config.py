@@ -1,0 +1,535 @@
+"""A configuration of NeMo RL as one of ours, with a word on every key.
+
+A key moves to another name, is what happens here anyway, or is lost; the last are marked, as the
+run is another one without them. The keys are those of the example configurations of NeMo RL 0.3 to
+0.7, https://github.com/NVIDIA-NeMo/RL/tree/main/examples/configs.
+"""
+
+from __future__ import annotations
+
+import math
+import warnings
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, fields
+from pathlib import Path
+from typing import Any, TypeAlias, get_args, get_origin, get_type_hints
+
+import yaml
+from omegaconf import DictConfig, OmegaConf
+from omegaconf.errors import OmegaConfBaseException
+from rl_interfaces import PolicyConfig
+from rl_interfaces.config.schema import check_type
+from typing_extensions import is_typeddict
+
+from rl_policy.config import Settings, new_run_config, parse_overrides
+from rl_policy.generation.vllm.config import VllmSection
+
+_RESOLVERS: Mapping[str, Callable[..., Any]] = {
+    "mul": lambda *factors: math.prod(factors),
+    "add": lambda *terms: sum(terms),
+    "sub": lambda first, second: first - second,
+    "div": lambda first, second: first // second,
+    "max": max,
+    "min": min,
+}
+_RECIPES = ("grpo", "sft", "dpo")
+_ALREADY, _LOST = "as here: ", "LOST: "
+# Datasets that NeMo RL knows by names of its own: their name on the hub, split and columns.
+_DATASETS = {
+    "OpenMathInstruct-2": (
+        "nvidia/OpenMathInstruct-2",
+        "train_1M",
+        {"prompt": "problem", "answer": "expected_answer"},
+    ),
+    "DeepScaler": (
+        "agentica-org/DeepScaleR-Preview-Dataset",
+        "train",
+        {"prompt": "problem", "answer": "answer"},
+    ),
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Fate:
+    """What became of a key.
+
+    Attributes:
+        key: The key.
+        text: Its new name, or why it has none.
+    """
+
+    key: str
+    text: str
+
+    @property
+    def is_lost(self) -> bool:
+        """Whether the run is another one without it."""
+        return self.text.startswith(_LOST)
+
+    def __str__(self) -> str:
+        """Return a line."""
+        return f"{self.key}: {self.text}"
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Conversion:
+    """A converted configuration.
+
+    Attributes:
+        recipe: The command that runs it.
+        settings: What `rl-policy RECIPE --config` reads.
+        fates: One for each key, in the order of the file.
+        problem: Why it is no run yet; None if it validates.
+    """
+
+    recipe: str
+    settings: Settings
+    fates: tuple[Fate, ...]
+    problem: str | None
+
+    def render(self) -> str:
+        """Return the YAML file, with the fates as comments above it."""
+        lines = [f"# {each}" for each in self.fates if each.is_lost]
+        head = f"# For: rl-policy {self.recipe} --config THIS_FILE\n"
+        lost = "# What NeMo RL had and this has not:\n" if lines else ""
+        return (
+            head
+            + lost
+            + "".join(line + "\n" for line in lines)
+            + yaml.safe_dump(self.settings, sort_keys=False)
+        )
+
+
+def convert(path: Path, overrides: list[str] | None = None) -> Conversion:
+    """Return the configuration of a NeMo RL file.
+
+    Args:
+        path: The file; those that its `defaults` name are read too.
+        overrides: `section.key=value` of ours, over what was converted.
+
+    Raises:
+        ValueError: It cannot be read, or is of an algorithm without a recipe here.
+    """
+    source = _read(path)
+    found = [name for name in _RECIPES if name in source]
+    if len(found) != 1:
+        others = ", ".join(key for key in source if key not in ("policy", "data", "cluster"))
+        raise ValueError(
+            f"{path} has none of the sections {', '.join(_RECIPES)} alone, which there are recipes "
+            f"for; it has {others}"
+        )
+    if not isinstance(source.get("policy"), Mapping):
+        raise ValueError(f"{path} has no section policy")
+    writer = _Writer(recipe=found[0], source=source)
+    for key, value in _leaves(source):
+        writer.convert(key, value)
+    writer.finish()
+    settings = _nested(writer.settings)
+    if overrides:
+        from rl_interfaces.config.resolve import merge_sections
+
+        settings = merge_sections(settings, parse_overrides(overrides))
+    problem = None
+    try:
+        new_run_config(found[0], settings)
+    except ValueError as error:
+        problem = str(error)
+    return Conversion(
+        recipe=found[0], settings=settings, fates=tuple(writer.fates), problem=problem
+    )
+
+
+def _read(path: Path) -> Settings:
+    """Return the content of a file over that of its `defaults`, interpolations resolved."""
+    with warnings.catch_warnings():
+        # Newer versions have another name for it, which older ones lack.
+        warnings.simplefilter("ignore", UserWarning)
+        for name, resolver in _RESOLVERS.items():
+            if not OmegaConf.has_resolver(name):
+                OmegaConf.register_new_resolver(name, resolver)
+    try:
+        content = OmegaConf.to_container(_merged(path, ()), resolve=True)
+    except (OSError, yaml.YAMLError, OmegaConfBaseException, TypeError) as error:
+        raise ValueError(f"cannot read {path}: {' '.join(str(error).split())}") from error
+    assert isinstance(content, dict)
+    return {str(key): value for key, value in content.items()}
+
+
+def _merged(path: Path, below: tuple[Path, ...]) -> DictConfig:
+    if path.resolve() in below:
+        raise ValueError(f"cannot read {path}: its defaults name itself")
+    try:
+        content = OmegaConf.load(path)
+    except UnicodeDecodeError as error:
+        raise ValueError(f"cannot read {path}: {error}") from error
+    if not isinstance(content, DictConfig):
+        raise ValueError(f"{path} must hold a mapping")
+    defaults = content.pop("defaults", None)
+    names = [defaults] if isinstance(defaults, str) else list(defaults or ())
+    bases = [
+        _merged(path.parent / name, (*below, path.resolve()))
+        for name in names
+        if isinstance(name, str) and name != "_self_"
+    ]
+    merged = OmegaConf.merge(*bases, content)
+    assert isinstance(merged, DictConfig)
+    return merged
+
+
+def _leaves(section: Mapping[str, Any], path: str = "") -> Iterator[tuple[str, Any]]:
+    for key, value in section.items():
+        at = f"{path}{key}"
+        if isinstance(value, Mapping) and value:
+            yield from _leaves(value, f"{at}.")
+        else:
+            yield at, value
+
+
+def _nested(flat: Mapping[str, Any]) -> Settings:
+    nested: Settings = {}
+    for key, value in flat.items():
+        *sections, last = key.split(".")
+        inner = nested
+        for name in sections:
+            inner = inner.setdefault(name, {})
+        inner[last] = value
+    return nested
+
+
+Rule: TypeAlias = "str | tuple[str, Callable[[Any], Any]] | _Kept"
+"""A new name, a new name and what its value becomes, or why there is none."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Kept:
+    """Why a key has no new name.
+
+    Attributes:
+        harmless: Values that are what happens here anyway.
+        reason: What is lost with others; empty: nothing is.
+    """
+
+    harmless: tuple[Any, ...]
+    reason: str = ""
+
+
+def _nothing(reason: str) -> _Kept:
+    return _Kept((), reason)
+
+
+_UNNEEDED = _Kept(())
+
+_LOSS: Mapping[str, Rule] = {
+    "reference_policy_kl_penalty": "loss.kl_coef",
+    "ratio_clip_min": "loss.clip_low",
+    "ratio_clip_max": "loss.clip_high",
+    "ratio_clip_c": "loss.dual_clip",
+    "token_level_loss": (
+        "loss.loss_type",
+        lambda is_token: "token_level" if is_token else "sequence_level",
+    ),
+    "truncated_importance_sampling_ratio": "loss.importance_cap",
+    "reference_policy_kl_type": _Kept(("k3", None), "the estimator of the penalty is k3"),
+    "use_on_policy_kl_approximation": _Kept((False, None), "the KL penalty is not reweighted"),
+    "sequence_level_importance_ratios": _Kept((False, None), "ratios are of tokens"),
+    "disable_ppo_ratio": _Kept((False, None), "ratios are clipped"),
+    "kl_input_clamp_value": _Kept((None,), "the penalty is not clamped"),
+    "kl_output_clamp_value": _Kept((None,), "the penalty is not clamped"),
+}
+# How a validation is batched, and that it comes before the first step.
+_VALIDATION: Mapping[str, Rule] = dict.fromkeys(
+    (
+        "val_at_start",
+        "val_batches",
+        "val_batch_size",
+        "val_global_batch_size",
+        "val_micro_batch_size",
+    ),
+    _UNNEEDED,
+)
+_RULES: Mapping[str, Mapping[str, Rule]] = {
+    "grpo": {
+        "grpo.num_prompts_per_step": "grpo.prompts_per_step",
+        "grpo.num_generations_per_prompt": "grpo.samples_per_prompt",
+        "grpo.max_num_steps": "grpo.steps",
+        "grpo.normalize_rewards": "grpo.divide_by_std",
+        "grpo.use_leave_one_out_baseline": "grpo.leave_one_out",
+        "grpo.val_period": ("grpo.eval_every", lambda period: max(period, 1)),
+        "grpo.max_val_samples": "data.num_heldout",
+        "grpo.seed": "seed",
+        "grpo.max_rollout_turns": _Kept((1, None), "a completion is one turn"),
+        "grpo.overlong_filtering": _Kept((False, None), "truncated completions are trained on"),
+        "grpo.async_grpo.enabled": _Kept((False, None), "steps are synchronous"),
+        "grpo.use_dynamic_sampling": _Kept((False, None), "all groups are trained on"),
+        "grpo.skip_reference_policy_logprobs_calculation": _UNNEEDED,
+        **{f"loss_fn.{key}": rule for key, rule in _LOSS.items()},
+    },
+    "sft": {
+        "sft.max_num_steps": "sft.steps",
+        "sft.val_period": ("sft.eval_every", lambda period: max(period, 1)),
+        "sft.seed": "seed",
+    },
+    "dpo": {
+        "dpo.max_num_steps": "dpo.steps",
+        "dpo.val_period": ("dpo.eval_every", lambda period: max(period, 1)),
+        "dpo.seed": "seed",
+        "dpo.reference_policy_kl_penalty": "dpo.beta",
+        "dpo.preference_average_log_probs": _Kept((False, None), "log-probabilities are sums"),
+        "dpo.sft_loss_weight": _Kept((0, None), "the loss is DPO's alone"),
+        "dpo.sft_average_log_probs": _UNNEEDED,
+        "dpo.preference_loss_weight": _Kept((1, None), "the loss is DPO's alone"),
+    },
+}
+_COMMON: Mapping[str, Rule] = {
+    "checkpointing.save_period": "checkpoint.every",
+    "checkpointing.keep_top_k": ("checkpoint.keep_last", lambda count: count or 2),
+    "checkpointing.checkpoint_dir": _Kept((), ""),
+    "cluster.gpus_per_node": _UNNEEDED,
+    "cluster.num_nodes": _UNNEEDED,
+    "cluster.segment_size": _UNNEEDED,
+    "policy.generation.vllm_cfg.async_engine": _UNNEEDED,
+    "policy.generation.vllm_cfg.pipeline_parallel_size": _Kept(
+        (1, None), "an engine is tensor parallel alone"
+    ),
+    "policy.generation.vllm_cfg.expert_parallel_size": _Kept(
+        (1, None), "an engine is tensor parallel alone"
+    ),
+    "policy.dtensor_cfg._v2": _UNNEEDED,
+    "policy.dtensor_cfg.lora_cfg.enabled": "policy.dtensor_cfg.lora.enabled",
+    "policy.dtensor_cfg.lora_cfg.dim": "policy.dtensor_cfg.lora.r",
+    "policy.dtensor_cfg.lora_cfg.alpha": "policy.dtensor_cfg.lora.lora_alpha",
+    "policy.dtensor_cfg.lora_cfg.dropout": "policy.dtensor_cfg.lora.lora_dropout",
+    "policy.refit_buffer_size_gb": (
+        "refit.bucket_mib",
+        lambda gib: None if gib is None else max(1, int(gib * 1024)),
+    ),
+    "policy.generation.backend": ("policy.generation.backend", lambda name: "vllm"),
+}
+# Sections without a counterpart, and what is lost with them.
+_SECTIONS: Mapping[str, str] = {
+    "env.": "the reward is the answer itself, or your function: set reward.function",
+    "logger.": "",
+    "checkpointing.": "",
+    "policy.megatron_cfg.peft.": "Megatron trains no adapters",
+    "policy.megatron_cfg.fp8_cfg.": "training is not in float8",
+    "policy.megatron_cfg.env_vars": "",
+    "policy.dtensor_cfg.lora_cfg.": "",
+}
+
+
+class _Writer:
+    """Collects the new settings and the fates of keys.
+
+    Args:
+        recipe: The command.
+        source: The content of the file.
+    """
+
+    def __init__(self, *, recipe: str, source: Settings) -> None:
+        self.settings: dict[str, Any] = {}
+        self.fates: list[Fate] = []
+        self._source = source
+        every = {"max_num_epochs": _nothing("the number of steps alone ends a run"), **_VALIDATION}
+        self._rules = {
+            **_COMMON,
+            **_RULES[recipe],
+            **{f"{recipe}.{key}": rule for key, rule in every.items()},
+        }
+        self._sections = {"grpo": ("refit",), "sft": (), "dpo": ()}[recipe]
+
+    def convert(self, key: str, value: Any) -> None:
+        """Take one key."""
+        if key in self._rules:
+            self._by_rule(key, value, self._rules[key])
+        elif key.startswith("data."):
+            self._note(key, "see data.path")
+        elif (
+            section := next((name for name in _SECTIONS if key.startswith(name)), None)
+        ) is not None:
+            self._drop(key, value, _SECTIONS[section])
+        elif key.startswith("policy.generation.vllm_kwargs."):
+            name = key.removeprefix("policy.generation.vllm_kwargs.")
+            self._set(key, f"policy.generation.vllm_cfg.engine_kwargs.{name}", value)
+        elif key.startswith("policy.generation.vllm_cfg."):
+            self._engine_key(key, value)
+        elif key.startswith("policy."):
+            self._policy_key(key, value)
+        else:
+            self._drop(key, value, "there is nothing like it" if not _is_off(value) else "")
+
+    def finish(self) -> None:
+        """Set what follows from several keys."""
+        self._set_cluster()
+        self._set_data()
+        self._leave_room()
+        if self.settings.get("policy.dtensor_cfg.lora.enabled") is False:
+            for key in [
+                each for each in self.settings if each.startswith("policy.dtensor_cfg.lora.")
+            ]:
+                del self.settings[key]
+        loss = self._source.get("loss_fn", {})
+        if "loss_fn" in self._source and "loss.importance_cap" not in self.settings:
+            corrects = loss.get("use_importance_sampling_correction", False)
+            key = "loss_fn.use_importance_sampling_correction"
+            self.settings["loss.importance_cap"] = None
+            self._note(
+                key,
+                _LOST + "weights are truncated: set loss.importance_cap"
+                if corrects
+                else "-> loss.importance_cap=null",
+            )
+
+    def _by_rule(self, key: str, value: Any, rule: Rule) -> None:
+        if isinstance(rule, _Kept):
+            is_harmless = not rule.reason or value in rule.harmless
+            self._drop(key, value, "" if is_harmless else rule.reason)
+            return
+        name, change = (rule, None) if isinstance(rule, str) else rule
+        if name.startswith("refit.") and "refit" not in self._sections:
+            self._drop(key, value, "")
+            return
+        changed = value if change is None or value is None else change(value)
+        if changed is None and value is not None:
+            self._drop(key, value, "")
+        elif change is not None and name == key and changed != value:
+            self.settings[name] = changed
+            self._note(key, f"{_LOST}{value!r} is not there, {changed!r} takes its place")
+        else:
+            self._set(key, name, changed)
+
+    def _engine_key(self, key: str, value: Any) -> None:
+        name = key.removeprefix("policy.generation.vllm_cfg.")
+        if name not in {each.name for each in fields(VllmSection)}:
+            self._drop(key, value, "" if _is_off(value) else "vLLM's own keys go to engine_kwargs")
+        elif name == "precision" and value not in ("float32", "bfloat16", "float16", "auto"):
+            self.settings[key] = "auto"
+            self._note(key, f"{_LOST}engines serve in the model's dtype, not in {value!r}")
+        else:
+            self._set(key, key, value)
+
+    def _policy_key(self, key: str, value: Any) -> None:
+        hint = _hint_of(key.split(".")[1:], PolicyConfig)
+        if hint is None:
+            self._drop(key, value, "" if _is_off(value) else "there is nothing like it")
+        elif value is None:
+            self._drop(key, value, "")
+        else:
+            try:
+                check_type(value, hint, path=key)
+            except ValueError as error:
+                self._drop(key, value, str(error))
+            else:
+                self._set(key, key, value)
+
+    def _set_cluster(self) -> None:
+        cluster = self._source.get("cluster", {})
+        gpus, nodes = cluster.get("gpus_per_node", 1), cluster.get("num_nodes", 1)
+        colocated = self._source["policy"].get("generation") or {}
+        colocated = colocated.get("colocated") or {}
+        resources = colocated.get("resources") or {}
+        if not colocated.get("enabled", True):
+            # There they are a part of the cluster, here besides it.
+            if resources.get("num_nodes"):
+                nodes -= resources["num_nodes"]
+            elif resources.get("gpus_per_node"):
+                gpus -= resources["gpus_per_node"]
+        self.settings["cluster.bundle_ct_per_node_list"] = [max(gpus, 1)] * max(nodes, 1)
+        self.settings["cluster.num_gpus_per_node"] = cluster.get("gpus_per_node", 8)
+        self._note("cluster", f"-> cluster.bundle_ct_per_node_list={[gpus] * max(nodes, 1)}")
+
+    def _set_data(self) -> None:
+        data = self._source.get("data", {})
+        train = _dataset(data, "train")
+        name = train.get("data_path") or train.get("train_data_path") or train.get("dataset_name")
+        if name in _DATASETS:
+            path, split, columns = _DATASETS[name]
+            self.settings |= {"data.path": path, "data.split": split, "data.columns": columns}
+            self._note("data", f"-> data.path={path}, data.split, data.columns")
+        elif name is None:
+            self._note("data", f"{_LOST}it names no data: set data.path")
+        else:
+            self.settings["data.path"] = str(name)
+            is_own = "data_path" in train or "train_data_path" in train
+            columns = {"prompt": train.get("input_key"), "answer": train.get("output_key")}
+            known = {ours: theirs for ours, theirs in columns.items() if theirs}
+            if known:
+                self.settings["data.columns"] = known
+            self._note(
+                "data",
+                f"-> data.path={name}"
+                if is_own
+                else f"{_LOST}{name!r} is a name of NeMo RL's: set data.path and data.columns",
+            )
+        validation = _dataset(data, "validation")
+        heldout = validation.get("data_path") or data.get("val_data_path")
+        if heldout:
+            self.settings["data.heldout_path"] = str(heldout)
+            self._note("data.validation", f"-> data.heldout_path={heldout}")
+        for key in ("prompt_file", "system_prompt_file"):
+            if train.get(key):
+                self._note(f"data.{key}", f"{_LOST}a prompt is what the data has")
+
+    def _leave_room(self) -> None:
+        """Let a prompt have room beside its completion, which there share a limit."""
+        new = self.settings.get("policy.generation.max_new_tokens")
+        total = self.settings.get("policy.max_total_sequence_length")
+        if new is not None and total is not None and new >= total:
+            self.settings["policy.generation.max_new_tokens"] = max(1, total // 2)
+            self._note(
+                "policy.generation.max_new_tokens",
+                f"{_LOST}{new} leaves a prompt no room in the {total} tokens of both, and the half "
+                "takes its place",
+            )
+
+    def _set(self, key: str, name: str, value: Any) -> None:
+        if value is None and name != "loss.dual_clip":
+            self._drop(key, value, "")
+            return
+        self.settings[name] = value
+        self._note(key, "kept" if name == key else f"-> {name}")
+
+    def _drop(self, key: str, value: Any, reason: str) -> None:
+        self._note(key, f"{_LOST}{value!r}: {reason}" if reason else f"{_ALREADY}not needed")
+
+    def _note(self, key: str, text: str) -> None:
+        self.fates.append(Fate(key, text))
+
+
+def _is_off(value: Any) -> bool:
+    """Return whether a value is what an unknown key most likely has where it does nothing."""
+    if value is True:
+        return False
+    return value in (None, False, 0, 1, {}, [], "", "none")
+
+
+def _dataset(data: Mapping[str, Any], part: str) -> Settings:
+    """Return the settings of training or validation data, whichever way they are written."""
+    section = data.get(part)
+    if isinstance(section, list):
+        section = section[0] if section else {}
+    own = section if isinstance(section, Mapping) else {}
+    shared = data.get("default") or {}
+    flat = {key: value for key, value in data.items() if not isinstance(value, Mapping | list)}
+    return {**flat, **shared, **own}
+
+
+def _hint_of(parts: list[str], typed_dict: type) -> Any:
+    """Return the type of a key below a TypedDict; None where there is no such key."""
+    hint: Any = get_type_hints(typed_dict, include_extras=True).get(parts[0])
+    if hint is None or len(parts) == 1:
+        return hint
+    for member in _members(hint):
+        if is_typeddict(member):
+            return _hint_of(parts[1:], member)
+        if get_origin(member) is dict:
+            return get_args(member)[1]
+    return None
+
+
+def _members(hint: Any) -> Iterator[Any]:
+    """Yield a type, or those that it is composed of."""
+    if isinstance(hint, type) or get_origin(hint) in (dict, list):
+        yield hint
+        return
+    for argument in get_args(hint):
+        yield from _members(argument)
