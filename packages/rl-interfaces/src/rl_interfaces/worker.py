@@ -285,7 +285,8 @@ class SplitTrainingWorker(Protocol):
         """Add the gradients of a loss to those that are pending; `data` is this rank's shard.
 
         The loss is a sum divided by the count of its `loss_type`, which is the same for all calls
-        before an `optimizer_step`.
+        before an `optimizer_step`. A worker may call it once more with other counts, to
+        check that.
 
         Args:
             data: This rank's rows; ranks may hold different numbers of rows.
