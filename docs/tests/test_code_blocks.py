@@ -64,6 +64,7 @@ SLOW_PAGES = {
     "docs/pages/how-to/checkpoints.md",
     "docs/pages/how-to/data.md",
     "docs/pages/how-to/megatron.md",
+    "docs/pages/how-to/own-loop.md",
     "docs/pages/how-to/own-model.md",
     "docs/pages/how-to/own-reward.md",
     "docs/pages/how-to/python.md",

@@ -6,8 +6,16 @@ import threading
 
 import torch
 import torch.distributed as dist
-from plain_policy_worker import CapableWorker, load_model, reward_of
-from rl_interfaces import LossInput, ParallelLayout, Residency, ResidencyError, ResidencyState
+from plain_policy_worker import CapableWorker, PlainWorker, load_model, reward_of
+from rl_interfaces import (
+    LossInput,
+    LossType,
+    ParallelLayout,
+    Residency,
+    ResidencyError,
+    ResidencyState,
+)
+from torch import nn
 
 OFF = 1.01
 """What a wrong number is wrong by."""
@@ -386,6 +394,119 @@ class HidingSkippedSteps(CapableWorker):
         return result
 
 
+class WeighingSequencesByTokens(CapableWorker):
+    def forward_backward(self, data, loss_fn, mbs=None):
+        result = super().forward_backward(data, loss_fn, mbs)
+        if loss_fn.loss_type is LossType.SEQUENCE_LEVEL:
+            tokens = (data["token_mask"][:, 1:] * data["sample_mask"][:, None]).sum()
+            gradients, loss_type, count = self.sums
+            self.sums = ([each * tokens for each in gradients], loss_type, count * tokens)
+        return result
+
+
+class AveragingCalls(CapableWorker):
+    calls = 0
+
+    def forward_backward(self, data, loss_fn, mbs=None):
+        earlier, self.sums = self.sums, None
+        result = super().forward_backward(data, loss_fn, mbs)
+        gradients, loss_type, count = self.sums
+        gradients = [each / count for each in gradients]
+        if earlier is not None:
+            gradients = [one + two for one, two in zip(gradients, earlier[0], strict=True)]
+        self.sums = (gradients, loss_type, 1 if earlier is None else earlier[2] + 1)
+        return result
+
+
+class ClippingBeforeTheDivision(CapableWorker):
+    def optimizer_step(self):
+        gradients, loss_type, count = self.sums
+        for parameter, gradient in zip(self.trained(), gradients, strict=True):
+            parameter.grad = gradient.clone()
+        nn.utils.clip_grad_norm_(self.trained(), self.config["max_grad_norm"])
+        self.sums = ([each.grad * count for each in self.trained()], loss_type, count)
+        return super().optimizer_step()
+
+
+class ReportingAnotherLoss(CapableWorker):
+    def forward_backward(self, data, loss_fn, mbs=None):
+        result = super().forward_backward(data, loss_fn, mbs)
+        return result | {"global_loss": result["global_loss"] * OFF}
+
+
+class SteppingInEveryCall(CapableWorker):
+    def forward_backward(self, data, loss_fn, mbs=None):
+        result = super().forward_backward(data, loss_fn, mbs)
+        with torch.no_grad():
+            self.model.head.bias.add_(1e-3)
+        return result
+
+
+class LosingGradientsInSaves(CapableWorker):
+    def save_checkpoint(self, *paths, **options):
+        super().save_checkpoint(*paths, **options)
+        self.sums = None
+
+
+class LosingGradientsInEvaluations(CapableWorker):
+    def train(self, data, loss_fn, eval_mode=False, gbs=None, mbs=None):
+        self.sums = None
+        return super().train(data, loss_fn, eval_mode, gbs, mbs)
+
+
+class LoadingOverGradients(CapableWorker):
+    def load_checkpoint(self, weights_path, optimizer_path=None):
+        PlainWorker.load_checkpoint(self, weights_path, optimizer_path)
+
+
+class OffloadingGradients(CapableWorker):
+    def offload_before_refit(self):
+        PlainWorker.offload_before_refit(self)
+
+
+class KeepingGradientsOfZeroGrad(CapableWorker):
+    def zero_grad(self):
+        kept = self.residency.has_gradients
+        super().zero_grad()
+        if kept and self.sums is None:
+            self.model.head.bias.grad = torch.ones_like(self.model.head.bias)
+
+
+class SteppingWithoutGradients(CapableWorker):
+    def optimizer_step(self):
+        if self.sums is None:
+            return {"grad_norm": 0.0, "stepped": False, "lr": 0.0}
+        return super().optimizer_step()
+
+
+class IgnoringLossesOfAnotherType(CapableWorker):
+    def forward_backward(self, data, loss_fn, mbs=None):
+        if self.sums is not None and self.sums[1] is not loss_fn.loss_type:
+            return None
+        return super().forward_backward(data, loss_fn, mbs)
+
+
+class SteppingWithInfinity(CapableWorker):
+    def optimizer_step(self):
+        result = super().optimizer_step()
+        if not result["stepped"]:
+            with torch.no_grad():
+                self.model.head.bias.add_(float("nan"))
+        return result
+
+
+class SchedulingByCalls(CapableWorker):
+    def forward_backward(self, data, loss_fn, mbs=None):
+        self.num_calls += has_schedule(self.config)
+        return super().forward_backward(data, loss_fn, mbs)
+
+
+class MisreportingItsRate(CapableWorker):
+    def optimizer_step(self):
+        result = super().optimizer_step()
+        return result | {"lr": result["lr"] * OFF}
+
+
 class DrawingForTheReference(CapableWorker):
     def get_reference_policy_logprobs(self, data, micro_batch_size=None):
         torch.rand(1)
@@ -598,6 +719,14 @@ BROKEN_WORKERS = {
     "masked_tokens_do_not_count": GuessingTheTokenMask,
     "evaluating_needs_no_optimizer": EvaluatingByItsOptimizer,
     "a_step_that_is_not_finite_changes_nothing": TakingEveryStep,
+    "split_calls_add_up_to_one_step": WeighingSequencesByTokens,
+    "a_split_call_reports_its_own_rows": ReportingAnotherLoss,
+    "pending_gradients_outlast_other_calls": LosingGradientsInSaves,
+    "pending_gradients_are_not_lost_unseen": LoadingOverGradients,
+    "a_split_step_needs_gradients": SteppingWithoutGradients,
+    "losses_of_two_types_do_not_add_up": IgnoringLossesOfAnotherType,
+    "a_split_step_that_is_not_finite_changes_nothing": SteppingWithInfinity,
+    "a_schedule_goes_on_by_split_steps": SchedulingByCalls,
     "scoring_and_sampling_leave_no_trace": DrawingForTheReference,
     "evaluating_leaves_no_trace": DrawingInEvaluation,
     "batches_are_not_written_into": WritingIntoItsBatch,
@@ -622,6 +751,13 @@ BROKEN_IN_PART = [
     ("every_global_batch_is_a_step", IgnoringItsConfiguredSize),
     ("a_loss_may_be_of_sequences", CountingMaskedSequences),
     ("a_step_that_is_not_finite_changes_nothing", HidingSkippedSteps),
+    ("split_calls_add_up_to_one_step", AveragingCalls),
+    ("split_calls_add_up_to_one_step", ClippingBeforeTheDivision),
+    ("a_split_call_reports_its_own_rows", SteppingInEveryCall),
+    ("pending_gradients_outlast_other_calls", LosingGradientsInEvaluations),
+    ("pending_gradients_are_not_lost_unseen", OffloadingGradients),
+    ("pending_gradients_are_not_lost_unseen", KeepingGradientsOfZeroGrad),
+    ("a_schedule_goes_on_by_split_steps", MisreportingItsRate),
     ("batches_are_not_written_into", ScoringIntoItsBatch),
     ("a_state_allows_what_the_table_allows", SavingNothingWhenOffloaded),
     ("a_state_allows_what_the_table_allows", RefusingToLoadWhenOffloaded),

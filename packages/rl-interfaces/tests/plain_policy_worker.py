@@ -9,6 +9,7 @@ import torch
 from rl_interfaces import (
     CONTRACT_VERSION,
     LossInput,
+    LossType,
     ParallelLayout,
     Residency,
     resolve_policy_config,
@@ -305,6 +306,69 @@ class PlainWorker:
 
 class CapableWorker(PlainWorker):
     """The same with every optional capability."""
+
+    # Apart from `train`, so that a worker that breaks the one keeps the rules of the other.
+
+    sums = None
+    """The sum of the gradients, the loss type and the counts of sequences and tokens."""
+
+    def forward_backward(self, data, loss_fn, mbs=None):
+        self.residency.require("forward_backward")
+        self.check(data, keys=("sample_mask", "token_mask"))
+        if self.sums is not None and self.sums[1] is not loss_fn.loss_type:
+            raise ValueError(f"{type(loss_fn).__name__} has another loss_type")
+        tokens = (data["token_mask"][:, 1:] * data["sample_mask"][:, None]).sum().clamp(min=1)
+        sequences = data["sample_mask"].sum().clamp(min=1)
+        count = tokens if loss_fn.loss_type is LossType.TOKEN_LEVEL else sequences
+        loss, metrics = loss_fn(self.logprobs(self.model, data), data, sequences, tokens)
+        gradients = torch.autograd.grad(loss * count, self.trained())
+        if self.sums is not None:
+            gradients = [one + two for one, two in zip(gradients, self.sums[0], strict=True)]
+            count = count + self.sums[2]
+        self.sums = (gradients, loss_fn.loss_type, count)
+        self.residency.has_gradients = True
+        return {
+            "global_loss": loss.detach()[None],
+            "grad_norm": None,
+            "rank": self.rank,
+            "all_mb_metrics": {name: [value] for name, value in metrics.items()},
+        }
+
+    def optimizer_step(self):
+        self.residency.require("optimizer_step")
+        self.follow_schedule()
+        for parameter, gradient in zip(self.trained(), self.sums[0], strict=True):
+            parameter.grad = gradient / self.sums[2]
+        norm = nn.utils.clip_grad_norm_(self.trained(), self.config["max_grad_norm"])
+        stepped = bool(norm.isfinite())
+        if stepped:
+            self.optimizer.step()
+        lr = self.optimizer.param_groups[0]["lr"]
+        self.optimizer.zero_grad()
+        self.zero_grad()
+        return {"grad_norm": float(norm), "stepped": stepped, "lr": lr}
+
+    def zero_grad(self):
+        self.sums, self.residency.has_gradients = None, False
+
+    def trained(self):
+        return [each for each in self.model.parameters() if each.requires_grad]
+
+    def prepare_for_lp_inference(self):
+        self.residency.require("prepare_for_lp_inference")
+        super().prepare_for_lp_inference()
+
+    def offload_before_refit(self):
+        self.residency.require("offload_before_refit")
+        super().offload_before_refit()
+
+    def offload_after_refit(self):
+        self.residency.require("offload_after_refit")
+        super().offload_after_refit()
+
+    def load_checkpoint(self, weights_path, optimizer_path=None):
+        self.residency.require("load_checkpoint")
+        super().load_checkpoint(weights_path, optimizer_path)
 
     @torch.no_grad()
     def get_topk_logits(self, data, k, micro_batch_size=None):

@@ -14,6 +14,8 @@ ON_DEVICE = {"training", "inference", "refitting"}
 ALLOWED = {
     "train": {"training"},
     "train(eval_mode=True)": {"training", "inference"},
+    "forward_backward": {"training"},
+    "load_checkpoint": set(STATES),
     "get_logprobs": ON_DEVICE,
     "get_reference_policy_logprobs": ON_DEVICE,
     "generate": ON_DEVICE,
@@ -73,3 +75,27 @@ def test_the_way_out_that_an_error_names_leads_out(state, call):
 
 def test_the_states_are_those_of_the_table():
     assert [state.value for state in ResidencyState] == STATES
+
+
+LOSE_GRADIENTS = {"train", "load_checkpoint", *LEADS_TO} - {"prepare_for_training"}
+
+
+@pytest.mark.parametrize("call", [*ALLOWED, *LEADS_TO])
+def test_what_would_lose_pending_gradients_is_refused(call):
+    residency = residency_in("training")
+    residency.has_gradients = True
+    if call in LOSE_GRADIENTS:
+        with pytest.raises(ResidencyError, match=rf"^{call} is not .*call optimizer_step\(\) or"):
+            residency.require(call)
+    else:
+        residency.require(call)
+    residency.has_gradients = False
+    residency.require(call)
+
+
+def test_an_optimizer_step_needs_gradients():
+    residency = residency_in("training")
+    with pytest.raises(ResidencyError, match=r"needs gradients: call forward_backward\(\) first"):
+        residency.require("optimizer_step")
+    residency.has_gradients = True
+    residency.require("optimizer_step")

@@ -107,8 +107,18 @@ class NonFiniteLoss(LogprobLoss):
         return loss * torch.tensor(float("inf")), metrics
 
 
+class SequenceLoss(LogprobLoss):
+    """The mean over sequences of their summed negative log-likelihoods."""
+
+    loss_type = LossType.SEQUENCE_LEVEL
+
+    def __call__(self, next_token_logits, data, global_valid_seqs, global_valid_toks):
+        return _masked_mean(next_token_logits[:, 1:], data, global_valid_seqs)
+
+
 LOSSES = {
     "nll": LogprobLoss,
+    "sequence": SequenceLoss,
     "logits": LogitLoss,
     "sharded": ShardedLoss,
     "gathering": GatheringLoss,

@@ -2,6 +2,7 @@
 
 import tempfile
 from concurrent.futures import ThreadPoolExecutor
+from itertools import pairwise
 
 import pytest
 import ray
@@ -11,7 +12,7 @@ from rl_batched_data import BatchedDataDict
 from rl_interfaces import LossInput, LossType, ResidencyError
 from rl_interfaces.backend.runtime import ReservedPort
 from rl_policy import Policy, RayVirtualCluster
-from rl_policy.losses import NLLLoss
+from rl_policy.losses import ClippedPGLoss, NLLLoss
 from rl_refit import PoisonedError, RefitError, RefitInProgress, RefitReceiver
 from rl_refit.compat.broadcast import BroadcastGroup
 from rl_refit.compat.handles import rebuild
@@ -344,6 +345,78 @@ def test_pairs_of_rows_train_as_on_one_rank(cluster, model_path, tokenizer, plai
     torch.testing.assert_close(result["grad_norm"], norms, **LOSS_TOLERANCE)
     torch.testing.assert_close(trained, plain_logprobs(model, data), **LOGPROB_TOLERANCE)
     assert sum(result["all_mb_metrics"]["num_valid_samples"]) == data.size
+
+
+# Calls of 1, 4 and 2 rows: on two ranks, one of them has none in the first.
+SPLIT_LENGTHS, SPLIT_EDGES = [9, 2, 5, 7, 3, 8, 4], (0, 1, 5, 7)
+
+
+def in_calls(policy, data, loss_fn, edges=SPLIT_EDGES):
+    """Return the losses of a call per chunk of rows, and the step."""
+    chunks = [data.slice(start, end) for start, end in pairwise(edges)]
+    losses = [float(policy.forward_backward(chunk, loss_fn)["loss"]) for chunk in chunks]
+    return losses, policy.optimizer_step()
+
+
+def sequence_loss():
+    return ClippedPGLoss(loss_type=LossType.SEQUENCE_LEVEL, kl_coef=0.1)
+
+
+@pytest.mark.parametrize("make_loss", [NLLLoss, sequence_loss])
+def test_calls_and_a_step_equal_one_call_of_train(policy, tmp_path, make_loss):
+    data = batch(SPLIT_LENGTHS)
+    data["sample_mask"][2] = 0
+    data["prev_logprobs"] = policy.get_logprobs(data)["logprobs"] - 0.1
+    data["reference_logprobs"] = policy.get_reference_policy_logprobs(data)["reference_logprobs"]
+    data["advantages"] = torch.randn(data["input_ids"].shape, generator=torch.manual_seed(1))
+    policy.save_checkpoint(tmp_path / "weights")
+    at_once = policy.train(data, make_loss(), gbs=8)
+    expected = parameters(policy)
+    policy.load_checkpoint(tmp_path / "weights")
+    losses, step = in_calls(policy, data, make_loss())
+    assert step["grad_norm"] == pytest.approx(float(at_once["grad_norm"]), rel=1e-6)
+    assert (step["stepped"], step["lr"]) == (True, 0.1)
+    assert min(losses) < float(at_once["loss"]) < max(losses)
+    for name, parameter in parameters(policy).items():
+        torch.testing.assert_close(parameter, expected[name], rtol=0, atol=1e-6, msg=name)
+    policy.load_checkpoint(tmp_path / "weights")
+
+
+def test_pending_gradients_outlast_what_comes_between_and_are_not_lost(policy, tmp_path):
+    data = batch(SPLIT_LENGTHS)
+    policy.save_checkpoint(tmp_path / "weights")
+    expected = in_calls(policy, data, NLLLoss(), (0, 7))[1]["grad_norm"]
+    policy.load_checkpoint(tmp_path / "weights")
+    with pytest.raises(ResidencyError, match=r"call forward_backward\(\) first"):
+        policy.optimizer_step()
+    result = policy.forward_backward(data, NLLLoss())
+    assert (result["grad_norm"], result["loss"].shape) == (None, (1,))
+    assert sum(result["all_mb_metrics"]["num_valid_samples"]) == data.size
+    assert "lr" not in result["all_mb_metrics"]
+    policy.generate(batch([3, 2], width=3))
+    policy.train(data, NLLLoss(), eval_mode=True)
+    policy.save_checkpoint(tmp_path / "between")
+    for call in (
+        lambda: policy.train(data, NLLLoss()),
+        lambda: policy.load_checkpoint(tmp_path / "weights"),
+        policy.offload_before_refit,
+        policy.offload_after_refit,
+        policy.prepare_for_lp_inference,
+    ):
+        with pytest.raises(ResidencyError, match=r"optimizer_step\(\) or zero_grad\(\) first"):
+            call()
+    with pytest.raises(ValueError, match="loss_type=SEQUENCE_LEVEL"):
+        policy.forward_backward(data, ClippedPGLoss(loss_type=LossType.SEQUENCE_LEVEL))
+    assert policy.optimizer_step()["grad_norm"] == pytest.approx(expected, rel=1e-6)
+    with pytest.raises(ResidencyError, match=r"call forward_backward\(\) first"):
+        policy.optimizer_step()
+    policy.forward_backward(data, NLLLoss())
+    policy.zero_grad()
+    policy.offload_before_refit()
+    with pytest.raises(ResidencyError, match=r"prepare_for_training\(\) first"):
+        policy.forward_backward(data, NLLLoss())
+    policy.prepare_for_training()
+    policy.load_checkpoint(tmp_path / "weights")
 
 
 PLANNED_LENGTHS = [9, 2, 5, 7, 1, 8, 3]

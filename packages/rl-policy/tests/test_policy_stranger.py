@@ -183,6 +183,13 @@ def test_what_the_backend_cannot_do_is_named(policy):
         policy.score(data)
     with pytest.raises(NotImplementedError, match="does not train adapters"):
         policy.save_adapters("adapters")
+    for call in (
+        lambda: policy.forward_backward(data, NLLLoss()),
+        policy.optimizer_step,
+        policy.zero_grad,
+    ):
+        with pytest.raises(NotImplementedError, match=r"does not train in separate calls: .*lacks"):
+            call()
 
 
 def test_completions_come_back_in_order_and_padded(policy):

@@ -60,7 +60,9 @@ class PlainEngine:
     def run(self, step: Step, score: Callable[..., Scored]) -> list[Scored]:
         return [score(batch, output) for batch, output in self.outputs(step)]
 
-    def run_backward(self, step: Step, loss: Callable[..., Any]) -> list[Scored]:
+    def run_backward(
+        self, step: Step, loss: Callable[..., Any], *, accumulate: bool = False
+    ) -> list[Scored]:
         found = []
         for batch, output in self.outputs(step):
             value, scored = loss(batch, output)

@@ -180,8 +180,10 @@ class DTensorEngine:
         """See `Engine.run`."""
         return [score(batch, self._output(batch)) for batch in step.micro_batches(self._device)]
 
-    def run_backward(self, step: Step, loss: LossOfOutput) -> list[Scored]:
-        """See `Engine.run_backward`."""
+    def run_backward(
+        self, step: Step, loss: LossOfOutput, *, accumulate: bool = False
+    ) -> list[Scored]:
+        """See `Engine.run_backward`; each backward pass reduces and adds its gradients."""
         assert self.optimizer is not None, "the residency state has an optimizer"
         found: list[Scored] = []
         last = len(step.spans) - 1

@@ -133,13 +133,15 @@ class DTensorOptimizer:
         """The rate of the next step."""
         return self.state.optimizer.param_groups[0]["lr"]
 
-    def step(self, *, discard: bool) -> OptimizerStep:
+    def step(self, *, discard: bool, divisor: float = 1.0) -> OptimizerStep:
         """See `EngineOptimizer.step`."""
         trained = [p for p in self._model.parameters() if p.requires_grad]
         if self._group is not None:
             sum_gradients(trained, group=self._group)
         parameters = [p for p in trained if p.grad is not None]
         self.scaler.unscale(parameters)
+        if divisor != 1.0 and (gradients := _local_gradients(parameters)):
+            _divide(gradients, divisor)
         norm = total_grad_norm(p.grad for p in parameters if p.grad is not None)
         finite = bool(torch.isfinite(norm))
         stepped = finite and not discard
@@ -153,8 +155,12 @@ class DTensorOptimizer:
                 max(self.scaler.scale / 2, 1.0),
             )
         self.scaler.update(finite=finite)
-        self.state.optimizer.zero_grad(set_to_none=True)
+        self.clear_gradients()
         return OptimizerStep(grad_norm=norm, stepped=stepped)
+
+    def clear_gradients(self) -> None:
+        """See `EngineOptimizer.clear_gradients`."""
+        self.state.optimizer.zero_grad(set_to_none=True)
 
     def advance_schedule(self) -> None:
         """See `EngineOptimizer.advance_schedule`."""

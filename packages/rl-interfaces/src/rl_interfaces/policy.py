@@ -16,6 +16,7 @@ if TYPE_CHECKING:
     from rl_interfaces.generation import GenerationDatumSpec
     from rl_interfaces.loss import LossFunction
     from rl_interfaces.weights import DeviceHandles, RefitInfo
+    from rl_interfaces.worker import OptimizerStepOutputSpec
 
 
 class LogprobOutputSpec(TypedDict):
@@ -190,6 +191,37 @@ class ColocatablePolicyInterface(PolicyInterface):
     @abstractmethod
     def broadcast_weights_for_collective(self) -> list[ray.ObjectRef[None]]:
         """Broadcast every tensor over the group; returns futures without waiting for them."""
+
+
+@runtime_checkable
+class SplitTrainingPolicy(Protocol):
+    """Optional: a policy whose `train` is also available as separate calls.
+
+    See `SplitTrainingWorker` for what the calls add up to and what is refused between them.
+    """
+
+    def forward_backward(
+        self, data: BatchedDataDict, loss_fn: LossFunction, mbs: int | None = None
+    ) -> TrainOutputSpec:
+        """Add the gradients of a loss to those that are pending.
+
+        Args:
+            data: See `PolicyInterface.train`; any number of rows.
+            loss_fn: See `LossFunction`.
+            mbs: Samples per forward per rank, for this call.
+
+        Returns:
+            Like `train` in eval mode: the loss over the rows of this call, `[1]`, and its metrics.
+        """
+        ...
+
+    def optimizer_step(self) -> OptimizerStepOutputSpec:
+        """Step with the pending gradients and clear them."""
+        ...
+
+    def zero_grad(self) -> None:
+        """Drop the pending gradients, if there are any."""
+        ...
 
 
 @runtime_checkable

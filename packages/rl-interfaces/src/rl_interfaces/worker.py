@@ -67,6 +67,20 @@ class WorkerTrainOutputSpec(TypedDict):
     skipped steps, from data-parallel rank 0 only, and absent in eval mode."""
 
 
+class OptimizerStepOutputSpec(TypedDict):
+    """What `optimizer_step` did, the same on every rank.
+
+    Example: {"grad_norm": 1.31, "stepped": True, "lr": 1e-3}
+    """
+
+    grad_norm: float
+    """The 2-norm before clipping, of the gradients of the mean over all calls."""
+    stepped: bool
+    """False if the gradients were not finite or no sample was valid: no parameter has changed."""
+    lr: float
+    """The learning rate of the step."""
+
+
 class GpuInfo(TypedDict):
     """Rank, device and memory figures of a worker's process. Memory is in MiB, 0 on the CPU."""
 
@@ -245,6 +259,62 @@ class RowScoringWorker(Protocol):
         self, data: BatchedDataDict, micro_batch_size: int | None = None
     ) -> BatchedDataDict[ScoreOutputSpec]:
         """Return the scores of this rank's rows."""
+        ...
+
+
+@runtime_checkable
+class SplitTrainingWorker(Protocol):
+    """Optional: a worker whose `train` is also available as separate calls.
+
+    Any number of `forward_backward` calls and one `optimizer_step` do what one `train` does with
+    the rows of all of them as a single global batch: gradients are divided by the counts of all
+    calls together, then clipped. Between the calls the worker scores, generates, evaluates and
+    saves; a checkpoint does not hold the pending gradients. `train`, `load_checkpoint` and the
+    moves that leave `training` raise `ResidencyError` while gradients are pending. A call that
+    fails in the middle of a forward or backward pass drops them.
+
+    Example, three valid tokens of loss 1, 2 and 3, and then one of loss 6:
+        forward_backward(three)["global_loss"] = [2.0]
+        forward_backward(one)["global_loss"]   = [6.0]
+        optimizer_step() steps along the gradient of the mean, (1 + 2 + 3 + 6) / 4 = 3.0
+    """
+
+    def forward_backward(
+        self, data: BatchedDataDict, loss_fn: LossFunction, mbs: int | None = None
+    ) -> WorkerTrainOutputSpec:
+        """Add the gradients of a loss to those that are pending; `data` is this rank's shard.
+
+        The loss is a sum divided by the count of its `loss_type`, which is the same for all calls
+        before an `optimizer_step`. A worker may call it once more with other counts, to
+        check that.
+
+        Args:
+            data: This rank's rows; ranks may hold different numbers of rows.
+            loss_fn: See `LossFunction`.
+            mbs: Samples per forward on this rank, for this call.
+
+        Returns:
+            Like `train` in eval mode: the loss over the rows of this call, `[1]`, and its metrics.
+
+        Raises:
+            ValueError: The loss has another `loss_type` than that of the pending gradients, or is
+                not a sum divided by the count of its `loss_type`.
+        """
+        ...
+
+    def optimizer_step(self) -> OptimizerStepOutputSpec:
+        """Step with the pending gradients and clear them; the schedule advances once.
+
+        Gradients that are not finite, if only of one call, change neither weights nor optimizer
+        state: the step is skipped, and a warning logged.
+
+        Raises:
+            ResidencyError: No gradients are pending.
+        """
+        ...
+
+    def zero_grad(self) -> None:
+        """Drop the pending gradients, if there are any."""
         ...
 
 

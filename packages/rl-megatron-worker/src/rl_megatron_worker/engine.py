@@ -154,11 +154,14 @@ class MegatronEngine:
         self._free_memory(level=1)
         return found
 
-    def run_backward(self, step: Step, loss: LossOfOutput) -> list[Scored]:
+    def run_backward(
+        self, step: Step, loss: LossOfOutput, *, accumulate: bool = False
+    ) -> list[Scored]:
         """See `Engine.run_backward`; the gradients of an earlier step are cleared first.
 
-        They are cleared here, not only after a step: a pass that failed has left the gradient
-        buckets in the middle of an accumulation.
+        With `accumulate`, only those from before the first such call are. They are cleared here,
+        not only after a step: a pass that failed has left the gradient buckets in the middle of an
+        accumulation.
         """
         assert self.optimizer is not None, "the engine was built without an optimizer"
 
@@ -168,9 +171,14 @@ class MegatronEngine:
             return loss(layout.micro_batch, self._output(layout, hidden))
 
         layouts = self._lay_out(step)
-        num_tokens = self._num_tokens(layouts) if self.optimizer.balances_experts else 1
-        self.optimizer.begin_step(num_tokens)
-        found = self._schedule.run_backward(layouts, on_last_stage)
+        if accumulate:
+            assert not self.optimizer.balances_experts, "EngineInfo.lacks has refused the call"
+            with self.optimizer.accumulating():
+                found = self._schedule.run_backward(layouts, on_last_stage)
+        else:
+            num_tokens = self._num_tokens(layouts) if self.optimizer.balances_experts else 1
+            self.optimizer.begin_step(num_tokens)
+            found = self._schedule.run_backward(layouts, on_last_stage)
         self._free_memory(level=1)
         return found
 
@@ -279,7 +287,18 @@ class MegatronEngine:
             max_sequence_length=self._architecture.max_sequence_length,
             # Megatron-core's layers run over packed rows here, whatever the plan of the batch.
             packing=Concatenation(always=True, sequence_multiple=multiple, total_multiple=multiple),
+            lacks=self._lacks(),
         )
+
+    def _lacks(self) -> dict[str, str]:
+        weight = self._config.model.moe_options["moe_aux_loss_coeff"]
+        if not weight:
+            return {}
+        reason = (
+            f"policy.megatron_cfg.moe_aux_loss_coeff={weight} adds a loss that is divided by the "
+            "tokens of the whole step, which are not known before optimizer_step; use train, or 0.0"
+        )
+        return {"forward_backward": reason}
 
     def _build_model(self) -> None:
         config, optimizer = self._config, self._config.optimizer

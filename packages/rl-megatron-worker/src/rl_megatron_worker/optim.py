@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import contextmanager
 from functools import partial
 from typing import TYPE_CHECKING, Any, cast
 
@@ -20,7 +21,7 @@ from rl_interfaces.backend.engine import OptimizerStep
 from rl_interfaces.backend.host_memory import OffloadBuffers
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Sequence
+    from collections.abc import Generator, Iterator, Sequence
 
     from megatron.core.distributed import DistributedDataParallel
     from megatron.core.optimizer.grad_scaler import DynamicGradScaler
@@ -35,8 +36,9 @@ if TYPE_CHECKING:
 class Trainer:
     """The optimizer and the scheduler of this rank.
 
-    A step is `begin_step`, the backward passes, and `step`. Learning rate and weight decay change
-    with `advance_schedule`, once per `train` call.
+    A step is `begin_step`, the backward passes, and `step`; or backward passes in `accumulating`,
+    any number of times, and `step`. Learning rate and weight decay change with `advance_schedule`,
+    once per `train` or `optimizer_step` call.
 
     Args:
         chunks: The model on this rank with loaded weights: 16-bit ones get float32 copies.
@@ -75,6 +77,7 @@ class Trainer:
                     part.init_state_fn = _init_momentum
             self.scheduler = _scheduler(self.optimizer, optimizer, scheduler)
         # Of each, for the float32 copies of the weights and for its state.
+        self._is_accumulating = False
         self._offload_buffers = [(OffloadBuffers(), OffloadBuffers()) for _ in self._optimizers()]
         self._set_gradient_hooks(config)
 
@@ -101,15 +104,52 @@ class Trainer:
         self._config.moe_aux_loss_coeff = weight / max(num_tokens, 1)
         self.clear_gradients()
 
+    @contextmanager
+    def accumulating(self) -> Generator[None, None, None]:
+        """Add the gradients of the passes inside to those of earlier ones; `step` reduces the sum.
+
+        Megatron-core reduces in place: reduced gradients that took part in another reduction would
+        be counted once per rank.
+        """
+        if not self._is_accumulating:
+            # A pass that failed has left the gradient buckets in the middle of an accumulation.
+            self.clear_gradients()
+            self._is_accumulating = True
+        config = self._config
+        finalize, no_sync = config.finalize_model_grads_func, config.no_sync_func
+        config.finalize_model_grads_func, config.no_sync_func = None, None
+        # Until the next `clear_gradients`: no pass starts a reduction.
+        _AccumulateOnly(self.chunks).enter()
+        try:
+            yield
+        finally:
+            config.finalize_model_grads_func, config.no_sync_func = finalize, no_sync
+
+    def _reduce_accumulated(self) -> None:
+        """Reduce the gradients of the passes in `accumulating`. Collective."""
+        self._is_accumulating = False
+        with self._runtime.scope():
+            for chunk in self.chunks:
+                if chunk.ddp_config.overlap_grad_reduce:
+                    # No backward pass has started it.
+                    chunk.start_grad_sync()
+            _finalize_gradients(list(self.chunks))
+
     def clear_gradients(self) -> None:
         """Set all gradients to zero, and reset the state of their reduction."""
+        self._is_accumulating = False
         with self._runtime.scope():
             for chunk in self.chunks:
                 chunk.zero_grad_buffer()
             self.optimizer.zero_grad()
 
-    def step(self, *, discard: bool = False) -> OptimizerStep:
+    def step(self, *, discard: bool = False, divisor: float = 1.0) -> OptimizerStep:
         """Step if the gradients are finite, see `EngineOptimizer.step`. Collective."""
+        if self._is_accumulating:
+            self._reduce_accumulated()
+        if divisor != 1.0:
+            for chunk in self.chunks:
+                chunk.scale_gradients(1.0 / divisor)
         norm, finite = self.gradient_norm()
         stepped = finite and not discard
         if stepped:
@@ -159,7 +199,7 @@ class Trainer:
             self.optimizer.step_with_ready_grads()
 
     def advance_schedule(self) -> None:
-        """Step the scheduler at the end of a `train` call. Collective.
+        """Step the scheduler at the end of a `train` or `optimizer_step` call. Collective.
 
         With `overlap_param_gather` the next forward would gather the updated parameters; they are
         gathered here, as scoring, saving and weight sending may read them first.
@@ -293,8 +333,12 @@ class _AccumulateOnly:
             for group in chunk.bucket_groups + chunk.expert_parallel_bucket_groups
         ]
 
-    def __enter__(self) -> None:
+    def enter(self) -> None:
+        """Start to accumulate."""
         self._set_last(False)
+
+    def __enter__(self) -> None:
+        self.enter()
 
     def __exit__(self, *_: object) -> None:
         self._set_last(True)

@@ -125,25 +125,30 @@ class Dispatcher:
         Raises:
             ValueError: Names the key, the row and the numbers.
         """
-        if self._train_budget is not None:
-            self._train_budget.refuse_size("mbs", mbs)
-        rows_per_group = getattr(loss_fn, "rows_per_group", 1)
-        size = self._checked_batch_size(gbs, mbs, rows_per_group=rows_per_group)
-        check_training_batch(
-            data,
-            pad_token_id=self._pad_token_id,
-            needs_token_mask=loss_fn.loss_type is LossType.TOKEN_LEVEL,
-        )
-        self._check_extent(data)
-        if data.size % rows_per_group:
-            raise ValueError(
-                f"the batch has {data.size} rows, not a multiple of "
-                f"rows_per_group={rows_per_group} of {type(loss_fn).__name__}"
-            )
+        rows_per_group = _group_size(loss_fn)
+        size = self._checked_batch_size(gbs, rows_per_group=rows_per_group)
+        self._check_training(data, loss_fn, mbs=mbs)
         plans, _ = self._plan(
             data, self._train_budget, batch_size=size, rows_per_group=rows_per_group
         )
         return plans, size
+
+    def plan_backward(
+        self, data: BatchedDataDict, loss_fn: LossFunction, *, mbs: int | None = None
+    ) -> list[ShardPlan]:
+        """Return the plan of each data-parallel rank's shard, with all rows in one global batch.
+
+        Args:
+            data: See `plan_training`.
+            loss_fn: The loss.
+            mbs: Samples per forward per rank. None: `policy.train_micro_batch_size`.
+
+        Raises:
+            ValueError: Names the key, the row and the numbers.
+        """
+        self._check_training(data, loss_fn, mbs=mbs)
+        plans, _ = self._plan(data, self._train_budget, rows_per_group=_group_size(loss_fn))
+        return plans
 
     def plan_scoring(
         self, data: BatchedDataDict, *, micro_batch_size: int | None = None
@@ -217,10 +222,8 @@ class Dispatcher:
             raise ValueError(f"{budget.key}: {error}") from error
         return plans, [*chain.from_iterable(plan.rows for plan in plans)]
 
-    def _checked_batch_size(self, gbs: int | None, mbs: int | None, *, rows_per_group: int) -> int:
-        """Return the rows of a global batch; raise if it or a micro-batch would split a group."""
-        if rows_per_group < 1:
-            raise ValueError(f"rows_per_group={rows_per_group} of the loss must be positive")
+    def _checked_batch_size(self, gbs: int | None, *, rows_per_group: int) -> int:
+        """Return the rows of a global batch; raise if it would split a group."""
         name, size = _chosen("gbs", gbs, "policy.train_global_batch_size", self._global_batch_size)
         if size < 1:
             raise ValueError(f"{name}={size} must be positive")
@@ -230,7 +233,16 @@ class Dispatcher:
             raise ValueError(
                 f"{name}={size} is not a multiple of data_parallel={self._data_parallel}{groups}"
             )
-        if self._train_budget is None:
+        return size
+
+    def _check_training(
+        self, data: BatchedDataDict, loss_fn: LossFunction, *, mbs: int | None
+    ) -> None:
+        """Raise unless the loss can be taken over the rows, in micro-batches of full groups."""
+        rows_per_group = _group_size(loss_fn)
+        if self._train_budget is not None:
+            self._train_budget.refuse_size("mbs", mbs)
+        else:
             mbs_name, rows = _chosen(
                 "mbs", mbs, "policy.train_micro_batch_size", self._micro_batch_size
             )
@@ -239,7 +251,17 @@ class Dispatcher:
                     f"{mbs_name}={rows} is not a multiple of rows_per_group={rows_per_group}: the "
                     "loss needs the rows of a group in one micro-batch"
                 )
-        return size
+        check_training_batch(
+            data,
+            pad_token_id=self._pad_token_id,
+            needs_token_mask=loss_fn.loss_type is LossType.TOKEN_LEVEL,
+        )
+        self._check_extent(data)
+        if data.size % rows_per_group:
+            raise ValueError(
+                f"the batch has {data.size} rows, not a multiple of "
+                f"rows_per_group={rows_per_group} of {type(loss_fn).__name__}"
+            )
 
     def _check_extent(self, data: BatchedDataDict) -> None:
         if data.size == 0:
@@ -317,6 +339,14 @@ def merge_train_results(results: Sequence[WorkerTrainOutputSpec]) -> TrainOutput
         "grad_norm": None if grad_norm is None else _float32(grad_norm),
         "all_mb_metrics": metrics,
     }
+
+
+def _group_size(loss_fn: LossFunction) -> int:
+    """Return the `rows_per_group` of a loss; raise if it is not positive."""
+    rows_per_group: int = getattr(loss_fn, "rows_per_group", 1)
+    if rows_per_group < 1:
+        raise ValueError(f"rows_per_group={rows_per_group} of the loss must be positive")
+    return rows_per_group
 
 
 def _chosen(argument: str, given: int | None, key: str, configured: int) -> tuple[str, int]:

@@ -21,6 +21,7 @@ from rl_interfaces import (
     Residency,
     ResidencyState,
     RowScoringWorker,
+    SplitTrainingWorker,
     TopkLogitsWorker,
     resolve_policy_config,
 )
@@ -42,6 +43,7 @@ if TYPE_CHECKING:
         GpuInfo,
         LogprobOutputSpec,
         LossFunction,
+        OptimizerStepOutputSpec,
         PolicyConfig,
         ReferenceLogprobOutputSpec,
         RefitInfo,
@@ -176,6 +178,75 @@ class Policy(ColocatablePolicyInterface, GenerationInterface):
             "train", data, plans, loss_fn=loss_fn, eval_mode=eval_mode, gbs=size, mbs=mbs
         )
         return merge_train_results(results)
+
+    # Training by separate calls
+
+    def forward_backward(
+        self, data: BatchedDataDict, loss_fn: LossFunction, mbs: int | None = None
+    ) -> TrainOutputSpec:
+        """Add the gradients of a loss over all rows of `data` to those that are pending.
+
+        Any number of these calls and one `optimizer_step` do what one `train` does with all of
+        their rows as a single global batch, see `rl_interfaces.SplitTrainingWorker`. Between them
+        the policy scores, generates, evaluates, sends weights and saves; `train`,
+        `load_checkpoint` and the moves that leave `training` raise `ResidencyError`.
+
+        Example:
+            policy.forward_backward(first, NLLLoss())["loss"]  -> tensor([2.31])
+            policy.forward_backward(second, NLLLoss())["loss"] -> tensor([2.27])
+            policy.optimizer_step()  -> {"grad_norm": 1.2, "stepped": True, "lr": 0.001}
+
+        Args:
+            data: See `PolicyInterface.train`. Any number of rows, or of groups of rows if the loss
+                has `rows_per_group`.
+            loss_fn: A sum divided by the count of its `loss_type`, which all calls before a step
+                share; it is pickled to the ranks.
+            mbs: Samples per forward per rank, instead of `policy.train_micro_batch_size`.
+
+        Returns:
+            Like `train` in eval mode: the loss over the rows of this call, `[1]`, and its metrics.
+
+        Raises:
+            NotImplementedError: The backend trains in `train` alone.
+            ValueError: The batch lacks a key, sizes do not divide, or the loss cannot be added.
+            ResidencyError: The policy is not in a state to train.
+        """
+        self._require_split_training("forward_backward")
+        self._residency.require("forward_backward")
+        plans = self._dispatcher.plan_backward(data, loss_fn, mbs=mbs)
+        results = self._group.run_sharded("forward_backward", data, plans, loss_fn=loss_fn, mbs=mbs)
+        self._residency.has_gradients = True
+        return merge_train_results(results)
+
+    def optimizer_step(self) -> OptimizerStepOutputSpec:
+        """Step with the pending gradients and clear them; the schedule advances once.
+
+        Gradients that are not finite change nothing: `stepped` is False then.
+
+        Raises:
+            NotImplementedError: The backend trains in `train` alone.
+            ResidencyError: No gradients are pending.
+        """
+        self._require_split_training("optimizer_step")
+        self._residency.require("optimizer_step")
+        # First: if ranks have dropped them after a failure, they say so, and there are none.
+        self._residency.has_gradients = False
+        return self._group.run_all("optimizer_step")[0]
+
+    def zero_grad(self) -> None:
+        """Drop the pending gradients of `forward_backward`, if there are any.
+
+        Raises:
+            NotImplementedError: The backend trains in `train` alone.
+        """
+        self._require_split_training("zero_grad")
+        self._group.run_all("zero_grad")
+        self._residency.has_gradients = False
+
+    def _require_split_training(self, call: str) -> None:
+        self._backend.require(SplitTrainingWorker, lack="train in separate calls")
+        if not self._has_optimizer:
+            raise ValueError(f"{call}() needs an optimizer, and init_optimizer was False")
 
     # Scoring
 
@@ -317,6 +388,7 @@ class Policy(ColocatablePolicyInterface, GenerationInterface):
         self._move("offload_after_refit")
 
     def _move(self, call: str) -> None:
+        self._residency.require(call)
         self._group.run_all(call)
         self._residency.enter(call)
 
@@ -353,7 +425,9 @@ class Policy(ColocatablePolicyInterface, GenerationInterface):
 
         Raises:
             ValueError: A path does not exist, or `optimizer_path` is given without an optimizer.
+            ResidencyError: Gradients of `forward_backward` are pending.
         """
+        self._residency.require("load_checkpoint")
         self._require_optimizer_for(optimizer_path)
         self._group.run_all(
             "load_checkpoint",

@@ -105,19 +105,25 @@ class ReplicatedOptimizer:
         """The rate of the next step."""
         return self.state.optimizer.param_groups[0]["lr"]
 
-    def step(self, *, discard: bool) -> OptimizerStep:
+    def step(self, *, discard: bool, divisor: float = 1.0) -> OptimizerStep:
         """See `EngineOptimizer.step`."""
         for parameter in self._parameters:
             if parameter.grad is None:
                 # Unused on this rank's rows, but the other ranks take part in the all-reduce.
                 parameter.grad = torch.zeros_like(parameter)
             dist.all_reduce(parameter.grad, group=self._group)
+            if divisor != 1.0:
+                parameter.grad.div_(divisor)
         norm = torch.nn.utils.clip_grad_norm_(self._parameters, self._max_norm)
         stepped = bool(norm.isfinite()) and not discard
         if stepped:
             self.state.optimizer.step()
-        self.state.optimizer.zero_grad(set_to_none=True)
+        self.clear_gradients()
         return OptimizerStep(grad_norm=norm.float(), stepped=stepped)
+
+    def clear_gradients(self) -> None:
+        """See `EngineOptimizer.clear_gradients`."""
+        self.state.optimizer.zero_grad(set_to_none=True)
 
     def advance_schedule(self) -> None:
         """See `EngineOptimizer.advance_schedule`."""

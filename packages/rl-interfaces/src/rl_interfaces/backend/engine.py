@@ -128,16 +128,21 @@ class EngineOptimizer(Protocol):
         """The rate of the next step."""
         ...
 
-    def step(self, *, discard: bool) -> OptimizerStep:
+    def step(self, *, discard: bool, divisor: float = 1.0) -> OptimizerStep:
         """Clip, step if the gradients are finite, and clear them. Collective.
 
         Args:
             discard: Compute the norm and clear the gradients, without a step.
+            divisor: Divides the gradients, before their norm is computed.
         """
         ...
 
+    def clear_gradients(self) -> None:
+        """Drop all gradients; the loss scale stays as it is."""
+        ...
+
     def advance_schedule(self) -> None:
-        """Step the learning-rate schedule; called once per `train` call."""
+        """Step the learning-rate schedule; called once per `train` or `optimizer_step` call."""
         ...
 
 
@@ -208,10 +213,17 @@ class Engine(Protocol):
         """
         ...
 
-    def run_backward(self, step: Step, loss: LossOfOutput) -> list[Scored]:
+    def run_backward(
+        self, step: Step, loss: LossOfOutput, *, accumulate: bool = False
+    ) -> list[Scored]:
         """Like `run`, and accumulate the gradients of the sum of all losses.
 
-        `loss` returns a micro-batch's share of the loss, 0-d, already divided by the global count.
+        Args:
+            step: The micro-batches.
+            loss: Returns a micro-batch's share of the loss, 0-d, already divided by a count.
+            accumulate: Whether calls may precede this one or follow it before the optimizer steps:
+                the gradients are then of the sum over all of them. False: the optimizer steps next,
+                and an engine may reduce gradients during the last backward pass.
         """
         ...
 

@@ -522,6 +522,16 @@ class LossCounts:
             for row, (num_valid_seqs, num_valid_toks) in zip(counts, numbers, strict=True)
         ]
 
+    @classmethod
+    def total(cls, counts: Sequence[LossCounts]) -> LossCounts:
+        """Return the counts of several global batches together."""
+        return cls(
+            valid_seqs=torch.stack([each.valid_seqs for each in counts]).sum(),
+            valid_toks=torch.stack([each.valid_toks for each in counts]).sum(),
+            num_valid_seqs=sum(each.num_valid_seqs for each in counts),
+            num_valid_toks=sum(each.num_valid_toks for each in counts),
+        )
+
     @property
     def divisors(self) -> tuple[torch.Tensor, torch.Tensor]:
         """The counts as a loss divides by them: at least 1, so that an empty batch has loss 0."""

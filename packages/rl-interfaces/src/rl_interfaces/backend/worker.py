@@ -6,7 +6,7 @@ import logging
 import zlib
 from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, cast
 
@@ -14,9 +14,10 @@ import torch
 import torch.distributed as dist
 from rl_batched_data import BatchedDataDict
 
+from rl_interfaces.backend.accumulation import CountProbe, PendingGradients
 from rl_interfaces.backend.checkpoint.checkpointer import Checkpointer, RankRandomState
 from rl_interfaces.backend.checkpoint.hf_files import write_hf_directory
-from rl_interfaces.backend.engine import Engine, ForwardOutput, Scored, Tensors
+from rl_interfaces.backend.engine import Engine, ForwardOutput, OptimizerStep, Scored, Tensors
 from rl_interfaces.backend.generation import (
     SamplingConfig,
     check_room,
@@ -58,7 +59,12 @@ from rl_interfaces.policy import (
 )
 from rl_interfaces.residency import Residency, ResidencyState
 from rl_interfaces.weights import DeviceHandles, RefitInfo
-from rl_interfaces.worker import GpuInfo, ParallelLayout, WorkerTrainOutputSpec
+from rl_interfaces.worker import (
+    GpuInfo,
+    OptimizerStepOutputSpec,
+    ParallelLayout,
+    WorkerTrainOutputSpec,
+)
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -185,6 +191,7 @@ class EngineWorker:
             # Before `weights_path` is loaded: the reference has the weights of `model_name`.
             self._reference = self._engine.keep_reference() if init_reference_model else None
             self._residency = Residency(has_optimizer=self._engine.optimizer is not None)
+            self._pending = PendingGradients()
             self._profiler = Profiler(self._environment, directory=self._settings.profile_dir)
             self._transfer = WeightTransfer(
                 self.weight_source,
@@ -255,17 +262,8 @@ class EngineWorker:
             ResidencyError: The worker is in another state than `training`.
         """
         self._require("train(eval_mode=True)" if eval_mode else "train")
-        check_training_batch(
-            data,
-            pad_token_id=special_token_id(self._tokenizer.pad_token_id),
-            needs_token_mask=loss_fn.loss_type is LossType.TOKEN_LEVEL,
-        )
-        steps = self._steps(
-            data,
-            local_batch_size=self._rows_per_rank(gbs),
-            given=positive("mbs", mbs),
-            default=self._settings.train_micro_batch_size,
-            rows_per_group=getattr(loss_fn, "rows_per_group", 1),
+        steps = self._training_steps(
+            data, loss_fn, local_batch_size=self._rows_per_rank(gbs), mbs=mbs
         )
         with self._scoring() if eval_mode else self._engine.mode(training=True):
             found = self._run_steps(steps, loss_fn, eval_mode=eval_mode)
@@ -279,6 +277,119 @@ class EngineWorker:
             "all_mb_metrics": dict(found.metrics),
         }
 
+    def forward_backward(
+        self, data: BatchedDataDict, loss_fn: LossFunction, mbs: int | None = None
+    ) -> WorkerTrainOutputSpec:
+        """Add the gradients of a loss to those that are pending; `data` is this rank's shard.
+
+        See `rl_interfaces.SplitTrainingWorker`, and `rl_interfaces.backend.accumulation` for how
+        the calls add up.
+
+        Raises:
+            ValueError: The batch lacks a key, sizes do not divide, or the loss cannot be added.
+            ResidencyError: The worker is in another state than `training`.
+        """
+        self._require("forward_backward")
+        self._pending.check(loss_fn)
+        steps = self._training_steps(data, loss_fn, local_batch_size=None, mbs=mbs)
+        with self._dropping_gradients_on_failure(), self._engine.mode(training=True):
+            found = self._accumulate(steps, loss_fn)
+        return {
+            "global_loss": found.losses,
+            "grad_norm": None,
+            "rank": self._environment.rank,
+            "all_mb_metrics": dict(found.metrics),
+        }
+
+    def optimizer_step(self) -> OptimizerStepOutputSpec:
+        """Step with the pending gradients and clear them; the schedule advances once.
+
+        Raises:
+            ResidencyError: No gradients are pending.
+        """
+        self._residency.require("optimizer_step")
+        optimizer, pending = self._engine.optimizer, self._pending
+        assert optimizer is not None, "gradients are pending"
+        learning_rate = optimizer.learning_rate
+        with self._dropping_gradients_on_failure(), self._engine.mode(training=True):
+            step = optimizer.step(discard=pending.is_empty, divisor=pending.divisor)
+            _warn_if_skipped(step, num_valid=pending.num_valid)
+            optimizer.advance_schedule()
+        self._forget_gradients()
+        return {
+            "grad_norm": float(step.grad_norm),
+            "stepped": step.stepped,
+            "lr": learning_rate,
+        }
+
+    def zero_grad(self) -> None:
+        """Drop the pending gradients of `forward_backward`, if there are any."""
+        if self._residency.has_gradients and self._engine.optimizer is not None:
+            self._engine.optimizer.clear_gradients()
+        self._forget_gradients()
+
+    def _training_steps(
+        self,
+        data: BatchedDataDict,
+        loss_fn: LossFunction,
+        *,
+        local_batch_size: int | None,
+        mbs: int | None,
+    ) -> list[Step]:
+        check_training_batch(
+            data,
+            pad_token_id=special_token_id(self._tokenizer.pad_token_id),
+            needs_token_mask=loss_fn.loss_type is LossType.TOKEN_LEVEL,
+        )
+        return self._steps(
+            data,
+            local_batch_size=local_batch_size,
+            given=positive("mbs", mbs),
+            default=self._settings.train_micro_batch_size,
+            rows_per_group=getattr(loss_fn, "rows_per_group", 1),
+        )
+
+    def _accumulate(self, steps: Sequence[Step], loss_fn: LossFunction) -> TrainNumbers:
+        """Run the backward passes of one `forward_backward` call."""
+        engine, report = self._engine, TrainReport()
+        info = engine.info
+        counts = LossCounts.total(LossCounts.of(steps, group=info.data_group, device=info.device))
+        self._residency.has_gradients = True
+        weight = self._pending.add(counts, loss_fn)
+        probe = CountProbe(loss_fn, counts)
+        loss = self._loss_of(loss_fn, counts, is_step=False, weight=weight, probe=probe)
+        found = [
+            each for step in steps for each in engine.run_backward(step, loss, accumulate=True)
+        ]
+        total = torch.stack([each.tensors["loss"].float() for each in found]).sum()
+        # Of the first micro-batch: the ranks read it with the loss, and raise together.
+        totals = torch.stack([total, found[0].tensors["differs"]]).to(info.device)
+        dist.all_reduce(totals, group=info.data_group)
+        report.losses = list(totals)
+        report.metrics = [each.metrics for each in found if each.metrics]
+        numbers = report.read()
+        if numbers.losses[1]:
+            raise ValueError(probe.refusal)
+        return replace(numbers, losses=numbers.losses[:1])
+
+    @contextmanager
+    def _dropping_gradients_on_failure(self) -> Generator[None, None, None]:
+        """Run the body; if it raises, drop pending gradients, as an engine's `mode` may have."""
+        try:
+            yield
+        except BaseException:
+            if self._residency.has_gradients:
+                logger.warning(
+                    "The pending gradients of %d forward_backward calls are dropped",
+                    self._pending.num_calls,
+                )
+                self.zero_grad()
+            raise
+
+    def _forget_gradients(self) -> None:
+        self._residency.has_gradients = False
+        self._pending.clear()
+
     def _run_steps(
         self, steps: Sequence[Step], loss_fn: LossFunction, *, eval_mode: bool
     ) -> TrainNumbers:
@@ -286,7 +397,7 @@ class EngineWorker:
         info = engine.info
         all_counts = LossCounts.of(steps, group=info.data_group, device=info.device)
         for step, counts in zip(steps, all_counts, strict=True):
-            loss = self._loss_of(loss_fn, counts, eval_mode=eval_mode)
+            loss = self._loss_of(loss_fn, counts, is_step=not eval_mode)
             if eval_mode:
                 found = engine.run(step, lambda batch, output: loss(batch, output)[1])  # noqa: B023
             else:
@@ -307,8 +418,23 @@ class EngineWorker:
         return numbers
 
     def _loss_of(
-        self, loss_fn: LossFunction, counts: LossCounts, *, eval_mode: bool
+        self,
+        loss_fn: LossFunction,
+        counts: LossCounts,
+        *,
+        is_step: bool,
+        weight: float = 1.0,
+        probe: CountProbe | None = None,
     ) -> Callable[[MicroBatch, ForwardOutput], tuple[torch.Tensor, Scored]]:
+        """Return the loss of a micro-batch for the engine, with the numbers that are reported.
+
+        Args:
+            loss_fn: The caller's loss.
+            counts: The counts that it divides by.
+            is_step: Whether an optimizer step follows, whose learning rate is reported.
+            weight: Multiplies what is differentiated, and not what is reported.
+            probe: Tries the first micro-batch, whose result then has `differs`.
+        """
         takes_logprobs = getattr(loss_fn, "input_type", LossInput.LOGITS) is LossInput.LOGPROBS
         reason = self._engine.info.lacks.get("logprobs")
         if takes_logprobs and reason is not None:
@@ -318,35 +444,30 @@ class EngineWorker:
             "global_valid_seqs": counts.num_valid_seqs,
             "global_valid_toks": counts.num_valid_toks,
         }
-        if not eval_mode and self._engine.optimizer is not None:
+        if is_step and self._engine.optimizer is not None:
             reported["lr"] = self._engine.optimizer.learning_rate
 
         def loss(batch: MicroBatch, output: ForwardOutput) -> tuple[torch.Tensor, Scored]:
             inputs = output.logprobs() if takes_logprobs else output.logits(sharded=sharded)
+            # Before the loss itself, whose graph then is not in memory yet.
+            half = None if probe is None else probe.half(inputs, batch.rows)
             value, metrics = loss_fn(inputs, batch.rows, *counts.divisors)
             numbers = {name: _metric(name, each) for name, each in metrics.items()}
             # A copy: Megatron's pipeline schedule scales the loss in place.
-            scored = Scored(
-                tensors={"loss": value.detach().clone()}, metrics={**numbers, **reported}
-            )
-            return value, scored
+            tensors = {"loss": value.detach().clone()}
+            if probe is not None and half is not None:
+                tensors["differs"] = probe.differs(half, value)
+            scored = Scored(tensors=tensors, metrics={**numbers, **reported})
+            return value if weight == 1.0 else value * weight, scored
 
         return loss
 
     def _optimizer_step(self, counts: LossCounts, report: TrainReport) -> bool:
         assert self._engine.optimizer is not None, "the residency state has an optimizer"
         # An empty batch has zero gradients, but weight decay and momentum would still move weights.
-        is_empty = counts.is_empty
-        step = self._engine.optimizer.step(discard=is_empty)
+        step = self._engine.optimizer.step(discard=counts.is_empty)
         report.grad_norms.append(step.grad_norm)
-        if is_empty:
-            logger.warning(
-                "The global batch has %g valid samples and %g valid tokens: the step is skipped",
-                counts.num_valid_seqs,
-                counts.num_valid_toks,
-            )
-        elif not step.stepped:
-            logger.warning("The gradient norm is %s: the step is skipped", float(step.grad_norm))
+        _warn_if_skipped(step, num_valid=(counts.num_valid_seqs, counts.num_valid_toks))
         return step.stepped
 
     # Scoring
@@ -476,11 +597,13 @@ class EngineWorker:
 
     def offload_after_refit(self) -> None:
         """Move everything to the CPU and release exported handles."""
+        self._residency.require("offload_after_refit")
         # Exported handles keep tensors on the device alive, and would outlast the offload.
         self._transfer.drop_handles()
         self._move(ResidencyState.OFFLOADED, "offload_after_refit")
 
     def _move(self, state: ResidencyState, call: str) -> None:
+        self._residency.require(call)
         self._engine.place(state)
         self._residency.enter(call)
 
@@ -514,13 +637,15 @@ class EngineWorker:
     def load_checkpoint(self, weights_path: str, optimizer_path: str | None = None) -> None:
         """Load what `save_checkpoint` wrote, under any parallel layout.
 
-        The saved learning rates and schedule replace those of the config, which must name the same
+        Not while gradients of `forward_backward` are pending. The saved learning rates and schedule
+        replace those of the config, which must name the same
         optimizer and scheduler classes.
 
         Raises:
             ValueError: A directory is not a complete checkpoint of this model, the two are of
                 different saves, there is no optimizer, or the classes differ.
         """
+        self._residency.require("load_checkpoint")
         self._require_optimizer(optimizer_path, to="load")
         random_state = self._checkpointer.load(
             weights_path, optimizer_path, self._random_state_of_rank()
@@ -692,7 +817,8 @@ class EngineWorker:
         device = self._engine.info.device
         devices = [device] if device.type == "cuda" else []
         mode: AbstractContextManager[None] = self._engine.mode(training=False)
-        with mode, torch.no_grad(), torch.random.fork_rng(devices=devices):
+        dropping = self._dropping_gradients_on_failure()
+        with dropping, mode, torch.no_grad(), torch.random.fork_rng(devices=devices):
             yield
 
     def _steps(
@@ -744,6 +870,22 @@ def _require_disjoint(tokenizer_path: str, others: set[str | None]) -> None:
                 f"tokenizer_path={tokenizer_path!r} is inside {other!r}, which the background save "
                 "replaces when it is complete: use a separate directory"
             )
+
+
+def _warn_if_skipped(step: OptimizerStep, *, num_valid: tuple[float, float]) -> None:
+    """Log why a step was skipped.
+
+    Args:
+        step: The outcome.
+        num_valid: The valid samples and tokens of its global batch.
+    """
+    if 0 in num_valid:
+        logger.warning(
+            "The global batch has %g valid samples and %g valid tokens: the step is skipped",
+            *num_valid,
+        )
+    elif not step.stepped:
+        logger.warning("The gradient norm is %s: the step is skipped", float(step.grad_norm))
 
 
 def _metric(name: str, value: float | torch.Tensor) -> float | torch.Tensor:

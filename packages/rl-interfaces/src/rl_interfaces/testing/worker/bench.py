@@ -229,13 +229,14 @@ class WorkerBench:
         *,
         loss_type: LossType = LossType.TOKEN_LEVEL,
         learning_rate: Callable[[int], float] | None = None,
+        global_batch_size: int | None = None,
     ) -> PlainRun:
         """Return the reference loop's results of `num_calls` calls with `training`."""
         return plain_training(
             self.load_oracle(self.case.config["model_name"]),
             self.training,
             make_optimizer=self.case.make_optimizer,
-            global_batch_size=self.global_batch_size,
+            global_batch_size=global_batch_size or self.global_batch_size,
             max_grad_norm=self.case.config.get("max_grad_norm"),
             num_calls=num_calls,
             temperature=self.case.temperature,

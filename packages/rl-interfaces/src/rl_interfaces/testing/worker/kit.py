@@ -31,7 +31,7 @@ from rl_interfaces.testing.report import (
     rules_of,
     run_rule,
 )
-from rl_interfaces.testing.worker import information, scoring, state, training, weights
+from rl_interfaces.testing.worker import information, scoring, split, state, training, weights
 from rl_interfaces.testing.worker.bench import WorkerBench
 
 if TYPE_CHECKING:
@@ -108,7 +108,7 @@ def _one_rank_unless_launched() -> Iterator[None]:
 
 
 # Rules that leave the worker unchanged come first, so that they share one.
-WORKER_RULES: tuple[Rule, ...] = rules_of(information, scoring, weights, training, state)
+WORKER_RULES: tuple[Rule, ...] = rules_of(information, scoring, weights, training, split, state)
 
 
 def check_worker(

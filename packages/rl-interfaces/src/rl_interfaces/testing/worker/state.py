@@ -135,6 +135,14 @@ def _calls(bench: WorkerBench, worker: Worker) -> dict[str, Callable[[], object]
         "train(eval_mode=True)": lambda: bench.train(worker, eval_mode=True),
         **{name: partial(call, mine) for name, call in bench.scoring_calls(worker).items()},
     }
+    if hasattr(worker, "forward_backward"):
+
+        def forward_backward() -> None:
+            worker.forward_backward(bench.share(bench.training), LogprobLoss())
+            # Pending gradients would refuse the moves.
+            worker.zero_grad()
+
+        calls["forward_backward"] = forward_backward
     if hasattr(worker, "prepare_weights_for_ipc"):
         calls["send_weights"] = worker.prepare_weights_for_ipc
     return calls
