@@ -1,10 +1,10 @@
 """Losses over token log-probabilities, and the advantages that the policy gradient weighs them by.
 
 All implement `rl_interfaces.LossFunction`, which describes the arguments of a call, on token
-log-probabilities `[batch, seq]` float32. The loss of a micro-batch is a sum divided by a count over
-the *global* batch, so that the values of all micro-batches and data-parallel ranks add up to the
-loss of the batch. Metrics are normalised the same way: summed, they are means over the global
-batch.
+log-probabilities `[batch, seq]` float32; `PreferenceLoss` alone is on scores `[batch]`. The loss of
+a micro-batch is a sum divided by a count over the *global* batch, so that the values of all
+micro-batches and data-parallel ranks add up to the loss of the batch. Metrics are normalised the
+same way: summed, they are means over the global batch.
 
 Column 0 of every `[batch, seq]` tensor is dropped, as no position predicts the first token.
 """
@@ -19,7 +19,7 @@ import torch
 import torch.nn.functional as F
 from rl_interfaces import LossInput, LossType
 
-__all__ = ["ClippedPGLoss", "DPOLoss", "NLLLoss", "group_relative_advantages"]
+__all__ = ["ClippedPGLoss", "DPOLoss", "NLLLoss", "PreferenceLoss", "group_relative_advantages"]
 
 STD_EPSILON = 1e-6
 """Added to the standard deviation of a group, in units of reward."""
@@ -323,33 +323,106 @@ class DPOLoss:
             "reference_logprobs": "the log-probabilities of the reference model",
         }
         _require_keys(data, reasons, loss=type(self).__name__)
-        is_valid = _valid_pairs(data["sample_mask"])
+        is_valid = _valid_pairs(data["sample_mask"], loss=type(self).__name__)
         rewards = self.beta * _log_ratios(next_token_logits[:, 1:], data)
         chosen, rejected = rewards.view(-1, ROWS_PER_PAIR).unbind(dim=1)
         margin = chosen - rejected
         cost = -(1 - self.label_smoothing) * F.logsigmoid(margin)
         if self.label_smoothing:
             cost = cost - self.label_smoothing * F.logsigmoid(-margin)
-        measured = {
-            "reward_margin": margin,
-            "chosen_reward": chosen,
-            "rejected_reward": rejected,
-            "pair_accuracy": (margin > 0).float(),
-        }
-        # Valid rows are counted, chosen and rejected ones.
-        num_pairs = global_valid_seqs / ROWS_PER_PAIR
-        shares = {
-            name: _share_of(values.detach(), is_valid, num_pairs)
-            for name, values in measured.items()
-        }
-        return _share_of(cost, is_valid, num_pairs), _with_samples(shares, data)
+        return _share_of_pairs(cost, chosen, rejected, is_valid, data, global_valid_seqs)
 
 
-def _valid_pairs(sample_mask: torch.Tensor) -> torch.Tensor:
+@dataclass(kw_only=True, slots=True)
+class PreferenceLoss:
+    """The loss of a reward model on preferences (Bradley and Terry 1952; Ouyang et al. 2022).
+
+    Rows are those of `DPOLoss`. With the margin `m = score(chosen) - score(rejected)` a pair costs
+
+        -log sigmoid(m) + center_coef * (score(chosen) + score(rejected)) ** 2
+
+    The second term keeps scores around zero, which their differences leave free (Eisenstein et al.
+    2023).
+
+    The batch holds `sample_mask` `[batch]`, the same for both rows of a pair. The policy has
+    `head: reward`, whose score of each row, `[batch]` float32, is what the loss is called with.
+
+    Example, one pair, scores 2 (chosen) and 0.5 (rejected), `center_coef = 0.01`:
+        -log sigmoid(1.5) + 0.01 * 2.5 ** 2 = 0.2014 + 0.0625 = 0.2639
+
+    Attributes:
+        center_coef: Not negative, per squared unit of score.
+    """
+
+    center_coef: float = 0.0
+    loss_type: LossType = field(default=LossType.SEQUENCE_LEVEL, init=False)
+    input_type: ClassVar[LossInput] = LossInput.LOGITS
+    rows_per_group: ClassVar[int] = ROWS_PER_PAIR
+
+    def __post_init__(self) -> None:
+        """Raise `ValueError`, naming the argument, if a value is out of its range."""
+        if self.center_coef < 0:
+            raise ValueError(f"center_coef={self.center_coef} must not be negative")
+
+    def __call__(
+        self,
+        next_token_logits: torch.Tensor,
+        data: Mapping[str, torch.Tensor],
+        global_valid_seqs: torch.Tensor,
+        global_valid_toks: torch.Tensor,
+    ) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
+        """Return the micro-batch's share of the loss, and its metrics.
+
+        Returns:
+            The 0-d loss per pair, and the metrics of `DPOLoss`, whose rewards are the scores here.
+
+        Raises:
+            ValueError: The batch lacks a column, does not consist of pairs, or has no scores.
+        """
+        name = type(self).__name__
+        _require_keys(data, {"sample_mask": "the valid samples"}, loss=name)
+        is_valid = _valid_pairs(data["sample_mask"], loss=name)
+        if next_token_logits.ndim != 1:
+            raise ValueError(
+                f"{name} needs a score for each row, [batch], and got "
+                f"{tuple(next_token_logits.shape)}: set policy.head='reward'"
+            )
+        chosen, rejected = next_token_logits.view(-1, ROWS_PER_PAIR).unbind(dim=1)
+        cost = -F.logsigmoid(chosen - rejected)
+        if self.center_coef:
+            cost = cost + self.center_coef * (chosen + rejected) ** 2
+        return _share_of_pairs(cost, chosen, rejected, is_valid, data, global_valid_seqs)
+
+
+def _share_of_pairs(
+    cost: torch.Tensor,
+    chosen: torch.Tensor,
+    rejected: torch.Tensor,
+    is_valid: torch.Tensor,
+    data: Mapping[str, torch.Tensor],
+    global_valid_seqs: torch.Tensor,
+) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
+    """Return the loss and the metrics of pairs, `[pairs]` each, as shares of the global batch."""
+    margin = chosen - rejected
+    measured = {
+        "reward_margin": margin,
+        "chosen_reward": chosen,
+        "rejected_reward": rejected,
+        "pair_accuracy": (margin > 0).float(),
+    }
+    # Valid rows are counted, chosen and rejected ones.
+    num_pairs = global_valid_seqs / ROWS_PER_PAIR
+    shares = {
+        name: _share_of(values.detach(), is_valid, num_pairs) for name, values in measured.items()
+    }
+    return _share_of(cost, is_valid, num_pairs), _with_samples(shares, data)
+
+
+def _valid_pairs(sample_mask: torch.Tensor, *, loss: str) -> torch.Tensor:
     """Return `[pairs]` float32, 1 where both rows of a pair are valid."""
     if sample_mask.shape[0] % ROWS_PER_PAIR:
         raise ValueError(
-            f"DPOLoss got {sample_mask.shape[0]} rows, which are no pairs: rows 2 i and 2 i + 1 "
+            f"{loss} got {sample_mask.shape[0]} rows, which are no pairs: rows 2 i and 2 i + 1 "
             "are the chosen and the rejected completion of one prompt"
         )
     chosen, rejected = sample_mask.float().view(-1, ROWS_PER_PAIR).unbind(dim=1)
