@@ -1,4 +1,4 @@
-"""The command line: a command `rl-policy NAME` for each recipe that is installed.
+"""The command line: a command `rl-policy NAME` for each recipe, and those on what runs leave.
 
 Each step of a command imports what it needs, so that `--help` imports neither torch nor Ray.
 """
@@ -15,6 +15,7 @@ import typer
 
 from rl_policy.backends import BackendNotInstalledError
 from rl_policy.recipes import describe_recipe, installed_recipes
+from rl_policy.report.commands import add_commands
 
 if TYPE_CHECKING:
     from rl_policy.config import RunConfig
@@ -60,8 +61,8 @@ Resume = Annotated[
         parser=Path,
         metavar="PATH",
         help="Continue the run of this directory from its newest checkpoint, with its "
-        "configuration; only the number of steps, cluster.restarts and checkpoint.* can be "
-        "overridden.",
+        "configuration; only the number of steps, cluster.restarts, logger and checkpoint.* can "
+        "be overridden.",
         show_default="none",
     ),
 ]
@@ -78,13 +79,15 @@ ShowConfig = Annotated[
 def build_app() -> typer.Typer:
     """Return the command line, with a command for each recipe that is installed."""
     app = typer.Typer(
-        help="Train a language model, on one machine or many. Each command is a recipe.",
+        help="Train a language model, on one machine or many: each command is a recipe, or shows "
+        "what runs have left.",
         no_args_is_help=True,
         add_completion=False,
         pretty_exceptions_enable=False,
     )
     for name in installed_recipes():
         app.command(name, help=describe_recipe(name))(_command_of(name))
+    add_commands(app)
     return app
 
 

@@ -104,6 +104,35 @@ class ProblemEncoder:
             texts.append(text)
         return texts
 
+    def token_texts(self, tokens: Sequence[int]) -> list[str]:
+        """Return the text of each token; a share of a character's bytes is U+FFFD."""
+        return [str(self.tokenizer.decode([each], skip_special_tokens=False)) for each in tokens]
+
+    def truncated_share(
+        self, generated: Mapping[str, torch.Tensor], *, max_new_tokens: int
+    ) -> float:
+        """Return the share of the completions that the limit of tokens has ended.
+
+        Args:
+            generated: `output_ids`, `generation_lengths`, `unpadded_sequence_lengths`.
+            max_new_tokens: The limit.
+        """
+        ends = generated["unpadded_sequence_lengths"].tolist()
+        lengths = generated["generation_lengths"].tolist()
+        rows = generated["output_ids"].tolist()
+        truncated = [
+            length >= max_new_tokens and not self._has_ended(row[end - length : end])
+            for row, end, length in zip(rows, ends, lengths, strict=True)
+        ]
+        return sum(truncated) / len(truncated)
+
+    def _has_ended(self, tokens: list[int]) -> bool:
+        """Return whether a stop token or a stop string is at the end of a completion."""
+        if tokens and tokens[-1] in self._stop_ids:
+            return True
+        text = str(self.tokenizer.decode(tokens)) if self._stop_strings else ""
+        return any(stop in text for stop in self._stop_strings)
+
     def _render(self, prompts: Sequence[str]) -> list[str]:
         """Put each prompt as a user's message through the chat template."""
         messages = [[{"role": "user", "content": prompt}] for prompt in prompts]
