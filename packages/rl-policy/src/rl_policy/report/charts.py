@@ -200,6 +200,6 @@ def _with_layout(figure: Figure, unit: str, *, axis: str = "step") -> Figure:
         xaxis={"title": {"text": axis}, "automargin": True},
         yaxis={"title": {"text": unit}, "automargin": True, "rangemode": "tozero"},
         legend={"orientation": "h", "y": 1.02, "yanchor": "bottom", "x": 0},
-        showlegend=len(figure.data) > 1,
+        showlegend=sum(1 for _ in figure.select_traces()) > 1,
         hovermode="x unified",
     )

@@ -104,7 +104,7 @@ def _with_distinct_names(runs: Sequence[RunData]) -> list[RunData]:
 
 def _plain(charts: Mapping[str, Figure], *, group: str) -> list[dict[str, Any]]:
     return [
-        {"group": group, "title": title, **json.loads(figure.to_json())}
+        {"group": group, "title": title, **json.loads(str(figure.to_json()))}
         for title, figure in charts.items()
     ]
 
