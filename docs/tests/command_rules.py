@@ -32,6 +32,14 @@ def check_run(command: str) -> None:
     assert result.exit_code == 0, f"{command}: {result.output}"
 
 
+def check_verb(command: str) -> None:
+    """Find the command, which refuses a directory that holds no run."""
+    words = shlex.split(command)
+    result = CliRunner().invoke(build_app(), words[words.index("rl-policy") + 1 :])
+    assert result.exit_code == 2, f"{command}: {result.output}"
+    assert "holds no run" in result.stderr, f"{command}: {result.stderr}"
+
+
 def check_nox(command: str) -> None:
     """Find the nox sessions that are named."""
     named = re.findall(r'-s (?:"([^"]+)"|(\S+))', command)
@@ -111,6 +119,11 @@ RULES = [
         r"(uv run )?rl-policy (grpo|sft|dpo)\b(?!.*(--show-config|--out quick|--resume quick))",
         "a run takes minutes, or a GPU",
         check_run,
+    ),
+    Rule(
+        r"(uv run )?rl-policy (report|compare|watch) (?!quick)",
+        "needs a run that took minutes",
+        check_verb,
     ),
     Rule(r"(python -m pip install uv && )?uv run rl-policy", "as above", check_run),
     Rule(r"uv run nox\b|nox\b", "a session takes minutes", check_nox),
