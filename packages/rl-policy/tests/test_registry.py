@@ -81,7 +81,7 @@ def test_a_strangers_section_is_checked_shown_and_resumed_like_ours(register):
     config = override_resumed(load_run_config("echo"), ["echo.steps=9"])
     assert config.section(type(config.echo)).steps == 9
     with pytest.raises(
-        ValueError, match=r"echo\.rows cannot change .* only echo\.steps, cluster\.restarts and"
+        ValueError, match=r"echo\.rows cannot change .* only echo\.steps, cluster\.restarts, logger "
     ):
         override_resumed(config, ["echo.rows=9"])
 
