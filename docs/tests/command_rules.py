@@ -49,6 +49,14 @@ def check_doctor(command: str) -> None:
     assert result.exit_code == 0, f"{command}: {result.output}"
 
 
+def check_verb(command: str) -> None:
+    """Find the command, which refuses a directory that holds no run."""
+    words = shlex.split(command)
+    result = CliRunner().invoke(build_app(), words[words.index("rl-policy") + 1 :])
+    assert result.exit_code == 2, f"{command}: {result.output}"
+    assert "holds no run" in result.stderr, f"{command}: {result.stderr}"
+
+
 def check_nox(command: str) -> None:
     """Find the nox sessions that are named."""
     named = re.findall(r'-s (?:"([^"]+)"|(\S+))', command)
@@ -137,6 +145,11 @@ RULES = [
         check_paths,
     ),
     Rule(r"rl-policy doctor", "this machine may lack something", check_doctor),
+    Rule(
+        r"(uv run )?rl-policy (report|compare|watch) (?!quick)",
+        "needs a run that took minutes",
+        check_verb,
+    ),
     Rule(r"(python -m pip install uv && )?uv run rl-policy", "as above", check_run),
     Rule(r"uv run nox\b|nox\b", "a session takes minutes", check_nox),
     Rule(r"(uv )?pip install\b", "would change the environment of the tests", check_install),

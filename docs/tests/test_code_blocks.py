@@ -68,6 +68,7 @@ SLOW_PAGES = {
     "docs/pages/how-to/own-model.md",
     "docs/pages/how-to/own-reward.md",
     "docs/pages/how-to/python.md",
+    "docs/pages/how-to/report.md",
     "docs/pages/how-to/write-a-backend.md",
     "docs/pages/install.md",
     "docs/pages/troubleshooting.md",

@@ -36,9 +36,10 @@ CONFIG = {
     "grpo": {"steps": 4, "prompts_per_step": 4, "samples_per_prompt": 4, "eval_every": 2},
     "checkpoint": {"every": 2, "keep_last": 2},
 }
-# What a step measures by a clock differs from run to run.
+# What a step measures by a clock, or of memory, differs from run to run.
 PHASES = ("move_s", "generate_s", "reward_s", "logprob_s", "train_s")
-TIMES = {"tokens_per_s", "step_s", *PHASES}
+SPEEDS = ("tokens_per_s", "tokens_per_s_per_device", "tflops_per_s_per_device", "mfu")
+TIMES = {*SPEEDS, "peak_memory_gib", "step_s", *PHASES}
 
 
 def write_workplace(path):

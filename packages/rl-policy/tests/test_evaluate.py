@@ -12,8 +12,6 @@ from recipe_runs import CONFIG, MODULE, measured
 from rl_policy import SFTTrainer
 from rl_policy.cli import with_model_key
 from rl_policy.config import load_run_config
-from rl_policy.data.batches import ProblemEncoder
-from rl_policy.data.tiny_model import build_tokenizer
 from rl_policy.recipes.evaluate import pass_at_k
 from rl_policy.run.export import merge
 from rl_policy.trainers import nest
@@ -129,20 +127,6 @@ def test_what_merge_lacks_is_named(run, tmp_path):
 def test_pass_at_k_of_hand_counted_samples():
     assert pass_at_k(4, 1, k=2) == pytest.approx(0.5)
     assert [pass_at_k(3, 0, k=2), pass_at_k(3, 2, k=2), pass_at_k(1, 1, k=1)] == [0.0, 1.0, 1.0]
-
-
-def test_a_completion_has_ended_by_a_token_or_by_a_text():
-    encoder = ProblemEncoder(build_tokenizer(), stop_strings=["."])
-    texts = ["12", "12<|im_end|>", "1."]
-    rows = encoder.tokenizer([f"1?{text}" for text in texts], padding=True, return_tensors="pt")
-    ends = rows["attention_mask"].sum(1)
-    generated = {
-        "output_ids": rows["input_ids"],
-        "unpadded_sequence_lengths": ends,
-        "generation_lengths": ends - 2,
-    }
-    assert encoder.is_ended(generated).tolist() == [False, True, True]
-    assert encoder.completion_texts(generated) == ["12", "12", "1"]
 
 
 @pytest.mark.parametrize(

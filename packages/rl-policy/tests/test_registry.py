@@ -35,8 +35,8 @@ def register(tmp_path, monkeypatch):
 
 def test_ours_are_registered_like_a_strangers(register):
     register("echo = stranger_recipe:ECHO")
-    assert installed_recipes() == ["dpo", "echo", "eval", "grpo", "sft"]
-    for name in ("dpo", "eval", "grpo", "sft"):
+    assert installed_recipes() == ["dpo", "echo", "eval", "grpo", "rm", "sft"]
+    for name in ("dpo", "eval", "grpo", "rm", "sft"):
         recipe = find_recipe(name)
         assert recipe.name == name == next(iter(recipe.sections))
 
@@ -44,7 +44,7 @@ def test_ours_are_registered_like_a_strangers(register):
 def test_the_command_line_lists_what_is_registered_without_importing_it(register):
     register("echo = stranger_recipe:ECHO", "gone = no_such_package.module:X")
     listed = CliRunner().invoke(build_app(), ["--help"], env={"COLUMNS": "200"}).output
-    for name in ("dpo", "echo", "eval", "grpo", "merge", "sft"):
+    for name in ("dpo", "echo", "eval", "grpo", "merge", "rm", "sft"):
         assert name in listed
     assert "Repeat the prompts" in listed
     assert "Cannot be imported" in listed
@@ -81,7 +81,8 @@ def test_a_strangers_section_is_checked_shown_and_resumed_like_ours(register):
     config = override_resumed(load_run_config("echo"), ["echo.steps=9"])
     assert config.section(type(config.echo)).steps == 9
     with pytest.raises(
-        ValueError, match=r"echo\.rows cannot change .* only echo\.steps, cluster\.restarts and"
+        ValueError,
+        match=r"echo\.rows cannot change .* only echo\.steps, cluster\.restarts, logger ",
     ):
         override_resumed(config, ["echo.rows=9"])
 

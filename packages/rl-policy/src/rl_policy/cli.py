@@ -1,4 +1,4 @@
-"""The command line: a command `rl-policy NAME` for each recipe that is installed.
+"""The command line: a command `rl-policy NAME` for each recipe, and those on what runs leave.
 
 Each step of a command imports what it needs, so that `--help` imports neither torch nor Ray.
 """
@@ -16,6 +16,7 @@ import typer
 
 from rl_policy.backends import BackendNotInstalledError
 from rl_policy.recipes import describe_recipe, installed_recipes
+from rl_policy.report.commands import add_commands
 
 if TYPE_CHECKING:
     from rl_policy.config import RunConfig
@@ -61,8 +62,8 @@ Resume = Annotated[
         parser=Path,
         metavar="PATH",
         help="Continue the run of this directory from its newest checkpoint, with its "
-        "configuration; only the number of steps, cluster.restarts and checkpoint.* can be "
-        "overridden.",
+        "configuration; only the number of steps, cluster.restarts, logger and checkpoint.* can "
+        "be overridden.",
         show_default="none",
     ),
 ]
@@ -79,7 +80,8 @@ ShowConfig = Annotated[
 def build_app() -> typer.Typer:
     """Return the command line, with a command for each recipe that is installed."""
     app = typer.Typer(
-        help="Train a language model, on one machine or many. Commands are recipes, but the last.",
+        help="Train a language model, on one machine or many. Commands are recipes, or are about "
+        "what runs have left and what they need.",
         no_args_is_help=True,
         add_completion=False,
         pretty_exceptions_enable=False,
@@ -89,6 +91,7 @@ def build_app() -> typer.Typer:
     app.command("merge")(merge)
     app.command("convert-config")(convert_config)
     app.command("doctor")(doctor)
+    add_commands(app)
     return app
 
 

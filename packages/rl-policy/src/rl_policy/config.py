@@ -313,6 +313,24 @@ class CheckpointSection(Section):
     """Go on without a checkpoint for which the disk has no room. false: the run ends."""
 
 
+class TrackingSection(Section):
+    """How the trackers of `logger` name a run; their environment variables say where they write."""
+
+    project: str = Field(default="rl-policy", min_length=1)
+    """The project, an experiment in MLflow."""
+    name: str | None = Field(default=None, min_length=1)
+    """The run's name. null: that of its directory."""
+
+
+class ReportSection(Section):
+    """What a run records for `report.html`, and whether it writes it."""
+
+    samples: int = Field(default=8, ge=0, le=2**16)
+    """Completions of each evaluation, and of the training batch before it, in `samples.jsonl`."""
+    at_end: bool = True
+    """Write `report.html` at the end of the run if plotly, of the extra `report`, is installed."""
+
+
 class RunConfig(Section):
     """A run of one recipe: the sections that every run has.
 
@@ -330,6 +348,11 @@ class RunConfig(Section):
     tiny_model: TinyModelSection = TinyModelSection()
     data: DataSection = DataSection()
     checkpoint: CheckpointSection = CheckpointSection()
+    logger: list[str] = ["jsonl"]
+    """Trackers: `tensorboard`, `wandb`, `trackio`, `mlflow`, each an extra of the package. `jsonl`
+    is metrics.jsonl, which is always written, as a resumed run and the report read it."""
+    tracking: TrackingSection = TrackingSection()
+    report: ReportSection = ReportSection()
 
     @field_validator("policy")
     @classmethod
@@ -471,6 +494,17 @@ def new_run_config(recipe: str, given: Mapping[str, object]) -> RunConfig:
     return parse_run_config(_add_defaults(given, find_recipe(recipe)))
 
 
+def default_run_config(recipe: str, *, model_name: str) -> RunConfig:
+    """Return the configuration of a run that sets nothing but its model.
+
+    Args:
+        recipe: The command.
+        model_name: Name or directory of the model, or `builtin`.
+    """
+    given: Settings = {"recipe": recipe, "policy": {"model_name": model_name}}
+    return parse_run_config(_add_defaults(given, find_recipe(recipe)))
+
+
 def parse_run_config(given: Mapping[str, object]) -> RunConfig:
     """Return the checked configuration, with the sections' own defaults for missing keys.
 
@@ -493,8 +527,8 @@ def override_resumed(config: RunConfig, overrides: Sequence[str]) -> RunConfig:
 
     Args:
         config: That of the interrupted run.
-        overrides: `section.key=value`; only the recipe's numbers of steps, `cluster.restarts` and
-            `checkpoint.*`, which leave the steps taken so far valid.
+        overrides: `section.key=value`; only the recipe's numbers of steps, `cluster.restarts`,
+            `logger` and `checkpoint.*`, which leave the steps taken so far valid.
 
     Raises:
         ValueError: Another key, or an invalid value.
@@ -518,7 +552,7 @@ def _override(config: RunConfig, given: Mapping[str, object]) -> RunConfig:
 
 
 def _check_resumed(config: RunConfig, keys: Sequence[str]) -> None:
-    allowed = [*find_recipe(config.recipe).step_keys, "cluster.restarts"]
+    allowed = [*find_recipe(config.recipe).step_keys, "cluster.restarts", "logger"]
     for key in keys:
         if key not in allowed and not key.startswith("checkpoint."):
             raise ValueError(
@@ -578,6 +612,21 @@ def parse_overrides(overrides: Sequence[str]) -> Settings:
         raise ValueError(f"cannot read {given}: {_one_line(error)}") from error
     assert isinstance(content, dict)
     return {str(key): value for key, value in content.items()}
+
+
+def flatten(settings: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
+    """Return nested settings by dotted key, as the command line takes them.
+
+    Example:
+        flatten({"grpo": {"steps": 3}}) -> {"grpo.steps": 3}
+    """
+    flat: dict[str, Any] = {}
+    for key, value in settings.items():
+        if isinstance(value, Mapping) and value:
+            flat |= flatten(value, f"{prefix}{key}.")
+        else:
+            flat[f"{prefix}{key}"] = value
+    return flat
 
 
 def render_run_config(config: RunConfig) -> str:

@@ -595,6 +595,13 @@ class Policy(ColocatablePolicyInterface, GenerationInterface):
         """Return rank, device and memory figures of every rank."""
         return self._group.run_all("get_gpu_info")
 
+    def peak_memory_gib(self) -> float:
+        """Return the most memory in GiB that a rank has had allocated since it started.
+
+        It is that of the rank's device; of its process, where it has no device.
+        """
+        return max(self._group.peak_memory()) / 2**30
+
     def start_gpu_profiling(self) -> None:
         """Open a profiling range on every rank."""
         self._group.run_all("start_gpu_profiling")

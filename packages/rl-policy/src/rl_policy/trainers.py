@@ -15,6 +15,7 @@ import os
 import shutil
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, ClassVar, TypeAlias, TypeVar
 
@@ -41,7 +42,7 @@ from rl_policy.run.directory import (
     write_directory,
 )
 from rl_policy.run.export import export_checkpoint, initial_model
-from rl_policy.run.inputs import check_prompts, prepare_inputs
+from rl_policy.run.inputs import RunInputs, check_prompts, prepare_inputs
 from rl_policy.run.metrics import Row, RunDisplay
 from rl_policy.run.samplers import open_sampler
 from rl_policy.run.session import (
@@ -193,7 +194,11 @@ class RecipeTrainer:
             raise NotImplementedError(f"the recipe {self.recipe!r} measures nothing by itself")
         self._create_directory()
         self._release()
-        with self._session() as session:
+        config = self.config
+        # The samples that the report shows are those of the run's own evaluations.
+        unrecorded = config.report.model_copy(update={"samples": 0})
+        inputs = replace(self._inputs, config=config.model_copy(update={"report": unrecorded}))
+        with self._session(inputs) as session:
             return measure(session, initial_model(session)).row()
 
     def generate(
@@ -267,10 +272,10 @@ class RecipeTrainer:
             self._held.close()
 
     @contextmanager
-    def _session(self) -> Iterator[Session[Any]]:
+    def _session(self, inputs: RunInputs | None = None) -> Iterator[Session[Any]]:
         with open_cluster(self.config) as cluster:
             yield Session(
-                inputs=self._inputs,
+                inputs=inputs or self._inputs,
                 directory=self._directory,
                 cluster=cluster,
                 display=self._display,

@@ -85,20 +85,6 @@ class ProblemEncoder:
         masks = target_masks(rows["input_ids"], prompt_lengths, rows["input_lengths"])
         return BatchedDataDict({**rows, **masks})
 
-    def is_ended(self, generated: Mapping[str, torch.Tensor]) -> torch.Tensor:
-        """Return which completions have ended themselves, `[batch]` bool, by a token or a text.
-
-        Args:
-            generated: `output_ids`, `generation_lengths`, `unpadded_sequence_lengths`.
-        """
-        last = generated["unpadded_sequence_lengths"] - 1
-        tokens = generated["output_ids"].gather(1, last[:, None])[:, 0]
-        by_token = torch.isin(tokens, torch.tensor(sorted(self._stop_ids)))
-        by_text = [
-            any(stop in text for stop in self._stop_strings) for text in self._decoded(generated)
-        ]
-        return by_token | torch.tensor(by_text)
-
     def completion_texts(self, generated: Mapping[str, torch.Tensor]) -> list[str]:
         """Return the text of each completion, without the tokens or the text that end it.
 
@@ -125,6 +111,35 @@ class ProblemEncoder:
             while tokens and tokens[-1] in self._stop_ids:
                 tokens.pop()
             yield str(self.tokenizer.decode(tokens, skip_special_tokens=False))
+
+    def token_texts(self, tokens: Sequence[int]) -> list[str]:
+        """Return the text of each token; a share of a character's bytes is U+FFFD."""
+        return [str(self.tokenizer.decode([each], skip_special_tokens=False)) for each in tokens]
+
+    def truncated_share(
+        self, generated: Mapping[str, torch.Tensor], *, max_new_tokens: int
+    ) -> float:
+        """Return the share of the completions that the limit of tokens has ended.
+
+        Args:
+            generated: `output_ids`, `generation_lengths`, `unpadded_sequence_lengths`.
+            max_new_tokens: The limit.
+        """
+        ends = generated["unpadded_sequence_lengths"].tolist()
+        lengths = generated["generation_lengths"].tolist()
+        rows = generated["output_ids"].tolist()
+        truncated = [
+            length >= max_new_tokens and not self._has_ended(row[end - length : end])
+            for row, end, length in zip(rows, ends, lengths, strict=True)
+        ]
+        return sum(truncated) / len(truncated)
+
+    def _has_ended(self, tokens: list[int]) -> bool:
+        """Return whether a stop token or a stop string is at the end of a completion."""
+        if tokens and tokens[-1] in self._stop_ids:
+            return True
+        text = str(self.tokenizer.decode(tokens)) if self._stop_strings else ""
+        return any(stop in text for stop in self._stop_strings)
 
     def _is_rendered(self, problem: Problem) -> bool:
         """Return whether the chat template renders a prompt."""

@@ -326,6 +326,11 @@ class RayWorkerGroup:
         """Call `method` with the same arguments on every rank; return one result per rank."""
         return self.wait(self.submit_all(method, *args, **kwargs))
 
+    def peak_memory(self) -> list[int]:
+        """Return the most bytes that each rank has had allocated, see `WorkerHost.peak_memory`."""
+        self._refuse_after_end()
+        return self.wait(self._call_hosts("peak_memory"))
+
     def run_sharded(
         self, method: str, data: BatchedDataDict, plans: Sequence[ShardPlan], **kwargs: object
     ) -> list[Any]:

@@ -5,6 +5,9 @@ from __future__ import annotations
 import os
 import pickle
 import re
+import resource
+import sys
+import warnings
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Protocol
@@ -80,8 +83,7 @@ class WorkerHost:
         module, and one that asks for a GPU there fixes `CUDA_VISIBLE_DEVICES` for the process.
         """
         os.environ.update(environment)
-        # Bars of Hugging Face libraries, which several ranks would draw over the driver's own.
-        os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")
+        _keep_off_terminal()
         # torch has read the variable already, when Ray had set it to 1. A list is for nested
         # parallelism, the outermost level first.
         torch.set_num_threads(int(environment["OMP_NUM_THREADS"].split(",")[0]))
@@ -130,6 +132,14 @@ class WorkerHost:
         plan, sources = pickle.loads(places)
         rows = take_rows(plan, sources, blocks)
         return pack_result(self.call(method, keep_result, rows, **kwargs))
+
+    def peak_memory(self) -> int:
+        """Return the most bytes that tensors have had on the GPU; without one, the process."""
+        if torch.cuda.is_available() and torch.cuda.is_initialized():
+            return torch.cuda.max_memory_allocated()
+        # In KiB on Linux, the one system that Ray places ranks on here; in bytes on macOS.
+        unit = 1 if sys.platform == "darwin" else 1024
+        return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit
 
     def shutdown(self) -> None:
         """Shut the worker down, if it was constructed."""
@@ -190,6 +200,24 @@ def rank_environments(
         environment["OMP_NUM_THREADS"] = omp_num_threads or str(share)
         environments.append(environment)
     return environments
+
+
+def _keep_off_terminal() -> None:
+    """Silence what Ray would print over the driver's own bar, once for each rank.
+
+    These are progress bars of Hugging Face libraries, and warnings of libraries to their callers.
+    Who sets the variables has it otherwise.
+    """
+    if "HF_HUB_DISABLE_PROGRESS_BARS" not in os.environ:
+        os.environ["HF_HUB_DISABLE_PROGRESS_BARS"] = "1"
+        # Read when it is imported, which another module may have done.
+        hub = sys.modules.get("huggingface_hub.utils")
+        if hub is not None:
+            hub.disable_progress_bars()
+    if "PYTHONWARNINGS" not in os.environ:
+        # For processes that this one starts, and for itself.
+        os.environ["PYTHONWARNINGS"] = "ignore::FutureWarning"
+        warnings.filterwarnings("ignore", category=FutureWarning)
 
 
 def _num_cores() -> int:

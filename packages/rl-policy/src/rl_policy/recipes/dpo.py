@@ -1,7 +1,7 @@
 """Train a model on preferences with DPO: pairs of a chosen and a rejected completion.
 
 Without arguments, a tiny model is built and trained to prefer correct doublings to ones without the
-carry. The run directory holds metrics.jsonl, TensorBoard events, checkpoints/, and the trained
+carry. The run directory holds metrics.jsonl, checkpoints/, and the trained
 model in final/, which transformers loads.
 
 The algorithm: direct preference optimization (Rafailov et al. 2023). The initial model of a run is

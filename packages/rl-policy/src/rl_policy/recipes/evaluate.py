@@ -122,14 +122,14 @@ def run_eval(session: Session[ProblemInputs], model: str) -> None:
         texts = inputs.encoder.completion_texts(generated)
         rewards = inputs.reward(texts, problems)
     lengths = generated["generation_lengths"]
-    is_cut = lengths == config.policy["generation"]["max_new_tokens"]
+    limit = config.policy["generation"]["max_new_tokens"]
     metrics = EvalMetrics(
         step=0,
         accuracy=sum(reward >= section.solved_at for reward in rewards) / len(rewards),
         reward_mean=sum(rewards) / len(rewards),
         problems=len(problems) // section.samples,
         completion_tokens=float(lengths.float().mean()),
-        truncated=float((is_cut & ~inputs.encoder.is_ended(generated)).float().mean()),
+        truncated=inputs.encoder.truncated_share(generated, max_new_tokens=limit),
         generate_s=watch.of("generate_s"),
         reward_s=watch.of("reward_s"),
         extra={**_pass_rates(rewards, section), **mean_parts(rewards)},

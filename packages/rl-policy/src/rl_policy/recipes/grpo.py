@@ -1,8 +1,8 @@
 """Train a model with GRPO on problems with verifiable answers.
 
 Without arguments, a tiny model is built, warmed up by supervised fine-tuning, and trained to double
-numbers. The run directory holds metrics.jsonl, TensorBoard events, reward.png, checkpoints/, and
-the trained model in final/, which transformers loads.
+numbers. The run directory holds metrics.jsonl, samples.jsonl, checkpoints/, the trained model in
+final/, which transformers loads, and with their extras reward.png and report.html.
 
 The algorithm: group relative policy optimization (Shao et al. 2024).
 """
@@ -42,6 +42,7 @@ from rl_policy.run.evaluation import (
     greedy_accuracy,
     sampler_mismatch,
 )
+from rl_policy.run.flops import DeviceSpeed
 from rl_policy.run.inputs import (
     ProblemInputs,
     check_language_model,
@@ -112,12 +113,26 @@ class GrpoMetrics(StepMetrics):
 
     Attributes:
         reward_mean: Mean reward of the samples; at step 0, of one per held-out problem.
+        reward_std: Standard deviation of the samples' rewards, of all groups together.
+        zero_advantage_share: Share of the prompts whose completions all have one reward, and so no
+            advantage.
+        completion_length_mean: Mean number of tokens of the completions.
+        completion_length_max: The most tokens of a completion.
+        truncated_share: Share of the completions that `max_new_tokens` has ended.
+        staleness: Steps between the weights that sampled and those that are updated first: 0, as
+            each step samples anew.
         accuracy: Fraction of the held-out problems that greedy decoding solves after the step.
         loss: Mean over the optimizer steps.
         grad_norm: Mean over the optimizer steps, before clipping.
         kl: KL against the reference per token, k3 estimator.
         entropy: Of the policy per token in nats, estimated from the sampled tokens.
         tokens_per_s: Tokens of prompts and completions per second of the step.
+        tokens_per_s_per_device: The same for each device of policy and engines.
+        tflops_per_s_per_device: Model TFLOPs of the optimizer steps per second of `train_s` and
+            device of the policy, see `rl_policy.run.flops`.
+        mfu: Model FLOPs utilization: these over the peak of the device; None if no peak is known.
+        peak_memory_gib: The most memory that a rank of the policy has had allocated since the
+            start: of its device, without one of its process.
         step_s: Seconds of the step, without evaluation.
         move_s: Seconds of moving state on and off the devices and of handing them over between
             policy and engines, without the refit.
@@ -129,12 +144,22 @@ class GrpoMetrics(StepMetrics):
     """
 
     reward_mean: float | None = None
+    reward_std: float | None = None
+    zero_advantage_share: float | None = None
+    completion_length_mean: float | None = None
+    completion_length_max: float | None = None
+    truncated_share: float | None = None
+    staleness: float | None = None
     accuracy: float | None = None
     loss: float | None = None
     grad_norm: float | None = None
     kl: float | None = None
     entropy: float | None = None
     tokens_per_s: float | None = None
+    tokens_per_s_per_device: float | None = None
+    tflops_per_s_per_device: float | None = None
+    mfu: float | None = None
+    peak_memory_gib: float | None = None
     step_s: float | None = None
     move_s: float | None = None
     generate_s: float | None = None
@@ -194,7 +219,7 @@ def run_grpo(session: Session[ProblemInputs], model: str) -> None:
         with open_sampler(session, policy, model=model, start=start) as sampler:
             run_loop(
                 session,
-                GrpoTrainer(session, policy, sampler, start=start),
+                GrpoTrainer(session, policy, sampler, start=start, model=model),
                 policy,
                 name="GRPO",
                 num_steps=grpo.steps,
@@ -212,7 +237,7 @@ def measure_grpo(session: Session[ProblemInputs], model: str) -> GrpoMetrics:
         ) as (policy, start),
         open_sampler(session, policy, model=model, start=start) as sampler,
     ):
-        metrics = GrpoTrainer(session, policy, sampler, start=start).measure_start()
+        metrics = GrpoTrainer(session, policy, sampler, model=model, start=start).measure_start()
     return replace(metrics, step=start.step)
 
 
@@ -236,7 +261,8 @@ def warn_of_truncation(generation: Settings) -> None:
     if truncations:
         _LOGGER.warning(
             "%s: completions are sampled from a truncated distribution, whose log-probabilities "
-            "differ from the trainer's; sampler_trainer_ratio in TensorBoard measures by how much",
+            "differ from the trainer's; sampler_trainer_ratio in a tracker of logger measures by "
+            "how much",
             " and ".join(truncations),
         )
 
@@ -247,10 +273,24 @@ def build_loss(section: LossSection) -> ClippedPGLoss:
 
 
 class GrpoTrainer:
-    """The training and evaluation steps of GRPO, see `rl_policy.run.session.Trainer`."""
+    """The training and evaluation steps of GRPO, see `rl_policy.run.session.Trainer`.
+
+    Args:
+        session: The run.
+        policy: What is trained.
+        sampler: What samples.
+        start: The state that the run starts from.
+        model: Name or directory of the model that `policy` started from.
+    """
 
     def __init__(
-        self, session: Session[ProblemInputs], policy: Policy, sampler: Sampler, *, start: RunState
+        self,
+        session: Session[ProblemInputs],
+        policy: Policy,
+        sampler: Sampler,
+        *,
+        start: RunState,
+        model: str,
     ) -> None:
         self.is_done = False
         self._inputs = session.inputs
@@ -261,6 +301,9 @@ class GrpoTrainer:
         self._sampler = sampler
         self._has_engines = session.config.has_engines
         self._max_mismatch = session.config.section(RefitSection).max_mismatch
+        self._max_new_tokens = int(session.config.policy["generation"]["max_new_tokens"])
+        self._samples = session.samples
+        self._speed = DeviceSpeed.of_run(session.config, model=model)
         self._stream = open_stream(
             session.inputs.problems.train,
             weights=session.config.data.weights,
@@ -283,7 +326,7 @@ class GrpoTrainer:
         heldout = self._inputs.problems.heldout
         with self._sampler.after_step(0) as source:
             rewards, generated = complete(source, heldout, inputs=self._inputs)
-            accuracy = greedy_accuracy(source, heldout, inputs=self._inputs)
+            accuracy = self._measure(source, step=0)
             refit = self._sampler.report()
         extra: dict[str, float] = {}
         if self._has_engines:
@@ -312,19 +355,50 @@ class GrpoTrainer:
             with self._policy.keeping_batches():
                 extra |= self._score(batch, watch)
                 trained = self._train(batch, watch)
+        accuracy = None
+        if is_measured or needs_score:
+            self._samples.record(
+                step, "train", problems, generated, rewards, advantages=batch["advantages"][:, 0]
+            )
+            accuracy = self._accuracy(step)
         return GrpoMetrics(
             step=step,
-            reward_mean=float(torch.tensor(rewards).mean()),
-            accuracy=self._accuracy(step) if is_measured or needs_score else None,
+            accuracy=accuracy,
+            staleness=0.0,
+            peak_memory_gib=self._policy.peak_memory_gib(),
+            **self._describe(rewards, generated),
+            **self._speed.measure(
+                batch["input_lengths"],
+                step_s=watch.of("step_s"),
+                train_s=watch.of("train_s"),
+                num_epochs=self._config.epochs_per_step,
+            ),
             loss=trained["loss"],
             grad_norm=trained["grad_norm"],
             kl=trained.get("kl"),
             entropy=trained["entropy"],
-            tokens_per_s=int(batch["input_lengths"].sum()) / watch.of("step_s"),
             extra=extra,
             diagnostics={name: trained[name] for name in _DIAGNOSTICS if name in trained},
             **{name: watch.of(name) for name in _PHASES},
         )
+
+    def _describe(
+        self, rewards: Sequence[float], generated: Mapping[str, torch.Tensor]
+    ) -> dict[str, float]:
+        """Return the columns that describe the completions of a step and their rewards."""
+        values = torch.tensor(rewards, dtype=torch.float64)
+        groups = values.view(-1, self._config.samples_per_prompt)
+        lengths = generated["generation_lengths"].double()
+        return {
+            "reward_mean": float(values.mean()),
+            "reward_std": float(values.std()),
+            "zero_advantage_share": float((groups == groups[:, :1]).all(1).double().mean()),
+            "completion_length_mean": float(lengths.mean()),
+            "completion_length_max": float(lengths.max()),
+            "truncated_share": self._inputs.encoder.truncated_share(
+                generated, max_new_tokens=self._max_new_tokens
+            ),
+        }
 
     @contextmanager
     def _moved_to_sampler(self, step: int, watch: Stopwatch) -> Iterator[GenerationInterface]:
@@ -410,7 +484,13 @@ class GrpoTrainer:
 
     def _accuracy(self, step: int) -> float:
         with self._sampler.after_step(step) as source:
-            return greedy_accuracy(source, self._inputs.problems.heldout, inputs=self._inputs)
+            return self._measure(source, step=step)
+
+    def _measure(self, source: GenerationInterface, *, step: int) -> float:
+        heldout = self._inputs.problems.heldout
+        return greedy_accuracy(
+            source, heldout, inputs=self._inputs, samples=self._samples, step=step
+        )
 
 
 def _check_adapters(config: RunConfig) -> None:

@@ -1,7 +1,7 @@
 """Train a reward model on preferences: pairs of a chosen and a rejected completion.
 
 Without arguments, a tiny model is built and trained to score correct doublings above ones without
-the carry. The run directory holds metrics.jsonl, TensorBoard events, checkpoints/, and the trained
+the carry. The run directory holds metrics.jsonl, checkpoints/, and the trained
 model in final/, which transformers loads for sequence classification.
 
 The loss: Bradley and Terry 1952, as Ouyang et al. 2022 have it.

@@ -1,7 +1,7 @@
 """Fine-tune a model on problems and their answers.
 
 Without arguments, a tiny model is built and trained on doublings, most of which are wrong. The run
-directory holds metrics.jsonl, TensorBoard events, checkpoints/, and the trained model in final/,
+directory holds metrics.jsonl, checkpoints/, and the trained model in final/,
 which transformers loads.
 """
 
@@ -180,6 +180,7 @@ class SftTrainer:
         self._config = session.config.section(SftSection)
         self._batch_size = sft_policy(session.config)["train_global_batch_size"]
         self._policy = policy
+        self._samples = session.samples
         self._stream = open_stream(
             session.inputs.problems.demonstrations,
             weights=session.config.data.weights,
@@ -194,7 +195,7 @@ class SftTrainer:
 
     def measure_start(self) -> SftMetrics:
         """Evaluate before the first step."""
-        accuracy, rate = self._measure(needs_pass_rate=True)
+        accuracy, rate = self._measure(0, needs_pass_rate=True)
         return SftMetrics(step=0, accuracy=accuracy, pass_rate=rate)
 
     def take_step(self, step: int, *, is_measured: bool, needs_score: bool) -> SftMetrics:
@@ -206,7 +207,7 @@ class SftTrainer:
         step_s = perf_counter() - started
         accuracy, rate = None, None
         if is_measured or needs_score:
-            accuracy, rate = self._measure(needs_pass_rate=is_measured)
+            accuracy, rate = self._measure(step, needs_pass_rate=is_measured)
         self.is_done = self._meets_criterion(rate)
         return SftMetrics(
             step=step,
@@ -222,11 +223,14 @@ class SftTrainer:
         wanted = self._config.stop_pass_rate
         return measured is not None and wanted is not None and measured >= wanted
 
-    def _measure(self, *, needs_pass_rate: bool) -> tuple[float, float | None]:
+    def _measure(self, step: int, *, needs_pass_rate: bool) -> tuple[float, float | None]:
         """Return held-out accuracy and, if the stopping criterion needs it, the pass rate."""
         sets = self._inputs.problems
         self._policy.prepare_for_generation()
-        accuracy, rate = greedy_accuracy(self._policy, sets.heldout, inputs=self._inputs), None
+        rate = None
+        accuracy = greedy_accuracy(
+            self._policy, sets.heldout, inputs=self._inputs, samples=self._samples, step=step
+        )
         if needs_pass_rate and self._config.stop_pass_rate is not None:
             num_samples = self._config.pass_samples
             rate = pass_rate(

@@ -36,7 +36,10 @@ class RunDirectory:
         self.path = path
         self.config = path / "config.yaml"
         self.metrics = path / "metrics.jsonl"
-        self.tensorboard = path / "tensorboard"
+        self.samples = path / "samples.jsonl"
+        self.environment = path / "environment.json"
+        self.status = path / "status.json"
+        self.report = path / "report.html"
         self.plot = path / "reward.png"
         self.checkpoints = path / "checkpoints"
         self.completions = path / "completions.jsonl"

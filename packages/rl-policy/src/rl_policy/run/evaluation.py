@@ -10,6 +10,7 @@ from rl_refit import VerificationError
 
 from rl_policy.data.datasets import Problem
 from rl_policy.run.inputs import ProblemInputs
+from rl_policy.run.samples import SampleLog
 
 if TYPE_CHECKING:
     from rl_batched_data import BatchedDataDict
@@ -17,10 +18,25 @@ if TYPE_CHECKING:
 
 
 def greedy_accuracy(
-    source: GenerationInterface, problems: Sequence[Problem], *, inputs: ProblemInputs
+    source: GenerationInterface,
+    problems: Sequence[Problem],
+    *,
+    inputs: ProblemInputs,
+    samples: SampleLog | None = None,
+    step: int = 0,
 ) -> float:
-    """Return the share of the problems that are solved by greedy decoding."""
-    rewards, _ = complete(source, problems, inputs=inputs, greedy=True)
+    """Return the share of the problems that are solved by greedy decoding.
+
+    Args:
+        source: Samples.
+        problems: The problems.
+        inputs: Of the run.
+        samples: Records some of the completions. None: none are.
+        step: Of the run, for the record.
+    """
+    rewards, generated = complete(source, problems, inputs=inputs, greedy=True)
+    if samples is not None:
+        samples.record(step, "eval", problems, generated, rewards)
     return sum(rewards) / len(rewards)
 
 

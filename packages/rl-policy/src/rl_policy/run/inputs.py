@@ -38,6 +38,7 @@ from rl_policy.generation.vllm.config import (
 )
 from rl_policy.recipes import find_recipe
 from rl_policy.run.machine import check_devices, check_model_files, model_config
+from rl_policy.run.trackers import check_trackers
 
 ItemT = TypeVar("ItemT")
 
@@ -86,6 +87,7 @@ def prepare_inputs(config: RunConfig) -> RunInputs:
             and line.
     """
     recipe = find_recipe(config.recipe)
+    check_trackers(config.logger)
     check_devices(config)
     check_model_files(config)
     tokenizer = _load_tokenizer(config)

@@ -1,13 +1,15 @@
-"""The measurements of a run: JSON lines, TensorBoard events, the progress bar and the picture."""
+"""The measurements of a run: JSON lines, trackers, the progress bar and the picture."""
 
 from __future__ import annotations
 
 import json
+import logging
 import math
 import os
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, field, fields
+from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, ClassVar, TypeAlias
 
@@ -16,12 +18,15 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from rl_interfaces import TrainOutputSpec
 
 from rl_policy.run.directory import write_durably
+from rl_policy.run.trackers import Tracker, with_field_names
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
 Row: TypeAlias = dict[str, float | None]
 """A line of `metrics.jsonl`: numbers by name, None if one was not measured or is not finite."""
+
+_LOGGER = logging.getLogger(__name__)
 
 _REWARD_COLOR, _ACCURACY_COLOR = "#4c72b0", "#c44e52"
 
@@ -44,7 +49,7 @@ class StepMetrics:
     Attributes:
         step: The step.
         extra: Further columns, which only some runs have.
-        diagnostics: Numbers for TensorBoard alone.
+        diagnostics: Numbers for trackers alone.
         score_column: The column that says how good the model is on held-out data, larger being
             better: the checkpoint with the best is kept, and the summary of a run shows it.
         headline: What the progress bar shows, `{shown name: column}`.
@@ -72,26 +77,24 @@ class StepMetrics:
 
 
 class MetricsLog(AbstractContextManager["MetricsLog"]):
-    """Appends the metrics of each step to the JSON lines and to TensorBoard.
+    """Appends the metrics of each step to the JSON lines, and hands them to trackers.
 
-    A resumed run continues the files at its checkpoint: steps measured after it are dropped, and
+    A resumed run continues the file at its checkpoint: steps measured after it are dropped, and
     measured again.
 
     Args:
         path: The JSON lines.
-        tensorboard: The directory of the events.
+        trackers: Closed with the log.
         resumed_step: Last step to keep of what is there; None for a new run.
     """
 
-    def __init__(self, path: Path, tensorboard: Path, *, resumed_step: int | None = None) -> None:
-        # Here, so that a command refuses bad input before it imports TensorBoard.
-        from torch.utils.tensorboard import SummaryWriter
-
+    def __init__(
+        self, path: Path, *, trackers: Sequence[Tracker] = (), resumed_step: int | None = None
+    ) -> None:
         if resumed_step is not None:
-            write_durably(path, _lines_up_to(path, resumed_step))
-        purge_step = None if resumed_step is None else resumed_step + 1
+            keep_steps(path, resumed_step)
         self._file = path.open("a", encoding="utf-8")
-        self._events = SummaryWriter(str(tensorboard), purge_step=purge_step)
+        self._trackers = trackers
 
     def write(self, metrics: StepMetrics) -> None:
         """Write the metrics of one step. What is not finite becomes null, as in JSON."""
@@ -100,19 +103,20 @@ class MetricsLog(AbstractContextManager["MetricsLog"]):
         # A reader may follow the file during the run.
         self._file.flush()
         del row["step"]
-        for name, value in {**row, **metrics.diagnostics}.items():
-            if value is not None:
-                self._events.add_scalar(name, value, metrics.step)
-        self._events.flush()
+        everything = {**row, **metrics.diagnostics}
+        numbers = {name: value for name, value in everything.items() if value is not None}
+        for tracker in self._trackers:
+            tracker.log(with_field_names(numbers), step=metrics.step)
 
     def sync(self) -> None:
         """Force what was written to the disk."""
         os.fsync(self._file.fileno())
 
     def __exit__(self, *exception: object) -> None:
-        """Close the files."""
+        """Close the file and the trackers."""
         self._file.close()
-        self._events.close()
+        for tracker in self._trackers:
+            tracker.close()
 
 
 def read_metrics(path: Path) -> list[Row]:
@@ -204,10 +208,17 @@ class Phase:
 def plot_reward(rows: Sequence[Row], path: Path) -> None:
     """Write training reward and held-out accuracy over the steps as a PNG.
 
+    Without matplotlib, of the extra `plot`, the log says that there is no picture.
+
     Args:
         rows: The objects of `metrics.jsonl`.
         path: The picture.
     """
+    if find_spec("matplotlib") is None:
+        _LOGGER.warning(
+            '%s is not drawn, as matplotlib is not installed: pip install "rl-policy[plot]"', path
+        )
+        return
     # At the end of a run: half a second that its first step would wait for.
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
@@ -256,6 +267,11 @@ def _points(rows: Sequence[Row], name: str) -> list[tuple[float, float]]:
 
 def _columns(points: Sequence[tuple[float, float]]) -> tuple[list[float], list[float]]:
     return [step for step, _ in points], [value for _, value in points]
+
+
+def keep_steps(path: Path, step: int) -> None:
+    """Drop the JSON lines of the steps after `step`, and a last line that is incomplete."""
+    write_durably(path, _lines_up_to(path, step))
 
 
 def _lines_up_to(path: Path, step: int) -> str:

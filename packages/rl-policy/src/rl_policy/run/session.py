@@ -5,11 +5,14 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from importlib.util import find_spec
 from pathlib import Path
 from time import perf_counter
 from typing import Any, Generic, Protocol, TypeAlias, TypeVar
 
-from rl_policy.config import RunConfig, Settings
+import yaml
+
+from rl_policy.config import RunConfig, Settings, render_run_config
 from rl_policy.data.rewards import RewardError
 from rl_policy.data.tiny_model import build_tiny_model, tiny_model_config
 from rl_policy.policy import Policy
@@ -24,8 +27,11 @@ from rl_policy.run.directory import (
     is_disk_full,
     write_directory,
 )
+from rl_policy.run.environment import record_environment, recorded_status
 from rl_policy.run.inputs import RunInputs
 from rl_policy.run.metrics import MetricsLog, Phase, RunDisplay, StepMetrics, read_metrics
+from rl_policy.run.samples import SampleLog
+from rl_policy.run.trackers import TrackedRun, open_trackers
 
 InputsT = TypeVar("InputsT", bound=RunInputs, covariant=True)
 
@@ -51,6 +57,12 @@ class Session(Generic[InputsT]):
         """The configuration."""
         return self.inputs.config
 
+    @property
+    def samples(self) -> SampleLog:
+        """The completions that are recorded for the report."""
+        limit = self.config.report.samples
+        return SampleLog(self.directory.samples, limit=limit, encoder=self.inputs.encoder)
+
     def checkpoints(self) -> CheckpointManager:
         """Return the checkpoints of the run's directory, less what an interruption left behind."""
         keep_last = self.config.checkpoint.keep_last
@@ -68,9 +80,27 @@ class Session(Generic[InputsT]):
         resumed_step = start.step
         if start.is_new:
             resumed_step = -1 if self.directory.metrics.exists() else None
-        return MetricsLog(
-            self.directory.metrics, self.directory.tensorboard, resumed_step=resumed_step
+        if resumed_step is not None:
+            self.samples.keep_steps(resumed_step)
+        tracked = TrackedRun(
+            directory=self.directory.path,
+            project=self.config.tracking.project,
+            name=self._tracked_name(),
+            config=yaml.safe_load(render_run_config(self.config)),
+            resumed_step=resumed_step,
         )
+        return MetricsLog(
+            self.directory.metrics,
+            trackers=open_trackers(self.config.logger, tracked),
+            resumed_step=resumed_step,
+        )
+
+    def _tracked_name(self) -> str:
+        """Return the run's name in trackers; a phase in a subdirectory adds the name of that."""
+        path = self.directory.path.absolute()
+        # Only the run's own directory has the configuration.
+        root, phase = (path, []) if self.directory.config.exists() else (path.parent, [path.name])
+        return "-".join([self.config.tracking.name or root.name, *phase])
 
     def record(self, metrics: StepMetrics) -> None:
         """Write and show the one measurement of a run that takes no steps."""
@@ -355,8 +385,12 @@ def execute(inputs: RunInputs, directory: RunDirectory, *, display: RunDisplay) 
     """
     started = perf_counter()
     recipe, restarts = find_recipe(inputs.config.recipe), 0
-    while not _run_to_the_end(recipe, inputs, directory, display=display, restarts=restarts):
-        restarts += 1
+    record_environment(directory.environment)
+    with recorded_status(directory.status):
+        while not _run_to_the_end(recipe, inputs, directory, display=display, restarts=restarts):
+            restarts += 1
+        if inputs.config.report.at_end:
+            _write_report(directory, display)
     rows = read_metrics(directory.metrics)
     column = recipe.metrics.score_column
     scores = [row[column] for row in rows if column is not None and row[column] is not None]
@@ -370,6 +404,19 @@ def execute(inputs: RunInputs, directory: RunDirectory, *, display: RunDisplay) 
         final=directory.final if directory.final.is_dir() else None,
         metrics=directory.metrics,
     )
+
+
+def _write_report(directory: RunDirectory, display: RunDisplay) -> None:
+    if find_spec("plotly") is None:
+        display.note(
+            f"{directory.report} is not written, as plotly is not installed: "
+            'pip install "rl-policy[report]", then rl-policy report'
+        )
+        return
+    from rl_policy.report.page import write_page
+    from rl_policy.report.run_data import read_run
+
+    write_page([read_run(directory.path)], directory.report)
 
 
 def _run_to_the_end(

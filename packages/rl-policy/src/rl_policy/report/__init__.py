@@ -1,0 +1,1 @@
+"""Reports of runs: `report.html`, a comparison of several, and a view of one in progress."""
