@@ -225,6 +225,9 @@ REFUSED = [
     ("qwen3", {"attention_bias": True}, "attention_bias=True"),
     ("qwen3_moe", {"num_experts_per_tok": 1}, "num_experts_per_tok=1"),
     ("mixtral", {"num_experts_per_tok": 1}, "num_experts_per_tok=1"),
+    ("glm4_moe", {"norm_topk_prob": False}, "norm_topk_prob=False"),
+    ("glm4_moe", {"num_experts_per_tok": 1}, "norm_topk_prob=True"),
+    ("glm4", {"rope_parameters": LLAMA3 | {"partial_rotary_factor": 0.5}}, "partial_rotary_factor"),
     ("qwen3", {"layer_types": ["chunked_attention"] * 4}, "'chunked_attention' among its"),
     ("qwen2", {"quantization_config": {"quant_method": "fp8"}}, "quantization_config="),
 ]
@@ -259,7 +262,7 @@ def test_the_windows_of_layers_are_those_of_the_config(kind, settings, windows):
 def test_a_family_without_a_converter_is_refused_with_a_list():
     with pytest.raises(
         ValueError,
-        match=r"'gpt2' model.*llama, mistral, mixtral, qwen2, qwen2_moe, qwen3, qwen3_moe",
+        match=r"'gpt2' model.*glm4, glm4_moe, llama, mistral, mixtral, qwen2, qwen2_moe",
     ):
         converter_for(GPT2Config())
     with pytest.raises(ValueError, match=r"converter_type='lama'.*llama, mistral"):

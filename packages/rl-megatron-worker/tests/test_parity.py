@@ -31,6 +31,9 @@ MODELS = {
     "qwen3": {"kind": "qwen3", "sliding_window": 4, **LATER_LAYERS},
     "qwen3_moe": {"kind": "qwen3_moe"},
     "mixtral": {"kind": "mixtral", "sliding_window": 4},
+    # Where a key is not rotated its bias has no gradient, and Adam's direction is that of rounding.
+    "glm4": {"kind": "glm4", "attention_bias": False, "seed": 1},
+    "glm4_moe": {"kind": "glm4_moe"},
     # With seed 0 one gradient nearly vanishes, where Adam's direction is that of rounding.
     "qwen2_moe": {"kind": "qwen2_moe", "seed": 1},
 }

@@ -4,6 +4,8 @@ import torch
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import (
     AutoModelForCausalLM,
+    Glm4Config,
+    Glm4MoeConfig,
     LlamaConfig,
     MistralConfig,
     MixtralConfig,
@@ -35,7 +37,23 @@ _SIZES = {
 _WIDE_HEADS = {"head_dim": 16}
 _EXPERTS = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 24}
 
+_EXPERTS_AFTER_DENSE = {
+    "n_routed_experts": 8,
+    "num_experts_per_tok": 3,
+    "n_group": 4,
+    "topk_group": 2,
+    "moe_intermediate_size": 24,
+    "n_shared_experts": 2,
+    "first_k_dense_replace": 1,
+    "routed_scaling_factor": 2.5,
+}
+
 KINDS = {
+    "glm4": (Glm4Config, {**_WIDE_HEADS, "attention_bias": True}),
+    "glm4_moe": (
+        Glm4MoeConfig,
+        {**_WIDE_HEADS, **_EXPERTS_AFTER_DENSE, "attention_bias": True, "use_qk_norm": True},
+    ),
     "llama": (LlamaConfig, {}),
     "mistral": (MistralConfig, {**_WIDE_HEADS, "sliding_window": None}),
     "mixtral": (
@@ -47,7 +65,7 @@ KINDS = {
     "qwen3": (Qwen3Config, _WIDE_HEADS),
     "qwen3_moe": (Qwen3MoeConfig, {**_WIDE_HEADS, **_EXPERTS, "norm_topk_prob": True}),
 }
-WITH_EXPERTS = ("mixtral", "qwen2_moe", "qwen3_moe")
+WITH_EXPERTS = ("glm4_moe", "mixtral", "qwen2_moe", "qwen3_moe")
 
 
 def tiny_config(kind, *, tied=False, **settings):
@@ -60,7 +78,8 @@ def build_tiny(path, kind, *, tied=False, seed=0, dtype=torch.float32, **setting
     """Write a model whose every parameter, norms and biases too, is random; return the path."""
     torch.manual_seed(seed)
     model = AutoModelForCausalLM.from_config(tiny_config(kind, tied=tied, **settings))
-    for name, parameter in model.named_parameters():
+    biases = [each for each in model.named_buffers() if each[0].endswith("correction_bias")]
+    for name, parameter in (*model.named_parameters(), *biases):
         mean = 1.0 if "norm" in name else 0.0
         torch.nn.init.normal_(parameter, mean=mean, std=0.15)
     model.to(dtype).save_pretrained(path)

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 import torch.nn.functional as F
 
-from rl_megatron_worker.convert.mappings import ExpertNames, decoder_mappings
+from rl_megatron_worker.convert.mappings import LayerNames, decoder_mappings
 from rl_megatron_worker.model.config import Architecture
 
 if TYPE_CHECKING:
@@ -25,6 +25,9 @@ _LLAMA3 = {
     "original_max_position_embeddings": 8192,
 }
 
+# Families that rotate a part of each head; in others transformers rotates all of it regardless.
+_PARTLY_ROTARY = ("glm4", "glm4_moe")
+
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class DecoderConverter:
@@ -32,8 +35,8 @@ class DecoderConverter:
 
     family_fields: Callable[[PreTrainedConfig], Fields]
     """Returns the family's additional `TransformerConfig` fields, or raises `ValueError`."""
-    expert_names: ExpertNames = field(default_factory=ExpertNames)
-    """How its checkpoints name experts."""
+    names: LayerNames = field(default_factory=LayerNames)
+    """How its checkpoints name what layers have."""
 
     def architecture(self, hf_config: PreTrainedConfig) -> Architecture:
         """Return the Megatron-core architecture of a Hugging Face config.
@@ -56,7 +59,7 @@ class DecoderConverter:
 
     def mappings(self, architecture: Architecture) -> list[Mapping]:
         """Return the mapping of every parameter from Hugging Face tensors."""
-        return decoder_mappings(architecture, self.expert_names)
+        return decoder_mappings(architecture, self.names)
 
 
 def _plain_fields(hf_config: PreTrainedConfig) -> Fields:
@@ -150,12 +153,84 @@ def _qwen_experts(hf_config: PreTrainedConfig) -> Fields:
     }
 
 
+def _glm4(hf_config: PreTrainedConfig) -> Fields:
+    return {
+        "add_qkv_bias": hf_config.attention_bias,
+        "rotary_interleaved": True,
+        "norm_after": True,
+        "own_layers": True,
+    }
+
+
+def _glm4_moe(hf_config: PreTrainedConfig) -> Fields:
+    return {
+        "add_qkv_bias": hf_config.attention_bias,
+        "qk_layernorm": hf_config.use_qk_norm,
+    } | _biased_experts(hf_config)
+
+
+def _biased_experts(hf_config: PreTrainedConfig) -> Fields:
+    """Return the fields of experts chosen by sigmoids, with biases that balance them.
+
+    They are DeepSeek-V3's (arXiv:2412.19437, section 2.1.2). Empty where all layers are dense.
+    """
+    if hf_config.num_experts_per_tok > 1:
+        # Megatron-core renormalises sigmoids of two or more experts.
+        _require(hf_config, "norm_topk_prob", True)
+    else:
+        _require(hf_config, "norm_topk_prob", False)
+    fields = _experts_after_dense(hf_config)
+    if fields:
+        fields |= _groups(hf_config, scores_per_group=2) | {
+            "moe_router_score_function": "sigmoid",
+            "moe_router_enable_expert_bias": True,
+            # The biases are those of the checkpoint: no gradient reaches them, and they stay.
+            "moe_router_bias_update_rate": 0.0,
+        }
+    return fields
+
+
+def _experts_after_dense(hf_config: PreTrainedConfig) -> Fields:
+    """Return the fields of experts after the first layers; empty where all layers are dense."""
+    num_layers, num_dense = hf_config.num_hidden_layers, hf_config.first_k_dense_replace
+    if num_dense >= num_layers:
+        return {}
+    return {
+        "num_moe_experts": hf_config.n_routed_experts,
+        "moe_layer_freq": [int(layer >= num_dense) for layer in range(num_layers)],
+        "moe_ffn_hidden_size": hf_config.moe_intermediate_size,
+        "moe_router_topk": hf_config.num_experts_per_tok,
+        "moe_router_topk_scaling_factor": hf_config.routed_scaling_factor,
+        "moe_router_dtype": "fp32",
+        "moe_shared_expert_intermediate_size": (
+            hf_config.moe_intermediate_size * hf_config.n_shared_experts
+        ),
+    }
+
+
+def _groups(hf_config: PreTrainedConfig, *, scores_per_group: int) -> Fields:
+    """Return the fields of routing to some groups of experts only; empty where it is to all."""
+    if hf_config.n_group in (None, 1) or hf_config.topk_group == hf_config.n_group:
+        return {}
+    return {
+        "moe_router_num_groups": hf_config.n_group,
+        "moe_router_group_topk": hf_config.topk_group,
+        "router_scores_per_group": scores_per_group,
+    }
+
+
 CONVERTERS = {
+    "glm4": DecoderConverter(family_fields=_glm4, names=LayerNames(fused_mlp="gate_up_proj")),
+    "glm4_moe": DecoderConverter(
+        family_fields=_glm4_moe, names=LayerNames(shared_expert="shared_experts")
+    ),
     "llama": DecoderConverter(family_fields=_llama),
     "mistral": DecoderConverter(family_fields=_mistral),
     "mixtral": DecoderConverter(
         family_fields=_mixtral,
-        expert_names=ExpertNames(block="block_sparse_moe", gate="w1", up="w3", down="w2"),
+        names=LayerNames(
+            experts="block_sparse_moe", expert_gate="w1", expert_up="w3", expert_down="w2"
+        ),
     ),
     "qwen2": DecoderConverter(family_fields=_qwen2),
     "qwen2_moe": DecoderConverter(family_fields=_qwen2_moe),
@@ -225,10 +300,10 @@ def _rotary(hf_config: PreTrainedConfig) -> tuple[float, Fields]:
     parameters: Fields = hf_config.rope_parameters
     theta, kind = parameters["rope_theta"], parameters.get("rope_type", "default")
     partial = parameters.get("partial_rotary_factor", 1.0)
-    if partial != 1.0:
+    if partial != 1.0 and not (kind == "default" and hf_config.model_type in _PARTLY_ROTARY):
         raise _refusal(hf_config, f"partial_rotary_factor={partial}", "1.0")
     if kind == "default":
-        return theta, {}
+        return theta, {} if partial == 1.0 else {"rotary_percent": partial}
     if kind == "linear":
         return theta, {"seq_len_interpolation_factor": parameters["factor"]}
     if kind != "llama3":

@@ -10,7 +10,6 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any, cast
 
 import torch
-import torch.nn.functional as F
 from megatron.core import parallel_state
 from megatron.core.distributed import DistributedDataParallel
 from megatron.core.fusions.fused_bias_dropout import get_bias_dropout_add
@@ -32,7 +31,6 @@ from megatron.core.transformer.transformer_block import (
     TransformerBlockSubmodules,
     get_num_layers_to_build,
 )
-from megatron.core.transformer.transformer_config import TransformerConfig
 from megatron.core.transformer.transformer_layer import (
     TransformerLayer,
     TransformerLayerSubmodules,
@@ -43,7 +41,8 @@ from torch import nn
 
 from rl_megatron_worker.attention import PackedAttention
 from rl_megatron_worker.model.config import padded_vocab_size, uses_transformer_engine
-from rl_megatron_worker.model.experts import GroupedExperts, expert_layers
+from rl_megatron_worker.model.experts import GroupedExperts, expert_layers, prepare_routers
+from rl_megatron_worker.model.layers import NormThenAdd, RMSNorm
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -53,7 +52,7 @@ if TYPE_CHECKING:
     from megatron.core.distributed import DistributedDataParallelConfig
     from megatron.core.tensor_parallel import ColumnParallelLinear
 
-    from rl_megatron_worker.model.config import Architecture
+    from rl_megatron_worker.model.config import Architecture, DecoderConfig
     from rl_megatron_worker.parallel.groups import MegatronLayout
     from rl_megatron_worker.runtime import Runtime
 
@@ -64,7 +63,7 @@ _ROUTING = ("probs", "routing_map", "reversed_local_input_permutation_mapping")
 
 def build_model(
     architecture: Architecture,
-    config: TransformerConfig,
+    config: DecoderConfig,
     layout: MegatronLayout,
     runtime: Runtime,
     *,
@@ -92,6 +91,7 @@ def build_model(
             chunk.to(runtime.device)
             if config.fp16 or config.bf16:
                 chunk = Float16Module(config, chunk)
+            prepare_routers(chunk, config)
             if freezes_routers:
                 # Before the gradient buffers are made, which have no room for them then.
                 for layer in expert_layers(chunk):
@@ -108,14 +108,14 @@ def build_model(
 
 def _build_chunk(
     architecture: Architecture,
-    config: TransformerConfig,
+    config: DecoderConfig,
     layout: MegatronLayout,
     runtime: Runtime,
     vp_stage: int | None,
 ) -> GPTModel:
     is_first = parallel_state.is_pipeline_first_stage(ignore_virtual=False, vp_stage=vp_stage)
     is_last = parallel_state.is_pipeline_last_stage(ignore_virtual=False, vp_stage=vp_stage)
-    engine = uses_transformer_engine(runtime, config.params_dtype)
+    engine = uses_transformer_engine(runtime, config)
     model = GPTModel(
         config=config,
         # Annotated as a layer's spec and an int; Megatron-core takes a block's spec and a float.
@@ -218,7 +218,7 @@ class OutputMatrix(nn.Module):
 
 
 def _block_spec(
-    config: TransformerConfig, vp_stage: int | None, *, transformer_engine: bool
+    config: DecoderConfig, vp_stage: int | None, *, transformer_engine: bool
 ) -> TransformerBlockSubmodules:
     """Return the layer specs of a model chunk of this rank."""
     if transformer_engine:
@@ -231,36 +231,6 @@ def _block_spec(
     ]
     # Without a norm of its own the block would end in `WrappedTorchNorm`.
     return TransformerBlockSubmodules(layer_specs=layers, layer_norm=RMSNorm)  # type: ignore[arg-type]
-
-
-class RMSNorm(nn.Module):
-    """RMSNorm that supports sequence parallelism, which Megatron-core's `WrappedTorchNorm` refuses.
-
-    The weight's gradient has to be all-reduced over the sequence shards: Megatron-core does so for
-    parameters with the attribute `sequence_parallel`.
-
-    Args:
-        config: Megatron-core's config of the model.
-        hidden_size: Size of the last dimension.
-        eps: Added to the mean square.
-        unused: Arguments of other normalisations.
-    """
-
-    def __init__(
-        self, config: TransformerConfig, hidden_size: int, eps: float = 1e-5, **unused: object
-    ) -> None:
-        super().__init__()
-        assert config.normalization == "RMSNorm", config.normalization
-        assert not config.layernorm_zero_centered_gamma, "the weight is the factor itself"
-        self.eps = eps
-        self.weight = nn.Parameter(
-            torch.ones(hidden_size, dtype=config.params_dtype, device=torch.cuda.current_device())
-        )
-        self.weight.sequence_parallel = config.sequence_parallel  # type: ignore[attr-defined]
-
-    def forward(self, hidden: torch.Tensor) -> torch.Tensor:
-        """Return the normalised `hidden`, `[..., hidden_size]`."""
-        return F.rms_norm(hidden, self.weight.shape, self.weight, self.eps)
 
 
 class _LocalModules(LocalSpecProvider):
@@ -283,7 +253,7 @@ class _LocalModules(LocalSpecProvider):
         )
 
 
-def _layer_spec(config: TransformerConfig, *, num_experts: int | None) -> ModuleSpec:
+def _layer_spec(config: DecoderConfig, *, num_experts: int | None) -> ModuleSpec:
     modules = _LocalModules()
     norm_of_heads = modules.layer_norm(for_qk=True) if config.qk_layernorm else IdentityOp
     attention = SelfAttentionSubmodules(
@@ -295,6 +265,8 @@ def _layer_spec(config: TransformerConfig, *, num_experts: int | None) -> Module
     )
     # Annotated as a module, but Megatron-core passes functions too.
     add_residual: Any = get_bias_dropout_add
+    if config.norm_after:
+        add_residual = ModuleSpec(module=NormThenAdd, params={"config": config})
     # Transformer Engine's names of the same weights: checkpoints are interchangeable between both
     # kinds of layers. Extra states of its modules are dropped, see `without_extra_states`.
     names = {"input_layernorm.": "self_attention.linear_qkv.layer_norm_"}
@@ -318,7 +290,7 @@ def _layer_spec(config: TransformerConfig, *, num_experts: int | None) -> Module
     )
 
 
-def layers_with_experts(config: TransformerConfig) -> list[bool]:
+def layers_with_experts(config: DecoderConfig) -> list[bool]:
     """Return for every layer of the model whether it is an MoE layer."""
     if config.num_moe_experts is None:
         return [False] * config.num_layers

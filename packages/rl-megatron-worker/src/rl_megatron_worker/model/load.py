@@ -35,16 +35,19 @@ _NOT_READ = re.compile(r"\.rotary_emb\.inv_freq$")
 _MAX_NAMED = 5
 
 
-def held_parameters(chunks: Sequence[nn.Module]) -> dict[str, nn.Parameter]:
+def held_parameters(chunks: Sequence[nn.Module]) -> dict[str, torch.Tensor]:
     """Return this rank's parameters by global name: layers and experts counted over all ranks.
+
+    So are the biases of routers, which no gradient reaches.
 
     Args:
         chunks: This rank's `GPTModel`s, wrapped or not.
     """
-    held: dict[str, nn.Parameter] = {}
+    held: dict[str, torch.Tensor] = {}
     for chunk in chunks:
         model = unwrapped(chunk)
-        for name, parameter in model.named_parameters():
+        biases = [each for each in model.named_buffers() if each[0].endswith(".expert_bias")]
+        for name, parameter in (*model.named_parameters(), *biases):
             held[_global_name(name, model)] = parameter
     return held
 
@@ -94,7 +97,7 @@ def load_weights(
 
 @torch.no_grad()
 def _fill(
-    held: dict[str, nn.Parameter], mappings: Iterable[Mapping], files: SafetensorsFiles
+    held: dict[str, torch.Tensor], mappings: Iterable[Mapping], files: SafetensorsFiles
 ) -> None:
     def read(name: str, *, dim: int, start: int, stop: int) -> torch.Tensor:
         indices = [torch.arange(size) for size in files.shape(name)]
@@ -109,7 +112,7 @@ def _fill(
         mapping.fill(parameter, read, rank=group.rank(), size=group.size())
 
 
-def _check_parameters(mappings: Sequence[Mapping], held: dict[str, nn.Parameter]) -> None:
+def _check_parameters(mappings: Sequence[Mapping], held: dict[str, torch.Tensor]) -> None:
     """Raise `ValueError` if mappings and parameters of all ranks do not match. Collective."""
     known = {name for mapping in mappings for name in mapping.names}
     with failing_together():
