@@ -4,6 +4,8 @@ import torch
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import (
     AutoModelForCausalLM,
+    DeepseekV2Config,
+    DeepseekV3Config,
     Glm4Config,
     Glm4MoeConfig,
     LlamaConfig,
@@ -48,7 +50,22 @@ _EXPERTS_AFTER_DENSE = {
     "routed_scaling_factor": 2.5,
 }
 
+_LATENT = {
+    "num_key_value_heads": 4,
+    "q_lora_rank": 12,
+    "kv_lora_rank": 20,
+    "qk_nope_head_dim": 8,
+    "qk_rope_head_dim": 4,
+    "v_head_dim": 16,
+    "rms_norm_eps": 1e-6,
+}
+
 KINDS = {
+    "deepseek_v2": (
+        DeepseekV2Config,
+        {**_LATENT, **_EXPERTS_AFTER_DENSE, "topk_method": "group_limited_greedy"},
+    ),
+    "deepseek_v3": (DeepseekV3Config, {**_LATENT, **_EXPERTS_AFTER_DENSE}),
     "glm4": (Glm4Config, {**_WIDE_HEADS, "attention_bias": True}),
     "glm4_moe": (
         Glm4MoeConfig,
@@ -65,7 +82,7 @@ KINDS = {
     "qwen3": (Qwen3Config, _WIDE_HEADS),
     "qwen3_moe": (Qwen3MoeConfig, {**_WIDE_HEADS, **_EXPERTS, "norm_topk_prob": True}),
 }
-WITH_EXPERTS = ("glm4_moe", "mixtral", "qwen2_moe", "qwen3_moe")
+WITH_EXPERTS = ("deepseek_v2", "deepseek_v3", "glm4_moe", "mixtral", "qwen2_moe", "qwen3_moe")
 
 
 def tiny_config(kind, *, tied=False, **settings):

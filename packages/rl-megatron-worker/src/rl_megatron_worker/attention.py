@@ -51,6 +51,7 @@ class PackedAttention(MegatronModule):
         cp_comm_type: Ignored: keys and values are all-gathered.
         softmax_scale: `head_size ** -0.5` when None.
         pg_collection: Ignored: `PackedRows` holds the context-parallel group.
+        sizes: Ignored: keys and values tell the sizes of their heads.
     """
 
     def __init__(
@@ -62,6 +63,7 @@ class PackedAttention(MegatronModule):
         cp_comm_type: str | None = None,
         softmax_scale: float | None = None,
         pg_collection: ProcessGroupCollection | None = None,
+        **sizes: object,
     ) -> None:
         super().__init__(config)
         assert attention_type == "self", attention_type

@@ -37,6 +37,10 @@ class DecoderConverter:
     """Returns the family's additional `TransformerConfig` fields, or raises `ValueError`."""
     names: LayerNames = field(default_factory=LayerNames)
     """How its checkpoints name what layers have."""
+    rotary: Callable[[PreTrainedConfig], tuple[float, Fields]] = field(
+        default_factory=lambda: _rotary
+    )
+    """Returns the base of rotary embeddings, and `GPTModel`'s arguments for their frequencies."""
 
     def architecture(self, hf_config: PreTrainedConfig) -> Architecture:
         """Return the Megatron-core architecture of a Hugging Face config.
@@ -47,7 +51,7 @@ class DecoderConverter:
         _require(hf_config, "hidden_act", "silu", "swish")
         _require(hf_config, "attention_dropout", 0.0, None)
         _require(hf_config, "quantization_config", None)
-        theta, scaling = _rotary(hf_config)
+        theta, scaling = self.rotary(hf_config)
         return Architecture(
             transformer=_plain_fields(hf_config) | self.family_fields(hf_config),
             vocab_size=hf_config.vocab_size,
@@ -169,6 +173,75 @@ def _glm4_moe(hf_config: PreTrainedConfig) -> Fields:
     } | _biased_experts(hf_config)
 
 
+def _deepseek_v2(hf_config: PreTrainedConfig) -> Fields:
+    _require(hf_config, "mlp_bias", False)
+    fields = _experts_after_dense(hf_config)
+    if fields:
+        _require(hf_config, "topk_method", "greedy", "group_limited_greedy")
+        fields |= {"moe_router_score_function": "softmax", "moe_router_pre_softmax": True}
+        if hf_config.topk_method == "group_limited_greedy":
+            fields |= _groups(hf_config, scores_per_group=1)
+    return _latent_attention(hf_config) | fields
+
+
+def _deepseek_v3(hf_config: PreTrainedConfig) -> Fields:
+    _require(hf_config, "rope_interleave", True)
+    return _latent_attention(hf_config) | _biased_experts(hf_config)
+
+
+def _latent_attention(hf_config: PreTrainedConfig) -> Fields:
+    """Return the fields of multi-head latent attention."""
+    _require(hf_config, "attention_bias", False)
+    _require(hf_config, "num_key_value_heads", hf_config.num_attention_heads)
+    # transformers normalises latent vectors with its default, whatever the config has.
+    _require(hf_config, "rms_norm_eps", 1e-6)
+    size = hf_config.qk_nope_head_dim + hf_config.qk_rope_head_dim
+    return {
+        "multi_latent_attention": True,
+        "own_layers": True,
+        "kv_channels": size,
+        "q_lora_rank": hf_config.q_lora_rank,
+        "kv_lora_rank": hf_config.kv_lora_rank,
+        "qk_head_dim": hf_config.qk_nope_head_dim,
+        "qk_pos_emb_head_dim": hf_config.qk_rope_head_dim,
+        "v_head_dim": hf_config.v_head_dim,
+    } | _latent_rope(hf_config)
+
+
+def _latent_rope(hf_config: PreTrainedConfig) -> Fields:
+    """Return the fields of the rotary embeddings of latent attention.
+
+    Raises:
+        ValueError: Megatron-core does not support the kind of scaling.
+    """
+    parameters: Fields = hf_config.rope_parameters
+    kind = parameters.get("rope_type", "default")
+    if kind == "default":
+        return {"rope_type": "rope", "rotary_scaling_factor": 1.0, "mscale_all_dim": 0.0}
+    if kind != "yarn":
+        raise _refusal(hf_config, f"rope_type={kind!r}", "'default' and 'yarn'")
+    for name, allowed in (("attention_factor", None), ("truncate", True)):
+        if parameters.get(name, allowed) != allowed:
+            raise _refusal(hf_config, f"{name}={parameters[name]}", f"{name}={allowed}")
+    mscale, mscale_all_dim = (parameters.get(name) for name in ("mscale", "mscale_all_dim"))
+    return {
+        "rope_type": "yarn",
+        "rotary_scaling_factor": parameters["factor"],
+        "original_max_position_embeddings": parameters["original_max_position_embeddings"],
+        "beta_fast": parameters.get("beta_fast") or 32.0,
+        "beta_slow": parameters.get("beta_slow") or 1.0,
+        # Without both, sines and cosines are scaled by what follows from the factor alone; the
+        # second one scales the softmax too.
+        "mscale": mscale if mscale_all_dim else None,
+        "mscale_all_dim": mscale_all_dim or 0.0,
+    }
+
+
+def _theta(hf_config: PreTrainedConfig) -> tuple[float, Fields]:
+    """Return the base of rotary embeddings that layers have themselves."""
+    return hf_config.rope_parameters["rope_theta"], {}
+
+
 def _biased_experts(hf_config: PreTrainedConfig) -> Fields:
     """Return the fields of experts chosen by sigmoids, with biases that balance them.
 
@@ -217,26 +290,6 @@ def _groups(hf_config: PreTrainedConfig, *, scores_per_group: int) -> Fields:
         "moe_router_group_topk": hf_config.topk_group,
         "router_scores_per_group": scores_per_group,
     }
-
-
-CONVERTERS = {
-    "glm4": DecoderConverter(family_fields=_glm4, names=LayerNames(fused_mlp="gate_up_proj")),
-    "glm4_moe": DecoderConverter(
-        family_fields=_glm4_moe, names=LayerNames(shared_expert="shared_experts")
-    ),
-    "llama": DecoderConverter(family_fields=_llama),
-    "mistral": DecoderConverter(family_fields=_mistral),
-    "mixtral": DecoderConverter(
-        family_fields=_mixtral,
-        names=LayerNames(
-            experts="block_sparse_moe", expert_gate="w1", expert_up="w3", expert_down="w2"
-        ),
-    ),
-    "qwen2": DecoderConverter(family_fields=_qwen2),
-    "qwen2_moe": DecoderConverter(family_fields=_qwen2_moe),
-    "qwen3": DecoderConverter(family_fields=_qwen3),
-    "qwen3_moe": DecoderConverter(family_fields=_qwen3_moe),
-}
 
 
 def _require(hf_config: PreTrainedConfig, name: str, *allowed: object) -> None:
@@ -314,3 +367,29 @@ def _rotary(hf_config: PreTrainedConfig) -> tuple[float, Fields]:
                 hf_config, f"rope_type='llama3' with {name}={parameters[name]}", str(value)
             )
     return theta, {"rope_scaling": True, "rope_scaling_factor": parameters["factor"]}
+
+
+CONVERTERS = {
+    "deepseek_v2": DecoderConverter(
+        family_fields=_deepseek_v2, rotary=_theta, names=LayerNames(shared_expert="shared_experts")
+    ),
+    "deepseek_v3": DecoderConverter(
+        family_fields=_deepseek_v3, rotary=_theta, names=LayerNames(shared_expert="shared_experts")
+    ),
+    "glm4": DecoderConverter(family_fields=_glm4, names=LayerNames(fused_mlp="gate_up_proj")),
+    "glm4_moe": DecoderConverter(
+        family_fields=_glm4_moe, names=LayerNames(shared_expert="shared_experts")
+    ),
+    "llama": DecoderConverter(family_fields=_llama),
+    "mistral": DecoderConverter(family_fields=_mistral),
+    "mixtral": DecoderConverter(
+        family_fields=_mixtral,
+        names=LayerNames(
+            experts="block_sparse_moe", expert_gate="w1", expert_up="w3", expert_down="w2"
+        ),
+    ),
+    "qwen2": DecoderConverter(family_fields=_qwen2),
+    "qwen2_moe": DecoderConverter(family_fields=_qwen2_moe),
+    "qwen3": DecoderConverter(family_fields=_qwen3),
+    "qwen3_moe": DecoderConverter(family_fields=_qwen3_moe),
+}

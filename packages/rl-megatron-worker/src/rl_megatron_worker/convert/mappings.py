@@ -273,11 +273,41 @@ def _output_layer(vocabulary: tuple[int, int], *, tied: bool) -> Mapping:
     )
 
 
+def _latent_attention(fields: Fields, ours: str, theirs: str) -> list[Mapping]:
+    """Return the projections of multi-head latent attention, and the norms of latent vectors."""
+    hidden_size, num_heads = fields["hidden_size"], fields["num_attention_heads"]
+    shared, value = fields["qk_pos_emb_head_dim"], fields["v_head_dim"]
+    query, latent = fields["qk_head_dim"] + shared, fields["kv_lora_rank"]
+    tensors = [
+        ("linear_kv_down_proj", "kv_a_proj_with_mqa", (latent + shared, hidden_size), None),
+        ("kv_layernorm", "kv_a_layernorm", (latent,), None),
+        ("linear_kv_up_proj", "kv_b_proj", (num_heads * (query - shared + value), latent), 0),
+        ("linear_proj", "o_proj", (hidden_size, num_heads * value), 1),
+    ]
+    rank = fields["q_lora_rank"]
+    if rank is None:
+        tensors.append(("linear_q_proj", "q_proj", (num_heads * query, hidden_size), 0))
+    else:
+        tensors += [
+            ("linear_q_down_proj", "q_a_proj", (rank, hidden_size), None),
+            ("q_layernorm", "q_a_layernorm", (rank,), None),
+            ("linear_q_up_proj", "q_b_proj", (num_heads * query, rank), 0),
+        ]
+    return [
+        Mapping(
+            names=(f"{ours}.{own}.weight",), sources={f"{theirs}.{name}.weight": shape}, dim=dim
+        )
+        for own, name, shape, dim in tensors
+    ]
+
+
 def _attention(architecture: Architecture, layer: int) -> list[Mapping]:
     fields = architecture.transformer
     hidden_size, head_size = fields["hidden_size"], fields["kv_channels"]
     num_heads, num_groups = fields["num_attention_heads"], fields["num_query_groups"]
     ours, theirs = f"decoder.layers.{layer}.self_attention", f"model.layers.{layer}.self_attn"
+    if fields.get("multi_latent_attention"):
+        return _latent_attention(fields, ours, theirs)
     rows = {"q_proj": num_heads, "k_proj": num_groups, "v_proj": num_groups}
     rows = {f"{theirs}.{name}": heads * head_size for name, heads in rows.items()}
     mappings: list[Mapping] = [

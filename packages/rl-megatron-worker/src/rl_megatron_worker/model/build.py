@@ -14,6 +14,7 @@ from megatron.core import parallel_state
 from megatron.core.distributed import DistributedDataParallel
 from megatron.core.fusions.fused_bias_dropout import get_bias_dropout_add
 from megatron.core.models.backends import LocalSpecProvider
+from megatron.core.models.common.embeddings.rotary_pos_embedding import RotaryEmbedding
 from megatron.core.models.gpt import GPTModel
 from megatron.core.models.gpt.gpt_layer_specs import (
     get_gpt_decoder_block_spec,
@@ -26,6 +27,7 @@ from megatron.core.transformer.identity_op import IdentityOp
 from megatron.core.transformer.mlp import MLPSubmodules
 from megatron.core.transformer.module import Float16Module
 from megatron.core.transformer.moe.moe_utils import MoEAuxLossAutoScaler
+from megatron.core.transformer.multi_latent_attention import MLASelfAttentionSubmodules
 from megatron.core.transformer.spec_utils import ModuleSpec
 from megatron.core.transformer.transformer_block import (
     TransformerBlockSubmodules,
@@ -42,6 +44,7 @@ from torch import nn
 from rl_megatron_worker.attention import PackedAttention
 from rl_megatron_worker.model.config import padded_vocab_size, uses_transformer_engine
 from rl_megatron_worker.model.experts import GroupedExperts, expert_layers, prepare_routers
+from rl_megatron_worker.model.latent_attention import LatentAttention
 from rl_megatron_worker.model.layers import NormThenAdd, RMSNorm
 
 if TYPE_CHECKING:
@@ -59,6 +62,9 @@ if TYPE_CHECKING:
 
 # What a token dispatcher keeps of its last forward pass.
 _ROUTING = ("probs", "routing_map", "reversed_local_input_permutation_mapping")
+
+# Tensors of rotary embeddings that Megatron-core moves to the device when it needs them.
+_FREQUENCIES = ("inv_freq", "inv_freq_extra", "inv_freq_inter")
 
 
 def build_model(
@@ -144,6 +150,11 @@ def unwrapped(chunk: nn.Module) -> GPTModel:
     return chunk
 
 
+def rotary_embeddings(chunk: nn.Module) -> list[RotaryEmbedding]:
+    """Return the rotary embeddings of a chunk: one, or one of each layer with latent attention."""
+    return [module for module in chunk.modules() if isinstance(module, RotaryEmbedding)]
+
+
 def release_caches(chunks: Sequence[nn.Module]) -> None:
     """Free what Megatron-core caches on the device; the next forward makes it again.
 
@@ -156,11 +167,12 @@ def release_caches(chunks: Sequence[nn.Module]) -> None:
     MoEAuxLossAutoScaler.main_loss_backward_scale = None
     for chunk in chunks:
         unwrapped(chunk).set_input_tensor(None)  # type: ignore[arg-type]
-        rotary = getattr(unwrapped(chunk), "rotary_pos_emb", None)
-        if rotary is not None:
+        for rotary in rotary_embeddings(chunk):
             # Of the class: the cache holds the embeddings of all of its instances.
             type(rotary).forward.cache_clear()
-            rotary.inv_freq = rotary.inv_freq.cpu()
+            for name in _FREQUENCIES:
+                if hasattr(rotary, name):
+                    setattr(rotary, name, getattr(rotary, name).cpu())
         for layer in expert_layers(chunk):
             for name in _ROUTING:
                 if hasattr(layer.token_dispatcher, name):
@@ -255,14 +267,6 @@ class _LocalModules(LocalSpecProvider):
 
 def _layer_spec(config: DecoderConfig, *, num_experts: int | None) -> ModuleSpec:
     modules = _LocalModules()
-    norm_of_heads = modules.layer_norm(for_qk=True) if config.qk_layernorm else IdentityOp
-    attention = SelfAttentionSubmodules(
-        linear_qkv=modules.column_parallel_linear(),
-        core_attention=modules.core_attention(),
-        linear_proj=modules.row_parallel_linear(),
-        q_layernorm=norm_of_heads,
-        k_layernorm=norm_of_heads,
-    )
     # Annotated as a module, but Megatron-core passes functions too.
     add_residual: Any = get_bias_dropout_add
     if config.norm_after:
@@ -276,11 +280,7 @@ def _layer_spec(config: DecoderConfig, *, num_experts: int | None) -> ModuleSpec
         module=TransformerLayer,
         submodules=TransformerLayerSubmodules(
             input_layernorm=modules.layer_norm(),
-            self_attention=ModuleSpec(
-                module=SelfAttention,
-                params={"attn_mask_type": AttnMaskType.causal},
-                submodules=attention,
-            ),
+            self_attention=_attention_spec(config, modules),
             self_attn_bda=add_residual,
             pre_mlp_layernorm=modules.layer_norm(),
             mlp=get_mlp_module_spec_for_backend(backend=modules, num_experts=num_experts),
@@ -288,6 +288,33 @@ def _layer_spec(config: DecoderConfig, *, num_experts: int | None) -> ModuleSpec
             sharded_state_dict_keys_map=names,
         ),
     )
+
+
+def _attention_spec(config: DecoderConfig, modules: _LocalModules) -> ModuleSpec:
+    causal = {"attn_mask_type": AttnMaskType.causal}
+    linear = modules.column_parallel_linear()
+    if config.multi_latent_attention:
+        latent = MLASelfAttentionSubmodules(
+            linear_q_proj=linear,
+            linear_q_down_proj=linear,
+            linear_q_up_proj=linear,
+            linear_kv_down_proj=linear,
+            linear_kv_up_proj=linear,
+            core_attention=modules.core_attention(),
+            linear_proj=modules.row_parallel_linear(),
+            q_layernorm=modules.layer_norm(),
+            kv_layernorm=modules.layer_norm(),
+        )
+        return ModuleSpec(module=LatentAttention, params=causal, submodules=latent)
+    norm_of_heads = modules.layer_norm(for_qk=True) if config.qk_layernorm else IdentityOp
+    attention = SelfAttentionSubmodules(
+        linear_qkv=linear,
+        core_attention=modules.core_attention(),
+        linear_proj=modules.row_parallel_linear(),
+        q_layernorm=norm_of_heads,
+        k_layernorm=norm_of_heads,
+    )
+    return ModuleSpec(module=SelfAttention, params=causal, submodules=attention)
 
 
 def layers_with_experts(config: DecoderConfig) -> list[bool]:
