@@ -216,6 +216,13 @@ YARN = DEFAULT_ROPE | {
     "factor": 2.0,
     "original_max_position_embeddings": 32,
 }
+
+
+def by_kind(*, full=DEFAULT_ROPE, window=DEFAULT_ROPE):
+    """Return the parameters of rotary embeddings of each kind of layer."""
+    return {"full_attention": full, "sliding_attention": window}
+
+
 WINDOW = {"use_sliding_window": True, "sliding_window": 8}
 REFUSED = [
     ("llama", {"attention_bias": True}, "attention_bias=True"),
@@ -240,6 +247,13 @@ REFUSED = [
     ("deepseek_v3", {"rope_parameters": LLAMA3}, "rope_type='llama3'"),
     ("deepseek_v3", {"rope_parameters": YARN | {"attention_factor": 2.0}}, "attention_factor=2.0"),
     ("deepseek_v3", {"rope_parameters": YARN | {"truncate": False}}, "truncate=False"),
+    ("olmo2", {"attention_bias": True}, "attention_bias=True"),
+    ("olmo3", {"rope_parameters": by_kind(window=YARN)}, "rope_type='yarn' in its windows"),
+    (
+        "olmo3",
+        {"rope_parameters": by_kind(full=DEFAULT_ROPE | {"rope_type": "dynamic", "factor": 2.0})},
+        "rope_type='dynamic'",
+    ),
     ("glm4_moe", {"norm_topk_prob": False}, "norm_topk_prob=False"),
     ("glm4_moe", {"num_experts_per_tok": 1}, "norm_topk_prob=True"),
     ("glm4", {"rope_parameters": LLAMA3 | {"partial_rotary_factor": 0.5}}, "partial_rotary_factor"),

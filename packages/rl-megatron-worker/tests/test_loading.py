@@ -66,10 +66,28 @@ VARIANTS |= {
         "deepseek_v3",
         {"rope_parameters": YARN | {"mscale": 0.7, "mscale_all_dim": 0.0}},
     ),
+    "gemma3_text, interpolated": (
+        "gemma3_text",
+        {
+            "rope_parameters": {
+                "full_attention": {"rope_type": "linear", "rope_theta": 1e5, "factor": 8.0},
+                "sliding_attention": {"rope_type": "default", "rope_theta": 1e3},
+            }
+        },
+    ),
     "glm4, no biases": ("glm4", {"attention_bias": False}),
     "glm4_moe, one group": ("glm4_moe", {"n_group": 1, "topk_group": 1, "use_qk_norm": False}),
     "glm4_moe, one expert": ("glm4_moe", {"num_experts_per_tok": 1, "norm_topk_prob": False}),
     "glm4_moe, all dense": ("glm4_moe", {"first_k_dense_replace": 4}),
+    "olmo3, yarn": (
+        "olmo3",
+        {
+            "rope_parameters": {
+                "full_attention": YARN | {"attention_factor": 1.2},
+                "sliding_attention": {"rope_type": "default", "rope_theta": 1e3},
+            }
+        },
+    ),
     "qwen2, a group per head": ("qwen2", {"num_key_value_heads": 4}),
     "qwen3, other epsilon": ("qwen3", {"rms_norm_eps": 0.1}),
     "mistral": ("mistral", {}),

@@ -35,9 +35,12 @@ MODELS = {
     "deepseek_v3": {"kind": "deepseek_v3"},
     # Without experts, for tensor parallelism without sequence parallelism.
     "deepseek_dense": {"kind": "deepseek_v3", "first_k_dense_replace": 4},
+    "gemma3_text": {"kind": "gemma3_text"},
     # Where a key is not rotated its bias has no gradient, and Adam's direction is that of rounding.
     "glm4": {"kind": "glm4", "attention_bias": False, "seed": 1},
     "glm4_moe": {"kind": "glm4_moe"},
+    "olmo2": {"kind": "olmo2"},
+    "olmo3": {"kind": "olmo3"},
     # With seed 0 one gradient nearly vanishes, where Adam's direction is that of rounding.
     "qwen2_moe": {"kind": "qwen2_moe", "seed": 1},
 }

@@ -6,11 +6,14 @@ from transformers import (
     AutoModelForCausalLM,
     DeepseekV2Config,
     DeepseekV3Config,
+    Gemma3TextConfig,
     Glm4Config,
     Glm4MoeConfig,
     LlamaConfig,
     MistralConfig,
     MixtralConfig,
+    Olmo2Config,
+    Olmo3Config,
     PreTrainedTokenizerFast,
     Qwen2Config,
     Qwen2MoeConfig,
@@ -66,6 +69,15 @@ KINDS = {
         {**_LATENT, **_EXPERTS_AFTER_DENSE, "topk_method": "group_limited_greedy"},
     ),
     "deepseek_v3": (DeepseekV3Config, {**_LATENT, **_EXPERTS_AFTER_DENSE}),
+    "gemma3_text": (
+        Gemma3TextConfig,
+        {
+            **_WIDE_HEADS,
+            "sliding_window": 4,
+            "layer_types": ["sliding_attention", "full_attention"] * 2,
+            "query_pre_attn_scalar": 24,
+        },
+    ),
     "glm4": (Glm4Config, {**_WIDE_HEADS, "attention_bias": True}),
     "glm4_moe": (
         Glm4MoeConfig,
@@ -76,6 +88,11 @@ KINDS = {
     "mixtral": (
         MixtralConfig,
         {"num_local_experts": 4, "num_experts_per_tok": 2, "sliding_window": None},
+    ),
+    "olmo2": (Olmo2Config, {}),
+    "olmo3": (
+        Olmo3Config,
+        {"sliding_window": 4, "layer_types": ["sliding_attention", "full_attention"] * 2},
     ),
     "qwen2": (Qwen2Config, {}),
     "qwen2_moe": (Qwen2MoeConfig, {**_EXPERTS, "shared_expert_intermediate_size": 40}),
@@ -88,7 +105,10 @@ WITH_EXPERTS = ("deepseek_v2", "deepseek_v3", "glm4_moe", "mixtral", "qwen2_moe"
 def tiny_config(kind, *, tied=False, **settings):
     """Return the config of a tiny model; `settings` take precedence over its own."""
     config_class, own = KINDS[kind]
-    return config_class(**{**_SIZES, **own, "tie_word_embeddings": tied, **settings})
+    options = {**_SIZES, **own, "tie_word_embeddings": tied, **settings}
+    if options.get("layer_types"):
+        options["layer_types"] = options["layer_types"][: options["num_hidden_layers"]]
+    return config_class(**options)
 
 
 def build_tiny(path, kind, *, tied=False, seed=0, dtype=torch.float32, **settings):

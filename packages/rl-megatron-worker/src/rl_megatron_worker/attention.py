@@ -34,8 +34,9 @@ if TYPE_CHECKING:
     from megatron.core.packed_seq_params import PackedSeqParams
     from megatron.core.process_groups_config import ProcessGroupCollection
     from megatron.core.transformer.enums import AttnMaskType
-    from megatron.core.transformer.transformer_config import TransformerConfig
     from rl_batched_data import PackedSequences
+
+    from rl_megatron_worker.model.config import DecoderConfig
 
 Pair = tuple[torch.Tensor, torch.Tensor]
 
@@ -56,7 +57,7 @@ class PackedAttention(MegatronModule):
 
     def __init__(
         self,
-        config: TransformerConfig,
+        config: DecoderConfig,
         layer_number: int,
         attn_mask_type: AttnMaskType,
         attention_type: str,
@@ -70,6 +71,11 @@ class PackedAttention(MegatronModule):
         self.layer_number = layer_number
         self.sliding_window = window_of(config, layer_number)
         self.softmax_scale = softmax_scale
+        if config.rotary_scale != 1.0 and self.sliding_window is None:
+            # One factor on queries and on keys that are rotated in full is two on their products.
+            assert config.kv_channels is not None
+            own = config.kv_channels**-0.5 if softmax_scale is None else softmax_scale
+            self.softmax_scale = own * config.rotary_scale**2
 
     def forward(
         self,
@@ -238,7 +244,7 @@ class KeyValueCache:
         return pair
 
 
-def window_of(config: TransformerConfig, layer_number: int) -> int | None:
+def window_of(config: DecoderConfig, layer_number: int) -> int | None:
     """Return how many tokens a token of a layer sees, itself included; None if all before it."""
     window, pattern = config.window_size, config.window_attn_skip_freq
     if window is None:

@@ -5,7 +5,9 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
+import torch
 import torch.nn.functional as F
+from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
 from rl_megatron_worker.convert.mappings import LayerNames, decoder_mappings
 from rl_megatron_worker.model.config import Architecture
@@ -25,6 +27,8 @@ _LLAMA3 = {
     "original_max_position_embeddings": 8192,
 }
 
+# Kinds of scaling whose frequencies do not depend on the tokens.
+_FREQUENCIES = ("linear", "llama3", "yarn")
 # Families that rotate a part of each head; in others transformers rotates all of it regardless.
 _PARTLY_ROTARY = ("glm4", "glm4_moe")
 
@@ -242,6 +246,71 @@ def _theta(hf_config: PreTrainedConfig) -> tuple[float, Fields]:
     return hf_config.rope_parameters["rope_theta"], {}
 
 
+def _olmo2(hf_config: PreTrainedConfig) -> Fields:
+    _require(hf_config, "attention_bias", False)
+    return {
+        "norm_before": False,
+        "norm_after": True,
+        "norm_of_all_heads": True,
+        "own_layers": True,
+    }
+
+
+def _olmo3(hf_config: PreTrainedConfig) -> Fields:
+    return _olmo2(hf_config) | _windows(hf_config) | _rotary_fields(hf_config)
+
+
+def _gemma3(hf_config: PreTrainedConfig) -> Fields:
+    for name, supported in _GEMMA_SETTINGS.items():
+        _require(hf_config, name, *supported)
+    return (
+        {
+            "qk_layernorm": True,
+            "norm_after": True,
+            "own_layers": True,
+            "layernorm_zero_centered_gamma": True,
+            "activation_func": _gelu_of_tanh,
+            "softmax_scale": hf_config.query_pre_attn_scalar**-0.5,
+            "embedding_scale": hf_config.hidden_size**0.5,
+        }
+        | _windows(hf_config)
+        | _rotary_fields(hf_config)
+    )
+
+
+def _gelu_of_tanh(gate: torch.Tensor) -> torch.Tensor:
+    return F.gelu(gate, approximate="tanh")
+
+
+def _rotary_fields(hf_config: PreTrainedConfig) -> Fields:
+    """Return the fields of rotary embeddings that differ between layers with windows and others.
+
+    Raises:
+        ValueError: A kind of scaling is not supported.
+    """
+    every: Fields = hf_config.rope_parameters
+    full, window = every["full_attention"], every["sliding_attention"]
+    if window["rope_type"] != "default":
+        supported = "'default'"
+        raise _refusal(hf_config, f"rope_type={window['rope_type']!r} in its windows", supported)
+    fields: Fields = {"window_rotary_base": window["rope_theta"]}
+    if full["rope_type"] == "default":
+        return fields
+    if full["rope_type"] not in _FREQUENCIES:
+        supported = "'default' and " + ", ".join(map(repr, _FREQUENCIES))
+        raise _refusal(hf_config, f"rope_type={full['rope_type']!r}", supported)
+    # Their values are transformers' own.
+    frequencies, scale = ROPE_INIT_FUNCTIONS[full["rope_type"]](
+        hf_config, torch.device("cpu"), layer_type="full_attention"
+    )
+    return fields | {"rotary_frequencies": tuple(frequencies.tolist()), "rotary_scale": scale}
+
+
+def _theta_of_full_layers(hf_config: PreTrainedConfig) -> tuple[float, Fields]:
+    """Return the base of rotary embeddings in layers without a window."""
+    return hf_config.rope_parameters["full_attention"]["rope_theta"], {}
+
+
 def _biased_experts(hf_config: PreTrainedConfig) -> Fields:
     """Return the fields of experts chosen by sigmoids, with biases that balance them.
 
@@ -369,12 +438,30 @@ def _rotary(hf_config: PreTrainedConfig) -> tuple[float, Fields]:
     return theta, {"rope_scaling": True, "rope_scaling_factor": parameters["factor"]}
 
 
+_GEMMA_SETTINGS = {
+    "hidden_activation": ("gelu_pytorch_tanh",),
+    "attention_bias": (False,),
+    "attn_logit_softcapping": (None,),
+    "final_logit_softcapping": (None,),
+    "use_bidirectional_attention": (False, None),
+}
+_GEMMA = LayerNames(
+    norm_after_attention="post_attention_layernorm",
+    norm_before_mlp="pre_feedforward_layernorm",
+    norm_after_mlp="post_feedforward_layernorm",
+)
+_OLMO = LayerNames(
+    norm_after_attention="post_attention_layernorm", norm_after_mlp="post_feedforward_layernorm"
+)
 CONVERTERS = {
     "deepseek_v2": DecoderConverter(
         family_fields=_deepseek_v2, rotary=_theta, names=LayerNames(shared_expert="shared_experts")
     ),
     "deepseek_v3": DecoderConverter(
         family_fields=_deepseek_v3, rotary=_theta, names=LayerNames(shared_expert="shared_experts")
+    ),
+    "gemma3_text": DecoderConverter(
+        family_fields=_gemma3, rotary=_theta_of_full_layers, names=_GEMMA
     ),
     "glm4": DecoderConverter(family_fields=_glm4, names=LayerNames(fused_mlp="gate_up_proj")),
     "glm4_moe": DecoderConverter(
@@ -388,6 +475,8 @@ CONVERTERS = {
             experts="block_sparse_moe", expert_gate="w1", expert_up="w3", expert_down="w2"
         ),
     ),
+    "olmo2": DecoderConverter(family_fields=_olmo2, names=_OLMO),
+    "olmo3": DecoderConverter(family_fields=_olmo3, rotary=_theta_of_full_layers, names=_OLMO),
     "qwen2": DecoderConverter(family_fields=_qwen2),
     "qwen2_moe": DecoderConverter(family_fields=_qwen2_moe),
     "qwen3": DecoderConverter(family_fields=_qwen3),

@@ -332,6 +332,15 @@ def _attention(architecture: Architecture, layer: int) -> list[Mapping]:
             dim=1,
         )
     )
+    if fields.get("norm_of_all_heads"):
+        mappings += [
+            Mapping(
+                names=(f"{ours}.{which}_layernorm.weight",),
+                sources={f"{theirs}.{which}_norm.weight": (num * head_size,)},
+                dim=0,
+            )
+            for which, num in (("q", num_heads), ("k", num_groups))
+        ]
     if fields["qk_layernorm"]:
         mappings += [
             Mapping(
@@ -346,10 +355,12 @@ def _attention(architecture: Architecture, layer: int) -> list[Mapping]:
 def _norms(architecture: Architecture, layer: int, names: LayerNames) -> list[Mapping]:
     """Return the norms of a layer; Transformer Engine fuses some with the linear layers after."""
     ours, theirs = f"decoder.layers.{layer}", f"model.layers.{layer}"
-    found = [
-        (names.norm_before_attention, "input_layernorm.weight"),
-        (names.norm_before_mlp, "pre_mlp_layernorm.weight"),
-    ]
+    found: list[tuple[str, str]] = []
+    if architecture.transformer.get("norm_before", True):
+        found += [
+            (names.norm_before_attention, "input_layernorm.weight"),
+            (names.norm_before_mlp, "pre_mlp_layernorm.weight"),
+        ]
     if architecture.transformer.get("norm_after"):
         found += [
             (names.norm_after_attention, "self_attn_bda.weight"),

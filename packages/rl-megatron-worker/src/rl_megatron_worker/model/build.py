@@ -7,6 +7,7 @@ replaced, under its own name and with its own parameter, by one that returns its
 
 from __future__ import annotations
 
+from functools import partial
 from typing import TYPE_CHECKING, Any, cast
 
 import torch
@@ -45,7 +46,12 @@ from rl_megatron_worker.attention import PackedAttention
 from rl_megatron_worker.model.config import padded_vocab_size, uses_transformer_engine
 from rl_megatron_worker.model.experts import GroupedExperts, expert_layers, prepare_routers
 from rl_megatron_worker.model.latent_attention import LatentAttention
-from rl_megatron_worker.model.layers import NormThenAdd, RMSNorm
+from rl_megatron_worker.model.layers import (
+    NormOfAllHeads,
+    NormThenAdd,
+    RMSNorm,
+    WindowRotaryAttention,
+)
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -137,10 +143,20 @@ def _build_chunk(
         vp_stage=vp_stage,
         **architecture.rotary_scaling,
     )
+    if config.rotary_frequencies is not None:
+        frequencies = torch.tensor(config.rotary_frequencies, device=runtime.device)
+        model.rotary_pos_emb.inv_freq = frequencies
+    if is_first and config.embedding_scale != 1.0:
+        model.embedding.register_forward_hook(partial(_scaled, factor=config.embedding_scale))
     if is_last:
         head = OutputMatrix(model.output_layer, vocab_size=architecture.vocab_size)
         model.output_layer = head  # type: ignore[assignment]
     return model
+
+
+def _scaled(_: nn.Module, __: object, embedded: torch.Tensor, *, factor: float) -> torch.Tensor:
+    """Return embeddings times a factor in their dtype, as models have it."""
+    return embedded * torch.tensor(factor, dtype=embedded.dtype, device=embedded.device)
 
 
 def unwrapped(chunk: nn.Module) -> GPTModel:
@@ -267,6 +283,7 @@ class _LocalModules(LocalSpecProvider):
 
 def _layer_spec(config: DecoderConfig, *, num_experts: int | None) -> ModuleSpec:
     modules = _LocalModules()
+    norm_before = modules.layer_norm() if config.norm_before else IdentityOp
     # Annotated as a module, but Megatron-core passes functions too.
     add_residual: Any = get_bias_dropout_add
     if config.norm_after:
@@ -279,10 +296,10 @@ def _layer_spec(config: DecoderConfig, *, num_experts: int | None) -> ModuleSpec
     return ModuleSpec(
         module=TransformerLayer,
         submodules=TransformerLayerSubmodules(
-            input_layernorm=modules.layer_norm(),
+            input_layernorm=norm_before,
             self_attention=_attention_spec(config, modules),
             self_attn_bda=add_residual,
-            pre_mlp_layernorm=modules.layer_norm(),
+            pre_mlp_layernorm=norm_before,
             mlp=get_mlp_module_spec_for_backend(backend=modules, num_experts=num_experts),
             mlp_bda=add_residual,
             sharded_state_dict_keys_map=names,
@@ -306,15 +323,22 @@ def _attention_spec(config: DecoderConfig, modules: _LocalModules) -> ModuleSpec
             kv_layernorm=modules.layer_norm(),
         )
         return ModuleSpec(module=LatentAttention, params=causal, submodules=latent)
-    norm_of_heads = modules.layer_norm(for_qk=True) if config.qk_layernorm else IdentityOp
+    query_norm = key_norm = modules.layer_norm(for_qk=True) if config.qk_layernorm else IdentityOp
+    if config.norm_of_all_heads:
+        query_norm, key_norm = (
+            ModuleSpec(module=NormOfAllHeads, params={"num_heads": num_heads})
+            for num_heads in (config.num_attention_heads, config.num_query_groups)
+        )
     attention = SelfAttentionSubmodules(
         linear_qkv=linear,
         core_attention=modules.core_attention(),
         linear_proj=modules.row_parallel_linear(),
-        q_layernorm=norm_of_heads,
-        k_layernorm=norm_of_heads,
+        q_layernorm=query_norm,
+        k_layernorm=key_norm,
     )
-    return ModuleSpec(module=SelfAttention, params=causal, submodules=attention)
+    has_window_base = config.window_rotary_base is not None
+    module = WindowRotaryAttention if has_window_base else SelfAttention
+    return ModuleSpec(module=module, params=causal, submodules=attention)
 
 
 def layers_with_experts(config: DecoderConfig) -> list[bool]:

@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 import torch
+import torch.nn.functional as F
 from megatron.core.transformer.transformer_config import MLATransformerConfig
 
 if TYPE_CHECKING:
@@ -56,8 +57,21 @@ class DecoderConfig(MLATransformerConfig):
     multi_latent_attention: bool = False
     own_layers: bool = False
     """Whether layers have modules that Transformer Engine lacks; all are local ones then."""
+    norm_before: bool = True
+    """Whether the inputs of attention and MLP are normalised."""
     norm_after: bool = False
     """Whether the outputs of attention and MLP are normalised before they are added."""
+    norm_of_all_heads: bool = False
+    """Whether queries, and keys, of all heads are normalised together."""
+    embedding_scale: float = 1.0
+    """Factor on the embeddings of tokens."""
+    window_rotary_base: float | None = None
+    """Base (theta) of rotary embeddings in layers with a window; None: as in the other layers."""
+    rotary_frequencies: tuple[float, ...] | None = None
+    """Those of the layers without a base of their own, `[rotated size / 2]`, radians per token;
+    None: as `GPTModel` computes them."""
+    rotary_scale: float = 1.0
+    """Factor on queries and on keys where they are rotated by `rotary_frequencies`."""
     router_scores_per_group: int | None = None
     """How many of a group's best experts its score is the sum of; None: as Megatron-core has it,
     `moe_router_topk // moe_router_group_topk`."""
@@ -97,6 +111,7 @@ def transformer_config(
     engine = not own_layers and _has_transformer_engine(runtime, options.params_dtype)
     moe_options = {"moe_token_dispatcher_type": "alltoall", **options.moe_options}
     is_gated = architecture.transformer.get("gated_linear_unit", False)
+    is_swiglu = is_gated and architecture.transformer.get("activation_func") is F.silu
     fields = {
         "params_dtype": options.params_dtype,
         "pipeline_dtype": options.params_dtype,
@@ -128,7 +143,7 @@ def transformer_config(
         "output_layer_init_method": _no_init,
         "embedding_init_method": _no_init,
         "masked_softmax_fusion": False,
-        "bias_activation_fusion": runtime.on_cuda and is_gated,
+        "bias_activation_fusion": runtime.on_cuda and is_swiglu,
         "bias_dropout_fusion": runtime.on_cuda,
         "apply_rope_fusion": engine,
         "gradient_accumulation_fusion": False,

@@ -10,11 +10,11 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any, cast
 
 import torch
-import torch.distributed as dist
 import torch.nn.functional as F
-from megatron.core import parallel_state
 from megatron.core.transformer.multi_latent_attention import MLASelfAttention
 from torch import nn
+
+from rl_megatron_worker.model.layers import SumGradient
 
 if TYPE_CHECKING:
     from rl_megatron_worker.model.config import DecoderConfig
@@ -71,23 +71,5 @@ class _LatentProjection(nn.Module):
             latent, shared = output.split(self._sizes, dim=-1)
             # Each rank has the gradient of its own heads only; that of the latent vector is summed
             # in the projections up.
-            output = torch.cat([latent, cast("torch.Tensor", _SumGradient.apply(shared))], dim=-1)
+            output = torch.cat([latent, cast("torch.Tensor", SumGradient.apply(shared))], dim=-1)
         return output, None
-
-
-class _SumGradient(torch.autograd.Function):
-    """Identity, whose gradient is summed over tensor-parallel ranks.
-
-    Megatron-core's `copy_to_tensor_model_parallel_region` sums a copy of a gradient that is not
-    contiguous, and returns the gradient as it was.
-    """
-
-    @staticmethod
-    def forward(ctx: Any, shared: torch.Tensor) -> torch.Tensor:
-        return shared.view_as(shared)
-
-    @staticmethod
-    def backward(ctx: Any, grad: torch.Tensor) -> torch.Tensor:  # type: ignore[override]
-        grad = grad.clone(memory_format=torch.contiguous_format)
-        dist.all_reduce(grad, group=parallel_state.get_tensor_model_parallel_group())
-        return grad
