@@ -117,7 +117,8 @@ def build_tiny(path, kind, *, tied=False, seed=0, dtype=torch.float32, **setting
     model = AutoModelForCausalLM.from_config(tiny_config(kind, tied=tied, **settings))
     biases = [each for each in model.named_buffers() if each[0].endswith("correction_bias")]
     for name, parameter in (*model.named_parameters(), *biases):
-        mean = 1.0 if "norm" in name else 0.0
+        # Gemma's norms add 1 themselves.
+        mean = 1.0 if "norm" in name and not kind.startswith("gemma") else 0.0
         torch.nn.init.normal_(parameter, mean=mean, std=0.15)
     model.to(dtype).save_pretrained(path)
     build_tokenizer().save_pretrained(path)
