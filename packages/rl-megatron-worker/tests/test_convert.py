@@ -247,6 +247,9 @@ REFUSED = [
     ("deepseek_v3", {"rope_parameters": LLAMA3}, "rope_type='llama3'"),
     ("deepseek_v3", {"rope_parameters": YARN | {"attention_factor": 2.0}}, "attention_factor=2.0"),
     ("deepseek_v3", {"rope_parameters": YARN | {"truncate": False}}, "truncate=False"),
+    ("gemma2", {"attention_bias": True}, "attention_bias=True"),
+    ("gemma2", {"hidden_activation": "gelu"}, "hidden_activation='gelu'"),
+    ("gemma3_text", {"use_bidirectional_attention": True}, "use_bidirectional_attention=True"),
     ("olmo2", {"attention_bias": True}, "attention_bias=True"),
     ("olmo3", {"rope_parameters": by_kind(window=YARN)}, "rope_type='yarn' in its windows"),
     (

@@ -34,6 +34,8 @@ YARN = {
 CASES = [("qwen3", layout) for layout in LAYOUTS] + [("qwen2", "tp2_pp2")]
 # Rotary embeddings in each layer, with a factor; interleaved ones of a part of each head.
 CASES += [("deepseek_v3", "tp2_sp"), ("glm4", "one")]
+# Capped scores and logits; rotary embeddings of layers with windows.
+CASES += [("gemma2", "tp2_sp"), ("gemma3_text", "one"), ("olmo3", "tp2_sp")]
 
 
 @pytest.fixture(scope="module")
@@ -44,7 +46,10 @@ def models(tmp_path_factory):
         )
         for kind, num_layers, settings in [
             ("deepseek_v3", 2, {"rope_parameters": YARN}),
+            ("gemma2", 2, {}),
+            ("gemma3_text", 2, {}),
             ("glm4", 2, {}),
+            ("olmo3", 2, {}),
             ("qwen2", 2, {}),
             ("qwen3", 2, WINDOWS),
             ("qwen3", 4, WINDOWS),

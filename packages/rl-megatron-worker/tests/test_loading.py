@@ -3,9 +3,9 @@
 import convert_ranks
 import pytest
 import torch
+from plain_loop import load
 from safetensors.torch import load_file, save_file
 from tiny_models import KINDS, VOCAB_SIZE, build_tiny
-from transformers import AutoModelForCausalLM
 
 TP2 = {"tensor_model_parallel_size": 2}
 PP2 = {"pipeline_model_parallel_size": 2}
@@ -107,7 +107,7 @@ def test_logits_are_those_of_transformers(pools, tmp_path, variant):
     path = build_tiny(tmp_path, kind, **settings)
     sequences = make_sequences()
     ((*found,),) = pools(1).run(convert_ranks.logits, path=path, sequences=sequences)
-    model = AutoModelForCausalLM.from_pretrained(path)
+    model = load(path)
     with torch.no_grad():
         for tokens, logits in zip(sequences, found, strict=True):
             expected = model(input_ids=tokens[None]).logits[0]

@@ -17,6 +17,7 @@ GOING_ON_TOLERANCE = 1e-6
 # Families with modules that Megatron-core does not know, and biases of routers.
 OWN_MODULES = {
     "deepseek_v3": {},
+    "olmo2": {},
     # Where a key is not rotated its bias has no gradient, and Adam's direction is that of rounding.
     "glm4": {"attention_bias": False},
 }

@@ -6,6 +6,7 @@ from transformers import (
     AutoModelForCausalLM,
     DeepseekV2Config,
     DeepseekV3Config,
+    Gemma2Config,
     Gemma3TextConfig,
     Glm4Config,
     Glm4MoeConfig,
@@ -63,21 +64,25 @@ _LATENT = {
     "rms_norm_eps": 1e-6,
 }
 
+# Both kinds of layers, and caps that scores reach.
+_GEMMA = {
+    **_WIDE_HEADS,
+    "sliding_window": 4,
+    "layer_types": ["sliding_attention", "full_attention"] * 2,
+    "query_pre_attn_scalar": 24,
+}
+
 KINDS = {
     "deepseek_v2": (
         DeepseekV2Config,
         {**_LATENT, **_EXPERTS_AFTER_DENSE, "topk_method": "group_limited_greedy"},
     ),
     "deepseek_v3": (DeepseekV3Config, {**_LATENT, **_EXPERTS_AFTER_DENSE}),
-    "gemma3_text": (
-        Gemma3TextConfig,
-        {
-            **_WIDE_HEADS,
-            "sliding_window": 4,
-            "layer_types": ["sliding_attention", "full_attention"] * 2,
-            "query_pre_attn_scalar": 24,
-        },
+    "gemma2": (
+        Gemma2Config,
+        {**_GEMMA, "attn_logit_softcapping": 1.0, "final_logit_softcapping": 4.0},
     ),
+    "gemma3_text": (Gemma3TextConfig, _GEMMA),
     "glm4": (Glm4Config, {**_WIDE_HEADS, "attention_bias": True}),
     "glm4_moe": (
         Glm4MoeConfig,

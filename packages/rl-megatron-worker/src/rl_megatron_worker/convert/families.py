@@ -260,22 +260,23 @@ def _olmo3(hf_config: PreTrainedConfig) -> Fields:
     return _olmo2(hf_config) | _windows(hf_config) | _rotary_fields(hf_config)
 
 
-def _gemma3(hf_config: PreTrainedConfig) -> Fields:
+def _gemma2(hf_config: PreTrainedConfig) -> Fields:
     for name, supported in _GEMMA_SETTINGS.items():
         _require(hf_config, name, *supported)
-    return (
-        {
-            "qk_layernorm": True,
-            "norm_after": True,
-            "own_layers": True,
-            "layernorm_zero_centered_gamma": True,
-            "activation_func": _gelu_of_tanh,
-            "softmax_scale": hf_config.query_pre_attn_scalar**-0.5,
-            "embedding_scale": hf_config.hidden_size**0.5,
-        }
-        | _windows(hf_config)
-        | _rotary_fields(hf_config)
-    )
+    return {
+        "norm_after": True,
+        "own_layers": True,
+        "layernorm_zero_centered_gamma": True,
+        "activation_func": _gelu_of_tanh,
+        "softmax_scale": hf_config.query_pre_attn_scalar**-0.5,
+        "embedding_scale": hf_config.hidden_size**0.5,
+        "attention_soft_cap": hf_config.attn_logit_softcapping,
+        "logits_soft_cap": hf_config.final_logit_softcapping,
+    } | _windows(hf_config)
+
+
+def _gemma3(hf_config: PreTrainedConfig) -> Fields:
+    return _gemma2(hf_config) | {"qk_layernorm": True} | _rotary_fields(hf_config)
 
 
 def _gelu_of_tanh(gate: torch.Tensor) -> torch.Tensor:
@@ -441,8 +442,6 @@ def _rotary(hf_config: PreTrainedConfig) -> tuple[float, Fields]:
 _GEMMA_SETTINGS = {
     "hidden_activation": ("gelu_pytorch_tanh",),
     "attention_bias": (False,),
-    "attn_logit_softcapping": (None,),
-    "final_logit_softcapping": (None,),
     "use_bidirectional_attention": (False, None),
 }
 _GEMMA = LayerNames(
@@ -460,6 +459,7 @@ CONVERTERS = {
     "deepseek_v3": DecoderConverter(
         family_fields=_deepseek_v3, rotary=_theta, names=LayerNames(shared_expert="shared_experts")
     ),
+    "gemma2": DecoderConverter(family_fields=_gemma2, names=_GEMMA),
     "gemma3_text": DecoderConverter(
         family_fields=_gemma3, rotary=_theta_of_full_layers, names=_GEMMA
     ),

@@ -149,7 +149,11 @@ def _build_chunk(
     if is_first and config.embedding_scale != 1.0:
         model.embedding.register_forward_hook(partial(_scaled, factor=config.embedding_scale))
     if is_last:
-        head = OutputMatrix(model.output_layer, vocab_size=architecture.vocab_size)
+        head = OutputMatrix(
+            model.output_layer,
+            vocab_size=architecture.vocab_size,
+            soft_cap=config.logits_soft_cap,
+        )
         model.output_layer = head  # type: ignore[assignment]
     return model
 
@@ -204,10 +208,14 @@ class OutputMatrix(nn.Module):
     Args:
         layer: The layer whose weight it takes.
         vocab_size: Number of tokens, without padding.
+        soft_cap: Bound on the logits: `soft_cap * tanh(logits / soft_cap)`.
     """
 
-    def __init__(self, layer: ColumnParallelLinear, *, vocab_size: int) -> None:
+    def __init__(
+        self, layer: ColumnParallelLinear, *, vocab_size: int, soft_cap: float | None = None
+    ) -> None:
         super().__init__()
+        self.soft_cap = soft_cap
         self.register_parameter("weight", layer.weight)
         self.vocab_size = vocab_size
         self.tp_group = cast("dist.ProcessGroup", layer.tp_group)

@@ -63,6 +63,10 @@ class DecoderConfig(MLATransformerConfig):
     """Whether the outputs of attention and MLP are normalised before they are added."""
     norm_of_all_heads: bool = False
     """Whether queries, and keys, of all heads are normalised together."""
+    attention_soft_cap: float | None = None
+    """Bound on the scores of attention: `cap * tanh(scores / cap)`."""
+    logits_soft_cap: float | None = None
+    """The same of logits."""
     embedding_scale: float = 1.0
     """Factor on the embeddings of tokens."""
     window_rotary_base: float | None = None
