@@ -4,10 +4,10 @@ import os
 
 import torch
 from megatron.core import parallel_state
-from megatron.core.transformer.transformer_config import TransformerConfig
 from megatron_ranks import job
 from rl_megatron_worker.attention import PackedAttention
 from rl_megatron_worker.layout import PackedRows
+from rl_megatron_worker.model.config import DecoderConfig
 
 
 def plain_attention(query, key, value, lengths):
@@ -38,7 +38,7 @@ def context_ranks(*, lengths):
         group = parallel_state.get_context_parallel_group()
         rows = PackedRows.of(edges, max_seqlen=max(lengths), group=group)
         inputs = [rows.shard(each).clone().requires_grad_() for each in whole]
-        config = TransformerConfig(
+        config = DecoderConfig(
             num_layers=1,
             hidden_size=heads * size,
             num_attention_heads=heads,

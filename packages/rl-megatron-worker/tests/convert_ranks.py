@@ -18,7 +18,7 @@ from rl_megatron_worker.layout import PackedRows
 from rl_megatron_worker.model import load as loading
 from rl_megatron_worker.model.build import build_model
 from rl_megatron_worker.model.config import ModelOptions, transformer_config
-from rl_megatron_worker.model.heads import scoring_options
+from rl_megatron_worker.model.heads import TokenHead
 from rl_megatron_worker.model.load import load_weights
 from rl_megatron_worker.parallel.groups import MegatronLayout
 from rl_megatron_worker.parallel.schedule import run_chunk
@@ -69,7 +69,7 @@ def logits(*, path, sequences):
         with runtime.scope():
             rows = PackedRows.of(edges, max_seqlen=max(lengths), group=group)
             hidden = run_chunk(chunks[0], torch.cat(sequences), rows)
-        return (hidden @ scoring_options(chunks[0])["output_matrix"].T).split(lengths)
+            return TokenHead(chunk=chunks[0], temperature=1.0).logits(hidden).split(lengths)
 
 
 def load_and_gather(*, paths, layout, dtype=torch.float32, wire_dtype=torch.float32, ddp=False):

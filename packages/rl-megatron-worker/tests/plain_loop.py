@@ -12,7 +12,11 @@ RELATIVE_TOLERANCE = 2e-6
 
 
 def load(model_name):
-    return AutoModelForCausalLM.from_pretrained(model_name, dtype=torch.float32).eval()
+    model = AutoModelForCausalLM.from_pretrained(model_name, dtype=torch.float32).eval()
+    # torch's attention, which transformers takes by default, does not cap scores.
+    if getattr(model.config, "attn_logit_softcapping", None) is not None:
+        model.set_attn_implementation("eager")
+    return model
 
 
 def plain_logprobs(model, batch, *, temperature=1.0):

@@ -3,10 +3,10 @@
 import pytest
 import torch
 from attention_ranks import context_ranks, plain_attention
-from megatron.core.transformer.transformer_config import TransformerConfig
 from rl_megatron_worker.attention import PackedAttention
 from rl_megatron_worker.compat.cpu_scope import cpu_scope
 from rl_megatron_worker.layout import PackedRows
+from rl_megatron_worker.model.config import DecoderConfig
 
 # The inputs are float64: what differs is the order of sums.
 TOLERANCE = 1e-12
@@ -36,9 +36,7 @@ def test_values_and_gradients_are_those_of_each_sequence_alone(case, groups):
     ]
     weights = torch.randn(sum(lengths), heads * size, dtype=torch.float64, generator=generator)
     with cpu_scope():
-        config = TransformerConfig(
-            num_layers=1, hidden_size=heads * size, num_attention_heads=heads
-        )
+        config = DecoderConfig(num_layers=1, hidden_size=heads * size, num_attention_heads=heads)
         attention = PackedAttention(config, 1, None, "self")
         rows = PackedRows.of(edges_of(lengths), max_seqlen=max(lengths), group=None)
         own = attention.eval()(*inputs, None, packed_seq_params=rows)
@@ -60,7 +58,7 @@ def test_ranks_that_share_sequences_get_the_same(pools, num_ranks, lengths):
 
 def test_dropout_drops_while_training_alone():
     with cpu_scope():
-        config = TransformerConfig(
+        config = DecoderConfig(
             num_layers=1, hidden_size=16, num_attention_heads=2, attention_dropout=0.5
         )
         attention = PackedAttention(config, 1, None, "self")

@@ -272,7 +272,7 @@ def test_a_torch_optimizer_without_counterpart_is_refused():
         ),
         (
             {"converter_type": "nowhere"},
-            "converter_type='nowhere'.*llama, mistral, mixtral, qwen2, qwen2_moe",
+            "converter_type='nowhere'.*llama, mistral, mixtral, olmo2, olmo3, qwen2, qwen2_moe",
         ),
     ],
 )

@@ -22,8 +22,20 @@ LAYOUTS = {
 
 # Windows shorter than a prompt, in all layers but the first.
 WINDOWS = {"use_sliding_window": True, "sliding_window": 3, "max_window_layers": 1}
+YARN = {
+    "rope_type": "yarn",
+    "rope_theta": 1e4,
+    "factor": 8.0,
+    "original_max_position_embeddings": 8,
+    "mscale": 1.0,
+    "mscale_all_dim": 0.5,
+}
 # One family in every layout, another, whose queries, keys and values have biases, in one.
 CASES = [("qwen3", layout) for layout in LAYOUTS] + [("qwen2", "tp2_pp2")]
+# Rotary embeddings in each layer, with a factor; interleaved ones of a part of each head.
+CASES += [("deepseek_v3", "tp2_sp"), ("glm4", "one")]
+# Capped scores and logits; rotary embeddings of layers with windows.
+CASES += [("gemma2", "tp2_sp"), ("gemma3_text", "one"), ("olmo3", "tp2_sp")]
 
 
 @pytest.fixture(scope="module")
@@ -33,6 +45,11 @@ def models(tmp_path_factory):
             tmp_path_factory.mktemp(kind), kind, tied=True, num_hidden_layers=num_layers, **settings
         )
         for kind, num_layers, settings in [
+            ("deepseek_v3", 2, {"rope_parameters": YARN}),
+            ("gemma2", 2, {}),
+            ("gemma3_text", 2, {}),
+            ("glm4", 2, {}),
+            ("olmo3", 2, {}),
             ("qwen2", 2, {}),
             ("qwen3", 2, WINDOWS),
             ("qwen3", 4, WINDOWS),

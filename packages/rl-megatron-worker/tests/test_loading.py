@@ -3,11 +3,12 @@
 import convert_ranks
 import pytest
 import torch
+from plain_loop import load
 from safetensors.torch import load_file, save_file
 from tiny_models import KINDS, VOCAB_SIZE, build_tiny
-from transformers import AutoModelForCausalLM
 
 TP2 = {"tensor_model_parallel_size": 2}
+PP2 = {"pipeline_model_parallel_size": 2}
 
 # Both compute in float32, in another order of additions.
 LOGITS_ATOL = 1e-5
@@ -18,6 +19,13 @@ def make_sequences():
     return [torch.randint(0, VOCAB_SIZE, (n,), generator=generator) for n in (9, 5, 14)]
 
 
+YARN = {
+    "rope_type": "yarn",
+    "rope_theta": 1e4,
+    "factor": 8.0,
+    "original_max_position_embeddings": 8,
+    "beta_fast": 4,
+}
 VARIANTS = {kind: (kind, {}) for kind in KINDS} | {
     f"{kind} tied": (kind, {"tied": True}) for kind in KINDS
 }
@@ -45,6 +53,41 @@ VARIANTS |= {
             },
         },
     ),
+    "deepseek_v2, greedy": ("deepseek_v2", {"topk_method": "greedy", "q_lora_rank": None}),
+    "deepseek_v2, yarn": (
+        "deepseek_v2",
+        {"rope_parameters": YARN | {"mscale": 0.7, "mscale_all_dim": 0.7}},
+    ),
+    "deepseek_v3, yarn": (
+        "deepseek_v3",
+        {"rope_parameters": YARN | {"mscale": 1.0, "mscale_all_dim": 0.5}},
+    ),
+    "deepseek_v3, yarn by factor": (
+        "deepseek_v3",
+        {"rope_parameters": YARN | {"mscale": 0.7, "mscale_all_dim": 0.0}},
+    ),
+    "gemma3_text, interpolated": (
+        "gemma3_text",
+        {
+            "rope_parameters": {
+                "full_attention": {"rope_type": "linear", "rope_theta": 1e5, "factor": 8.0},
+                "sliding_attention": {"rope_type": "default", "rope_theta": 1e3},
+            }
+        },
+    ),
+    "glm4, no biases": ("glm4", {"attention_bias": False}),
+    "glm4_moe, one group": ("glm4_moe", {"n_group": 1, "topk_group": 1, "use_qk_norm": False}),
+    "glm4_moe, one expert": ("glm4_moe", {"num_experts_per_tok": 1, "norm_topk_prob": False}),
+    "glm4_moe, all dense": ("glm4_moe", {"first_k_dense_replace": 4}),
+    "olmo3, yarn": (
+        "olmo3",
+        {
+            "rope_parameters": {
+                "full_attention": YARN | {"attention_factor": 1.2},
+                "sliding_attention": {"rope_type": "default", "rope_theta": 1e3},
+            }
+        },
+    ),
     "qwen2, a group per head": ("qwen2", {"num_key_value_heads": 4}),
     "qwen3, other epsilon": ("qwen3", {"rms_norm_eps": 0.1}),
     "mistral": ("mistral", {}),
@@ -64,7 +107,7 @@ def test_logits_are_those_of_transformers(pools, tmp_path, variant):
     path = build_tiny(tmp_path, kind, **settings)
     sequences = make_sequences()
     ((*found,),) = pools(1).run(convert_ranks.logits, path=path, sequences=sequences)
-    model = AutoModelForCausalLM.from_pretrained(path)
+    model = load(path)
     with torch.no_grad():
         for tokens, logits in zip(sequences, found, strict=True):
             expected = model(input_ids=tokens[None]).logits[0]
@@ -131,6 +174,21 @@ def test_frequencies_in_old_files_are_not_read(pools, tmp_path):
 
     edit_tensors(path, add_frequencies)
     assert pools(1).run(convert_ranks.load_that_fails, path=path, layout={}) == [None]
+
+
+@pytest.mark.parametrize("count", [1, 0])
+def test_layers_that_predict_further_tokens_are_left_out(pools, tmp_path, count):
+    path = build_tiny(tmp_path, "deepseek_v3", num_hidden_layers=2, num_nextn_predict_layers=count)
+
+    def add_a_layer(tensors):
+        tensors["model.layers.2.eh_proj.weight"] = torch.ones(32, 64)
+
+    edit_tensors(path, add_a_layer)
+    errors = pools(2).run(convert_ranks.load_that_fails, path=path, layout=PP2)
+    if count:
+        assert errors == [None, None]
+    else:
+        assert all("first ['model.layers.2.eh_proj.weight']" in error for error in errors)
 
 
 def test_a_tied_output_in_the_files_has_to_be_the_embedding(pools, tmp_path):

@@ -31,6 +31,18 @@ MODELS = {
     "qwen3": {"kind": "qwen3", "sliding_window": 4, **LATER_LAYERS},
     "qwen3_moe": {"kind": "qwen3_moe"},
     "mixtral": {"kind": "mixtral", "sliding_window": 4},
+    "deepseek_v2": {"kind": "deepseek_v2"},
+    "deepseek_v3": {"kind": "deepseek_v3"},
+    # Without experts, for tensor parallelism without sequence parallelism.
+    "deepseek_dense": {"kind": "deepseek_v3", "first_k_dense_replace": 4},
+    # As for Qwen2-MoE: with seed 0 one gradient nearly vanishes.
+    "gemma2": {"kind": "gemma2", "seed": 1},
+    "gemma3_text": {"kind": "gemma3_text"},
+    # Where a key is not rotated its bias has no gradient, and Adam's direction is that of rounding.
+    "glm4": {"kind": "glm4", "attention_bias": False, "seed": 1},
+    "glm4_moe": {"kind": "glm4_moe"},
+    "olmo2": {"kind": "olmo2"},
+    "olmo3": {"kind": "olmo3"},
     # With seed 0 one gradient nearly vanishes, where Adam's direction is that of rounding.
     "qwen2_moe": {"kind": "qwen2_moe", "seed": 1},
 }

@@ -109,6 +109,28 @@ def test_routes_are_recorded_and_taken_in_every_layout(pools, tmp_path, case):
         assert_equal_parameters(result["parameters"], parameters, PARAMETER_TOLERANCE)
 
 
+@pytest.mark.parametrize("kind", ["deepseek_v2", "glm4_moe"])
+def test_routes_to_groups_of_experts_are_those_of_transformers(pools, tmp_path, kind):
+    path, batch = build_tiny(tmp_path, kind, num_hidden_layers=3), make_batch(6)
+    config = config_of(path, "dp2", None)
+    (found,) = pools(1).run(worker_ranks.score_with_routes, config=config, batch=batch)
+    model, chosen = load(path), []
+    for module in model.modules():
+        if type(module).__name__.endswith("TopkRouter"):
+            module.register_forward_hook(lambda _, __, output: chosen.append(output[2]))
+    for row, length in enumerate(batch["input_lengths"].tolist()):
+        chosen.clear()
+        model(batch["input_ids"][row : row + 1, :length])
+        expected = torch.stack(chosen, 1).sort(-1).values
+        routes = found["routed_experts"][row, :length]
+        assert torch.equal(routes.sort(-1).values.long(), expected)
+    again = {**batch, "routed_experts": found["routed_experts"].flip(-1)}
+    (replayed,) = pools(1).run(worker_ranks.score_with_routes, config=config, batch=again)
+    torch.testing.assert_close(
+        replayed["logprobs"], found["logprobs"], atol=LOGPROB_TOLERANCE, rtol=0
+    )
+
+
 def test_replayed_routes_lower_the_mismatch_in_bfloat16(pools, tmp_path):
     """Two layouts round scores otherwise, and tokens near a boundary take other experts."""
     path = build_tiny(tmp_path, "qwen3_moe", num_hidden_layers=4)

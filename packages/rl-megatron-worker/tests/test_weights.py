@@ -17,7 +17,7 @@ VIRTUAL = PP2 | {"virtual_pipeline_model_parallel_size": 2}
 UNEVEN = PP2 | {"num_layers_in_first_pipeline_stage": 1}
 SEQUENCE = TP2 | {"sequence_parallel": True}
 
-DENSE = ("llama", "mistral", "qwen2", "qwen3")
+DENSE = tuple(kind for kind in KINDS if kind not in WITH_EXPERTS)
 # Ranks, layout, kinds. Experts under tensor parallelism want sequence parallelism too.
 LAYOUTS = {
     "one rank": (1, {}, KINDS),

@@ -34,8 +34,9 @@ if TYPE_CHECKING:
     from megatron.core.packed_seq_params import PackedSeqParams
     from megatron.core.process_groups_config import ProcessGroupCollection
     from megatron.core.transformer.enums import AttnMaskType
-    from megatron.core.transformer.transformer_config import TransformerConfig
     from rl_batched_data import PackedSequences
+
+    from rl_megatron_worker.model.config import DecoderConfig
 
 Pair = tuple[torch.Tensor, torch.Tensor]
 
@@ -51,23 +52,31 @@ class PackedAttention(MegatronModule):
         cp_comm_type: Ignored: keys and values are all-gathered.
         softmax_scale: `head_size ** -0.5` when None.
         pg_collection: Ignored: `PackedRows` holds the context-parallel group.
+        sizes: Ignored: keys and values tell the sizes of their heads.
     """
 
     def __init__(
         self,
-        config: TransformerConfig,
+        config: DecoderConfig,
         layer_number: int,
         attn_mask_type: AttnMaskType,
         attention_type: str,
         cp_comm_type: str | None = None,
         softmax_scale: float | None = None,
         pg_collection: ProcessGroupCollection | None = None,
+        **sizes: object,
     ) -> None:
         super().__init__(config)
         assert attention_type == "self", attention_type
         self.layer_number = layer_number
         self.sliding_window = window_of(config, layer_number)
+        self.soft_cap = config.attention_soft_cap
         self.softmax_scale = softmax_scale
+        if config.rotary_scale != 1.0 and self.sliding_window is None:
+            # One factor on queries and on keys that are rotated in full is two on their products.
+            assert config.kv_channels is not None
+            own = config.kv_channels**-0.5 if softmax_scale is None else softmax_scale
+            self.softmax_scale = own * config.rotary_scale**2
 
     def forward(
         self,
@@ -100,6 +109,7 @@ class PackedAttention(MegatronModule):
                 value,
                 scale=self.softmax_scale,
                 sliding_window=self.sliding_window,
+                soft_cap=self.soft_cap,
             )
         if cache is not None:
             cache.fill(self.layer_number, key, value)
@@ -109,7 +119,8 @@ class PackedAttention(MegatronModule):
             key, value = both.split([key.shape[-1], value.shape[-1]], dim=-1)
         # Heads are sharded over tensor-parallel ranks: each needs random numbers of its own.
         dropout = self.config.attention_dropout if self.training else 0.0
-        if rows.context_group is None and not dropout and takes_packed(query, value):
+        is_plain = rows.context_group is None and not dropout and self.soft_cap is None
+        if is_plain and takes_packed(query, value):
             return attend_to_packed(
                 query,
                 key,
@@ -141,9 +152,13 @@ class PackedAttention(MegatronModule):
             rows_query, rows_key, rows_value = (each.transpose(1, 2) for each in group)
             # Without a mask it is aligned to the last key: a later chunk's first query sees the
             # chunks before it.
-            output = attend(
-                rows_query, rows_key, rows_value, mask, dropout=dropout, scale=self.softmax_scale
-            )
+            options = {"dropout": dropout, "scale": self.softmax_scale}
+            if self.soft_cap is None:
+                output = attend(rows_query, rows_key, rows_value, mask, **options)
+            else:
+                output = _attend_capped(
+                    rows_query, rows_key, rows_value, mask, soft_cap=self.soft_cap, **options
+                )
             outputs.append(output.transpose(1, 2).flatten(2).flatten(0, 1))
         return torch.cat(outputs).index_select(0, rows.shards.places)
 
@@ -195,6 +210,7 @@ class KeyValueCache:
         *,
         scale: float | None,
         sliding_window: int | None,
+        soft_cap: float | None,
     ) -> torch.Tensor:
         """Append one token to each row; return its attention output, `[tokens, heads * head_size]`.
 
@@ -205,6 +221,7 @@ class KeyValueCache:
             value: Like `key`.
             scale: Softmax scale; `head_size ** -0.5` when None.
             sliding_window: How many tokens the new one sees, itself included; all when None.
+            soft_cap: Bound on the scores; none when None.
         """
         # Tokens beyond the rows complete the total that sequence parallelism has to divide.
         num_rows = len(self.lengths)
@@ -214,13 +231,12 @@ class KeyValueCache:
         seen = places < self.lengths[:, None]
         if sliding_window is not None:
             seen &= places >= self.lengths[:, None] - sliding_window
-        output = attend_to_cache(
-            query[:num_rows],
-            keys.transpose(1, 2),
-            values.transpose(1, 2),
-            seen,
-            scale=scale,
-        )
+        query_of_rows, keys, values = query[:num_rows], keys.transpose(1, 2), values.transpose(1, 2)
+        if soft_cap is None:
+            output = attend_to_cache(query_of_rows, keys, values, seen, scale=scale)
+        else:
+            one, mask = query_of_rows[:, :, None], seen[:, None, None]
+            output = _attend_capped(one, keys, values, mask, soft_cap=soft_cap, scale=scale)
         return F.pad(output.flatten(1), (0, 0, 0, len(query) - num_rows))
 
     def _add(self, layer: int, key: torch.Tensor, value: torch.Tensor) -> Pair:
@@ -236,7 +252,35 @@ class KeyValueCache:
         return pair
 
 
-def window_of(config: TransformerConfig, layer_number: int) -> int | None:
+def _attend_capped(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    mask: torch.Tensor | None,
+    *,
+    soft_cap: float,
+    dropout: float = 0.0,
+    scale: float | None = None,
+) -> torch.Tensor:
+    """Return attention with scores that are bounded by `soft_cap`, as `attend` does without.
+
+    No kernel of torch bounds them: the scores are materialised, `[rows, heads, queries, keys]`.
+    """
+    shared = query.shape[1] // key.shape[1]
+    key, value = (each.repeat_interleave(shared, dim=1) for each in (key, value))
+    scores = query @ key.transpose(2, 3) * (query.shape[3] ** -0.5 if scale is None else scale)
+    scores = (soft_cap * torch.tanh(scores / soft_cap)).float()
+    if mask is None:
+        # Aligned to the last key.
+        num_queries, num_keys = scores.shape[2:]
+        mask = torch.ones(num_queries, num_keys, dtype=torch.bool, device=scores.device)
+        mask = mask.tril(num_keys - num_queries)
+    # Finite: a row of padding may see no key.
+    weights = scores.masked_fill(~mask, torch.finfo(scores.dtype).min).softmax(-1)
+    return F.dropout(weights, dropout).to(value.dtype) @ value
+
+
+def window_of(config: DecoderConfig, layer_number: int) -> int | None:
     """Return how many tokens a token of a layer sees, itself included; None if all before it."""
     window, pattern = config.window_size, config.window_attn_skip_freq
     if window is None:

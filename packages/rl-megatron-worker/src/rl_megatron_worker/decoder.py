@@ -13,7 +13,7 @@ from rl_interfaces.backend.steps import Concatenation, MicroBatch
 
 from rl_megatron_worker.attention import KeyValueCache
 from rl_megatron_worker.layout import PackedLayout
-from rl_megatron_worker.model.build import unwrapped
+from rl_megatron_worker.model.build import rotary_embeddings
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Generator
@@ -23,6 +23,8 @@ if TYPE_CHECKING:
 
     from rl_megatron_worker.model.heads import TokenHead
     from rl_megatron_worker.parallel.schedule import Schedule
+
+Frequencies = torch.Tensor | tuple[torch.Tensor, float]
 
 
 def open_decoder(
@@ -189,10 +191,12 @@ class CachedDecoder(FullDecoder):
         Given one frequency per token, it applies them token by token.
         """
 
-        def at_positions(_: nn.Module, __: object, frequencies: torch.Tensor) -> torch.Tensor:
-            return frequencies.index_select(0, positions)
+        def at_positions(_: nn.Module, __: object, found: Frequencies) -> Frequencies:
+            if isinstance(found, tuple):  # With a factor on sines and cosines.
+                return found[0].index_select(0, positions), found[1]
+            return found.index_select(0, positions)
 
-        modules = [unwrapped(chunk).rotary_pos_emb for chunk in self._schedule.chunks]
+        modules = [each for chunk in self._schedule.chunks for each in rotary_embeddings(chunk)]
         hooks = [module.register_forward_hook(at_positions) for module in modules]
         try:
             yield

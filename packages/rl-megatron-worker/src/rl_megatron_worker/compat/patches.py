@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any, overload
 import megatron.core.optimizer as megatron_optimizer
 import torch
 from megatron.core.optimizer import distrib_optimizer
+from megatron.core.transformer import multi_latent_attention
 from megatron.core.transformer.moe import moe_utils
 from torch.optim import Optimizer
 from torch.optim.adam import adam
@@ -168,6 +169,9 @@ def _missing_packages() -> list[Patch]:
     if not hasattr(moe_utils, "te_general_gemm"):
         # The MoE router tests it against None, and 0.16.1 leaves it unbound.
         needed.append((moe_utils, "te_general_gemm", None))
+    if not isinstance(multi_latent_attention.TELinear, type):
+        # Without Transformer Engine it is a mock, and 0.16.1 takes that for the class.
+        needed.append((multi_latent_attention, "HAVE_TE", False))
     return needed
 
 

@@ -5,9 +5,11 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
+import torch
 import torch.nn.functional as F
+from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
-from rl_megatron_worker.convert.mappings import ExpertNames, decoder_mappings
+from rl_megatron_worker.convert.mappings import LayerNames, decoder_mappings
 from rl_megatron_worker.model.config import Architecture
 
 if TYPE_CHECKING:
@@ -25,6 +27,11 @@ _LLAMA3 = {
     "original_max_position_embeddings": 8192,
 }
 
+# Kinds of scaling whose frequencies do not depend on the tokens.
+_FREQUENCIES = ("linear", "llama3", "yarn")
+# Families that rotate a part of each head; in others transformers rotates all of it regardless.
+_PARTLY_ROTARY = ("glm4", "glm4_moe")
+
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class DecoderConverter:
@@ -32,8 +39,12 @@ class DecoderConverter:
 
     family_fields: Callable[[PreTrainedConfig], Fields]
     """Returns the family's additional `TransformerConfig` fields, or raises `ValueError`."""
-    expert_names: ExpertNames = field(default_factory=ExpertNames)
-    """How its checkpoints name experts."""
+    names: LayerNames = field(default_factory=LayerNames)
+    """How its checkpoints name what layers have."""
+    rotary: Callable[[PreTrainedConfig], tuple[float, Fields]] = field(
+        default_factory=lambda: _rotary
+    )
+    """Returns the base of rotary embeddings, and `GPTModel`'s arguments for their frequencies."""
 
     def architecture(self, hf_config: PreTrainedConfig) -> Architecture:
         """Return the Megatron-core architecture of a Hugging Face config.
@@ -44,7 +55,7 @@ class DecoderConverter:
         _require(hf_config, "hidden_act", "silu", "swish")
         _require(hf_config, "attention_dropout", 0.0, None)
         _require(hf_config, "quantization_config", None)
-        theta, scaling = _rotary(hf_config)
+        theta, scaling = self.rotary(hf_config)
         return Architecture(
             transformer=_plain_fields(hf_config) | self.family_fields(hf_config),
             vocab_size=hf_config.vocab_size,
@@ -56,7 +67,7 @@ class DecoderConverter:
 
     def mappings(self, architecture: Architecture) -> list[Mapping]:
         """Return the mapping of every parameter from Hugging Face tensors."""
-        return decoder_mappings(architecture, self.expert_names)
+        return decoder_mappings(architecture, self.names)
 
 
 def _plain_fields(hf_config: PreTrainedConfig) -> Fields:
@@ -150,18 +161,205 @@ def _qwen_experts(hf_config: PreTrainedConfig) -> Fields:
     }
 
 
-CONVERTERS = {
-    "llama": DecoderConverter(family_fields=_llama),
-    "mistral": DecoderConverter(family_fields=_mistral),
-    "mixtral": DecoderConverter(
-        family_fields=_mixtral,
-        expert_names=ExpertNames(block="block_sparse_moe", gate="w1", up="w3", down="w2"),
-    ),
-    "qwen2": DecoderConverter(family_fields=_qwen2),
-    "qwen2_moe": DecoderConverter(family_fields=_qwen2_moe),
-    "qwen3": DecoderConverter(family_fields=_qwen3),
-    "qwen3_moe": DecoderConverter(family_fields=_qwen3_moe),
-}
+def _glm4(hf_config: PreTrainedConfig) -> Fields:
+    return {
+        "add_qkv_bias": hf_config.attention_bias,
+        "rotary_interleaved": True,
+        "norm_after": True,
+        "own_layers": True,
+    }
+
+
+def _glm4_moe(hf_config: PreTrainedConfig) -> Fields:
+    return {
+        "add_qkv_bias": hf_config.attention_bias,
+        "qk_layernorm": hf_config.use_qk_norm,
+    } | _biased_experts(hf_config)
+
+
+def _deepseek_v2(hf_config: PreTrainedConfig) -> Fields:
+    _require(hf_config, "mlp_bias", False)
+    fields = _experts_after_dense(hf_config)
+    if fields:
+        _require(hf_config, "topk_method", "greedy", "group_limited_greedy")
+        fields |= {"moe_router_score_function": "softmax", "moe_router_pre_softmax": True}
+        if hf_config.topk_method == "group_limited_greedy":
+            fields |= _groups(hf_config, scores_per_group=1)
+    return _latent_attention(hf_config) | fields
+
+
+def _deepseek_v3(hf_config: PreTrainedConfig) -> Fields:
+    _require(hf_config, "rope_interleave", True)
+    return _latent_attention(hf_config) | _biased_experts(hf_config)
+
+
+def _latent_attention(hf_config: PreTrainedConfig) -> Fields:
+    """Return the fields of multi-head latent attention."""
+    _require(hf_config, "attention_bias", False)
+    _require(hf_config, "num_key_value_heads", hf_config.num_attention_heads)
+    # transformers normalises latent vectors with its default, whatever the config has.
+    _require(hf_config, "rms_norm_eps", 1e-6)
+    size = hf_config.qk_nope_head_dim + hf_config.qk_rope_head_dim
+    return {
+        "multi_latent_attention": True,
+        "own_layers": True,
+        "kv_channels": size,
+        "q_lora_rank": hf_config.q_lora_rank,
+        "kv_lora_rank": hf_config.kv_lora_rank,
+        "qk_head_dim": hf_config.qk_nope_head_dim,
+        "qk_pos_emb_head_dim": hf_config.qk_rope_head_dim,
+        "v_head_dim": hf_config.v_head_dim,
+    } | _latent_rope(hf_config)
+
+
+def _latent_rope(hf_config: PreTrainedConfig) -> Fields:
+    """Return the fields of the rotary embeddings of latent attention.
+
+    Raises:
+        ValueError: Megatron-core does not support the kind of scaling.
+    """
+    parameters: Fields = hf_config.rope_parameters
+    kind = parameters.get("rope_type", "default")
+    if kind == "default":
+        return {"rope_type": "rope", "rotary_scaling_factor": 1.0, "mscale_all_dim": 0.0}
+    if kind != "yarn":
+        raise _refusal(hf_config, f"rope_type={kind!r}", "'default' and 'yarn'")
+    for name, allowed in (("attention_factor", None), ("truncate", True)):
+        if parameters.get(name, allowed) != allowed:
+            raise _refusal(hf_config, f"{name}={parameters[name]}", f"{name}={allowed}")
+    mscale, mscale_all_dim = (parameters.get(name) for name in ("mscale", "mscale_all_dim"))
+    return {
+        "rope_type": "yarn",
+        "rotary_scaling_factor": parameters["factor"],
+        "original_max_position_embeddings": parameters["original_max_position_embeddings"],
+        "beta_fast": parameters.get("beta_fast") or 32.0,
+        "beta_slow": parameters.get("beta_slow") or 1.0,
+        # Without both, sines and cosines are scaled by what follows from the factor alone; the
+        # second one scales the softmax too.
+        "mscale": mscale if mscale_all_dim else None,
+        "mscale_all_dim": mscale_all_dim or 0.0,
+    }
+
+
+def _theta(hf_config: PreTrainedConfig) -> tuple[float, Fields]:
+    """Return the base of rotary embeddings that layers have themselves."""
+    return hf_config.rope_parameters["rope_theta"], {}
+
+
+def _olmo2(hf_config: PreTrainedConfig) -> Fields:
+    _require(hf_config, "attention_bias", False)
+    return {
+        "norm_before": False,
+        "norm_after": True,
+        "norm_of_all_heads": True,
+        "own_layers": True,
+    }
+
+
+def _olmo3(hf_config: PreTrainedConfig) -> Fields:
+    return _olmo2(hf_config) | _windows(hf_config) | _rotary_fields(hf_config)
+
+
+def _gemma2(hf_config: PreTrainedConfig) -> Fields:
+    for name, supported in _GEMMA_SETTINGS.items():
+        _require(hf_config, name, *supported)
+    return {
+        "norm_after": True,
+        "own_layers": True,
+        "layernorm_zero_centered_gamma": True,
+        "activation_func": _gelu_of_tanh,
+        "softmax_scale": hf_config.query_pre_attn_scalar**-0.5,
+        "embedding_scale": hf_config.hidden_size**0.5,
+        "attention_soft_cap": hf_config.attn_logit_softcapping,
+        "logits_soft_cap": hf_config.final_logit_softcapping,
+    } | _windows(hf_config)
+
+
+def _gemma3(hf_config: PreTrainedConfig) -> Fields:
+    return _gemma2(hf_config) | {"qk_layernorm": True} | _rotary_fields(hf_config)
+
+
+def _gelu_of_tanh(gate: torch.Tensor) -> torch.Tensor:
+    return F.gelu(gate, approximate="tanh")
+
+
+def _rotary_fields(hf_config: PreTrainedConfig) -> Fields:
+    """Return the fields of rotary embeddings that differ between layers with windows and others.
+
+    Raises:
+        ValueError: A kind of scaling is not supported.
+    """
+    every: Fields = hf_config.rope_parameters
+    full, window = every["full_attention"], every["sliding_attention"]
+    if window["rope_type"] != "default":
+        supported = "'default'"
+        raise _refusal(hf_config, f"rope_type={window['rope_type']!r} in its windows", supported)
+    fields: Fields = {"window_rotary_base": window["rope_theta"]}
+    if full["rope_type"] == "default":
+        return fields
+    if full["rope_type"] not in _FREQUENCIES:
+        supported = "'default' and " + ", ".join(map(repr, _FREQUENCIES))
+        raise _refusal(hf_config, f"rope_type={full['rope_type']!r}", supported)
+    # Their values are transformers' own.
+    frequencies, scale = ROPE_INIT_FUNCTIONS[full["rope_type"]](
+        hf_config, torch.device("cpu"), layer_type="full_attention"
+    )
+    return fields | {"rotary_frequencies": tuple(frequencies.tolist()), "rotary_scale": scale}
+
+
+def _theta_of_full_layers(hf_config: PreTrainedConfig) -> tuple[float, Fields]:
+    """Return the base of rotary embeddings in layers without a window."""
+    return hf_config.rope_parameters["full_attention"]["rope_theta"], {}
+
+
+def _biased_experts(hf_config: PreTrainedConfig) -> Fields:
+    """Return the fields of experts chosen by sigmoids, with biases that balance them.
+
+    They are DeepSeek-V3's (arXiv:2412.19437, section 2.1.2). Empty where all layers are dense.
+    """
+    if hf_config.num_experts_per_tok > 1:
+        # Megatron-core renormalises sigmoids of two or more experts.
+        _require(hf_config, "norm_topk_prob", True)
+    else:
+        _require(hf_config, "norm_topk_prob", False)
+    fields = _experts_after_dense(hf_config)
+    if fields:
+        fields |= _groups(hf_config, scores_per_group=2) | {
+            "moe_router_score_function": "sigmoid",
+            "moe_router_enable_expert_bias": True,
+            # The biases are those of the checkpoint: no gradient reaches them, and they stay.
+            "moe_router_bias_update_rate": 0.0,
+        }
+    return fields
+
+
+def _experts_after_dense(hf_config: PreTrainedConfig) -> Fields:
+    """Return the fields of experts after the first layers; empty where all layers are dense."""
+    num_layers, num_dense = hf_config.num_hidden_layers, hf_config.first_k_dense_replace
+    if num_dense >= num_layers:
+        return {}
+    return {
+        "num_moe_experts": hf_config.n_routed_experts,
+        "moe_layer_freq": [int(layer >= num_dense) for layer in range(num_layers)],
+        "moe_ffn_hidden_size": hf_config.moe_intermediate_size,
+        "moe_router_topk": hf_config.num_experts_per_tok,
+        "moe_router_topk_scaling_factor": hf_config.routed_scaling_factor,
+        "moe_router_dtype": "fp32",
+        "moe_shared_expert_intermediate_size": (
+            hf_config.moe_intermediate_size * hf_config.n_shared_experts
+        ),
+    }
+
+
+def _groups(hf_config: PreTrainedConfig, *, scores_per_group: int) -> Fields:
+    """Return the fields of routing to some groups of experts only; empty where it is to all."""
+    if hf_config.n_group in (None, 1) or hf_config.topk_group == hf_config.n_group:
+        return {}
+    return {
+        "moe_router_num_groups": hf_config.n_group,
+        "moe_router_group_topk": hf_config.topk_group,
+        "router_scores_per_group": scores_per_group,
+    }
 
 
 def _require(hf_config: PreTrainedConfig, name: str, *allowed: object) -> None:
@@ -225,10 +423,10 @@ def _rotary(hf_config: PreTrainedConfig) -> tuple[float, Fields]:
     parameters: Fields = hf_config.rope_parameters
     theta, kind = parameters["rope_theta"], parameters.get("rope_type", "default")
     partial = parameters.get("partial_rotary_factor", 1.0)
-    if partial != 1.0:
+    if partial != 1.0 and not (kind == "default" and hf_config.model_type in _PARTLY_ROTARY):
         raise _refusal(hf_config, f"partial_rotary_factor={partial}", "1.0")
     if kind == "default":
-        return theta, {}
+        return theta, {} if partial == 1.0 else {"rotary_percent": partial}
     if kind == "linear":
         return theta, {"seq_len_interpolation_factor": parameters["factor"]}
     if kind != "llama3":
@@ -239,3 +437,48 @@ def _rotary(hf_config: PreTrainedConfig) -> tuple[float, Fields]:
                 hf_config, f"rope_type='llama3' with {name}={parameters[name]}", str(value)
             )
     return theta, {"rope_scaling": True, "rope_scaling_factor": parameters["factor"]}
+
+
+_GEMMA_SETTINGS = {
+    "hidden_activation": ("gelu_pytorch_tanh",),
+    "attention_bias": (False,),
+    "use_bidirectional_attention": (False, None),
+}
+_GEMMA = LayerNames(
+    norm_after_attention="post_attention_layernorm",
+    norm_before_mlp="pre_feedforward_layernorm",
+    norm_after_mlp="post_feedforward_layernorm",
+)
+_OLMO = LayerNames(
+    norm_after_attention="post_attention_layernorm", norm_after_mlp="post_feedforward_layernorm"
+)
+CONVERTERS = {
+    "deepseek_v2": DecoderConverter(
+        family_fields=_deepseek_v2, rotary=_theta, names=LayerNames(shared_expert="shared_experts")
+    ),
+    "deepseek_v3": DecoderConverter(
+        family_fields=_deepseek_v3, rotary=_theta, names=LayerNames(shared_expert="shared_experts")
+    ),
+    "gemma2": DecoderConverter(family_fields=_gemma2, names=_GEMMA),
+    "gemma3_text": DecoderConverter(
+        family_fields=_gemma3, rotary=_theta_of_full_layers, names=_GEMMA
+    ),
+    "glm4": DecoderConverter(family_fields=_glm4, names=LayerNames(fused_mlp="gate_up_proj")),
+    "glm4_moe": DecoderConverter(
+        family_fields=_glm4_moe, names=LayerNames(shared_expert="shared_experts")
+    ),
+    "llama": DecoderConverter(family_fields=_llama),
+    "mistral": DecoderConverter(family_fields=_mistral),
+    "mixtral": DecoderConverter(
+        family_fields=_mixtral,
+        names=LayerNames(
+            experts="block_sparse_moe", expert_gate="w1", expert_up="w3", expert_down="w2"
+        ),
+    ),
+    "olmo2": DecoderConverter(family_fields=_olmo2, names=_OLMO),
+    "olmo3": DecoderConverter(family_fields=_olmo3, rotary=_theta_of_full_layers, names=_OLMO),
+    "qwen2": DecoderConverter(family_fields=_qwen2),
+    "qwen2_moe": DecoderConverter(family_fields=_qwen2_moe),
+    "qwen3": DecoderConverter(family_fields=_qwen3),
+    "qwen3_moe": DecoderConverter(family_fields=_qwen3_moe),
+}

@@ -184,6 +184,21 @@ class GateUp(Mapping):
         ]
 
 
+@dataclass(frozen=True, kw_only=True, slots=True)
+class FusedGateUp(GateUp):
+    """A `GateUp` whose one source is all of gate, then all of up."""
+
+    def all_pieces(self, *, size: int, length: int) -> list[Piece]:
+        """Return two pieces for each rank."""
+        ((name, _),) = self.sources.items()
+        half = length // 2
+        return [
+            Piece(name, start, start + half)
+            for rank in range(size)
+            for start in (rank * half, (size + rank) * half)
+        ]
+
+
 def slice_pieces(pieces: list[Piece], start: int, stop: int) -> list[Piece]:
     """Return the pieces of the rows `start:stop` of the concatenation of `pieces`.
 
@@ -206,24 +221,29 @@ def total_length(pieces: list[Piece]) -> int:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class ExpertNames:
-    """How a checkpoint names what a layer with experts has; by default as Qwen's do."""
+class LayerNames:
+    """How a checkpoint names what layers have, where families differ; by default as Qwen's do."""
 
-    block: str = "mlp"
+    norm_before_attention: str = "input_layernorm"
+    norm_before_mlp: str = "post_attention_layernorm"
+    norm_after_attention: str = "post_self_attn_layernorm"
+    norm_after_mlp: str = "post_mlp_layernorm"
+    fused_mlp: str | None = None
+    """Gate and up projection of dense layers in one tensor; None: they are two."""
+    experts: str = "mlp"
     """The router and the experts."""
-    gate: str = "gate_proj"
-    up: str = "up_proj"
-    down: str = "down_proj"
+    shared_expert: str = "shared_expert"
+    expert_gate: str = "gate_proj"
+    expert_up: str = "up_proj"
+    expert_down: str = "down_proj"
 
 
-def decoder_mappings(
-    architecture: Architecture, expert_names: ExpertNames | None = None
-) -> list[Mapping]:
+def decoder_mappings(architecture: Architecture, names: LayerNames | None = None) -> list[Mapping]:
     """Return the mapping of every parameter, in the order of export.
 
     The other Hugging Face names are those of Llama, Qwen2, Qwen3 and Qwen3-MoE checkpoints.
     """
-    names = expert_names or ExpertNames()
+    names = names or LayerNames()
     hidden_size = architecture.transformer["hidden_size"]
     vocabulary = (architecture.vocab_size, hidden_size)
     mappings: list[Mapping] = [
@@ -231,8 +251,8 @@ def decoder_mappings(
     ]
     for layer in range(architecture.num_layers):
         mappings += _attention(architecture, layer)
-        mappings += _experts(architecture, layer, names) or _gated_mlp(architecture, layer)
-        mappings += _norms(hidden_size, layer)
+        mappings += _experts(architecture, layer, names) or _gated_mlp(architecture, layer, names)
+        mappings += _norms(architecture, layer, names)
     mappings.append(
         Mapping(
             names=("decoder.final_layernorm.weight",),
@@ -253,11 +273,41 @@ def _output_layer(vocabulary: tuple[int, int], *, tied: bool) -> Mapping:
     )
 
 
+def _latent_attention(fields: Fields, ours: str, theirs: str) -> list[Mapping]:
+    """Return the projections of multi-head latent attention, and the norms of latent vectors."""
+    hidden_size, num_heads = fields["hidden_size"], fields["num_attention_heads"]
+    shared, value = fields["qk_pos_emb_head_dim"], fields["v_head_dim"]
+    query, latent = fields["qk_head_dim"] + shared, fields["kv_lora_rank"]
+    tensors = [
+        ("linear_kv_down_proj", "kv_a_proj_with_mqa", (latent + shared, hidden_size), None),
+        ("kv_layernorm", "kv_a_layernorm", (latent,), None),
+        ("linear_kv_up_proj", "kv_b_proj", (num_heads * (query - shared + value), latent), 0),
+        ("linear_proj", "o_proj", (hidden_size, num_heads * value), 1),
+    ]
+    rank = fields["q_lora_rank"]
+    if rank is None:
+        tensors.append(("linear_q_proj", "q_proj", (num_heads * query, hidden_size), 0))
+    else:
+        tensors += [
+            ("linear_q_down_proj", "q_a_proj", (rank, hidden_size), None),
+            ("q_layernorm", "q_a_layernorm", (rank,), None),
+            ("linear_q_up_proj", "q_b_proj", (num_heads * query, rank), 0),
+        ]
+    return [
+        Mapping(
+            names=(f"{ours}.{own}.weight",), sources={f"{theirs}.{name}.weight": shape}, dim=dim
+        )
+        for own, name, shape, dim in tensors
+    ]
+
+
 def _attention(architecture: Architecture, layer: int) -> list[Mapping]:
     fields = architecture.transformer
     hidden_size, head_size = fields["hidden_size"], fields["kv_channels"]
     num_heads, num_groups = fields["num_attention_heads"], fields["num_query_groups"]
     ours, theirs = f"decoder.layers.{layer}.self_attention", f"model.layers.{layer}.self_attn"
+    if fields.get("multi_latent_attention"):
+        return _latent_attention(fields, ours, theirs)
     rows = {"q_proj": num_heads, "k_proj": num_groups, "v_proj": num_groups}
     rows = {f"{theirs}.{name}": heads * head_size for name, heads in rows.items()}
     mappings: list[Mapping] = [
@@ -282,6 +332,15 @@ def _attention(architecture: Architecture, layer: int) -> list[Mapping]:
             dim=1,
         )
     )
+    if fields.get("norm_of_all_heads"):
+        mappings += [
+            Mapping(
+                names=(f"{ours}.{which}_layernorm.weight",),
+                sources={f"{theirs}.{which}_norm.weight": (num * head_size,)},
+                dim=0,
+            )
+            for which, num in (("q", num_heads), ("k", num_groups))
+        ]
     if fields["qk_layernorm"]:
         mappings += [
             Mapping(
@@ -293,45 +352,69 @@ def _attention(architecture: Architecture, layer: int) -> list[Mapping]:
     return mappings
 
 
-def _norms(hidden_size: int, layer: int) -> list[Mapping]:
-    """Return the two norms; Transformer Engine fuses them with the linear layers after them."""
+def _norms(architecture: Architecture, layer: int, names: LayerNames) -> list[Mapping]:
+    """Return the norms of a layer; Transformer Engine fuses some with the linear layers after."""
     ours, theirs = f"decoder.layers.{layer}", f"model.layers.{layer}"
-    names = {
-        "input_layernorm": ("input_layernorm", "self_attention.linear_qkv"),
-        "post_attention_layernorm": ("pre_mlp_layernorm", "mlp.linear_fc1"),
+    found: list[tuple[str, str]] = []
+    if architecture.transformer.get("norm_before", True):
+        found += [
+            (names.norm_before_attention, "input_layernorm.weight"),
+            (names.norm_before_mlp, "pre_mlp_layernorm.weight"),
+        ]
+    if architecture.transformer.get("norm_after"):
+        found += [
+            (names.norm_after_attention, "self_attn_bda.weight"),
+            (names.norm_after_mlp, "mlp_bda.weight"),
+        ]
+    fused = {
+        "input_layernorm.weight": "self_attention.linear_qkv.layer_norm_weight",
+        "pre_mlp_layernorm.weight": "mlp.linear_fc1.layer_norm_weight",
     }
+    if architecture.transformer.get("own_layers"):
+        fused = {}
+    shape = (architecture.transformer["hidden_size"],)
     return [
         Mapping(
-            names=(f"{ours}.{norm}.weight", f"{ours}.{fused_with}.layer_norm_weight"),
-            sources={f"{theirs}.{name}.weight": (hidden_size,)},
+            names=tuple(f"{ours}.{each}" for each in (own, fused.get(own)) if each is not None),
+            sources={f"{theirs}.{name}.weight": shape},
         )
-        for name, (norm, fused_with) in names.items()
+        for name, own in found
     ]
 
 
-def _gated_mlp(architecture: Architecture, layer: int) -> list[Mapping]:
-    return _gated_projections(
-        f"decoder.layers.{layer}.mlp",
-        f"model.layers.{layer}.mlp",
-        hidden_size=architecture.transformer["hidden_size"],
-        inner_size=architecture.transformer["ffn_hidden_size"],
-        expert=None,
-    )
+def _gated_mlp(architecture: Architecture, layer: int, names: LayerNames) -> list[Mapping]:
+    ours, theirs = f"decoder.layers.{layer}.mlp", f"model.layers.{layer}.mlp"
+    sizes = {
+        "hidden_size": architecture.transformer["hidden_size"],
+        "inner_size": architecture.transformer["ffn_hidden_size"],
+    }
+    fc1, fc2 = _gated_projections(ours, theirs, expert=None, **sizes)
+    if names.fused_mlp is not None:
+        shape = (2 * sizes["inner_size"], sizes["hidden_size"])
+        fc1 = FusedGateUp(names=fc1.names, sources={f"{theirs}.{names.fused_mlp}.weight": shape})
+    return [fc1, fc2]
 
 
-def _experts(architecture: Architecture, layer: int, names: ExpertNames) -> list[Mapping]:
+def _experts(architecture: Architecture, layer: int, names: LayerNames) -> list[Mapping]:
     """Return the router and experts of an MoE layer; an empty list for a dense layer."""
     if not architecture.has_experts(layer):
         return []
     fields = architecture.transformer
     num_experts, hidden_size = fields["num_moe_experts"], fields["hidden_size"]
-    ours, theirs = f"decoder.layers.{layer}.mlp", f"model.layers.{layer}.{names.block}"
+    ours, theirs = f"decoder.layers.{layer}.mlp", f"model.layers.{layer}.{names.experts}"
     mappings = [
         Mapping(
             names=(f"{ours}.router.weight",),
             sources={f"{theirs}.gate.weight": (num_experts, hidden_size)},
         )
     ]
+    if fields.get("moe_router_enable_expert_bias"):
+        mappings.append(
+            Mapping(
+                names=(f"{ours}.router.expert_bias",),
+                sources={f"{theirs}.gate.e_score_correction_bias": (num_experts,)},
+            )
+        )
     for expert in range(num_experts):
         mappings += _gated_projections(
             f"{ours}.experts.local_experts.{expert}",
@@ -341,7 +424,7 @@ def _experts(architecture: Architecture, layer: int, names: ExpertNames) -> list
             expert=expert,
             names=names,
         )
-    return mappings + _shared_expert(fields, ours, theirs)
+    return mappings + _shared_expert(fields, ours, f"{theirs}.{names.shared_expert}")
 
 
 def _shared_expert(fields: Fields, ours: str, theirs: str) -> list[Mapping]:
@@ -352,7 +435,7 @@ def _shared_expert(fields: Fields, ours: str, theirs: str) -> list[Mapping]:
     hidden_size = fields["hidden_size"]
     found = _gated_projections(
         f"{ours}.shared_experts",
-        f"{theirs}.shared_expert",
+        theirs,
         hidden_size=hidden_size,
         inner_size=inner_size,
         expert=None,
@@ -361,7 +444,7 @@ def _shared_expert(fields: Fields, ours: str, theirs: str) -> list[Mapping]:
         found.append(
             Mapping(
                 names=(f"{ours}.shared_experts.gate_weight",),
-                sources={f"{theirs}.shared_expert_gate.weight": (1, hidden_size)},
+                sources={f"{theirs}_gate.weight": (1, hidden_size)},
             )
         )
     return found
@@ -374,21 +457,21 @@ def _gated_projections(
     hidden_size: int,
     inner_size: int,
     expert: int | None,
-    names: ExpertNames | None = None,
+    names: LayerNames | None = None,
 ) -> list[Mapping]:
-    inner, leaf = (inner_size, hidden_size), names or ExpertNames()
+    inner, leaf = (inner_size, hidden_size), names or LayerNames()
     return [
         GateUp(
             names=(f"{ours}.linear_fc1.weight",),
             sources={
-                f"{theirs}.{leaf.gate}.weight": inner,
-                f"{theirs}.{leaf.up}.weight": inner,
+                f"{theirs}.{leaf.expert_gate}.weight": inner,
+                f"{theirs}.{leaf.expert_up}.weight": inner,
             },
             expert=expert,
         ),
         Mapping(
             names=(f"{ours}.linear_fc2.weight",),
-            sources={f"{theirs}.{leaf.down}.weight": (hidden_size, inner_size)},
+            sources={f"{theirs}.{leaf.expert_down}.weight": (hidden_size, inner_size)},
             dim=1,
             expert=expert,
         ),

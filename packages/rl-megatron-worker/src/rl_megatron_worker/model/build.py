@@ -7,14 +7,15 @@ replaced, under its own name and with its own parameter, by one that returns its
 
 from __future__ import annotations
 
+from functools import partial
 from typing import TYPE_CHECKING, Any, cast
 
 import torch
-import torch.nn.functional as F
 from megatron.core import parallel_state
 from megatron.core.distributed import DistributedDataParallel
 from megatron.core.fusions.fused_bias_dropout import get_bias_dropout_add
 from megatron.core.models.backends import LocalSpecProvider
+from megatron.core.models.common.embeddings.rotary_pos_embedding import RotaryEmbedding
 from megatron.core.models.gpt import GPTModel
 from megatron.core.models.gpt.gpt_layer_specs import (
     get_gpt_decoder_block_spec,
@@ -27,12 +28,12 @@ from megatron.core.transformer.identity_op import IdentityOp
 from megatron.core.transformer.mlp import MLPSubmodules
 from megatron.core.transformer.module import Float16Module
 from megatron.core.transformer.moe.moe_utils import MoEAuxLossAutoScaler
+from megatron.core.transformer.multi_latent_attention import MLASelfAttentionSubmodules
 from megatron.core.transformer.spec_utils import ModuleSpec
 from megatron.core.transformer.transformer_block import (
     TransformerBlockSubmodules,
     get_num_layers_to_build,
 )
-from megatron.core.transformer.transformer_config import TransformerConfig
 from megatron.core.transformer.transformer_layer import (
     TransformerLayer,
     TransformerLayerSubmodules,
@@ -43,7 +44,14 @@ from torch import nn
 
 from rl_megatron_worker.attention import PackedAttention
 from rl_megatron_worker.model.config import padded_vocab_size, uses_transformer_engine
-from rl_megatron_worker.model.experts import GroupedExperts, expert_layers
+from rl_megatron_worker.model.experts import GroupedExperts, expert_layers, prepare_routers
+from rl_megatron_worker.model.latent_attention import LatentAttention
+from rl_megatron_worker.model.layers import (
+    NormOfAllHeads,
+    NormThenAdd,
+    RMSNorm,
+    WindowRotaryAttention,
+)
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -53,7 +61,7 @@ if TYPE_CHECKING:
     from megatron.core.distributed import DistributedDataParallelConfig
     from megatron.core.tensor_parallel import ColumnParallelLinear
 
-    from rl_megatron_worker.model.config import Architecture
+    from rl_megatron_worker.model.config import Architecture, DecoderConfig
     from rl_megatron_worker.parallel.groups import MegatronLayout
     from rl_megatron_worker.runtime import Runtime
 
@@ -61,10 +69,13 @@ if TYPE_CHECKING:
 # What a token dispatcher keeps of its last forward pass.
 _ROUTING = ("probs", "routing_map", "reversed_local_input_permutation_mapping")
 
+# Tensors of rotary embeddings that Megatron-core moves to the device when it needs them.
+_FREQUENCIES = ("inv_freq", "inv_freq_extra", "inv_freq_inter")
+
 
 def build_model(
     architecture: Architecture,
-    config: TransformerConfig,
+    config: DecoderConfig,
     layout: MegatronLayout,
     runtime: Runtime,
     *,
@@ -92,6 +103,7 @@ def build_model(
             chunk.to(runtime.device)
             if config.fp16 or config.bf16:
                 chunk = Float16Module(config, chunk)
+            prepare_routers(chunk, config)
             if freezes_routers:
                 # Before the gradient buffers are made, which have no room for them then.
                 for layer in expert_layers(chunk):
@@ -108,14 +120,14 @@ def build_model(
 
 def _build_chunk(
     architecture: Architecture,
-    config: TransformerConfig,
+    config: DecoderConfig,
     layout: MegatronLayout,
     runtime: Runtime,
     vp_stage: int | None,
 ) -> GPTModel:
     is_first = parallel_state.is_pipeline_first_stage(ignore_virtual=False, vp_stage=vp_stage)
     is_last = parallel_state.is_pipeline_last_stage(ignore_virtual=False, vp_stage=vp_stage)
-    engine = uses_transformer_engine(runtime, config.params_dtype)
+    engine = uses_transformer_engine(runtime, config)
     model = GPTModel(
         config=config,
         # Annotated as a layer's spec and an int; Megatron-core takes a block's spec and a float.
@@ -131,10 +143,24 @@ def _build_chunk(
         vp_stage=vp_stage,
         **architecture.rotary_scaling,
     )
+    if config.rotary_frequencies is not None:
+        frequencies = torch.tensor(config.rotary_frequencies, device=runtime.device)
+        model.rotary_pos_emb.inv_freq = frequencies
+    if is_first and config.embedding_scale != 1.0:
+        model.embedding.register_forward_hook(partial(_scaled, factor=config.embedding_scale))
     if is_last:
-        head = OutputMatrix(model.output_layer, vocab_size=architecture.vocab_size)
+        head = OutputMatrix(
+            model.output_layer,
+            vocab_size=architecture.vocab_size,
+            soft_cap=config.logits_soft_cap,
+        )
         model.output_layer = head  # type: ignore[assignment]
     return model
+
+
+def _scaled(_: nn.Module, __: object, embedded: torch.Tensor, *, factor: float) -> torch.Tensor:
+    """Return embeddings times a factor in their dtype, as models have it."""
+    return embedded * torch.tensor(factor, dtype=embedded.dtype, device=embedded.device)
 
 
 def unwrapped(chunk: nn.Module) -> GPTModel:
@@ -142,6 +168,11 @@ def unwrapped(chunk: nn.Module) -> GPTModel:
     while not isinstance(chunk, GPTModel):
         chunk = cast("nn.Module", chunk.module)
     return chunk
+
+
+def rotary_embeddings(chunk: nn.Module) -> list[RotaryEmbedding]:
+    """Return the rotary embeddings of a chunk: one, or one of each layer with latent attention."""
+    return [module for module in chunk.modules() if isinstance(module, RotaryEmbedding)]
 
 
 def release_caches(chunks: Sequence[nn.Module]) -> None:
@@ -156,11 +187,12 @@ def release_caches(chunks: Sequence[nn.Module]) -> None:
     MoEAuxLossAutoScaler.main_loss_backward_scale = None
     for chunk in chunks:
         unwrapped(chunk).set_input_tensor(None)  # type: ignore[arg-type]
-        rotary = getattr(unwrapped(chunk), "rotary_pos_emb", None)
-        if rotary is not None:
+        for rotary in rotary_embeddings(chunk):
             # Of the class: the cache holds the embeddings of all of its instances.
             type(rotary).forward.cache_clear()
-            rotary.inv_freq = rotary.inv_freq.cpu()
+            for name in _FREQUENCIES:
+                if hasattr(rotary, name):
+                    setattr(rotary, name, getattr(rotary, name).cpu())
         for layer in expert_layers(chunk):
             for name in _ROUTING:
                 if hasattr(layer.token_dispatcher, name):
@@ -176,10 +208,14 @@ class OutputMatrix(nn.Module):
     Args:
         layer: The layer whose weight it takes.
         vocab_size: Number of tokens, without padding.
+        soft_cap: Bound on the logits: `soft_cap * tanh(logits / soft_cap)`.
     """
 
-    def __init__(self, layer: ColumnParallelLinear, *, vocab_size: int) -> None:
+    def __init__(
+        self, layer: ColumnParallelLinear, *, vocab_size: int, soft_cap: float | None = None
+    ) -> None:
         super().__init__()
+        self.soft_cap = soft_cap
         self.register_parameter("weight", layer.weight)
         self.vocab_size = vocab_size
         self.tp_group = cast("dist.ProcessGroup", layer.tp_group)
@@ -218,7 +254,7 @@ class OutputMatrix(nn.Module):
 
 
 def _block_spec(
-    config: TransformerConfig, vp_stage: int | None, *, transformer_engine: bool
+    config: DecoderConfig, vp_stage: int | None, *, transformer_engine: bool
 ) -> TransformerBlockSubmodules:
     """Return the layer specs of a model chunk of this rank."""
     if transformer_engine:
@@ -231,36 +267,6 @@ def _block_spec(
     ]
     # Without a norm of its own the block would end in `WrappedTorchNorm`.
     return TransformerBlockSubmodules(layer_specs=layers, layer_norm=RMSNorm)  # type: ignore[arg-type]
-
-
-class RMSNorm(nn.Module):
-    """RMSNorm that supports sequence parallelism, which Megatron-core's `WrappedTorchNorm` refuses.
-
-    The weight's gradient has to be all-reduced over the sequence shards: Megatron-core does so for
-    parameters with the attribute `sequence_parallel`.
-
-    Args:
-        config: Megatron-core's config of the model.
-        hidden_size: Size of the last dimension.
-        eps: Added to the mean square.
-        unused: Arguments of other normalisations.
-    """
-
-    def __init__(
-        self, config: TransformerConfig, hidden_size: int, eps: float = 1e-5, **unused: object
-    ) -> None:
-        super().__init__()
-        assert config.normalization == "RMSNorm", config.normalization
-        assert not config.layernorm_zero_centered_gamma, "the weight is the factor itself"
-        self.eps = eps
-        self.weight = nn.Parameter(
-            torch.ones(hidden_size, dtype=config.params_dtype, device=torch.cuda.current_device())
-        )
-        self.weight.sequence_parallel = config.sequence_parallel  # type: ignore[attr-defined]
-
-    def forward(self, hidden: torch.Tensor) -> torch.Tensor:
-        """Return the normalised `hidden`, `[..., hidden_size]`."""
-        return F.rms_norm(hidden, self.weight.shape, self.weight, self.eps)
 
 
 class _LocalModules(LocalSpecProvider):
@@ -283,18 +289,13 @@ class _LocalModules(LocalSpecProvider):
         )
 
 
-def _layer_spec(config: TransformerConfig, *, num_experts: int | None) -> ModuleSpec:
+def _layer_spec(config: DecoderConfig, *, num_experts: int | None) -> ModuleSpec:
     modules = _LocalModules()
-    norm_of_heads = modules.layer_norm(for_qk=True) if config.qk_layernorm else IdentityOp
-    attention = SelfAttentionSubmodules(
-        linear_qkv=modules.column_parallel_linear(),
-        core_attention=modules.core_attention(),
-        linear_proj=modules.row_parallel_linear(),
-        q_layernorm=norm_of_heads,
-        k_layernorm=norm_of_heads,
-    )
+    norm_before = modules.layer_norm() if config.norm_before else IdentityOp
     # Annotated as a module, but Megatron-core passes functions too.
     add_residual: Any = get_bias_dropout_add
+    if config.norm_after:
+        add_residual = ModuleSpec(module=NormThenAdd, params={"config": config})
     # Transformer Engine's names of the same weights: checkpoints are interchangeable between both
     # kinds of layers. Extra states of its modules are dropped, see `without_extra_states`.
     names = {"input_layernorm.": "self_attention.linear_qkv.layer_norm_"}
@@ -303,14 +304,10 @@ def _layer_spec(config: TransformerConfig, *, num_experts: int | None) -> Module
     return ModuleSpec(
         module=TransformerLayer,
         submodules=TransformerLayerSubmodules(
-            input_layernorm=modules.layer_norm(),
-            self_attention=ModuleSpec(
-                module=SelfAttention,
-                params={"attn_mask_type": AttnMaskType.causal},
-                submodules=attention,
-            ),
+            input_layernorm=norm_before,
+            self_attention=_attention_spec(config, modules),
             self_attn_bda=add_residual,
-            pre_mlp_layernorm=modules.layer_norm(),
+            pre_mlp_layernorm=norm_before,
             mlp=get_mlp_module_spec_for_backend(backend=modules, num_experts=num_experts),
             mlp_bda=add_residual,
             sharded_state_dict_keys_map=names,
@@ -318,7 +315,41 @@ def _layer_spec(config: TransformerConfig, *, num_experts: int | None) -> Module
     )
 
 
-def layers_with_experts(config: TransformerConfig) -> list[bool]:
+def _attention_spec(config: DecoderConfig, modules: _LocalModules) -> ModuleSpec:
+    causal = {"attn_mask_type": AttnMaskType.causal}
+    linear = modules.column_parallel_linear()
+    if config.multi_latent_attention:
+        latent = MLASelfAttentionSubmodules(
+            linear_q_proj=linear,
+            linear_q_down_proj=linear,
+            linear_q_up_proj=linear,
+            linear_kv_down_proj=linear,
+            linear_kv_up_proj=linear,
+            core_attention=modules.core_attention(),
+            linear_proj=modules.row_parallel_linear(),
+            q_layernorm=modules.layer_norm(),
+            kv_layernorm=modules.layer_norm(),
+        )
+        return ModuleSpec(module=LatentAttention, params=causal, submodules=latent)
+    query_norm = key_norm = modules.layer_norm(for_qk=True) if config.qk_layernorm else IdentityOp
+    if config.norm_of_all_heads:
+        query_norm, key_norm = (
+            ModuleSpec(module=NormOfAllHeads, params={"num_heads": num_heads})
+            for num_heads in (config.num_attention_heads, config.num_query_groups)
+        )
+    attention = SelfAttentionSubmodules(
+        linear_qkv=linear,
+        core_attention=modules.core_attention(),
+        linear_proj=modules.row_parallel_linear(),
+        q_layernorm=query_norm,
+        k_layernorm=key_norm,
+    )
+    has_window_base = config.window_rotary_base is not None
+    module = WindowRotaryAttention if has_window_base else SelfAttention
+    return ModuleSpec(module=module, params=causal, submodules=attention)
+
+
+def layers_with_experts(config: DecoderConfig) -> list[bool]:
     """Return for every layer of the model whether it is an MoE layer."""
     if config.num_moe_experts is None:
         return [False] * config.num_layers

@@ -7,7 +7,8 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 import torch
-from megatron.core.transformer.transformer_config import TransformerConfig
+import torch.nn.functional as F
+from megatron.core.transformer.transformer_config import MLATransformerConfig
 
 if TYPE_CHECKING:
     from rl_megatron_worker.parallel.groups import MegatronLayout
@@ -22,7 +23,7 @@ class Architecture:
     """A Hugging Face config as arguments of Megatron-core's `GPTModel`."""
 
     transformer: Fields
-    """The fields of `TransformerConfig` that the model determines: `num_layers`, `hidden_size` ...
+    """The fields of `DecoderConfig` that the model determines: `num_layers`, `hidden_size` ...
 
     For an MoE model `moe_layer_freq` is a list with 1 for each MoE layer and 0 for others.
     """
@@ -35,7 +36,7 @@ class Architecture:
     rotary_base: float
     """Base (theta) of the rotary embedding."""
     rotary_scaling: Fields = field(default_factory=dict)
-    """`GPTModel`'s arguments for scaled rotary embeddings; empty without scaling."""
+    """`GPTModel`'s arguments for scaled or partial rotary embeddings; empty without either."""
 
     @property
     def num_layers(self) -> int:
@@ -47,6 +48,37 @@ class Architecture:
         if self.transformer.get("num_moe_experts") is None:
             return False
         return self.transformer["moe_layer_freq"][layer] == 1
+
+
+@dataclass
+class DecoderConfig(MLATransformerConfig):
+    """Megatron-core's config, and what models have that its own layers lack."""
+
+    multi_latent_attention: bool = False
+    own_layers: bool = False
+    """Whether layers have modules that Transformer Engine lacks; all are local ones then."""
+    norm_before: bool = True
+    """Whether the inputs of attention and MLP are normalised."""
+    norm_after: bool = False
+    """Whether the outputs of attention and MLP are normalised before they are added."""
+    norm_of_all_heads: bool = False
+    """Whether queries, and keys, of all heads are normalised together."""
+    attention_soft_cap: float | None = None
+    """Bound on the scores of attention: `cap * tanh(scores / cap)`."""
+    logits_soft_cap: float | None = None
+    """The same of logits."""
+    embedding_scale: float = 1.0
+    """Factor on the embeddings of tokens."""
+    window_rotary_base: float | None = None
+    """Base (theta) of rotary embeddings in layers with a window; None: as in the other layers."""
+    rotary_frequencies: tuple[float, ...] | None = None
+    """Those of the layers without a base of their own, `[rotated size / 2]`, radians per token;
+    None: as `GPTModel` computes them."""
+    rotary_scale: float = 1.0
+    """Factor on queries and on keys where they are rotated by `rotary_frequencies`."""
+    router_scores_per_group: int | None = None
+    """How many of a group's best experts its score is the sum of; None: as Megatron-core has it,
+    `moe_router_topk // moe_router_group_topk`."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -74,14 +106,16 @@ class ModelOptions:
 
 def transformer_config(
     architecture: Architecture, layout: MegatronLayout, options: ModelOptions, runtime: Runtime
-) -> TransformerConfig:
+) -> DecoderConfig:
     """Return Megatron-core's config of the model.
 
     Fused kernels need a GPU or Transformer Engine; without them unfused operators are used.
     """
-    engine = uses_transformer_engine(runtime, options.params_dtype)
+    own_layers = architecture.transformer.get("own_layers", False)
+    engine = not own_layers and _has_transformer_engine(runtime, options.params_dtype)
     moe_options = {"moe_token_dispatcher_type": "alltoall", **options.moe_options}
     is_gated = architecture.transformer.get("gated_linear_unit", False)
+    is_swiglu = is_gated and architecture.transformer.get("activation_func") is F.silu
     fields = {
         "params_dtype": options.params_dtype,
         "pipeline_dtype": options.params_dtype,
@@ -108,11 +142,12 @@ def transformer_config(
         "batch_p2p_comm": layout.virtual_stages is None,
         # Gradients are summed, not averaged: the loss is already divided by a global count.
         "calculate_per_token_loss": True,
+        "rotary_base": architecture.rotary_base,
         "init_method": _no_init,
         "output_layer_init_method": _no_init,
         "embedding_init_method": _no_init,
         "masked_softmax_fusion": False,
-        "bias_activation_fusion": runtime.on_cuda and is_gated,
+        "bias_activation_fusion": runtime.on_cuda and is_swiglu,
         "bias_dropout_fusion": runtime.on_cuda,
         "apply_rope_fusion": engine,
         "gradient_accumulation_fusion": False,
@@ -120,11 +155,15 @@ def transformer_config(
         "moe_permute_fusion": False,
         "moe_grouped_gemm": False,
     }
-    return TransformerConfig(**(architecture.transformer | fields | moe_options))
+    return DecoderConfig(**(architecture.transformer | fields | moe_options))
 
 
-def uses_transformer_engine(runtime: Runtime, dtype: torch.dtype) -> bool:
-    """Return whether layers of this dtype are built from Transformer Engine's modules."""
+def uses_transformer_engine(runtime: Runtime, config: DecoderConfig) -> bool:
+    """Return whether a model's layers are built from Transformer Engine's modules."""
+    return not config.own_layers and _has_transformer_engine(runtime, config.params_dtype)
+
+
+def _has_transformer_engine(runtime: Runtime, dtype: torch.dtype) -> bool:
     is_installed = importlib.util.find_spec("transformer_engine") is not None
     return is_installed and fits_transformer_engine(dtype, on_cuda=runtime.on_cuda)
 

@@ -1,4 +1,4 @@
-"""The experts of a layer, multiplied together instead of one after the other."""
+"""The experts of a layer: how they are chosen, and multiplied together."""
 
 from __future__ import annotations
 
@@ -13,7 +13,10 @@ from megatron.core.transformer.moe.moe_layer import MoELayer
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
+    from megatron.core.transformer.moe.router import TopKRouter
     from torch import nn
+
+    from rl_megatron_worker.model.config import DecoderConfig
 
 _ALIGNMENT = 16
 """Bytes that rows of the operands of torch's grouped product are multiples of, on a GPU."""
@@ -22,6 +25,57 @@ _ALIGNMENT = 16
 def expert_layers(chunk: nn.Module) -> list[MoELayer]:
     """Return the layers of a model chunk that have experts, first to last."""
     return [module for module in chunk.modules() if isinstance(module, MoELayer)]
+
+
+def prepare_routers(chunk: nn.Module, config: DecoderConfig) -> None:
+    """Have the routers of a chunk choose as the model does, before its weights are loaded."""
+    for layer in expert_layers(chunk):
+        router = cast("TopKRouter", layer.router)
+        # A chunk in 16 bits has cast it: it moves routers by less than such a number can hold.
+        router._maintain_float32_expert_bias()
+        if config.router_scores_per_group is not None:
+            cast("Any", router).router_replay = GroupLimitedChoice(config.router_scores_per_group)
+
+
+class GroupLimitedChoice:
+    """Chooses experts of the best groups only (arXiv:2412.19437, section 2.1.2).
+
+    Megatron-core scores a group by as many of its experts as a token takes of each; models that it
+    does not fit have a number of their own.
+
+    Args:
+        scores_per_group: A group's score is the sum of its best experts', this many.
+    """
+
+    def __init__(self, scores_per_group: int) -> None:
+        self._scores_per_group = scores_per_group
+
+    def get_replay_topk(
+        self,
+        scores: torch.Tensor,
+        topk: int,
+        num_groups: int | None = None,
+        group_topk: int | None = None,
+        default_compute_topk: object = None,
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return scores and experts of each token; Megatron-core's arguments and name.
+
+        Args:
+            scores: `[tokens, experts]`.
+            topk: Experts per token.
+            num_groups: Number of groups of consecutive experts.
+            group_topk: Groups per token.
+            default_compute_topk: Megatron-core's own choice.
+        """
+        assert num_groups is not None
+        assert group_topk is not None
+        grouped = scores.unflatten(1, (num_groups, -1))
+        best = grouped.topk(self._scores_per_group, dim=-1).values.sum(-1)
+        chosen = best.topk(group_topk, dim=-1).indices
+        is_out = torch.ones_like(best, dtype=torch.bool).scatter(1, chosen, False)
+        limited = grouped.masked_fill(is_out[..., None], float("-inf")).flatten(1)
+        values, experts = limited.topk(topk, dim=1)
+        return values, experts
 
 
 class GroupedExperts(SequentialMLP):

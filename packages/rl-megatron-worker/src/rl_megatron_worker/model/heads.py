@@ -43,6 +43,7 @@ class HeadOptions(TypedDict):
     output_matrix: torch.Tensor
     vocab_start: int
     tp_group: dist.ProcessGroup
+    soft_cap: float | None
 
 
 def scoring_options(chunk: nn.Module) -> HeadOptions:
@@ -54,6 +55,7 @@ def scoring_options(chunk: nn.Module) -> HeadOptions:
         "output_matrix": matrix[: max(layer.vocab_size - start, 0)],
         "vocab_start": start,
         "tp_group": layer.tp_group,
+        "soft_cap": layer.soft_cap,
     }
 
 
@@ -72,7 +74,8 @@ class TokenHead:
 
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:
         """Return gathered logits, `[tokens, vocab]` float32, not divided by the temperature."""
-        own = copy_to_tensor_model_parallel_region(hidden) @ output_matrix(self.chunk).T
+        product = copy_to_tensor_model_parallel_region(hidden) @ output_matrix(self.chunk).T
+        own = self._capped(product)
         # All-gathered with the padding of the vocabulary, as shards have to be of one size.
         logits = gather_from_tensor_model_parallel_region(own.contiguous())
         return logits[..., : self.vocab_size].float()
@@ -82,7 +85,11 @@ class TokenHead:
         matrix = scoring_options(self.chunk)["output_matrix"]
         # Identity in the forward pass; the backward pass sums the hidden states' gradients, of
         # which each rank has the part of its shard of the vocabulary.
-        return (copy_to_tensor_model_parallel_region(hidden) @ matrix.T).float()
+        return self._capped(copy_to_tensor_model_parallel_region(hidden) @ matrix.T).float()
+
+    def _capped(self, logits: torch.Tensor) -> torch.Tensor:
+        cap = cast("OutputMatrix", unwrapped(self.chunk).output_layer).soft_cap
+        return logits if cap is None else cap * torch.tanh(logits / cap)
 
     def scores(self, hidden: torch.Tensor, targets: torch.Tensor, *, top_k: int = 0) -> TokenScores:
         """Return the scores of `targets`, replicated over tensor-parallel ranks."""

@@ -5,6 +5,7 @@ Each rank reads the slices of its own shards only.
 
 from __future__ import annotations
 
+import logging
 import re
 from typing import TYPE_CHECKING, cast
 
@@ -27,6 +28,8 @@ if TYPE_CHECKING:
 
     from rl_megatron_worker.convert import Mapping
 
+logger = logging.getLogger(__name__)
+
 _LAYER = re.compile(r"^decoder\.layers\.(\d+)\.")
 _EXPERT = re.compile(r"\.local_experts\.(\d+)\.")
 _PLACE = re.compile(r"^decoder\.layers\.\d+\.|^[^.]+\.(?:final_layernorm\.)?")
@@ -35,16 +38,19 @@ _NOT_READ = re.compile(r"\.rotary_emb\.inv_freq$")
 _MAX_NAMED = 5
 
 
-def held_parameters(chunks: Sequence[nn.Module]) -> dict[str, nn.Parameter]:
+def held_parameters(chunks: Sequence[nn.Module]) -> dict[str, torch.Tensor]:
     """Return this rank's parameters by global name: layers and experts counted over all ranks.
+
+    So are the biases of routers, which no gradient reaches.
 
     Args:
         chunks: This rank's `GPTModel`s, wrapped or not.
     """
-    held: dict[str, nn.Parameter] = {}
+    held: dict[str, torch.Tensor] = {}
     for chunk in chunks:
         model = unwrapped(chunk)
-        for name, parameter in model.named_parameters():
+        biases = [each for each in model.named_buffers() if each[0].endswith(".expert_bias")]
+        for name, parameter in (*model.named_parameters(), *biases):
             held[_global_name(name, model)] = parameter
     return held
 
@@ -86,7 +92,7 @@ def load_weights(
         if not all(path.endswith(".safetensors") for path in paths):
             raise ValueError(f"policy.model_name={model_name!r} has no safetensors files")
         files = SafetensorsFiles(paths)
-        _check_tensors(mappings, files, model_name)
+        _check_tensors(mappings, files, hf_config, model_name)
     _check_parameters(mappings, held)
     with failing_together(), files:
         _fill(held, mappings, files)
@@ -94,7 +100,7 @@ def load_weights(
 
 @torch.no_grad()
 def _fill(
-    held: dict[str, nn.Parameter], mappings: Iterable[Mapping], files: SafetensorsFiles
+    held: dict[str, torch.Tensor], mappings: Iterable[Mapping], files: SafetensorsFiles
 ) -> None:
     def read(name: str, *, dim: int, start: int, stop: int) -> torch.Tensor:
         indices = [torch.arange(size) for size in files.shape(name)]
@@ -109,7 +115,7 @@ def _fill(
         mapping.fill(parameter, read, rank=group.rank(), size=group.size())
 
 
-def _check_parameters(mappings: Sequence[Mapping], held: dict[str, nn.Parameter]) -> None:
+def _check_parameters(mappings: Sequence[Mapping], held: dict[str, torch.Tensor]) -> None:
     """Raise `ValueError` if mappings and parameters of all ranks do not match. Collective."""
     known = {name for mapping in mappings for name in mapping.names}
     with failing_together():
@@ -135,10 +141,16 @@ def _check_parameters(mappings: Sequence[Mapping], held: dict[str, nn.Parameter]
         )
 
 
-def _check_tensors(mappings: Sequence[Mapping], files: SafetensorsFiles, model_name: str) -> None:
+def _check_tensors(
+    mappings: Sequence[Mapping],
+    files: SafetensorsFiles,
+    hf_config: PreTrainedConfig,
+    model_name: str,
+) -> None:
     """Raise `ValueError` if names or shapes of the files' tensors do not match the model."""
     expected = {name: shape for mapping in mappings for name, shape in mapping.sources.items()}
     found = {name for name in files.names if not _NOT_READ.search(name)}
+    found -= _next_token_layers(found, hf_config, model_name)
     for mapping in mappings:
         if mapping.tied_name in found:
             _check_copy(mapping, files, model_name)
@@ -156,6 +168,28 @@ def _check_tensors(mappings: Sequence[Mapping], files: SafetensorsFiles, model_n
                 f"policy.model_name={model_name!r}: {name} has shape {tuple(files.shape(name))} in "
                 f"its files, and {shape} in the model that its config describes"
             )
+
+
+def _next_token_layers(
+    names: Iterable[str], hf_config: PreTrainedConfig, model_name: str
+) -> set[str]:
+    """Return the tensors of layers that predict further tokens, and log that they are left out.
+
+    They follow the model's own layers, and transformers does not read them either.
+    """
+    first = hf_config.num_hidden_layers
+    # The second is the name in files of configs.
+    count = getattr(hf_config, "num_mtp_layers", getattr(hf_config, "num_nextn_predict_layers", 0))
+    prefixes = tuple(f"model.layers.{layer}." for layer in range(first, first + (count or 0)))
+    found = {name for name in names if name.startswith(prefixes)}
+    if found and dist.get_rank() == 0:
+        logger.warning(
+            "policy.model_name=%r: its %d layers for multi-token prediction are left out: they are "
+            "neither trained nor exported",
+            model_name,
+            count,
+        )
+    return found
 
 
 def _check_copy(mapping: Mapping, files: SafetensorsFiles, model_name: str) -> None:

@@ -29,6 +29,7 @@ if TYPE_CHECKING:
     from torch import nn
 
     from rl_megatron_worker.layout import PackedLayout
+    from rl_megatron_worker.model.experts import GroupLimitedChoice
 
 COLUMN = "routed_experts"
 """Of a batch: `[batch, seq, layers with experts, experts per token]`, any integer; -1 is free."""
@@ -39,9 +40,14 @@ Choice = tuple[torch.Tensor, torch.Tensor]
 
 
 class TokenChoice:
-    """What one router takes; Megatron-core calls `get_replay_topk`."""
+    """What one router takes; Megatron-core calls `get_replay_topk`.
 
-    def __init__(self) -> None:
+    Args:
+        own: The model's own choice; None if it is Megatron-core's.
+    """
+
+    def __init__(self, own: GroupLimitedChoice | None = None) -> None:
+        self._own = own
         self._given: torch.Tensor | None = None
         self._is_forward = False
         self._recorded: list[torch.Tensor] = []
@@ -89,7 +95,8 @@ class TokenChoice:
             default_compute_topk: The router's own choice.
         """
         assert default_compute_topk is not None, "Megatron-core passes its own"
-        chosen = default_compute_topk(scores, topk, num_groups=num_groups, group_topk=group_topk)[1]
+        choose = default_compute_topk if self._own is None else self._own.get_replay_topk
+        chosen = choose(scores, topk, num_groups=num_groups, group_topk=group_topk)[1]
         given = self._given if self._is_forward else self._next()
         if given is not None:
             given = given.to(torch.int64)
@@ -120,8 +127,8 @@ class Routes:
         for chunk in chunks:
             found: list[tuple[int, TokenChoice]] = []
             for layer in expert_layers(chunk):
-                choice = TokenChoice()
-                cast("Any", layer.router).router_replay = choice
+                router = cast("Any", layer.router)
+                choice = router.router_replay = TokenChoice(router.router_replay)
                 # Megatron-core counts layers from 1.
                 found.append((columns[cast("int", layer.layer_number) - 1], choice))
             self._of_chunk[id(chunk)] = found

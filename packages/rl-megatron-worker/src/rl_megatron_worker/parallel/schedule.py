@@ -35,6 +35,7 @@ if TYPE_CHECKING:
     from torch import nn
 
     from rl_megatron_worker.layout import PackedRows
+    from rl_megatron_worker.model.config import DecoderConfig
     from rl_megatron_worker.model.routes import Routes
     from rl_megatron_worker.runtime import Runtime
 
@@ -104,8 +105,8 @@ class Schedule:
 
     @property
     def _uses_transformer_engine(self) -> bool:
-        dtype = unwrapped(self.chunks[0]).config.params_dtype
-        return uses_transformer_engine(self.runtime, dtype)
+        config = cast("DecoderConfig", unwrapped(self.chunks[0]).config)
+        return uses_transformer_engine(self.runtime, config)
 
     @torch.no_grad()
     def run(
