@@ -67,6 +67,8 @@ def test_a_model_is_measured_on_all_problems_of_a_file(run, tmp_path):
     assert row["accuracy"] == row["pass@1"] == pytest.approx(sum(solved) / len(solved))
     assert row["problems"] == 60
     assert f"Measured accuracy {row['accuracy']:.3f}" in result.stdout
+    refused = execute("eval", run / "final", cwd=tmp_path)
+    assert (refused.returncode, "data.path is not set" in refused.stderr) == (2, True)
 
 
 @pytest.mark.slow
@@ -132,7 +134,6 @@ def test_pass_at_k_of_hand_counted_samples():
 @pytest.mark.parametrize(
     ("overrides", "message"),
     [
-        (["policy.model_name=x"], "data.path is not set"),
         (
             ["eval.samples=2", "eval.pass_at=[4]"],
             "needs 4 samples of a problem, and eval.sam",

@@ -543,7 +543,7 @@ def override_resumed_with(config: RunConfig, given: Mapping[str, object]) -> Run
     Raises:
         ValueError: As `override_resumed`.
     """
-    _check_resumed(config, list(_leaves(given)))
+    _check_resumed(config, list(flatten(given)))
     return _override(config, given)
 
 
@@ -559,14 +559,6 @@ def _check_resumed(config: RunConfig, keys: Sequence[str]) -> None:
                 f"{key} cannot change when a run is resumed: only {', '.join(allowed)} and "
                 "checkpoint.* can"
             )
-
-
-def _leaves(given: Mapping[str, object], *, path: str = "") -> Iterator[str]:
-    for key, value in given.items():
-        if isinstance(value, Mapping):
-            yield from _leaves(value, path=f"{path}{key}.")
-        else:
-            yield f"{path}{key}"
 
 
 def read_yaml(path: Path) -> Settings:

@@ -21,7 +21,7 @@ from rl_interfaces import PolicyConfig
 from rl_interfaces.config.schema import check_type
 from typing_extensions import is_typeddict
 
-from rl_policy.config import Settings, new_run_config, parse_overrides
+from rl_policy.config import Settings, flatten, new_run_config, parse_overrides
 from rl_policy.generation.vllm.config import VllmSection
 
 _RESOLVERS: Mapping[str, Callable[..., Any]] = {
@@ -121,7 +121,7 @@ def convert(path: Path, overrides: list[str] | None = None) -> Conversion:
     if not isinstance(source.get("policy"), Mapping):
         raise ValueError(f"{path} has no section policy")
     writer = _Writer(recipe=found[0], source=source)
-    for key, value in _leaves(source):
+    for key, value in flatten(source).items():
         writer.convert(key, value)
     writer.finish()
     settings = _nested(writer.settings)
@@ -174,15 +174,6 @@ def _merged(path: Path, below: tuple[Path, ...]) -> DictConfig:
     merged = OmegaConf.merge(*bases, content)
     assert isinstance(merged, DictConfig)
     return merged
-
-
-def _leaves(section: Mapping[str, Any], path: str = "") -> Iterator[tuple[str, Any]]:
-    for key, value in section.items():
-        at = f"{path}{key}"
-        if isinstance(value, Mapping) and value:
-            yield from _leaves(value, f"{at}.")
-        else:
-            yield at, value
 
 
 def _nested(flat: Mapping[str, Any]) -> Settings:

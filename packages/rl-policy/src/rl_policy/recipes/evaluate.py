@@ -87,8 +87,6 @@ def check_eval(config: RunConfig) -> None:
         raise ValueError(
             f"eval.greedy=True makes the eval.samples={section.samples} of a problem equal"
         )
-    if not config.has_builtin_model and config.data.path is None:
-        raise ValueError("data.path is not set: the problems to measure a model on")
     if config.data.heldout_path is not None:
         raise ValueError(
             f"data.heldout_path={config.data.heldout_path} is for a training: name the problems by "
@@ -102,6 +100,8 @@ def prepare_eval(config: RunConfig, encoder: ProblemEncoder) -> ProblemInputs:
     Raises:
         ValueError: They cannot be read, or do not fit.
     """
+    if not config.has_builtin_model and config.data.path is None:
+        raise ValueError("data.path is not set: the problems to measure a model on")
     return prepare_problems(config, encoder, is_measured_only=True)
 
 

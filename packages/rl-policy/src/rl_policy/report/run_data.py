@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from rl_policy.config import RunConfig, default_run_config, flatten
+from rl_policy.config import default_run_config, flatten, read_yaml
 from rl_policy.recipes import find_recipe
 from rl_policy.run.directory import RunDirectory
 from rl_policy.run.metrics import Row
@@ -80,22 +80,24 @@ def read_run(path: Path) -> RunData:
             installed.
     """
     directory = require_run(path)
-    config = directory.read_config()
+    # As it is written: functions that a Python program gave have only their names there.
+    config = read_yaml(directory.config)
     rows = read_rows(directory.metrics)
     if not rows:
         raise ValueError(
             f"RUN_DIR={path} has no measurements yet, as {directory.metrics} is missing or empty: "
             "wait for its first step, rl-policy watch shows it"
         )
+    recipe, model_name = config["recipe"], config["policy"]["model_name"]
     return RunData(
         name=path.absolute().name,
-        recipe=config.recipe,
-        score_column=find_recipe(config.recipe).metrics.score_column,
+        recipe=recipe,
+        score_column=find_recipe(recipe).metrics.score_column,
         rows=rows,
         samples=read_samples(directory.samples),
         warm_up=read_rows(RunDirectory(directory.warm_up).metrics),
-        config=flatten(config.model_dump()),
-        defaults=flatten(_defaults_of(config).model_dump()),
+        config=flatten(config),
+        defaults=flatten(default_run_config(recipe, model_name=model_name).model_dump()),
         environment=_read_object(directory.environment),
         is_finished=directory.final.is_dir(),
     )
@@ -107,10 +109,6 @@ def read_rows(path: Path) -> list[Row]:
         return []
     lines = path.read_text(encoding="utf-8").splitlines(keepends=True)
     return [json.loads(line) for line in lines if line.endswith("\n")]
-
-
-def _defaults_of(config: RunConfig) -> RunConfig:
-    return default_run_config(config.recipe, model_name=config.policy["model_name"])
 
 
 def _read_object(path: Path) -> dict[str, Any]:
