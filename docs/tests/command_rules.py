@@ -133,7 +133,7 @@ class Rule:
 
 RULES = [
     Rule(
-        r"(uv run )?rl-policy (grpo|sft|dpo)\b(?!.*(--show-config|--out quick|--resume quick))",
+        r"(uv run )?rl-policy (grpo|sft|dpo|rm)\b(?!.*(--show-config|--out quick|--resume quick))",
         "a run takes minutes, or a GPU",
         check_run,
     ),

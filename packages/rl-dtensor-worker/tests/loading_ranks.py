@@ -36,7 +36,7 @@ def tensors_of(model):
     return {name: full_tensor(tensor).cpu().clone() for name, tensor in tensors}
 
 
-def load_models(*, model_names):
+def load_models(*, model_names, **settings):
     """Return the tensors of each model, sharded over the data-parallel axis."""
     from rl_dtensor_worker.config import EngineConfig
     from rl_dtensor_worker.model.build import build_model, empty_model
@@ -46,7 +46,9 @@ def load_models(*, model_names):
     with process_group() as environment:
         for name in model_names:
             config = EngineConfig.from_policy_config(
-                make_config(name), world_size=environment.world_size, init_optimizer=True
+                make_config(name, **settings),
+                world_size=environment.world_size,
+                init_optimizer=True,
             )
             device = environment.device
             meshes = Meshes.of(config.layout, replicas=1, device_type=device.type)
@@ -72,7 +74,7 @@ def load_over_two_axes(*, model_names):
     with process_group() as environment:
         for name in model_names:
             config = EngineConfig.from_policy_config(
-                make_config(name), world_size=4, init_optimizer=True
+                make_config(name, **settings), world_size=4, init_optimizer=True
             )
             model = model_on_meta(name)
             loader = ModelLoader(model, config)

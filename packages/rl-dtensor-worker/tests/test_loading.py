@@ -96,6 +96,27 @@ def test_a_checkpoint_that_is_no_safetensors_file(pools, tmp_path):
     assert_loaded(loaded[0], path)
 
 
+def test_a_score_layer_that_a_language_model_lacks_is_initialised(pools, tmp_path):
+    path = save_model(tmp_path / "model", "qwen2_tied")
+
+    def load(num_ranks, **settings):
+        results = pools(num_ranks).run(loading_ranks.load_models, model_names=[path], **settings)
+        return results[0][0].tensors
+
+    alone, two = load(1, head="reward"), load(2, head="reward")
+    score = alone["score.weight"]
+    assert torch.equal(score, two["score.weight"])
+    # As transformers does: normal, by the config's initializer_range of 0.02.
+    assert 0.01 < float(score.std()) < 0.03
+    assert not torch.equal(score, load(1, head="reward", seed=7)["score.weight"])
+    values = load(1, head="value")
+    assert any(name.startswith("score.") for name in values)
+    # Whatever else is missing is still refused.
+    edit_tensors(path, lambda t: t.pop("model.norm.weight"))
+    with pytest.raises(RankFailure, match=r"lacks 1 tensors .*model.norm.weight"):
+        load(1, head="reward")
+
+
 def _broken(tmp_path, kind):
     path = save_model(tmp_path / kind, "qwen3_moe")
     if kind == "nothing":

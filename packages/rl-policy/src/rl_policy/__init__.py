@@ -10,7 +10,13 @@ if TYPE_CHECKING:
     from rl_policy.policy import PathLike, Policy
     from rl_policy.ray.cluster import RayVirtualCluster
     from rl_policy.ray.worker_group import NamedSharding, RayWorkerGroup
-    from rl_policy.trainers import DPOTrainer, GRPOTrainer, RecipeTrainer, SFTTrainer
+    from rl_policy.trainers import (
+        DPOTrainer,
+        GRPOTrainer,
+        RecipeTrainer,
+        RewardTrainer,
+        SFTTrainer,
+    )
 
 __all__ = [
     "DPOTrainer",
@@ -21,6 +27,7 @@ __all__ = [
     "RayVirtualCluster",
     "RayWorkerGroup",
     "RecipeTrainer",
+    "RewardTrainer",
     "SFTTrainer",
 ]
 
@@ -33,6 +40,7 @@ _HOMES = {
     "RayVirtualCluster": "rl_policy.ray.cluster",
     "RayWorkerGroup": "rl_policy.ray.worker_group",
     "RecipeTrainer": "rl_policy.trainers",
+    "RewardTrainer": "rl_policy.trainers",
     "SFTTrainer": "rl_policy.trainers",
 }
 

@@ -220,6 +220,8 @@ class RecipeTrainer:
         ]
         if not problems:
             return []
+        if "generation" not in self.config.policy:
+            raise ValueError("policy.generation is not set: the model gives scores, or no samples")
         check_prompts(self.config, problems, encoder=self._inputs.encoder)
         with self._sampling() as source:
             generated = source.generate(self._inputs.encoder.prompt_batch(problems), greedy=greedy)
@@ -343,6 +345,17 @@ class DPOTrainer(RecipeTrainer):
     """
 
     recipe = "dpo"
+
+
+class RewardTrainer(RecipeTrainer):
+    """A reward model from pairs of completions, see `rl_policy.recipes.reward_model`.
+
+    Example:
+        pairs = [{"prompt": "2+2=", "chosen": "4", "rejected": "5"}, ...]
+        RewardTrainer("my-model", pairs).train()
+    """
+
+    recipe = "rm"
 
 
 def nest(settings: Mapping[str, Any]) -> Settings:

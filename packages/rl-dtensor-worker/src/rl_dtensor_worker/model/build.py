@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
-from rl_interfaces.backend.checkpoint.hf_files import SafetensorsFiles, find_checkpoint
+from rl_interfaces.backend.checkpoint.hf_files import SafetensorsFiles, find_checkpoint, take
 from rl_interfaces.backend.runtime import failing_together, first_rank_first
 from torch import nn
 from torch.distributed.checkpoint.state_dict import StateDictOptions, set_model_state_dict
@@ -31,7 +31,7 @@ from rl_dtensor_worker.model.lora import (
 )
 from rl_dtensor_worker.model.quantized import quantized_files, take_quantization
 from rl_dtensor_worker.model.rotary import fix_rotary_length
-from rl_dtensor_worker.parallel.fsdp import shard_model
+from rl_dtensor_worker.parallel.fsdp import local_tensor, owned_indices, shard_model
 from rl_dtensor_worker.parallel.plans import apply_plan, check_sizes, plan_of
 from rl_dtensor_worker.parallel.structure import decoder_layers
 
@@ -369,6 +369,8 @@ class ModelLoader:
         paths = first_rank_first(lambda: find_checkpoint(config.model_name, model.config))
         self._pretrained: PreTrainedModel | None = None
         self._files: SafetensorsFiles | None = None
+        self._new: set[str] = set()
+        self._seed = config.seed
         quantization = take_quantization(load_model_config(config), config.model_name)
         if not paths[0].endswith(".safetensors"):
             if quantization is not None:
@@ -389,8 +391,19 @@ class ModelLoader:
                 if quantization is None
                 else quantized_files(paths, quantization)
             )
-            self._conversions = plan_conversions(model, self._files, config.model_name)
+            score = _score_tensors(model, config)
+            self._conversions = plan_conversions(
+                model, self._files, config.model_name, may_lack=score
+            )
             untie_different_weights(model, self._conversions, self._files)
+            self._new = score - {each.name for each in self._conversions}
+        if self._new:
+            logger.warning(
+                "%s has no score layer (%s): it starts at random, by policy.seed=%d",
+                config.model_name,
+                ", ".join(sorted(self._new)),
+                config.seed,
+            )
 
     def fill(self, model: PreTrainedModel, *, device: torch.device) -> None:
         """Fill every parameter and buffer of the sharded `model`, in place. Collective."""
@@ -404,6 +417,35 @@ class ModelLoader:
             state = without_adapters(model.state_dict())
             for conversion in self._conversions:
                 conversion.fill(model, state, self._files)
+            for name in sorted(self._new):
+                _initialise(state[name], model, seed=self._seed)
+
+
+def _score_tensors(model: PreTrainedModel, config: EngineConfig) -> set[str]:
+    """Return the names of the score layer's tensors; empty for a language model.
+
+    A reward or value model may start from a language model, which has none.
+    """
+    if config.head == "language_model":
+        return set()
+    name = value_layer_name(model)
+    return {f"{name}.{each}" for each, _ in model.get_submodule(name).named_parameters()}
+
+
+@torch.no_grad()
+def _initialise(tensor: torch.Tensor, model: PreTrainedModel, *, seed: int) -> None:
+    """Fill a score layer's tensor as transformers does: normal weights, and no bias.
+
+    Args:
+        tensor: The weight or the bias, which may be sharded.
+        model: Whose config has the standard deviation.
+        seed: The same on all ranks.
+    """
+    full = torch.zeros(tensor.shape)
+    if full.ndim > 1:
+        std = getattr(model.config.get_text_config(), "initializer_range", 0.02)
+        full.normal_(std=std, generator=torch.Generator().manual_seed(seed))
+    local_tensor(tensor).copy_(take(full, owned_indices(tensor)))
 
 
 def untie_different_weights(

@@ -30,7 +30,7 @@ from transformers.core_model_loading import (
 from rl_dtensor_worker.parallel.fsdp import local_tensor, owned_indices
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Mapping
+    from collections.abc import Collection, Iterable, Mapping
 
     from rl_interfaces.backend.checkpoint.hf_files import SafetensorsFiles
     from transformers import PreTrainedModel
@@ -195,12 +195,22 @@ def _run(
 
 
 def plan_conversions(
-    model: PreTrainedModel, files: SafetensorsFiles, model_name: str
+    model: PreTrainedModel,
+    files: SafetensorsFiles,
+    model_name: str,
+    *,
+    may_lack: Collection[str] = (),
 ) -> list[Conversion]:
     """Return the conversions that make the tensors of `model`, from names and shapes alone.
 
     The model keeps the conversions that were used, as after `from_pretrained`, so that its export
     has the names of the files.
+
+    Args:
+        model: On the meta device.
+        files: Of the checkpoint.
+        model_name: For the errors.
+        may_lack: Tensors of the model that the files need not have.
 
     Raises:
         ValueError: Tensors of the model are missing from the files, or have another shape there.
@@ -228,7 +238,7 @@ def plan_conversions(
                 f"from the tensors {conversion.sources} of the checkpoint: {error}"
             ) from error
     _check_shapes(shapes, state, model_name)
-    _check_names(model, set(shapes), unexpected, model_name)
+    _check_names(model, {*shapes, *may_lack}, unexpected, model_name)
     return list(conversions.values())
 
 
