@@ -74,7 +74,7 @@ def load_over_two_axes(*, model_names):
     with process_group() as environment:
         for name in model_names:
             config = EngineConfig.from_policy_config(
-                make_config(name, **settings), world_size=4, init_optimizer=True
+                make_config(name), world_size=4, init_optimizer=True
             )
             model = model_on_meta(name)
             loader = ModelLoader(model, config)

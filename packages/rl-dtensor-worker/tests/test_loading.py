@@ -101,7 +101,7 @@ def test_a_score_layer_that_a_language_model_lacks_is_initialised(pools, tmp_pat
 
     def load(num_ranks, **settings):
         results = pools(num_ranks).run(loading_ranks.load_models, model_names=[path], **settings)
-        return results[0][0].tensors
+        return results[0][0]
 
     alone, two = load(1, head="reward"), load(2, head="reward")
     score = alone["score.weight"]
