@@ -67,6 +67,8 @@ def test_a_model_is_measured_on_all_problems_of_a_file(run, tmp_path):
     assert row["accuracy"] == row["pass@1"] == pytest.approx(sum(solved) / len(solved))
     assert row["problems"] == 60
     assert f"Measured accuracy {row['accuracy']:.3f}" in result.stdout
+    samples = (tmp_path / "measured/samples.jsonl").read_text().splitlines()
+    assert json.loads(samples[0])["completion"] == expected[0]
     refused = execute("eval", run / "final", cwd=tmp_path)
     assert (refused.returncode, "data.path is not set" in refused.stderr) == (2, True)
 

@@ -142,6 +142,7 @@ def run_eval(session: Session[ProblemInputs], model: str) -> None:
     ]
     write_durably(session.directory.completions, "".join(line + "\n" for line in lines))
     session.record(metrics)
+    session.samples.record(0, "eval", problems, generated, rewards)
 
 
 def pass_at_k(num_samples: int, num_solved: int, k: int) -> float:
