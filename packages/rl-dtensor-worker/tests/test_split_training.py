@@ -12,7 +12,6 @@ TOLERANCE = 1e-6
 OPTIMIZER = {"name": "torch.optim.SGD", "kwargs": {"lr": 0.1, "momentum": 0.9}}
 # Rows of unlike lengths in calls of 1, 4 and 3 rows: a rank has none, and counts differ.
 EDGES = (0, 1, 5, 8)
-LORA = {"enabled": True, "r": 3, "lora_alpha": 5, "target_modules": "all-linear"}
 CASES = {
     "one": (1, {}, "nll", None),
     "replicated-sequence": (*LAYOUTS["replicated"], "sequence", None),
@@ -57,17 +56,6 @@ def test_calls_and_a_step_equal_train(pools, tiny_model, case):
         # The calls report their own rows, and not shares of the batch.
         assert len(set(found.losses)) == len(found.losses)
         assert min(found.losses[:3]) < expected.losses[0] < max(found.losses[:3])
-
-
-@pytest.mark.needs("rl-dtensor-worker[lora]")
-def test_adapters_too(pools, tiny_model):
-    pytest.importorskip("peft", reason="comes with the extra lora")
-    config = config_for(tiny_model, {"lora": LORA}, None)
-    for expected, found in pools(2).run(
-        split_ranks.both, config=config, batch=make_batch(8), edges=EDGES, loss="nll"
-    ):
-        assert all("lora" in name for name in found.parameters)
-        assert_equal_steps(expected, found)
 
 
 @pytest.mark.parametrize("precision", ["float32", "bfloat16", "float16"])

@@ -60,7 +60,7 @@ def run_suite(path, worker, *choice):
 
 
 def test_a_suite_tells_what_does_not_apply_and_why(tmp_path):
-    result = run_suite(tmp_path, "PlainWorker", "-k", "topk or unknown_keys or its_own")
+    result = run_suite(tmp_path, "PlainWorker", "-k", "topk or unknown_keys or of_its_own")
     assert result.returncode == 0, result.stdout
     assert "test_suite.py::TestMine: 1 passed, 1 skipped" in result.stdout
     assert "3 passed, 1 skipped" in result.stdout

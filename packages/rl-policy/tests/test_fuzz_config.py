@@ -49,7 +49,10 @@ BASE = {
     "dpo": {"steps": 2},
 }
 RECIPES = ["grpo", "sft", "dpo"]
-SECTIONS = "policy|cluster|tiny_model|data|checkpoint|reward|refit|loss|sft|grpo|dpo|seed|recipe"
+SECTIONS = (
+    "policy|cluster|tiny_model|data|checkpoint|reward|refit|loss|sft|grpo|dpo|seed|recipe|"
+    "report|logger|tracking|eval|rm"
+)
 NAMED = re.compile(rf"\b(?:{SECTIONS})\b")
 # What a key decides that the line does not name: the number of ranks.
 CONSEQUENCES = ["data-parallel ranks", "world_size="]

@@ -41,6 +41,7 @@ def printed(**environment):
     return result.stdout + result.stderr
 
 
+@pytest.mark.slow
 def test_bars_and_future_warnings_of_ranks_do_not_reach_the_terminal():
     text = printed()
     assert "a line of the worker's own" in text, "the noise has to have come to show anything"
