@@ -1,3 +1,5 @@
+from importlib.util import find_spec
+
 """The recipes through the command line: real processes, a real Ray, a real model."""
 
 import json
@@ -92,6 +94,11 @@ def test_a_run_leaves_its_metrics(run, workplace):
     assert f"-> {rows[-1]['accuracy']:.3f} in 4 steps" in run.stdout
 
 
+def drawn(name, *, by):
+    """Return the name of a file in a list, which is empty without the package of an extra."""
+    return [name] if find_spec(by) else []
+
+
 def test_a_run_leaves_its_files(run, workplace):
     path = workplace / "first"
     assert {each.name for each in path.iterdir()} == {
@@ -100,12 +107,12 @@ def test_a_run_leaves_its_files(run, workplace):
         "samples.jsonl",
         "environment.json",
         "status.json",
-        "reward.png",
-        "report.html",
         "checkpoints",
         "final",
         "tiny_model",
         "warm_up",
+        *drawn("reward.png", by="matplotlib"),
+        *drawn("report.html", by="plotly"),
     }
     assert yaml.safe_load((path / "config.yaml").read_text())["grpo"]["prompts_per_step"] == 4
     checkpoints = {each.name for each in (path / "checkpoints").iterdir()}
@@ -225,9 +232,9 @@ def test_the_supervised_part_alone_on_a_model_of_the_user(run, start, workplace)
         "samples.jsonl",
         "environment.json",
         "status.json",
-        "report.html",
         "checkpoints",
         "final",
+        *drawn("report.html", by="plotly"),
     }
     AutoModelForCausalLM.from_pretrained(workplace / "own" / "final")
 
