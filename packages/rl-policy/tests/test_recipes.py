@@ -1,5 +1,3 @@
-from importlib.util import find_spec
-
 """The recipes through the command line: real processes, a real Ray, a real model."""
 
 import json
@@ -7,6 +5,7 @@ import os
 import shutil
 import signal
 import subprocess
+from importlib.util import find_spec
 
 import pytest
 import ray
