@@ -254,11 +254,11 @@ TEMPLATE = ["data.use_chat_template=true", "policy.generation.max_new_tokens=6"]
         ([half_a_character], "problems.jsonl:1: 'prompt' has half of a surrogate pair"),
         (
             [*TEMPLATE, "policy.tokenizer.chat_template='{% if'"],
-            "policy.tokenizer.chat_template cannot render a prompt: TemplateSyntaxError",
+            "policy.tokenizer.chat_template cannot render the prompt 'a question': TemplateSyntax",
         ),
         (
             [*TEMPLATE, "policy.tokenizer.chat_template='{{ messages[7].x.y }}'"],
-            "policy.tokenizer.chat_template cannot render a prompt",
+            "policy.tokenizer.chat_template cannot render the prompt 'a question'",
         ),
         (
             [*TEMPLATE, "policy.tokenizer.chat_template='Hello'"],

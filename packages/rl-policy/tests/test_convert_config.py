@@ -280,6 +280,20 @@ def test_defaults_of_another_file_and_megatron(write, tmp_path):
     assert megatron["optimizer"]["clip_grad"] == 1.0
     assert config.policy["make_sequence_length_divisible_by"] == 2
     assert config.section(GrpoSection).steps == 300
+    # What is switched off is not lost.
+    assert not fate_of(conversion, "policy.megatron_cfg.peft.dim").is_lost
+
+
+def test_a_correction_and_trackers(write, tmp_path):
+    switch, bound = "importance_sampling_correction", "truncated_importance_sampling_ratio: 3.0"
+    text = GRPO.replace("token_level_loss:", f"{bound}\n  token_level_loss:")
+    # A bound of a correction that is off bounds nothing.
+    assert loaded(convert(write(text)), tmp_path).section(LossSection).importance_cap is None
+    text = text.replace(f"{switch}: false", f"{switch}: true")
+    text = text.replace("wandb_enabled: false", "wandb_enabled: true")
+    config = loaded(convert(write(text)), tmp_path)
+    assert config.section(LossSection).importance_cap == 3.0
+    assert config.logger == ["wandb"]
 
 
 def test_fine_tuning(write, tmp_path):

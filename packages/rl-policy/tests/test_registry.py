@@ -5,6 +5,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from rl_policy import RecipeTrainer
 from rl_policy.cli import build_app
 from rl_policy.config import load_run_config, override_resumed
 from rl_policy.recipes import describe_recipe, find_recipe, installed_recipes
@@ -92,6 +93,18 @@ def test_one_file_serves_several_recipes():
     assert config.dpo.steps == 3
     with pytest.raises(ValueError, match=r"dpo\.stepz is not a known key, did you mean 'steps'"):
         load_run_config("sft", overrides=["dpo.stepz=3"])
+
+
+def test_a_strangers_recipe_has_a_trainer_too(register):
+    register("echo = stranger_recipe:ECHO")
+
+    class EchoTrainer(RecipeTrainer):
+        recipe = "echo"
+
+    trainer = EchoTrainer(config={"echo.rows": 4})
+    assert trainer.config.section(type(trainer.config.echo)).rows == 4
+    with pytest.raises(NotImplementedError, match="the recipe 'echo' measures nothing by itself"):
+        trainer.evaluate()
 
 
 def test_what_cannot_be_found_is_named(register):

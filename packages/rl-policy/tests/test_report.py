@@ -43,7 +43,7 @@ def test_a_run_is_read_with_what_differs_from_the_defaults(tmp_path):
         "loss.kl_coef": (0.5, 0.001),
     }
     assert run.scores() == [0.125, 0.75, 0.75, 0.75, 0.75]
-    assert (run.name, run.recipe, run.is_finished) == ("a", "grpo", True)
+    assert (run.name, run.recipe, run.state) == ("a", "grpo", "finished")
     assert [row["step"] for row in run.warm_up] == [0, 1, 2]
 
 
@@ -56,7 +56,7 @@ def test_a_run_in_progress_is_read_up_to_its_last_complete_line(tmp_path):
     (path / "environment.json").unlink()
     run = read_run(path)
     assert run.rows[-1]["step"] == 4
-    assert (run.samples, run.environment, run.is_finished) == ([], {}, False)
+    assert (run.samples, run.environment, run.state) == ([], {}, "running")
     render_page([run])
 
 

@@ -5,6 +5,7 @@ import os
 import signal
 import subprocess
 import sys
+import threading
 import time
 from pathlib import Path
 
@@ -12,7 +13,7 @@ import pytest
 from recipe_runs import MODULE, measured, write_workplace
 from rl_policy.config import RewardSection
 from rl_policy.data.datasets import Problem, read_problems
-from rl_policy.data.rewards import RewardError, RewardFunction, WeightedRewards
+from rl_policy.data.rewards import GivenReward, RewardError, RewardFunction, WeightedRewards
 from rl_policy.run.inputs import build_reward
 
 pytestmark = pytest.mark.needs("rl-policy[dtensor]")
@@ -240,6 +241,53 @@ def test_further_fields_of_the_data_are_columns(tmp_path):
     (problem,) = read_problems(path, key="data.path")
     assert problem == Problem("p", "a")
     assert problem.columns == {"bonus": 3, "tags": ["x"]}
+
+
+def reward_of(function, limit_s=20.0):
+    return build_reward(RewardSection(function=GivenReward(function), timeout_s=limit_s))
+
+
+def test_a_function_of_the_program_may_share_its_state_and_be_async():
+    seen = []
+
+    async def share(completions, problems):
+        seen.extend(problems)
+        return [problem.answer == each for each, problem in zip(completions, problems, strict=True)]
+
+    rewards = reward_of(share)(["a", "x", ""], PROBLEMS)
+    assert (rewards, rewards.parts) == ([1.0, 0.0, 1.0], {"share": [1.0, 0.0, 1.0]})
+    assert seen == PROBLEMS
+
+
+@pytest.mark.parametrize(
+    ("values", "named"),
+    [
+        (lambda: [1.0, float("nan"), 1.0], "returned nan, in a call with 3 samples"),
+        (lambda: [1.0], "returned 1 rewards for 3 completions"),
+        (lambda: 1 / 0, "raised ZeroDivisionError"),
+        (lambda: sys.exit(3), "ended its thread"),
+    ],
+)
+def test_a_function_of_the_program_that_gives_no_rewards_is_named(values, named):
+    def judge(completions, problems):
+        # It fails with all samples alone: one at a time it has nothing to say.
+        return values() if len(completions) > 1 else [0.0]
+
+    with pytest.raises(RewardError, match=rf"'judge'.* {named}"):
+        reward_of(judge)(COMPLETIONS, PROBLEMS)
+
+
+def test_a_function_of_the_program_that_hangs_costs_its_limit():
+    release = threading.Event()
+
+    def hangs(completions, problems):
+        release.wait(60)
+        return [0.0] * 3
+
+    # Waited for, it would return rewards.
+    with pytest.raises(RewardError, match=r"'hangs' took more than reward.timeout_s=0\.2"):
+        reward_of(hangs, limit_s=0.2)(COMPLETIONS, PROBLEMS)
+    release.set()
 
 
 BREAKS = """

@@ -61,6 +61,12 @@ def test_completions_of_pairs_may_be_messages():
     assert [row.messages for row in pair.rows] == [(QUESTION,)] * 2
 
 
+def test_the_prompt_of_a_pair_ends_with_no_answer():
+    row = {"prompt": [QUESTION, ANSWER], "chosen": "4", "rejected": "5"}
+    with pytest.raises(ValueError, match=r"data.path\[0\]: the prompt ends with an answer"):
+        read_pairs(given(row), key="data.path")
+
+
 def test_columns_have_the_names_of_the_data():
     rows = given({"question": "2+2=", "solution": "4", "answer": "four"})
     columns = {"prompt": "question", "answer": "solution"}
@@ -79,6 +85,22 @@ def test_a_json_list_is_read_like_lines(tmp_path):
         read_problems(path, key="data.path")
 
 
+def test_separators_of_lines_within_a_text_end_no_line(tmp_path):
+    path = tmp_path / "rows.jsonl"
+    rows = [{"prompt": "a\u2028b\x85c", "answer": "\u2029d"}, {"prompt": "e", "answer": "f"}]
+    text = "\n".join(json.dumps(row, ensure_ascii=False) for row in rows)
+    path.write_text(text, encoding="utf-8")
+    found = read_problems(path, key="data.path")
+    assert found == [Problem(row["prompt"], row["answer"]) for row in rows]
+
+
+@pytest.mark.parametrize("name", ["data/absent.jsonl", "absent.json", "a/b.jsonl"])
+def test_a_file_that_is_not_there_is_no_dataset_of_the_hub(name, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(ValueError, match=f"data.path={name} cannot be read: .*No such file"):
+        read_problems(name, key="data.path")
+
+
 def test_several_files_are_one_set_whose_problems_know_their_file(tmp_path):
     first = write(tmp_path / "a.jsonl", {"prompt": "1", "answer": "1"})
     second = write(tmp_path / "b.jsonl", {"prompt": "2", "answer": "2"})
@@ -92,16 +114,16 @@ def test_several_files_are_one_set_whose_problems_know_their_file(tmp_path):
     ("row", "message"),
     [
         ({"answer": "4"}, r"data.path\[0\]: 'prompt' must be a text that is not empty"),
-        ({"prompt": 3, "answer": "4"}, "'prompt' must be a text or a list of messages, got 3"),
+        ({"prompt": 3, "answer": "4"}, "'prompt' must be a text that is not empty"),
         (
             {"messages": [], "answer": "4"},
-            r"'messages' must be a text or a list of messages",
+            r"'messages' must be a text or messages, and has none",
         ),
-        ({"messages": [3]}, r"messages\[0\] must be an object, got int"),
-        ({"messages": [{"role": "user"}]}, r"messages\[0\]: 'content' must be a text"),
-        ({"messages": [ANSWER]}, "'messages' has no message before the answer"),
+        ({"messages": [3]}, r"'messages'\[0\] must be an object, got int"),
+        ({"messages": [{"role": "user"}]}, r"'messages'\[0\]: 'content' must be a text"),
+        ({"messages": [ANSWER]}, r"data.path\[0\]: has no message before the answer"),
         ({"messages": [QUESTION]}, "'answer' must be a text that is not empty"),
-        ({"messages": [QUESTION, ANSWER], "answer": "5"}, "has an 'answer', and 'messages' ends"),
+        ({"messages": [QUESTION, ANSWER], "answer": "5"}, "has an 'answer', and its messages end"),
     ],
 )
 def test_a_malformed_row_is_named(row, message):
@@ -134,6 +156,22 @@ def test_a_conversation_goes_through_the_chat_template():
     ]
     with pytest.raises(ValueError, match=r"the prompt '2\+2=' is a conversation, and the"):
         ProblemEncoder(build_tokenizer()).prompt_tokens(problems[2:])
+
+
+def test_a_conversation_that_the_template_refuses_is_named():
+    tokenizer = build_tokenizer()
+    tokenizer.chat_template = (
+        "{% for m in messages %}{% if m.role == 'system' %}{{ raise_exception('no system') }}"
+        "{% endif %}{{ m.content }}{% endfor %}"
+    )
+    encoder = ProblemEncoder(tokenizer)
+    problems = [
+        Problem("2+2=", messages=(QUESTION,)),
+        Problem("Be brief.\n2+2=", messages=(SYSTEM, QUESTION)),
+    ]
+    expected = r"chat_template cannot render the prompt 'Be brief.*': TemplateError: no system"
+    with pytest.raises(ValueError, match=expected):
+        encoder.prompt_tokens(problems)
 
 
 def test_sources_are_drawn_in_their_shares_and_continue_at_any_position():

@@ -61,6 +61,15 @@ def test_the_first_completions_are_recorded_with_their_tokens(tmp_path):
     assert second.logprobs == [-0.5, -1.0, -1.5]
 
 
+def test_what_ends_a_line_elsewhere_ends_none_here(tmp_path):
+    encoder, path = encoder_of(), tmp_path / "samples.jsonl"
+    log = SampleLog(path, limit=3, encoder=encoder)
+    texts = ["a\u2028b", "a\x85b", "\u2029"]
+    log.record(0, "eval", PROBLEMS, generated(encoder, texts), [0.0] * 3)
+    log.keep_steps(0)
+    assert [each.completion for each in read_samples(path)] == texts
+
+
 def test_a_resumed_run_drops_what_came_after_its_checkpoint(tmp_path):
     encoder, path = encoder_of(), tmp_path / "samples.jsonl"
     log = SampleLog(path, limit=1, encoder=encoder)

@@ -10,8 +10,9 @@ import torch
 from recipe_runs import CONFIG, MODULE, measured, write_workplace
 from rl_policy import DPOTrainer, GRPOTrainer, SFTTrainer
 from rl_policy.cli import build_app
+from rl_policy.config import nest
 from rl_policy.data.rewards import RewardError
-from rl_policy.trainers import nest
+from rl_policy.run.export import merge
 from transformers import AutoModelForCausalLM, AutoTokenizer
 from typer.testing import CliRunner
 
@@ -120,6 +121,10 @@ def test_a_run_whose_reward_fails_is_saved_and_continued_with_a_mended_one(share
         trainer.train()
     # What failed is asked of each sample alone, to name it; none fails there.
     assert [row["step"] for row in measured(Path("run"))] == [0, 1]
+    # Its model can be had, though its reward is nobody's to load.
+    merge(Path("run"), Path("merged"), step=1)
+    assert AutoModelForCausalLM.from_pretrained("merged")
+    assert trainer.train().steps == 2
 
     def other(completions, problems):
         return [0.0] * len(completions)
@@ -190,8 +195,12 @@ def test_what_a_recipe_lacks_is_refused(workplace):
         GRPOTrainer(reward=lambda completions: [])
 
 
-def test_a_long_prompt_is_refused(workplace):
+def test_a_prompt_that_is_none_or_too_long_is_refused(workplace):
     trainer = SFTTrainer(data=PROBLEMS, config=nest(SETTINGS))
+    with pytest.raises(ValueError, match=r"prompts\[1\] must be a text that is not empty"):
+        trainer.generate(["a", ""])
+    with pytest.raises(ValueError, match=r"prompts\[0\]\[0\]: 'content' must be a text"):
+        trainer.generate([[{"role": "user"}]])
     with pytest.raises(ValueError, match=r"max_new_tokens=2 it exceeds policy.max_total_sequence"):
         trainer.generate(["a" * 40])
     assert trainer.generate([]) == []

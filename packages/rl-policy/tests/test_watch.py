@@ -14,9 +14,9 @@ import pytest
 from recipe_runs import MODULE
 from report_runs import measured, write_run
 from rich.console import Console
-from rl_policy.report.watch import state_of, watch
+from rl_policy.report.watch import watch
 from rl_policy.run.directory import RunDirectory
-from rl_policy.run.environment import describe_environment, recorded_status
+from rl_policy.run.environment import describe_environment, recorded_status, state_of
 from rl_policy.run.metrics import MetricsLog
 
 

@@ -76,8 +76,8 @@ class Trainer:
                 for part in self._optimizers():
                     part.init_state_fn = _init_momentum
             self.scheduler = _scheduler(self.optimizer, optimizer, scheduler)
-        # Of each, for the float32 copies of the weights and for its state.
         self._is_accumulating = False
+        # Of each, for the float32 copies of the weights and for its state.
         self._offload_buffers = [(OffloadBuffers(), OffloadBuffers()) for _ in self._optimizers()]
         self._set_gradient_hooks(config)
 

@@ -111,7 +111,7 @@ def differences(sampler: str) -> list[str]:
         "TRL's ranks have one thread each under torchrun and torch's default alone; rl-policy's "
         "share the processors.",
         "rl-policy's trainer is a Ray actor beside the driver, TRL's the process itself.",
-        "rl-policy writes TensorBoard events, metrics.jsonl and a progress bar at each step, TRL "
+        "rl-policy writes metrics.jsonl and a progress bar at each step, TRL "
         "logs nothing. Neither writes a checkpoint in the steps that are measured.",
         "rl-policy samples and decodes 8 held-out problems before the first step, within `start`.",
         "TRL pads prompts on the left and computes logits of completions alone; rl-policy pads on "

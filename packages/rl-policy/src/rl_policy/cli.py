@@ -1,4 +1,4 @@
-"""The command line: a command `rl-policy NAME` for each recipe, and those on what runs leave.
+"""The command line: a command `rl-policy NAME` for each recipe, and those of `commands`.
 
 Each step of a command imports what it needs, so that `--help` imports neither torch nor Ray.
 """
@@ -14,16 +14,14 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from rl_policy.backends import BackendNotInstalledError
+from rl_policy.commands.verbs import FAILED, add_commands, bad_input_in_one_line
 from rl_policy.recipes import describe_recipe, installed_recipes
-from rl_policy.report.commands import add_commands
 
 if TYPE_CHECKING:
     from rl_policy.config import RunConfig
     from rl_policy.run.directory import RunDirectory
     from rl_policy.run.inputs import RunInputs
 
-_FAILED, _BAD_INPUT = 1, 2
 # A shell's status of a process that a signal has ended is above this by the signal's number.
 _SIGNALLED = 128
 
@@ -88,9 +86,6 @@ def build_app() -> typer.Typer:
     )
     for name in installed_recipes():
         app.command(name, help=describe_recipe(name))(_command_of(name))
-    app.command("merge")(merge)
-    app.command("convert-config")(convert_config)
-    app.command("doctor")(doctor)
     add_commands(app)
     return app
 
@@ -98,97 +93,6 @@ def build_app() -> typer.Typer:
 def main() -> None:
     """Run the command line."""
     build_app()()
-
-
-def merge(
-    path: Annotated[Path, typer.Argument(parser=Path, metavar="DIR", help="A run, or adapters.")],
-    out: Annotated[
-        Path, typer.Option(parser=Path, metavar="PATH", help="The model, which must not exist.")
-    ],
-    step: Annotated[
-        int | None,
-        typer.Option(help="Of the run's checkpoint.", show_default="the newest", min=0),
-    ] = None,
-    model: Annotated[
-        str | None,
-        typer.Option(help="Of the adapters.", show_default="the one that they name"),
-    ] = None,
-) -> None:
-    """Write a checkpoint of a run, or adapters merged into their model, for transformers.
-
-    The result is a directory that `AutoModelForCausalLM.from_pretrained` loads.
-    """
-    from rl_policy.run.export import merge as write
-
-    with _bad_input_in_one_line():
-        made_of = write(path, out, step=step, model=model)
-    typer.echo(f"{made_of}; the model is in {out}")
-
-
-def convert_config(
-    path: Annotated[Path, typer.Argument(parser=Path, metavar="FILE", help="Of NeMo RL.")],
-    overrides: Annotated[
-        list[str] | None,
-        typer.Argument(metavar="SECTION.KEY=VALUE", help="Over it.", show_default="none"),
-    ] = None,
-    out: Annotated[
-        Path | None,
-        typer.Option(parser=Path, metavar="PATH", help="The new file.", show_default="printed"),
-    ] = None,
-) -> None:
-    """Write a configuration of NeMo RL as one of ours, and say of every key what became of it.
-
-    The exit status is 2 if what comes out is no run yet; the last line says why.
-    """
-    from rl_policy.commands.convert_config import convert
-    from rl_policy.run.directory import require_new_directory
-
-    with _bad_input_in_one_line():
-        if out is not None:
-            require_new_directory(out, key="--out")
-        conversion = convert(path, overrides)
-    for fate in conversion.fates:
-        typer.echo(str(fate), err=True)
-    if out is None:
-        typer.echo(conversion.render(), nl=False)
-    else:
-        out.write_text(conversion.render(), encoding="utf-8")
-    if conversion.problem is not None:
-        typer.echo(f"error: {conversion.problem}", err=True)
-        raise typer.Exit(_BAD_INPUT)
-
-
-def doctor(
-    parts: Annotated[
-        list[str] | None,
-        typer.Argument(
-            metavar="PART", help="What to look at.", show_default="all, in about a minute"
-        ),
-    ] = None,
-) -> None:
-    """Look for what this machine lacks: versions, devices, packages, limits, ranks, ray.
-
-    A line for each, and below it what to do. The exit status is 1 if something has to be done.
-    """
-    from rl_policy.commands.doctor import findings
-
-    is_ok = True
-    with _bad_input_in_one_line():
-        for finding in findings(parts or ()):
-            typer.echo(str(finding))
-            is_ok &= finding.is_ok
-    if not is_ok:
-        raise typer.Exit(_FAILED)
-
-
-@contextmanager
-def _bad_input_in_one_line() -> Iterator[None]:
-    """End the command with the status of bad input, and one line, for what names it."""
-    try:
-        yield
-    except (ValueError, BackendNotInstalledError, NotImplementedError) as error:
-        typer.echo(f"error: {' '.join(str(error).split())}", err=True)
-        raise typer.Exit(_BAD_INPUT) from None
 
 
 def _command_of(recipe: str) -> Callable[..., None]:
@@ -215,17 +119,13 @@ def _command(
     *,
     show_config: bool,
 ) -> None:
-    try:
-        directory, resolved = _resolve(
-            recipe, with_model_key(overrides), config=config, out=out, resume=resume
-        )
+    with bad_input_in_one_line():
+        overrides = with_model_key(overrides)
+        directory, resolved = _resolve(recipe, overrides, config=config, out=out, resume=resume)
         if show_config:
             _show(resolved)
             return
         inputs = _prepare(resolved, directory, is_new=resume is None)
-    except (ValueError, BackendNotInstalledError, NotImplementedError) as error:
-        typer.echo(f"error: {' '.join(str(error).split())}", err=True)
-        raise typer.Exit(_BAD_INPUT) from None
     with _interrupted_by_signals() as received:
         try:
             _execute(inputs, directory)
@@ -240,7 +140,7 @@ def _command(
                 raise
             lines.append(f"continue with: rl-policy {recipe} --resume {directory.path}")
             typer.echo("\n".join(lines), err=True)
-            raise typer.Exit(_FAILED) from None
+            raise typer.Exit(FAILED) from None
 
 
 def with_model_key(arguments: list[str]) -> list[str]:
@@ -250,12 +150,9 @@ def with_model_key(arguments: list[str]) -> list[str]:
         with_model_key(["runs/first/final", "seed=1"])
         -> ["policy.model_name=runs/first/final", "seed=1"]
     """
-    if (
-        arguments
-        and "=" not in arguments[0]
-        and ("/" in arguments[0] or os.path.isdir(arguments[0]))
-    ):
-        return [f"policy.model_name={arguments[0]}", *arguments[1:]]
+    first = arguments[0] if arguments else ""
+    if "=" not in first and ("/" in first or os.path.isdir(first)):
+        return [f"policy.model_name={first}", *arguments[1:]]
     return arguments
 
 

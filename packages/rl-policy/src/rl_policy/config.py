@@ -494,17 +494,6 @@ def new_run_config(recipe: str, given: Mapping[str, object]) -> RunConfig:
     return parse_run_config(_add_defaults(given, find_recipe(recipe)))
 
 
-def default_run_config(recipe: str, *, model_name: str) -> RunConfig:
-    """Return the configuration of a run that sets nothing but its model.
-
-    Args:
-        recipe: The command.
-        model_name: Name or directory of the model, or `builtin`.
-    """
-    given: Settings = {"recipe": recipe, "policy": {"model_name": model_name}}
-    return parse_run_config(_add_defaults(given, find_recipe(recipe)))
-
-
 def parse_run_config(given: Mapping[str, object]) -> RunConfig:
     """Return the checked configuration, with the sections' own defaults for missing keys.
 
@@ -533,32 +522,23 @@ def override_resumed(config: RunConfig, overrides: Sequence[str]) -> RunConfig:
     Raises:
         ValueError: Another key, or an invalid value.
     """
-    _check_resumed(config, [override.partition("=")[0] for override in overrides])
-    return _override(config, parse_overrides(overrides))
+    return override_resumed_with(config, parse_overrides(overrides))
 
 
 def override_resumed_with(config: RunConfig, given: Mapping[str, object]) -> RunConfig:
-    """Return the same for keys in nested mappings.
+    """Return the same for nested settings.
 
     Raises:
         ValueError: As `override_resumed`.
     """
-    _check_resumed(config, list(flatten(given)))
-    return _override(config, given)
-
-
-def _override(config: RunConfig, given: Mapping[str, object]) -> RunConfig:
-    return parse_run_config(merge_sections(config.model_dump(), given))
-
-
-def _check_resumed(config: RunConfig, keys: Sequence[str]) -> None:
     allowed = [*find_recipe(config.recipe).step_keys, "cluster.restarts", "logger"]
-    for key in keys:
+    for key in flatten(given):
         if key not in allowed and not key.startswith("checkpoint."):
             raise ValueError(
                 f"{key} cannot change when a run is resumed: only {', '.join(allowed)} and "
                 "checkpoint.* can"
             )
+    return parse_run_config(merge_sections(config.model_dump(), given))
 
 
 def read_yaml(path: Path) -> Settings:
@@ -619,6 +599,46 @@ def flatten(settings: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
         else:
             flat[f"{prefix}{key}"] = value
     return flat
+
+
+def nest(settings: Mapping[str, Any]) -> Settings:
+    """Return settings with dotted keys, in whatever depth, as nested ones.
+
+    Example:
+        nest({"grpo.steps": 2, "grpo": {"epochs_per_step": 3}})
+        -> {"grpo": {"steps": 2, "epochs_per_step": 3}}
+
+    Raises:
+        ValueError: A key is given twice.
+    """
+    nested: Settings = {}
+    for key, value in settings.items():
+        inner: Any = nest(value) if isinstance(value, Mapping) else value
+        for part in reversed(str(key).split(".")):
+            inner = {part: inner}
+        nested = join_settings(nested, inner)
+    return nested
+
+
+def join_settings(first: Settings, second: Settings, *, path: str = "") -> Settings:
+    """Return the keys of both.
+
+    Args:
+        first: Nested settings.
+        second: Others.
+        path: Prefix of their keys in errors.
+
+    Raises:
+        ValueError: Both have a key.
+    """
+    for key in first.keys() & second.keys():
+        if not (isinstance(first[key], Mapping) and isinstance(second[key], Mapping)):
+            raise ValueError(
+                f"{path}{key} is given twice, as {_plain(first[key])!r} and "
+                f"{_plain(second[key])!r}: give it once"
+            )
+        join_settings(first[key], second[key], path=f"{path}{key}.")
+    return merge_sections(first, second)
 
 
 def render_run_config(config: RunConfig) -> str:

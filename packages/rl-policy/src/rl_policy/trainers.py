@@ -21,18 +21,20 @@ from typing import Any, ClassVar, TypeAlias, TypeVar
 
 from rich.console import Console
 from rl_interfaces import GenerationInterface
-from rl_interfaces.config.resolve import merge_sections
 
 from rl_policy.config import (
     RunConfig,
     Settings,
+    join_settings,
+    nest,
     new_run_config,
     override_resumed_with,
     read_yaml,
 )
-from rl_policy.data.datasets import Message, Problem
+from rl_policy.data.datasets import Message, Problem, read_prompt
 from rl_policy.data.rewards import GivenReward
 from rl_policy.data.rows import GivenRows
+from rl_policy.policy import PathLike
 from rl_policy.ray.cluster import SESSION
 from rl_policy.recipes import find_recipe
 from rl_policy.run.directory import (
@@ -55,8 +57,6 @@ from rl_policy.run.session import (
 )
 
 TrainerT = TypeVar("TrainerT", bound="RecipeTrainer")
-
-PathLike: TypeAlias = str | os.PathLike[str]
 
 Data: TypeAlias = (
     PathLike
@@ -93,8 +93,8 @@ class RecipeTrainer:
             file with them. The keys are those that `rl-policy NAME --show-config` prints.
         out: The run directory, which must not exist. None: a new dated one in `runs/`.
         resume: The directory of a run to continue. `config` may then hold the number of steps,
-            `cluster.restarts` and `checkpoint.*` alone; data and rewards are those of the run,
-            save functions, which have to be given again.
+            `cluster.restarts`, `logger` and `checkpoint.*` alone; data and rewards are those of the
+            run, save functions, which have to be given again.
         progress: Whether to show bars.
 
     Raises:
@@ -128,13 +128,15 @@ class RecipeTrainer:
         if resume is None:
             if functions is not None:
                 given["reward.function"] = functions
-            resolved = new_run_config(self.recipe, _joined(nest(further or {}), nest(given)))
+            resolved = new_run_config(self.recipe, join_settings(nest(further or {}), nest(given)))
             directory = RunDirectory(new_run_path(self.recipe) if out is None else Path(out))
             directory.require_new()
         else:
             directory = RunDirectory(Path(resume))
-            for key in [*given, *(["out"] if out is not None else [])]:
-                raise ValueError(f"{key} contradicts resume={resume}: the run has its own")
+            if contradicting := [*given, *([] if out is None else ["out"])]:
+                raise ValueError(
+                    f"{contradicting[0]} contradicts resume={resume}: the run has its own"
+                )
             resolved = override_resumed_with(
                 self._read_config(directory, functions), nest(further or {})
             )
@@ -202,7 +204,7 @@ class RecipeTrainer:
             return measure(session, initial_model(session)).row()
 
     def generate(
-        self, prompts: Sequence[str | Sequence[Message]], *, greedy: bool = False
+        self, prompts: Sequence[str | list[Message]], *, greedy: bool = False
     ) -> list[str]:
         """Return a completion of each prompt, by the model that `evaluate` measures.
 
@@ -212,12 +214,10 @@ class RecipeTrainer:
             greedy: Take the most likely token every time.
 
         Raises:
-            ValueError: A prompt does not fit; names it and the key.
+            ValueError: A prompt is none, or does not fit; names it and the key.
         """
-        problems = [
-            Problem(each) if isinstance(each, str) else Problem(_text(each), messages=tuple(each))
-            for each in prompts
-        ]
+        read = (read_prompt(each, f"prompts[{index}]") for index, each in enumerate(prompts))
+        problems = [Problem(text, messages=messages) for text, messages in read]
         if not problems:
             return []
         if "generation" not in self.config.policy:
@@ -240,7 +240,11 @@ class RecipeTrainer:
         require_new_directory(out, key="path")
         if self._directory.final.is_dir():
             out.parent.mkdir(parents=True, exist_ok=True)
-            write_directory(out, lambda partial: _copy(self._directory.final, partial))
+
+            def copy(partial: Path) -> None:
+                shutil.copytree(self._directory.final, partial)
+
+            write_directory(out, copy)
             return
         self._release()
         with self._session() as session:
@@ -301,9 +305,10 @@ class RecipeTrainer:
     def _open_source(self) -> Iterator[GenerationInterface]:
         with self._session() as session:
             model = initial_model(session)
-            opened = open_policy(session, self.config.policy, model=model, has_reference=False)
             with (
-                opened as (policy, start),
+                open_policy(
+                    session, self.config.policy, model=model, has_reference=False, is_trained=False
+                ) as (policy, start),
                 open_sampler(session, policy, model=model, start=start) as sampler,
                 sampler.after_step(start.step) as source,
             ):
@@ -358,42 +363,6 @@ class RewardTrainer(RecipeTrainer):
     recipe = "rm"
 
 
-def nest(settings: Mapping[str, Any]) -> Settings:
-    """Return settings with dotted keys as nested ones.
-
-    Example:
-        nest({"grpo.steps": 2, "grpo": {"epochs_per_step": 3}})
-        -> {"grpo": {"steps": 2, "epochs_per_step": 3}}
-
-    Raises:
-        ValueError: A key is given twice.
-    """
-    nested: Settings = {}
-    for key, value in settings.items():
-        inner: Any = nest(value) if isinstance(value, Mapping) else value
-        for part in reversed(str(key).split(".")):
-            inner = {part: inner}
-        nested = _joined(nested, inner)
-    return nested
-
-
-def _joined(first: Settings, second: Settings, *, path: str = "") -> Settings:
-    """Return both settings; raise `ValueError` for a key of both."""
-    for key in first.keys() & second.keys():
-        at = f"{path}{key}"
-        if not (isinstance(first[key], Mapping) and isinstance(second[key], Mapping)):
-            raise ValueError(
-                f"{at} is given twice, as {_shown(first[key])} and {_shown(second[key])}: give it "
-                "once"
-            )
-        _joined(first[key], second[key], path=f"{at}.")
-    return merge_sections(first, second)
-
-
-def _shown(value: object) -> str:
-    return str(value) if isinstance(value, GivenRows | GivenReward) else repr(value)
-
-
 def _source(data: Data, *, key: str) -> str | list[str] | GivenRows:
     """Return data as the configuration has it."""
     if isinstance(data, str | os.PathLike):
@@ -408,11 +377,3 @@ def _source(data: Data, *, key: str) -> str | list[str] | GivenRows:
 def _functions(reward: RewardLike | Sequence[RewardLike]) -> list[str | GivenReward]:
     listed = [reward] if isinstance(reward, str) or callable(reward) else list(reward)
     return [each if isinstance(each, str) else GivenReward(each) for each in listed]
-
-
-def _text(messages: Sequence[Message]) -> str:
-    return "\n".join(each["content"] for each in messages)
-
-
-def _copy(source: Path, target: Path) -> None:
-    shutil.copytree(source, target)

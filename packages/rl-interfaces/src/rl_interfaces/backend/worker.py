@@ -638,8 +638,7 @@ class EngineWorker:
         """Load what `save_checkpoint` wrote, under any parallel layout.
 
         Not while gradients of `forward_backward` are pending. The saved learning rates and schedule
-        replace those of the config, which must name the same
-        optimizer and scheduler classes.
+        replace those of the config, which must name the same optimizer and scheduler classes.
 
         Raises:
             ValueError: A directory is not a complete checkpoint of this model, the two are of

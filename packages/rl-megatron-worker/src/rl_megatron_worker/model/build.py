@@ -39,7 +39,6 @@ from megatron.core.transformer.transformer_layer import (
     TransformerLayerSubmodules,
     get_transformer_layer_offset,
 )
-from megatron.core.transformer.utils import make_sharded_tensors_for_checkpoint
 from torch import nn
 
 from rl_megatron_worker.attention import PackedAttention
@@ -51,6 +50,7 @@ from rl_megatron_worker.model.layers import (
     NormThenAdd,
     RMSNorm,
     WindowRotaryAttention,
+    sharded_weight,
 )
 
 if TYPE_CHECKING:
@@ -242,15 +242,7 @@ class OutputMatrix(nn.Module):
         metadata: dict[str, Any] | None = None,
     ) -> ShardedStateDict:
         """Return the weight for a checkpoint, sharded along the vocabulary."""
-        assert metadata is not None
-        return make_sharded_tensors_for_checkpoint(
-            self.state_dict(prefix="", keep_vars=True),
-            prefix,
-            {"weight": 0},
-            sharded_offsets,
-            tp_group=self.tp_group,
-            dp_cp_group=metadata["dp_cp_group"],
-        )
+        return sharded_weight(self, prefix, sharded_offsets, metadata, tp_group=self.tp_group)
 
 
 def _block_spec(

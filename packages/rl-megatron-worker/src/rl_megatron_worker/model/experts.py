@@ -31,7 +31,7 @@ def prepare_routers(chunk: nn.Module, config: DecoderConfig) -> None:
     """Have the routers of a chunk choose as the model does, before its weights are loaded."""
     for layer in expert_layers(chunk):
         router = cast("TopKRouter", layer.router)
-        # A chunk in 16 bits has cast it: it moves routers by less than such a number can hold.
+        # `Float16Module` has cast the expert bias, and 16 bits cannot hold its small updates.
         router._maintain_float32_expert_bias()
         if config.router_scores_per_group is not None:
             cast("Any", router).router_replay = GroupLimitedChoice(config.router_scores_per_group)

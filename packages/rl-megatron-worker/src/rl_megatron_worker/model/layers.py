@@ -128,15 +128,36 @@ class NormOfAllHeads(nn.Module):
         metadata: dict[str, Any] | None = None,
     ) -> ShardedStateDict:
         """Return the weight for a checkpoint, sharded by heads."""
-        assert metadata is not None
-        return make_sharded_tensors_for_checkpoint(
-            self.state_dict(prefix="", keep_vars=True),
-            prefix,
-            {"weight": 0},
-            sharded_offsets,
-            tp_group=cast("dist.ProcessGroup", parallel_state.get_tensor_model_parallel_group()),
-            dp_cp_group=metadata["dp_cp_group"],
-        )
+        group = cast("dist.ProcessGroup", parallel_state.get_tensor_model_parallel_group())
+        return sharded_weight(self, prefix, sharded_offsets, metadata, tp_group=group)
+
+
+def sharded_weight(
+    module: nn.Module,
+    prefix: str,
+    offsets: tuple[tuple[int, int, int], ...],
+    metadata: dict[str, Any] | None,
+    *,
+    tp_group: dist.ProcessGroup,
+) -> ShardedStateDict:
+    """Return what `sharded_state_dict` of a module does whose rows are sharded.
+
+    Args:
+        module: With the parameter `weight` alone.
+        prefix: As Megatron-core passes it, like the next two.
+        offsets: Of the layer.
+        metadata: With the data-parallel group.
+        tp_group: Whose ranks have the shards, along dimension 0.
+    """
+    assert metadata is not None
+    return make_sharded_tensors_for_checkpoint(
+        module.state_dict(prefix="", keep_vars=True),
+        prefix,
+        {"weight": 0},
+        offsets,
+        tp_group=tp_group,
+        dp_cp_group=metadata["dp_cp_group"],
+    )
 
 
 class WindowRotaryAttention(SelfAttention):

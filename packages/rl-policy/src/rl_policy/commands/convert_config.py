@@ -18,10 +18,11 @@ import yaml
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 from rl_interfaces import PolicyConfig
+from rl_interfaces.config.resolve import merge_sections
 from rl_interfaces.config.schema import check_type
 from typing_extensions import is_typeddict
 
-from rl_policy.config import Settings, flatten, new_run_config, parse_overrides
+from rl_policy.config import Settings, flatten, nest, new_run_config, parse_overrides
 from rl_policy.generation.vllm.config import VllmSection
 
 _RESOLVERS: Mapping[str, Callable[..., Any]] = {
@@ -34,6 +35,8 @@ _RESOLVERS: Mapping[str, Callable[..., Any]] = {
 }
 _RECIPES = ("grpo", "sft", "dpo")
 _ALREADY, _LOST = "as here: ", "LOST: "
+_CORRECTION = "loss_fn.use_importance_sampling_correction"
+_TRACKERS = ("tensorboard", "wandb", "mlflow")
 # Datasets that NeMo RL knows by names of its own: their name on the hub, split and columns.
 _DATASETS = {
     "OpenMathInstruct-2": (
@@ -90,14 +93,10 @@ class Conversion:
     def render(self) -> str:
         """Return the YAML file, with the fates as comments above it."""
         lines = [f"# {each}" for each in self.fates if each.is_lost]
-        head = f"# For: rl-policy {self.recipe} --config THIS_FILE\n"
-        lost = "# What NeMo RL had and this has not:\n" if lines else ""
-        return (
-            head
-            + lost
-            + "".join(line + "\n" for line in lines)
-            + yaml.safe_dump(self.settings, sort_keys=False)
-        )
+        head = [f"# For: rl-policy {self.recipe} --config THIS_FILE"]
+        if lines:
+            head.append("# What NeMo RL had and this has not:")
+        return "\n".join([*head, *lines, yaml.safe_dump(self.settings, sort_keys=False)])
 
 
 def convert(path: Path, overrides: list[str] | None = None) -> Conversion:
@@ -124,11 +123,8 @@ def convert(path: Path, overrides: list[str] | None = None) -> Conversion:
     for key, value in flatten(source).items():
         writer.convert(key, value)
     writer.finish()
-    settings = _nested(writer.settings)
-    if overrides:
-        from rl_interfaces.config.resolve import merge_sections
-
-        settings = merge_sections(settings, parse_overrides(overrides))
+    settings = nest(writer.settings)
+    settings = merge_sections(settings, parse_overrides(overrides or []))
     problem = None
     try:
         new_run_config(found[0], settings)
@@ -174,17 +170,6 @@ def _merged(path: Path, below: tuple[Path, ...]) -> DictConfig:
     merged = OmegaConf.merge(*bases, content)
     assert isinstance(merged, DictConfig)
     return merged
-
-
-def _nested(flat: Mapping[str, Any]) -> Settings:
-    nested: Settings = {}
-    for key, value in flat.items():
-        *sections, last = key.split(".")
-        inner = nested
-        for name in sections:
-            inner = inner.setdefault(name, {})
-        inner[last] = value
-    return nested
 
 
 Rule: TypeAlias = "str | tuple[str, Callable[[Any], Any]] | _Kept"
@@ -326,18 +311,18 @@ class _Writer:
             **_RULES[recipe],
             **{f"{recipe}.{key}": rule for key, rule in every.items()},
         }
-        self._sections = {"grpo": ("refit",), "sft": (), "dpo": ()}[recipe]
+        self._has_engines = recipe == "grpo"
 
     def convert(self, key: str, value: Any) -> None:
         """Take one key."""
+        if key == _CORRECTION:
+            return
         if key in self._rules:
             self._by_rule(key, value, self._rules[key])
         elif key.startswith("data."):
             self._note(key, "see data.path")
-        elif (
-            section := next((name for name in _SECTIONS if key.startswith(name)), None)
-        ) is not None:
-            self._drop(key, value, _SECTIONS[section])
+        elif sections := [name for name in _SECTIONS if key.startswith(name)]:
+            self._drop(key, value, "" if self._is_disabled(key) else _SECTIONS[sections[0]])
         elif key.startswith("policy.generation.vllm_kwargs."):
             name = key.removeprefix("policy.generation.vllm_kwargs.")
             self._set(key, f"policy.generation.vllm_cfg.engine_kwargs.{name}", value)
@@ -348,27 +333,43 @@ class _Writer:
         else:
             self._drop(key, value, "there is nothing like it" if not _is_off(value) else "")
 
+    def _is_disabled(self, key: str) -> bool:
+        """Return whether the section of a key is switched off."""
+        section: Any = self._source
+        for part in key.split(".")[:-1]:
+            section = section[part]
+        return section.get("enabled") is False
+
     def finish(self) -> None:
         """Set what follows from several keys."""
         self._set_cluster()
         self._set_data()
+        self._set_trackers()
         self._leave_room()
-        if self.settings.get("policy.dtensor_cfg.lora.enabled") is False:
-            for key in [
-                each for each in self.settings if each.startswith("policy.dtensor_cfg.lora.")
-            ]:
-                del self.settings[key]
-        loss = self._source.get("loss_fn", {})
-        if "loss_fn" in self._source and "loss.importance_cap" not in self.settings:
-            corrects = loss.get("use_importance_sampling_correction", False)
-            key = "loss_fn.use_importance_sampling_correction"
+        self._set_correction()
+        lora = "policy.dtensor_cfg.lora."
+        if self.settings.get(f"{lora}enabled") is False:
+            kept = {key: value for key, value in self.settings.items() if not key.startswith(lora)}
+            self.settings = kept
+
+    def _set_correction(self) -> None:
+        """Set the correction of importance, which there is a switch and an optional bound."""
+        if "loss_fn" not in self._source:
+            return
+        if not self._source["loss_fn"].get("use_importance_sampling_correction", False):
             self.settings["loss.importance_cap"] = None
-            self._note(
-                key,
-                _LOST + "weights are truncated: set loss.importance_cap"
-                if corrects
-                else "-> loss.importance_cap=null",
-            )
+            self._note(_CORRECTION, "-> loss.importance_cap=null")
+        elif "loss.importance_cap" in self.settings:
+            self._note(_CORRECTION, "-> loss.importance_cap")
+        else:
+            self._note(_CORRECTION, f"{_LOST}weights are truncated, at loss.importance_cap")
+
+    def _set_trackers(self) -> None:
+        section = self._source.get("logger", {})
+        names = [name for name in _TRACKERS if section.get(f"{name}_enabled")]
+        if names:
+            self.settings["logger"] = names
+            self._note("logger", f"-> logger={names}")
 
     def _by_rule(self, key: str, value: Any, rule: Rule) -> None:
         if isinstance(rule, _Kept):
@@ -376,7 +377,7 @@ class _Writer:
             self._drop(key, value, "" if is_harmless else rule.reason)
             return
         name, change = (rule, None) if isinstance(rule, str) else rule
-        if name.startswith("refit.") and "refit" not in self._sections:
+        if name.startswith("refit.") and not self._has_engines:
             self._drop(key, value, "")
             return
         changed = value if change is None or value is None else change(value)
@@ -424,9 +425,10 @@ class _Writer:
                 nodes -= resources["num_nodes"]
             elif resources.get("gpus_per_node"):
                 gpus -= resources["gpus_per_node"]
-        self.settings["cluster.bundle_ct_per_node_list"] = [max(gpus, 1)] * max(nodes, 1)
+        bundles = [max(gpus, 1)] * max(nodes, 1)
+        self.settings["cluster.bundle_ct_per_node_list"] = bundles
         self.settings["cluster.num_gpus_per_node"] = cluster.get("gpus_per_node", 8)
-        self._note("cluster", f"-> cluster.bundle_ct_per_node_list={[gpus] * max(nodes, 1)}")
+        self._note("cluster", f"-> cluster.bundle_ct_per_node_list={bundles}")
 
     def _set_data(self) -> None:
         data = self._source.get("data", {})
@@ -473,7 +475,7 @@ class _Writer:
             )
 
     def _set(self, key: str, name: str, value: Any) -> None:
-        if value is None and name != "loss.dual_clip":
+        if value is None:
             self._drop(key, value, "")
             return
         self.settings[name] = value

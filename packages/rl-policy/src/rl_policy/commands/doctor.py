@@ -275,10 +275,14 @@ def _check_ray() -> Iterator[Finding]:
         yield Finding(
             name="ray",
             text=f"runs no task: {lines[-1]}",
-            remedy="`ray status` and the logs in /tmp/ray/session_latest/logs say more",
+            remedy=f"`ray status` says more, and so do the logs in {_ray_logs()}",
         )
     else:
         yield Finding(name="ray", text=lines[-1])
+
+
+def _ray_logs() -> Path:
+    return Path(os.environ.get("RAY_TMPDIR", tempfile.gettempdir()), "ray/session_latest/logs")
 
 
 def _run(code: str, *, limit_s: float) -> tuple[int, list[str]]:

@@ -11,6 +11,8 @@ from transformers import PreTrainedTokenizerBase
 
 from rl_policy.data.datasets import Problem
 
+_TEMPLATE = "policy.tokenizer.chat_template"
+
 Batch: TypeAlias = BatchedDataDict
 """Tensors by name, one row per sample."""
 
@@ -49,14 +51,9 @@ class ProblemEncoder:
         """Raise `ValueError` unless the chat template, if it is used, renders prompts."""
         if not self._use_chat_template:
             return
-        key = "policy.tokenizer.chat_template"
-        try:
-            (text,) = self._render([Problem("a question")])
-        except Exception as error:  # a template may raise whatever its expressions do
-            problem = f"{type(error).__name__}: {error}"
-            raise ValueError(f"{key} cannot render a prompt: {problem}") from error
+        (text,) = self._render([Problem("a question")])
         if "a question" not in text:
-            raise ValueError(f"{key} leaves the prompt out: it renders {text[:80]!r}")
+            raise ValueError(f"{_TEMPLATE} leaves the prompt out: it renders {text[:80]!r}")
 
     def prompt_tokens(self, problems: Sequence[Problem]) -> list[list[int]]:
         """Return the tokens of each prompt, after which a completion starts."""
@@ -150,15 +147,22 @@ class ProblemEncoder:
         if not getattr(self.tokenizer, "chat_template", None):
             raise ValueError(
                 f"the prompt {problems[0].prompt[:40]!r} is a conversation, and the tokenizer has "
-                "no chat template: set policy.tokenizer.chat_template"
+                f"no chat template: set {_TEMPLATE}"
             )
-        conversations = [
-            list(each.messages) or [{"role": "user", "content": each.prompt}] for each in problems
-        ]
-        texts = self.tokenizer.apply_chat_template(
-            conversations, tokenize=False, add_generation_prompt=True
-        )
-        return [str(text) for text in texts]
+        texts: list[str] = []
+        for problem in problems:
+            messages = [*problem.messages] or [{"role": "user", "content": problem.prompt}]
+            try:
+                text = self.tokenizer.apply_chat_template(
+                    messages, tokenize=False, add_generation_prompt=True
+                )
+            except Exception as error:  # a template may raise whatever its expressions do
+                raise ValueError(
+                    f"{_TEMPLATE} cannot render the prompt {problem.prompt[:40]!r}: "
+                    f"{type(error).__name__}: {error}"
+                ) from error
+            texts.append(str(text))
+        return texts
 
     def _tokens(self, texts: list[str], *, special: bool) -> list[list[int]]:
         """Tokenize all texts in one call, which is many times as fast as one call per text."""

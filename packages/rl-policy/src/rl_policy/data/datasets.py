@@ -17,7 +17,14 @@ from typing import Any, Generic, Protocol, TypeAlias, TypeVar
 
 import regex
 
-from rl_policy.data.rows import GivenRows, Row, read_rows, rename_columns, require_text
+from rl_policy.data.rows import (
+    GivenRows,
+    Row,
+    check_text,
+    read_rows,
+    rename_columns,
+    require_text,
+)
 
 ItemT = TypeVar("ItemT")
 SourcedT = TypeVar("SourcedT", bound="Problem | PreferencePair")
@@ -362,16 +369,22 @@ def read_pairs(
     pairs: list[PreferencePair] = []
     for number, row in _sourced_rows(sources, key=key, columns=columns, split=split):
         fields = dict(row.fields)
-        prompt, messages = _take_prompt(fields, place=row.place)
+        text, messages = read_prompt(*_take_prompt(fields, place=row.place))
+        if messages and messages[-1]["role"] == "assistant":
+            raise ValueError(
+                f"{row.place}: the prompt ends with an answer, and 'chosen' and 'rejected' are two "
+                "others"
+            )
         for name in ("chosen", "rejected"):
             if isinstance(fields.get(name), list):
-                fields[name] = _messages(fields[name], name=name, place=row.place)[-1]["content"]
+                place = f"{row.place}: {name}"
+                fields[name] = read_messages(fields[name], place=place)[-1]["content"]
         chosen, rejected = (
             require_text(fields, name, place=row.place) for name in ("chosen", "rejected")
         )
         if chosen == rejected:
             raise ValueError(f"{row.place}: 'chosen' and 'rejected' are the same text")
-        pairs.append(PreferencePair(prompt, chosen, rejected, messages, number))
+        pairs.append(PreferencePair(text, chosen, rejected, messages, number))
     return pairs
 
 
@@ -390,50 +403,70 @@ def _sourced_rows(
 
 
 def _problem(row: Row, *, source: int, needs_answer: bool) -> Problem:
-    fields = dict(row.fields)
-    prompt, messages = _take_prompt(fields, place=row.place)
+    fields, place = dict(row.fields), row.place
+    text, messages = read_prompt(*_take_prompt(fields, place=place))
+    if messages and messages[-1]["role"] == "assistant":
+        if "answer" in fields:
+            raise ValueError(f"{place}: has an 'answer', and its messages end with another one")
+        *messages, last = messages
+        if not messages:
+            raise ValueError(f"{place}: has no message before the answer")
+        text, fields["answer"] = conversation_text(messages), last["content"]
     answer = ""
     if needs_answer or fields.get("answer") is not None:
-        answer = require_text(fields, "answer", place=row.place)
+        answer = require_text(fields, "answer", place=place)
     fields.pop("answer", None)
-    return Problem(prompt, answer, fields, messages, source)
+    return Problem(text, answer, fields, tuple(messages), source)
 
 
-def _take_prompt(fields: dict[str, Any], *, place: str) -> tuple[str, Sequence[Message]]:
-    """Remove the prompt from the fields of a row; return its text, and its messages if it has some.
+def _take_prompt(fields: dict[str, Any], *, place: str) -> tuple[Any, str]:
+    """Remove the prompt from the fields of a row; return it, and its place."""
+    has_messages = fields.get("prompt") is None and "messages" in fields
+    name = "messages" if has_messages else "prompt"
+    return fields.pop(name, None), f"{place}: {name!r}"
 
-    An answer that the messages end with becomes the field `answer`.
+
+def read_prompt(prompt: Any, place: str) -> tuple[str, Sequence[Message]]:
+    """Return the text of a prompt, and its messages if it is a conversation.
+
+    Args:
+        prompt: A text, or a list of messages.
+        place: Where it stands, for the errors.
+
+    Raises:
+        ValueError: It is neither, or empty.
     """
-    name = "prompt" if fields.get("prompt") is not None else "messages"
-    if name == "messages" and name not in fields:
-        require_text(fields, "prompt", place=place)
-    if isinstance(fields[name], str):
-        text = require_text(fields, name, place=place)
-        del fields[name]
-        return text, ()
-    messages = _messages(fields.pop(name), name=name, place=place)
-    if messages[-1]["role"] == "assistant":
-        if "answer" in fields:
-            raise ValueError(f"{place}: has an 'answer', and {name!r} ends with another one")
-        fields["answer"] = messages.pop()["content"]
+    if isinstance(prompt, list):
+        messages = read_messages(prompt, place=place)
+        return conversation_text(messages), tuple(messages)
+    check_text(prompt, place=place)
+    return prompt, ()
+
+
+def read_messages(messages: Sequence[Any], *, place: str) -> list[Message]:
+    """Return messages with the texts `role` and `content` alone.
+
+    Args:
+        messages: Mappings with these texts.
+        place: Where they stand, for the errors.
+
+    Raises:
+        ValueError: There are none, or one lacks a text.
+    """
     if not messages:
-        raise ValueError(f"{place}: {name!r} has no message before the answer")
-    return "\n".join(each["content"] for each in messages), tuple(messages)
-
-
-def _messages(value: Any, *, name: str, place: str) -> list[Message]:
-    """Return messages with the texts `role` and `content`."""
-    if not isinstance(value, list) or not value:
-        raise ValueError(
-            f"{place}: {name!r} must be a text or a list of messages, got {value!r:.60}"
-        )
-    for index, message in enumerate(value):
-        at = f"{place}: {name}[{index}]"
+        raise ValueError(f"{place} must be a text or messages, and has none")
+    for index, message in enumerate(messages):
+        at = f"{place}[{index}]"
         if not isinstance(message, Mapping):
             raise ValueError(f"{at} must be an object, got {type(message).__name__}")
-        for field_name in ("role", "content"):
-            require_text(message, field_name, place=at)
-    return [{name: each[name] for name in ("role", "content")} for each in value]
+        for name in ("role", "content"):
+            require_text(message, name, place=at)
+    return [{name: each[name] for name in ("role", "content")} for each in messages]
+
+
+def conversation_text(messages: Sequence[Message]) -> str:
+    """Return the text that stands for a conversation where one is shown or told apart."""
+    return "\n".join(each["content"] for each in messages)
 
 
 def divide_problems(

@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 _DISK_FILES = ("dataset_info.json", "dataset_dict.json")
+_LINES = (".json", ".jsonl")
 _HUB_NAME = re.compile(r"\w[\w-]*(/[\w.-]+)?")
 
 
@@ -89,7 +90,9 @@ def read_rows(source: str | Path | GivenRows, *, key: str, split: str = "train")
         is_directory, exists = path.is_dir(), path.exists()
     except ValueError as error:  # a null byte in the path
         raise ValueError(f"{key}={source} cannot be read: {error}") from error
-    is_hub_name = not exists and _HUB_NAME.fullmatch(str(source)) is not None
+    # A file that is not there is not looked for on the hub.
+    may_be_hub_name = path.suffix not in _LINES and _HUB_NAME.fullmatch(str(source)) is not None
+    is_hub_name = not exists and may_be_hub_name
     if path.suffix == ".parquet" or is_directory or is_hub_name:
         rows = _dataset_rows(path, key=key, split=split)
     else:
@@ -126,16 +129,18 @@ def require_text(fields: Mapping[str, Any], name: str, *, place: str) -> str:
     Raises:
         ValueError: There is none, or it is empty or no Unicode.
     """
-    text = fields.get(name)
+    check_text(fields.get(name), place=f"{place}: {name!r}")
+    return fields[name]
+
+
+def check_text(text: Any, *, place: str) -> None:
+    """Raise `ValueError`, which names the place, unless a value is a text that is not empty."""
     if not isinstance(text, str) or not text.strip():
-        raise ValueError(f"{place}: {name!r} must be a text that is not empty")
+        raise ValueError(f"{place} must be a text that is not empty")
     try:
         text.encode()
     except UnicodeEncodeError:
-        raise ValueError(
-            f"{place}: {name!r} has half of a surrogate pair, which is no character"
-        ) from None
-    return text
+        raise ValueError(f"{place} has half of a surrogate pair, which is no character") from None
 
 
 def _enumerated(rows: Any) -> Iterator[tuple[int, Mapping[str, Any]]]:
@@ -167,7 +172,8 @@ def _json_rows(path: Path, *, key: str) -> list[Row]:
         return [_object_row(each, place=f"{path}[{index}]") for index, each in enumerate(content)]
     return [
         _object_row(_parse(line, place=f"{path}:{number}"), place=f"{path}:{number}")
-        for number, line in enumerate(text.splitlines(), start=1)
+        # Not `splitlines`: JSON texts may hold other separators of lines, such as U+2028.
+        for number, line in enumerate(text.split("\n"), start=1)
         if line.strip()
     ]
 
@@ -195,8 +201,8 @@ def _dataset_rows(path: Path, *, key: str, split: str) -> list[Row]:
         import pyarrow.parquet
     except ImportError as error:
         raise ValueError(
-            f"{key}={path} is read by the package datasets, which is not installed: "
-            'pip install "rl-policy[datasets]", or give a file of JSON lines'
+            f"{key}={path} is no file of JSON lines, and the package datasets, which reads others, "
+            'is not installed: pip install "rl-policy[datasets]"'
         ) from error
     try:
         if path.suffix == ".parquet":

@@ -56,8 +56,8 @@ class EvalMetrics(StepMetrics):
         accuracy: Share of the completions that solve their problem.
         reward_mean: Mean reward of the completions.
         problems: Problems.
-        completion_tokens: Mean tokens of a completion, with the end token.
-        truncated: Share of the completions that `max_new_tokens` has cut off.
+        completion_length_mean: Mean number of tokens of the completions.
+        truncated_share: Share of the completions that `max_new_tokens` has ended.
         generate_s: Seconds of sampling.
         reward_s: Seconds of texts and rewards.
     """
@@ -65,8 +65,8 @@ class EvalMetrics(StepMetrics):
     accuracy: float | None = None
     reward_mean: float | None = None
     problems: float | None = None
-    completion_tokens: float | None = None
-    truncated: float | None = None
+    completion_length_mean: float | None = None
+    truncated_share: float | None = None
     generate_s: float | None = None
     reward_s: float | None = None
     score_column: ClassVar[str | None] = "accuracy"
@@ -121,15 +121,14 @@ def run_eval(session: Session[ProblemInputs], model: str) -> None:
     with watch.phase("reward_s"):
         texts = inputs.encoder.completion_texts(generated)
         rewards = inputs.reward(texts, problems)
-    lengths = generated["generation_lengths"]
     limit = config.policy["generation"]["max_new_tokens"]
     metrics = EvalMetrics(
         step=0,
         accuracy=sum(reward >= section.solved_at for reward in rewards) / len(rewards),
         reward_mean=sum(rewards) / len(rewards),
         problems=len(problems) // section.samples,
-        completion_tokens=float(lengths.float().mean()),
-        truncated=inputs.encoder.truncated_share(generated, max_new_tokens=limit),
+        completion_length_mean=float(generated["generation_lengths"].double().mean()),
+        truncated_share=inputs.encoder.truncated_share(generated, max_new_tokens=limit),
         generate_s=watch.of("generate_s"),
         reward_s=watch.of("reward_s"),
         extra={**_pass_rates(rewards, section), **mean_parts(rewards)},

@@ -19,7 +19,6 @@ from rl_interfaces.config.schema import MOST
 from rl_policy.config import RunConfig, Section
 from rl_policy.data.batches import ProblemEncoder
 from rl_policy.losses import PreferenceLoss
-from rl_policy.policy import Policy
 from rl_policy.recipes import Recipe
 from rl_policy.recipes.pairs import (
     PairInputs,
@@ -67,11 +66,11 @@ def prepare_rm(config: RunConfig, encoder: ProblemEncoder) -> PairInputs:
 def run_rm(session: Session[PairInputs], model: str) -> None:
     """Train a reward model, or resume; write it to the run's directory."""
     section = session.config.section(RmSection)
-    with _open_trainer(session, model, is_trained=True) as (trainer, policy, start):
+    with _open_trainer(session, model, is_trained=True) as (trainer, start):
         run_loop(
             session,
             trainer,
-            policy,
+            trainer.policy,
             name="RM",
             num_steps=section.steps,
             eval_every=section.eval_every,
@@ -81,19 +80,19 @@ def run_rm(session: Session[PairInputs], model: str) -> None:
 
 def measure_rm(session: Session[PairInputs], model: str) -> PairMetrics:
     """Return accuracy and margin of the run's model on the held-out pairs."""
-    with _open_trainer(session, model, is_trained=False) as (trainer, _, start):
+    with _open_trainer(session, model, is_trained=False) as (trainer, start):
         return replace(trainer.measure_start(), step=start.step)
 
 
 @contextmanager
 def _open_trainer(
     session: Session[PairInputs], model: str, *, is_trained: bool
-) -> Iterator[tuple[PairTrainer, Policy, RunState]]:
+) -> Iterator[tuple[PairTrainer, RunState]]:
     loss = PreferenceLoss(center_coef=session.config.section(RmSection).center_coef)
     with open_policy(
         session, session.config.policy, model=model, has_reference=False, is_trained=is_trained
     ) as (policy, start):
-        yield PairTrainer(session, policy, loss, start=start), policy, start
+        yield PairTrainer(session, policy, loss, start=start), start
 
 
 RM = Recipe(

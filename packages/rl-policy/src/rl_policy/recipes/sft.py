@@ -1,8 +1,8 @@
 """Fine-tune a model on problems and their answers.
 
 Without arguments, a tiny model is built and trained on doublings, most of which are wrong. The run
-directory holds metrics.jsonl, checkpoints/, and the trained model in final/,
-which transformers loads.
+directory holds metrics.jsonl, checkpoints/, and the trained model in final/, which transformers
+loads.
 """
 
 from __future__ import annotations

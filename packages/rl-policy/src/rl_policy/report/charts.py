@@ -50,7 +50,11 @@ CHARTS = (
     Chart("Entropy", "nats per token", ("entropy",)),
     Chart("Gradient norm", "norm", ("grad_norm",)),
     Chart("Completion lengths", "tokens", ("completion_length_mean", "completion_length_max")),
-    Chart("Truncated, without advantage", "share", ("truncated_share", "zero_advantage_share")),
+    Chart(
+        "Truncated completions, prompts without advantage",
+        "share",
+        ("truncated_share", "zero_advantage_share"),
+    ),
     Chart(
         "Mismatch of sampler and trainer",
         "nats",
@@ -58,7 +62,7 @@ CHARTS = (
     ),
     Chart("Staleness", "steps", ("staleness",)),
     Chart("Margins", "reward", ("reward_margin", "heldout_margin")),
-    Chart("Implicit rewards", "reward", ("chosen_reward", "rejected_reward")),
+    Chart("Rewards of chosen and rejected", "reward", ("chosen_reward", "rejected_reward")),
     Chart("Throughput", "tokens per second", ("tokens_per_s", "tokens_per_s_per_device")),
     Chart("Model FLOPs", "TFLOPs per second and device", ("tflops_per_s_per_device",)),
     Chart("Model FLOPs utilization", "share of the peak", ("mfu",)),

@@ -122,7 +122,7 @@ def _summary(runs: Sequence[RunData]) -> str:
             run.recipe,
             f"{run.rows[-1]['step']:g}",
             _score(run),
-            "finished" if run.is_finished else "not finished",
+            run.state,
         ]
         for run in runs
     ]

@@ -8,9 +8,10 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from rl_policy.config import default_run_config, flatten, read_yaml
+from rl_policy.config import flatten, new_run_config, read_yaml
 from rl_policy.recipes import find_recipe
 from rl_policy.run.directory import RunDirectory
+from rl_policy.run.environment import state_of
 from rl_policy.run.metrics import Row
 from rl_policy.run.samples import Sample, read_samples
 
@@ -29,7 +30,7 @@ class RunData:
         config: The complete configuration, values by dotted key.
         defaults: The configuration of a run of the same model that sets nothing else.
         environment: What `describe_environment` returned.
-        is_finished: Whether the final model is there.
+        state: See `rl_policy.run.environment.state_of`.
     """
 
     name: str
@@ -41,7 +42,7 @@ class RunData:
     config: Mapping[str, Any]
     defaults: Mapping[str, Any]
     environment: Mapping[str, Any] = field(default_factory=dict)
-    is_finished: bool = False
+    state: str = "running"
 
     def changed(self) -> dict[str, tuple[Any, Any]]:
         """Return value and default of each key that has another value than its default."""
@@ -97,9 +98,11 @@ def read_run(path: Path) -> RunData:
         samples=read_samples(directory.samples),
         warm_up=read_rows(RunDirectory(directory.warm_up).metrics),
         config=flatten(config),
-        defaults=flatten(default_run_config(recipe, model_name=model_name).model_dump()),
+        defaults=flatten(
+            new_run_config(recipe, {"policy": {"model_name": model_name}}).model_dump()
+        ),
         environment=_read_object(directory.environment),
-        is_finished=directory.final.is_dir(),
+        state=state_of(directory),
     )
 
 

@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import json
-import os
-import socket
 import time
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -15,6 +12,7 @@ from rich.table import Table
 
 from rl_policy.report.run_data import read_rows, require_run
 from rl_policy.run.directory import RunDirectory
+from rl_policy.run.environment import state_of
 from rl_policy.run.metrics import Row
 
 _POLL_S = 0.5
@@ -59,21 +57,6 @@ def watch(path: Path, console: Console) -> str:
     return state_of(directory)
 
 
-def state_of(directory: RunDirectory) -> str:
-    """Return the state of a run: `finished`, `failed`, `interrupted`, `running` or `killed`.
-
-    It is `killed` where its process on this machine is gone without a word, and `finished` for a
-    run before there was a state, if its final model is there.
-    """
-    if not directory.status.exists():
-        return "finished" if directory.final.is_dir() else "running"
-    status = json.loads(directory.status.read_text(encoding="utf-8"))
-    if status["state"] != "running":
-        return status["state"]
-    is_here = status["host"] == socket.gethostname()
-    return "killed" if is_here and not _is_alive(status["pid"]) else "running"
-
-
 def _follow(directory: RunDirectory) -> Iterator[tuple[str, list[Row]]]:
     """Yield the phase in progress and its rows, again and again until the run has ended."""
     while True:
@@ -88,16 +71,6 @@ def _follow(directory: RunDirectory) -> Iterator[tuple[str, list[Row]]]:
         if state != "running":
             return
         time.sleep(_POLL_S)
-
-
-def _is_alive(pid: int) -> bool:
-    try:
-        os.kill(pid, 0)
-    except ProcessLookupError:
-        return False
-    except PermissionError:  # another user's
-        return True
-    return True
 
 
 def _table(phase: str, rows: Sequence[Row]) -> Table:

@@ -71,9 +71,10 @@ class RunDirectory:
         self.require_new()
         try:
             self.path.mkdir(parents=True)
+            config = self._keep_rows(config)
         except OSError as error:
             raise ValueError(self._refusal(error)) from error
-        self.write_config(self._keep_rows(config))
+        self.write_config(config)
 
     def _keep_rows(self, config: RunConfig) -> RunConfig:
         """Write data that has no file; return the configuration that names its new one."""
@@ -117,7 +118,8 @@ class RunDirectory:
         """
         content = read_yaml(self.config)
         if functions is not None:
-            kept = content.get("reward", {}).get("function")
+            kept = content["reward"]["function"]
+            kept = [kept] if isinstance(kept, str) else kept
             given = [str(each) for each in functions]
             if kept != given:
                 raise ValueError(

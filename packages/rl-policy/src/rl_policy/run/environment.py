@@ -14,7 +14,7 @@ from typing import Any, Literal
 
 import torch
 
-from rl_policy.run.directory import write_durably
+from rl_policy.run.directory import RunDirectory, write_durably
 
 State = Literal["running", "finished", "failed", "interrupted"]
 
@@ -70,9 +70,34 @@ def recorded_status(path: Path) -> Iterator[None]:
     _write_status(path, "finished")
 
 
+def state_of(directory: RunDirectory) -> str:
+    """Return the state of a run: `finished`, `failed`, `interrupted`, `running` or `killed`.
+
+    It is `killed` where its process on this machine is gone without a word, and `finished` for a
+    run before there was a state, if its final model is there.
+    """
+    if not directory.status.exists():
+        return "finished" if directory.final.is_dir() else "running"
+    status = json.loads(directory.status.read_text(encoding="utf-8"))
+    if status["state"] != "running":
+        return status["state"]
+    is_here = status["host"] == socket.gethostname()
+    return "killed" if is_here and not _is_alive(status["pid"]) else "running"
+
+
 def _write_status(path: Path, state: State) -> None:
     status = {"state": state, "host": socket.gethostname(), "pid": os.getpid()}
     write_durably(path, json.dumps(status) + "\n")
+
+
+def _is_alive(pid: int) -> bool:
+    try:
+        os.kill(pid, 0)
+    except ProcessLookupError:
+        return False
+    except PermissionError:  # another user's
+        return True
+    return True
 
 
 def _version(name: str) -> str | None:

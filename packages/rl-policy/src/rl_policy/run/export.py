@@ -7,6 +7,7 @@ from pathlib import Path
 
 from rich.console import Console
 
+from rl_policy.config import parse_run_config, read_yaml
 from rl_policy.run.directory import (
     Checkpoint,
     CheckpointManager,
@@ -14,7 +15,7 @@ from rl_policy.run.directory import (
     require_new_directory,
     write_directory,
 )
-from rl_policy.run.inputs import prepare_inputs
+from rl_policy.run.inputs import RunInputs, load_encoder
 from rl_policy.run.metrics import RunDisplay
 from rl_policy.run.session import AnySession, Session, base_model, open_cluster, open_policy
 
@@ -100,10 +101,14 @@ def merge(path: Path, out: Path, *, step: int | None = None, model: str | None =
     directory = RunDirectory(path)
     if not directory.config.is_file():
         raise ValueError(f"{path} is no run, which has config.yaml, and has no {_ADAPTERS}")
-    inputs = prepare_inputs(directory.read_config())
-    display = RunDisplay(Console(stderr=True))
     _require_checkpoint(directory, step=step)
-    with open_cluster(inputs.config) as cluster:
+    content = read_yaml(directory.config)
+    # Of no use to a model; a function that Python gave is not even there.
+    content.pop("reward", None)
+    config = parse_run_config(content)
+    inputs = RunInputs(config=config, encoder=load_encoder(config))
+    display = RunDisplay(Console(stderr=True))
+    with open_cluster(config) as cluster:
         session = Session(inputs=inputs, directory=directory, cluster=cluster, display=display)
         return f"step {export_checkpoint(session, out, step=step)} of {path}"
 

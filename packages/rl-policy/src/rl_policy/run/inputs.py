@@ -90,21 +90,30 @@ def prepare_inputs(config: RunConfig) -> RunInputs:
     check_trackers(config.logger)
     check_devices(config)
     check_model_files(config)
-    tokenizer = _load_tokenizer(config)
-    _check_tokens(config, tokenizer)
-    generation: Settings = config.policy.get("generation") or {}
-    encoder = ProblemEncoder(
-        tokenizer,
-        use_chat_template=config.data.use_chat_template,
-        stop_token_ids=generation.get("stop_token_ids", ()),
-        stop_strings=generation.get("stop_strings", ()),
-    )
+    encoder = load_encoder(config)
     encoder.check_template()
     _check_backend(config, recipe.policies(config))
     # After the backend, as it reads files of any size.
     inputs = recipe.prepare(config, encoder)
     check_engines(config)
     return inputs
+
+
+def load_encoder(config: RunConfig) -> ProblemEncoder:
+    """Return the encoder of a run, under its model's tokenizer.
+
+    Raises:
+        ValueError: The tokenizer cannot be loaded, or lacks a token.
+    """
+    tokenizer = _load_tokenizer(config)
+    _check_tokens(config, tokenizer)
+    generation: Settings = config.policy.get("generation") or {}
+    return ProblemEncoder(
+        tokenizer,
+        use_chat_template=config.data.use_chat_template,
+        stop_token_ids=generation.get("stop_token_ids", ()),
+        stop_strings=generation.get("stop_strings", ()),
+    )
 
 
 def prepare_problems(

@@ -97,7 +97,7 @@ class SampleLog:
                 tokens=self._encoder.token_texts(first["output_ids"][row, start:end].tolist()),
                 logprobs=[round(x, 4) for x in first["logprobs"][row, start:end].tolist()],
             )
-            lines.append(json.dumps(asdict(sample), ensure_ascii=False) + "\n")
+            lines.append(json.dumps(asdict(sample)) + "\n")
         with self._path.open("a", encoding="utf-8") as file:
             file.writelines(lines)
 

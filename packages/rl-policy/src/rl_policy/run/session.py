@@ -86,6 +86,7 @@ class Session(Generic[InputsT]):
             directory=self.directory.path,
             project=self.config.tracking.project,
             name=self._tracked_name(),
+            # As it is written, which is plain values.
             config=yaml.safe_load(render_run_config(self.config)),
             resumed_step=resumed_step,
         )
@@ -389,8 +390,9 @@ def execute(inputs: RunInputs, directory: RunDirectory, *, display: RunDisplay) 
     with recorded_status(directory.status):
         while not _run_to_the_end(recipe, inputs, directory, display=display, restarts=restarts):
             restarts += 1
-        if inputs.config.report.at_end:
-            _write_report(directory, display)
+    # After it has ended: the report says how.
+    if inputs.config.report.at_end:
+        _write_report(directory, display)
     rows = read_metrics(directory.metrics)
     column = recipe.metrics.score_column
     scores = [row[column] for row in rows if column is not None and row[column] is not None]

@@ -1,0 +1,175 @@
+"""Commands of `rl-policy` that carry out no recipe.
+
+Each imports what it needs when it is called, so that `--help` imports neither torch nor Ray.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from rl_policy.backends import BackendNotInstalledError
+
+FAILED, BAD_INPUT = 1, 2
+"""The exit status of a command that fails, and of one with bad input."""
+_INTERRUPTED = 130
+
+_RunDir = Annotated[Path, typer.Argument(parser=Path, metavar="RUN_DIR", help="A run directory.")]
+_RunDirs = Annotated[
+    list[Path],
+    typer.Argument(parser=Path, metavar="RUN_DIR...", help="Two run directories or more."),
+]
+_Out = Annotated[
+    Path | None,
+    typer.Option(
+        parser=Path, metavar="PATH", help="The page.", show_default="report.html in RUN_DIR"
+    ),
+]
+_ComparisonOut = Annotated[
+    Path | None,
+    typer.Option(parser=Path, metavar="PATH", help="The page.", show_default="compare.html"),
+]
+
+
+def add_commands(app: typer.Typer) -> None:
+    """Add the commands."""
+    for command in (merge, report, compare, watch, doctor):
+        app.command(command.__name__)(command)
+    app.command("convert-config")(convert_config)
+
+
+@contextmanager
+def bad_input_in_one_line() -> Iterator[None]:
+    """End the command with the status of bad input, and one line, for what names it."""
+    try:
+        yield
+    except (ValueError, BackendNotInstalledError, NotImplementedError) as error:
+        typer.echo(f"error: {' '.join(str(error).split())}", err=True)
+        raise typer.Exit(BAD_INPUT) from None
+
+
+def merge(
+    path: Annotated[Path, typer.Argument(parser=Path, metavar="DIR", help="A run, or adapters.")],
+    out: Annotated[
+        Path, typer.Option(parser=Path, metavar="PATH", help="The model, which must not exist.")
+    ],
+    step: Annotated[
+        int | None,
+        typer.Option(help="Of the run's checkpoint.", show_default="the newest", min=0),
+    ] = None,
+    model: Annotated[
+        str | None,
+        typer.Option(help="Of the adapters.", show_default="the one that they name"),
+    ] = None,
+) -> None:
+    """Write a checkpoint of a run, or adapters merged into their model, for transformers.
+
+    The result is a directory that `AutoModelForCausalLM.from_pretrained` loads.
+    """
+    from rl_policy.run.export import merge as write
+
+    with bad_input_in_one_line():
+        made_of = write(path, out, step=step, model=model)
+    typer.echo(f"{made_of}; the model is in {out}")
+
+
+def convert_config(
+    path: Annotated[Path, typer.Argument(parser=Path, metavar="FILE", help="Of NeMo RL.")],
+    overrides: Annotated[
+        list[str] | None,
+        typer.Argument(metavar="SECTION.KEY=VALUE", help="Over it.", show_default="none"),
+    ] = None,
+    out: Annotated[
+        Path | None,
+        typer.Option(parser=Path, metavar="PATH", help="The new file.", show_default="printed"),
+    ] = None,
+) -> None:
+    """Write a configuration of NeMo RL as one of ours, and say of every key what became of it.
+
+    The exit status is 2 if what comes out is no run yet; the last line says why.
+    """
+    from rl_policy.commands.convert_config import convert
+    from rl_policy.run.directory import require_new_directory
+
+    with bad_input_in_one_line():
+        if out is not None:
+            require_new_directory(out, key="--out")
+        conversion = convert(path, overrides)
+    for fate in conversion.fates:
+        typer.echo(str(fate), err=True)
+    if out is None:
+        typer.echo(conversion.render(), nl=False)
+    else:
+        out.write_text(conversion.render(), encoding="utf-8")
+    if conversion.problem is not None:
+        typer.echo(f"error: {conversion.problem}", err=True)
+        raise typer.Exit(BAD_INPUT)
+
+
+def doctor(
+    parts: Annotated[
+        list[str] | None,
+        typer.Argument(
+            metavar="PART", help="What to look at.", show_default="all, in about a minute"
+        ),
+    ] = None,
+) -> None:
+    """Look for what this machine lacks: versions, devices, packages, limits, ranks, ray.
+
+    A line for each, and below it what to do. The exit status is 1 if something has to be done.
+    """
+    from rl_policy.commands.doctor import findings
+
+    is_ok = True
+    with bad_input_in_one_line():
+        for finding in findings(parts or ()):
+            typer.echo(str(finding))
+            is_ok &= finding.is_ok
+    if not is_ok:
+        raise typer.Exit(FAILED)
+
+
+def report(run_dir: _RunDir, out: _Out = None) -> None:
+    """Write the report of a run, in progress or not: one page that opens without a network."""
+    _write([run_dir], run_dir / "report.html" if out is None else out)
+
+
+def compare(run_dirs: _RunDirs, out: _ComparisonOut = None) -> None:
+    """Write a page that shows several runs side by side."""
+    with bad_input_in_one_line():
+        if len(run_dirs) < 2:
+            raise ValueError(
+                f"RUN_DIR={run_dirs[0]} is one run: give two or more, or use rl-policy report"
+            )
+    _write(run_dirs, Path("compare.html") if out is None else out)
+
+
+def watch(run_dir: _RunDir) -> None:
+    """Show the steps of a run in progress until it ends, or until Ctrl-C."""
+    from rich.console import Console
+
+    from rl_policy.report.watch import watch as follow
+
+    try:
+        with bad_input_in_one_line():
+            state = follow(run_dir, Console())
+    except KeyboardInterrupt:
+        raise typer.Exit(_INTERRUPTED) from None
+    typer.echo(f"the run {run_dir} is {state}")
+    if state != "finished":
+        raise typer.Exit(FAILED)
+
+
+def _write(run_dirs: list[Path], out: Path) -> None:
+    from rl_policy.report.page import require_plotly, require_replaceable, write_page
+    from rl_policy.report.run_data import read_run
+
+    with bad_input_in_one_line():
+        require_plotly()
+        require_replaceable(out)
+        write_page([read_run(each) for each in run_dirs], out)
+    typer.echo(str(out))
