@@ -20,7 +20,8 @@ from hypothesis import HealthCheck, Phase, example, given, seed, settings
 from hypothesis import strategies as st
 from rl_interfaces import PolicyConfig
 from rl_policy.cli import build_app
-from rl_policy.config import _add_defaults, load_run_config, parse_run_config
+from rl_policy.config import load_run_config, parse_run_config
+from rl_policy.config.loading import _add_defaults
 from rl_policy.data.tiny_model import build_tiny_model, tiny_model_config
 from rl_policy.recipes import find_recipe
 from started_here import start_run
