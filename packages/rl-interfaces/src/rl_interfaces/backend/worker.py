@@ -171,6 +171,7 @@ class EngineWorker:
         self._settings = WorkerSettings.from_resolved(resolved)
         self._environment = RankEnvironment.from_environment()
         self._tokenizer = tokenizer
+        self._pad_token_id = special_token_id(tokenizer.pad_token_id)
         timeout_s = self._settings.timeout_s
         with ExitStack() as leaving:
             if init_process_group(self._environment, timeout_s=timeout_s):
@@ -338,7 +339,7 @@ class EngineWorker:
     ) -> list[Step]:
         check_training_batch(
             data,
-            pad_token_id=special_token_id(self._tokenizer.pad_token_id),
+            pad_token_id=self._pad_token_id,
             needs_token_mask=loss_fn.loss_type is LossType.TOKEN_LEVEL,
         )
         return self._steps(
@@ -535,7 +536,7 @@ class EngineWorker:
         data: BatchedDataDict,
         micro_batch_size: int | None,
     ) -> BatchedDataDict:
-        check_scoring_batch(data, pad_token_id=special_token_id(self._tokenizer.pad_token_id))
+        check_scoring_batch(data, pad_token_id=self._pad_token_id)
         steps = self._steps(
             data,
             local_batch_size=None,
@@ -565,7 +566,7 @@ class EngineWorker:
         sampling = self._settings.sampling
         if sampling is None:
             raise ValueError("policy.generation is not set: the policy does not generate")
-        check_scoring_batch(data, pad_token_id=special_token_id(self._tokenizer.pad_token_id))
+        check_scoring_batch(data, pad_token_id=self._pad_token_id)
         longest = self._longest_sequence
         limit = f"{longest} tokens (policy.max_total_sequence_length, or the model's own)"
         check_room(data, longest=longest, limit=limit)

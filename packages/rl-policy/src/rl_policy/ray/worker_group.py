@@ -25,9 +25,8 @@ from ray.actor import ActorHandle
 from ray.exceptions import RayActorError, RayError, RayTaskError
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
-from rl_policy.ray.batch_store import BatchStore, RowsOfRank
 from rl_policy.ray.cluster import bundle_nodes, rank_bundles
-from rl_policy.ray.results import unpack_result
+from rl_policy.ray.objects import BatchStore, RowsOfRank, unpack_result
 from rl_policy.ray.worker_host import HostedWorker, WorkerHost, rank_environments
 
 if TYPE_CHECKING:

@@ -16,8 +16,7 @@ import ray
 import torch
 from rl_interfaces.backend.runtime import ReservedPort
 
-from rl_policy.ray.batch_store import take_rows
-from rl_policy.ray.results import pack_result
+from rl_policy.ray.objects import pack_result, take_rows
 
 if TYPE_CHECKING:
     from rl_batched_data import BatchedDataDict
