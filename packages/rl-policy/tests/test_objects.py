@@ -1,4 +1,4 @@
-"""What crosses Ray: each column once, to each node the rows of its ranks; a result as one buffer."""
+"""What crosses Ray: each column once, to a node its ranks' rows; a result as one buffer."""
 
 import pickle
 
