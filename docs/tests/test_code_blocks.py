@@ -262,7 +262,8 @@ def test_a_block_that_is_wrong_fails(workspace, text, message):
         "rl-policy grpo policy.dtensor_cfg.tensor_paralel_size=2",
         "uv run nox -s no-such-session",
         'uv run nox -s "wheel(no-such-package)"',
-        'uv pip install "./packages/rl-policy[no-such-extra]"',
+        'pip install -f dist "rl-policy[no-such-extra]"',
+        "pip install -f dist rl-no-such-package",
         "uv run pytest packages/no-such-package",
     ],
 )
