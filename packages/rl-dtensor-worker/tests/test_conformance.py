@@ -35,10 +35,10 @@ def reward_model(model, tmp_path_factory):
     return str(path)
 
 
-SLOW = [pytest.param(name, marks=pytest.mark.slow) for name in ("one", "dp2")]
+SLOW = [pytest.param(name, marks=pytest.mark.slow) for name in ("dp2", "tp2")]
 
 
-@pytest.fixture(scope="module", params=["tp2", *SLOW])
+@pytest.fixture(scope="module", params=["one", *SLOW])
 def layout(request):
     return LAYOUTS[request.param]
 

@@ -13,10 +13,10 @@ def model(tmp_path_factory):
     return build_tiny(tmp_path_factory.mktemp("qwen3"), "qwen3", num_hidden_layers=2)
 
 
-SLOW = [pytest.param(name, marks=pytest.mark.slow) for name in ("one", "dp2")]
+SLOW = [pytest.param(name, marks=pytest.mark.slow) for name in ("dp2", "pp2")]
 
 
-@pytest.fixture(scope="module", params=["pp2", *SLOW])
+@pytest.fixture(scope="module", params=["one", *SLOW])
 def layout(request):
     return LAYOUTS[request.param]
 
