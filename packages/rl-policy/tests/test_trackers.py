@@ -96,6 +96,51 @@ def test_an_unknown_tracker_and_one_named_twice_are_refused():
         check_trackers(["jsonl", "jsonl"])
 
 
+@pytest.fixture
+def installed_tracker(tmp_path, monkeypatch):
+    """Return a function that installs a package whose tracker has a name."""
+
+    def install(name, package="stranger"):
+        info = tmp_path / "site" / f"{package}-1.0.dist-info"
+        info.mkdir(parents=True)
+        (info / "METADATA").write_text(f"Metadata-Version: 2.1\nName: {package}\nVersion: 1.0\n")
+        (info / "entry_points.txt").write_text(
+            f"[rl_policy.trackers]\n{name} = {package}_tracker:Lines\n"
+        )
+        (tmp_path / "site" / f"{package}_tracker.py").write_text(
+            "class Lines:\n"
+            "    def __init__(self, run):\n"
+            "        self.file = (run.directory / 'lines').open('a')\n"
+            "    def log(self, numbers, *, step):\n"
+            "        self.file.write(f'{step} {dict(numbers)}\\n')\n"
+            "    def close(self):\n"
+            "        self.file.close()\n"
+        )
+        monkeypatch.syspath_prepend(tmp_path / "site")
+
+    return install
+
+
+def test_another_package_s_tracker_is_found_by_its_entry_point(installed_tracker, tmp_path):
+    installed_tracker("lines")
+    check_trackers(["lines", "jsonl"])
+    run = TrackedRun(directory=tmp_path, project="p", name="n", config={})
+    (tracker,) = open_trackers(["jsonl", "lines"], run)
+    tracker.log({"loss": 1.0}, step=3)
+    tracker.close()
+    assert (tmp_path / "lines").read_text() == "3 {'loss': 1.0}\n"
+
+
+def test_two_trackers_of_one_name_are_refused(installed_tracker):
+    installed_tracker("wandb")
+    with pytest.raises(ValueError, match=r"'wandb' is registered more.*own and stranger_tracker:L"):
+        check_trackers(["wandb"])
+    installed_tracker("lines", "one")
+    installed_tracker("lines", "other")
+    with pytest.raises(ValueError, match=r"'lines' is registered .* one_tracker:Lines and other_t"):
+        check_trackers(["lines"])
+
+
 def test_metrics_are_written_without_a_tracker_too(not_installed, tmp_path):
     check_trackers([])
     check_trackers(["jsonl"])

@@ -1,8 +1,10 @@
-"""Experiment trackers by name: TensorBoard, Weights & Biases, Trackio, MLflow.
+"""Experiment trackers by name: TensorBoard, Weights & Biases, Trackio, MLflow, and other packages'.
 
 `metrics.jsonl` is always written, as a resumed run and the report read it. The key `logger` names
-the trackers that get the same numbers besides, each an extra of this package. A tracker gets our
-columns, and those that the field has a name for under that name too, see `FIELD_NAMES`.
+the trackers that get the same numbers besides, each an extra of this package, or a tracker that
+another package registers in the entry-point group `rl_policy.trackers`: a function of a
+`TrackedRun` that returns a `Tracker`, such as its class. A tracker gets our columns, and those that
+the field has a name for under that name too, see `FIELD_NAMES`.
 """
 
 from __future__ import annotations
@@ -14,6 +16,7 @@ from collections.abc import Mapping, Sequence
 from contextlib import redirect_stdout
 from dataclasses import dataclass
 from importlib import import_module
+from importlib.metadata import EntryPoint, entry_points
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, Protocol, TypeAlias
@@ -23,6 +26,8 @@ from rl_policy.run.directory import write_durably
 
 Numbers: TypeAlias = Mapping[str, float]
 """Measurements of a step by name."""
+
+ENTRY_POINT_GROUP = "rl_policy.trackers"
 
 JSONL = "jsonl"
 """The name of `metrics.jsonl` in the key `logger`; it is written whether named or not."""
@@ -269,13 +274,22 @@ def check_trackers(names: Sequence[str]) -> None:
         names: The key `logger`.
     """
     key = f"logger={list(names)}"
+    others = _registered()
     for name in names:
-        if name != JSONL and name not in KINDS:
+        if name not in (JSONL, *KINDS, *others):
+            known = ", ".join([JSONL, *KINDS, *others])
             raise ValueError(
-                f"{key}: there is no tracker {name!r}, but {', '.join([JSONL, *KINDS])}"
+                f"{key}: there is no tracker {name!r}, but {known}; another package's is one that "
+                f"it registers in the entry-point group {ENTRY_POINT_GROUP!r}"
             )
         if names.count(name) > 1:
             raise ValueError(f"{key} names {name!r} twice")
+        values = {entry.value for entry in others.get(name, [])}
+        if name in (JSONL, *KINDS):
+            values.add("rl-policy's own")
+        if len(values) > 1:
+            found = " and ".join(sorted(values))
+            raise ValueError(f"{key}: {name!r} is registered more than once: {found}")
         if name in KINDS and find_spec(KINDS[name].module) is None:
             raise ValueError(
                 f"{key}: {KINDS[name].module} is not installed: leave {name!r} out, or "
@@ -284,14 +298,30 @@ def check_trackers(names: Sequence[str]) -> None:
 
 
 def open_trackers(names: Sequence[str], run: TrackedRun) -> list[Tracker]:
-    """Return the trackers of a run; those already open are closed if one cannot be opened."""
+    """Return the trackers of a run; those already open are closed if one cannot be opened.
+
+    Args:
+        names: The key `logger`, which `check_trackers` has accepted.
+        run: What the trackers get to know of the run.
+    """
     opened: list[Tracker] = []
+    others = _registered()
     try:
         for name in names:
             if name in KINDS:
                 opened.append(KINDS[name].open(run))
+            elif name != JSONL:
+                opened.append(others[name][0].load()(run))
     except BaseException:
         for tracker in opened:
             tracker.close()
         raise
     return opened
+
+
+def _registered() -> dict[str, list[EntryPoint]]:
+    """Return the entry points of other packages' trackers by name."""
+    found: dict[str, list[EntryPoint]] = {}
+    for entry in sorted(entry_points(group=ENTRY_POINT_GROUP), key=lambda each: each.name):
+        found.setdefault(entry.name, []).append(entry)
+    return found
