@@ -57,7 +57,7 @@ NEEDS_VLLM = {
     "packages/rl-refit/README.md": "from vllm import LLM",
     "docs/pages/how-to/vllm-apart.md": "engines = VllmGeneration(",
 }
-# What `nox -s docs` alone runs: programs over Ray, and what tells which backends are installed, as
+# What `nox -s docs` alone runs: programs over Ray or torchrun, and what tells which backends are installed, as
 # the workspace's environment has that of an example beside them.
 SLOW_PAGES = {
     "docs/pages/first-run.md",
@@ -69,9 +69,11 @@ SLOW_PAGES = {
     "docs/pages/how-to/own-reward.md",
     "docs/pages/how-to/python.md",
     "docs/pages/how-to/report.md",
+    "docs/pages/how-to/torchrun.md",
     "docs/pages/how-to/write-a-backend.md",
     "docs/pages/install.md",
     "docs/pages/troubleshooting.md",
+    "packages/rl-megatron-worker/README.md",
     "packages/rl-policy/README.md",
 }
 # Installs an example, or a project whose files stand on the page: its entry points are registered

@@ -58,6 +58,7 @@ def problems(found):
     return lines
 
 
+@pytest.mark.slow
 def test_a_layout_is_within_the_list():
     assert problems(measure(_FAST)) == []
 

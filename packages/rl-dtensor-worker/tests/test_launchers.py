@@ -22,6 +22,7 @@ torch.save(scores, f"{out}/scores_{{os.environ['RANK']}}.pt")
 """
 
 
+@pytest.mark.slow
 def test_under_torchrun(tiny_model, tmp_path):
     script = tmp_path / "job.py"
     tests = str(Path(__file__).parent)

@@ -131,6 +131,7 @@ def test_routes_to_groups_of_experts_are_those_of_transformers(pools, tmp_path, 
     )
 
 
+@pytest.mark.slow
 def test_replayed_routes_lower_the_mismatch_in_bfloat16(pools, tmp_path):
     """Two layouts round scores otherwise, and tokens near a boundary take other experts."""
     path = build_tiny(tmp_path, "qwen3_moe", num_hidden_layers=4)

@@ -77,7 +77,7 @@ def test_what_is_exported_is_what_was_saved(saved):
     assert AutoTokenizer.from_pretrained(directory / "tokenizer").pad_token == "<pad>"
 
 
-@pytest.mark.slow_beyond(1)
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", OWN_MODULES)
 def test_modules_of_our_own_are_saved_by_sharded_ranks_and_loaded_by_one(pools, tmp_path, kind):
     model = build_tiny(tmp_path / "model", kind, num_hidden_layers=2, **OWN_MODULES[kind])

@@ -169,6 +169,7 @@ def restore_ctrl_c():
     signal.signal(signal.SIGINT, signal.SIG_DFL)
 
 
+@pytest.mark.slow
 def test_ctrl_c_leaves_nothing_running(stranger_path, tmp_path, wait_until_gone):
     ready = tmp_path / "ready"
     driver = subprocess.Popen(
@@ -247,6 +248,7 @@ def test_nothing_is_left_of_a_driver_that_is_killed(driver, wait_until_gone):
     wait_until_gone(children)
 
 
+@pytest.mark.slow
 def test_a_dead_head_is_named_and_nothing_is_left(driver, wait_until_gone):
     process, children = driver
     (head,) = [

@@ -40,6 +40,7 @@ def test_what_is_there_is_ok():
     assert "ok    ranks: two processes add up a tensor by" in output
 
 
+@pytest.mark.slow
 def test_ray_runs_a_task_or_is_named(monkeypatch):
     (found,) = findings(["ray"])
     assert found.is_ok

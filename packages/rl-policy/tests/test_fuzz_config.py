@@ -277,7 +277,7 @@ VALUE = st.one_of(
 
 @seed(25)
 @settings(
-    max_examples=400,
+    max_examples=200,
     phases=[Phase.explicit, Phase.generate, Phase.shrink],
     suppress_health_check=list(HealthCheck),
     database=None,

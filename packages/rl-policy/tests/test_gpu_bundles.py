@@ -25,6 +25,7 @@ def own_gpu(answer):
     return answer["CUDA_VISIBLE_DEVICES"].split(",")[int(answer["LOCAL_RANK"])]
 
 
+@pytest.mark.slow
 def test_groups_that_share_a_cluster_share_each_ranks_gpu(worker_class):
     cluster = RayVirtualCluster([2], max_colocated_worker_groups=2)  # GPUs, as Ray sees some
     assert cluster.get_placement_groups()[0].bundle_specs == [{"CPU": 2.0, "GPU": 1.0}] * 2

@@ -180,6 +180,7 @@ def test_topk_logits_equal_plain_transformers(policy, plain_model, micro_batch_s
         assert not top["topk_logits"][row, length:].any()
 
 
+@pytest.mark.slow
 def test_a_reward_model_scores_rows_in_order(cluster, model_path, tokenizer, tmp_path):
     model = AutoModelForSequenceClassification.from_pretrained(
         model_path, num_labels=1, dtype=torch.float32
@@ -205,6 +206,7 @@ def test_a_reward_model_scores_rows_in_order(cluster, model_path, tokenizer, tmp
     torch.testing.assert_close(scores, expected, **LOGPROB_TOLERANCE)
 
 
+@pytest.mark.slow
 @pytest.mark.needs("rl-policy[lora]")
 def test_adapters_are_saved_as_peft_reads_them(
     cluster, model_path, tokenizer, plain_model, tmp_path
@@ -310,14 +312,8 @@ def pair_loss():
     return PairLoss()
 
 
-@pytest.mark.parametrize(
-    "section",
-    [
-        pytest.param(None, marks=pytest.mark.slow),  # as DPO's own run on two ranks does
-        "sequence_packing",
-        pytest.param("dynamic_batching", marks=pytest.mark.slow),
-    ],
-)
+@pytest.mark.slow
+@pytest.mark.parametrize("section", [None, "sequence_packing", "dynamic_batching"])
 def test_pairs_of_rows_train_as_on_one_rank(cluster, model_path, tokenizer, plain_model, section):
     # Pairs of unlike lengths, which planners would part; the last step leaves a rank without any.
     data = batch([9, 2, 5, 7, 3, 8, 2, 2, 9, 4])

@@ -355,6 +355,7 @@ def slow_to_save(cluster, config, tokenizer, **section):
     return Policy(cluster, config(stranger_cfg=section), tokenizer, name_prefix="slow")
 
 
+@pytest.mark.slow
 def test_a_save_in_the_background_is_waited_for(cluster, config, tokenizer, tmp_path):
     policy = slow_to_save(cluster, config, tokenizer)
     policy.save_checkpoint(tmp_path / "first")

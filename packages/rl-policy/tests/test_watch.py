@@ -99,6 +99,7 @@ def test_a_run_is_followed_until_it_ends(follower):
     assert output.strip() == f"the run {path} is finished"
 
 
+@pytest.mark.slow
 def test_ctrl_c_ends_the_watch_alone(follower):
     _, process = follower
     time.sleep(0.1)

@@ -73,6 +73,7 @@ def test_every_rank_gets_torchruns_environment(shared_group):
     assert len({answer["pid"] for answer in answers} | {os.getpid()}) == 3
 
 
+@pytest.mark.slow
 def test_a_rank_computes_with_its_share_of_the_cores(cluster, probe, shared_group):
     """Ray has set it to 1 before torch was imported, which reads it then."""
     cores = len(os.sched_getaffinity(0))
@@ -218,6 +219,7 @@ def test_a_start_that_hangs_is_ended(cluster, probe, tmp_path, wait_until_gone):
     wait_until_gone(pids)
 
 
+@pytest.mark.slow
 def test_two_groups_share_a_cluster(cluster, probe, shared_group):
     second = start(cluster, probe.ProbeWorker)
     try:
@@ -238,6 +240,7 @@ def test_shutdown_ends_every_process_and_may_be_repeated(group, wait_until_gone)
         group.run_all("describe")
 
 
+@pytest.mark.slow
 def test_shutdown_ends_a_rank_that_is_busy(group, wait_until_gone):
     pids = pids_of(group)
     group.submit_all("sleep", 3600, ranks=[1])
@@ -245,6 +248,7 @@ def test_shutdown_ends_a_rank_that_is_busy(group, wait_until_gone):
     wait_until_gone(pids)
 
 
+@pytest.mark.slow
 def test_shutdown_reports_a_worker_that_will_not_leave(cluster, probe, wait_until_gone, caplog):
     group = start(cluster, probe.StubbornWorker)
     pids = pids_of(group)
