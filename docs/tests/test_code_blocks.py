@@ -57,8 +57,8 @@ NEEDS_VLLM = {
     "packages/rl-refit/README.md": "from vllm import LLM",
     "docs/pages/how-to/vllm-apart.md": "engines = VllmGeneration(",
 }
-# What `nox -s docs` alone runs: programs over Ray or torchrun, and what tells which backends are installed, as
-# the workspace's environment has that of an example beside them.
+# What `nox -s docs` alone runs: programs over Ray or torchrun, and what tells which backends are
+# installed, as the workspace's environment has that of an example beside them.
 SLOW_PAGES = {
     "docs/pages/first-run.md",
     "docs/pages/how-to/checkpoints.md",
