@@ -177,7 +177,7 @@ def test_the_report_adds_up():
     for report in (sent, *received):
         metrics = report.as_metrics()
         assert {"refit_s", "refit_bytes", "refit_gb_per_s", "refit_load_s"} <= metrics.keys()
-        phases = ("gather", "pack", "wire", "pause", "resume")
+        phases = ("gather", "pack", "wire", "join", "resume")
         assert sum(metrics[f"refit_{phase}_s"] for phase in phases) <= report.seconds
         assert metrics["refit_gb_per_s"] == report.bytes / report.seconds / 1e9
 

@@ -10,6 +10,10 @@ PATHS = {
     State.READY: [("begin", 3), ("set_loaded",), ("commit", 3)],
     State.IN_PROGRESS: [("begin", 3), ("set_loaded",), ("commit", 3), ("begin", 4)],
     State.LOADED: [("begin", 3), ("set_loaded",), ("commit", 3), ("begin", 4), ("set_loaded",)],
+    State.SWAPPING: [
+        *[("begin", 3), ("set_loaded",), ("commit", 3)],
+        *[("begin", 4), ("set_loaded",), ("start_swap",)],
+    ],
     State.POISONED: [("begin", 3), ("set_loaded",), ("commit", 3), ("begin", 4), ("poison", "why")],
 }
 READY = {
@@ -17,6 +21,7 @@ READY = {
     State.READY: 3,
     State.IN_PROGRESS: RefitInProgress,
     State.LOADED: RefitInProgress,
+    State.SWAPPING: RefitInProgress,
     State.POISONED: PoisonedError,
 }
 COMMIT_4 = {
@@ -24,6 +29,7 @@ COMMIT_4 = {
     State.READY: RefitError,
     State.IN_PROGRESS: RefitError,
     State.LOADED: True,
+    State.SWAPPING: True,
     State.POISONED: PoisonedError,
 }
 
@@ -94,3 +100,55 @@ def test_an_engine_may_start_with_committed_weights():
     assert weights.reason == "no such shard"
     with pytest.raises(PoisonedError, match="the last refit failed: no such shard"):
         weights.require_ready()
+
+
+def staged(*calls):
+    """Return weights with version 3 committed and a staged refit to 4 begun, after `calls`."""
+    weights = reach(State.READY)
+    weights.begin(4, staged=True)
+    for name, *arguments in calls:
+        getattr(weights, name)(*arguments)
+    return weights
+
+
+@pytest.mark.parametrize("calls", [[], [("set_loaded",)]])
+def test_a_staged_refit_leaves_the_committed_version_ready(calls):
+    weights = staged(*calls)
+    assert (weights.require_ready(), weights.is_updating, weights.serves) == (3, True, True)
+    weights.poison("the sender is gone")
+    assert (weights.state, weights.require_ready(), weights.is_updating) == (State.READY, 3, False)
+    assert weights.reason == "the sender is gone"
+    assert outcome(weights.commit, 4) is RefitError
+    weights.begin(4)
+    assert outcome(weights.require_ready) is RefitInProgress
+
+
+def test_a_staged_version_counts_from_its_commit():
+    assert outcome(staged().commit, 4) is RefitError
+    weights = staged(("set_loaded",), ("start_swap",))
+    assert outcome(weights.require_ready) is RefitInProgress
+    assert weights.commit(4) is True
+    assert weights.require_ready() == 4
+    weights.begin(5)
+    weights.poison("not staged")
+    assert outcome(weights.require_ready) is PoisonedError
+
+
+def test_a_failed_swap_poisons():
+    weights = staged(("set_loaded",), ("start_swap",), ("poison", "in the middle"))
+    assert outcome(weights.require_ready) is PoisonedError
+
+
+@pytest.mark.parametrize("state", [State.EMPTY, State.POISONED])
+def test_staging_serves_nothing_where_nothing_valid_is_held(state):
+    weights = reach(state)
+    weights.begin(4, staged=True)
+    assert outcome(weights.require_ready) is RefitInProgress
+    weights.poison("again")
+    assert outcome(weights.require_ready) is PoisonedError
+
+
+def test_a_staged_refit_that_is_begun_anew_still_serves():
+    weights = staged()
+    weights.begin(5, staged=True)
+    assert (weights.require_ready(), weights.begun) == (3, 5)

@@ -79,10 +79,15 @@ class InboundStream:
         if message != End(self.version, len(buckets)):
             raise RefitError(f"{_describe(message)} arrived where the end was due", rank=self.rank)
 
-    def finish(self) -> None:
-        """Report that all buckets are loaded; wait until every other receiver has reported it."""
+    def finish(self, *, pause_s: float, staged: bool) -> None:
+        """Report that all buckets are loaded; wait until every other receiver has reported it.
+
+        Args:
+            pause_s: See `Done`.
+            staged: See `Done`.
+        """
         spent = (self.watch.of("load"), self.watch.of("verify"))
-        self.channel.send(Done(self.version, *spent), self.deadline)
+        self.channel.send(Done(self.version, *spent, pause_s, staged), self.deadline)
         with self.watch.phase("resume"):
             message = self._receive("confirmation that all receivers have loaded")
         if message != AllLoaded(self.version):

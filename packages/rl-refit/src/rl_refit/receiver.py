@@ -1,58 +1,53 @@
-"""`RefitReceiver`: loads what a sender streams, and knows the version of the engine's weights.
-
-Its `Session` with the sender is the connection, the plan, and the buffers that it has opened.
-"""
+"""`RefitReceiver`: loads what a sender streams, and knows the version of the engine's weights."""
 
 from __future__ import annotations
 
 import logging
+import threading
+import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
 from functools import partial
 from typing import NoReturn
 
 import torch
 
 from rl_refit.errors import PlanMismatchError, RefitError
-from rl_refit.inbound import InboundStream, LiveWeights, Load, Unpacker
-from rl_refit.plan import RefitPlan, TensorSpec, WirePlan, differences, read_specs
+from rl_refit.inbound import InboundStream, LiveWeights, Load
 from rl_refit.protocol import State, WeightVersion
 from rl_refit.protocol.channel import (
-    Accepted,
     Begin,
-    Channel,
     ChannelClosed,
     Commit,
     Failure,
-    Join,
-    Message,
-    Offer,
     Ready,
     Start,
     raise_failure,
 )
-from rl_refit.protocol.endpoint import connect, dial, remove_remains
-from rl_refit.protocol.waiting import Closing, Deadline, join_transport
+from rl_refit.protocol.endpoint import remove_remains
+from rl_refit.protocol.waiting import Closing, Deadline
 from rl_refit.report import RefitReport, Stopwatch
-from rl_refit.transports import ReceiverContext, ReceivingSide, find_transport
+from rl_refit.session import Connector, Session, require_message
 
 logger = logging.getLogger(__name__)
 
 ReadBack = Callable[[], Iterable[tuple[str, torch.Tensor]]]
+Swap = Callable[[], object]
+"""Exchanges the engine's weights with those that `load` has staged."""
 
 _READ_S = 1.0
 """Limit for the rest of a message of which some bytes have arrived."""
 _DEATH_S = 0.1
 """How long the kernel may take from closing the socket of a killed process to its lock file."""
-_MOST_DIFFERENCES = 8
-"""Limit of the list in one error message."""
+_CLOSE_S = 5.0
+"""Limit for a thread that receives to notice that its connection was closed."""
 
 
 class RefitReceiver(Closing):
     """Loads what a sender streams, and knows which version is committed.
 
     Its states are those of `rl_refit.protocol`. It processes a commit of the sender at the next
-    call. Not thread-safe.
+    call. Not thread-safe, with one exception: while one thread is in `receive`, another may call
+    `require_ready`, `version` and `close`.
 
     Args:
         address: The sender's `address`.
@@ -94,6 +89,11 @@ class RefitReceiver(Closing):
         self._weights = WeightVersion(rank)
         self._is_caught_up = False
         self._live: LiveWeights | None = None
+        self._swap: Swap | None = None
+        self._begun_at = 0.0
+        self._is_closing = False
+        # Held by whoever reads the connection: a call beside `receive` must not take its messages.
+        self._reading = threading.Lock()
 
     @property
     def version(self) -> int | None:
@@ -116,18 +116,30 @@ class RefitReceiver(Closing):
                 self._disconnect()
         self._is_caught_up = True
 
-    def begin(self, version: int) -> None:
+    def begin(self, version: int, *, swap: Swap | None = None) -> None:
         """Open a refit: until it is committed, `require_ready` raises.
 
         Call it before the sender begins, see `catch_up`.
 
+        Args:
+            version: Of the new weights.
+            swap: Makes it a staged refit: `load` and `check` leave the engine's weights alone, and
+                `swap` exchanges them with what was loaded, once, when the version is committed. The
+                committed version stays ready until then, also if the refit fails. It is called in
+                the thread that calls `commit`, `require_ready` or `version`; if it raises, the
+                weights are undefined.
+
         Raises:
             StaleVersionError: The version is not newer than the committed one. Nothing changes.
+            ValueError: `swap` is given to a receiver with `into`, which would be overwritten.
         """
+        if swap is not None and self._connector.has_own_tensors:
+            raise ValueError("a staged refit goes through `load`: `into` overwrites what is served")
         if not self._is_caught_up:
             self.catch_up()
             self._is_caught_up = False
-        self._weights.begin(version)
+        self._weights.begin(version, staged=swap is not None)
+        self._swap, self._begun_at, self._is_closing = swap, time.perf_counter(), False
 
     def receive(
         self,
@@ -155,13 +167,24 @@ class RefitReceiver(Closing):
 
         Raises:
             RefitError: This side, the sender or another receiver failed. The receiver is poisoned
-                until a refit succeeds.
+                until a refit succeeds; one whose refit was staged keeps its committed version.
         """
         self._weights.require_begun(version)
+        with self._reading:
+            return self._receive(version, load or _refuse_to_load, load_keeps, check, read_back)
+
+    def _receive(
+        self,
+        version: int,
+        load: Load,
+        load_keeps: bool,
+        check: Callable[[], None] | None,
+        read_back: ReadBack | None,
+    ) -> RefitReport:
         deadline, watch = Deadline(self._timeout_s), Stopwatch()
         self._is_caught_up = False
         try:
-            with watch.phase("pause"):
+            with watch.phase("join"):
                 session = self._meet(version, deadline)
             stream = InboundStream(
                 plan=session.plan,
@@ -177,17 +200,23 @@ class RefitReceiver(Closing):
             self._live = LiveWeights(watch) if session.offer.verify == "weights" else None
             observe = None if self._live is None else self._live.observe
             unpack = partial(session.unpacker.unpack, load_keeps=load_keeps, observe=observe)
-            stream.run(unpack, load or _refuse_to_load)
+            stream.run(unpack, load)
             # Before `Done`, so that an error here fails the refit at every receiver.
             self._check(check, read_back, watch)
-            stream.finish()
+            watch.add("pause", 0.0 if self._weights.serves else time.perf_counter() - self._begun_at)
+            stream.finish(pause_s=watch.of("pause"), staged=self._swap is not None)
         except BaseException as error:
             self._fail(error)
             if isinstance(error, ChannelClosed):
                 raise RefitError(f"the sender is gone: {error}", rank=self._rank) from error
             raise
         self._weights.set_loaded()
-        return watch.report(version, session.plan.nbytes, slowest_rank=self._rank)
+        return watch.report(
+            version,
+            session.plan.nbytes,
+            slowest_rank=self._rank,
+            staged=self._swap is not None,
+        )
 
     def check_weights(self, tensors: Iterable[tuple[str, torch.Tensor]]) -> None:
         """Compare live parameters with what was received; for `verify="weights"`.
@@ -229,8 +258,23 @@ class RefitReceiver(Closing):
         return self._weights.require_ready()
 
     def close(self) -> None:
-        """Release the connection and the buffers. May be called again."""
-        self._disconnect()
+        """Release the connection and the buffers. May be called again.
+
+        A refit that another thread receives fails; the thread notices within seconds, unless it
+        still waits for a sender to listen.
+        """
+        self._is_closing = True
+        if not self._reading.acquire(blocking=False):
+            session = self._session
+            if session is not None:
+                session.channel.hang_up()
+            if not self._reading.acquire(timeout=_CLOSE_S):
+                logger.warning("a refit is still being received; it ends at its time limit")
+                return
+        try:
+            self._disconnect()
+        finally:
+            self._reading.release()
 
     def _check(
         self, check: Callable[[], None] | None, read_back: ReadBack | None, watch: Stopwatch
@@ -251,6 +295,8 @@ class RefitReceiver(Closing):
     def _meet(self, version: int, deadline: Deadline) -> Session:
         """Return the session in which the sender starts the refit: the current or a new one."""
         while True:
+            if self._is_closing:
+                raise RefitError("the receiver was closed", rank=self._rank)
             try:
                 if self._session is None:
                     self._session = self._connector.connect(deadline)
@@ -301,8 +347,20 @@ class RefitReceiver(Closing):
     def _read_pending(self) -> None:
         """Process the commits and failures that the sender has sent since the last call.
 
-        The first message that belongs to `receive` stays pending, and so do all behind it: reading
-        on would reach the hang-up of a failed sender, which ends the session and loses its report.
+        Nothing while another thread receives: what arrives then belongs to its refit.
+        """
+        if not self._reading.acquire(blocking=False):
+            return
+        try:
+            self._process_pending()
+        finally:
+            self._reading.release()
+
+    def _process_pending(self) -> None:
+        """Process what is pending, up to the first message that belongs to `receive`.
+
+        That stays pending, and so do all behind it: reading on would reach the hang-up of a failed
+        sender, which ends the session and loses its report.
         """
         while (
             self._session is not None
@@ -328,6 +386,15 @@ class RefitReceiver(Closing):
                     self._session.pending.append(message)
 
     def _commit(self, version: int) -> None:
+        if self._swap is not None and not self._weights.is_committed(version):
+            self._weights.require_loaded(version)
+            swap, self._swap = self._swap, None
+            self._weights.start_swap()
+            try:
+                swap()
+            except BaseException as error:
+                self._fail(error)
+                raise
         if self._weights.commit(version) and self._live is not None and not self._live.checked:
             logger.warning("version %d is committed, its live weights not compared", version)
 
@@ -348,158 +415,3 @@ class RefitReceiver(Closing):
 
 def _refuse_to_load(tensors: list[tuple[str, torch.Tensor]]) -> NoReturn:
     raise ValueError(f"there is no `load`, and {tensors[0][0]} is not of `into`")
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Session:
-    """A receiver's state from one refit to the next, until either side closes the connection.
-
-    Attributes:
-        channel: To the sender.
-        offer: The parameters that the sender dictates.
-        plan: The offer's.
-        side: The receiver's end of the transport.
-        unpacker: With its memory.
-        pending: Messages that were read and not processed, oldest first.
-    """
-
-    channel: Channel
-    offer: Offer
-    plan: RefitPlan
-    side: ReceivingSide
-    unpacker: Unpacker
-    pending: list[Message]
-
-    def close(self) -> None:
-        """Release the connection and all memory."""
-        self.channel.close()
-        self.unpacker.close()
-        self.side.close()
-
-
-class Connector:
-    """Opens sessions with one sender; takes the arguments of `RefitReceiver`."""
-
-    def __init__(
-        self,
-        address: Mapping[str, str | int],
-        rank: int,
-        *,
-        device: torch.device,
-        timeout_s: float,
-        expected: Iterable[tuple[str, torch.dtype, Sequence[int]]] | None,
-        into: Mapping[str, torch.Tensor],
-    ) -> None:
-        self.endpoint = str(address["endpoint"])
-        if self.endpoint == "none":
-            raise ValueError("the address is of a sender with num_receivers=0")
-        self._token = bytes.fromhex(str(address["token"]))
-        self._transport = find_transport(str(address["transport"]))
-        self._rank = rank
-        self._device = device
-        self._timeout_s = timeout_s
-        self._expected = None if expected is None else read_specs(expected)
-        self._into = {name: tensor.detach() for name, tensor in into.items()}
-        for name, tensor in self._into.items():
-            if not tensor.is_contiguous():
-                raise ValueError(f"into: {name} is not contiguous, its stride is {tensor.stride()}")
-
-    def connect(self, deadline: Deadline) -> Session:
-        """Return a new session with the sender.
-
-        Raises:
-            RefitError: No sender listens, or its offer is refused, which is reported to it.
-            ChannelClosed: The sender dropped the connection.
-        """
-        sock = dial(self.endpoint, deadline)
-        try:
-            channel = connect(sock, token=self._token, rank=self._rank, deadline=deadline)
-        except BaseException:
-            sock.close()
-            raise
-        try:
-            return self._open(channel, deadline)
-        except BaseException as error:
-            channel.close(error, rank=self._rank)
-            raise
-
-    def _open(self, channel: Channel, deadline: Deadline) -> Session:
-        offer = channel.receive(deadline, "offer of the sender")
-        if isinstance(offer, Failure):
-            raise_failure(offer, origin="the sender")
-        if not isinstance(offer, Offer):
-            raise RefitError(
-                f"{type(offer).__name__} arrived where an offer was due", rank=self._rank
-            )
-        # Before the descriptors are read: the kernel closes those of a refused offer.
-        plan = self._agree(offer.plan)
-        descriptors: list[int] = []
-        if offer.num_fds:
-            descriptors = channel.receive_descriptors(offer.num_fds, deadline)
-        side = self._transport.open_receiver(
-            ReceiverContext(
-                num_buffers=offer.num_buffers,
-                buffer_bytes=plan.largest_bucket,
-                grant=offer.grant,
-                descriptors=descriptors,
-                rank=self._rank,
-                device=self._device,
-                host=channel.host,
-                timeout_s=self._timeout_s,
-            )
-        )
-        pending: list[Message] = []
-        try:
-            self._join(channel, side, pending, deadline)
-        except BaseException:
-            side.close()
-            raise
-        unpacker = Unpacker(plan, side, device=self._device, into=self._into)
-        return Session(
-            channel=channel, offer=offer, plan=plan, side=side, unpacker=unpacker, pending=pending
-        )
-
-    def _join(
-        self, channel: Channel, side: ReceivingSide, pending: list[Message], deadline: Deadline
-    ) -> None:
-        channel.send(Accepted(), deadline)
-        waited_for = "acceptance by all receivers"
-        require_message(Join(), channel.receive(deadline, waited_for), rank=self._rank)
-
-        def watch() -> None:
-            # Any other message than a failure belongs to the refit: the sender has joined.
-            while not pending and channel.has_input():
-                message = channel.receive(deadline)
-                if isinstance(message, Failure):
-                    raise_failure(message, origin="the sender")
-                pending.append(message)
-
-        join_transport(side.join, deadline, watch)
-
-    def _agree(self, wire: WirePlan) -> RefitPlan:
-        """Return the offered plan.
-
-        Raises:
-            PlanMismatchError: This side packs it differently, expects other tensors, or has other
-                tensors in `into`.
-        """
-        try:
-            plan = RefitPlan.from_wire(wire)
-        except ValueError as error:
-            raise PlanMismatchError(str(error), rank=self._rank) from error
-        found = differences(self._expected, plan.specs) if self._expected is not None else []
-        own = [TensorSpec(name, t.dtype, tuple(t.shape)) for name, t in self._into.items()]
-        found += differences(own, [spec for spec in plan.specs if spec.name in self._into])
-        if found:
-            more = len(found) - _MOST_DIFFERENCES
-            listed = "; ".join(found[:_MOST_DIFFERENCES]) + (f"; {more} more" if more > 0 else "")
-            raise PlanMismatchError(f"the sender's tensors differ: {listed}", rank=self._rank)
-        return plan
-
-
-def require_message(due: Message, message: Message, *, rank: int) -> None:
-    """Raise `RefitError` unless `message` equals `due`; a `Failure` raises the error it reports."""
-    if isinstance(message, Failure):
-        raise_failure(message, origin="the sender")
-    if message != due:
-        raise RefitError(f"{type(message).__name__} arrived where {due} was due", rank=rank)

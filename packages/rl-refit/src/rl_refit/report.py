@@ -18,7 +18,9 @@ class RefitReport:
         version: The version that was sent.
         seconds: Duration of the call.
         bytes: Size of all tensors.
-        pause_s: Waiting until the other side had joined the refit.
+        pause_s: In which the engine did not answer. Without staging, from the beginning of the refit
+            to this report; with it, none: what the swap takes is known after the commit.
+        join_s: Waiting until the other side had joined the refit.
         gather_s: Waiting for the source's tensors.
         pack_s: Copying them into the buffers.
         wire_s: Publishing buckets, and waiting for the other side between them.
@@ -26,12 +28,15 @@ class RefitReport:
         verify_s: Computing digests; for a sender, its own and those of the slowest receiver.
         resume_s: From the last bucket until every receiver had loaded it.
         slowest_rank: The receiver that verified and loaded longest; None without receivers.
+        staged: Whether the weights were received beside those that the engine serves; for a sender,
+            by every receiver.
     """
 
     version: int
     seconds: float
     bytes: int
     pause_s: float = 0.0
+    join_s: float = 0.0
     gather_s: float = 0.0
     pack_s: float = 0.0
     wire_s: float = 0.0
@@ -39,6 +44,7 @@ class RefitReport:
     verify_s: float = 0.0
     resume_s: float = 0.0
     slowest_rank: int | None = None
+    staged: bool = False
 
     @property
     def gb_per_s(self) -> float:
@@ -51,6 +57,7 @@ class RefitReport:
             "refit_s": self.seconds,
             "refit_bytes": self.bytes,
             "refit_gb_per_s": self.gb_per_s,
+            "refit_staged": float(self.staged),
         }
         metrics |= {
             f"refit_{field.name}": getattr(self, field.name)
@@ -91,7 +98,12 @@ class Stopwatch:
         return self.seconds.get(name, 0.0)
 
     def report(
-        self, version: int, num_bytes: int, *, slowest_rank: int | None = None
+        self,
+        version: int,
+        num_bytes: int,
+        *,
+        slowest_rank: int | None = None,
+        staged: bool = False,
     ) -> RefitReport:
         """Return the report of a refit that ends now.
 
@@ -99,12 +111,14 @@ class Stopwatch:
             version: The version that was sent.
             num_bytes: Of all tensors.
             slowest_rank: See `RefitReport`.
+            staged: See `RefitReport`.
         """
-        phases = ("pause", "gather", "pack", "wire", "load", "verify", "resume")
+        phases = ("pause", "join", "gather", "pack", "wire", "load", "verify", "resume")
         return RefitReport(
             version=version,
             seconds=time.perf_counter() - self._start,
             bytes=num_bytes,
             slowest_rank=slowest_rank,
+            staged=staged,
             **{f"{phase}_s": self.of(phase) for phase in phases},
         )

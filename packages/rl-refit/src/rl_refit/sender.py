@@ -181,7 +181,7 @@ class RefitSender(Closing):
     def _stream(
         self, version: int, tensors: NamedTensors, deadline: Deadline, watch: Stopwatch
     ) -> RefitReport:
-        with watch.phase("pause"):
+        with watch.phase("join"):
             connections, receivers = self._begin(version, deadline)
         self._stream_class(
             plan=self.plan,
@@ -196,8 +196,10 @@ class RefitSender(Closing):
         spent = {rank: done.load_s + done.verify_s for rank, done in receivers.done.items()}
         watch.add("load", max(done.load_s for done in receivers.done.values()))
         watch.add("verify", max(done.verify_s for done in receivers.done.values()))
+        watch.add("pause", max(done.pause_s for done in receivers.done.values()))
         slowest = max(spent, key=spent.__getitem__)
-        return watch.report(version, self.plan.nbytes, slowest_rank=slowest)
+        staged = all(done.staged for done in receivers.done.values())
+        return watch.report(version, self.plan.nbytes, slowest_rank=slowest, staged=staged)
 
     def _exhaust(self, version: int, tensors: NamedTensors, watch: Stopwatch) -> RefitReport:
         """Iterate over the source, to take part in its gathers, without receivers."""

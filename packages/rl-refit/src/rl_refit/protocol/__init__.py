@@ -36,7 +36,20 @@ States of a receiver, held by `WeightVersion`, the only owner of its version:
 
 `begin(v)` leads from every state to "in progress", if v is newer than the committed version. A
 failure on either side leads from "in progress" and "loaded" to "poisoned", and only a complete
-refit leads out of it. `commit(v)` comes from the sender's `Commit` or from the engine itself,
+refit leads out of it.
+
+A *staged* refit, `begin(v, staged=True)` in state "ready", is received beside the engine's weights
+and swapped with them at its commit. The table then changes:
+
+    state        the engine's weights are          require_ready()      leaves by
+    in progress  those of the committed version    returns it           AllLoaded: loaded
+    loaded       those of the committed version    returns it           swap: swapping
+    swapping     partly exchanged                  RefitInProgress      commit(v): ready
+
+A failure leads from "in progress" and "loaded" back to "ready" with the old version, and only from
+"swapping" to "poisoned". The messages are the same: the sender does not know which receivers stage.
+
+`commit(v)` comes from the sender's `Commit` or from the engine itself,
 through `RefitReceiver.commit`: the first one counts, the second changes nothing. After a failure
 the committed version is still known, but its weights are overwritten.
 
@@ -58,6 +71,7 @@ class State(Enum):
     EMPTY = "empty"
     IN_PROGRESS = "in progress"
     LOADED = "loaded"
+    SWAPPING = "swapping"
     READY = "ready"
     POISONED = "poisoned"
 
@@ -73,7 +87,8 @@ class WeightVersion:
         committed: The committed version; None before the first.
         begun: The version of the last `begin`.
         state: See the module's table.
-        reason: Why the weights are undefined, in state "poisoned".
+        reason: Why the last refit failed; in state "poisoned", why the weights are undefined.
+        is_staged: Whether the refit that has begun leaves the committed weights as they are.
     """
 
     def __init__(self, rank: int | None = None, *, committed: int | None = None) -> None:
@@ -81,20 +96,31 @@ class WeightVersion:
         self.begun: int | None = None
         self.state = State.EMPTY if committed is None else State.READY
         self.reason = ""
+        self.is_staged = False
         self._rank = rank
 
     @property
     def is_updating(self) -> bool:
         """Whether a refit has begun and is neither committed nor failed."""
-        return self.state in (State.IN_PROGRESS, State.LOADED)
+        return self.state in (State.IN_PROGRESS, State.LOADED, State.SWAPPING)
+
+    @property
+    def serves(self) -> bool:
+        """Whether the engine's weights are exactly those of the committed version."""
+        return self.state is State.READY or (self.is_updating and self.is_staged)
 
     @property
     def is_poisoned(self) -> bool:
         """Whether the weights are undefined, for `reason`."""
         return self.state is State.POISONED
 
-    def begin(self, version: int) -> None:
+    def begin(self, version: int, *, staged: bool = False) -> None:
         """Open a refit.
+
+        Args:
+            version: Of the new weights.
+            staged: Whether they are received beside the engine's own. This changes nothing for an
+                engine whose weights are not those of a committed version.
 
         Raises:
             StaleVersionError: The version is not newer than the committed one. Nothing changes.
@@ -105,6 +131,7 @@ class WeightVersion:
                 rank=self._rank,
             )
         # From every state, also from poisoned: only a complete refit heals, and this starts one.
+        self.is_staged = staged and self.serves
         self.begun = version
         self.state = State.IN_PROGRESS
 
@@ -123,6 +150,22 @@ class WeightVersion:
         """Return whether `version` is loaded and can be committed."""
         return self.state is State.LOADED and self.begun == version
 
+    def start_swap(self) -> None:
+        """Record that the loaded version is being exchanged with the engine's weights."""
+        self.is_staged = False
+        self.state = State.SWAPPING
+
+    def require_loaded(self, version: int) -> None:
+        """Raise unless `version` can be committed, see `commit`."""
+        if self.is_poisoned:
+            self._refuse()
+        if not self.is_loaded(version):
+            raise RefitError(f"version {version} cannot be committed: {self}", rank=self._rank)
+
+    def is_committed(self, version: int) -> bool:
+        """Return whether the engine's weights are those of `version`, and no refit has begun."""
+        return self.state is State.READY and self.committed == version
+
     def commit(self, version: int) -> bool:
         """Make the loaded version the committed one; return False if it is already.
 
@@ -131,19 +174,22 @@ class WeightVersion:
             RefitError: `version` is not loaded.
         """
         # Both the sender's message and the engine may commit the same version.
-        if self.state is State.READY and self.committed == version:
+        if self.is_committed(version):
             return False
-        if self.is_poisoned:
-            self._refuse()
-        if not self.is_loaded(version):
-            raise RefitError(f"version {version} cannot be committed: {self}", rank=self._rank)
+        if self.state is not State.SWAPPING or self.begun != version:
+            self.require_loaded(version)
+        self.is_staged = False
         self.committed = version
         self.state = State.READY
         return True
 
     def poison(self, reason: str) -> None:
-        """Record why the weights are undefined until a complete refit succeeds."""
-        self.state = State.POISONED
+        """Record why the weights are undefined until a complete refit succeeds.
+
+        A refit that was staged has not touched them: the committed version stays ready.
+        """
+        self.state = State.READY if self.serves else State.POISONED
+        self.is_staged = False
         self.reason = reason
 
     def require_ready(self) -> int:
@@ -156,7 +202,7 @@ class WeightVersion:
         """
         if self.is_poisoned:
             self._refuse()
-        if self.is_updating:
+        if self.is_updating and not self.serves:
             raise RefitInProgress(str(self), rank=self._rank)
         if self.committed is None:
             raise RefitError("no version was committed yet", rank=self._rank)

@@ -109,11 +109,21 @@ class End(Message, frozen=True):
 
 
 class Done(Message, frozen=True):
-    """The receiver has loaded all buckets; with the seconds spent on loading and verifying."""
+    """The receiver has loaded all buckets.
+
+    Attributes:
+        version: Of the refit.
+        load_s: Seconds spent on loading.
+        verify_s: Seconds spent on verifying.
+        pause_s: Seconds in which the engine has not answered.
+        staged: Whether the weights are held beside those that the engine serves.
+    """
 
     version: int
     load_s: float
     verify_s: float
+    pause_s: float
+    staged: bool
 
 
 class AllLoaded(Message, frozen=True):
@@ -338,6 +348,14 @@ class Channel:
                 os.close(descriptor)
             raise ChannelClosed(f"{len(descriptors)} descriptors came where {count} were announced")
         return descriptors
+
+    def hang_up(self) -> None:
+        """End the connection for both sides: a thread that waits for a message is woken.
+
+        Unlike `close` it keeps the descriptor, whose number another file could get meanwhile.
+        """
+        with suppress(OSError):  # the other side may have ended it
+            self._socket.shutdown(socket.SHUT_RDWR)
 
     def close(self, error: BaseException | None = None, *, rank: int | None = None) -> None:
         """Close the connection; the other side can still read what was sent before.

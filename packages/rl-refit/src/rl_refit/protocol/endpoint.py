@@ -33,7 +33,7 @@ from rl_refit.protocol.channel import Channel, read_exactly
 from rl_refit.protocol.waiting import Closing, Deadline
 
 PREFIX = "rl-refit-"
-MAGIC = b"rlrefit2"
+MAGIC = b"rlrefit3"
 """Names the version of handshake, frames and messages: incompatible releases refuse each other."""
 NONCE_BYTES = 32
 _MAC_BYTES = 32
