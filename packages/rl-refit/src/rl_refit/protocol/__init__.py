@@ -38,7 +38,7 @@ States of a receiver, held by `WeightVersion`, the only owner of its version:
 failure on either side leads from "in progress" and "loaded" to "poisoned", and only a complete
 refit leads out of it.
 
-A *staged* refit, `begin(v, staged=True)` in state "ready", is received beside the engine's weights
+A *staged* refit, `begin(v, staged=True)` in state "ready" or "empty", is received beside the engine's weights
 and swapped with them at its commit. The table then changes:
 
     state        the engine's weights are          require_ready()      leaves by
@@ -46,7 +46,7 @@ and swapped with them at its commit. The table then changes:
     loaded       those of the committed version    returns it           swap: swapping
     swapping     partly exchanged                  RefitInProgress      commit(v): ready
 
-A failure leads from "in progress" and "loaded" back to "ready" with the old version, and only from
+A failure leads from "in progress" and "loaded" back to where `begin` came from, and only from
 "swapping" to "poisoned". The messages are the same: the sender does not know which receivers stage.
 
 `commit(v)` comes from the sender's `Commit` or from the engine itself,
@@ -88,7 +88,7 @@ class WeightVersion:
         begun: The version of the last `begin`.
         state: See the module's table.
         reason: Why the last refit failed; in state "poisoned", why the weights are undefined.
-        is_staged: Whether the refit that has begun leaves the committed weights as they are.
+        is_staged: Whether the refit that has begun leaves the engine's weights as they are.
     """
 
     def __init__(self, rank: int | None = None, *, committed: int | None = None) -> None:
@@ -107,7 +107,8 @@ class WeightVersion:
     @property
     def serves(self) -> bool:
         """Whether the engine's weights are exactly those of the committed version."""
-        return self.state is State.READY or (self.is_updating and self.is_staged)
+        is_intact = self.state is State.READY or (self.is_updating and self.is_staged)
+        return is_intact and self.committed is not None
 
     @property
     def is_poisoned(self) -> bool:
@@ -120,7 +121,7 @@ class WeightVersion:
         Args:
             version: Of the new weights.
             staged: Whether they are received beside the engine's own. This changes nothing for an
-                engine whose weights are not those of a committed version.
+                engine whose own weights are undefined.
 
         Raises:
             StaleVersionError: The version is not newer than the committed one. Nothing changes.
@@ -131,7 +132,8 @@ class WeightVersion:
                 rank=self._rank,
             )
         # From every state, also from poisoned: only a complete refit heals, and this starts one.
-        self.is_staged = staged and self.serves
+        is_intact = self.state in (State.EMPTY, State.READY) or (self.is_updating and self.is_staged)
+        self.is_staged = staged and is_intact
         self.begun = version
         self.state = State.IN_PROGRESS
 
@@ -188,7 +190,8 @@ class WeightVersion:
 
         A refit that was staged has not touched them: the committed version stays ready.
         """
-        self.state = State.READY if self.serves else State.POISONED
+        before = State.EMPTY if self.committed is None else State.READY
+        self.state = before if self.is_staged else State.POISONED
         self.is_staged = False
         self.reason = reason
 

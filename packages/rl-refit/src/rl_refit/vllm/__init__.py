@@ -7,6 +7,13 @@ vLLM imports `register` as a plug-in. Each of its workers is then a receiver:
     sender.commit(3)
     on_workers(llm, require_ready)  # [3, ...], one per worker
 
+While requests run, a version can be received beside the weights that serve:
+
+    stage(llm, 4)  # returns at once: sender.send(4) runs while llm generates
+    while not is_staged(llm): llm.llm_engine.step()
+    flip(llm, 4)  # between two steps
+    sender.commit(4)
+
 Weights go through vLLM's own layerwise reload, never straight into live parameters. Run with vLLM
 0.32. Importing this package does not import vLLM: `engine` and `reload` do, in vLLM's workers.
 
@@ -25,7 +32,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import partial
 from importlib import import_module
-from typing import TYPE_CHECKING, Any, Protocol, TypeVar
+from typing import TYPE_CHECKING, Any, Literal, Protocol, TypeVar
 
 from rl_refit.errors import RefitError
 
@@ -33,22 +40,32 @@ if TYPE_CHECKING:
     import torch
 
     from rl_refit.receiver import RefitReceiver
+    from rl_refit.vllm.staging import Room
 
 BACKEND = "rl_refit"
+KvCache = Literal["drop", "keep"]
+"""What becomes of the key-value cache when weights change under running requests."""
 
 __all__ = [
     "BACKEND",
+    "KvCache",
     "Worker",
     "abandon",
+    "abandon_staging",
     "commit",
+    "find_room",
     "finish_update",
+    "flip",
     "init_info",
+    "is_staged",
     "last_report",
     "load",
     "on_workers",
     "refit",
     "register",
+    "release_staging",
     "require_ready",
+    "stage",
     "start_update",
 ]
 
@@ -70,8 +87,12 @@ class LLM(Protocol):
     def collective_rpc(self, method: Callable[..., object], *, args: tuple[object, ...]) -> Any:
         """Call a function on every worker; return the results by rank."""
 
-    def reset_prefix_cache(self) -> bool:
-        """Drop the prefix cache; return False if running requests hold it."""
+    def reset_prefix_cache(self, reset_running_requests: bool = False) -> bool:
+        """Drop the prefix cache; return False if running requests hold it.
+
+        Args:
+            reset_running_requests: Make them compute their cache again.
+        """
         ...
 
 
@@ -83,6 +104,23 @@ class TransferEngine(Protocol):
     def require_receiver(self) -> RefitReceiver:
         """Return the receiver."""
         ...
+
+    def find_room(self, *, only_host: bool) -> Room:
+        """Return where a second set of weights can be held."""
+        ...
+
+    def stage(self, version: int, place: str) -> None:
+        """Start to receive a version beside the weights that serve."""
+
+    def staged(self) -> bool:
+        """Return whether that version is complete."""
+        ...
+
+    def abandon_staging(self) -> None:
+        """Give up that version."""
+
+    def release_staging(self) -> None:
+        """Free the second set of weights."""
 
     def load(self, tensors: list[tuple[str, torch.Tensor]]) -> None:
         """Load tensors from another source."""
@@ -166,6 +204,76 @@ def finish_update(llm: LLM, version: int) -> None:
             "requests are running, so that vLLM keeps its prefix cache, which the previous weights "
             "computed: refit when no request runs"
         )
+
+
+def find_room(llm: LLM, *, only_host: bool = False) -> tuple[str | None, str]:
+    """Return where every worker can hold a second set of weights: "device", "host" or None.
+
+    Args:
+        llm: A `vllm.LLM`.
+        only_host: Leave the devices' memory alone.
+
+    Returns:
+        The place, and why there is none.
+    """
+    rooms = on_workers(llm, _find_room, only_host)
+    for room in rooms:
+        if room.place is None:
+            return None, room.reason
+    places = {room.place for room in rooms}
+    return ("host" if "host" in places else "device"), ""
+
+
+def stage(llm: LLM, version: int, *, place: str) -> None:
+    """Start to receive a version on every worker beside the weights that serve, and return.
+
+    Call it before the sender begins, see `refit`. Requests may run meanwhile. A transfer that fails
+    leaves the committed version as it is.
+
+    Args:
+        llm: A `vllm.LLM` whose `init_weight_transfer_engine` was called.
+        version: The version that is sent.
+        place: Of `find_room`.
+
+    Raises:
+        StaleVersionError: The version is not newer than the committed one; nothing changes.
+        RefitError: Another version is still being received.
+        RuntimeError: Not all workers are alive.
+    """
+    try:
+        on_workers(llm, _stage, version, place)
+    except Exception:
+        on_workers(llm, abandon_staging)
+        raise
+
+
+def is_staged(llm: LLM) -> bool:
+    """Return whether every worker holds all of the version of `stage`.
+
+    Raises:
+        RefitError: The refit failed on a worker. The committed version still serves.
+    """
+    return all(on_workers(llm, _staged))
+
+
+def flip(llm: LLM, version: int, *, kv_cache: KvCache = "drop") -> None:
+    """Exchange the weights that serve with the staged ones, between two steps of the scheduler.
+
+    Args:
+        llm: A `vllm.LLM` for which `is_staged` is true; no step of it may run.
+        version: Of the staged weights; vLLM labels the tokens of later steps with it.
+        kv_cache: "drop": running requests go on as if the new weights had computed everything from
+            the prompt on, which takes a prefill of each. "keep": they go on at once, on keys and
+            values of the earlier weights. Cached prefixes of finished requests may then be found
+            too: give the requests of each version a `cache_salt` of its own.
+
+    Raises:
+        RefitError: The version is not staged.
+    """
+    on_workers(llm, commit, version)
+    llm.llm_engine.set_weight_version(str(version))
+    if kv_cache == "drop":
+        llm.reset_prefix_cache(reset_running_requests=True)
 
 
 def on_workers(llm: LLM, call: str | Callable[..., Result], *args: object) -> list[Result]:
@@ -260,6 +368,28 @@ def abandon(worker: Worker) -> None:
     """Give up an unfinished load, see `RefitWeightTransferEngine.abandon`."""
     if worker.weight_transfer_engine is not None:
         worker.weight_transfer_engine.abandon()
+
+
+def abandon_staging(worker: Worker) -> None:
+    """Give up a version that is being received beside the weights that serve; these stay."""
+    _engine(worker).abandon_staging()
+
+
+def release_staging(worker: Worker) -> None:
+    """Free the memory of a worker's second set of weights."""
+    _engine(worker).release_staging()
+
+
+def _find_room(worker: Worker, only_host: bool) -> Room:
+    return _engine(worker).find_room(only_host=only_host)
+
+
+def _stage(worker: Worker, version: int, place: str) -> None:
+    _engine(worker).stage(version, place)
+
+
+def _staged(worker: Worker) -> bool:
+    return _engine(worker).staged()
 
 
 def last_report(worker: Worker) -> dict[str, float] | None:

@@ -5,7 +5,10 @@
 
 from __future__ import annotations
 
+import threading
+from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 from vllm.config import set_current_vllm_config
@@ -17,7 +20,9 @@ from vllm.distributed.weight_transfer.base import (
 
 from rl_refit.errors import RefitError
 from rl_refit.receiver import RefitReceiver
+from rl_refit.report import RefitReport
 from rl_refit.vllm.reload import LayerwiseReload
+from rl_refit.vllm.staging import Room, StagedModel, find_room
 
 
 @dataclass
@@ -43,6 +48,35 @@ class RefitUpdateInfo(WeightTransferUpdateInfo):
     version: int
 
 
+class Staging(threading.Thread):
+    """Receives a version in the background; a daemon, as no wait of it may keep the process alive.
+
+    Args:
+        receive: Receives and stages the version.
+    """
+
+    def __init__(self, receive: Callable[[], RefitReport]) -> None:
+        super().__init__(name="rl-refit-staging", daemon=True)
+        self._receive = receive
+        self._report: RefitReport | None = None
+        self._error: BaseException | None = None
+
+    def run(self) -> None:
+        """Receive; keep the report or the error."""
+        try:
+            self._report = self._receive()
+        except BaseException as error:  # raised by `result`, in the thread that asks
+            self._error = error
+
+    def result(self) -> RefitReport | None:
+        """Return the report, None while it still receives, or raise the error."""
+        if self.is_alive():
+            return None
+        if self._error is not None:
+            raise self._error
+        return self._report
+
+
 class RefitWeightTransferEngine(WeightTransferEngine[RefitInitInfo, RefitUpdateInfo]):
     """One worker's receiver.
 
@@ -57,6 +91,8 @@ class RefitWeightTransferEngine(WeightTransferEngine[RefitInitInfo, RefitUpdateI
     receiver: RefitReceiver | None = None
     report: dict[str, float] | None = None
     _reload: LayerwiseReload | None = None
+    _staged: StagedModel | None = None
+    _staging: Staging | None = None
 
     def init_transfer_engine(self, init_info: RefitInitInfo) -> None:
         """Store the sender's address; the receiver connects when the first refit begins.
@@ -85,6 +121,7 @@ class RefitWeightTransferEngine(WeightTransferEngine[RefitInitInfo, RefitUpdateI
 
     def start_weight_update(self) -> None:
         """Process the sender's pending messages; the live weights stay valid until `receive`."""
+        self.abandon_staging()
         if self.receiver is not None:
             self.receiver.catch_up()
 
@@ -113,6 +150,56 @@ class RefitWeightTransferEngine(WeightTransferEngine[RefitInitInfo, RefitUpdateI
             self.abandon()
             raise
         self.report = report.as_metrics()
+
+    def find_room(self, *, only_host: bool) -> Room:
+        """Return where a second set of weights can be held; see `rl_refit.vllm.staging`."""
+        if self._staged is not None:
+            return Room(place=self._staged.place)
+        return find_room(self.model, self.vllm_config, self.device, only_host=only_host)
+
+    def stage(self, version: int, place: str) -> None:
+        """Start to receive a version beside the weights that serve, and return.
+
+        `staged` says when it is complete; `receiver.commit` then exchanges the weights, and must be
+        called between two forward passes.
+
+        Args:
+            version: Of the new weights.
+            place: Of `find_room`.
+
+        Raises:
+            StaleVersionError: It is not newer than the committed one; nothing changes.
+            RefitError: Another version is still being received.
+        """
+        receiver = self.require_receiver()
+        if self._staging is not None and self._staging.is_alive():
+            raise RefitError("another version is still being received: abandon it first")
+        self.abandon()
+        if self._staged is None:
+            self._staged = StagedModel(self.model, place)
+        receiver.begin(version, swap=self._staged.swap)
+        self._staging = Staging(partial(self._receive_staged, receiver, self._staged, version))
+        self._staging.start()
+
+    def staged(self) -> bool:
+        """Return whether the version of `stage` is complete, or raise why it has failed."""
+        if self._staging is None:
+            raise RefitError("no version is being received: stage was not called")
+        report = self._staging.result()
+        if report is not None:
+            self.report = report.as_metrics()
+        return report is not None
+
+    def abandon_staging(self) -> None:
+        """Give up a version that is being received; the weights that serve stay."""
+        if self._staging is not None and self._staging.is_alive():
+            # The receiver connects again with the next refit.
+            self.require_receiver().close()
+
+    def release_staging(self) -> None:
+        """Free the memory of the second set of weights."""
+        self.abandon_staging()
+        self._staged = None
 
     def finish_weight_update(self) -> None:
         """Post-process what `load` has loaded; a sender's weights are post-processed already.
@@ -145,6 +232,7 @@ class RefitWeightTransferEngine(WeightTransferEngine[RefitInitInfo, RefitUpdateI
 
     def shutdown(self) -> None:
         """Close the connection to the sender."""
+        self.abandon_staging()
         if self.receiver is not None:
             self.receiver.close()
 
@@ -153,6 +241,35 @@ class RefitWeightTransferEngine(WeightTransferEngine[RefitInitInfo, RefitUpdateI
         if self.receiver is None:
             raise RefitError("init_weight_transfer_engine was not called")
         return self.receiver
+
+    @torch.no_grad()
+    def _receive_staged(
+        self, receiver: RefitReceiver, staged: StagedModel, version: int
+    ) -> RefitReport:
+        """Receive a version into a twin of the model; runs in a thread of its own."""
+        reload: LayerwiseReload | None = None
+
+        def load(tensors: list[tuple[str, torch.Tensor]]) -> None:
+            nonlocal reload
+            with set_current_vllm_config(self.vllm_config):
+                if reload is None:
+                    reload = LayerwiseReload(staged.model, self.model_config, self.device)
+                reload.load(tensors)
+
+        def check() -> None:
+            load([])  # a plan without tensors: `complete` reports every parameter as missing
+            assert reload is not None
+            with set_current_vllm_config(self.vllm_config):
+                reload.complete()
+            staged.require_alike()
+
+        try:
+            return receiver.receive(version, load, load_keeps=False, check=check)
+        except BaseException:
+            if reload is not None:
+                with set_current_vllm_config(self.vllm_config):
+                    reload.abandon()
+            raise
 
     def _load(self, tensors: list[tuple[str, torch.Tensor]]) -> None:
         if self._reload is None:
