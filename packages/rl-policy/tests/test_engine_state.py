@@ -4,7 +4,8 @@ from types import SimpleNamespace
 
 import pytest
 from rl_policy.generation.state import TAGS, EngineState, EngineStateError
-from rl_policy.generation.vllm.engine import VllmEngine
+from rl_policy.generation.vllm.engine import UpdateTimes, VllmEngine
+from rl_policy.generation.vllm.turns import EngineThread
 
 
 @pytest.fixture
@@ -151,6 +152,7 @@ def engine_on(memory):
     engine = object.__new__(VllmEngine)
     engine._state, engine._llm, engine._can_sleep = EngineState(), memory, True
     engine._config = SimpleNamespace(sleep_level=1)
+    engine._update, engine._thread = UpdateTimes(), EngineThread()
     return engine
 
 
@@ -185,3 +187,59 @@ def test_an_engine_that_is_half_awake_gives_its_memory_away_as_well(woken, calls
     engine.sleep()
     assert memory.calls == calls
     assert engine._state.asleep() == list(TAGS)
+
+
+def test_a_staged_update_leaves_the_engine_sampling(state):
+    refit(state, 1)
+    state.begin_update(2, staged=True)
+    state.require_generate()
+    state.receive()
+    state.require_generate()
+    assert state.version == 1
+    state.start_swap()
+    with pytest.raises(EngineStateError, match="version 2 are on their way"):
+        state.require_generate()
+    state.commit()
+    assert state.has_committed(2)
+
+
+@pytest.mark.parametrize("is_received", [False, True])
+def test_a_staged_update_that_fails_changes_nothing(state, is_received):
+    refit(state, 1)
+    state.begin_update(2, staged=True)
+    if is_received:
+        state.receive()
+    state.lose("the sender is gone")
+    state.require_generate()
+    assert state.has_committed(1)
+    with pytest.raises(EngineStateError, match="while the weights are committed"):
+        state.require_commit(2)
+
+
+def test_a_swap_that_fails_loses_the_weights(state):
+    state.begin_update(2, staged=True)
+    state.receive()
+    state.start_swap()
+    state.lose("no room")
+    with pytest.raises(EngineStateError, match="no room. Send all weights again"):
+        state.require_generate()
+
+
+def test_staging_does_not_heal_lost_weights(state):
+    state.begin_update(2)
+    state.lose("the sender is gone")
+    state.begin_update(2, staged=True)
+    with pytest.raises(EngineStateError, match="on their way"):
+        state.require_generate()
+    state.receive()
+    state.start_swap()
+    state.commit()
+    state.require_generate()
+
+
+def test_sleep_on_level_2_drops_weights_beside_a_staged_update(state):
+    state.begin_update(2, staged=True)
+    state.sleep(level=2)
+    state.wake(TAGS)
+    with pytest.raises(EngineStateError, match="dropped the weights"):
+        state.require_generate()

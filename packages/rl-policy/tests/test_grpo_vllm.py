@@ -18,7 +18,7 @@ pytestmark = [
 
 # float32 on two implementations; 1e-5 is what is seen.
 MISMATCH = 1e-4
-PHASES = ("pause", "gather", "pack", "wire", "load", "verify", "resume")
+PHASES = ("pause", "join", "gather", "pack", "wire", "load", "verify", "resume")
 CONFIG = {
     "cluster": {"bundle_ct_per_node_list": [2]},
     "data": {"num_heldout": 16, "num_validation": 16},

@@ -90,7 +90,9 @@ def test_policy_and_engines_take_turns_on_a_shared_device():
         "policy.prepare_for_lp_inference()",
     ]
     assert calls == taken
-    assert sampler.report() == {"refit_s": 1.5, "weight_version": 0}
+    report = sampler.report()
+    assert report.pop("refit_pause_s") > 0
+    assert report == {"refit_s": 1.5, "refit_staged": 0, "weight_version": 0}
 
     # The same weights again: nothing is sent.
     calls.clear()

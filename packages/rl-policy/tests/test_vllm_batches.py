@@ -83,21 +83,23 @@ def test_a_batch_is_padded_behind_each_row():
     output = assemble_output(
         [[1, 2], [3]],
         [
-            Completion(token_ids=[4], logprobs=[-0.5]),
-            Completion(token_ids=[5, 6, 7], logprobs=[-0.25, -1.0, -2.0]),
+            Completion(token_ids=[4], logprobs=[-0.5], weight_versions=[4]),
+            Completion(
+                token_ids=[5, 6, 7], logprobs=[-0.25, -1.0, -2.0], weight_versions=[3, 4, 4]
+            ),
         ],
         pad_token_id=9,
-        weight_version=4,
     )
     assert output["output_ids"].tolist() == [[1, 2, 4, 9], [3, 5, 6, 7]]
     assert output["logprobs"].tolist() == [[0, 0, -0.5, 0], [0, -0.25, -1.0, -2.0]]
     assert output["generation_lengths"].tolist() == [1, 3]
     assert output["unpadded_sequence_lengths"].tolist() == [3, 4]
-    assert output["weight_version"].tolist() == [4, 4]
+    assert output["weight_version"].tolist() == [4, 3]
+    assert output["weight_versions"].tolist() == [[-2, -2, 4, -2], [-2, 3, 4, 4]]
 
 
 def test_no_rows_make_an_empty_batch_of_the_same_types():
-    output = assemble_output([], [], pad_token_id=9, weight_version=0)
+    output = assemble_output([], [], pad_token_id=9)
     assert output["output_ids"].shape == (0, 0)
     assert {key: value.dtype for key, value in output.items()} == {
         "output_ids": torch.int64,
@@ -105,4 +107,5 @@ def test_no_rows_make_an_empty_batch_of_the_same_types():
         "unpadded_sequence_lengths": torch.int64,
         "logprobs": torch.float32,
         "weight_version": torch.int64,
+        "weight_versions": torch.int64,
     }

@@ -306,15 +306,20 @@ def gather_scores(
 
 
 def gather_generations(
-    parts: Sequence[BatchedDataDict[GenerationOutputSpec]], *, pad_token_id: int
+    parts: Sequence[BatchedDataDict[GenerationOutputSpec]],
+    *,
+    pad_token_id: int,
+    pad_values: Mapping[str, int] | None = None,
 ) -> BatchedDataDict[GenerationOutputSpec]:
     """Return the completions of all shards in order, padded to the longest.
 
     Args:
         parts: A `GenerationOutputSpec` per shard, of consecutive rows.
         pad_token_id: Pads `output_ids`; log-probabilities are padded with 0.
+        pad_values: Pad other keys.
     """
-    return BatchedDataDict.from_batches(parts, pad_value_dict={"output_ids": pad_token_id})
+    padding = {"output_ids": pad_token_id, **(pad_values or {})}
+    return BatchedDataDict.from_batches(parts, pad_value_dict=padding)
 
 
 def merge_train_results(results: Sequence[WorkerTrainOutputSpec]) -> TrainOutputSpec:

@@ -7,7 +7,8 @@ The driver opens and commits a version; the weights themselves go from worker to
     engines   connect    | refuse to sample      receive, load                  sample again
 
 A refit that fails between `begin_update` and `commit_update` leaves the engines refusing to sample
-until a full resend is committed.
+until a full resend is committed. Engines that stage the weights sample all the time, but for the
+exchange at `commit_update`, and keep the old version if the refit fails.
 """
 
 from __future__ import annotations
@@ -15,7 +16,8 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Generic, Protocol, TypeVar
+from time import monotonic
+from typing import TYPE_CHECKING, Generic, Protocol, TypeVar, cast
 
 from rl_refit.compat.handles import group_keys
 
@@ -59,6 +61,18 @@ class RefittedEngines(Protocol[CallT]):
 
     def commit_update(self, version: int) -> None:
         """Sample from the loaded weights from now on."""
+        ...
+
+
+class StagingEngines(RefittedEngines[CallT], Protocol[CallT]):
+    """Engines that can receive weights beside those that they sample from."""
+
+    def begin_update(self, version: int, *, staging: str = "off", kv_cache: str = "drop") -> None:
+        """Open a transaction, see `VllmGeneration.begin_update`."""
+        ...
+
+    def update_metrics(self) -> Mapping[str, float]:
+        """Return `refit_pause_s` and `refit_staged` of the last update."""
         ...
 
 
@@ -137,6 +151,7 @@ class RefitRoutes:
         return {
             **seconds,
             "refit_bytes": slowest["refit_bytes"],
+            "refit_staged": min(report["refit_staged"] for report in senders),
             _RATE: slowest["refit_bytes"] / slowest["refit_s"] / 1e9,
             "refit_slowest_rank": slowest["refit_slowest_rank"],
         }
@@ -170,6 +185,10 @@ class WeightLink(Generic[CallT]):
         engines: Their receivers.
         is_paired: Whether receiver `i` shares the device of the policy's rank `i`.
         transport: A name of the entry-point group `rl_refit.transports`.
+        staging: Where engines receive weights while they sample; "off" for nowhere, which is all
+            that engines other than `StagingEngines` can.
+        kv_cache: What happens then to the cache of requests that run, see
+            `VllmGeneration.begin_update`.
         options: Further arguments of `rl_refit.RefitSender`.
     """
 
@@ -180,10 +199,14 @@ class WeightLink(Generic[CallT]):
         *,
         is_paired: bool,
         transport: str,
+        staging: str = "off",
+        kv_cache: str = "drop",
         **options: object,
     ) -> None:
         self._policy = policy
         self._engines = engines
+        self._staging = staging
+        self._kv_cache = kv_cache
         addresses = policy.open_refit(
             engines.num_receivers, is_paired=is_paired, transport=transport, **options
         )
@@ -193,7 +216,11 @@ class WeightLink(Generic[CallT]):
         """Send the policy's weights to the engines as `version`; return `send_weights`' report.
 
         The version is committed once every receiver has loaded all of it. If this fails, the
-        engines refuse to sample until a call succeeds.
+        engines refuse to sample until a call succeeds; staging engines sample from the old version.
+
+        Returns:
+            The report, of which `refit_pause_s` are the seconds in which engines did not sample,
+            and `refit_staged` is 1.0 if all of them staged the weights.
 
         Raises:
             RefitError: A sender or a receiver failed or timed out.
@@ -202,7 +229,8 @@ class WeightLink(Generic[CallT]):
         """
         # Before the transaction opens, as engines would wait for a sender that never starts.
         self._policy.require_ready_to_send()
-        self._engines.begin_update(version)
+        begun_at = monotonic()
+        self._begin(version)
         # Receivers first, without waiting for them: a send returns only once they have loaded all.
         receiving = self._engines.update(version)
         try:
@@ -213,7 +241,21 @@ class WeightLink(Generic[CallT]):
         # Raises what an engine reports after its last bucket, before the version is committed.
         self._engines.wait_for_update(receiving)
         self._engines.commit_update(version)
-        return report
+        if self._staging == "off":
+            return {**report, "refit_pause_s": monotonic() - begun_at, "refit_staged": 0.0}
+        return {**report, **self._staging_engines.update_metrics()}
+
+    @property
+    def _staging_engines(self) -> StagingEngines[CallT]:
+        return cast("StagingEngines[CallT]", self._engines)
+
+    def _begin(self, version: int) -> None:
+        if self._staging == "off":
+            self._engines.begin_update(version)
+        else:
+            self._staging_engines.begin_update(
+                version, staging=self._staging, kv_cache=self._kv_cache
+            )
 
     def _drain(self, receiving: CallT, error: Exception) -> None:
         """Wait for the receivers of a failed refit, so that the engines can take the next call.

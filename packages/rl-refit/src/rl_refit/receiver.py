@@ -203,7 +203,9 @@ class RefitReceiver(Closing):
             stream.run(unpack, load)
             # Before `Done`, so that an error here fails the refit at every receiver.
             self._check(check, read_back, watch)
-            watch.add("pause", 0.0 if self._weights.is_staged else time.perf_counter() - self._begun_at)
+            watch.add(
+                "pause", 0.0 if self._weights.is_staged else time.perf_counter() - self._begun_at
+            )
             stream.finish(pause_s=watch.of("pause"), staged=self._swap is not None)
         except BaseException as error:
             self._fail(error)

@@ -18,8 +18,8 @@ class RefitReport:
         version: The version that was sent.
         seconds: Duration of the call.
         bytes: Size of all tensors.
-        pause_s: In which the engine did not answer. Without staging, from the beginning of the refit
-            to this report; with it, none: what the swap takes is known after the commit.
+        pause_s: In which the engine did not answer. Without staging, from the beginning of the
+            refit to this report; with it, none: what the swap takes is known after the commit.
         join_s: Waiting until the other side had joined the refit.
         gather_s: Waiting for the source's tensors.
         pack_s: Copying them into the buffers.

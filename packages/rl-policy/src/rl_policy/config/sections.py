@@ -193,6 +193,14 @@ class RefitSection(Section):
     """`digest` checks every buffer before it is loaded; `weights` the live parameters too, of
     engines that can yield them by name, which vLLM cannot; `logprobs`, besides the digest, ends the
     run where mismatch_max_abs is over max_mismatch."""
+    staging: Literal["auto", "host", "off"] = "auto"
+    """Where engines receive new weights while they sample from the old ones: `host` memory; `auto`
+    for the device or the host where there is room, if engines have devices of their own; `off`:
+    engines pause for the whole refit. It takes the memory of a second set of weights. A refit that
+    fails then leaves the old version sampling."""
+    kv_cache: Literal["drop", "keep"] = "drop"
+    """What becomes of requests that run when staged weights take over: `drop` computes their keys
+    and values again with the new weights, `keep` goes on with the old ones."""
     max_mismatch: float | None = Field(default=None, gt=0)
     """Most nats between an engine's log-probability of a sampled token and the trainer's. On a CPU
     float32 stays under 1e-4; bfloat16 is off by some hundredths."""

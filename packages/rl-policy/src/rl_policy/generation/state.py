@@ -8,6 +8,9 @@ begin_update(version)     weights         any, and older      updating
 commit_update(version)    weights         updating, received  committed (or is already)
 a failed update           -               -                   lost, until a full resend
 
+A staged update is received beside the weights and exchanged with them at its commit: meanwhile
+`generate` is allowed, and if it fails the weights are the committed ones as before.
+
 Version and weights are a `rl_refit.protocol.WeightVersion`, the state machine of every receiver;
 here "updating" is its "in progress" and "loaded", and "lost" its "poisoned".
 """
@@ -20,6 +23,9 @@ from rl_refit.protocol import State, WeightVersion
 
 INITIAL_VERSION = -1
 """The version of the weights that an engine has loaded by itself, before any refit."""
+
+NOT_SAMPLED = -2
+"""In place of a version: the token is of the prompt, or padding."""
 
 TAGS = ("weights", "kv_cache")
 """The parts of an engine's memory that can wake separately."""
@@ -60,7 +66,7 @@ class EngineState:
                 f"generate is not allowed while {' and '.join(asleep)} sleep: "
                 "call prepare_for_generation() first"
             )
-        if self._weights.is_updating:
+        if self._weights.is_updating and not self._weights.serves:
             raise EngineStateError(
                 f"generate is not allowed while weights of version {self.incoming} are on their "
                 "way: call commit_update() when all have arrived"
@@ -95,8 +101,8 @@ class EngineState:
         """Record that the memory of `tags` is on the device."""
         self._awake.update(tags)
 
-    def begin_update(self, version: int) -> None:
-        """Record that a refit to `version` has begun.
+    def require_begin(self, version: int) -> None:
+        """Raise unless a refit to `version` may begin.
 
         Raises:
             EngineStateError: The weights are asleep.
@@ -111,7 +117,24 @@ class EngineState:
             raise ValueError(
                 f"version={version} is not newer than version {self.version}, which the engine has"
             )
-        self._weights.begin(version)
+
+    def begin_update(self, version: int, *, staged: bool = False) -> None:
+        """Record that a refit to `version` has begun.
+
+        Args:
+            version: Of the new weights.
+            staged: Whether they are received beside the weights that are sampled from.
+
+        Raises:
+            EngineStateError: The weights are asleep.
+            ValueError: `version` is not newer than the committed one. Nothing changes.
+        """
+        self.require_begin(version)
+        self._weights.begin(version, staged=staged)
+
+    def start_swap(self) -> None:
+        """Record that the staged weights are being exchanged with those that are sampled from."""
+        self._weights.start_swap()
 
     def require_update(self, call: str, version: int) -> None:
         """Raise `EngineStateError` unless a refit to `version` has begun."""

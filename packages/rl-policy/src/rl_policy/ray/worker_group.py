@@ -39,6 +39,8 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 _DATA_AXIS = "data_parallel"
+# Of Ray's concurrency groups, the one of `submit_beside`.
+_BESIDE = "beside"
 # How long the other ranks have to fail too, once one has: long enough for Ray to notice the death
 # that made a peer's connection break.
 GRACE_S = 3.0
@@ -275,6 +277,8 @@ class RayWorkerGroup:
         name: Name of the group in errors, and prefix of its ranks' output.
         workers_per_node: How many bundles of each placement group to use. None: all.
         start_timeout_s: Limit of each step of the start, in seconds.
+        takes_calls_beside: Whether `submit_beside` is used: its calls run in a thread of their own,
+            and the worker's others no longer in the process's main thread.
 
     Raises:
         ValueError: The number of bundles is not the number of ranks of `sharding`.
@@ -293,6 +297,7 @@ class RayWorkerGroup:
         name: str = "worker",
         workers_per_node: Sequence[int] | None = None,
         start_timeout_s: float = 600.0,
+        takes_calls_beside: bool = False,
     ) -> None:
         self.name = name
         self.sharding = sharding
@@ -305,7 +310,11 @@ class RayWorkerGroup:
             raise ValueError(f"{len(bundles)} bundles do not fit {sharding.size} ranks")
         try:
             for rank, (node, bundle) in enumerate(bundles):
-                self._hosts.append(_create_host(groups[node], bundle, name=name, rank=rank))
+                self._hosts.append(
+                    _create_host(
+                        groups[node], bundle, name=name, rank=rank, has_beside=takes_calls_beside
+                    )
+                )
             self._start((worker_class, worker_args, worker_kwargs or {}), start_timeout_s)
         except BaseException:  # an interrupt too: actors outlive a constructor that fails
             self._kill()
@@ -349,6 +358,17 @@ class RayWorkerGroup:
     def submit_all(self, method: str, *args: object, **kwargs: object) -> RankCall:
         """Start what `run_all` runs, without waiting for it."""
         calls = [partial(_call, host, method, args=args, kwargs=kwargs) for host in self._hosts]
+        return self._submit(method, calls, result_ranks=list(range(self.world_size)))
+
+    def submit_beside(self, method: str, *args: object, **kwargs: object) -> RankCall:
+        """Start a call on every rank that does not wait for the others that run there.
+
+        Calls of this kind run one after another. The worker's method must allow that another one of
+        its methods runs in another thread.
+        """
+        calls = [
+            partial(_call_beside, host, method, args=args, kwargs=kwargs) for host in self._hosts
+        ]
         return self._submit(method, calls, result_ranks=list(range(self.world_size)))
 
     def submit_sharded(
@@ -630,6 +650,18 @@ def _call(
     return host.call.remote(method, keep_result, *args, **kwargs)
 
 
+def _call_beside(
+    host: ActorHandle,
+    method: str,
+    keep_result: bool,
+    *,
+    args: Sequence[object],
+    kwargs: Mapping[str, object],
+) -> ray.ObjectRef:
+    beside = host.call.options(concurrency_group=_BESIDE)
+    return beside.remote(method, keep_result, *args, **kwargs)
+
+
 def _call_on_rows(
     host: ActorHandle,
     method: str,
@@ -652,11 +684,15 @@ def _nodes_of_coordinates(coordinates: Sequence[int], nodes: Sequence[str]) -> l
     return [frozenset(found[coordinate]) for coordinate in sorted(found)]
 
 
-def _create_host(group: PlacementGroup, bundle: int, *, name: str, rank: int) -> ActorHandle:
+def _create_host(
+    group: PlacementGroup, bundle: int, *, name: str, rank: int, has_beside: bool
+) -> ActorHandle:
     """Start the actor of one rank, on one CPU of its bundle and that fraction of its GPU."""
     # A bundle has a CPU for each group that may share it, and each gets that share of the GPU.
     resources = group.bundle_specs[bundle]
-    options = ray.remote(WorkerHost).options(
+    # Ray takes concurrency groups at this place alone.
+    make = ray.remote(concurrency_groups={_BESIDE: 1}) if has_beside else ray.remote
+    options = make(WorkerHost).options(
         num_cpus=1,
         num_gpus=resources.get("GPU", 0) / resources["CPU"],
         scheduling_strategy=PlacementGroupSchedulingStrategy(

@@ -492,6 +492,8 @@ def check_engines(config: RunConfig) -> None:
         environment=os.environ,
     )
     engine_class: Any = backends.load_engine(config.policy["generation"]["backend"])
+    if sends_weights:
+        staging_mode(config, engine_class)
     section = engine_section(config, model=config.policy["model_name"])
     engine_class.validate_config(section)
     if not config.has_builtin_model:
@@ -502,6 +504,29 @@ def check_engines(config: RunConfig) -> None:
         raise ValueError(
             "policy.generation.vllm_cfg.weight_transfer=False: a run gives its engines new weights"
         )
+
+
+def staging_mode(config: RunConfig, engine_class: type) -> str:
+    """Return where engines receive weights while they sample: `refit.staging`, or "off".
+
+    Args:
+        config: Of a run with engines.
+        engine_class: Theirs.
+
+    Raises:
+        ValueError: `refit.staging` is "host", which these engines cannot do.
+    """
+    staging = config.section(RefitSection).staging
+    if config.is_colocated:
+        # They sleep while the policy has the device.
+        reason = "contradicts policy.generation.colocated.enabled=True"
+    elif not hasattr(engine_class, "update_metrics"):
+        reason = f"is not possible with {engine_class.__name__}, which pauses for a refit"
+    else:
+        return staging
+    if staging == "host":
+        raise ValueError(f"refit.staging='host' {reason}: set it to 'auto' or 'off'")
+    return "off"
 
 
 def check_shared_devices(

@@ -16,7 +16,7 @@ from rl_policy.policy import Policy
 from rl_policy.ray.cluster import RayVirtualCluster
 from rl_policy.refit import WeightLink, engines_on_device
 from rl_policy.run.directory import RunState
-from rl_policy.run.inputs import engine_section, keeps_weights
+from rl_policy.run.inputs import engine_section, keeps_weights, staging_mode
 from rl_policy.run.session import AnySession, open_policy
 
 
@@ -138,6 +138,8 @@ def open_sampler(
             engines,
             is_paired=config.is_colocated,
             transport=_transport(config, policy),
+            staging=staging_mode(config, type(engines)),
+            kv_cache=refit.kv_cache,
             bucket_bytes=None if refit.bucket_mib is None else refit.bucket_mib * 2**20,
             # `check_mismatch` verifies by log-probabilities, where the trainer's are known.
             verify="digest" if refit.verify == "logprobs" else refit.verify,

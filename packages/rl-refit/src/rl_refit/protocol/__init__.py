@@ -38,8 +38,8 @@ States of a receiver, held by `WeightVersion`, the only owner of its version:
 failure on either side leads from "in progress" and "loaded" to "poisoned", and only a complete
 refit leads out of it.
 
-A *staged* refit, `begin(v, staged=True)` in state "ready" or "empty", is received beside the engine's weights
-and swapped with them at its commit. The table then changes:
+A *staged* refit, `begin(v, staged=True)` in state "ready" or "empty", is received beside the
+engine's weights and swapped with them at its commit. The table then changes:
 
     state        the engine's weights are          require_ready()      leaves by
     in progress  those of the committed version    returns it           AllLoaded: loaded
@@ -132,7 +132,9 @@ class WeightVersion:
                 rank=self._rank,
             )
         # From every state, also from poisoned: only a complete refit heals, and this starts one.
-        is_intact = self.state in (State.EMPTY, State.READY) or (self.is_updating and self.is_staged)
+        is_intact = self.state in (State.EMPTY, State.READY) or (
+            self.is_updating and self.is_staged
+        )
         self.is_staged = staged and is_intact
         self.begun = version
         self.state = State.IN_PROGRESS

@@ -1,10 +1,11 @@
 """A second set of a vLLM model's weights, loaded beside those that serve and exchanged with them.
 
-vLLM's loaders work on modules: `StagedModel` has a twin of every module, with the module's class and
-attributes and with parameters and buffers of its own. A layerwise reload of the twins runs beside
-the forward passes of the model. `swap` then exchanges what the reload has changed: the memory
-behind the parameters, and attributes such as the repacked weights of the CPU's kernels. No element
-is copied, so that it takes as long for a large model as for a small one of as many layers.
+vLLM's loaders work on modules: `StagedModel` has a twin of every module, with the module's class
+and attributes and with parameters and buffers of its own. A layerwise reload of the twins runs
+beside the forward passes of the model. `swap` then exchanges what the reload has changed: the
+memory behind the parameters, and attributes such as the repacked weights of the CPU's kernels. On a
+CPU no element is copied, so that it takes as long for a large model as for a small one of as many
+layers.
 """
 
 # vLLM is not installed where this is checked.

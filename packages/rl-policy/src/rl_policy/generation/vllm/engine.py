@@ -9,36 +9,48 @@ functions at the end of this module.
 from __future__ import annotations
 
 import importlib.util
+import logging
 import os
 import tempfile
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+import threading
+import time
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from importlib import import_module
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Protocol, TypeVar
+from typing import TYPE_CHECKING, Any, Literal, Protocol, TypeVar
 
-import torch
-from rl_refit.compat.broadcast import BroadcastGroup
-from rl_refit.compat.handles import rebuild
 from rl_refit.private_directory import PrivateDirectory
 from rl_refit.vllm import (
-    Worker,
+    KvCache,
     abandon,
+    abandon_staging,
     commit,
+    find_room,
     finish_update,
+    flip,
+    is_staged,
     last_report,
-    load,
     on_workers,
+    release_staging,
+    stage,
     start_update,
 )
 from torch._inductor.runtime.cache_dir_utils import default_cache_dir
 from transformers import AutoConfig
 
 from rl_policy.backends import BackendNotInstalledError
-from rl_policy.generation.state import TAGS, EngineState
+from rl_policy.generation.state import TAGS, EngineState, EngineStateError
 from rl_policy.generation.vllm.config import engine_arguments
 from rl_policy.generation.vllm.requests import Completion, assemble_output, request_arguments
+from rl_policy.generation.vllm.turns import EngineThread, in_turn
+from rl_policy.generation.vllm.worker_calls import (
+    VllmWorker,
+    join_group,
+    load_from_group,
+    load_from_handles,
+)
 
 if TYPE_CHECKING:
     from rl_batched_data import BatchedDataDict
@@ -68,8 +80,26 @@ _ENVIRONMENT = {
 # In float32 vLLM attends by a Triton kernel, as FlashAttention takes half precision alone, and
 # Triton multiplies float32 as TF32, with 10 bits of mantissa, unless it is told otherwise.
 _OF_PRECISION = {"float32": {"TRITON_F32_DEFAULT": "ieee"}}
-# Each load walks over all modules of the model, so that tensors are loaded in batches.
-_BATCH_BYTES = 256 << 20
+
+
+logger = logging.getLogger(__name__)
+
+Staging = Literal["auto", "host", "off"]
+"""Where an engine receives new weights while it samples; see `VllmEngine.begin_update`."""
+_POLL_S = 0.01
+"""Between two looks at a staged update, each of which takes a turn between two steps."""
+
+
+@dataclass(kw_only=True, slots=True)
+class UpdateTimes:
+    """How an update goes."""
+
+    staged: bool = False
+    """Whether the engine samples while it receives."""
+    begun_at: float = field(default_factory=time.perf_counter)
+    """When the engine stopped to sample."""
+    pause_s: float = 0.0
+    """Seconds until it sampled again."""
 
 
 class VllmModelConfig(Protocol):
@@ -80,14 +110,6 @@ class VllmModelConfig(Protocol):
     def get_vocab_size(self) -> int:
         """Return the size of the vocabulary."""
         ...
-
-
-class VllmWorker(Worker, Protocol):
-    """The members of vLLM's worker that are used here, and the group that is stored on it."""
-
-    rank: int
-    device: torch.device
-    rl_policy_group: BroadcastGroup | None
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -182,28 +204,41 @@ class VllmEngine:
         self._first_receiver = engine_index * config.tensor_parallel_size
         self._state = EngineState()
         self._loaded: set[str] = set()
-        vllm, platform = import_module("vllm"), import_module("vllm.platforms").current_platform
-        self._make_parameters = vllm.SamplingParams
-        self._can_sleep = config.is_colocated and platform.is_sleep_mode_available()
+        self._update = UpdateTimes()
+        self._kv_cache: KvCache = "drop"
+        # Held by `generate`: an update that stops the engine waits for it.
+        self._sampling_lock = threading.Lock()
+        self._llm: Any = None
         self._resources = ExitStack()
+        self._thread = EngineThread()
+        self._resources.callback(self._thread.close)
         try:
-            directory = self._resources.enter_context(temporary_files_apart())
-            model = AutoConfig.from_pretrained(
-                config.model_name, trust_remote_code=config.trust_remote_code
-            )
-            arguments = engine_arguments(
-                config,
-                tokenizer=_save_tokenizer(tokenizer, model, directory),
-                enable_sleep_mode=self._can_sleep,
-                is_cpu=platform.is_cpu(),
-                has_latent_attention=hasattr(model.get_text_config(), "kv_lora_rank"),
-            )
-            # The types of vLLM are installed with vLLM only.
-            self._llm: Any = vllm.LLM(**arguments)
+            self._start(config, tokenizer)
         except BaseException:
             self._resources.close()
             raise
         self._model: VllmModelConfig = self._llm.llm_engine.model_config
+
+    @in_turn
+    def _start(self, config: EngineConfig, tokenizer: PreTrainedTokenizerBase) -> None:
+        vllm, platform = import_module("vllm"), import_module("vllm.platforms").current_platform
+        self._make_parameters = vllm.SamplingParams
+        self._can_sleep = config.is_colocated and platform.is_sleep_mode_available()
+        directory = self._resources.enter_context(temporary_files_apart())
+        model = AutoConfig.from_pretrained(
+            config.model_name, trust_remote_code=config.trust_remote_code
+        )
+        arguments = engine_arguments(
+            config,
+            tokenizer=_save_tokenizer(tokenizer, model, directory),
+            enable_sleep_mode=self._can_sleep,
+            is_cpu=platform.is_cpu(),
+            has_latent_attention=hasattr(model.get_text_config(), "kv_lora_rank"),
+        )
+        # The types of vLLM are installed with vLLM only.
+        self._llm = vllm.LLM(**arguments)
+        # The label of the tokens that are sampled from now on.
+        self._llm.llm_engine.set_weight_version(str(self._state.version))
 
     def describe(self) -> EngineFacts:
         """Return the engine's facts."""
@@ -222,6 +257,8 @@ class VllmEngine:
     ) -> BatchedDataDict[GenerationOutputSpec]:
         """Return a completion per row, see `assemble_output`.
 
+        A staged update may be committed meanwhile: later tokens are of its version.
+
         Args:
             data: See `GenerationDatumSpec`, and `sampling_seeds` (`[rows]` int64).
             sampling: How completions are sampled.
@@ -229,8 +266,8 @@ class VllmEngine:
 
         Raises:
             EngineStateError: The engine sleeps, or its weights are not those of one version.
+            RuntimeError: Another call samples.
         """
-        self._state.require_generate()
         lengths = data["input_lengths"].tolist()
         prompts = [
             row[:length].tolist() for row, length in zip(data["input_ids"], lengths, strict=True)
@@ -244,13 +281,15 @@ class VllmEngine:
             greedy=greedy,
         )
         assert sampling.pad_token_id is not None, "parsing has resolved it"
-        return assemble_output(
-            prompts,
-            self._complete(prompts, arguments),
-            pad_token_id=sampling.pad_token_id,
-            weight_version=self._state.version,
-        )
+        if not self._sampling_lock.acquire(blocking=False):
+            raise RuntimeError("generate is running: an engine samples for one call at a time")
+        try:
+            completions = self._complete(prompts, arguments)
+        finally:
+            self._sampling_lock.release()
+        return assemble_output(prompts, completions, pad_token_id=sampling.pad_token_id)
 
+    @in_turn
     def sleep(self) -> None:
         """Free the device's memory, on devices on which vLLM can.
 
@@ -258,6 +297,9 @@ class VllmEngine:
         """
         if not self._state.is_committed:
             self._on_workers(abandon)
+        if self._update.staged:
+            # A sleeping engine gives its memory away.
+            self._on_workers(release_staging)
         level = self._config.sleep_level
         asleep = self._state.asleep()
         self._state.sleep(level=level)
@@ -267,6 +309,7 @@ class VllmEngine:
                 self._llm.wake_up(["weights"])
             self._llm.sleep(level=level)
 
+    @in_turn
     def wake(self, tags: Sequence[str] | None) -> bool:
         """Bring the memory of `tags` (None: all) back; True if all of it is on the device."""
         asleep = self._state.asleep(tags)
@@ -275,6 +318,7 @@ class VllmEngine:
         self._state.wake(asleep)  # after the call: it fails if the device has no room
         return not self._state.asleep()
 
+    @in_turn
     def init_transfer(self, addresses: Sequence[Mapping[str, object]], *, timeout_s: float) -> None:
         """Set the senders of the engine's receivers.
 
@@ -290,15 +334,94 @@ class VllmEngine:
         }
         self._on_workers("init_weight_transfer_engine", info)
 
-    def begin_update(self, version: int) -> None:
-        """Open a refit to `version`; nothing is sampled until it is committed."""
+    def begin_update(
+        self, version: int, *, staging: Staging = "off", kv_cache: KvCache = "drop"
+    ) -> None:
+        """Open a refit to `version`.
+
+        Args:
+            version: Of the new weights.
+            staging: "off": nothing is sampled until it is committed. "host": weights are received
+                in host memory beside those that are sampled from, and exchanged with them at the
+                commit. "auto": the same, on the device or the host, where there is room.
+            kv_cache: What becomes of running requests at a staged commit, see `rl_refit.vllm.flip`.
+
+        Raises:
+            ValueError: `version` is not newer than the committed one, or `staging="host"` is not
+                possible.
+            EngineStateError: The weights are asleep.
+        """
+        if self._begin_staged(version, staging, kv_cache):
+            return
+        # Requests that run would be sampled from a mixture of weights.
+        if not self._sampling_lock.acquire(timeout=self._config.generate_timeout_s):
+            raise EngineStateError(f"begin_update({version}): generate has not ended in time")
+        try:
+            self._begin(version)
+        finally:
+            self._sampling_lock.release()
+
+    @in_turn
+    def _begin_staged(self, version: int, staging: Staging, kv_cache: KvCache) -> bool:
+        """Begin to stage a version; return False if today's engine has to stop for it."""
+        if staging == "off":
+            return False
+        self._state.require_begin(version)
+        self._require_labels(kv_cache)
+        self._on_workers(abandon_staging)
+        place, reason = find_room(self._llm, only_host=staging == "host")
+        if place is None:
+            if staging == "host":
+                raise ValueError(f'staging="host" is not possible: {reason}')
+            logger.info("version %d is not staged, the engine stops for it: %s", version, reason)
+            return False
+        self._state.begin_update(version, staged=True)
+        self._kv_cache, self._update = kv_cache, UpdateTimes(staged=True)
+        self._loaded.clear()
+        with self._losing_weights_on_error(version):
+            stage(self._llm, version, place=place)
+        return True
+
+    @in_turn
+    def _begin(self, version: int) -> None:
         self._state.begin_update(version)
+        self._update = UpdateTimes(staged=False)
         self._loaded.clear()
         with self._losing_weights_on_error(version):
             self._on_workers(start_update)
 
+    def _require_labels(self, kv_cache: KvCache) -> None:
+        scheduler = self._llm.llm_engine.vllm_config.scheduler_config
+        if kv_cache == "keep" and scheduler.async_scheduling:
+            raise ValueError(
+                'kv_cache="keep" needs generation.vllm_cfg.engine_kwargs.async_scheduling=False: '
+                "otherwise vLLM labels the tokens of one step with the version of the next"
+            )
+
     def update(self, version: int) -> list[dict[str, float]]:
-        """Receive and load every tensor, while the sender sends; return a report per receiver."""
+        """Receive every tensor, while the sender sends; return a report per receiver.
+
+        Unless the update is staged, the weights are overwritten meanwhile.
+        """
+        if not self._update.staged:
+            return self._update_in_place(version)
+        # Each receiver ends at its own time limit, and so does this.
+        while (reports := self._poll_staged(version)) is None:
+            time.sleep(_POLL_S)
+        return reports
+
+    @in_turn
+    def _poll_staged(self, version: int) -> list[dict[str, float]] | None:
+        self._state.require_update("update", version)
+        with self._losing_weights_on_error(version):
+            if not is_staged(self._llm):
+                return None
+            reports = self._on_workers(last_report)
+        self._state.receive()
+        return reports
+
+    @in_turn
+    def _update_in_place(self, version: int) -> list[dict[str, float]]:
         self._state.require_update("update", version)
         with self._losing_weights_on_error(version):
             self._on_workers("update_weights", {"version": version})
@@ -307,20 +430,40 @@ class VllmEngine:
         self._state.receive()
         return reports
 
+    @in_turn
     def init_collective(self, ip: str, port: int, world_size: int, *, timeout_s: float) -> None:
         """Join the group of the trainer, whose rank 0 listens at the address."""
         first_rank = 1 + self._first_receiver
         self._on_workers(join_group, ip, port, world_size, first_rank, timeout_s)
 
+    @in_turn
     def update_from_collective(self, info: RefitInfo) -> None:
         """Receive and load every tensor of `info`, while the trainer broadcasts."""
         self._load_by_name(load_from_group, info, names=info, expected=info)
 
+    @in_turn
     def update_from_handles(self, handles: DeviceHandles, expected: Collection[str]) -> None:
         """Load one group of tensors; the update is complete once all of `expected` are loaded."""
         names = {name for group in handles.values() for name in group}
         self._load_by_name(load_from_handles, handles, names=names, expected=expected)
 
+    def is_sampling(self) -> bool:
+        """Return whether `generate` runs."""
+        return self._sampling_lock.locked()
+
+    def update_metrics(self) -> dict[str, float]:
+        """Return how the last update went.
+
+        Returns:
+            `refit_pause_s`, seconds in which the engine could not sample, and `refit_staged`, 1.0
+            if it was staged.
+        """
+        return {
+            "refit_pause_s": self._update.pause_s,
+            "refit_staged": float(self._update.staged),
+        }
+
+    @in_turn
     def commit_update(self, version: int) -> None:
         """Sample from the loaded weights from now on. Idempotent.
 
@@ -330,16 +473,22 @@ class VllmEngine:
         if self._state.has_committed(version):
             return
         self._state.require_commit(version)
+        if self._update.staged:
+            self._update.begun_at = time.perf_counter()
+            self._state.start_swap()
         with self._losing_weights_on_error(version):
+            if self._update.staged:
+                flip(self._llm, version, kv_cache=self._kv_cache)
             # Tensors that were loaded by name have passed no receiver, which could commit them.
-            if not self._loaded:
+            elif not self._loaded:
                 self._on_workers(commit, version)
         self._state.commit()
+        self._update.pause_s = time.perf_counter() - self._update.begun_at
 
     def shutdown(self) -> None:
         """End vLLM's own processes. Idempotent."""
         if self._llm is not None:
-            self._llm.llm_engine.engine_core.shutdown()
+            self._thread.run(self._llm.llm_engine.engine_core.shutdown)
             self._llm = None
             self._resources.close()
 
@@ -366,20 +515,58 @@ class VllmEngine:
     def _complete(
         self, prompts: list[list[int]], arguments: list[dict[str, object]]
     ) -> list[Completion]:
-        if not prompts:
-            return []
-        outputs = self._llm.generate(
-            [{"prompt_token_ids": prompt} for prompt in prompts],
-            [self._make_parameters(**row) for row in arguments],
-            use_tqdm=False,
-        )
-        completions = [output.outputs[0] for output in outputs]
+        running = self._enqueue(prompts, arguments)
+        finished: list[Any] = []
+        try:
+            while len(finished) < len(running):
+                finished += self._step()
+        except BaseException:
+            self._abort(running)
+            raise
+        # vLLM numbers requests as they were made.
+        finished.sort(key=lambda output: int(output.request_id))
+        completions = [output.outputs[0] for output in finished]
         for completion in completions:
             assert len(completion.logprobs.logprobs) == len(completion.token_ids)
         return [
-            Completion(token_ids=entry.token_ids, logprobs=entry.logprobs.logprobs)
+            Completion(
+                token_ids=entry.token_ids,
+                logprobs=entry.logprobs.logprobs,
+                weight_versions=[
+                    int(span.version)
+                    for span in entry.weight_versions
+                    for _ in range(span.start, span.end)
+                ],
+            )
             for entry in completions
         ]
+
+    @in_turn
+    def _enqueue(
+        self, prompts: list[list[int]], arguments: list[dict[str, object]]
+    ) -> Sequence[str]:
+        """Add requests; return vLLM's names of them."""
+        self._state.require_generate()
+        if not prompts:
+            return []
+        # Prefixes that were computed with other weights must not be found.
+        salt = str(self._state.version)
+        return self._llm.enqueue(
+            [{"prompt_token_ids": prompt, "cache_salt": salt} for prompt in prompts],
+            [self._make_parameters(**row) for row in arguments],
+            use_tqdm=False,
+        )
+
+    @in_turn
+    def _step(self) -> list[Any]:
+        """Run one step of vLLM's scheduler; return the requests that have finished."""
+        # A swap that failed between two steps leaves nothing to sample from.
+        self._state.require_generate()
+        return [output for output in self._llm.llm_engine.step() if output.finished]
+
+    @in_turn
+    def _abort(self, running: Sequence[str]) -> None:
+        self._llm.llm_engine.abort_request(list(running), internal=True)
 
     @contextmanager
     def _losing_weights_on_error(self, version: int) -> Iterator[None]:
@@ -424,78 +611,3 @@ def _save_tokenizer(
     tokenizer.save_pretrained(path)
     model.save_pretrained(path)
     return path
-
-
-# Functions that run in vLLM's workers: each is sent to all of them, and takes the worker first.
-
-
-def join_group(
-    worker: VllmWorker, ip: str, port: int, world_size: int, first_rank: int, timeout_s: float
-) -> None:
-    """Join the trainer and the other receivers in a group, instead of an earlier one.
-
-    Args:
-        worker: vLLM's.
-        ip: Address of the trainer's rank 0.
-        port: The port there.
-        world_size: The receivers and the trainer.
-        first_rank: The rank in the group of this engine's first worker.
-        timeout_s: Limit of the rendezvous and of each broadcast, in seconds.
-    """
-    group: BroadcastGroup | None = getattr(worker, "rl_policy_group", None)
-    if group is not None:
-        group.close()
-        worker.rl_policy_group = None
-    worker.rl_policy_group = BroadcastGroup(
-        ip,
-        port,
-        rank=first_rank + worker.rank,
-        world_size=world_size,
-        device=worker.device,
-        timeout_s=timeout_s,
-    )
-
-
-def load_from_group(worker: VllmWorker, info: RefitInfo) -> None:
-    """Load the tensors that the trainer broadcasts.
-
-    Args:
-        worker: vLLM's.
-        info: `{name: (shape, wire dtype)}` of all tensors, in order.
-    """
-    group: BroadcastGroup | None = getattr(worker, "rl_policy_group", None)
-    if group is None:
-        raise RuntimeError("init_collective was not called: nobody sends weights")
-    _load_in_batches(worker, group.receive(info))
-
-
-def load_from_handles(worker: VllmWorker, handles: DeviceHandles) -> None:
-    """Load the tensors of some handles.
-
-    Args:
-        worker: vLLM's.
-        handles: `{device id: {name: handle}}`. A worker opens those of its own GPU, on the CPU
-            those of any device.
-    """
-    if worker.device.type == "cuda":
-        own = f"GPU-{torch.cuda.get_device_properties(worker.device).uuid}"
-        if own not in handles:
-            raise RuntimeError(f"there are no handles of {own}, but of {sorted(handles)}")
-        chosen = handles[own]
-    else:
-        chosen = next(iter(handles.values()))
-    tensors = ((name, rebuild(handle, worker.device)) for name, handle in chosen.items())
-    _load_in_batches(worker, tensors)
-
-
-def _load_in_batches(worker: VllmWorker, tensors: Iterable[tuple[str, torch.Tensor]]) -> None:
-    batch: list[tuple[str, torch.Tensor]] = []
-    num_bytes = 0
-    for name, tensor in tensors:
-        batch.append((name, tensor))
-        num_bytes += tensor.nbytes
-        if num_bytes >= _BATCH_BYTES:
-            load(worker, batch)
-            batch, num_bytes = [], 0
-    if batch:
-        load(worker, batch)

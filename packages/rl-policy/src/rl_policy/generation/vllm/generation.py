@@ -13,14 +13,19 @@ from rl_interfaces import GenerationInterface
 from transformers import AutoTokenizer
 
 from rl_policy import dispatch
-from rl_policy.generation.state import INITIAL_VERSION
+from rl_policy.generation.state import INITIAL_VERSION, NOT_SAMPLED
 from rl_policy.generation.vllm.config import (
     check_sampling,
     count_engines,
     parse_engine_config,
     parse_sampling_config,
 )
-from rl_policy.generation.vllm.engine import EngineFacts, require_vllm, start_on_rank
+from rl_policy.generation.vllm.engine import (
+    EngineFacts,
+    Staging,
+    require_vllm,
+    start_on_rank,
+)
 from rl_policy.generation.vllm.requests import check_prompts, row_seeds
 from rl_policy.ray.cluster import bundle_nodes, bundles_per_node, rank_bundles
 from rl_policy.ray.worker_group import NamedSharding, RankCall, RayWorkerGroup
@@ -35,12 +40,14 @@ if TYPE_CHECKING:
         GenerationOutputSpec,
         RefitInfo,
     )
+    from rl_refit.vllm import KvCache
     from transformers import PreTrainedTokenizerBase
 
 ResultT = TypeVar("ResultT")
 
 # A receiver that times out by itself reports why, which the driver should receive.
 _MARGIN_S = 10.0
+_PAD_VALUES = {"weight_versions": NOT_SAMPLED}
 _ROW_KEYS = ("input_ids", "input_lengths", "stop_strings")
 
 
@@ -117,6 +124,7 @@ class VllmGeneration(GenerationInterface):
             name=name_prefix,
             workers_per_node=per_node,
             start_timeout_s=timeout_s,
+            takes_calls_beside=True,
         )
         self.facts: list[EngineFacts] = self._on_engines("describe")
 
@@ -157,8 +165,10 @@ class VllmGeneration(GenerationInterface):
             greedy: Take the most likely token every time, whatever the configuration says.
 
         Returns:
-            A `GenerationOutputSpec`, and `weight_version` `[batch]` int64: the committed version
-            that the row was sampled from, -1 before the first refit.
+            A `GenerationOutputSpec`, and `weight_versions` `[batch, seq]` int64: the committed
+            version that each token was sampled from, -1 before the first refit, and -2 where none
+            was sampled (prompt, padding). `weight_version` `[batch]` int64 is the oldest of each
+            row. They differ only if a staged update is committed meanwhile, from another thread.
 
         Raises:
             ValueError: A prompt leaves no room for a token, or has one outside the vocabulary.
@@ -188,7 +198,9 @@ class VllmGeneration(GenerationInterface):
         if not greedy:
             self._calls_since_version += 1
         assert self._sampling.pad_token_id is not None, "parsing has resolved it"
-        return dispatch.gather_generations(parts, pad_token_id=self._sampling.pad_token_id)
+        return dispatch.gather_generations(
+            parts, pad_token_id=self._sampling.pad_token_id, pad_values=_PAD_VALUES
+        )
 
     def prepare_for_generation(
         self, tags: Sequence[str] | None = None, *args: object, **kwargs: object
@@ -228,14 +240,31 @@ class VllmGeneration(GenerationInterface):
             )
         self._on_engines("init_transfer", addresses, timeout_s=self._timeout_s)
 
-    def begin_update(self, version: int) -> None:
-        """Open a transaction on every engine: none samples until `commit_update`.
+    def begin_update(
+        self, version: int, *, staging: Staging = "off", kv_cache: KvCache = "drop"
+    ) -> None:
+        """Open a transaction on every engine.
+
+        Args:
+            version: Of the new weights.
+            staging: "off": no engine samples until `commit_update`. "host": engines receive weights
+                in host memory, beside those that they sample from, and exchange them between two
+                steps at `commit_update`; requests go on, and an update that fails leaves the old
+                version sampling. `generate` may run in another thread meanwhile. "auto": the same,
+                on the device or in host memory, by each engine that has room for it.
+            kv_cache: What a staged commit does to requests that run: "drop" computes their keys and
+                values again with the new weights, "keep" goes on with the old ones.
 
         Raises:
-            ValueError: `version` is not newer than an engine's committed version.
+            ValueError: `version` is not newer than an engine's committed version, or an engine has
+                no room for `staging="host"`.
             EngineStateError: The weights of an engine are asleep.
         """
-        self._on_engines("begin_update", version)
+        call = self._engines.submit_beside(
+            "begin_update", version, staging=staging, kv_cache=kv_cache
+        )
+        # An engine without room ends its requests first.
+        self._engines.wait(call, timeout_s=self._timeout_s + self._generate_timeout_s)
 
     def update(self, version: int) -> RankCall:
         """Start to receive and load all weights on every engine, while the sender sends.
@@ -247,9 +276,9 @@ class VllmGeneration(GenerationInterface):
 
         Returns:
             A running call for `wait_for_update`. If it fails, the engines refuse to sample until a
-            full resend is committed.
+            full resend is committed, except those whose update was staged.
         """
-        return self._engines.submit_all("update", version)
+        return self._engines.submit_beside("update", version)
 
     def commit_update(self, version: int) -> None:
         """Sample from the loaded weights from now on, with `version` as their `weight_version`.
@@ -257,9 +286,22 @@ class VllmGeneration(GenerationInterface):
         Raises:
             EngineStateError: An engine has not loaded all weights of `version`.
         """
-        self._on_engines("commit_update", version)
+        self._on_engines_beside("commit_update", version)
         if version != self._version:
             self._version, self._calls_since_version = version, 0
+
+    def update_metrics(self) -> dict[str, float]:
+        """Return how the last update went.
+
+        Returns:
+            `refit_pause_s`, the seconds in which the engine that paused longest could not sample,
+            and `refit_staged`, 1.0 if all engines sampled while they received.
+        """
+        reports = self._on_engines_beside("update_metrics")
+        return {
+            "refit_pause_s": max(report["refit_pause_s"] for report in reports),
+            "refit_staged": min(report["refit_staged"] for report in reports),
+        }
 
     def wait_for_update(self, call: RankCall) -> list[dict[str, float]]:
         """Wait for a call of `update`; return a report per receiver, or raise its root failure."""
@@ -333,6 +375,11 @@ class VllmGeneration(GenerationInterface):
     def _on_engines(self, method: str, *args: object, **kwargs: object) -> list[Any]:
         """Call `method` on every engine; return one result per engine."""
         call = self._engines.submit_all(method, *args, **kwargs)
+        return self._of_engines(self._engines.wait(call, timeout_s=self._timeout_s))
+
+    def _on_engines_beside(self, method: str, *args: object, **kwargs: object) -> list[Any]:
+        """Do as `_on_engines`, also while `generate` runs."""
+        call = self._engines.submit_beside(method, *args, **kwargs)
         return self._of_engines(self._engines.wait(call, timeout_s=self._timeout_s))
 
     def _of_engines(self, results: Sequence[ResultT]) -> list[ResultT]:

@@ -19,6 +19,8 @@ from rl_batched_data import BatchedDataDict
 from rl_interfaces.backend.generation import check_room
 from rl_interfaces.backend.steps import check_scoring_batch
 
+from rl_policy.generation.state import NOT_SAMPLED
+
 if TYPE_CHECKING:
     from rl_interfaces import GenerationDatumSpec, GenerationOutputSpec
     from rl_interfaces.backend.generation import SamplingConfig
@@ -142,6 +144,8 @@ class Completion:
     """The generated tokens, including the one that ended the row."""
     logprobs: Sequence[float]
     """Of each token, under the distribution that it was sampled from."""
+    weight_versions: Sequence[int]
+    """Of the weights that each token was sampled from, in ascending order."""
 
 
 def assemble_output(
@@ -149,22 +153,24 @@ def assemble_output(
     completions: Sequence[Completion],
     *,
     pad_token_id: int,
-    weight_version: int,
 ) -> BatchedDataDict[GenerationOutputSpec]:
-    """Return a `GenerationOutputSpec` with the weight version of each row.
+    """Return a `GenerationOutputSpec` with the weight versions of each row and token.
 
-    Example, prompts [1, 2] and [3], completions [4] and [5, 6], padding 0, version 9:
+    Example, prompts [1, 2] and [3], completions [4] and [5, 6], padding 0, the last token sampled
+    from version 9 and the others from version 8:
         output_ids                = [[1, 2, 4], [3, 5, 6]]
         generation_lengths        = [1, 2]
         unpadded_sequence_lengths = [3, 3]
         logprobs                  = [[0, 0, -0.1], [0, -0.2, -0.3]]
-        weight_version            = [9, 9]
+        weight_version            = [8, 8]
+        weight_versions           = [[-2, -2, 8], [-2, 8, 9]]
+
+    A row's `weight_version` is the oldest of its tokens.
 
     Args:
         prompts: The tokens of each row, without padding.
         completions: In the same order.
         pad_token_id: Pads `output_ids` on the right.
-        weight_version: Of the weights that were sampled from, see `WeightReceiver.commit_update`.
     """
     lengths = [
         len(prompt) + len(completion.token_ids)
@@ -173,12 +179,14 @@ def assemble_output(
     width = max(lengths, default=0)
     output_ids = torch.full((len(lengths), width), pad_token_id, dtype=torch.int64)
     logprobs = torch.zeros((len(lengths), width), dtype=torch.float32)
+    versions = torch.full((len(lengths), width), NOT_SAMPLED, dtype=torch.int64)
     for row, (prompt, completion) in enumerate(zip(prompts, completions, strict=True)):
         tokens = [*prompt, *completion.token_ids]
         output_ids[row, : len(tokens)] = torch.tensor(tokens, dtype=torch.int64)
         logprobs[row, len(prompt) : len(tokens)] = torch.tensor(
             list(completion.logprobs), dtype=torch.float32
         )
+        versions[row, len(prompt) : len(tokens)] = torch.tensor(completion.weight_versions)
     return BatchedDataDict(
         {
             "output_ids": output_ids,
@@ -187,6 +195,9 @@ def assemble_output(
             ),
             "unpadded_sequence_lengths": torch.tensor(lengths, dtype=torch.int64),
             "logprobs": logprobs,
-            "weight_version": torch.full((len(lengths),), weight_version, dtype=torch.int64),
+            "weight_version": torch.tensor(
+                [completion.weight_versions[0] for completion in completions], dtype=torch.int64
+            ),
+            "weight_versions": versions,
         }
     )
