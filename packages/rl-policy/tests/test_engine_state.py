@@ -221,7 +221,7 @@ def test_a_swap_that_fails_loses_the_weights(state):
     state.receive()
     state.start_swap()
     state.lose("no room")
-    with pytest.raises(EngineStateError, match="no room. Send all weights again"):
+    with pytest.raises(EngineStateError, match=r"no room\. Send all weights again"):
         state.require_generate()
 
 

@@ -33,7 +33,7 @@ pytestmark = [pytest.mark.vllm, pytest.mark.slow, pytest.mark.needs("rl-policy[v
 ray.cloudpickle.register_pickle_by_value(sys.modules[__name__])
 
 WRONG = 1e-2
-NEW_TOKENS = 600
+NEW_TOKENS = 300
 TEMPERATURE = 0.7
 
 

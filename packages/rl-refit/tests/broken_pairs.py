@@ -284,3 +284,57 @@ class Unverified(Broken):
 
     def open_sender(self, weights, **options):
         return super().open_sender(weights, verify="none", **options)
+
+
+class OverwritesWhatIsServed(Broken):
+    class receiver_class(RefitReceiver):
+        def receive(self, version, load=None, **options):
+            def load_and_swap(pairs):
+                load(pairs)
+                if self._swap is not None:
+                    self._swap()
+
+            return super().receive(version, load_and_swap, **options)
+
+
+class RefusesWhileItStages(Broken):
+    class receiver_class(RefitReceiver):
+        def require_ready(self):
+            if self._weights.is_updating:
+                raise RefitError("a refit has begun")
+            return super().require_ready()
+
+
+class SwapsAtEveryCommit(Broken):
+    class receiver_class(RefitReceiver):
+        kept = None
+
+        def begin(self, version, *, swap=None):
+            self.kept = swap
+            super().begin(version, swap=swap)
+
+        def commit(self, version):
+            was_committed = self._weights.is_committed(version)
+            super().commit(version)
+            if was_committed:
+                self.kept()
+
+
+class PoisonsTheOldVersion(Broken):
+    class receiver_class(RefitReceiver):
+        def receive(self, version, load=None, **options):
+            try:
+                return super().receive(version, load, **options)
+            except RefitError:
+                self._weights.state = State.POISONED
+                raise
+
+
+class CommitsWhatFailedToSwap(Broken):
+    class receiver_class(RefitReceiver):
+        def commit(self, version):
+            try:
+                super().commit(version)
+            except ZeroDivisionError:
+                commit_anyway(self, version)
+                raise

@@ -66,6 +66,13 @@ BROKEN = {
             },
         ),
     ],
+    "staging": [
+        (broken.OverwritesWhatIsServed, {"a_staged_refit_leaves_the_engine_ready"}),
+        (broken.RefusesWhileItStages, {"a_staged_refit_leaves_the_engine_ready"}),
+        (broken.SwapsAtEveryCommit, {"a_staged_version_is_swapped_once_at_its_commit"}),
+        (broken.PoisonsTheOldVersion, {"a_failed_staged_refit_leaves_the_old_version_ready"}),
+        (broken.CommitsWhatFailedToSwap, {"a_failed_swap_poisons_until_a_full_resend"}),
+    ],
 }
 PAIRS = [
     pytest.param(group, make, rules, id=min(rules))
@@ -118,6 +125,16 @@ def test_a_digest_without_positions_does_not_find_swapped_rows(monkeypatch):
 def test_what_a_killed_process_leaves_is_found(rule):
     with pytest.raises(AssertionError, match="left files"):
         check_rule(rule, broken.LeavesFiles(), num_cases=1)
+
+
+@pytest.mark.timeout(120)
+def test_a_killed_sender_that_takes_the_served_version_with_it_is_found():
+    with pytest.raises(AssertionError, match="ready ended with PoisonedError"):
+        check_rule(
+            "staging_receivers_serve_on_if_the_sender_is_killed",
+            broken.PoisonsTheOldVersion(),
+            num_cases=10,
+        )
 
 
 @pytest.mark.timeout(120)

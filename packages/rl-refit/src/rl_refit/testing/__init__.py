@@ -18,7 +18,7 @@ from collections.abc import Callable, Iterable, Sequence
 from typing import TYPE_CHECKING
 from unittest import SkipTest
 
-from rl_refit.testing import faults, kills, rules
+from rl_refit.testing import faults, kills, rules, staging
 from rl_refit.testing.pair import (
     Announcement,
     DrillSender,
@@ -80,9 +80,16 @@ RULES: dict[str, tuple[Rule, ...]] = {
         faults.a_plan_modified_in_transit_is_detected,
         faults.another_plan_hash_is_detected,
     ),
+    "staging": (
+        staging.a_staged_refit_leaves_the_engine_ready,
+        staging.a_staged_version_is_swapped_once_at_its_commit,
+        staging.a_failed_staged_refit_leaves_the_old_version_ready,
+        staging.a_failed_swap_poisons_until_a_full_resend,
+    ),
     "kills": (
         kills.receivers_survive_a_killed_sender,
         kills.others_survive_a_killed_receiver,
+        kills.staging_receivers_serve_on_if_the_sender_is_killed,
     ),
 }
 """The rules by group."""

@@ -18,6 +18,7 @@ from rl_refit.report import RefitReport
 from rl_refit.testing.leftovers import nothing_left
 from rl_refit.testing.pair import (
     Announcement,
+    Engine,
     Fault,
     RefitPair,
     Tensors,
@@ -35,7 +36,9 @@ LOST_S = 2.0
 class Drill:
     """A sender and one to three receivers, with a fault in the second refit."""
 
-    def __init__(self, pair: RefitPair, rng: random.Random) -> None:
+    def __init__(
+        self, pair: RefitPair, rng: random.Random, *, engine_class: type[Engine] = Engine
+    ) -> None:
         self.rng = rng
         self.num_buffers = rng.randint(1, 3)
         self.tensors = random_tensors(rng)
@@ -47,6 +50,7 @@ class Drill:
             num_buffers=self.num_buffers,
             timeout_s=LIMIT_S,
             engine={"timeout_s": LIMIT_S},
+            engine_class=engine_class,
         )
         self.plan = self.world.sender.plan
         self.bucket: Bucket = rng.choice(self.plan.buckets)
@@ -88,7 +92,7 @@ def random_tensors(rng: random.Random) -> Tensors:
     return tensors
 
 
-class _AtOneBucket(Fault):
+class AtOneBucket(Fault):
     """A fault in the drill's bucket alone."""
 
     def __init__(self, drill: Drill) -> None:
@@ -109,17 +113,17 @@ class _AtOneBucket(Fault):
         """Change the bucket's bytes."""
 
 
-class _Dropped(_AtOneBucket):
+class _Dropped(AtOneBucket):
     def replace(self, due: Announcement) -> Iterable[Announcement]:
         return []
 
 
-class _Duplicated(_AtOneBucket):
+class _Duplicated(AtOneBucket):
     def replace(self, due: Announcement) -> Iterable[Announcement]:
         return [due, due]
 
 
-class _Reordered(_AtOneBucket):
+class _Reordered(AtOneBucket):
     def replace(self, due: Announcement) -> Iterable[Announcement]:
         # The following bucket in its place, then the bucket itself.
         buckets = self.drill.plan.buckets
@@ -127,24 +131,24 @@ class _Reordered(_AtOneBucket):
         return [Announcement(following.index, following.nbytes, due.digest), due]
 
 
-class _AnnouncedTooShort(_AtOneBucket):
+class _AnnouncedTooShort(AtOneBucket):
     def replace(self, due: Announcement) -> Iterable[Announcement]:
         return [replace(due, nbytes=self.drill.rng.randrange(0, due.nbytes, ALIGNMENT))]
 
 
-class _Truncated(_AtOneBucket):
+class _Truncated(AtOneBucket):
     def damage(self, data: torch.Tensor, rng: random.Random) -> None:
         # The missing bytes are zero. Truncating at the last non-zero byte ensures a difference.
         last = int(data.nonzero()[-1])
         data[rng.randint(0, last) :] = 0
 
 
-class _Flipped(_AtOneBucket):
+class _Flipped(AtOneBucket):
     def damage(self, data: torch.Tensor, rng: random.Random) -> None:
         data[rng.randrange(len(data))] ^= 1 << rng.randrange(8)
 
 
-class _Swapped(_AtOneBucket):
+class _Swapped(AtOneBucket):
     def damage(self, data: torch.Tensor, rng: random.Random) -> None:
         piece = rng.choice(self.drill.bucket.pieces)
         spec = self.drill.plan.specs[piece.tensor]
@@ -189,12 +193,28 @@ def _drill(pair: RefitPair, num_cases: int, name: str, run: Callable[[Drill], No
             drill.world.close()
 
 
-def _finds(pair: RefitPair, num_cases: int, kind: type[_AtOneBucket]) -> None:
+IN_ONE_BUCKET: tuple[type[AtOneBucket], ...] = (
+    _Dropped,
+    _Duplicated,
+    _Reordered,
+    _AnnouncedTooShort,
+    _Truncated,
+    _Flipped,
+    _Swapped,
+)
+"""The faults of one bucket on its way."""
+
+
+def limit_of(kind: type[AtOneBucket], drill: Drill) -> float:
+    """Return how long the sender of a drill should wait, in seconds."""
+    return LOST_S if kind is _Dropped and drill.num_buffers == 1 else LIMIT_S
+
+
+def _finds(pair: RefitPair, num_cases: int, kind: type[AtOneBucket]) -> None:
     """Fail unless a fault in one bucket is detected, by an error that names a bucket or the end."""
 
     def run(drill: Drill) -> None:
-        waits = kind is _Dropped and drill.num_buffers == 1
-        sent, *_ = drill.run(kind(drill), limit_s=LOST_S if waits else LIMIT_S)
+        sent, *_ = drill.run(kind(drill), limit_s=limit_of(kind, drill))
         named = "bucket" in str(sent) or "the end was due" in str(sent)
         assert named, f"the error does not name the bucket: {sent}"
 

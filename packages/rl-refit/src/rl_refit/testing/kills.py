@@ -20,6 +20,7 @@ import torch
 from rl_refit.errors import RefitError
 from rl_refit.testing.leftovers import private_tempdir, shared_memory
 from rl_refit.testing.pair import Engine, RefitPair, require_same, some_tensors
+from rl_refit.testing.staging import StagingEngine
 
 LIMIT_S = 20.0
 PATIENCE_S = 2 * LIMIT_S
@@ -123,15 +124,18 @@ def run_sender(pipe: Connection, pair: RefitPair, directory: str) -> None:
     sender.close()
 
 
-def run_receiver(pipe: Connection, pair: RefitPair, directory: str, rank: int) -> None:
+def run_receiver(
+    pipe: Connection, pair: RefitPair, directory: str, rank: int, is_staging: bool
+) -> None:
     """Attach to a sender, refit and report on command; reply to each command with its outcome."""
     _settle(directory)
+    make = StagingEngine if is_staging else Engine
     engine: Engine | None = None
     while (command := pipe.recv())[0] != "end":
         if command[0] == "attach":
             if engine is not None:
                 engine.receiver.close()
-            engine = Engine(pair, command[1], rank, timeout_s=LIMIT_S)
+            engine = make(pair, command[1], rank, timeout_s=LIMIT_S)
             pipe.send("done")
             continue
         assert engine is not None
@@ -168,8 +172,16 @@ def _outcome(call: Callable[[], object]) -> object:
 class Cluster:
     """A sender and its receivers, one process each; a killed process is restarted."""
 
-    def __init__(self, pair: RefitPair, directory: Path, context: ProcessContext) -> None:
+    def __init__(
+        self,
+        pair: RefitPair,
+        directory: Path,
+        context: ProcessContext,
+        *,
+        is_staging: bool = False,
+    ) -> None:
         self.pair = pair
+        self.is_staging = is_staging
         self.context = context
         self.directory = str(directory)
         self.version = 0
@@ -211,6 +223,18 @@ class Cluster:
         self.start_sender()
         return failed
 
+    def kill_sender_of_staging(self, rng: random.Random) -> bool:
+        """Kill the sender in a staged refit, which the receivers must not be affected by."""
+        committed = self.version
+        self.start_refit()
+        time.sleep(rng.uniform(0, LATEST_S))
+        self.sender.kill()
+        failed = self._survived(self.receivers, self.receivers)
+        for receiver in self.receivers:
+            receiver.run("ready", committed)
+        self.start_sender()
+        return failed
+
     def kill_receiver(self, rng: random.Random) -> bool:
         """Kill a receiver in a refit; return whether the refit failed."""
         self.start_refit()
@@ -248,14 +272,19 @@ class Cluster:
         return answers != ["done"] * len(answers)
 
     def _receiver(self, rank: int) -> Actor:
-        return self._actor(run_receiver, rank)
+        return self._actor(run_receiver, rank, self.is_staging)
 
     def _actor(self, main: Callable[..., None], *arguments: object) -> Actor:
         return Actor(main, self.pair, self.directory, *arguments, context=self.context)
 
 
 def _drill(
-    pair: RefitPair, num_cases: int, victim: str, kill: Callable[[Cluster, random.Random], bool]
+    pair: RefitPair,
+    num_cases: int,
+    victim: str,
+    kill: Callable[[Cluster, random.Random], bool],
+    *,
+    is_staging: bool = False,
 ) -> None:
     # Before temporary files are redirected, as the fork server keeps a directory of its own there.
     preload = ["torch", type(pair).__module__, __name__]
@@ -264,7 +293,7 @@ def _drill(
         forkserver.ensure_running()
     failed = 0
     with private_tempdir() as directory:
-        cluster = Cluster(pair, directory, context)
+        cluster = Cluster(pair, directory, context, is_staging=is_staging)
         try:
             cluster.good_refit()
             alive = len(list(directory.iterdir()))
@@ -291,3 +320,8 @@ def receivers_survive_a_killed_sender(pair: RefitPair, num_cases: int) -> None:
 def others_survive_a_killed_receiver(pair: RefitPair, num_cases: int) -> None:
     """Killed at a random moment of a refit; a complete refit with a new receiver heals."""
     _drill(pair, num_cases, "receiver", Cluster.kill_receiver)
+
+
+def staging_receivers_serve_on_if_the_sender_is_killed(pair: RefitPair, num_cases: int) -> None:
+    """Killed at a random moment of a staged refit; the old version is ready at every receiver."""
+    _drill(pair, num_cases, "sender", Cluster.kill_sender_of_staging, is_staging=True)

@@ -224,6 +224,7 @@ class World(Closing):
         num_receivers: int = 1,
         *,
         engine: ReceiverOptions | None = None,
+        engine_class: type[Engine] = Engine,
         **options: Unpack[SenderOptions],
     ) -> None:
         self.pair = pair
@@ -231,7 +232,7 @@ class World(Closing):
         options.setdefault("timeout_s", LIMIT_S)
         self.sender = pair.open_sender(tensors, num_receivers=num_receivers, **options)
         self.engines = [
-            Engine(pair, self.sender.address, rank, **(engine or {}))
+            engine_class(pair, self.sender.address, rank, **(engine or {}))
             for rank in range(num_receivers)
         ]
 
