@@ -5,15 +5,26 @@ Usage: python vllm_refits.py TRANSPORT tied|untied TENSOR_PARALLEL_SIZE DIRECTOR
 
 # ruff: noqa: T201
 
+import copy
 import re
 import sys
 import threading
+import time
 
 import pytest
 import torch
 import vllm
 from rl_refit import PoisonedError, RefitError, RefitSender, TensorSource
-from rl_refit.vllm import init_info, on_workers, require_ready
+from rl_refit.vllm import (
+    find_room,
+    flip,
+    init_info,
+    is_staged,
+    on_workers,
+    release_staging,
+    require_ready,
+    stage,
+)
 from rl_refit.vllm import refit as receive_on_workers
 from transformers import LlamaConfig, LlamaForCausalLM
 
@@ -76,6 +87,101 @@ def refit(llm, sender, version):
     reports = receive_on_workers(llm, version)
     thread.join()
     assert all(report["refit_bytes"] for report in reports)
+
+
+def stage_while_sampling(llm, sender, version, **options):
+    """Receive a version while requests run, and flip to it; return the outputs by request."""
+    params = vllm.SamplingParams(temperature=1.0, max_tokens=50, logprobs=0, seed=1)
+    llm.enqueue([{"prompt_token_ids": prompt} for prompt in PROMPTS], params, use_tqdm=False)
+    finished = []
+
+    def step():
+        finished.extend(output for output in llm.llm_engine.step() if output.finished)
+
+    for _ in range(3):
+        step()
+    stage(llm, version, place="host")
+    thread = threading.Thread(target=sender.send, args=(version,))
+    thread.start()
+    # At least one step while it arrives; no more than leave some of the requests running.
+    step()
+    wait_until_staged(llm)
+    thread.join()
+    flip(llm, version, **options)
+    sender.commit(version)
+    while llm.llm_engine.has_unfinished_requests():
+        step()
+    return sorted(finished, key=lambda output: int(output.request_id))
+
+
+def errors_by_version(outputs, models):
+    """The largest |log-probability| difference of each version's tokens to its own model."""
+    worst = {}
+    for output in outputs:
+        completion, prompt = output.outputs[0], output.prompt_token_ids
+        tokens = torch.tensor([[*prompt, *completion.token_ids]])
+        for span in completion.weight_versions:
+            with torch.no_grad():
+                logprobs = models[span.version](tokens).logits.log_softmax(-1)[0]
+            for index in range(span.start, span.end):
+                token = completion.token_ids[index]
+                expected = logprobs[len(prompt) + index - 1, token].item()
+                error = abs(completion.logprobs[index][token].logprob - expected)
+                worst[span.version] = max(worst.get(span.version, 0.0), error)
+    return worst
+
+
+def check_staging(llm, sender, model, *, version):
+    """A version that arrives while requests run is that of all later tokens, and of no earlier."""
+    assert find_room(llm) == ("host", "")
+    models = {str(version - 1): copy.deepcopy(model)}
+    change(model)
+    models[str(version)] = model
+    before, after = str(version - 1), str(version)
+    outputs = stage_while_sampling(llm, sender, version)
+    for output in outputs:
+        assert [span.version for span in output.outputs[0].weight_versions] == [before, after]
+    errors = errors_by_version(outputs, models)
+    assert set(errors) == {before, after}
+    assert max(errors.values()) < SAME, errors
+    swapped = errors_by_version(outputs, {before: models[after], after: models[before]})
+    assert min(swapped.values()) > OTHER, swapped
+    assert set(on_workers(llm, require_ready)) == {version}
+    assert worst_difference(llm, model) < SAME
+
+
+def wait_until_staged(llm):
+    while not is_staged(llm):
+        time.sleep(0.001)
+
+
+def check_failed_staging(llm, sender, model, *, version, after):
+    """A sender that breaks off leaves the version before it, without a repair."""
+    source = sender._source
+
+    class Breaking:
+        def __iter__(self):
+            for index, pair in enumerate(source):
+                if index == after:
+                    raise OSError("the trainer breaks off")
+                yield pair
+
+    kept = copy.deepcopy(model)
+    change(model)
+    sender._source = Breaking()
+    stage(llm, version, place="host")
+    with pytest.raises(OSError, match="breaks off"):
+        sender.send(version)
+    with pytest.raises(RefitError, match="breaks off"):
+        wait_until_staged(llm)
+    assert set(on_workers(llm, require_ready)) == {version - 1}
+    assert worst_difference(llm, kept) < SAME
+    with pytest.raises(RefitError, match="cannot be committed"):
+        flip(llm, version)
+    assert set(on_workers(llm, require_ready)) == {version - 1}
+    sender._source = source
+    stage_while_sampling(llm, sender, version)
+    assert worst_difference(llm, model) < SAME
 
 
 def placeholders(worker):
@@ -201,6 +307,21 @@ def main():
         for version, after in enumerate((2, 5, 13, 24), 1):
             check_failure_and_resend(llm, sender, model, version=version, after=after)
     check_omissions(llm, model, transport, ranks=ranks)
+    with RefitSender(source, transport, ranks, bucket_bytes=50_000, timeout_s=60) as sender:
+        llm.init_weight_transfer_engine(init_info(sender.address))
+        refit(llm, sender, 1)  # vLLM remembers the loaders of a reload in place
+        sender.commit(1)
+        for version in (2, 3):
+            check_staging(llm, sender, model, version=version)
+        # The other way in between: both keep their state apart.
+        change(model)
+        refit(llm, sender, 4)
+        sender.commit(4)
+        assert worst_difference(llm, model) < SAME
+        for version, after in enumerate((2, 13, 24), 5):
+            check_failed_staging(llm, sender, model, version=version, after=after)
+        on_workers(llm, release_staging)
+        check_staging(llm, sender, model, version=8)
     print("all refits are as they should be")
 
 

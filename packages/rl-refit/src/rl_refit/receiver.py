@@ -209,6 +209,8 @@ class RefitReceiver(Closing):
             stream.finish(pause_s=watch.of("pause"), staged=self._swap is not None)
         except BaseException as error:
             self._fail(error)
+            if self._is_closing:
+                raise RefitError("the receiver was closed", rank=self._rank) from error
             if isinstance(error, ChannelClosed):
                 raise RefitError(f"the sender is gone: {error}", rank=self._rank) from error
             raise
@@ -262,14 +264,14 @@ class RefitReceiver(Closing):
     def close(self) -> None:
         """Release the connection and the buffers. May be called again.
 
-        A refit that another thread receives fails; the thread notices within seconds, unless it
-        still waits for a sender to listen.
+        A refit that another thread receives fails.
         """
         self._is_closing = True
         if not self._reading.acquire(blocking=False):
             session = self._session
             if session is not None:
                 session.channel.hang_up()
+            self._connector.hang_up()
             if not self._reading.acquire(timeout=_CLOSE_S):
                 logger.warning("a refit is still being received; it ends at its time limit")
                 return

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import socket
 from collections.abc import Iterable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 
 import torch
@@ -75,6 +77,8 @@ class Connector:
         self._rank = rank
         self._device = device
         self._timeout_s = timeout_s
+        # Of `connect`, until there is a session.
+        self._connecting: socket.socket | None = None
         self._expected = None if expected is None else read_specs(expected)
         self._into = {name: tensor.detach() for name, tensor in into.items()}
         for name, tensor in self._into.items():
@@ -93,7 +97,20 @@ class Connector:
             RefitError: No sender listens, or its offer is refused, which is reported to it.
             ChannelClosed: The sender dropped the connection.
         """
-        sock = dial(self.endpoint, deadline)
+        sock = self._connecting = dial(self.endpoint, deadline)
+        try:
+            return self._connect(sock, deadline)
+        finally:
+            self._connecting = None
+
+    def hang_up(self) -> None:
+        """End a connection that another thread opens: it is woken and fails."""
+        sock = self._connecting
+        if sock is not None:
+            with suppress(OSError):  # it may have ended by itself
+                sock.shutdown(socket.SHUT_RDWR)
+
+    def _connect(self, sock: socket.socket, deadline: Deadline) -> Session:
         try:
             channel = connect(sock, token=self._token, rank=self._rank, deadline=deadline)
         except BaseException:

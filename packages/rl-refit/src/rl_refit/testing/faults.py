@@ -99,9 +99,11 @@ class AtOneBucket(Fault):
         self.drill = drill
 
     def announce(self, due: Announcement) -> Iterable[Announcement]:
+        """Return the drill's own bucket changed, and the others as they are."""
         return self.replace(due) if due.bucket == self.drill.bucket.index else [due]
 
     def spoil(self, bucket: int, data: torch.Tensor) -> None:
+        """Damage the drill's own bucket."""
         if bucket == self.drill.bucket.index:
             self.damage(data, self.drill.rng)
 

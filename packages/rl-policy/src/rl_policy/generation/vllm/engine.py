@@ -9,7 +9,6 @@ functions at the end of this module.
 from __future__ import annotations
 
 import importlib.util
-import logging
 import os
 import tempfile
 import threading
@@ -19,7 +18,7 @@ from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from importlib import import_module
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal, Protocol, TypeVar
+from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 
 from rl_refit.private_directory import PrivateDirectory
 from rl_refit.vllm import (
@@ -82,10 +81,6 @@ _ENVIRONMENT = {
 _OF_PRECISION = {"float32": {"TRITON_F32_DEFAULT": "ieee"}}
 
 
-logger = logging.getLogger(__name__)
-
-Staging = Literal["auto", "host", "off"]
-"""Where an engine receives new weights while it samples; see `VllmEngine.begin_update`."""
 _POLL_S = 0.01
 """Between two looks at a staged update, each of which takes a turn between two steps."""
 
@@ -334,24 +329,28 @@ class VllmEngine:
         }
         self._on_workers("init_weight_transfer_engine", info)
 
+    @in_turn
+    def find_room(self, *, only_host: bool) -> tuple[str | None, str]:
+        """Return where a second set of weights can be held, and why nowhere; see `rl_refit.vllm`."""
+        return find_room(self._llm, only_host=only_host)
+
     def begin_update(
-        self, version: int, *, staging: Staging = "off", kv_cache: KvCache = "drop"
+        self, version: int, *, place: str | None = None, kv_cache: KvCache = "drop"
     ) -> None:
         """Open a refit to `version`.
 
         Args:
             version: Of the new weights.
-            staging: "off": nothing is sampled until it is committed. "host": weights are received
-                in host memory beside those that are sampled from, and exchanged with them at the
-                commit. "auto": the same, on the device or the host, where there is room.
+            place: Of `find_room`: where they are received, beside those that are sampled from. They
+                are exchanged at the commit. None: nothing is sampled until the commit.
             kv_cache: What becomes of running requests at a staged commit, see `rl_refit.vllm.flip`.
 
         Raises:
-            ValueError: `version` is not newer than the committed one, or `staging="host"` is not
-                possible.
-            EngineStateError: The weights are asleep.
+            ValueError: `version` is not newer than the committed one.
+            EngineStateError: The weights are asleep, or `generate` does not end.
         """
-        if self._begin_staged(version, staging, kv_cache):
+        if place is not None:
+            self._begin_staged(version, place, kv_cache)
             return
         # Requests that run would be sampled from a mixture of weights.
         if not self._sampling_lock.acquire(timeout=self._config.generate_timeout_s):
@@ -362,25 +361,15 @@ class VllmEngine:
             self._sampling_lock.release()
 
     @in_turn
-    def _begin_staged(self, version: int, staging: Staging, kv_cache: KvCache) -> bool:
-        """Begin to stage a version; return False if today's engine has to stop for it."""
-        if staging == "off":
-            return False
-        self._state.require_begin(version)
+    def _begin_staged(self, version: int, place: str, kv_cache: KvCache) -> None:
         self._require_labels(kv_cache)
-        self._on_workers(abandon_staging)
-        place, reason = find_room(self._llm, only_host=staging == "host")
-        if place is None:
-            if staging == "host":
-                raise ValueError(f'staging="host" is not possible: {reason}')
-            logger.info("version %d is not staged, the engine stops for it: %s", version, reason)
-            return False
         self._state.begin_update(version, staged=True)
         self._kv_cache, self._update = kv_cache, UpdateTimes(staged=True)
         self._loaded.clear()
         with self._losing_weights_on_error(version):
+            # Of a driver that begins anew instead of committing.
+            self._on_workers(abandon_staging)
             stage(self._llm, version, place=place)
-        return True
 
     @in_turn
     def _begin(self, version: int) -> None:

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import logging
 import sys
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any, Literal, TypeVar
 
 import numpy as np
 from rl_batched_data import BatchedDataDict
@@ -22,7 +23,6 @@ from rl_policy.generation.vllm.config import (
 )
 from rl_policy.generation.vllm.engine import (
     EngineFacts,
-    Staging,
     require_vllm,
     start_on_rank,
 )
@@ -43,7 +43,11 @@ if TYPE_CHECKING:
     from rl_refit.vllm import KvCache
     from transformers import PreTrainedTokenizerBase
 
+logger = logging.getLogger(__name__)
+
 ResultT = TypeVar("ResultT")
+Staging = Literal["auto", "host", "off"]
+"""Where engines receive new weights while they sample; see `VllmGeneration.begin_update`."""
 
 # A receiver that times out by itself reports why, which the driver should receive.
 _MARGIN_S = 10.0
@@ -251,18 +255,17 @@ class VllmGeneration(GenerationInterface):
                 in host memory, beside those that they sample from, and exchange them between two
                 steps at `commit_update`; requests go on, and an update that fails leaves the old
                 version sampling. `generate` may run in another thread meanwhile. "auto": the same,
-                on the device or in host memory, by each engine that has room for it.
+                on the devices or in host memory, if every engine has room for it, else "off".
             kv_cache: What a staged commit does to requests that run: "drop" computes their keys and
                 values again with the new weights, "keep" goes on with the old ones.
 
         Raises:
-            ValueError: `version` is not newer than an engine's committed version, or an engine has
-                no room for `staging="host"`.
+            ValueError: `version` is not newer than an engine's committed version, an engine has no
+                room for `staging="host"`, or vLLM schedules ahead, which `kv_cache="keep"` excludes.
             EngineStateError: The weights of an engine are asleep.
         """
-        call = self._engines.submit_beside(
-            "begin_update", version, staging=staging, kv_cache=kv_cache
-        )
+        place = self._find_place(version, staging)
+        call = self._engines.submit_beside("begin_update", version, place=place, kv_cache=kv_cache)
         # An engine without room ends its requests first.
         self._engines.wait(call, timeout_s=self._timeout_s + self._generate_timeout_s)
 
@@ -371,6 +374,20 @@ class VllmGeneration(GenerationInterface):
     def _engines(self) -> RayWorkerGroup:
         assert self._group is not None
         return self._group
+
+    def _find_place(self, version: int, staging: Staging) -> str | None:
+        """Return where all engines stage; None if they pause, as some would refuse requests."""
+        if staging == "off":
+            return None
+        rooms = self._on_engines_beside("find_room", only_host=staging == "host")
+        for engine, (place, reason) in enumerate(rooms):
+            if place is None:
+                reason = f"engine {engine}: {reason}"
+                if staging == "host":
+                    raise ValueError(f'staging="host" is not possible: {reason}')
+                logger.info("engines pause for version %d, as none is staged: %s", version, reason)
+                return None
+        return "host" if any(place == "host" for place, _ in rooms) else "device"
 
     def _on_engines(self, method: str, *args: object, **kwargs: object) -> list[Any]:
         """Call `method` on every engine; return one result per engine."""
