@@ -4,11 +4,17 @@ from types import SimpleNamespace
 
 import pytest
 from rl_policy.config import load_run_config
+from rl_policy.generation.vllm import VllmGeneration
 from rl_policy.recipes.sft import sft_policy
 from rl_policy.refit import WeightLink
 from rl_policy.run import samplers
 from rl_policy.run.directory import RunState
-from rl_policy.run.inputs import check_engines, check_shared_devices, engine_section
+from rl_policy.run.inputs import (
+    check_engines,
+    check_shared_devices,
+    engine_section,
+    staging_mode,
+)
 from rl_policy.run.samplers import EngineSampler, WorkerSampler
 from transformers import LlamaConfig
 
@@ -369,3 +375,38 @@ def test_an_engine_has_a_position_for_every_token_of_its_longest_row(
         return
     with pytest.raises(ValueError, match=r"max_model_len=33, .* max_position_embeddings=32"):
         check_engines(config)
+
+
+def staged_link(calls, metrics):
+    policy = Recorder("policy", calls, {"send_weights": {"refit_s": 1.5, "refit_staged": 1.0}})
+    engines = Engines("engines", calls, {"update_metrics": metrics})
+    return WeightLink(
+        policy, engines, is_paired=False, transport="shm", staging="auto", kv_cache="keep"
+    )
+
+
+def test_a_staged_refit_reports_what_the_engines_say_of_it():
+    calls = []
+    link = staged_link(calls, {"refit_pause_s": 0.25, "refit_staged": 0.0})
+    assert link.refit(3) == {"refit_s": 1.5, "refit_pause_s": 0.25, "refit_staged": 0.0}
+    assert "engines.begin_update(3, staging='auto', kv_cache='keep')" in calls
+    assert calls[-2:] == ["engines.commit_update(3)", "engines.update_metrics()"]
+
+
+ENGINES = ["policy.generation.backend=vllm", "policy.generation.colocated.enabled=false"]
+
+
+@pytest.mark.parametrize("staging", ["auto", "host", "off"])
+def test_engines_apart_stage_as_configured(staging):
+    config = load(*ENGINES, f"refit.staging={staging}")
+    assert staging_mode(config, VllmGeneration) == staging
+
+
+def test_engines_that_cannot_stage_pause():
+    colocated = [ENGINES[0], "policy.generation.colocated.enabled=true"]
+    assert staging_mode(load(*colocated), VllmGeneration) == "off"
+    assert staging_mode(load(*ENGINES), object) == "off"
+    with pytest.raises(ValueError, match="'host' contradicts .*colocated.enabled=True"):
+        staging_mode(load(*colocated, "refit.staging=host"), VllmGeneration)
+    with pytest.raises(ValueError, match="'host' is not possible with object"):
+        staging_mode(load(*ENGINES, "refit.staging=host"), object)

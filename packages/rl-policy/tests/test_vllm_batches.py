@@ -7,6 +7,7 @@ from rl_policy.generation.vllm.config import parse_sampling_config
 from rl_policy.generation.vllm.requests import (
     Completion,
     assemble_output,
+    mean_staleness,
     request_arguments,
     row_seeds,
 )
@@ -96,6 +97,13 @@ def test_a_batch_is_padded_behind_each_row():
     assert output["unpadded_sequence_lengths"].tolist() == [3, 4]
     assert output["weight_version"].tolist() == [4, 3]
     assert output["weight_versions"].tolist() == [[-2, -2, 4, -2], [-2, 3, 4, 4]]
+
+
+def test_staleness_is_a_mean_over_the_tokens_that_were_sampled():
+    versions = torch.tensor([[-2, -2, 8], [-2, 8, 9]])
+    assert mean_staleness({"weight_versions": versions}, 9) == pytest.approx(2 / 3)
+    assert mean_staleness({"weight_versions": torch.full((2, 3), -2)}, 9) == 0
+    assert mean_staleness({"logprobs": torch.zeros(2, 3)}, 9) == 0
 
 
 def test_no_rows_make_an_empty_batch_of_the_same_types():

@@ -31,6 +31,7 @@ from rl_policy.config import (
 from rl_policy.data.batches import Batch, ProblemEncoder, completion_batch
 from rl_policy.data.datasets import Problem, open_stream
 from rl_policy.data.rewards import mean_parts
+from rl_policy.generation.vllm.requests import mean_staleness
 from rl_policy.losses import ClippedPGLoss, group_relative_advantages
 from rl_policy.policy import Policy
 from rl_policy.recipes import Recipe
@@ -119,7 +120,7 @@ class GrpoMetrics(StepMetrics):
         completion_length_mean: Mean number of tokens of the completions.
         completion_length_max: The most tokens of a completion.
         truncated_share: Share of the completions that `max_new_tokens` has ended.
-        staleness: Steps between the weights that sampled and those that are updated first: 0, as
+        staleness: Versions that sampled tokens are behind the weights that are updated first: 0, as
             each step samples anew.
         accuracy: Fraction of the held-out problems that greedy decoding solves after the step.
         loss: Mean over the optimizer steps.
@@ -364,7 +365,7 @@ class GrpoTrainer:
         return GrpoMetrics(
             step=step,
             accuracy=accuracy,
-            staleness=0.0,
+            staleness=mean_staleness(generated, self.weight_version),
             peak_memory_gib=self._policy.peak_memory_gib(),
             **self._describe(rewards, generated),
             **self._speed.measure(

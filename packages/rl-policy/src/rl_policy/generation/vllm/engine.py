@@ -331,7 +331,7 @@ class VllmEngine:
 
     @in_turn
     def find_room(self, *, only_host: bool) -> tuple[str | None, str]:
-        """Return where a second set of weights can be held, and why nowhere; see `rl_refit.vllm`."""
+        """Return where a second set of weights can be held, or None and why nowhere."""
         return find_room(self._llm, only_host=only_host)
 
     def begin_update(

@@ -242,7 +242,7 @@ class VllmGeneration(GenerationInterface):
             raise ValueError(
                 f"{len(addresses)} addresses do not fit {self.num_receivers} receivers"
             )
-        self._on_engines("init_transfer", addresses, timeout_s=self._timeout_s)
+        self._on_engines_beside("init_transfer", addresses, timeout_s=self._timeout_s)
 
     def begin_update(
         self, version: int, *, staging: Staging = "off", kv_cache: KvCache = "drop"
@@ -260,8 +260,8 @@ class VllmGeneration(GenerationInterface):
                 values again with the new weights, "keep" goes on with the old ones.
 
         Raises:
-            ValueError: `version` is not newer than an engine's committed version, an engine has no
-                room for `staging="host"`, or vLLM schedules ahead, which `kv_cache="keep"` excludes.
+            ValueError: `version` is not newer than an engine's committed version; an engine has no
+                room for `staging="host"`; `kv_cache="keep"` where vLLM schedules ahead.
             EngineStateError: The weights of an engine are asleep.
         """
         place = self._find_place(version, staging)

@@ -10,7 +10,7 @@ vLLM is not imported here.
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -201,3 +201,20 @@ def assemble_output(
             "weight_versions": versions,
         }
     )
+
+
+def mean_staleness(generated: Mapping[str, torch.Tensor], weight_version: int) -> float:
+    """Return how many versions behind the sampled tokens are, as a mean over tokens.
+
+    Example, `weight_versions` [[-2, -2, 8], [-2, 8, 9]] at version 9: (1 + 1 + 0) / 3
+
+    Args:
+        generated: A `GenerationOutputSpec`. Samplers other than engines are never behind, and give
+            no `weight_versions`: 0.0.
+        weight_version: Of the weights that are updated with these tokens.
+    """
+    if "weight_versions" not in generated:
+        return 0.0
+    versions = generated["weight_versions"]
+    sampled = versions[versions != NOT_SAMPLED]
+    return float((weight_version - sampled).double().mean()) if len(sampled) else 0.0
