@@ -406,7 +406,7 @@ def test_engines_that_cannot_stage_pause():
     colocated = [ENGINES[0], "policy.generation.colocated.enabled=true"]
     assert staging_mode(load(*colocated), VllmGeneration) == "off"
     assert staging_mode(load(*ENGINES), object) == "off"
-    with pytest.raises(ValueError, match="'host' contradicts .*colocated.enabled=True"):
+    with pytest.raises(ValueError, match=r"'host' contradicts .*colocated\.enabled=True"):
         staging_mode(load(*colocated, "refit.staging=host"), VllmGeneration)
     with pytest.raises(ValueError, match="'host' is not possible with object"):
         staging_mode(load(*ENGINES, "refit.staging=host"), object)

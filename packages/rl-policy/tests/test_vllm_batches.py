@@ -2,6 +2,7 @@
 
 from types import SimpleNamespace
 
+import pytest
 import torch
 from rl_policy.generation.vllm.config import parse_sampling_config
 from rl_policy.generation.vllm.requests import (

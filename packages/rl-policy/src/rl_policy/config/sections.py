@@ -205,6 +205,12 @@ class RefitSection(Section):
     """Most nats between an engine's log-probability of a sampled token and the trainer's. On a CPU
     float32 stays under 1e-4; bfloat16 is off by some hundredths."""
 
+    @field_validator("staging", mode="before")
+    @classmethod
+    def _off_is_no_boolean(cls, value: Any) -> Any:
+        # YAML reads the word `off` as false.
+        return "off" if value is False else value
+
 
 class CheckpointSection(Section):
     """Checkpoints of a run, from which `--resume` continues it."""
