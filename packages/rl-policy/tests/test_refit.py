@@ -127,20 +127,23 @@ def test_nobody_to_send_to_is_an_error():
         RefitRoutes.plan(0, world_size=2, is_paired=False)
 
 
-def report(seconds, load, slowest=None):
+def report(seconds, load, slowest=None, staged=1.0):
     numbers = {"refit_s": seconds, "refit_load_s": load, "refit_bytes": 8e9, "refit_gb_per_s": 0.0}
+    numbers["refit_staged"] = staged
     return numbers if slowest is None else numbers | {"refit_slowest_rank": slowest}
 
 
 def test_a_report_is_that_of_the_slowest_sender():
     merged = RefitRoutes(receivers_per_rank=(1, 1)).merge_reports(
-        [report(2.0, 1.5, 0), report(4.0, 1.0, 1)]
+        [report(2.0, 1.5, 0), report(4.0, 1.0, 1, staged=0.0)]
     )
     assert merged == {
         "refit_s": 4.0,
         "refit_load_s": 1.5,
         "refit_bytes": 8e9,
         "refit_gb_per_s": 2.0,
+        # Not by every receiver.
+        "refit_staged": 0.0,
         "refit_slowest_rank": 1,
     }
 

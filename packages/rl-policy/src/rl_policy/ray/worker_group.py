@@ -691,7 +691,8 @@ def _create_host(
     # A bundle has a CPU for each group that may share it, and each gets that share of the GPU.
     resources = group.bundle_specs[bundle]
     # Ray takes concurrency groups at this place alone.
-    make: Any = ray.remote(concurrency_groups={_BESIDE: 1}) if has_beside else ray.remote
+    remote: Any = ray.remote
+    make = remote(concurrency_groups={_BESIDE: 1}) if has_beside else remote
     options = make(WorkerHost).options(
         num_cpus=1,
         num_gpus=resources.get("GPU", 0) / resources["CPU"],
