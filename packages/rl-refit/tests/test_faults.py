@@ -36,3 +36,10 @@ class TestGolden(Faults):
 class TestCollective(Faults):
     pair = RefitPair("collective")
     num_cases = DRILLS // 4
+
+
+@pytest.mark.slow
+class TestShmStaging(TransportConformance):
+    pair = RefitPair("shm")
+    groups = ("staging",)
+    num_cases = DRILLS
