@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import importlib.util
 import os
-import tempfile
 import threading
 import time
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
@@ -20,7 +19,6 @@ from importlib import import_module
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 
-from rl_refit.private_directory import PrivateDirectory
 from rl_refit.vllm import (
     KvCache,
     abandon,
@@ -36,12 +34,12 @@ from rl_refit.vllm import (
     stage,
     start_update,
 )
-from torch._inductor.runtime.cache_dir_utils import default_cache_dir
 from transformers import AutoConfig
 
 from rl_policy.backends import BackendNotInstalledError
 from rl_policy.generation.state import TAGS, EngineState, EngineStateError
 from rl_policy.generation.vllm.config import engine_arguments
+from rl_policy.generation.vllm.environment import prepare_environment, temporary_files_apart
 from rl_policy.generation.vllm.requests import Completion, assemble_output, request_arguments
 from rl_policy.generation.vllm.turns import EngineThread, in_turn
 from rl_policy.generation.vllm.worker_calls import (
@@ -60,26 +58,6 @@ if TYPE_CHECKING:
     from rl_policy.generation.vllm.config import EngineConfig
 
 ArgumentT = TypeVar("ArgumentT")
-
-# torchrun's variables describe the worker group, while vLLM has process groups of its own.
-_FOREIGN_VARIABLES = (
-    "RANK",
-    "WORLD_SIZE",
-    "LOCAL_RANK",
-    "LOCAL_WORLD_SIZE",
-    "MASTER_ADDR",
-    "MASTER_PORT",
-)
-_ENVIRONMENT = {
-    # The engine's core in this process: one process fewer, and a reproducible schedule.
-    "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
-    # Engines and trainers share the cores; binding would put all of them on the same ones.
-    "VLLM_CPU_OMP_THREADS_BIND": "nobind",
-}
-# In float32 vLLM attends by a Triton kernel, as FlashAttention takes half precision alone, and
-# Triton multiplies float32 as TF32, with 10 bits of mantissa, unless it is told otherwise.
-_OF_PRECISION = {"float32": {"TRITON_F32_DEFAULT": "ieee"}}
-
 
 _POLL_S = 0.01
 """Between two looks at a staged update, each of which takes a turn between two steps."""
@@ -154,24 +132,6 @@ def require_vllm() -> None:
             'The "vllm" generation backend is not installed. '
             'Install it with: pip install "rl-policy[vllm]"'
         )
-
-
-def prepare_environment(tensor_parallel_size: int, *, precision: str) -> None:
-    """Set this process's environment for an engine, before vLLM is imported.
-
-    Args:
-        tensor_parallel_size: How many of the visible GPUs the engine has, from `LOCAL_RANK` on.
-        precision: See `VllmSection`.
-    """
-    visible = [gpu for gpu in os.environ.get("CUDA_VISIBLE_DEVICES", "").split(",") if gpu]
-    if visible:
-        first = int(os.environ.get("LOCAL_RANK", "0"))
-        own = visible[first : first + tensor_parallel_size]
-        os.environ["CUDA_VISIBLE_DEVICES"] = ",".join(own)
-    for name in _FOREIGN_VARIABLES:
-        os.environ.pop(name, None)
-    for name, value in (_ENVIRONMENT | _OF_PRECISION.get(precision, {})).items():
-        os.environ.setdefault(name, value)
 
 
 class VllmEngine:
@@ -564,32 +524,6 @@ class VllmEngine:
         except BaseException as error:  # an interrupted load has overwritten some weights as well
             self._state.lose(f"the refit to version {version} failed ({error})")
             raise
-
-
-@contextmanager
-def temporary_files_apart() -> Iterator[Path]:
-    """Put this process's temporary files, and those of its children, into a directory of their own.
-
-    vLLM's processes meet by files there, which they leave behind if they are killed: the next
-    engine that starts then removes the directory. What is compiled stays where that engine looks
-    for it.
-
-    Yields:
-        The directory.
-    """
-    os.environ.setdefault("TORCHINDUCTOR_CACHE_DIR", default_cache_dir())
-    before = os.environ.get("TMPDIR"), tempfile.tempdir
-    with PrivateDirectory("rl-policy-vllm-") as directory:
-        # Python reads the variable once, and keeps what it has found in `tempdir`.
-        os.environ["TMPDIR"] = tempfile.tempdir = str(directory.path)
-        try:
-            yield directory.path
-        finally:
-            variable, tempfile.tempdir = before
-            if variable is None:
-                del os.environ["TMPDIR"]
-            else:
-                os.environ["TMPDIR"] = variable
 
 
 def _save_tokenizer(
