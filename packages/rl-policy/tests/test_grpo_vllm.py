@@ -81,6 +81,11 @@ def test_samples_come_from_the_weights_of_the_step_before(settings, tmp_path):
         assert row["refit_gb_per_s"] > 0
         assert row["refit_s"] > 0
         assert all(row[f"refit_{phase}_s"] >= 0 for phase in PHASES)
+    # Engines of their own devices stage, and pause for a part of the refit alone.
+    is_apart = "policy.generation.colocated.enabled=false" in settings
+    assert {row["refit_staged"] for row in rows} == {float(is_apart)}
+    assert all(row["refit_pause_s"] > 0 for row in rows)
+    assert {row["staleness"] for row in rows[1:]} == {0.0}
     versions = [row["weight_version"] for row in rows]
     # An engine that drops its weights to sleep gets them again, as a version of their own.
     drops = any("sleep_level=2" in setting for setting in settings)

@@ -350,6 +350,8 @@ class GrpoTrainer:
                 extra = self._sampler.report()
                 with watch.phase("generate_s"):
                     generated = source.generate(prompts)
+            # Now, as measuring the accuracy may send the weights after this step.
+            staleness = mean_staleness(generated, self.weight_version)
             with watch.phase("reward_s"):
                 batch, rewards = self._rewarded(problems, generated)
             extra |= mean_parts(rewards)
@@ -365,7 +367,7 @@ class GrpoTrainer:
         return GrpoMetrics(
             step=step,
             accuracy=accuracy,
-            staleness=mean_staleness(generated, self.weight_version),
+            staleness=staleness,
             peak_memory_gib=self._policy.peak_memory_gib(),
             **self._describe(rewards, generated),
             **self._speed.measure(
