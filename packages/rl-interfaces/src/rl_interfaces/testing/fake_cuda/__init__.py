@@ -39,7 +39,7 @@ from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from rl_interfaces.testing.fake_cuda.cuda import fake_cuda
-    from rl_interfaces.testing.fake_cuda.device import FakeDevice, Figures, Sync
+    from rl_interfaces.backend.fake.device import FakeDevice, Figures, Sync
     from rl_interfaces.testing.fake_cuda.guard import load, why_unavailable
     from rl_interfaces.testing.fake_cuda.life import run_life
     from rl_interfaces.testing.fake_cuda.limits import Numbers, exceeded, read_limits
@@ -47,12 +47,12 @@ if TYPE_CHECKING:
 
 # Loaded when they are asked for: `load` has to run before anything imports torch.
 _HOMES = {
-    "cuda": ("fake_cuda",),
-    "device": ("FakeDevice", "Figures", "Sync"),
-    "guard": ("load", "why_unavailable"),
-    "life": ("run_life",),
-    "limits": ("Numbers", "exceeded", "read_limits"),
-    "process": ("run_on_fake_cuda",),
+    f"{__name__}.cuda": ("fake_cuda",),
+    "rl_interfaces.backend.fake.device": ("FakeDevice", "Figures", "Sync"),
+    f"{__name__}.guard": ("load", "why_unavailable"),
+    f"{__name__}.life": ("run_life",),
+    f"{__name__}.limits": ("Numbers", "exceeded", "read_limits"),
+    f"{__name__}.process": ("run_on_fake_cuda",),
 }
 
 __all__ = [
@@ -73,5 +73,5 @@ __all__ = [
 def __getattr__(name: str) -> object:
     for module, names in _HOMES.items():
         if name in names:
-            return getattr(import_module(f"{__name__}.{module}"), name)
+            return getattr(import_module(module), name)
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -9,7 +9,7 @@ if TYPE_CHECKING:
     from rl_batched_data import BatchedDataDict
 
     from rl_interfaces.loss import LossFunction
-    from rl_interfaces.testing.fake_cuda.device import FakeDevice, Figures
+    from rl_interfaces.backend.fake.device import FakeDevice, Figures
 
 
 def run_life(

@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, TypedDict, cast
 
 if TYPE_CHECKING:
-    from rl_interfaces.testing.fake_cuda.device import Figures
+    from rl_interfaces.backend.fake.device import Figures
 
 _PEAKS = ("logprobs", "train_again", "generate")
 _MOVES = (

@@ -9,15 +9,13 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from rl_interfaces.backend.fake.device import active
+
 if TYPE_CHECKING:
-    from rl_interfaces.testing.fake_cuda.device import FakeDevice
+    from rl_interfaces.backend.fake.device import FakeDevice
 
 NUM_DEVICES = 8
 _TOTAL_BYTES = 80 * 2**30
-
-active: list[FakeDevice] = []
-"""The device of the context that is entered: libraries keep streams in globals, beyond one."""
-
 
 def waits(*_: object, **__: object) -> None:
     """Count a wait of the host."""

@@ -1,9 +1,12 @@
-"""`FakeDevice`: runs operators of CUDA tensors as shapes alone, and counts what they would cost.
+"""`FakeDevice`: runs operators of a device as shapes alone, and counts what they would cost.
 
-Tensors on the host are real. Tensors on CUDA are FakeTensors, which have a shape, a dtype and a
-device. Two kinds also keep their values: integers and booleans of at most `_MAX_KNOWN` elements, so
-that lengths, plans and counts are real on the device too, and floats of at most `_MAX_KNOWN_FLOATS`
-elements. Any other float counts as 0 where the host asks for it.
+On CUDA, tensors on the host are real. Tensors on the device are FakeTensors, which have a shape, a
+dtype and a device. Two kinds also keep their values: integers and booleans of at most `_MAX_KNOWN`
+elements, so that lengths, plans and counts are real on the device too, and floats of at most
+`_MAX_KNOWN_FLOATS` elements. Any other float counts as 0 where the host asks for it.
+
+Where the CPU is the device, what is created with more than `_MAX_KNOWN` elements, or from a tensor
+on the meta device, is a FakeTensor, and so is what comes of one; other tensors are real.
 """
 
 from __future__ import annotations
@@ -35,7 +38,7 @@ _MAX_KNOWN = 1 << 16
 _MAX_KNOWN_FLOATS = 8
 # `c10::cuda::CUDACachingAllocator` rounds every block up to a multiple of this.
 _BLOCK_BYTES = 512
-_KIT = "rl_interfaces.testing.fake_cuda"
+_KITS = ("rl_interfaces.testing.fake_cuda", "rl_interfaces.backend.fake")
 # Between an operator and the line that calls it.
 _DISPATCHERS = ("torch._", "torch.utils._", "torch.overrides", "torch.distributed.tensor._")
 _PLAIN_TYPES = (torch.Tensor, torch.nn.Parameter, torch.nn.Buffer, FakeTensor)
@@ -52,9 +55,15 @@ _WITHOUT_KERNEL = frozenset(
 )
 # Of floats that are all 0, which is what unknown ones count as.
 _TRUE_OF_ZEROS = frozenset({"isfinite", "isclose", "all", "logical_not"})
+# They take a tensor, and sizes of their own.
+_SIZED = frozenset({"aten::new_empty", "aten::new_empty_strided", "aten::new_zeros"})
 _COMPARISONS: dict[str, Callable[[Any, Any], bool]] = {
     name: getattr(operator, name) for name in ("eq", "ne", "lt", "le", "gt", "ge")
 }
+
+
+active: list[FakeDevice] = []
+"""The device of the context that is entered: libraries keep streams in globals, beyond one."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -125,10 +134,20 @@ class FakeDevice(TorchDispatchMode):
     Args:
         packages: Prefixes of the package names to which synchronisations are attributed: the
             innermost frame of one of them is reported.
+        device_type: `cuda`, or `cpu` where the device is the host itself.
+        has_cuda_kernels: Whether attention takes the kernels of CUDA, also on the CPU.
     """
 
-    def __init__(self, *, packages: Sequence[str] = ("rl_",)) -> None:
+    def __init__(
+        self,
+        *,
+        packages: Sequence[str] = ("rl_",),
+        device_type: str = "cuda",
+        has_cuda_kernels: bool = True,
+    ) -> None:
         super().__init__()
+        self.device_type = device_type
+        self.has_cuda_kernels = has_cuda_kernels
         self._fake = _fake_mode()
         self._packages = tuple(packages)
         self._blocks: weakref.WeakKeyDictionary[Any, _Block] = weakref.WeakKeyDictionary()
@@ -167,6 +186,10 @@ class FakeDevice(TorchDispatchMode):
             figures.peak_bytes, figures.live_bytes = self.peak_bytes, self.live_bytes
             self._figures, self.peak_bytes = outer, max(outer_peak, self.peak_bytes)
 
+    def owns(self, device: Any) -> bool:
+        """Return whether a device is this one."""
+        return device is not None and torch.device(device).type == self.device_type
+
     def reset_peak(self) -> None:
         """Let the peak start from what is allocated now."""
         self.peak_bytes = self.live_bytes
@@ -189,7 +212,7 @@ class FakeDevice(TorchDispatchMode):
         frame, innermost = sys._getframe(2), ""
         while frame is not None:
             module = str(frame.f_globals.get("__name__", ""))
-            if module.startswith(_KIT):
+            if module.startswith(_KITS):
                 frame = frame.f_back
                 continue
             watched = module.partition(".")[0].startswith(self._packages)
@@ -206,7 +229,7 @@ class FakeDevice(TorchDispatchMode):
     # Bytes
 
     def _count(self, tensor: torch.Tensor) -> None:
-        if tensor.device.type == "cuda" and not self._paused:
+        if self.owns(tensor.device) and not self._paused:
             storage = tensor.untyped_storage()
             if storage not in self._blocks:
                 what = f"{tensor.dtype} {list(tensor.shape)}"
@@ -266,14 +289,14 @@ class FakeDevice(TorchDispatchMode):
         if any(type(each) not in _PLAIN_TYPES for each in tensors):
             return NotImplemented
         fakes = [each for each in tensors if isinstance(each, FakeTensor)]
-        if not fakes and not _is_cuda(kwargs.get("device")):
-            return func(*args, **kwargs)
+        if not fakes and not self._is_faked(func, tensors, args, kwargs):
+            return self._counted(func(*args, **kwargs))
         if func is torch.ops.prim.device.default:
             return args[0].fake_device
         if func.namespace == "c10d":
             return self._communicate(func, args, kwargs)
         name = func._schema.name.partition("::")[2]
-        on_device = any(each.device.type == "cuda" for each in fakes)
+        on_device = self.device_type != "cpu" and any(self.owns(each.device) for each in fakes)
         if name in _HOST_ANSWERS:
             return self._answer(name, args, fakes[0], on_device=on_device)
         if name == "copy_" and not isinstance(args[0], FakeTensor):
@@ -284,8 +307,32 @@ class FakeDevice(TorchDispatchMode):
             args = self._with_integer_indices(name, args)
         out = self._compute(func, name, args, kwargs)
         is_kernel = not func.is_view and name not in _WITHOUT_KERNEL
-        if is_kernel and (on_device or _is_cuda(kwargs.get("device"))):
+        if is_kernel and (on_device or self.owns(kwargs.get("device"))):
             self._launch(name)
+        return out
+
+    def _is_faked(
+        self, func: Any, tensors: Sequence[torch.Tensor], args: Any, kwargs: dict[str, Any]
+    ) -> bool:
+        """Return whether an operator without FakeTensors is one of the device all the same."""
+        device = kwargs.get("device")
+        if self.device_type != "cpu":
+            return self.owns(device)
+        if device is not None and not self.owns(device):
+            return False
+        if any(each.device.type == "meta" for each in tensors):
+            return self.owns(device)
+        if func.namespace != "aten" or func.is_view or tensors:
+            # Of what is real, and so is small.
+            return func._schema.name in _SIZED and _num_created(args) > _MAX_KNOWN
+        return _num_created(args) > _MAX_KNOWN
+
+    def _counted(self, out: Any) -> Any:
+        """Count real tensors where the host is the device."""
+        if self.device_type == "cpu":
+            for tensor in _tensors_in(out):
+                if type(tensor) in _PLAIN_TYPES:
+                    self._count(tensor)
         return out
 
     def _launch(self, name: str) -> None:
@@ -500,8 +547,10 @@ def _tensors_in(values: Any) -> list[torch.Tensor]:
     return [each for each in tree_flatten(values)[0] if isinstance(each, torch.Tensor)]
 
 
-def _is_cuda(device: Any) -> bool:
-    return device is not None and torch.device(device).type == "cuda"
+def _num_created(args: tuple[Any, ...]) -> int:
+    """Return the elements of a tensor whose sizes are among the arguments of its creation."""
+    sizes = [each for each in tree_flatten(args)[0] if type(each) is int]
+    return math.prod(size for size in sizes if size > 0)
 
 
 def _is_kept(tensor: torch.Tensor) -> bool:
