@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from contextlib import ExitStack, contextmanager
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 from rl_interfaces.backend.worker import EngineWorker
 from torch.distributed.tensor.experimental import context_parallel
@@ -13,6 +13,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from rl_dtensor_worker.engine import DTensorEngine, free_cached_memory, move_buffers
 from rl_dtensor_worker.layout import check_same_media
 from rl_dtensor_worker.model.lora import write_peft_directory
+from rl_dtensor_worker.parallel.structure import decoder_layers
 
 if TYPE_CHECKING:
     from collections.abc import Generator
@@ -24,6 +25,7 @@ if TYPE_CHECKING:
     from rl_interfaces.backend.steps import Step
     from torch import nn
     from torch.distributed.device_mesh import DeviceMesh
+    from transformers import PreTrainedModel
 
 
 class DTensorPolicyWorker(EngineWorker):
@@ -39,6 +41,11 @@ class DTensorPolicyWorker(EngineWorker):
 
     engine_class = DTensorEngine
     _engine: DTensorEngine
+
+    @staticmethod
+    def repeated_layers(model: nn.Module) -> list[nn.Module]:
+        """Return the repeated layers, in order; see `rl_interfaces.backend.memory`."""
+        return list(decoder_layers(cast("PreTrainedModel", model)).values())
 
     @property
     def saves_in_background(self) -> bool:

@@ -5,8 +5,8 @@ dtype and a device. Two kinds also keep their values: integers and booleans of a
 elements, so that lengths, plans and counts are real on the device too, and floats of at most
 `_MAX_KNOWN_FLOATS` elements. Any other float counts as 0 where the host asks for it.
 
-Where the CPU is the device, what is created with more than `_MAX_KNOWN` elements, or from a tensor
-on the meta device, is a FakeTensor, and so is what comes of one; other tensors are real.
+Where the CPU is the device, floats are created as FakeTensors, and so is what has more than
+`_MAX_KNOWN` elements or comes from the meta device or a FakeTensor; other tensors are real.
 """
 
 from __future__ import annotations
@@ -124,7 +124,7 @@ class _Block:
     """Memory of one storage."""
 
     what: str
-    origin: Sync
+    origin: Sync | None
     size: int = 0
 
 
@@ -148,6 +148,8 @@ class FakeDevice(TorchDispatchMode):
         super().__init__()
         self.device_type = device_type
         self.has_cuda_kernels = has_cuda_kernels
+        # Of waits and allocations; the host does not wait for itself.
+        self._watches_lines = device_type != "cpu"
         self._fake = _fake_mode()
         self._packages = tuple(packages)
         self._blocks: weakref.WeakKeyDictionary[Any, _Block] = weakref.WeakKeyDictionary()
@@ -205,7 +207,7 @@ class FakeDevice(TorchDispatchMode):
 
     def synchronised(self, kind: str) -> None:
         """Count a wait of the host at the innermost line of the watched packages."""
-        if not self._paused:
+        if not self._paused and self._watches_lines:
             self._figures.syncs[self._caller(kind)] += 1
 
     def _caller(self, kind: str) -> Sync:
@@ -232,8 +234,9 @@ class FakeDevice(TorchDispatchMode):
         if self.owns(tensor.device) and not self._paused:
             storage = tensor.untyped_storage()
             if storage not in self._blocks:
-                what = f"{tensor.dtype} {list(tensor.shape)}"
-                self._blocks[storage] = block = _Block(what, self._caller("allocation"))
+                what = f"{tensor.dtype} {list(tensor.shape)}" if self._watches_lines else ""
+                origin = self._caller("allocation") if self._watches_lines else None
+                self._blocks[storage] = block = _Block(what, origin)
                 weakref.finalize(storage, self._free, block)
             self.resized(storage)
 
@@ -320,12 +323,11 @@ class FakeDevice(TorchDispatchMode):
             return self.owns(device)
         if device is not None and not self.owns(device):
             return False
-        if any(each.device.type == "meta" for each in tensors):
-            return self.owns(device)
-        if func.namespace != "aten" or func.is_view or tensors:
-            # Of what is real, and so is small.
-            return func._schema.name in _SIZED and _num_created(args) > _MAX_KNOWN
-        return _num_created(args) > _MAX_KNOWN
+        if tensors:
+            # What is real is small, unless a tensor of another size is made of it.
+            is_sized = func._schema.name in _SIZED and _num_created(args) > _MAX_KNOWN
+            return is_sized or any(each.device.type == "meta" for each in tensors)
+        return _num_created(args) > _MAX_KNOWN or _creates_floats(args, kwargs)
 
     def _counted(self, out: Any) -> Any:
         """Count real tensors where the host is the device."""
@@ -411,23 +413,23 @@ class FakeDevice(TorchDispatchMode):
     def _compute(self, func: Any, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Compute the shapes, and the values where all inputs are known."""
         target = kwargs.get("device")
-        to_host = target is not None and torch.device(target).type == "cpu"
+        to_host = (
+            target is not None and torch.device(target).type == "cpu" and not self.owns(target)
+        )
         if kwargs.get("pin_memory"):
             kwargs["pin_memory"] = False
         if isinstance(kwargs.get("generator"), torch.Generator):
             kwargs["generator"] = None
+        inputs = _tensors_in((args, kwargs))
         fakes = {
-            id(each): self.fake_of(each)
-            for each in _tensors_in((args, kwargs))
-            if not isinstance(each, FakeTensor)
+            id(each): self.fake_of(each) for each in inputs if not isinstance(each, FakeTensor)
         }
 
         def faked(value: Any) -> Any:
             return fakes.get(id(value), value) if isinstance(value, torch.Tensor) else value
 
-        inputs = [*_tensors_in((args, kwargs))]
         values = _values(func, name, args, kwargs, inputs)
-        given, given_kwargs = tree_map(faked, args), tree_map(faked, kwargs)
+        given, given_kwargs = _tree_map(faked, args), _tree_map(faked, kwargs)
         try:
             with self._fake:
                 out = func(*given, **given_kwargs)
@@ -456,8 +458,8 @@ class FakeDevice(TorchDispatchMode):
         given: Sequence[torch.Tensor],
     ) -> Any:
         """Attach the values to the outputs; what is small and on the host becomes real."""
-        flat, spec = tree_flatten(out)
-        known = tree_flatten(values)[0] if values is not None else [None] * len(flat)
+        flat, spec = ([out], None) if isinstance(out, FakeTensor) else tree_flatten(out)
+        known = _leaves(values) if values is not None else [None] * len(flat)
         # An operator that writes in place returns its argument: the caller's own, real tensor.
         real_of = {
             id(fake): each for each in given if (fake := originals.get(id(each))) is not None
@@ -482,7 +484,7 @@ class FakeDevice(TorchDispatchMode):
                 results.append(_real_of(tensor, value))
             else:
                 results.append(tensor)
-        return spec.unflatten(results)
+        return results[0] if spec is None else spec.unflatten(results)
 
     # Collectives
 
@@ -543,13 +545,43 @@ def describe_like(tensor: FakeTensor, other: FakeTensor) -> None:
         _with_values(tensor, values)
 
 
+def _leaves(value: Any) -> list[Any]:
+    """Return what an operator's arguments hold: they are nested in nothing else than these."""
+    if isinstance(value, (tuple, list)):
+        return [leaf for each in value for leaf in _leaves(each)]
+    if isinstance(value, dict):
+        return [leaf for each in value.values() for leaf in _leaves(each)]
+    return [value]
+
+
+def _tree_map(function: Callable[[Any], Any], value: Any) -> Any:
+    """Return arguments with each leaf replaced, as torch's `tree_map`, which takes much longer."""
+    if type(value) in (tuple, list):
+        return type(value)([_tree_map(function, each) for each in value])
+    if type(value) is dict:
+        return {key: _tree_map(function, each) for key, each in value.items()}
+    if isinstance(value, (tuple, list, dict)):
+        return tree_map(function, value)
+    return function(value)
+
+
 def _tensors_in(values: Any) -> list[torch.Tensor]:
-    return [each for each in tree_flatten(values)[0] if isinstance(each, torch.Tensor)]
+    return [each for each in _leaves(values) if isinstance(each, torch.Tensor)]
+
+
+def _creates_floats(args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+    """Return whether a function without a tensor among its arguments returns one of floats."""
+    dtype = kwargs.get("dtype")
+    if dtype is not None:
+        return dtype.is_floating_point
+    # Sizes are in a list; `arange` and `full` take numbers, whose type decides.
+    numbers = [each for each in args if isinstance(each, (bool, int, float))]
+    return not numbers or any(isinstance(each, float) for each in numbers)
 
 
 def _num_created(args: tuple[Any, ...]) -> int:
     """Return the elements of a tensor whose sizes are among the arguments of its creation."""
-    sizes = [each for each in tree_flatten(args)[0] if type(each) is int]
+    sizes = [each for each in _leaves(args) if type(each) is int]
     return math.prod(size for size in sizes if size > 0)
 
 
@@ -594,6 +626,12 @@ def _number(tensor: torch.Tensor) -> float | int | bool:
     return 0.0 if tensor.is_floating_point() else torch.zeros((), dtype=tensor.dtype).item()
 
 
+def on_host(fake: FakeTensor) -> torch.Tensor:
+    """Return a real tensor with the values of `fake`; unknown ones are 0."""
+    with _disable_current_modes():
+        return _real_of(fake, None)
+
+
 def _real_of(fake: FakeTensor, values: Any) -> torch.Tensor:
     known = values if isinstance(values, torch.Tensor) else _known(fake)
     if known is None:
@@ -615,14 +653,14 @@ def _values(
     # A real argument that is written to would be written to twice.
     if not all(isinstance(each, FakeTensor) or _is_kept(each) for each in inputs):
         return None
-    sizes = [each for each in tree_flatten((args, kwargs))[0] if type(each) is int]
+    sizes = [each for each in _leaves((args, kwargs)) if type(each) is int]
     if not inputs and math.prod(size for size in sizes if size > 0) > _MAX_KNOWN:
         return None
 
     def real(value: Any) -> Any:
         return _values_of(value) if isinstance(value, torch.Tensor) else value
 
-    given, options = tree_map(real, args), tree_map(real, kwargs)
+    given, options = _tree_map(real, args), _tree_map(real, kwargs)
     if options.get("device") is not None:
         options["device"] = _CPU
     options.pop("pin_memory", None)

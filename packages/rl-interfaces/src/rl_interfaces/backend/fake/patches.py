@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Generator
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, nullcontext
 from typing import Any
 
 import torch
@@ -22,7 +22,7 @@ from torch.utils import _foreach_utils
 from torch.utils._python_dispatch import _disable_current_modes
 from torch.utils._pytree import tree_map
 
-from rl_interfaces.backend.fake.device import FakeDevice, active, describe_like
+from rl_interfaces.backend.fake.device import FakeDevice, active, describe_like, on_host
 
 _ABSENT = object()
 _aten = torch.ops.aten
@@ -119,6 +119,7 @@ def _tensor_surface() -> Any:
         (torch.Tensor, "data", property(lambda tensor: _DATA.__get__(tensor), _set_data)),
         (torch.Tensor, "record_stream", lambda tensor, stream: None),
         (FakeTensor, "tolist", _to_list),
+        (FakeTensor, "numpy", lambda tensor: on_host(tensor).numpy()),
         (torch.UntypedStorage, "data_ptr", _data_pointer),
         (torch.UntypedStorage, "resize_", _resize),
         (torch.utils, "swap_tensors", _swap),
@@ -167,7 +168,7 @@ def _resize(storage: torch.UntypedStorage, size: int) -> torch.UntypedStorage:
 
 def _to_list(tensor: FakeTensor) -> Any:
     # torch reads a FakeTensor number by number, and a real one in one copy.
-    return _TO_LIST(tensor.cpu())
+    return _TO_LIST(on_host(tensor) if tensor.device.type == "cpu" else tensor.cpu())
 
 
 def _tensor_of(data: Any, *args: Any, **kwargs: Any) -> torch.Tensor:
@@ -212,7 +213,9 @@ def _shape_inference(device: FakeDevice) -> Generator[None, None, None]:
 
     def uncounted(*args: Any, **kwargs: Any) -> Any:
         # DTensor makes full tensors up to learn their shapes: nothing of it happens on a device.
-        with device.uncounted():
+        # Its own mode for that is complete on the CPU, and cannot be mixed with the device's.
+        hidden = _disable_current_modes() if device.device_type == "cpu" else nullcontext()
+        with device.uncounted(), hidden:
             return propagate(*args, **kwargs)
 
     replacements: list[tuple[Any, str, Any]] = [

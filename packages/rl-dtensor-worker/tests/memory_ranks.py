@@ -1,0 +1,120 @@
+"""What the calls of a worker allocate on real ranks: the oracle of `rl_interfaces.backend.memory`.
+
+Two ways to measure, which hold each other:
+
+- `Storages` adds up the storages of all tensors that operators have returned, and looks at their
+  sizes after every operator.
+- `allocated` adds up the events of torch's CPU allocator, which also has what kernels allocate
+  inside. They are those of the calling thread: with gloo, whose threads free tensors, they do not
+  add up, so that it is for one rank.
+"""
+
+import weakref
+from contextlib import contextmanager
+from types import SimpleNamespace
+
+import torch
+from ranks import worker_for
+from torch.distributed.tensor import DTensor
+from torch.profiler import ProfilerActivity, profile
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+
+class Storages(TorchDispatchMode):
+    """Adds up the bytes of storages that are alive."""
+
+    def __init__(self):
+        super().__init__()
+        self._alive = weakref.WeakSet()
+        self.peak = 0
+
+    def live(self):
+        return sum(storage.nbytes() for storage in self._alive)
+
+    @contextmanager
+    def counting(self):
+        found = SimpleNamespace()
+        self.peak = self.live()
+        yield found
+        found.growth, found.peak = self.live(), self.peak
+
+    def watch(self, tensors):
+        for tensor in tensors:
+            if type(tensor) in (torch.Tensor, torch.nn.Parameter) and tensor.device.type == "cpu":
+                self._alive.add(tensor.untyped_storage())
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        kwargs = kwargs or {}
+        leaves = [each for each in tree_leaves((args, kwargs)) if isinstance(each, torch.Tensor)]
+        if any(isinstance(each, DTensor) for each in leaves):
+            return NotImplemented  # it comes back with its shards
+        # Before: what FSDP has resized without an operator.
+        self.peak = max(self.peak, self.live())
+        out = func(*args, **kwargs)
+        self.watch(tree_leaves(out))
+        self.peak = max(self.peak, self.live())
+        return out
+
+
+@contextmanager
+def allocated():
+    """Add up what torch's CPU allocator gives out and takes back inside."""
+    found = SimpleNamespace()
+    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as recorded:
+        yield found
+    changes = sorted(
+        (
+            (event.start_ns(), event.nbytes())
+            for event in recorded.profiler.kineto_results.events()
+            if event.name() == "[memory]"
+        ),
+        key=lambda change: change[0],
+    )
+    found.peak = found.growth = 0
+    for _, change in changes:
+        found.growth += change
+        found.peak = max(found.peak, found.growth)
+
+
+def calls_of(worker, *, rows, scored, loss, gbs):
+    def gather():
+        for _ in worker.weight_source:
+            pass
+
+    return {
+        "score": lambda: worker.get_logprobs(scored),
+        # The first one makes the optimizer's state.
+        "first train": lambda: worker.train(rows, loss, gbs=gbs),
+        "train": lambda: worker.train(rows, loss, gbs=gbs),
+        "gather": gather,
+    }
+
+
+def measure_storages(*, config, **arguments):
+    """Return the bytes at the peak and at the end of each call, by live storages."""
+    counter, found = Storages(), {}
+    with counter, worker_for(config, init_reference_model=False, as_small=True) as worker:
+        for name, call in calls_of(worker, **arguments).items():
+            with counter.counting() as counted:
+                call()
+            found[name] = (counted.peak, counted.growth)
+    return found
+
+
+def measure_allocator(*, config, **arguments):
+    """Return the same by the allocator's events, of a single rank."""
+    found = {}
+    with allocated() as load:
+        context = worker_for(config, init_reference_model=False, as_small=True)
+        worker = context.__enter__()
+    try:
+        base = load.growth
+        for name, call in calls_of(worker, **arguments).items():
+            with allocated() as counted:
+                call()
+            found[name] = (base + counted.peak, base + counted.growth)
+            base += counted.growth
+    finally:
+        context.__exit__(None, None, None)
+    return found
