@@ -54,7 +54,7 @@ def one_rank(device: FakeDevice, *, rank: int, world_size: int) -> Generator[Non
         for patches in (
             _tensor_surface(),
             _groups(),
-            _foreach_types(),
+            _foreach_types(device),
             _shape_inference(device),
             _attention(device),
         ):
@@ -197,9 +197,15 @@ def _groups() -> Any:
 # Libraries that treat FakeTensors in a way of their own
 
 
-def _foreach_types() -> Any:
+def _foreach_types(device: FakeDevice) -> Any:
     """Let optimizers and norms take the kernels over lists of tensors, as for real tensors."""
+    devices: list[tuple[Any, str, Any]] = []
+    if device.device_type == "cpu" and device.has_cuda_kernels:
+        # Optimizers take them by default on CUDA, where they make a list of temporary tensors.
+        name = "_get_foreach_kernels_supported_devices"
+        devices = [(each, name, lambda: ["cpu"]) for each in (torch_optimizer, _foreach_utils)]
     return replaced(
+        *devices,
         *(
             (owner, "_foreach_supported_types", [*owner._foreach_supported_types, FakeTensor])
             for owner in (torch_optimizer, _foreach_utils)
