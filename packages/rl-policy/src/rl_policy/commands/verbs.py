@@ -37,7 +37,7 @@ _ComparisonOut = Annotated[
 
 def add_commands(app: typer.Typer) -> None:
     """Add the commands."""
-    for command in (merge, report, compare, watch, doctor):
+    for command in (merge, report, compare, watch, doctor, plan):
         app.command(command.__name__)(command)
     app.command("convert-config")(convert_config)
 
@@ -130,6 +130,57 @@ def doctor(
             typer.echo(str(finding))
             is_ok &= finding.is_ok
     if not is_ok:
+        raise typer.Exit(FAILED)
+
+
+def plan(
+    gpus: Annotated[int, typer.Option(help="Devices of the policy.")],
+    memory: Annotated[str, typer.Option(metavar="SIZE", help="Of each device: 80GB, 141GiB.")],
+    settings: Annotated[
+        list[str] | None,
+        typer.Argument(
+            metavar="[MODEL] SECTION.KEY=VALUE", help="As of a run.", show_default="none"
+        ),
+    ] = None,
+    config: Annotated[
+        Path | None,
+        typer.Option(
+            parser=Path, metavar="PATH", help="YAML file with the configuration.", show_default="none"
+        ),
+    ] = None,
+    recipe: Annotated[str, typer.Option(help="The command that is planned.")] = "grpo",
+    gpus_per_node: Annotated[int, typer.Option(help="Devices of a node.")] = 8,
+    reserve: Annotated[
+        str | None,
+        typer.Option(
+            metavar="SIZE", help="For driver, NCCL and fragments.", show_default="3GiB"
+        ),
+    ] = None,
+    all_layers: Annotated[
+        bool, typer.Option("--all-layers", help="Trace all layers.", show_default="off")
+    ] = False,
+) -> None:
+    """Show what each device holds in each phase of a step, before anything is launched.
+
+    The worker runs without a GPU, on tensors without memory, and needs config.json alone of the
+    model. The exit status is 1 if a phase does not fit.
+    """
+    from rl_policy.cli import with_model_key
+    from rl_policy.planning.request import plan_memory
+
+    with bad_input_in_one_line():
+        planned = plan_memory(
+            with_model_key(settings or []),
+            gpus=gpus,
+            memory=memory,
+            recipe=recipe,
+            config=config,
+            gpus_per_node=gpus_per_node,
+            reserve=reserve,
+            all_layers=all_layers,
+        )
+    typer.echo(str(planned))
+    if not planned.fits:
         raise typer.Exit(FAILED)
 
 
