@@ -49,6 +49,15 @@ def check_doctor(command: str) -> None:
     assert result.exit_code == 0, f"{command}: {result.output}"
 
 
+def check_plan(command: str) -> None:
+    """Plan with a unit that is none, which ends the command after its options have been read."""
+    words = shlex.split(command)[1:]
+    words[words.index("--memory") + 1] = "80"
+    result = CliRunner().invoke(build_app(), words)
+    assert result.exit_code == 2, f"{command}: {result.output}"
+    assert "with a unit" in result.stderr, f"{command}: {result.stderr}"
+
+
 def check_verb(command: str) -> None:
     """Find the command, which refuses a directory that holds no run."""
     words = shlex.split(command)
@@ -144,6 +153,7 @@ RULES = [
         "the file is the reader's",
         check_paths,
     ),
+    Rule(r"rl-policy plan meta-llama/", "the model is not on this machine", check_plan),
     Rule(r"rl-policy doctor", "this machine may lack something", check_doctor),
     Rule(
         r"(uv run )?rl-policy (report|compare|watch) (?!quick)",

@@ -67,6 +67,7 @@ SLOW_PAGES = {
     "docs/pages/how-to/own-loop.md",
     "docs/pages/how-to/own-model.md",
     "docs/pages/how-to/own-reward.md",
+    "docs/pages/how-to/plan.md",
     "docs/pages/how-to/python.md",
     "docs/pages/how-to/report.md",
     "docs/pages/how-to/torchrun.md",

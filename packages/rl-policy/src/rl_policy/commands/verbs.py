@@ -145,16 +145,17 @@ def plan(
     config: Annotated[
         Path | None,
         typer.Option(
-            parser=Path, metavar="PATH", help="YAML file with the configuration.", show_default="none"
+            parser=Path,
+            metavar="PATH",
+            help="YAML file with the configuration.",
+            show_default="none",
         ),
     ] = None,
     recipe: Annotated[str, typer.Option(help="The command that is planned.")] = "grpo",
     gpus_per_node: Annotated[int, typer.Option(help="Devices of a node.")] = 8,
     reserve: Annotated[
         str | None,
-        typer.Option(
-            metavar="SIZE", help="For driver, NCCL and fragments.", show_default="3GiB"
-        ),
+        typer.Option(metavar="SIZE", help="For driver, NCCL and fragments.", show_default="3GiB"),
     ] = None,
     all_layers: Annotated[
         bool, typer.Option("--all-layers", help="Trace all layers.", show_default="off")

@@ -190,9 +190,7 @@ def _subject(request: Mapping[str, Any]) -> Subject:
 def _trace_depths(subject: Subject, depths: Depths) -> dict[int, WorkerTrace]:
     """Return the trace of each depth; they run at the same time."""
     deadline = time.monotonic() + _TRACE_LIMIT_S
-    children = {
-        depth: _start(partial(_trace_depth, subject, depth)) for depth in depths.traced
-    }
+    children = {depth: _start(partial(_trace_depth, subject, depth)) for depth in depths.traced}
     try:
         return {depth: _receive(*child, deadline=deadline) for depth, child in children.items()}
     finally:

@@ -209,7 +209,7 @@ def _foreach_types(device: FakeDevice) -> Any:
         *(
             (owner, "_foreach_supported_types", [*owner._foreach_supported_types, FakeTensor])
             for owner in (torch_optimizer, _foreach_utils)
-        )
+        ),
     )
 
 

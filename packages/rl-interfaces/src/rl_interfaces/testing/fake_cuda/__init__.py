@@ -38,8 +38,8 @@ from importlib import import_module
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from rl_interfaces.testing.fake_cuda.cuda import fake_cuda
     from rl_interfaces.backend.fake.device import FakeDevice, Figures, Sync
+    from rl_interfaces.testing.fake_cuda.cuda import fake_cuda
     from rl_interfaces.testing.fake_cuda.guard import load, why_unavailable
     from rl_interfaces.testing.fake_cuda.life import run_life
     from rl_interfaces.testing.fake_cuda.limits import Numbers, exceeded, read_limits

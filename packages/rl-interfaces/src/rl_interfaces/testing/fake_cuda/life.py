@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from rl_batched_data import BatchedDataDict
 
-    from rl_interfaces.loss import LossFunction
     from rl_interfaces.backend.fake.device import FakeDevice, Figures
+    from rl_interfaces.loss import LossFunction
 
 
 def run_life(

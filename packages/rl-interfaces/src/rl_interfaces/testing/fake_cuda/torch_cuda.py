@@ -17,6 +17,7 @@ if TYPE_CHECKING:
 NUM_DEVICES = 8
 _TOTAL_BYTES = 80 * 2**30
 
+
 def waits(*_: object, **__: object) -> None:
     """Count a wait of the host."""
     for device in active:
