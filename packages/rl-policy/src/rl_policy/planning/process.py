@@ -24,12 +24,12 @@ from rl_interfaces.backend.memory import (
     TokenIds,
     TraceRequest,
     WorkerTrace,
+    empty_language_model,
     plan_depths,
     shallow_config,
     trace_worker,
     write_stand_in,
 )
-from rl_interfaces.backend.memory.stand_in import empty_language_model
 from rl_refit.plan import RefitPlan, default_bucket_bytes, read_specs
 
 from rl_policy import backends

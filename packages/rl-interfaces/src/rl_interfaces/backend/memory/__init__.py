@@ -7,7 +7,12 @@ shapes alone.
 """
 
 from rl_interfaces.backend.memory.depth import Depths, extrapolate, plan_depths
-from rl_interfaces.backend.memory.stand_in import TokenIds, shallow_config, write_stand_in
+from rl_interfaces.backend.memory.stand_in import (
+    TokenIds,
+    empty_language_model,
+    shallow_config,
+    write_stand_in,
+)
 from rl_interfaces.backend.memory.trace import (
     MemoryTracedWorker,
     PhaseTrace,
@@ -23,6 +28,7 @@ __all__ = [
     "TokenIds",
     "TraceRequest",
     "WorkerTrace",
+    "empty_language_model",
     "extrapolate",
     "plan_depths",
     "shallow_config",

@@ -78,7 +78,7 @@ def write_stand_in(
     """
     config = copy.deepcopy(config)
     if hasattr(config, "quantization_config"):
-        del config.quantization_config
+        delattr(config, "quantization_config")
     config.save_pretrained(directory)
     model = empty_language_model(config, trust_remote_code=trust_remote_code)
     header: dict[str, object] = {}

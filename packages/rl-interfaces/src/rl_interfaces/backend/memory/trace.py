@@ -113,13 +113,18 @@ class _MeanLoss:
         self.input_type = LossInput.LOGITS if of_scores else LossInput.LOGPROBS
 
     def __call__(
-        self, values: torch.Tensor, data: Mapping[str, torch.Tensor], seqs: Any, toks: Any
-    ) -> tuple[torch.Tensor, dict[str, Any]]:
+        self,
+        next_token_logits: torch.Tensor,
+        data: Mapping[str, torch.Tensor],
+        global_valid_seqs: torch.Tensor,
+        global_valid_toks: torch.Tensor,
+    ) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
         rows = data["sample_mask"]
         if self.input_type is LossInput.LOGITS:
-            loss = values.float().mean() * rows.sum() / seqs
+            loss = next_token_logits.float().mean() * rows.sum() / global_valid_seqs
         else:
-            loss = -(values * data["token_mask"] * rows[:, None]).sum() / toks
+            targets = data["token_mask"] * rows[:, None]
+            loss = -(next_token_logits * targets).sum() / global_valid_toks
         return loss, {"num_valid_samples": rows.sum()}
 
 
