@@ -19,7 +19,6 @@ from transformers import (
     AutoModelForCausalLM,
     Gemma2Config,
     LlamaConfig,
-    MixtralConfig,
     Qwen2Config,
     Qwen3Config,
 )
@@ -44,7 +43,6 @@ MODELS = {
     "qwen2": Qwen2Config(**_SIZES, tie_word_embeddings=True),
     "qwen3": Qwen3Config(**_SIZES, head_dim=32),
     "gemma2": Gemma2Config(**_SIZES, head_dim=32),
-    "mixtral": MixtralConfig(**_SIZES, num_local_experts=4, num_experts_per_tok=2),
 }
 # Model, ranks, keys of the policy, keys of `dtensor_cfg`.
 CASES = {
@@ -57,15 +55,9 @@ CASES = {
         {"tensor_parallel_size": 2, "activation_checkpointing": True},
     ),
     "llama_tp2_sp": ("llama", 2, {}, {"tensor_parallel_size": 2, "sequence_parallel": True}),
-    "llama_cp2": ("llama", 2, {"precision": "bfloat16"}, {"context_parallel_size": 2}),
     "gemma2_dp2": ("gemma2", 2, {"precision": "bfloat16"}, {}),
-    # The grouped products of experts have a shape function for bfloat16 alone.
-    "mixtral_dp2": ("mixtral", 2, {"precision": "bfloat16"}, {}),
-    "qwen2_lora": ("qwen2", 2, {}, {"lora": {"enabled": True, "r": 8, "lora_alpha": 16}}),
 }
 FAST = "llama_dp2"
-
-pytestmark = pytest.mark.needs("rl-dtensor-worker[lora]")
 
 
 def full_rows(num_rows, width=WIDTH):

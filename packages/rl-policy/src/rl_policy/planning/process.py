@@ -91,6 +91,11 @@ def _plan(request: Mapping[str, Any]) -> dict[str, Any]:
     model = empty_language_model(
         subject.model_config, trust_remote_code=subject.policy["trust_remote_code"]
     )
+    if any(".experts." in name for name, _ in model.named_parameters()):
+        raise ValueError(
+            f"policy.model_name={subject.policy['model_name']!r} has a mixture of experts, which "
+            "cannot be planned: take a step, whose peak_memory_gib is in metrics.jsonl"
+        )
     layers = subject.worker_class.repeated_layers(model)
     total = sum(each.numel() for each in model.parameters())
     depths = plan_depths(
@@ -152,11 +157,7 @@ def _subject(request: Mapping[str, Any]) -> Subject:
             f"{MemoryTracedWorker.__name__}: plan with policy.dtensor_cfg.enabled=true, or take a "
             "step, whose peak_memory_gib is in metrics.jsonl"
         )
-    if policy["dtensor_cfg"]["cpu_offload"]:
-        raise ValueError(
-            "policy.dtensor_cfg.cpu_offload=True cannot be planned: leave it out, and take the "
-            "plan's parameters and optimizer state off"
-        )
+    _refuse_untraceable(policy)
     world_size = sum(request["bundles"])
     longest = policy.get("max_total_sequence_length")
     with tempfile.TemporaryDirectory() as directory:
@@ -185,6 +186,31 @@ def _subject(request: Mapping[str, Any]) -> Subject:
         layout=layout,
         world_size=world_size,
     )
+
+
+def _refuse_untraceable(policy: Mapping[str, Any]) -> None:
+    """Raise for what a trace does not follow, or has not been held against real ranks."""
+    section = policy["dtensor_cfg"]
+    ways: dict[str, tuple[bool, object, str]] = {
+        "cpu_offload": (
+            section["cpu_offload"],
+            section["cpu_offload"],
+            "leave it out, and take the plan's parameters and optimizer state off",
+        ),
+        "lora.enabled": (
+            section["lora"]["enabled"],
+            section["lora"]["enabled"],
+            "leave it out: a plan without adapters is an upper bound",
+        ),
+        "context_parallel_size": (
+            section["context_parallel_size"] > 1,
+            section["context_parallel_size"],
+            "leave it out and divide policy.max_total_sequence_length by it, for a first idea",
+        ),
+    }
+    for key, (is_set, value, way) in ways.items():
+        if is_set:
+            raise ValueError(f"policy.dtensor_cfg.{key}={value} cannot be planned: {way}")
 
 
 def _trace_depths(subject: Subject, depths: Depths) -> dict[int, WorkerTrace]:
