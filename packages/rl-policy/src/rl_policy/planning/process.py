@@ -173,11 +173,6 @@ def _subject(request: Mapping[str, Any]) -> Subject:
         )
     if longest is None:
         policy["max_total_sequence_length"] = model_config.get_text_config().max_position_embeddings
-    # Named by its class alone, the stand-in can be read without the model's own directory.
-    if not model_config.architectures:
-        raise ValueError(
-            f"policy.model_name={policy['model_name']!r}: its config.json has no architectures"
-        )
     return Subject(
         config=config,
         policy=policy,
