@@ -1,0 +1,192 @@
+"""Advantages of sampled completions, which `ClippedPGLoss` weighs their tokens by.
+
+Rewards are `[batch]`; the completions of a prompt, its group, are adjacent. An advantage is of a
+completion, `[batch]`, or of each of its tokens, `[batch, seq]`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+
+STD_EPSILON = 1e-6
+"""Added to the standard deviation of a group or a batch, in units of reward."""
+
+
+def group_relative_advantages(
+    rewards: torch.Tensor,
+    *,
+    group_size: int,
+    leave_one_out: bool = False,
+    divide_by_std: bool = True,
+) -> torch.Tensor:
+    """Return the advantage of each completion; a group of equal rewards gets zeros.
+
+    GRPO (Shao et al. 2024) computes `(r - mean) / std` over the completions of one prompt. Without
+    the division it is the estimator of Dr. GRPO (Liu et al. 2025); with the mean over the *other*
+    completions as the baseline it is RLOO (Ahmadian et al. 2024).
+
+    Example, `rewards = [1, 0, 0, 0]` and `group_size = 4`, standard deviation (n - 1) 0.5:
+        default                                  [ 1.5, -0.5, -0.5, -0.5]
+        divide_by_std=False                      [0.75, -0.25, -0.25, -0.25]
+        leave_one_out=True, divide_by_std=False  [ 1.0, -1/3, -1/3, -1/3]
+
+    Args:
+        rewards: `[batch]`, any float; the completions of a prompt are adjacent.
+        group_size: Completions per prompt, at least 2.
+        leave_one_out: Exclude a completion's own reward from its baseline.
+        divide_by_std: Divide by the standard deviation of the group.
+
+    Returns:
+        `[batch]` float32.
+
+    Raises:
+        ValueError: `group_size` is below 2, or does not divide the batch.
+    """
+    if group_size < 2:
+        raise ValueError(f"group_size={group_size} must be at least 2: there is nothing to compare")
+    if rewards.shape[0] % group_size:
+        raise ValueError(f"group_size={group_size} does not divide {rewards.shape[0]} rewards")
+    groups = rewards.float().view(-1, group_size)
+    advantages = groups - groups.mean(dim=1, keepdim=True)
+    # The mean of equal rewards is rounded: without this, `std` would amplify the rounding error.
+    is_equal = (groups == groups[:, :1]).all(dim=1, keepdim=True)
+    advantages = advantages.masked_fill(is_equal, 0.0)
+    if leave_one_out:
+        # r - (sum - r) / (n - 1) = (r - mean) * n / (n - 1)
+        advantages = advantages * (group_size / (group_size - 1))
+    if divide_by_std:
+        advantages = advantages / (groups.std(dim=1, keepdim=True) + STD_EPSILON)
+    return advantages.view(-1)
+
+
+def per_reward_advantages(
+    rewards: torch.Tensor,
+    *,
+    weights: Sequence[float],
+    group_size: int,
+    leave_one_out: bool = False,
+    divide_by_std: bool = True,
+) -> torch.Tensor:
+    """Return the weighted sum of the advantages that each of several rewards gives on its own.
+
+    GDPO (Liu et al. 2026) normalises before it sums: a reward of a wide range then does not drown
+    one of a narrow range, and combinations of rewards of one sum keep distinct advantages. The
+    paper whitens the sums over the batch, see `whiten`.
+
+    Example, two rewards of one group, `[1, 0]` and `[0, 10]`, `weights = [1, 1]`:
+        standard deviations 0.7071 and 7.071: [0.7071, -0.7071] + [-0.7071, 0.7071] = [0, 0]
+        the sums [1, 10] alone would give [-0.7071, 0.7071]
+
+    Args:
+        rewards: `[batch, rewards]`, any float.
+        weights: One for each reward.
+        group_size: Completions per prompt, at least 2.
+        leave_one_out: As in `group_relative_advantages`.
+        divide_by_std: The same.
+
+    Returns:
+        `[batch]` float32.
+
+    Raises:
+        ValueError: The numbers of rewards and weights differ, or `group_size` is wrong.
+    """
+    if rewards.shape[1] != len(weights):
+        raise ValueError(f"{len(weights)} weights were given for {rewards.shape[1]} rewards")
+    total = torch.zeros(rewards.shape[0])
+    for column, weight in zip(rewards.unbind(dim=1), weights, strict=True):
+        total += weight * group_relative_advantages(
+            column,
+            group_size=group_size,
+            leave_one_out=leave_one_out,
+            divide_by_std=divide_by_std,
+        )
+    return total
+
+
+def whiten(
+    advantages: torch.Tensor, mask: torch.Tensor | None = None, *, correction: int = 0
+) -> torch.Tensor:
+    """Return advantages less their mean over the batch, divided by their standard deviation.
+
+    REINFORCE++ (Hu 2025) whitens over the target tokens of a batch, so that a long completion
+    counts more often; GDPO over its completions, with `correction=1`. Equal values get zeros.
+
+    Example, `advantages = [1, 0, 0, 0]` without a mask, mean 0.25, variance 0.1875:
+        [1.7321, -0.5774, -0.5774, -0.5774]
+
+    Args:
+        advantages: `[batch]` or `[batch, seq]`, any float.
+        mask: Of the same shape, 1 where a value counts. None: all do.
+        correction: The variance is divided by the count less this, 0 or 1.
+
+    Returns:
+        Float32 of the same shape; 0 where the mask is.
+    """
+    counted = torch.ones_like(advantages) if mask is None else mask
+    values, weights = advantages.double(), counted.double()
+    count = weights.sum()
+    mean = (values * weights).sum() / count.clamp(min=1)
+    centred = (values - mean) * weights
+    std = ((centred**2).sum() / (count - correction).clamp(min=1)).sqrt()
+    valid = values[weights > 0]
+    # The mean of equal values is rounded: `std` would amplify the rounding error.
+    if not len(valid) or bool((valid == valid[0]).all()):
+        return torch.zeros_like(values, dtype=torch.float32)
+    return (centred / (std + STD_EPSILON)).float()
+
+
+def groups_with_signal(rewards: torch.Tensor, *, group_size: int) -> torch.Tensor:
+    """Return which groups have unequal rewards, and so advantages that are not all zero.
+
+    Dynamic sampling of DAPO (Yu et al. 2025) samples other prompts in place of the rest.
+
+    Args:
+        rewards: `[batch]`, or `[batch, rewards]`, of which any may be unequal.
+        group_size: Completions per prompt.
+
+    Returns:
+        `[batch / group_size]`, bool.
+    """
+    groups = rewards.view(-1, group_size, 1 if rewards.ndim == 1 else rewards.shape[1])
+    return (groups != groups[:, :1]).flatten(1).any(dim=1)
+
+
+def overlong_penalties(lengths: torch.Tensor, *, max_length: int, buffer: float) -> torch.Tensor:
+    """Return the soft penalty for completions near the limit of tokens (DAPO, equation 13).
+
+    Example, `max_length = 100` and `buffer = 20`:
+        lengths   80, 85, 90, 100
+        penalties 0, -0.25, -0.5, -1
+
+    Args:
+        lengths: `[batch]`, tokens of the completions.
+        max_length: The most tokens of a completion.
+        buffer: The tokens before that limit over which the penalty grows, above 0.
+
+    Returns:
+        `[batch]` float32, in [-1, 0].
+    """
+    excess = lengths.float() - (max_length - buffer)
+    return -(excess / buffer).clamp(0, 1)
+
+
+def reward_to_go_penalty(penalties: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
+    """Return the sum of the penalties of each target token and those after it.
+
+    It is what REINFORCE++ (Hu 2025) subtracts from the advantage of a token: a penalty is no
+    consequence of the tokens after it.
+
+    Example, `penalties = [9, 1, 2, 3]`, `mask = [0, 1, 0, 1]`:
+        [4, 4, 3, 3]
+
+    Args:
+        penalties: `[batch, seq]`, any float.
+        mask: `[batch, seq]`, 1 for target tokens.
+
+    Returns:
+        `[batch, seq]` of the dtype of the penalties.
+    """
+    masked = torch.where(mask > 0, penalties, 0.0)
+    return masked.flip(1).cumsum(1).flip(1)
