@@ -3,34 +3,13 @@ import pickle
 
 import pytest
 import torch
+from loss_batches import evaluate, one_token, random_batch, two_rows
 from rl_interfaces import LossFunction, LossInput, LossType
 from rl_policy.losses import ClippedPGLoss, DPOLoss, NLLLoss, group_relative_advantages
 
 # Hand-computed numbers are written in float64 and compared with float32 results.
 TOLERANCE = {"rtol": 1e-6, "atol": 1e-6}
 REWARDS = torch.tensor([1.0, 0.0, 0.0, 0.0, 2.0, 4.0, 6.0, 8.0])
-
-
-def one_token(*, ratio, advantage, **columns):
-    """Return log-probabilities and a batch of one row `[first token, target token]`."""
-    prev = math.log(0.25)
-    logprobs = torch.tensor([[0.0, prev + math.log(ratio)]], dtype=torch.float64)
-    batch = {
-        "token_mask": torch.tensor([[0, 1]]),
-        "sample_mask": torch.tensor([1.0]),
-        "prev_logprobs": torch.tensor([[0.0, prev]], dtype=torch.float64),
-        "advantages": torch.tensor([[advantage, advantage]], dtype=torch.float64),
-    }
-    for name, value in columns.items():
-        batch[name] = torch.tensor([[0.0, value]], dtype=torch.float64)
-    return logprobs.requires_grad_(), batch
-
-
-def evaluate(loss_fn, logprobs, batch, *, seqs=None, toks=None):
-    mask = batch["token_mask"][:, 1:] * batch["sample_mask"][:, None]
-    seqs = batch["sample_mask"].sum() if seqs is None else torch.tensor(seqs)
-    toks = mask.sum() if toks is None else torch.tensor(toks)
-    return loss_fn(logprobs, batch, seqs, toks)
 
 
 @pytest.mark.parametrize(
@@ -138,20 +117,6 @@ def test_the_penalty_is_not_weighted_by_the_importance():
     assert value.item() == pytest.approx(-2.0 + 0.5 + math.log(2) - 1, rel=1e-6)
 
 
-def two_rows():
-    """Return two rows: targets 2 of row 0 (costs 1 and 2) and 4 of row 1 (cost 4 each)."""
-    mask = torch.tensor([[0, 0, 1, 1, 0], [0, 1, 1, 1, 1]])
-    advantages = -torch.tensor([[9.0, 9.0, 1.0, 2.0, 9.0], [9.0, 4.0, 4.0, 4.0, 4.0]])
-    logprobs = torch.tensor([[0.0, -1.0, -2.0, -3.0, 0.0], [0.0, -1.0, -1.0, -1.0, -1.0]])
-    batch = {
-        "token_mask": mask,
-        "sample_mask": torch.ones(2),
-        "prev_logprobs": logprobs.clone(),
-        "advantages": advantages,
-    }
-    return logprobs.requires_grad_(), batch
-
-
 def test_token_level_reduction_is_the_mean_over_tokens():
     logprobs, batch = two_rows()
     value, metrics = evaluate(ClippedPGLoss(), logprobs, batch)
@@ -192,24 +157,6 @@ def test_a_target_at_position_0_is_no_target():
     batch["token_mask"][:, 0] = 1
     value, _ = evaluate(ClippedPGLoss(), logprobs, batch)
     assert value.item() == pytest.approx(19 / 6, rel=1e-6)
-
-
-def random_batch(rows=6, width=7):
-    generator = torch.Generator().manual_seed(3)
-
-    def normal(scale):
-        return scale * torch.randn(rows, width, generator=generator, dtype=torch.float64)
-
-    logprobs = -normal(1.0).abs()
-    batch = {
-        "token_mask": (torch.rand(rows, width, generator=generator) < 0.6).long(),
-        "sample_mask": torch.tensor([1.0, 1.0, 0.0, 1.0, 1.0, 1.0]),
-        "advantages": normal(1.0),
-        "prev_logprobs": logprobs + normal(0.3),
-        "generation_logprobs": logprobs + normal(0.3),
-        "reference_logprobs": logprobs + normal(0.3),
-    }
-    return logprobs, batch
 
 
 LOSSES = [
