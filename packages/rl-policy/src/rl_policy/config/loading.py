@@ -70,9 +70,10 @@ def parse_run_config(given: Mapping[str, object]) -> RunConfig:
     recipe = given.get("recipe")
     if not isinstance(recipe, str):
         raise ValueError(f"recipe={recipe!r} must be the name of a recipe")
+    given = find_recipe(recipe).expand(dict(given))
     kind = _config_type(find_recipe(recipe), given)
     try:
-        return kind.model_validate(dict(given))
+        return kind.model_validate(given)
     except ValidationError as error:
         entries = error.errors(include_url=False)
         raise ValueError("; ".join(_describe(entry, kind) for entry in entries)) from None

@@ -180,24 +180,26 @@ class ProblemEncoder:
         return {"input_ids": input_ids, "input_lengths": lengths}
 
 
-def completion_batch(generated: Mapping[str, torch.Tensor], *, advantages: torch.Tensor) -> Batch:
+def completion_batch(
+    generated: Mapping[str, torch.Tensor], *, advantages: torch.Tensor | None = None
+) -> Batch:
     """Return sampled completions as a batch to train on, their tokens being the targets.
 
     Args:
         generated: What `Policy.generate` returned, `[batch, seq]`.
         advantages: `[batch]` float32; every token of a completion gets that of its completion.
+            None: the batch has none yet.
     """
     ends = generated["unpadded_sequence_lengths"]
     masks = target_masks(generated["output_ids"], ends - generated["generation_lengths"], ends)
-    return BatchedDataDict(
-        {
-            "input_ids": generated["output_ids"],
-            "input_lengths": ends,
-            "generation_logprobs": generated["logprobs"],
-            "advantages": advantages[:, None].expand(generated["output_ids"].shape).contiguous(),
-            **masks,
-        }
-    )
+    columns = {
+        "input_ids": generated["output_ids"],
+        "input_lengths": ends,
+        "generation_logprobs": generated["logprobs"],
+    }
+    if advantages is not None:
+        columns["advantages"] = advantages[:, None].expand(columns["input_ids"].shape).contiguous()
+    return BatchedDataDict({**columns, **masks})
 
 
 def target_masks(

@@ -149,7 +149,7 @@ def groups_with_signal(rewards: torch.Tensor, *, group_size: int) -> torch.Tenso
     Returns:
         `[batch / group_size]`, bool.
     """
-    groups = rewards.view(-1, group_size, 1 if rewards.ndim == 1 else rewards.shape[1])
+    groups = rewards.reshape(-1, group_size, 1 if rewards.ndim == 1 else rewards.shape[1])
     return (groups != groups[:, :1]).flatten(1).any(dim=1)
 
 

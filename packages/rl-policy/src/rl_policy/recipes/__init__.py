@@ -35,6 +35,10 @@ def _accept(config: RunConfig) -> None:
     """Accept every configuration."""
 
 
+def _as_given(settings: Settings) -> Settings:
+    return settings
+
+
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Recipe(Generic[InputsT]):
     """What a recipe brings to a run.
@@ -52,6 +56,8 @@ class Recipe(Generic[InputsT]):
             leaves the run's files. It is called again to resume an interrupted run.
         measure: Called like `run`: returns what is measured on held-out data of the newest
             checkpoint's model, or the one to start from. None: nothing is, apart from steps.
+        expand: Returns the given nested settings with those that a key stands for, such as a
+            preset; what is given takes precedence. It leaves wrong values to the sections' checks.
         check: Raises `ValueError` if keys of the configuration contradict each other.
         policies: Returns the complete sections `policy` that it opens policies with, for the
             training backend to validate.
@@ -68,6 +74,7 @@ class Recipe(Generic[InputsT]):
     prepare: Callable[[RunConfig, ProblemEncoder], InputsT]
     run: Callable[[Session[InputsT], str], None]
     measure: Callable[[Session[InputsT], str], StepMetrics] | None = None
+    expand: Callable[[Settings], Settings] = _as_given
     check: Callable[[RunConfig], None] = _accept
     policies: Callable[[RunConfig], Sequence[Settings]] = _policy_alone
     defaults: Settings = field(default_factory=dict)

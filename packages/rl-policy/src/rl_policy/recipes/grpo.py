@@ -29,12 +29,20 @@ from rl_policy.config import (
     Settings,
 )
 from rl_policy.data.batches import Batch, ProblemEncoder, completion_batch
-from rl_policy.data.datasets import Problem, open_stream
+from rl_policy.data.datasets import open_stream
 from rl_policy.data.rewards import mean_parts
 from rl_policy.generation.vllm.requests import mean_staleness
-from rl_policy.losses import ClippedPGLoss, group_relative_advantages
 from rl_policy.policy import Policy
 from rl_policy.recipes import Recipe
+from rl_policy.recipes.objectives import (
+    LossSection,
+    build_loss,
+    check_objective,
+    expand_preset,
+    mean_advantages,
+    step_advantages,
+)
+from rl_policy.recipes.resampling import Rollout, resample
 from rl_policy.recipes.sft import SFT, SftSection, prepare_sft, run_sft, sft_policy
 from rl_policy.run.directory import RunDirectory, RunState
 from rl_policy.run.evaluation import (
@@ -57,7 +65,13 @@ from rl_policy.run.session import Session, open_policy, run_loop
 
 _LOGGER = logging.getLogger(__name__)
 _PHASES = ("step_s", "move_s", "generate_s", "reward_s", "logprob_s", "train_s")
-_DIAGNOSTICS = ("clip_fraction", "policy_loss", "probs_ratio", "sampler_trainer_ratio")
+_DIAGNOSTICS = (
+    "clip_fraction",
+    "importance_outside",
+    "policy_loss",
+    "probs_ratio",
+    "sampler_trainer_ratio",
+)
 
 
 class GrpoSection(Section):
@@ -72,10 +86,25 @@ class GrpoSection(Section):
     epochs_per_step: int = Field(default=1, ge=1, le=MOST)
     """Epochs over the samples of a step, each of samples / policy.train_global_batch_size
     optimizer steps."""
+    group_baseline: bool = True
+    """Compare rewards with the mean of their group. false: REINFORCE++, which has `whiten`."""
     leave_one_out: bool = False
     """Exclude a completion's own reward from its baseline (RLOO)."""
     divide_by_std: bool = True
     """Divide advantages by the standard deviation of the group."""
+    normalize_each_reward: bool = False
+    """Compare each of several reward functions on its own, and then add up (GDPO)."""
+    whiten: Literal["tokens", "samples"] | None = None
+    """Subtract from advantages their mean over all target tokens, or completions, of a step, and
+    divide by the standard deviation. null: neither."""
+    dynamic_sampling: int = Field(default=0, ge=0, le=1000)
+    """Most rounds after the first in which a step replaces prompts whose completions all have one
+    reward (DAPO). 0: none are replaced."""
+    overlong_share: float = Field(default=0.0, ge=0, le=1)
+    """Share of policy.generation.max_new_tokens, at its end, over which a penalty grows from 0 to
+    overlong_penalty (DAPO). 0: there is none."""
+    overlong_penalty: float = Field(default=1.0, gt=0)
+    """Taken from the reward of a completion of max_new_tokens, if overlong_share is set."""
     old_logprobs: Literal["trainer", "sampler"] = "trainer"
     """The source of the log-probabilities before the update. `sampler` saves a forward pass; it
     needs an untruncated sampler and no correction: no top_k, no top_p, no importance_cap."""
@@ -85,24 +114,6 @@ class GrpoSection(Section):
     """Start with supervised fine-tuning. null: only for the built-in model, which is untrained."""
 
 
-class LossSection(Section):
-    """GRPO's loss. The keys are the arguments of `rl_policy.losses.ClippedPGLoss`."""
-
-    clip_low: float = Field(default=0.2, ge=0, lt=1)
-    """Lower clipping range of the probability ratio, below 1."""
-    clip_high: float = Field(default=0.28, ge=0)
-    """Upper clipping range of the probability ratio, above 1."""
-    dual_clip: float | None = Field(default=None, gt=1)
-    """Upper bound of the cost per unit of negative advantage. null: no bound."""
-    kl_coef: float = Field(default=0.001, ge=0)
-    """Coefficient of the KL penalty against the initial model of GRPO. 0 saves the reference model
-    and its forward pass; `kl` is then null in the metrics."""
-    importance_cap: float | None = Field(default=2.0, ge=1)
-    """Truncation of the importance weights between sampler and trainer. null: no correction."""
-    loss_type: Literal["token_level", "sequence_level"] = "token_level"
-    """The unit of the mean: tokens or sequences."""
-
-
 @dataclass(frozen=True, kw_only=True, slots=True)
 class GrpoMetrics(StepMetrics):
     """The metrics of a GRPO step; None if not measured.
@@ -110,7 +121,8 @@ class GrpoMetrics(StepMetrics):
     With engines, `extra` has the report of the refit whose weights generated the samples
     (`refit_bytes`, `refit_gb_per_s`, `refit_load_s` ...), its `weight_version`, and the mismatch of
     the engines' log-probabilities with the trainer's (`mismatch_mean_abs` ..., see
-    `sampler_mismatch`).
+    `sampler_mismatch`). With dynamic sampling it has what `resample` measures, and with penalties
+    in the reward what `step_advantages` does.
 
     Attributes:
         reward_mean: Mean reward of the samples; at step 0, of one per held-out problem.
@@ -125,7 +137,7 @@ class GrpoMetrics(StepMetrics):
         accuracy: Fraction of the held-out problems that greedy decoding solves after the step.
         loss: Mean over the optimizer steps.
         grad_norm: Mean over the optimizer steps, before clipping.
-        kl: KL against the reference per token, k3 estimator.
+        kl: KL against the reference per token, by `loss.kl_estimator`.
         entropy: Of the policy per token in nats, estimated from the sampled tokens.
         tokens_per_s: Tokens of prompts and completions per second of the step.
         tokens_per_s_per_device: The same for each device of policy and engines.
@@ -194,6 +206,11 @@ def check_grpo(config: RunConfig) -> None:
         _check_sampler_logprobs(config, generation)
         _check_routes(config, generation)
     _check_refit(config.section(RefitSection), generation)
+    check_objective(
+        config.section(GrpoSection),
+        config.section(LossSection),
+        num_rewards=len(config.section(RewardSection).functions),
+    )
 
 
 def prepare_grpo(config: RunConfig, encoder: ProblemEncoder) -> ProblemInputs:
@@ -268,11 +285,6 @@ def warn_of_truncation(generation: Settings) -> None:
         )
 
 
-def build_loss(section: LossSection) -> ClippedPGLoss:
-    """Return the loss configured by the section `loss`."""
-    return ClippedPGLoss(**section.model_dump())
-
-
 class GrpoTrainer:
     """The training and evaluation steps of GRPO, see `rl_policy.run.session.Trainer`.
 
@@ -295,14 +307,16 @@ class GrpoTrainer:
     ) -> None:
         self.is_done = False
         self._inputs = session.inputs
+        self._run_config = session.config
         self._config = session.config.section(GrpoSection)
-        self._has_reference = session.config.section(LossSection).kl_coef > 0
-        self._loss = build_loss(session.config.section(LossSection))
+        self._loss_section = session.config.section(LossSection)
+        self._has_reference = self._loss_section.kl_coef > 0
         self._policy = policy
         self._sampler = sampler
         self._has_engines = session.config.has_engines
         self._max_mismatch = session.config.section(RefitSection).max_mismatch
         self._max_new_tokens = int(session.config.policy["generation"]["max_new_tokens"])
+        self._loss = build_loss(self._loss_section, max_new_tokens=self._max_new_tokens)
         self._samples = session.samples
         self._speed = DeviceSpeed.of_run(session.config, model=model)
         self._stream = open_stream(
@@ -333,7 +347,7 @@ class GrpoTrainer:
         if self._has_engines:
             # Before the first update, a difference is due to the engines or to the refit alone.
             self._policy.prepare_for_lp_inference()
-            batch = completion_batch(generated, advantages=torch.zeros(len(rewards)))
+            batch = completion_batch(generated)
             scores = self._policy.get_logprobs(batch)["logprobs"]
             extra = {**refit, **self._mismatch(batch, scores)}
         extra |= mean_parts(rewards)
@@ -344,24 +358,28 @@ class GrpoTrainer:
         """Sample completions, compute rewards and log-probabilities, and train."""
         watch = Stopwatch()
         with watch.phase("step_s"):
-            with watch.phase("generate_s"):
-                problems, prompts = self._draw()
             with self._moved_to_sampler(step - 1, watch) as source:
                 extra = self._sampler.report()
-                with watch.phase("generate_s"):
-                    generated = source.generate(prompts)
+                rollout, resampled = self._sample(source, watch)
+            rewards, generated = rollout.rewards, rollout.generated
             # Now, as measuring the accuracy may send the weights after this step.
             staleness = mean_staleness(generated, self.weight_version)
-            with watch.phase("reward_s"):
-                batch, rewards = self._rewarded(problems, generated)
-            extra |= mean_parts(rewards)
+            extra |= mean_parts(rewards) | resampled
+            batch = completion_batch(generated)
             with self._policy.keeping_batches():
                 extra |= self._score(batch, watch)
+                with watch.phase("reward_s"):
+                    extra |= self._add_advantages(batch, rewards)
                 trained = self._train(batch, watch)
         accuracy = None
         if is_measured or needs_score:
             self._samples.record(
-                step, "train", problems, generated, rewards, advantages=batch["advantages"][:, 0]
+                step,
+                "train",
+                rollout.problems,
+                generated,
+                rewards,
+                advantages=mean_advantages(batch["advantages"], batch["token_mask"]),
             )
             accuracy = self._accuracy(step)
         return GrpoMetrics(
@@ -417,26 +435,40 @@ class GrpoTrainer:
             with watch.phase("move_s"):
                 stack.close()
 
-    def _draw(self) -> tuple[list[Problem], Batch]:
-        """Return the next problems and their prompts, each as often as its group is large."""
-        group_size = self._config.samples_per_prompt
-        drawn = self._stream.take(self._config.prompts_per_step)
-        prompts = self._inputs.encoder.prompt_batch(drawn).repeat_interleave(group_size)
-        return [problem for problem in drawn for _ in range(group_size)], prompts
-
-    def _rewarded(
-        self, problems: Sequence[Problem], generated: Mapping[str, torch.Tensor]
-    ) -> tuple[Batch, Sequence[float]]:
-        """Return a batch of completions with their advantages, and their rewards."""
-        texts = self._inputs.encoder.completion_texts(generated)
-        rewards = self._inputs.reward(texts, problems)
-        advantages = group_relative_advantages(
-            torch.tensor(rewards),
+    def _sample(
+        self, source: GenerationInterface, watch: Stopwatch
+    ) -> tuple[Rollout, dict[str, float]]:
+        """Return the completions of a step with their rewards, and what resampling did."""
+        if not self._config.dynamic_sampling:
+            return self._rollout(source, self._config.prompts_per_step, watch), {}
+        return resample(
+            lambda num_prompts: self._rollout(source, num_prompts, watch),
+            num_groups=self._config.prompts_per_step,
             group_size=self._config.samples_per_prompt,
-            leave_one_out=self._config.leave_one_out,
-            divide_by_std=self._config.divide_by_std,
+            max_rounds=self._config.dynamic_sampling,
+            each_reward=self._config.normalize_each_reward,
+            pad_id=self._inputs.encoder.pad_id,
         )
-        return completion_batch(generated, advantages=advantages), rewards
+
+    def _rollout(self, source: GenerationInterface, num_prompts: int, watch: Stopwatch) -> Rollout:
+        """Sample a group of completions of each of the next problems, and reward them."""
+        group_size = self._config.samples_per_prompt
+        with watch.phase("generate_s"):
+            drawn = self._stream.take(num_prompts)
+            prompts = self._inputs.encoder.prompt_batch(drawn).repeat_interleave(group_size)
+            generated = source.generate(prompts)
+        problems = [problem for problem in drawn for _ in range(group_size)]
+        with watch.phase("reward_s"):
+            texts = self._inputs.encoder.completion_texts(generated)
+            rewards = self._inputs.reward(texts, problems)
+        return Rollout(problems=problems, generated=generated, rewards=rewards)
+
+    def _add_advantages(self, batch: Batch, rewards: Sequence[float]) -> dict[str, float]:
+        """Add the advantage of each token to a scored batch; return what was put into them."""
+        batch["advantages"], measured = step_advantages(
+            batch, rewards, config=self._run_config, grpo=self._config, loss=self._loss_section
+        )
+        return measured
 
     def _score(self, batch: Batch, watch: Stopwatch) -> dict[str, float]:
         """Add the old log-probabilities and, if the loss needs them, the reference's to the batch.
@@ -579,6 +611,7 @@ GRPO = Recipe(
     run=run_grpo,
     measure=measure_grpo,
     check=check_grpo,
+    expand=expand_preset,
     policies=_policies,
     builtin={
         **SFT.builtin,
