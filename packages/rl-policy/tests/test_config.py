@@ -1,3 +1,5 @@
+from dataclasses import fields
+
 import pytest
 import yaml
 from rl_interfaces import LossType
@@ -87,7 +89,8 @@ def test_the_rendered_configuration_says_what_each_key_means():
 
 
 def test_the_keys_of_the_loss_are_its_arguments():
-    section = load_run_config("grpo").loss.model_dump()
+    section = load_run_config("grpo").loss.model_dump(exclude={"preset", "kl_in"})
+    assert {field.name for field in fields(ClippedPGLoss)} == set(section)
     section["loss_type"] = LossType(section["loss_type"])
     ClippedPGLoss(**section)
 
@@ -105,6 +108,41 @@ def test_the_keys_of_the_loss_are_its_arguments():
         (["policy.train_micro_batch_size=x"], "policy.train_micro_batch_size must be int"),
         (["loss.clip_low=1.0"], "loss.clip_low=1.0: input should be less than 1"),
         (["loss.dual_clip=1"], "loss.dual_clip=1"),
+        (["loss.preset=gpo"], "loss.preset='gpo': input should be 'grpo', 'dapo'"),
+        (["loss.preset=[grpo]"], "loss.preset=['grpo']: input should be 'grpo'"),
+        (["loss.length_divisor=many"], "loss.length_divisor='many' must be a number of tokens"),
+        (["loss.length_divisor=8"], "loss.length_divisor=8.0 contradicts loss_type='token_level'"),
+        (["loss.ratio_level=sequence"], "loss.ratio_level='sequence' contradicts loss_type"),
+        (["loss.importance_cap=null", "loss.importance_floor=0.5"], "loss.importance_floor=0.5"),
+        (
+            ["loss.preset=gspo", "loss.importance_mode=token_mask"],
+            "loss.importance_mode='token_mask' contradicts ratio_level='sequence'",
+        ),
+        (["loss.preset=cispo", "loss.dual_clip=3"], "loss.dual_clip=3.0 contradicts clipping"),
+        (["loss.kl_estimator=k1"], "loss.kl_estimator='k1' contradicts kl_coef=0.001"),
+        (
+            ["loss.kl_in=reward", "loss.kl_unbiased=true"],
+            "loss.kl_unbiased=True contradicts loss.kl_in='reward'",
+        ),
+        (
+            ["grpo.group_baseline=false"],
+            "grpo.divide_by_std=True contradicts grpo.group_baseline=False",
+        ),
+        (
+            ["loss.preset=reinforce_pp", "grpo.leave_one_out=true"],
+            "grpo.leave_one_out=True contradicts grpo.group_baseline=False",
+        ),
+        (["loss.preset=gdpo"], "grpo.normalize_each_reward=True needs several functions in"),
+        (
+            ["loss.preset=gdpo", "reward.function=[a.py:x, b.py:y]", "loss.kl_in=reward"],
+            "grpo.normalize_each_reward=True contradicts loss.kl_in='reward'",
+        ),
+        (
+            ["loss.preset=reinforce_pp", "grpo.whiten=samples"],
+            "grpo.whiten='samples' contradicts loss.kl_in='reward_to_go'",
+        ),
+        (["grpo.overlong_share=1.5"], "grpo.overlong_share=1.5: input should be less than"),
+        (["grpo.dynamic_sampling=-1"], "grpo.dynamic_sampling=-1"),
         (["grpo.samples_per_prompt=1"], "grpo.samples_per_prompt=1"),
         (["tiny_model.hidden_size=48"], "tiny_model.head_size=32 does not divide"),
         (["tiny_model.head_size=16"], "tiny_model.head_size=16"),

@@ -4,13 +4,14 @@ import pytest
 from rl_interfaces import LossType
 from rl_policy.config import load_run_config
 from rl_policy.losses import ClippedPGLoss
-from rl_policy.recipes.grpo import LossSection, build_loss, warn_of_truncation
+from rl_policy.recipes.grpo import warn_of_truncation
+from rl_policy.recipes.objectives import LossSection, build_loss
 
 
 def test_the_section_loss_becomes_the_loss():
     overrides = ["loss.clip_low=0.1", "loss.dual_clip=3", "loss.loss_type=sequence_level"]
     section = load_run_config("grpo", overrides=overrides).section(LossSection)
-    assert build_loss(section) == ClippedPGLoss(
+    assert build_loss(section, max_new_tokens=6) == ClippedPGLoss(
         clip_low=0.1,
         clip_high=0.28,
         dual_clip=3,
