@@ -343,6 +343,61 @@ def test_pairs_of_rows_train_as_on_one_rank(cluster, model_path, tokenizer, plai
     assert sum(result["all_mb_metrics"]["num_valid_samples"]) == data.size
 
 
+def row_loss():
+    """Return a loss whose ratio and mask are of a sequence, so that it needs full rows."""
+    return ClippedPGLoss(
+        loss_type=LossType.SEQUENCE_LEVEL,
+        ratio_level="sequence",
+        importance_mode="sequence_mask",
+        importance_cap=1.25,
+        importance_floor=0.8,
+    )
+
+
+@pytest.mark.parametrize(
+    ("sizes", "section"),
+    [
+        ({"context_parallel_size": 2}, "sequence_packing"),
+        pytest.param({}, "sequence_packing", marks=pytest.mark.slow),
+        pytest.param({}, "dynamic_batching", marks=pytest.mark.slow),
+        pytest.param({"context_parallel_size": 2}, None, marks=pytest.mark.slow),
+        pytest.param({"tensor_parallel_size": 2}, "dynamic_batching", marks=pytest.mark.slow),
+    ],
+)
+def test_a_ratio_of_sequences_sees_full_rows_in_every_layout(
+    cluster, model_path, tokenizer, plain_model, sizes, section
+):
+    data = batch([9, 2, 5, 7, 3, 8, 2, 4])
+    noise = [torch.randn(8, 9, generator=torch.manual_seed(seed)) for seed in (1, 2, 3)]
+    data["prev_logprobs"] = plain_logprobs(plain_model, data).detach() + 0.1 * noise[0]
+    data["generation_logprobs"] = data["prev_logprobs"] + 0.1 * noise[1]
+    data["advantages"] = noise[2]
+    model = AutoModelForCausalLM.from_pretrained(model_path, dtype=torch.float32)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    outside = []
+
+    def loss(logprobs, rows):
+        counts = torch.tensor(float(rows.size)), rows["token_mask"].sum()
+        value, metrics = row_loss()(logprobs, rows, *counts)
+        outside.append(float(metrics["importance_outside"]))
+        return value
+
+    losses, norms = train_plainly(model, optimizer, data, loss=loss)
+    assert 0 < sum(outside) < len(outside), "a mask of all or of none would show nothing here"
+    budgets = {"enabled": True, "train_mb_tokens": 20, "logprob_mb_tokens": 20}
+    changes = {} if section is None else {section: budgets}
+    if section == "dynamic_batching":
+        budgets["sequence_length_round"] = 1
+    changes["dtensor_cfg"] = {"enabled": True, **sizes}
+    policy = Policy(cluster, config(model_path, **changes), tokenizer)
+    try:
+        result = policy.train(data, row_loss())
+    finally:
+        policy.shutdown()
+    torch.testing.assert_close(result["loss"], losses, **LOSS_TOLERANCE)
+    torch.testing.assert_close(result["grad_norm"], norms, **LOSS_TOLERANCE)
+
+
 # Calls of 1, 4 and 2 rows: on two ranks, one of them has none in the first.
 SPLIT_LENGTHS, SPLIT_EDGES = [9, 2, 5, 7, 3, 8, 4], (0, 1, 5, 7)
 
