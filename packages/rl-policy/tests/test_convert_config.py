@@ -297,6 +297,16 @@ def test_a_correction_and_trackers(write, tmp_path):
     assert config.logger == ["wandb"]
 
 
+def test_ratios_of_sequences_and_clamps(write, tmp_path):
+    more = "sequence_level_importance_ratios: true\n  kl_input_clamp_value: 20.0\n"
+    text = GRPO.replace(
+        "token_level_loss:", f"{more}  kl_output_clamp_value: 10.0\n  token_level_loss:"
+    )
+    loss = loaded(convert(write(text)), tmp_path).section(LossSection)
+    assert (loss.ratio_level, loss.loss_type) == ("sequence", "sequence_level")
+    assert (loss.kl_log_ratio_clamp, loss.kl_clamp) == (20.0, 10.0)
+
+
 def test_fine_tuning(write, tmp_path):
     config = loaded(convert(write(SFT)), tmp_path)
     assert (config.section(SftSection).steps, config.section(SftSection).eval_every) == (60, 1)

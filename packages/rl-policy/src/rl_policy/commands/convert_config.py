@@ -205,12 +205,17 @@ _LOSS: Mapping[str, Rule] = {
         lambda is_token: "token_level" if is_token else "sequence_level",
     ),
     "truncated_importance_sampling_ratio": "loss.importance_cap",
-    "reference_policy_kl_type": _Kept(("k3", None), "the estimator of the penalty is k3"),
-    "use_on_policy_kl_approximation": _Kept((False, None), "the KL penalty is not reweighted"),
-    "sequence_level_importance_ratios": _Kept((False, None), "ratios are of tokens"),
+    "reference_policy_kl_type": _Kept(
+        ("k3", None), "set loss.kl_estimator, and for k1 loss.kl_unbiased=true"
+    ),
+    "use_on_policy_kl_approximation": _Kept((False, None), "see loss.kl_unbiased"),
+    "sequence_level_importance_ratios": (
+        "loss.ratio_level",
+        lambda is_sequence: "sequence" if is_sequence else "token",
+    ),
     "disable_ppo_ratio": _Kept((False, None), "ratios are clipped"),
-    "kl_input_clamp_value": _Kept((None,), "the penalty is not clamped"),
-    "kl_output_clamp_value": _Kept((None,), "the penalty is not clamped"),
+    "kl_input_clamp_value": "loss.kl_log_ratio_clamp",
+    "kl_output_clamp_value": "loss.kl_clamp",
 }
 # How a validation is batched, and that it comes before the first step.
 _VALIDATION: Mapping[str, Rule] = dict.fromkeys(
@@ -236,7 +241,7 @@ _RULES: Mapping[str, Mapping[str, Rule]] = {
         "grpo.max_rollout_turns": _Kept((1, None), "a completion is one turn"),
         "grpo.overlong_filtering": _Kept((False, None), "truncated completions are trained on"),
         "grpo.async_grpo.enabled": _Kept((False, None), "steps are synchronous"),
-        "grpo.use_dynamic_sampling": _Kept((False, None), "all groups are trained on"),
+        "grpo.use_dynamic_sampling": _Kept((False, None), "set grpo.dynamic_sampling"),
         "grpo.skip_reference_policy_logprobs_calculation": _UNNEEDED,
         **{f"loss_fn.{key}": rule for key, rule in _LOSS.items()},
     },
