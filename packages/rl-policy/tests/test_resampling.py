@@ -5,6 +5,7 @@ import torch
 from rl_batched_data import BatchedDataDict
 from rl_policy.data.datasets import Problem
 from rl_policy.data.rewards import Rewards
+from rl_policy.generation.vllm.requests import NOT_SAMPLED
 from rl_policy.recipes.resampling import Rollout, resample
 
 PAD = 7
@@ -36,6 +37,7 @@ class Source:
                 "generation_lengths": torch.full((len(rows),), width - 1),
                 "unpadded_sequence_lengths": torch.full((len(rows),), width),
                 "logprobs": torch.full((len(rows), width), -1.0),
+                "weight_versions": torch.full((len(rows), width), 5),
             }
         )
         rewards = [a + b for a, b in zip(first, second, strict=True)]
@@ -76,6 +78,7 @@ def test_groups_without_a_signal_are_replaced_until_there_are_enough():
     # Rows of an earlier, narrower round are padded.
     assert rollout.generated["output_ids"].shape == (8, 5)
     assert rollout.generated["output_ids"][0].tolist() == [0, 0, 1, PAD, PAD]
+    assert rollout.generated["weight_versions"][0].tolist() == [5] * 3 + [NOT_SAMPLED] * 2
     assert rollout.generated["unpadded_sequence_lengths"].tolist() == [3] * 4 + [4] * 2 + [5] * 2
 
 

@@ -14,6 +14,7 @@ from rl_batched_data import BatchedDataDict
 from rl_policy.data.batches import Batch
 from rl_policy.data.datasets import Problem
 from rl_policy.data.rewards import Rewards
+from rl_policy.generation.vllm.requests import NOT_SAMPLED
 from rl_policy.losses import groups_with_signal
 from rl_policy.recipes.objectives import reward_columns
 
@@ -113,7 +114,8 @@ def _join(rollouts: Sequence[Rollout], *, pad_id: int) -> Rollout:
     return Rollout(
         problems=[problem for each in filled for problem in each.problems],
         generated=BatchedDataDict.from_batches(
-            [each.generated for each in filled], {"output_ids": pad_id}
+            [each.generated for each in filled],
+            {"output_ids": pad_id, "weight_versions": NOT_SAMPLED},
         ),
         rewards=Rewards(rewards, parts) if parts else rewards,
     )
