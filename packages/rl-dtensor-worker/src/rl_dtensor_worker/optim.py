@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections import defaultdict
+from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
 import torch
@@ -15,8 +16,9 @@ from torch.distributed.tensor import DTensor, Replicate
 from rl_dtensor_worker.parallel.fsdp import local_tensor
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Sequence
+    from collections.abc import Generator, Iterable, Sequence
 
+    from rl_interfaces import AdamOptions
     from rl_interfaces.backend.checkpoint.optimizer_state import TrainState
     from rl_interfaces.backend.torch_optim import ClassConfig
     from torch import nn
@@ -127,6 +129,20 @@ class DTensorOptimizer:
         self._model = model
         self._max_grad_norm = max_grad_norm
         self._group = group
+
+    @contextmanager
+    def with_adam(self, options: AdamOptions) -> Generator[None, None, None]:
+        """Step with the given settings inside, and with the optimizer's own again afterwards."""
+        (group,) = self.state.optimizer.param_groups
+        given = {key: options[key] for key in ("lr", "betas", "eps", "weight_decay")}
+        before, max_grad_norm = {key: group[key] for key in given}, self._max_grad_norm
+        group.update(given)
+        self._max_grad_norm = options["max_grad_norm"]
+        try:
+            yield
+        finally:
+            group.update(before)
+            self._max_grad_norm = max_grad_norm
 
     @property
     def learning_rate(self) -> float:

@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 from contextlib import ExitStack, contextmanager
+from functools import cached_property
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
+import torch
 from rl_interfaces.backend.worker import EngineWorker
 from torch.distributed.tensor.experimental import context_parallel
 from torch.distributed.tensor.experimental._attention import set_rotate_method
@@ -12,6 +15,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from rl_dtensor_worker.engine import DTensorEngine, free_cached_memory, move_buffers
 from rl_dtensor_worker.layout import check_same_media
+from rl_dtensor_worker.model.adapter_sets import AdapterSetConfig, AdapterSets
 from rl_dtensor_worker.model.lora import write_peft_directory
 from rl_dtensor_worker.parallel.structure import decoder_layers
 
@@ -19,9 +23,8 @@ if TYPE_CHECKING:
     from collections.abc import Generator
     from contextlib import AbstractContextManager
 
-    import torch
     from rl_batched_data import BatchedDataDict
-    from rl_interfaces import ScoreOutputSpec
+    from rl_interfaces import AdamOptions, OptimizerStepOutputSpec, ScoreOutputSpec
     from rl_interfaces.backend.steps import Step
     from torch import nn
     from torch.distributed.device_mesh import DeviceMesh
@@ -76,6 +79,63 @@ class DTensorPolicyWorker(EngineWorker):
             write_peft_directory(
                 self._engine.model, directory, is_writer=self._environment.rank == 0
             )
+
+    # Several sets of adapters, see `rl_interfaces.MultiAdapterWorker`
+
+    def add_adapters(self, name: str, *, rank: int, seed: int, layers: list[str]) -> None:
+        """Add a set of initial adapters: A random, B zero."""
+        config = AdapterSetConfig(rank=rank, seed=seed, layers=tuple(layers))
+        self._adapter_sets.create(name, config)
+
+    def use_adapters(self, name: str | None) -> None:
+        """Put a set into the model, with its pending gradients; None: no adapters."""
+        self._pending = self._adapter_sets.use(name, self._pending)
+        self._residency.has_gradients = self._pending.num_calls > 0
+
+    def copy_adapters(self, name: str) -> None:
+        """Add a set with the adapters that are in the model, to sample with."""
+        self._adapter_sets.copy(name)
+
+    def remove_adapters(self, name: str) -> None:
+        """Drop a set, and its gradients."""
+        # The set in the model leaves its gradients' counts behind, which are dropped with it.
+        self._pending = self._adapter_sets.remove(name, self._pending)
+        self._residency.has_gradients = self._pending.num_calls > 0
+
+    def save_adapter_set(self, path: str, *, with_optimizer: bool) -> None:
+        """Write the set in the model into a directory that `peft.PeftModel` loads."""
+        with self._checkpointer.replacing(path) as directory:
+            self._adapter_sets.save(
+                directory, with_optimizer=with_optimizer, is_writer=self._environment.rank == 0
+            )
+
+    def load_adapter_set(self, name: str, path: str, *, with_optimizer: bool) -> None:
+        """Add the set that `save_adapter_set` has written."""
+        self._adapter_sets.load(name, Path(path), with_optimizer=with_optimizer)
+
+    def adam_step(self, options: AdamOptions) -> OptimizerStepOutputSpec:
+        """Step with the pending gradients of the sum, not the mean, over all calls' rows."""
+        self._residency.require("optimizer_step")
+        assert self._engine.optimizer is not None, "gradients are pending"
+        with self._engine.optimizer.with_adam(options):
+            return self._step_with_pending(self._pending.sum_divisor)
+
+    @cached_property
+    def _adapter_sets(self) -> AdapterSets:
+        config, optimizer = self._engine.config, self._engine.optimizer
+        if config.adapters is None or config.head != "language_model":
+            raise ValueError(
+                "sets of adapters need policy.dtensor_cfg.lora.enabled=True and "
+                f"policy.head='language_model', got {config.head!r}"
+            )
+        if optimizer is None or type(optimizer.state.optimizer) is not torch.optim.AdamW:
+            raise ValueError("sets of adapters need policy.optimizer.name=torch.optim.AdamW")
+        return AdapterSets(
+            self._engine.model,
+            optimizer.state.optimizer,
+            rank=config.adapters.r,
+            alpha=config.adapters.lora_alpha,
+        )
 
     def return_state_dict(self) -> dict[str, object]:
         """Return the model's state, of which each rank has its shards."""

@@ -28,6 +28,7 @@ from rl_interfaces.generation import (
     GenerationDatumSpec,
     GenerationInterface,
     GenerationOutputSpec,
+    SamplingOptions,
 )
 from rl_interfaces.loss import LossFunction, LossInput, LossType
 from rl_interfaces.policy import (
@@ -51,9 +52,11 @@ from rl_interfaces.weights import (
 )
 from rl_interfaces.worker import (
     CONTRACT_VERSION,
+    AdamOptions,
     AdapterSavingWorker,
     ContractVersionError,
     GpuInfo,
+    MultiAdapterWorker,
     OptimizerStepOutputSpec,
     ParallelLayout,
     PolicyWorker,
@@ -69,6 +72,7 @@ __all__ = [
     "CONTRACT_VERSION",
     "GENERATION_DEFAULTS",
     "POLICY_DEFAULTS",
+    "AdamOptions",
     "AdapterSavingWorker",
     "Cluster",
     "ColocatablePolicyInterface",
@@ -92,6 +96,7 @@ __all__ = [
     "MegatronDDPConfig",
     "MegatronOptimizerConfig",
     "MegatronSchedulerConfig",
+    "MultiAdapterWorker",
     "OptimizerStepOutputSpec",
     "ParallelLayout",
     "PolicyConfig",
@@ -104,6 +109,7 @@ __all__ = [
     "ResidencyError",
     "ResidencyState",
     "RowScoringWorker",
+    "SamplingOptions",
     "SchedulerMilestones",
     "ScoreOutputSpec",
     "SequencePackingConfig",

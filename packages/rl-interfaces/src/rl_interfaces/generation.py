@@ -59,6 +59,27 @@ class GenerationConfig(TypedDict):
     """Options of the vLLM engine."""
 
 
+class SamplingOptions(TypedDict):
+    """The sampling parameters of one call, in place of those of `policy.generation`."""
+
+    max_new_tokens: int
+    """Maximum generated tokens per row."""
+    temperature: float
+    """Divides the logits. 0 is greedy decoding."""
+    top_p: float
+    """Keep the smallest set of tokens whose probability reaches this. 1.0 keeps all."""
+    top_k: int | None
+    """Keep the k most likely tokens. None keeps all."""
+    stop_token_ids: list[int]
+    """Tokens that end a row. They are part of the output."""
+    stop_strings: list[str]
+    """Strings that end a row. They are part of the output."""
+    stops_at_end: bool
+    """Whether the tokenizer's end token ends a row, too."""
+    seed: int | None
+    """Of the call's random numbers; None: they continue those of the calls before."""
+
+
 class GenerationDatumSpec(TypedDict):
     """The input of `generate`.
 

@@ -37,7 +37,7 @@ class LossFunction(Protocol):
     all micro-batches and all data-parallel ranks is then the loss of the global batch, whatever its
     division into micro-batches, packs or ranks.
 
-    Three attributes are optional:
+    Four attributes are optional:
     - `input_type` (a `LossInput`; absent means `LOGITS`);
     - `accepts_sharded_logits` (absent means False; read with `LOGITS` only): True lets a
       tensor-parallel backend pass the logits as a `torch.distributed.tensor.DTensor` of global
@@ -48,7 +48,10 @@ class LossFunction(Protocol):
     - `rows_per_group` (int; absent means 1): consecutive rows that the loss needs in one
       micro-batch, for example 2 for a chosen and a rejected completion. The batch, `gbs` per
       data-parallel rank and a fixed `mbs` are then multiples of it; a masked micro-batch that
-      replaces missing rows has as many rows.
+      replaces missing rows has as many rows;
+    - `returns_rows` (absent means False): True if the loss returns a third value, a mapping of
+      names to `[batch]` or `[batch, seq]` tensors. Those of all micro-batches come back from
+      `train` and `forward_backward` under the key `rows`, in the caller's order.
 
     Example, a token-level loss over two micro-batches with 3 and 1 valid tokens:
         global_valid_toks = 4

@@ -92,6 +92,8 @@ class TrainOutputSpec(TypedDict):
     """`[steps]` float32 on the CPU: the 2-norm before clipping; None in eval mode."""
     all_mb_metrics: dict[str, list[float]]
     """One value per micro-batch, rank by rank."""
+    rows: NotRequired[BatchedDataDict]
+    """What a loss with `returns_rows` has returned of each row, in the caller's order."""
 
 
 class PolicyInterface(ABC):

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Protocol, TypeGuard, cast, runtime_checkable
+from typing import TYPE_CHECKING, NotRequired, Protocol, TypeGuard, cast, runtime_checkable
 
 from typing_extensions import TypedDict
 
@@ -13,7 +13,11 @@ if TYPE_CHECKING:
     import torch
     from rl_batched_data import BatchedDataDict
 
-    from rl_interfaces.generation import GenerationDatumSpec, GenerationOutputSpec
+    from rl_interfaces.generation import (
+        GenerationDatumSpec,
+        GenerationOutputSpec,
+        SamplingOptions,
+    )
     from rl_interfaces.loss import LossFunction
     from rl_interfaces.policy import (
         LogprobOutputSpec,
@@ -65,6 +69,8 @@ class WorkerTrainOutputSpec(TypedDict):
     all_mb_metrics: dict[str, list[float]]
     """One value per micro-batch of this rank. `skipped_steps` has one per call: the number of
     skipped steps, from data-parallel rank 0 only, and absent in eval mode."""
+    rows: NotRequired[BatchedDataDict]
+    """What a loss with `returns_rows` has returned of this rank's rows, on the CPU."""
 
 
 class OptimizerStepOutputSpec(TypedDict):
@@ -315,6 +321,81 @@ class SplitTrainingWorker(Protocol):
 
     def zero_grad(self) -> None:
         """Drop the pending gradients, if there are any."""
+        ...
+
+
+class AdamOptions(TypedDict):
+    """The settings of one AdamW step, in place of those of `policy.optimizer`."""
+
+    lr: float
+    """Learning rate."""
+    betas: tuple[float, float]
+    """Decay of the running means of the gradient and of its square, in [0, 1)."""
+    eps: float
+    """Added to the root of the second mean."""
+    weight_decay: float
+    """Decoupled: a step multiplies the parameters by `1 - lr * weight_decay` first."""
+    max_grad_norm: float | None
+    """Largest 2-norm of all gradients; None leaves them as they are."""
+
+
+@runtime_checkable
+class MultiAdapterWorker(Protocol):
+    """Optional: a worker that trains several sets of adapters on one model.
+
+    One set is in the model: scoring, generation and `forward_backward` are under it, and pending
+    gradients are its own. `use_adapters` puts another one there. Each has its optimizer state.
+    Every call is collective.
+
+    Example:
+        add_adapters("a", rank=8, seed=1, layers=["attention", "mlp"]); the same for "b"
+        use_adapters("a"); forward_backward(...)
+        use_adapters("b"); forward_backward(...); adam_step(...)
+        use_adapters("a"); adam_step(...)   -> as if "b" did not exist
+    """
+
+    def add_adapters(self, name: str, *, rank: int, seed: int, layers: list[str]) -> None:
+        """Add a set of initial adapters.
+
+        Args:
+            name: A new name.
+            rank: At most that of the model's adapters.
+            seed: Of the random half of the adapters; the other half is zero.
+            layers: Kinds of layers, `attention` and `mlp`.
+        """
+        ...
+
+    def use_adapters(self, name: str | None) -> None:
+        """Put a set into the model; None: the model without adapters."""
+        ...
+
+    def copy_adapters(self, name: str) -> None:
+        """Add a set with the adapters that are in the model, to sample with."""
+        ...
+
+    def remove_adapters(self, name: str) -> None:
+        """Drop a set."""
+        ...
+
+    def save_adapter_set(self, path: str, *, with_optimizer: bool) -> None:
+        """Write the set in the model into a new directory that `peft` loads."""
+        ...
+
+    def load_adapter_set(self, name: str, path: str, *, with_optimizer: bool) -> None:
+        """Add the set that `save_adapter_set` has written."""
+        ...
+
+    def adam_step(self, options: AdamOptions) -> OptimizerStepOutputSpec:
+        """Step with the pending gradients of the sum, not the mean, over all calls' rows.
+
+        `forward_backward` calls had a loss of `LossType.SEQUENCE_LEVEL`: the sum is over its rows.
+        """
+        ...
+
+    def sample(
+        self, data: BatchedDataDict[GenerationDatumSpec], options: SamplingOptions
+    ) -> BatchedDataDict[GenerationOutputSpec]:
+        """Like `generate`, with sampling parameters of the call."""
         ...
 
 

@@ -9,8 +9,9 @@ from __future__ import annotations
 
 import os
 import sys
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager
+from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
 from rl_batched_data import BatchedDataDict
@@ -18,6 +19,7 @@ from rl_interfaces import (
     AdapterSavingWorker,
     ColocatablePolicyInterface,
     GenerationInterface,
+    MultiAdapterWorker,
     Residency,
     ResidencyState,
     RowScoringWorker,
@@ -27,6 +29,7 @@ from rl_interfaces import (
 )
 from rl_interfaces.backend.generation import SamplingConfig, resolve_pad_id
 
+from rl_policy.adapters import AdapterSets
 from rl_policy.backends import TrainingBackend, check_generation_backend
 from rl_policy.dispatch import Dispatcher, gather_generations, gather_scores, merge_train_results
 from rl_policy.ray.cluster import bundles_per_node
@@ -35,6 +38,7 @@ from rl_policy.refit import RefitRoutes, group_for_ipc
 
 if TYPE_CHECKING:
     import ray
+    from rl_batched_data.sharding import ShardPlan
     from rl_interfaces import (
         Cluster,
         DeviceHandles,
@@ -50,6 +54,7 @@ if TYPE_CHECKING:
         ScoreOutputSpec,
         TopkLogitsOutputSpec,
         TrainOutputSpec,
+        WorkerTrainOutputSpec,
     )
     from transformers import PreTrainedTokenizerBase
 
@@ -177,7 +182,7 @@ class Policy(ColocatablePolicyInterface, GenerationInterface):
         results = self._group.run_sharded(
             "train", data, plans, loss_fn=loss_fn, eval_mode=eval_mode, gbs=size, mbs=mbs
         )
-        return merge_train_results(results)
+        return _train_output(results, data, plans)
 
     # Training by separate calls
 
@@ -216,7 +221,7 @@ class Policy(ColocatablePolicyInterface, GenerationInterface):
         plans = self._dispatcher.plan_backward(data, loss_fn, mbs=mbs)
         results = self._group.run_sharded("forward_backward", data, plans, loss_fn=loss_fn, mbs=mbs)
         self._residency.has_gradients = True
-        return merge_train_results(results)
+        return _train_output(results, data, plans)
 
     def optimizer_step(self) -> OptimizerStepOutputSpec:
         """Step with the pending gradients and clear them; the schedule advances once.
@@ -247,6 +252,23 @@ class Policy(ColocatablePolicyInterface, GenerationInterface):
         self._backend.require(SplitTrainingWorker, lack="train in separate calls")
         if not self._has_optimizer:
             raise ValueError(f"{call}() needs an optimizer, and init_optimizer was False")
+
+    @cached_property
+    def adapter_sets(self) -> AdapterSets:
+        """The sets of adapters that the policy trains on one model.
+
+        Raises:
+            NotImplementedError: The backend trains one set alone.
+        """
+        self._require_split_training("adapter_sets")
+        self._backend.require(MultiAdapterWorker, lack="train several sets of adapters")
+        return AdapterSets(
+            self._group,
+            self._dispatcher,
+            self._residency,
+            config=self.config,
+            tokenizer=self.tokenizer,
+        )
 
     # Scoring
 
@@ -637,6 +659,17 @@ class Policy(ColocatablePolicyInterface, GenerationInterface):
     def _group(self) -> RayWorkerGroup:
         assert self.worker_group is not None, "the constructor has started the ranks"
         return self.worker_group
+
+
+def _train_output(
+    results: Sequence[WorkerTrainOutputSpec], data: BatchedDataDict, plans: Sequence[ShardPlan]
+) -> TrainOutputSpec:
+    output = merge_train_results(results)
+    if all("rows" in result for result in results):
+        rows = [result["rows"] for result in results if "rows" in result]
+        order = [row for plan in plans for row in plan.rows]
+        output["rows"] = gather_scores(rows, width=data["input_ids"].shape[1], order=order)
+    return output
 
 
 def with_absolute_paths(config: dict[str, Any]) -> dict[str, Any]:

@@ -65,6 +65,11 @@ class PendingGradients:
         count = self._num_valid_toks if is_per_token else self._num_valid_seqs
         return max(count, 1.0) / self._unit
 
+    @property
+    def sum_divisor(self) -> float:
+        """What they are divided by instead, for the gradient of the sums `S_i` themselves."""
+        return 1.0 / self._unit
+
     def check(self, loss_fn: LossFunction) -> None:
         """Raise if a loss cannot be added to those of the pending calls.
 

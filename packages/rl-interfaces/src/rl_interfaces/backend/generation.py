@@ -6,7 +6,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, NamedTuple, Protocol
 
 import torch
@@ -16,6 +16,7 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
     from rl_interfaces.config.types import ResolvedConfig
+    from rl_interfaces.generation import SamplingOptions
 
 
 class Decoder(Protocol):
@@ -110,6 +111,21 @@ class SamplingConfig:
     pad_token_id: int | None
     batch_size: int
     """Rows per forward pass."""
+    stops_at_end: bool = True
+    """Whether the tokenizer's end token ends a row."""
+
+    def changed(self, options: SamplingOptions) -> SamplingConfig:
+        """Return this with the sampling parameters of one call."""
+        return replace(
+            self,
+            max_new_tokens=options["max_new_tokens"],
+            temperature=options["temperature"],
+            top_p=options["top_p"],
+            top_k=options["top_k"],
+            stop_token_ids=tuple(options["stop_token_ids"]),
+            stop_strings=tuple(options["stop_strings"]),
+            stops_at_end=options["stops_at_end"],
+        )
 
     @classmethod
     def from_policy_config(cls, resolved: ResolvedConfig) -> SamplingConfig | None:
@@ -391,7 +407,7 @@ def _contains(
 def _stop_token_ids(
     sampling: SamplingConfig, tokenizer: PreTrainedTokenizerBase, *, device: torch.device
 ) -> torch.Tensor:
-    end = special_token_id(tokenizer.eos_token_id)
+    end = special_token_id(tokenizer.eos_token_id) if sampling.stops_at_end else None
     ids = set(sampling.stop_token_ids) | ({end} if end is not None else set())
     return torch.tensor(sorted(ids), dtype=torch.int64, device=device)
 

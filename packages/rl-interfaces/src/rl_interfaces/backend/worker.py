@@ -50,7 +50,11 @@ from rl_interfaces.backend.steps import (
 from rl_interfaces.backend.transfer import GatheredSource, WeightTransfer
 from rl_interfaces.config.resolve import resolve_policy_config
 from rl_interfaces.config.types import PolicyConfig, ResolvedConfig
-from rl_interfaces.generation import GenerationDatumSpec, GenerationOutputSpec
+from rl_interfaces.generation import (
+    GenerationDatumSpec,
+    GenerationOutputSpec,
+    SamplingOptions,
+)
 from rl_interfaces.loss import LossFunction, LossInput, LossType
 from rl_interfaces.policy import (
     LogprobOutputSpec,
@@ -72,6 +76,8 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 _NOISE = 0.01
+# Prefix of what a loss returns of each row, beside the numbers of a micro-batch.
+_ROWS = "rows/"
 _MAX_FILE_BYTES = 5 * 10**9
 
 
@@ -266,17 +272,19 @@ class EngineWorker:
         steps = self._training_steps(
             data, loss_fn, local_batch_size=self._rows_per_rank(gbs), mbs=mbs
         )
+        rows = RowScores(data)
         with self._scoring() if eval_mode else self._engine.mode(training=True):
-            found = self._run_steps(steps, loss_fn, eval_mode=eval_mode)
+            found = self._run_steps(steps, loss_fn, rows, eval_mode=eval_mode)
         if not eval_mode:
             assert self._engine.optimizer is not None, "the residency state has an optimizer"
             self._engine.optimizer.advance_schedule()
-        return {
+        output: WorkerTrainOutputSpec = {
             "global_loss": found.losses,
             "grad_norm": None if eval_mode else found.grad_norms,
             "rank": self._environment.rank,
             "all_mb_metrics": dict(found.metrics),
         }
+        return _with_rows(output, loss_fn, rows)
 
     def forward_backward(
         self, data: BatchedDataDict, loss_fn: LossFunction, mbs: int | None = None
@@ -293,14 +301,16 @@ class EngineWorker:
         self._require("forward_backward")
         self._pending.check(loss_fn)
         steps = self._training_steps(data, loss_fn, local_batch_size=None, mbs=mbs)
+        rows = RowScores(data)
         with self._dropping_gradients_on_failure(), self._engine.mode(training=True):
-            found = self._accumulate(steps, loss_fn)
-        return {
+            found = self._accumulate(steps, loss_fn, rows)
+        output: WorkerTrainOutputSpec = {
             "global_loss": found.losses,
             "grad_norm": None,
             "rank": self._environment.rank,
             "all_mb_metrics": dict(found.metrics),
         }
+        return _with_rows(output, loss_fn, rows)
 
     def optimizer_step(self) -> OptimizerStepOutputSpec:
         """Step with the pending gradients and clear them; the schedule advances once.
@@ -309,11 +319,14 @@ class EngineWorker:
             ResidencyError: No gradients are pending.
         """
         self._residency.require("optimizer_step")
+        return self._step_with_pending(self._pending.divisor)
+
+    def _step_with_pending(self, divisor: float) -> OptimizerStepOutputSpec:
         optimizer, pending = self._engine.optimizer, self._pending
         assert optimizer is not None, "gradients are pending"
         learning_rate = optimizer.learning_rate
         with self._dropping_gradients_on_failure(), self._engine.mode(training=True):
-            step = optimizer.step(discard=pending.is_empty, divisor=pending.divisor)
+            step = optimizer.step(discard=pending.is_empty, divisor=divisor)
             _warn_if_skipped(step, num_valid=pending.num_valid)
             optimizer.advance_schedule()
         self._forget_gradients()
@@ -350,7 +363,9 @@ class EngineWorker:
             rows_per_group=getattr(loss_fn, "rows_per_group", 1),
         )
 
-    def _accumulate(self, steps: Sequence[Step], loss_fn: LossFunction) -> TrainNumbers:
+    def _accumulate(
+        self, steps: Sequence[Step], loss_fn: LossFunction, rows: RowScores
+    ) -> TrainNumbers:
         """Run the backward passes of one `forward_backward` call."""
         engine, report = self._engine, TrainReport()
         info = engine.info
@@ -359,9 +374,11 @@ class EngineWorker:
         weight = self._pending.add(counts, loss_fn)
         probe = CountProbe(loss_fn, counts)
         loss = self._loss_of(loss_fn, counts, is_step=False, weight=weight, probe=probe)
-        found = [
-            each for step in steps for each in engine.run_backward(step, loss, accumulate=True)
-        ]
+        found: list[Scored] = []
+        for step in steps:
+            of_step = engine.run_backward(step, loss, accumulate=True)
+            _put_rows(rows, step, of_step)
+            found += of_step
         total = torch.stack([each.tensors["loss"].float() for each in found]).sum()
         # Of the first micro-batch: the ranks read it with the loss, and raise together.
         totals = torch.stack([total, found[0].tensors["differs"]]).to(info.device)
@@ -392,7 +409,7 @@ class EngineWorker:
         self._pending.clear()
 
     def _run_steps(
-        self, steps: Sequence[Step], loss_fn: LossFunction, *, eval_mode: bool
+        self, steps: Sequence[Step], loss_fn: LossFunction, rows: RowScores, *, eval_mode: bool
     ) -> TrainNumbers:
         engine, report, skipped = self._engine, TrainReport(), 0
         info = engine.info
@@ -403,6 +420,7 @@ class EngineWorker:
                 found = engine.run(step, lambda batch, output: loss(batch, output)[1])  # noqa: B023
             else:
                 found = engine.run_backward(step, loss)
+            _put_rows(rows, step, found)
             total = torch.stack([each.tensors["loss"].float() for each in found]).sum()
             report.losses.append(total.to(info.device))
             report.metrics += [each.metrics for each in found if each.metrics]
@@ -452,12 +470,14 @@ class EngineWorker:
             inputs = output.logprobs() if takes_logprobs else output.logits(sharded=sharded)
             # Before the loss itself, whose graph then is not in memory yet.
             half = None if probe is None else probe.half(inputs, batch.rows)
-            value, metrics = loss_fn(inputs, batch.rows, *counts.divisors)
+            value, metrics, *rows = loss_fn(inputs, batch.rows, *counts.divisors)
             numbers = {name: _metric(name, each) for name, each in metrics.items()}
             # A copy: Megatron's pipeline schedule scales the loss in place.
             tensors = {"loss": value.detach().clone()}
             if probe is not None and half is not None:
                 tensors["differs"] = probe.differs(half, value)
+            for values in rows:
+                tensors |= {f"{_ROWS}{name}": each.detach() for name, each in values.items()}
             scored = Scored(tensors=tensors, metrics={**numbers, **reported})
             return value if weight == 1.0 else value * weight, scored
 
@@ -562,10 +582,39 @@ class EngineWorker:
         Raises:
             ValueError: `policy.generation` is not set, or a prompt fills the maximum length.
         """
+        return self._generate(
+            data, self._sampling(), greedy=greedy, generator=self._random.sampling
+        )
+
+    def sample(
+        self, data: BatchedDataDict[GenerationDatumSpec], options: SamplingOptions
+    ) -> BatchedDataDict[GenerationOutputSpec]:
+        """Like `generate`, with the caller's sampling parameters.
+
+        Raises:
+            ValueError: `policy.generation` is not set, or a prompt fills the maximum length.
+        """
+        sampling, generator = self._sampling().changed(options), self._random.sampling
+        if options["seed"] is not None:
+            # As the policy's own seed: other rows are sampled on other data-parallel ranks.
+            generator = torch.Generator(self._engine.info.device)
+            generator.manual_seed(options["seed"] + self._data_rank)
+        return self._generate(data, sampling, greedy=False, generator=generator)
+
+    def _sampling(self) -> SamplingConfig:
         self._require("generate")
-        sampling = self._settings.sampling
-        if sampling is None:
+        if self._settings.sampling is None:
             raise ValueError("policy.generation is not set: the policy does not generate")
+        return self._settings.sampling
+
+    def _generate(
+        self,
+        data: BatchedDataDict,
+        sampling: SamplingConfig,
+        *,
+        greedy: bool,
+        generator: torch.Generator,
+    ) -> BatchedDataDict[GenerationOutputSpec]:
         check_scoring_batch(data, pad_token_id=self._pad_token_id)
         longest = self._longest_sequence
         limit = f"{longest} tokens (policy.max_total_sequence_length, or the model's own)"
@@ -577,7 +626,7 @@ class EngineWorker:
                 sampling=sampling,
                 greedy=greedy,
                 tokenizer=self._tokenizer,
-                generator=self._random.sampling,
+                generator=generator,
                 max_total_length=longest,
                 device=self._engine.info.device,
             )
@@ -886,6 +935,26 @@ def _warn_if_skipped(step: OptimizerStep, *, num_valid: tuple[float, float]) -> 
         )
     elif not step.stepped:
         logger.warning("The gradient norm is %s: the step is skipped", float(step.grad_norm))
+
+
+def _put_rows(rows: RowScores, step: Step, found: Sequence[Scored]) -> None:
+    """Store what a loss returns of each row, see `LossFunction`."""
+    # A pipeline may append masked micro-batches to those of the step.
+    for span, each in zip(step.row_spans, found, strict=False):
+        named = {
+            name.removeprefix(_ROWS): values
+            for name, values in each.tensors.items()
+            if name.startswith(_ROWS)
+        }
+        rows.put(span, named)
+
+
+def _with_rows(
+    output: WorkerTrainOutputSpec, loss_fn: LossFunction, rows: RowScores
+) -> WorkerTrainOutputSpec:
+    if getattr(loss_fn, "returns_rows", False):
+        output["rows"] = BatchedDataDict(rows.scores)
+    return output
 
 
 def _metric(name: str, value: float | torch.Tensor) -> float | torch.Tensor:
