@@ -68,7 +68,10 @@ class LossFunction(Protocol):
         data: Mapping[str, Any],
         global_valid_seqs: torch.Tensor,
         global_valid_toks: torch.Tensor,
-    ) -> tuple[torch.Tensor, Mapping[str, float | torch.Tensor]]:
+    ) -> (
+        tuple[torch.Tensor, Mapping[str, float | torch.Tensor]]
+        | tuple[torch.Tensor, Mapping[str, float | torch.Tensor], Mapping[str, torch.Tensor]]
+    ):
         """Return the micro-batch's share of the global loss, and its metrics.
 
         Args:
@@ -80,6 +83,6 @@ class LossFunction(Protocol):
 
         Returns:
             The 0-d loss, and numbers by name, `num_valid_samples` among them. A 0-d tensor becomes
-            a number.
+            a number. With `returns_rows` also the tensors of each row, by name.
         """
         ...

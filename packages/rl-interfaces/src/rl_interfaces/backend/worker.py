@@ -470,14 +470,15 @@ class EngineWorker:
             inputs = output.logprobs() if takes_logprobs else output.logits(sharded=sharded)
             # Before the loss itself, whose graph then is not in memory yet.
             half = None if probe is None else probe.half(inputs, batch.rows)
-            value, metrics, *rows = loss_fn(inputs, batch.rows, *counts.divisors)
+            found = loss_fn(inputs, batch.rows, *counts.divisors)
+            value, metrics = found[0], found[1]
             numbers = {name: _metric(name, each) for name, each in metrics.items()}
             # A copy: Megatron's pipeline schedule scales the loss in place.
             tensors = {"loss": value.detach().clone()}
             if probe is not None and half is not None:
                 tensors["differs"] = probe.differs(half, value)
-            for values in rows:
-                tensors |= {f"{_ROWS}{name}": each.detach() for name, each in values.items()}
+            if len(found) == 3:
+                tensors |= {f"{_ROWS}{name}": each.detach() for name, each in found[2].items()}
             scored = Scored(tensors=tensors, metrics={**numbers, **reported})
             return value if weight == 1.0 else value * weight, scored
 
