@@ -7,23 +7,25 @@ from __future__ import annotations
 
 import os
 import signal
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from rl_policy.commands.verbs import FAILED, add_commands, bad_input_in_one_line
+from rl_policy.commands.verbs import (
+    FAILED,
+    SIGNALLED,
+    add_commands,
+    bad_input_in_one_line,
+    interrupted_by_signals,
+)
 from rl_policy.recipes import describe_recipe, installed_recipes
 
 if TYPE_CHECKING:
     from rl_policy.config import RunConfig
     from rl_policy.run.directory import RunDirectory
     from rl_policy.run.inputs import RunInputs
-
-# A shell's status of a process that a signal has ended is above this by the signal's number.
-_SIGNALLED = 128
 
 Overrides = Annotated[
     list[str] | None,
@@ -126,14 +128,14 @@ def _command(
             _show(resolved)
             return
         inputs = _prepare(resolved, directory, is_new=resume is None)
-    with _interrupted_by_signals() as received:
+    with interrupted_by_signals() as received:
         try:
             _execute(inputs, directory)
         except KeyboardInterrupt:
             line = f"interrupted; continue with: rl-policy {recipe} --resume {directory.path}"
             typer.echo(line, err=True)
             number = received[0] if received else signal.SIGINT
-            raise typer.Exit(_SIGNALLED + number) from None
+            raise typer.Exit(SIGNALLED + number) from None
         except Exception as error:
             lines = _known_end(error, directory)
             if lines is None:
@@ -174,36 +176,6 @@ def _known_end(error: Exception, directory: RunDirectory) -> list[str] | None:
             f"all that Ray reports of it is in {directory.failure}",
         ]
     return None
-
-
-@contextmanager
-def _interrupted_by_signals() -> Iterator[list[int]]:
-    """Let SIGTERM end the block as Ctrl-C does, in order, and a second signal the process at once.
-
-    Yields:
-        The number of the signal, once it has been received.
-    """
-    received: list[int] = []
-    # A job in a shell's background ignores SIGINT, and goes on to.
-    caught = [
-        number
-        for number in (signal.SIGINT, signal.SIGTERM)
-        if signal.getsignal(number) is not signal.SIG_IGN
-    ]
-
-    def interrupt(number: int, frame: object) -> None:
-        received.append(number)
-        for each in caught:
-            signal.signal(each, signal.SIG_DFL)
-        # Of all exceptions, Ray's calls pass on this one alone.
-        raise KeyboardInterrupt
-
-    before = {number: signal.signal(number, interrupt) for number in caught}
-    try:
-        yield received
-    finally:
-        for number, handler in before.items():
-            signal.signal(number, handler)
 
 
 def _resolve(

@@ -125,6 +125,7 @@ class Policy(ColocatablePolicyInterface, GenerationInterface):
         self._has_optimizer = init_optimizer
         self._is_save_pending = False
         self._residency = Residency(has_optimizer=init_optimizer)
+        self.data_parallel = layout.data_parallel
         self._dispatcher = Dispatcher(
             self.config,
             data_parallel=layout.data_parallel,
@@ -247,6 +248,11 @@ class Policy(ColocatablePolicyInterface, GenerationInterface):
         self._require_split_training("zero_grad")
         self._group.run_all("zero_grad")
         self._residency.has_gradients = False
+
+    @property
+    def has_gradients(self) -> bool:
+        """Whether gradients of `forward_backward` are pending."""
+        return self._residency.has_gradients
 
     def _require_split_training(self, call: str) -> None:
         self._backend.require(SplitTrainingWorker, lack="train in separate calls")

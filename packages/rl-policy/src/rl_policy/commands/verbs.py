@@ -5,6 +5,7 @@ Each imports what it needs when it is called, so that `--help` imports neither t
 
 from __future__ import annotations
 
+import signal
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -16,6 +17,8 @@ from rl_policy.backends import BackendNotInstalledError
 
 FAILED, BAD_INPUT = 1, 2
 """The exit status of a command that fails, and of one with bad input."""
+SIGNALLED = 128
+"""A shell's status of a process that a signal has ended is above this by the signal's number."""
 _INTERRUPTED = 130
 
 _RunDir = Annotated[Path, typer.Argument(parser=Path, metavar="RUN_DIR", help="A run directory.")]
@@ -40,6 +43,7 @@ def add_commands(app: typer.Typer) -> None:
     for command in (merge, report, compare, watch, doctor, plan):
         app.command(command.__name__)(command)
     app.command("convert-config")(convert_config)
+    app.command("serve-tinker")(serve_tinker)
 
 
 @contextmanager
@@ -50,6 +54,36 @@ def bad_input_in_one_line() -> Iterator[None]:
     except (ValueError, BackendNotInstalledError, NotImplementedError) as error:
         typer.echo(f"error: {' '.join(str(error).split())}", err=True)
         raise typer.Exit(BAD_INPUT) from None
+
+
+@contextmanager
+def interrupted_by_signals() -> Iterator[list[int]]:
+    """Let SIGTERM end the block as Ctrl-C does, in order, and a second signal the process at once.
+
+    Yields:
+        The number of the signal, once it has been received.
+    """
+    received: list[int] = []
+    # A job in a shell's background ignores SIGINT, and goes on to.
+    caught = [
+        number
+        for number in (signal.SIGINT, signal.SIGTERM)
+        if signal.getsignal(number) is not signal.SIG_IGN
+    ]
+
+    def interrupt(number: int, frame: object) -> None:
+        received.append(number)
+        for each in caught:
+            signal.signal(each, signal.SIG_DFL)
+        # Of all exceptions, Ray's calls pass on this one alone.
+        raise KeyboardInterrupt
+
+    before = {number: signal.signal(number, interrupt) for number in caught}
+    try:
+        yield received
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
 
 
 def merge(
@@ -108,6 +142,69 @@ def convert_config(
     if conversion.problem is not None:
         typer.echo(f"error: {conversion.problem}", err=True)
         raise typer.Exit(BAD_INPUT)
+
+
+def serve_tinker(
+    model: Annotated[
+        str, typer.Argument(metavar="MODEL", help="The base model, a directory or name.")
+    ],
+    overrides: Annotated[
+        list[str] | None,
+        typer.Argument(
+            metavar="SECTION.KEY=VALUE",
+            help="Of the sections policy, cluster and tinker. For example "
+            "policy.dtensor_cfg.lora.r=64 cluster.bundle_ct_per_node_list=[8].",
+            show_default="none",
+        ),
+    ] = None,
+    config: Annotated[
+        Path | None,
+        typer.Option(
+            "--config", parser=Path, metavar="PATH", help="YAML file.", show_default="none"
+        ),
+    ] = None,
+    name: Annotated[
+        str | None,
+        typer.Option(help="Under which clients know the model.", show_default="MODEL"),
+    ] = None,
+    host: Annotated[str, typer.Option(help="The address to listen on.")] = "127.0.0.1",
+    port: Annotated[
+        int, typer.Option(help="The port to listen on; 0 for a free one.", min=0, max=65535)
+    ] = 8000,
+    state_dir: Annotated[
+        Path,
+        typer.Option(
+            parser=Path,
+            metavar="PATH",
+            help="Checkpoints and the API key, for its owner alone.",
+            show_default="tinker-state",
+        ),
+    ] = Path("tinker-state"),
+) -> None:
+    """Serve a base model to the public tinker client, until Ctrl-C.
+
+    Each training client has adapters and an optimizer of its own. The client's API key is in the
+    state directory, or is what TINKER_API_KEY is for this command too.
+    """
+    from rl_policy.ray.worker_group import WorkerGroupError
+    from rl_policy.tinker.command import ServerOptions, load_server_config, require_extra, serve
+
+    with bad_input_in_one_line():
+        require_extra()
+        loaded = load_server_config(model, path=config, overrides=overrides or [])
+    options = ServerOptions(
+        model=model, name=name or model, host=host, port=port, state_dir=state_dir
+    )
+    with interrupted_by_signals() as received:
+        try:
+            with bad_input_in_one_line():
+                number = serve(loaded, options, tell=lambda line: typer.echo(line, err=True))
+        except KeyboardInterrupt:
+            number = received[0] if received else signal.SIGINT
+        except WorkerGroupError as error:
+            typer.echo(f"error: {' '.join(str(error).split())}", err=True)
+            raise typer.Exit(FAILED) from None
+    raise typer.Exit(SIGNALLED + number if number else 0)
 
 
 def doctor(

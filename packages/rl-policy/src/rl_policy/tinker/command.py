@@ -1,0 +1,387 @@
+"""`rl-policy serve-tinker`: from its configuration to a server that runs until a signal ends it."""
+
+from __future__ import annotations
+
+import asyncio
+import ipaddress
+import os
+import signal
+import socket
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+from importlib.util import find_spec
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, cast
+
+from pydantic import Field, ValidationError
+from rl_interfaces.config.resolve import merge_sections, resolve_policy_config
+from rl_interfaces.config.schema import MOST
+
+from rl_policy.config import (
+    DEFAULT_POLICY,
+    ClusterSection,
+    Section,
+    Settings,
+    merge_policy,
+    parse_overrides,
+    read_yaml,
+)
+from rl_policy.ray.cluster import RayVirtualCluster
+from rl_policy.ray.worker_group import WorkerGroupError
+
+if TYPE_CHECKING:
+    from rl_policy.policy import Policy
+    from rl_policy.tinker.engine import ModelLimits
+    from rl_policy.tinker.service import TinkerService
+
+KEY_VARIABLE = "TINKER_API_KEY"
+"""The environment variable from which the client, and the server, takes the API key."""
+
+SERVER_POLICY: Settings = {
+    "dtensor_cfg": {
+        "lora": {
+            "enabled": True,
+            # The client's own default.
+            "r": 32,
+            # At 32 the best learning rate hardly depends on the rank (Schulman et al. 2025, "LoRA
+            # Without Regret").
+            "lora_alpha": 32,
+            "target_modules": "all-linear",
+        }
+    },
+    # Every call has its own number of tokens and temperature; 1 is what all are scored under.
+    "generation": {"max_new_tokens": 1, "temperature": 1.0},
+}
+"""Over the command line's own defaults of `policy`."""
+
+_MODULES = ("google.protobuf", "starlette", "uvicorn", "peft")
+_KEY_PREFIX = "tml-"
+_STOP_S = 5.0
+
+
+class TinkerSection(Section):
+    """How much a server holds, and for how long."""
+
+    max_models: int = Field(default=16, ge=1, le=MOST)
+    """Training clients' models at a time. Each takes host memory: the adapters four times, with
+    gradients and optimizer state."""
+    max_samplers: int = Field(default=8, ge=1, le=MOST)
+    """Sets of adapters that are held for sampling, in host memory. Those that were used least
+    recently are dropped; of a checkpoint they are read again when they are needed."""
+    max_request_bytes: int = Field(default=64 * 2**20, ge=1024, le=MOST)
+    """Most bytes of a request's body."""
+    session_timeout_s: float = Field(default=600.0, gt=0, le=MOST)
+    """A session whose client has shown no sign of life for so many seconds ends. Clients show one
+    every ten seconds."""
+    gap_timeout_s: float = Field(default=60.0, gt=0, le=MOST)
+    """Most seconds that a request waits for one of a lower number to arrive."""
+    result_kept_s: float = Field(default=600.0, gt=0, le=MOST)
+    """Seconds that a result is kept after it was sent: the answer may have been lost."""
+
+
+class ServerConfig(Section):
+    """The configuration of a server."""
+
+    cluster: ClusterSection = Field(default_factory=ClusterSection)
+    """The devices."""
+    policy: Settings = Field(default_factory=dict)
+    """The base model and how it is trained, see `PolicyConfig`."""
+    tinker: TinkerSection = Field(default_factory=TinkerSection)
+    """How much a server holds."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ServerOptions:
+    """The flags of the command."""
+
+    model: str
+    name: str
+    """Under which clients know the model."""
+    host: str
+    port: int
+    """0: any free one."""
+    state_dir: Path
+
+
+def load_server_config(
+    model: str, *, path: Path | None = None, overrides: Sequence[str] = ()
+) -> ServerConfig:
+    """Return the configuration of a server.
+
+    Args:
+        model: The base model's directory or name.
+        path: A YAML file.
+        overrides: `section.key=value`, over the file.
+
+    Raises:
+        ValueError: Names the key and the value.
+    """
+    given = merge_sections({} if path is None else read_yaml(path), parse_overrides(overrides))
+    try:
+        config = ServerConfig.model_validate(given)
+    except ValidationError as error:
+        raise ValueError("; ".join(_describe(entry) for entry in error.errors())) from None
+    if "model_name" in config.policy:
+        raise ValueError(
+            f"policy.model_name={config.policy['model_name']!r}: the model is the command's first "
+            f"argument, {model!r}"
+        )
+    base = merge_policy(DEFAULT_POLICY, SERVER_POLICY)
+    # A server takes what its model takes.
+    base.pop("max_total_sequence_length")
+    policy = merge_policy(base, config.policy) | {"model_name": model}
+    resolved = resolve_policy_config(policy)
+    if not (resolved["dtensor_cfg"]["enabled"] and resolved["dtensor_cfg"]["lora"]["enabled"]):
+        raise ValueError(
+            "a server for tinker trains adapters: policy.dtensor_cfg.enabled and "
+            "policy.dtensor_cfg.lora.enabled must be true"
+        )
+    if resolved["optimizer"]["name"] != "torch.optim.AdamW":
+        raise ValueError(
+            f"policy.optimizer.name={resolved['optimizer']['name']!r}: tinker's clients step with "
+            "AdamW, and set its parameters themselves"
+        )
+    if resolved["generation"]["temperature"] != 1:
+        raise ValueError(
+            f"policy.generation.temperature={resolved['generation']['temperature']} would change "
+            "the log-probabilities of training: each sampling call has its own temperature"
+        )
+    return config.model_copy(update={"policy": policy})
+
+
+def require_extra() -> None:
+    """Raise `ValueError` unless what the extra brings is installed."""
+    missing = [name for name in _MODULES if not _is_installed(name)]
+    if missing:
+        raise ValueError(
+            f"rl-policy serve-tinker needs {', '.join(missing)}: "
+            'install it with: pip install "rl-policy[tinker]"'
+        )
+
+
+def serve(config: ServerConfig, options: ServerOptions, *, tell: Callable[[str], None]) -> int:
+    """Run a server until SIGINT or SIGTERM, and return the number of the signal.
+
+    Args:
+        config: Of `load_server_config`.
+        options: The flags.
+        tell: Shows a line.
+
+    Raises:
+        ValueError: The server cannot be started with this configuration.
+        WorkerGroupError: A process of the policy has died.
+    """
+    from transformers import AutoTokenizer
+
+    from rl_policy.tinker.engine import TinkerEngine
+    from rl_policy.tinker.service import ServiceLimits, TinkerService
+    from rl_policy.tinker.store import CheckpointStore
+
+    limits = model_limits(config.policy)
+    # transformers gives its factories no types.
+    tokenizer: Any = AutoTokenizer.from_pretrained(options.model)  # pyright: ignore[reportUnknownMemberType]
+    with ExitStack() as leaving:
+        store = CheckpointStore(options.state_dir)
+        leaving.callback(store.close)
+        store.remove_expired()
+        api_key = _api_key(store.api_key)
+        listening = leaving.enter_context(_bound(options.host, options.port))
+        policy = leaving.enter_context(_open_policy(config, tokenizer))
+        failures: list[Exception] = []
+        stopping = _Stop()
+        section = config.tinker
+        service = TinkerService(
+            TinkerEngine(policy, limits=limits, tokenizer=tokenizer),
+            store,
+            base_model=options.name,
+            tokenizer_id=options.model,
+            limits=ServiceLimits(
+                max_models=section.max_models,
+                max_samplers=section.max_samplers,
+                max_sequences=policy.config["generation_batch_size"],
+                session_timeout_s=section.session_timeout_s,
+                gap_timeout_s=section.gap_timeout_s,
+                result_kept_s=section.result_kept_s,
+            ),
+            is_fatal=lambda error: isinstance(error, WorkerGroupError) or _has_ended(policy),
+            on_fatal=lambda error: (failures.append(error), stopping.set())[1],
+        )
+        leaving.callback(service.close, _STOP_S)
+        host, port = listening.getsockname()[:2]
+        shown = f"[{host}]" if ":" in host else host
+        if not ipaddress.ip_address(host).is_loopback:
+            tell(f"{host} is reachable from other machines, and HTTP is not encrypted")
+        tell(f"the API key is in {store.root / 'api_key'}, or what {KEY_VARIABLE} was")
+        tell(f"serving {options.name} on http://{shown}:{port}")
+        number = asyncio.run(
+            _run(service, listening, stopping, api_key=api_key, limit=section.max_request_bytes)
+        )
+        if failures:
+            raise failures[0]
+        return number
+
+
+def model_limits(policy: Mapping[str, Any]) -> ModelLimits:
+    """Return what the base model of a section `policy` can take.
+
+    Raises:
+        ValueError: The model has no maximum length, and none is set.
+    """
+    from transformers import AutoConfig
+
+    from rl_policy.tinker.engine import ModelLimits
+
+    name = policy["model_name"]
+    try:
+        found: Any = AutoConfig.from_pretrained(name)  # pyright: ignore[reportUnknownMemberType]
+    except OSError as error:
+        raise ValueError(f"the model {name!r} cannot be read: {error}") from None
+    text: Any = found.get_text_config()
+    lengths = [
+        policy.get("max_total_sequence_length"),
+        getattr(text, "max_position_embeddings", None),
+    ]
+    known = [length for length in lengths if length is not None]
+    if not known:
+        raise ValueError(
+            f"{name} has no maximum length: set policy.max_total_sequence_length to the tokens "
+            "that a sequence may have"
+        )
+    return ModelLimits(
+        vocab_size=text.vocab_size,
+        max_tokens=min(known),
+        max_rank=resolve_policy_config(policy)["dtensor_cfg"]["lora"]["r"],
+    )
+
+
+class _Stop:
+    """What ends the server, from any thread; `bind` comes with the loop."""
+
+    def __init__(self) -> None:
+        self._is_set = False
+        self._call: Callable[[], None] | None = None
+
+    def bind(self, call: Callable[[], None]) -> None:
+        self._call = call
+        if self._is_set:
+            call()
+
+    def set(self) -> None:
+        self._is_set = True
+        if self._call is not None:
+            self._call()
+
+
+async def _run(
+    service: TinkerService, listening: socket.socket, stopping: _Stop, *, api_key: str, limit: int
+) -> int:
+    import uvicorn
+
+    from rl_policy.tinker.server import build_app
+
+    class Server(uvicorn.Server):
+        @contextmanager
+        def capture_signals(self) -> Iterator[None]:
+            # uvicorn would raise them again at its end, before the policy has been shut down.
+            yield
+
+    server = Server(
+        uvicorn.Config(
+            build_app(service, api_key=api_key, max_request_bytes=limit),
+            log_level="warning",
+            access_log=False,
+            lifespan="on",
+            timeout_graceful_shutdown=int(_STOP_S),
+            server_header=False,
+        )
+    )
+    loop = asyncio.get_running_loop()
+    received: list[int] = []
+
+    def end(number: int) -> None:
+        received.append(number)
+        server.should_exit = True
+        # A second signal ends the process at once.
+        for each in (signal.SIGINT, signal.SIGTERM):
+            loop.remove_signal_handler(each)
+
+    for number in (signal.SIGINT, signal.SIGTERM):
+        loop.add_signal_handler(number, end, number)
+
+    def stop() -> None:
+        server.should_exit = True
+
+    def stop_soon() -> None:
+        loop.call_soon_threadsafe(stop)
+
+    stopping.bind(stop_soon)
+    await server.serve(sockets=[listening])
+    return received[0] if received else 0
+
+
+@contextmanager
+def _bound(host: str, port: int) -> Iterator[socket.socket]:
+    """Yield a socket that is bound, before anything starts that takes long."""
+    try:
+        address = ipaddress.ip_address(host)
+    except ValueError:
+        raise ValueError(f"--host {host!r} must be an IP address, such as 127.0.0.1") from None
+    family = socket.AF_INET6 if address.version == 6 else socket.AF_INET
+    with socket.socket(family, socket.SOCK_STREAM) as opened:
+        opened.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        try:
+            opened.bind((host, port))
+        except OSError as error:
+            raise ValueError(f"--host {host} --port {port}: {error.strerror}") from None
+        yield opened
+
+
+@contextmanager
+def _open_policy(config: ServerConfig, tokenizer: Any) -> Iterator[Policy]:
+    from rl_policy.policy import Policy
+
+    cluster = RayVirtualCluster(**config.cluster.arguments())
+    try:
+        policy = Policy(cluster, cast("Any", config.policy), tokenizer, init_reference_model=False)
+        try:
+            # Raises, before a client does, if the backend cannot.
+            assert policy.adapter_sets is not None
+            yield policy
+        finally:
+            policy.shutdown()
+    finally:
+        cluster.shutdown()
+
+
+def _api_key(own: Callable[[], str]) -> str:
+    """Return the key of the environment, or the directory's own.
+
+    Raises:
+        ValueError: No client would send it.
+    """
+    key = os.environ.get(KEY_VARIABLE)
+    if key is None:
+        return own()
+    if not key.startswith(_KEY_PREFIX) or len(key) < 12 or not key.isascii():
+        raise ValueError(
+            f"{KEY_VARIABLE} must start with {_KEY_PREFIX!r}, as the client requires, and "
+            f"have 12 characters or more: it has {len(key)}"
+        )
+    return key
+
+
+def _has_ended(policy: Policy) -> bool:
+    return policy.worker_group is None or policy.worker_group.has_ended
+
+
+def _is_installed(module: str) -> bool:
+    try:
+        return find_spec(module) is not None
+    except ModuleNotFoundError:  # of the package around it
+        return False
+
+
+def _describe(entry: Any) -> str:
+    key = ".".join(str(part) for part in entry["loc"])
+    return f"{key}={entry['input']!r}: {entry['msg'].removeprefix('Value error, ')}"
