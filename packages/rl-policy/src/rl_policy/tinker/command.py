@@ -212,7 +212,8 @@ def serve(config: ServerConfig, options: ServerOptions, *, tell: Callable[[str],
         shown = f"[{host}]" if ":" in host else host
         if not ipaddress.ip_address(host).is_loopback:
             tell(f"{host} is reachable from other machines, and HTTP is not encrypted")
-        tell(f"the API key is in {store.root / 'api_key'}, or what {KEY_VARIABLE} was")
+        if KEY_VARIABLE not in os.environ:
+            tell(f"the API key, for clients' {KEY_VARIABLE}, is in {store.root / 'api_key'}")
         tell(f"serving {options.name} on http://{shown}:{port}")
         number = asyncio.run(
             _run(service, listening, stopping, api_key=api_key, limit=section.max_request_bytes)

@@ -1,0 +1,429 @@
+"""The public tinker client against the server, and what it gets against transformers and peft."""
+
+import json
+import urllib.error
+import urllib.request
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from rl_policy.data.tiny_model import build_tokenizer
+from tinker_server import KEY, MAX_BYTES, MAX_RANK, NAME, build_model, running_server
+from transformers import AutoModelForCausalLM
+
+pytestmark = [pytest.mark.needs("rl-policy[tinker]"), pytest.mark.timeout(600)]
+
+tinker = pytest.importorskip("tinker", reason="the client is no dependency of its server")
+peft = pytest.importorskip("peft", reason="comes with the extra tinker")
+types = tinker.types
+
+ADAM = {"learning_rate": 0.02, "beta1": 0.8, "beta2": 0.9, "eps": 1e-3, "weight_decay": 0.1}
+TOLERANCE = 1e-5
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory):
+    return build_model(tmp_path_factory.mktemp("tinker") / "model")
+
+
+@pytest.fixture(scope="module")
+def state(tmp_path_factory):
+    path = tmp_path_factory.mktemp("tinker-state")
+    path.chmod(0o700)
+    return path
+
+
+@pytest.fixture(scope="module")
+def address(shared_ray, model, state):
+    with running_server(model, state) as address:
+        yield address
+
+
+@pytest.fixture
+def service(address):
+    with tinker.ServiceClient(base_url=address, api_key=KEY) as client:
+        yield client
+
+
+def tokens(text):
+    return build_tokenizer().encode(text)
+
+
+def datum(text, **inputs):
+    """Return a datum whose targets are the next tokens, weights 0 on the first and then 1, 2..."""
+    ids = tokens(text)
+    weights = [float(place) for place in range(len(ids) - 1)]
+    values = {"target_tokens": ids[1:], "weights": weights} | inputs
+    return types.Datum(model_input=types.ModelInput.from_ints(ids[:-1]), loss_fn_inputs=values)
+
+
+def plain(model):
+    return AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32).eval()
+
+
+def plain_logprobs(model, datum):
+    """Return the log-probability of each target by plain transformers."""
+    ids = torch.tensor([datum.model_input.to_ints()])
+    targets = datum.loss_fn_inputs["target_tokens"].to_torch()
+    logits = model(input_ids=ids).logits[0].float()
+    return logits.log_softmax(-1).gather(-1, targets[:, None])[:, 0]
+
+
+def with_checkpoint(model, state, path):
+    """Return the base model with the adapters of a checkpoint, by plain peft."""
+    directory = Path(state) / "checkpoints" / path.removeprefix("tinker://")
+    return peft.PeftModel.from_pretrained(plain(model), directory, is_trainable=True)
+
+
+def train(client, data, *, steps=1, loss="cross_entropy", **adam):
+    for _ in range(steps):
+        done = client.forward_backward(data, loss)
+        step = client.optim_step(types.AdamParams(**ADAM | adam))
+        found = done.result(), step.result()
+    return found
+
+
+def test_a_client_learns_what_it_talks_to(address, service, model):
+    capabilities = tinker.RestClient(base_url=address, api_key=KEY).get_server_capabilities()
+    (served,) = capabilities.result().supported_models
+    assert (served.model_name, served.max_context_length) == (NAME, 64)
+    client = service.create_lora_training_client(NAME, rank=4).result()
+    info = client.get_info()
+    assert (info.model_data.model_name, info.lora_rank, info.is_lora) == (NAME, 4, True)
+    text = "12+3=?"
+    assert client.get_tokenizer().encode(text) == tokens(text)
+
+
+def test_logprobs_and_loss_are_those_of_transformers(service, model):
+    client = service.create_lora_training_client(NAME, rank=4, seed=1).result()
+    base = plain(model)
+    # Targets that are the next tokens, and some that are not.
+    for data in (
+        [datum("hello"), datum("12+3=15, is it?")],
+        [datum("hello"), datum("abc", target_tokens=[0, 7])],
+    ):
+        for call in (client.forward, client.forward_backward):
+            found = call(data, "cross_entropy").result()
+            total = 0.0
+            for each, output in zip(data, found.loss_fn_outputs, strict=True):
+                expected = plain_logprobs(base, each)
+                assert (output["logprobs"].to_torch() - expected).abs().max() <= TOLERANCE
+                total -= float(expected.detach() @ each.loss_fn_inputs["weights"].to_torch())
+            assert found.metrics["loss:sum"] == pytest.approx(total, rel=TOLERANCE)
+
+
+@pytest.mark.parametrize("clip", [0.0, 0.7])
+def test_two_steps_are_torchs_adamw_on_the_sum(service, model, state, clip):
+    client = service.create_lora_training_client(NAME, rank=3, seed=5).result()
+    data = [datum("hello"), datum("1+2=3")]
+    start = client.save_state(f"start-{clip}").result().path
+    oracle = with_checkpoint(model, state, start)
+    trained = [p for p in oracle.parameters() if p.requires_grad]
+    assert trained[0].shape[0] == 3
+    optimizer = torch.optim.AdamW(
+        trained, lr=ADAM["learning_rate"], betas=(0.8, 0.9), eps=1e-3, weight_decay=0.1
+    )
+    for _ in range(2):
+        # Two calls before a step add up.
+        for each in data:
+            client.forward_backward([each], "cross_entropy").result()
+            weights = each.loss_fn_inputs["weights"].to_torch()
+            (-(plain_logprobs(oracle, each) * weights).sum()).backward()
+        norm = torch.nn.utils.clip_grad_norm_(trained, clip or float("inf"))
+        optimizer.step()
+        optimizer.zero_grad()
+        step = client.optim_step(types.AdamParams(**ADAM, grad_clip_norm=clip)).result()
+        assert step.metrics["grad_norm"] == pytest.approx(float(norm), rel=1e-4)
+    found = with_checkpoint(model, state, client.save_state(f"end-{clip}").result().path)
+    expected = dict(oracle.named_parameters())
+    for name, parameter in found.named_parameters():
+        assert (parameter - expected[name]).abs().max() <= 1e-5, name
+
+
+def test_a_custom_loss_steps_as_the_same_loss_of_the_server(service):
+    data = [datum("hello"), datum("1+2=3")]
+
+    def weighted(data, logprobs):
+        weights = [each.loss_fn_inputs["weights"].to_torch() for each in data]
+        return -sum((w * p).sum() for w, p in zip(weights, logprobs, strict=True)), {}
+
+    outputs = []
+    for is_custom in (False, True):
+        client = service.create_lora_training_client(NAME, rank=4, seed=2).result()
+        for _ in range(2):
+            if is_custom:
+                client.forward_backward_custom(data, weighted).result()
+            else:
+                client.forward_backward(data, "cross_entropy").result()
+            client.optim_step(types.AdamParams(**ADAM)).result()
+        found = client.forward(data, "cross_entropy").result()
+        outputs.append(torch.cat([each["logprobs"].to_torch() for each in found.loss_fn_outputs]))
+    assert torch.equal(*outputs)
+
+
+def test_tenants_that_alternate_are_as_each_alone(service):
+    texts = {1: ["hello", "1+2=3"], 2: ["world!", "4+5"]}
+
+    def losses(client, seed, steps):
+        for _ in range(steps):
+            yield [train(client, [datum(text)])[0].metrics["loss:sum"] for text in texts[seed]]
+
+    def create(seed):
+        return service.create_lora_training_client(NAME, rank=4 * seed, seed=seed).result()
+
+    alone = {seed: list(losses(create(seed), seed, 3)) for seed in texts}
+    together = {seed: losses(create(seed), seed, 3) for seed in texts}
+    found = {seed: [] for seed in texts}
+    for _ in range(3):
+        for seed, each in together.items():
+            found[seed].append(next(each))
+    assert found == alone
+    assert alone[1] != alone[2]
+
+
+def test_samplers_sample_from_the_weights_of_their_moment(service, model, state):
+    client = service.create_lora_training_client(NAME, rank=4, seed=3).result()
+    prompt = tokens("12+3=")
+    train(client, [datum("12+3=15, is it?")], steps=4)
+    path = client.save_weights_for_sampler("moment").result().path
+    at_once = client.save_weights_and_get_sampling_client().result()
+    train(client, [datum("12+3=99999999")], steps=4)
+    merged = with_checkpoint(model, state, path).merge_and_unload()
+    greedy = types.SamplingParams(max_tokens=8, temperature=0.0)
+    for sampler, oracle in (
+        (service.create_sampling_client(path).result(), merged),
+        (at_once, merged),
+        (service.create_sampling_client(base_model=NAME).result(), plain(model)),
+    ):
+        found = sampler.sample(types.ModelInput.from_ints(prompt), 2, greedy).result()
+        expected = list(prompt)
+        for _ in range(8):
+            logits = oracle(input_ids=torch.tensor([expected])).logits[0, -1]
+            expected.append(int(logits.argmax()))
+            if expected[-1] == build_tokenizer().eos_token_id:
+                break
+        for sequence in found.sequences:
+            assert sequence.tokens == expected[len(prompt) :]
+        logprobs = sampler.compute_logprobs(types.ModelInput.from_ints(expected)).result()
+        logits = oracle(input_ids=torch.tensor([expected])).logits[0].log_softmax(-1)
+        own = logits[:-1].gather(-1, torch.tensor(expected[1:])[:, None])[:, 0]
+        assert logprobs[0] is None
+        assert np.abs(np.array(logprobs[1:]) - own.detach().numpy()).max() <= TOLERANCE
+        last = sampler.compute_logprobs(types.ModelInput.from_ints(expected), 2).result()
+        assert last[-2:] == logprobs[-2:]
+        assert not any(each is not None for each in last[:-2])
+        assert np.abs(np.array(found.sequences[0].logprobs) - logprobs[len(prompt) :]).max() <= 1e-5
+    for _ in range(3):
+        client.save_weights_and_get_sampling_client().result()
+    with pytest.raises(Exception, match=r"no longer held: .* 2 samplers .*tinker\.max_samplers"):
+        at_once.sample(types.ModelInput.from_ints(prompt), 1, greedy).result()
+
+
+def test_sampling_settings(service):
+    sampler = service.create_sampling_client(base_model=NAME).result()
+    prompt = types.ModelInput.from_ints(tokens("12+3="))
+
+    def sample(num_samples=1, **settings):
+        settings = types.SamplingParams(**{"max_tokens": 12} | settings)
+        return sampler.sample(prompt, num_samples, settings).result().sequences
+
+    one, two = (sample(3, seed=7) for _ in range(2))
+    assert [each.tokens for each in one] == [each.tokens for each in two]
+    assert len({tuple(each.tokens) for each in one}) > 1
+    assert len({each.sequence_id for each in one}) == 3
+    (free,) = sample(temperature=0.0, stop=[])
+    assert (len(free.tokens), free.stop_reason) == (12, "length")
+    fourth = free.tokens[3]
+    (stopped,) = sample(temperature=0.0, stop=[fourth])
+    end = free.tokens.index(fourth) + 1
+    assert (stopped.tokens, stopped.stop_reason) == (free.tokens[:end], "stop")
+    (cut,) = sample(top_k=1)
+    (greedy,) = sample(temperature=0.0)
+    assert cut.tokens == greedy.tokens
+    assert max(map(abs, cut.logprobs)) <= 1e-6, "of the distribution that was sampled from"
+
+
+def test_a_checkpoint_continues_bit_for_bit(service, address):
+    data = [datum("hello"), datum("1+2=3")]
+    client = service.create_lora_training_client(NAME, rank=5, seed=4).result()
+    train(client, data, steps=2)
+    path = client.save_state("kept", ttl_seconds=3600, user_metadata={"a": "b"}).result().path
+    # Gradients that are pending are none of the checkpoint's.
+    client.forward_backward(data, "cross_entropy").result()
+    expected = [train(client, data)[0].metrics["loss:sum"] for _ in range(3)]
+    with tinker.ServiceClient(base_url=address, api_key=KEY) as other:
+        resumed = other.create_training_client_from_state_with_optimizer(path).result()
+        assert resumed.get_info().lora_rank == 5
+        resumed.forward_backward(data, "cross_entropy").result()
+        assert [train(resumed, data)[0].metrics["loss:sum"] for _ in range(3)] == expected
+        fresh = other.create_training_client_from_state(path).result()
+        fresh.forward_backward(data, "cross_entropy").result()
+        unlike = [train(fresh, data)[0].metrics["loss:sum"] for _ in range(3)]
+        assert unlike[0] == expected[0]
+        assert unlike[1:] != expected[1:], "without the optimizer's state"
+    rest = tinker.RestClient(base_url=address, api_key=KEY)
+    run = rest.get_training_run_by_tinker_path(path).result()
+    assert (run.base_model, run.lora_rank) == (NAME, 5)
+    assert run.last_checkpoint.user_metadata == {"a": "b"}
+    rest.delete_checkpoint_from_tinker_path(path).result()
+    with pytest.raises(Exception, match="does not exist"):
+        service.create_training_client_from_state(path).result()
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"weights": [1.0]}, "1 values and shape"),
+        ({"advantages": [1.0, 1.0]}, r"missing \[\], not known \['advantages'\]"),
+        ({"target_tokens": [0, 9999]}, r"\[1\]=9999 is no token: the vocabulary has 258"),
+        ({"weights": [1.0, float("nan")]}, r"\['weights'\]\[1\]=nan is not finite"),
+    ],
+)
+def test_bad_data_is_named_and_the_client_goes_on(service, change, message):
+    client = service.create_lora_training_client(NAME, rank=2, seed=1).result()
+    good, bad = datum("abc"), datum("abc", **change)
+    with pytest.raises(Exception, match=message):
+        client.forward_backward([good, bad], "cross_entropy").result()
+    with pytest.raises(tinker.RequestFailedError, match="optim_step needs gradients"):
+        client.optim_step(types.AdamParams()).result()
+    assert train(client, [good])[1].metrics["skipped"] == 0.0
+
+
+def test_bad_calls_are_named(service, address):
+    with pytest.raises(Exception, match="base_model='other' is not served: only 'tiny'"):
+        service.create_lora_training_client("other").result()
+    with pytest.raises(Exception, match=f"lora_config.rank=9 is above {MAX_RANK}"):
+        service.create_lora_training_client(NAME, rank=9).result()
+    client = service.create_lora_training_client(NAME, rank=2).result()
+    with pytest.raises(Exception, match="loss_fn='stable_reinforce' is not supported"):
+        client.forward_backward([datum("abc")], "stable_reinforce").result()
+    with pytest.raises(Exception, match=r"loss_fn_config\['beta'\]=1.0: 'cross_entropy' takes"):
+        client.forward_backward([datum("abc")], "cross_entropy", {"beta": 1.0}).result()
+    with pytest.raises(Exception, match=r"data\[0\] has 64 tokens and a target behind them"):
+        client.forward_backward([datum("a" * 65)], "cross_entropy").result()
+    with pytest.raises(Exception, match="path="):
+        client.save_state("../outside").result()
+    sampler = service.create_sampling_client(base_model=NAME, record_stability_info=True).result()
+    prompt, settings = types.ModelInput.from_ints([5]), types.SamplingParams(max_tokens=1)
+    with pytest.raises(Exception, match="record_stability_info=True belongs to the loss"):
+        sampler.sample(prompt, 1, settings).result()
+
+
+def post(address, path, body, *, key=KEY):
+    request = urllib.request.Request(f"{address}/api/v1/{path}", data=body, method="POST")
+    if key is not None:
+        request.add_header("X-API-Key", key)
+    try:
+        with urllib.request.urlopen(request, timeout=60) as response:
+            return response.status, response.read()
+    except urllib.error.HTTPError as error:
+        return error.code, error.read()
+
+
+@pytest.mark.parametrize("key", [None, "", "tml-other", KEY + "x"])
+def test_another_key_gets_nothing(address, key):
+    status, body = post(address, "create_session", b"{}", key=key)
+    assert status == 401
+    assert KEY.encode() not in body
+
+
+@pytest.mark.parametrize(
+    ("body", "status", "message"),
+    [
+        (b"{", 422, "no JSON"),
+        (b"[]", 422, "expected an object, got list"),
+        (b"[" * 90_000, 422, "no JSON"),
+        (b'{"session_id": 3}', 422, "session_id=3"),
+        (b'{"session_id": "a", "new": 1}', 422, "new=1 is not supported by this server"),
+        (b'{"session_id": "a", "new": null}', 422, "session_id='a' is unknown"),
+        (b"a" * (MAX_BYTES + 1), 413, f"tinker.max_request_bytes={MAX_BYTES}"),
+    ],
+)
+def test_bad_bodies(address, body, status, message):
+    found, answer = post(address, "session_heartbeat", body)
+    assert (found, message in json.loads(answer)["error"]) == (status, True), answer
+
+
+def test_a_request_that_is_sent_again_is_carried_out_once(address, service):
+    client = service.create_lora_training_client(NAME, rank=2, seed=1).result()
+    client.forward_backward([datum("abc")], "cross_entropy").result()
+    body = {"model_id": client.model_id, "seq_id": 2, "adam_params": {"learning_rate": 0.1}}
+    promises = [post(address, "optim_step", json.dumps(body).encode()) for _ in range(2)]
+    assert promises[0] == promises[1]
+    retrieve = {"request_id": json.loads(promises[0][1])["request_id"]}
+    for _ in range(2):
+        status, answer = post(address, "retrieve_future", json.dumps(retrieve).encode())
+        assert (status, json.loads(answer)["metrics"]["skipped"]) == (200, 0.0)
+    # And one whose predecessor never comes says so.
+    late = {**body, "seq_id": 9}
+    _, promise = post(address, "optim_step", json.dumps(late).encode())
+    retrieve = {"request_id": json.loads(promise)["request_id"]}
+    _, answer = post(address, "retrieve_future", json.dumps(retrieve).encode())
+    assert "request 9 waits for request 3" in json.loads(answer)["error"]
+
+
+def test_a_session_that_ends_takes_its_models_with_it(address):
+    with tinker.ServiceClient(base_url=address, api_key=KEY) as ending:
+        client = ending.create_lora_training_client(NAME, rank=2).result()
+    status, body = post(address, "get_info", json.dumps({"model_id": client.model_id}).encode())
+    assert status == 422
+    assert b"its session has ended" in body
+
+
+def test_supervised_learning(service):
+    """Doublings are learnt: the loss per token falls, and greedy samples are right."""
+    client = service.create_lora_training_client(NAME, rank=8, seed=0).result()
+    texts = [f"{number}+{number}={2 * number};" for number in range(5)]
+    data = [datum(text, weights=[0.0, 0.0, 0.0] + [1.0] * (len(text) - 4)) for text in texts]
+    losses = [
+        train(client, data, learning_rate=0.02, weight_decay=0.0)[0].metrics["loss:sum"]
+        for _ in range(60)
+    ]
+    assert losses[-1] < 0.1 * losses[0]
+    sampler = client.save_weights_and_get_sampling_client().result()
+    settings = types.SamplingParams(max_tokens=2, temperature=0.0)
+    for text in texts:
+        prompt = types.ModelInput.from_ints(tokens(text[:4]))
+        (found,) = sampler.sample(prompt, 1, settings).result().sequences
+        assert build_tokenizer().decode(found.tokens) == text[4:6]
+
+
+@pytest.mark.slow_beyond(1)
+@pytest.mark.parametrize("loss", ["importance_sampling", "ppo", "cispo", "gspo"])
+def test_reinforcement_learning(service, loss):
+    """Tokens of an even number are rewarded, and become more frequent."""
+    client = service.create_lora_training_client(NAME, rank=8, seed=0).result()
+    prompts = [types.ModelInput.from_ints(tokens(text)) for text in ("a", "b")]
+    means = []
+    for step in range(12):
+        sampler = client.save_weights_and_get_sampling_client().result()
+        settings = types.SamplingParams(max_tokens=6, stop=[], seed=step)
+        futures = [sampler.sample(prompt, 16, settings) for prompt in prompts]
+        data, rewards = [], []
+        for prompt, future in zip(prompts, futures, strict=True):
+            sequences = future.result().sequences
+            found = [np.mean([token % 2 == 0 for token in each.tokens]) for each in sequences]
+            rewards += found
+            for sequence, reward in zip(sequences, found, strict=True):
+                data.append(_rl_datum(prompt.to_ints(), sequence, reward - float(np.mean(found))))
+                if loss == "gspo":
+                    mask = [1.0] * len(sequence.tokens)
+                    data[-1].loss_fn_inputs["sequence_ratio_mask"] = types.TensorData(
+                        data=mask, dtype="float32", shape=[len(mask)]
+                    )
+        means.append(float(np.mean(rewards)))
+        train(client, data, loss=loss, learning_rate=0.02, weight_decay=0.0)
+    assert means[0] < 0.65
+    assert means[-1] > 0.85, means
+
+
+def _rl_datum(prompt, sequence, advantage):
+    before = len(prompt) - 1
+    values = {
+        "target_tokens": [0] * before + sequence.tokens,
+        "logprobs": [0.0] * before + sequence.logprobs,
+        "advantages": [0.0] * before + [advantage] * len(sequence.tokens),
+    }
+    ids = prompt + sequence.tokens[:-1]
+    return types.Datum(model_input=types.ModelInput.from_ints(ids), loss_fn_inputs=values)
