@@ -73,7 +73,7 @@ nox.options.sessions = [
 TESTED_AS = {
     "rl-dtensor-worker": "rl-dtensor-worker[lora]",
     "rl-interfaces": "rl-interfaces[backend,testing]",
-    "rl-policy": "rl-policy[dtensor,lora,megatron,plot,report,tensorboard]",
+    "rl-policy": "rl-policy[dtensor,lora,megatron,plot,report,tensorboard,tinker]",
     "rl-refit": "rl-refit[testing]",
 }
 # The packages that a package's tests take for a stranger's.

@@ -31,6 +31,7 @@ EXTRA_MODULES = {
         "backend": ["rl_interfaces.backend"],
         "testing": ["rl_interfaces.testing"],
     },
+    "rl-policy": {"tinker": ["rl_policy.tinker.server"]},
     "rl-refit": {"vllm": ["rl_refit.vllm.engine", "rl_refit.vllm.reload"]},
 }
 # What an extra makes possible.
@@ -46,6 +47,7 @@ WORKS = {
     "check_trackers(['mlflow']); import mlflow, sqlalchemy",
     "rl-policy[plot]": "import matplotlib",
     "rl-policy[report]": "import plotly",
+    "rl-policy[tinker]": "from rl_policy.tinker.command import require_extra; require_extra()",
     **{
         f"rl-policy[{name}]": "from rl_policy.run.trackers import check_trackers\n"
         f"check_trackers([{name!r}]); import {name}"

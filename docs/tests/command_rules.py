@@ -15,6 +15,7 @@ from typing import Any
 from code_blocks import ROOT
 from packaging.requirements import Requirement
 from rl_policy.cli import build_app
+from rl_policy.tinker.command import load_server_config
 from typer.testing import CliRunner
 
 # Stand-ins for what a page lets its reader choose.
@@ -56,6 +57,16 @@ def check_plan(command: str) -> None:
     result = CliRunner().invoke(build_app(), words)
     assert result.exit_code == 2, f"{command}: {result.output}"
     assert "with a unit" in result.stderr, f"{command}: {result.stderr}"
+
+
+def check_serve(command: str) -> None:
+    """Check the configuration of a server, without starting it."""
+    words = shlex.split(command)
+    model = PLACEHOLDERS[words[2]]
+    load_server_config(model, overrides=[word for word in words[3:] if "=" in word])
+    names = {option.split()[0] for option in words[3:] if option.startswith("--")}
+    help_text = CliRunner().invoke(build_app(), ["serve-tinker", "--help"]).output
+    assert all(name in help_text for name in names), command
 
 
 def check_verb(command: str) -> None:
@@ -154,6 +165,7 @@ RULES = [
         check_paths,
     ),
     Rule(r"rl-policy plan meta-llama/", "the model is not on this machine", check_plan),
+    Rule(r"rl-policy serve-tinker", "runs until it is ended", check_serve),
     Rule(r"rl-policy doctor", "this machine may lack something", check_doctor),
     Rule(
         r"(uv run )?rl-policy (report|compare|watch) (?!quick)",

@@ -45,7 +45,7 @@ def test_ours_are_registered_like_a_strangers(register):
 def test_the_command_line_lists_what_is_registered_without_importing_it(register):
     register("echo = stranger_recipe:ECHO", "gone = no_such_package.module:X")
     listed = CliRunner().invoke(build_app(), ["--help"], env={"COLUMNS": "200"}).output
-    for name in ("dpo", "echo", "eval", "grpo", "merge", "plan", "rm", "sft"):
+    for name in ("dpo", "echo", "eval", "grpo", "merge", "plan", "rm", "serve-tinker", "sft"):
         assert name in listed
     assert "Repeat the prompts" in listed
     assert "Cannot be imported" in listed

@@ -1,7 +1,6 @@
 """A server for the tinker client in this process, on the tests' Ray."""
 
 import asyncio
-import socket
 import threading
 from contextlib import contextmanager
 from pathlib import Path
@@ -79,9 +78,3 @@ def running_server(model, state):
             service.close(5)
             store.close()
     assert not failures
-
-
-def free_port():
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return probe.getsockname()[1]
