@@ -186,7 +186,7 @@ def serve_tinker(
     Each training client has adapters and an optimizer of its own. The client's API key is in the
     state directory, or is what TINKER_API_KEY is for this command too.
     """
-    from rl_policy.ray.worker_group import WorkerGroupError
+    from rl_policy.ray.worker_group import WorkerGroupError, death_behind
     from rl_policy.tinker.command import ServerOptions, load_server_config, require_extra, serve
 
     with bad_input_in_one_line():
@@ -202,7 +202,10 @@ def serve_tinker(
         except KeyboardInterrupt:
             number = received[0] if received else signal.SIGINT
         except WorkerGroupError as error:
-            typer.echo(f"error: {' '.join(str(error).split())}", err=True)
+            death = death_behind(error)
+            text = " ".join(str(error).split()) if death is None else death.summary
+            reason = "" if death is None else f": {death.reason}"
+            typer.echo(f"error: {text}{reason}", err=True)
             raise typer.Exit(FAILED) from None
     raise typer.Exit(SIGNALLED + number if number else 0)
 
