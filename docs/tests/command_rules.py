@@ -61,12 +61,22 @@ def check_plan(command: str) -> None:
 
 def check_serve(command: str) -> None:
     """Check the configuration of a server, without starting it."""
-    words = shlex.split(command)
-    model = PLACEHOLDERS[words[2]]
-    load_server_config(model, overrides=[word for word in words[3:] if "=" in word])
-    names = {option.split()[0] for option in words[3:] if option.startswith("--")}
-    help_text = CliRunner().invoke(build_app(), ["serve-tinker", "--help"]).output
-    assert all(name in help_text for name in names), command
+    words = shlex.split(command)[2:]
+    if words:
+        overrides = [word for word in words[1:] if "=" in word]
+        load_server_config(PLACEHOLDERS.get(words[0], words[0]), overrides=overrides)
+    names = [word for word in words if word.startswith("--")]
+    wide = {"COLUMNS": "200"}
+    shown = CliRunner().invoke(build_app(), ["serve-tinker", "--help"], env=wide).output
+    assert all(name in shown for name in names), command
+
+
+def check_client(command: str) -> None:
+    """Look for what the page's program takes from the client; the server's tests make its calls."""
+    import tinker
+
+    names = ("Datum", "ModelInput", "AdamParams", "SamplingParams")
+    assert all(hasattr(tinker.types, name) for name in names), command
 
 
 def check_verb(command: str) -> None:
@@ -166,6 +176,7 @@ RULES = [
     ),
     Rule(r"rl-policy plan meta-llama/", "the model is not on this machine", check_plan),
     Rule(r"rl-policy serve-tinker", "runs until it is ended", check_serve),
+    Rule(r"python learn.py", "needs the server", check_client),
     Rule(r"rl-policy doctor", "this machine may lack something", check_doctor),
     Rule(
         r"(uv run )?rl-policy (report|compare|watch) (?!quick)",
