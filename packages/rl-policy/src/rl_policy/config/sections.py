@@ -192,7 +192,7 @@ class EnvironmentSection(Section):
     max_turns: int = Field(default=8, ge=1, le=MOST)
     """Most turns of the policy in an episode."""
     timeout_s: float = Field(default=60.0, gt=0, le=MOST)
-    """Most seconds of a call of `reset` or `step`, and of the import."""
+    """Most seconds of a call of `reset` or `step`."""
     processes: int = Field(default=64, ge=1, le=4096)
     """Most processes, each with the episodes of one prompt: a step of more prompts is sampled in
     several batches."""

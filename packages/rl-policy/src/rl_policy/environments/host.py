@@ -43,6 +43,8 @@ def require_environment(factory: Any, *, name: str) -> Callable[[], Environment]
         inspect.signature(factory).bind()
     except TypeError as error:
         raise UnusableError(f"{name} must take no arguments: {error}") from None
+    except ValueError:
+        pass  # some that are built in have no signature: the first call shows it
     if inspect.isclass(factory):
         _require_methods(factory, name=name)
     made: Any = factory  # which gives an environment, as its first call shows

@@ -30,6 +30,9 @@ from rl_policy.environments.server import MESSAGE_BYTES
 
 KEY = "environment.function"
 
+LOAD_LIMIT_S = 120.0
+"""Most seconds of the import of an environment, which happens once, and may be torch's."""
+
 # What is awaited is ended by its process, which says so; only then is the process.
 _MARGIN_S = 1.0
 # A fork takes milliseconds, unless the machine has no memory left.
@@ -75,20 +78,23 @@ class ProcessPool:
     Args:
         name: `FILE.py:NAME` or `PACKAGE.MODULE:NAME`: a class, or a function without arguments,
             that gives an `rl_interfaces.Environment`.
-        limit_s: Most seconds of its import, and of a call.
+        limit_s: Most seconds of a call.
         max_groups: See `EnvironmentPool`.
+        load_limit_s: Most seconds of the import.
 
     Raises:
         ValueError: It cannot be loaded in time; the message names key and reason.
     """
 
-    def __init__(self, name: str, *, limit_s: float, max_groups: int) -> None:
+    def __init__(
+        self, name: str, *, limit_s: float, max_groups: int, load_limit_s: float = LOAD_LIMIT_S
+    ) -> None:
         require_name(name, key=KEY)
         self.name, self.max_groups = name, max_groups
-        self._limit_s = limit_s
+        self._limit_s, self._load_limit_s = limit_s, load_limit_s
         self._processes: dict[int, _Process] = {}
         try:
-            self._server = _Server(name, limit_s=limit_s)
+            self._server = self._start_server()
         except _ServerError as error:
             raise ValueError(f"{KEY}={name!r} {error}") from None
 
@@ -120,9 +126,12 @@ class ProcessPool:
         if group not in self._processes:
             if self._server.has_ended:
                 _LOGGER.warning("the parent of the processes of %s=%r has died", KEY, self.name)
-                self._server = _Server(self.name, limit_s=self._limit_s)
+                self._server = self._start_server()
             self._processes[group] = self._server.fork()
         return self._processes[group]
+
+    def _start_server(self) -> _Server:
+        return _Server(self.name, limit_s=self._limit_s, load_limit_s=self._load_limit_s)
 
     def _end(self, group: int, failure: Failure) -> Failure:
         """End the process of a group; return the failure with its status, where it had died."""
@@ -244,13 +253,14 @@ class _Server:
 
     Args:
         name: Of the environment.
-        limit_s: Most seconds of the import, and of a call.
+        limit_s: Most seconds of a call.
+        load_limit_s: Most seconds of the import.
 
     Raises:
         _ServerError: It cannot be loaded in time.
     """
 
-    def __init__(self, name: str, *, limit_s: float) -> None:
+    def __init__(self, name: str, *, limit_s: float, load_limit_s: float) -> None:
         self._control, other = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         with other:
             descriptor = str(other.fileno())
@@ -266,12 +276,10 @@ class _Server:
             )
         self._closed = weakref.finalize(self, _end_server, self._process, self._control)
         try:
-            reply = self._receive(limit_s)
+            reply = self._receive(load_limit_s)
         except TimeoutError:
             self.close()
-            raise _ServerError(
-                f"took more than environment.timeout_s={limit_s:g} to be loaded"
-            ) from None
+            raise _ServerError(f"took more than {load_limit_s:g} s to be loaded") from None
         if "error" in reply:
             self.close()
             raise _ServerError(f"cannot be loaded: {reply['error']}")
@@ -424,6 +432,8 @@ class ThreadPool:
                     if is_left.is_set():
                         return
                     answers.put(answer)
+            except SystemExit:
+                pass  # of the user's code: the reason is given below
             finally:
                 answers.put(None)
 

@@ -55,8 +55,9 @@ def main() -> None:
         return
     # From here on it outlives the driver for as long as it takes to end its processes.
     end_with_parent(is_on=False)
-    _send(control, {"loaded": True})
-    _Server(control, factory, limit_s=limit_s).serve()
+    with suppress(BrokenPipeError):  # the driver has ended, or no longer waits
+        _send(control, {"loaded": True})
+        _Server(control, factory, limit_s=limit_s).serve()
 
 
 class _Server:
