@@ -40,7 +40,8 @@ class Echo:
             "print": lambda: print("not a reply"),
         }.get(text, lambda: None)()
         wrong = {
-            "none": None, "two": ("", 1.0), "nan": ("", float("nan"), True), "text": ("", "1", True),
+            "none": None, "two": ("", 1.0), "nan": ("", float("nan"), True),
+            "text": ("", "1", True),
             "number": (3, 1.0, True), "maybe": ("", 1.0, "yes"), "half": ("\\ud800", 1.0, False),
         }
         if text in wrong:
@@ -368,7 +369,7 @@ def test_a_class_of_the_program_may_be_async():
 
 
 def test_what_is_no_environment_is_refused():
-    with pytest.raises(ValueError, match="environment=.*dict has no method 'reset'"):
+    with pytest.raises(ValueError, match=r"environment=.*dict has no method 'reset'"):
         GivenEnvironment(dict)
 
 
