@@ -215,10 +215,17 @@ def test_a_prompt_of_the_environment_s_takes_the_place_of_the_problem_s():
     assert episodes["prompts"] == ["another", "another", "r"]
 
 
-def test_a_template_without_observations_is_refused():
-    tokenizer = merging_tokenizer("{{ messages[0].content }}{{ messages[1].content }}")
+@pytest.mark.parametrize(
+    ("template", "role"),
+    [
+        ("{{ messages[0].content }}{{ messages[1].content }}", "tool"),
+        ("{{ messages[0].content }}{{ messages[2].content }}", "assistant"),
+    ],
+)
+def test_a_template_without_several_turns_is_refused(template, role):
+    tokenizer = merging_tokenizer(template)
     encoder = ProblemEncoder(tokenizer, use_chat_template=True)
-    with pytest.raises(ValueError, match=r"policy\.tokenizer\.chat_template .*the role 'tool'"):
+    with pytest.raises(ValueError, match=rf"policy\.tokenizer\.chat_template .*the role '{role}'"):
         encoder.check_turns([Problem("p")], role="tool")
     ProblemEncoder(tokenizer).check_turns([Problem("p")], role="tool")
 

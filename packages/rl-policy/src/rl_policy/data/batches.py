@@ -74,8 +74,14 @@ class ProblemEncoder:
             problems: Of the run, some of which may be conversations.
             role: See `observation_tokens`.
         """
-        if any(map(self._is_rendered, problems)):
-            self._after_turn("an observation", role=role)
+        if not any(map(self._is_rendered, problems)):
+            return
+        observation = "an observation"
+        if observation not in self._after_turn(observation, role=role):
+            raise ValueError(
+                f"{_TEMPLATE} renders no conversation of several turns: it leaves out the message "
+                f"of the role {role!r} that follows a turn of the policy"
+            )
 
     def observation_tokens(
         self,
@@ -118,10 +124,10 @@ class ProblemEncoder:
         ]
         (text,) = self._render([Problem(observation, messages=messages)])
         _, found, rest = text.partition(_TURN)
-        if not found or observation.strip() not in rest:
+        if not found:
             raise ValueError(
-                f"{_TEMPLATE} renders no conversation of several turns: it leaves out the answer "
-                f"of the assistant, or the message of the role {role!r} that follows"
+                f"{_TEMPLATE} renders no conversation of several turns: it leaves out messages of "
+                "the role 'assistant'"
             )
         return rest
 

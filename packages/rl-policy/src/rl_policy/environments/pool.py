@@ -36,7 +36,7 @@ LOAD_LIMIT_S = 120.0
 # What is awaited is ended by its process, which says so; only then is the process.
 _MARGIN_S = 1.0
 # A fork takes milliseconds, unless the machine has no memory left.
-_SERVER_LIMIT_S = 30.0
+_SERVER_LIMIT_S = 60.0
 
 _LOGGER = logging.getLogger(__name__)
 
