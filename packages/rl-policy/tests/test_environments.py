@@ -383,21 +383,19 @@ def test_a_calculator_multiplies():
     assert multiply(" 37*48") == "1776"
     assert multiply("37+48") == multiply("") == multiply("1*2*3") == "error"
     game = Calculator()
-    game.reset(Problem("37*48=", "1776"))
+    game.reset(Problem("37*48", "1776"))
     assert game.step("?37*48") == ("1776\n", 0.0, False)
-    assert game.step(" 1776") == ("", 1.0, True)
+    assert game.step("=1776") == ("", 1.0, True)
+    assert game.step("1776") == game.step("=1426") == ("", 0.0, True)
 
 
 def test_a_game_of_guesses():
     def play(guesses):
         game = Guess()
-        assert game.reset(Problem("2*7=", "14")) == "A digit? "
+        assert game.reset(Problem("game 17: ", "", {"secret": 5})) is None
         return [game.step(guess) for guess in guesses]
 
-    (secret,) = (each for each in range(1, 10) if play([str(each)])[0].reward == 1.0)
-    answers = play([str(each) for each in range(1, 10) if each != secret])
-    hints = [answer.observation for answer in answers]
-    assert hints == [" + "] * (secret - 1) + [" - "] * (9 - secret)
-    found = play([*(str(each) for each in range(1, secret)), str(secret)])[-1]
-    assert found.reward == pytest.approx(1.0 - 0.1 * (secret - 1))
-    assert play(["0"]) == play(["x"]) == [("", -0.1, True)]
+    assert play("1467") == [(hint, 0.0, False) for hint in (" + ", " + ", " - ", " - ")]
+    assert play("5") == [("", 1.0, True)]
+    assert play("245")[-1] == ("", pytest.approx(0.8), True)
+    assert play(["0"]) == play(["x"]) == play([""]) == [("", 0.0, True)]

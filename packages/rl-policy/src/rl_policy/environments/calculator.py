@@ -1,10 +1,10 @@
 """A calculator as a tool: `environment.function=rl_policy.environments.calculator:Calculator`.
 
 A tiny model cannot multiply. It can write a product, and copy a number that it reads: a turn that
-begins with `?` is a call of the calculator, any other turn is the answer.
+begins with `?` is a call of the calculator, one that begins with `=` is the answer.
 
-    37*48= | ?37*48 | 1776 | 1776      reward 1, with one call
-    37*48= | 1426                      reward 0, a guess
+    37*48 | ?37*48 | 1776 | =1776      reward 1, with one call
+    37*48 | =1426                      reward 0, a guess
 
 `write_data` writes problems, and demonstrations of both ways for a start: most of them guess, and
 all guesses are wrong. That a call is worth it is for the policy to find out.
@@ -20,7 +20,7 @@ from pathlib import Path
 
 from rl_interfaces import EnvironmentProblem, EnvironmentStep
 
-CALL = "?"
+CALL, ANSWER = "?", "="
 _PRODUCT = re.compile(r"([0-9]{1,6})\*([0-9]{1,6})")
 
 
@@ -35,7 +35,7 @@ class Calculator:
         """Compute the product of a call, or reward an answer."""
         if text.startswith(CALL):
             return EnvironmentStep(multiply(text.removeprefix(CALL)) + "\n", 0.0, done=False)
-        return EnvironmentStep("", float(text.strip() == self._answer), done=True)
+        return EnvironmentStep("", float(text == ANSWER + self._answer), done=True)
 
 
 def multiply(expression: str) -> str:
@@ -62,7 +62,7 @@ def write_data(directory: str | Path, *, guessing_share: float = 0.75, seed: int
     products = [(f"{first}*{second}", first * second) for first, second in factors]
     half = len(products) // 2
     demonstrations = list(_demonstrations(products[:half], generator, share=guessing_share))
-    problems = [{"prompt": f"{text}=", "answer": str(value)} for text, value in products[half:]]
+    problems = [{"prompt": text, "answer": str(value)} for text, value in products[half:]]
     path = Path(directory)
     path.mkdir(parents=True, exist_ok=True)
     for name, rows in {"problems": problems, "demonstrations": demonstrations}.items():
@@ -77,11 +77,11 @@ def _demonstrations(
     from rl_policy.data.tiny_model import END
 
     for text, value in products:
-        prompt, call = f"{text}=", f"{CALL}{text}"
+        call = f"{CALL}{text}"
         if generator.random() < share:
             guess = generator.choice([each for each in range(100, 9802) if each != value])
-            yield {"prompt": prompt, "answer": str(guess)}
+            yield {"prompt": text, "answer": f"{ANSWER}{guess}"}
         else:
-            yield {"prompt": prompt, "answer": call}
+            yield {"prompt": text, "answer": call}
         # As the calculator's answer follows a call in an episode.
-        yield {"prompt": f"{prompt}{call}{END}{value}\n", "answer": str(value)}
+        yield {"prompt": f"{text}{call}{END}{value}\n", "answer": f"{ANSWER}{value}"}
