@@ -14,7 +14,7 @@ from recipe_runs import CONFIG, MODULE, descendants, measured, wait_until
 from rl_interfaces import EnvironmentStep
 from rl_policy import DPOTrainer, GRPOTrainer, Policy, RayVirtualCluster
 from rl_policy.cli import build_app
-from rl_policy.config import TinyModelSection, load_run_config, nest
+from rl_policy.config import TinyModelSection, load_run_config
 from rl_policy.data.batches import ProblemEncoder, completion_batch
 from rl_policy.data.datasets import Problem
 from rl_policy.data.tiny_model import build_tiny_model, build_tokenizer, tiny_model_config
@@ -171,8 +171,6 @@ def processes_of(driver):
 @pytest.mark.timeout(900)
 def test_kills_from_outside(workplace, wait_until_gone):
     new = ["--config", "run.yaml", *with_environment(["grpo.steps=3", "grpo.eval_every=3"])]
-    whole = start(*new, "--out", "whole")
-    assert whole.wait(300) == 0, whole.stdout.read()
     Path("wait").touch()
     run = start(*new, "--out", "killed")
     # The first evaluation has begun, in as many processes as problems.
@@ -195,8 +193,22 @@ def test_kills_from_outside(workplace, wait_until_gone):
     resumed = start("--resume", "killed")
     text = resumed.communicate(timeout=300)[0]
     assert resumed.returncode == 0, text
-    # The lost episode of the first evaluation aside, it is the run that nobody has killed.
-    assert measured(Path("killed"))[1:] == measured(Path("whole"))[1:]
+    rows = read_metrics(metrics)
+    assert [row["step"] for row in rows] == [0, 1, 2, 3]
+    assert [row["environment_failures"] for row in rows[1:]] == [0.0] * 3
+
+
+@pytest.mark.slow
+def test_a_resumed_run_plays_the_episodes_of_one_that_was_not_interrupted(shared_ray, workplace):
+    for result in (grpo(out="whole"), grpo("grpo.steps=1", out="parts")):
+        assert result.exit_code == 0, result.output
+    more = ["grpo", "--resume", "parts", "grpo.steps=2"]
+    assert CliRunner().invoke(build_app(), more).exit_code == 0
+    whole, parts = measured(Path("whole")), measured(Path("parts"))
+    # The last step of a run is evaluated, which the first one of two is not.
+    for row in (whole[1], parts[1]):
+        row.pop("accuracy")
+    assert parts == whole
 
 
 class Count:
@@ -215,10 +227,13 @@ class Count:
 
 @pytest.mark.slow
 def test_a_class_of_the_program_plays_and_has_to_be_given_again(shared_ray, workplace):
-    settings = nest({**CONFIG, "grpo.steps": 1, "grpo.eval_every": 1, "checkpoint.every": 1})
-    settings["policy"]["max_total_sequence_length"] = 24
-    settings["data"]["num_heldout"] = 4
-    settings["grpo"] |= {"prompts_per_step": 4, "samples_per_prompt": 4}
+    settings = {
+        "cluster": CONFIG["cluster"],
+        "policy": {**CONFIG["policy"], "max_total_sequence_length": 24},
+        "data": {"num_heldout": 4},
+        "grpo": {"steps": 1, "eval_every": 1, "prompts_per_step": 4, "samples_per_prompt": 4},
+        "checkpoint": {"every": 1},
+    }
     trainer = GRPOTrainer(
         data="problems.jsonl", environment=Count, config=settings, out="out", progress=False
     )
