@@ -72,6 +72,7 @@ class Script(GenerationInterface):
                 "unpadded_sequence_lengths": batch["input_lengths"],
                 "generation_lengths": torch.tensor([len(turn) for turn in made]),
                 "logprobs": logprobs,
+                "weight_versions": torch.where(logprobs < 0, len(self.calls), -2),
             }
         )
 
@@ -153,6 +154,8 @@ def test_what_was_sampled_is_kept_where_its_text_has_other_tokens():
     assert episodes["logprobs"].tolist() == [
         [0.0] * 2 + [-11.0, -12.0, -13.0] + [0.0] * 2 + [-21.0, -22.0, -23.0, -24.0]
     ]
+    # As a sampler whose weights change between the turns gives them.
+    assert episodes["weight_versions"].tolist() == [[-2] * 2 + [1] * 3 + [-2] * 2 + [2] * 4]
     assert episodes["generation_lengths"].tolist() == [7]
     assert episodes["rewards"].tolist() == [1.5]
     batch = completion_batch(episodes, advantages=torch.ones(1))

@@ -25,6 +25,7 @@ from rl_policy.data.batches import Batch, ProblemEncoder
 from rl_policy.data.datasets import Problem
 from rl_policy.data.rewards import RewardError
 from rl_policy.environments.pool import KEY, EnvironmentPool, Failure, Turn
+from rl_policy.generation.state import NOT_SAMPLED
 
 _LOGGER = logging.getLogger(__name__)
 
@@ -47,6 +48,8 @@ class Episode:
         prompt_length: How many of them are the prompt's.
         is_sampled: Of each token.
         logprobs: Of each token, under the distribution it was sampled from; 0.0 for others.
+        versions: Of the weights that sampled each token; `NOT_SAMPLED` for others. All are that
+            where the sampler gives no versions.
         turns: The texts after the prompt, with who wrote them: `policy` or `environment`.
         reward: The sum so far.
         num_turns: Turns of the policy.
@@ -61,6 +64,7 @@ class Episode:
     prompt_length: int = 0
     is_sampled: list[bool] = field(default_factory=list)
     logprobs: list[float] = field(default_factory=list)
+    versions: list[int] = field(default_factory=list)
     turns: list[tuple[str, str]] = field(default_factory=list)
     reward: float = 0.0
     num_turns: int = 0
@@ -68,11 +72,17 @@ class Episode:
     is_done: bool = False
     is_truncated: bool = False
 
-    def append(self, tokens: Sequence[int], logprobs: Sequence[float] | None = None) -> None:
-        """Append tokens: sampled ones with their log-probabilities, or others."""
+    def append(
+        self,
+        tokens: Sequence[int],
+        logprobs: Sequence[float] | None = None,
+        versions: Sequence[int] | None = None,
+    ) -> None:
+        """Append tokens: sampled ones with their log-probabilities and versions, or others."""
         self.tokens += tokens
         self.is_sampled += [logprobs is not None] * len(tokens)
         self.logprobs += [0.0] * len(tokens) if logprobs is None else logprobs
+        self.versions += [NOT_SAMPLED] * len(tokens) if versions is None else versions
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -117,6 +127,7 @@ class EpisodePlayer:
             The columns of a `GenerationOutputSpec`, with the sampled tokens of all turns as
             `generation_lengths`, and
 
+            - `weight_versions` `[batch, seq]` int64, see `Episode.versions`;
             - `is_sampled` `[batch, seq]` bool, and `token_mask` int64, 1 for the sampled tokens
               of groups that have not failed;
             - `sample_mask` `[batch]` float32, 0 for the rows of groups that have failed;
@@ -206,7 +217,10 @@ class EpisodePlayer:
         for row, (episode, end, length) in enumerate(zip(episodes, ends, lengths, strict=True)):
             turn = slice(end - length, end)
             tokens = generated["output_ids"][row, turn].tolist()
-            episode.append(tokens, generated["logprobs"][row, turn].tolist())
+            versions = None
+            if "weight_versions" in generated:
+                versions = generated["weight_versions"][row, turn].tolist()
+            episode.append(tokens, generated["logprobs"][row, turn].tolist(), versions)
             episode.turns.append(("policy", texts[row]))
             episode.num_turns += 1
             is_longest = length >= self.max_new_tokens or end >= self.max_length
@@ -271,9 +285,11 @@ class EpisodePlayer:
         tokens = self.encoder.token_batch([each.tokens for each in episodes])
         shape = tokens["input_ids"].shape
         token_mask, logprobs = torch.zeros(shape, dtype=torch.int64), torch.zeros(shape)
+        versions = torch.full(shape, NOT_SAMPLED)
         for row, each in enumerate(episodes):
             token_mask[row, : len(each.tokens)] = torch.tensor(each.is_sampled).long()
             logprobs[row, : len(each.tokens)] = torch.tensor(each.logprobs)
+            versions[row, : len(each.tokens)] = torch.tensor(each.versions)
         is_valid = torch.tensor([each.group not in failures for each in episodes])
         rewards = torch.tensor([each.reward for each in episodes], dtype=torch.float64)
         columns: dict[str, Any] = {
@@ -281,6 +297,7 @@ class EpisodePlayer:
             "generation_lengths": token_mask.sum(1),
             "unpadded_sequence_lengths": tokens["input_lengths"],
             "logprobs": logprobs,
+            "weight_versions": versions,
             "is_sampled": token_mask.bool(),
             "token_mask": token_mask * is_valid[:, None],
             "sample_mask": is_valid.float(),
