@@ -32,8 +32,20 @@ ENVIRONMENT = """
 import os, signal, time
 from pathlib import Path
 
+def takes(marker):
+    try:
+        os.unlink(marker)
+    except FileNotFoundError:
+        return False
+    return True
+
 class Rows:
     '''Two turns, or three for every third problem; more reward for smaller first bytes.'''
+
+    made = 0
+
+    def __init__(self):
+        Rows.made += 1
 
     def reset(self, problem):
         self.number = int(problem.prompt[:-1])
@@ -42,8 +54,8 @@ class Rows:
 
     def step(self, text):
         self.turn += 1
-        if Path("die").exists() and self.turn == 2:
-            Path("die").unlink()
+        # Evaluations have one episode in a process.
+        if self.turn == 2 and (takes("die") or (Rows.made > 1 and takes("die in a group"))):
             os.kill(os.getpid(), signal.SIGKILL)
         while Path("wait").exists():
             time.sleep(0.01)
@@ -112,23 +124,9 @@ def test_a_run_outlives_a_killed_environment_and_says_so(shared_ray, workplace, 
 def test_a_group_that_has_lost_its_process_is_counted_and_not_trained(
     shared_ray, workplace, caplog
 ):
-    command = ["grpo.steps=1", "grpo.eval_every=1", "data.num_heldout=1"]
-    # The evaluation at the start has one episode, and comes to its end before the second marker.
-    Path("my_environment.py").write_text(
-        ENVIRONMENT.replace(
-            'Path("die").exists() and self.turn == 2',
-            'Path("die").exists() and self.turn == 2 and count_of("met") == 9',
-        )
-        + """
-def count_of(name):
-    with open(name, "a") as file:
-        file.write("x")
-    return len(Path(name).read_text())
-"""
-    )
-    Path("die").touch()
+    Path("die in a group").touch()
     with caplog.at_level(logging.WARNING):
-        result = grpo(*command)
+        result = grpo("grpo.steps=1", "grpo.eval_every=1")
     assert result.exit_code == 0, result.output
     (last,) = read_metrics(Path("out/metrics.jsonl"))[1:]
     assert last["environment_failures"] == 1.0
