@@ -121,6 +121,7 @@ def test_a_run_outlives_a_killed_environment_and_says_so(shared_ray, workplace, 
         assert "".join(observed) == "".join(texts)
 
 
+@pytest.mark.slow
 def test_a_group_that_has_lost_its_process_is_counted_and_not_trained(
     shared_ray, workplace, caplog
 ):
