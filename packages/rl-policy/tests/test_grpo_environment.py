@@ -332,6 +332,7 @@ class OneEndsEarly(Count):
         ),
         (["reward.weights=[1.0]"], r"contradicts reward\.weights=\[1\.0\]"),
         (["reward.answer_pattern=x"], r"contradicts reward\.answer_pattern=x"),
+        (["grpo.overlong_share=0.5"], r"contradicts grpo\.overlong_share=0\.5: .* set it to 0"),
         (["data.path=null", "grpo.warm_up=false"], r"cannot start an episode: .*ValueError"),
         (["grpo.warm_up=true"], r"problems\.jsonl:1: 'answer' must be a text"),
     ],

@@ -11,6 +11,7 @@ from rl_policy.data.datasets import Problem
 from rl_policy.data.tiny_model import END, PAD, build_tokenizer
 from rl_policy.environments.pool import GivenEnvironment, ThreadPool
 from rl_policy.environments.rollouts import EnvironmentFailure, EpisodePlayer, episode_metrics
+from rl_policy.recipes.resampling import Rollout, resample
 from rl_policy.run.samples import SampleLog, read_samples
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
@@ -314,6 +315,33 @@ def test_a_run_with_no_group_left_ends():
     turns = {name: ["raise"] for name in "abcde"}
     with pytest.raises(EnvironmentFailure, match=r"in all 5 groups .*'a' in turn 1; .*'c' in turn"):
         played(encoder, problems, turns)
+
+
+def test_a_group_that_has_failed_is_sampled_again_where_groups_are(caplog):
+    encoder = ProblemEncoder(build_tokenizer())
+    rounds = [
+        ({"a": ["1", "raise"], "b": [f"1{END}", "2"]}, "aabb"),
+        ({"c": ["1", f"longer{END}"]}, "cc"),
+    ]
+
+    def sample(num_groups):
+        turns, names = rounds.pop(0)
+        assert len(names) == 2 * num_groups
+        problems = [problem(name, (None, at % 2)) for at, name in enumerate(names)]
+        episodes, _ = played(encoder, problems, turns, group_size=2)
+        return Rollout(problems=problems, generated=episodes, rewards=episodes["rewards"].tolist())
+
+    rollout, measured = resample(
+        sample, num_groups=2, group_size=2, max_rounds=3, each_reward=False, pad_id=encoder.pad_id
+    )
+    assert measured["dynamic_rounds"] == 1.0
+    generated = rollout.generated
+    assert generated["prompts"] == ["b", "b", "c", "c"]
+    assert [turns[0][1] for turns in generated["turns"]] == ["1", "2", "1", "longer"]
+    assert generated["token_mask"].sum(1).tolist() == [2, 1, 1, 7]
+    assert generated["sample_mask"].tolist() == [1.0] * 4
+    batch = completion_batch(generated)
+    assert batch["token_mask"].shape == batch["input_ids"].shape == (4, 8)
 
 
 @pytest.mark.parametrize("prompt", ["", "long" * 30])

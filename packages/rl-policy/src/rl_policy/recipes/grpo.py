@@ -578,6 +578,13 @@ def _check_environment(config: RunConfig) -> None:
                 f"environment.function={str(function)!r} contradicts {key}={value}: an environment "
                 "gives the rewards itself, leave one of them out"
             )
+    share = config.section(GrpoSection).overlong_share
+    if function is not None and share:
+        raise ValueError(
+            f"environment.function={str(function)!r} contradicts grpo.overlong_share={share}: it "
+            "is of policy.generation.max_new_tokens, which a turn has and not an episode; set it "
+            "to 0"
+        )
 
 
 def _check_batch_size(config: RunConfig) -> None:
