@@ -63,6 +63,7 @@ SLOW_PAGES = {
     "docs/pages/first-run.md",
     "docs/pages/how-to/checkpoints.md",
     "docs/pages/how-to/data.md",
+    "docs/pages/how-to/environments.md",
     "docs/pages/how-to/megatron.md",
     "docs/pages/how-to/own-loop.md",
     "docs/pages/how-to/own-model.md",

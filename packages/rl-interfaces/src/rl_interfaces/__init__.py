@@ -21,6 +21,7 @@ from rl_interfaces.config.types import (
     SinglePytorchSchedulerConfig,
     TokenizerConfig,
 )
+from rl_interfaces.environment import Environment, EnvironmentProblem, EnvironmentStep
 from rl_interfaces.generation import (
     ColocationConfig,
     ColocationResources,
@@ -82,6 +83,9 @@ __all__ = [
     "DTensorConfig",
     "DeviceHandles",
     "DynamicBatchingConfig",
+    "Environment",
+    "EnvironmentProblem",
+    "EnvironmentStep",
     "GenerationConfig",
     "GenerationDatumSpec",
     "GenerationInterface",

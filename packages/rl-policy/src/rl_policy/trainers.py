@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import Any, ClassVar, TypeAlias, TypeVar
 
 from rich.console import Console
-from rl_interfaces import GenerationInterface
+from rl_interfaces import Environment, GenerationInterface
 
 from rl_policy.config import (
     RunConfig,
@@ -34,6 +34,7 @@ from rl_policy.config import (
 from rl_policy.data.datasets import Message, Problem, read_prompt
 from rl_policy.data.rewards import GivenReward
 from rl_policy.data.rows import GivenRows
+from rl_policy.environments.pool import GivenEnvironment
 from rl_policy.policy import PathLike
 from rl_policy.ray.cluster import SESSION
 from rl_policy.recipes import find_recipe
@@ -67,6 +68,9 @@ Data: TypeAlias = (
 """Where a trainer's data comes from: a file, several, the name of a dataset; or rows: a list, a
 `datasets.Dataset`, a generator, or a function that returns one."""
 
+EnvironmentLike: TypeAlias = str | Callable[[], Environment]
+"""An environment: a class with `reset` and `step`, or `FILE.py:NAME`, `PACKAGE.MODULE:NAME`."""
+
 RewardLike: TypeAlias = str | Callable[[list[str], list[Problem]], Any]
 """A reward: a function of completions and problems, or `FILE.py:NAME`, `PACKAGE.MODULE:NAME`."""
 
@@ -88,13 +92,17 @@ class RecipeTrainer:
         reward: A function, or several, whose rewards are added up (`reward.weights`). It is called
             with a list of completions and one of `Problem`, and may be async. None: 1 where the
             completion is the answer.
+        environment: What the policy talks to over several turns, and is rewarded by; in the place
+            of a reward. A class, or a function without arguments, that gives an
+            `rl_interfaces.Environment`, is called in this program; one that is named has processes
+            of its own. None: a completion is all there is.
         heldout: What is only measured. None: a part of the data is held out.
         config: Further keys, nested or dotted: `{"policy": {...}, "grpo.steps": 20}`; or a YAML
             file with them. The keys are those that `rl-policy NAME --show-config` prints.
         out: The run directory, which must not exist. None: a new dated one in `runs/`.
         resume: The directory of a run to continue. `config` may then hold the number of steps,
             `cluster.restarts`, `logger` and `checkpoint.*` alone; data and rewards are those of the
-            run, save functions, which have to be given again.
+            run, save functions and classes, which have to be given again.
         progress: Whether to show bars.
 
     Raises:
@@ -109,15 +117,19 @@ class RecipeTrainer:
         data: Data | None = None,
         reward: RewardLike | Sequence[RewardLike] | None = None,
         *,
+        environment: EnvironmentLike | None = None,
         heldout: Data | None = None,
         config: Mapping[str, Any] | PathLike | None = None,
         out: PathLike | None = None,
         resume: PathLike | None = None,
         progress: bool = True,
     ) -> None:
-        if reward is not None and "reward" not in find_recipe(self.recipe).sections:
-            raise ValueError(f"reward={reward!r}: the recipe {self.recipe!r} has no rewards")
+        sections = find_recipe(self.recipe).sections
+        for key, value in {"reward": reward, "environment": environment}.items():
+            if value is not None and key not in sections:
+                raise ValueError(f"{key}={value!r}: the recipe {self.recipe!r} has no {key}s")
         functions = None if reward is None else _functions(reward)
+        talks_to = None if environment is None else _environment(environment)
         sources = {"data.path": data, "data.heldout_path": heldout}
         given: Settings = {
             key: _source(value, key=key) for key, value in sources.items() if value is not None
@@ -128,6 +140,8 @@ class RecipeTrainer:
         if resume is None:
             if functions is not None:
                 given["reward.function"] = functions
+            if talks_to is not None:
+                given["environment.function"] = talks_to
             resolved = new_run_config(self.recipe, join_settings(nest(further or {}), nest(given)))
             directory = RunDirectory(new_run_path(self.recipe) if out is None else Path(out))
             directory.require_new()
@@ -138,7 +152,7 @@ class RecipeTrainer:
                     f"{contradicting[0]} contradicts resume={resume}: the run has its own"
                 )
             resolved = override_resumed_with(
-                self._read_config(directory, functions), nest(further or {})
+                self._read_config(directory, functions, talks_to), nest(further or {})
             )
         self._directory = directory
         self._is_created = resume is not None
@@ -148,9 +162,12 @@ class RecipeTrainer:
         self._source: GenerationInterface | None = None
 
     def _read_config(
-        self, directory: RunDirectory, functions: list[str | GivenReward] | None
+        self,
+        directory: RunDirectory,
+        functions: list[str | GivenReward] | None,
+        environment: str | GivenEnvironment | None,
     ) -> RunConfig:
-        resolved = directory.read_config(functions=functions)
+        resolved = directory.read_config(functions=functions, environment=environment)
         if resolved.recipe != self.recipe:
             raise ValueError(
                 f"resume={directory.path} is a run of {resolved.recipe!r}, and "
@@ -372,6 +389,10 @@ def _source(data: Data, *, key: str) -> str | list[str] | GivenRows:
     if not callable(data) and not isinstance(data, Iterable):
         raise ValueError(f"{key}={data!r} must be a path, rows, or a function that returns rows")
     return GivenRows(data, key=key)  # pyright: ignore[reportArgumentType] # it checks each row
+
+
+def _environment(environment: EnvironmentLike) -> str | GivenEnvironment:
+    return environment if isinstance(environment, str) else GivenEnvironment(environment)
 
 
 def _functions(reward: RewardLike | Sequence[RewardLike]) -> list[str | GivenReward]:

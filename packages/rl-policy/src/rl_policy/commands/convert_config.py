@@ -288,7 +288,8 @@ _COMMON: Mapping[str, Rule] = {
 }
 # Sections without a counterpart, and what is lost with them.
 _SECTIONS: Mapping[str, str] = {
-    "env.": "the reward is the answer itself, or your function: set reward.function",
+    "env.": "the reward is the answer itself, your function (set reward.function), or that of an "
+    "environment (environment.function)",
     "logger.": "",
     "checkpointing.": "",
     "policy.megatron_cfg.peft.": "Megatron trains no adapters",

@@ -24,6 +24,7 @@ from rl_policy.config.policy import (
 from rl_policy.config.sections import RunConfig, run_config_type
 from rl_policy.data.rewards import GivenReward
 from rl_policy.data.rows import GivenRows
+from rl_policy.environments.pool import GivenEnvironment
 from rl_policy.recipes import Recipe, find_recipe, installed_recipes
 
 
@@ -291,7 +292,8 @@ def _plain(value: Any) -> Any:
     """Return a value with a name in place of what Python gave."""
     if isinstance(value, list):
         return [_plain(each) for each in value]
-    return str(value) if isinstance(value, GivenRows | GivenReward) else value
+    is_given = isinstance(value, GivenRows | GivenReward | GivenEnvironment)
+    return str(value) if is_given else value
 
 
 def _comment(text: str, *, indent: str) -> Iterator[str]:

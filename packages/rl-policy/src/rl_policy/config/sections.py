@@ -26,6 +26,7 @@ from rl_policy.backends import WORKERS_OWN
 from rl_policy.config.policy import BUILTIN_MODEL, Settings, resolve_policy
 from rl_policy.data.rewards import GivenReward
 from rl_policy.data.rows import GivenRows
+from rl_policy.environments.pool import GivenEnvironment
 from rl_policy.recipes import find_recipe
 
 SectionT = TypeVar("SectionT", bound="Section")
@@ -179,6 +180,31 @@ class RewardSection(Section):
         if self.function is None:
             return []
         return self.function if isinstance(self.function, list) else [self.function]
+
+
+class EnvironmentSection(Section):
+    """An environment that the policy talks to over several turns, which rewards it."""
+
+    function: str | SkipValidation[GivenEnvironment] | None = None
+    """`FILE.py:NAME` or `PACKAGE.MODULE:NAME`: a class with `reset` and `step`, or a function that
+    returns such an object, see `rl_interfaces.Environment`. It runs in processes of its own. null:
+    a completion is all there is, and `reward` rewards it."""
+    max_turns: int = Field(default=8, ge=1, le=MOST)
+    """Most turns of the policy in an episode."""
+    timeout_s: float = Field(default=60.0, gt=0, le=MOST)
+    """Most seconds of a call of `reset` or `step`."""
+    processes: int = Field(default=64, ge=1, le=4096)
+    """Most processes, each with the episodes of one prompt: a step of more prompts is sampled in
+    several batches."""
+    role: Literal["user", "tool"] = "user"
+    """Of an observation, where the chat template renders the prompt."""
+
+    @field_validator("function", mode="plain")
+    @classmethod
+    def _name_or_class(cls, value: Any) -> Any:
+        if isinstance(value, list):
+            raise ValueError(f"environment.function={value!r}: input should be a valid string")
+        return _names_or_given(value, GivenEnvironment, key="environment.function")
 
 
 class RefitSection(Section):

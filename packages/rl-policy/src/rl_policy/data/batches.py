@@ -12,6 +12,8 @@ from transformers import PreTrainedTokenizerBase
 from rl_policy.data.datasets import Problem
 
 _TEMPLATE = "policy.tokenizer.chat_template"
+# Stands for a turn of the policy where a template is asked for what follows one.
+_TURN = "sampled-turn"
 
 Batch: TypeAlias = BatchedDataDict
 """Tensors by name, one row per sample."""
@@ -65,6 +67,70 @@ class ProblemEncoder:
         bare = iter(self._tokens(plain, special=True))
         return [next(in_template if self._is_rendered(each) else bare) for each in problems]
 
+    def check_turns(self, problems: Sequence[Problem], *, role: str) -> None:
+        """Raise `ValueError` unless the chat template, if it is used, renders observations.
+
+        Args:
+            problems: Of the run, some of which may be conversations.
+            role: See `observation_tokens`.
+        """
+        if not any(map(self._is_rendered, problems)):
+            return
+        observation = "an observation"
+        if observation not in self._after_turn(observation, role=role):
+            raise ValueError(
+                f"{_TEMPLATE} renders no conversation of several turns: it leaves out the message "
+                f"of the role {role!r} that follows a turn of the policy"
+            )
+
+    def observation_tokens(
+        self,
+        observations: Sequence[str],
+        *,
+        problems: Sequence[Problem],
+        last_tokens: Sequence[int],
+        role: str,
+    ) -> list[list[int]]:
+        r"""Return the tokens that are appended to a sampled turn, after which the next one starts.
+
+        In a chat template they are what ends the turn, unless it was sampled, the observation as a
+        message, and what starts the next turn; otherwise those of the observation alone.
+
+        Example, in the template of Qwen2, for "higher" after a turn that has sampled its end:
+            "\n<|im_start|>user\nhigher<|im_end|>\n<|im_start|>assistant\n"
+
+        Args:
+            observations: Texts.
+            problems: From which their episodes started.
+            last_tokens: The last sampled token of each.
+            role: Of the message.
+        """
+        texts = [
+            self._after_turn(text, role=role) if self._is_rendered(problem) else text
+            for text, problem in zip(observations, problems, strict=True)
+        ]
+        rows = self._tokens(texts, special=False)
+        return [
+            row[1:] if last in self._stop_ids and row[:1] == [last] else row
+            for row, last in zip(rows, last_tokens, strict=True)
+        ]
+
+    def _after_turn(self, observation: str, *, role: str) -> str:
+        """Return what a chat template puts after a turn of the policy that is answered."""
+        messages = [
+            {"role": "user", "content": "a question"},
+            {"role": "assistant", "content": _TURN},
+            {"role": role, "content": observation},
+        ]
+        (text,) = self._render([Problem(observation, messages=messages)])
+        _, found, rest = text.partition(_TURN)
+        if not found:
+            raise ValueError(
+                f"{_TEMPLATE} renders no conversation of several turns: it leaves out messages of "
+                "the role 'assistant'"
+            )
+        return rest
+
     def answer_tokens(self, problems: Sequence[Problem]) -> list[list[int]]:
         """Return the tokens of completions that are the answers, with the end token."""
         rows = self._tokens([problem.answer for problem in problems], special=False)
@@ -72,7 +138,11 @@ class ProblemEncoder:
 
     def prompt_batch(self, problems: Sequence[Problem]) -> Batch:
         """Return `input_ids` `[batch, seq]` and `input_lengths` `[batch]` of the prompts."""
-        return BatchedDataDict(self._pad(self.prompt_tokens(problems)))
+        return self.token_batch(self.prompt_tokens(problems))
+
+    def token_batch(self, rows: Sequence[Sequence[int]]) -> Batch:
+        """Return `input_ids` `[batch, seq]` and `input_lengths` `[batch]` of rows of tokens."""
+        return BatchedDataDict(self._pad(rows))
 
     def answer_batch(self, problems: Sequence[Problem]) -> Batch:
         """Return prompts with their answers, the tokens of the answers being the targets."""
@@ -119,19 +189,23 @@ class ProblemEncoder:
         """Return the share of the completions that the limit of tokens has ended.
 
         Args:
-            generated: `output_ids`, `generation_lengths`, `unpadded_sequence_lengths`.
+            generated: `output_ids`, `generation_lengths`, `unpadded_sequence_lengths`; or episodes,
+                which have `is_truncated` and `sample_mask`.
             max_new_tokens: The limit.
         """
+        if "is_truncated" in generated:
+            valid = generated["sample_mask"].bool()
+            return float(generated["is_truncated"][valid].double().mean())
         ends = generated["unpadded_sequence_lengths"].tolist()
         lengths = generated["generation_lengths"].tolist()
         rows = generated["output_ids"].tolist()
         truncated = [
-            length >= max_new_tokens and not self._has_ended(row[end - length : end])
+            length >= max_new_tokens and not self.has_ended(row[end - length : end])
             for row, end, length in zip(rows, ends, lengths, strict=True)
         ]
         return sum(truncated) / len(truncated)
 
-    def _has_ended(self, tokens: list[int]) -> bool:
+    def has_ended(self, tokens: list[int]) -> bool:
         """Return whether a stop token or a stop string is at the end of a completion."""
         if tokens and tokens[-1] in self._stop_ids:
             return True
@@ -186,12 +260,16 @@ def completion_batch(
     """Return sampled completions as a batch to train on, their tokens being the targets.
 
     Args:
-        generated: What `Policy.generate` returned, `[batch, seq]`.
+        generated: What `Policy.generate` returned, `[batch, seq]`; or episodes, which have their
+            own `token_mask` and `sample_mask`.
         advantages: `[batch]` float32; every token of a completion gets that of its completion.
             None: the batch has none yet.
     """
     ends = generated["unpadded_sequence_lengths"]
-    masks = target_masks(generated["output_ids"], ends - generated["generation_lengths"], ends)
+    if "token_mask" in generated:
+        masks = {name: generated[name] for name in ("token_mask", "sample_mask")}
+    else:
+        masks = target_masks(generated["output_ids"], ends - generated["generation_lengths"], ends)
     columns = {
         "input_ids": generated["output_ids"],
         "input_lengths": ends,

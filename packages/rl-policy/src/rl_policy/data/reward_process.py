@@ -7,46 +7,40 @@ JSON, and ends when the first is closed. What the function prints goes to the st
 from __future__ import annotations
 
 import asyncio
-import ctypes
-import importlib
-import importlib.util
 import inspect
 import json
 import os
-import signal
 import sys
 import time
-import traceback
 from collections.abc import Callable, Sequence
-from pathlib import Path
 from typing import Any
 
 from rl_policy.data.datasets import Problem
+from rl_policy.data.user_code import (
+    UnusableError,
+    awaited,
+    described,
+    detach_standard_streams,
+    end_with_parent,
+    finite_number,
+    load_attribute,
+    require_signature,
+)
 
 Function = Callable[[list[str], list[Problem]], Any]
-
-_PR_SET_PDEATHSIG = 1
-
-
-class _UnusableError(Exception):
-    """What is said of a function that cannot be loaded, or that returned no rewards."""
 
 
 def main() -> None:
     """Load the function, say so, and answer until the requests end."""
     name, limit_s = sys.argv[1], float(sys.argv[2])
-    # A function that hangs does not see its pipe closed.
-    if sys.platform == "linux":
-        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+    end_with_parent()
     with os.fdopen(os.dup(0)) as reading, os.fdopen(os.dup(1), "w") as writing:
         # The function has neither of the two.
-        with Path(os.devnull).open() as nothing:
-            os.dup2(nothing.fileno(), 0)
-        os.dup2(2, 1)
+        detach_standard_streams()
         try:
             function = load_function(name)
         except Exception as error:  # the module is the user's: anything may be raised
-            _reply(writing, {"error": _described(error)})
+            _reply(writing, {"error": described(error)})
             return
         _reply(writing, {"rewards": []})
         for line in reading:
@@ -62,31 +56,14 @@ def load_function(name: str) -> Function:
     Raises:
         Exception: There is no such file or function, or whatever its module raises.
     """
-    place, _, attribute = name.rpartition(":")
-    if place.endswith(".py"):
-        path = Path(place).resolve()
-        if not path.is_file():
-            raise _UnusableError(f"{path} is no file")
-        sys.path.insert(0, str(path.parent))
-        spec = importlib.util.spec_from_file_location(path.stem, path)
-        assert spec is not None
-        assert spec.loader is not None
-        module = importlib.util.module_from_spec(spec)
-        sys.modules[path.stem] = module
-        spec.loader.exec_module(module)
-    else:
-        sys.path.insert(0, str(Path.cwd()))
-        module = importlib.import_module(place)
-    function = getattr(module, attribute, None)
-    if not callable(function):
-        raise _UnusableError(f"{place} has no function {attribute}")
+    function = load_attribute(name)
     try:
-        return require_signature(function, name=attribute)
+        return require_reward(function, name=name.rpartition(":")[2])
     except TypeError as error:
-        raise _UnusableError(str(error)) from None
+        raise UnusableError(str(error)) from None
 
 
-def require_signature(function: Any, *, name: str) -> Function:
+def require_reward(function: Any, *, name: str) -> Function:
     """Return a function that takes completions and problems.
 
     Raises:
@@ -94,11 +71,7 @@ def require_signature(function: Any, *, name: str) -> Function:
     """
     if not callable(function):
         raise TypeError(f"a reward must be a function, got {function!r}")
-    try:
-        inspect.signature(function).bind([], [])
-    except TypeError as error:
-        raise TypeError(f"{name} must take completions and problems: {error}") from None
-    return function
+    return require_signature(function, [], [], name=name, takes="completions and problems")
 
 
 def answer(
@@ -120,7 +93,7 @@ def answer(
     try:
         return {"rewards": _rewards(function, completions, problems)}
     except Exception as error:  # as above
-        described = _described(error)
+        description = described(error)
     # Which sample it was shows when each is alone, as far as there is time: what the function did
     # wrong must not become that it took too long.
     for index, pair in enumerate(zip(completions, problems, strict=True)):
@@ -129,8 +102,8 @@ def answer(
         try:
             _rewards(function, [pair[0]], [pair[1]])
         except Exception as error:  # as above
-            return {"error": _described(error), "sample": index}
-    return {"error": described}
+            return {"error": described(error), "sample": index}
+    return {"error": description}
 
 
 def _rewards(
@@ -138,40 +111,16 @@ def _rewards(
 ) -> list[float]:
     returned = function(list(completions), list(problems))
     if inspect.isawaitable(returned):
-        returned = asyncio.run(_awaited(returned))
+        returned = asyncio.run(awaited(returned))
     try:
         values = list(returned)
     except TypeError:
-        raise _UnusableError(
+        raise UnusableError(
             f"it returned a {type(returned).__name__}, expected a number for each completion"
         ) from None
     if len(values) != len(completions):
-        raise _UnusableError(
-            f"it returned {len(values)} rewards for {len(completions)} completions"
-        )
-    return [_number(value) for value in values]
-
-
-async def _awaited(returned: Any) -> Any:
-    return await returned
-
-
-def _number(value: Any) -> float:
-    if isinstance(value, str) or not hasattr(value, "__float__"):
-        raise _UnusableError(f"it returned {value!r:.60}, a {type(value).__name__}")
-    number = float(value)
-    if number != number or number in (float("inf"), float("-inf")):
-        raise _UnusableError(f"it returned {number}")
-    return number
-
-
-def _described(error: Exception) -> str:
-    """Return the error and the line of the user's that raised it."""
-    if isinstance(error, _UnusableError):
-        return str(error)
-    frames = traceback.extract_tb(error.__traceback__)
-    last = f" ({frames[-1].filename}:{frames[-1].lineno})" if frames else ""
-    return f"it raised {type(error).__name__}: {error}{last}"
+        raise UnusableError(f"it returned {len(values)} rewards for {len(completions)} completions")
+    return [finite_number(value) for value in values]
 
 
 def _reply(writing: Any, reply: dict[str, object]) -> None:

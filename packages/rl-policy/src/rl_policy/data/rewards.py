@@ -21,7 +21,8 @@ from dataclasses import asdict
 from typing import Any, Protocol
 
 from rl_policy.data.datasets import Problem
-from rl_policy.data.reward_process import answer, require_signature
+from rl_policy.data.reward_process import answer, require_reward
+from rl_policy.data.user_code import require_name
 
 
 class Reward(Protocol):
@@ -90,10 +91,7 @@ class RewardFunction:
 
     def __init__(self, name: str, *, limit_s: float) -> None:
         self._name, self._limit_s = name, limit_s
-        if not all(name.rpartition(":")[::2]):
-            raise ValueError(
-                f"reward.function={name!r} must be FILE.py:NAME or PACKAGE.MODULE:NAME"
-            )
+        require_name(name, key="reward.function")
         self._process = subprocess.Popen(
             [sys.executable, "-m", "rl_policy.data.reward_process", name, str(limit_s)],
             stdin=subprocess.PIPE,
@@ -187,7 +185,7 @@ class GivenReward:
 
     def __init__(self, function: Callable[[list[str], list[Problem]], Any]) -> None:
         self.name: str = getattr(function, "__name__", type(function).__name__)
-        self._function = require_signature(function, name=self.name)
+        self._function = require_reward(function, name=self.name)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> GivenReward:
         """Return itself: the function may have state, which is the program's."""

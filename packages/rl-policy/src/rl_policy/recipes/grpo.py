@@ -22,6 +22,7 @@ from rl_interfaces.config.schema import MOST
 from rl_refit.report import Stopwatch
 
 from rl_policy.config import (
+    EnvironmentSection,
     RefitSection,
     RewardSection,
     RunConfig,
@@ -31,6 +32,7 @@ from rl_policy.config import (
 from rl_policy.data.batches import Batch, ProblemEncoder, completion_batch
 from rl_policy.data.datasets import open_stream
 from rl_policy.data.rewards import mean_parts
+from rl_policy.environments.rollouts import episode_metrics
 from rl_policy.generation.vllm.requests import mean_staleness
 from rl_policy.policy import Policy
 from rl_policy.recipes import Recipe
@@ -49,6 +51,8 @@ from rl_policy.run.evaluation import (
     check_mismatch,
     complete,
     greedy_accuracy,
+    rewards_of,
+    sample,
     sampler_mismatch,
 )
 from rl_policy.run.flops import DeviceSpeed
@@ -57,6 +61,7 @@ from rl_policy.run.inputs import (
     check_language_model,
     check_sampling,
     check_schedule,
+    prepare_episodes,
     prepare_problems,
 )
 from rl_policy.run.metrics import StepMetrics, mean_metrics, plot_reward, read_metrics
@@ -111,7 +116,8 @@ class GrpoSection(Section):
     eval_every: int = Field(default=5, ge=1, le=MOST)
     """Steps between evaluations of held-out accuracy."""
     warm_up: bool | None = None
-    """Start with supervised fine-tuning. null: only for the built-in model, which is untrained."""
+    """Start with supervised fine-tuning. null: only for the built-in model, which is untrained, and
+    without an environment."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -121,8 +127,8 @@ class GrpoMetrics(StepMetrics):
     With engines, `extra` has the report of the refit whose weights generated the samples
     (`refit_bytes`, `refit_gb_per_s`, `refit_load_s` ...), its `weight_version`, and the mismatch of
     the engines' log-probabilities with the trainer's (`mismatch_mean_abs` ..., see
-    `sampler_mismatch`). With dynamic sampling it has what `resample` measures, and with penalties
-    in the reward what `step_advantages` does.
+    `sampler_mismatch`). With dynamic sampling it has what `resample` measures, with penalties in
+    the reward what `step_advantages` does, and with an environment what `episode_metrics` does.
 
     Attributes:
         reward_mean: Mean reward of the samples; at step 0, of one per held-out problem.
@@ -131,7 +137,8 @@ class GrpoMetrics(StepMetrics):
             advantage.
         completion_length_mean: Mean number of tokens of the completions.
         completion_length_max: The most tokens of a completion.
-        truncated_share: Share of the completions that `max_new_tokens` has ended.
+        truncated_share: Share of the completions that `max_new_tokens` has ended; of episodes,
+            those in which a limit of tokens has ended a turn or the episode.
         staleness: Versions that sampled tokens are behind the weights that are updated first: 0, as
             each step samples anew.
         accuracy: Fraction of the held-out problems that greedy decoding solves after the step.
@@ -150,7 +157,7 @@ class GrpoMetrics(StepMetrics):
         move_s: Seconds of moving state on and off the devices and of handing them over between
             policy and engines, without the refit.
         generate_s: Seconds of sampling.
-        reward_s: Seconds of completions' texts, rewards and advantages.
+        reward_s: Seconds of completions' texts, rewards and advantages, and of environments.
         logprob_s: Seconds of old and reference log-probabilities.
         train_s: Seconds of optimizer steps.
         refit_s: Seconds of sending weights to inference engines; 0.0 without engines.
@@ -187,7 +194,9 @@ class GrpoMetrics(StepMetrics):
 def has_warm_up(config: RunConfig) -> bool:
     """Return whether the run starts with supervised fine-tuning."""
     configured = config.section(GrpoSection).warm_up
-    return config.has_builtin_model if configured is None else configured
+    has_environment = config.section(EnvironmentSection).function is not None
+    default = config.has_builtin_model and not has_environment
+    return default if configured is None else configured
 
 
 def check_grpo(config: RunConfig) -> None:
@@ -196,6 +205,7 @@ def check_grpo(config: RunConfig) -> None:
     check_language_model(sft_policy(config), path="sft.policy")
     _check_adapters(config)
     _check_batch_size(config)
+    _check_environment(config)
     generation = config.policy["generation"]
     if generation["temperature"] == 0:
         raise ValueError(
@@ -221,7 +231,12 @@ def prepare_grpo(config: RunConfig, encoder: ProblemEncoder) -> ProblemInputs:
         num_steps=grpo.steps * grpo.epochs_per_step,
         key=f"grpo.steps={grpo.steps}, grpo.epochs_per_step={grpo.epochs_per_step}",
     )
-    return (prepare_sft if has_warm_up(config) else prepare_problems)(config, encoder)
+    if has_warm_up(config):
+        inputs = prepare_sft(config, encoder)
+    else:
+        has_environment = config.section(EnvironmentSection).function is not None
+        inputs = prepare_problems(config, encoder, has_environment=has_environment)
+    return prepare_episodes(config, inputs)
 
 
 def run_grpo(session: Session[ProblemInputs], model: str) -> None:
@@ -264,7 +279,9 @@ def warm_up(session: Session[ProblemInputs], *, model: str) -> str:
     directory = RunDirectory(session.directory.warm_up)
     if not directory.final.is_dir():
         directory.path.mkdir(exist_ok=True)
-        run_sft(replace(session, directory=directory), model)
+        # It imitates answers, which are completions.
+        inputs = replace(session.inputs, episodes=None)
+        run_sft(replace(session, directory=directory, inputs=inputs), model)
     return str(directory.final)
 
 
@@ -365,6 +382,7 @@ class GrpoTrainer:
             # Now, as measuring the accuracy may send the weights after this step.
             staleness = mean_staleness(generated, self.weight_version)
             extra |= mean_parts(rewards) | resampled
+            extra |= episode_metrics(generated, group_size=self._config.samples_per_prompt)
             batch = completion_batch(generated)
             with self._policy.keeping_batches():
                 extra |= self._score(batch, watch)
@@ -408,6 +426,8 @@ class GrpoTrainer:
     ) -> dict[str, float]:
         """Return the columns that describe the completions of a step and their rewards."""
         values = torch.tensor(rewards, dtype=torch.float64)
+        if "sample_mask" in generated:
+            values = values[generated["sample_mask"].bool()]
         groups = values.view(-1, self._config.samples_per_prompt)
         lengths = generated["generation_lengths"].double()
         return {
@@ -453,14 +473,13 @@ class GrpoTrainer:
     def _rollout(self, source: GenerationInterface, num_prompts: int, watch: Stopwatch) -> Rollout:
         """Sample a group of completions of each of the next problems, and reward them."""
         group_size = self._config.samples_per_prompt
-        with watch.phase("generate_s"):
-            drawn = self._stream.take(num_prompts)
-            prompts = self._inputs.encoder.prompt_batch(drawn).repeat_interleave(group_size)
-            generated = source.generate(prompts)
+        drawn = self._stream.take(num_prompts)
         problems = [problem for problem in drawn for _ in range(group_size)]
+        generated = sample(
+            source, problems, inputs=self._inputs, group_size=group_size, watch=watch
+        )
         with watch.phase("reward_s"):
-            texts = self._inputs.encoder.completion_texts(generated)
-            rewards = self._inputs.reward(texts, problems)
+            rewards = rewards_of(generated, problems, inputs=self._inputs)
         return Rollout(problems=problems, generated=generated, rewards=rewards)
 
     def _add_advantages(self, batch: Batch, rewards: Sequence[float]) -> dict[str, float]:
@@ -546,6 +565,28 @@ def _adapter_path(policy: Settings) -> str | None:
     return lora.get("adapter_path") if lora["enabled"] else None
 
 
+def _check_environment(config: RunConfig) -> None:
+    function, reward = config.section(EnvironmentSection).function, config.section(RewardSection)
+    rewarding = {
+        "reward.function": reward.function,
+        "reward.weights": reward.weights,
+        "reward.answer_pattern": reward.answer_pattern,
+    }
+    for key, value in rewarding.items():
+        if function is not None and value is not None:
+            raise ValueError(
+                f"environment.function={str(function)!r} contradicts {key}={value}: an environment "
+                "gives the rewards itself, leave one of them out"
+            )
+    share = config.section(GrpoSection).overlong_share
+    if function is not None and share:
+        raise ValueError(
+            f"environment.function={str(function)!r} contradicts grpo.overlong_share={share}: it "
+            "is of policy.generation.max_new_tokens, which a turn has and not an episode; set it "
+            "to 0"
+        )
+
+
 def _check_batch_size(config: RunConfig) -> None:
     grpo, gbs = config.section(GrpoSection), config.policy["train_global_batch_size"]
     num_samples = grpo.prompts_per_step * grpo.samples_per_prompt
@@ -603,6 +644,7 @@ GRPO = Recipe(
         "grpo": GrpoSection,
         "loss": LossSection,
         "reward": RewardSection,
+        "environment": EnvironmentSection,
         "sft": SftSection,
         "refit": RefitSection,
     },

@@ -35,10 +35,20 @@
     return `rgb(${advantage < 0 ? "213 94 0" : "0 114 178"} / ${0.75 * share})`;
   };
 
+  // The turns of an episode: what the policy writes, and what it is answered.
+  const shownCompletion = (sample) => sample.turns.length
+    ? sample.turns.map(({ role, text }) => `${role === "policy" ? "\u2192" : "\u2190"} ${text}`).join(" ")
+    : `\u2192 ${sample.completion}`;
+
   const showTokens = (sample, most) => {
     const usesAdvantage = colour.value === "advantage" && sample.advantage !== null;
     const tokens = sample.tokens.map((token, index) => {
       const logprob = sample.logprobs[index];
+      if (sample.sampled.length && !sample.sampled[index]) {
+        return element("span", {
+          className: "observation", textContent: token, title: "of the environment, not sampled",
+        });
+      }
       const made = element("span", { className: "token", textContent: token });
       made.title = `log-probability ${logprob}` +
         (sample.advantage === null ? "" : `, advantage ${sample.advantage.toFixed(3)}`);
@@ -46,7 +56,10 @@
         ? byAdvantage(sample.advantage, most) : byLogprob(logprob);
       return made;
     });
-    const facts = [`${sample.tokens.length} tokens`, `answer ${sample.answer}`];
+    const count = sample.sampled.length ? sample.sampled.filter(Boolean).length : sample.tokens.length;
+    const turns = sample.turns.filter((turn) => turn.role === "policy").length;
+    const facts = [`${count} tokens`, `answer ${sample.answer}`];
+    if (turns) facts.unshift(`${turns} turns`);
     if (sample.advantage !== null) facts.push(`advantage ${sample.advantage.toFixed(3)}`);
     return element("div", { className: "tokens" }, [
       element("div", { className: "facts", textContent: facts.join(", ") }),
@@ -69,7 +82,7 @@
         className: "reward", textContent: `reward ${+sample.reward.toFixed(4)}`,
       });
       const text = element("span", {
-        className: "text", textContent: `${sample.prompt} \u2192 ${sample.completion}`,
+        className: "text", textContent: `${sample.prompt} ${shownCompletion(sample)}`,
       });
       const button = element("button", { type: "button", className: "sample" }, [reward, text]);
       const item = element("li", {}, [button]);

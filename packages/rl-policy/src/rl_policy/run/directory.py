@@ -21,6 +21,7 @@ from rl_interfaces.backend.checkpoint.directories import sync
 from rl_policy.config import RunConfig, parse_run_config, read_yaml, render_run_config
 from rl_policy.data.rewards import GivenReward
 from rl_policy.data.rows import GivenRows
+from rl_policy.environments.pool import GivenEnvironment
 
 _PREFIX, _PARTIAL, _STATE, _LATEST = "step_", ".partial", "state.json", "latest"
 
@@ -107,16 +108,29 @@ class RunDirectory:
     def _refusal(self, reason: object) -> str:
         return f"--out {self.path} cannot be created: {reason}"
 
-    def read_config(self, *, functions: Sequence[str | GivenReward] | None = None) -> RunConfig:
+    def read_config(
+        self,
+        *,
+        functions: Sequence[str | GivenReward] | None = None,
+        environment: str | GivenEnvironment | None = None,
+    ) -> RunConfig:
         """Return the configuration that `create` wrote.
 
         Args:
             functions: Those of the reward, where Python gave some, which no file has.
+            environment: The same for the environment.
 
         Raises:
-            ValueError: It cannot be read, or the functions are others.
+            ValueError: It cannot be read, or the functions or the environment are others.
         """
         content = read_yaml(self.config)
+        if environment is not None:
+            if (kept := content["environment"]["function"]) != str(environment):
+                raise ValueError(
+                    f"{self.config} has environment.function={kept}, and {environment} is given: "
+                    "a run goes on with the environment that it has"
+                )
+            content["environment"]["function"] = environment
         if functions is not None:
             kept = content["reward"]["function"]
             kept = [kept] if isinstance(kept, str) else kept

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 
 import torch
 from rl_refit import VerificationError
+from rl_refit.report import Stopwatch
 
 from rl_policy.data.datasets import Problem
 from rl_policy.run.inputs import ProblemInputs
@@ -68,9 +69,47 @@ def complete(
     inputs: ProblemInputs,
     greedy: bool = False,
 ) -> tuple[Sequence[float], BatchedDataDict[GenerationOutputSpec]]:
-    """Return the reward of one completion per problem, and the completions."""
-    generated = source.generate(inputs.encoder.prompt_batch(problems), greedy=greedy)
-    return inputs.reward(inputs.encoder.completion_texts(generated), problems), generated
+    """Return the reward of one completion or episode per problem, and the completions."""
+    generated = sample(source, problems, inputs=inputs, greedy=greedy)
+    return rewards_of(generated, problems, inputs=inputs), generated
+
+
+def sample(
+    source: GenerationInterface,
+    problems: Sequence[Problem],
+    *,
+    inputs: ProblemInputs,
+    group_size: int = 1,
+    greedy: bool = False,
+    watch: Stopwatch | None = None,
+) -> BatchedDataDict[GenerationOutputSpec]:
+    """Return a completion of each problem; an episode, where the run has an environment.
+
+    Args:
+        source: Samples.
+        problems: Each as often as its group is large, one after the other.
+        inputs: Of the run.
+        group_size: Completions per problem.
+        greedy: Take the most likely token every time.
+        watch: Counts `generate_s`, and as `reward_s` what environments take.
+    """
+    watch = watch or Stopwatch()
+    if inputs.episodes is not None:
+        return inputs.episodes.play(
+            source, problems, group_size=group_size, greedy=greedy, watch=watch
+        )
+    with watch.phase("generate_s"):
+        prompts = inputs.encoder.prompt_batch(problems[::group_size])
+        return source.generate(prompts.repeat_interleave(group_size), greedy=greedy)
+
+
+def rewards_of(
+    generated: Mapping[str, torch.Tensor], problems: Sequence[Problem], *, inputs: ProblemInputs
+) -> Sequence[float]:
+    """Return the reward of each row that `sample` returned."""
+    if "rewards" in generated:
+        return generated["rewards"].tolist()
+    return inputs.reward(inputs.encoder.completion_texts(generated), problems)
 
 
 def sampler_mismatch(

@@ -6,7 +6,7 @@ import logging
 import os
 import tempfile
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -18,7 +18,14 @@ from rl_refit.transports import expandable_segments, find_transport
 from transformers import AutoConfig, AutoTokenizer, PreTrainedTokenizerBase
 
 from rl_policy import backends
-from rl_policy.config import DataSection, RefitSection, RewardSection, RunConfig, Settings
+from rl_policy.config import (
+    DataSection,
+    EnvironmentSection,
+    RefitSection,
+    RewardSection,
+    RunConfig,
+    Settings,
+)
 from rl_policy.data.batches import ProblemEncoder
 from rl_policy.data.datasets import (
     ExactMatch,
@@ -31,6 +38,8 @@ from rl_policy.data.datasets import (
 )
 from rl_policy.data.rewards import GivenReward, Reward, RewardFunction, WeightedRewards
 from rl_policy.data.tiny_model import build_tokenizer, tiny_model_config
+from rl_policy.environments.pool import open_pool, probe
+from rl_policy.environments.rollouts import EpisodePlayer
 from rl_policy.generation.vllm.config import (
     VllmSection,
     complete_section,
@@ -73,10 +82,12 @@ class ProblemInputs(RunInputs):
     Attributes:
         problems: Divided into what is trained on and what is measured.
         reward: Returns the reward of each completion of the problem at the same index.
+        episodes: Plays episodes in the place of completions. None: the run has no environment.
     """
 
     problems: ProblemSets
     reward: Reward
+    episodes: EpisodePlayer | None = None
 
 
 def prepare_inputs(config: RunConfig) -> RunInputs:
@@ -123,6 +134,7 @@ def prepare_problems(
     num_validation: int = 0,
     imitates_answers: bool = False,
     is_measured_only: bool = False,
+    has_environment: bool = False,
 ) -> ProblemInputs:
     """Return the problems of a run and their reward, checked against the sequence lengths.
 
@@ -132,6 +144,7 @@ def prepare_problems(
         num_validation: Problems to hold out for the stopping criterion of a supervised part.
         imitates_answers: Whether answers are trained on, whatever the reward is.
         is_measured_only: Whether all problems of `data.path` are held out.
+        has_environment: Whether an environment rewards episodes, and no answer is compared.
 
     Raises:
         ValueError: The problems cannot be read or divided, or do not fit.
@@ -140,17 +153,47 @@ def prepare_problems(
     problems = _load_problems(
         config,
         num_validation=num_validation,
-        needs_answer=imitates_answers or needs_answers(section),
+        needs_answer=imitates_answers or (needs_answers(section) and not has_environment),
         is_measured_only=is_measured_only,
     )
     check_shares(problems.train, config.data.weights)
     measured = (*problems.train, *problems.heldout, *problems.validation)
     check_prompts(config, measured, encoder=encoder)
-    if section.function is None and section.answer_pattern is None:
+    compares_all = section.function is None and section.answer_pattern is None
+    if compares_all and not has_environment:
         _check_answers(config, measured, encoder=encoder)
     # Last, as it starts the processes of reward functions.
     reward = build_reward(section)
     return ProblemInputs(config=config, encoder=encoder, problems=problems, reward=reward)
+
+
+def prepare_episodes(config: RunConfig, inputs: ProblemInputs) -> ProblemInputs:
+    """Return the inputs of a run with the player of its episodes; the same without an environment.
+
+    Args:
+        config: With the section `environment`.
+        inputs: Of the run.
+
+    Raises:
+        ValueError: The environment cannot be loaded, no episode can start, or the chat template
+            renders no observations.
+    """
+    section = config.section(EnvironmentSection)
+    if section.function is None:
+        return inputs
+    problems = inputs.problems
+    inputs.encoder.check_turns((*problems.train, *problems.heldout), role=section.role)
+    pool = open_pool(section.function, limit_s=section.timeout_s, max_groups=section.processes)
+    probe(pool, problems.train[0])
+    player = EpisodePlayer(
+        pool=pool,
+        encoder=inputs.encoder,
+        max_turns=section.max_turns,
+        max_length=min(_length_limits(config).values()),
+        max_new_tokens=config.policy["generation"]["max_new_tokens"],
+        role=section.role,
+    )
+    return replace(inputs, episodes=player)
 
 
 def build_reward(section: RewardSection) -> Reward:

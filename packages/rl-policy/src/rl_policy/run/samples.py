@@ -6,7 +6,7 @@ import json
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 
@@ -33,6 +33,10 @@ class Sample:
         advantage: Of each of its tokens; None for an evaluation.
         tokens: The text of each token, with the one that ends it.
         logprobs: Of each token, under the distribution it was sampled from, in nats.
+        turns: Of an episode, the texts in their order: `role`, `policy` or `environment`, and
+            `text`; the completion is all of them. Empty for a completion.
+        sampled: Of an episode, which of the tokens the policy has sampled; the others have a
+            log-probability of 0. Empty: all.
     """
 
     step: int
@@ -44,6 +48,8 @@ class Sample:
     advantage: float | None
     tokens: Sequence[str]
     logprobs: Sequence[float]
+    turns: Sequence[Mapping[str, str]] = ()
+    sampled: Sequence[bool] = ()
 
 
 class SampleLog:
@@ -76,26 +82,35 @@ class SampleLog:
             step: Of the run.
             kind: What they are.
             problems: Of each row.
-            generated: A `GenerationOutputSpec`, `[batch, seq]`.
+            generated: A `GenerationOutputSpec`, `[batch, seq]`, or episodes, see
+                `rl_policy.environments.rollouts`.
             rewards: Of each row.
             advantages: `[batch]`. None: there are none.
         """
         first = {name: rows[: self._limit] for name, rows in generated.items()}
-        texts = self._encoder.completion_texts(first)
+        is_episode = "turns" in first
+        episodes: Any = first  # whose columns of texts are lists
+        if is_episode:
+            starts = first["prompt_lengths"]
+            texts = ["\n".join(text for _, text in turns) for turns in episodes["turns"]]
+        else:
+            starts = first["unpadded_sequence_lengths"] - first["generation_lengths"]
+            texts = self._encoder.completion_texts(first)
         lines: list[str] = []
         for row, completion in enumerate(texts):
-            end = int(first["unpadded_sequence_lengths"][row])
-            start = end - int(first["generation_lengths"][row])
+            start, end = int(starts[row]), int(first["unpadded_sequence_lengths"][row])
             sample = Sample(
                 step=step,
                 kind=kind,
-                prompt=problems[row].prompt,
+                prompt=episodes["prompts"][row] if is_episode else problems[row].prompt,
                 answer=problems[row].answer,
                 completion=completion,
                 reward=float(rewards[row]),
                 advantage=None if advantages is None else float(advantages[row]),
                 tokens=self._encoder.token_texts(first["output_ids"][row, start:end].tolist()),
                 logprobs=[round(x, 4) for x in first["logprobs"][row, start:end].tolist()],
+                turns=_turns(episodes["turns"][row]) if is_episode else (),
+                sampled=first["is_sampled"][row, start:end].tolist() if is_episode else (),
             )
             lines.append(json.dumps(asdict(sample)) + "\n")
         with self._path.open("a", encoding="utf-8") as file:
@@ -105,6 +120,10 @@ class SampleLog:
         """Drop the samples after `step`, which a resumed run records again."""
         if self._path.exists():
             keep_steps(self._path, step)
+
+
+def _turns(turns: Sequence[tuple[str, str]]) -> list[dict[str, str]]:
+    return [{"role": role, "text": text} for role, text in turns]
 
 
 def read_samples(path: Path) -> list[Sample]:

@@ -1,0 +1,1 @@
+"""Episodes of several turns: users' environments in processes, rollouts, and two examples."""

@@ -1,0 +1,173 @@
+"""A user's environments where they run: calls of `reset` and `step`, and checks of what they give.
+
+Nothing a user's code raises or returns leaves a host as an exception: it becomes a reply with an
+`error`, which says what was wrong.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import inspect
+from collections.abc import Awaitable, Callable, Hashable, Iterable, Iterator, Sequence
+from typing import Any, Generic, NamedTuple, TypeAlias, TypeVar
+
+from rl_interfaces import Environment
+
+from rl_policy.data.datasets import Problem
+from rl_policy.data.user_code import UnusableError, awaited, described, finite_number
+
+KeyT = TypeVar("KeyT", bound=Hashable)
+
+Reply: TypeAlias = dict[str, Any]
+"""Of `reset`: `prompt`. Of `step`: `observation`, `reward` and `done`. Of a failure: `error`."""
+
+
+class Call(NamedTuple, Generic[KeyT]):
+    """A call of one episode."""
+
+    key: KeyT
+    """Which episode."""
+    argument: Problem | str
+    """A problem: an episode starts by `reset`. A text: a turn, for `step`."""
+
+
+def require_environment(factory: Any, *, name: str) -> Callable[[], Environment]:
+    """Return a class, or another function without arguments, that makes environments.
+
+    Raises:
+        UnusableError: It is none, as far as that can be known without a call; names it.
+    """
+    if not callable(factory):
+        raise UnusableError(f"{factory!r} is no class or function that makes environments")
+    try:
+        inspect.signature(factory).bind()
+    except TypeError as error:
+        raise UnusableError(f"{name} must take no arguments: {error}") from None
+    except ValueError:
+        pass  # some that are built in have no signature: the first call shows it
+    if inspect.isclass(factory):
+        _require_methods(factory, name=name)
+    made: Any = factory  # which gives an environment, as its first call shows
+    return made
+
+
+class EpisodeHost(Generic[KeyT]):
+    """The environments of some episodes.
+
+    Args:
+        factory: Makes an environment.
+        limit_s: Most seconds of a call that is awaited. Other calls are for the caller to end.
+    """
+
+    def __init__(self, factory: Callable[[], Environment], *, limit_s: float) -> None:
+        self._factory = factory
+        self._limit_s = limit_s
+        self._environments: dict[KeyT, Environment] = {}
+        # One loop for all calls, as connections that an environment keeps belong to it.
+        self._runner = asyncio.Runner()
+        self.running: KeyT | None = None
+        """The episode whose call is running; None while several are awaited together."""
+
+    def answers(self, calls: Iterable[Call[KeyT]]) -> Iterator[tuple[KeyT, Reply]]:
+        """Yield the reply to each call as it is there: in their order, those awaited last."""
+        waiting: list[tuple[Call[KeyT], Awaitable[Any]]] = []
+        for call in calls:
+            self.running = call.key
+            try:
+                returned = self._start(call)
+                if inspect.isawaitable(returned):
+                    waiting.append((call, returned))
+                    continue
+                reply = _checked(call, returned)
+            except Exception as error:  # the code is the user's: anything may be raised
+                reply = {"error": described(error)}
+            yield call.key, reply
+        self.running = None
+        if waiting:
+            replies = self._runner.run(self._await_all(waiting))
+            yield from zip((call.key for call, _ in waiting), replies, strict=True)
+
+    def forget(self, keys: Iterable[KeyT]) -> None:
+        """Drop the environments of episodes; the next `reset` makes new ones."""
+        for key in keys:
+            self._environments.pop(key, None)
+
+    def renew_loop(self) -> None:
+        """Have a new loop for what is awaited: the last one hangs in a thread that was left."""
+        self._runner = asyncio.Runner()
+
+    def _start(self, call: Call[KeyT]) -> Any:
+        if isinstance(call.argument, str):
+            return self._environments[call.key].step(call.argument)
+        if call.key not in self._environments:
+            made: Any = self._factory()
+            _require_methods(made, name=type(made).__name__)
+            self._environments[call.key] = made
+        return self._environments[call.key].reset(call.argument)
+
+    async def _await_all(self, waiting: Sequence[tuple[Call[KeyT], Awaitable[Any]]]) -> list[Reply]:
+        return await asyncio.gather(*(self._finish(*each) for each in waiting))
+
+    async def _finish(self, call: Call[KeyT], returned: Awaitable[Any]) -> Reply:
+        limit = asyncio.timeout(self._limit_s)
+        try:
+            async with limit:
+                value = await awaited(returned)
+            return _checked(call, value)
+        except Exception as error:  # as above
+            # A time limit of the user's own is an error like others.
+            return {"error": TOO_LONG if limit.expired() else described(error)}
+
+
+TOO_LONG = "a call took too long"
+"""The error of a call that has exceeded the limit; whoever knows the key names it."""
+
+
+def _require_methods(environment: Any, *, name: str) -> None:
+    for method in ("reset", "step"):
+        if not callable(getattr(environment, method, None)):
+            raise UnusableError(
+                f"{name} has no method {method!r}: an environment has reset and step"
+            )
+
+
+def _checked(call: Call[Any], returned: Any) -> Reply:
+    """Return the reply of what a call returned.
+
+    Raises:
+        UnusableError: It is something else than the method has to return.
+    """
+    if not isinstance(call.argument, str):
+        if returned is not None:
+            _require_text(returned, what="reset", expected="a text, or None for the problem's own")
+        return {"prompt": returned}
+    if not isinstance(returned, tuple | list) or len(returned) != 3:
+        raise UnusableError(
+            f"step returned {returned!r:.60}, a {type(returned).__name__}: expected "
+            "(observation, reward, done)"
+        )
+    observation, reward, done = returned
+    _require_text(observation, what="step", expected="a text as observation")
+    # numpy's own type has this name too.
+    if type(done).__name__ != "bool":
+        raise UnusableError(
+            f"step returned done={done!r:.60}, a {type(done).__name__}: expected True or False"
+        )
+    try:
+        number = finite_number(reward)
+    except UnusableError as error:
+        raise UnusableError(f"the reward of step: {error}") from None
+    return {"observation": observation, "reward": number, "done": bool(done)}
+
+
+def _require_text(value: Any, *, what: str, expected: str) -> None:
+    if not isinstance(value, str):
+        raise UnusableError(
+            f"{what} returned {value!r:.60}, a {type(value).__name__}: expected {expected}"
+        )
+    try:
+        value.encode()
+    except UnicodeEncodeError:
+        raise UnusableError(
+            f"{what} returned half of a surrogate pair, which is no character"
+        ) from None
