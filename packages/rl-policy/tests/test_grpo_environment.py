@@ -127,7 +127,7 @@ def test_a_group_that_has_lost_its_process_is_counted_and_not_trained(
 ):
     Path("die in a group").touch()
     with caplog.at_level(logging.WARNING):
-        result = grpo("grpo.steps=1", "grpo.eval_every=1")
+        result = grpo("grpo.steps=1", "grpo.eval_every=1", "report.samples=16")
     assert result.exit_code == 0, result.output
     (last,) = read_metrics(Path("out/metrics.jsonl"))[1:]
     assert last["environment_failures"] == 1.0
