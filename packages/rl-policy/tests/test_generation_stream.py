@@ -136,7 +136,9 @@ class SleepyEngine:
         self._ended = SimpleQueue()
         self._timers = {}
 
-    def submit(self, key, data, *, fails=False):
+    def submit(self, key, data, *, fails=False, is_refused=False):
+        if is_refused:
+            raise RuntimeError("asleep")
         output = (
             None if fails else BatchedDataDict(rows=data["wait"], pid=[os.getpid()] * data.size)
         )
@@ -245,6 +247,19 @@ def test_a_failed_submission_is_named_and_the_others_go_on(group):
         stream.collect([lost, kept], timeout_s=LIMIT_S)
     assert error.value.tickets == [lost]
     assert [each.ticket for each in stream.collect(timeout_s=LIMIT_S)] == [kept]
+
+
+def test_a_refused_submission_is_named_and_the_others_go_on(group):
+    stream = stream_of(group)
+    kept, refused = stream.submit(rows(1.0)), stream.submit(rows(1.0), is_refused=True)
+    with pytest.raises(
+        TicketsLostError, match="rank 1 of sleepy has refused .* 1: asleep"
+    ) as error:
+        stream.settle()
+    assert error.value.tickets == [refused]
+    stream.settle()
+    assert [each.ticket for each in stream.collect(timeout_s=LIMIT_S)] == [kept]
+    assert stream.room == 100
 
 
 def test_a_dead_engine_is_named_with_its_tickets_and_the_other_goes_on(group):

@@ -11,7 +11,7 @@ import rl_refit
 import torch
 from rl_policy import RayVirtualCluster
 from rl_policy.generation.state import NOT_SAMPLED, EngineStateError
-from rl_policy.generation.stream import StreamFullError
+from rl_policy.generation.stream import StreamFullError, TicketsLostError
 from rl_policy.generation.vllm import VllmGeneration
 from rl_policy.generation.vllm.stream import EngineLostError
 from transformers import LlamaConfig, LlamaForCausalLM
@@ -185,8 +185,10 @@ def test_an_update_in_place_waits_for_submissions_and_sleep_refuses(engines, tok
     versions = finished.output["weight_versions"]
     assert set(versions[versions != NOT_SAMPLED].tolist()) == {1}
     engines.begin_update(3)
-    with pytest.raises(EngineStateError, match="on their way"):
-        engines.submit(prompts_of(tokenizer, [LONG]))
+    refused = engines.submit(prompts_of(tokenizer, [LONG]))
+    with pytest.raises(TicketsLostError, match=r"refused the submission .* on their way") as error:
+        engines.collect([refused], timeout_s=LIMIT_S)
+    assert error.value.tickets == [refused]
     assert engines.room == 16
     refit(engines, models[2], 3)
     assert engines.generate(short_prompts(tokenizer, 1))["weight_version"].tolist() == [3]

@@ -215,7 +215,8 @@ class VllmGeneration(GenerationInterface):
     def submit(self, data: BatchedDataDict[GenerationDatumSpec], greedy: bool = False) -> int:
         """Start to sample a completion per row on one engine; return the submission's ticket.
 
-        It joins what the engine samples already, and returns within a step of it.
+        It joins what the engine samples already. Nothing is waited for: what the engine refuses,
+        as it sleeps or is being refitted without staging, `collect` raises.
 
         Args:
             data: The prompts, see `GenerationDatumSpec`.
@@ -225,8 +226,6 @@ class VllmGeneration(GenerationInterface):
             ValueError: A prompt leaves no room for a token, or has one outside the vocabulary; or
                 there are more rows than the limit.
             StreamFullError: There are more rows than `room`.
-            EngineStateError: The engine sleeps, or a refit without staging is in flight.
-            EngineLostError: The engine has died; names the tickets of what it sampled.
         """
         batch = self._seeded(data)
         ticket = self._stream.submit(batch, sampling=self._sampling, greedy=greedy)
@@ -242,7 +241,8 @@ class VllmGeneration(GenerationInterface):
 
         Raises:
             ValueError: A ticket is unknown.
-            TicketsLostError: Submissions have failed, such as by a refit that has lost the weights.
+            TicketsLostError: Submissions were refused, or have failed, as by a refit that has lost
+                the weights.
             EngineLostError: An engine has died. What others sample can still be collected.
         """
         return self._stream.collect(tickets, timeout_s=timeout_s)
@@ -265,7 +265,12 @@ class VllmGeneration(GenerationInterface):
         return all(self._on_engines("wake", tags))
 
     def finish_generation(self, *args: object, **kwargs: object) -> bool:
-        """Put the engines to sleep, see `vllm_cfg.sleep_level`; return True."""
+        """Put the engines to sleep, see `vllm_cfg.sleep_level`; return True.
+
+        Raises:
+            EngineStateError: Submissions run.
+        """
+        self._stream.settle()
         self._on_engines("sleep")
         return True
 
@@ -309,6 +314,8 @@ class VllmGeneration(GenerationInterface):
                 room for `staging="host"`; `kv_cache="keep"` where vLLM schedules ahead.
             EngineStateError: The weights of an engine are asleep.
         """
+        # An engine that pauses ends what was submitted before.
+        self._stream.settle()
         place = self._find_place(version, staging)
         call = self._engines.submit_beside("begin_update", version, place=place, kv_cache=kv_cache)
         # An engine without room ends its requests first.

@@ -1,7 +1,8 @@
 """The driver's side of submissions to engines: which engine samples one, and what has come back.
 
-Each engine with something in flight has one call that waits there until a submission has ended; its
-future is the event that `collect` waits for.
+A submission is handed over by a call that nobody waits for. Each engine with something in flight has
+one more call, which waits there until a submission has ended. Their futures are the events that
+`collect` waits for.
 """
 
 from __future__ import annotations
@@ -54,7 +55,10 @@ class _Engine:
     is_alive: bool = True
     rows: dict[int, int] = field(default_factory=dict)
     """Of each ticket that it samples."""
+    handed_over: dict[ray.ObjectRef[None], int] = field(default_factory=dict)
+    """Ticket of each call that hands a submission over."""
     waiting: ray.ObjectRef[Any] | None = None
+    """The call that waits for the next submission that ends."""
 
 
 class EngineStream:
@@ -66,7 +70,7 @@ class EngineStream:
         group: Started with `LANES`.
         engine_ranks: The rank of each engine.
         limit: Most rows that are submitted and not collected.
-        timeout_s: Limit of the calls that hand a submission over or cancel it, in seconds.
+        timeout_s: Limit of `settle` and `cancel`, in seconds.
     """
 
     def __init__(
@@ -90,7 +94,7 @@ class EngineStream:
         return finished + sum(sum(engine.rows.values()) for engine in self._engines)
 
     def submit(self, data: BatchedDataDict, **arguments: object) -> int:
-        """Give rows to an engine; return their ticket once it has taken them.
+        """Give rows to an engine, and return their ticket without waiting for it.
 
         Args:
             data: The rows.
@@ -103,12 +107,29 @@ class EngineStream:
         engine = min(alive, key=lambda each: sum(each.rows.values()))
         ticket = next(self._tickets)
         engine.rows[ticket] = data.size
-        try:
-            self._call(engine, "submit", ticket, data, **arguments)
-        except BaseException:
-            engine.rows.pop(ticket, None)
-            raise
+        call = self._group.submit_to(
+            engine.rank, "submit", ticket, data, lane="submit", **arguments
+        )
+        engine.handed_over[call] = ticket
         return ticket
+
+    def settle(self) -> None:
+        """Wait until the engines have taken all submissions, so that other calls come after them.
+
+        Raises:
+            TicketsLostError: One has refused some, or has died.
+            TimeoutError: One has not taken them in time.
+        """
+        deadline = monotonic() + self._timeout_s
+        while waiting := [call for engine in self._engines for call in engine.handed_over]:
+            left = deadline - monotonic()
+            if left <= 0:
+                raise TimeoutError(
+                    f"engines of {self._group.name} have not taken {len(waiting)} submissions "
+                    f"within {self._timeout_s:.0f} s"
+                )
+            ray.wait(waiting, num_returns=len(waiting), timeout=left)
+            self._check_handed_over()
 
     def collect(
         self, tickets: Iterable[int] | None = None, *, timeout_s: float
@@ -140,19 +161,19 @@ class EngineStream:
             for ticket in running:
                 del engine.rows[ticket]
             if running:
-                self._call(engine, "cancel", running)
+                self._cancel(engine, running)
 
-    def _call(self, engine: _Engine, method: str, *args: object, **kwargs: object) -> None:
+    def _cancel(self, engine: _Engine, running: Sequence[int]) -> None:
         try:
-            call = self._group.submit_to(engine.rank, method, *args, lane="submit", **kwargs)
+            call = self._group.submit_to(engine.rank, "cancel", running, lane="submit")
             ray.get(call, timeout=self._timeout_s)
         except GetTimeoutError:
             raise TimeoutError(
-                f"rank {engine.rank} of {self._group.name} did not take {method} within "
+                f"rank {engine.rank} of {self._group.name} did not take cancel within "
                 f"{self._timeout_s:.0f} s"
             ) from None
         except RayError as error:
-            raise self._failure(engine, method, error) from error
+            raise self._failure(engine, "cancel", error) from error
 
     def _receive(self, wanted: Sequence[int], *, timeout_s: float) -> None:
         """Wait for the engines that have some of `wanted`, and keep what has ended there."""
@@ -165,11 +186,38 @@ class EngineStream:
                     engine.rank, "next_ended", _HELD_S, lane="collect"
                 )
         calls = {engine.waiting: engine for engine in engines if engine.waiting is not None}
-        ready, _ = ray.wait([*calls], num_returns=1, timeout=timeout_s)
+        events = [*calls, *(call for engine in engines for call in engine.handed_over)]
+        ready, _ = ray.wait(events, num_returns=1, timeout=timeout_s)
+        if not ready:
+            return
+        self._check_handed_over()
         # Others that are ready as well are no reason to wait.
-        ready, _ = ray.wait([*calls], num_returns=len(calls), timeout=0) if ready else (ready, [])
+        ready, _ = ray.wait([*calls], num_returns=len(calls), timeout=0)
         for call in ready:
             self._keep(calls[call], call)
+
+    def _check_handed_over(self) -> None:
+        """Forget the calls that have handed their submission over; raise what others report."""
+        for engine in self._engines:
+            calls = [*engine.handed_over]
+            ready, _ = ray.wait(calls, num_returns=len(calls), timeout=0) if calls else ([], [])
+            for call in ready:
+                ticket = engine.handed_over.pop(call)
+                try:
+                    ray.get(call)
+                except RayError as error:
+                    raise self._refusal(engine, ticket, error) from error
+
+    def _refusal(self, engine: _Engine, ticket: int, error: RayError) -> Exception:
+        failure = self._failure(engine, "submit", error)
+        if isinstance(failure, EngineLostError):
+            return failure
+        engine.rows.pop(ticket, None)
+        return TicketsLostError(
+            f"rank {engine.rank} of {self._group.name} has refused the submission {ticket}: "
+            f"{failure}",
+            tickets=[ticket],
+        )
 
     def _keep(self, engine: _Engine, call: ray.ObjectRef[Any]) -> None:
         engine.waiting = None
@@ -204,4 +252,5 @@ class EngineStream:
         lost = [*engine.rows]
         engine.is_alive, engine.waiting = False, None
         engine.rows.clear()
+        engine.handed_over.clear()
         return EngineLostError(failure, tickets=lost)
