@@ -3,8 +3,8 @@
     step t    refit if due | submit what may be | collect until enough are complete | train | count
     engines   sample, sample, sample, ... (the weights are exchanged between two of their steps)
 
-A `RolloutBuffer` has the order, the bound of staleness and the account; `trained.jsonl` in the run's
-directory is a ledger of the groups that each step has trained on.
+A `RolloutBuffer` has the order, the bound of staleness and the account; `trained.jsonl` in the
+run's directory is a ledger of the groups that each step has trained on.
 
 Versions: the engines' weights have the number of the recipe's step after which they were sent, and
 the buffer counts optimizer steps, of which a step takes `versions_per_step`.
@@ -14,10 +14,10 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal
+from typing import Literal, cast
 
 import torch
 from pydantic import Field
@@ -64,6 +64,11 @@ class AsyncPlan:
     """See `AsyncSection`."""
     refit_every: int
     """See `AsyncSection`."""
+
+    @property
+    def is_asynchronous(self) -> bool:
+        """Whether anything may be sampled while a step trains."""
+        return self.max_staleness > 0
 
     def check(self) -> None:
         """Raise `ValueError` if the staleness allows nothing, or less than the refits take."""
@@ -115,16 +120,19 @@ class TrainedLedger:
 
     Args:
         path: The file.
-        step: The step that the run continues after; later lines are dropped.
+        step: The step that the run continues after: the first line that is written drops those of
+            later steps, which are taken again.
     """
 
     def __init__(self, path: Path, *, step: int) -> None:
         self._path = path
-        if path.exists():
-            keep_steps(path, step)
+        self._step: int | None = step
 
     def write(self, step: int, ids: Sequence[int]) -> None:
         """Append a step, durably."""
+        if self._step is not None and self._path.exists():
+            keep_steps(self._path, self._step)
+        self._step = None
         with self._path.open("a", encoding="utf-8") as file:
             file.write(json.dumps({"step": step, "ids": [*ids]}) + "\n")
             file.flush()
@@ -167,7 +175,7 @@ class AsyncRollouts:
         ledger: TrainedLedger,
         timeout_s: float,
     ) -> None:
-        self._plan = plan
+        self.plan = plan
         self._buffer = RolloutBuffer(
             groups_per_take=plan.num_groups,
             max_staleness=plan.max_staleness,
@@ -221,10 +229,9 @@ class AsyncRollouts:
                     f"{self._buffer.counts}"
                 )
         self._taken = [group.id for group in groups]
+        size = self.plan.group_size
         return TakenRollouts(
-            problems=[
-                self._problem(id) for id in self._taken for _ in range(self._plan.group_size)
-            ],
+            problems=[self._problem(id) for id in self._taken for _ in range(size)],
             generated=BatchedDataDict.from_batches(
                 [group.rows for group in groups],
                 pad_value_dict={"output_ids": self._pad_id, "weight_versions": NOT_SAMPLED},
@@ -236,26 +243,21 @@ class AsyncRollouts:
         """Count what was taken as trained by a step."""
         # First the ledger: a step that it lacks could be trained on and not be counted.
         self._ledger.write(step, self._taken)
-        self._buffer.finish(version=step * self._plan.versions_per_step)
+        self._buffer.finish(version=step * self.plan.versions_per_step)
         for id in self._taken:
             self._problems.pop(id, None)
         self._taken = []
 
-    def cancel(self, source: GenerationStream) -> None:
-        """Abort what is sampled, at the end of a run."""
-        source.cancel(self._ids)
-        self._ids.clear()
-
     def _submit(self, source: GenerationStream, step: int, *, weights_step: int) -> None:
         counts = self._buffer.counts
-        limit = self._plan.num_to_open(
+        limit = self.plan.num_to_open(
             held=counts.in_flight + counts.complete,
             step=step,
             weights_step=weights_step,
             room=source.room,
         )
         for id in self._buffer.open(limit):
-            prompts = self._encode([self._problem(id)]).repeat_interleave(self._plan.group_size)
+            prompts = self._encode([self._problem(id)]).repeat_interleave(self.plan.group_size)
             self._ids[source.submit(prompts)] = id
 
     def _receive(self, source: GenerationStream, *, timeout_s: float) -> list[FinishedSubmission]:
@@ -264,8 +266,8 @@ class AsyncRollouts:
             oldest = int(each.output["weight_version"].min())
             self._buffer.put(
                 self._ids.pop(each.ticket),
-                each.output,
-                version=oldest * self._plan.versions_per_step,
+                cast("BatchedDataDict[dict[str, torch.Tensor]]", each.output),
+                version=oldest * self.plan.versions_per_step,
             )
         return finished
 
@@ -287,20 +289,3 @@ class AsyncRollouts:
             "rollouts_dropped": float(counts.num_dropped),
             "rollouts_rescored": float(counts.num_rescored),
         }
-
-
-def mean_staleness_in_updates(
-    generated: Mapping[str, torch.Tensor], step: int, *, versions_per_step: int
-) -> float:
-    """Return the optimizer steps between sampled tokens and the weights before a step, as a mean.
-
-    Example, `weight_versions` [[-2, 3, 4]] before step 5, of 2 optimizer steps each: (2 + 0) / 2
-
-    Args:
-        generated: A `GenerationOutputSpec` with `weight_versions` in steps.
-        step: The step that trains on it.
-        versions_per_step: Optimizer steps of a step.
-    """
-    versions = generated["weight_versions"]
-    sampled = versions[versions != NOT_SAMPLED]
-    return float((step - 1 - sampled).double().mean()) * versions_per_step

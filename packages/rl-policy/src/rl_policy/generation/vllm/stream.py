@@ -1,7 +1,7 @@
 """The driver's side of submissions to engines: which engine samples one, and what has come back.
 
-A submission is handed over by a call that nobody waits for. Each engine with something in flight has
-one more call, which waits there until a submission has ended. Their futures are the events that
+A submission is handed over by a call that nobody waits for. Each engine with something in flight
+has one more call, which waits there until a submission has ended. Their futures are the events that
 `collect` waits for.
 """
 
@@ -36,7 +36,7 @@ LANES = ("submit", "collect")
 _HELD_S = 10.0
 
 
-class EngineLostError(WorkerDiedError, TicketsLostError):
+class EngineLostError(WorkerDiedError):
     """An engine has died, and with it what it sampled.
 
     Attributes:
@@ -44,7 +44,7 @@ class EngineLostError(WorkerDiedError, TicketsLostError):
     """
 
     def __init__(self, death: WorkerDiedError, *, tickets: Iterable[int]) -> None:
-        WorkerDiedError.__init__(self, death.summary, reason=death.reason, details=str(death))
+        super().__init__(death.summary, reason=death.reason, details=str(death))
         self.tickets = sorted(tickets)
         self.add_note(f"the submissions {self.tickets} are lost")
 
