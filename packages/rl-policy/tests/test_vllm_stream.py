@@ -186,7 +186,7 @@ def test_an_update_in_place_waits_for_submissions_and_sleep_refuses(engines, tok
     assert set(versions[versions != NOT_SAMPLED].tolist()) == {1}
     engines.begin_update(3)
     refused = engines.submit(prompts_of(tokenizer, [LONG]))
-    with pytest.raises(TicketsLostError, match=r"refused the submission .* on their way") as error:
+    with pytest.raises(TicketsLostError, match=r"failed .* on their way") as error:
         engines.collect([refused], timeout_s=LIMIT_S)
     assert error.value.tickets == [refused]
     assert engines.room == 16

@@ -15,6 +15,7 @@ from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from concurrent.futures import Future
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
+from functools import partial
 from importlib import import_module
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol, TypeVar
@@ -250,22 +251,20 @@ class VllmEngine:
         sampling: SamplingConfig,
         greedy: bool,
     ) -> None:
-        """Start what `generate` does, and return without waiting; see `next_ended`.
+        """Start what `generate` does, and return at once; `next_ended` has what becomes of it.
+
+        Between two steps, all that were submitted meanwhile join.
 
         Args:
             key: Names the submission.
             data: See `generate`.
             sampling: See `generate`.
             greedy: See `generate`.
-
-        Raises:
-            EngineStateError: The engine sleeps, or its weights are not those of one version.
         """
         prompts = _prompts(data)
         arguments = self._request_arguments(data, prompts, sampling=sampling, greedy=greedy)
-        self._enqueue(
-            prompts, arguments, Submission(key, prompts, pad_token_id=_pad_token_id(sampling))
-        )
+        submission = Submission(key, prompts, pad_token_id=_pad_token_id(sampling))
+        self._thread.post(partial(self._begin_submission, submission, arguments))
 
     @in_turn
     def cancel(self, keys: Sequence[int]) -> None:
@@ -533,14 +532,28 @@ class VllmEngine:
             greedy=greedy,
         )
 
+    def _begin_submission(self, submission: Submission, arguments: list[dict[str, object]]) -> None:
+        try:
+            running = self._add_requests(submission.prompts, arguments)
+        except Exception as error:  # for the caller, who does not wait for this turn
+            running = Future[Outputs]()
+            running.set_exception(error)
+        self._submissions.add(submission, running)
+
     @in_turn
     def _enqueue(
-        self,
-        prompts: list[list[int]],
-        arguments: list[dict[str, object]],
-        submission: Submission | None = None,
+        self, prompts: list[list[int]], arguments: list[dict[str, object]]
     ) -> Future[Outputs]:
-        """Add requests to those that run; those of a submission are for `next_ended`."""
+        return self._add_requests(prompts, arguments)
+
+    def _add_requests(
+        self, prompts: list[list[int]], arguments: list[dict[str, object]]
+    ) -> Future[Outputs]:
+        """Add requests to those that run.
+
+        Raises:
+            EngineStateError: The engine sleeps, or its weights are not those of one version.
+        """
         self._state.require_generate()
         # Prefixes that were computed with other weights must not be found.
         salt = str(self._state.version)
@@ -551,10 +564,7 @@ class VllmEngine:
                 [self._make_parameters(**row) for row in arguments],
                 use_tqdm=False,
             )
-        running = self._requests.add(names)
-        if submission is not None:
-            self._submissions.add(submission, running)
-        return running
+        return self._requests.add(names)
 
     @in_turn
     def _cancel(self, running: Future[Outputs]) -> None:

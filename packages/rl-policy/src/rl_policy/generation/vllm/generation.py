@@ -215,8 +215,8 @@ class VllmGeneration(GenerationInterface):
     def submit(self, data: BatchedDataDict[GenerationDatumSpec], greedy: bool = False) -> int:
         """Start to sample a completion per row on one engine; return the submission's ticket.
 
-        It joins what the engine samples already. Nothing is waited for: what the engine refuses,
-        as it sleeps or is being refitted without staging, `collect` raises.
+        It joins what the engine samples already. Nothing is waited for: what an engine refuses,
+        `collect` raises.
 
         Args:
             data: The prompts, see `GenerationDatumSpec`.
@@ -241,8 +241,8 @@ class VllmGeneration(GenerationInterface):
 
         Raises:
             ValueError: A ticket is unknown.
-            TicketsLostError: Submissions were refused, or have failed, as by a refit that has lost
-                the weights.
+            TicketsLostError: Submissions have failed, as the engine sleeps or is being refitted
+                without staging, or a refit has lost its weights.
             EngineLostError: An engine has died. What others sample can still be collected.
         """
         return self._stream.collect(tickets, timeout_s=timeout_s)
@@ -314,9 +314,10 @@ class VllmGeneration(GenerationInterface):
                 room for `staging="host"`; `kv_cache="keep"` where vLLM schedules ahead.
             EngineStateError: The weights of an engine are asleep.
         """
-        # An engine that pauses ends what was submitted before.
-        self._stream.settle()
         place = self._find_place(version, staging)
+        if place is None:
+            # Engines that pause end first what was submitted before.
+            self._stream.settle()
         call = self._engines.submit_beside("begin_update", version, place=place, kv_cache=kv_cache)
         # An engine without room ends its requests first.
         self._engines.wait(call, timeout_s=self._timeout_s + self._generate_timeout_s)
