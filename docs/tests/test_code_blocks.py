@@ -35,6 +35,7 @@ VLLM_ENVIRONMENT = {
 # Where a block is neither a program nor a file: what it is.
 SHOWN = {
     "README.md": {"rl-policy ──[dtensor]──▶": "a drawing of who imports whom"},
+    "docs/pages/how-to/async.md": {"engines   sample": "who works when"},
     "docs/pages/benchmarks.md": {"trl/generation/": "where a library ends, see grpo_step_vllm"},
     "docs/pages/design.md": {"rl_interfaces ": "the folders, see test_links.py"},
     "docs/pages/first-run.md": {
@@ -55,6 +56,7 @@ GROUPS = {
 # Programs that need a real vLLM: the nox session `vllm` runs them.
 NEEDS_VLLM = {
     "packages/rl-refit/README.md": "from vllm import LLM",
+    "docs/pages/how-to/async.md": "engines = VllmGeneration(",
     "docs/pages/how-to/vllm-apart.md": "engines = VllmGeneration(",
 }
 # What `nox -s docs` alone runs: programs over Ray or torchrun, and what tells which backends are

@@ -216,3 +216,38 @@ def test_a_run_that_goes_on_may_change_its_length_and_its_checkpoints_alone():
     assert changed.policy == config.policy
     with pytest.raises(ValueError, match="seed cannot change when a run is resumed"):
         override_resumed(config, ["seed=1"])
+
+
+APART = ["policy.generation.backend=vllm", "policy.generation.colocated.enabled=false"]
+
+
+@pytest.mark.parametrize(
+    ("overrides", "message"),
+    [
+        ([], r"needs engines .* set policy\.generation\.backend=vllm and policy.*enabled=false$"),
+        (APART[:1], r"contradicts policy\.generation\.colocated\.enabled=True"),
+        ([*APART, "refit.staging=off"], r"contradicts refit\.staging='off': engines would wait"),
+        (
+            [*APART, "refit.verify=logprobs", "refit.max_mismatch=1"],
+            r"contradicts refit\.verify='logprobs': completions of earlier weights",
+        ),
+        ([*APART, "grpo.dynamic_sampling=1"], r"contradicts grpo\.dynamic_sampling=1"),
+        (
+            [
+                *APART,
+                "async.too_old=rescore",
+                "grpo.old_logprobs=sampler",
+                "loss.importance_cap=null",
+            ],
+            r"async\.too_old='rescore' contradicts grpo\.old_logprobs='sampler'",
+        ),
+        ([*APART, "grpo.epochs_per_step=2"], r"max_staleness=2 is less than the 4 optimizer steps"),
+        ([*APART, "async.refit_every=3"], r"refit_every=3 lets engines fall 4 optimizer steps"),
+    ],
+)
+def test_asynchronous_rollouts_that_cannot_be_are_refused(overrides, message):
+    # The built-in run takes two optimizer steps per step.
+    load_run_config("grpo", overrides=[*APART, "async.max_staleness=2", "async.refit_every=2"])
+    with pytest.raises(ValueError, match=message) as error:
+        load_run_config("grpo", overrides=["async.max_staleness=2", *overrides])
+    assert "\n" not in str(error.value)

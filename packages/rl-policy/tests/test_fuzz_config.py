@@ -52,7 +52,7 @@ BASE = {
 RECIPES = ["grpo", "sft", "dpo"]
 SECTIONS = (
     "policy|cluster|tiny_model|data|checkpoint|reward|refit|loss|sft|grpo|dpo|seed|recipe|"
-    "report|logger|tracking|eval|rm|environment"
+    "report|logger|tracking|eval|rm|environment|async"
 )
 NAMED = re.compile(rf"\b(?:{SECTIONS})\b")
 # What a key decides that the line does not name: the number of ranks.
@@ -81,6 +81,7 @@ OTHERS = {
     "stop_token_ids": [[0], [1, 200], [257], [258]],
     "stop_strings": [["a"], ["\n", "END"], [""]],
     "old_logprobs": ["trainer", "sampler"],
+    "too_old": ["drop", "rescore"],
     "loss_type": ["token_level", "sequence_level"],
     "preset": ["dapo", "dr_grpo", "gspo", "rloo", "reinforce_pp", "gdpo", "icepop"],
     "ratio_level": ["token", "sequence"],

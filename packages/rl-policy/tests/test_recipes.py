@@ -161,6 +161,17 @@ def test_the_same_seed_gives_the_same_run(run, start, workplace):
     assert supervised[0] == supervised[1]
 
 
+def test_without_staleness_a_run_is_the_synchronous_one(run, start, workplace):
+    start("grpo", "synchronous", "async.max_staleness=0", "async.refit_every=3")
+    assert measured(workplace / "synchronous") == measured(workplace / "first")
+    models = [
+        AutoModelForCausalLM.from_pretrained(workplace / name / "final").state_dict()
+        for name in ("first", "synchronous")
+    ]
+    assert all(torch.equal(models[0][name], models[1][name]) for name in models[0])
+    assert not (workplace / "synchronous" / "trained.jsonl").exists()
+
+
 @pytest.mark.parametrize("section", ["dynamic_batching", "sequence_packing"])
 def test_planned_micro_batches_train_to_the_same_losses(run, start, workplace, section):
     settings = [

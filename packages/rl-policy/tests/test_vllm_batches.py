@@ -85,9 +85,12 @@ def test_a_batch_is_padded_behind_each_row():
     output = assemble_output(
         [[1, 2], [3]],
         [
-            Completion(token_ids=[4], logprobs=[-0.5], weight_versions=[4]),
+            Completion(token_ids=[4], logprobs=[-0.5], weight_versions=[4], finish_reason="stop"),
             Completion(
-                token_ids=[5, 6, 7], logprobs=[-0.25, -1.0, -2.0], weight_versions=[3, 4, 4]
+                token_ids=[5, 6, 7],
+                logprobs=[-0.25, -1.0, -2.0],
+                weight_versions=[3, 4, 4],
+                finish_reason="length",
             ),
         ],
         pad_token_id=9,

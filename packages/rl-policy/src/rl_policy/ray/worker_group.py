@@ -279,6 +279,7 @@ class RayWorkerGroup:
         start_timeout_s: Limit of each step of the start, in seconds.
         takes_calls_beside: Whether `submit_beside` is used: its calls run in a thread of their own,
             and the worker's others no longer in the process's main thread.
+        lanes: Names of further such threads, each for the calls of `submit_to` that name it.
 
     Raises:
         ValueError: The number of bundles is not the number of ranks of `sharding`.
@@ -298,12 +299,14 @@ class RayWorkerGroup:
         workers_per_node: Sequence[int] | None = None,
         start_timeout_s: float = 600.0,
         takes_calls_beside: bool = False,
+        lanes: Sequence[str] = (),
     ) -> None:
         self.name = name
         self.sharding = sharding
         self._hosts: list[ActorHandle] = []
         self._failure: Exception | None = None
         self._ended_in_order: bool | None = None
+        threads = [*([_BESIDE] if takes_calls_beside else []), *lanes]
         groups = cluster.get_placement_groups()
         bundles = rank_bundles(bundle_nodes(cluster), workers_per_node=workers_per_node)
         if len(bundles) != sharding.size:
@@ -311,9 +314,7 @@ class RayWorkerGroup:
         try:
             for rank, (node, bundle) in enumerate(bundles):
                 self._hosts.append(
-                    _create_host(
-                        groups[node], bundle, name=name, rank=rank, has_beside=takes_calls_beside
-                    )
+                    _create_host(groups[node], bundle, name=name, rank=rank, lanes=threads)
                 )
             self._start((worker_class, worker_args, worker_kwargs or {}), start_timeout_s)
         except BaseException:  # an interrupt too: actors outlive a constructor that fails
@@ -367,9 +368,38 @@ class RayWorkerGroup:
         its methods runs in another thread.
         """
         calls = [
-            partial(_call_beside, host, method, args=args, kwargs=kwargs) for host in self._hosts
+            partial(_call_in_lane, host, method, lane=_BESIDE, args=args, kwargs=kwargs)
+            for host in self._hosts
         ]
         return self._submit(method, calls, result_ranks=list(range(self.world_size)))
+
+    def submit_to(
+        self, rank: int, method: str, *args: object, lane: str, **kwargs: object
+    ) -> ray.ObjectRef[Any]:
+        """Start a call on one rank, after the calls that were made in its lane alone.
+
+        The worker's method must allow that other methods of it run in other threads, and must not
+        need other ranks.
+
+        Args:
+            rank: The rank.
+            method: The method's name.
+            args: Its positional arguments.
+            lane: One of those that the group was started with.
+            kwargs: Its keyword arguments.
+
+        Returns:
+            The future of the result, which `ray.get` returns. `failure_of` explains its errors.
+        """
+        self._refuse_after_end()
+        return _call_in_lane(self._hosts[rank], method, True, lane=lane, args=args, kwargs=kwargs)
+
+    def failure_of(self, rank: int, method: str, failure: Exception) -> Exception:
+        """Return the exception to raise for what Ray raised for a call of `submit_to`.
+
+        It is the worker's own, or `WorkerDiedError` if the rank's process has ended.
+        """
+        return to_exception(failure, rank=rank, group=self.name, method=method)
 
     def submit_sharded(
         self, method: str, data: BatchedDataDict, plans: Sequence[ShardPlan], **kwargs: object
@@ -650,16 +680,17 @@ def _call(
     return host.call.remote(method, keep_result, *args, **kwargs)
 
 
-def _call_beside(
+def _call_in_lane(
     host: ActorHandle,
     method: str,
     keep_result: bool,
     *,
+    lane: str,
     args: Sequence[object],
     kwargs: Mapping[str, object],
 ) -> ray.ObjectRef:
-    beside = host.call.options(concurrency_group=_BESIDE)
-    return beside.remote(method, keep_result, *args, **kwargs)
+    call = host.call.options(concurrency_group=lane)
+    return call.remote(method, keep_result, *args, **kwargs)
 
 
 def _call_on_rows(
@@ -685,14 +716,14 @@ def _nodes_of_coordinates(coordinates: Sequence[int], nodes: Sequence[str]) -> l
 
 
 def _create_host(
-    group: PlacementGroup, bundle: int, *, name: str, rank: int, has_beside: bool
+    group: PlacementGroup, bundle: int, *, name: str, rank: int, lanes: Sequence[str]
 ) -> ActorHandle:
     """Start the actor of one rank, on one CPU of its bundle and that fraction of its GPU."""
     # A bundle has a CPU for each group that may share it, and each gets that share of the GPU.
     resources = group.bundle_specs[bundle]
     # Ray takes concurrency groups at this place alone.
     remote: Any = ray.remote
-    make = remote(concurrency_groups={_BESIDE: 1}) if has_beside else remote
+    make = remote(concurrency_groups=dict.fromkeys(lanes, 1)) if lanes else remote
     options = make(WorkerHost).options(
         num_cpus=1,
         num_gpus=resources.get("GPU", 0) / resources["CPU"],

@@ -13,7 +13,8 @@ import logging
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
-from typing import ClassVar, Literal
+from pathlib import Path
+from typing import ClassVar, Literal, cast
 
 import torch
 from pydantic import Field
@@ -30,12 +31,20 @@ from rl_policy.config import (
     Settings,
 )
 from rl_policy.data.batches import Batch, ProblemEncoder, completion_batch
-from rl_policy.data.datasets import open_stream
+from rl_policy.data.datasets import Problem, open_stream
 from rl_policy.data.rewards import mean_parts
 from rl_policy.environments.rollouts import episode_metrics
+from rl_policy.generation.stream import GenerationStream
+from rl_policy.generation.vllm.config import complete_section
 from rl_policy.generation.vllm.requests import mean_staleness
 from rl_policy.policy import Policy
 from rl_policy.recipes import Recipe
+from rl_policy.recipes.async_rollouts import (
+    AsyncPlan,
+    AsyncRollouts,
+    AsyncSection,
+    TrainedLedger,
+)
 from rl_policy.recipes.objectives import (
     LossSection,
     build_loss,
@@ -69,6 +78,10 @@ from rl_policy.run.samplers import Sampler, open_sampler
 from rl_policy.run.session import Session, open_policy, run_loop
 
 _LOGGER = logging.getLogger(__name__)
+_ASYNC_REASONS = {
+    "refit.verify": "completions of earlier weights have other log-probabilities",
+    "refit.staging": "engines would wait for all that they sample before each refit",
+}
 _PHASES = ("step_s", "move_s", "generate_s", "reward_s", "logprob_s", "train_s")
 _DIAGNOSTICS = (
     "clip_fraction",
@@ -139,8 +152,8 @@ class GrpoMetrics(StepMetrics):
         completion_length_max: The most tokens of a completion.
         truncated_share: Share of the completions that `max_new_tokens` has ended; of episodes,
             those in which a limit of tokens has ended a turn or the episode.
-        staleness: Versions that sampled tokens are behind the weights that are updated first: 0, as
-            each step samples anew.
+        staleness: Optimizer steps that sampled tokens are behind the weights that are updated
+            first, as a mean over tokens: 0 if each step samples anew, see the section `async`.
         accuracy: Fraction of the held-out problems that greedy decoding solves after the step.
         loss: Mean over the optimizer steps.
         grad_norm: Mean over the optimizer steps, before clipping.
@@ -216,6 +229,7 @@ def check_grpo(config: RunConfig) -> None:
         _check_sampler_logprobs(config, generation)
         _check_routes(config, generation)
     _check_refit(config.section(RefitSection), generation)
+    _check_async(config)
     check_objective(
         config.section(GrpoSection),
         config.section(LossSection),
@@ -250,14 +264,16 @@ def run_grpo(session: Session[ProblemInputs], model: str) -> None:
     with open_policy(session, config.policy, model=model, has_reference=has_reference) as opened:
         policy, start = opened
         with open_sampler(session, policy, model=model, start=start) as sampler:
+            trainer = GrpoTrainer(session, policy, sampler, start=start, model=model)
             run_loop(
                 session,
-                GrpoTrainer(session, policy, sampler, start=start, model=model),
+                trainer,
                 policy,
                 name="GRPO",
                 num_steps=grpo.steps,
                 eval_every=grpo.eval_every,
                 start=start,
+                save_also=trainer.save,
             )
     plot_reward(read_metrics(session.directory.metrics), session.directory.plot)
 
@@ -342,11 +358,17 @@ class GrpoTrainer:
             seed=session.config.seed,
             position=start.data_position,
         )
+        self._async = _open_rollouts(session, start) if _plan(session.config) else None
 
     @property
     def data_position(self) -> int:
         """Problems consumed so far."""
-        return self._stream.position
+        return self._stream.position if self._async is None else self._async.num_opened
+
+    def save(self, checkpoint: Path) -> None:
+        """Write what the directory of a checkpoint has of asynchronous rollouts."""
+        if self._async is not None:
+            self._async.save(checkpoint)
 
     @property
     def weight_version(self) -> int:
@@ -375,12 +397,12 @@ class GrpoTrainer:
         """Sample completions, compute rewards and log-probabilities, and train."""
         watch = Stopwatch()
         with watch.phase("step_s"):
-            with self._moved_to_sampler(step - 1, watch) as source:
+            with self._moved_to_sampler(self._weights_step(step), watch) as source:
                 extra = self._sampler.report()
-                rollout, resampled = self._sample(source, watch)
+                rollout, resampled = self._sample(source, step, watch)
             rewards, generated = rollout.rewards, rollout.generated
             # Now, as measuring the accuracy may send the weights after this step.
-            staleness = mean_staleness(generated, self.weight_version)
+            staleness = self._staleness(generated, step)
             extra |= mean_parts(rewards) | resampled
             extra |= episode_metrics(generated, group_size=self._config.samples_per_prompt)
             batch = completion_batch(generated)
@@ -389,6 +411,8 @@ class GrpoTrainer:
                 with watch.phase("reward_s"):
                     extra |= self._add_advantages(batch, rewards)
                 trained = self._train(batch, watch)
+            if self._async is not None:
+                self._async.finish(step)
         accuracy = None
         if is_measured or needs_score:
             self._samples.record(
@@ -455,10 +479,30 @@ class GrpoTrainer:
             with watch.phase("move_s"):
                 stack.close()
 
+    def _weights_step(self, step: int) -> int:
+        """Return after which step the weights are that samplers have before `step` is taken."""
+        if self._async is None or self._async.plan.is_refit_due(
+            step=step, weights_step=self.weight_version
+        ):
+            return step - 1
+        return self.weight_version
+
+    def _staleness(self, generated: Mapping[str, torch.Tensor], step: int) -> float:
+        if self._async is None:
+            return mean_staleness(generated, self.weight_version)
+        # Of engines apart, a version is the number of a step.
+        return mean_staleness(generated, step - 1) * self._async.plan.versions_per_step
+
     def _sample(
-        self, source: GenerationInterface, watch: Stopwatch
+        self, source: GenerationInterface, step: int, watch: Stopwatch
     ) -> tuple[Rollout, dict[str, float]]:
-        """Return the completions of a step with their rewards, and what resampling did."""
+        """Return the completions of a step with their rewards, and how they were chosen."""
+        if self._async is not None:
+            with watch.phase("generate_s"):
+                taken = self._async.take(
+                    cast("GenerationStream", source), step, weights_step=self.weight_version
+                )
+            return self._rewarded(taken.problems, taken.generated, watch), taken.metrics
         if not self._config.dynamic_sampling:
             return self._rollout(source, self._config.prompts_per_step, watch), {}
         return resample(
@@ -478,6 +522,9 @@ class GrpoTrainer:
         generated = sample(
             source, problems, inputs=self._inputs, group_size=group_size, watch=watch
         )
+        return self._rewarded(problems, generated, watch)
+
+    def _rewarded(self, problems: Sequence[Problem], generated: Batch, watch: Stopwatch) -> Rollout:
         with watch.phase("reward_s"):
             rewards = rewards_of(generated, problems, inputs=self._inputs)
         return Rollout(problems=problems, generated=generated, rewards=rewards)
@@ -634,6 +681,86 @@ def _check_refit(refit: RefitSection, generation: Settings) -> None:
         )
 
 
+def _plan(config: RunConfig) -> AsyncPlan | None:
+    """Return the numbers of asynchronous rollouts; None if each step samples anew."""
+    grpo, section = config.section(GrpoSection), config.section(AsyncSection)
+    if not section.max_staleness:
+        return None
+    num_samples = grpo.prompts_per_step * grpo.samples_per_prompt
+    updates = num_samples // config.policy["train_global_batch_size"]
+    return AsyncPlan(
+        num_groups=grpo.prompts_per_step,
+        group_size=grpo.samples_per_prompt,
+        num_steps=grpo.steps,
+        versions_per_step=updates * grpo.epochs_per_step,
+        max_staleness=section.max_staleness,
+        refit_every=section.refit_every,
+    )
+
+
+def _check_async(config: RunConfig) -> None:
+    plan = _plan(config)
+    if plan is None:
+        return
+    key = f"async.max_staleness={plan.max_staleness}"
+    if not config.has_engines:
+        raise ValueError(
+            f"{key} needs engines that sample while the policy trains: set "
+            "policy.generation.backend=vllm and policy.generation.colocated.enabled=false"
+        )
+    if config.is_colocated:
+        raise ValueError(
+            f"{key} contradicts policy.generation.colocated.enabled=True: these engines sleep "
+            "while the policy trains; set it to false"
+        )
+    for name, value, off in (
+        ("refit.verify", config.section(RefitSection).verify, "logprobs"),
+        ("refit.staging", config.section(RefitSection).staging, "off"),
+    ):
+        if value == off:
+            raise ValueError(f"{key} contradicts {name}={value!r}: {_ASYNC_REASONS[name]}")
+    grpo = config.section(GrpoSection)
+    if config.section(EnvironmentSection).function is not None:
+        raise ValueError(
+            f"{key} contradicts environment.function: an episode's turns wait for one another"
+        )
+    if grpo.dynamic_sampling:
+        raise ValueError(
+            f"{key} contradicts grpo.dynamic_sampling={grpo.dynamic_sampling}, which samples in "
+            "rounds that wait for one another"
+        )
+    if config.section(AsyncSection).too_old == "rescore" and grpo.old_logprobs == "sampler":
+        raise ValueError(
+            "async.too_old='rescore' contradicts grpo.old_logprobs='sampler': what is too old is "
+            "trained on with the trainer's"
+        )
+    plan.check()
+
+
+def _open_rollouts(session: Session[ProblemInputs], start: RunState) -> AsyncRollouts:
+    config, inputs = session.config, session.inputs
+    plan = _plan(config)
+    assert plan is not None, "the run is asynchronous"
+    rollouts = AsyncRollouts(
+        plan,
+        too_old=config.section(AsyncSection).too_old,
+        open_stream=lambda position: open_stream(
+            inputs.problems.train,
+            weights=config.data.weights,
+            seed=config.seed,
+            position=position,
+        ),
+        encode=inputs.encoder.prompt_batch,
+        pad_id=inputs.encoder.pad_id,
+        ledger=TrainedLedger(session.directory.trained, step=start.step),
+        timeout_s=complete_section(config.policy["generation"])["generate_timeout_s"],
+    )
+    checkpoint = None if start.is_new else session.checkpoints().latest()
+    if checkpoint is not None:
+        rollouts.load(checkpoint.path)
+    return rollouts
+
+
 def _policies(config: RunConfig) -> list[Settings]:
     return [config.policy, *([sft_policy(config)] if has_warm_up(config) else [])]
 
@@ -647,6 +774,7 @@ GRPO = Recipe(
         "environment": EnvironmentSection,
         "sft": SftSection,
         "refit": RefitSection,
+        "async": AsyncSection,
     },
     metrics=GrpoMetrics,
     prepare=prepare_grpo,

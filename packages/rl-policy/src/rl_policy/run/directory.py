@@ -43,6 +43,7 @@ class RunDirectory:
         self.report = path / "report.html"
         self.plot = path / "reward.png"
         self.checkpoints = path / "checkpoints"
+        self.trained = path / "trained.jsonl"
         self.completions = path / "completions.jsonl"
         self.final = path / "final"
         self.adapters = path / "adapters"

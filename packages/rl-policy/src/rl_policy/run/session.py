@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from importlib.util import find_spec
@@ -255,6 +255,7 @@ def run_loop(
     num_steps: int,
     eval_every: int,
     start: RunState,
+    save_also: Callable[[Path], None] | None = None,
 ) -> None:
     """Take the steps that are left, record and save them, and write the final model.
 
@@ -266,6 +267,7 @@ def run_loop(
         num_steps: The last step.
         eval_every: Steps between two measurements.
         start: The state of the checkpoint that `policy` was loaded from; step 0 for a new run.
+        save_also: Writes what else a checkpoint has into its directory.
     """
     state, every, saved = start, session.config.checkpoint.every, start.step
     with (
@@ -287,29 +289,42 @@ def run_loop(
                 # What was trained is whole: it is for the reward alone to be mended.
                 if state.step > saved:
                     log.sync()
-                    _save_if_there_is_room(session, policy, state)
+                    _save_if_there_is_room(session, policy, state, save_also)
                 raise
             state = _record(trainer, state, metrics, log=log, phase=phase)
             if is_saved or state.is_done:
                 # First the log: a checkpoint whose measurements are lost could not be resumed.
                 log.sync()
-                _save_if_there_is_room(session, policy, state)
+                _save_if_there_is_room(session, policy, state, save_also)
                 saved = state.step
     save_final(session, policy)
 
 
-def save_checkpoint(session: AnySession, policy: Policy, state: RunState) -> None:
-    """Save the policy and the state of the run."""
+def save_checkpoint(
+    session: AnySession,
+    policy: Policy,
+    state: RunState,
+    *,
+    save_also: Callable[[Path], None] | None = None,
+) -> None:
+    """Save the policy and the state of the run, and what `save_also` writes."""
 
     def write(checkpoint: Checkpoint) -> None:
         policy.save_checkpoint(checkpoint.weights, checkpoint.optimizer, checkpoint.tokenizer)
+        if save_also is not None:
+            save_also(checkpoint.path)
 
     session.checkpoints().save(state, write)
 
 
-def _save_if_there_is_room(session: AnySession, policy: Policy, state: RunState) -> None:
+def _save_if_there_is_room(
+    session: AnySession,
+    policy: Policy,
+    state: RunState,
+    save_also: Callable[[Path], None] | None,
+) -> None:
     try:
-        save_checkpoint(session, policy, state)
+        save_checkpoint(session, policy, state, save_also=save_also)
     except Exception as error:
         if not (session.config.checkpoint.skip_when_full and is_disk_full(error)):
             raise

@@ -60,6 +60,9 @@ class VllmSection:
     # An hour: longer than a healthy batch, shorter than a night.
     generate_timeout_s: float = 3600.0
     """Limit of one call of `generate`, in seconds."""
+    # As many wait as are sampled, so that no step of an engine runs short.
+    max_requests_in_flight: int | None = None
+    """Rows per engine that are submitted and not collected. None: twice `max_num_seqs`."""
     engine_kwargs: dict[str, object] = field(default_factory=dict)
     """Further arguments of vLLM's `LLM`, passed on unchanged."""
 
@@ -82,6 +85,7 @@ _POSITIVE_COUNTS = (
     "max_num_seqs",
     "max_model_len",
     "kv_cache_memory_bytes",
+    "max_requests_in_flight",
 )
 # By default vLLM sizes the cache by the machine's memory, which other processes need as well.
 _CPU_CACHE_BYTES = 1 << 30

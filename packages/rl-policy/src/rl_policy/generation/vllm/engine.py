@@ -10,11 +10,12 @@ from __future__ import annotations
 
 import importlib.util
 import os
-import threading
 import time
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from concurrent.futures import Future
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
+from functools import partial
 from importlib import import_module
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol, TypeVar
@@ -40,7 +41,15 @@ from rl_policy.backends import BackendNotInstalledError
 from rl_policy.generation.state import TAGS, EngineState, EngineStateError
 from rl_policy.generation.vllm.config import engine_arguments
 from rl_policy.generation.vllm.environment import prepare_environment, temporary_files_apart
-from rl_policy.generation.vllm.requests import Completion, assemble_output, request_arguments
+from rl_policy.generation.vllm.requests import assemble_output, request_arguments
+from rl_policy.generation.vllm.running import (
+    EndedSubmission,
+    Outputs,
+    RequestLoop,
+    Submission,
+    Submissions,
+    completions_of,
+)
 from rl_policy.generation.vllm.turns import EngineThread, in_turn
 from rl_policy.generation.vllm.worker_calls import (
     VllmWorker,
@@ -161,11 +170,11 @@ class VllmEngine:
         self._loaded: set[str] = set()
         self._update = UpdateTimes()
         self._kv_cache: KvCache = "drop"
-        # Held by `generate`: an update that stops the engine waits for it.
-        self._sampling_lock = threading.Lock()
         self._llm: Any = None
         self._resources = ExitStack()
         self._thread = EngineThread()
+        self._requests = RequestLoop(self._thread, step=self._step, abort=self._abort)
+        self._submissions = Submissions()
         self._resources.callback(self._thread.close)
         try:
             self._start(config, tokenizer)
@@ -221,35 +230,71 @@ class VllmEngine:
 
         Raises:
             EngineStateError: The engine sleeps, or its weights are not those of one version.
-            RuntimeError: Another call samples.
         """
-        lengths = data["input_lengths"].tolist()
-        prompts = [
-            row[:length].tolist() for row, length in zip(data["input_ids"], lengths, strict=True)
-        ]
-        arguments = request_arguments(
-            sampling,
-            prompt_lengths=lengths,
-            seeds=data["sampling_seeds"].tolist(),
-            stop_strings=data.get("stop_strings") or [None] * len(lengths),
-            max_length=self._model.max_model_len,
-            greedy=greedy,
-        )
-        assert sampling.pad_token_id is not None, "parsing has resolved it"
-        if not self._sampling_lock.acquire(blocking=False):
-            raise RuntimeError("generate is running: an engine samples for one call at a time")
+        prompts = _prompts(data)
+        arguments = self._request_arguments(data, prompts, sampling=sampling, greedy=greedy)
+        running = self._enqueue(prompts, arguments)
         try:
-            completions = self._complete(prompts, arguments)
-        finally:
-            self._sampling_lock.release()
-        return assemble_output(prompts, completions, pad_token_id=sampling.pad_token_id)
+            outputs = running.result()
+        except BaseException:
+            self._cancel(running)
+            raise
+        return assemble_output(
+            prompts, completions_of(outputs), pad_token_id=_pad_token_id(sampling)
+        )
+
+    def submit(
+        self,
+        key: int,
+        data: BatchedDataDict[GenerationDatumSpec],
+        *,
+        sampling: SamplingConfig,
+        greedy: bool,
+    ) -> None:
+        """Start what `generate` does, and return at once; `next_ended` has what becomes of it.
+
+        Between two steps, all that were submitted meanwhile join.
+
+        Args:
+            key: Names the submission.
+            data: See `generate`.
+            sampling: See `generate`.
+            greedy: See `generate`.
+        """
+        prompts = _prompts(data)
+        arguments = self._request_arguments(data, prompts, sampling=sampling, greedy=greedy)
+        submission = Submission(key, prompts, pad_token_id=_pad_token_id(sampling))
+        self._thread.post(partial(self._begin_submission, submission, arguments))
+
+    @in_turn
+    def cancel(self, keys: Sequence[int]) -> None:
+        """Abort submissions, except those that have ended."""
+        for key in keys:
+            batch = self._submissions.batch(key)
+            if batch is not None:
+                self._requests.cancel(batch)
+
+    def next_ended(self, timeout_s: float) -> list[EndedSubmission]:
+        """Wait until a submission has ended; return all that have, each once.
+
+        Args:
+            timeout_s: Most seconds to wait; then the list is empty.
+        """
+        return self._submissions.next_ended(timeout_s)
 
     @in_turn
     def sleep(self) -> None:
         """Free the device's memory, on devices on which vLLM can.
 
         A refit in flight is abandoned: the weights are undefined until the next full one.
+
+        Raises:
+            EngineStateError: Requests run.
         """
+        if not self._requests.is_idle:
+            raise EngineStateError(
+                "sleep is not allowed while requests run: collect or cancel them first"
+            )
         if not self._state.is_committed:
             self._on_workers(abandon)
         if self._update.staged:
@@ -307,18 +352,16 @@ class VllmEngine:
 
         Raises:
             ValueError: `version` is not newer than the committed one.
-            EngineStateError: The weights are asleep, or `generate` does not end.
+            EngineStateError: The weights are asleep, or requests do not end.
         """
         if place is not None:
             self._begin_staged(version, place, kv_cache)
             return
         # Requests that run would be sampled from a mixture of weights.
-        if not self._sampling_lock.acquire(timeout=self._config.generate_timeout_s):
-            raise EngineStateError(f"begin_update({version}): generate has not ended in time")
-        try:
-            self._begin(version)
-        finally:
-            self._sampling_lock.release()
+        deadline = time.monotonic() + self._config.generate_timeout_s
+        while not self._begin_if_idle(version):
+            if not self._requests.wait_idle(deadline - time.monotonic()):
+                raise EngineStateError(f"begin_update({version}): requests have not ended in time")
 
     @in_turn
     def _begin_staged(self, version: int, place: str, kv_cache: KvCache) -> None:
@@ -332,6 +375,12 @@ class VllmEngine:
             stage(self._llm, version, place=place)
 
     @in_turn
+    def _begin_if_idle(self, version: int) -> bool:
+        if not self._requests.is_idle:
+            return False
+        self._begin(version)
+        return True
+
     def _begin(self, version: int) -> None:
         self._state.begin_update(version)
         self._update = UpdateTimes(staged=False)
@@ -397,8 +446,8 @@ class VllmEngine:
         self._load_by_name(load_from_handles, handles, names=names, expected=expected)
 
     def is_sampling(self) -> bool:
-        """Return whether `generate` runs."""
-        return self._sampling_lock.locked()
+        """Return whether requests run."""
+        return not self._requests.is_idle
 
     def update_metrics(self) -> dict[str, float]:
         """Return how the last update went.
@@ -437,7 +486,7 @@ class VllmEngine:
     def shutdown(self) -> None:
         """End vLLM's own processes. Idempotent."""
         if self._llm is not None:
-            self._thread.run(self._llm.llm_engine.engine_core.shutdown)
+            self._end()
             self._llm = None
             self._resources.close()
 
@@ -461,59 +510,72 @@ class VllmEngine:
     def _on_workers(self, call: str | Callable[..., object], *args: object) -> list[Any]:
         return on_workers(self._llm, call, *args)
 
-    def _complete(
-        self, prompts: list[list[int]], arguments: list[dict[str, object]]
-    ) -> list[Completion]:
-        running = self._enqueue(prompts, arguments)
-        finished: list[Any] = []
+    @in_turn
+    def _end(self) -> None:
+        self._requests.fail(EngineStateError("the engine was shut down"))
+        self._llm.llm_engine.engine_core.shutdown()
+
+    def _request_arguments(
+        self,
+        data: BatchedDataDict[GenerationDatumSpec],
+        prompts: Sequence[Sequence[int]],
+        *,
+        sampling: SamplingConfig,
+        greedy: bool,
+    ) -> list[dict[str, object]]:
+        return request_arguments(
+            sampling,
+            prompt_lengths=[len(prompt) for prompt in prompts],
+            seeds=data["sampling_seeds"].tolist(),
+            stop_strings=data.get("stop_strings") or [None] * len(prompts),
+            max_length=self._model.max_model_len,
+            greedy=greedy,
+        )
+
+    def _begin_submission(self, submission: Submission, arguments: list[dict[str, object]]) -> None:
         try:
-            while len(finished) < len(running):
-                finished += self._step()
-        except BaseException:
-            self._abort(running)
-            raise
-        # vLLM numbers requests as they were made.
-        finished.sort(key=lambda output: int(output.request_id))
-        completions = [output.outputs[0] for output in finished]
-        for completion in completions:
-            assert len(completion.logprobs.logprobs) == len(completion.token_ids)
-        return [
-            Completion(
-                token_ids=entry.token_ids,
-                logprobs=entry.logprobs.logprobs,
-                weight_versions=[
-                    int(span.version)
-                    for span in entry.weight_versions
-                    for _ in range(span.start, span.end)
-                ],
-            )
-            for entry in completions
-        ]
+            running = self._add_requests(submission.prompts, arguments)
+        except Exception as error:  # for the caller, who does not wait for this turn
+            running = Future[Outputs]()
+            running.set_exception(error)
+        self._submissions.add(submission, running)
 
     @in_turn
     def _enqueue(
         self, prompts: list[list[int]], arguments: list[dict[str, object]]
-    ) -> Sequence[str]:
-        """Add requests; return vLLM's names of them."""
+    ) -> Future[Outputs]:
+        return self._add_requests(prompts, arguments)
+
+    def _add_requests(
+        self, prompts: list[list[int]], arguments: list[dict[str, object]]
+    ) -> Future[Outputs]:
+        """Add requests to those that run.
+
+        Raises:
+            EngineStateError: The engine sleeps, or its weights are not those of one version.
+        """
         self._state.require_generate()
-        if not prompts:
-            return []
         # Prefixes that were computed with other weights must not be found.
         salt = str(self._state.version)
-        return self._llm.enqueue(
-            [{"prompt_token_ids": prompt, "cache_salt": salt} for prompt in prompts],
-            [self._make_parameters(**row) for row in arguments],
-            use_tqdm=False,
-        )
+        names: Sequence[str] = []
+        if prompts:
+            names = self._llm.enqueue(
+                [{"prompt_token_ids": prompt, "cache_salt": salt} for prompt in prompts],
+                [self._make_parameters(**row) for row in arguments],
+                use_tqdm=False,
+            )
+        return self._requests.add(names)
 
     @in_turn
+    def _cancel(self, running: Future[Outputs]) -> None:
+        self._requests.cancel(running)
+
     def _step(self) -> list[Any]:
         """Run one step of vLLM's scheduler; return the requests that have finished."""
         # A swap that failed between two steps leaves nothing to sample from.
         self._state.require_generate()
         return [output for output in self._llm.llm_engine.step() if output.finished]
 
-    @in_turn
     def _abort(self, running: Sequence[str]) -> None:
         self._llm.llm_engine.abort_request(list(running), internal=True)
 
@@ -524,6 +586,19 @@ class VllmEngine:
         except BaseException as error:  # an interrupted load has overwritten some weights as well
             self._state.lose(f"the refit to version {version} failed ({error})")
             raise
+
+
+def _prompts(data: BatchedDataDict[GenerationDatumSpec]) -> list[list[int]]:
+    """Return the tokens of each row, without padding."""
+    return [
+        row[:length].tolist()
+        for row, length in zip(data["input_ids"], data["input_lengths"].tolist(), strict=True)
+    ]
+
+
+def _pad_token_id(sampling: SamplingConfig) -> int:
+    assert sampling.pad_token_id is not None, "parsing has resolved it"
+    return sampling.pad_token_id
 
 
 def _save_tokenizer(

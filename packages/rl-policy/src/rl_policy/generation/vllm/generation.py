@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import sys
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Literal, TypeVar
 
 import numpy as np
@@ -27,6 +27,7 @@ from rl_policy.generation.vllm.engine import (
     start_on_rank,
 )
 from rl_policy.generation.vllm.requests import check_prompts, row_seeds
+from rl_policy.generation.vllm.stream import LANES, EngineStream
 from rl_policy.ray.cluster import bundle_nodes, bundles_per_node, rank_bundles
 from rl_policy.ray.worker_group import NamedSharding, RankCall, RayWorkerGroup
 
@@ -42,6 +43,8 @@ if TYPE_CHECKING:
     )
     from rl_refit.vllm import KvCache
     from transformers import PreTrainedTokenizerBase
+
+    from rl_policy.generation.stream import FinishedSubmission
 
 logger = logging.getLogger(__name__)
 
@@ -61,8 +64,12 @@ class VllmGeneration(GenerationInterface):
     Each engine has `vllm_cfg.tensor_parallel_size` bundles of one node, and the rows of a batch are
     sharded over the engines. To share a cluster with a policy, create it with
     `max_colocated_worker_groups=2`. An invalid configuration is refused before an engine starts.
-    Samples are reproducible: they depend on `seed`, the weights' version, the number of calls that
-    have sampled from that version, and the row, but not on the number of engines.
+    Samples are reproducible: the random numbers of a row depend on `seed`, the weights' version,
+    how many calls of `generate` and `submit` have sampled from that version, and the row in its
+    call, but not on the number of engines.
+
+    `submit`, `collect` and `cancel` sample without waiting, see `GenerationStream`: submissions and
+    calls of `generate` share an engine's steps, and staged refits go on beside them.
 
     Example:
         engines = VllmGeneration(cluster, {"backend": "vllm", "model_name": "my-model",
@@ -129,8 +136,16 @@ class VllmGeneration(GenerationInterface):
             workers_per_node=per_node,
             start_timeout_s=timeout_s,
             takes_calls_beside=True,
+            lanes=LANES,
         )
         self.facts: list[EngineFacts] = self._on_engines("describe")
+        per_engine = engine.max_requests_in_flight or 2 * engine.max_num_seqs
+        self._stream = EngineStream(
+            self._group,
+            engine_ranks=range(0, sharding.size, engine.tensor_parallel_size),
+            limit=per_engine * self.num_engines,
+            timeout_s=timeout_s,
+        )
 
     @staticmethod
     def validate_config(config: Mapping[str, Any]) -> None:
@@ -178,33 +193,63 @@ class VllmGeneration(GenerationInterface):
             ValueError: A prompt leaves no room for a token, or has one outside the vocabulary.
             EngineStateError: An engine sleeps, or a refit is in flight or has failed.
         """
-        check_prompts(
-            data,
-            pad_token_id=self._tokenizer.pad_token_id,  # pyright: ignore[reportArgumentType] # an id
-            max_length=min(facts.max_model_len for facts in self.facts),
-            vocab_size=min(facts.vocab_size for facts in self.facts),
-        )
-        num_rows = data["input_ids"].shape[0]
-        seeds = row_seeds(
-            num_rows,
-            seed=self._seed,
-            weight_version=self._version,
-            call=self._calls_since_version,
-        )
-        rows = {key: data[key] for key in _ROW_KEYS if key in data}
-        batch = BatchedDataDict(rows | {"sampling_seeds": seeds})
+        batch = self._seeded(data)
         plans = dispatch.plan_in_order(batch, data_parallel=self.num_engines)
         call = self._engines.submit_sharded(
             "generate", batch, plans, sampling=self._sampling, greedy=greedy
         )
         parts = self._engines.wait(call, timeout_s=self._generate_timeout_s)
-        # Greedy calls draw nothing, so that an evaluation does not change a run's later samples.
-        if not greedy:
-            self._calls_since_version += 1
+        self._count_call(greedy=greedy)
         assert self._sampling.pad_token_id is not None, "parsing has resolved it"
         return dispatch.gather_generations(
             parts, pad_token_id=self._sampling.pad_token_id, pad_values=_PAD_VALUES
         )
+
+    # Without waiting
+
+    @property
+    def room(self) -> int:
+        """Rows that may be submitted now, see `vllm_cfg.max_requests_in_flight`."""
+        return self._stream.room
+
+    def submit(self, data: BatchedDataDict[GenerationDatumSpec], greedy: bool = False) -> int:
+        """Start to sample a completion per row on one engine; return the submission's ticket.
+
+        It joins what the engine samples already. Nothing is waited for: what an engine refuses,
+        `collect` raises.
+
+        Args:
+            data: The prompts, see `GenerationDatumSpec`.
+            greedy: See `generate`.
+
+        Raises:
+            ValueError: A prompt leaves no room for a token, or has one outside the vocabulary; or
+                there are more rows than the limit.
+            StreamFullError: There are more rows than `room`.
+        """
+        batch = self._seeded(data)
+        ticket = self._stream.submit(batch, sampling=self._sampling, greedy=greedy)
+        self._count_call(greedy=greedy)
+        return ticket
+
+    def collect(
+        self, tickets: Iterable[int] | None = None, *, timeout_s: float
+    ) -> list[FinishedSubmission]:
+        """Wait until a submission has finished; return all that have, see `GenerationStream`.
+
+        Their `output` is what `generate` returns.
+
+        Raises:
+            ValueError: A ticket is unknown.
+            TicketsLostError: Submissions have failed, as the engine sleeps or is being refitted
+                without staging, or a refit has lost its weights.
+            EngineLostError: An engine has died. What others sample can still be collected.
+        """
+        return self._stream.collect(tickets, timeout_s=timeout_s)
+
+    def cancel(self, tickets: Iterable[int]) -> None:
+        """Abort submissions and free what they take, see `GenerationStream`."""
+        self._stream.cancel(tickets)
 
     def prepare_for_generation(
         self, tags: Sequence[str] | None = None, *args: object, **kwargs: object
@@ -220,7 +265,12 @@ class VllmGeneration(GenerationInterface):
         return all(self._on_engines("wake", tags))
 
     def finish_generation(self, *args: object, **kwargs: object) -> bool:
-        """Put the engines to sleep, see `vllm_cfg.sleep_level`; return True."""
+        """Put the engines to sleep, see `vllm_cfg.sleep_level`; return True.
+
+        Raises:
+            EngineStateError: Submissions run.
+        """
+        self._stream.settle()
         self._on_engines("sleep")
         return True
 
@@ -265,6 +315,9 @@ class VllmGeneration(GenerationInterface):
             EngineStateError: The weights of an engine are asleep.
         """
         place = self._find_place(version, staging)
+        if place is None:
+            # Engines that pause end first what was submitted before.
+            self._stream.settle()
         call = self._engines.submit_beside("begin_update", version, place=place, kv_cache=kv_cache)
         # An engine without room ends its requests first.
         self._engines.wait(call, timeout_s=self._timeout_s + self._generate_timeout_s)
@@ -364,6 +417,28 @@ class VllmGeneration(GenerationInterface):
         """Shut down, unless the interpreter exits, which ends the processes by itself."""
         if not sys.is_finalizing():
             self.shutdown()
+
+    def _seeded(self, data: BatchedDataDict[GenerationDatumSpec]) -> BatchedDataDict[Any]:
+        """Return the checked rows with a seed each."""
+        check_prompts(
+            data,
+            pad_token_id=self._tokenizer.pad_token_id,  # pyright: ignore[reportArgumentType] # an id
+            max_length=min(facts.max_model_len for facts in self.facts),
+            vocab_size=min(facts.vocab_size for facts in self.facts),
+        )
+        seeds = row_seeds(
+            data["input_ids"].shape[0],
+            seed=self._seed,
+            weight_version=self._version,
+            call=self._calls_since_version,
+        )
+        rows = {key: data[key] for key in _ROW_KEYS if key in data}
+        return BatchedDataDict(rows | {"sampling_seeds": seeds})
+
+    def _count_call(self, *, greedy: bool) -> None:
+        # Greedy calls draw nothing, so that an evaluation does not change a run's later samples.
+        if not greedy:
+            self._calls_since_version += 1
 
     def _known_info(self) -> RefitInfo:
         if not self._refit_info:

@@ -20,6 +20,7 @@ from rl_interfaces.backend.generation import check_room
 from rl_interfaces.backend.steps import check_scoring_batch
 
 from rl_policy.generation.state import NOT_SAMPLED
+from rl_policy.generation.stream import FinishReason
 
 if TYPE_CHECKING:
     from rl_interfaces import GenerationDatumSpec, GenerationOutputSpec
@@ -146,6 +147,8 @@ class Completion:
     """Of each token, under the distribution that it was sampled from."""
     weight_versions: Sequence[int]
     """Of the weights that each token was sampled from, in ascending order."""
+    finish_reason: FinishReason
+    """What ended it."""
 
 
 def assemble_output(

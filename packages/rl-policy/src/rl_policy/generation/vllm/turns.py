@@ -31,6 +31,13 @@ class EngineThread:
         """Return what `call` returns in the engine's thread, or raise its error."""
         return self._pool.submit(call, *args, **kwargs).result()
 
+    def post(self, call: Callable[[], None]) -> None:
+        """Run `call` after those that were made before, without waiting for it.
+
+        Its errors are lost: it handles them itself.
+        """
+        self._pool.submit(call)
+
     def close(self) -> None:
         """End the thread after the calls that were made. May be called again."""
         self._pool.shutdown()

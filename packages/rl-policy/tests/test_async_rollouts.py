@@ -1,0 +1,227 @@
+"""Asynchronous rollouts: what may be submitted, what is trained on, and a run that is killed."""
+
+import json
+import random
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from rl_batched_data import BatchedDataDict
+from rl_policy.data.datasets import Problem, open_stream
+from rl_policy.generation.state import NOT_SAMPLED
+from rl_policy.generation.stream import FinishedSubmission, require_known, require_room
+from rl_policy.recipes.async_rollouts import AsyncPlan, AsyncRollouts, TrainedLedger
+
+PROBLEMS = [Problem(prompt=str(number), answer="", source=0) for number in range(7)]
+PAD = 99
+
+
+def plan_of(**numbers):
+    defaults = {
+        "num_groups": 4,
+        "group_size": 2,
+        "num_steps": 100,
+        "versions_per_step": 1,
+        "max_staleness": 2,
+        "refit_every": 1,
+    }
+    return AsyncPlan(**defaults | numbers)
+
+
+def test_what_may_be_submitted_is_bounded_by_staleness_lag_end_and_room():
+    plan = plan_of()
+    # The example of the docstring.
+    assert plan.num_to_open(held=8, step=6, weights_step=5, room=99) == 4
+    assert plan.num_to_open(held=8, step=6, weights_step=4, room=99) == 0
+    assert plan.num_to_open(held=0, step=1, weights_step=0, room=99) == 12
+    # Two optimizer steps per step: half as many steps ahead.
+    halved = plan_of(versions_per_step=2)
+    assert halved.num_to_open(held=0, step=1, weights_step=0, room=99) == 8
+    # No more than the last steps take, and no more than there is room for.
+    assert plan.num_to_open(held=1, step=99, weights_step=98, room=99) == 7
+    assert plan.num_to_open(held=0, step=6, weights_step=5, room=7) == 3
+
+
+@pytest.mark.parametrize(
+    ("numbers", "message"),
+    [
+        ({"versions_per_step": 3}, "max_staleness=2 is less than the 3 optimizer steps of a step"),
+        ({"refit_every": 4}, "refit_every=4 lets engines fall 3 optimizer steps behind"),
+    ],
+)
+def test_numbers_that_cannot_be_are_refused(numbers, message):
+    plan_of().check()
+    plan_of(refit_every=3).check()
+    with pytest.raises(ValueError, match=message):
+        plan_of(**numbers).check()
+
+
+def test_a_refit_is_due_after_so_many_steps():
+    plan = plan_of(refit_every=2)
+    assert plan.is_refit_due(step=5, weights_step=-1)
+    assert not plan.is_refit_due(step=5, weights_step=4)
+    assert not plan.is_refit_due(step=5, weights_step=3)
+    assert plan.is_refit_due(step=5, weights_step=2)
+
+
+class Engines:
+    """Samples in an order of its own: a row is the problem's number and the engines' version."""
+
+    def __init__(self, chance, limit=1000):
+        self.version, self.chance, self.limit = 0, chance, limit
+        self.running, self.tickets, self.rows = {}, 0, 0
+
+    @property
+    def room(self):
+        return self.limit - self.rows
+
+    def submit(self, data, greedy=False):
+        require_room(data.size, num_in_flight=self.rows, limit=self.limit)
+        self.tickets += 1
+        self.rows += data.size
+        # The first token is sampled by the weights that are there now.
+        self.running[self.tickets] = (data["input_ids"][:, 0], self.version)
+        return self.tickets
+
+    def collect(self, tickets, *, timeout_s):
+        wanted = require_known(tickets, self.running)
+        if not timeout_s or not wanted:
+            return []
+        count = self.chance.randint(1, len(wanted))
+        return [self.finish(ticket) for ticket in self.chance.sample(wanted, count)]
+
+    def finish(self, ticket):
+        numbers, version = self.running.pop(ticket)
+        self.rows -= len(numbers)
+        width = self.chance.randint(1, 3)
+        versions = torch.full((len(numbers), width), self.version)
+        versions[:, 0] = version
+        return FinishedSubmission(
+            ticket=ticket,
+            output=BatchedDataDict(
+                output_ids=numbers[:, None].repeat(1, width),
+                weight_version=versions[:, 0],
+                weight_versions=versions,
+            ),
+            finish_reasons=("stop",) * len(numbers),
+        )
+
+
+def rollouts_of(plan, directory, *, step, too_old="drop"):
+    return AsyncRollouts(
+        plan,
+        too_old=too_old,
+        open_stream=lambda position: open_stream(PROBLEMS, weights=None, seed=0, position=position),
+        encode=lambda problems: BatchedDataDict(
+            input_ids=torch.tensor([[int(problem.prompt)] for problem in problems]),
+            input_lengths=torch.ones(len(problems)).long(),
+        ),
+        pad_id=PAD,
+        ledger=TrainedLedger(directory / "trained.jsonl", step=step),
+        timeout_s=1.0,
+    )
+
+
+def trained_ids(directory):
+    lines = (directory / "trained.jsonl").read_text().splitlines()
+    return [json.loads(line) for line in lines]
+
+
+@settings(max_examples=40)
+@given(
+    seed=st.integers(0, 2**32 - 1),
+    max_steps_ahead=st.integers(1, 3),
+    versions_per_step=st.integers(1, 2),
+    refit_every=st.integers(1, 3),
+    limit=st.sampled_from([2, 7, 1000]),
+)
+def test_every_problem_is_trained_on_once_whenever_the_run_is_killed(
+    tmp_path_factory, seed, max_steps_ahead, versions_per_step, refit_every, limit
+):
+    directory, chance = tmp_path_factory.mktemp("run"), random.Random(seed)
+    plan = plan_of(
+        num_steps=12,
+        versions_per_step=versions_per_step,
+        max_staleness=max_steps_ahead * versions_per_step,
+        refit_every=min(refit_every, max_steps_ahead + 1),
+    )
+    plan.check()
+    rollouts, engines = rollouts_of(plan, directory, step=0), Engines(chance, limit)
+    step, saved = 0, 0
+    while step < plan.num_steps:
+        if chance.random() < 0.1:
+            # The driver is killed: what is not in the checkpoint is lost, but for the ledger.
+            step = saved
+            rollouts, engines = rollouts_of(plan, directory, step=step), Engines(chance, limit)
+            engines.version = step
+            if saved:
+                rollouts.load(directory)
+        step += 1
+        if plan.is_refit_due(step=step, weights_step=engines.version):
+            engines.version = step - 1
+        taken = rollouts.take(engines, step, weights_step=engines.version)
+        numbers = [int(problem.prompt) for problem in taken.problems]
+        assert taken.generated["output_ids"][:, 0].tolist() == numbers
+        versions = taken.generated["weight_versions"]
+        oldest = versions[versions != NOT_SAMPLED].min()
+        staleness = (step - 1 - int(oldest)) * versions_per_step
+        assert taken.metrics["staleness_max"] == staleness <= plan.max_staleness
+        assert ((taken.generated["output_ids"] == PAD) == (versions == NOT_SAMPLED)).all()
+        rollouts.finish(step)
+        if chance.random() < 0.3:
+            rollouts.save(directory)
+            saved = step
+    lines = trained_ids(directory)
+    assert [line["step"] for line in lines] == list(range(1, plan.num_steps + 1))
+    ids = [id for line in lines for id in line["ids"]]
+    # Nothing is opened that the last step does not take: no problem is left out.
+    assert sorted(ids) == list(range(plan.num_steps * plan.num_groups))
+    assert not engines.running
+
+
+def test_what_is_sampled_while_a_step_trains_is_of_its_weights_and_older(tmp_path):
+    plan, engines = plan_of(num_steps=3, max_staleness=1), Engines(random.Random(0))
+    rollouts, staleness = rollouts_of(plan, tmp_path, step=0), []
+    for step in range(1, 4):
+        engines.version = step - 1
+        taken = rollouts.take(engines, step, weights_step=step - 1)
+        staleness.append(taken.metrics["staleness_max"])
+        rollouts.finish(step)
+    # The second step's groups were opened with the first's.
+    assert staleness == [0, 1, 1]
+    assert rollouts.num_opened == 12
+
+
+def test_a_group_that_is_too_old_is_dropped_or_trained_on(tmp_path):
+    class Stubborn(Engines):
+        """Finishes the group of the first ticket last."""
+
+        def collect(self, tickets, *, timeout_s):
+            later = set(require_known(tickets, self.running)) - {1}
+            return super().collect(later if self.hold else tickets, timeout_s=timeout_s)
+
+    for too_old in ("drop", "rescore"):
+        plan = plan_of(num_groups=1, num_steps=6, max_staleness=1)
+        engines = Stubborn(random.Random(0))
+        rollouts = rollouts_of(plan, tmp_path, step=0, too_old=too_old)
+        for step in range(1, 7):
+            engines.version, engines.hold = step - 1, step < 5
+            taken = rollouts.take(engines, step, weights_step=step - 1)
+            assert taken.metrics["staleness_max"] <= 1 or too_old == "rescore"
+            rollouts.finish(step)
+        counts = taken.metrics
+        assert counts["rollouts_dropped"] == (too_old == "drop")
+        assert counts["rollouts_rescored"] == (too_old == "rescore")
+        lines = trained_ids(tmp_path)[-6:]
+        assert sorted(id for line in lines for id in line["ids"]) == list(range(6))
+
+
+def test_engines_that_finish_nothing_end_the_run(tmp_path):
+    class Stuck(Engines):
+        def collect(self, tickets, *, timeout_s):
+            return []
+
+    rollouts = rollouts_of(plan_of(), tmp_path, step=0)
+    with pytest.raises(TimeoutError, match=r"no completion of step 1 has finished within 1 s"):
+        rollouts.take(Stuck(random.Random(0)), 1, weights_step=0)

@@ -1,0 +1,327 @@
+"""Submissions without waiting: the loop of an engine, the driver's tickets, and the fallback."""
+
+import os
+import random
+import signal
+import sys
+import threading
+from concurrent.futures import CancelledError
+from dataclasses import dataclass
+from queue import Empty, SimpleQueue
+
+import numpy as np
+import pytest
+import ray
+import torch
+from rl_batched_data import BatchedDataDict
+from rl_policy import RayVirtualCluster, RayWorkerGroup
+from rl_policy.generation.stream import SampledAtCollect, StreamFullError, TicketsLostError
+from rl_policy.generation.vllm.running import EndedSubmission, RequestLoop
+from rl_policy.generation.vllm.stream import LANES, EngineLostError, EngineStream
+from rl_policy.generation.vllm.turns import EngineThread
+from rl_policy.ray.worker_group import NamedSharding, WorkerDiedError
+
+# Workers cannot import this module, whose class is sent to them.
+ray.cloudpickle.register_pickle_by_value(sys.modules[__name__])
+
+LIMIT_S = 30
+
+
+@dataclass
+class Output:
+    request_id: str
+
+
+class Scheduler:
+    """Ends each request after a number of steps of its own, in the engine's thread."""
+
+    def __init__(self, thread):
+        self.left, self.steps, self.threads = {}, 0, set()
+        self.gate = threading.Event()
+        self.gate.set()
+        self.loop = RequestLoop(thread, step=self.step, abort=self.abort)
+        self.breaks_at = None
+
+    def step(self):
+        self.gate.wait(LIMIT_S)
+        self.threads.add(threading.current_thread().name)
+        self.steps += 1
+        if self.steps == self.breaks_at:
+            raise ValueError("broken")
+        self.left = {name: count - 1 for name, count in self.left.items()}
+        ended = [name for name, count in self.left.items() if not count]
+        for name in ended:
+            del self.left[name]
+        # As vLLM: in any order, under the public name.
+        random.shuffle(ended)
+        return [Output(name.partition("-")[0]) for name in ended]
+
+    def abort(self, names):
+        for name in names:
+            del self.left[name]
+
+    def add_all(self, *batches):
+        """Add batches in one turn, so that no step runs in between."""
+        return [self.add(**counts) for counts in batches]
+
+    def add(self, **counts):
+        names = {f"{name.removeprefix('r')}-abc": count for name, count in counts.items()}
+        self.left |= names
+        return self.loop.add([*names])
+
+
+@pytest.fixture
+def thread():
+    thread = EngineThread()
+    yield thread
+    thread.close()
+
+
+@pytest.fixture
+def scheduler(thread):
+    return Scheduler(thread)
+
+
+def names_of(batch):
+    return [output.request_id for output in batch.result(LIMIT_S)]
+
+
+def test_batches_share_steps_and_finish_out_of_order(thread, scheduler):
+    scheduler.gate.clear()
+    batches = ({"r0": 4, "r1": 9}, {"r2": 2, "r3": 1, "r4": 2})
+    first, second = thread.run(scheduler.add_all, *batches)
+    assert not scheduler.loop.is_idle
+    scheduler.gate.set()
+    assert names_of(second) == ["2", "3", "4"]
+    assert names_of(first) == ["0", "1"]
+    assert scheduler.loop.wait_idle(LIMIT_S)
+    # Together, and not one after the other: the longest request decides.
+    assert scheduler.steps <= 10
+    assert len(scheduler.threads) == 1
+    again = thread.run(scheduler.add, r5=1)
+    assert names_of(again) == ["5"]
+    assert names_of(thread.run(scheduler.loop.add, [])) == []
+
+
+def test_a_cancelled_batch_is_aborted_and_the_others_go_on(thread, scheduler):
+    scheduler.gate.clear()
+    first, second = thread.run(scheduler.add_all, {"r0": 1, "r1": 1000}, {"r2": 3})
+    thread.post(lambda: scheduler.loop.cancel(first))
+    scheduler.gate.set()
+    assert names_of(second) == ["2"]
+    with pytest.raises(CancelledError):
+        first.result(0)
+    assert scheduler.loop.wait_idle(LIMIT_S)
+    assert not scheduler.left
+    thread.run(scheduler.loop.cancel, second)
+    assert names_of(second) == ["2"]
+
+
+def test_a_step_that_fails_ends_all_batches_and_the_next_may_run(thread, scheduler):
+    scheduler.breaks_at = 2
+    for batch in thread.run(scheduler.add_all, {"r0": 5}, {"r1": 7}):
+        with pytest.raises(ValueError, match="broken"):
+            batch.result(LIMIT_S)
+    assert scheduler.loop.wait_idle(LIMIT_S)
+    assert not scheduler.left
+    assert names_of(thread.run(scheduler.add, r2=1)) == ["2"]
+
+
+class SleepyEngine:
+    """Ends a submission of the `wait` seconds that its rows name; fails one of `fails`."""
+
+    def __init__(self):
+        self._ended = SimpleQueue()
+        self._timers = {}
+
+    def submit(self, key, data, *, fails=False, is_refused=False):
+        if is_refused:
+            raise RuntimeError("asleep")
+        output = (
+            None if fails else BatchedDataDict(rows=data["wait"], pid=[os.getpid()] * data.size)
+        )
+        ended = EndedSubmission(
+            key=key,
+            output=output,
+            finish_reasons=("stop",) * data.size,
+            error="EngineStateError: lost" if fails else "",
+        )
+        self._timers[key] = threading.Timer(float(data["wait"].max()), self._ended.put, [ended])
+        self._timers[key].start()
+
+    def cancel(self, keys):
+        for key in keys:
+            self._timers[key].cancel()
+
+    def num_running(self):
+        return sum(timer.is_alive() for timer in self._timers.values())
+
+    def next_ended(self, timeout_s):
+        ended = []
+        try:
+            ended.append(self._ended.get(timeout=timeout_s))
+            while True:
+                ended.append(self._ended.get_nowait())
+        except Empty:
+            return ended
+
+    def shutdown(self):
+        for timer in self._timers.values():
+            timer.cancel()
+
+
+slow = pytest.mark.slow
+
+
+@pytest.fixture(scope="module")
+def cluster(shared_ray):
+    cluster = RayVirtualCluster([2])
+    yield cluster
+    cluster.shutdown()
+
+
+@pytest.fixture
+def group(cluster):
+    sharding = NamedSharding(np.arange(2), ["data_parallel"])
+    group = RayWorkerGroup(cluster, SleepyEngine, sharding=sharding, name="sleepy", lanes=LANES)
+    yield group
+    group.shutdown()
+
+
+def stream_of(group, limit=100):
+    return EngineStream(group, engine_ranks=range(2), limit=limit, timeout_s=LIMIT_S)
+
+
+def rows(*waits):
+    return BatchedDataDict(wait=torch.tensor(waits))
+
+
+def pid_of(finished):
+    return finished.output["pid"][0]
+
+
+@slow
+def test_what_finishes_first_is_collected_first_and_each_once(group):
+    stream = stream_of(group)
+    slow, quick = stream.submit(rows(1.5, 1.5)), stream.submit(rows(0.1))
+    third = stream.submit(rows(0.1))
+    assert stream.room == 96
+    first = []
+    while len(first) < 2:
+        first += stream.collect(timeout_s=LIMIT_S)
+    assert sorted(each.ticket for each in first) == [quick, third]
+    # The engine with fewer rows got both.
+    assert len({pid_of(each) for each in first}) == 1
+    assert stream.room == 98
+    assert stream.collect([slow], timeout_s=0) == []
+    (last,) = stream.collect([slow], timeout_s=LIMIT_S)
+    assert last.output["rows"].tolist() == [1.5, 1.5]
+    assert last.finish_reasons == ("stop", "stop")
+    assert pid_of(last) != pid_of(first[0])
+    assert stream.collect(timeout_s=LIMIT_S) == []
+    assert stream.room == 100
+    with pytest.raises(ValueError, match=r"tickets \[0\] are unknown"):
+        stream.collect([slow], timeout_s=0)
+
+
+@slow
+def test_no_more_rows_are_in_flight_than_the_limit(group):
+    stream = stream_of(group, limit=3)
+    with pytest.raises(ValueError, match="4 rows are more than the stream's limit of 3"):
+        stream.submit(rows(0.1, 0.1, 0.1, 0.1))
+    first = stream.submit(rows(0.1, 0.1))
+    with pytest.raises(StreamFullError, match="2 rows are in flight, and 2 more"):
+        stream.submit(rows(0.1, 0.1))
+    second = stream.submit(rows(LIMIT_S))
+    assert stream.room == 0
+    stream.cancel([second])
+    assert stream.room == 1
+    (finished,) = stream.collect(timeout_s=LIMIT_S)
+    assert finished.ticket == first
+    assert stream.room == 3
+    assert group.run_all("num_running") == [0, 0]
+
+
+@slow
+def test_a_failed_submission_is_named_and_the_others_go_on(group):
+    stream = stream_of(group)
+    lost = stream.submit(rows(0.1), fails=True)
+    kept = stream.submit(rows(1.0))
+    with pytest.raises(TicketsLostError, match=r"\[0\] failed on rank 0 .*lost") as error:
+        stream.collect([lost, kept], timeout_s=LIMIT_S)
+    assert error.value.tickets == [lost]
+    assert [each.ticket for each in stream.collect(timeout_s=LIMIT_S)] == [kept]
+
+
+@slow
+def test_a_refused_submission_is_named_and_the_others_go_on(group):
+    stream = stream_of(group)
+    kept, refused = stream.submit(rows(1.0)), stream.submit(rows(1.0), is_refused=True)
+    with pytest.raises(TicketsLostError, match=r"has refused the .* 1: asleep") as error:
+        stream.settle()
+    assert error.value.tickets == [refused]
+    stream.settle()
+    assert [each.ticket for each in stream.collect(timeout_s=LIMIT_S)] == [kept]
+    assert stream.room == 100
+
+
+@slow
+def test_a_dead_engine_is_named_with_its_tickets_and_the_other_goes_on(group):
+    stream = stream_of(group)
+    # To either engine, in turn.
+    tickets = [stream.submit(rows(0.1)), stream.submit(rows(0.1))]
+    finished = []
+    while len(finished) < 2:
+        finished += stream.collect(tickets[:1] if not finished else tickets[1:], timeout_s=LIMIT_S)
+    dead = stream.submit(rows(LIMIT_S))
+    kept = stream.submit(rows(2.0))
+    os.kill(pid_of(finished[0]), signal.SIGKILL)
+    with pytest.raises(EngineLostError, match=r"rank 0 of sleepy died") as error:
+        stream.collect([dead], timeout_s=LIMIT_S)
+    assert error.value.tickets == [dead]
+    assert isinstance(error.value, WorkerDiedError)
+    assert f"the submissions [{dead}] are lost" in error.value.__notes__
+    assert [each.ticket for each in stream.collect(timeout_s=LIMIT_S)] == [kept]
+    # What comes now is for the engine that is left.
+    again = stream.submit(rows(0.1))
+    (last,) = stream.collect(timeout_s=LIMIT_S)
+    assert last.ticket == again
+    assert pid_of(last) == pid_of(finished[1])
+
+
+class Echo:
+    """Continues a prompt with its first token, as often as that says, up to three times."""
+
+    def generate(self, data, greedy=False):
+        count = data["input_ids"][:, 0].clamp(max=3)
+        ends = data["input_lengths"] + count
+        ids = torch.full((data.size, int(ends.max())), 7 if greedy else 8)
+        return BatchedDataDict(
+            output_ids=ids, generation_lengths=count, unpadded_sequence_lengths=ends
+        )
+
+
+def prompt(*first):
+    return BatchedDataDict(
+        input_ids=torch.tensor(first)[:, None], input_lengths=torch.ones(len(first)).long()
+    )
+
+
+def test_the_fallback_samples_what_is_collected():
+    stream = SampledAtCollect(Echo(), max_new_tokens=3, stop_token_ids=[7], limit=4)
+    first, second = stream.submit(prompt(1, 5)), stream.submit(prompt(5), greedy=True)
+    with pytest.raises(StreamFullError):
+        stream.submit(prompt(1, 1))
+    assert stream.room == 1
+    (finished,) = stream.collect([second], timeout_s=0)
+    assert finished.finish_reasons == ("stop",)
+    (finished,) = stream.collect(timeout_s=0)
+    assert finished.ticket == first
+    assert finished.output["generation_lengths"].tolist() == [1, 3]
+    assert finished.finish_reasons == ("stop", "length")
+    third = stream.submit(prompt(1))
+    stream.cancel([third])
+    assert stream.collect(timeout_s=0) == []
+    assert stream.room == 4
+    with pytest.raises(ValueError, match=r"tickets \[2\] are unknown"):
+        stream.cancel([third])
