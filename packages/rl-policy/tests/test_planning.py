@@ -217,8 +217,9 @@ def test_the_built_in_model_fits_on_two_cpus():
     assert [phase.name for phase in plan.phases] == ["load", "score", "train", "generate"]
     assert plan.traced_layers == (2,)
     state = in_gib(plan.phase("train"))
-    # Both moments of AdamW.
-    assert state["optimizer state"] == pytest.approx(2 * state["parameters"], rel=0.05)
+    # Both moments of AdamW, and less than 200 KiB that a worker keeps from one call to the next.
+    moments = 2 * state["parameters"]
+    assert moments <= state["optimizer state"] <= moments + 200 / 2**20
 
 
 @pytest.mark.slow

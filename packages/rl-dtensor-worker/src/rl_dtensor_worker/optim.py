@@ -88,7 +88,9 @@ def sum_gradients(parameters: Iterable[torch.Tensor], *, group: dist.ProcessGrou
     dist.all_reduce(flat, group=group)
     *sums, used = flat.split([*(p.numel() for p in parameters), len(parameters)])
     for parameter, total, count in zip(parameters, sums, used.tolist(), strict=True):
-        parameter.grad = total.view_as(parameter) if count else None
+        # Its own gradient says enough, also where a plan of memory knows no values.
+        is_used = parameter.grad is not None or count > 0
+        parameter.grad = total.view_as(parameter) if is_used else None
 
 
 def clip_gradients(
