@@ -15,7 +15,11 @@ PROSE = ("docs/", "README.md", "CONTRIBUTING.md", "LICENSE", ".gitignore", "mkdo
 ALONE = "rl-megatron-worker"
 WITH_ENGINES = "rl-policy"
 # Prose whose programs run with the engines.
-PROSE_WITH_ENGINES = ("docs/pages/how-to/vllm-apart.md", "docs/tests/")
+PROSE_WITH_ENGINES = (
+    "docs/pages/how-to/async.md",
+    "docs/pages/how-to/vllm-apart.md",
+    "docs/tests/",
+)
 
 
 def changed_paths(base: str) -> list[str]:
