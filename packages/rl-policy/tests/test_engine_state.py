@@ -5,6 +5,7 @@ from types import SimpleNamespace
 import pytest
 from rl_policy.generation.state import TAGS, EngineState, EngineStateError
 from rl_policy.generation.vllm.engine import UpdateTimes, VllmEngine
+from rl_policy.generation.vllm.running import RequestLoop
 from rl_policy.generation.vllm.turns import EngineThread
 
 
@@ -153,6 +154,7 @@ def engine_on(memory):
     engine._state, engine._llm, engine._can_sleep = EngineState(), memory, True
     engine._config = SimpleNamespace(sleep_level=1)
     engine._update, engine._thread = UpdateTimes(), EngineThread()
+    engine._requests = RequestLoop(engine._thread, step=dict, abort=list)  # of none
     return engine
 
 

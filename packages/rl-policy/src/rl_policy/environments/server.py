@@ -107,8 +107,11 @@ class _Server:
             os.setsid()
             end_with_parent()
             self._control.close()
+            # Open until the process has its status: the driver takes the end of the connection for
+            # that of the process, and has it killed.
+            connection = socket.socket(fileno=descriptor)
             if os.getppid() == server:
-                answer_calls(socket.socket(fileno=descriptor), self._factory, self._limit_s)
+                answer_calls(connection, self._factory, self._limit_s)
             status = 0
         except SystemExit as error:
             status = error.code if isinstance(error.code, int) else 1
@@ -153,7 +156,7 @@ def answer_calls(
         limit_s: See `EpisodeHost`.
     """
     host: EpisodeHost[int] = EpisodeHost(factory, limit_s=limit_s)
-    with connection, connection.makefile("r") as reading, connection.makefile("w") as writing:
+    with connection.makefile("r") as reading, connection.makefile("w") as writing:
         for line in reading:
             calls = [
                 Call(episode, argument if isinstance(argument, str) else Problem(**argument))
