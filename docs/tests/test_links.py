@@ -6,6 +6,7 @@ import pytest
 from code_blocks import PAGES, ROOT
 from command_rules import rule_for
 from markdown_it import MarkdownIt
+from rl_policy.recipes import find_recipe, installed_recipes
 
 OUTSIDE_THE_SITE = [page for page in PAGES if "docs" not in page.relative_to(ROOT).parts]
 _PATH = re.compile(r"(?:packages|examples|docs|\.github)/[\w./*-]+")
@@ -72,6 +73,14 @@ def test_the_design_page_shows_every_folder():
         for init in [path / "__init__.py", *path.glob("*/__init__.py")]
     }
     assert shown == folders
+
+
+def test_the_reference_has_a_table_of_every_section():
+    tables = re.findall(r"table: (\S+)", (ROOT / "docs/pages/configuration.md").read_text())
+    shown = {name.rpartition(".")[2] for name in tables}
+    for recipe in map(find_recipe, installed_recipes()):
+        for key, section in recipe.sections.items():
+            assert section.__name__ in shown, f"{key} of {recipe.name}"
 
 
 def test_contributing_names_files_to_start_from():

@@ -6,8 +6,7 @@ from rl_policy.cli import build_app
 from rl_policy.commands.convert_config import convert
 from rl_policy.config import load_run_config
 from rl_policy.recipes.dpo import DpoSection
-from rl_policy.recipes.grpo import GrpoSection
-from rl_policy.recipes.objectives import LossSection
+from rl_policy.recipes.grpo_config import GrpoSection, LossSection
 from rl_policy.recipes.sft import SftSection
 from typer.testing import CliRunner
 

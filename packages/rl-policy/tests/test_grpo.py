@@ -5,7 +5,7 @@ from rl_interfaces import LossType
 from rl_policy.config import load_run_config
 from rl_policy.losses import ClippedPGLoss
 from rl_policy.recipes.grpo import warn_of_truncation
-from rl_policy.recipes.objectives import LossSection, build_loss
+from rl_policy.recipes.grpo_config import LossSection, build_loss
 
 
 def test_the_section_loss_becomes_the_loss():

@@ -20,6 +20,7 @@ from rl_policy.data.datasets import Problem
 from rl_policy.data.tiny_model import build_tiny_model, build_tokenizer, tiny_model_config
 from rl_policy.environments.pool import GivenEnvironment, ThreadPool
 from rl_policy.environments.rollouts import EpisodePlayer
+from rl_policy.run.export import merge
 from rl_policy.run.inputs import prepare_inputs
 from rl_policy.run.metrics import read_metrics
 from rl_policy.run.samples import read_samples
@@ -240,6 +241,9 @@ def test_a_class_of_the_program_plays_and_has_to_be_given_again(shared_ray, work
     (row,) = read_metrics(Path("out/metrics.jsonl"))[1:]
     assert row["turns_mean"] == 3.0
     assert len(Count.seen) >= 3 * 16
+    # Its model can be had without the class.
+    merge(Path("out"), Path("merged"), step=1)
+    assert AutoModelForCausalLM.from_pretrained("merged")
     more = {"grpo.steps": 2}
     with pytest.raises(ValueError, match="was given by a Python program"):
         GRPOTrainer(resume="out", config=more)

@@ -12,15 +12,8 @@ from rl_policy.config import (
 )
 from rl_policy.data.rewards import Rewards
 from rl_policy.losses import ClippedPGLoss
-from rl_policy.recipes.grpo import GrpoSection
-from rl_policy.recipes.objectives import (
-    PRESETS,
-    LossSection,
-    build_loss,
-    mean_advantages,
-    reward_columns,
-    step_advantages,
-)
+from rl_policy.recipes.grpo_config import PRESETS, GrpoSection, LossSection, build_loss
+from rl_policy.recipes.objectives import mean_advantages, reward_columns, step_advantages
 
 TWO_REWARDS = ["reward.function=[a.py:x, b.py:y]"]
 # 1e-6 is added to standard deviations of 0.27 and more, of advantages up to 3.3.
@@ -120,9 +113,8 @@ def advantages_of(*overrides, rewards=(1.0, 0.0, 0.0, 0.0), preset=None):
     given = ["grpo.samples_per_prompt=4", *overrides]
     given += [] if preset is None else [f"loss.preset={preset}"]
     config = load_run_config("grpo", overrides=given)
-    sections = {"grpo": config.section(GrpoSection), "loss": config.section(LossSection)}
     batch = step_batch()
-    found, measured = step_advantages(batch, rewards, config=config, **sections)
+    found, measured = step_advantages(batch, rewards, config=config)
     assert (found.shape, found.dtype) == ((4, 7), torch.float32)
     return found, measured, batch
 
@@ -211,8 +203,7 @@ def test_rows_that_are_masked_have_no_part_in_whitening():
     config = load_run_config("grpo", overrides=["loss.preset=reinforce_pp", "loss.kl_coef=0"])
     batch = step_batch()
     batch["sample_mask"][0] = 0
-    sections = {"grpo": config.section(GrpoSection), "loss": config.section(LossSection)}
-    found, _ = step_advantages(batch, [9.0, 1.0, 0.0, 0.0], config=config, **sections)
+    found, _ = step_advantages(batch, [9.0, 1.0, 0.0, 0.0], config=config)
     # Of 11 tokens, 2 have the reward 1: mean 2 / 11, standard deviation sqrt(2 / 11 * 9 / 11).
     std = (2 * 9) ** 0.5 / 11
     assert found[0].tolist() == [0.0] * 7

@@ -22,7 +22,7 @@ from typing import Any, Protocol
 
 from rl_policy.data.datasets import Problem
 from rl_policy.data.reward_process import answer, require_reward
-from rl_policy.data.user_code import require_name
+from rl_policy.data.user_code import end_process, require_name
 
 
 class Reward(Protocol):
@@ -248,9 +248,4 @@ def _end(process: subprocess.Popen[bytes]) -> None:
     for pipe in (process.stdin, process.stdout):
         assert pipe is not None
         pipe.close()
-    try:
-        # It ends by itself when its requests do, unless it hangs.
-        process.wait(timeout=0.5)
-    except subprocess.TimeoutExpired:
-        process.kill()
-        process.wait(timeout=10)
+    end_process(process, grace_s=0.5)

@@ -6,8 +6,10 @@ import ctypes
 import importlib
 import importlib.util
 import inspect
+import math
 import os
 import signal
+import subprocess
 import sys
 import traceback
 from collections.abc import Awaitable
@@ -59,7 +61,7 @@ def load_attribute(name: str) -> Any:
 
 
 def require_signature(function: Any, *arguments: object, name: str, takes: str) -> Any:
-    """Return a function that can be called with the arguments.
+    """Return a function that can be called with the arguments, as far as its signature shows.
 
     Args:
         function: Of the user's.
@@ -74,6 +76,8 @@ def require_signature(function: Any, *arguments: object, name: str, takes: str) 
         inspect.signature(function).bind(*arguments)
     except TypeError as error:
         raise TypeError(f"{name} must take {takes}: {error}") from None
+    except ValueError:
+        pass  # some that are built in have no signature: the first call shows it
     return function
 
 
@@ -86,7 +90,7 @@ def finite_number(value: Any) -> float:
     if isinstance(value, str) or not hasattr(value, "__float__"):
         raise UnusableError(f"it returned {value!r:.60}, a {type(value).__name__}")
     number = float(value)
-    if number != number or number in (float("inf"), float("-inf")):
+    if not math.isfinite(number):
         raise UnusableError(f"it returned {number}")
     return number
 
@@ -110,6 +114,20 @@ def end_with_parent(*, is_on: bool = True) -> None:
     # Code that hangs does not see its pipe closed.
     if sys.platform == "linux":
         ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL if is_on else 0)
+
+
+def end_process(process: subprocess.Popen[bytes], *, grace_s: float) -> None:
+    """Wait for a process that ends by itself, as its input has ended; kill it if it hangs.
+
+    Args:
+        process: Whose input is closed.
+        grace_s: Seconds until it is killed.
+    """
+    try:
+        process.wait(timeout=grace_s)
+    except subprocess.TimeoutExpired:
+        process.kill()
+        process.wait(timeout=10)
 
 
 def detach_standard_streams() -> None:

@@ -12,13 +12,14 @@ all guesses are wrong. That a call is worth it is for the policy to find out.
 
 from __future__ import annotations
 
-import json
 import random
 import re
 from collections.abc import Iterator
 from pathlib import Path
 
 from rl_interfaces import EnvironmentProblem, EnvironmentStep
+
+from rl_policy.data.rows import GivenRows
 
 CALL, ANSWER = "?", "="
 _PRODUCT = re.compile(r"([0-9]{1,6})\*([0-9]{1,6})")
@@ -66,8 +67,7 @@ def write_data(directory: str | Path, *, guessing_share: float = 0.75, seed: int
     path = Path(directory)
     path.mkdir(parents=True, exist_ok=True)
     for name, rows in {"problems": problems, "demonstrations": demonstrations}.items():
-        lines = "".join(json.dumps(row) + "\n" for row in rows)
-        (path / f"{name}.jsonl").write_text(lines, encoding="utf-8")
+        GivenRows(rows, key=name).write(path / f"{name}.jsonl")
 
 
 def _demonstrations(

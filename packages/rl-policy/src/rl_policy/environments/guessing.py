@@ -12,12 +12,13 @@ for 0.86.
 
 from __future__ import annotations
 
-import json
 import random
 from collections.abc import Iterator
 from pathlib import Path
 
 from rl_interfaces import EnvironmentProblem, EnvironmentStep
+
+from rl_policy.data.rows import GivenRows
 
 DIGITS = range(1, 8)
 COST_OF_TURN = 0.1
@@ -66,8 +67,7 @@ def write_data(directory: str | Path, *, num_games: int = 2000, seed: int = 0) -
     path = Path(directory)
     path.mkdir(parents=True, exist_ok=True)
     for name, rows in {"problems": problems, "demonstrations": demonstrations}.items():
-        lines = "".join(json.dumps(row) + "\n" for row in rows)
-        (path / f"{name}.jsonl").write_text(lines, encoding="utf-8")
+        GivenRows(rows, key=name).write(path / f"{name}.jsonl")
 
 
 def _demonstrations(

@@ -14,7 +14,13 @@ from typing import Any, Generic, NamedTuple, TypeAlias, TypeVar
 from rl_interfaces import Environment
 
 from rl_policy.data.datasets import Problem
-from rl_policy.data.user_code import UnusableError, awaited, described, finite_number
+from rl_policy.data.user_code import (
+    UnusableError,
+    awaited,
+    described,
+    finite_number,
+    require_signature,
+)
 
 KeyT = TypeVar("KeyT", bound=Hashable)
 
@@ -40,14 +46,11 @@ def require_environment(factory: Any, *, name: str) -> Callable[[], Environment]
     if not callable(factory):
         raise UnusableError(f"{factory!r} is no class or function that makes environments")
     try:
-        inspect.signature(factory).bind()
+        made = require_signature(factory, name=name, takes="no arguments")
     except TypeError as error:
-        raise UnusableError(f"{name} must take no arguments: {error}") from None
-    except ValueError:
-        pass  # some that are built in have no signature: the first call shows it
+        raise UnusableError(str(error)) from None
     if inspect.isclass(factory):
         _require_methods(factory, name=name)
-    made: Any = factory  # which gives an environment, as its first call shows
     return made
 
 

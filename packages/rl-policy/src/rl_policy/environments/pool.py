@@ -24,7 +24,7 @@ from typing import Any, Protocol, TypeAlias
 from rl_interfaces import Environment
 
 from rl_policy.data.datasets import Problem
-from rl_policy.data.user_code import UnusableError, require_name
+from rl_policy.data.user_code import UnusableError, end_process, require_name
 from rl_policy.environments.host import TOO_LONG, Call, EpisodeHost, Reply, require_environment
 from rl_policy.environments.server import MESSAGE_BYTES
 
@@ -334,12 +334,8 @@ class _Server:
 
 def _end_server(process: subprocess.Popen[bytes], control: socket.socket) -> None:
     control.close()
-    try:
-        # It ends by itself, after its processes, unless it hangs in the import.
-        process.wait(timeout=5.0)
-    except subprocess.TimeoutExpired:
-        process.kill()
-        process.wait(timeout=10)
+    # It ends after its processes, unless it hangs in the import.
+    end_process(process, grace_s=5.0)
 
 
 class GivenEnvironment:

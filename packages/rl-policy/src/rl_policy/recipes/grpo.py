@@ -14,12 +14,10 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import ClassVar, Literal, cast
+from typing import ClassVar, cast
 
 import torch
-from pydantic import Field
 from rl_interfaces import GenerationInterface
-from rl_interfaces.config.schema import MOST
 from rl_refit.report import Stopwatch
 
 from rl_policy.config import (
@@ -27,7 +25,6 @@ from rl_policy.config import (
     RefitSection,
     RewardSection,
     RunConfig,
-    Section,
     Settings,
 )
 from rl_policy.data.batches import Batch, ProblemEncoder, completion_batch
@@ -40,19 +37,20 @@ from rl_policy.generation.vllm.requests import mean_staleness
 from rl_policy.policy import Policy
 from rl_policy.recipes import Recipe
 from rl_policy.recipes.async_rollouts import (
-    AsyncPlan,
     AsyncRollouts,
     AsyncSection,
     TrainedLedger,
 )
-from rl_policy.recipes.objectives import (
+from rl_policy.recipes.grpo_config import (
+    GrpoSection,
     LossSection,
     build_loss,
-    check_objective,
+    check_grpo,
     expand_preset,
-    mean_advantages,
-    step_advantages,
+    has_warm_up,
+    plan_rollouts,
 )
+from rl_policy.recipes.objectives import mean_advantages, step_advantages
 from rl_policy.recipes.resampling import Rollout, resample
 from rl_policy.recipes.sft import SFT, SftSection, prepare_sft, run_sft, sft_policy
 from rl_policy.run.directory import RunDirectory, RunState
@@ -67,8 +65,6 @@ from rl_policy.run.evaluation import (
 from rl_policy.run.flops import DeviceSpeed
 from rl_policy.run.inputs import (
     ProblemInputs,
-    check_language_model,
-    check_sampling,
     check_schedule,
     prepare_episodes,
     prepare_problems,
@@ -78,10 +74,6 @@ from rl_policy.run.samplers import Sampler, open_sampler
 from rl_policy.run.session import Session, open_policy, run_loop
 
 _LOGGER = logging.getLogger(__name__)
-_ASYNC_REASONS = {
-    "refit.verify": "completions of earlier weights have other log-probabilities",
-    "refit.staging": "engines would wait for all that they sample before each refit",
-}
 _PHASES = ("step_s", "move_s", "generate_s", "reward_s", "logprob_s", "train_s")
 _DIAGNOSTICS = (
     "clip_fraction",
@@ -90,47 +82,6 @@ _DIAGNOSTICS = (
     "probs_ratio",
     "sampler_trainer_ratio",
 )
-
-
-class GrpoSection(Section):
-    """Group relative policy optimization."""
-
-    steps: int = Field(default=100, ge=1, le=MOST)
-    """Steps, each on newly sampled completions."""
-    prompts_per_step: int = Field(default=16, ge=1, le=MOST)
-    """Prompts per step."""
-    samples_per_prompt: int = Field(default=8, ge=2, le=MOST)
-    """Completions per prompt: the size of a group."""
-    epochs_per_step: int = Field(default=1, ge=1, le=MOST)
-    """Epochs over the samples of a step, each of samples / policy.train_global_batch_size
-    optimizer steps."""
-    group_baseline: bool = True
-    """Compare rewards with the mean of their group. false: REINFORCE++, which has `whiten`."""
-    leave_one_out: bool = False
-    """Exclude a completion's own reward from its baseline (RLOO)."""
-    divide_by_std: bool = True
-    """Divide advantages by the standard deviation of the group."""
-    normalize_each_reward: bool = False
-    """Compare each of several reward functions on its own, and then add up (GDPO)."""
-    whiten: Literal["tokens", "samples"] | None = None
-    """Subtract from advantages their mean over all target tokens, or completions, of a step, and
-    divide by the standard deviation. null: neither."""
-    dynamic_sampling: int = Field(default=0, ge=0, le=1000)
-    """Most rounds after the first in which a step replaces prompts whose completions all have one
-    reward (DAPO). 0: none are replaced."""
-    overlong_share: float = Field(default=0.0, ge=0, le=1)
-    """Share of policy.generation.max_new_tokens, at its end, over which a penalty grows from 0 to
-    overlong_penalty (DAPO). 0: there is none."""
-    overlong_penalty: float = Field(default=1.0, gt=0)
-    """Taken from the reward of a completion of max_new_tokens, if overlong_share is set."""
-    old_logprobs: Literal["trainer", "sampler"] = "trainer"
-    """The source of the log-probabilities before the update. `sampler` saves a forward pass; it
-    needs an untruncated sampler and no correction: no top_k, no top_p, no importance_cap."""
-    eval_every: int = Field(default=5, ge=1, le=MOST)
-    """Steps between evaluations of held-out accuracy."""
-    warm_up: bool | None = None
-    """Start with supervised fine-tuning. null: only for the built-in model, which is untrained, and
-    without an environment."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -202,39 +153,6 @@ class GrpoMetrics(StepMetrics):
     refit_s: float = 0.0
     score_column: ClassVar[str | None] = "accuracy"
     headline: ClassVar[Mapping[str, str]] = {"reward": "reward_mean", "accuracy": "accuracy"}
-
-
-def has_warm_up(config: RunConfig) -> bool:
-    """Return whether the run starts with supervised fine-tuning."""
-    configured = config.section(GrpoSection).warm_up
-    has_environment = config.section(EnvironmentSection).function is not None
-    default = config.has_builtin_model and not has_environment
-    return default if configured is None else configured
-
-
-def check_grpo(config: RunConfig) -> None:
-    """Raise `ValueError` if keys contradict each other."""
-    check_sampling(config)
-    check_language_model(sft_policy(config), path="sft.policy")
-    _check_adapters(config)
-    _check_batch_size(config)
-    _check_environment(config)
-    generation = config.policy["generation"]
-    if generation["temperature"] == 0:
-        raise ValueError(
-            "policy.generation.temperature=0 makes all completions of a prompt equal: GRPO "
-            "compares them"
-        )
-    if config.section(GrpoSection).old_logprobs == "sampler":
-        _check_sampler_logprobs(config, generation)
-        _check_routes(config, generation)
-    _check_refit(config.section(RefitSection), generation)
-    _check_async(config)
-    check_objective(
-        config.section(GrpoSection),
-        config.section(LossSection),
-        num_rewards=len(config.section(RewardSection).functions),
-    )
 
 
 def prepare_grpo(config: RunConfig, encoder: ProblemEncoder) -> ProblemInputs:
@@ -342,14 +260,14 @@ class GrpoTrainer:
         self._inputs = session.inputs
         self._run_config = session.config
         self._config = session.config.section(GrpoSection)
-        self._loss_section = session.config.section(LossSection)
-        self._has_reference = self._loss_section.kl_coef > 0
+        loss = session.config.section(LossSection)
+        self._has_reference = loss.kl_coef > 0
         self._policy = policy
         self._sampler = sampler
         self._has_engines = session.config.has_engines
         self._max_mismatch = session.config.section(RefitSection).max_mismatch
         self._max_new_tokens = int(session.config.policy["generation"]["max_new_tokens"])
-        self._loss = build_loss(self._loss_section, max_new_tokens=self._max_new_tokens)
+        self._loss = build_loss(loss, max_new_tokens=self._max_new_tokens)
         self._samples = session.samples
         self._speed = DeviceSpeed.of_run(session.config, model=model)
         self._stream = open_stream(
@@ -358,7 +276,7 @@ class GrpoTrainer:
             seed=session.config.seed,
             position=start.data_position,
         )
-        self._async = _open_rollouts(session, start) if _plan(session.config) else None
+        self._async = _open_rollouts(session, start)
 
     @property
     def data_position(self) -> int:
@@ -531,9 +449,7 @@ class GrpoTrainer:
 
     def _add_advantages(self, batch: Batch, rewards: Sequence[float]) -> dict[str, float]:
         """Add the advantage of each token to a scored batch; return what was put into them."""
-        batch["advantages"], measured = step_advantages(
-            batch, rewards, config=self._run_config, grpo=self._config, loss=self._loss_section
-        )
+        batch["advantages"], measured = step_advantages(batch, rewards, config=self._run_config)
         return measured
 
     def _score(self, batch: Batch, watch: Stopwatch) -> dict[str, float]:
@@ -594,153 +510,12 @@ class GrpoTrainer:
         )
 
 
-def _check_adapters(config: RunConfig) -> None:
-    """Check that adapters are not applied twice, in the warm-up and after it."""
-    path = _adapter_path(config.policy)
-    if path is None or not has_warm_up(config):
-        return
-    if path == _adapter_path(sft_policy(config)):
-        raise ValueError(
-            f"policy.dtensor_cfg.lora.adapter_path={path!r} would be applied twice, as the model "
-            "has these adapters after the warm-up: set grpo.warm_up=false, or set only "
-            "sft.policy.dtensor_cfg.lora.adapter_path"
-        )
-
-
-def _adapter_path(policy: Settings) -> str | None:
-    lora = policy["dtensor_cfg"]["lora"]
-    return lora.get("adapter_path") if lora["enabled"] else None
-
-
-def _check_environment(config: RunConfig) -> None:
-    function, reward = config.section(EnvironmentSection).function, config.section(RewardSection)
-    rewarding = {
-        "reward.function": reward.function,
-        "reward.weights": reward.weights,
-        "reward.answer_pattern": reward.answer_pattern,
-    }
-    for key, value in rewarding.items():
-        if function is not None and value is not None:
-            raise ValueError(
-                f"environment.function={str(function)!r} contradicts {key}={value}: an environment "
-                "gives the rewards itself, leave one of them out"
-            )
-    share = config.section(GrpoSection).overlong_share
-    if function is not None and share:
-        raise ValueError(
-            f"environment.function={str(function)!r} contradicts grpo.overlong_share={share}: it "
-            "is of policy.generation.max_new_tokens, which a turn has and not an episode; set it "
-            "to 0"
-        )
-
-
-def _check_batch_size(config: RunConfig) -> None:
-    grpo, gbs = config.section(GrpoSection), config.policy["train_global_batch_size"]
-    num_samples = grpo.prompts_per_step * grpo.samples_per_prompt
-    if num_samples % gbs:
-        raise ValueError(
-            f"policy.train_global_batch_size={gbs} does not divide the {num_samples} "
-            f"samples of a step (grpo.prompts_per_step={grpo.prompts_per_step} * "
-            f"grpo.samples_per_prompt={grpo.samples_per_prompt})"
-        )
-
-
-def _check_sampler_logprobs(config: RunConfig, generation: Settings) -> None:
-    other = {
-        "loss.importance_cap": config.section(LossSection).importance_cap,
-        "policy.generation.top_k": generation.get("top_k"),
-        "policy.generation.top_p": None if generation["top_p"] == 1 else generation["top_p"],
-    }
-    for key, value in other.items():
-        if value is not None:
-            raise ValueError(
-                f"grpo.old_logprobs='sampler' contradicts {key}={value}: the sampler's "
-                "log-probabilities are then not the trainer's"
-            )
-
-
-def _check_routes(config: RunConfig, generation: Settings) -> None:
-    section = config.policy.get("megatron_cfg", {})
-    if section.get("moe_router_replay") and generation["backend"] != "vllm":
-        raise ValueError(
-            "grpo.old_logprobs='sampler' contradicts policy.megatron_cfg.moe_router_replay=True: "
-            "the pass that records routes is the trainer's"
-        )
-
-
-def _check_refit(refit: RefitSection, generation: Settings) -> None:
-    if refit.verify == "weights" and generation["backend"] == "vllm":
-        raise ValueError(
-            "refit.verify='weights' contradicts policy.generation.backend='vllm': vLLM fuses its "
-            "weights and cannot yield them by name; use 'digest', or 'logprobs' with max_mismatch"
-        )
-    if (refit.verify == "logprobs") != (refit.max_mismatch is not None):
-        raise ValueError(
-            f"refit.verify={refit.verify!r} and refit.max_mismatch="
-            f"{refit.max_mismatch}: give both or neither, verify='logprobs' and a limit"
-        )
-
-
-def _plan(config: RunConfig) -> AsyncPlan | None:
-    """Return the numbers of asynchronous rollouts; None if each step samples anew."""
-    grpo, section = config.section(GrpoSection), config.section(AsyncSection)
-    if not section.max_staleness:
-        return None
-    num_samples = grpo.prompts_per_step * grpo.samples_per_prompt
-    updates = num_samples // config.policy["train_global_batch_size"]
-    return AsyncPlan(
-        num_groups=grpo.prompts_per_step,
-        group_size=grpo.samples_per_prompt,
-        num_steps=grpo.steps,
-        versions_per_step=updates * grpo.epochs_per_step,
-        max_staleness=section.max_staleness,
-        refit_every=section.refit_every,
-    )
-
-
-def _check_async(config: RunConfig) -> None:
-    plan = _plan(config)
-    if plan is None:
-        return
-    key = f"async.max_staleness={plan.max_staleness}"
-    if not config.has_engines:
-        raise ValueError(
-            f"{key} needs engines that sample while the policy trains: set "
-            "policy.generation.backend=vllm and policy.generation.colocated.enabled=false"
-        )
-    if config.is_colocated:
-        raise ValueError(
-            f"{key} contradicts policy.generation.colocated.enabled=True: these engines sleep "
-            "while the policy trains; set it to false"
-        )
-    for name, value, off in (
-        ("refit.verify", config.section(RefitSection).verify, "logprobs"),
-        ("refit.staging", config.section(RefitSection).staging, "off"),
-    ):
-        if value == off:
-            raise ValueError(f"{key} contradicts {name}={value!r}: {_ASYNC_REASONS[name]}")
-    grpo = config.section(GrpoSection)
-    if config.section(EnvironmentSection).function is not None:
-        raise ValueError(
-            f"{key} contradicts environment.function: an episode's turns wait for one another"
-        )
-    if grpo.dynamic_sampling:
-        raise ValueError(
-            f"{key} contradicts grpo.dynamic_sampling={grpo.dynamic_sampling}, which samples in "
-            "rounds that wait for one another"
-        )
-    if config.section(AsyncSection).too_old == "rescore" and grpo.old_logprobs == "sampler":
-        raise ValueError(
-            "async.too_old='rescore' contradicts grpo.old_logprobs='sampler': what is too old is "
-            "trained on with the trainer's"
-        )
-    plan.check()
-
-
-def _open_rollouts(session: Session[ProblemInputs], start: RunState) -> AsyncRollouts:
+def _open_rollouts(session: Session[ProblemInputs], start: RunState) -> AsyncRollouts | None:
+    """Return the rollouts of an asynchronous run; None if each step samples anew."""
     config, inputs = session.config, session.inputs
-    plan = _plan(config)
-    assert plan is not None, "the run is asynchronous"
+    plan = plan_rollouts(config)
+    if plan is None:
+        return None
     rollouts = AsyncRollouts(
         plan,
         too_old=config.section(AsyncSection).too_old,

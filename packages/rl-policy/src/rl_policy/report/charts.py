@@ -60,7 +60,7 @@ CHARTS = (
         "nats",
         ("mismatch_mean_abs", "mismatch_max_abs", "mismatch_kl"),
     ),
-    Chart("Staleness", "steps", ("staleness",)),
+    Chart("Staleness", "optimizer steps", ("staleness",)),
     Chart("Margins", "reward", ("reward_margin", "heldout_margin")),
     Chart("Rewards of chosen and rejected", "reward", ("chosen_reward", "rejected_reward")),
     Chart("Throughput", "tokens per second", ("tokens_per_s", "tokens_per_s_per_device")),

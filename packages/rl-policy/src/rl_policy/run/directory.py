@@ -126,14 +126,15 @@ class RunDirectory:
         """
         content = read_yaml(self.config)
         if environment is not None:
-            if (kept := content["environment"]["function"]) != str(environment):
+            kept = content.get("environment", {}).get("function")
+            if kept != str(environment):
                 raise ValueError(
                     f"{self.config} has environment.function={kept}, and {environment} is given: "
                     "a run goes on with the environment that it has"
                 )
             content["environment"]["function"] = environment
         if functions is not None:
-            kept = content["reward"]["function"]
+            kept = content.get("reward", {}).get("function")
             kept = [kept] if isinstance(kept, str) else kept
             given = [str(each) for each in functions]
             if kept != given:

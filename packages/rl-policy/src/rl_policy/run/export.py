@@ -103,8 +103,9 @@ def merge(path: Path, out: Path, *, step: int | None = None, model: str | None =
         raise ValueError(f"{path} is no run, which has config.yaml, and has no {_ADAPTERS}")
     _require_checkpoint(directory, step=step)
     content = read_yaml(directory.config)
-    # Of no use to a model; a function that Python gave is not even there.
-    content.pop("reward", None)
+    # Of no use to a model; what Python gave is not even there.
+    for section in ("reward", "environment"):
+        content.pop(section, None)
     config = parse_run_config(content)
     inputs = RunInputs(config=config, encoder=load_encoder(config))
     display = RunDisplay(Console(stderr=True))
