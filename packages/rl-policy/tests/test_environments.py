@@ -36,17 +36,25 @@ class Echo:
             "raise": lambda: 1 / 0,
             "die": lambda: os._exit(7),
             "exit": lambda: sys.exit(3),
+            "exit late": self.exit_late,
             "slow": lambda: time.sleep(0.6),
             "print": lambda: print("not a reply"),
         }.get(text, lambda: None)()
         wrong = {
             "none": None, "two": ("", 1.0), "nan": ("", float("nan"), True),
-            "text": ("", "1", True),
+            "text": ("", "1", True), "infinite": ("", float("inf"), True),
             "number": (3, 1.0, True), "maybe": ("", 1.0, "yes"), "half": ("\\ud800", 1.0, False),
         }
         if text in wrong:
             return wrong[text]
         return f"{text}{os.getpid()}", self.number, text == "end"
+
+    def exit_late(self):
+        self.linger_s = 0.5
+        sys.exit(3)
+
+    def __del__(self):
+        time.sleep(getattr(self, "linger_s", 0.0))
 
 class Later(Echo):
     async def reset(self, problem):
@@ -150,10 +158,12 @@ def test_the_examples_are_environments():
         ("raise", r"it raised ZeroDivisionError: .*my_environments\.py:\d+"),
         ("die", "its process ended with status 7"),
         ("exit", "its process ended with status 3"),
+        ("exit late", "its process ended with status 3"),
         ("hang", r"a call took more than environment\.timeout_s=0\.5"),
         ("none", r"step returned None, a NoneType: expected \(observation, reward, done\)"),
         ("two", r"step returned \('', 1\.0\), a tuple: expected"),
         ("nan", "the reward of step: it returned nan"),
+        ("infinite", "the reward of step: it returned inf"),
         ("text", "the reward of step: it returned '1', a str"),
         ("number", "step returned 3, a int: expected a text as observation"),
         ("maybe", "step returned done='yes', a str: expected True or False"),
