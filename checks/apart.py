@@ -32,7 +32,9 @@ EXTRA_MODULES = {
         "testing": ["rl_interfaces.testing"],
     },
     "rl-policy": {"tinker": ["rl_policy.tinker.server"]},
-    "rl-refit": {"vllm": ["rl_refit.vllm.engine", "rl_refit.vllm.reload"]},
+    "rl-refit": {
+        "vllm": ["rl_refit.vllm.engine", "rl_refit.vllm.reload", "rl_refit.vllm.staging"],
+    },
 }
 # What an extra makes possible.
 WORKS = {

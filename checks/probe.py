@@ -18,6 +18,7 @@ import pkgutil
 import subprocess
 import sys
 import sysconfig
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -29,11 +30,6 @@ print(time.process_time() - start)
 """
 
 
-def is_under(module: str, prefixes: list[str]) -> bool:
-    """Return whether `module` is one of `prefixes` or inside one."""
-    return any(module == prefix or module.startswith(prefix + ".") for prefix in prefixes)
-
-
 def import_modules(request: dict[str, Any]) -> int:
     """Import every module, those of extras last; return how many.
 
@@ -43,28 +39,28 @@ def import_modules(request: dict[str, Any]) -> int:
     package = importlib.import_module(request["package"])
     if "site-packages" not in str(package.__file__):
         raise AssertionError(f"not the installed wheel: {package.__file__}")
-    names = [
-        found.name
-        for found in pkgutil.walk_packages(package.__path__, package.__name__ + ".", onerror=skip)
-        if not found.name.endswith(".__main__")
-    ]
-    plain = [name for name in names if not is_under(name, request["extra_modules"])]
-    for name in plain:
-        importlib.import_module(name)
+    count = import_tree(package.__name__, leave_out=request["extra_modules"])
     loaded = [name for name in request["forbidden"] if name in sys.modules]
     if loaded:
         raise AssertionError(f"importing {request['package']} loads {', '.join(loaded)}")
-    extra = [name for name in names if is_under(name, request["wanted"])]
-    missing = [name for name in request["wanted"] if name not in names]
+    missing = [name for name in request["wanted"] if importlib.util.find_spec(name) is None]
     if missing:
         raise AssertionError(f"the wheel lacks {', '.join(missing)}")
-    for name in extra:
-        importlib.import_module(name)
-    return 1 + len(plain) + len(extra)
+    return count + sum(import_tree(name) for name in request["wanted"])
 
 
-def skip(name: str) -> None:
-    """Pass over a package that cannot be imported: one of an extra that is not installed."""
+def import_tree(name: str, *, leave_out: Sequence[str] = ()) -> int:
+    """Import a module and all inside it but `leave_out` and what is inside those; return how many.
+
+    What is left out is not entered either: whoever looks inside a package imports it.
+    """
+    module = importlib.import_module(name)
+    inner = [found.name for found in pkgutil.iter_modules(getattr(module, "__path__", ()))]
+    return 1 + sum(
+        import_tree(f"{name}.{each}", leave_out=leave_out)
+        for each in inner
+        if each != "__main__" and f"{name}.{each}" not in leave_out
+    )
 
 
 def check_absent(request: dict[str, Any]) -> None:

@@ -1,4 +1,5 @@
 import json
+import shutil
 import subprocess
 import sys
 import venv
@@ -62,6 +63,18 @@ def test_a_package_that_keeps_its_promises_is_measured(look):
 def test_an_extra_may_load_what_the_package_may_not(look):
     result = look(wanted=["mine.extra"])
     assert json.loads(result.stdout)["modules"] == 3
+
+
+def test_a_package_of_an_extra_is_not_entered_where_the_extra_is_not_wanted(look, environment):
+    inside = environment[1] / "extra"
+    inside.mkdir()
+    (inside / "__init__.py").write_text("import wave\n")
+    (inside / "deep.py").write_text("import wave\n")
+    try:
+        assert json.loads(look().stdout)["modules"] == 2
+        assert json.loads(look(wanted=["mine.extra"]).stdout)["modules"] == 4
+    finally:
+        shutil.rmtree(inside)
 
 
 @pytest.mark.parametrize(

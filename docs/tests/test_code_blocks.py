@@ -47,6 +47,7 @@ SHOWN = {
 GROUPS = {
     "rl_policy.workers": "packages/rl-policy/src/rl_policy/backends.py",
     "rl_policy.recipes": "packages/rl-policy/src/rl_policy/recipes/__init__.py",
+    "rl_policy.trackers": "packages/rl-policy/src/rl_policy/run/trackers.py",
     "rl_policy.generation": "packages/rl-policy/src/rl_policy/backends.py",
     "rl_refit.transports": "packages/rl-refit/src/rl_refit/transports/__init__.py",
     "rl_megatron_worker.converters": (

@@ -71,7 +71,6 @@ def test_a_wrong_size_is_one_line_and_status_2(arguments, said):
         (["policy.dtensor_cfg.context_parallel_size=2"], "context_parallel_size=2 cannot"),
         (["policy.model_name=./nowhere"], "nowhere"),
         (["polcy.seed=1"], "polcy"),
-        (["policy.megatron_cfg.enabled=true"], "plan with policy.dtensor_cfg.enabled=true"),
     ],
 )
 def test_settings_that_cannot_run_are_one_line_and_status_2(settings, said):

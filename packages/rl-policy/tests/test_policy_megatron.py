@@ -13,6 +13,7 @@ from backend_runs import (
 )
 from plain_loop import plain_logprobs, train_plainly
 from rl_policy import Policy, RayVirtualCluster
+from rl_policy.planning import plan_memory
 from transformers import Qwen3ForCausalLM
 
 pytestmark = [pytest.mark.timeout(240), pytest.mark.needs("rl-policy[megatron]")]
@@ -53,3 +54,9 @@ def test_what_a_backend_cannot_do_is_said_before_anything_starts(backends_model)
             config(model_path, "megatron", {"tensor_model_parallel_size": 3}),
             tokenizer,
         )
+
+
+@pytest.mark.slow
+def test_no_memory_is_planned_for_a_backend_that_is_not_traced():
+    with pytest.raises(ValueError, match=r"plan with policy.dtensor_cfg.enabled=true"):
+        plan_memory(["policy.megatron_cfg.enabled=true"], gpus=4, memory="80GB")
