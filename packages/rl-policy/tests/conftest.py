@@ -1,4 +1,5 @@
 import os
+import subprocess
 import sys
 import time
 from contextlib import contextmanager
@@ -11,6 +12,7 @@ import backend_runs
 import pytest
 import ray
 from hypothesis import settings
+from recipe_runs import MODULE
 from rl_policy import backends
 
 # No time is a fault where other work may share the processor.
@@ -73,6 +75,29 @@ def start_shared_ray(stranger_site):
 def shared_ray(stranger_site):
     """Let the clusters of a module join the Ray of all tests; return its address."""
     return start_shared_ray(stranger_site)
+
+
+@pytest.fixture
+def begin(workplace):
+    """Return a function that starts a command with a Ray of its own; it ends with the test."""
+    processes = []
+
+    def begin(*arguments):
+        process = subprocess.Popen(
+            [*MODULE, *arguments],
+            cwd=workplace,
+            env={**os.environ, "RAY_ADDRESS": "local"},
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+        processes.append(process)
+        return process
+
+    yield begin
+    for process in processes:
+        process.kill()
+        process.communicate(timeout=60)
 
 
 @pytest.fixture(scope="module")

@@ -10,7 +10,8 @@ import pytest
 import torch
 from recipe_runs import CONFIG, measured
 from rl_policy import SFTTrainer
-from rl_policy.cli import build_app, with_model_key
+from rl_policy.cli import build_app
+from rl_policy.commands.verbs import with_model_key
 from rl_policy.config import load_run_config, nest
 from rl_policy.recipes.evaluate import pass_at_k
 from rl_policy.run.export import merge

@@ -3,11 +3,10 @@
 import json
 import os
 import signal
-import subprocess
 
 import pytest
 import yaml
-from recipe_runs import CONFIG, MODULE, wait_until, write_workplace
+from recipe_runs import CONFIG, wait_until, write_workplace
 from rl_policy.run.metrics import read_metrics
 from safetensors import safe_open
 
@@ -34,29 +33,6 @@ def workplace(tmp_path):
     grpo = {**CONFIG["grpo"], "steps": STEPS, "eval_every": STEPS}
     (path / "run.yaml").write_text(yaml.safe_dump({**CONFIG, "grpo": grpo}))
     return path
-
-
-@pytest.fixture
-def begin(workplace):
-    """Return a function that starts a command with a Ray of its own; it ends with the test."""
-    processes = []
-
-    def begin(*arguments):
-        process = subprocess.Popen(
-            [*MODULE, *arguments],
-            cwd=workplace,
-            env={**os.environ, "RAY_ADDRESS": "local"},
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            text=True,
-        )
-        processes.append(process)
-        return process
-
-    yield begin
-    for process in processes:
-        process.kill()
-        process.communicate(timeout=60)
 
 
 def ledger(workplace):

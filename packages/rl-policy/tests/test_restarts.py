@@ -3,11 +3,10 @@
 import inspect
 import os
 import signal
-import subprocess
 from pathlib import Path
 
 import pytest
-from recipe_runs import MODULE, TWO_RANKS, descendants, measured, wait_until, write_workplace
+from recipe_runs import TWO_RANKS, descendants, measured, wait_until, write_workplace
 from rl_policy import RayVirtualCluster
 from rl_policy.config import load_run_config
 from rl_policy.ray.worker_group import WorkerDiedError, WorkerGroupError, death_behind
@@ -21,29 +20,6 @@ STEPS = ["sft.steps=1", "grpo.steps=60", "grpo.eval_every=20", "checkpoint.every
 @pytest.fixture(scope="module")
 def workplace(tmp_path_factory):
     return write_workplace(tmp_path_factory.mktemp("restarts"))
-
-
-@pytest.fixture
-def begin(workplace):
-    """Return a function that starts a run with a Ray of its own; what is left of it is killed."""
-    processes = []
-
-    def begin(*arguments):
-        process = subprocess.Popen(
-            [*MODULE, *arguments],
-            cwd=workplace,
-            env={**os.environ, "RAY_ADDRESS": "local"},
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            text=True,
-        )
-        processes.append(process)
-        return process
-
-    yield begin
-    for process in processes:
-        process.kill()
-        process.communicate(timeout=60)
 
 
 def num_lines(path):

@@ -308,9 +308,15 @@ def summarise(clock: Clock, num_bytes: int) -> list[Row]:
     return rows
 
 
-def main() -> None:
-    """Print and write the table."""
-    parser = argparse.ArgumentParser(description=__doc__)
+def run(
+    name: str,
+    kind: str,
+    measured: Callable[[str, int, int], list[Row]],
+    *,
+    description: str | None,
+) -> None:
+    """Print and write the table that `measured` makes of a model, its rounds and its bytes."""
+    parser = argparse.ArgumentParser(description=description)
     parser.add_argument("--out", type=Path, default=Path("runs/benchmarks"))
     parser.add_argument("--mb", type=int, default=300, help="size of the model")
     parser.add_argument("--rounds", type=int, default=5)
@@ -318,9 +324,18 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as directory:
         build(directory, options.mb)
         num_bytes = sum(t.nbytes for t in tensors_of(directory).values())
-        clock = measure(directory, options.rounds)
-    title = f"{num_bytes / 1e9:.2f} GB of float32 into a real vLLM"
-    report("into_vllm", title, summarise(clock, num_bytes), options.out)
+        rows = measured(directory, options.rounds, num_bytes)
+    report(name, f"{num_bytes / 1e9:.2f} GB of float32 into {kind}", rows, options.out)
+
+
+def main() -> None:
+    """Print and write the table."""
+    run(
+        "into_vllm",
+        "a real vLLM",
+        lambda model, rounds, num_bytes: summarise(measure(model, rounds), num_bytes),
+        description=__doc__,
+    )
 
 
 if __name__ == "__main__":

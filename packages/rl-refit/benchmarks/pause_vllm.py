@@ -15,15 +15,12 @@ Needs vLLM: `nox -s bench-vllm`.
 
 from __future__ import annotations
 
-import argparse
 import statistics
-import tempfile
 import time
 from dataclasses import dataclass
-from pathlib import Path
 
-from into_vllm import Engine, build, tensors_of
-from report import Row, report
+from into_vllm import Engine, run
+from report import Row
 from rl_refit.vllm import flip, is_staged, stage
 
 SENDER = "near, verified"
@@ -130,17 +127,12 @@ def summarise(found: dict[str, list[Times]], num_bytes: int) -> list[Row]:
 
 def main() -> None:
     """Print and write the table."""
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--out", type=Path, default=Path("runs/benchmarks"))
-    parser.add_argument("--mb", type=int, default=300, help="size of the model")
-    parser.add_argument("--rounds", type=int, default=5)
-    options = parser.parse_args()
-    with tempfile.TemporaryDirectory() as directory:
-        build(directory, options.mb)
-        num_bytes = sum(t.nbytes for t in tensors_of(directory).values())
-        found = measure(directory, options.rounds)
-    title = f"{num_bytes / 1e9:.2f} GB of float32 into a real vLLM that answers"
-    report("pause_vllm", title, summarise(found, num_bytes), options.out)
+    run(
+        "pause_vllm",
+        "a real vLLM that answers",
+        lambda model, rounds, num_bytes: summarise(measure(model, rounds), num_bytes),
+        description=__doc__,
+    )
 
 
 if __name__ == "__main__":

@@ -5,7 +5,6 @@ Each step of a command imports what it needs, so that `--help` imports neither t
 
 from __future__ import annotations
 
-import os
 import signal
 from collections.abc import Callable
 from pathlib import Path
@@ -19,6 +18,7 @@ from rl_policy.commands.verbs import (
     add_commands,
     bad_input_in_one_line,
     interrupted_by_signals,
+    with_model_key,
 )
 from rl_policy.recipes import describe_recipe, installed_recipes
 
@@ -143,19 +143,6 @@ def _command(
             lines.append(f"continue with: rl-policy {recipe} --resume {directory.path}")
             typer.echo("\n".join(lines), err=True)
             raise typer.Exit(FAILED) from None
-
-
-def with_model_key(arguments: list[str]) -> list[str]:
-    """Return arguments with the key of a model that is named first, without one.
-
-    Example:
-        with_model_key(["runs/first/final", "seed=1"])
-        -> ["policy.model_name=runs/first/final", "seed=1"]
-    """
-    first = arguments[0] if arguments else ""
-    if "=" not in first and ("/" in first or os.path.isdir(first)):
-        return [f"policy.model_name={first}", *arguments[1:]]
-    return arguments
 
 
 def _known_end(error: Exception, directory: RunDirectory) -> list[str] | None:

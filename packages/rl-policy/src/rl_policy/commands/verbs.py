@@ -5,6 +5,7 @@ Each imports what it needs when it is called, so that `--help` imports neither t
 
 from __future__ import annotations
 
+import os
 import signal
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -266,7 +267,6 @@ def plan(
     The worker runs without a GPU, on tensors without memory, and needs config.json alone of the
     model. The exit status is 1 if a phase does not fit.
     """
-    from rl_policy.cli import with_model_key
     from rl_policy.planning.request import plan_memory
 
     with bad_input_in_one_line():
@@ -325,3 +325,16 @@ def _write(run_dirs: list[Path], out: Path) -> None:
         require_replaceable(out)
         write_page([read_run(each) for each in run_dirs], out)
     typer.echo(str(out))
+
+
+def with_model_key(arguments: list[str]) -> list[str]:
+    """Return arguments with the key of a model that is named first, without one.
+
+    Example:
+        with_model_key(["runs/first/final", "seed=1"])
+        -> ["policy.model_name=runs/first/final", "seed=1"]
+    """
+    first = arguments[0] if arguments else ""
+    if "=" not in first and ("/" in first or os.path.isdir(first)):
+        return [f"policy.model_name={first}", *arguments[1:]]
+    return arguments
