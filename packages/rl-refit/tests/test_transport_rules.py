@@ -67,8 +67,9 @@ BROKEN = {
         ),
     ],
     "staging": [
-        (broken.OverwritesWhatIsServed, {"a_staged_refit_leaves_the_engine_ready"}),
-        (broken.RefusesWhileItStages, {"a_staged_refit_leaves_the_engine_ready"}),
+        # Every rule looks at an engine that has received and not committed.
+        (broken.OverwritesWhatIsServed, set(rule_names(["staging"]))),
+        (broken.RefusesWhileItStages, set(rule_names(["staging"]))),
         (broken.SwapsAtEveryCommit, {"a_staged_version_is_swapped_once_at_its_commit"}),
         (broken.PoisonsTheOldVersion, {"a_failed_staged_refit_leaves_the_old_version_ready"}),
         (broken.CommitsWhatFailedToSwap, {"a_failed_swap_poisons_until_a_full_resend"}),
