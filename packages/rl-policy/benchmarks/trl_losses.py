@@ -22,6 +22,7 @@ from tokenizers import Tokenizer
 from tokenizers.models import WordLevel
 from transformers import PreTrainedTokenizerFast, Qwen2Config, Qwen2ForCausalLM
 from trl import GRPOConfig, GRPOTrainer, RLOOConfig, RLOOTrainer
+from trl.experimental.gkd.gkd_trainer import GKDTrainer
 
 LENGTHS = [5, 3, 7, 1, 6, 6, 2, 4]
 GROUP_SIZE, MOST_TOKENS, SEED = 4, 10, 28
@@ -171,6 +172,28 @@ def run_rloo(inputs: dict[str, torch.Tensor]) -> dict[str, Any]:
     return {"settings": settings, "advantages": batch["advantages"].tolist()}
 
 
+def run_gkd(beta: float) -> dict[str, Any]:
+    """Return loss and gradient of a GKD trainer, `[2, 4, 6]` logits of student and teacher."""
+    generator = torch.Generator().manual_seed(SEED)
+    # As they are written, so that a reader of the file has the same numbers.
+    student, teacher = (
+        (2 * torch.randn((2, 4, 6), generator=generator)).double() for _ in range(2)
+    )
+    is_target = torch.tensor([[0, 1, 1, 1], [0, 0, 1, 0]]).bool()
+    student.requires_grad_()
+    labels = torch.where(is_target, 0, -100)
+    loss = GKDTrainer.generalized_jsd_loss(student, teacher, labels=labels, beta=beta)
+    loss.backward()
+    return {
+        "beta": beta,
+        "student": student.detach().flatten().tolist(),
+        "teacher": teacher.flatten().tolist(),
+        "is_target": is_target.int().tolist(),
+        "loss": loss.item(),
+        "gradient": student.grad.flatten().tolist(),
+    }
+
+
 def json_lines(value: Any, indent: str = "") -> str:
     """Return JSON with a line per entry of a mapping and per row of numbers."""
     inner = indent + " "
@@ -189,7 +212,8 @@ def main() -> None:
     inputs = draw_inputs()
     results = {
         "origin": f"trl {trl.__version__}, GRPOTrainer._compute_loss and "
-        "_generate_and_score_completions, RLOOTrainer._generate_and_score_completions",
+        "_generate_and_score_completions, RLOOTrainer._generate_and_score_completions, "
+        "GKDTrainer.generalized_jsd_loss",
         "command": "python packages/rl-policy/benchmarks/trl_losses.py "
         "packages/rl-policy/tests/trl_losses.json",
         "lengths": LENGTHS,
@@ -198,6 +222,7 @@ def main() -> None:
         "inputs": {name: values.tolist() for name, values in inputs.items()},
         "grpo": {name: run_grpo(inputs, settings) for name, settings in CASES.items()},
         "rloo": run_rloo(inputs),
+        "gkd": [run_gkd(beta) for beta in (0.0, 0.3, 1.0)],
     }
     Path(sys.argv[1]).write_text(json_lines(results) + "\n")
 

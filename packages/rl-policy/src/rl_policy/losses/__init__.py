@@ -1,7 +1,8 @@
 """Losses over token log-probabilities, and the advantages that the policy gradient weighs them by.
 
 All implement `rl_interfaces.LossFunction`, which describes the arguments of a call, on token
-log-probabilities `[batch, seq]` float32; `PreferenceLoss` alone is on scores `[batch]`. The loss of
+log-probabilities `[batch, seq]` float32; but `DistillationLoss` is on logits `[batch, seq, vocab]`,
+and `PreferenceLoss` on scores `[batch]`. The loss of
 a micro-batch is a sum divided by a count over the *global* batch, so that the values of all
 micro-batches and data-parallel ranks add up to the loss of the batch. Metrics are normalised the
 same way: summed, they are means over the global batch.
@@ -18,6 +19,7 @@ from rl_policy.losses.advantages import (
     reward_to_go_penalty,
     whiten,
 )
+from rl_policy.losses.distillation import DistillationLoss
 from rl_policy.losses.likelihood import NLLLoss
 from rl_policy.losses.policy_gradient import (
     ClippedPGLoss,
@@ -35,6 +37,7 @@ __all__ = [
     "ClippedPGLoss",
     "Clipping",
     "DPOLoss",
+    "DistillationLoss",
     "ImportanceMode",
     "KLEstimator",
     "NLLLoss",
