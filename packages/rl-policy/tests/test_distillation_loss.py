@@ -159,8 +159,8 @@ def test_bad_arguments_and_batches_are_named():
     with pytest.raises(ValueError, match=r"beta=1.5 must lie in \[0, 1\]"):
         DistillationLoss(beta=1.5)
     logits, batch = one_token((0.5, 0.5), (0.75, 0.25), k=2)
+    missing = {name: column for name, column in batch.items() if name != "topk_logits"}
     with pytest.raises(ValueError, match="needs the key 'topk_logits'"):
-        missing = {name: column for name, column in batch.items() if name != "topk_logits"}
-        DistillationLoss()(logits, missing, torch.tensor(1), torch.tensor(1))
+        evaluate(DistillationLoss(), logits, missing)
     with pytest.raises(ValueError, match="it has k logits for each position"):
         evaluate(DistillationLoss(), logits, {**batch, "topk_logits": torch.zeros(1, 2)})

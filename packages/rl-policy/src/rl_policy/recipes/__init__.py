@@ -63,6 +63,7 @@ class Recipe(Generic[InputsT]):
             training backend to validate.
         defaults: Values of `policy` for any model, over the command line's own.
         builtin: Values of its sections, and of `policy`, for the model that a run builds.
+        num_policies: How many of them are open at a time, on the same devices.
         samples_with_engines: Whether the engines that `policy.generation.backend` names sample for
             it; if it trains too, it then has the section `refit`. Otherwise the training workers
             sample.
@@ -79,6 +80,7 @@ class Recipe(Generic[InputsT]):
     policies: Callable[[RunConfig], Sequence[Settings]] = _policy_alone
     defaults: Settings = field(default_factory=dict)
     builtin: Mapping[str, Settings] = field(default_factory=dict)
+    num_policies: int = 1
     samples_with_engines: bool = False
 
     @property

@@ -52,8 +52,8 @@ from rl_policy.recipes.grpo_config import (
 )
 from rl_policy.recipes.objectives import mean_advantages, step_advantages
 from rl_policy.recipes.resampling import Rollout, resample
-from rl_policy.recipes.sft import SFT, SftSection, prepare_sft, run_sft, sft_policy
-from rl_policy.run.directory import RunDirectory, RunState
+from rl_policy.recipes.sft import SFT, SftSection, fine_tune, prepare_sft, sft_policy
+from rl_policy.run.directory import RunState
 from rl_policy.run.evaluation import (
     check_mismatch,
     complete,
@@ -177,7 +177,7 @@ def run_grpo(session: Session[ProblemInputs], model: str) -> None:
     grpo = config.section(GrpoSection)
     warn_of_truncation(config.policy["generation"])
     if has_warm_up(config):
-        model = warm_up(session, model=model)
+        model = fine_tune(session, session.directory.warm_up, model=model)
     has_reference = config.section(LossSection).kl_coef > 0
     with open_policy(session, config.policy, model=model, has_reference=has_reference) as opened:
         policy, start = opened
@@ -206,17 +206,6 @@ def measure_grpo(session: Session[ProblemInputs], model: str) -> GrpoMetrics:
     ):
         metrics = GrpoTrainer(session, policy, sampler, model=model, start=start).measure_start()
     return replace(metrics, step=start.step)
-
-
-def warm_up(session: Session[ProblemInputs], *, model: str) -> str:
-    """Fine-tune the model in a subdirectory, unless it is already complete; return its path."""
-    directory = RunDirectory(session.directory.warm_up)
-    if not directory.final.is_dir():
-        directory.path.mkdir(exist_ok=True)
-        # It imitates answers, which are completions.
-        inputs = replace(session.inputs, episodes=None)
-        run_sft(replace(session, directory=directory, inputs=inputs), model)
-    return str(directory.final)
 
 
 def warn_of_truncation(generation: Settings) -> None:

@@ -299,7 +299,7 @@ def check_grpo(config: RunConfig) -> None:
     if config.section(GrpoSection).old_logprobs == "sampler":
         _check_sampler_logprobs(config, generation)
         _check_routes(config, generation)
-    _check_refit(config.section(RefitSection), generation)
+    check_refit(config.section(RefitSection), generation)
     _check_async(config)
     _check_objective(
         config.section(GrpoSection),
@@ -382,7 +382,8 @@ def _check_routes(config: RunConfig, generation: Settings) -> None:
         )
 
 
-def _check_refit(refit: RefitSection, generation: Settings) -> None:
+def check_refit(refit: RefitSection, generation: Settings) -> None:
+    """Raise `ValueError` if engines, or the recipe, cannot verify a refit as it is asked for."""
     if refit.verify == "weights" and generation["backend"] == "vllm":
         raise ValueError(
             "refit.verify='weights' contradicts policy.generation.backend='vllm': vLLM fuses its "

@@ -10,6 +10,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
+from pathlib import Path
 from time import perf_counter
 from typing import ClassVar
 
@@ -31,7 +32,7 @@ from rl_policy.data.datasets import open_stream
 from rl_policy.losses import NLLLoss
 from rl_policy.policy import Policy
 from rl_policy.recipes import Recipe
-from rl_policy.run.directory import RunState
+from rl_policy.run.directory import RunDirectory, RunState
 from rl_policy.run.evaluation import greedy_accuracy, pass_rate
 from rl_policy.run.inputs import (
     ProblemInputs,
@@ -156,6 +157,23 @@ def run_sft(session: Session[ProblemInputs], model: str) -> None:
             sft.steps,
             sft.stop_pass_rate,
         )
+
+
+def fine_tune(session: Session[ProblemInputs], path: Path, *, model: str) -> str:
+    """Fine-tune a model as a part of another recipe's run, unless that is done; return its path.
+
+    Args:
+        session: The run.
+        path: The directory of the part, within the run's.
+        model: Name or directory of the model to start from.
+    """
+    directory = RunDirectory(path)
+    if not directory.final.is_dir():
+        directory.path.mkdir(exist_ok=True)
+        # It imitates answers, which are completions.
+        inputs = replace(session.inputs, episodes=None)
+        run_sft(replace(session, directory=directory, inputs=inputs), model)
+    return str(directory.final)
 
 
 def measure_sft(session: Session[ProblemInputs], model: str) -> SftMetrics:

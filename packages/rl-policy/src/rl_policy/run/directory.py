@@ -49,6 +49,7 @@ class RunDirectory:
         self.adapters = path / "adapters"
         self.tiny_model = path / "tiny_model"
         self.warm_up = path / "warm_up"
+        self.teacher = path / "teacher"
         self.failure = path / "failure.txt"
 
     def require_new(self) -> None:

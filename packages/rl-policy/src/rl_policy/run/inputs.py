@@ -19,6 +19,7 @@ from transformers import AutoConfig, AutoTokenizer, PreTrainedTokenizerBase
 
 from rl_policy import backends
 from rl_policy.config import (
+    BUILTIN_MODEL,
     DataSection,
     EnvironmentSection,
     RefitSection,
@@ -100,7 +101,7 @@ def prepare_inputs(config: RunConfig) -> RunInputs:
     recipe = find_recipe(config.recipe)
     check_trackers(config.logger)
     check_devices(config)
-    check_model_files(config)
+    check_model_files(config.policy)
     encoder = load_encoder(config)
     encoder.check_template()
     _check_backend(config, recipe.policies(config))
@@ -349,7 +350,10 @@ def _load_tokenizer(config: RunConfig) -> PreTrainedTokenizerBase:
     if config.has_builtin_model:
         tokenizer = build_tokenizer()
     else:
-        tokenizer = _read_tokenizer(name, config)
+        key = "model_name" if name == config.policy["model_name"] else "tokenizer.name"
+        tokenizer = read_tokenizer(
+            name, key=f"policy.{key}", trust_remote_code=config.policy["trust_remote_code"]
+        )
     if "chat_template" in section:
         tokenizer.chat_template = section["chat_template"]
     if tokenizer.pad_token is None and tokenizer.eos_token is not None:
@@ -358,17 +362,24 @@ def _load_tokenizer(config: RunConfig) -> PreTrainedTokenizerBase:
     return tokenizer
 
 
-def _read_tokenizer(name: str, config: RunConfig) -> PreTrainedTokenizerBase:
-    key = "model_name" if name == config.policy["model_name"] else "tokenizer.name"
+def read_tokenizer(name: str, *, key: str, trust_remote_code: bool) -> PreTrainedTokenizerBase:
+    """Return the tokenizer of a model.
+
+    Args:
+        name: Directory or name.
+        key: The key that names it.
+        trust_remote_code: Whether its own code may run.
+
+    Raises:
+        ValueError: It cannot be loaded; names the key.
+    """
     if name.startswith((".", "/", "~")) and not Path(name).is_dir():
-        raise ValueError(f"policy.{key}={name!r} is no directory")
+        raise ValueError(f"{key}={name!r} is no directory")
     try:
-        return AutoTokenizer.from_pretrained(
-            name, trust_remote_code=config.policy["trust_remote_code"]
-        )
+        return AutoTokenizer.from_pretrained(name, trust_remote_code=trust_remote_code)
     except Exception as error:  # tokenizers raises no class of its own for a file that is broken
         raise ValueError(
-            f"policy.{key}={name!r} has a tokenizer that cannot be loaded: {error}"
+            f"{key}={name!r} has a tokenizer that cannot be loaded: {error}"
         ) from error
 
 
@@ -378,7 +389,7 @@ def _check_tokens(config: RunConfig, tokenizer: PreTrainedTokenizerBase) -> None
     size = len(tokenizer)
     if not config.has_builtin_model:
         # The model may have rows beyond the tokenizer's, to be a round number.
-        size = max(size, getattr(model_config(config).get_text_config(), "vocab_size", size))
+        size = max(size, getattr(model_config(config.policy).get_text_config(), "vocab_size", size))
     ids = {
         f"stop_token_ids[{i}]": id_ for i, id_ in enumerate(generation.get("stop_token_ids", ()))
     }
@@ -482,7 +493,12 @@ def _check_backend(config: RunConfig, policies: Sequence[Settings]) -> None:
             tiny_model_config(config.tiny_model, max_sequence_length=length).save_pretrained(
                 directory
             )
-            policies = [{**policy, "model_name": directory} for policy in policies]
+            policies = [
+                {**policy, "model_name": directory}
+                if policy["model_name"] == BUILTIN_MODEL
+                else policy
+                for policy in policies
+            ]
         for policy in policies:
             worker_class.validate_config(policy, world_size=world_size, init_optimizer=True)
 

@@ -17,7 +17,7 @@ from rl_interfaces.backend.checkpoint.hf_files import (
 )
 from transformers import PreTrainedConfig
 
-from rl_policy.config import RunConfig
+from rl_policy.config import BUILTIN_MODEL, RunConfig, Settings
 
 # Ranks without a GPU take turns on the cores; more than these only wait, each with a torch of its
 # own in memory.
@@ -57,36 +57,36 @@ def check_devices(config: RunConfig) -> None:
         )
 
 
-def check_model_files(config: RunConfig) -> None:
+def check_model_files(policy: Settings, *, key: str = "policy.model_name") -> None:
     """Raise `ValueError` unless a model's directory has weights that can be read to their end.
 
     Only headers and sizes are read. A model that is not a directory is left to the ranks, which
     download it.
+
+    Args:
+        policy: The complete section.
+        key: The key that names the model.
     """
-    name = config.policy["model_name"]
-    if config.has_builtin_model or not os.path.isdir(name):
+    name = policy["model_name"]
+    if name == BUILTIN_MODEL or not os.path.isdir(name):
         return
     try:
         SafetensorsFiles(
-            path for path in find_checkpoint(name, model_config(config)) if _is_safe(path)
+            path for path in find_checkpoint(name, model_config(policy)) if _is_safe(path)
         )
     except (
         Exception
     ) as error:  # of safetensors, which has one class of its own, and of transformers
-        raise ValueError(
-            f"policy.model_name={name!r} has weights that cannot be read: {error}"
-        ) from error
+        raise ValueError(f"{key}={name!r} has weights that cannot be read: {error}") from error
 
 
-def model_config(config: RunConfig) -> PreTrainedConfig:
-    """Return the transformers config of a model that is not built here.
+def model_config(policy: Settings) -> PreTrainedConfig:
+    """Return the transformers config of the model of a section `policy`, not one built here.
 
     Raises:
         ValueError: It cannot be found or read; names `policy.model_name`.
     """
-    return load_model_config(
-        config.policy["model_name"], trust_remote_code=config.policy["trust_remote_code"]
-    )
+    return load_model_config(policy["model_name"], trust_remote_code=policy["trust_remote_code"])
 
 
 def _is_safe(path: str) -> bool:

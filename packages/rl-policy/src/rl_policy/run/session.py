@@ -119,10 +119,9 @@ AnySession: TypeAlias = Session[RunInputs]
 
 @contextmanager
 def open_cluster(config: RunConfig) -> Iterator[RayVirtualCluster]:
-    """Yield the devices of the policy, which colocated engines share, and release them."""
-    shares = config.has_engines and config.is_colocated
+    """Yield the devices of policies, which colocated engines share, and release them."""
     cluster = RayVirtualCluster(
-        **config.cluster.arguments(), max_colocated_worker_groups=2 if shares else 1
+        **config.cluster.arguments(), max_colocated_worker_groups=_num_groups(config)
     )
     SESSION.enter(id(config), num_cpus=num_logical_cpus(config))
     try:
@@ -138,11 +137,15 @@ def num_logical_cpus(config: RunConfig) -> int:
     It is started with what its first user asks for: a placement group of more bundles would never
     be ready.
     """
+    num_cpus = _num_groups(config) * sum(config.cluster.bundle_ct_per_node_list)
+    has_own_bundles = config.has_engines and not config.is_colocated
+    return num_cpus + (sum(config.engine_bundles) if has_own_bundles else 0)
+
+
+def _num_groups(config: RunConfig) -> int:
+    """Return the groups of workers that share the devices: policies, and colocated engines."""
     shares = config.has_engines and config.is_colocated
-    num_bundles = sum(config.cluster.bundle_ct_per_node_list)
-    if shares:
-        return 2 * num_bundles
-    return num_bundles + (sum(config.engine_bundles) if config.has_engines else 0)
+    return find_recipe(config.recipe).num_policies + int(shares)
 
 
 @contextmanager
