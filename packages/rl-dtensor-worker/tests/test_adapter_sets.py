@@ -4,6 +4,7 @@ import adapter_set_ranks
 import pytest
 import torch
 from oracle import LOGPROB_TOLERANCE, load, plain_logprobs
+from rl_dtensor_worker.model.adapter_sets import _step_device
 from safetensors.torch import load_file
 from tiny_model import make_batch, make_config
 
@@ -142,3 +143,14 @@ def test_saved_sets_continue_bit_for_bit(pools, tiny_model, tmp_path):
     for name, value in stored.items():
         key = name.replace(".lora_A.", ".lora_A.default.").replace(".lora_B.", ".lora_B.default.")
         assert torch.equal(loaded_by_peft[key], value)
+
+
+@pytest.mark.parametrize(
+    ("options", "expected"),
+    [({}, "cpu"), ({"fused": True}, "meta"), ({"capturable": True}, "meta")],
+)
+def test_the_number_of_steps_is_where_the_kernel_reads_it(options, expected):
+    """As `torch.optim.AdamW` itself creates it, on a device that is not the CPU."""
+    parameter = torch.nn.Parameter(torch.zeros(2, device="meta"))
+    group = {"fused": None, "capturable": False} | options
+    assert _step_device(parameter, group).type == expected

@@ -19,8 +19,10 @@ from transformers import (
     AutoModelForCausalLM,
     Gemma2Config,
     LlamaConfig,
+    MixtralConfig,
     Qwen2Config,
     Qwen3Config,
+    Qwen3MoeConfig,
 )
 
 WIDTH, ROWS_PER_STEP, MICRO_BATCH = 192, 4, 2
@@ -43,6 +45,10 @@ MODELS = {
     "qwen2": Qwen2Config(**_SIZES, tie_word_embeddings=True),
     "qwen3": Qwen3Config(**_SIZES, head_dim=32),
     "gemma2": Gemma2Config(**_SIZES, head_dim=32),
+    "mixtral": MixtralConfig(**_SIZES, num_local_experts=4, num_experts_per_tok=2),
+    "qwen3_moe": Qwen3MoeConfig(
+        **_SIZES, head_dim=32, num_experts=4, num_experts_per_tok=2, moe_intermediate_size=256
+    ),
 }
 # Model, ranks, keys of the policy, keys of `dtensor_cfg`.
 CASES = {
@@ -55,7 +61,16 @@ CASES = {
         {"tensor_parallel_size": 2, "activation_checkpointing": True},
     ),
     "llama_tp2_sp": ("llama", 2, {}, {"tensor_parallel_size": 2, "sequence_parallel": True}),
+    "llama_cp2": ("llama", 2, {}, {"context_parallel_size": 2}),
     "gemma2_dp2": ("gemma2", 2, {"precision": "bfloat16"}, {}),
+    "mixtral_dp2": ("mixtral", 2, {"precision": "bfloat16"}, {}),
+    "mixtral_tp2": ("mixtral", 2, {"precision": "bfloat16"}, {"tensor_parallel_size": 2}),
+    "qwen3_moe_dp2_checkpointed": (
+        "qwen3_moe",
+        2,
+        {"precision": "bfloat16"},
+        {"activation_checkpointing": True},
+    ),
 }
 FAST = "llama_dp2"
 

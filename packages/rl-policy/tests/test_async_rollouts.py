@@ -29,18 +29,11 @@ def plan_of(**numbers):
     return AsyncPlan(**defaults | numbers)
 
 
-def test_what_may_be_submitted_is_bounded_by_staleness_lag_end_and_room():
+def test_what_may_be_submitted_is_bounded_by_the_last_step_and_by_room():
     plan = plan_of()
-    # The example of the docstring.
-    assert plan.num_to_open(held=8, step=6, weights_step=5, room=99) == 4
-    assert plan.num_to_open(held=8, step=6, weights_step=4, room=99) == 0
-    assert plan.num_to_open(held=0, step=1, weights_step=0, room=99) == 12
-    # Two optimizer steps per step: half as many steps ahead.
-    halved = plan_of(versions_per_step=2)
-    assert halved.num_to_open(held=0, step=1, weights_step=0, room=99) == 8
-    # No more than the last steps take, and no more than there is room for.
-    assert plan.num_to_open(held=1, step=99, weights_step=98, room=99) == 7
-    assert plan.num_to_open(held=0, step=6, weights_step=5, room=7) == 3
+    assert plan.num_to_open(held=1, step=99, room=99) == 7
+    assert plan.num_to_open(held=9, step=99, room=99) == 0
+    assert plan.num_to_open(held=0, step=6, room=7) == 3
 
 
 @pytest.mark.parametrize(
@@ -193,6 +186,18 @@ def test_what_is_sampled_while_a_step_trains_is_of_its_weights_and_older(tmp_pat
     assert rollouts.num_opened == 12
 
 
+def test_less_is_submitted_where_the_engines_are_not_refitted(tmp_path):
+    plan, engines = plan_of(refit_every=2), Engines(random.Random(0))
+    rollouts, opened = rollouts_of(plan, tmp_path, step=0), []
+    for step, weights_step in ((1, 0), (2, 0), (3, 2)):
+        engines.version = weights_step
+        rollouts.take(engines, step, weights_step=weights_step)
+        rollouts.finish(step)
+        opened.append(rollouts.num_opened)
+    # Three steps' groups at a time, and two while the weights are a step behind: eight are held.
+    assert opened == [12, 12, 20]
+
+
 def test_a_group_that_is_too_old_is_dropped_or_trained_on(tmp_path):
     class Stubborn(Engines):
         """Finishes the group of the first ticket last."""
@@ -215,6 +220,12 @@ def test_a_group_that_is_too_old_is_dropped_or_trained_on(tmp_path):
         assert counts["rollouts_rescored"] == (too_old == "rescore")
         lines = trained_ids(tmp_path)[-6:]
         assert sorted(id for line in lines for id in line["ids"]) == list(range(6))
+
+
+def test_a_group_that_engines_never_have_room_for_is_refused(tmp_path):
+    rollouts = rollouts_of(plan_of(group_size=8), tmp_path, step=0)
+    with pytest.raises(ValueError, match=r"samples_per_prompt=8 is more than the 7 rows"):
+        rollouts.take(Engines(random.Random(0), limit=7), 1, weights_step=0)
 
 
 def test_engines_that_finish_nothing_end_the_run(tmp_path):

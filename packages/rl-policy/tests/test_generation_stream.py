@@ -146,15 +146,20 @@ class SleepyEngine:
             finish_reasons=("stop",) * data.size,
             error="EngineStateError: lost" if fails else "",
         )
-        self._timers[key] = threading.Timer(float(data["wait"].max()), self._ended.put, [ended])
+        self._timers[key] = threading.Timer(float(data["wait"].max()), self._end, [ended])
         self._timers[key].start()
+
+    def _end(self, ended):
+        self._timers.pop(ended.key, None)
+        self._ended.put(ended)
 
     def cancel(self, keys):
         for key in keys:
-            self._timers[key].cancel()
+            if timer := self._timers.pop(key, None):
+                timer.cancel()
 
     def num_running(self):
-        return sum(timer.is_alive() for timer in self._timers.values())
+        return len(self._timers)
 
     def next_ended(self, timeout_s):
         ended = []
@@ -166,7 +171,7 @@ class SleepyEngine:
             return ended
 
     def shutdown(self):
-        for timer in self._timers.values():
+        for timer in [*self._timers.values()]:
             timer.cancel()
 
 

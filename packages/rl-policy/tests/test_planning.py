@@ -11,7 +11,7 @@ from rl_policy.planning import EngineShare, MemoryPlan, parse_bytes, plan_memory
 from rl_policy.planning.compose import RunMemory, compose
 from rl_policy.planning.engines import cache_bytes_per_token, share_of_engine
 from torch import nn
-from transformers import LlamaConfig
+from transformers import LlamaConfig, MixtralConfig
 from typer.testing import CliRunner
 
 GIB = 2**30
@@ -68,7 +68,7 @@ def test_a_wrong_size_is_one_line_and_status_2(arguments, said):
             "policy.dtensor_cfg.tensor_parallel_size=3",
         ),
         (["policy.dtensor_cfg.cpu_offload=true"], "cpu_offload=True cannot be planned"),
-        (["policy.dtensor_cfg.context_parallel_size=2"], "context_parallel_size=2 cannot"),
+        (["policy.dtensor_cfg.lora.enabled=true"], "lora.enabled=True cannot be planned"),
         (["policy.model_name=./nowhere"], "nowhere"),
         (["polcy.seed=1"], "polcy"),
     ],
@@ -78,6 +78,34 @@ def test_settings_that_cannot_run_are_one_line_and_status_2(settings, said):
     assert result.exit_code == 2, result.output
     (line,) = result.stderr.splitlines()
     assert said in line
+
+
+def write_mixture(path):
+    MixtralConfig(
+        hidden_size=64,
+        intermediate_size=128,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        vocab_size=512,
+        max_position_embeddings=256,
+        num_local_experts=4,
+        architectures=["MixtralForCausalLM"],
+        eos_token_id=2,
+    ).save_pretrained(path)
+    return f"policy.model_name={path}"
+
+
+@pytest.mark.slow
+def test_experts_are_planned_in_bfloat16_alone(tmp_path):
+    settings = [write_mixture(tmp_path), "policy.max_total_sequence_length=256"]
+    refused = r"policy\.precision=float32 cannot .*policy\.precision=bfloat16$"
+    with pytest.raises(ValueError, match=refused):
+        plan_memory(settings, gpus=2, memory="80GB")
+    plan = plan_memory([*settings, "policy.precision=bfloat16"], gpus=2, memory="80GB")
+    # So small a model is replicated.
+    size = plan.num_parameters * 4 / GIB
+    assert in_gib(plan.phase("train"))["parameters"] == pytest.approx(size, rel=0.05)
 
 
 def trace(*, layers, state=True):
@@ -169,10 +197,21 @@ def test_engines_on_devices_of_their_own_are_apart():
     assert [phase.name for phase in plan.phases] == ["load", "score", "train", "refit"]
     assert [phase.name for phase in plan.engine_phases] == ["wake", "generate"]
     assert "engine weights" not in in_gib(plan.phase("refit"))
+    # Its buffers are there too, on a CPU as on a GPU; the policy is not.
+    for on_gpu in (True, False):
+        apart = plan_of(memory=300, engine=engine_of(is_colocated=False), on_gpu=on_gpu)
+        (generate,) = [phase for phase in apart.engine_phases if phase.name == "generate"]
+        assert in_gib(generate) == {
+            "refit buffers": 1,
+            "engine weights": 10,
+            "key-value cache": 20,
+            "engine activations": 1,
+        }
 
 
 def test_what_does_not_fit_is_marked_and_has_a_way_out():
     assert plan_of(memory=162).fits
+    assert "refit.bucket_mib below 512" in str(plan_of(memory=40, engine=engine_of()).advice)
     plan = plan_of(memory=161, policy={"train_micro_batch_size": 4})
     assert not plan.fits
     assert "policy.train_micro_batch_size=2" in str(plan.advice)
@@ -196,6 +235,30 @@ def test_the_cache_of_a_token():
     assert cache_bytes_per_token(LLAMA_70B, itemsize=2, ranks=8) == 2 * 80 * 1 * 128 * 2
     # With more ranks than heads, each has one.
     assert cache_bytes_per_token(LLAMA_70B, itemsize=2, ranks=16) == 2 * 80 * 1 * 128 * 2
+
+
+def test_chosen_experts_have_activations_of_their_own():
+    mixture = MixtralConfig(
+        hidden_size=1024,
+        intermediate_size=4096,
+        num_experts_per_tok=2,
+        vocab_size=32,
+        max_position_embeddings=4096,
+    )
+    engine = EngineConfig(
+        model_name="m",
+        is_colocated=True,
+        seed=0,
+        tensor_parallel_size=2,
+        max_model_len=4096,
+        engine_kwargs={"max_num_batched_tokens": 1000},
+    )
+    model = nn.Linear(4, 4, device="meta")
+    share = share_of_engine(engine, mixture, model, memory=80 * GIB, reserve=GIB, beside=0)
+    # For each token three rows of 1024 and an MLP's 4096 of each rank, and for each of the two
+    # experts the first product, 4096 on each rank, and the activation of half of it.
+    expected = 1000 * (3 * 1024 + 4096 + 2 * (4096 + 2048)) * 2
+    assert share.activation_bytes == expected
 
 
 def test_an_engine_takes_its_share_of_the_device():

@@ -40,6 +40,12 @@ def test_it_scores_and_trains_as_a_plain_loop_over_transformers_does(
     torch.testing.assert_close(found["reference"], expected, **TOLERANCE)
 
 
+@pytest.mark.slow
+def test_a_plan_refuses_a_backend_that_it_cannot_trace():
+    with pytest.raises(ValueError, match=r"plan with policy\.dtensor_cfg\.enabled=true"):
+        plan_memory(["policy.megatron_cfg.enabled=true"], gpus=4, memory="80GB")
+
+
 def test_what_a_backend_cannot_do_is_said_before_anything_starts(backends_model):
     model_path, tokenizer = backends_model
     wrong = config(model_path, "megatron", {"pipeline_model_parallel_size": 2})
@@ -54,9 +60,3 @@ def test_what_a_backend_cannot_do_is_said_before_anything_starts(backends_model)
             config(model_path, "megatron", {"tensor_model_parallel_size": 3}),
             tokenizer,
         )
-
-
-@pytest.mark.slow
-def test_no_memory_is_planned_for_a_backend_that_is_not_traced():
-    with pytest.raises(ValueError, match=r"plan with policy.dtensor_cfg.enabled=true"):
-        plan_memory(["policy.megatron_cfg.enabled=true"], gpus=4, memory="80GB")

@@ -29,6 +29,31 @@ def test_the_example_of_the_docstring():
     assert buffer.open() == [2]
 
 
+def test_weights_that_are_behind_the_trainer_open_less():
+    def opened(*, held, version, versions_per_take=1, lag=0):
+        """Return how many groups open at the trainer's version, with some open before."""
+        buffer = RolloutBuffer(
+            groups_per_take=4, max_staleness=2, versions_per_take=versions_per_take
+        )
+        for id in buffer.open(4):
+            buffer.put(id, rows(id), version=0)
+        buffer.take()
+        buffer.finish(version=version)
+        assert len(buffer.open(held)) == held
+        return len(buffer.open(version=version - lag))
+
+    # The example of the docstring.
+    assert opened(held=8, version=5) == 4
+    assert opened(held=8, version=5, lag=1) == 0
+    assert opened(held=0, version=5) == 12
+    assert opened(held=0, version=5, lag=2) == 4
+    assert opened(held=0, version=5, lag=3) == 0
+    # Two optimizer steps per take: half as many takes ahead.
+    assert opened(held=0, version=4, versions_per_take=2) == 8
+    assert opened(held=0, version=4, versions_per_take=2, lag=2) == 4
+    assert opened(held=0, version=4, versions_per_take=2, lag=4) == 0
+
+
 def test_without_staleness_nothing_is_opened_before_the_trainer_has_finished():
     buffer = RolloutBuffer(groups_per_take=2, max_staleness=1, versions_per_take=2)
     for version in (0, 2, 4):
@@ -72,7 +97,9 @@ def test_every_problem_is_trained_on_once_within_the_bound(
 
     buffer, trained, sampled_by = new(), [], {}
     for _ in range(150):
-        sampled_by |= dict.fromkeys(buffer.open(chance.choice([None, 1, 3])), buffer.version)
+        weights = max(0, buffer.version - chance.choice([0, 0, 1, 2]) * versions_per_take)
+        opened = buffer.open(chance.choice([None, 1, 3]), version=weights)
+        sampled_by |= dict.fromkeys(opened, weights)
         counts = buffer.counts
         assert conserved(counts)
         assert counts.in_flight + counts.complete <= buffer.capacity
@@ -146,6 +173,7 @@ def test_what_a_checkpoint_holds_is_what_was_there(tmp_path):
         (lambda each: each.put(0, rows(0), version=3), "version 3, and the trainer is at version"),
         (lambda each: each.put(0, BatchedDataDict(t=["a"]), version=0), "'t' of group 0 is a list"),
         (lambda each: each.reopen([1]), "group 1 is complete"),
+        (lambda each: each.open(version=1), "version 1 cannot sample while .* at version 0"),
         (lambda each: each.finish(version=1), "no groups are taken"),
         (lambda each: RolloutBuffer(groups_per_take=0, max_staleness=0), "groups_per_take=0"),
         (lambda each: RolloutBuffer(groups_per_take=1, max_staleness=-1), "max_staleness=-1"),

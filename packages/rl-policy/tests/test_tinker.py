@@ -1,5 +1,6 @@
 """The public tinker client against the server, and what it gets against transformers and peft."""
 
+import http.client
 import json
 import urllib.error
 import urllib.request
@@ -9,7 +10,7 @@ import numpy as np
 import pytest
 import torch
 from rl_policy.data.tiny_model import build_tokenizer
-from tinker_server import KEY, MAX_BYTES, MAX_RANK, NAME, build_model, running_server
+from tinker_server import KEY, LIMITS, MAX_BYTES, MAX_RANK, NAME, build_model, running_server
 from transformers import AutoModelForCausalLM
 
 pytestmark = [pytest.mark.needs("rl-policy[tinker]"), pytest.mark.timeout(600)]
@@ -271,6 +272,33 @@ def test_a_checkpoint_continues_bit_for_bit(service, address):
         service.create_training_client_from_state(path).result()
 
 
+@pytest.mark.filterwarnings("ignore:DEPRECATED. TrainingClient.load_state")
+def test_a_model_takes_over_a_checkpoint(service, address, state):
+    data = [datum("hello")]
+    client = service.create_lora_training_client(NAME, rank=3, seed=7).result()
+    train(client, data, steps=2)
+    path = client.save_state("taken").result().path
+    expected = [train(client, data)[0].metrics["loss:sum"] for _ in range(3)]
+    other = service.create_lora_training_client(NAME, rank=5, seed=8).result()
+    train(other, data)
+    for load, is_same in ((other.load_state_with_optimizer, True), (other.load_state, False)):
+        other.forward_backward(data, "cross_entropy").result()
+        load(path).result()
+        # The client itself answers with what it has asked for.
+        body = json.dumps({"model_id": other.model_id}).encode()
+        assert json.loads(post(address, "get_info", body)[1])["lora_rank"] == 3
+        with pytest.raises(tinker.RequestFailedError, match="optim_step needs gradients"):
+            other.optim_step(types.AdamParams()).result()
+        found = [train(other, data)[0].metrics["loss:sum"] for _ in range(3)]
+        assert (found == expected) is is_same
+        assert found[0] == expected[0]
+    before = other.forward(data, "cross_entropy").result().metrics
+    (Path(state) / "checkpoints" / path.removeprefix("tinker://") / "adapter_set.json").unlink()
+    with pytest.raises(Exception, match="it is no saved set of adapters"):
+        other.load_state(path).result()
+    assert other.forward(data, "cross_entropy").result().metrics == before
+
+
 @pytest.mark.parametrize(
     ("change", "message"),
     [
@@ -288,6 +316,54 @@ def test_bad_data_is_named_and_the_client_goes_on(service, change, message):
     with pytest.raises(tinker.RequestFailedError, match="optim_step needs gradients"):
         client.optim_step(types.AdamParams()).result()
     assert train(client, [good])[1].metrics["skipped"] == 0.0
+
+
+@pytest.mark.filterwarnings("ignore:DEPRECATED. TrainingClient.load_state")
+def test_a_client_goes_on_after_requests_that_are_refused(service):
+    client = service.create_lora_training_client(NAME, rank=2, seed=1).result()
+    good = datum("abc")
+    for refused in (
+        lambda: client.save_state("../outside"),
+        lambda: client.optim_step(types.AdamParams(learning_rate=-1.0)),
+        lambda: client.optim_step(types.AdamParams(eps=0.0)),
+        lambda: client.save_weights_for_sampler("a/b"),
+        lambda: client.load_state("elsewhere"),
+        lambda: client.forward_backward([good], "other"),
+    ):
+        with pytest.raises(Exception, match=r"path=|learning_rate=|eps=|loss_fn="):
+            refused().result()
+    # Their numbers are counted: the next request waits for none of them.
+    assert train(client, [good])[1].metrics["skipped"] == 0.0
+
+
+def test_what_reads_the_model_keeps_its_gradients(service):
+    client, other = (
+        service.create_lora_training_client(NAME, rank=4, seed=6).result() for _ in range(2)
+    )
+    data = [datum("hello")]
+    expected = train(client, data), client.forward(data, "cross_entropy").result().metrics
+    other.forward_backward(data, "cross_entropy").result()
+    other.forward(data, "cross_entropy").result()
+    other.save_state("pending").result()
+    sampler = other.save_weights_and_get_sampling_client().result()
+    settings = types.SamplingParams(max_tokens=2)
+    sampler.sample(types.ModelInput.from_ints([5]), 1, settings).result()
+    step = other.optim_step(types.AdamParams(**ADAM)).result()
+    assert step.metrics == expected[0][1].metrics
+    assert other.forward(data, "cross_entropy").result().metrics == expected[1]
+
+
+def test_models_that_cannot_be_made_take_no_room(service, state):
+    with pytest.raises(Exception, match="train_attn=False and train_mlp=False"):
+        service.create_lora_training_client(NAME, train_attn=False, train_mlp=False).result()
+    client = service.create_lora_training_client(NAME, rank=2).result()
+    path = client.save_state("broken").result().path
+    directory = Path(state) / "checkpoints" / path.removeprefix("tinker://")
+    (directory / "adapter_set.json").unlink()
+    for _ in range(LIMITS.max_models):
+        with pytest.raises(Exception, match="it is no saved set of adapters"):
+            service.create_training_client_from_state(path).result()
+    assert service.create_lora_training_client(NAME, rank=2).result().get_info().lora_rank == 2
 
 
 def test_bad_calls_are_named(service, address):
@@ -343,6 +419,19 @@ def test_another_key_gets_nothing(address, key):
 def test_bad_bodies(address, body, status, message):
     found, answer = post(address, "session_heartbeat", body)
     assert (found, message in json.loads(answer)["error"]) == (status, True), answer
+
+
+def test_a_body_of_unknown_length_has_the_same_limit(address):
+    connection = http.client.HTTPConnection(address.removeprefix("http://"), timeout=60)
+    parts = [b"a" * (MAX_BYTES // 2)] * 3
+    headers = {"X-API-Key": KEY, "Transfer-Encoding": "chunked"}
+    connection.request(
+        "POST", "/api/v1/session_heartbeat", iter(parts), headers, encode_chunked=True
+    )
+    answer = connection.getresponse()
+    assert answer.status == 413
+    assert f"tinker.max_request_bytes={MAX_BYTES}" in json.loads(answer.read())["error"]
+    connection.close()
 
 
 def test_a_request_that_is_sent_again_is_carried_out_once(address, service):

@@ -13,6 +13,7 @@ import ray
 from recipe_runs import MODULE, descendants, wait_until
 from rl_policy.cli import build_app
 from rl_policy.tinker import command
+from rl_policy.tinker.store import CheckpointStore
 from tinker_server import KEY, SETTINGS, build_model
 from typer.testing import CliRunner
 
@@ -173,13 +174,20 @@ def test_bad_input_ends_the_command_before_anything_starts(model, tmp_path, monk
     assert not ray.is_initialized()
 
 
-def test_keys_that_no_client_sends_are_refused(monkeypatch):
+def test_keys_that_no_client_sends_are_refused(monkeypatch, tmp_path):
+    store = CheckpointStore(tmp_path / "state")
     for key in ("", "secret", "tml-short"):
         monkeypatch.setenv(command.KEY_VARIABLE, key)
         with pytest.raises(ValueError, match="TINKER_API_KEY must start with 'tml-'"):
-            command._api_key(lambda: "tml-own")
+            command._api_key(store)
     monkeypatch.delenv(command.KEY_VARIABLE)
-    assert command._api_key(lambda: "tml-own") == "tml-own"
+    assert command._api_key(store) == store.api_key()
+    # With an empty key every request would be let in.
+    path = store.root / "api_key"
+    path.write_text("")
+    with pytest.raises(ValueError, match=re.escape(f"{path} must start with 'tml-'")):
+        command._api_key(store)
+    store.close()
 
 
 def test_help_loads_neither_torch_nor_the_server():

@@ -1,9 +1,9 @@
 """The parts of the server for the tinker client, without a server."""
 
 import asyncio
-import json
 import threading
 import time
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -192,6 +192,30 @@ def test_jobs_of_a_group_run_together_and_failures_are_their_own():
     assert not fatal
 
 
+def test_a_failure_after_the_end_is_not_reported():
+    """Ranks that are shut down fail the call in progress, which then ends no server."""
+    started, gate, fatal = threading.Event(), threading.Event(), []
+
+    def run(_):
+        started.set()
+        gate.wait(60)
+        raise KeyError("the ranks are gone")
+
+    async def submit():
+        thread = JobThread(max_size=1, is_fatal=lambda e: True, on_fatal=fatal.append)
+        future = asyncio.get_running_loop().create_future()
+        thread.submit(Job(run=run, argument=None, future=future))
+        assert await asyncio.to_thread(started.wait, 60)
+        thread.close(0)
+        gate.set()
+        with pytest.raises(KeyError):
+            await future
+        await asyncio.to_thread(thread.close, 60)
+
+    in_loop(submit)
+    assert not fatal
+
+
 def test_results_are_kept_for_a_while():
     async def run():
         futures = Futures(kept_s=0.0)
@@ -259,5 +283,23 @@ def test_a_checkpoint_is_there_only_when_it_is_complete(tmp_path):
     with pytest.raises(OSError, match="full"):
         store.write(checkpoint(), fail, overwrite=False)
     assert not store.all_of()
-    assert json.dumps([each.path for each in store.all_of()]) == "[]"
+    # What is left of it, and what has expired, gives way to another of the same name.
+    store.write(checkpoint(expires=time.time() - 1), Path.mkdir, overwrite=False)
+    store.write(checkpoint(), Path.mkdir, overwrite=False)
+    assert [each.name for each in store.all_of()] == ["a"]
+    store.close()
+
+
+def test_a_key_is_there_only_when_it_is_complete(tmp_path, monkeypatch):
+    store = CheckpointStore(tmp_path / "state")
+
+    def fail(*_):
+        raise OSError("the disk is full")
+
+    with monkeypatch.context() as patch:
+        patch.setattr("os.fdopen", fail)
+        with pytest.raises(OSError, match="full"):
+            store.api_key()
+    assert store.api_key().startswith("tml-")
+    assert store.api_key() == store.api_key()
     store.close()

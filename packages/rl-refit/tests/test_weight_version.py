@@ -152,3 +152,26 @@ def test_a_staged_refit_that_is_begun_anew_still_serves():
     weights = staged()
     weights.begin(5, staged=True)
     assert (weights.require_ready(), weights.begun) == (3, 5)
+
+
+@pytest.mark.parametrize("num_reads", [1, 2])
+def test_a_failure_in_another_thread_never_hides_the_version_that_serves(num_reads):
+    class Failing(WeightVersion):
+        """Fails, as by the thread that receives, after some reads of what a failure changes."""
+
+        num_left = 0
+
+        def __getattribute__(self, name):
+            value = super().__getattribute__(name)
+            if name in ("state", "is_staged"):
+                self.num_left -= 1
+                if self.num_left == 0:
+                    self.poison("the sender is gone")
+            return value
+
+    weights = Failing(committed=3)
+    weights.begin(4, staged=True)
+    weights.num_left = num_reads
+    assert weights.serves
+    assert weights.reason == "the sender is gone"
+    assert weights.serves

@@ -10,6 +10,7 @@ import re
 import sys
 import threading
 import time
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
@@ -26,6 +27,7 @@ from rl_refit.vllm import (
     stage,
 )
 from rl_refit.vllm import refit as receive_on_workers
+from rl_refit.vllm.reload import LayerwiseReload
 from transformers import LlamaConfig, LlamaForCausalLM
 
 SAME = 1e-4  # float32 on two implementations; 1e-6 is what is seen
@@ -184,6 +186,50 @@ def check_failed_staging(llm, sender, model, *, version, after):
     assert worst_difference(llm, model) < SAME
 
 
+def check_abandoned_staging(llm, sender, model, *, version):
+    """A version that is given up half-way has left the engine when the call returns."""
+    source = sender._source
+    reached, go_on = threading.Event(), threading.Event()
+
+    class Stuck:
+        def __iter__(self):
+            for index, pair in enumerate(source):
+                if index == 13:  # far more than the buffers hold: the first buckets are loaded
+                    reached.set()
+                    go_on.wait(60)
+                yield pair
+
+    sender._source = Stuck()
+    stage(llm, version, place="host")
+    with ThreadPoolExecutor(1) as pool:
+        sending = pool.submit(sender.send, version)
+        assert reached.wait(60)
+        assert not any(on_workers(llm, abandon_slowly))
+        go_on.set()
+        with pytest.raises(RefitError, match="receiver is gone"):
+            sending.result(60)
+    assert set(on_workers(llm, require_ready)) == {version - 1}
+    sender._source = source
+    stage_while_sampling(llm, sender, version)
+    assert worst_difference(llm, model) < SAME
+
+
+def abandon_slowly(worker):
+    """Abandon a load that takes a moment to be given up; return whether its thread still runs."""
+    engine, give_up = worker.weight_transfer_engine, LayerwiseReload.abandon
+
+    def slowly(reload):
+        time.sleep(0.5)
+        give_up(reload)
+
+    LayerwiseReload.abandon = slowly
+    try:
+        engine.abandon_staging()
+        return engine._staging.is_alive()
+    finally:
+        LayerwiseReload.abandon = give_up
+
+
 def placeholders(worker):
     """Return the worker's parameters that have no memory."""
     model = worker.weight_transfer_engine.model
@@ -320,8 +366,9 @@ def main():
         assert worst_difference(llm, model) < SAME
         for version, after in enumerate((2, 13, 24), 5):
             check_failed_staging(llm, sender, model, version=version, after=after)
+        check_abandoned_staging(llm, sender, model, version=8)
         on_workers(llm, release_staging)
-        check_staging(llm, sender, model, version=8)
+        check_staging(llm, sender, model, version=9)
     print("all refits are as they should be")
 
 

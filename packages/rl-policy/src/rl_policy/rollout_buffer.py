@@ -13,9 +13,11 @@ that were opened before it, and as no more than
 
     capacity = groups_per_take * (1 + max_staleness // versions_per_take)
 
-are open at a time, those are taken within max_staleness versions. With max_staleness = 0 a group is
-opened only when the one before it has been trained on: the synchronous algorithm. Only a group that
-others overtake, as it takes longer, can become too old.
+are open at a time, those are taken within max_staleness versions. Weights that are behind the
+trainer's when they sample a group have used up some of max_staleness already: `open` then counts
+with what is left of it. With max_staleness = 0 a group is opened only when the one before it has
+been trained on: the synchronous algorithm. Only a group that others overtake, as it takes longer,
+can become too old.
 
 The buffer is a plain object of one thread: it neither waits nor samples.
 """
@@ -124,7 +126,7 @@ class RolloutBuffer:
             raise ValueError(f"too_old={too_old!r} must be 'drop' or 'rescore'")
         self.groups_per_take = groups_per_take
         self.max_staleness = max_staleness
-        self.capacity = groups_per_take * (1 + max_staleness // versions_per_take)
+        self.versions_per_take = versions_per_take
         self._too_old: TooOld = too_old
         self._version = 0
         self._next_id = 0
@@ -138,6 +140,11 @@ class RolloutBuffer:
     def version(self) -> int:
         """The trainer's version of the weights."""
         return self._version
+
+    @property
+    def capacity(self) -> int:
+        """Most groups that are open at a time, if the trainer's present weights sample them."""
+        return self._capacity(lag=0)
 
     @property
     def counts(self) -> BufferCounts:
@@ -158,14 +165,27 @@ class RolloutBuffer:
         """Whether a take would find its groups."""
         return not self._taken and len(self._complete) >= self.groups_per_take
 
-    def open(self, limit: int | None = None) -> list[int]:
+    def open(self, limit: int | None = None, *, version: int | None = None) -> list[int]:
         """Return the ids of groups that may be sampled now, ascending: those to sample anew first.
+
+        Example, 4 groups and one version per take, a staleness of at most 2, the trainer at version
+        5 and 8 groups open: 4 ids for weights of version 5, none for those of version 4.
 
         Args:
             limit: Most groups to open. None: as many as the capacity allows.
+            version: That of the weights that will sample them. None: the trainer's.
+
+        Raises:
+            ValueError: The version is from the future.
         """
+        lag = 0 if version is None else self._version - version
+        if lag < 0:
+            raise ValueError(
+                f"weights of version {version} cannot sample while the trainer is at version "
+                f"{self._version}"
+            )
         num_held = len(self._in_flight) + len(self._complete) + len(self._taken)
-        room = self.capacity - num_held
+        room = self._capacity(lag=lag) - num_held
         if limit is not None:
             room = min(room, limit)
         ids = sorted(self._reopened)[: max(room, 0)]
@@ -319,6 +339,10 @@ class RolloutBuffer:
         self._num_trained = int(content["num_trained"])
         self._num_dropped = int(content["num_dropped"])
         self._num_rescored = int(content["num_rescored"])
+
+    def _capacity(self, *, lag: int) -> int:
+        takes_ahead = (self.max_staleness - lag) // self.versions_per_take
+        return max(0, self.groups_per_take * (1 + takes_ahead))
 
     def _is_too_old(self, group: RolloutGroup) -> bool:
         return self._version - group.version > self.max_staleness

@@ -27,5 +27,17 @@ def available_bytes(*, meminfo: Path = _MEMINFO, cgroup: Path = _CGROUP) -> int:
         raise RuntimeError(f"{meminfo} has no line MemAvailable")
     limit, used = cgroup / "memory.max", cgroup / "memory.current"
     if limit.exists() and used.exists() and (text := limit.read_text().strip()) != "max":
-        available = min(available, int(text) - int(used.read_text()))
+        held = int(used.read_text()) - _reclaimable_bytes(cgroup / "memory.stat")
+        available = min(available, int(text) - held)
     return max(available, 0)
+
+
+def _reclaimable_bytes(stat: Path) -> int:
+    """Return the bytes of cached files that the kernel drops first, such as a checkpoint's.
+
+    `memory.current` counts them as used, while `MemAvailable` counts them as available.
+    """
+    if not stat.exists():
+        return 0
+    counts = dict(line.split() for line in stat.read_text().splitlines())
+    return int(counts.get("inactive_file", 0))

@@ -40,6 +40,8 @@ _DEATH_S = 0.1
 """How long the kernel may take from closing the socket of a killed process to its lock file."""
 _CLOSE_S = 5.0
 """Limit for a thread that receives to notice that its connection was closed."""
+_HANG_UP_S = 0.05
+"""How often the connection of such a thread is ended, which may open another."""
 
 
 class RefitReceiver(Closing):
@@ -108,7 +110,11 @@ class RefitReceiver(Closing):
         learns the version only when it has to receive: it calls this before the sender begins. A
         failure that the sender reports afterwards then fails this refit. Without the call it would
         be attributed to a refit that this side has missed.
+
+        Raises:
+            RefitError: Another thread is in `receive`. Nothing changes.
         """
+        self._require_alone()
         self._read_pending()
         if self._session is not None:
             has_failed = any(isinstance(message, Failure) for message in self._session.pending)
@@ -132,7 +138,9 @@ class RefitReceiver(Closing):
         Raises:
             StaleVersionError: The version is not newer than the committed one. Nothing changes.
             ValueError: `swap` is given to a receiver with `into`, which would be overwritten.
+            RefitError: Another thread is in `receive`. Nothing changes.
         """
+        self._require_alone()
         if swap is not None and self._connector.has_own_tensors:
             raise ValueError("a staged refit goes through `load`: `into` overwrites what is served")
         if not self._is_caught_up:
@@ -267,18 +275,33 @@ class RefitReceiver(Closing):
         A refit that another thread receives fails.
         """
         self._is_closing = True
-        if not self._reading.acquire(blocking=False):
-            session = self._session
-            if session is not None:
-                session.channel.hang_up()
-            self._connector.hang_up()
-            if not self._reading.acquire(timeout=_CLOSE_S):
-                logger.warning("a refit is still being received; it ends at its time limit")
-                return
+        if not self._reading.acquire(blocking=False) and not self._interrupt():
+            logger.warning("a refit is still being received; it ends at its time limit")
+            return
         try:
             self._disconnect()
         finally:
             self._reading.release()
+
+    def _require_alone(self) -> None:
+        if self._reading.locked():
+            raise RefitError(
+                f"another thread still receives version {self._weights.begun}: close() ends that",
+                rank=self._rank,
+            )
+
+    def _interrupt(self) -> bool:
+        """Make another thread leave `receive`, and take its lock; return False if it stays."""
+        give_up = time.monotonic() + _CLOSE_S
+        while time.monotonic() < give_up:
+            session = self._session
+            if session is not None:
+                session.channel.hang_up()
+            self._connector.hang_up()
+            # Not once: the thread may just be opening a connection.
+            if self._reading.acquire(timeout=_HANG_UP_S):
+                return True
+        return False
 
     def _check(
         self, check: Callable[[], None] | None, read_back: ReadBack | None, watch: Stopwatch
@@ -298,18 +321,18 @@ class RefitReceiver(Closing):
 
     def _meet(self, version: int, deadline: Deadline) -> Session:
         """Return the session in which the sender starts the refit: the current or a new one."""
-        while True:
-            if self._is_closing:
-                raise RefitError("the receiver was closed", rank=self._rank)
+        while not self._is_closing:
             try:
                 if self._session is None:
                     self._session = self._connector.connect(deadline)
+                    continue  # unless it was closed meanwhile
                 self._take_part(self._session, version, deadline)
                 return self._session
             except ChannelClosed:
                 # The sender dropped all connections to start over, so connect again. If it is dead,
                 # that raises.
                 self._disconnect()
+        raise RefitError("the receiver was closed", rank=self._rank)
 
     def _take_part(self, session: Session, version: int, deadline: Deadline) -> None:
         begin = self._await_begin(session, deadline)

@@ -168,7 +168,8 @@ class AdapterSets:
         moments: dict[str, torch.Tensor] = {}
         for key, parameter in self._trained(config):
             weights[_name_in_file(key)] = _unpadded(full_tensor(parameter).cpu(), key, config)
-            for kind, value in self._optimizer.state.get(parameter, {}).items():
+            state = self._optimizer.state.get(parameter, {}) if with_optimizer else {}
+            for kind, value in state.items():
                 full = full_tensor(value).cpu()
                 moments[f"{key}:{kind}"] = full if kind == _STEP else _unpadded(full, key, config)
         with failing_together():
@@ -235,6 +236,7 @@ class AdapterSets:
 
     @torch.no_grad()
     def _enter(self, chosen: AdapterSet) -> None:
+        (group,) = self._optimizer.param_groups
         for key, parameter in self._parameters():
             local = local_tensor(parameter)
             if chosen.weights:
@@ -242,8 +244,9 @@ class AdapterSets:
             else:
                 local.zero_()
             if key in chosen.moments:
+                step_device = _step_device(parameter, group)
                 self._optimizer.state[parameter] = {
-                    kind: value if kind == _STEP else _like(parameter, value)
+                    kind: value.to(step_device) if kind == _STEP else _like(parameter, value)
                     for kind, value in chosen.moments[key].items()
                 }
             if key in chosen.gradients:
@@ -251,7 +254,7 @@ class AdapterSets:
         scaling = 1.0 if chosen.config is None else self._alpha / chosen.config.rank
         for layer in self._layers.values():
             layer.scaling["default"] = scaling
-        # Only one copy: that of a GPU's host would double the memory of the largest sets.
+        # The model now has the only copy: another one on the host would double the set's memory.
         chosen.weights, chosen.moments, chosen.gradients = {}, {}, {}
         self._current = chosen
 
@@ -287,16 +290,16 @@ class AdapterSets:
         return weights
 
     def _write_peft_config(self, config: AdapterSetConfig, path: Path) -> None:
-        whole: Any = self._model.peft_config["default"]
-        before = whole.r, whole.lora_alpha, whole.target_modules
-        whole.r, whole.lora_alpha = config.rank, self._alpha
-        whole.target_modules = {
+        peft: Any = self._model.peft_config["default"]
+        before = peft.r, peft.lora_alpha, peft.target_modules
+        peft.r, peft.lora_alpha = config.rank, self._alpha
+        peft.target_modules = {
             name for name in self._layers if kind_of_layer(name) in config.layers
         }
         try:
-            whole.save_pretrained(str(path))
+            peft.save_pretrained(str(path))
         finally:
-            whole.r, whole.lora_alpha, whole.target_modules = before
+            peft.r, peft.lora_alpha, peft.target_modules = before
 
     # Checks
 
@@ -339,9 +342,15 @@ def kind_of_layer(name: str) -> str:
 
 def _like(parameter: nn.Parameter, local: torch.Tensor) -> torch.Tensor:
     """Return a tensor of the parameter's kind and layout whose local shard is `local`."""
-    whole = torch.zeros_like(parameter, requires_grad=False)
-    local_tensor(whole).copy_(local)
-    return whole
+    full = torch.zeros_like(parameter, requires_grad=False)
+    local_tensor(full).copy_(local)
+    return full
+
+
+def _step_device(parameter: nn.Parameter, group: dict[str, Any]) -> torch.device:
+    """Return where AdamW has the number of steps: a fused kernel reads it on the device."""
+    is_on_device = group["fused"] or group["capturable"]
+    return parameter.device if is_on_device else torch.device("cpu")
 
 
 def _unpadded(full: torch.Tensor, key: str, config: AdapterSetConfig) -> torch.Tensor:

@@ -8,7 +8,8 @@
     wake     -                                   engine weights, key-value cache
     generate -                                   engine weights, key-value cache, a forward pass
 
-The two buffers of a refit stay in all phases. On a CPU nothing moves: the policy keeps what it has.
+The two buffers of a refit stay in all phases, also on devices of the engines' own. On a CPU nothing
+moves: the policy keeps what it has.
 """
 
 from __future__ import annotations
@@ -60,6 +61,14 @@ class RunMemory:
         """Bytes of parameters and buffers."""
         return self.of_model({depth: each.model_bytes for depth, each in self.traces.items()})
 
+    def beside_engine(self, is_colocated: bool) -> tuple[Part, ...]:
+        """Return what else is on the engine's device while it samples."""
+        buffers = Part(name=_BUFFERS, bytes=self.buffer_bytes)
+        if self.on_gpu or not is_colocated:
+            return (buffers,)
+        parameters = Part(name=_PARAMETERS, bytes=self.parameters)
+        return (buffers, parameters, Part(name=_STATE, bytes=self.state))
+
     @property
     def state(self) -> int:
         """Bytes of the optimizer's state."""
@@ -108,7 +117,14 @@ def compose(
     if shares:
         phases, engine_phases = (*phases, *engine_phases), ()
     offloaded = run.on_gpu and shares
-    advice = _Advice(run, policy=policy, layout=layout, text=text, limit=memory - reserve)
+    advice = _Advice(
+        run,
+        policy=policy,
+        layout=layout,
+        text=text,
+        limit=memory - reserve,
+        bucket_bytes=bucket_bytes or 0,
+    )
     return MemoryPlan(
         phases=phases,
         engine_phases=engine_phases,
@@ -171,21 +187,16 @@ def _phase(
     parts.append(Part(name=_WORK, bytes=max(0, work)))
     if run.buffer_bytes and name != "load":
         parts.append(Part(name=_BUFFERS, bytes=run.buffer_bytes))
-    shown = "" if place in ("before", "after") else place
+    shown = "" if place == "before" else place
     return Phase(name=name, parts=(*parts, *others), place=shown)
 
 
 def _engine_phases(run: RunMemory) -> Iterator[Phase]:
-    """Yield the phases in which an engine works; on a CPU the policy stays beside it."""
+    """Yield the phases in which an engine works."""
     engine = run.engine
     if engine is None:
         return
-    staying: list[Part] = []
-    if engine.is_colocated:
-        staying.append(Part(name=_BUFFERS, bytes=run.buffer_bytes))
-        if not run.on_gpu:
-            staying.append(Part(name=_PARAMETERS, bytes=run.parameters))
-            staying.append(Part(name=_STATE, bytes=run.state))
+    staying = run.beside_engine(engine.is_colocated)
     weights = Part(name=_WEIGHTS, bytes=engine.weights_bytes)
     cache = Part(name=_CACHE, bytes=engine.cache_bytes)
     work = Part(name=_ENGINE_WORK, bytes=engine.activation_bytes)
@@ -204,12 +215,14 @@ class _Advice:
         layout: ParallelLayout,
         text: Any,
         limit: int,
+        bucket_bytes: int,
     ) -> None:
         self._run = run
         self._policy = policy
         self._layout = layout
         self._text = text
         self._limit = limit
+        self._bucket_bytes = bucket_bytes
 
     def lines(self, phases: tuple[Phase, ...]) -> Iterator[str]:
         """Yield a line for each change."""
@@ -238,7 +251,7 @@ class _Advice:
                     f"{phase.name}: raise policy.generation.vllm_cfg.tensor_parallel_size, so that "
                     "the engine's weights are smaller"
                 )
-            yield f"{phase.name}: set refit.bucket_mib below {self._bucket_mib()}"
+            yield f"{phase.name}: set refit.bucket_mib below {self._bucket_bytes / 2**20:.0f}"
             yield from self._more_shards(phase)
         elif engine is not None and is_engine:
             yield (
@@ -247,9 +260,6 @@ class _Advice:
             )
         else:
             yield f"{phase.name}: halve policy.generation_batch_size, or sample with vLLM"
-
-    def _bucket_mib(self) -> int:
-        return self._run.buffer_bytes // 2**21
 
     def _smaller_batches(self, phase: Phase) -> Iterator[str]:
         policy, is_training = self._policy, phase.name == "train"
@@ -271,8 +281,9 @@ class _Advice:
         if self._run.parameters * 4 > _LARGE * self._limit:
             yield (
                 f"{phase.name}: parameters, gradients and optimizer state take most of the device: "
-                "more --gpus shard them further, policy.dtensor_cfg.cpu_offload=true keeps them on "
-                "the host, and policy.dtensor_cfg.lora.enabled=true trains a fraction of them"
+                "more --gpus shard them further. What rl-policy plan cannot count: "
+                "policy.dtensor_cfg.cpu_offload=true keeps them on the host, and "
+                "policy.dtensor_cfg.lora.enabled=true trains a fraction of them"
             )
         tensor = 2 * layout.tensor_parallel
         if layout.data_parallel % 2 == 0 and heads % tensor == 0 and tensor <= 8:

@@ -95,11 +95,16 @@ def cache_bytes_per_token(config: PreTrainedConfig, *, itemsize: int, ranks: int
 
 
 def _activation_bytes(text: Any, engine: EngineConfig, *, itemsize: int) -> int:
-    """Estimate what a forward pass of the largest batch takes: an MLP, or the logits."""
+    """Estimate what a forward pass of the largest batch takes: an MLP, experts, or the logits."""
     given: Mapping[str, object] = engine.engine_kwargs
     tokens = int(str(given.get("max_num_batched_tokens", _BATCHED_TOKENS)))
     inner = 2 * getattr(text, "intermediate_size", 4 * text.hidden_size)
+    width, ranks = text.hidden_size, engine.tensor_parallel_size
     # Its input, its output and the residual stream beside it.
-    mlp = tokens * (3 * text.hidden_size + inner // engine.tensor_parallel_size) * itemsize
+    mlp = tokens * (3 * width + inner // ranks) * itemsize
+    # vLLM's fused kernel has rows of both products and of the activation for each chosen expert.
+    expert = (getattr(text, "moe_intermediate_size", None) or inner // 2) // ranks
+    chosen = getattr(text, "num_experts_per_tok", None) or 0
+    mlp += tokens * chosen * (max(2 * expert, width) + expert) * itemsize
     logits = _LOGIT_COPIES * engine.max_num_seqs * text.vocab_size * 4
     return max(mlp, logits)

@@ -30,11 +30,12 @@ from rl_interfaces.backend.memory import (
     trace_worker,
     write_stand_in,
 )
-from rl_refit.plan import RefitPlan, default_bucket_bytes, read_specs
+from rl_refit.plan import RefitPlan, TensorSpec, default_bucket_bytes, read_specs
 
 from rl_policy import backends
 from rl_policy.config import RefitSection, RunConfig, load_run_config
 from rl_policy.data.tiny_model import tiny_model_config
+from rl_policy.data.user_code import end_with_parent
 from rl_policy.dispatch import TokenBudget
 from rl_policy.generation.vllm.config import generation_of_policy, parse_engine_config
 from rl_policy.planning.compose import RunMemory, compose
@@ -49,8 +50,6 @@ if TYPE_CHECKING:
     from transformers import PreTrainedConfig
 
 _NUM_BUFFERS = 2
-# As `rl_refit.plan.default_bucket_bytes`.
-_MOST_BUCKET_BYTES = 256 << 20
 _TRACE_LIMIT_S = 540.0
 
 
@@ -79,6 +78,7 @@ class Subject:
 def main() -> None:
     """Write a plan, or what is wrong with the request."""
     result = Path(sys.argv[1])
+    end_with_parent()
     try:
         answer = _plan(json.load(sys.stdin))
     except (ValueError, NotImplementedError) as error:
@@ -91,10 +91,13 @@ def _plan(request: Mapping[str, Any]) -> dict[str, Any]:
     model = empty_language_model(
         subject.model_config, trust_remote_code=subject.policy["trust_remote_code"]
     )
-    if any(".experts." in name for name, _ in model.named_parameters()):
+    has_experts = any(".experts." in name for name, _ in model.named_parameters())
+    if has_experts and subject.policy["precision"] != "bfloat16":
+        # torch has their grouped matrix product without memory in bfloat16 alone.
         raise ValueError(
-            f"policy.model_name={subject.policy['model_name']!r} has a mixture of experts, which "
-            "cannot be planned: take a step, whose peak_memory_gib is in metrics.jsonl"
+            f"policy.precision={subject.policy['precision']} cannot be planned for the mixture of "
+            f"experts in policy.model_name={subject.policy['model_name']!r}: plan with "
+            "policy.precision=bfloat16"
         )
     layers = subject.worker_class.repeated_layers(model)
     total = sum(each.numel() for each in model.parameters())
@@ -107,29 +110,29 @@ def _plan(request: Mapping[str, Any]) -> dict[str, Any]:
     )
     traces = _trace_depths(subject, depths)
     bucket = _bucket_bytes(subject, traces[max(traces)], num_parameters=total)
-    buffers = 0 if bucket is None else _NUM_BUFFERS * bucket
-    engine = None
+    run = RunMemory(
+        traces=traces,
+        depths=depths,
+        buffer_bytes=0 if bucket is None else _NUM_BUFFERS * bucket,
+        on_gpu=subject.on_gpu,
+        engine=None,
+    )
     if subject.config.has_engines:
         section = generation_of_policy(subject.policy)
+        config = parse_engine_config(section, seed=0, path="policy.generation")
         engine = share_of_engine(
-            parse_engine_config(section, seed=0, path="policy.generation"),
+            config,
             subject.model_config,
             model,
             memory=request["memory"],
             reserve=request["reserve"],
-            beside=buffers,
+            beside=sum(part.bytes for part in run.beside_engine(config.is_colocated)),
         )
-    layout = subject.layout
+        run = replace(run, engine=engine)
     plan = compose(
-        RunMemory(
-            traces=traces,
-            depths=depths,
-            buffer_bytes=buffers,
-            on_gpu=subject.on_gpu,
-            engine=engine,
-        ),
+        run,
         policy=subject.policy,
-        layout=layout,
+        layout=subject.layout,
         text=subject.model_config.get_text_config(),
         memory=request["memory"],
         reserve=request["reserve"],
@@ -186,26 +189,19 @@ def _subject(request: Mapping[str, Any]) -> Subject:
 def _refuse_untraceable(policy: Mapping[str, Any]) -> None:
     """Raise for what a trace does not follow, or has not been held against real ranks."""
     section = policy["dtensor_cfg"]
-    ways: dict[str, tuple[bool, object, str]] = {
+    ways: dict[str, tuple[bool, str]] = {
         "cpu_offload": (
-            section["cpu_offload"],
             section["cpu_offload"],
             "leave it out, and take the plan's parameters and optimizer state off",
         ),
         "lora.enabled": (
             section["lora"]["enabled"],
-            section["lora"]["enabled"],
             "leave it out: a plan without adapters is an upper bound",
         ),
-        "context_parallel_size": (
-            section["context_parallel_size"] > 1,
-            section["context_parallel_size"],
-            "leave it out and divide policy.max_total_sequence_length by it, for a first idea",
-        ),
     }
-    for key, (is_set, value, way) in ways.items():
+    for key, (is_set, way) in ways.items():
         if is_set:
-            raise ValueError(f"policy.dtensor_cfg.{key}={value} cannot be planned: {way}")
+            raise ValueError(f"policy.dtensor_cfg.{key}=True cannot be planned: {way}")
 
 
 def _trace_depths(subject: Subject, depths: Depths) -> dict[int, WorkerTrace]:
@@ -228,6 +224,7 @@ def _start(function: Callable[[], WorkerTrace]) -> tuple[ForkProcess, Connection
     ours, theirs = context.Pipe(duplex=False)
 
     def run() -> None:
+        end_with_parent()
         try:
             theirs.send(function())
         except Exception as error:
@@ -357,9 +354,9 @@ def _bucket_bytes(subject: Subject, trace: WorkerTrace, *, num_parameters: int) 
     given = subject.config.section(RefitSection).bucket_mib
     if given is not None:
         return RefitPlan.of(specs, given * 2**20).largest_bucket
-    # The default is a share of the full model, of which the trace may have some layers.
-    full = num_parameters * specs[0].dtype.itemsize
-    wanted = max(default_bucket_bytes(specs), min(full // 8, _MOST_BUCKET_BYTES))
+    # The default is an eighth of the full model, of which the trace may have some layers.
+    eighth = TensorSpec("", specs[0].dtype, (num_parameters // 8,))
+    wanted = max(default_bucket_bytes(specs), default_bucket_bytes([eighth] * 8))
     return RefitPlan.of(specs, wanted).largest_bucket
 
 

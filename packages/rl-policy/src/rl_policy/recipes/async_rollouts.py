@@ -85,25 +85,16 @@ class AsyncPlan:
                 f"behind, more than async.max_staleness={self.max_staleness}"
             )
 
-    def num_to_open(self, *, held: int, step: int, weights_step: int, room: int) -> int:
-        """Return how many groups may be submitted.
-
-        The last of them is trained on when all that are held have been: `held / num_groups` steps
-        from now. It is then as old as the weights are now, and these steps more.
-
-        Example, 4 groups a step of one optimizer step, staleness 2: before step 6, with weights of
-        step 5 and 8 groups held -> 4; with weights of step 4 -> 0.
+    def num_to_open(self, *, held: int, step: int, room: int) -> int:
+        """Return how many groups may be submitted, apart from the bound of staleness.
 
         Args:
             held: Groups that are sampled or wait to be trained on.
-            step: The step that is taken next.
-            weights_step: The step after which the engines' weights were sent.
+            step: The step that is taken next: no more are opened than it and the later ones take.
             room: Rows that may be submitted.
         """
-        lag = step - 1 - weights_step
-        allowed = self.num_groups * (1 + self.max_staleness // self.versions_per_step - lag)
         left = self.num_groups * (self.num_steps - step + 1)
-        return max(0, min(min(allowed, left) - held, room // self.group_size))
+        return max(0, min(left - held, room // self.group_size))
 
     def is_refit_due(self, *, step: int, weights_step: int) -> bool:
         """Return whether the engines receive weights before a step.
@@ -207,7 +198,7 @@ class AsyncRollouts:
         self._buffer.save(checkpoint / _BUFFER)
 
     def take(self, source: GenerationStream, step: int, *, weights_step: int) -> TakenRollouts:
-        """Return the oldest complete groups; submit what may be, and wait as long as it takes.
+        """Return the oldest complete groups; submit what may be, and wait until enough are.
 
         Args:
             source: Samples.
@@ -215,14 +206,22 @@ class AsyncRollouts:
             weights_step: The step after which the engines' weights were sent.
 
         Raises:
+            ValueError: The engines have no room for the completions of one group.
             TimeoutError: Nothing was completed in time.
-            TicketsLostError: Submissions have failed, or an engine has died.
+            TicketsLostError: Submissions have failed.
+            EngineLostError: An engine has died.
         """
         self._receive(source, timeout_s=0.0)
         self._submit(source, step, weights_step=weights_step)
         while not (groups := self._buffer.take()):
             # What was too old is sampled anew.
             self._submit(source, step, weights_step=weights_step)
+            if not self._ids and source.room < self.plan.group_size:
+                raise ValueError(
+                    f"grpo.samples_per_prompt={self.plan.group_size} is more than the "
+                    f"{source.room} rows that engines take at a time: raise "
+                    "policy.generation.vllm_cfg.max_requests_in_flight"
+                )
             if not self._receive(source, timeout_s=self._timeout_s):
                 raise TimeoutError(
                     f"no completion of step {step} has finished within {self._timeout_s:.0f} s: "
@@ -253,10 +252,10 @@ class AsyncRollouts:
         limit = self.plan.num_to_open(
             held=counts.in_flight + counts.complete,
             step=step,
-            weights_step=weights_step,
             room=source.room,
         )
-        for id in self._buffer.open(limit):
+        version = weights_step * self.plan.versions_per_step
+        for id in self._buffer.open(limit, version=version):
             prompts = self._encode([self._problem(id)]).repeat_interleave(self.plan.group_size)
             self._ids[source.submit(prompts)] = id
 

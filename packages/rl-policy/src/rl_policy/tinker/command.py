@@ -29,6 +29,7 @@ from rl_policy.config import (
 )
 from rl_policy.ray.cluster import RayVirtualCluster
 from rl_policy.ray.worker_group import WorkerGroupError
+from rl_policy.tinker.store import KEY_PREFIX, CheckpointStore
 
 if TYPE_CHECKING:
     from rl_policy.policy import Policy
@@ -56,7 +57,6 @@ SERVER_POLICY: Settings = {
 """Over the command line's own defaults of `policy`."""
 
 _MODULES = ("google.protobuf", "starlette", "uvicorn", "peft")
-_KEY_PREFIX = "tml-"
 _STOP_S = 5.0
 
 
@@ -170,26 +170,27 @@ def serve(config: ServerConfig, options: ServerOptions, *, tell: Callable[[str],
 
     Raises:
         ValueError: The server cannot be started with this configuration.
-        WorkerGroupError: A process of the policy has died.
+        WorkerGroupError: A process of the policy has died, or all had to be ended.
     """
     from transformers import AutoTokenizer
 
     from rl_policy.tinker.engine import TinkerEngine
     from rl_policy.tinker.service import ServiceLimits, TinkerService
-    from rl_policy.tinker.store import CheckpointStore
 
     limits = model_limits(config.policy)
-    # transformers gives its factories no types.
-    tokenizer: Any = AutoTokenizer.from_pretrained(options.model)  # pyright: ignore[reportUnknownMemberType]
+    try:
+        # transformers gives its factories no types.
+        tokenizer: Any = AutoTokenizer.from_pretrained(options.model)  # pyright: ignore[reportUnknownMemberType]
+    except OSError as error:
+        raise ValueError(f"the tokenizer of {options.model!r} cannot be read: {error}") from None
     with ExitStack() as leaving:
         store = CheckpointStore(options.state_dir)
         leaving.callback(store.close)
         store.remove_expired()
-        api_key = _api_key(store.api_key)
+        api_key = _api_key(store)
         listening = leaving.enter_context(_bound(options.host, options.port))
         policy = leaving.enter_context(_open_policy(config, tokenizer))
         failures: list[Exception] = []
-        stopping = _Stop()
         section = config.tinker
         service = TinkerService(
             TinkerEngine(policy, limits=limits, tokenizer=tokenizer),
@@ -205,7 +206,7 @@ def serve(config: ServerConfig, options: ServerOptions, *, tell: Callable[[str],
                 result_kept_s=section.result_kept_s,
             ),
             is_fatal=lambda error: isinstance(error, WorkerGroupError) or _has_ended(policy),
-            on_fatal=lambda error: (failures.append(error), stopping.set())[1],
+            on_fatal=failures.append,
         )
         leaving.callback(service.close, _STOP_S)
         host, port = listening.getsockname()[:2]
@@ -216,10 +217,13 @@ def serve(config: ServerConfig, options: ServerOptions, *, tell: Callable[[str],
             tell(f"the API key, for clients' {KEY_VARIABLE}, is in {store.root / 'api_key'}")
         tell(f"serving {options.name} on http://{shown}:{port}")
         number = asyncio.run(
-            _run(service, listening, stopping, api_key=api_key, limit=section.max_request_bytes)
+            _run(service, listening, failures, api_key=api_key, limit=section.max_request_bytes)
         )
-        if failures:
-            raise failures[0]
+        for failure in failures:
+            if isinstance(failure, WorkerGroupError):
+                raise failure
+            # Such as memory that ran out on one rank, for which the others could not wait.
+            raise WorkerGroupError(f"the ranks were ended: {failure}") from failure
         return number
 
 
@@ -256,27 +260,15 @@ def model_limits(policy: Mapping[str, Any]) -> ModelLimits:
     )
 
 
-class _Stop:
-    """What ends the server, from any thread; `bind` comes with the loop."""
-
-    def __init__(self) -> None:
-        self._is_set = False
-        self._call: Callable[[], None] | None = None
-
-    def bind(self, call: Callable[[], None]) -> None:
-        self._call = call
-        if self._is_set:
-            call()
-
-    def set(self) -> None:
-        self._is_set = True
-        if self._call is not None:
-            self._call()
-
-
 async def _run(
-    service: TinkerService, listening: socket.socket, stopping: _Stop, *, api_key: str, limit: int
+    service: TinkerService,
+    listening: socket.socket,
+    failures: Sequence[Exception],
+    *,
+    api_key: str,
+    limit: int,
 ) -> int:
+    """Serve until a signal, whose number is returned, or until there is a failure."""
     import uvicorn
 
     from rl_policy.tinker.server import build_app
@@ -286,6 +278,10 @@ async def _run(
         def capture_signals(self) -> Iterator[None]:
             # uvicorn would raise them again at its end, before the policy has been shut down.
             yield
+
+        async def on_tick(self, counter: int) -> bool:
+            # Ten times a second.
+            return bool(failures) or await super().on_tick(counter)
 
     server = Server(
         uvicorn.Config(
@@ -299,24 +295,23 @@ async def _run(
     )
     loop = asyncio.get_running_loop()
     received: list[int] = []
+    # A job in a shell's background ignores SIGINT, and goes on to.
+    caught = [
+        number
+        for number in (signal.SIGINT, signal.SIGTERM)
+        if signal.getsignal(number) is not signal.SIG_IGN
+    ]
 
     def end(number: int) -> None:
         received.append(number)
         server.should_exit = True
         # A second signal ends the process at once.
-        for each in (signal.SIGINT, signal.SIGTERM):
+        for each in caught:
             loop.remove_signal_handler(each)
+            signal.signal(each, signal.SIG_DFL)
 
-    for number in (signal.SIGINT, signal.SIGTERM):
+    for number in caught:
         loop.add_signal_handler(number, end, number)
-
-    def stop() -> None:
-        server.should_exit = True
-
-    def stop_soon() -> None:
-        loop.call_soon_threadsafe(stop)
-
-    stopping.bind(stop_soon)
     await server.serve(sockets=[listening])
     return received[0] if received else 0
 
@@ -355,18 +350,18 @@ def _open_policy(config: ServerConfig, tokenizer: Any) -> Iterator[Policy]:
         cluster.shutdown()
 
 
-def _api_key(own: Callable[[], str]) -> str:
+def _api_key(store: CheckpointStore) -> str:
     """Return the key of the environment, or the directory's own.
 
     Raises:
         ValueError: No client would send it.
     """
-    key = os.environ.get(KEY_VARIABLE)
+    key, source = os.environ.get(KEY_VARIABLE), KEY_VARIABLE
     if key is None:
-        return own()
-    if not key.startswith(_KEY_PREFIX) or len(key) < 12 or not key.isascii():
+        key, source = store.api_key(), str(store.root / "api_key")
+    if not key.startswith(KEY_PREFIX) or len(key) < 12 or not key.isascii():
         raise ValueError(
-            f"{KEY_VARIABLE} must start with {_KEY_PREFIX!r}, as the client requires, and "
+            f"{source} must start with {KEY_PREFIX!r}, as the client requires, and "
             f"have 12 characters or more: it has {len(key)}"
         )
     return key

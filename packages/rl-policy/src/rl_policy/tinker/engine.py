@@ -13,7 +13,7 @@ import torch
 from rl_batched_data import BatchedDataDict
 
 from rl_policy.tinker.losses import TARGETS, make_loss
-from rl_policy.tinker.requests import AdamSettings, LoraSettings, RequestError, SamplingSettings
+from rl_policy.tinker.requests import AdamSettings, RequestError, SamplingSettings
 from rl_policy.tinker.wire import ForwardBackwardCall, Sampled
 
 if TYPE_CHECKING:
@@ -120,20 +120,10 @@ class TinkerEngine:
 
     # Training
 
-    def create(self, model: str, lora: LoraSettings) -> None:
+    def create(self, model: str, *, rank: int, seed: int | None, layers: Sequence[str]) -> None:
         """Add a set of initial adapters, of a random seed if none is given."""
-        layers = [
-            kind
-            for kind, is_trained in (("attention", lora.train_attn), ("mlp", lora.train_mlp))
-            if is_trained
-        ]
-        if not layers:
-            raise RequestError(
-                "lora_config has train_attn=False and train_mlp=False: nothing would be trained, "
-                "as the output layer has no adapters"
-            )
-        seed = secrets.randbits(62) if lora.seed is None else lora.seed
-        self._sets.add(model, rank=lora.rank, seed=seed, layers=layers)
+        chosen = secrets.randbits(62) if seed is None else seed
+        self._sets.add(model, rank=rank, seed=chosen, layers=layers)
 
     def forward_backward(self, call: ForwardBackwardCall) -> ForwardBackwardResult:
         """Return the targets' log-probabilities and the loss; add gradients if they are asked for.

@@ -79,7 +79,9 @@ class JobThread:
                 for job in jobs:
                     _settle(job.future, error=error)
                 if self._is_fatal(error):
-                    self._on_fatal(error)
+                    # Where `close` has not waited long enough, its caller has ended the ranks.
+                    if not self._is_closed:
+                        self._on_fatal(error)
                     return
             else:
                 for job, result in zip(jobs, results, strict=True):
@@ -204,10 +206,10 @@ class InOrder:
     def __init__(self, *, first: int, gap_s: float) -> None:
         self._next = first
         self._gap_s = gap_s
-        self._waiting: dict[int, tuple[Callable[[], None], asyncio.Future[object] | None]] = {}
+        self._waiting: dict[int, tuple[Callable[[], object], asyncio.Future[object] | None]] = {}
 
     def submit(
-        self, number: int, start: Callable[[], None], future: asyncio.Future[object] | None
+        self, number: int, start: Callable[[], object], future: asyncio.Future[object] | None
     ) -> None:
         """Call `start` after those of all lower numbers.
 

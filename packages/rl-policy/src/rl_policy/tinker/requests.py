@@ -57,10 +57,19 @@ class ByModel(Request):
     model_id: _Id
 
 
-class InOrder(ByModel):
+class Numbered(ByModel):
     """One of the requests of a model, which are carried out in the order of their numbers."""
 
     seq_id: _Count
+
+
+class NumberAlone(Numbered):
+    """The number of a request, the rest of which is not read."""
+
+    @model_validator(mode="before")
+    @classmethod
+    def _drop_silent_keys(cls, values: Any) -> Any:
+        return values
 
 
 class Heartbeat(Request):
@@ -77,6 +86,21 @@ class LoraSettings(Request):
     train_unembed: bool = True
     train_mlp: bool = True
     train_attn: bool = True
+
+    @property
+    def layers(self) -> list[str]:
+        """The kinds of layers that are trained."""
+        kinds = {"attention": self.train_attn, "mlp": self.train_mlp}
+        return [kind for kind, is_trained in kinds.items() if is_trained]
+
+    @model_validator(mode="after")
+    def _check(self) -> LoraSettings:
+        if not self.layers:
+            raise ValueError(
+                "train_attn=False and train_mlp=False: nothing would be trained, as the output "
+                "layer has no adapters"
+            )
+        return self
 
 
 class OptimizerKind(Request):
@@ -102,18 +126,19 @@ class AdamSettings(Request):
     learning_rate: Annotated[float, Field(ge=0)] = 1e-4
     beta1: Annotated[float, Field(ge=0, lt=1)] = 0.9
     beta2: Annotated[float, Field(ge=0, lt=1)] = 0.95
-    eps: Annotated[float, Field(ge=0)] = 1e-12
+    # At 0 in float32 a parameter that has no gradient yet would become 0 / 0.
+    eps: Annotated[float, Field(ge=1e-30)] = 1e-12
     weight_decay: Annotated[float, Field(ge=0)] = 0.0
     grad_clip_norm: Annotated[float, Field(ge=0)] = 0.0
 
 
-class OptimStep(InOrder):
+class OptimStep(Numbered):
     """An optimizer step."""
 
     adam_params: AdamSettings
 
 
-class SaveWeights(InOrder):
+class SaveWeights(Numbered):
     """A checkpoint of adapters and optimizer state."""
 
     path: _Name
@@ -122,7 +147,7 @@ class SaveWeights(InOrder):
     user_metadata: _Metadata | None = None
 
 
-class SaveForSampler(InOrder):
+class SaveForSampler(Numbered):
     """A checkpoint of adapters, or a sampler of the adapters as they are now."""
 
     path: _Name | None = None

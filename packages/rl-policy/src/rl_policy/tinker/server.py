@@ -7,7 +7,7 @@ import hmac
 import json
 import logging
 from collections.abc import AsyncGenerator, Awaitable, Callable
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, suppress
 from datetime import UTC, datetime
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -150,10 +150,12 @@ class _Routes:
             "create_model": self._post(bodies.CreateModel, service.create_model),
             "get_info": self._post(bodies.ByModel, lambda each: service.info(each.model_id)),
             "unload_model": self._post(bodies.ByModel, lambda each: service.unload(each.model_id)),
-            "optim_step": self._post(bodies.OptimStep, service.optim_step),
-            "save_weights": self._post(bodies.SaveWeights, service.save_weights),
-            "save_weights_for_sampler": self._post(bodies.SaveForSampler, service.save_for_sampler),
-            "load_weights": self._post(bodies.LoadWeights, service.load_weights),
+            "optim_step": self._post_in_order(bodies.OptimStep, service.optim_step),
+            "save_weights": self._post_in_order(bodies.SaveWeights, service.save_weights),
+            "save_weights_for_sampler": self._post_in_order(
+                bodies.SaveForSampler, service.save_for_sampler
+            ),
+            "load_weights": self._post_in_order(bodies.LoadWeights, service.load_weights),
             "weights_info": self._post(bodies.WeightsInfo, self._weights_info),
             "create_sampling_session": self._post(bodies.CreateSampler, self._create_sampler),
             "join_sampling_session": self._post(bodies.JoinSampler, self._join_sampler),
@@ -173,6 +175,23 @@ class _Routes:
     def _post(self, kind: type[RequestT], handle: Callable[[RequestT], Json]) -> Handler:
         async def handler(request: HttpRequest) -> Response:
             return JSONResponse(handle(parse(kind, await request.body())))
+
+        return handler
+
+    def _post_in_order(self, kind: type[RequestT], handle: Callable[[RequestT], Json]) -> Handler:
+        """Return the handler of a request that has a number among those of its model."""
+
+        async def handler(request: HttpRequest) -> Response:
+            body = await request.body()
+            try:
+                parsed = parse(kind, body)
+            except RequestError:
+                # The requests after it must not wait for this one.
+                with suppress(RequestError):
+                    numbered = parse(bodies.NumberAlone, body)
+                    self._service.refuse(numbered.model_id, numbered.seq_id)
+                raise
+            return JSONResponse(handle(parsed))
 
         return handler
 

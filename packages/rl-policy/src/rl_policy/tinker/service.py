@@ -11,7 +11,7 @@ import logging
 import secrets
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +21,6 @@ from rl_policy.tinker.requests import (
     CreateModel,
     CreateSampler,
     LoadWeights,
-    LoraSettings,
     OptimStep,
     RequestError,
     Sample,
@@ -62,7 +61,6 @@ class Model:
     rank: int
     layers: list[str]
     order: InOrder
-    metadata: Json = field(default_factory=dict[str, Any])
 
 
 @dataclass(kw_only=True, slots=True)
@@ -168,7 +166,8 @@ class TinkerService:
             )
             self.end_session(session)
         self.futures.sweep()
-        self.store.remove_expired()
+        # In the thread that writes checkpoints: one that is being replaced may have expired.
+        self._run(self.store.remove_expired)
 
     # Models
 
@@ -187,28 +186,62 @@ class TinkerService:
             raise RequestError(
                 f"optimizer_config.type={request.optimizer_config.type!r}: only 'adamw' is there"
             )
-        if lora.rank > self._engine.limits.max_rank:
-            raise RequestError(
-                f"lora_config.rank={lora.rank} is above {self._engine.limits.max_rank}: start the "
-                "server with a larger policy.dtensor_cfg.lora.r"
-            )
-        model = f"{request.session_id}:train:{request.model_seq_id}"
-        if model in self._models:
-            return _promise(f"{model}/create", model)
-        self._require_room()
-        self._models[model] = Model(
-            session=request.session_id,
-            rank=lora.rank,
-            layers=_layers_of(lora),
-            order=InOrder(first=1, gap_s=self._limits.gap_timeout_s),
-            metadata=request.user_metadata or {},
-        )
+        self._require_rank("lora_config.rank", lora.rank)
+        name = f"{request.session_id}:train:{request.model_seq_id}"
 
         def create() -> Json:
-            self._engine.create(model, lora)
-            return {"type": "create_model", "model_id": model}
+            self._engine.create(name, rank=lora.rank, seed=lora.seed, layers=lora.layers)
+            return {"type": "create_model", "model_id": name}
 
-        return self._start(f"{model}/create", model, create)
+        return self._start_model(
+            name, create, session=request.session_id, rank=lora.rank, layers=lora.layers
+        )
+
+    def _start_model(
+        self,
+        name: str,
+        work: Callable[[], object],
+        *,
+        session: str,
+        rank: int,
+        layers: list[str],
+    ) -> Json:
+        """Start to add a model, once; it takes no room if that fails.
+
+        Args:
+            name: The model.
+            work: Adds its set to the engine.
+            session: Whose it is.
+            rank: Of its adapters.
+            layers: That it trains.
+
+        Raises:
+            RequestError: There are as many as the server holds.
+        """
+        request_id = f"{name}/create"
+        if name in self._models or self.futures.get(request_id) is not None:
+            return _promise(request_id, name)
+        if len(self._models) >= self._limits.max_models:
+            raise RequestError(
+                f"there are {len(self._models)} models already, as many as tinker.max_models "
+                "allows: end a session, or start the server with a larger number"
+            )
+        order = InOrder(first=1, gap_s=self._limits.gap_timeout_s)
+        model = Model(session=session, rank=rank, layers=layers, order=order)
+        self._models[name] = model
+
+        def forget_if_failed(done: asyncio.Future[object]) -> None:
+            if self._models.get(name) is not model:
+                return
+            if done.cancelled():
+                self._drop_model(name)
+            elif done.exception() is not None:
+                del self._models[name]
+
+        future = self.futures.add(request_id, owner=session)
+        future.add_done_callback(forget_if_failed)
+        self._run(work, future)
+        return _promise(request_id, name)
 
     def model(self, name: str) -> Model:
         """Return a model.
@@ -236,12 +269,19 @@ class TinkerService:
 
     def unload(self, name: str) -> Json:
         """Drop a model."""
-        self.model(name)
-        self._drop_model(name)
         request_id = f"{name}/unload"
-        future = self.futures.add(request_id, owner="")
-        future.set_result({"type": "unload_model", "model_id": name})
+        if self.futures.get(request_id) is None:
+            session = self.model(name).session
+            self._drop_model(name)
+            future = self.futures.add(request_id, owner=session)
+            future.set_result({"type": "unload_model", "model_id": name})
         return _promise(request_id, name)
+
+    def refuse(self, name: str, number: int) -> None:
+        """Count a request of a model that cannot be read, as its client has."""
+        order = self.model(name).order
+        if not order.is_past(number):
+            order.skip(number)
 
     # Training
 
@@ -294,12 +334,12 @@ class TinkerService:
                 )
 
             return self._start_in_order(request.model_id, request.seq_id, prepare)
-        number = request.sampling_session_seq_id
-        if number is None:
-            raise RequestError("path or sampling_session_seq_id is missing")
-        sampler = f"{model.session}:sample:{number}"
 
         def prepare_snapshot() -> Callable[[], Json]:
+            number = request.sampling_session_seq_id
+            if number is None:
+                raise RequestError("path or sampling_session_seq_id is missing")
+            sampler = f"{model.session}:sample:{number}"
             self._samplers[sampler] = Sampler(session=model.session, adapters=sampler)
             self._use_sampled(sampler)
 
@@ -345,10 +385,10 @@ class TinkerService:
                     "model_id with seq_id, or session_id with model_seq_id is missing"
                 )
             name = request.model_id
+            model = self.model(name)
 
             def prepare() -> Callable[[], Json]:
                 checkpoint, path = self._loadable(request)
-                model = self.model(name)
 
                 def replace() -> Json:
                     self._engine.replace(name, path, with_optimizer=request.optimizer)
@@ -362,23 +402,15 @@ class TinkerService:
             raise RequestError("model_seq_id is missing beside session_id")
         self.require_session(request.session_id)
         name = f"{request.session_id}:train:{request.model_seq_id}"
-        if name in self._models:
-            return _promise(f"{name}/create", name)
         checkpoint, path = self._loadable(request)
-        self._require_room()
-        self._models[name] = Model(
-            session=request.session_id,
-            rank=checkpoint.rank,
-            layers=checkpoint.layers,
-            order=InOrder(first=1, gap_s=self._limits.gap_timeout_s),
-            metadata=request.user_metadata or {},
-        )
 
         def load() -> Json:
             self._engine.load(name, path, with_optimizer=request.optimizer)
             return _loaded(request, name)
 
-        return self._start(f"{name}/create", name, load)
+        return self._start_model(
+            name, load, session=request.session_id, rank=checkpoint.rank, layers=checkpoint.layers
+        )
 
     def _loadable(self, request: LoadWeights) -> tuple[Checkpoint, Path]:
         if request.base_model is not None:
@@ -386,7 +418,7 @@ class TinkerService:
         checkpoint, path = self.store.find(request.path)
         if request.optimizer and checkpoint.kind != WEIGHTS:
             raise RequestError(f"{request.path} has no optimizer state")
-        self._require_base_model(checkpoint.base_model)
+        self._require_served(checkpoint)
         return checkpoint, path
 
     # Sampling
@@ -404,7 +436,7 @@ class TinkerService:
             self._require_base_model(request.base_model)
         if request.model_path is not None:
             checkpoint, _ = self.store.find(request.model_path)
-            self._require_base_model(checkpoint.base_model)
+            self._require_served(checkpoint)
         sampler = f"{request.session_id}:sample:{request.sampling_session_seq_id}"
         self._samplers.setdefault(
             sampler,
@@ -499,7 +531,14 @@ class TinkerService:
             )
         _, directory = self.store.find(path)
         self._use_sampled(adapters)
-        self._run(lambda: self._engine.load(adapters, directory, with_optimizer=False))
+
+        def forget_if_failed(done: asyncio.Future[object]) -> None:
+            if not done.cancelled() and done.exception() and adapters in self._sampled_sets:
+                self._sampled_sets.remove(adapters)
+
+        load = self._run(lambda: self._engine.load(adapters, directory, with_optimizer=False))
+        # The next sample tries again.
+        load.add_done_callback(forget_if_failed)
 
     def _use_sampled(self, adapters: str) -> None:
         """Note that a set was used last; drop the one that was used first if there are too many."""
@@ -536,18 +575,14 @@ class TinkerService:
         model.order.submit(number, lambda: self._run(work, future), future)
         return _promise(request_id, name)
 
-    def _start(self, request_id: str, name: str, work: Callable[[], object]) -> Json:
-        model = self._models[name]
-        self._run(work, self.futures.add(request_id, owner=model.session))
-        return _promise(request_id, name)
-
     def _run(
         self, work: Callable[[], object], future: asyncio.Future[object] | None = None
-    ) -> None:
+    ) -> asyncio.Future[object]:
         if future is None:
             future = asyncio.get_running_loop().create_future()
             future.add_done_callback(_log_failure)
         self._jobs.submit(Job(run=lambda _: [work()], argument=None, future=future))
+        return future
 
     def _drop_model(self, name: str) -> None:
         del self._models[name]
@@ -557,21 +592,21 @@ class TinkerService:
         self._sampled_sets.remove(adapters)
         self._run(lambda: self._engine.remove(adapters))
 
-    def _require_room(self) -> None:
-        if len(self._models) >= self._limits.max_models:
+    def _require_rank(self, key: str, rank: int) -> None:
+        if rank > self._engine.limits.max_rank:
             raise RequestError(
-                f"there are {len(self._models)} models already, as many as tinker.max_models "
-                "allows: end a session, or start the server with a larger number"
+                f"{key}={rank} is above {self._engine.limits.max_rank}: start the server with a "
+                "larger policy.dtensor_cfg.lora.r"
             )
+
+    def _require_served(self, checkpoint: Checkpoint) -> None:
+        """Raise `RequestError` if a checkpoint is of another model, or of too large a rank."""
+        self._require_base_model(checkpoint.base_model)
+        self._require_rank(f"{checkpoint.path}: rank", checkpoint.rank)
 
     def _require_base_model(self, name: str) -> None:
         if name != self.base_model:
             raise RequestError(f"base_model={name!r} is not served: only {self.base_model!r} is")
-
-
-def _layers_of(lora: LoraSettings) -> list[str]:
-    kinds = {"attention": lora.train_attn, "mlp": lora.train_mlp}
-    return [kind for kind, is_trained in kinds.items() if is_trained]
 
 
 def _promise(request_id: str, model: str) -> Json:

@@ -32,8 +32,8 @@ _PATH = re.compile(
 )
 _SUFFIX = ".checkpoint.json"
 _OWNER_ONLY = 0o700
-# As the client requires of a key.
-_KEY_PREFIX = "tml-"
+KEY_PREFIX = "tml-"
+"""What the client requires of a key."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -91,10 +91,13 @@ class CheckpointStore:
         """Return the key of the directory, which is made at the first call."""
         path = self.root / "api_key"
         if not path.exists():
-            key = _KEY_PREFIX + secrets.token_urlsafe(32)
-            descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
+            key = KEY_PREFIX + secrets.token_urlsafe(32)
+            # Renamed when it is complete: on a full disk the next server would find half of it.
+            partial = path.with_suffix(".partial")
+            descriptor = os.open(partial, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600)
             with os.fdopen(descriptor, "w") as file:
                 file.write(key)
+            partial.replace(path)
         return path.read_text().strip()
 
     def write(
@@ -112,17 +115,20 @@ class CheckpointStore:
             overwrite: Whether it may replace one of the same name.
 
         Raises:
-            RequestError: There is one of the same name.
+            RequestError: There is one of the same name, which has not expired.
         """
         path = self._directory(checkpoint.model, checkpoint.kind, checkpoint.name)
-        if path.exists() and not overwrite:
+        beside = _beside(path)
+        if _read(beside) is None:
+            # What has expired, or was left by a server that was killed while it saved.
+            self._remove(path)
+        elif not overwrite:
             raise RequestError(
                 f"{checkpoint.path} exists: choose another name, or pass overwrite=True"
             )
         path.parent.mkdir(parents=True, exist_ok=True)
         save(path)
         # Last, and renamed: without it there is no checkpoint.
-        beside = _beside(path)
         partial = beside.with_suffix(".partial")
         partial.write_text(json.dumps(asdict(checkpoint)))
         partial.replace(beside)

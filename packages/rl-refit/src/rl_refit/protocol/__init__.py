@@ -76,6 +76,9 @@ class State(Enum):
     POISONED = "poisoned"
 
 
+_UPDATING = (State.IN_PROGRESS, State.LOADED, State.SWAPPING)
+
+
 class WeightVersion:
     """The version and state of one engine's weights.
 
@@ -102,12 +105,15 @@ class WeightVersion:
     @property
     def is_updating(self) -> bool:
         """Whether a refit has begun and is neither committed nor failed."""
-        return self.state in (State.IN_PROGRESS, State.LOADED, State.SWAPPING)
+        return self.state in _UPDATING
 
     @property
     def serves(self) -> bool:
         """Whether the engine's weights are exactly those of the committed version."""
-        is_intact = self.state is State.READY or (self.is_updating and self.is_staged)
+        # Each once, and in this order: a failure, of the thread that receives, changes the state
+        # first.
+        is_staged, state = self.is_staged, self.state
+        is_intact = state is State.READY or (state in _UPDATING and is_staged)
         return is_intact and self.committed is not None
 
     @property

@@ -24,6 +24,9 @@ from rl_refit.report import RefitReport
 from rl_refit.vllm.reload import LayerwiseReload
 from rl_refit.vllm.staging import Room, StagedModel, find_room
 
+# After its receiver was closed; what it still does is to give up its own load.
+_ABANDON_S = 5.0
+
 
 @dataclass
 class RefitInitInfo(WeightTransferInitInfo):
@@ -195,6 +198,8 @@ class RefitWeightTransferEngine(WeightTransferEngine[RefitInitInfo, RefitUpdateI
         if self._staging is not None and self._staging.is_alive():
             # The receiver connects again with the next refit.
             self.require_receiver().close()
+            # The next load must not run beside it: vLLM's current config belongs to the process.
+            self._staging.join(_ABANDON_S)
 
     def release_staging(self) -> None:
         """Free the memory of the second set of weights."""

@@ -25,7 +25,7 @@ def fake_cpu(
         rank: The rank that this process is.
         world_size: The ranks of the job; the other ones do not exist.
         has_cuda_kernels: Whether attention takes the kernels that CUDA would choose, which decide
-            what it keeps for the backward pass.
+            what it keeps for the backward pass, and collectives take what NCCL's do.
 
     Yields:
         The counters, see `FakeDevice.phase`.

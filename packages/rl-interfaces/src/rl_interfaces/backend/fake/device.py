@@ -135,7 +135,8 @@ class FakeDevice(TorchDispatchMode):
         packages: Prefixes of the package names to which synchronisations are attributed: the
             innermost frame of one of them is reported.
         device_type: `cuda`, or `cpu` where the device is the host itself.
-        has_cuda_kernels: Whether attention takes the kernels of CUDA, also on the CPU.
+        has_cuda_kernels: Whether attention takes the kernels of CUDA, and collectives those of
+            NCCL, also on the CPU.
     """
 
     def __init__(
@@ -250,6 +251,15 @@ class FakeDevice(TorchDispatchMode):
         block.size = size
         self.peak_bytes = max(self.peak_bytes, self.live_bytes)
 
+    def _count_gloo_copy(self, name: str, args: tuple[Any, ...]) -> None:
+        """Count what gloo's reduce-scatter takes: it all-reduces a copy of its input."""
+        if "reduce_scatter" not in name or self.has_cuda_kernels or self._paused:
+            return
+        # `c10d` has the output first; `_c10d_functional` has no output among its arguments.
+        inputs = _tensors_in(args[1:2]) or _tensors_in(args[:1])
+        copied = sum(each.nbytes for each in inputs)
+        self.peak_bytes = max(self.peak_bytes, self.live_bytes + copied)
+
     def _free(self, block: _Block) -> None:
         self.live_bytes -= block.size
         block.size = 0
@@ -309,6 +319,7 @@ class FakeDevice(TorchDispatchMode):
         if name in ("index", "index_put", "index_put_", "_index_put_impl_"):
             args = self._with_integer_indices(name, args)
         out = self._compute(func, name, args, kwargs)
+        self._count_gloo_copy(name, args)
         is_kernel = not func.is_view and name not in _WITHOUT_KERNEL
         if is_kernel and (on_device or self.owns(kwargs.get("device"))):
             self._launch(name)
@@ -499,6 +510,7 @@ class FakeDevice(TorchDispatchMode):
         if len(devices) > 1:
             raise RuntimeError(f"{func._schema.name} of tensors on {sorted(devices)}")
         name = func._schema.name.partition("::")[2]
+        self._count_gloo_copy(name, args)
         if name == "recv_":
             _share_values(tensors[0], self.received)
         elif name == "send":

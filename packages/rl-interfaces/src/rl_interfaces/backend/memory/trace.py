@@ -45,7 +45,7 @@ class TraceRequest:
         world_size: Ranks of the job.
         rank: The rank that is traced. The first has the largest shards.
         has_optimizer: Whether the worker trains.
-        has_cuda_kernels: Whether attention takes CUDA's kernels.
+        has_cuda_kernels: See `fake_cpu`.
         training_rows: This rank's rows of one optimizer step, two micro-batches if it has as many;
             None: it does not train.
         scored_rows: The rows of one micro-batch of a scoring call.
@@ -168,9 +168,8 @@ def _trace_calls(worker: Any, request: TraceRequest, recorder: _Recorder) -> Wor
     with recorder.places_of(worker):
         if request.scored_rows is not None:
             with recorder.phase("score"):
-                worker.score(request.scored_rows) if of_scores else worker.get_logprobs(
-                    request.scored_rows
-                )
+                score = worker.score if of_scores else worker.get_logprobs
+                score(_received(request.scored_rows))
         if request.training_rows is not None:
             _train(worker, request, recorder, loss=_MeanLoss(of_scores=of_scores))
         optimizer_bytes = recorder.device.live_bytes - model_bytes
@@ -179,7 +178,7 @@ def _trace_calls(worker: Any, request: TraceRequest, recorder: _Recorder) -> Wor
             _gather(worker.weight_source)
     if request.prompts is not None:
         with recorder.phase("generate"):
-            worker.generate(request.prompts)
+            worker.generate(_received(request.prompts))
     return WorkerTrace(
         phases=recorder.phases,
         model_bytes=model_bytes,
@@ -188,9 +187,15 @@ def _trace_calls(worker: Any, request: TraceRequest, recorder: _Recorder) -> Wor
     )
 
 
+def _received(rows: BatchedDataDict[Any]) -> BatchedDataDict[Any]:
+    """Return rows as a worker has them during a call: a copy, which ends with it."""
+    return rows.writable()
+
+
 def _train(worker: Any, request: TraceRequest, recorder: _Recorder, *, loss: LossFunction) -> None:
+    assert request.training_rows is not None, "the caller has seen them"
     with recorder.phase("train") as phase:
-        worker.train(request.training_rows, loss, gbs=request.gbs)
+        worker.train(_received(request.training_rows), loss, gbs=request.gbs)
     # The state is made by the first step, and stays: in every other step it is there before.
     state = phase.after - phase.before
     for place in phase.peaks:
