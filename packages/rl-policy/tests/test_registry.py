@@ -36,8 +36,8 @@ def register(tmp_path, monkeypatch):
 
 def test_ours_are_registered_like_a_strangers(register):
     register("echo = stranger_recipe:ECHO")
-    assert installed_recipes() == ["dpo", "echo", "eval", "grpo", "rm", "sft"]
-    for name in ("dpo", "eval", "grpo", "rm", "sft"):
+    assert installed_recipes() == ["distill", "dpo", "echo", "eval", "grpo", "rm", "sft"]
+    for name in ("distill", "dpo", "eval", "grpo", "rm", "sft"):
         recipe = find_recipe(name)
         assert recipe.name == name == next(iter(recipe.sections))
 
@@ -45,7 +45,8 @@ def test_ours_are_registered_like_a_strangers(register):
 def test_the_command_line_lists_what_is_registered_without_importing_it(register):
     register("echo = stranger_recipe:ECHO", "gone = no_such_package.module:X")
     listed = CliRunner().invoke(build_app(), ["--help"], env={"COLUMNS": "200"}).output
-    for name in ("dpo", "echo", "eval", "grpo", "merge", "plan", "rm", "serve-tinker", "sft"):
+    recipes = ("distill", "dpo", "echo", "eval", "grpo", "rm", "sft")
+    for name in (*recipes, "merge", "plan", "serve-tinker"):
         assert name in listed
     assert "Repeat the prompts" in listed
     assert "Cannot be imported" in listed

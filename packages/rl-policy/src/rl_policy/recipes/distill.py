@@ -44,6 +44,7 @@ from rl_policy.run.inputs import (
     check_language_model,
     check_sampling,
     check_schedule,
+    is_missing_directory,
     prepare_problems,
     read_tokenizer,
 )
@@ -71,8 +72,8 @@ class DistillSection(Section):
     """Of the generalized Jensen-Shannon divergence: 0 is the forward divergence from the teacher,
     which covers all that it does, 1 the reverse one, which keeps to what it does most."""
     truncate_student: bool = False
-    """Renormalise the model's distribution over the teacher's top_k tokens too, so that what it gives
-    to other tokens is free; beta=1 needs it."""
+    """Renormalise the model's distribution over these tokens too; beta=1 needs it. What the model
+    gives to others is then free."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -145,6 +146,8 @@ def check_distill(config: RunConfig) -> None:
             f"distill.teacher is not set, and policy.model_name={config.policy['model_name']!r} "
             "has none: give name or directory of the model to learn from"
         )
+    if is_missing_directory(section.teacher or ""):
+        raise ValueError(f"distill.teacher={section.teacher!r} is no directory")
     check_refit(refit, config.policy["generation"])
     if refit.verify == "logprobs":
         raise ValueError(

@@ -362,6 +362,11 @@ def _load_tokenizer(config: RunConfig) -> PreTrainedTokenizerBase:
     return tokenizer
 
 
+def is_missing_directory(model: str) -> bool:
+    """Return whether a model is named as a directory is, and there is none."""
+    return model.startswith((".", "/", "~")) and not Path(model).is_dir()
+
+
 def read_tokenizer(name: str, *, key: str, trust_remote_code: bool) -> PreTrainedTokenizerBase:
     """Return the tokenizer of a model.
 
@@ -373,7 +378,7 @@ def read_tokenizer(name: str, *, key: str, trust_remote_code: bool) -> PreTraine
     Raises:
         ValueError: It cannot be loaded; names the key.
     """
-    if name.startswith((".", "/", "~")) and not Path(name).is_dir():
+    if is_missing_directory(name):
         raise ValueError(f"{key}={name!r} is no directory")
     try:
         return AutoTokenizer.from_pretrained(name, trust_remote_code=trust_remote_code)
