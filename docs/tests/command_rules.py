@@ -163,7 +163,8 @@ class Rule:
 
 RULES = [
     Rule(
-        r"(uv run )?rl-policy (grpo|sft|dpo|rm)\b(?!.*(--show-config|--out quick|--resume quick))",
+        r"(uv run )?rl-policy (grpo|sft|distill|dpo|rm)\b"
+        r"(?!.*(--show-config|--out quick|--resume quick))",
         "a run takes minutes, or a GPU",
         check_run,
     ),

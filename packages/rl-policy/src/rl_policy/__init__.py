@@ -11,6 +11,7 @@ if TYPE_CHECKING:
     from rl_policy.ray.cluster import RayVirtualCluster
     from rl_policy.ray.worker_group import NamedSharding, RayWorkerGroup
     from rl_policy.trainers import (
+        DistillationTrainer,
         DPOTrainer,
         GRPOTrainer,
         RecipeTrainer,
@@ -20,6 +21,7 @@ if TYPE_CHECKING:
 
 __all__ = [
     "DPOTrainer",
+    "DistillationTrainer",
     "GRPOTrainer",
     "NamedSharding",
     "PathLike",
@@ -33,6 +35,7 @@ __all__ = [
 
 _HOMES = {
     "DPOTrainer": "rl_policy.trainers",
+    "DistillationTrainer": "rl_policy.trainers",
     "GRPOTrainer": "rl_policy.trainers",
     "NamedSharding": "rl_policy.ray.worker_group",
     "PathLike": "rl_policy.policy",

@@ -358,6 +358,16 @@ class SFTTrainer(RecipeTrainer):
     recipe = "sft"
 
 
+class DistillationTrainer(RecipeTrainer):
+    """On-policy distillation from a teacher, see `rl_policy.recipes.distill`.
+
+    Example:
+        DistillationTrainer("small", "problems.jsonl", config={"distill.teacher": "large"}).train()
+    """
+
+    recipe = "distill"
+
+
 class DPOTrainer(RecipeTrainer):
     """Direct preference optimization on pairs of completions, see `rl_policy.recipes.dpo`.
 
