@@ -128,7 +128,7 @@ def packed(tokens):
     [
         {},
         {"sequence_packing": packed(20)},
-        {"dynamic_batching": {"enabled": True, "train_mb_tokens": 20, "logprob_mb_tokens": 20}},
+        {"dynamic_batching": {"enabled": True, "train_mb_tokens": 128, "logprob_mb_tokens": 64}},
         {"dtensor_cfg": {"enabled": True, "tensor_parallel_size": 2}},
         {"dtensor_cfg": {"enabled": True, "context_parallel_size": 2}},
     ],

@@ -109,7 +109,9 @@ def test_a_strangers_recipe_has_a_trainer_too(register):
 
 
 def test_what_cannot_be_found_is_named(register):
-    with pytest.raises(ValueError, match=r"'ppo' is not installed \(installed recipes: distill, dpo, eval"):
+    with pytest.raises(
+        ValueError, match=r"'ppo' is not installed \(installed recipes: distill, dpo, eval"
+    ):
         find_recipe("ppo")
     register("echo = stranger_recipe:EchoTrainer", "sft = stranger_recipe:ECHO")
     with pytest.raises(TypeError, match=r"must be a Recipe with name='echo'"):
