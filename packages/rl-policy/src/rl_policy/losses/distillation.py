@@ -94,8 +94,7 @@ class DistillationLoss:
             student = chosen - normalizer[..., None]
             outside = (1 - coverage).clamp(min=0)
         mask = target_mask(data)
-        # Beyond a row's end its logits are 0, of which the teacher has one token `k` times.
-        cost = torch.where(mask > 0, self._divergence(teacher, student, outside), 0.0)
+        cost = self._divergence(teacher, student, outside)
         agreement = (logits.argmax(-1) == indices[..., 0]).float()
         measured = {"teacher_coverage": coverage.detach(), "teacher_agreement": agreement}
         shares = {
