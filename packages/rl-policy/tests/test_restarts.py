@@ -14,7 +14,7 @@ from rl_policy.ray.worker_group import WorkerDiedError, WorkerGroupError, death_
 pytestmark = [pytest.mark.timeout(600), pytest.mark.needs("rl-policy[dtensor]")]
 
 RUN = ["grpo", "--config", "run.yaml", "data.path=problems.jsonl", TWO_RANKS]
-STEPS = ["sft.steps=1", "grpo.steps=60", "grpo.eval_every=20", "checkpoint.every=20"]
+STEPS = ["sft.steps=1", "grpo.steps=40", "grpo.eval_every=15", "checkpoint.every=15"]
 
 
 @pytest.fixture(scope="module")
@@ -54,7 +54,7 @@ def test_a_killed_rank_comes_back_and_the_run_has_the_same_metrics(
     # Before the first checkpoint, from which nothing can continue.
     first = kill_a_rank(process, metrics, after=5)
     wait_until(lambda: num_lines(metrics) < 5, limit_s=120)
-    second = kill_a_rank(process, metrics, after=25)
+    second = kill_a_rank(process, metrics, after=18)
     _, errors = process.communicate(timeout=120)
     assert process.returncode == 1, errors
     assert "died during" in errors
@@ -69,7 +69,7 @@ def test_a_killed_rank_comes_back_and_the_run_has_the_same_metrics(
     wait_until_gone([*first, *second])
 
     resumed = begin("grpo", "--resume", "killed", "cluster.restarts=3")
-    kill_a_rank(resumed, metrics, after=45)
+    kill_a_rank(resumed, metrics, after=32)
     output, errors = resumed.communicate(timeout=300)
     assert resumed.returncode == 0, errors
     assert "restart 1 of 3" in errors
