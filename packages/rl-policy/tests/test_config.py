@@ -224,6 +224,21 @@ APART = ["policy.generation.backend=vllm", "policy.generation.colocated.enabled=
 @pytest.mark.parametrize(
     ("overrides", "message"),
     [
+        (APART[:1], r"contradicts policy\.generation\.colocated\.enabled=True.*refit\.delta out"),
+        ([*APART, "cluster.use_gpus=true"], r"contradicts cluster\.use_gpus=True"),
+        ([*APART, "refit.verify=none"], r"contradicts refit\.verify='none'.*use 'digest'"),
+    ],
+)
+def test_deltas_that_cannot_be_are_refused(overrides, message):
+    for allowed in ([], [*APART, "refit.staging=off"]):
+        load_run_config("grpo", overrides=["refit.delta=true", *allowed])
+    with pytest.raises(ValueError, match=r"refit\.delta=True " + message):
+        load_run_config("grpo", overrides=["refit.delta=true", *overrides])
+
+
+@pytest.mark.parametrize(
+    ("overrides", "message"),
+    [
         ([], r"needs engines .* set policy\.generation\.backend=vllm and policy.*enabled=false$"),
         (APART[:1], r"contradicts policy\.generation\.colocated\.enabled=True"),
         ([*APART, "refit.staging=off"], r"contradicts refit\.staging='off': engines would wait"),

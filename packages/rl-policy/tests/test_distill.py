@@ -191,6 +191,10 @@ def test_loss_and_gradient_equal_those_of_transformers(shared_ray, pair, setting
             ],
             "refit.verify='logprobs' compares",
         ),
+        (
+            ["policy.generation.backend=vllm", "refit.delta=true"],
+            r"refit\.delta=True contradicts policy\.generation\.colocated",
+        ),
     ],
 )
 def test_what_cannot_be_run_is_refused(settings, message):

@@ -47,7 +47,7 @@ MEGATRON = [
     "settings",
     [
         ["refit.verify=logprobs", f"refit.max_mismatch={MISMATCH}"],
-        ["policy.generation.colocated.enabled=false"],
+        ["policy.generation.colocated.enabled=false", "refit.delta=true"],
         [*MEGATRON, "refit.transport=golden", "policy.generation.vllm_cfg.sleep_level=2"],
     ],
     ids=["colocated", "apart", "megatron-golden"],
@@ -85,6 +85,10 @@ def test_samples_come_from_the_weights_of_the_step_before(settings, tmp_path):
     is_apart = "policy.generation.colocated.enabled=false" in settings
     assert {row["refit_staged"] for row in rows} == {float(is_apart)}
     assert all(row["refit_pause_s"] > 0 for row in rows)
+    # The first weights are sent in full, to engines that have no copy of any.
+    deltas = [row.get("refit_changed") for row in rows]
+    assert [changed is not None for changed in deltas] == [False, False, is_apart, is_apart]
+    assert all(0 < changed <= 1 for changed in deltas if changed is not None)
     assert {row["staleness"] for row in rows[1:]} == {0.0}
     versions = [row["weight_version"] for row in rows]
     # An engine that drops its weights to sleep gets them again, as a version of their own.

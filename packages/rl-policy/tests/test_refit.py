@@ -127,9 +127,9 @@ def test_nobody_to_send_to_is_an_error():
         RefitRoutes.plan(0, world_size=2, is_paired=False)
 
 
-def report(seconds, load, slowest=None, staged=1.0):
+def report(seconds, load, slowest=None, staged=1.0, **traffic):
     numbers = {"refit_s": seconds, "refit_load_s": load, "refit_bytes": 8e9, "refit_gb_per_s": 0.0}
-    numbers["refit_staged"] = staged
+    numbers |= {"refit_staged": staged, **traffic}
     return numbers if slowest is None else numbers | {"refit_slowest_rank": slowest}
 
 
@@ -146,6 +146,17 @@ def test_a_report_is_that_of_the_slowest_sender():
         "refit_staged": 0.0,
         "refit_slowest_rank": 1,
     }
+
+
+def test_a_report_has_what_was_sent_and_had_changed_where_it_is_known():
+    routes = RefitRoutes(receivers_per_rank=(1, 1))
+    sent = {"refit_bytes_sent": 1e8, "refit_changed": 0.01}
+    more = {"refit_bytes_sent": 8e9}
+    merged = routes.merge_reports([report(2.0, 1.5, 0, **more), report(4.0, 1.0, 1, **sent)])
+    assert (merged["refit_bytes_sent"], merged["refit_changed"]) == (1e8, 0.01)
+    merged = routes.merge_reports([report(9.0, 1.5, 0, **more), report(4.0, 1.0, 1, **sent)])
+    assert merged["refit_bytes_sent"] == 8e9
+    assert "refit_changed" not in merged
 
 
 def test_ranks_that_only_gather_do_not_count():

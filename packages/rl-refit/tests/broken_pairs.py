@@ -286,6 +286,11 @@ class Unverified(Broken):
         return super().open_sender(weights, verify="none", **options)
 
 
+class SendsEverything(Broken):
+    def open_sender(self, weights, *, delta=False, **options):
+        return super().open_sender(weights, **options)
+
+
 class OverwritesWhatIsServed(Broken):
     class receiver_class(RefitReceiver):
         def receive(self, version, load=None, **options):

@@ -2,11 +2,28 @@
 
 import torch
 from rl_refit import RefitReceiver, RefitSender, TensorSource
-from rl_refit.testing.pair import must, outcomes, some_tensors
+from rl_refit.testing.pair import RefitPair, must, outcomes, some_tensors
 
-__all__ = ["LIMIT_S", "Engine", "make_sender", "must", "outcomes", "refit", "same", "some_tensors"]
+__all__ = [
+    "LIMIT_S",
+    "DeltaPair",
+    "Engine",
+    "make_sender",
+    "must",
+    "outcomes",
+    "refit",
+    "same",
+    "some_tensors",
+]
 
 LIMIT_S = 20.0
+
+
+class DeltaPair(RefitPair):
+    """A pair whose senders send what has changed; for processes that find it by its name."""
+
+    def open_sender(self, weights, **options):
+        return super().open_sender(weights, delta=True, **options)
 
 
 class Engine:

@@ -292,7 +292,7 @@ def test_what_is_no_message_is_refused(what):
 def test_messages_arrive_as_they_were_sent():
     plan = RefitPlan.of([("a", torch.bfloat16, (3, 4)), ("b", torch.float32, ())])
     grant = {"host": "::1", "port": 7, "handle": b"\x00", "nested": {"shape": [1, 2], "more": None}}
-    offer = decode(encode(Offer(plan.to_wire(), 2, "digest", "xxh3", grant, 1)))
+    offer = decode(encode(Offer(plan.to_wire(), 2, "digest", "xxh3", grant, 1, delta=True)))
     assert offer.grant == grant
     assert RefitPlan.from_wire(offer.plan) == plan
     failure = Failure("RefitError", "why", None, 3, "a")

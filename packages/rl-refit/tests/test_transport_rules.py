@@ -74,6 +74,13 @@ BROKEN = {
         (broken.PoisonsTheOldVersion, {"a_failed_staged_refit_leaves_the_old_version_ready"}),
         (broken.CommitsWhatFailedToSwap, {"a_failed_swap_poisons_until_a_full_resend"}),
     ],
+    "deltas": [
+        (
+            broken.SendsEverything,
+            {"changes_alone_arrive_bit_exact", "a_changed_patch_is_detected"},
+        ),
+        (lambda: broken.BlindTo("_SpoiledPatch"), {"a_changed_patch_is_detected"}),
+    ],
 }
 PAIRS = [
     pytest.param(group, make, rules, id=min(rules))

@@ -30,6 +30,8 @@ CallT = TypeVar("CallT")
 
 _GIB = 2**30
 _RATE = "refit_gb_per_s"
+# Of workers that report them.
+_TRAFFIC = ("refit_bytes_sent", "refit_changed")
 
 
 class RefittedEngines(Protocol[CallT]):
@@ -133,7 +135,8 @@ class RefitRoutes:
     def merge_reports(self, reports: Sequence[Mapping[str, float]]) -> dict[str, float]:
         """Return one report of a refit from those of all trainer ranks.
 
-        Seconds are the maximum over the senders. Bytes are the model's, counted once.
+        Seconds are the maximum over the senders. Bytes are the model's, counted once; what was sent
+        in their place, and the share that had changed, are those of the slowest sender.
 
         Args:
             reports: Of each trainer rank, see `rl_refit.RefitReport.as_metrics`.
@@ -153,6 +156,7 @@ class RefitRoutes:
             "refit_bytes": slowest["refit_bytes"],
             "refit_staged": min(report["refit_staged"] for report in senders),
             _RATE: slowest["refit_bytes"] / slowest["refit_s"] / 1e9,
+            **{name: slowest[name] for name in _TRAFFIC if name in slowest},
             "refit_slowest_rank": slowest["refit_slowest_rank"],
         }
 

@@ -6,12 +6,13 @@ the engine's live parameters with what was received, for `verify="weights"`.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 import torch
 
 from rl_refit.buffers import PieceViews, copy_all, view_runs
+from rl_refit.delta import Base, apply_patch
 from rl_refit.digest import DIGESTS, bytes_of, tensor_digest
 from rl_refit.errors import RefitError, VerificationError
 from rl_refit.plan import Bucket, Piece, RefitPlan, TensorSpec
@@ -27,7 +28,7 @@ from rl_refit.protocol.channel import (
     raise_failure,
 )
 from rl_refit.protocol.waiting import Deadline
-from rl_refit.report import Stopwatch
+from rl_refit.report import Stopwatch, Traffic
 from rl_refit.transports import ReceivingSide
 
 Load = Callable[[list[tuple[str, torch.Tensor]]], object]
@@ -51,6 +52,9 @@ class InboundStream:
         num_buffers: The sender's.
         deadline: For all waits.
         watch: Measures the phases.
+        base: A copy of what was received before, to be kept up to date; None for none.
+        delta: Whether patches of it may arrive.
+        traffic: Counts what arrives.
     """
 
     plan: RefitPlan
@@ -62,16 +66,21 @@ class InboundStream:
     num_buffers: int
     deadline: Deadline
     watch: Stopwatch
+    base: Base | None
+    delta: bool
+    traffic: Traffic
 
     def run(self, unpack: Unpack, load: Load) -> None:
         """Load every bucket."""
         buckets = self.plan.buckets
-        for bucket in buckets[:1]:
+        # Those of a delta have sizes that only their announcement tells.
+        expected = () if self.delta else buckets
+        for bucket in expected[:1]:
             self.side.expect(bucket.index, bucket.nbytes, self.deadline)
         for bucket in buckets:
             data = self._take(bucket)
             # Before the load, so that a transport that posts receives overlaps them with it.
-            for following in buckets[bucket.index + 1 : bucket.index + 2]:
+            for following in expected[bucket.index + 1 : bucket.index + 2]:
                 self.side.expect(following.index, following.nbytes, self.deadline)
             self._load(bucket, data, unpack, load)
             self.channel.send(Loaded(self.version, bucket.index), self.deadline)
@@ -100,7 +109,10 @@ class InboundStream:
         return message
 
     def _take(self, bucket: Bucket) -> torch.Tensor:
-        """Receive the bucket that is due; return its bytes if their digest is the sender's."""
+        """Receive the bucket that is due; return its bytes if their digest is the sender's.
+
+        They are those of `base`, if there is one.
+        """
         label = self.plan.label(bucket)
         with self.watch.phase("wire"):
             message = self._receive(f"bucket {bucket.index} ({label})")
@@ -111,10 +123,11 @@ class InboundStream:
                     version=self.version,
                     bucket=bucket.index,
                     buffer=buffer,
-                    nbytes=bucket.nbytes,
+                    nbytes=nbytes,
                     digest=announced,
-                ) if buffer == slot:
-                    data = self._fetch(bucket)
+                    patch=is_patch,
+                ) if buffer == slot and self._is_due(bucket, nbytes, is_patch=is_patch):
+                    data = self._fetch(bucket, nbytes)
                 case _:
                     raise VerificationError(
                         f"{_describe(message)} arrived where {bucket.nbytes} bytes were due",
@@ -122,6 +135,10 @@ class InboundStream:
                         bucket=bucket.index,
                         tensor=label,
                     )
+        self.traffic.bytes_sent += nbytes
+        if is_patch:
+            with self.watch.phase("load"):
+                data = self._apply(bucket, data)
         if self.digest is not None:
             with self.watch.phase("verify"):
                 digest = DIGESTS[self.digest](data, position=bucket.index)
@@ -132,17 +149,39 @@ class InboundStream:
                     bucket=bucket.index,
                     tensor=label,
                 )
-        return data
+        if self.base is None or is_patch:
+            return data
+        with self.watch.phase("load"):
+            self.base.update(bucket, data)
+        return self.base.buckets[bucket.index]
 
-    def _fetch(self, bucket: Bucket) -> torch.Tensor:
+    def _is_due(self, bucket: Bucket, nbytes: int, *, is_patch: bool) -> bool:
+        """Return whether so many bytes may arrive: no more than a buffer has in either case."""
+        if is_patch:
+            return self.delta and nbytes < bucket.nbytes
+        return nbytes == bucket.nbytes
+
+    def _fetch(self, bucket: Bucket, nbytes: int) -> torch.Tensor:
         try:
-            return self.side.fetch(bucket.index, bucket.nbytes, self.deadline)
+            return self.side.fetch(bucket.index, nbytes, self.deadline)
         except Exception as error:
             # If the memory is gone because the sender has failed, its report is already here, and
             # explains the error better.
             while self.channel.has_input():
                 self._receive("message of the sender")
             raise self._failure(bucket, f"the bucket cannot be read: {error!r}") from error
+
+    def _apply(self, bucket: Bucket, patch: torch.Tensor) -> torch.Tensor:
+        """Bring the base's bucket up to date; return its bytes."""
+        assert self.base is not None
+        try:
+            apply_patch(self.base.words(bucket), self.base.slices(bucket), patch)
+        except ValueError as error:
+            label = self.plan.label(bucket)
+            raise VerificationError(
+                str(error), rank=self.rank, bucket=bucket.index, tensor=label
+            ) from error
+        return self.base.buckets[bucket.index]
 
     def _load(self, bucket: Bucket, data: torch.Tensor, unpack: Unpack, load: Load) -> None:
         with self.watch.phase("load"):
@@ -170,7 +209,8 @@ class Unpacker:
 
     Args:
         plan: The buckets.
-        side: The receiver's end of the transport.
+        buffers: The memory in which buckets are; bucket `k` is in buffer `k % len(buffers)`, or in
+            none if this is empty, see `ReceivingSide.buffers`.
         device: Where `load` expects its tensors.
         into: The engine's own tensors by name, into which pieces are copied as they arrive.
     """
@@ -178,7 +218,7 @@ class Unpacker:
     def __init__(
         self,
         plan: RefitPlan,
-        side: ReceivingSide,
+        buffers: Sequence[torch.Tensor],
         *,
         device: torch.device,
         into: Mapping[str, torch.Tensor],
@@ -187,8 +227,8 @@ class Unpacker:
         self._device = device
         self._into = into
         # Views can be cached only if a bucket always arrives in the same memory, on this device.
-        is_stable = bool(side.buffers) and all(b.device == device for b in side.buffers)
-        self._views = PieceViews(plan, side.buffers) if is_stable else None
+        is_stable = bool(buffers) and all(buffer.device == device for buffer in buffers)
+        self._views = PieceViews(plan, buffers) if is_stable else None
         self._partial = torch.empty(0, dtype=torch.uint8)
         self._scratch = [self._partial, self._partial]
 

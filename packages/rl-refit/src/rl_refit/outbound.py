@@ -16,6 +16,7 @@ from functools import partial
 import torch
 
 from rl_refit.buffers import PieceViews, Run, copy_all, zero_ranges
+from rl_refit.delta import Base, PatchWriter, words_of
 from rl_refit.digest import DIGESTS, RunningDigest, bytes_of
 from rl_refit.errors import RefitError
 from rl_refit.plan import Bucket, RefitPlan, TensorSpec
@@ -36,7 +37,7 @@ from rl_refit.protocol.channel import (
 )
 from rl_refit.protocol.endpoint import Endpoint
 from rl_refit.protocol.waiting import Deadline, poll_briefly
-from rl_refit.report import Stopwatch
+from rl_refit.report import Stopwatch, Traffic
 from rl_refit.transports import SendingSide
 
 NamedTensors = Iterator[tuple[str, torch.Tensor]]
@@ -55,6 +56,7 @@ class Connections:
     channels: Mapping[int, Channel]
     side: SendingSide
     views: PieceViews
+    base: Base | None
 
     def are_intact(self) -> bool:
         """Return whether every receiver is still connected; only between two refits."""
@@ -66,6 +68,8 @@ class Connections:
         for channel in self.channels.values():
             channel.close(error)
         self.views.close()
+        if self.base is not None:
+            self.base.close()
         self.side.close()
 
 
@@ -79,6 +83,7 @@ class Receivers:
 
     Attributes:
         done: The `Done` of each receiver that has loaded everything.
+        bases: The version of which each receiver that is ready holds a copy, None for none.
     """
 
     def __init__(self, channels: Mapping[int, Channel], version: int, deadline: Deadline) -> None:
@@ -89,6 +94,7 @@ class Receivers:
         self._accepted: set[int] = set()
         self._ready: set[int] = set()
         self.done: dict[int, Done] = {}
+        self.bases: dict[int, int | None] = {}
 
     def send(self, message: Message) -> None:
         """Send a message to all."""
@@ -177,8 +183,9 @@ class Receivers:
                 raise_failure(message, origin=f"receiver {rank}")
             case Accepted():
                 self._accepted.add(rank)
-            case Ready(version) if version == self._version:
+            case Ready(version, base) if version == self._version:
                 self._ready.add(rank)
+                self.bases[rank] = base
             case Loaded(version, bucket) if version == self._version:
                 if bucket != self._last_loaded[rank] + 1:
                     raise RefitError("loaded out of order", rank=rank, bucket=bucket)
@@ -210,6 +217,9 @@ class OutboundStream:
         verify: Whether to digest buckets.
         deadline: For all waits.
         watch: Measures the phases.
+        base: A copy of what was sent before, to be kept up to date; None for none.
+        delta: Whether every receiver has it too, so that changes are enough.
+        traffic: Counts what is sent.
     """
 
     plan: RefitPlan
@@ -220,6 +230,9 @@ class OutboundStream:
     verify: bool
     deadline: Deadline
     watch: Stopwatch
+    base: Base | None
+    delta: bool
+    traffic: Traffic
     # The bytes of a tensor that is split over buckets, from its first piece to its last.
     _split: torch.Tensor | None = None
 
@@ -227,10 +240,11 @@ class OutboundStream:
         """Send every bucket; return when all receivers have loaded all of them."""
         watch = self.watch
         for bucket in self.plan.buckets:
-            digest = self.fill(bucket, tensors)
+            filled = self.fill(bucket, tensors)
             with watch.phase("wire"):
-                self._publish(bucket)
-                self.announce(bucket, digest)
+                self._publish(bucket, filled.nbytes)
+                self.announce(filled)
+            self.traffic.bytes_sent += filled.nbytes
         # Before `End`: a source that disagrees with its metadata fails the refit everywhere.
         check_exhausted(tensors)
         with watch.phase("resume"):
@@ -238,15 +252,54 @@ class OutboundStream:
             self.receivers.wait_done()
             self.receivers.send(AllLoaded(self.version))
 
-    def announce(self, bucket: Bucket, digest: int) -> None:
+    def announce(self, filled: Filled) -> None:
         """Announce to all receivers that a bucket may be read."""
-        slot = bucket.index % len(self.side.buffers)
-        self.receivers.send(Filled(self.version, bucket.index, slot, bucket.nbytes, digest))
+        self.receivers.send(filled)
 
-    def fill(self, bucket: Bucket, tensors: NamedTensors) -> int:
-        """Copy a bucket's tensors into its buffer; return its digest, or 0 without verification."""
+    def fill(self, bucket: Bucket, tensors: NamedTensors) -> Filled:
+        """Write a bucket's tensors or their changes into its buffer; return its announcement."""
         buffers = self.side.buffers
-        buffer = buffers[bucket.index % len(buffers)][: bucket.nbytes]
+        slot = bucket.index % len(buffers)
+        buffer, nbytes = buffers[slot][: bucket.nbytes], bucket.nbytes
+        if self.delta:
+            nbytes, digest = self._fill_changes(bucket, buffer, tensors)
+        else:
+            digest = self._fill_all(bucket, buffer, tensors)
+        is_patch = nbytes < bucket.nbytes
+        return Filled(self.version, bucket.index, slot, nbytes, digest, is_patch)
+
+    def _fill_changes(
+        self, bucket: Bucket, buffer: torch.Tensor, tensors: NamedTensors
+    ) -> tuple[int, int]:
+        """Write a patch into the buffer, or the full bucket where that is as small.
+
+        Returns:
+            The bytes in the buffer, and the digest of the full bucket.
+        """
+        assert self.base is not None
+        content = self.base.buckets[bucket.index]
+        writer = PatchWriter(self.base.words(bucket), self.base.slices(bucket))
+        running = RunningDigest(content, position=bucket.index)
+        for run in self.views.of(bucket):
+            with self.watch.phase("gather"):
+                taken = self._take(run, tensors)
+            with self.watch.phase("pack"):
+                for tensor in taken:
+                    for end in writer.add(words_of(tensor)):
+                        running.advance(end)
+        digest = running.finish()
+        self.watch.add("verify", running.seconds)
+        self.traffic.num_words += bucket.nbytes // 2
+        self.traffic.num_changed += writer.num_changed
+        self._wait_for_room(bucket)
+        with self.watch.phase("pack"):
+            if writer.nbytes < bucket.nbytes:
+                return writer.write(buffer), digest
+            buffer.copy_(content)
+        return bucket.nbytes, digest
+
+    def _fill_all(self, bucket: Bucket, buffer: torch.Tensor, tensors: NamedTensors) -> int:
+        """Copy a bucket's tensors into its buffer; return its digest, or 0 without verification."""
         running: RunningDigest | None = None
         for run in self.views.of(bucket):
             with self.watch.phase("gather"):
@@ -259,11 +312,14 @@ class OutboundStream:
                 copy_all(run.views, taken)
             if running is not None:
                 running.advance(run.end)
+        if self.base is not None:
+            with self.watch.phase("pack"):
+                self.base.update(bucket, buffer)
         return self._finish_digest(bucket, buffer, running)
 
-    def _publish(self, bucket: Bucket) -> None:
+    def _publish(self, bucket: Bucket, nbytes: int) -> None:
         try:
-            self.side.publish(bucket.index, bucket.nbytes, self.deadline)
+            self.side.publish(bucket.index, nbytes, self.deadline)
         except Exception as error:
             # If a receiver has failed, its report explains the error better.
             self.receivers.read_pending()
@@ -275,14 +331,17 @@ class OutboundStream:
 
     def _make_room(self, bucket: Bucket, buffer: torch.Tensor) -> RunningDigest | None:
         """Wait until the bucket's buffer is free; return its running digest, if there is one."""
-        with self.watch.phase("wire"):
-            previous = bucket.index - len(self.side.buffers)
-            self.receivers.wait_loaded(self.plan, previous)
+        self._wait_for_room(bucket)
         # The digest covers the gaps as well, which still hold bytes of an earlier bucket.
         zero_ranges(buffer, bucket.gaps)
         if self.verify and self.side.digest == "xxh3":
             return RunningDigest(buffer, position=bucket.index)
         return None
+
+    def _wait_for_room(self, bucket: Bucket) -> None:
+        with self.watch.phase("wire"):
+            previous = bucket.index - len(self.side.buffers)
+            self.receivers.wait_loaded(self.plan, previous)
 
     def _finish_digest(
         self, bucket: Bucket, buffer: torch.Tensor, running: RunningDigest | None

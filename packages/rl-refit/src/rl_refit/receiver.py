@@ -25,7 +25,7 @@ from rl_refit.protocol.channel import (
 )
 from rl_refit.protocol.endpoint import remove_remains
 from rl_refit.protocol.waiting import Closing, Deadline
-from rl_refit.report import RefitReport, Stopwatch
+from rl_refit.report import RefitReport, Stopwatch, Traffic
 from rl_refit.session import Connector, Session, require_message
 
 logger = logging.getLogger(__name__)
@@ -189,11 +189,13 @@ class RefitReceiver(Closing):
         check: Callable[[], None] | None,
         read_back: ReadBack | None,
     ) -> RefitReport:
-        deadline, watch = Deadline(self._timeout_s), Stopwatch()
+        deadline, watch, traffic = Deadline(self._timeout_s), Stopwatch(), Traffic()
         self._is_caught_up = False
         try:
             with watch.phase("join"):
-                session = self._meet(version, deadline)
+                session, is_delta = self._meet(version, deadline)
+            if session.base is not None:
+                session.base.version = None
             stream = InboundStream(
                 plan=session.plan,
                 side=session.side,
@@ -204,6 +206,9 @@ class RefitReceiver(Closing):
                 num_buffers=session.offer.num_buffers,
                 deadline=deadline,
                 watch=watch,
+                base=session.base,
+                delta=is_delta,
+                traffic=traffic,
             )
             self._live = LiveWeights(watch) if session.offer.verify == "weights" else None
             observe = None if self._live is None else self._live.observe
@@ -222,10 +227,13 @@ class RefitReceiver(Closing):
             if isinstance(error, ChannelClosed):
                 raise RefitError(f"the sender is gone: {error}", rank=self._rank) from error
             raise
+        if session.base is not None:
+            session.base.version = version
         self._weights.set_loaded()
         return watch.report(
             version,
             session.plan.nbytes,
+            traffic=traffic,
             slowest_rank=self._rank,
             staged=self._swap is not None,
         )
@@ -319,22 +327,25 @@ class RefitReceiver(Closing):
             with watch.phase("verify"):
                 self._live.check(read_back(), rank=self._rank)
 
-    def _meet(self, version: int, deadline: Deadline) -> Session:
-        """Return the session in which the sender starts the refit: the current or a new one."""
+    def _meet(self, version: int, deadline: Deadline) -> tuple[Session, bool]:
+        """Return the session in which the sender starts the refit, and whether by a delta.
+
+        It is the current session or a new one.
+        """
         while not self._is_closing:
             try:
                 if self._session is None:
                     self._session = self._connector.connect(deadline)
                     continue  # unless it was closed meanwhile
-                self._take_part(self._session, version, deadline)
-                return self._session
+                return self._session, self._take_part(self._session, version, deadline)
             except ChannelClosed:
                 # The sender dropped all connections to start over, so connect again. If it is dead,
                 # that raises.
                 self._disconnect()
         raise RefitError("the receiver was closed", rank=self._rank)
 
-    def _take_part(self, session: Session, version: int, deadline: Deadline) -> None:
+    def _take_part(self, session: Session, version: int, deadline: Deadline) -> bool:
+        """Wait until the refit starts; return whether patches of the session's base may arrive."""
         begin = self._await_begin(session, deadline)
         if begin.version != version:
             raise RefitError(
@@ -347,9 +358,12 @@ class RefitReceiver(Closing):
                 f"{session.plan.hash}",
                 rank=self._rank,
             )
-        session.channel.send(Ready(version), deadline)
+        base = None if session.base is None else session.base.version
+        session.channel.send(Ready(version, base), deadline)
         started = session.channel.receive(deadline, "start: not all are ready")
-        require_message(Start(version), started, rank=self._rank)
+        is_delta = base is not None and started == Start(version, delta=True)
+        require_message(Start(version, delta=is_delta), started, rank=self._rank)
+        return is_delta
 
     def _await_begin(self, session: Session, deadline: Deadline) -> Begin:
         while True:

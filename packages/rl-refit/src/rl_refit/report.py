@@ -18,6 +18,9 @@ class RefitReport:
         version: The version that was sent.
         seconds: Duration of the call.
         bytes: Size of all tensors.
+        bytes_sent: What was sent to each receiver in place of them: less where only changes were.
+        changed: Share of the 16-bit words that have changed since the refit before, which is that
+            of the elements of bfloat16 tensors; None if everything was sent in full.
         pause_s: In which the engine did not answer. Without staging, from the beginning of the
             refit to this report; with it, none: what the swap takes is known after the commit.
         join_s: Waiting until the other side had joined the refit.
@@ -35,6 +38,8 @@ class RefitReport:
     version: int
     seconds: float
     bytes: int
+    bytes_sent: int = 0
+    changed: float | None = None
     pause_s: float = 0.0
     join_s: float = 0.0
     gather_s: float = 0.0
@@ -56,6 +61,7 @@ class RefitReport:
         metrics: dict[str, float] = {
             "refit_s": self.seconds,
             "refit_bytes": self.bytes,
+            "refit_bytes_sent": self.bytes_sent,
             "refit_gb_per_s": self.gb_per_s,
             "refit_staged": float(self.staged),
         }
@@ -64,9 +70,31 @@ class RefitReport:
             for field in fields(self)
             if field.name.endswith("_s")
         }
+        if self.changed is not None:
+            metrics["refit_changed"] = self.changed
         if self.slowest_rank is not None:
             metrics["refit_slowest_rank"] = self.slowest_rank
         return metrics
+
+
+@dataclass(slots=True)
+class Traffic:
+    """Counts what one refit sends to each receiver.
+
+    Attributes:
+        bytes_sent: Of buckets and patches.
+        num_words: 16-bit words that were compared; 0 where everything is sent in full.
+        num_changed: Those of them that had changed.
+    """
+
+    bytes_sent: int = 0
+    num_words: int = 0
+    num_changed: int = 0
+
+    @property
+    def changed(self) -> float | None:
+        """The share of words that had changed; None if none were compared."""
+        return self.num_changed / self.num_words if self.num_words else None
 
 
 class Stopwatch:
@@ -102,6 +130,7 @@ class Stopwatch:
         version: int,
         num_bytes: int,
         *,
+        traffic: Traffic | None = None,
         slowest_rank: int | None = None,
         staged: bool = False,
     ) -> RefitReport:
@@ -110,14 +139,18 @@ class Stopwatch:
         Args:
             version: The version that was sent.
             num_bytes: Of all tensors.
+            traffic: What was sent; None without receivers.
             slowest_rank: See `RefitReport`.
             staged: See `RefitReport`.
         """
         phases = ("pause", "join", "gather", "pack", "wire", "load", "verify", "resume")
+        traffic = traffic or Traffic()
         return RefitReport(
             version=version,
             seconds=time.perf_counter() - self._start,
             bytes=num_bytes,
+            bytes_sent=traffic.bytes_sent,
+            changed=traffic.changed,
             slowest_rank=slowest_rank,
             staged=staged,
             **{f"{phase}_s": self.of(phase) for phase in phases},

@@ -11,6 +11,7 @@ from typing import Literal
 import torch
 
 from rl_refit.buffers import PieceViews
+from rl_refit.delta import Base, base_bytes
 from rl_refit.errors import RefitError
 from rl_refit.outbound import (
     Connections,
@@ -24,7 +25,7 @@ from rl_refit.plan import RefitPlan, default_bucket_bytes, read_specs
 from rl_refit.protocol.channel import Begin, Channel, ChannelClosed, Commit, Join, Offer, Start
 from rl_refit.protocol.endpoint import Endpoint
 from rl_refit.protocol.waiting import Closing, Deadline, join_transport
-from rl_refit.report import RefitReport, Stopwatch
+from rl_refit.report import RefitReport, Stopwatch, Traffic
 from rl_refit.source import WeightSource
 from rl_refit.transports import Grant, SenderContext, SendingSide, find_transport
 
@@ -55,9 +56,14 @@ class RefitSender(Closing):
         device: Device of the source's tensors.
         num_buffers: Number of buffers, used in turn.
         host: For a transport between machines, the address at which others reach this one.
+        delta: Send only what has changed since the refit before, bit by bit. This side and each
+            receiver then keep a copy of all tensors in host memory; where that has no room, or a
+            receiver is new, everything is sent in full. Worth it where the transport is slower
+            than memory. Needs `verify`, and tensors that are sent from host memory.
 
     Raises:
-        ValueError: An argument is out of range, or the transport is not registered.
+        ValueError: An argument is out of range, the transport is not registered, or `delta` cannot
+            be combined with another argument.
     """
 
     _stream_class: Callable[..., OutboundStream] = OutboundStream
@@ -74,6 +80,7 @@ class RefitSender(Closing):
         device: torch.device | str = "cpu",
         num_buffers: int = NUM_BUFFERS,
         host: str = "127.0.0.1",
+        delta: bool = False,
     ) -> None:
         if verify not in VERIFY_MODES:
             raise ValueError(f"verify={verify!r} is not among {VERIFY_MODES}")
@@ -81,6 +88,8 @@ class RefitSender(Closing):
             raise ValueError(
                 f"num_receivers={num_receivers} is negative or num_buffers={num_buffers} is below 1"
             )
+        if delta:
+            _check_delta(verify, torch.device(device))
         Deadline(timeout_s)
         specs = read_specs(source.metadata())
         if bucket_bytes is None:
@@ -92,6 +101,7 @@ class RefitSender(Closing):
         self._num_receivers = num_receivers
         self._num_buffers = num_buffers
         self._verify = verify
+        self._delta = delta
         self._timeout_s = timeout_s
         self._device = torch.device(device)
         self._token = secrets.token_bytes(32)
@@ -182,7 +192,10 @@ class RefitSender(Closing):
         self, version: int, tensors: NamedTensors, deadline: Deadline, watch: Stopwatch
     ) -> RefitReport:
         with watch.phase("join"):
-            connections, receivers = self._begin(version, deadline)
+            connections, receivers, is_delta = self._begin(version, deadline)
+        base, traffic = connections.base, Traffic()
+        if base is not None:
+            base.version = None
         self._stream_class(
             plan=self.plan,
             side=connections.side,
@@ -192,14 +205,21 @@ class RefitSender(Closing):
             verify=self._verify != "none",
             deadline=deadline,
             watch=watch,
+            base=base,
+            delta=is_delta,
+            traffic=traffic,
         ).run(tensors)
+        if base is not None:
+            base.version = version
         spent = {rank: done.load_s + done.verify_s for rank, done in receivers.done.items()}
         watch.add("load", max(done.load_s for done in receivers.done.values()))
         watch.add("verify", max(done.verify_s for done in receivers.done.values()))
         watch.add("pause", max(done.pause_s for done in receivers.done.values()))
         slowest = max(spent, key=spent.__getitem__)
         staged = all(done.staged for done in receivers.done.values())
-        return watch.report(version, self.plan.nbytes, slowest_rank=slowest, staged=staged)
+        return watch.report(
+            version, self.plan.nbytes, traffic=traffic, slowest_rank=slowest, staged=staged
+        )
 
     def _exhaust(self, version: int, tensors: NamedTensors, watch: Stopwatch) -> RefitReport:
         """Iterate over the source, to take part in its gathers, without receivers."""
@@ -209,10 +229,13 @@ class RefitSender(Closing):
             check_exhausted(tensors)
         return watch.report(version, self.plan.nbytes)
 
-    def _begin(self, version: int, deadline: Deadline) -> tuple[Connections, Receivers]:
+    def _begin(self, version: int, deadline: Deadline) -> tuple[Connections, Receivers, bool]:
         """Return connections to all receivers, each of which is ready for the refit.
 
         Connects again if a receiver is gone, or if a new one takes its place.
+
+        Returns:
+            And whether all of them hold a copy of the version of which this side does.
         """
         assert self._endpoint is not None
         while True:
@@ -222,8 +245,9 @@ class RefitSender(Closing):
             # `_admit_newcomer` drops the connections if a receiver was replaced: then start over.
             while self._connections is connections:
                 if receivers.wait_ready(self._endpoint):
-                    receivers.send(Start(version))
-                    return connections, receivers
+                    is_delta = _share_base(connections.base, receivers)
+                    receivers.send(Start(version, is_delta))
+                    return connections, receivers, is_delta
                 self._admit_newcomer()
 
     def _connect(self, version: int, deadline: Deadline) -> Connections:
@@ -256,13 +280,16 @@ class RefitSender(Closing):
             for channel in channels.values():
                 channel.close(error)
             raise
-        connections = Connections(channels, side, PieceViews(self.plan, side.buffers))
+        connections = Connections(channels, side, PieceViews(self.plan, side.buffers), None)
         try:
+            connections.base = self._open_base()
             receivers = Receivers(channels, version, deadline)
             # All offers before the first wait, so that receivers open their buffers concurrently.
             for rank in channels:
                 grant, descriptors = side.grant(rank)
-                offer = self._make_offer(side, grant, len(descriptors))
+                offer = self._make_offer(
+                    side, grant, len(descriptors), delta=connections.base is not None
+                )
                 receivers.send_offer(rank, offer, descriptors)
             receivers.wait_accepted()
             receivers.send(Join())
@@ -286,15 +313,46 @@ class RefitSender(Closing):
             )
         )
 
-    def _make_offer(self, side: SendingSide, grant: Grant, num_fds: int) -> Offer:
+    def _open_base(self) -> Base | None:
+        if not self._delta:
+            return None
+        base = Base.if_room(self.plan, copies=1)
+        if base is None:
+            logger.warning(
+                "delta: the sender has no memory for a copy of %d MiB, everything is sent in full",
+                base_bytes(self.plan) >> 20,
+            )
+        return base
+
+    def _make_offer(self, side: SendingSide, grant: Grant, num_fds: int, *, delta: bool) -> Offer:
         wire = self.plan.to_wire()
-        return Offer(wire, self._num_buffers, self._verify, side.digest, grant, num_fds)
+        return Offer(wire, self._num_buffers, self._verify, side.digest, grant, num_fds, delta)
 
     def _disconnect(self, error: BaseException | None) -> None:
         """Close all connections, so that the next refit starts without unread messages."""
         if self._connections is not None:
             self._connections.close(error)
             self._connections = None
+
+
+def _check_delta(verify: Verify, device: torch.device) -> None:
+    if verify == "none":
+        raise ValueError(
+            'delta=True contradicts verify="none": only the digest of the full bucket tells that a '
+            'patch met the bytes that it was made for; take verify="digest"'
+        )
+    if device.type != "cpu":
+        raise ValueError(
+            f"delta=True needs buffers in host memory, and device={str(device)!r}: changes are "
+            "found by the CPU; send in full"
+        )
+
+
+def _share_base(base: Base | None, receivers: Receivers) -> bool:
+    """Return whether every receiver holds a copy of the version of which the sender does."""
+    if base is None or base.version is None:
+        return False
+    return all(version == base.version for version in receivers.bases.values())
 
 
 def _drain(tensors: NamedTensors) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import socket
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
@@ -9,6 +10,7 @@ from dataclasses import dataclass
 
 import torch
 
+from rl_refit.delta import Base, base_bytes
 from rl_refit.errors import PlanMismatchError, RefitError
 from rl_refit.inbound import Unpacker
 from rl_refit.plan import RefitPlan, TensorSpec, WirePlan, differences, read_specs
@@ -25,6 +27,8 @@ from rl_refit.protocol.endpoint import connect, dial
 from rl_refit.protocol.waiting import Deadline, join_transport
 from rl_refit.transports import ReceiverContext, ReceivingSide, find_transport
 
+logger = logging.getLogger(__name__)
+
 _MOST_DIFFERENCES = 8
 """Limit of the list in one error message."""
 
@@ -39,6 +43,8 @@ class Session:
         plan: The offer's.
         side: The receiver's end of the transport.
         unpacker: With its memory.
+        base: The copy that patches are applied to, from which `unpacker` takes the tensors; None if
+            the sender sends no patches, or there is no memory for it.
         pending: Messages that were read and not processed, oldest first.
     """
 
@@ -47,12 +53,15 @@ class Session:
     plan: RefitPlan
     side: ReceivingSide
     unpacker: Unpacker
+    base: Base | None
     pending: list[Message]
 
     def close(self) -> None:
         """Release the connection and all memory."""
         self.channel.close()
         self.unpacker.close()
+        if self.base is not None:
+            self.base.close()
         self.side.close()
 
 
@@ -74,6 +83,9 @@ class Connector:
             raise ValueError("the address is of a sender with num_receivers=0")
         self._token = bytes.fromhex(str(address["token"]))
         self._transport = find_transport(str(address["transport"]))
+        # How many receivers of this sender may be on this machine, each with a copy of its own.
+        is_local = not self._transport.crosses_hosts
+        self._num_neighbours = int(address["num_receivers"]) if is_local else 1
         self._rank = rank
         self._device = device
         self._timeout_s = timeout_s
@@ -150,13 +162,34 @@ class Connector:
         pending: list[Message] = []
         try:
             self._join(channel, side, pending, deadline)
+            base = self._open_base(plan) if offer.delta else None
         except BaseException:
             side.close()
             raise
-        unpacker = Unpacker(plan, side, device=self._device, into=self._into)
         return Session(
-            channel=channel, offer=offer, plan=plan, side=side, unpacker=unpacker, pending=pending
+            channel=channel,
+            offer=offer,
+            plan=plan,
+            side=side,
+            unpacker=Unpacker(
+                plan,
+                side.buffers if base is None else base.buckets,
+                device=self._device,
+                into=self._into,
+            ),
+            base=base,
+            pending=pending,
         )
+
+    def _open_base(self, plan: RefitPlan) -> Base | None:
+        base = Base.if_room(plan, copies=self._num_neighbours)
+        if base is None:
+            logger.warning(
+                "receiver %d has no memory for a copy of %d MiB: everything is sent to it in full",
+                self._rank,
+                base_bytes(plan) >> 20,
+            )
+        return base
 
     def _join(
         self, channel: Channel, side: ReceivingSide, pending: list[Message], deadline: Deadline

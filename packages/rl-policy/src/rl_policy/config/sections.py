@@ -224,6 +224,11 @@ class RefitSection(Section):
     for the device or the host where there is room, if engines have devices of their own; `off`:
     engines pause for the whole refit. It takes the memory of a second set of weights. A refit that
     fails then leaves the old version sampling."""
+    delta: bool = False
+    """Send only what has changed since the refit before, bit by bit, and check the digest of the
+    full weights: for engines on other machines, whose network is slower than memory. The trainer
+    and every worker of an engine keep a copy of the weights in host memory; where that has no room,
+    and to a new engine, everything is sent. Not yet from GPUs."""
     kv_cache: Literal["drop", "keep"] = "drop"
     """What becomes of requests that run when staged weights take over: `drop` computes their keys
     and values again with the new weights, `keep` goes on with the old ones."""

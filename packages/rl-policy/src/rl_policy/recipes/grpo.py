@@ -89,8 +89,9 @@ class GrpoMetrics(StepMetrics):
     """The metrics of a GRPO step; None if not measured.
 
     With engines, `extra` has the report of the refit whose weights generated the samples
-    (`refit_bytes`, `refit_gb_per_s`, `refit_load_s` ...), its `weight_version`, and the mismatch of
-    the engines' log-probabilities with the trainer's (`mismatch_mean_abs` ..., see
+    (`refit_bytes`, `refit_bytes_sent`, `refit_load_s` ..., and with `refit.delta` `refit_changed`,
+    the share of the weights that the step before has changed), its `weight_version`, and the
+    mismatch of the engines' log-probabilities with the trainer's (`mismatch_mean_abs` ..., see
     `sampler_mismatch`). With dynamic sampling it has what `resample` measures, with penalties in
     the reward what `step_advantages` does, and with an environment what `episode_metrics` does.
 

@@ -300,6 +300,7 @@ def check_grpo(config: RunConfig) -> None:
         _check_sampler_logprobs(config, generation)
         _check_routes(config, generation)
     check_refit(config.section(RefitSection), generation)
+    check_delta(config)
     _check_async(config)
     _check_objective(
         config.section(GrpoSection),
@@ -394,6 +395,33 @@ def check_refit(refit: RefitSection, generation: Settings) -> None:
             f"refit.verify={refit.verify!r} and refit.max_mismatch="
             f"{refit.max_mismatch}: give both or neither, verify='logprobs' and a limit"
         )
+
+
+def check_delta(config: RunConfig) -> None:
+    """Raise `ValueError` if `refit.delta` is set where only a full refit can be."""
+    refit = config.section(RefitSection)
+    if not refit.delta or not config.has_engines:
+        return
+    contradictions = [
+        (
+            config.is_colocated,
+            "policy.generation.colocated.enabled=True: within a machine weights pass through "
+            "memory, which finding the changes is no faster than; set it to false, or leave "
+            "refit.delta out",
+        ),
+        (
+            config.cluster.use_gpus is True,
+            "cluster.use_gpus=True: changes are found in host memory; leave refit.delta out",
+        ),
+        (
+            refit.verify == "none",
+            "refit.verify='none': only the digest of the full weights tells that changes met the "
+            "weights that they were made for; use 'digest'",
+        ),
+    ]
+    for is_met, reason in contradictions:
+        if is_met:
+            raise ValueError(f"refit.delta=True contradicts {reason}")
 
 
 def plan_rollouts(config: RunConfig) -> AsyncPlan | None:

@@ -143,6 +143,7 @@ def open_sampler(
             bucket_bytes=None if refit.bucket_mib is None else refit.bucket_mib * 2**20,
             # `check_mismatch` verifies by log-probabilities, where the trainer's are known.
             verify="digest" if refit.verify == "logprobs" else refit.verify,
+            delta=refit.delta,
         )
         if config.is_colocated:
             # The policy trains or scores first, and needs the memory of the shared devices.

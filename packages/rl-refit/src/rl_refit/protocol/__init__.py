@@ -9,7 +9,7 @@ Messages in order, S from the sender and R from each receiver. Once per connecti
 and for each refit:
 
     S  Begin(v)
-    R  Ready(v)         only if `begin(v)` was called
+    R  Ready(v, b)      only if `begin(v)` was called; it holds a copy of version b
     S  Start(v)         all are ready; from here on a lost connection fails the refit
     S  Filled(v, k)     for each bucket k, at most `num_buffers` ahead of `Loaded`
     R  Loaded(v, k)
@@ -24,6 +24,12 @@ connection, reports it to the other receivers and drops all connections, so that
 starts on new ones without unread messages. Before `Start`, a receiver whose connection is dropped
 reconnects and waits. If a new receiver of a known rank connects before `Start`, the sender drops
 all connections in the same way.
+
+A sender with `delta=True` and its receivers keep a copy of the version that all of them have
+loaded, as long as the connections last. If every `Ready` names the version of the sender's own
+copy, `Start` says that buckets may arrive as patches of it, see `rl_refit.delta`; otherwise, as
+after a failure or with a new receiver, all buckets are sent in full. The digest of a `Filled` is
+that of the full bucket in either case.
 
 States of a receiver, held by `WeightVersion`, the only owner of its version:
 

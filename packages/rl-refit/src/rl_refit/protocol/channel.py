@@ -47,6 +47,7 @@ class Offer(Message, frozen=True):
         digest: A key of `rl_refit.digest.DIGESTS`.
         grant: Plain values with which the transport's receiving side opens the buffers.
         num_fds: Number of file descriptors that follow this message.
+        delta: Whether the receiver is to keep a copy of what it receives, if it has memory for it.
     """
 
     plan: WirePlan
@@ -55,6 +56,7 @@ class Offer(Message, frozen=True):
     digest: str
     grant: dict[str, object]
     num_fds: Count
+    delta: bool
 
 
 class Accepted(Message, frozen=True):
@@ -73,25 +75,47 @@ class Begin(Message, frozen=True):
 
 
 class Ready(Message, frozen=True):
-    """The receiver is ready for the refit."""
+    """The receiver is ready for the refit.
+
+    Attributes:
+        version: Of the refit.
+        base: The version of which the receiver holds a copy; None for none.
+    """
 
     version: int
+    base: int | None
 
 
 class Start(Message, frozen=True):
-    """All receivers are ready; buckets follow."""
+    """All receivers are ready; buckets follow.
+
+    Attributes:
+        version: Of the refit.
+        delta: Whether some of them may be patches of the receivers' copies.
+    """
 
     version: int
+    delta: bool
 
 
 class Filled(Message, frozen=True):
-    """A bucket may be read."""
+    """A bucket may be read.
+
+    Attributes:
+        version: Of the refit.
+        bucket: Its index.
+        buffer: Index of the buffer that it is in.
+        nbytes: How many bytes of the buffer are to be read.
+        digest: Of the full bucket.
+        patch: Whether these bytes are a patch of the bucket, see `rl_refit.delta`.
+    """
 
     version: int
     bucket: Count
     buffer: Count
     nbytes: Count
     digest: Count
+    patch: bool
 
 
 class Loaded(Message, frozen=True):

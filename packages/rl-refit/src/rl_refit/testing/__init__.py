@@ -18,7 +18,7 @@ from collections.abc import Callable, Iterable, Sequence
 from typing import TYPE_CHECKING
 from unittest import SkipTest
 
-from rl_refit.testing import faults, kills, rules, staging
+from rl_refit.testing import deltas, faults, kills, rules, staging
 from rl_refit.testing.pair import (
     Announcement,
     DrillSender,
@@ -85,6 +85,10 @@ RULES: dict[str, tuple[Rule, ...]] = {
         staging.a_staged_version_is_swapped_once_at_its_commit,
         staging.a_failed_staged_refit_leaves_the_old_version_ready,
         staging.a_failed_swap_poisons_until_a_full_resend,
+    ),
+    "deltas": (
+        deltas.changes_alone_arrive_bit_exact,
+        deltas.a_changed_patch_is_detected,
     ),
     "kills": (
         kills.receivers_survive_a_killed_sender,

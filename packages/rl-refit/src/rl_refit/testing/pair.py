@@ -10,11 +10,12 @@ from dataclasses import dataclass, replace
 from functools import partial
 from typing import TypedDict, TypeVar, Unpack
 
+import msgspec
 import torch
 
 from rl_refit.outbound import Connections, NamedTensors, OutboundStream, Receivers
 from rl_refit.plan import Bucket, WirePlan
-from rl_refit.protocol.channel import Offer
+from rl_refit.protocol.channel import Filled, Offer
 from rl_refit.protocol.waiting import Closing, Deadline
 from rl_refit.receiver import RefitReceiver
 from rl_refit.report import RefitReport
@@ -43,6 +44,7 @@ class SenderOptions(TypedDict, total=False):
     bucket_bytes: int
     num_buffers: int
     timeout_s: float
+    delta: bool
 
 
 @dataclass(frozen=True, slots=True)
@@ -88,13 +90,13 @@ class DrillSender(RefitSender):
             self._timeout_s, self._fault = kept, None
             self._stream_class = OutboundStream
 
-    def _make_offer(self, side: SendingSide, grant: Grant, num_fds: int) -> Offer:
-        offer = super()._make_offer(side, grant, num_fds)
+    def _make_offer(self, side: SendingSide, grant: Grant, num_fds: int, *, delta: bool) -> Offer:
+        offer = super()._make_offer(side, grant, num_fds, delta=delta)
         if self._fault is not None:
             self._fault.offer(offer.plan)
         return offer
 
-    def _begin(self, version: int, deadline: Deadline) -> tuple[Connections, Receivers]:
+    def _begin(self, version: int, deadline: Deadline) -> tuple[Connections, Receivers, bool]:
         if self._fault is None:
             return super()._begin(version, deadline)
         kept = self.plan
@@ -109,17 +111,22 @@ class DrillSender(RefitSender):
 class _FaultyStream(OutboundStream):
     fault: Fault
 
-    def announce(self, bucket: Bucket, digest: int) -> None:
-        due = Announcement(bucket.index, bucket.nbytes, digest)
+    def announce(self, filled: Filled) -> None:
+        due = Announcement(filled.bucket, filled.nbytes, filled.digest)
         for made in self.fault.announce(due):
-            announced = replace(self.plan.buckets[made.bucket], nbytes=made.nbytes)
-            super().announce(announced, made.digest)
+            announced = msgspec.structs.replace(
+                filled,
+                bucket=made.bucket,
+                buffer=made.bucket % len(self.side.buffers),
+                nbytes=made.nbytes,
+                digest=made.digest,
+            )
+            super().announce(announced)
 
-    def fill(self, bucket: Bucket, tensors: NamedTensors) -> int:
-        digest = super().fill(bucket, tensors)
-        buffers = self.side.buffers
-        self.fault.spoil(bucket.index, buffers[bucket.index % len(buffers)][: bucket.nbytes])
-        return digest
+    def fill(self, bucket: Bucket, tensors: NamedTensors) -> Filled:
+        filled = super().fill(bucket, tensors)
+        self.fault.spoil(bucket.index, self.side.buffers[filled.buffer][: filled.nbytes])
+        return filled
 
 
 class RefitPair:
@@ -152,6 +159,7 @@ class RefitPair:
         bucket_bytes: int = 16 << 10,
         num_buffers: int = 2,
         timeout_s: float = 20.0,
+        delta: bool = False,
     ) -> DrillSender:
         """Return a sender; one with `num_receivers=0` only iterates over its weights."""
         return DrillSender(
@@ -163,6 +171,7 @@ class RefitPair:
             timeout_s=timeout_s,
             verify=self.verify,
             device=self.device,
+            delta=delta,
         )
 
     def open_receiver(

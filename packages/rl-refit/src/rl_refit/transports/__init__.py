@@ -138,11 +138,17 @@ class ReceivingSide(ABC):
         """Join the sender. Called once."""
 
     def expect(self, bucket: int, nbytes: int, deadline: Deadline) -> None:  # noqa: B027 - most have nothing to do
-        """Prepare to receive a bucket; called before the previous one is loaded."""
+        """Prepare to receive a bucket; called before the previous one is loaded.
+
+        Not in a refit by deltas, in which only the announcement of a bucket says how long it is.
+        """
 
     @abstractmethod
     def fetch(self, bucket: int, nbytes: int, deadline: Deadline) -> torch.Tensor:
-        """Return the bytes of an announced bucket (`[nbytes]`, uint8), valid until `release`."""
+        """Return the bytes of an announced bucket (`[nbytes]`, uint8), valid until `release`.
+
+        Those of a patch, of a refit by deltas, are fewer than the plan has for the bucket.
+        """
 
     def release(self, bucket: int) -> None:  # noqa: B027 - most have nothing to do
         """Wait until the device no longer reads the bucket; called when it has been loaded."""

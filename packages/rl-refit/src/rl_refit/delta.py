@@ -1,0 +1,242 @@
+"""What has changed between two versions of a bucket, bit by bit: found, packed and applied.
+
+Both sides of a refit by deltas hold a `Base`: the bytes of all buckets of the last version that
+every receiver has loaded. The sender compares the new tensors with its own, and sends a *patch* of
+each bucket; a receiver applies it to its own, whose digest must then be that of the full bucket.
+
+A bucket is compared in 16-bit words, so that a word is an element of bfloat16 and float16. Each
+piece of a tensor is cut into *slices* of at most 65,536 words, which 16 bits can index. A patch is,
+without gaps and in the machine's byte order:
+
+    counts       [slices]  uint32  changed words of each slice; `FULL` for all of its words
+    positions    [changed] uint16  of the changed words in their slices, slice after slice
+    values       [changed] uint16  their new bits
+    full slices  [words]   uint16  all words of the slices that are `FULL`
+
+A slice of which more than half has changed is sent in full, as that is smaller. All lengths follow
+from the counts and the plan.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from rl_refit.digest import bytes_of
+from rl_refit.host_memory import available_bytes
+from rl_refit.plan import Bucket, RefitPlan
+
+Words = npt.NDArray[np.uint16]
+
+SLICE_WORDS = 1 << 16
+"""Most words of a slice: what 16 bits can index, and small enough to stay in the cache."""
+FULL = 0xFFFFFFFF
+
+_SPARE = 1.1
+"""Share of a copy's bytes that must be available for it."""
+
+
+def base_bytes(plan: RefitPlan) -> int:
+    """Return the bytes of a `Base`."""
+    return sum(bucket.nbytes for bucket in plan.buckets)
+
+
+class Base:
+    """The bytes of all buckets of one version, in host memory.
+
+    Args:
+        plan: The buckets.
+
+    Attributes:
+        buckets: `[nbytes]` each, uint8; the gaps between pieces are zero.
+        version: Whose bytes they are; None before the first, and while they change.
+    """
+
+    def __init__(self, plan: RefitPlan) -> None:
+        # Written at once, so that others who ask for available memory find this taken.
+        memory = torch.empty(base_bytes(plan), dtype=torch.uint8).zero_()
+        ends = itertools.accumulate(bucket.nbytes for bucket in plan.buckets)
+        self.buckets: Sequence[torch.Tensor] = [
+            memory[end - bucket.nbytes : end]
+            for bucket, end in zip(plan.buckets, ends, strict=True)
+        ]
+        self.version: int | None = None
+        self._plan = plan
+        self._slices: dict[int, tuple[tuple[int, int], ...]] = {}
+
+    @classmethod
+    def if_room(cls, plan: RefitPlan, *, copies: int) -> Base | None:
+        """Return a base if this machine has memory for so many of them, else None."""
+        needed = int(_SPARE * base_bytes(plan) * copies)
+        return cls(plan) if available_bytes() >= needed else None
+
+    def slices(self, bucket: Bucket) -> tuple[tuple[int, int], ...]:
+        """Return the slices of a bucket, see `slices_of`."""
+        if bucket.index not in self._slices:
+            self._slices[bucket.index] = slices_of(bucket)
+        return self._slices[bucket.index]
+
+    def words(self, bucket: Bucket) -> Words:
+        """Return a bucket as words, `[nbytes / 2]`: a view."""
+        return self.buckets[bucket.index].numpy().view(np.uint16)
+
+    def update(self, bucket: Bucket, data: torch.Tensor) -> None:
+        """Replace a bucket by its full bytes (`[nbytes]`, uint8)."""
+        self.buckets[bucket.index].copy_(data)
+
+    def close(self) -> None:
+        """Release the memory."""
+        self.buckets = ()
+        self.version = None
+
+
+def slices_of(bucket: Bucket) -> tuple[tuple[int, int], ...]:
+    """Return the slices of a bucket as first word and number of words, in order.
+
+    A piece of an odd number of bytes ends with half a word; the other half is a zero of the gap.
+    """
+    return tuple(
+        (piece.offset // 2 + start, min(SLICE_WORDS, size - start))
+        for piece in bucket.pieces
+        for size in (-(-piece.size // 2),)
+        for start in range(0, size, SLICE_WORDS)
+    )
+
+
+def words_of(tensor: torch.Tensor) -> Words:
+    """Return a tensor's bytes in row-major order as words: a view of one that is contiguous.
+
+    An odd number of bytes is filled up with a zero.
+    """
+    data = bytes_of(tensor.detach().cpu())
+    if len(data) % 2:
+        data = torch.cat([data, data.new_zeros(1)])
+    # Not as a tensor: a slice of bytes may begin where torch allows no wider dtype.
+    return data.numpy().view(np.uint16)
+
+
+@dataclass(slots=True)
+class PatchWriter:
+    """Collects the changes of one bucket, and brings the base up to date.
+
+    Attributes:
+        base: `[words]` of the bucket.
+        slices: See `slices_of`.
+        num_changed: Words that have changed so far.
+    """
+
+    base: Words
+    slices: Sequence[tuple[int, int]]
+    num_changed: int = 0
+    # Reused by every slice, so that it stays in the cache.
+    _differs: npt.NDArray[np.bool_] = field(default_factory=lambda: np.empty(SLICE_WORDS, np.bool_))
+    _counts: list[int] = field(default_factory=list[int])
+    _positions: list[Words] = field(default_factory=list[Words])
+    _values: list[Words] = field(default_factory=list[Words])
+    _full: list[Words] = field(default_factory=list[Words])
+
+    @property
+    def nbytes(self) -> int:
+        """Size of the patch, in bytes."""
+        listed = itertools.chain(self._positions, self._values, self._full)
+        return 4 * len(self._counts) + sum(words.nbytes for words in listed)
+
+    def add(self, piece: Words) -> Iterator[int]:
+        """Compare the new words of the next piece with the base, which takes them over.
+
+        Yields:
+            After each slice, its end in the bucket, in bytes.
+        """
+        begin = 0
+        while begin < len(piece):
+            start, size = self.slices[len(self._counts)]
+            self._add_slice(self.base[start : start + size], piece[begin : begin + size])
+            begin += size
+            yield 2 * (start + size)
+
+    def write(self, buffer: torch.Tensor) -> int:
+        """Write the patch into a buffer (`[bytes]`, uint8) that has room; return its size."""
+        assert len(self._counts) == len(self.slices)
+        target = buffer.numpy()
+        head = 4 * len(self._counts)
+        target[:head] = np.array(self._counts, dtype=np.uint32).view(np.uint8)
+        words = target[head : self.nbytes].view(np.uint16)
+        parts = [*self._positions, *self._values, *self._full]
+        if parts:
+            np.concatenate(parts, out=words)
+        return self.nbytes
+
+    def _add_slice(self, old: Words, new: Words) -> None:
+        differs = np.not_equal(old, new, out=self._differs[: len(old)])
+        count = int(np.count_nonzero(differs))
+        self.num_changed += count
+        if count == 0:
+            self._counts.append(0)
+        elif 2 * count >= len(old):
+            old[:] = new
+            self._counts.append(FULL)
+            self._full.append(old)  # a view, which keeps these bits until the next version
+        else:
+            positions = np.flatnonzero(differs)
+            values = new[positions]
+            old[positions] = values
+            self._counts.append(count)
+            self._positions.append(positions.astype(np.uint16))
+            self._values.append(values)
+
+
+def apply_patch(base: Words, slices: Sequence[tuple[int, int]], patch: torch.Tensor) -> int:
+    """Apply a patch to a bucket; return the number of words that it sets.
+
+    Args:
+        base: `[words]` of the bucket.
+        slices: See `slices_of`.
+        patch: `[bytes]`, uint8.
+
+    Raises:
+        ValueError: Its lengths or positions are not those of a patch of this bucket. The base may
+            have been changed.
+    """
+    data = patch.numpy()
+    head = 4 * len(slices)
+    if len(data) < head:
+        raise ValueError(f"a patch of {len(data)} bytes for {len(slices)} slices")
+    counts = data[:head].view(np.uint32)
+    sizes = np.array([size for _, size in slices], dtype=np.int64)
+    is_full = counts == FULL
+    changed = np.where(is_full, 0, counts).astype(np.int64)
+    total, num_full = int(changed.sum()), int(sizes[is_full].sum())
+    due = head + 4 * total + 2 * num_full
+    # Before anything is allocated whose size the counts tell.
+    if len(data) != due:
+        raise ValueError(f"a patch of {len(data)} bytes, of which {due} are accounted for")
+    words = data[head:].view(np.uint16)
+    positions, values, full = np.split(words, [total, 2 * total])
+    if (positions >= np.repeat(sizes, changed)).any():
+        raise ValueError("a patch sets words beyond the end of its slice")
+    _set_words(base, slices, counts.tolist(), positions, values, full)
+    return total + num_full
+
+
+def _set_words(
+    base: Words,
+    slices: Sequence[tuple[int, int]],
+    counts: Sequence[int],
+    positions: Words,
+    values: Words,
+    full: Words,
+) -> None:
+    num_set = num_full = 0
+    for (start, size), count in zip(slices, counts, strict=True):
+        if count == FULL:
+            base[start : start + size] = full[num_full : num_full + size]
+            num_full += size
+        elif count:
+            end = num_set + count
+            base[start : start + size][positions[num_set:end]] = values[num_set:end]
+            num_set = end
