@@ -12,6 +12,7 @@ from rl_policy.data.datasets import Problem, open_stream
 from rl_policy.generation.state import NOT_SAMPLED
 from rl_policy.generation.stream import FinishedSubmission, require_known, require_room
 from rl_policy.recipes.async_rollouts import AsyncPlan, AsyncRollouts, TrainedLedger
+from rl_policy.recipes.groups import CompletionGroups
 
 PROBLEMS = [Problem(prompt=str(number), answer="", source=0) for number in range(7)]
 PAD = 99
@@ -106,11 +107,14 @@ def rollouts_of(plan, directory, *, step, too_old="drop"):
         plan,
         too_old=too_old,
         open_stream=lambda position: open_stream(PROBLEMS, weights=None, seed=0, position=position),
-        encode=lambda problems: BatchedDataDict(
-            input_ids=torch.tensor([[int(problem.prompt)] for problem in problems]),
-            input_lengths=torch.ones(len(problems)).long(),
+        sampler=CompletionGroups(
+            lambda problems: BatchedDataDict(
+                input_ids=torch.tensor([[int(problem.prompt)] for problem in problems]),
+                input_lengths=torch.ones(len(problems)).long(),
+            ),
+            group_size=plan.group_size,
+            pad_id=PAD,
         ),
-        pad_id=PAD,
         ledger=TrainedLedger(directory / "trained.jsonl", step=step),
         timeout_s=1.0,
     )

@@ -14,8 +14,9 @@ from recipe_runs import descendants, wait_until
 from rl_interfaces import Environment
 from rl_policy.data.datasets import Problem
 from rl_policy.environments.calculator import Calculator, multiply
+from rl_policy.environments.exchange import Failure
 from rl_policy.environments.guessing import Guess
-from rl_policy.environments.pool import Failure, GivenEnvironment, ProcessPool, ThreadPool, probe
+from rl_policy.environments.pool import GivenEnvironment, ProcessPool, ThreadPool, probe
 
 pytestmark = pytest.mark.needs("rl-policy[dtensor]")
 

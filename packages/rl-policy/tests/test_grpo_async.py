@@ -8,6 +8,8 @@ import pytest
 import yaml
 from recipe_runs import CONFIG, wait_until, write_workplace
 from rl_policy.run.metrics import read_metrics
+from rl_policy.run.samples import read_samples
+from rl_policy.run.timeline import read_timeline
 from safetensors import safe_open
 
 pytestmark = [
@@ -24,6 +26,31 @@ RUN = [
     # Two optimizer steps a step.
     *["async.max_staleness=4", "async.refit_every=2"],
 ]
+
+# Two turns, or three for every third problem; the observation has the turn and its length, as what
+# is sampled need not be text.
+ENVIRONMENT = """
+import os, random, signal, time
+
+class Rows:
+    made = 0
+
+    def __init__(self):
+        Rows.made += 1
+
+    def reset(self, problem):
+        self.number, self.turn = int(problem.prompt[:-1]), 0
+
+    def step(self, text):
+        self.turn += 1
+        # Evaluations have one episode in a process.
+        if self.turn == 2 and Rows.made > 1 and os.path.exists("die"):
+            os.unlink("die")
+            os.kill(os.getpid(), signal.SIGKILL)
+        time.sleep(random.random() * 0.3)
+        done = self.turn == 2 + (self.number % 3 == 0)
+        return f"{self.turn}{len(text)}:", float(text.startswith("1")), done
+"""
 
 
 @pytest.fixture
@@ -79,3 +106,64 @@ def test_a_run_that_is_killed_trains_on_each_problem_once(begin, workplace):
         content = json.loads(file.metadata()["buffer"])
     assert content["num_trained"] == STEPS * GROUPS
     assert (content["complete"], content["reopened"]) == ({}, [])
+
+
+def test_a_run_of_episodes_that_is_killed_trains_on_each_problem_once(begin, workplace):
+    (workplace / "my_environment.py").write_text(ENVIRONMENT)
+    (workplace / "die").touch()
+    run = [
+        *RUN,
+        "environment.function=my_environment.py:Rows",
+        "policy.max_total_sequence_length=32",
+        "grpo.warm_up=false",
+        f"report.samples={GROUPS * 4}",
+        "grpo.eval_every=1",
+    ]
+    killed = begin(*run)
+
+    def is_past():
+        assert killed.poll() is None, killed.stderr.read()
+        return len(ledger(workplace)) >= 3
+
+    wait_until(is_past, limit_s=600)
+    os.kill(killed.pid, signal.SIGKILL)
+    killed.wait(60)
+    before = ledger(workplace)
+    resumed = begin("grpo", "--resume", "out")
+    _, errors = resumed.communicate(timeout=600)
+    assert resumed.returncode == 0, errors[-6000:]
+    lines = ledger(workplace)
+    assert [line["step"] for line in lines] == list(range(1, STEPS + 1))
+    ids = [id for line in lines for id in line["ids"]]
+    assert sorted(ids) == list(range(STEPS * GROUPS))
+    assert lines[:2] == before[:2]
+    rows = read_metrics(workplace / "out" / "metrics.jsonl")[1:]
+    assert [row["step"] for row in rows] == list(range(1, STEPS + 1))
+    for row in rows:
+        assert row["staleness"] <= row["staleness_max"] <= 4
+        assert 2 <= row["turns_mean"] <= 3
+    # One process has died, which is lost with its step if that is taken again.
+    assert sum(row["environment_failures"] for row in rows) <= 1
+    assert not (workplace / "die").exists()
+    spans = read_timeline(workplace / "out" / "timeline.jsonl")
+    kinds = {"engine", "environment", "score", "train", "refit"}
+    assert {span.what for span in spans} == kinds
+    # Turns were sampled while the policy trained.
+    training = [span for span in spans if span.what == "train"]
+    assert any(
+        turn.start < step.end and step.start < turn.end
+        for turn in spans
+        if turn.what == "engine"
+        for step in training
+    )
+    samples = [
+        each
+        for each in read_samples(workplace / "out" / "samples.jsonl")
+        if each.kind == "train" and each.turns[-1]["role"] == "policy"
+    ]
+    assert len(samples) > STEPS * GROUPS
+    for each in samples:
+        texts = [turn["text"] for turn in each.turns]
+        assert texts[1::2] == [f"{turn}{len(text)}:" for turn, text in enumerate(texts[:-1:2], 1)]
+        observed = [token for token, own in zip(each.tokens, each.sampled, strict=True) if not own]
+        assert "".join(observed) == "".join(texts[1::2])

@@ -355,6 +355,17 @@ def with_environment(overrides):
     return [*common, *overrides]
 
 
+def test_a_class_of_the_program_does_not_go_on_beside_the_training():
+    settings = {
+        "policy.generation": {"backend": "vllm", "colocated": {"enabled": False}},
+        "async.max_staleness": 4,
+    }
+    with pytest.raises(
+        ValueError, match=r"contradicts environment\.function='<Count>', which runs"
+    ):
+        GRPOTrainer(data=[{"prompt": "1?"}], environment=Count, config=settings)
+
+
 def test_a_recipe_without_environments_refuses_one():
     with pytest.raises(ValueError, match=r"the recipe 'dpo' has no environments"):
         DPOTrainer(environment="a.py:A")

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import inspect
+import socket
 from collections.abc import Awaitable, Callable, Hashable, Iterable, Iterator, Sequence
 from typing import Any, Generic, NamedTuple, TypeAlias, TypeVar
 
@@ -68,6 +69,7 @@ class EpisodeHost(Generic[KeyT]):
         self._environments: dict[KeyT, Environment] = {}
         # One loop for all calls, as connections that an environment keeps belong to it.
         self._runner = asyncio.Runner()
+        self._awaited: dict[asyncio.Task[Reply], KeyT] = {}
         self.running: KeyT | None = None
         """The episode whose call is running; None while several are awaited together."""
 
@@ -89,6 +91,37 @@ class EpisodeHost(Generic[KeyT]):
         if waiting:
             replies = self._runner.run(self._await_all(waiting))
             yield from zip((call.key for call, _ in waiting), replies, strict=True)
+
+    @property
+    def num_awaited(self) -> int:
+        """Calls of `begin` whose replies `finished` will return."""
+        return len(self._awaited)
+
+    def begin(self, call: Call[KeyT]) -> Reply | None:
+        """Make a call; return its reply, or None where it is awaited, see `finished`."""
+        try:
+            # Outside of the loop, as code that is not asynchronous may run one of its own.
+            returned = self._start(call)
+            if not inspect.isawaitable(returned):
+                return _checked(call, returned)
+        except Exception as error:  # the code is the user's: anything may be raised
+            return {"error": described(error)}
+        task = self._runner.get_loop().create_task(self._finish(call, returned))
+        self._awaited[task] = call.key
+        return None
+
+    def finished(self, connection: socket.socket) -> list[tuple[KeyT, Reply]]:
+        """Wait until an awaited call has finished or something can be read; return what has."""
+        loop = self._runner.get_loop()
+        readable = loop.create_future()
+        loop.add_reader(connection, lambda: readable.done() or readable.set_result(None))
+        try:
+            events = {*self._awaited, readable}
+            loop.run_until_complete(asyncio.wait(events, return_when=asyncio.FIRST_COMPLETED))
+        finally:
+            loop.remove_reader(connection)
+        done = [task for task in self._awaited if task.done()]
+        return [(self._awaited.pop(task), task.result()) for task in done]
 
     def forget(self, keys: Iterable[KeyT]) -> None:
         """Drop the environments of episodes; the next `reset` makes new ones."""

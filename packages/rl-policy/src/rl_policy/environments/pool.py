@@ -9,15 +9,12 @@ from __future__ import annotations
 import json
 import logging
 import os
-import selectors
 import socket
 import subprocess
 import sys
 import threading
-import time
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass, field
 from queue import Empty, SimpleQueue
 from typing import Any, Protocol, TypeAlias
 
@@ -25,6 +22,14 @@ from rl_interfaces import Environment
 
 from rl_policy.data.datasets import Problem
 from rl_policy.data.user_code import UnusableError, end_process, require_name
+from rl_policy.environments.exchange import (
+    MARGIN_S,
+    CallExchange,
+    Failure,
+    NoProcessError,
+    Process,
+    too_long,
+)
 from rl_policy.environments.host import TOO_LONG, Call, EpisodeHost, Reply, require_environment
 from rl_policy.environments.server import MESSAGE_BYTES
 
@@ -33,8 +38,6 @@ KEY = "environment.function"
 LOAD_LIMIT_S = 120.0
 """Most seconds of the import of an environment, which happens once, and may be torch's."""
 
-# What is awaited is ended by its process, which says so; only then is the process.
-_MARGIN_S = 1.0
 # A fork takes milliseconds, unless the machine has no memory left.
 _SERVER_LIMIT_S = 60.0
 
@@ -42,13 +45,6 @@ _LOGGER = logging.getLogger(__name__)
 
 Turn: TypeAlias = Mapping[int, Problem | str]
 """Of a group: by episode, a problem to start from, or the policy's text."""
-
-
-@dataclass(frozen=True, slots=True)
-class Failure:
-    """Why a group has no replies."""
-
-    reason: str
 
 
 class EnvironmentPool(Protocol):
@@ -92,28 +88,37 @@ class ProcessPool:
         require_name(name, key=KEY)
         self.name, self.max_groups = name, max_groups
         self._limit_s, self._load_limit_s = limit_s, load_limit_s
-        self._processes: dict[int, _Process] = {}
+        self._processes: dict[int, Process] = {}
+        # Of the processes and the server, whose answers are in the order of its requests.
+        self._lock = threading.Lock()
         try:
             self._server = self._start_server()
-        except _ServerError as error:
+        except NoProcessError as error:
             raise ValueError(f"{KEY}={name!r} {error}") from None
 
     def play(self, turns: Mapping[int, Turn]) -> dict[int, dict[int, Reply] | Failure]:
         """See `EnvironmentPool`."""
-        outcomes: dict[int, dict[int, Reply] | Failure] = {}
-        running: dict[int, _Process] = {}
-        for group, turn in turns.items():
-            try:
-                running[group] = self._process(group)
-            except _ServerError as error:
-                outcomes[group] = Failure(str(error))
-                continue
-            running[group].submit(turn)
-        for group, outcome in _exchange(running, limit_s=self._limit_s):
-            if isinstance(outcome, Failure):
-                outcome = self._end(group, outcome)
-            outcomes[group] = outcome
+        outcomes: dict[int, dict[int, Reply] | Failure] = {group: {} for group in turns}
+        with self.exchange() as exchange:
+            for group, turn in turns.items():
+                for episode, argument in turn.items():
+                    exchange.submit(group, episode, argument)
+            while exchange.num_waiting:
+                for group, received in exchange.collect(timeout_s=self._limit_s + MARGIN_S):
+                    outcome = outcomes[group]
+                    if isinstance(received, Failure):
+                        outcomes[group] = received
+                    elif not isinstance(outcome, Failure):
+                        outcome.update(received)
         return outcomes
+
+    def exchange(self, *, first_group: int = 0) -> CallExchange:
+        """Return an exchange of calls that nobody waits for; it may be used from another thread.
+
+        Args:
+            first_group: Added to the numbers of its groups. Two exchanges at a time share none.
+        """
+        return CallExchange(self, first_group=first_group, limit_s=self._limit_s)
 
     def close(self) -> None:
         """See `EnvironmentPool`."""
@@ -122,130 +127,33 @@ class ProcessPool:
         self._processes.clear()
         self._server.close()
 
-    def _process(self, group: int) -> _Process:
-        if group not in self._processes:
-            if self._server.has_ended:
-                _LOGGER.warning("the parent of the processes of %s=%r has died", KEY, self.name)
-                self._server = self._start_server()
-            self._processes[group] = self._server.fork()
-        return self._processes[group]
+    def process(self, group: int) -> Process:
+        """Return the process of a group, which is started if there is none.
+
+        Raises:
+            NoProcessError: There is none to be had.
+        """
+        with self._lock:
+            if group not in self._processes:
+                if self._server.has_ended:
+                    _LOGGER.warning("the parent of the processes of %s=%r has died", KEY, self.name)
+                    self._server = self._start_server()
+                self._processes[group] = self._server.fork()
+            return self._processes[group]
 
     def _start_server(self) -> _Server:
         return _Server(self.name, limit_s=self._limit_s, load_limit_s=self._load_limit_s)
 
-    def _end(self, group: int, failure: Failure) -> Failure:
+    def end(self, group: int, failure: Failure) -> Failure:
         """End the process of a group; return the failure with its status, where it had died."""
-        process = self._processes.pop(group)
-        process.connection.close()
-        try:
-            status = self._server.end(process)
-        except _ServerError as error:
-            return Failure(str(error))
+        with self._lock:
+            process = self._processes.pop(group)
+            process.connection.close()
+            try:
+                status = self._server.end(process)
+            except NoProcessError as error:
+                return Failure(str(error))
         return failure if failure.reason else Failure(f"its process ended with status {status}")
-
-
-@dataclass(slots=True)
-class _Process:
-    """A process of the environments of a group, and its calls in flight."""
-
-    pid: int
-    connection: socket.socket
-    unsent: memoryview = field(default_factory=lambda: memoryview(b""))
-    received: bytearray = field(default_factory=bytearray)
-    replies: dict[int, Reply] = field(default_factory=dict)
-    num_calls: int = 0
-    deadline: float = 0.0
-
-    def submit(self, turn: Turn) -> None:
-        """Take the calls of a turn, for `_exchange` to send."""
-        calls = [
-            [episode, each if isinstance(each, str) else asdict(each)]
-            for episode, each in turn.items()
-        ]
-        # Columns of a dataset may be dates and the like, of which an environment gets the text.
-        self.unsent = memoryview(json.dumps(calls, default=str).encode() + b"\n")
-        self.replies, self.num_calls = {}, len(calls)
-
-    def events(self) -> int:
-        """Return what `selectors` is to wait for."""
-        return selectors.EVENT_READ | (selectors.EVENT_WRITE if self.unsent else 0)
-
-    def send(self) -> None:
-        self.unsent = self.unsent[self.connection.send(self.unsent) :]
-
-    def receive(self) -> bool:
-        """Take the replies that are there; return whether there were any."""
-        data = self.connection.recv(1 << 20)
-        if not data:
-            raise ConnectionResetError
-        self.received += data
-        *lines, rest = self.received.split(b"\n")
-        self.received = bytearray(rest)
-        for line in lines:
-            reply = json.loads(line)
-            self.replies[reply.pop("episode")] = reply
-        return bool(lines)
-
-
-def _exchange(
-    running: Mapping[int, _Process], *, limit_s: float
-) -> Iterator[tuple[int, dict[int, Reply] | Failure]]:
-    """Yield the outcome of each group as it is there.
-
-    Args:
-        running: By group, the process with its calls.
-        limit_s: Most seconds between two replies of one process.
-
-    Yields:
-        Group and replies, or a failure; one without a reason where the process has died.
-    """
-    now = time.monotonic()
-    with selectors.DefaultSelector() as selector:
-        for group, process in running.items():
-            process.deadline = now + limit_s + _MARGIN_S
-            selector.register(process.connection, process.events(), group)
-        waiting = dict(running)
-        while waiting:
-            first = min(process.deadline for process in waiting.values())
-            ready = selector.select(max(0.0, first - time.monotonic()))
-            now = time.monotonic()
-            for each, events in ready:
-                process, outcome = waiting[each.data], None
-                try:
-                    if events & selectors.EVENT_WRITE:
-                        process.send()
-                    if events & selectors.EVENT_READ and process.receive():
-                        process.deadline = now + limit_s + _MARGIN_S
-                        outcome = _outcome(process, limit_s=limit_s)
-                except (BrokenPipeError, ConnectionResetError):
-                    outcome = Failure("")
-                if outcome is None:
-                    selector.modify(process.connection, process.events(), each.data)
-                    continue
-                selector.unregister(process.connection)
-                del waiting[each.data]
-                yield each.data, outcome
-            for group, process in list(waiting.items()):
-                if process.deadline <= now:
-                    selector.unregister(process.connection)
-                    del waiting[group]
-                    yield group, Failure(_too_long(limit_s))
-
-
-def _outcome(process: _Process, *, limit_s: float) -> dict[int, Reply] | Failure | None:
-    """Return what a process has come to; None while it has calls to answer."""
-    errors = [reply["error"] for reply in process.replies.values() if "error" in reply]
-    if errors:
-        return Failure(_too_long(limit_s) if errors[0] == TOO_LONG else errors[0])
-    return process.replies if len(process.replies) == process.num_calls else None
-
-
-def _too_long(limit_s: float) -> str:
-    return f"a call took more than environment.timeout_s={limit_s:g}"
-
-
-class _ServerError(Exception):
-    """The parent of the processes cannot serve."""
 
 
 class _Server:
@@ -257,7 +165,7 @@ class _Server:
         load_limit_s: Most seconds of the import.
 
     Raises:
-        _ServerError: It cannot be loaded in time.
+        NoProcessError: It cannot be loaded in time.
     """
 
     def __init__(self, name: str, *, limit_s: float, load_limit_s: float) -> None:
@@ -279,35 +187,35 @@ class _Server:
             reply = self._receive(load_limit_s)
         except TimeoutError:
             self.close()
-            raise _ServerError(f"took more than {load_limit_s:g} s to be loaded") from None
+            raise NoProcessError(f"took more than {load_limit_s:g} s to be loaded") from None
         if "error" in reply:
             self.close()
-            raise _ServerError(f"cannot be loaded: {reply['error']}")
+            raise NoProcessError(f"cannot be loaded: {reply['error']}")
 
     @property
     def has_ended(self) -> bool:
         return not self._closed.alive or self._process.poll() is not None
 
-    def fork(self) -> _Process:
+    def fork(self) -> Process:
         """Return a new process.
 
         Raises:
-            _ServerError: There is none to be had.
+            NoProcessError: There is none to be had.
         """
         own, other = socket.socketpair()
         with other:
             reply = self._ask({"fork": True}, descriptors=[other.fileno()])
         if "error" in reply:
             own.close()
-            raise _ServerError(f"a process for it cannot be started: {reply['error']}")
+            raise NoProcessError(f"a process for it cannot be started: {reply['error']}")
         own.setblocking(False)
-        return _Process(reply["pid"], own)
+        return Process(reply["pid"], own)
 
-    def end(self, process: _Process) -> int:
+    def end(self, process: Process) -> int:
         """Kill a process, unless it has died; return its exit status.
 
         Raises:
-            _ServerError: The server has died, and the process with it.
+            NoProcessError: The server has died, and the process with it.
         """
         return self._ask({"end": process.pid})["status"]
 
@@ -321,14 +229,14 @@ class _Server:
             return self._receive(_SERVER_LIMIT_S)
         except (OSError, TimeoutError):
             self.close()
-            raise _ServerError("the parent of its processes has died, and they with it") from None
+            raise NoProcessError("the parent of its processes has died, and they with it") from None
 
     def _receive(self, limit_s: float) -> Reply:
         self._control.settimeout(limit_s)
         message = self._control.recv(MESSAGE_BYTES)
         if not message:
             self.close()
-            raise _ServerError(f"ended its process with status {self._process.returncode}")
+            raise NoProcessError(f"ended its process with status {self._process.returncode}")
         return json.loads(message)
 
 
@@ -400,7 +308,7 @@ class ThreadPool:
                     continue
                 if "error" in reply:
                     is_late = reply["error"] == TOO_LONG
-                    reason = _too_long(self._limit_s) if is_late else reply["error"]
+                    reason = too_long(self._limit_s) if is_late else reply["error"]
                     outcomes[group] = Failure(reason)
                     self._host.forget(each for each in self._episodes if each[0] == group)
                     continue
@@ -437,7 +345,7 @@ class ThreadPool:
         answered: set[tuple[int, int]] = set()
         reason = "it ended its thread"
         try:
-            while (answer := answers.get(timeout=self._limit_s + _MARGIN_S)) is not None:
+            while (answer := answers.get(timeout=self._limit_s + MARGIN_S)) is not None:
                 answered.add(answer[0])
                 yield answer
         except Empty:

@@ -1,12 +1,14 @@
 """Episodes of several turns between a sampler and users' environments.
 
-All conversations of a batch advance together: each turn is one call of the sampler and one of the
-environments, and those that have ended drop out. What was sampled is kept as tokens, and what
-environments answer is appended as tokens: no text is ever encoded again, so what is trained is what
-was sampled.
+What was sampled is kept as tokens, and what environments answer is appended as tokens: no text is
+ever encoded again, so what is trained is what was sampled.
 
     prompt | turn | observation | turn | observation | turn
              1 1    0 0 0         1 1    0 0 0         1       token_mask
+
+`EpisodePlayer.play` lets all conversations of a batch advance together: each turn is one call of
+the sampler and one of the environments, and those that have ended drop out. In
+`rl_policy.environments.stream` each goes on by itself.
 """
 
 from __future__ import annotations
@@ -24,7 +26,9 @@ from rl_refit.report import Stopwatch
 from rl_policy.data.batches import Batch, ProblemEncoder
 from rl_policy.data.datasets import Problem
 from rl_policy.data.rewards import RewardError
-from rl_policy.environments.pool import KEY, EnvironmentPool, Failure, Turn
+from rl_policy.environments.exchange import Failure
+from rl_policy.environments.host import Reply
+from rl_policy.environments.pool import KEY, EnvironmentPool, Turn
 from rl_policy.generation.state import NOT_SAMPLED
 
 _LOGGER = logging.getLogger(__name__)
@@ -151,7 +155,7 @@ class EpisodePlayer:
             some = groups[first : first + self.pool.max_groups]
             failures |= self._play_together(source, some, greedy=greedy, watch=watch)
         self._report(groups, failures)
-        return self._batch([each for group in groups for each in group], failures)
+        return self.batch([each for group in groups for each in group], failures)
 
     def _play_together(
         self,
@@ -173,7 +177,7 @@ class EpisodePlayer:
             episodes = [episode for _, _, episode in running]
             with watch.phase("generate_s"):
                 prompts = self.encoder.token_batch([each.tokens for each in episodes])
-                texts = self._take_turns(episodes, source.generate(prompts, greedy=greedy))
+                texts = self.take_turns(episodes, source.generate(prompts, greedy=greedy))
             with watch.phase("reward_s"):
                 turns: dict[int, dict[int, Problem | str]] = {}
                 for (place, number, _), text in zip(running, texts, strict=True):
@@ -192,9 +196,13 @@ class EpisodePlayer:
             for number, episode in enumerate(groups[place]):
                 if isinstance(outcome, Failure):
                     failures[episode.group] = outcome
-                elif (prompt := outcome[number]["prompt"]) is not None:
-                    episode.problem = _with_prompt(episode.problem, prompt)
-        episodes = [each for group in groups for each in group]
+                else:
+                    take_prompt(episode, outcome[number])
+        return failures | self.begin([each for group in groups for each in group])
+
+    def begin(self, episodes: Sequence[Episode]) -> dict[int, Failure]:
+        """Append the tokens of the prompts; return the failures by group."""
+        failures: dict[int, Failure] = {}
         rows = self.encoder.prompt_tokens([each.problem for each in episodes])
         for episode, tokens in zip(episodes, rows, strict=True):
             if not 0 < len(tokens) < self.max_length:
@@ -207,7 +215,7 @@ class EpisodePlayer:
             episode.prompt_length = len(episode.tokens)
         return failures
 
-    def _take_turns(
+    def take_turns(
         self, episodes: Sequence[Episode], generated: Mapping[str, torch.Tensor]
     ) -> list[str]:
         """Append the sampled tokens to the episodes; return the texts of the turns."""
@@ -239,15 +247,20 @@ class EpisodePlayer:
                 continue
             for number, reply in outcome.items():
                 episode = groups[place][number]
-                episode.reward += reply["reward"]
-                episode.is_done = reply["done"]
-                episode.has_ended = reply["done"] or episode.num_turns == self.max_turns
-                if not episode.has_ended:
-                    answered.append((episode, reply["observation"]))
-        self._append_observations(answered)
+                if (observation := self.take_reply(episode, reply)) is not None:
+                    answered.append((episode, observation))
+        self.append_observations(answered)
         return failures
 
-    def _append_observations(self, answered: Sequence[tuple[Episode, str]]) -> None:
+    def take_reply(self, episode: Episode, reply: Reply) -> str | None:
+        """Count the reply to a turn; return its observation unless it has ended the episode."""
+        episode.reward += reply["reward"]
+        episode.is_done = reply["done"]
+        episode.has_ended = reply["done"] or episode.num_turns == self.max_turns
+        return None if episode.has_ended else reply["observation"]
+
+    def append_observations(self, answered: Sequence[tuple[Episode, str]]) -> None:
+        """Append observations to their episodes; one without room for them has ended."""
         rows = self.encoder.observation_tokens(
             [observation for _, observation in answered],
             problems=[episode.problem for episode, _ in answered],
@@ -264,24 +277,42 @@ class EpisodePlayer:
     def _report(self, groups: Sequence[Sequence[Episode]], failures: Mapping[int, Failure]) -> None:
         """Log the failures, or raise if nothing else is left."""
         named = [
-            f"{failure.reason}, for the prompt {groups[group][0].problem.prompt!r:.80} in turn "
-            f"{max(each.num_turns for each in groups[group])}"
+            describe_failure(failure, groups[group])
             for group, failure in list(failures.items())[:_MOST_NAMED]
         ]
         if len(failures) == len(groups):
-            raise EnvironmentFailure(
-                f"{KEY}={self.pool.name!r} has failed in all {len(groups)} groups of episodes: "
-                f"{'; '.join(named)}"
-            )
+            raise self.failure_of_all(len(groups), named)
         for text in named:
-            _LOGGER.warning("%s=%r: %s: its group is left out", KEY, self.pool.name, text)
+            self.warn(text)
         if len(failures) > len(named):
             _LOGGER.warning(
                 "%s=%r: %d groups of %d are left out",
                 *(KEY, self.pool.name, len(failures), len(groups)),
             )
 
-    def _batch(self, episodes: Sequence[Episode], failures: Mapping[int, Failure]) -> Batch:
+    def failure_of_all(self, num_groups: int, named: Sequence[str]) -> EnvironmentFailure:
+        """Return what to raise where no group is left.
+
+        Args:
+            num_groups: All of them.
+            named: What `describe_failure` returns of some.
+        """
+        return EnvironmentFailure(
+            f"{KEY}={self.pool.name!r} has failed in all {num_groups} groups of episodes: "
+            f"{'; '.join(named)}"
+        )
+
+    def warn(self, failure: str) -> None:
+        """Log that a group is left out."""
+        _LOGGER.warning("%s=%r: %s: its group is left out", KEY, self.pool.name, failure)
+
+    def batch(self, episodes: Sequence[Episode], failures: Mapping[int, Failure]) -> Batch:
+        """Return episodes as `play` does.
+
+        Args:
+            episodes: In their order.
+            failures: By `Episode.group`.
+        """
         tokens = self.encoder.token_batch([each.tokens for each in episodes])
         shape = tokens["input_ids"].shape
         token_mask, logprobs = torch.zeros(shape, dtype=torch.int64), torch.zeros(shape)
@@ -336,7 +367,17 @@ def episode_metrics(episodes: Mapping[str, Any], *, group_size: int) -> dict[str
     }
 
 
-def _with_prompt(problem: Problem, prompt: str) -> Problem:
-    """Return a problem with another prompt, in the chat template if its own is in it."""
+def describe_failure(failure: Failure, group: Sequence[Episode]) -> str:
+    """Return why the episodes of a group have failed, and where."""
+    turn = max(each.num_turns for each in group)
+    return f"{failure.reason}, for the prompt {group[0].problem.prompt!r:.80} in turn {turn}"
+
+
+def take_prompt(episode: Episode, reply: Reply) -> None:
+    """Let an episode start from the prompt that its reset has returned, if it has."""
+    if (prompt := reply["prompt"]) is None:
+        return
+    problem = episode.problem
+    # In the chat template, if the problem's own is in it.
     messages = [{"role": "user", "content": prompt}] if problem.messages else ()
-    return replace(problem, prompt=prompt, messages=messages)
+    episode.problem = replace(problem, prompt=prompt, messages=messages)

@@ -33,7 +33,7 @@ from rl_policy.data.user_code import (
     end_with_parent,
     load_attribute,
 )
-from rl_policy.environments.host import Call, EpisodeHost, require_environment
+from rl_policy.environments.host import Call, EpisodeHost, Reply, require_environment
 
 MESSAGE_BYTES = 1 << 16
 """Most bytes of a request or its answer."""
@@ -149,22 +149,38 @@ def answer_calls(
 ) -> None:
     """Answer the calls of a group until its connection is closed.
 
+    They are made in their order; those that are awaited wait beside each other and the next ones.
+
     Args:
-        connection: Lines of JSON: a list of `[episode, problem or text]`, and for each of these a
-            line with its reply and the `episode`.
+        connection: Lines of JSON: `[episode, problem or text]`, and for each of these a line with
+            its reply and the `episode`, as they are there.
         factory: Makes an environment.
         limit_s: See `EpisodeHost`.
     """
     host: EpisodeHost[int] = EpisodeHost(factory, limit_s=limit_s)
-    with connection.makefile("r") as reading, connection.makefile("w") as writing:
-        for line in reading:
-            calls = [
-                Call(episode, argument if isinstance(argument, str) else Problem(**argument))
-                for episode, argument in json.loads(line)
-            ]
-            for episode, reply in host.answers(calls):
-                writing.write(json.dumps({**reply, "episode": episode}) + "\n")
-                writing.flush()
+    received = bytearray()
+
+    def send(episode: int, reply: Reply) -> None:
+        connection.sendall(json.dumps({**reply, "episode": episode}).encode() + b"\n")
+
+    while True:
+        if host.num_awaited:
+            for episode, reply in host.finished(connection):
+                send(episode, reply)
+            if not select.select([connection], [], [], 0)[0]:
+                continue
+        data = connection.recv(MESSAGE_BYTES)
+        if not data:
+            return
+        received += data
+        *lines, rest = received.split(b"\n")
+        received = bytearray(rest)
+        for line in lines:
+            episode, argument = json.loads(line)
+            argument = argument if isinstance(argument, str) else Problem(**argument)
+            reply = host.begin(Call(episode, argument))
+            if reply is not None:
+                send(episode, reply)
 
 
 def _send(control: socket.socket, message: dict[str, Any]) -> None:

@@ -4,7 +4,8 @@
     engines   sample, sample, sample, ... (the weights are exchanged between two of their steps)
 
 A `RolloutBuffer` has the order, the bound of staleness and the account; `trained.jsonl` in the
-run's directory is a ledger of the groups that each step has trained on.
+run's directory is a ledger of the groups that each step has trained on. `rl_policy.recipes.groups`
+has how a group is sampled: completions of one call, or episodes with an environment.
 
 Versions: the engines' weights have the number of the recipe's step after which they were sent, and
 the buffer counts optimizer steps, of which a step takes `versions_per_step`.
@@ -15,20 +16,19 @@ from __future__ import annotations
 import json
 import os
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal, cast
+from typing import Literal
 
-import torch
 from pydantic import Field
-from rl_batched_data import BatchedDataDict
 from rl_interfaces.config.schema import MOST
 
 from rl_policy.config import Section
 from rl_policy.data.batches import Batch
 from rl_policy.data.datasets import Problem, Stream
-from rl_policy.generation.state import NOT_SAMPLED
-from rl_policy.generation.stream import FinishedSubmission, GenerationStream
+from rl_policy.generation.stream import GenerationStream
+from rl_policy.recipes.groups import GroupSampler, SampledGroup
 from rl_policy.rollout_buffer import RolloutBuffer, RolloutGroup
 from rl_policy.run.metrics import keep_steps
 
@@ -149,8 +149,7 @@ class AsyncRollouts:
         plan: The numbers.
         too_old: See `AsyncSection`.
         open_stream: Returns the stream of problems at a position.
-        encode: Returns the prompts of problems.
-        pad_id: Pads completions.
+        sampler: Samples groups.
         ledger: See `TrainedLedger`.
         timeout_s: Most seconds without a completion while some are sampled.
     """
@@ -161,8 +160,7 @@ class AsyncRollouts:
         *,
         too_old: Literal["drop", "rescore"],
         open_stream: Callable[[int], Stream[Problem]],
-        encode: Callable[[Sequence[Problem]], Batch],
-        pad_id: int,
+        sampler: GroupSampler,
         ledger: TrainedLedger,
         timeout_s: float,
     ) -> None:
@@ -175,8 +173,7 @@ class AsyncRollouts:
         )
         self._open_stream = open_stream
         self._stream = open_stream(0)
-        self._encode = encode
-        self._pad_id = pad_id
+        self._sampler = sampler
         self._ledger = ledger
         self._timeout_s = timeout_s
         self._problems: dict[int, Problem] = {}
@@ -197,6 +194,14 @@ class AsyncRollouts:
         """Write the buffer into the directory of a checkpoint."""
         self._buffer.save(checkpoint / _BUFFER)
 
+    def holding_engines(self) -> AbstractContextManager[None]:
+        """Submit nothing meanwhile, for a refit that engines pause for."""
+        return self._sampler.holding_engines()
+
+    def close(self) -> None:
+        """End what is sampled. May be called again."""
+        self._sampler.close()
+
     def take(self, source: GenerationStream, step: int, *, weights_step: int) -> TakenRollouts:
         """Return the oldest complete groups; submit what may be, and wait until enough are.
 
@@ -216,10 +221,11 @@ class AsyncRollouts:
         while not (groups := self._buffer.take()):
             # What was too old is sampled anew.
             self._submit(source, step, weights_step=weights_step)
-            if not self._ids and source.room < self.plan.group_size:
+            room = self._sampler.room(source)
+            if not self._ids and room < self.plan.group_size:
                 raise ValueError(
                     f"grpo.samples_per_prompt={self.plan.group_size} is more than the "
-                    f"{source.room} rows that engines take at a time: raise "
+                    f"{room} rows that engines take at a time: raise "
                     "policy.generation.vllm_cfg.max_requests_in_flight"
                 )
             if not self._receive(source, timeout_s=self._timeout_s):
@@ -231,10 +237,7 @@ class AsyncRollouts:
         size = self.plan.group_size
         return TakenRollouts(
             problems=[self._problem(id) for id in self._taken for _ in range(size)],
-            generated=BatchedDataDict.from_batches(
-                [group.rows for group in groups],
-                pad_value_dict={"output_ids": self._pad_id, "weight_versions": NOT_SAMPLED},
-            ),
+            generated=self._sampler.join([group.rows for group in groups]),
             metrics=self._metrics(groups),
         )
 
@@ -252,21 +255,23 @@ class AsyncRollouts:
         limit = self.plan.num_to_open(
             held=counts.in_flight + counts.complete,
             step=step,
-            room=source.room,
+            room=self._sampler.room(source),
         )
         version = weights_step * self.plan.versions_per_step
         for id in self._buffer.open(limit, version=version):
-            prompts = self._encode([self._problem(id)]).repeat_interleave(self.plan.group_size)
-            self._ids[source.submit(prompts)] = id
+            self._ids[self._sampler.submit(source, self._problem(id))] = id
 
-    def _receive(self, source: GenerationStream, *, timeout_s: float) -> list[FinishedSubmission]:
-        finished = source.collect(self._ids, timeout_s=timeout_s)
+    def _receive(self, source: GenerationStream, *, timeout_s: float) -> list[SampledGroup]:
+        finished = self._sampler.collect(source, self._ids, timeout_s=timeout_s)
         for each in finished:
-            oldest = int(each.output["weight_version"].min())
+            oldest = each.oldest_version
             self._buffer.put(
                 self._ids.pop(each.ticket),
-                cast("BatchedDataDict[dict[str, torch.Tensor]]", each.output),
-                version=oldest * self.plan.versions_per_step,
+                each.rows,
+                # What has failed before a token was sampled is of no weights.
+                version=(
+                    self._buffer.version if oldest is None else oldest * self.plan.versions_per_step
+                ),
             )
         return finished
 

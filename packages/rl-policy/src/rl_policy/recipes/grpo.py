@@ -10,8 +10,9 @@ The algorithm: group relative policy optimization (Shao et al. 2024).
 from __future__ import annotations
 
 import logging
+import time
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, closing, contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import ClassVar, cast
@@ -41,6 +42,7 @@ from rl_policy.recipes.async_rollouts import (
     AsyncSection,
     TrainedLedger,
 )
+from rl_policy.recipes.groups import CompletionGroups, EpisodeGroups, GroupSampler
 from rl_policy.recipes.grpo_config import (
     GrpoSection,
     LossSection,
@@ -72,6 +74,7 @@ from rl_policy.run.inputs import (
 from rl_policy.run.metrics import StepMetrics, mean_metrics, plot_reward, read_metrics
 from rl_policy.run.samplers import Sampler, open_sampler
 from rl_policy.run.session import Session, open_policy, run_loop
+from rl_policy.run.timeline import Timeline, plot_timeline, read_timeline
 
 _LOGGER = logging.getLogger(__name__)
 _PHASES = ("step_s", "move_s", "generate_s", "reward_s", "logprob_s", "train_s")
@@ -184,17 +187,20 @@ def run_grpo(session: Session[ProblemInputs], model: str) -> None:
         policy, start = opened
         with open_sampler(session, policy, model=model, start=start) as sampler:
             trainer = GrpoTrainer(session, policy, sampler, start=start, model=model)
-            run_loop(
-                session,
-                trainer,
-                policy,
-                name="GRPO",
-                num_steps=grpo.steps,
-                eval_every=grpo.eval_every,
-                start=start,
-                save_also=trainer.save,
-            )
+            with closing(trainer):
+                run_loop(
+                    session,
+                    trainer,
+                    policy,
+                    name="GRPO",
+                    num_steps=grpo.steps,
+                    eval_every=grpo.eval_every,
+                    start=start,
+                    save_also=trainer.save,
+                )
     plot_reward(read_metrics(session.directory.metrics), session.directory.plot)
+    if session.directory.timeline.exists():
+        plot_timeline(read_timeline(session.directory.timeline), session.directory.timeline_plot)
 
 
 def measure_grpo(session: Session[ProblemInputs], model: str) -> GrpoMetrics:
@@ -266,7 +272,9 @@ class GrpoTrainer:
             seed=session.config.seed,
             position=start.data_position,
         )
-        self._async = _open_rollouts(session, start)
+        is_asynchronous = plan_rollouts(session.config) is not None
+        self._timeline = Timeline(session.directory.timeline if is_asynchronous else None)
+        self._async = _open_rollouts(session, start, timeline=self._timeline)
 
     @property
     def data_position(self) -> int:
@@ -278,6 +286,12 @@ class GrpoTrainer:
         if self._async is not None:
             self._async.save(checkpoint)
 
+    def close(self) -> None:
+        """End what is sampled beside the training. May be called again."""
+        if self._async is not None:
+            self._async.close()
+            self._timeline.flush()
+
     @property
     def weight_version(self) -> int:
         """The last weight version that engines had; -1 without engines."""
@@ -286,7 +300,7 @@ class GrpoTrainer:
     def measure_start(self) -> GrpoMetrics:
         """Evaluate before the first update: sampled reward and greedy accuracy, both held-out."""
         heldout = self._inputs.problems.heldout
-        with self._sampler.after_step(0) as source:
+        with self._after_step(0) as source:
             rewards, generated = complete(source, heldout, inputs=self._inputs)
             accuracy = self._measure(source, step=0)
             refit = self._sampler.report()
@@ -315,12 +329,15 @@ class GrpoTrainer:
             extra |= episode_metrics(generated, group_size=self._config.samples_per_prompt)
             batch = completion_batch(generated)
             with self._policy.keeping_batches():
-                extra |= self._score(batch, watch)
+                with self._timeline.span("score", step):
+                    extra |= self._score(batch, watch)
                 with watch.phase("reward_s"):
                     extra |= self._add_advantages(batch, rewards)
-                trained = self._train(batch, watch)
+                with self._timeline.span("train", step):
+                    trained = self._train(batch, watch)
             if self._async is not None:
                 self._async.finish(step)
+                self._timeline.flush()
         accuracy = None
         if is_measured or needs_score:
             self._samples.record(
@@ -379,13 +396,27 @@ class GrpoTrainer:
         version = self.weight_version
         with ExitStack() as stack:
             with watch.phase("move_s"):
-                source = stack.enter_context(self._sampler.after_step(step))
+                source = stack.enter_context(self._after_step(step))
             if self.weight_version != version:
                 # The refit has a column of its own, and phases do not overlap.
                 watch.add("move_s", -self._sampler.report()["refit_s"])
             yield source
             with watch.phase("move_s"):
                 stack.close()
+
+    @contextmanager
+    def _after_step(self, step: int) -> Iterator[GenerationInterface]:
+        """Yield what samples from the weights after `step`."""
+        with ExitStack() as stack:
+            with ExitStack() as refit:
+                # Engines refuse turns of episodes while they pause for new weights.
+                if self._async is not None and not self._sampler.report().get("refit_staged"):
+                    refit.enter_context(self._async.holding_engines())
+                version, begun_at = self.weight_version, time.monotonic()
+                source = stack.enter_context(self._sampler.after_step(step))
+                if self.weight_version != version:
+                    self._timeline.record("refit", step, begun_at, time.monotonic())
+            yield source
 
     def _weights_step(self, step: int) -> int:
         """Return after which step the weights are that samplers have before `step` is taken."""
@@ -490,7 +521,7 @@ class GrpoTrainer:
         return {name: sum(each[name] for each in epochs) / len(epochs) for name in epochs[0]}
 
     def _accuracy(self, step: int) -> float:
-        with self._sampler.after_step(step) as source:
+        with self._after_step(step) as source:
             return self._measure(source, step=step)
 
     def _measure(self, source: GenerationInterface, *, step: int) -> float:
@@ -500,7 +531,9 @@ class GrpoTrainer:
         )
 
 
-def _open_rollouts(session: Session[ProblemInputs], start: RunState) -> AsyncRollouts | None:
+def _open_rollouts(
+    session: Session[ProblemInputs], start: RunState, *, timeline: Timeline
+) -> AsyncRollouts | None:
     """Return the rollouts of an asynchronous run; None if each step samples anew."""
     config, inputs = session.config, session.inputs
     plan = plan_rollouts(config)
@@ -515,8 +548,7 @@ def _open_rollouts(session: Session[ProblemInputs], start: RunState) -> AsyncRol
             seed=config.seed,
             position=position,
         ),
-        encode=inputs.encoder.prompt_batch,
-        pad_id=inputs.encoder.pad_id,
+        sampler=_group_sampler(config, inputs, timeline=timeline),
         ledger=TrainedLedger(session.directory.trained, step=start.step),
         timeout_s=complete_section(config.policy["generation"])["generate_timeout_s"],
     )
@@ -524,6 +556,17 @@ def _open_rollouts(session: Session[ProblemInputs], start: RunState) -> AsyncRol
     if checkpoint is not None:
         rollouts.load(checkpoint.path)
     return rollouts
+
+
+def _group_sampler(config: RunConfig, inputs: ProblemInputs, *, timeline: Timeline) -> GroupSampler:
+    group_size = config.section(GrpoSection).samples_per_prompt
+    if inputs.episodes is not None:
+        limit_s = config.section(EnvironmentSection).timeout_s
+        return EpisodeGroups(
+            inputs.episodes, group_size=group_size, limit_s=limit_s, record=timeline.record
+        )
+    encoder = inputs.encoder
+    return CompletionGroups(encoder.prompt_batch, group_size=group_size, pad_id=encoder.pad_id)
 
 
 def _policies(config: RunConfig) -> list[Settings]:

@@ -21,6 +21,7 @@ from rl_policy.config import (
     Section,
     Settings,
 )
+from rl_policy.environments.pool import GivenEnvironment
 from rl_policy.losses import ClippedPGLoss, Clipping, ImportanceMode, KLEstimator, RatioLevel
 from rl_policy.recipes.async_rollouts import AsyncPlan, AsyncSection
 from rl_policy.recipes.sft import sft_policy
@@ -463,9 +464,11 @@ def _check_async(config: RunConfig) -> None:
         if value == off:
             raise ValueError(f"{key} contradicts {name}={value!r}: {_ASYNC_REASONS[name]}")
     grpo = config.section(GrpoSection)
-    if config.section(EnvironmentSection).function is not None:
+    environment = config.section(EnvironmentSection).function
+    if isinstance(environment, GivenEnvironment):
         raise ValueError(
-            f"{key} contradicts environment.function: an episode's turns wait for one another"
+            f"{key} contradicts environment.function={str(environment)!r}, which runs in a thread "
+            "of this program: name it as FILE.py:NAME or PACKAGE.MODULE:NAME, for processes"
         )
     if grpo.dynamic_sampling:
         raise ValueError(

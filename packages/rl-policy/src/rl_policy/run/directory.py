@@ -44,6 +44,8 @@ class RunDirectory:
         self.plot = path / "reward.png"
         self.checkpoints = path / "checkpoints"
         self.trained = path / "trained.jsonl"
+        self.timeline = path / "timeline.jsonl"
+        self.timeline_plot = path / "timeline.png"
         self.completions = path / "completions.jsonl"
         self.final = path / "final"
         self.adapters = path / "adapters"

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import sys
+import threading
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Literal, TypeVar
@@ -124,6 +125,8 @@ class VllmGeneration(GenerationInterface):
         # A copy for seeds and callers: each engine owns its own, and `commit_update` sets them all.
         self._version = INITIAL_VERSION
         self._calls_since_version = 0
+        # Another thread may submit while this one commits a version.
+        self._counting = threading.Lock()
         self._refit_info: RefitInfo = {}
         per_node = bundles_per_node(cluster, workers_per_node)
         sharding = _engine_grid(cluster, per_node, engine.tensor_parallel_size)
@@ -193,13 +196,14 @@ class VllmGeneration(GenerationInterface):
             ValueError: A prompt leaves no room for a token, or has one outside the vocabulary.
             EngineStateError: An engine sleeps, or a refit is in flight or has failed.
         """
-        batch = self._seeded(data)
-        plans = dispatch.plan_in_order(batch, data_parallel=self.num_engines)
-        call = self._engines.submit_sharded(
-            "generate", batch, plans, sampling=self._sampling, greedy=greedy
-        )
+        with self._counting:
+            batch = self._seeded(data)
+            plans = dispatch.plan_in_order(batch, data_parallel=self.num_engines)
+            call = self._engines.submit_sharded(
+                "generate", batch, plans, sampling=self._sampling, greedy=greedy
+            )
+            self._count_call(greedy=greedy)
         parts = self._engines.wait(call, timeout_s=self._generate_timeout_s)
-        self._count_call(greedy=greedy)
         assert self._sampling.pad_token_id is not None, "parsing has resolved it"
         return dispatch.gather_generations(
             parts, pad_token_id=self._sampling.pad_token_id, pad_values=_PAD_VALUES
@@ -227,9 +231,10 @@ class VllmGeneration(GenerationInterface):
                 there are more rows than the limit.
             StreamFullError: There are more rows than `room`.
         """
-        batch = self._seeded(data)
-        ticket = self._stream.submit(batch, sampling=self._sampling, greedy=greedy)
-        self._count_call(greedy=greedy)
+        with self._counting:
+            batch = self._seeded(data)
+            ticket = self._stream.submit(batch, sampling=self._sampling, greedy=greedy)
+            self._count_call(greedy=greedy)
         return ticket
 
     def collect(
@@ -343,8 +348,9 @@ class VllmGeneration(GenerationInterface):
             EngineStateError: An engine has not loaded all weights of `version`.
         """
         self._on_engines_beside("commit_update", version)
-        if version != self._version:
-            self._version, self._calls_since_version = version, 0
+        with self._counting:
+            if version != self._version:
+                self._version, self._calls_since_version = version, 0
 
     def update_metrics(self) -> dict[str, float]:
         """Return how the last update went.
