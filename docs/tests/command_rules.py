@@ -8,13 +8,16 @@ import tomllib
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cache
+from importlib.util import find_spec
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
 from code_blocks import ROOT
 from packaging.requirements import Requirement
+from rl_policy.backends import BackendNotInstalledError
 from rl_policy.cli import build_app
+from rl_policy.commands.serve import load_serve_config
 from rl_policy.tinker.command import load_server_config
 from typer.testing import CliRunner
 
@@ -77,6 +80,30 @@ def check_client(command: str) -> None:
 
     names = ("Datum", "ModelInput", "AdamParams", "SamplingParams")
     assert all(hasattr(tinker.types, name) for name in names), command
+
+
+def check_serve_agents(command: str) -> None:
+    """Check the configuration of a server and the flags, without starting it."""
+    words = shlex.split(command)[2:]
+    overrides = [word for word in words[1:] if "=" in word]
+    shown = CliRunner().invoke(build_app(), ["serve", "--help"], env={"COLUMNS": "200"}).output
+    assert all(word in shown for word in words if word.startswith("--")), command
+    if not words:
+        return
+    try:
+        load_serve_config(words[0], overrides=overrides)
+    except BackendNotInstalledError:
+        # The last thing that is looked at.
+        assert find_spec("vllm") is None, command
+
+
+def check_agent(command: str) -> None:
+    """Find what the page's program imports; the server's tests do what it does."""
+    from rl_policy.data.batches import completion_batch
+    from rl_policy.generation.answers import read_answers
+
+    assert callable(read_answers), command
+    assert callable(completion_batch), command
 
 
 def check_verb(command: str) -> None:
@@ -176,6 +203,8 @@ RULES = [
         check_paths,
     ),
     Rule(r"rl-policy plan meta-llama/", "the model is not on this machine", check_plan),
+    Rule(r"rl-policy serve\b(?!-)", "runs until it is ended", check_serve_agents),
+    Rule(r"python agent.py", "needs the server", check_agent),
     Rule(r"rl-policy serve-tinker", "runs until it is ended", check_serve),
     Rule(r"python learn.py", "needs the server", check_client),
     Rule(r"rl-policy doctor", "this machine may lack something", check_doctor),

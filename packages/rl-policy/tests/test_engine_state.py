@@ -152,7 +152,7 @@ class DeviceMemory:
 def engine_on(memory):
     engine = object.__new__(VllmEngine)
     engine._state, engine._llm, engine._can_sleep = EngineState(), memory, True
-    engine._config = SimpleNamespace(sleep_level=1)
+    engine._config = SimpleNamespace(sleep_level=1, generate_timeout_s=60)
     engine._update, engine._thread = UpdateTimes(), EngineThread()
     engine._requests = RequestLoop(engine._thread, step=dict, abort=list)  # of none
     return engine

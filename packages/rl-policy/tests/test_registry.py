@@ -46,7 +46,7 @@ def test_the_command_line_lists_what_is_registered_without_importing_it(register
     register("echo = stranger_recipe:ECHO", "gone = no_such_package.module:X")
     listed = CliRunner().invoke(build_app(), ["--help"], env={"COLUMNS": "200"}).output
     recipes = ("distill", "dpo", "echo", "eval", "grpo", "rm", "sft")
-    for name in (*recipes, "merge", "plan", "serve-tinker"):
+    for name in (*recipes, "merge", "plan", "serve ", "serve-tinker"):
         assert name in listed
     assert "Repeat the prompts" in listed
     assert "Cannot be imported" in listed

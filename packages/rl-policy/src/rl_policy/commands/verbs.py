@@ -7,10 +7,10 @@ from __future__ import annotations
 
 import os
 import signal
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, NoReturn
 
 import typer
 
@@ -44,6 +44,7 @@ def add_commands(app: typer.Typer) -> None:
     for command in (merge, report, compare, watch, doctor, plan):
         app.command(command.__name__)(command)
     app.command("convert-config")(convert_config)
+    app.command("serve")(serve)
     app.command("serve-tinker")(serve_tinker)
 
 
@@ -145,6 +146,72 @@ def convert_config(
         raise typer.Exit(BAD_INPUT)
 
 
+def serve(
+    target: Annotated[
+        str,
+        typer.Argument(
+            metavar="RUN_DIR|MODEL", help="A run's directory, or a model's directory or name."
+        ),
+    ],
+    overrides: Annotated[
+        list[str] | None,
+        typer.Argument(
+            metavar="SECTION.KEY=VALUE",
+            help="Of the sections policy, cluster and serve. For example "
+            "policy.generation.vllm_cfg.max_model_len=4096 serve.tool_call_parser=hermes.",
+            show_default="none",
+        ),
+    ] = None,
+    config: Annotated[
+        Path | None,
+        typer.Option(
+            "--config", parser=Path, metavar="PATH", help="YAML file.", show_default="none"
+        ),
+    ] = None,
+    step: Annotated[
+        int | None,
+        typer.Option(help="Of the run's checkpoint.", show_default="the newest", min=0),
+    ] = None,
+    name: Annotated[
+        str | None,
+        typer.Option(help="Under which clients know the model.", show_default="RUN_DIR|MODEL"),
+    ] = None,
+    host: Annotated[str, typer.Option(help="The address to listen on.")] = "127.0.0.1",
+    port: Annotated[
+        int, typer.Option(help="The port to listen on; 0 for a free one.", min=0, max=65535)
+    ] = 8000,
+    key_file: Annotated[
+        Path,
+        typer.Option(
+            parser=Path,
+            metavar="PATH",
+            help="The API key, for its owner alone; made if there is none.",
+            show_default="serve-key",
+        ),
+    ] = Path("serve-key"),
+) -> None:
+    """Serve a model to agents that speak OpenAI's protocol, until Ctrl-C.
+
+    vLLM's own server, whose answers have what training needs: the ids of the tokens, their
+    log-probabilities, and the version of the weights. Of a run, the newest checkpoint is served,
+    and its step is the version.
+    """
+    from rl_policy.commands.serve import ServeOptions, load_serve_config
+    from rl_policy.commands.serve import serve as run_server
+
+    with bad_input_in_one_line():
+        loaded = load_serve_config(target, path=config, overrides=overrides or [])
+    options = ServeOptions(
+        target=target, step=step, name=name or target, host=host, port=port, key_file=key_file
+    )
+
+    def until_signal() -> int:
+        run_server(loaded, options, tell=_tell)
+        return 0
+
+    _end_of_server(until_signal)
+
+
 def serve_tinker(
     model: Annotated[
         str, typer.Argument(metavar="MODEL", help="The base model, a directory or name.")
@@ -187,8 +254,8 @@ def serve_tinker(
     Each training client has adapters and an optimizer of its own. The client's API key is in the
     state directory, or is what TINKER_API_KEY is for this command too.
     """
-    from rl_policy.ray.worker_group import WorkerGroupError, death_behind
-    from rl_policy.tinker.command import ServerOptions, load_server_config, require_extra, serve
+    from rl_policy.tinker.command import ServerOptions, load_server_config, require_extra
+    from rl_policy.tinker.command import serve as run_server
 
     with bad_input_in_one_line():
         require_extra()
@@ -196,10 +263,23 @@ def serve_tinker(
     options = ServerOptions(
         model=model, name=name or model, host=host, port=port, state_dir=state_dir
     )
+    _end_of_server(
+        lambda: run_server(loaded, options, tell=lambda line: typer.echo(line, err=True))
+    )
+
+
+def _end_of_server(run: Callable[[], int]) -> NoReturn:
+    """Run a server until a signal; end the command with the status of what has ended it.
+
+    Args:
+        run: Returns the number of the signal if it has caught one itself, else 0.
+    """
+    from rl_policy.ray.worker_group import WorkerGroupError, death_behind
+
     with interrupted_by_signals() as received:
         try:
             with bad_input_in_one_line():
-                number = serve(loaded, options, tell=lambda line: typer.echo(line, err=True))
+                number = run()
         except KeyboardInterrupt:
             number = received[0] if received else signal.SIGINT
         except WorkerGroupError as error:
@@ -209,6 +289,10 @@ def serve_tinker(
             typer.echo(f"error: {text}{reason}", err=True)
             raise typer.Exit(FAILED) from None
     raise typer.Exit(SIGNALLED + number if number else 0)
+
+
+def _tell(line: str) -> None:
+    typer.echo(line, err=True)
 
 
 def doctor(

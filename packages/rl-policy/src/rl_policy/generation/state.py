@@ -36,12 +36,15 @@ class EngineStateError(RuntimeError):
 
 
 class EngineState:
-    """The state of one engine, and the rules of the module's table."""
+    """The state of one engine, and the rules of the module's table.
 
-    def __init__(self) -> None:
+    Args:
+        version: Of the weights that the engine has loaded by itself, older than any refit.
+    """
+
+    def __init__(self, version: int = INITIAL_VERSION) -> None:
         self._awake: set[str] = set(TAGS)
-        # The engine has loaded its first weights itself: valid, and older than any refit.
-        self._weights = WeightVersion(committed=INITIAL_VERSION)
+        self._weights = WeightVersion(committed=version)
 
     @property
     def version(self) -> int:

@@ -38,7 +38,7 @@ from rl_refit.vllm import (
 from transformers import AutoConfig
 
 from rl_policy.backends import BackendNotInstalledError
-from rl_policy.generation.state import TAGS, EngineState, EngineStateError
+from rl_policy.generation.state import INITIAL_VERSION, TAGS, EngineState, EngineStateError
 from rl_policy.generation.vllm.config import engine_arguments
 from rl_policy.generation.vllm.environment import prepare_environment, temporary_files_apart
 from rl_policy.generation.vllm.requests import assemble_output, request_arguments
@@ -50,6 +50,7 @@ from rl_policy.generation.vllm.running import (
     Submissions,
     completions_of,
 )
+from rl_policy.generation.vllm.serving import ApiServer, EngineClient, ServerSettings
 from rl_policy.generation.vllm.turns import EngineThread, in_turn
 from rl_policy.generation.vllm.worker_calls import (
     VllmWorker,
@@ -120,7 +121,9 @@ class BundleHolder:
 
 
 def start_on_rank(
-    config: EngineConfig, tokenizer: PreTrainedTokenizerBase
+    config: EngineConfig,
+    tokenizer: PreTrainedTokenizerBase,
+    weight_version: int = INITIAL_VERSION,
 ) -> VllmEngine | BundleHolder:
     """Return the engine on the first rank of each tensor-parallel group, a holder on the others.
 
@@ -129,9 +132,12 @@ def start_on_rank(
     Args:
         config: How the engine runs.
         tokenizer: See `VllmEngine`.
+        weight_version: See `VllmEngine`.
     """
     index, position = divmod(int(os.environ["RANK"]), config.tensor_parallel_size)
-    return BundleHolder() if position else VllmEngine(config, tokenizer, engine_index=index)
+    if position:
+        return BundleHolder()
+    return VllmEngine(config, tokenizer, engine_index=index, weight_version=weight_version)
 
 
 def require_vllm() -> None:
@@ -150,6 +156,7 @@ class VllmEngine:
         config: How it runs.
         tokenizer: Decodes completions, in which stop strings are matched.
         engine_index: The index of this engine, from 0.
+        weight_version: Of the weights that it loads by itself.
 
     Raises:
         ImportError: vLLM is not installed.
@@ -161,12 +168,15 @@ class VllmEngine:
         tokenizer: PreTrainedTokenizerBase,
         *,
         engine_index: int = 0,
+        weight_version: int = INITIAL_VERSION,
     ) -> None:
         require_vllm()
         prepare_environment(config.tensor_parallel_size, precision=config.precision)
         self._config = config
+        self._index = engine_index
         self._first_receiver = engine_index * config.tensor_parallel_size
-        self._state = EngineState()
+        self._state = EngineState(weight_version)
+        self._server: ApiServer | None = None
         self._loaded: set[str] = set()
         self._update = UpdateTimes()
         self._kv_cache: KvCache = "drop"
@@ -282,15 +292,23 @@ class VllmEngine:
         """
         return self._submissions.next_ended(timeout_s)
 
-    @in_turn
     def sleep(self) -> None:
         """Free the device's memory, on devices on which vLLM can.
 
-        A refit in flight is abandoned: the weights are undefined until the next full one.
+        A refit in flight is abandoned: the weights are undefined until the next full one. What
+        clients of `serve` have asked for ends before, and what they ask for then waits.
 
         Raises:
             EngineStateError: Requests run.
         """
+        deadline = time.monotonic() + self._config.generate_timeout_s
+        with self._holding_clients():
+            while self._requests.num_streams and time.monotonic() < deadline:
+                time.sleep(_POLL_S)
+            self._sleep()
+
+    @in_turn
+    def _sleep(self) -> None:
         if not self._requests.is_idle:
             raise EngineStateError(
                 "sleep is not allowed while requests run: collect or cancel them first"
@@ -359,9 +377,12 @@ class VllmEngine:
             return
         # Requests that run would be sampled from a mixture of weights.
         deadline = time.monotonic() + self._config.generate_timeout_s
-        while not self._begin_if_idle(version):
-            if not self._requests.wait_idle(deadline - time.monotonic()):
-                raise EngineStateError(f"begin_update({version}): requests have not ended in time")
+        with self._holding_clients():
+            while not self._begin_if_idle(version):
+                if not self._requests.wait_idle(deadline - time.monotonic()):
+                    raise EngineStateError(
+                        f"begin_update({version}): requests have not ended in time"
+                    )
 
     @in_turn
     def _begin_staged(self, version: int, place: str, kv_cache: KvCache) -> None:
@@ -483,8 +504,36 @@ class VllmEngine:
         self._state.commit()
         self._update.pause_s = time.perf_counter() - self._update.begun_at
 
+    # Clients
+
+    def serve(self, settings: ServerSettings) -> str:
+        """Serve OpenAI's protocol; return the `base_url` for clients.
+
+        Raises:
+            ValueError: The engine serves already, or cannot with these settings.
+        """
+        if self._server is not None:
+            raise ValueError(f"the engine serves already, on {self._server.address}")
+        client = EngineClient(
+            self._llm.llm_engine,
+            thread=self._thread,
+            requests=self._requests,
+            state=self._state,
+            timeout_s=self._config.generate_timeout_s,
+        )
+        port = settings.port + self._index if settings.port else 0
+        self._server = ApiServer(client, settings, port=port)
+        return self._server.address
+
+    def stop_serving(self) -> None:
+        """End the server, if there is one."""
+        if self._server is not None:
+            self._server.close()
+            self._server = None
+
     def shutdown(self) -> None:
-        """End vLLM's own processes. Idempotent."""
+        """End the server and vLLM's own processes. Idempotent."""
+        self.stop_serving()
         if self._llm is not None:
             self._end()
             self._llm = None
@@ -571,13 +620,21 @@ class VllmEngine:
         self._requests.cancel(running)
 
     def _step(self) -> list[Any]:
-        """Run one step of vLLM's scheduler; return the requests that have finished."""
+        """Run one step of vLLM's scheduler; return its outputs."""
         # A swap that failed between two steps leaves nothing to sample from.
         self._state.require_generate()
-        return [output for output in self._llm.llm_engine.step() if output.finished]
+        return self._llm.llm_engine.step()
 
     def _abort(self, running: Sequence[str]) -> None:
         self._llm.llm_engine.abort_request(list(running), internal=True)
+
+    @contextmanager
+    def _holding_clients(self) -> Iterator[None]:
+        self._requests.hold()
+        try:
+            yield
+        finally:
+            self._requests.release()
 
     @contextmanager
     def _losing_weights_on_error(self, version: int) -> Iterator[None]:

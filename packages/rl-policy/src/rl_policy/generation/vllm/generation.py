@@ -46,6 +46,7 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
     from rl_policy.generation.stream import FinishedSubmission
+    from rl_policy.generation.vllm.serving import ServerSettings
 
 logger = logging.getLogger(__name__)
 
@@ -85,6 +86,7 @@ class VllmGeneration(GenerationInterface):
         workers_per_node: How many bundles of each node to use. None: all.
         seed: Seed of the samples.
         timeout_s: Limit of the start and of each call but `generate`, in seconds.
+        weight_version: Of the weights in `model_name`.
 
     Raises:
         ValueError: An argument or a config value is not possible; names key and numbers.
@@ -103,6 +105,7 @@ class VllmGeneration(GenerationInterface):
         *,
         seed: int = 0,
         timeout_s: float = 600.0,
+        weight_version: int = INITIAL_VERSION,
     ) -> None:
         # First, as `__del__` reads it even if the constructor fails.
         self._group: RayWorkerGroup | None = None
@@ -123,7 +126,7 @@ class VllmGeneration(GenerationInterface):
         self._generate_timeout_s = engine.generate_timeout_s
         self._seed = seed
         # A copy for seeds and callers: each engine owns its own, and `commit_update` sets them all.
-        self._version = INITIAL_VERSION
+        self._version = weight_version
         self._calls_since_version = 0
         # Another thread may submit while this one commits a version.
         self._counting = threading.Lock()
@@ -133,7 +136,7 @@ class VllmGeneration(GenerationInterface):
         self._group = RayWorkerGroup(
             cluster,
             start_on_rank,
-            (engine, tokenizer),
+            (engine, tokenizer, weight_version),
             sharding=sharding,
             name=name_prefix,
             workers_per_node=per_node,
@@ -164,7 +167,7 @@ class VllmGeneration(GenerationInterface):
 
     @property
     def weight_version(self) -> int:
-        """The committed version of the weights; -1 before the first refit."""
+        """The committed version of the weights; before the first refit, that of the model."""
         return self._version
 
     @property
@@ -278,6 +281,27 @@ class VllmGeneration(GenerationInterface):
         self._stream.settle()
         self._on_engines("sleep")
         return True
+
+    # Clients
+
+    def serve(self, settings: ServerSettings) -> list[str]:
+        """Serve OpenAI's protocol on every engine; return the `base_url` of each.
+
+        Clients' requests run beside calls of `generate` and submissions, and a staged refit goes on
+        beside them. A refit that pauses the engines, and their sleep, wait for requests that run,
+        and what is asked for meanwhile waits until they sample again.
+
+        Args:
+            settings: How they serve. On several engines, ports count up from `port`.
+
+        Raises:
+            ValueError: A port is taken, or the engines serve already.
+        """
+        return self._on_engines("serve", settings)
+
+    def stop_serving(self) -> None:
+        """End the servers, if there are any; `shutdown` does the same."""
+        self._on_engines("stop_serving")
 
     # Weights
 

@@ -1,7 +1,8 @@
-"""The requests that run in an engine: of calls of `generate`, and of submissions that do not wait.
+"""The requests that run in an engine: of `generate`, of submissions, and of a server's clients.
 
     _enqueue --add--> [ step, step, ... ] --outputs--> Future of each batch
-                        one turn each       finished out of order --> next_finished
+    EngineClient ----> one turn each        finished out of order --> next_finished
+                                            of clients: each output, as it comes
 
 One loop steps for all of them, as vLLM batches whatever runs. A step is a turn of the engine's
 thread, and asks for the next one when it ends: a call that came meanwhile runs in between.
@@ -16,6 +17,7 @@ from dataclasses import KW_ONLY, dataclass, field
 from queue import Empty, SimpleQueue
 from typing import TYPE_CHECKING, Any, TypeAlias
 
+from rl_policy.generation.state import EngineStateError
 from rl_policy.generation.vllm.requests import Completion, assemble_output
 from rl_policy.generation.vllm.turns import EngineThread
 
@@ -39,14 +41,21 @@ class _Batch:
         return [name for name in self.names if _public(name) not in self.outputs]
 
 
+@dataclass(frozen=True, slots=True)
+class _Stream:
+    internal: str
+    """vLLM's own name of the request."""
+    deliver: Callable[[Any], None]
+
+
 class RequestLoop:
     """Steps an engine as long as requests run.
 
-    All methods but `wait_idle` and `is_idle` are called in the engine's thread.
+    All methods but `wait_idle`, `is_idle`, `hold` and `release` are called in the engine's thread.
 
     Args:
         thread: The engine's.
-        step: Runs one step of the scheduler; returns the outputs of requests that have finished.
+        step: Runs one step of the scheduler; returns its outputs.
         abort: Frees running requests, by the names that `add` was given.
     """
 
@@ -62,6 +71,8 @@ class RequestLoop:
         self._abort = abort
         self._batches: dict[Future[Outputs], _Batch] = {}
         self._owners: dict[str, Future[Outputs]] = {}
+        self._streams: dict[str, _Stream] = {}
+        self._num_holds = 0
         self._idle = threading.Event()
         self._idle.set()
 
@@ -89,10 +100,13 @@ class RequestLoop:
             return batch
         self._batches[batch] = _Batch([*names])
         self._owners |= {_public(name): batch for name in names}
+        self._wake()
+        return batch
+
+    def _wake(self) -> None:
         if self._idle.is_set():
             self._idle.clear()
             self._thread.post(self._turn)
-        return batch
 
     def cancel(self, batch: Future[Outputs]) -> None:
         """Abort what still runs of a batch; do nothing if it has ended."""
@@ -101,20 +115,60 @@ class RequestLoop:
             batch.cancel()
             self._abort(running)
 
+    def add_stream(self, name: str, *, internal: str, deliver: Callable[[Any], None]) -> None:
+        """Step until a request of a client has finished.
+
+        Args:
+            name: Of the request, which its outputs have.
+            internal: vLLM's own name of it.
+            deliver: Gets each output of it, or the error of a step.
+        """
+        self._streams[name] = _Stream(internal, deliver)
+        self._wake()
+
+    def cancel_stream(self, name: str) -> None:
+        """Abort a request of a client; do nothing if it has ended."""
+        stream = self._streams.pop(name, None)
+        if stream is not None:
+            self._abort([stream.internal])
+
+    @property
+    def num_streams(self) -> int:
+        """Requests of clients that run."""
+        return len(self._streams)
+
+    def hold(self) -> None:
+        """Have clients' requests wait, so that those that run come to an end."""
+        self._num_holds += 1
+
+    def release(self) -> None:
+        """Undo `hold`."""
+        self._num_holds -= 1
+
+    def require_open(self) -> None:
+        """Raise `EngineStateError` if clients' requests have to wait."""
+        if self._num_holds:
+            raise EngineStateError("the engine waits for its requests to end")
+
     def fail(self, error: BaseException) -> None:
-        """End all batches with an error."""
+        """End all batches, and all requests of clients, with an error."""
         batches = [*self._batches]
         running = [name for batch in batches for name in self._forget(batch)]
+        streams = [*self._streams.values()]
+        self._streams.clear()
+        running += [stream.internal for stream in streams]
         try:
             self._abort(running)
         except Exception as theirs:  # of an engine that is broken anyway: `error` is the reason
             error.add_note(f"requests could not be aborted: {type(theirs).__name__}: {theirs}")
         for batch in batches:
             batch.set_exception(error)
+        for stream in streams:
+            stream.deliver(error)
 
     def _turn(self) -> None:
         """Run a step, and ask for the next one."""
-        if self._batches:
+        if self._batches or self._streams:
             try:
                 outputs = self._step()
             except BaseException as error:  # nobody waits for this turn itself
@@ -122,12 +176,20 @@ class RequestLoop:
             else:
                 for output in outputs:
                     self._deliver(output)
-        if self._batches:
+        if self._batches or self._streams:
             self._thread.post(self._turn)
         else:
             self._idle.set()
 
     def _deliver(self, output: Any) -> None:
+        stream = self._streams.get(output.request_id)
+        if stream is not None:
+            if output.finished:
+                del self._streams[output.request_id]
+            stream.deliver(output)
+            return
+        if not output.finished:
+            return
         # One that was cancelled may still come out of a step that was scheduled before.
         future = self._owners.pop(output.request_id, None)
         if future is None:
