@@ -30,6 +30,7 @@ LIMIT_S = 30
 @dataclass
 class Output:
     request_id: str
+    finished: bool = True
 
 
 class Scheduler:
@@ -125,6 +126,22 @@ def test_a_step_that_fails_ends_all_batches_and_the_next_may_run(thread, schedul
     assert scheduler.loop.wait_idle(LIMIT_S)
     assert not scheduler.left
     assert names_of(thread.run(scheduler.add, r2=1)) == ["2"]
+
+
+def test_an_output_that_cannot_be_delivered_ends_all_batches(thread, scheduler):
+    def refuse(output):
+        raise ValueError("no room for it")
+
+    def add():
+        scheduler.left |= {"9-abc": 2}
+        scheduler.loop.add_stream("9", internal="9-abc", deliver=refuse)
+        return scheduler.add(r0=1000)
+
+    batch = thread.run(add)
+    with pytest.raises(ValueError, match="no room for it"):
+        batch.result(LIMIT_S)
+    assert scheduler.loop.wait_idle(LIMIT_S)
+    assert scheduler.loop.num_streams == 0
 
 
 class SleepyEngine:

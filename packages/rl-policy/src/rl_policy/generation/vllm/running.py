@@ -170,12 +170,10 @@ class RequestLoop:
         """Run a step, and ask for the next one."""
         if self._batches or self._streams:
             try:
-                outputs = self._step()
+                for output in self._step():
+                    self._deliver(output)
             except BaseException as error:  # nobody waits for this turn itself
                 self.fail(error)
-            else:
-                for output in outputs:
-                    self._deliver(output)
         if self._batches or self._streams:
             self._thread.post(self._turn)
         else:
