@@ -96,6 +96,7 @@ def grpo(*arguments, out="out"):
     return CliRunner().invoke(build_app(), [*command, *with_environment(arguments)])
 
 
+@pytest.mark.slow
 def test_a_run_outlives_a_killed_environment_and_says_so(shared_ray, workplace, caplog):
     Path("die").touch()
     with caplog.at_level(logging.WARNING):

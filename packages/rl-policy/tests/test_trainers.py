@@ -105,6 +105,7 @@ def test_with_keeps_its_processes_and_all_calls_are_of_the_trained_model(workpla
     assert "reward.function=['<reward>'] was given by a Python program" in refused.stderr
 
 
+@pytest.mark.slow
 def test_a_run_whose_reward_fails_is_saved_and_continued_with_a_mended_one(shared_ray, workplace):
     calls = []
 

@@ -118,6 +118,7 @@ def test_a_pair_keeps_the_other_rules_of_its_group(group, make, rules):
     assert broken_rules(others, make()) == set()
 
 
+@pytest.mark.slow
 def test_a_digest_without_positions_does_not_find_swapped_rows(monkeypatch):
     def sum_of_bytes(data, *, position):
         return int(data.sum()) + position
