@@ -260,7 +260,7 @@ def command(tmp_path, monkeypatch, model):
     return run
 
 
-CASES, AT_A_TIME = int(os.environ.get("FUZZ_CASES", "600")), 20
+CASES, AT_A_TIME = int(os.environ.get("FUZZ_CASES", "300")), 20
 
 
 @pytest.mark.slow_beyond(1)
