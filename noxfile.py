@@ -78,6 +78,8 @@ TESTED_AS = {
 }
 # The packages that a package's tests take for a stranger's.
 TESTED_BESIDE = {"rl-policy": ["plain-backend"]}
+# What the tests of an extra ask its server with, as a dependency group.
+CLIENTS = {"rl-policy[tinker]": "clients"}
 # What a package's benchmarks compare it with.
 BENCHED_BESIDE = {"rl-megatron-worker": ["rl-dtensor-worker"]}
 # The extras with which a package is benchmarked in vLLM's environment.
@@ -278,7 +280,8 @@ def apart(session: nox.Session, package: str) -> None:
         measured[requirement] = probe(session, requirement, python)
         paths, expression = paths_to_test(requirement)
         if paths:
-            install_exactly(session, *wheels, *beside(package), *group("test"))
+            clients = group(CLIENTS[requirement]) if requirement in CLIENTS else []
+            install_exactly(session, *wheels, *beside(package), *group("test"), *clients)
             arguments = [*paths, "-m", expression, *AFTER_FAST, *session.posargs]
             session.run("pytest", *arguments, env=ENVIRONMENT)
     print(format_table(measured))

@@ -69,8 +69,9 @@ def ledger(workplace):
     return [json.loads(line) for line in text.splitlines(keepends=True) if line.endswith("\n")]
 
 
-def test_a_run_that_is_killed_trains_on_each_problem_once(begin, workplace):
-    killed = begin(*RUN)
+def trained_once_despite_a_kill(begin, workplace, run):
+    """Kill the driver of a run after some steps, resume it; return the rows of its steps."""
+    killed = begin(*run)
 
     def is_past():
         assert killed.poll() is None, killed.stderr.read()
@@ -93,6 +94,12 @@ def test_a_run_that_is_killed_trains_on_each_problem_once(begin, workplace):
     assert [row["step"] for row in rows] == list(range(1, STEPS + 1))
     for row in rows:
         assert row["staleness"] <= row["staleness_max"] <= 4
+    return rows
+
+
+def test_a_run_that_is_killed_trains_on_each_problem_once(begin, workplace):
+    rows = trained_once_despite_a_kill(begin, workplace, RUN)
+    for row in rows:
         assert row["refit_staged"] == 1
         assert row["rollouts_trained"] == (row["step"] - 1) * GROUPS
     assert max(row["staleness_max"] for row in rows) > 0
@@ -119,28 +126,8 @@ def test_a_run_of_episodes_that_is_killed_trains_on_each_problem_once(begin, wor
         f"report.samples={GROUPS * 4}",
         "grpo.eval_every=1",
     ]
-    killed = begin(*run)
-
-    def is_past():
-        assert killed.poll() is None, killed.stderr.read()
-        return len(ledger(workplace)) >= 3
-
-    wait_until(is_past, limit_s=600)
-    os.kill(killed.pid, signal.SIGKILL)
-    killed.wait(60)
-    before = ledger(workplace)
-    resumed = begin("grpo", "--resume", "out")
-    _, errors = resumed.communicate(timeout=600)
-    assert resumed.returncode == 0, errors[-6000:]
-    lines = ledger(workplace)
-    assert [line["step"] for line in lines] == list(range(1, STEPS + 1))
-    ids = [id for line in lines for id in line["ids"]]
-    assert sorted(ids) == list(range(STEPS * GROUPS))
-    assert lines[:2] == before[:2]
-    rows = read_metrics(workplace / "out" / "metrics.jsonl")[1:]
-    assert [row["step"] for row in rows] == list(range(1, STEPS + 1))
+    rows = trained_once_despite_a_kill(begin, workplace, run)
     for row in rows:
-        assert row["staleness"] <= row["staleness_max"] <= 4
         assert 2 <= row["turns_mean"] <= 3
     # One process has died, which is lost with its step if that is taken again.
     assert sum(row["environment_failures"] for row in rows) <= 1

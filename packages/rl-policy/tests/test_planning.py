@@ -108,6 +108,14 @@ def test_experts_are_planned_in_bfloat16_alone(tmp_path):
     assert in_gib(plan.phase("train"))["parameters"] == pytest.approx(size, rel=0.05)
 
 
+@pytest.mark.slow
+def test_a_recipe_of_several_policies_is_refused():
+    result = run("--recipe", "distill", "--gpus", "2", "--memory", "80GB")
+    assert result.exit_code == 2, result.output
+    (line,) = result.stderr.splitlines()
+    assert "recipe='distill' has 2 policies on the same devices" in line
+
+
 def trace(*, layers, state=True):
     """Return a worker's trace whose numbers are lines in the layers, in GiB."""
     parameters, optimizer = layers * GIB, 2 * layers * GIB

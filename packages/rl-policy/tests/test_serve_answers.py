@@ -10,18 +10,42 @@ import torch
 from rl_policy.cli import build_app
 from rl_policy.commands.serve import api_key
 from rl_policy.generation.answers import join_stream, read_answers
+from rl_policy.generation.vllm import serving
 from rl_policy.generation.vllm.answers import (
     Answer,
     TrainableAnswers,
     answer_in_progress,
     asking_for_tokens,
 )
+from rl_policy.generation.vllm.serving import ApiServer, ServerSettings
 from typer.testing import CliRunner
 
 KEY = "a-key-of-some-length"
 CHOICE = {"index": 0, "finish_reason": "stop", "token_ids": [4, 5], "weight_versions": [8, 9]}
 CHAT = CHOICE | {"logprobs": {"content": [{"logprob": -0.1}, {"logprob": -0.2}]}}
 TEXT = CHOICE | {"logprobs": {"token_logprobs": [-0.3, -0.4]}, "prompt_token_ids": [3]}
+
+
+async def nothing(scope, receive, send):
+    """Answer to the start and the end of a server alone."""
+    for kind in ("startup", "shutdown"):
+        await receive()
+        await send({"type": f"lifespan.{kind}.complete"})
+
+
+def test_a_server_that_has_ended_by_itself_is_noticed(monkeypatch):
+    async def build(client, settings):
+        return nothing
+
+    monkeypatch.setattr(serving, "_build_app", build)
+    server = ApiServer(None, ServerSettings(name="tiny", api_key=KEY), port=0)
+    try:
+        assert server.is_alive
+        server._server.should_exit = True
+        server._thread.join(30)
+        assert not server.is_alive
+    finally:
+        server.close()
 
 
 def test_each_choice_is_a_row():
@@ -211,8 +235,8 @@ def with_vllm(monkeypatch):
     ("arguments", "message"),
     [
         (["policy.model_name=x"], "policy.model_name='x': the model is the command's first"),
-        (["serve.max_request_bytes=1"], "serve.max_request_bytes=1: Input should be greater"),
-        (["serve.other=1"], "serve.other=1"),
+        (["serve.max_request_bytes=1"], "serve.max_request_bytes=1: input should be greater"),
+        (["serve.other=1"], "serve.other is not a known key"),
         (["policy.generation.vllm_cfg.max_num_seqs=0"], "vllm_cfg.max_num_seqs=0 must be at least"),
         (["--host", "localhost"], "--host 'localhost' must be an IP address"),
         (["--step", "3"], "--step 3: MODEL is no run's directory"),

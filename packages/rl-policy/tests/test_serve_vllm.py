@@ -14,13 +14,12 @@ from rl_policy.generation.state import NOT_SAMPLED
 from rl_policy.generation.vllm import VllmGeneration
 from rl_policy.generation.vllm.serving import ServerSettings
 from rl_policy.losses import ClippedPGLoss
-from transformers import LlamaConfig, LlamaForCausalLM
 from vllm_oracles import (
     TOLERANCE,
-    ascii_tokenizer,
+    endless_tokenizer,
     expected_logprobs,
     generation_config,
-    sizes_for,
+    long_llama,
 )
 
 pytestmark = [
@@ -41,22 +40,14 @@ END_S = 60
 
 @pytest.fixture(scope="module")
 def tokenizer():
-    tokenizer = ascii_tokenizer()
+    tokenizer = endless_tokenizer()
     tokenizer.chat_template = TEMPLATE
-    # No row ends before its length.
-    tokenizer.eos_token = None
     return tokenizer
 
 
 @pytest.fixture(scope="module")
 def first_model(tokenizer):
-    torch.manual_seed(0)
-    sizes = sizes_for(tokenizer) | {
-        "max_position_embeddings": 1024,
-        "eos_token_id": None,
-        "initializer_range": 0.15,
-    }
-    return LlamaForCausalLM(LlamaConfig(**sizes)).float().eval()
+    return long_llama(tokenizer)
 
 
 @pytest.fixture(scope="module")

@@ -140,8 +140,8 @@ def test_a_rank_that_dies_ends_the_server(model, tmp_path):
     ("settings", "message"),
     [
         (["policy.model_name=x"], "policy.model_name='x': the model is the command's first"),
-        (["tinker.max_models=0"], "tinker.max_models=0: Input should be greater than or equal"),
-        (["tinker.other=1"], "tinker.other=1"),
+        (["tinker.max_models=0"], "tinker.max_models=0: input should be greater than or equal"),
+        (["tinker.other=1"], "tinker.other is not a known key"),
         (["policy.dtensor_cfg.lora.enabled=false"], "policy.dtensor_cfg.lora.enabled must be true"),
         (["policy.optimizer.name=torch.optim.SGD"], "policy.optimizer.name='torch.optim.SGD'"),
         (["policy.generation.temperature=0.5"], "policy.generation.temperature=0.5 would change"),

@@ -15,15 +15,14 @@ from rl_policy import RayVirtualCluster
 from rl_policy.generation.state import NOT_SAMPLED, EngineStateError
 from rl_policy.generation.vllm import VllmGeneration
 from rl_refit.testing import DrillSender, Fault
-from transformers import LlamaConfig, LlamaForCausalLM
 from vllm_oracles import (
     TEXTS,
     TOLERANCE,
-    ascii_tokenizer,
+    endless_tokenizer,
     expected_logprobs,
     generation_config,
+    long_llama,
     prompts_of,
-    sizes_for,
 )
 
 pytestmark = [pytest.mark.vllm, pytest.mark.slow, pytest.mark.needs("rl-policy[vllm]")]
@@ -38,22 +37,12 @@ TEMPERATURE = 0.7
 
 @pytest.fixture(scope="module")
 def tokenizer():
-    tokenizer = ascii_tokenizer()
-    # No row ends before its length.
-    tokenizer.eos_token = None
-    return tokenizer
+    return endless_tokenizer()
 
 
 @pytest.fixture(scope="module")
 def first_model(tokenizer):
-    torch.manual_seed(0)
-    sizes = sizes_for(tokenizer) | {
-        "max_position_embeddings": 1024,
-        "eos_token_id": None,
-        # Rows are long, and float32 is off in proportion to the logits.
-        "initializer_range": 0.15,
-    }
-    return LlamaForCausalLM(LlamaConfig(**sizes)).float().eval()
+    return long_llama(tokenizer)
 
 
 @pytest.fixture(scope="module")

@@ -14,16 +14,15 @@ from rl_policy.generation.state import NOT_SAMPLED, EngineStateError
 from rl_policy.generation.stream import StreamFullError, TicketsLostError
 from rl_policy.generation.vllm import VllmGeneration
 from rl_policy.generation.vllm.stream import EngineLostError
-from transformers import LlamaConfig, LlamaForCausalLM
 from vllm_oracles import (
     TEXTS,
     TOLERANCE,
-    ascii_tokenizer,
     completions_of,
+    endless_tokenizer,
     expected_logprobs,
     generation_config,
+    long_llama,
     prompts_of,
-    sizes_for,
 )
 
 pytestmark = [pytest.mark.vllm, pytest.mark.slow, pytest.mark.needs("rl-policy[vllm]")]
@@ -39,24 +38,12 @@ LONG, SHORT = "a long one", "a short one~"
 
 @pytest.fixture(scope="module")
 def tokenizer():
-    tokenizer = ascii_tokenizer()
-    tokenizer.eos_token = None
-    return tokenizer
-
-
-def make_model(tokenizer, seed):
-    torch.manual_seed(seed)
-    sizes = sizes_for(tokenizer) | {
-        "max_position_embeddings": 1024,
-        "eos_token_id": None,
-        "initializer_range": 0.15,
-    }
-    return LlamaForCausalLM(LlamaConfig(**sizes)).float().eval()
+    return endless_tokenizer()
 
 
 @pytest.fixture(scope="module")
 def models(tokenizer):
-    return {version: make_model(tokenizer, seed=version) for version in (0, 1, 2)}
+    return {version: long_llama(tokenizer, seed=version) for version in (0, 1, 2)}
 
 
 @pytest.fixture(scope="module")

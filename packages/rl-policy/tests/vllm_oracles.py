@@ -49,6 +49,25 @@ def sizes_for(tokenizer):
     }
 
 
+def endless_tokenizer():
+    """Return the tokenizer without an end, so that rows end at their length alone."""
+    tokenizer = ascii_tokenizer()
+    tokenizer.eos_token = None
+    return tokenizer
+
+
+def long_llama(tokenizer, *, seed=0):
+    """Return a Llama for rows of up to 1,024 tokens."""
+    torch.manual_seed(seed)
+    sizes = sizes_for(tokenizer) | {
+        "max_position_embeddings": 1024,
+        "eos_token_id": None,
+        # Rows are long, and float32 is off in proportion to the logits.
+        "initializer_range": 0.15,
+    }
+    return LlamaForCausalLM(LlamaConfig(**sizes)).float().eval()
+
+
 def save_llama(path, tokenizer, seed=0):
     """Write a Llama with random weights and its tokenizer."""
     torch.manual_seed(seed)

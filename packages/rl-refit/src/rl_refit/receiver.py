@@ -345,7 +345,7 @@ class RefitReceiver(Closing):
         raise RefitError("the receiver was closed", rank=self._rank)
 
     def _take_part(self, session: Session, version: int, deadline: Deadline) -> bool:
-        """Wait until the refit starts; return whether patches of the session's base may arrive."""
+        """Wait until the refit starts; return whether patches may arrive."""
         begin = self._await_begin(session, deadline)
         if begin.version != version:
             raise RefitError(

@@ -12,8 +12,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
-from pydantic import Field, ValidationError
-from rl_interfaces.config.resolve import merge_sections, resolve_policy_config
+from pydantic import Field
+from rl_interfaces.config.resolve import resolve_policy_config
 from rl_interfaces.config.schema import MOST
 from rl_refit.private_directory import PrivateDirectory
 
@@ -23,17 +23,18 @@ from rl_policy.config import (
     Section,
     Settings,
     merge_policy,
-    parse_overrides,
+    parse_server,
     read_yaml,
 )
 from rl_policy.generation.state import INITIAL_VERSION
 from rl_policy.generation.vllm.config import generation_of_policy
 from rl_policy.generation.vllm.serving import ServerSettings, listen
 from rl_policy.ray.cluster import RayVirtualCluster
+from rl_policy.ray.worker_group import WorkerGroupError
+from rl_policy.run.directory import CheckpointManager, RunDirectory, keep_secret
 
 if TYPE_CHECKING:
     from rl_policy.generation.vllm import VllmGeneration
-    from rl_policy.run.directory import RunDirectory
 
 _DEFAULTS: Settings = {
     # One address. Each engine has one of its own.
@@ -47,7 +48,6 @@ _ALIVE_S = 2.0
 """Between two looks at the engines."""
 _KEY_BYTES = 32
 _LEAST_KEY = 16
-_OWNER_ONLY = 0o600
 
 
 class ServeSection(Section):
@@ -104,16 +104,7 @@ def load_serve_config(
     """
     from rl_policy.generation.vllm import VllmGeneration
 
-    given = merge_sections({} if path is None else read_yaml(path), parse_overrides(overrides))
-    try:
-        config = ServeConfig.model_validate(merge_sections(_DEFAULTS, given))
-    except ValidationError as error:
-        raise ValueError("; ".join(_describe(entry) for entry in error.errors())) from None
-    if "model_name" in config.policy:
-        raise ValueError(
-            f"policy.model_name={config.policy['model_name']!r}: the model is the command's first "
-            f"argument, {target!r}"
-        )
+    config = parse_server(ServeConfig, model=target, path=path, overrides=overrides, base=_DEFAULTS)
     base = merge_policy(DEFAULT_POLICY, _policy_of_run(target))
     # A server takes what its model takes.
     base.pop("max_total_sequence_length")
@@ -160,7 +151,8 @@ def serve(config: ServeConfig, options: ServeOptions, *, tell: Callable[[str], N
         while True:
             time.sleep(_ALIVE_S)
             # Of an engine that has died, every call says so.
-            engines.update_metrics()
+            if not engines.is_serving():
+                raise WorkerGroupError("the server of an engine has ended: its log says why")
 
 
 def api_key(path: Path) -> str:
@@ -169,23 +161,16 @@ def api_key(path: Path) -> str:
     Raises:
         ValueError: Others can read the file, or it holds no key.
     """
-    if not path.exists():
-        # Renamed when it is complete: on a full disk the next server would find half of it.
-        partial = path.with_name(f"{path.name}.partial-{os.getpid()}")
-        try:
-            descriptor = os.open(partial, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, _OWNER_ONLY)
-            with os.fdopen(descriptor, "w") as file:
-                file.write(secrets.token_urlsafe(_KEY_BYTES))
-            partial.replace(path)
-        except OSError as error:
-            raise ValueError(f"--key-file {path} cannot be written: {error.strerror}") from None
+    try:
+        key = keep_secret(path, lambda: secrets.token_urlsafe(_KEY_BYTES))
+    except OSError as error:
+        raise ValueError(f"--key-file {path} cannot be written: {error.strerror}") from None
     status = path.stat()
     if status.st_uid != os.getuid() or status.st_mode & 0o077:
         raise ValueError(
             f"--key-file {path} is open to other users (mode {status.st_mode & 0o777:o}): "
             "chmod 600 it, or name another"
         )
-    key = path.read_text().strip()
     if len(key) < _LEAST_KEY or not (key.isascii() and key.isprintable()):
         raise ValueError(
             f"--key-file {path} must hold {_LEAST_KEY} ASCII characters or more: it has {len(key)}"
@@ -202,8 +187,6 @@ def _require_address(host: str) -> str:
 
 
 def _run_at(target: str) -> RunDirectory | None:
-    from rl_policy.run.directory import RunDirectory
-
     run = RunDirectory(Path(target))
     return run if run.config.is_file() else None
 
@@ -230,7 +213,6 @@ def _served_model(options: ServeOptions) -> Iterator[tuple[str, int]]:
             raise ValueError(f"--step {options.step}: {options.target} is no run's directory")
         yield options.target, INITIAL_VERSION
         return
-    from rl_policy.run.directory import CheckpointManager
     from rl_policy.run.export import merge
 
     steps = [each.state.step for each in CheckpointManager(run.checkpoints).all()]
@@ -278,8 +260,3 @@ def _engine_section(config: ServeConfig, model: str) -> Settings:
     section = generation_of_policy(policy)
     section["vllm_cfg"] = {**section["vllm_cfg"], "weight_transfer": False}
     return {**section, "backend": "vllm", "colocated": {"enabled": False}}
-
-
-def _describe(entry: Any) -> str:
-    key = ".".join(str(part) for part in entry["loc"])
-    return f"{key}={entry['input']!r}: {entry['msg'].removeprefix('Value error, ')}"

@@ -38,6 +38,15 @@ _ComparisonOut = Annotated[
     typer.Option(parser=Path, metavar="PATH", help="The page.", show_default="compare.html"),
 ]
 
+_ConfigFile = Annotated[
+    Path | None,
+    typer.Option("--config", parser=Path, metavar="PATH", help="YAML file.", show_default="none"),
+]
+_Host = Annotated[str, typer.Option(help="The address to listen on.")]
+_Port = Annotated[
+    int, typer.Option(help="The port to listen on; 0 for a free one.", min=0, max=65535)
+]
+
 
 def add_commands(app: typer.Typer) -> None:
     """Add the commands."""
@@ -162,12 +171,7 @@ def serve(
             show_default="none",
         ),
     ] = None,
-    config: Annotated[
-        Path | None,
-        typer.Option(
-            "--config", parser=Path, metavar="PATH", help="YAML file.", show_default="none"
-        ),
-    ] = None,
+    config: _ConfigFile = None,
     step: Annotated[
         int | None,
         typer.Option(help="Of the run's checkpoint.", show_default="the newest", min=0),
@@ -176,10 +180,8 @@ def serve(
         str | None,
         typer.Option(help="Under which clients know the model.", show_default="RUN_DIR|MODEL"),
     ] = None,
-    host: Annotated[str, typer.Option(help="The address to listen on.")] = "127.0.0.1",
-    port: Annotated[
-        int, typer.Option(help="The port to listen on; 0 for a free one.", min=0, max=65535)
-    ] = 8000,
+    host: _Host = "127.0.0.1",
+    port: _Port = 8000,
     key_file: Annotated[
         Path,
         typer.Option(
@@ -225,20 +227,13 @@ def serve_tinker(
             show_default="none",
         ),
     ] = None,
-    config: Annotated[
-        Path | None,
-        typer.Option(
-            "--config", parser=Path, metavar="PATH", help="YAML file.", show_default="none"
-        ),
-    ] = None,
+    config: _ConfigFile = None,
     name: Annotated[
         str | None,
         typer.Option(help="Under which clients know the model.", show_default="MODEL"),
     ] = None,
-    host: Annotated[str, typer.Option(help="The address to listen on.")] = "127.0.0.1",
-    port: Annotated[
-        int, typer.Option(help="The port to listen on; 0 for a free one.", min=0, max=65535)
-    ] = 8000,
+    host: _Host = "127.0.0.1",
+    port: _Port = 8000,
     state_dir: Annotated[
         Path,
         typer.Option(

@@ -16,6 +16,8 @@ from rl_policy.config.loading import (
     override_resumed_with,
     parse_overrides,
     parse_run_config,
+    parse_section,
+    parse_server,
     read_yaml,
     render_run_config,
 )
@@ -68,6 +70,8 @@ __all__ = [
     "override_resumed_with",
     "parse_overrides",
     "parse_run_config",
+    "parse_section",
+    "parse_server",
     "read_yaml",
     "render_run_config",
     "resolve_policy",

@@ -21,7 +21,7 @@ from rl_policy.config.policy import (
     Settings,
     merge_policy,
 )
-from rl_policy.config.sections import RunConfig, run_config_type
+from rl_policy.config.sections import RunConfig, SectionT, run_config_type
 from rl_policy.data.rewards import GivenReward
 from rl_policy.data.rows import GivenRows
 from rl_policy.environments.pool import GivenEnvironment
@@ -73,11 +73,50 @@ def parse_run_config(given: Mapping[str, object]) -> RunConfig:
         raise ValueError(f"recipe={recipe!r} must be the name of a recipe")
     given = find_recipe(recipe).expand(dict(given))
     kind = _config_type(find_recipe(recipe), given)
+    return parse_section(kind, given)
+
+
+def parse_section(kind: type[SectionT], given: Mapping[str, object]) -> SectionT:
+    """Return checked settings, with defaults for missing keys.
+
+    Args:
+        kind: What they are of: a run, or whatever has sections.
+        given: Nested settings.
+
+    Raises:
+        ValueError: Names the key and the value, in one line.
+    """
     try:
         return kind.model_validate(given)
     except ValidationError as error:
         entries = error.errors(include_url=False)
         raise ValueError("; ".join(_describe(entry, kind) for entry in entries)) from None
+
+
+def parse_server(
+    kind: type[SectionT], *, model: str, path: Path | None, overrides: Sequence[str], base: Settings
+) -> SectionT:
+    """Return the configuration of a server, whose model its command names.
+
+    Args:
+        kind: With a section `policy`.
+        model: The command's first argument.
+        path: A YAML file.
+        overrides: `section.key=value`, over the file.
+        base: What is given less than the file.
+
+    Raises:
+        ValueError: Names the key and the value, in one line.
+    """
+    given = merge_sections({} if path is None else read_yaml(path), parse_overrides(overrides))
+    config = parse_section(kind, merge_sections(base, given))
+    policy = getattr(config, "policy", {})
+    if "model_name" in policy:
+        raise ValueError(
+            f"policy.model_name={policy['model_name']!r}: the model is the command's first "
+            f"argument, {model!r}"
+        )
+    return config
 
 
 def override_resumed(config: RunConfig, overrides: Sequence[str]) -> RunConfig:
@@ -252,7 +291,7 @@ def _config_type(recipe: Recipe, given: Mapping[str, object]) -> type[RunConfig]
     return run_config_type(sections)
 
 
-def _describe(entry: ErrorDetails, kind: type[RunConfig]) -> str:
+def _describe(entry: ErrorDetails, kind: type[BaseModel]) -> str:
     key = ".".join(str(part) for part in entry["loc"])
     if entry["type"] == "value_error":  # raised by our own checks, which name the key themselves
         return str(entry.get("ctx", {})["error"])
@@ -272,7 +311,7 @@ def _keys_beside(location: tuple[int | str, ...], kind: type[BaseModel]) -> list
             return []
         kind = inner
     known = list(kind.model_fields)
-    return known if len(location) > 1 else [*known, *installed_recipes()]
+    return [*known, *installed_recipes()] if issubclass(kind, RunConfig) else known
 
 
 def _render(section: BaseModel, *, indent: str) -> Iterator[str]:

@@ -151,7 +151,14 @@ def _subject(request: Mapping[str, Any]) -> Subject:
             f"cluster.bundle_ct_per_node_list={json.dumps(request['bundles'])}",
         ],
     )
-    policy = dict(find_recipe(config.recipe).policies(config)[0])
+    recipe = find_recipe(config.recipe)
+    if recipe.num_policies > 1:
+        raise NotImplementedError(
+            f"recipe={config.recipe!r} has {recipe.num_policies} policies on the same devices, and "
+            "rl-policy plan counts one: plan each as a policy of grpo, of which the other's "
+            "parameters are off while it works"
+        )
+    policy = dict(recipe.policies(config)[0])
     backend = backends.TrainingBackend.of_config(policy)
     if not hasattr(backend.worker_class, "repeated_layers"):
         raise NotImplementedError(

@@ -50,7 +50,7 @@ from rl_policy.run.inputs import (
 )
 from rl_policy.run.machine import check_model_files, model_config
 from rl_policy.run.metrics import StepMetrics, mean_metrics
-from rl_policy.run.samplers import Sampler, open_sampler
+from rl_policy.run.samplers import Sampler, counting_move, open_sampler, weight_version
 from rl_policy.run.session import Session, open_policy, run_loop
 
 
@@ -302,7 +302,7 @@ class DistillTrainer:
     @property
     def weight_version(self) -> int:
         """The last weight version that engines had; -1 without engines."""
-        return int(self._sampler.report().get("weight_version", RunState().weight_version))
+        return weight_version(self._sampler)
 
     def measure_start(self) -> DistillMetrics:
         """Evaluate before the first step."""
@@ -341,16 +341,10 @@ class DistillTrainer:
 
     def _sample(self, step: int, watch: Stopwatch) -> Mapping[str, torch.Tensor]:
         """Return a completion of each of the next problems."""
-        version = self.weight_version
-        started = watch.of("generate_s")
-        with watch.phase("move_s"), self._sampler.after_step(step - 1) as source:
+        moved = self._sampler.after_step(step - 1)
+        with counting_move(self._sampler, moved, watch) as source:
             problems = self._stream.take(self._batch_size)
-            generated = sample(source, problems, inputs=self._inputs, watch=watch)
-        # Phases do not overlap: a refit has a column of its own.
-        watch.add("move_s", started - watch.of("generate_s"))
-        if self.weight_version != version:
-            watch.add("move_s", -self._sampler.report()["refit_s"])
-        return generated
+            return sample(source, problems, inputs=self._inputs, watch=watch)
 
     def _add_teacher(self, batch: Batch, watch: Stopwatch) -> None:
         """Add the teacher's largest logits at each position of the completions."""

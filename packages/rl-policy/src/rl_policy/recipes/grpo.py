@@ -72,7 +72,7 @@ from rl_policy.run.inputs import (
     prepare_problems,
 )
 from rl_policy.run.metrics import StepMetrics, mean_metrics, plot_reward, read_metrics
-from rl_policy.run.samplers import Sampler, open_sampler
+from rl_policy.run.samplers import Sampler, counting_move, open_sampler, weight_version
 from rl_policy.run.session import Session, open_policy, run_loop
 from rl_policy.run.timeline import Timeline, plot_timeline, read_timeline
 
@@ -295,7 +295,7 @@ class GrpoTrainer:
     @property
     def weight_version(self) -> int:
         """The last weight version that engines had; -1 without engines."""
-        return int(self._sampler.report().get("weight_version", RunState().weight_version))
+        return weight_version(self._sampler)
 
     def measure_start(self) -> GrpoMetrics:
         """Evaluate before the first update: sampled reward and greedy accuracy, both held-out."""
@@ -319,7 +319,8 @@ class GrpoTrainer:
         """Sample completions, compute rewards and log-probabilities, and train."""
         watch = Stopwatch()
         with watch.phase("step_s"):
-            with self._moved_to_sampler(self._weights_step(step), watch) as source:
+            moved = self._after_step(self._weights_step(step))
+            with counting_move(self._sampler, moved, watch) as source:
                 extra = self._sampler.report()
                 rollout, resampled = self._sample(source, step, watch)
             rewards, generated = rollout.rewards, rollout.generated
@@ -389,20 +390,6 @@ class GrpoTrainer:
                 generated, max_new_tokens=self._max_new_tokens
             ),
         }
-
-    @contextmanager
-    def _moved_to_sampler(self, step: int, watch: Stopwatch) -> Iterator[GenerationInterface]:
-        """Yield what samples from the weights after `step`; count what it takes as `move_s`."""
-        version = self.weight_version
-        with ExitStack() as stack:
-            with watch.phase("move_s"):
-                source = stack.enter_context(self._after_step(step))
-            if self.weight_version != version:
-                # The refit has a column of its own, and phases do not overlap.
-                watch.add("move_s", -self._sampler.report()["refit_s"])
-            yield source
-            with watch.phase("move_s"):
-                stack.close()
 
     @contextmanager
     def _after_step(self, step: int) -> Iterator[GenerationInterface]:

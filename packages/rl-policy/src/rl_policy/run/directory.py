@@ -336,3 +336,20 @@ def write_durably(path: Path, text: str) -> None:
         os.fsync(file.fileno())
     partial.rename(path)
     sync(path.parent)
+
+
+def keep_secret(path: Path, make: Callable[[], str]) -> str:
+    """Return the text of a file that its owner alone can read, which is made if there is none.
+
+    Args:
+        path: The file. One that is there is taken as it is, whoever can read it.
+        make: Returns the text of a new one.
+    """
+    if not path.exists():
+        # Renamed when it is complete: on a full disk the next reader would find half of it.
+        partial = path.with_name(f"{path.name}.partial-{os.getpid()}")
+        descriptor = os.open(partial, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600)
+        with os.fdopen(descriptor, "w") as file:
+            file.write(make())
+        partial.replace(path)
+    return path.read_text().strip()

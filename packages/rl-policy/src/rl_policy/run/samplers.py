@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from typing import Any, Protocol
 
 from rl_interfaces import GenerationInterface
+from rl_refit.report import Stopwatch
 
 from rl_policy.backends import load_engine
 from rl_policy.config import RefitSection, RunConfig
@@ -110,6 +111,34 @@ class EngineSampler:
     def _record(self, step: int, report: dict[str, float] | None) -> None:
         if report is not None:
             self._sent_step, self._report = step, report
+
+
+def weight_version(sampler: Sampler) -> int:
+    """Return the last weight version that engines had; -1 without engines."""
+    return int(sampler.report().get("weight_version", RunState().weight_version))
+
+
+@contextmanager
+def counting_move(
+    sampler: Sampler, moved: AbstractContextManager[GenerationInterface], watch: Stopwatch
+) -> Iterator[GenerationInterface]:
+    """Yield what samples; count what it takes to move there and back as `move_s`.
+
+    Args:
+        sampler: What samples.
+        moved: Its `after_step`, or what enters that.
+        watch: Counts.
+    """
+    version = weight_version(sampler)
+    with ExitStack() as stack:
+        with watch.phase("move_s"):
+            source = stack.enter_context(moved)
+        if weight_version(sampler) != version:
+            # The refit has a column of its own, and phases do not overlap.
+            watch.add("move_s", -sampler.report()["refit_s"])
+        yield source
+        with watch.phase("move_s"):
+            stack.close()
 
 
 @contextmanager

@@ -14,8 +14,8 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
-from pydantic import Field, ValidationError
-from rl_interfaces.config.resolve import merge_sections, resolve_policy_config
+from pydantic import Field
+from rl_interfaces.config.resolve import resolve_policy_config
 from rl_interfaces.config.schema import MOST
 
 from rl_policy.config import (
@@ -24,8 +24,7 @@ from rl_policy.config import (
     Section,
     Settings,
     merge_policy,
-    parse_overrides,
-    read_yaml,
+    parse_server,
 )
 from rl_policy.ray.cluster import RayVirtualCluster
 from rl_policy.ray.worker_group import WorkerGroupError
@@ -117,16 +116,7 @@ def load_server_config(
     Raises:
         ValueError: Names the key and the value.
     """
-    given = merge_sections({} if path is None else read_yaml(path), parse_overrides(overrides))
-    try:
-        config = ServerConfig.model_validate(given)
-    except ValidationError as error:
-        raise ValueError("; ".join(_describe(entry) for entry in error.errors())) from None
-    if "model_name" in config.policy:
-        raise ValueError(
-            f"policy.model_name={config.policy['model_name']!r}: the model is the command's first "
-            f"argument, {model!r}"
-        )
+    config = parse_server(ServerConfig, model=model, path=path, overrides=overrides, base={})
     base = merge_policy(DEFAULT_POLICY, SERVER_POLICY)
     # A server takes what its model takes.
     base.pop("max_total_sequence_length")
@@ -376,8 +366,3 @@ def _is_installed(module: str) -> bool:
         return find_spec(module) is not None
     except ModuleNotFoundError:  # of the package around it
         return False
-
-
-def _describe(entry: Any) -> str:
-    key = ".".join(str(part) for part in entry["loc"])
-    return f"{key}={entry['input']!r}: {entry['msg'].removeprefix('Value error, ')}"

@@ -22,6 +22,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
+from rl_policy.run.directory import keep_secret
 from rl_policy.tinker.requests import RequestError
 
 WEIGHTS, SAMPLER_WEIGHTS = "weights", "sampler_weights"
@@ -89,16 +90,7 @@ class CheckpointStore:
 
     def api_key(self) -> str:
         """Return the key of the directory, which is made at the first call."""
-        path = self.root / "api_key"
-        if not path.exists():
-            key = KEY_PREFIX + secrets.token_urlsafe(32)
-            # Renamed when it is complete: on a full disk the next server would find half of it.
-            partial = path.with_suffix(".partial")
-            descriptor = os.open(partial, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600)
-            with os.fdopen(descriptor, "w") as file:
-                file.write(key)
-            partial.replace(path)
-        return path.read_text().strip()
+        return keep_secret(self.root / "api_key", lambda: KEY_PREFIX + secrets.token_urlsafe(32))
 
     def write(
         self,

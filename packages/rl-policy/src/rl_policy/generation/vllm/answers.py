@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import hmac
 import json
-from collections.abc import Sequence
 from contextvars import ContextVar
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
@@ -217,11 +216,6 @@ class _AnswerWriter:
         headers.append((b"content-length", str(len(body)).encode()))
         await self._send({**self._start, "headers": headers})
         await self._send({"type": "http.response.body", "body": body})
-
-
-def versions_of(spans: Sequence[Any]) -> list[int]:
-    """Return a version per token of vLLM's spans."""
-    return [int(span.version) for span in spans for _ in range(span.start, span.end)]
 
 
 def _after(body: bytes, receive: Receive) -> Receive:

@@ -525,6 +525,10 @@ class VllmEngine:
         self._server = ApiServer(client, settings, port=port)
         return self._server.address
 
+    def is_serving(self) -> bool:
+        """Return whether there is a server, and it has not ended by itself."""
+        return self._server is not None and self._server.is_alive
+
     def stop_serving(self) -> None:
         """End the server, if there is one."""
         if self._server is not None:

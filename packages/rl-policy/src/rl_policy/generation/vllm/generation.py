@@ -299,6 +299,10 @@ class VllmGeneration(GenerationInterface):
         """
         return self._on_engines("serve", settings)
 
+    def is_serving(self) -> bool:
+        """Return whether the server of every engine runs."""
+        return all(self._on_engines_beside("is_serving"))
+
     def stop_serving(self) -> None:
         """End the servers, if there are any; `shutdown` does the same."""
         self._on_engines("stop_serving")

@@ -12,7 +12,7 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 from rl_batched_data import BatchedDataDict
@@ -221,3 +221,8 @@ def mean_staleness(generated: Mapping[str, torch.Tensor], weight_version: int) -
     versions = generated["weight_versions"]
     sampled = versions[versions != NOT_SAMPLED]
     return float((weight_version - sampled).double().mean()) if len(sampled) else 0.0
+
+
+def versions_of(spans: Sequence[Any]) -> list[int]:
+    """Return a version per token of vLLM's spans."""
+    return [int(span.version) for span in spans for _ in range(span.start, span.end)]

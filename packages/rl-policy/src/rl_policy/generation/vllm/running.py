@@ -18,7 +18,7 @@ from queue import Empty, SimpleQueue
 from typing import TYPE_CHECKING, Any, TypeAlias
 
 from rl_policy.generation.state import EngineStateError
-from rl_policy.generation.vllm.requests import Completion, assemble_output
+from rl_policy.generation.vllm.requests import Completion, assemble_output, versions_of
 from rl_policy.generation.vllm.turns import EngineThread
 
 if TYPE_CHECKING:
@@ -278,11 +278,7 @@ def completions_of(outputs: Outputs) -> list[Completion]:
         Completion(
             token_ids=entry.token_ids,
             logprobs=entry.logprobs.logprobs,
-            weight_versions=[
-                int(span.version)
-                for span in entry.weight_versions
-                for _ in range(span.start, span.end)
-            ],
+            weight_versions=versions_of(entry.weight_versions),
             finish_reason=entry.finish_reason,
         )
         for entry in entries

@@ -23,7 +23,8 @@ from itertools import count
 from typing import TYPE_CHECKING, Any
 
 from rl_policy.generation.state import EngineState, EngineStateError
-from rl_policy.generation.vllm.answers import TrainableAnswers, answer_in_progress, versions_of
+from rl_policy.generation.vllm.answers import TrainableAnswers, answer_in_progress
+from rl_policy.generation.vllm.requests import versions_of
 from rl_policy.generation.vllm.running import RequestLoop
 from rl_policy.generation.vllm.turns import EngineThread
 
@@ -210,6 +211,11 @@ class ApiServer:
         """What clients call `base_url`."""
         host, port = self._socket.getsockname()[:2]
         return f"http://{f'[{host}]' if ':' in host else host}:{port}/v1"
+
+    @property
+    def is_alive(self) -> bool:
+        """Whether it has not ended: by `close`, or by an error, which the log has."""
+        return self._thread.is_alive()
 
     def close(self) -> None:
         """Stop listening, and give requests in progress some seconds. Idempotent."""
