@@ -71,6 +71,11 @@ class Gated(Echo):
             await asyncio.sleep(0.01)
         return super().step(text)
 
+class Slow(Echo):
+    def reset(self, problem):
+        time.sleep(0.5 if problem.prompt == "0" else 0.0)
+        return super().reset(problem)
+
 class Long(Echo):
     def reset(self, problem):
         return "9" * 99
@@ -390,6 +395,29 @@ def test_what_engines_lose_is_raised_where_it_is_waited_for(echo):
         stream.collect([ticket], timeout_s=60)
     stream.close()
     assert not stream._thread.is_alive()
+
+
+def test_a_failed_stream_leaves_no_reply_to_the_next_one(player):
+    """The processes are the run's: nobody gets the answer to a call in flight at the failure."""
+    own = player("Slow")
+
+    class Lost(Engines):
+        def collect(self, tickets, *, timeout_s):
+            raise TicketsLostError("on purpose", tickets=tickets)
+
+    failing = EpisodeStream(own, Lost(random.Random(0), own.encoder), group_size=GROUP)
+    slow, fast = map(failing.submit, PROBLEMS[:2])
+    with pytest.raises(TicketsLostError, match="on purpose"):
+        failing.collect([slow, fast], timeout_s=60)
+    failing.close()
+    stream = EpisodeStream(own, Engines(random.Random(0), own.encoder), group_size=GROUP)
+    try:
+        ticket = stream.submit(PROBLEMS[2])
+        (finished,) = stream.collect([ticket], timeout_s=60)
+    finally:
+        stream.close()
+    assert finished.episodes["prompts"] == ["2?"] * GROUP
+    assert finished.episodes["num_turns"].tolist() == [3] * GROUP
 
 
 def test_engines_that_finish_nothing_end_the_run(echo, tmp_path):

@@ -216,16 +216,42 @@ def test_a_failure_after_the_end_is_not_reported():
     assert not fatal
 
 
+def test_a_failure_of_all_fails_what_waits_and_what_comes_later():
+    gate, fatal = threading.Event(), []
+
+    def run(_):
+        gate.wait(60)
+        raise KeyError("the ranks are gone")
+
+    async def submit():
+        thread = JobThread(max_size=1, is_fatal=lambda e: True, on_fatal=fatal.append)
+        loop = asyncio.get_running_loop()
+        futures = [loop.create_future() for _ in range(3)]
+        for future in futures[:2]:
+            thread.submit(Job(run=run, argument=None, future=future))
+        gate.set()
+        await asyncio.wait_for(asyncio.gather(*futures[:2], return_exceptions=True), 60)
+        thread.submit(Job(run=run, argument=None, future=futures[2]))
+        await asyncio.wait_for(asyncio.wait(futures), 60)
+        await asyncio.to_thread(thread.close, 60)
+        return [future.exception() for future in futures]
+
+    assert in_loop(submit) == fatal * 3
+    assert len(fatal) == 1
+
+
 def test_results_are_kept_for_a_while():
     async def run():
         futures = Futures(kept_s=0.0)
         futures.add("one", owner="s").set_result(1)
         futures.add("two", owner="s")
         futures.note_retrieved("one")
+        assert not futures.are_retrieved
         futures.sweep()
         assert futures.get("one") is None
         two = futures.get("two")
         futures.drop("s")
+        assert futures.are_retrieved
         assert two.cancelled()
         assert futures.get("two") is None
 

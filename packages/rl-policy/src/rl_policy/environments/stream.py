@@ -164,9 +164,12 @@ class EpisodeRunner:
             self._exchange.submit(group.place, number, text)
 
     def cancel(self) -> None:
-        """Stop to sample, and end the environments whose replies nobody waits for."""
+        """Stop to sample."""
         self._source.cancel(self._sampled)
         self._sampled.clear()
+
+    def close(self) -> None:
+        """End the environments whose replies nobody waits for."""
         self._exchange.close()
 
     @property
@@ -321,10 +324,15 @@ class EpisodeStream:
 
     def _run(self) -> None:
         try:
-            while self._take_submitted():
-                self._advance()
-            with self._engines:
-                self._runner.cancel()
+            try:
+                while self._take_submitted():
+                    self._advance()
+                with self._engines:
+                    self._runner.cancel()
+            finally:
+                # Also after a failure: a later stream over the same processes would get replies
+                # to calls that it has not made.
+                self._runner.close()
         except BaseException as error:  # the caller's thread raises it
             with self._changed:
                 self._error = error

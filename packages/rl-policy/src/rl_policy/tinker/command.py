@@ -7,6 +7,7 @@ import ipaddress
 import os
 import signal
 import socket
+import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
@@ -57,6 +58,8 @@ SERVER_POLICY: Settings = {
 
 _MODULES = ("google.protobuf", "starlette", "uvicorn", "peft")
 _STOP_S = 5.0
+# Most seconds in which clients learn why their requests have failed, before the server ends.
+_FAILED_S = 15.0
 
 
 class TinkerSection(Section):
@@ -263,6 +266,14 @@ async def _run(
 
     from rl_policy.tinker.server import build_app
 
+    failed_at: list[float] = []
+
+    def has_failed() -> bool:
+        if not failures:
+            return False
+        failed_at.append(time.monotonic())
+        return service.futures.are_retrieved or failed_at[-1] - failed_at[0] > _FAILED_S
+
     class Server(uvicorn.Server):
         @contextmanager
         def capture_signals(self) -> Iterator[None]:
@@ -271,7 +282,7 @@ async def _run(
 
         async def on_tick(self, counter: int) -> bool:
             # Ten times a second.
-            return bool(failures) or await super().on_tick(counter)
+            return has_failed() or await super().on_tick(counter)
 
     server = Server(
         uvicorn.Config(

@@ -34,7 +34,7 @@ class JobThread:
     Args:
         max_size: Of the jobs of one group that are carried out together.
         on_fatal: Called in the thread with an error that is not of one job alone, after which the
-            thread ends.
+            thread ends. The jobs that wait, and those that come later, fail with it too.
         is_fatal: Which errors are.
     """
 
@@ -51,6 +51,7 @@ class JobThread:
         self._jobs: deque[Job] = deque()
         self._changed = threading.Condition()
         self._is_closed = False
+        self._fatal: Exception | None = None
         self._thread = threading.Thread(target=self._loop, name="tinker-jobs", daemon=True)
         self._thread.start()
 
@@ -59,6 +60,9 @@ class JobThread:
         with self._changed:
             if self._is_closed:
                 job.future.cancel()
+                return
+            if self._fatal is not None:
+                _settle(job.future, error=self._fatal)
                 return
             self._jobs.append(job)
             self._changed.notify()
@@ -79,6 +83,7 @@ class JobThread:
                 for job in jobs:
                     _settle(job.future, error=error)
                 if self._is_fatal(error):
+                    self._fail_all(error)
                     # Where `close` has not waited long enough, its caller has ended the ranks.
                     if not self._is_closed:
                         self._on_fatal(error)
@@ -86,6 +91,13 @@ class JobThread:
             else:
                 for job, result in zip(jobs, results, strict=True):
                     _settle(job.future, result=result)
+
+    def _fail_all(self, error: Exception) -> None:
+        with self._changed:
+            self._fatal = error
+            for job in self._jobs:
+                _settle(job.future, error=error)
+            self._jobs.clear()
 
     def _next(self) -> list[Job] | None:
         with self._changed:
@@ -169,6 +181,11 @@ class Futures:
         future.add_done_callback(lambda done: done.cancelled() or done.exception())
         self._entries[request_id] = _Entry(owner, future)
         return future
+
+    @property
+    def are_retrieved(self) -> bool:
+        """Whether the client has been sent the result of each."""
+        return all(entry.retrieved_at is not None for entry in self._entries.values())
 
     def note_retrieved(self, request_id: str) -> None:
         """Remember that the client has been sent the result."""
