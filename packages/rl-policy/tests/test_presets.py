@@ -14,11 +14,11 @@ def one(completions, problems):
     return [float(completion.strip() == "1") for completion in completions]
 '''
 SETTINGS = [
-    "data.path=problems.jsonl",
+    "policy.model_name=warm/final",
     "reward.function=rewards.py:one",
     "policy.train_global_batch_size=16",
     "policy.train_micro_batch_size=16",
-    "policy.optimizer.kwargs.lr=3e-3",
+    "policy.optimizer.kwargs.lr=2e-3",
     # Room beyond the answer and its end token, which the overlong penalty counts.
     "policy.generation.max_new_tokens=6",
     "grpo.steps=10",
@@ -29,14 +29,28 @@ SETTINGS = [
 ]
 
 
-@pytest.mark.parametrize("preset", ["gspo", "dapo", "reinforce_pp"])
-def test_a_run_with_a_preset_learns(tmp_path, monkeypatch, shared_ray, preset):
-    monkeypatch.chdir(write_workplace(tmp_path))
-    (tmp_path / "rewards.py").write_text(REWARDS)
-    arguments = ["grpo", "--config", "run.yaml", "--out", "run", f"loss.preset={preset}"]
-    result = CliRunner().invoke(build_app(), [*arguments, *SETTINGS], catch_exceptions=False)
+def execute(*arguments):
+    command = [*arguments, "--config", "run.yaml", "data.path=problems.jsonl"]
+    result = CliRunner().invoke(build_app(), command, catch_exceptions=False)
     assert result.exit_code == 0, result.stderr
-    rows = read_metrics(tmp_path / "run" / "metrics.jsonl")
+
+
+@pytest.fixture(scope="module")
+def workplace(tmp_path_factory, shared_ray):
+    """Return a directory with a model that answers with digits, `warm/final`."""
+    path = write_workplace(tmp_path_factory.mktemp("presets"))
+    (path / "rewards.py").write_text(REWARDS)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.chdir(path)
+        execute("sft", "--out", "warm")
+    return path
+
+
+@pytest.mark.parametrize("preset", ["gspo", "dapo", "reinforce_pp"])
+def test_a_run_with_a_preset_learns(workplace, monkeypatch, preset):
+    monkeypatch.chdir(workplace)
+    execute("grpo", "--out", preset, f"loss.preset={preset}", *SETTINGS)
+    rows = read_metrics(workplace / preset / "metrics.jsonl")
     rewards = [row.get("dynamic_reward_mean", row["reward_mean"]) for row in rows[1:]]
     assert sum(rewards[-3:]) / 3 > 0.9 > sum(rewards[:3]) / 3
     last = rows[-1]

@@ -14,12 +14,20 @@ from rl_policy.ray.worker_group import WorkerDiedError, WorkerGroupError, death_
 pytestmark = [pytest.mark.timeout(600), pytest.mark.needs("rl-policy[dtensor]")]
 
 RUN = ["grpo", "--config", "run.yaml", "data.path=problems.jsonl", TWO_RANKS]
-STEPS = ["sft.steps=1", "grpo.steps=40", "grpo.eval_every=15", "checkpoint.every=15"]
+STEPS = ["grpo.steps=40", "grpo.eval_every=15", "checkpoint.every=15"]
+# A model that has learnt nothing has rewards that differ.
+REWARD = """
+def sums(completions, problems):
+    return [(sum(each.encode()) % 11) / 10 for each in completions]
+"""
+START = ["grpo.warm_up=false", "reward.function=rewards.py:sums"]
 
 
 @pytest.fixture(scope="module")
 def workplace(tmp_path_factory):
-    return write_workplace(tmp_path_factory.mktemp("restarts"))
+    path = write_workplace(tmp_path_factory.mktemp("restarts"))
+    (path / "rewards.py").write_text(REWARD)
+    return path
 
 
 def num_lines(path):
@@ -45,12 +53,12 @@ def kill_a_rank(process, metrics, *, after):
 def test_a_killed_rank_comes_back_and_the_run_has_the_same_metrics(
     workplace, begin, wait_until_gone
 ):
-    whole = begin(*RUN, *STEPS, "--out", "whole")
+    whole = begin(*RUN, *START, *STEPS, "--out", "whole")
     _, errors = whole.communicate(timeout=300)
     assert whole.returncode == 0, errors
 
     metrics = workplace / "killed" / "metrics.jsonl"
-    process = begin(*RUN, *STEPS, "--out", "killed", "cluster.restarts=1")
+    process = begin(*RUN, *START, *STEPS, "--out", "killed", "cluster.restarts=1")
     # Before the first checkpoint, from which nothing can continue.
     first = kill_a_rank(process, metrics, after=5)
     wait_until(lambda: num_lines(metrics) < 5, limit_s=120)
