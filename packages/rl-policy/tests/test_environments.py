@@ -45,6 +45,9 @@ class Echo:
             "none": None, "two": ("", 1.0), "nan": ("", float("nan"), True),
             "text": ("", "1", True), "infinite": ("", float("inf"), True),
             "number": (3, 1.0, True), "maybe": ("", 1.0, "yes"), "half": ("\\ud800", 1.0, False),
+            "half message": ([{"role": "user", "content": "\\ud800"}], 1.0, False),
+            "roleless": ([{"content": "x"}], 1.0, False), "nothing": ([], 1.0, False),
+            "messages": (({"role": "tool", "content": "x", "more": 1},), 1.0, False),
         }
         if text in wrong:
             return wrong[text]
@@ -166,9 +169,12 @@ def test_the_examples_are_environments():
         ("nan", "the reward of step: it returned nan"),
         ("infinite", "the reward of step: it returned inf"),
         ("text", "the reward of step: it returned '1', a str"),
-        ("number", "step returned 3, a int: expected a text as observation"),
+        ("number", "step returned 3, a int: expected a text or messages as observation"),
         ("maybe", "step returned done='yes', a str: expected True or False"),
         ("half", "step returned half of a surrogate pair"),
+        ("half message", r"step returned\[0\]: 'content' has half of a surrogate pair"),
+        ("roleless", r"what step returned\[0\]: 'role' must be a text that is not empty"),
+        ("nothing", "what step returned must be a text or messages, and has none"),
     ],
 )
 def test_a_failure_costs_its_group_and_nothing_else(pool, text, reason):
@@ -185,6 +191,13 @@ def test_a_failure_costs_its_group_and_nothing_else(pool, text, reason):
     after = pids(processes)
     assert (after[0], after[2]) == (before[0], before[2])
     assert after[1] != before[1]
+
+
+def test_what_is_said_may_be_messages(pool):
+    processes = pool()
+    started(processes, groups=1, episodes=1)
+    (outcome,) = processes.play({0: {0: "messages"}}).values()
+    assert outcome[0]["observation"] == [{"role": "tool", "content": "x"}]
 
 
 def test_each_call_has_its_own_limit(pool):
@@ -259,7 +272,10 @@ def test_long_texts_in_both_directions(pool):
         ("no_such_package.module:Guess", "cannot be loaded: it raised ModuleNotFoundError"),
         ("my_environments.py:missing", "cannot be loaded: .* has no function missing"),
         ("my_environments.py:constant", "has no function constant"),
-        ("my_environments.py:needs", "needs must take no arguments: missing .*'argument'"),
+        (
+            "my_environments.py:needs",
+            "needs must take no arguments, or, as an agent, .*: missing .*'argument'",
+        ),
         ("my_environments.py:NoStep", "NoStep has no method 'step'"),
         ("broken.py:f", "cannot be loaded: it raised SyntaxError"),
         ("ends.py:f", "ended its process with status 5"),
@@ -278,7 +294,7 @@ def test_what_cannot_be_loaded_is_refused(file, monkeypatch, name, reason):
 @pytest.mark.parametrize(
     ("name", "reason"),
     [
-        ("ResetFails", "reset returned 3, a int: expected a text, or None for the problem's own"),
+        ("ResetFails", "reset returned 3, a int: expected a text or messages, or None"),
         ("returns_nothing", "NoneType has no method 'reset'"),
     ],
 )

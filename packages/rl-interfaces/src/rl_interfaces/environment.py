@@ -37,8 +37,9 @@ class EnvironmentStep(NamedTuple):
         EnvironmentStep("higher", 0.0, done=False)
     """
 
-    observation: str
-    """The text that the policy reads before its next turn; unused if `done`."""
+    observation: str | Sequence[Mapping[str, str]]
+    """What the policy reads before its next turn: a text, or messages, `role` and `content` each,
+    where the prompt has some; unused if `done`."""
     reward: float
     """Of this turn, finite. The reward of an episode is the sum over its turns."""
     done: bool
@@ -71,15 +72,23 @@ class Environment(Protocol):
                 return EnvironmentStep(hint, 0.0, done=False)
     """
 
-    def reset(self, problem: EnvironmentProblem) -> str | Awaitable[str | None] | None:
-        """Start an episode; return the text that the policy reads first.
+    def reset(
+        self, problem: EnvironmentProblem
+    ) -> (
+        str
+        | Sequence[Mapping[str, str]]
+        | Awaitable[str | Sequence[Mapping[str, str]] | None]
+        | None
+    ):
+        """Start an episode; return what the policy reads first.
 
         Args:
             problem: Of the data. Whatever is random is best drawn from a seed that it gives, so
                 that all episodes of a problem start alike and a run can be repeated.
 
         Returns:
-            The prompt. None: that of the problem, with its messages if it has some.
+            The prompt: a text, or messages, `role` and `content` each, for the chat template. None:
+            that of the problem, with its messages if it has some.
         """
         ...
 

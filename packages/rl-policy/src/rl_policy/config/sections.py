@@ -187,8 +187,9 @@ class EnvironmentSection(Section):
 
     function: str | SkipValidation[GivenEnvironment] | None = None
     """`FILE.py:NAME` or `PACKAGE.MODULE:NAME`: a class with `reset` and `step`, or a function that
-    returns such an object, see `rl_interfaces.Environment`. It runs in processes of its own. null:
-    a completion is all there is, and `reward` rewards it."""
+    returns such an object, see `rl_interfaces.Environment`; or an agent, a function of a problem
+    and an endpoint of OpenAI's protocol. It runs in processes of its own. null: a completion is all
+    there is, and `reward` rewards it."""
     max_turns: int = Field(default=8, ge=1, le=MOST)
     """Most turns of the policy in an episode."""
     timeout_s: float = Field(default=60.0, gt=0, le=MOST)

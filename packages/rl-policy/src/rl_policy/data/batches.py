@@ -9,7 +9,7 @@ import torch
 from rl_batched_data import BatchedDataDict
 from transformers import PreTrainedTokenizerBase
 
-from rl_policy.data.datasets import Problem
+from rl_policy.data.datasets import Message, Problem, conversation_text
 
 _TEMPLATE = "policy.tokenizer.chat_template"
 # Stands for a turn of the policy where a template is asked for what follows one.
@@ -85,7 +85,7 @@ class ProblemEncoder:
 
     def observation_tokens(
         self,
-        observations: Sequence[str],
+        observations: Sequence[str | Sequence[Message]],
         *,
         problems: Sequence[Problem],
         last_tokens: Sequence[int],
@@ -100,14 +100,18 @@ class ProblemEncoder:
             "\n<|im_start|>user\nhigher<|im_end|>\n<|im_start|>assistant\n"
 
         Args:
-            observations: Texts.
+            observations: Texts, or messages, where the template has rendered the prompt.
             problems: From which their episodes started.
             last_tokens: The last sampled token of each.
-            role: Of the message.
+            role: Of a text's message.
+
+        Raises:
+            ValueError: The chat template does not render an observation, or there are messages and
+                it is not used.
         """
         texts = [
-            self._after_turn(text, role=role) if self._is_rendered(problem) else text
-            for text, problem in zip(observations, problems, strict=True)
+            self._observation_text(observation, problem, role=role)
+            for observation, problem in zip(observations, problems, strict=True)
         ]
         rows = self._tokens(texts, special=False)
         return [
@@ -115,14 +119,28 @@ class ProblemEncoder:
             for row, last in zip(rows, last_tokens, strict=True)
         ]
 
-    def _after_turn(self, observation: str, *, role: str) -> str:
+    def _observation_text(
+        self, observation: str | Sequence[Message], problem: Problem, *, role: str
+    ) -> str:
+        if self._is_rendered(problem):
+            return self._after_turn(observation, role=role)
+        if not isinstance(observation, str):
+            raise ValueError(
+                f"an environment answers the prompt {problem.prompt[:40]!r}, which is a text, by "
+                "messages: let its reset return messages, or set data.use_chat_template"
+            )
+        return observation
+
+    def _after_turn(self, observation: str | Sequence[Message], *, role: str) -> str:
         """Return what a chat template puts after a turn of the policy that is answered."""
+        is_text = isinstance(observation, str)
+        answer = [{"role": role, "content": observation}] if is_text else [*observation]
         messages = [
             {"role": "user", "content": "a question"},
             {"role": "assistant", "content": _TURN},
-            {"role": role, "content": observation},
+            *answer,
         ]
-        (text,) = self._render([Problem(observation, messages=messages)])
+        (text,) = self._render([Problem(conversation_text(answer), messages=messages)])
         _, found, rest = text.partition(_TURN)
         if not found:
             raise ValueError(

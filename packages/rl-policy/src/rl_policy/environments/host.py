@@ -10,11 +10,12 @@ import asyncio
 import inspect
 import socket
 from collections.abc import Awaitable, Callable, Hashable, Iterable, Iterator, Sequence
-from typing import Any, Generic, NamedTuple, TypeAlias, TypeVar
+from functools import partial
+from typing import Any, Generic, NamedTuple, TypeAlias, TypeVar, cast
 
 from rl_interfaces import Environment
 
-from rl_policy.data.datasets import Problem
+from rl_policy.data.datasets import Message, Problem, read_messages
 from rl_policy.data.user_code import (
     UnusableError,
     awaited,
@@ -22,11 +23,13 @@ from rl_policy.data.user_code import (
     finite_number,
     require_signature,
 )
+from rl_policy.environments.agents import Agent, AgentEnvironment
 
 KeyT = TypeVar("KeyT", bound=Hashable)
 
 Reply: TypeAlias = dict[str, Any]
-"""Of `reset`: `prompt`. Of `step`: `observation`, `reward` and `done`. Of a failure: `error`."""
+"""Of `reset`: `prompt`. Of `step`: `observation`, `reward` and `done`. Of a failure: `error`. What
+is said is a text or a list of messages."""
 
 
 class Call(NamedTuple, Generic[KeyT]):
@@ -39,15 +42,23 @@ class Call(NamedTuple, Generic[KeyT]):
 
 
 def require_environment(factory: Any, *, name: str) -> Callable[[], Environment]:
-    """Return a class, or another function without arguments, that makes environments.
+    """Return what makes environments: a class, a function without arguments, or one for an agent.
+
+    Args:
+        factory: Of the user's. A function of a problem and an endpoint is an agent.
+        name: Of it, for the errors.
 
     Raises:
         UnusableError: It is none, as far as that can be known without a call; names it.
     """
     if not callable(factory):
         raise UnusableError(f"{factory!r} is no class or function that makes environments")
+    if _is_agent(factory):
+        return partial(AgentEnvironment, cast("Agent", factory))
     try:
-        made = require_signature(factory, name=name, takes="no arguments")
+        made = require_signature(
+            factory, name=name, takes="no arguments, or, as an agent, a problem and an endpoint"
+        )
     except TypeError as error:
         raise UnusableError(str(error)) from None
     if inspect.isclass(factory):
@@ -159,6 +170,19 @@ TOO_LONG = "a call took too long"
 """The error of a call that has exceeded the limit; whoever knows the key names it."""
 
 
+def _is_agent(factory: Any) -> bool:
+    """Return whether a user's function needs two arguments, as an agent does."""
+    if inspect.isclass(factory):
+        return False
+    try:
+        parameters = inspect.signature(factory).parameters.values()
+    except ValueError:  # some that are built in have no signature
+        return False
+    kinds = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
+    needed = [each for each in parameters if each.kind in kinds and each.default is each.empty]
+    return len(needed) == 2
+
+
 def _require_methods(environment: Any, *, name: str) -> None:
     for method in ("reset", "step"):
         if not callable(getattr(environment, method, None)):
@@ -174,16 +198,16 @@ def _checked(call: Call[Any], returned: Any) -> Reply:
         UnusableError: It is something else than the method has to return.
     """
     if not isinstance(call.argument, str):
-        if returned is not None:
-            _require_text(returned, what="reset", expected="a text, or None for the problem's own")
-        return {"prompt": returned}
+        expected = "a text or messages, or None for the problem's own"
+        said = None if returned is None else _said(returned, what="reset", expected=expected)
+        return {"prompt": said}
     if not isinstance(returned, tuple | list) or len(returned) != 3:
         raise UnusableError(
             f"step returned {returned!r:.60}, a {type(returned).__name__}: expected "
             "(observation, reward, done)"
         )
     observation, reward, done = returned
-    _require_text(observation, what="step", expected="a text as observation")
+    said = _said(observation, what="step", expected="a text or messages as observation")
     # numpy's own type has this name too.
     if type(done).__name__ != "bool":
         raise UnusableError(
@@ -193,10 +217,20 @@ def _checked(call: Call[Any], returned: Any) -> Reply:
         number = finite_number(reward)
     except UnusableError as error:
         raise UnusableError(f"the reward of step: {error}") from None
-    return {"observation": observation, "reward": number, "done": bool(done)}
+    return {"observation": said, "reward": number, "done": bool(done)}
 
 
-def _require_text(value: Any, *, what: str, expected: str) -> None:
+def _said(value: Any, *, what: str, expected: str) -> str | list[Message]:
+    """Return a text, or messages with their roles and contents alone.
+
+    Raises:
+        UnusableError: It is neither.
+    """
+    if isinstance(value, list | tuple):
+        try:
+            return read_messages(value, place=f"what {what} returned")
+        except ValueError as error:
+            raise UnusableError(str(error)) from None
     if not isinstance(value, str):
         raise UnusableError(
             f"{what} returned {value!r:.60}, a {type(value).__name__}: expected {expected}"
@@ -207,3 +241,4 @@ def _require_text(value: Any, *, what: str, expected: str) -> None:
         raise UnusableError(
             f"{what} returned half of a surrogate pair, which is no character"
         ) from None
+    return value

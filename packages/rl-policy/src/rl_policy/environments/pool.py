@@ -73,7 +73,7 @@ class ProcessPool:
 
     Args:
         name: `FILE.py:NAME` or `PACKAGE.MODULE:NAME`: a class, or a function without arguments,
-            that gives an `rl_interfaces.Environment`.
+            that gives an `rl_interfaces.Environment`; or an agent, see `environments.agents`.
         limit_s: Most seconds of a call.
         max_groups: See `EnvironmentPool`.
         load_limit_s: Most seconds of the import.
@@ -250,7 +250,7 @@ class GivenEnvironment:
     """A class that a Python program gives, in the place of a name.
 
     Args:
-        factory: Makes an `rl_interfaces.Environment`, without arguments.
+        factory: Makes an `rl_interfaces.Environment`, without arguments; or an agent.
 
     Raises:
         ValueError: It does not.
@@ -372,11 +372,16 @@ def open_pool(
     return ProcessPool(function, limit_s=limit_s, max_groups=max_groups)
 
 
-def probe(pool: EnvironmentPool, problem: Problem) -> None:
-    """Raise `ValueError` unless an episode can start from a problem."""
+def probe(pool: EnvironmentPool, problem: Problem) -> Reply:
+    """Return the reply to the reset of an episode from a problem.
+
+    Raises:
+        ValueError: There is none.
+    """
     (outcome,) = pool.play({0: {0: problem}}).values()
     if isinstance(outcome, Failure):
         raise ValueError(
             f"{KEY}={pool.name!r} cannot start an episode: {outcome.reason}, for the prompt "
             f"{problem.prompt!r:.80}"
         )
+    return outcome[0]

@@ -24,7 +24,7 @@ from rl_interfaces import GenerationInterface
 from rl_refit.report import Stopwatch
 
 from rl_policy.data.batches import Batch, ProblemEncoder
-from rl_policy.data.datasets import Problem
+from rl_policy.data.datasets import Message, Problem, conversation_text
 from rl_policy.data.rewards import RewardError
 from rl_policy.environments.exchange import Failure
 from rl_policy.environments.host import Reply
@@ -240,7 +240,7 @@ class EpisodePlayer:
     ) -> dict[int, Failure]:
         """Let the environments answer; return the failures by group."""
         failures: dict[int, Failure] = {}
-        answered: list[tuple[Episode, str]] = []
+        answered: list[tuple[Episode, str | list[Message]]] = []
         for place, outcome in self.pool.play(turns).items():
             if isinstance(outcome, Failure):
                 failures[groups[place][0].group] = outcome
@@ -252,14 +252,14 @@ class EpisodePlayer:
         self.append_observations(answered)
         return failures
 
-    def take_reply(self, episode: Episode, reply: Reply) -> str | None:
+    def take_reply(self, episode: Episode, reply: Reply) -> str | list[Message] | None:
         """Count the reply to a turn; return its observation unless it has ended the episode."""
         episode.reward += reply["reward"]
         episode.is_done = reply["done"]
         episode.has_ended = reply["done"] or episode.num_turns == self.max_turns
         return None if episode.has_ended else reply["observation"]
 
-    def append_observations(self, answered: Sequence[tuple[Episode, str]]) -> None:
+    def append_observations(self, answered: Sequence[tuple[Episode, str | list[Message]]]) -> None:
         """Append observations to their episodes; one without room for them has ended."""
         rows = self.encoder.observation_tokens(
             [observation for _, observation in answered],
@@ -272,7 +272,9 @@ class EpisodePlayer:
                 episode.has_ended = episode.is_truncated = True
                 continue
             episode.append(tokens)
-            episode.turns.append(("environment", observation))
+            is_text = isinstance(observation, str)
+            text = observation if is_text else conversation_text(observation)
+            episode.turns.append(("environment", text))
 
     def _report(self, groups: Sequence[Sequence[Episode]], failures: Mapping[int, Failure]) -> None:
         """Log the failures, or raise if nothing else is left."""
@@ -375,9 +377,11 @@ def describe_failure(failure: Failure, group: Sequence[Episode]) -> str:
 
 def take_prompt(episode: Episode, reply: Reply) -> None:
     """Let an episode start from the prompt that its reset has returned, if it has."""
-    if (prompt := reply["prompt"]) is None:
-        return
+    prompt: str | list[Message] | None = reply["prompt"]
     problem = episode.problem
-    # In the chat template, if the problem's own is in it.
-    messages = [{"role": "user", "content": prompt}] if problem.messages else ()
-    episode.problem = replace(problem, prompt=prompt, messages=messages)
+    if isinstance(prompt, str):
+        # In the chat template, if the problem's own is in it.
+        messages = [{"role": "user", "content": prompt}] if problem.messages else ()
+        episode.problem = replace(problem, prompt=prompt, messages=messages)
+    elif prompt is not None:
+        episode.problem = replace(problem, prompt=conversation_text(prompt), messages=prompt)

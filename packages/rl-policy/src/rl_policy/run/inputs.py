@@ -40,7 +40,7 @@ from rl_policy.data.datasets import (
 from rl_policy.data.rewards import GivenReward, Reward, RewardFunction, WeightedRewards
 from rl_policy.data.tiny_model import build_tokenizer, tiny_model_config
 from rl_policy.environments.pool import open_pool, probe
-from rl_policy.environments.rollouts import EpisodePlayer
+from rl_policy.environments.rollouts import Episode, EpisodePlayer, take_prompt
 from rl_policy.generation.vllm.config import (
     VllmSection,
     complete_section,
@@ -185,7 +185,15 @@ def prepare_episodes(config: RunConfig, inputs: ProblemInputs) -> ProblemInputs:
     problems = inputs.problems
     inputs.encoder.check_turns((*problems.train, *problems.heldout), role=section.role)
     pool = open_pool(section.function, limit_s=section.timeout_s, max_groups=section.processes)
-    probe(pool, problems.train[0])
+    try:
+        started = Episode(0, problems.train[0])
+        take_prompt(started, probe(pool, problems.train[0]))
+        # Its messages may be the first that need a chat template.
+        inputs.encoder.prompt_tokens([started.problem])
+        inputs.encoder.check_turns([started.problem], role=section.role)
+    except BaseException:
+        pool.close()
+        raise
     player = EpisodePlayer(
         pool=pool,
         encoder=inputs.encoder,
