@@ -3,6 +3,7 @@
 import json
 import random
 import re
+import time
 
 import pytest
 import torch
@@ -13,6 +14,7 @@ from rl_batched_data import BatchedDataDict
 from rl_policy.data.batches import ProblemEncoder, completion_batch
 from rl_policy.data.datasets import Problem, open_stream
 from rl_policy.data.tiny_model import build_tokenizer
+from rl_policy.environments.exchange import MARGIN_S
 from rl_policy.environments.pool import ProcessPool
 from rl_policy.environments.rollouts import EnvironmentFailure, EpisodePlayer, episode_metrics
 from rl_policy.environments.stream import EpisodeStream
@@ -79,6 +81,10 @@ class Slow(Echo):
 class Long(Echo):
     def reset(self, problem):
         return "9" * 99
+
+class Wordy(Echo):
+    def step(self, text):
+        return "word " * 1_000_000, 1.0, True
 """
 PROBLEMS = [Problem(prompt=str(number), answer="", source=0) for number in range(7)]
 GROUP = 3
@@ -382,6 +388,26 @@ def test_nothing_is_submitted_while_engines_are_held(echo):
     finally:
         stream.close()
     assert finished.episodes["num_turns"].tolist() == [2] * GROUP
+
+
+def test_a_caller_that_does_something_else_for_long_costs_no_group(player):
+    """As in a refit: a call waits to be sent, and a reply is longer than the socket's room."""
+    limit_s = 0.5
+    with player("Wordy", limit_s=limit_s).pool.exchange() as exchange:
+
+        def replies():
+            found = []
+            while exchange.num_waiting:
+                found += exchange.collect(timeout_s=60)
+            return [reply for _, reply in found]
+
+        exchange.submit(0, 0, PROBLEMS[2])
+        assert replies() == [{0: {"prompt": "2?"}}]
+        exchange.submit(0, 0, "a")
+        time.sleep(limit_s + MARGIN_S + 0.1)
+        assert exchange.collect(timeout_s=0.0) == []
+        time.sleep(limit_s + MARGIN_S + 0.1)
+        assert replies() == [{0: {"observation": "word " * 1_000_000, "reward": 1.0, "done": True}}]
 
 
 def test_what_engines_lose_is_raised_where_it_is_waited_for(echo):

@@ -3,13 +3,16 @@
 import asyncio
 import json
 import socket
+import threading
 from importlib.util import find_spec
+from types import SimpleNamespace
 
 import pytest
 import torch
 from rl_policy.cli import build_app
 from rl_policy.commands.serve import api_key
 from rl_policy.generation.answers import join_stream, read_answers
+from rl_policy.generation.state import EngineState
 from rl_policy.generation.vllm import serving
 from rl_policy.generation.vllm.answers import (
     Answer,
@@ -17,10 +20,13 @@ from rl_policy.generation.vllm.answers import (
     answer_in_progress,
     asking_for_tokens,
 )
-from rl_policy.generation.vllm.serving import ApiServer, ServerSettings
+from rl_policy.generation.vllm.running import RequestLoop
+from rl_policy.generation.vllm.serving import ApiServer, EngineClient, ServerSettings
+from rl_policy.generation.vllm.turns import EngineThread
 from typer.testing import CliRunner
 
 KEY = "a-key-of-some-length"
+LIMIT_S = 30
 CHOICE = {"index": 0, "finish_reason": "stop", "token_ids": [4, 5], "weight_versions": [8, 9]}
 CHAT = CHOICE | {"logprobs": {"content": [{"logprob": -0.1}, {"logprob": -0.2}]}}
 TEXT = CHOICE | {"logprobs": {"token_logprobs": [-0.3, -0.4]}, "prompt_token_ids": [3]}
@@ -46,6 +52,82 @@ def test_a_server_that_has_ended_by_itself_is_noticed(monkeypatch):
         assert not server.is_alive
     finally:
         server.close()
+
+
+@pytest.fixture
+def thread():
+    thread = EngineThread()
+    yield thread
+    thread.close()
+
+
+def client_on(thread, step):
+    """Return a client of an engine that is its steps alone, and its requests."""
+    engine = SimpleNamespace(
+        vllm_config=None,
+        model_config=None,
+        renderer=None,
+        input_processor=None,
+        add_request=lambda name, prompt, params: f"{name}-abc",
+    )
+    requests = RequestLoop(thread, step=step, abort=list)
+    client = EngineClient(
+        engine, thread=thread, requests=requests, state=EngineState(), timeout_s=LIMIT_S
+    )
+    return client, requests
+
+
+async def outputs_of(client):
+    answer_in_progress.set(Answer())
+    return [output async for output in client.generate({}, SimpleNamespace(n=1), "a-name")]
+
+
+def test_a_client_that_leaves_before_its_request_is_added_costs_nothing(thread):
+    """It waits for a step that is long."""
+    client, requests = client_on(thread, step=list)
+    step_ends = threading.Event()
+
+    async def leave():
+        asking = asyncio.create_task(outputs_of(client))
+        # The call is on its way to the engine's thread, or there.
+        await asyncio.sleep(0.1)
+        asking.cancel()
+        await asyncio.wait([asking])
+        assert asking.cancelled()
+        step_ends.set()
+
+    thread.post(step_ends.wait)
+    asyncio.run(leave())
+    thread.run(list)
+    assert requests.num_streams == 0
+    assert requests.wait_idle(LIMIT_S)
+
+
+def test_a_server_that_ends_during_a_step_costs_nobody_else(thread):
+    is_stepping, is_over = threading.Event(), threading.Event()
+
+    def step():
+        if not requests.num_streams:
+            return []
+        is_stepping.set()
+        is_over.wait(LIMIT_S)
+        return [
+            SimpleNamespace(request_id="served-0", finished=False, outputs=[]),
+            SimpleNamespace(request_id="7", finished=True),
+        ]
+
+    client, requests = client_on(thread, step)
+
+    async def serve():
+        asking = asyncio.create_task(outputs_of(client))
+        assert await asyncio.to_thread(is_stepping.wait, LIMIT_S)
+        return asking
+
+    batch = thread.run(requests.add, ["7-abc"])
+    assert asyncio.run(serve()).cancelled()
+    is_over.set()
+    assert [each.request_id for each in batch.result(LIMIT_S)] == ["7"]
+    assert requests.wait_idle(LIMIT_S)
 
 
 def test_each_choice_is_a_row():
@@ -77,6 +159,8 @@ def test_answers_of_other_servers_are_named(change, message):
         read_answers([{"choices": [TEXT | change]}], pad_token_id=0)
     with pytest.raises(ValueError, match="no answers"):
         read_answers([], pad_token_id=0)
+    with pytest.raises(ValueError, match=r"answers\[1\] has no choices: .*too long"):
+        read_answers([{"choices": [TEXT]}, {"error": {"message": "too long"}}], pad_token_id=0)
 
 
 def chunk(index, token=None, **values):
