@@ -82,6 +82,19 @@ class Long(Echo):
     def reset(self, problem):
         return "9" * 99
 
+class Uneven(Gated):
+    '''The first episode of problem 0 cannot start; the others of it take long to.'''
+
+    def reset(self, problem):
+        if problem.prompt == "0":
+            if self.is_first:
+                return "9" * 99
+            time.sleep(0.5)
+        return super().reset(problem)
+
+    async def step(self, text):
+        return Echo.step(self, text)
+
 class Wordy(Echo):
     def step(self, text):
         return "word " * 1_000_000, 1.0, True
@@ -444,6 +457,21 @@ def test_a_failed_stream_leaves_no_reply_to_the_next_one(player):
         stream.close()
     assert finished.episodes["prompts"] == ["2?"] * GROUP
     assert finished.episodes["num_turns"].tolist() == [3] * GROUP
+
+
+def test_a_group_that_fails_leaves_no_reply_to_the_next_one_in_its_place(player):
+    own = player("Uneven", max_groups=1)
+    stream = EpisodeStream(own, Engines(random.Random(0), own.encoder), group_size=GROUP)
+    try:
+        failed, after = map(stream.submit, (PROBLEMS[0], PROBLEMS[2]))
+        (first,) = stream.collect([failed], timeout_s=60)
+        (second,) = stream.collect([after], timeout_s=60)
+    finally:
+        stream.close()
+    assert "a prompt of 99 tokens" in first.failure
+    assert second.failure is None
+    assert second.episodes["prompts"] == ["2?"] * GROUP
+    assert second.episodes["num_turns"].tolist() == [3] * GROUP
 
 
 def test_engines_that_finish_nothing_end_the_run(echo, tmp_path):

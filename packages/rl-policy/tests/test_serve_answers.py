@@ -10,7 +10,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 from rl_policy.cli import build_app
-from rl_policy.commands.serve import api_key
+from rl_policy.commands.serve import ServeOptions, _served_model, api_key, load_serve_config
 from rl_policy.generation.answers import join_stream, read_answers
 from rl_policy.generation.state import EngineState
 from rl_policy.generation.vllm import serving
@@ -23,6 +23,8 @@ from rl_policy.generation.vllm.answers import (
 from rl_policy.generation.vllm.running import RequestLoop
 from rl_policy.generation.vllm.serving import ApiServer, EngineClient, ServerSettings
 from rl_policy.generation.vllm.turns import EngineThread
+from rl_policy.run import export
+from rl_policy.run.directory import CheckpointManager, RunDirectory, RunState
 from typer.testing import CliRunner
 
 KEY = "a-key-of-some-length"
@@ -75,6 +77,19 @@ def client_on(thread, step):
         engine, thread=thread, requests=requests, state=EngineState(), timeout_s=LIMIT_S
     )
     return client, requests
+
+
+def test_no_prefix_is_shared_by_two_versions_of_the_weights(thread):
+    added = []
+    client, _ = client_on(thread, step=list)
+    client._engine.add_request = lambda name, prompt, params: added.append(prompt) or name
+    for version in (4, 5):
+        client._state = EngineState(version)
+        for prompt in ({"prompt_token_ids": [1]}, {"prompt_token_ids": [1], "cache_salt": "mine"}):
+            thread.run(client._add, "a-name", prompt, None, print)
+    salts = [prompt["cache_salt"] for prompt in added]
+    assert len(set(salts)) == 4
+    assert all(prompt["prompt_token_ids"] == [1] for prompt in added)
 
 
 async def outputs_of(client):
@@ -340,6 +355,52 @@ def test_bad_input_ends_the_command_before_anything_starts(arguments, message, t
     assert done.exit_code == 2, done.output
     (line,) = done.stderr.strip().splitlines()
     assert message.replace("PORT", port) in line
+
+
+@pytest.mark.usefixtures("with_vllm")
+def test_a_run_gives_what_its_model_needs_and_not_how_it_was_trained(tmp_path):
+    (tmp_path / "config.yaml").write_text(
+        "recipe: grpo\n"
+        "policy:\n"
+        "  precision: bfloat16\n"
+        "  max_total_sequence_length: 77\n"
+        "  generation: {temperature: 0.3, vllm_cfg: {max_num_seqs: 5}}\n"
+    )
+    policy = load_serve_config(str(tmp_path)).policy
+    assert policy["precision"] == "bfloat16"
+    assert policy["generation"]["vllm_cfg"]["max_num_seqs"] == 5
+    assert policy["generation"]["temperature"] == 1
+    assert "max_total_sequence_length" not in policy
+    over = load_serve_config(str(tmp_path), overrides=["policy.precision=float32"])
+    assert over.policy["precision"] == "float32"
+
+
+def test_what_is_served_has_the_version_of_its_checkpoint(tmp_path, monkeypatch):
+    """Also of a run that goes on, and writes another one meanwhile."""
+    (tmp_path / "config.yaml").write_text("recipe: grpo\n")
+    checkpoints = CheckpointManager(RunDirectory(tmp_path).checkpoints, keep_last=2)
+
+    def save(step):
+        checkpoints.save(RunState(step=step), lambda checkpoint: None)
+
+    def merge(path, out, *, step):
+        save(step + 1)
+        merged.append(step)
+
+    merged = []
+    monkeypatch.setattr(export, "merge", merge)
+    save(4)
+    for step, expected in ((None, 4), (None, 5), (6, 6)):
+        options = ServeOptions(
+            target=str(tmp_path),
+            step=step,
+            name="mine",
+            host="127.0.0.1",
+            port=0,
+            key_file=tmp_path / "key",
+        )
+        with _served_model(options) as (_, version):
+            assert version == expected == merged.pop()
 
 
 @pytest.mark.usefixtures("with_vllm")

@@ -349,16 +349,10 @@ def test_a_patch_announced_larger_than_a_buffer_is_refused(transport):
 @pytest.mark.parametrize("side", ["sender", "receiver"])
 def test_without_memory_for_a_copy_everything_is_sent(side, monkeypatch, caplog):
     tensors, generator = some_weights(), torch.Generator().manual_seed(1)
-    opened = []
-
-    def available():
-        # The sender asks first, then each of its receivers.
-        opened.append(None)
-        is_sender = len(opened) == 1
-        return 1 << 40 if is_sender == (side == "receiver") else 1000
-
-    monkeypatch.setattr(delta_module, "available_bytes", available)
-    with caplog.at_level(logging.WARNING), delta_world("shm", tensors, 1) as world:
+    # The sender asks first, then its receivers, one of which has what it needs.
+    rooms = iter([1000] if side == "sender" else [1 << 40, 1000, 1 << 40])
+    monkeypatch.setattr(delta_module, "available_bytes", lambda: next(rooms))
+    with caplog.at_level(logging.WARNING), delta_world("shm", tensors) as world:
         for version in (1, 2, 3):
             report = good_report(world, version)
             assert report.changed is None

@@ -215,9 +215,10 @@ def _served_model(options: ServeOptions) -> Iterator[tuple[str, int]]:
         return
     from rl_policy.run.export import merge
 
-    steps = [each.state.step for each in CheckpointManager(run.checkpoints).all()]
+    step = options.step
     # By its number, as a run that goes on may write another one meanwhile.
-    step = steps[-1] if options.step is None and steps else options.step
+    if step is None and (newest := CheckpointManager(run.checkpoints).latest()) is not None:
+        step = newest.state.step
     with PrivateDirectory("rl-policy-serve-") as directory:
         out = directory.path / "model"
         merge(run.path, out, step=step)
