@@ -123,6 +123,29 @@ def test_truncated_distributions_against_whole_ones_in_float64(beta, truncates):
     assert metrics["teacher_agreement"] == pytest.approx(agreement.item(), rel=1e-5)
 
 
+@pytest.mark.parametrize("truncates", [False, True])
+@pytest.mark.parametrize("beta", [0.0, 0.4, 1.0])
+def test_tokens_that_the_student_lacks_have_no_part(beta, truncates):
+    """Models of one family pad the same vocabulary to different sizes."""
+    generator = torch.Generator().manual_seed(4)
+    student = torch.randn(3, 5, 9, generator=generator, requires_grad=True)
+    teacher = torch.randn(3, 5, 12, generator=generator)
+    teacher[..., 9:] += 1
+    mask = torch.ones(3, 5, dtype=torch.int64)
+    batch = batch_of(teacher, k=12, token_mask=mask)
+    loss = DistillationLoss(beta=beta, truncates_student=truncates)
+    value, metrics = evaluate(loss, student, batch)
+    value.backward()
+    # Of what both have, k is the vocabulary.
+    wanted = student.detach().requires_grad_()
+    same = batch_of(teacher[..., :9], k=9, token_mask=mask)
+    expected, _ = evaluate(DistillationLoss(beta=beta), wanted, same)
+    expected.backward()
+    torch.testing.assert_close(value, expected, **TOLERANCE)
+    torch.testing.assert_close(student.grad, wanted.grad, **TOLERANCE)
+    assert metrics["teacher_coverage"] == pytest.approx(1, rel=1e-5)
+
+
 def test_padding_has_no_part():
     logits, batch = one_token((0.5, 0.5), (0.75, 0.25), k=2)
     padded = F.pad(logits.detach(), (0, 0, 0, 3)).requires_grad_()

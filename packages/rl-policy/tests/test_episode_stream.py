@@ -3,6 +3,7 @@
 import json
 import random
 import re
+import time
 
 import pytest
 import torch
@@ -13,6 +14,7 @@ from rl_batched_data import BatchedDataDict
 from rl_policy.data.batches import ProblemEncoder, completion_batch
 from rl_policy.data.datasets import Problem, open_stream
 from rl_policy.data.tiny_model import build_tokenizer
+from rl_policy.environments.exchange import MARGIN_S
 from rl_policy.environments.pool import ProcessPool
 from rl_policy.environments.rollouts import EnvironmentFailure, EpisodePlayer, episode_metrics
 from rl_policy.environments.stream import EpisodeStream
@@ -79,6 +81,23 @@ class Slow(Echo):
 class Long(Echo):
     def reset(self, problem):
         return "9" * 99
+
+class Uneven(Gated):
+    '''The first episode of problem 0 cannot start; the others of it take long to.'''
+
+    def reset(self, problem):
+        if problem.prompt == "0":
+            if self.is_first:
+                return "9" * 99
+            time.sleep(0.5)
+        return super().reset(problem)
+
+    async def step(self, text):
+        return Echo.step(self, text)
+
+class Wordy(Echo):
+    def step(self, text):
+        return "word " * 1_000_000, 1.0, True
 """
 PROBLEMS = [Problem(prompt=str(number), answer="", source=0) for number in range(7)]
 GROUP = 3
@@ -384,6 +403,26 @@ def test_nothing_is_submitted_while_engines_are_held(echo):
     assert finished.episodes["num_turns"].tolist() == [2] * GROUP
 
 
+def test_a_caller_that_does_something_else_for_long_costs_no_group(player):
+    """As in a refit: a call waits to be sent, and a reply is longer than the socket's room."""
+    limit_s = 0.5
+    with player("Wordy", limit_s=limit_s).pool.exchange() as exchange:
+
+        def replies():
+            found = []
+            while exchange.num_waiting:
+                found += exchange.collect(timeout_s=60)
+            return [reply for _, reply in found]
+
+        exchange.submit(0, 0, PROBLEMS[2])
+        assert replies() == [{0: {"prompt": "2?"}}]
+        exchange.submit(0, 0, "a")
+        time.sleep(limit_s + MARGIN_S + 0.1)
+        assert exchange.collect(timeout_s=0.0) == []
+        time.sleep(limit_s + MARGIN_S + 0.1)
+        assert replies() == [{0: {"observation": "word " * 1_000_000, "reward": 1.0, "done": True}}]
+
+
 def test_what_engines_lose_is_raised_where_it_is_waited_for(echo):
     class Lost(Engines):
         def collect(self, tickets, *, timeout_s):
@@ -418,6 +457,21 @@ def test_a_failed_stream_leaves_no_reply_to_the_next_one(player):
         stream.close()
     assert finished.episodes["prompts"] == ["2?"] * GROUP
     assert finished.episodes["num_turns"].tolist() == [3] * GROUP
+
+
+def test_a_group_that_fails_leaves_no_reply_to_the_next_one_in_its_place(player):
+    own = player("Uneven", max_groups=1)
+    stream = EpisodeStream(own, Engines(random.Random(0), own.encoder), group_size=GROUP)
+    try:
+        failed, after = map(stream.submit, (PROBLEMS[0], PROBLEMS[2]))
+        (first,) = stream.collect([failed], timeout_s=60)
+        (second,) = stream.collect([after], timeout_s=60)
+    finally:
+        stream.close()
+    assert "a prompt of 99 tokens" in first.failure
+    assert second.failure is None
+    assert second.episodes["prompts"] == ["2?"] * GROUP
+    assert second.episodes["num_turns"].tolist() == [3] * GROUP
 
 
 def test_engines_that_finish_nothing_end_the_run(echo, tmp_path):

@@ -3,13 +3,16 @@
 import asyncio
 import json
 import socket
+import threading
 from importlib.util import find_spec
+from types import SimpleNamespace
 
 import pytest
 import torch
 from rl_policy.cli import build_app
-from rl_policy.commands.serve import api_key
+from rl_policy.commands.serve import ServeOptions, _served_model, api_key, load_serve_config
 from rl_policy.generation.answers import join_stream, read_answers
+from rl_policy.generation.state import EngineState
 from rl_policy.generation.vllm import serving
 from rl_policy.generation.vllm.answers import (
     Answer,
@@ -17,10 +20,15 @@ from rl_policy.generation.vllm.answers import (
     answer_in_progress,
     asking_for_tokens,
 )
-from rl_policy.generation.vllm.serving import ApiServer, ServerSettings
+from rl_policy.generation.vllm.running import RequestLoop
+from rl_policy.generation.vllm.serving import ApiServer, EngineClient, ServerSettings
+from rl_policy.generation.vllm.turns import EngineThread
+from rl_policy.run import export
+from rl_policy.run.directory import CheckpointManager, RunDirectory, RunState
 from typer.testing import CliRunner
 
 KEY = "a-key-of-some-length"
+LIMIT_S = 30
 CHOICE = {"index": 0, "finish_reason": "stop", "token_ids": [4, 5], "weight_versions": [8, 9]}
 CHAT = CHOICE | {"logprobs": {"content": [{"logprob": -0.1}, {"logprob": -0.2}]}}
 TEXT = CHOICE | {"logprobs": {"token_logprobs": [-0.3, -0.4]}, "prompt_token_ids": [3]}
@@ -46,6 +54,95 @@ def test_a_server_that_has_ended_by_itself_is_noticed(monkeypatch):
         assert not server.is_alive
     finally:
         server.close()
+
+
+@pytest.fixture
+def thread():
+    thread = EngineThread()
+    yield thread
+    thread.close()
+
+
+def client_on(thread, step):
+    """Return a client of an engine that is its steps alone, and its requests."""
+    engine = SimpleNamespace(
+        vllm_config=None,
+        model_config=None,
+        renderer=None,
+        input_processor=None,
+        add_request=lambda name, prompt, params: f"{name}-abc",
+    )
+    requests = RequestLoop(thread, step=step, abort=list)
+    client = EngineClient(
+        engine, thread=thread, requests=requests, state=EngineState(), timeout_s=LIMIT_S
+    )
+    return client, requests
+
+
+def test_no_prefix_is_shared_by_two_versions_of_the_weights(thread):
+    added = []
+    client, _ = client_on(thread, step=list)
+    client._engine.add_request = lambda name, prompt, params: added.append(prompt) or name
+    for version in (4, 5):
+        client._state = EngineState(version)
+        for prompt in ({"prompt_token_ids": [1]}, {"prompt_token_ids": [1], "cache_salt": "mine"}):
+            thread.run(client._add, "a-name", prompt, None, print)
+    salts = [prompt["cache_salt"] for prompt in added]
+    assert len(set(salts)) == 4
+    assert all(prompt["prompt_token_ids"] == [1] for prompt in added)
+
+
+async def outputs_of(client):
+    answer_in_progress.set(Answer())
+    return [output async for output in client.generate({}, SimpleNamespace(n=1), "a-name")]
+
+
+def test_a_client_that_leaves_before_its_request_is_added_costs_nothing(thread):
+    """It waits for a step that is long."""
+    client, requests = client_on(thread, step=list)
+    step_ends = threading.Event()
+
+    async def leave():
+        asking = asyncio.create_task(outputs_of(client))
+        # The call is on its way to the engine's thread, or there.
+        await asyncio.sleep(0.1)
+        asking.cancel()
+        await asyncio.wait([asking])
+        assert asking.cancelled()
+        step_ends.set()
+
+    thread.post(step_ends.wait)
+    asyncio.run(leave())
+    thread.run(list)
+    assert requests.num_streams == 0
+    assert requests.wait_idle(LIMIT_S)
+
+
+def test_a_server_that_ends_during_a_step_costs_nobody_else(thread):
+    is_stepping, is_over = threading.Event(), threading.Event()
+
+    def step():
+        if not requests.num_streams:
+            return []
+        is_stepping.set()
+        is_over.wait(LIMIT_S)
+        return [
+            SimpleNamespace(request_id="served-0", finished=False, outputs=[]),
+            SimpleNamespace(request_id="7", finished=True),
+        ]
+
+    client, requests = client_on(thread, step)
+
+    async def serve():
+        asking = asyncio.create_task(outputs_of(client))
+        assert await asyncio.to_thread(is_stepping.wait, LIMIT_S)
+        return asking
+
+    batch = thread.run(requests.add, ["7-abc"])
+    assert asyncio.run(serve()).cancelled()
+    is_over.set()
+    assert [each.request_id for each in batch.result(LIMIT_S)] == ["7"]
+    assert requests.wait_idle(LIMIT_S)
 
 
 def test_each_choice_is_a_row():
@@ -77,6 +174,8 @@ def test_answers_of_other_servers_are_named(change, message):
         read_answers([{"choices": [TEXT | change]}], pad_token_id=0)
     with pytest.raises(ValueError, match="no answers"):
         read_answers([], pad_token_id=0)
+    with pytest.raises(ValueError, match=r"answers\[1\] has no choices: .*too long"):
+        read_answers([{"choices": [TEXT]}, {"error": {"message": "too long"}}], pad_token_id=0)
 
 
 def chunk(index, token=None, **values):
@@ -256,6 +355,52 @@ def test_bad_input_ends_the_command_before_anything_starts(arguments, message, t
     assert done.exit_code == 2, done.output
     (line,) = done.stderr.strip().splitlines()
     assert message.replace("PORT", port) in line
+
+
+@pytest.mark.usefixtures("with_vllm")
+def test_a_run_gives_what_its_model_needs_and_not_how_it_was_trained(tmp_path):
+    (tmp_path / "config.yaml").write_text(
+        "recipe: grpo\n"
+        "policy:\n"
+        "  precision: bfloat16\n"
+        "  max_total_sequence_length: 77\n"
+        "  generation: {temperature: 0.3, vllm_cfg: {max_num_seqs: 5}}\n"
+    )
+    policy = load_serve_config(str(tmp_path)).policy
+    assert policy["precision"] == "bfloat16"
+    assert policy["generation"]["vllm_cfg"]["max_num_seqs"] == 5
+    assert policy["generation"]["temperature"] == 1
+    assert "max_total_sequence_length" not in policy
+    over = load_serve_config(str(tmp_path), overrides=["policy.precision=float32"])
+    assert over.policy["precision"] == "float32"
+
+
+def test_what_is_served_has_the_version_of_its_checkpoint(tmp_path, monkeypatch):
+    """Also of a run that goes on, and writes another one meanwhile."""
+    (tmp_path / "config.yaml").write_text("recipe: grpo\n")
+    checkpoints = CheckpointManager(RunDirectory(tmp_path).checkpoints, keep_last=2)
+
+    def save(step):
+        checkpoints.save(RunState(step=step), lambda checkpoint: None)
+
+    def merge(path, out, *, step):
+        save(step + 1)
+        merged.append(step)
+
+    merged = []
+    monkeypatch.setattr(export, "merge", merge)
+    save(4)
+    for step, expected in ((None, 4), (None, 5), (6, 6)):
+        options = ServeOptions(
+            target=str(tmp_path),
+            step=step,
+            name="mine",
+            host="127.0.0.1",
+            port=0,
+            key_file=tmp_path / "key",
+        )
+        with _served_model(options) as (_, version):
+            assert version == expected == merged.pop()
 
 
 @pytest.mark.usefixtures("with_vllm")

@@ -38,6 +38,12 @@ def test_spans_of_several_threads_are_read_again(tmp_path):
     with path.open("a") as file:
         file.write('{"what": "train", "id"')
     assert read_timeline(path) == spans
+    # What resumes it writes after that.
+    resumed = Timeline(path)
+    resumed.record("train", 8, 4.0, 5.0)
+    resumed.flush()
+    assert read_timeline(path)[:-1] == spans
+    assert read_timeline(path)[-1].id == 8
 
 
 def test_a_timeline_without_a_file_keeps_nothing(tmp_path):

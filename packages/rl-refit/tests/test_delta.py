@@ -2,6 +2,7 @@
 
 import logging
 import random
+import time
 from dataclasses import replace
 
 import numpy as np
@@ -10,9 +11,10 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from refit_pairs import LIMIT_S, DeltaPair
-from rl_refit import RefitError, RefitSender, TensorSource, VerificationError
+from rl_refit import RefitError, RefitSender, TensorSource, VerificationError, outbound
 from rl_refit import delta as delta_module
 from rl_refit.delta import FULL, SLICE_WORDS, Base, PatchWriter, apply_patch, slices_of, words_of
+from rl_refit.digest import RunningDigest
 from rl_refit.plan import RefitPlan
 from rl_refit.testing import check_rule, rule_names
 from rl_refit.testing.pair import (
@@ -24,6 +26,7 @@ from rl_refit.testing.pair import (
     outcomes,
     require_errors,
 )
+from rl_refit.transports import SendingSide
 
 pytestmark = pytest.mark.needs("rl-refit[testing]")
 
@@ -288,6 +291,39 @@ def test_a_copy_that_is_not_what_it_should_be_fails_the_refit(side):
             assert good_report(world, 2).changed is None
 
 
+def test_a_transport_with_another_digest_sends_deltas(monkeypatch):
+    """A transport of another package names the digest of its memory."""
+    monkeypatch.setattr(SendingSide, "digest", "keyed_sum")
+    tensors, generator = some_weights(), torch.Generator().manual_seed(1)
+    with delta_world("shm", tensors, 1) as world:
+        for version in (1, 2, 3):
+            assert (good_report(world, version).changed is None) == (version == 1)
+            change(tensors, 0.01, generator)
+
+
+def test_no_second_of_a_delta_is_counted_twice(monkeypatch):
+    """The phases of this side follow one another, so that their sum is no more than the total."""
+
+    class Slow(RunningDigest):
+        STEP = 1
+
+        def _update(self, end):
+            begun = time.perf_counter()
+            time.sleep(0.01)
+            self.seconds += time.perf_counter() - begun
+            super()._update(end)
+
+    tensors, generator = some_weights(), torch.Generator().manual_seed(1)
+    with delta_world("shm", tensors, 1) as world:
+        good_report(world, 1)
+        change(tensors, 0.01, generator)
+        monkeypatch.setattr(outbound, "RunningDigest", Slow)
+        sent, received = world.refit(2)
+    assert sent.changed is not None
+    own = sent.gather_s + sent.pack_s + sent.wire_s + sent.join_s + sent.resume_s
+    assert own + sent.verify_s - received.verify_s <= sent.seconds
+
+
 class Announced(Fault):
     """Announces another size of every patch."""
 
@@ -313,16 +349,10 @@ def test_a_patch_announced_larger_than_a_buffer_is_refused(transport):
 @pytest.mark.parametrize("side", ["sender", "receiver"])
 def test_without_memory_for_a_copy_everything_is_sent(side, monkeypatch, caplog):
     tensors, generator = some_weights(), torch.Generator().manual_seed(1)
-    opened = []
-
-    def available():
-        # The sender asks first, then each of its receivers.
-        opened.append(None)
-        is_sender = len(opened) == 1
-        return 1 << 40 if is_sender == (side == "receiver") else 1000
-
-    monkeypatch.setattr(delta_module, "available_bytes", available)
-    with caplog.at_level(logging.WARNING), delta_world("shm", tensors, 1) as world:
+    # The sender asks first, then its receivers, one of which has what it needs.
+    rooms = iter([1000] if side == "sender" else [1 << 40, 1000, 1 << 40])
+    monkeypatch.setattr(delta_module, "available_bytes", lambda: next(rooms))
+    with caplog.at_level(logging.WARNING), delta_world("shm", tensors) as world:
         for version in (1, 2, 3):
             report = good_report(world, version)
             assert report.changed is None

@@ -13,7 +13,7 @@ without gaps and in the machine's byte order:
     values       [changed] uint16  their new bits
     full slices  [words]   uint16  all words of the slices that are `FULL`
 
-A slice of which more than half has changed is sent in full, as that is smaller. All lengths follow
+A slice of which half or more has changed is sent in full, as that is no larger. All lengths follow
 from the counts and the plan.
 """
 
@@ -209,16 +209,13 @@ def apply_patch(base: Words, slices: Sequence[tuple[int, int]], patch: torch.Ten
     counts = data[:head].view(np.uint32)
     sizes = np.array([size for _, size in slices], dtype=np.int64)
     is_full = counts == FULL
-    changed = np.where(is_full, 0, counts).astype(np.int64)
-    total, num_full = int(changed.sum()), int(sizes[is_full].sum())
+    total, num_full = int(counts[~is_full].sum(dtype=np.int64)), int(sizes[is_full].sum())
     due = head + 4 * total + 2 * num_full
     # Before anything is allocated whose size the counts tell.
     if len(data) != due:
         raise ValueError(f"a patch of {len(data)} bytes, of which {due} are accounted for")
     words = data[head:].view(np.uint16)
     positions, values, full = np.split(words, [total, 2 * total])
-    if (positions >= np.repeat(sizes, changed)).any():
-        raise ValueError("a patch sets words beyond the end of its slice")
     _set_words(base, slices, counts.tolist(), positions, values, full)
     return total + num_full
 
@@ -238,5 +235,9 @@ def _set_words(
             num_full += size
         elif count:
             end = num_set + count
-            base[start : start + size][positions[num_set:end]] = values[num_set:end]
+            where = positions[num_set:end]
+            # 16 bits cannot tell of a word beyond the end of a slice of the largest size.
+            if size < SLICE_WORDS and where.max() >= size:
+                raise ValueError("a patch sets words beyond the end of its slice")
+            base[start : start + size][where] = values[num_set:end]
             num_set = end

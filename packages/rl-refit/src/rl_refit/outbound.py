@@ -279,16 +279,19 @@ class OutboundStream:
         assert self.base is not None
         content = self.base.buckets[bucket.index]
         writer = PatchWriter(self.base.words(bucket), self.base.slices(bucket))
-        running = RunningDigest(content, position=bucket.index)
+        running = self._start_digest(bucket, content)
         for run in self.views.of(bucket):
             with self.watch.phase("gather"):
                 taken = self._take(run, tensors)
             with self.watch.phase("pack"):
                 for tensor in taken:
                     for end in writer.add(words_of(tensor)):
-                        running.advance(end)
-        digest = running.finish()
-        self.watch.add("verify", running.seconds)
+                        if running is not None:
+                            running.advance(end)
+        if running is not None:
+            # It ran between two slices, and counts as "verify".
+            self.watch.add("pack", -running.seconds)
+        digest = self._finish_digest(bucket, content, running)
         self.traffic.num_words += bucket.nbytes // 2
         self.traffic.num_changed += writer.num_changed
         self._wait_for_room(bucket)
@@ -334,8 +337,12 @@ class OutboundStream:
         self._wait_for_room(bucket)
         # The digest covers the gaps as well, which still hold bytes of an earlier bucket.
         zero_ranges(buffer, bucket.gaps)
+        return self._start_digest(bucket, buffer)
+
+    def _start_digest(self, bucket: Bucket, data: torch.Tensor) -> RunningDigest | None:
+        """Return the digest of a bucket's bytes as they are written, if its kind can be one."""
         if self.verify and self.side.digest == "xxh3":
-            return RunningDigest(buffer, position=bucket.index)
+            return RunningDigest(data, position=bucket.index)
         return None
 
     def _wait_for_room(self, bucket: Bucket) -> None:
@@ -344,7 +351,7 @@ class OutboundStream:
             self.receivers.wait_loaded(self.plan, previous)
 
     def _finish_digest(
-        self, bucket: Bucket, buffer: torch.Tensor, running: RunningDigest | None
+        self, bucket: Bucket, data: torch.Tensor, running: RunningDigest | None
     ) -> int:
         if not self.verify:
             return 0
@@ -353,7 +360,7 @@ class OutboundStream:
             self.watch.add("verify", running.seconds)
             return digest
         with self.watch.phase("verify"):
-            return DIGESTS[self.side.digest](buffer, position=bucket.index)
+            return DIGESTS[self.side.digest](data, position=bucket.index)
 
     def _take(self, run: Run, tensors: NamedTensors) -> list[torch.Tensor]:
         """Return the content of a run: the source's next tensors, or a piece of a split tensor."""

@@ -215,11 +215,15 @@ def _served_model(options: ServeOptions) -> Iterator[tuple[str, int]]:
         return
     from rl_policy.run.export import merge
 
-    steps = [each.state.step for each in CheckpointManager(run.checkpoints).all()]
+    step = options.step
+    # By its number, as a run that goes on may write another one meanwhile.
+    if step is None and (newest := CheckpointManager(run.checkpoints).latest()) is not None:
+        step = newest.state.step
     with PrivateDirectory("rl-policy-serve-") as directory:
         out = directory.path / "model"
-        merge(run.path, out, step=options.step)
-        yield str(out), steps[-1] if options.step is None else options.step
+        merge(run.path, out, step=step)
+        assert step is not None, "merge refuses a run without a checkpoint"
+        yield str(out), step
 
 
 @contextmanager

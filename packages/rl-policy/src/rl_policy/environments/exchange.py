@@ -102,7 +102,7 @@ class CallExchange:
     Args:
         pool: Has the processes.
         first_group: See `ProcessPool.exchange`.
-        limit_s: Most seconds of a process between two replies, or after the last call it was given.
+        limit_s: Most seconds in which a process neither takes anything of its calls nor answers.
     """
 
     def __init__(self, pool: Processes, *, first_group: int, limit_s: float) -> None:
@@ -149,7 +149,7 @@ class CallExchange:
         else:
             process.submit(episode, argument)
             self._selector.modify(process.connection, process.events(), group)
-        process.deadline = time.monotonic() + self._limit_s + MARGIN_S
+        self._renew_deadline(process)
 
     def collect(self, *, timeout_s: float) -> list[tuple[int, dict[int, Reply] | Failure]]:
         """Wait until there is something; return it by group: replies by episode, or a failure.
@@ -207,18 +207,22 @@ class CallExchange:
                 replies = process.receive()
         except (BrokenPipeError, ConnectionResetError):
             return self.end(group, Failure(""))
+        # Not by whole replies alone: between two of `collect` the caller may have done something
+        # else for long, in which a call was not sent, or a reply had no room in the socket.
+        self._renew_deadline(process)
         errors = [reply["error"] for reply in replies.values() if "error" in reply]
         if errors:
             reason = too_long(self._limit_s) if errors[0] == TOO_LONG else errors[0]
             return self.end(group, Failure(reason))
-        if replies:
-            process.deadline = time.monotonic() + self._limit_s + MARGIN_S
         if process.waiting:
             self._selector.modify(process.connection, process.events(), group)
         else:
             self._selector.unregister(process.connection)
             del self._running[group]
         return replies
+
+    def _renew_deadline(self, process: Process) -> None:
+        process.deadline = time.monotonic() + self._limit_s + MARGIN_S
 
 
 def too_long(limit_s: float) -> str:

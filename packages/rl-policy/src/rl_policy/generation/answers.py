@@ -54,12 +54,14 @@ def read_answers(
         was sampled from: at a temperature of 1 and without truncation, the model's own.
 
     Raises:
-        ValueError: There is none, or one has no token ids, log-probabilities or versions.
+        ValueError: There is none, or one has no choices, token ids, log-probabilities or versions.
     """
     prompts: list[list[int]] = []
     completions: list[Completion] = []
     for index, each in enumerate(answers):
         answer = _plain(each)
+        if not answer.get("choices"):
+            raise ValueError(f"answers[{index}] has no choices: {dict(answer)!r:.200}")
         for choice in answer["choices"]:
             where = f"answers[{index}].choices[{choice['index']}]"
             prompts.append(_prompt_of(answer, choice, where))

@@ -12,6 +12,9 @@ from rl_interfaces import LossInput, LossType
 
 from rl_policy.losses.reduction import require_keys, share_of, target_mask, with_samples
 
+# The logit of a token that is never sampled: finite, as 0 times an infinite one is no number.
+_NEVER = -1e30
+
 
 @dataclass(kw_only=True, slots=True)
 class DistillationLoss:
@@ -29,6 +32,10 @@ class DistillationLoss:
     compared with that, so that what it gives to other tokens costs too; with
     `truncates_student` it is renormalised over the same `k` tokens, and what it gives to others is
     free. With `k` of the vocabulary's size both are the exact divergence.
+
+    The teacher's output matrix may have more rows than the student's, as sizes of one family pad
+    the same vocabulary differently: of its `k` tokens those that the student lacks have the
+    probability 0 too.
 
     The batch holds `token_mask` `[batch, seq]`, `sample_mask` `[batch]`, and `topk_logits` float32
     and `topk_indices` int64 `[batch, seq, k]`, see `rl_interfaces.TopkLogitsOutputSpec`.
@@ -84,8 +91,9 @@ class DistillationLoss:
         normalizer = logits.logsumexp(-1)
         teacher_logits, indices = (data[key][:, :-1] for key in ("topk_logits", "topk_indices"))
         self._check(logits, teacher_logits)
-        teacher = teacher_logits.float().log_softmax(-1)
-        chosen = logits.gather(-1, indices)
+        is_missing = indices >= logits.shape[-1]
+        teacher = teacher_logits.float().masked_fill(is_missing, _NEVER).log_softmax(-1)
+        chosen = logits.gather(-1, indices.where(~is_missing, 0)).masked_fill(is_missing, _NEVER)
         coverage = (chosen.logsumexp(-1) - normalizer).exp()
         if self.truncates_student:
             student = chosen.log_softmax(-1)

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import json
 import logging
+import os
 import threading
 import time
 from collections.abc import Iterator, Sequence
@@ -68,6 +69,8 @@ class Timeline:
         self._lines: list[str] = []
         # Spans are measured by a clock that nobody sets.
         self._epoch = time.time() - time.monotonic()
+        if path is not None and path.exists():
+            _drop_incomplete_line(path)
 
     def record(self, what: Activity, id: int, start: float, end: float) -> None:
         """Keep a span for `flush`.
@@ -104,6 +107,13 @@ class Timeline:
         if self._path is not None and lines:
             with self._path.open("a", encoding="utf-8") as file:
                 file.writelines(lines)
+
+
+def _drop_incomplete_line(path: Path) -> None:
+    """Remove what a killed run has not written to its end, as lines of this run come after it."""
+    end = path.read_bytes().rfind(b"\n") + 1
+    if end < path.stat().st_size:
+        os.truncate(path, end)
 
 
 def read_timeline(path: Path) -> list[Span]:

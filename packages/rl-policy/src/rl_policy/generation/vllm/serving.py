@@ -17,6 +17,7 @@ import threading
 import time
 from collections.abc import AsyncGenerator, Callable
 from concurrent.futures import Future
+from contextlib import suppress
 from dataclasses import dataclass
 from importlib import import_module
 from itertools import count
@@ -132,12 +133,20 @@ class EngineClient:
     ) -> AsyncGenerator[Any, None]:
         answer, loop = answer_in_progress.get(), asyncio.get_running_loop()
         outputs: asyncio.Queue[Any] = asyncio.Queue()
+        name, gone = f"served-{next(self._names)}", threading.Event()
 
         def deliver(output: Any) -> None:
-            loop.call_soon_threadsafe(outputs.put_nowait, output)
+            # The server may end during a step, with its loop: the step is of other requests too.
+            with suppress(RuntimeError):
+                loop.call_soon_threadsafe(outputs.put_nowait, output)
 
-        name = await self._add_in_time(prompt, params, deliver)
+        def add() -> None:
+            # In the engine's thread, so that it comes before the cancellation or not at all.
+            if not gone.is_set():
+                self._add(name, prompt, params, deliver)
+
         try:
+            await self._in_time(add)
             while True:
                 output = await outputs.get()
                 if isinstance(output, BaseException):
@@ -150,12 +159,11 @@ class EngineClient:
                     return
         finally:
             # Of a client that has gone. One that has finished is not there any more.
+            gone.set()
             self._thread.post(lambda: self._requests.cancel_stream(name))
 
-    async def _add_in_time(
-        self, prompt: dict[str, Any], params: Any, deliver: Callable[[Any], None]
-    ) -> str:
-        """Add a request as soon as the engine samples; return its name.
+    async def _in_time(self, add: Callable[[], None]) -> None:
+        """Add a request as soon as the engine samples.
 
         Raises:
             EngineStateError: It has not been able to in time.
@@ -163,21 +171,21 @@ class EngineClient:
         deadline = time.monotonic() + self._timeout_s
         while True:
             try:
-                return await asyncio.to_thread(self._thread.run, self._add, prompt, params, deliver)
+                return await asyncio.to_thread(self._thread.run, add)
             except EngineStateError:
                 if time.monotonic() > deadline:
                     raise
             await asyncio.sleep(_RETRY_S)
 
-    def _add(self, prompt: dict[str, Any], params: Any, deliver: Callable[[Any], None]) -> str:
+    def _add(
+        self, name: str, prompt: dict[str, Any], params: Any, deliver: Callable[[Any], None]
+    ) -> None:
         self._requests.require_open()
         self._state.require_generate()
-        name = f"served-{next(self._names)}"
         # Prefixes that were computed with other weights must not be found.
         salt = f"{self._state.version}/{prompt.get('cache_salt', '')}"
         internal = self._engine.add_request(name, {**prompt, "cache_salt": salt}, params)
         self._requests.add_stream(name, internal=internal, deliver=deliver)
-        return name
 
 
 class ApiServer:
