@@ -230,6 +230,22 @@ def test_the_parent_that_is_killed_is_replaced(pool):
     assert started(processes)[2] == {0: {"prompt": "pa1"}, 1: {"prompt": "pa1"}}
 
 
+def test_what_has_died_with_its_parent_does_not_harm_the_next_one(pool):
+    processes = pool()
+    started(processes)
+    before = pids(processes)
+    processes._server._process.kill()
+    processes._server._process.wait()
+    wait_until(lambda: all(map(is_gone, before.values())), limit_s=10)
+    # The new group starts the next parent before the old groups are known to be lost.
+    outcomes = processes.play({3: {0: PROBLEM}, **{group: {0: "x"} for group in range(3)}})
+    assert outcomes.pop(3) == {0: {"prompt": "pa1"}}
+    assert {outcome.reason for outcome in outcomes.values()} == {
+        "the parent of its process had died, and it with it"
+    }
+    assert processes.play({3: {0: "end"}})[3][0]["done"]
+
+
 def test_what_is_awaited_waits_together_in_one_loop(pool):
     processes = pool("Later")
     assert started(processes, groups=1, episodes=20)[0][3] == {"prompt": None}

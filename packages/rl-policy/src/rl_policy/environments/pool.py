@@ -215,9 +215,12 @@ class _Server:
         """Kill a process, unless it has died; return its exit status.
 
         Raises:
-            NoProcessError: The server has died, and the process with it.
+            NoProcessError: The server has died, and the process with it; or the one before has.
         """
-        return self._ask({"end": process.pid})["status"]
+        reply = self._ask({"end": process.pid})
+        if "error" in reply:
+            raise NoProcessError(reply["error"])
+        return reply["status"]
 
     def close(self) -> None:
         """End the server and all of its processes. May be called again."""
