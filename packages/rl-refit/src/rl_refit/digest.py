@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import functools
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import numpy as np
 import torch
@@ -88,6 +88,11 @@ class RunningDigest:
         self._hash.update(self._data[self._done : end])
         self._done = end
         self.seconds += time.perf_counter() - start
+
+
+def digest_of_all(digests: Sequence[int]) -> int:
+    """Return one digest of those of several buckets, in order."""
+    return xxhash.xxh3_64_intdigest(np.array(digests, dtype=np.uint64).tobytes())
 
 
 def tensor_digest(tensor: torch.Tensor) -> int:

@@ -55,6 +55,8 @@ class InboundStream:
         base: A copy of what was received before, to be kept up to date; None for none.
         delta: Whether patches of it may arrive.
         traffic: Counts what arrives.
+        first_bucket: Index of the first bucket that arrives.
+        digests: Of the buckets that have arrived, in order.
     """
 
     plan: RefitPlan
@@ -69,15 +71,17 @@ class InboundStream:
     base: Base | None
     delta: bool
     traffic: Traffic
+    first_bucket: int = 0
+    digests: list[int] = field(default_factory=list[int])
 
     def run(self, unpack: Unpack, load: Load) -> None:
         """Load every bucket."""
         buckets = self.plan.buckets
         # Those of a delta have sizes that only their announcement tells.
         expected = () if self.delta else buckets
-        for bucket in expected[:1]:
+        for bucket in expected[self.first_bucket : self.first_bucket + 1]:
             self.side.expect(bucket.index, bucket.nbytes, self.deadline)
-        for bucket in buckets:
+        for bucket in buckets[self.first_bucket :]:
             data = self._take(bucket)
             # Before the load, so that a transport that posts receives overlaps them with it.
             for following in expected[bucket.index + 1 : bucket.index + 2]:
@@ -136,6 +140,7 @@ class InboundStream:
                         tensor=label,
                     )
         self.traffic.bytes_sent += nbytes
+        self.digests.append(announced)
         if is_patch:
             with self.watch.phase("load"):
                 data = self._apply(bucket, data)

@@ -10,7 +10,7 @@ from __future__ import annotations
 import selectors
 from collections.abc import Callable, Generator, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 
 import torch
@@ -80,21 +80,31 @@ class Receivers:
         channels: By rank.
         version: Of the refit.
         deadline: For all waits.
+        first_bucket: Index of the first bucket that is sent.
 
     Attributes:
         done: The `Done` of each receiver that has loaded everything.
         bases: The version of which each receiver that is ready holds a copy, None for none.
+        held: Digest of the base that the engine of each of them holds, None for none.
     """
 
-    def __init__(self, channels: Mapping[int, Channel], version: int, deadline: Deadline) -> None:
+    def __init__(
+        self,
+        channels: Mapping[int, Channel],
+        version: int,
+        deadline: Deadline,
+        *,
+        first_bucket: int = 0,
+    ) -> None:
         self._channels = channels
         self._version = version
         self._deadline = deadline
-        self._last_loaded = dict.fromkeys(channels, -1)
+        self._last_loaded = dict.fromkeys(channels, first_bucket - 1)
         self._accepted: set[int] = set()
         self._ready: set[int] = set()
         self.done: dict[int, Done] = {}
         self.bases: dict[int, int | None] = {}
+        self.held: dict[int, int | None] = {}
 
     def send(self, message: Message) -> None:
         """Send a message to all."""
@@ -183,9 +193,9 @@ class Receivers:
                 raise_failure(message, origin=f"receiver {rank}")
             case Accepted():
                 self._accepted.add(rank)
-            case Ready(version, base) if version == self._version:
+            case Ready(version, base, held) if version == self._version:
                 self._ready.add(rank)
-                self.bases[rank] = base
+                self.bases[rank], self.held[rank] = base, held
             case Loaded(version, bucket) if version == self._version:
                 if bucket != self._last_loaded[rank] + 1:
                     raise RefitError("loaded out of order", rank=rank, bucket=bucket)
@@ -220,6 +230,8 @@ class OutboundStream:
         base: A copy of what was sent before, to be kept up to date; None for none.
         delta: Whether every receiver has it too, so that changes are enough.
         traffic: Counts what is sent.
+        first_bucket: Index of the first bucket that is sent.
+        digests: Of the buckets that were sent, in order.
     """
 
     plan: RefitPlan
@@ -233,14 +245,17 @@ class OutboundStream:
     base: Base | None
     delta: bool
     traffic: Traffic
+    first_bucket: int = 0
+    digests: list[int] = field(default_factory=list[int])
     # The bytes of a tensor that is split over buckets, from its first piece to its last.
     _split: torch.Tensor | None = None
 
     def run(self, tensors: NamedTensors) -> None:
         """Send every bucket; return when all receivers have loaded all of them."""
         watch = self.watch
-        for bucket in self.plan.buckets:
+        for bucket in self.plan.buckets[self.first_bucket :]:
             filled = self.fill(bucket, tensors)
+            self.digests.append(filled.digest)
             with watch.phase("wire"):
                 self._publish(bucket, filled.nbytes)
                 self.announce(filled)

@@ -22,7 +22,7 @@ ALIGNMENT = 256
 SMALL_BUCKET_BYTES = 4 << 20
 """Two buffers of this size stay in the processor's cache from the writer to the reader."""
 
-FORMAT = 1
+FORMAT = 2
 """Version of the packing; part of the hash, so that releases that pack differently do not agree."""
 
 _NUMBERED_LAYER = re.compile(r"^(.*?\.\d+)\.")
@@ -106,6 +106,7 @@ class WirePlan(msgspec.Struct, forbid_unknown_fields=True):
     bucket_bytes: int
     tensors: list[WireSpec]
     hash: str
+    adapters_from: int | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -159,35 +160,59 @@ class RefitPlan:
     A layer is packed into one bucket if it fits, otherwise each of its modules that fits is. A
     tensor larger than a bucket is split. Two plans with the same `hash` put the same bytes at the
     same offsets.
+
+    Attributes:
+        specs: The tensors, in the order of sending.
+        bucket_bytes: Largest size of a bucket.
+        buckets: In the order of sending.
+        hash: Of everything else.
+        adapters_from: Index of the first tensor of an adapter: those before it are the base, and no
+            bucket has tensors of both. None: there are no adapters.
     """
 
     specs: tuple[TensorSpec, ...]
     bucket_bytes: int
     buckets: tuple[Bucket, ...]
     hash: str
+    adapters_from: int | None = None
 
     @classmethod
     def of(
         cls,
         metadata: Metadata,
         bucket_bytes: int = 256 << 20,
+        *,
+        adapters_from: int | None = None,
     ) -> RefitPlan:
         """Return the plan of the tensors of `metadata`, in that order.
 
         Args:
             metadata: Name, wire dtype and full shape of each tensor.
             bucket_bytes: Largest size of a bucket; rounded down to a multiple of 256.
+            adapters_from: See `RefitPlan`.
 
         Raises:
-            ValueError: A name appears twice, a shape is negative, or `bucket_bytes` is below 256.
+            ValueError: A name appears twice, a shape is negative, `bucket_bytes` is below 256, or
+                `adapters_from` is not the index of a tensor.
         """
         if bucket_bytes < ALIGNMENT:
             raise ValueError(f"bucket_bytes={bucket_bytes} is less than {ALIGNMENT}")
         specs = read_specs(metadata)
         _check_specs(specs)
+        if adapters_from is not None and not 0 <= adapters_from < len(specs):
+            raise ValueError(f"adapters_from={adapters_from} with {len(specs)} tensors")
         capacity = bucket_bytes // ALIGNMENT * ALIGNMENT
-        buckets = _pack(specs, capacity)
-        return cls(specs, capacity, buckets, _hash(specs, capacity, buckets))
+        buckets = _pack(specs, capacity, adapters_from)
+        digest = _hash(specs, capacity, buckets, adapters_from)
+        return cls(specs, capacity, buckets, digest, adapters_from)
+
+    @property
+    def first_adapter_bucket(self) -> int:
+        """Index of the first bucket with adapters; the number of buckets if there are none."""
+        start = self.adapters_from
+        if start is None:
+            return len(self.buckets)
+        return next(each.index for each in self.buckets if each.pieces[0].tensor >= start)
 
     @property
     def nbytes(self) -> int:
@@ -207,7 +232,7 @@ class RefitPlan:
     def to_wire(self) -> WirePlan:
         """Return the plan on the wire."""
         tensors = [WireSpec(spec.name, dtype_name(spec.dtype), spec.shape) for spec in self.specs]
-        return WirePlan(self.bucket_bytes, tensors, self.hash)
+        return WirePlan(self.bucket_bytes, tensors, self.hash, self.adapters_from)
 
     @classmethod
     def from_wire(cls, wire: WirePlan) -> RefitPlan:
@@ -217,7 +242,7 @@ class RefitPlan:
             ValueError: A dtype is unknown on this side, or the hashes differ.
         """
         metadata = [(spec.name, parse_dtype(spec.dtype), spec.shape) for spec in wire.tensors]
-        plan = cls.of(metadata, wire.bucket_bytes)
+        plan = cls.of(metadata, wire.bucket_bytes, adapters_from=wire.adapters_from)
         if plan.hash != wire.hash:
             raise ValueError(f"the sender's plan has the hash {wire.hash}, this side's {plan.hash}")
         return plan
@@ -304,12 +329,19 @@ class _Packer:
                 return
 
 
-def _pack(specs: Sequence[TensorSpec], capacity: int) -> tuple[Bucket, ...]:
+def _pack(
+    specs: Sequence[TensorSpec], capacity: int, adapters_from: int | None
+) -> tuple[Bucket, ...]:
     packer = _Packer(capacity)
-    layers = [layer_of(spec.name) for spec in specs]
-    for layer, group in itertools.groupby(range(len(specs)), key=layers.__getitem__):
-        _place(packer, specs, list(group), layer)
-    buckets_of_layer: dict[str, set[int]] = {}
+    start = len(specs) if adapters_from is None else adapters_from
+    # The adapters of a layer are loaded apart from it.
+    layers = [(index >= start, layer_of(spec.name)) for index, spec in enumerate(specs)]
+    for (_, layer), group in itertools.groupby(range(len(specs)), key=layers.__getitem__):
+        members = list(group)
+        if members[0] == start and packer.buckets:
+            packer.open_bucket()
+        _place(packer, specs, members, layer)
+    buckets_of_layer: dict[tuple[bool, str], set[int]] = {}
     for index, ranges in enumerate(packer.buckets):
         for tensor, *_ in ranges:
             buckets_of_layer.setdefault(layers[tensor], set()).add(index)
@@ -350,12 +382,18 @@ def _place(packer: _Packer, specs: Sequence[TensorSpec], group: list[int], path:
         _place(packer, specs, list(members), inner)
 
 
-def _hash(specs: Sequence[TensorSpec], capacity: int, buckets: Sequence[Bucket]) -> str:
+def _hash(
+    specs: Sequence[TensorSpec],
+    capacity: int,
+    buckets: Sequence[Bucket],
+    adapters_from: int | None,
+) -> str:
     tensors = [[spec.name, dtype_name(spec.dtype), spec.shape] for spec in specs]
     # The offsets as well, so that releases that pack the same tensors differently disagree.
     offsets = [
         [bucket.nbytes, [[p.tensor, p.start, p.size, p.offset] for p in bucket.pieces]]
         for bucket in buckets
     ]
-    text = json.dumps([FORMAT, ALIGNMENT, capacity, tensors, offsets], separators=(",", ":"))
+    values = [FORMAT, ALIGNMENT, capacity, adapters_from, tensors, offsets]
+    text = json.dumps(values, separators=(",", ":"))
     return hashlib.sha256(text.encode()).hexdigest()

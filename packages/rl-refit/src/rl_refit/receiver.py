@@ -11,6 +11,7 @@ from typing import NoReturn
 
 import torch
 
+from rl_refit.digest import digest_of_all
 from rl_refit.errors import PlanMismatchError, RefitError
 from rl_refit.inbound import InboundStream, LiveWeights, Load
 from rl_refit.protocol import State, WeightVersion
@@ -93,6 +94,8 @@ class RefitReceiver(Closing):
         self._live: LiveWeights | None = None
         self._swap: Swap | None = None
         self._begun_at = 0.0
+        self._held: int | None = None
+        self._gets_base = True
         self._is_closing = False
         # Held by whoever reads the connection: a call beside `receive` must not take its messages.
         self._reading = threading.Lock()
@@ -102,6 +105,20 @@ class RefitReceiver(Closing):
         """The committed version; None before the first."""
         self._read_pending()
         return self._weights.committed
+
+    @property
+    def held_base(self) -> int | None:
+        """Digest of the base that the engine holds beside its adapters; None for none."""
+        return self._held
+
+    @property
+    def gets_base(self) -> bool:
+        """Whether the refit that is received has more than adapters."""
+        return self._gets_base
+
+    def forget_base(self) -> None:
+        """Ask for the base once more: the engine has lost it."""
+        self._held = None
 
     def catch_up(self) -> None:
         """Process the sender's pending messages; later ones belong to the next refit.
@@ -193,7 +210,7 @@ class RefitReceiver(Closing):
         self._is_caught_up = False
         try:
             with watch.phase("join"):
-                session, is_delta = self._meet(version, deadline)
+                session, started = self._meet(version, deadline)
             if session.base is not None:
                 session.base.version = None
             stream = InboundStream(
@@ -207,9 +224,13 @@ class RefitReceiver(Closing):
                 deadline=deadline,
                 watch=watch,
                 base=session.base,
-                delta=is_delta,
+                delta=started.delta,
                 traffic=traffic,
+                first_bucket=session.plan.first_adapter_bucket if started.adapters_only else 0,
             )
+            self._gets_base = not started.adapters_only
+            if self._gets_base:
+                self._held = None
             self._live = LiveWeights(watch) if session.offer.verify == "weights" else None
             observe = None if self._live is None else self._live.observe
             unpack = partial(session.unpacker.unpack, load_keeps=load_keeps, observe=observe)
@@ -229,6 +250,8 @@ class RefitReceiver(Closing):
             raise
         if session.base is not None:
             session.base.version = version
+        if self._gets_base and session.plan.adapters_from is not None:
+            self._held = digest_of_all(stream.digests[: session.plan.first_adapter_bucket])
         self._weights.set_loaded()
         return watch.report(
             version,
@@ -327,8 +350,8 @@ class RefitReceiver(Closing):
             with watch.phase("verify"):
                 self._live.check(read_back(), rank=self._rank)
 
-    def _meet(self, version: int, deadline: Deadline) -> tuple[Session, bool]:
-        """Return the session in which the sender starts the refit, and whether by a delta.
+    def _meet(self, version: int, deadline: Deadline) -> tuple[Session, Start]:
+        """Return the session in which the sender starts the refit, and how it does.
 
         It is the current session or a new one.
         """
@@ -344,8 +367,8 @@ class RefitReceiver(Closing):
                 self._disconnect()
         raise RefitError("the receiver was closed", rank=self._rank)
 
-    def _take_part(self, session: Session, version: int, deadline: Deadline) -> bool:
-        """Wait until the refit starts; return whether patches may arrive."""
+    def _take_part(self, session: Session, version: int, deadline: Deadline) -> Start:
+        """Wait until the refit starts; return how."""
         begin = self._await_begin(session, deadline)
         if begin.version != version:
             raise RefitError(
@@ -359,11 +382,17 @@ class RefitReceiver(Closing):
                 rank=self._rank,
             )
         base = None if session.base is None else session.base.version
-        session.channel.send(Ready(version, base), deadline)
-        started = session.channel.receive(deadline, "start: not all are ready")
-        is_delta = base is not None and started == Start(version, delta=True)
-        require_message(Start(version, delta=is_delta), started, rank=self._rank)
-        return is_delta
+        session.channel.send(Ready(version, base, self._held), deadline)
+        message = session.channel.receive(deadline, "start: not all are ready")
+        started = message if isinstance(message, Start) else Start(version, delta=False)
+        # What this side has not offered is a message out of order.
+        due = Start(
+            version,
+            delta=started.delta and base is not None,
+            adapters_only=started.adapters_only and self._held is not None,
+        )
+        require_message(due, message, rank=self._rank)
+        return due
 
     def _await_begin(self, session: Session, deadline: Deadline) -> Begin:
         while True:

@@ -11,7 +11,9 @@ from typing import Literal
 import torch
 
 from rl_refit.buffers import PieceViews
+from rl_refit.adapters import check_adapters
 from rl_refit.delta import Base, base_bytes
+from rl_refit.digest import digest_of_all
 from rl_refit.errors import RefitError
 from rl_refit.outbound import (
     Connections,
@@ -56,6 +58,10 @@ class RefitSender(Closing):
         device: Device of the source's tensors.
         num_buffers: Number of buffers, used in turn.
         host: For a transport between machines, the address at which others reach this one.
+        adapters: Low-rank adapters of tensors of `source`, which do not change while this sender
+            lives: the *base*. Their names end with `.lora_A.weight` (`[r, inputs]`) and
+            `.lora_B.weight` (`[outputs, r]`, already scaled) in place of `.weight`. Engines that
+            hold the base apply new ones to it, see `send`. Needs `verify`.
         delta: Send only what has changed since the refit before, bit by bit. This side and each
             receiver then keep a copy of all tensors in host memory; where that has no room, or a
             receiver is new, everything is sent in full. Worth it where the transport is slower
@@ -81,6 +87,7 @@ class RefitSender(Closing):
         num_buffers: int = NUM_BUFFERS,
         host: str = "127.0.0.1",
         delta: bool = False,
+        adapters: WeightSource | None = None,
     ) -> None:
         if verify not in VERIFY_MODES:
             raise ValueError(f"verify={verify!r} is not among {VERIFY_MODES}")
@@ -91,11 +98,18 @@ class RefitSender(Closing):
         if delta:
             _check_delta(verify, torch.device(device))
         Deadline(timeout_s)
-        specs = read_specs(source.metadata())
+        specs, adapters_from = read_specs(source.metadata()), None
+        if adapters is not None:
+            _check_adapters(verify, delta=delta)
+            adapters_from, specs = len(specs), specs + check_adapters(specs, adapters.metadata())
         if bucket_bytes is None:
             bucket_bytes = default_bucket_bytes(specs)
-        self.plan: RefitPlan = RefitPlan.of(specs, bucket_bytes)
+        self.plan: RefitPlan = RefitPlan.of(specs, bucket_bytes, adapters_from=adapters_from)
         self._source = source
+        self._adapters = adapters
+        self._base_digest: int | None = None
+        # Of the refit that is being sent.
+        self._adapters_only = False
         self._transport_name = transport
         self._transport = find_transport(transport)
         self._num_receivers = num_receivers
@@ -130,22 +144,31 @@ class RefitSender(Closing):
             "verify": self._verify,
         }
 
-    def send(self, version: int) -> RefitReport:
+    def send(self, version: int, *, adapters_only: bool = False) -> RefitReport:
         """Send every tensor; return when every receiver has loaded all of them.
 
         The source is iterated once, and to its end even if a receiver or the transport fails, as
         other trainer ranks may be waiting in its gathers.
 
+        Args:
+            version: Of the tensors.
+            adapters_only: Send adapters alone, to engines that hold the base. A digest of it shows
+                that they do.
+
         Raises:
-            RefitError: A receiver failed, or did not answer in time. No version can be committed;
-                call again with any version newer than the committed one.
+            ValueError: `adapters_only` for a sender without adapters.
+            RefitError: A receiver failed, or did not answer in time, or does not hold the base. No
+                version can be committed; call again with any version newer than the committed one.
         """
+        if adapters_only and self._adapters is None:
+            raise ValueError("adapters_only=True, and this sender has no adapters")
         if self._closed:
             raise RefitError("the sender is closed")
         # Until this refit succeeds there is nothing to commit, not even the version before it.
         self._sent_version = None
         deadline, watch = Deadline(self._timeout_s), Stopwatch()
-        tensors = iter(self._source)
+        self._adapters_only = adapters_only
+        tensors = self._tensors()
         try:
             if self._num_receivers:
                 report = self._stream(version, tensors, deadline, watch)
@@ -188,6 +211,12 @@ class RefitSender(Closing):
         if self._endpoint is not None:
             self._endpoint.close()
 
+    def _tensors(self) -> NamedTensors:
+        if not self._adapters_only:
+            yield from self._source
+        if self._adapters is not None:
+            yield from self._adapters
+
     def _stream(
         self, version: int, tensors: NamedTensors, deadline: Deadline, watch: Stopwatch
     ) -> RefitReport:
@@ -196,7 +225,7 @@ class RefitSender(Closing):
         base, traffic = connections.base, Traffic()
         if base is not None:
             base.version = None
-        self._stream_class(
+        stream = self._stream_class(
             plan=self.plan,
             side=connections.side,
             views=connections.views,
@@ -208,7 +237,11 @@ class RefitSender(Closing):
             base=base,
             delta=is_delta,
             traffic=traffic,
-        ).run(tensors)
+            first_bucket=self._first_bucket,
+        )
+        stream.run(tensors)
+        if self._adapters is not None and not self._adapters_only:
+            self._base_digest = digest_of_all(stream.digests[: self.plan.first_adapter_bucket])
         if base is not None:
             base.version = version
         spent = {rank: done.load_s + done.verify_s for rank, done in receivers.done.items()}
@@ -221,10 +254,15 @@ class RefitSender(Closing):
             version, self.plan.nbytes, traffic=traffic, slowest_rank=slowest, staged=staged
         )
 
+    @property
+    def _first_bucket(self) -> int:
+        return self.plan.first_adapter_bucket if self._adapters_only else 0
+
     def _exhaust(self, version: int, tensors: NamedTensors, watch: Stopwatch) -> RefitReport:
         """Iterate over the source, to take part in its gathers, without receivers."""
+        first = self.plan.adapters_from if self._adapters_only else 0
         with watch.phase("gather"):
-            for spec in self.plan.specs:
+            for spec in self.plan.specs[first:]:
                 take_tensor(spec, tensors)
             check_exhausted(tensors)
         return watch.report(version, self.plan.nbytes)
@@ -240,15 +278,34 @@ class RefitSender(Closing):
         assert self._endpoint is not None
         while True:
             connections = self._connect(version, deadline)
-            receivers = Receivers(connections.channels, version, deadline)
+            receivers = Receivers(
+                connections.channels,
+                version,
+                deadline,
+                first_bucket=self._first_bucket,
+            )
             receivers.send(Begin(version, self.plan.hash))
             # `_admit_newcomer` drops the connections if a receiver was replaced: then start over.
             while self._connections is connections:
                 if receivers.wait_ready(self._endpoint):
+                    if self._adapters_only:
+                        self._require_held(receivers)
                     is_delta = _share_base(connections.base, receivers)
-                    receivers.send(Start(version, is_delta))
+                    receivers.send(Start(version, is_delta, self._adapters_only))
                     return connections, receivers, is_delta
                 self._admit_newcomer()
+
+    def _require_held(self, receivers: Receivers) -> None:
+        """Raise `RefitError` unless every engine holds the base that this sender has sent."""
+        for rank, held in sorted(receivers.held.items()):
+            if held is None or held != self._base_digest:
+                theirs = "no base" if held is None else f"the base {held:016x}"
+                own = self._base_digest
+                ours = "has not sent any" if own is None else f"has sent {own:016x}"
+                raise RefitError(
+                    f"its engine holds {theirs} and the sender {ours}: send everything",
+                    rank=rank,
+                )
 
     def _connect(self, version: int, deadline: Deadline) -> Connections:
         assert self._endpoint is not None
@@ -333,6 +390,18 @@ class RefitSender(Closing):
         if self._connections is not None:
             self._connections.close(error)
             self._connections = None
+
+
+def _check_adapters(verify: Verify, *, delta: bool) -> None:
+    if delta:
+        raise ValueError(
+            "delta=True contradicts adapters: the base is sent once, and adapters change as a whole"
+        )
+    if verify != "digest":
+        raise ValueError(
+            f"adapters contradict verify={verify!r}: only a digest shows that an engine holds the "
+            'base that they belong to; take verify="digest"'
+        )
 
 
 def _check_delta(verify: Verify, device: torch.device) -> None:

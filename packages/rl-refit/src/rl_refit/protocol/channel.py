@@ -80,10 +80,12 @@ class Ready(Message, frozen=True):
     Attributes:
         version: Of the refit.
         base: The version of which the receiver holds a copy; None for none.
+        held: Digest of the base that the engine holds beside its adapters; None for none.
     """
 
     version: int
     base: int | None
+    held: Count | None = None
 
 
 class Start(Message, frozen=True):
@@ -92,10 +94,12 @@ class Start(Message, frozen=True):
     Attributes:
         version: Of the refit.
         delta: Whether some of them may be patches of the receivers' copies.
+        adapters_only: Whether they begin with the first one of adapters.
     """
 
     version: int
     delta: bool
+    adapters_only: bool = False
 
 
 class Filled(Message, frozen=True):
