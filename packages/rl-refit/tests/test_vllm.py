@@ -15,11 +15,21 @@ CASES = [
     ("collective", "untied", 1),
     ("shm", "untied", 2),
 ]
-SCRIPT = Path(__file__).with_name("vllm_refits.py")
 
 
 @pytest.mark.parametrize(("transport", "ties", "ranks"), CASES)
 def test_a_real_engine_follows_the_trainer(transport, ties, ranks, tmp_path):
+    run_script("vllm_refits.py", transport, ties, str(ranks), str(tmp_path / "model"))
+
+
+@pytest.mark.parametrize(
+    ("transport", "ties", "ranks"), [("shm", "tied", 1), ("collective", "untied", 2)]
+)
+def test_a_real_engine_applies_adapters(transport, ties, ranks, tmp_path):
+    run_script("vllm_adapters.py", transport, ties, str(ranks), str(tmp_path / "model"))
+
+
+def run_script(name, *arguments):
     pytest.importorskip("vllm")
     # A process of its own, as an engine does not give back all that it takes.
     environment = {
@@ -29,7 +39,7 @@ def test_a_real_engine_follows_the_trainer(transport, ties, ranks, tmp_path):
         "HF_HUB_OFFLINE": "1",
     }
     done = subprocess.run(
-        [sys.executable, str(SCRIPT), transport, ties, str(ranks), str(tmp_path / "model")],
+        [sys.executable, str(Path(__file__).with_name(name)), *arguments],
         env=environment,
         capture_output=True,
         text=True,

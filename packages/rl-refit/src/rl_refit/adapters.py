@@ -46,6 +46,11 @@ def check_adapters(base: Sequence[TensorSpec], metadata: Metadata) -> tuple[Tens
     return specs
 
 
+def is_adapter(name: str) -> bool:
+    """Return whether a tensor's name is that of a factor of an adapter."""
+    return name.endswith((DOWN, UP))
+
+
 def adapted_layers(names: Iterable[str]) -> list[str]:
     """Return the layers of adapters, by the names of their factors, each once.
 
@@ -56,6 +61,8 @@ def adapted_layers(names: Iterable[str]) -> list[str]:
     for name in names:
         ends = [end for end in (DOWN, UP) if name.endswith(end)]
         if not ends:
-            raise ValueError(f"{name} is not the name of an adapter: it has to end with {DOWN} or {UP}")
+            raise ValueError(
+                f"{name} is not the name of an adapter: it has to end with {DOWN} or {UP}"
+            )
         layers[name.removesuffix(ends[0])] = None
     return list(layers)

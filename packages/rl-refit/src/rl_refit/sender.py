@@ -10,8 +10,8 @@ from typing import Literal
 
 import torch
 
-from rl_refit.buffers import PieceViews
 from rl_refit.adapters import check_adapters
+from rl_refit.buffers import PieceViews
 from rl_refit.delta import Base, base_bytes
 from rl_refit.digest import digest_of_all
 from rl_refit.errors import RefitError

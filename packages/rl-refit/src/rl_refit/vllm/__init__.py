@@ -7,6 +7,14 @@ vLLM imports `register` as a plug-in. Each of its workers is then a receiver:
     sender.commit(3)
     on_workers(llm, require_ready)  # [3, ...], one per worker
 
+An LLM with `enable_lora` takes adapters apart from the weights that they belong to, if the sender
+has `adapters`. Every request then names them:
+
+    on_workers(llm, start_adapters)
+    refit(llm, 3)  # while sender.send(3) runs
+    llm.generate(prompts, lora_request=LoRARequest("policy", ADAPTER_ID, "refit"))
+    refit(llm, 4)  # while sender.send(4, adapters_only=True) runs
+
 While requests run, a version can be received beside the weights that serve:
 
     stage(llm, 4)  # returns at once: sender.send(4) runs while llm generates
@@ -43,10 +51,13 @@ if TYPE_CHECKING:
     from rl_refit.vllm.staging import Room
 
 BACKEND = "rl_refit"
+ADAPTER_ID = 1
+"""vLLM's `lora_int_id` of the adapter that refits replace."""
 KvCache = Literal["drop", "keep"]
 """What becomes of the key-value cache when weights change under running requests."""
 
 __all__ = [
+    "ADAPTER_ID",
     "BACKEND",
     "KvCache",
     "Worker",
@@ -56,6 +67,8 @@ __all__ = [
     "find_room",
     "finish_update",
     "flip",
+    "forget_base",
+    "holds_base",
     "init_info",
     "is_staged",
     "last_report",
@@ -66,6 +79,7 @@ __all__ = [
     "release_staging",
     "require_ready",
     "stage",
+    "start_adapters",
     "start_update",
 ]
 
@@ -118,6 +132,16 @@ class TransferEngine(Protocol):
 
     def abandon_staging(self) -> None:
         """Give up that version."""
+
+    def holds_base(self) -> bool:
+        """Return whether adapters alone can be received."""
+        ...
+
+    def start_adapters(self) -> None:
+        """Serve an adapter of zeros, which refits replace."""
+
+    def restore_adapters(self) -> None:
+        """Serve the adapter that was received last, if there is any."""
 
     def release_staging(self) -> None:
         """Free the second set of weights."""
@@ -198,6 +222,8 @@ def finish_update(llm: LLM, version: int) -> None:
         RefitError: Requests are running, or the model has parameters that were not loaded.
     """
     on_workers(llm, "finish_weight_update")
+    # vLLM drops all adapters when an update is finished.
+    on_workers(llm, _restore_adapters)
     llm.llm_engine.set_weight_version(str(version))
     if not llm.reset_prefix_cache():
         raise RefitError(
@@ -378,6 +404,31 @@ def abandon_staging(worker: Worker) -> None:
 def release_staging(worker: Worker) -> None:
     """Free the memory of a worker's second set of weights."""
     _engine(worker).release_staging()
+
+
+def start_adapters(worker: Worker) -> None:
+    """Serve an adapter of zeros as `ADAPTER_ID`, which refits replace by the sender's.
+
+    For every worker of an LLM with `enable_lora`, before the first request that names the adapter.
+
+    Raises:
+        RefitError: The engine takes no adapters.
+    """
+    _engine(worker).start_adapters()
+
+
+def _restore_adapters(worker: Worker) -> None:
+    _engine(worker).restore_adapters()
+
+
+def holds_base(worker: Worker) -> bool:
+    """Return whether a worker holds the sender's base, so that adapters alone can be sent."""
+    return _engine(worker).holds_base()
+
+
+def forget_base(worker: Worker) -> None:
+    """Ask for the base once more, if a worker has lost its weights."""
+    _engine(worker).require_receiver().forget_base()
 
 
 def _find_room(worker: Worker, only_host: bool) -> Room:

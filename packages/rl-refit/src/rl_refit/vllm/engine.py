@@ -18,9 +18,11 @@ from vllm.distributed.weight_transfer.base import (
     WeightTransferUpdateInfo,
 )
 
+from rl_refit.adapters import is_adapter
 from rl_refit.errors import RefitError
 from rl_refit.receiver import RefitReceiver
 from rl_refit.report import RefitReport
+from rl_refit.vllm.adapters import AdapterSlot
 from rl_refit.vllm.reload import LayerwiseReload
 from rl_refit.vllm.staging import Room, StagedModel, find_room
 
@@ -94,6 +96,9 @@ class RefitWeightTransferEngine(WeightTransferEngine[RefitInitInfo, RefitUpdateI
     receiver: RefitReceiver | None = None
     report: dict[str, float] | None = None
     _reload: LayerwiseReload | None = None
+    _slot: AdapterSlot | None = None
+    # Layers that apply adapters, while a reload has the base's own in their place.
+    _taken_out: list[tuple[torch.nn.Module, str, torch.nn.Module]] | None = None
     _staged: StagedModel | None = None
     _staging: Staging | None = None
 
@@ -155,7 +160,12 @@ class RefitWeightTransferEngine(WeightTransferEngine[RefitInitInfo, RefitUpdateI
         self.report = report.as_metrics()
 
     def find_room(self, *, only_host: bool) -> Room:
-        """Return where a second set of weights can be held; see `rl_refit.vllm.staging`."""
+        """Return where a second set of weights can be held; see `rl_refit.vllm.staging`.
+
+        For an engine that holds the base of its adapters: where new adapters can, which is always.
+        """
+        if self.holds_base():
+            return Room(place="host")
         if self._staged is not None:
             return Room(place=self._staged.place)
         return find_room(self.model, self.vllm_config, self.device, only_host=only_host)
@@ -178,10 +188,16 @@ class RefitWeightTransferEngine(WeightTransferEngine[RefitInitInfo, RefitUpdateI
         if self._staging is not None and self._staging.is_alive():
             raise RefitError("another version is still being received: abandon it first")
         self.abandon()
-        if self._staged is None:
-            self._staged = StagedModel(self.model, place)
-        receiver.begin(version, swap=self._staged.swap)
-        self._staging = Staging(partial(self._receive_staged, receiver, self._staged, version))
+        if self.holds_base():
+            slot = self._require_slot()
+            receiver.begin(version, swap=slot.swap)
+            receive = partial(self._receive_adapters, receiver, slot, version)
+        else:
+            if self._staged is None:
+                self._staged = StagedModel(self.model, place)
+            receiver.begin(version, swap=self._staged.swap)
+            receive = partial(self._receive_staged, receiver, self._staged, version)
+        self._staging = Staging(receive)
         self._staging.start()
 
     def staged(self) -> bool:
@@ -230,10 +246,12 @@ class RefitWeightTransferEngine(WeightTransferEngine[RefitInitInfo, RefitUpdateI
 
     def abandon(self) -> None:
         """Give up an unfinished load; see `LayerwiseReload.abandon`."""
+        if self._slot is not None:
+            self._slot.abandon()
         if self._reload is not None:
             with set_current_vllm_config(self.vllm_config):
                 self._reload.abandon()
-            self._reload = None
+        self._end_reload()
 
     def shutdown(self) -> None:
         """Close the connection to the sender."""
@@ -276,14 +294,75 @@ class RefitWeightTransferEngine(WeightTransferEngine[RefitInitInfo, RefitUpdateI
                     reload.abandon()
             raise
 
+    def holds_base(self) -> bool:
+        """Return whether the engine has the base that its sender has sent, and takes adapters."""
+        return self.receiver is not None and self.receiver.held_base is not None
+
+    def start_adapters(self) -> None:
+        """Serve an adapter of zeros, which refits replace.
+
+        Raises:
+            RefitError: The engine takes no adapters.
+        """
+        self._require_slot().swap()
+
+    def restore_adapters(self) -> None:
+        """Serve the adapter that was received last, after vLLM has dropped all."""
+        if self._slot is not None:
+            self._slot.swap()
+
+    def _require_slot(self) -> AdapterSlot:
+        if self.vllm_config.lora_config is None:
+            raise RefitError(
+                "the engine takes no adapters: start vLLM with enable_lora=True and max_lora_rank"
+            )
+        if self._slot is None:
+            self._slot = AdapterSlot(self.model)
+        return self._slot
+
+    @torch.no_grad()
+    def _receive_adapters(
+        self, receiver: RefitReceiver, slot: AdapterSlot, version: int
+    ) -> RefitReport:
+        """Receive adapters beside those that serve; runs in a thread of its own."""
+
+        def load(tensors: list[tuple[str, torch.Tensor]]) -> None:
+            if receiver.gets_base:
+                raise RefitError("the sender sends the base to an engine that serves and holds it")
+            slot.load(tensors)
+
+        try:
+            return receiver.receive(version, load, load_keeps=False, check=slot.stage)
+        except BaseException:
+            slot.abandon()
+            raise
+
     def _load(self, tensors: list[tuple[str, torch.Tensor]]) -> None:
+        factors = [pair for pair in tensors if is_adapter(pair[0])]
+        if factors:
+            self._require_slot().load(factors)
+        others = [pair for pair in tensors if not is_adapter(pair[0])]
+        if others:
+            self._begin_reload().load(others)
+
+    def _begin_reload(self) -> LayerwiseReload:
         if self._reload is None:
+            if self.vllm_config.lora_config is not None:
+                self._taken_out = self._require_slot().take_out()
             self._reload = LayerwiseReload(self.model, self.model_config, self.device)
-        self._reload.load(tensors)
+        return self._reload
+
+    def _end_reload(self) -> None:
+        self._reload = None
+        if self._taken_out is not None:
+            self._require_slot().put_back(self._taken_out)
+            self._taken_out = None
 
     def _complete(self) -> None:
-        if self._reload is None:
-            # A plan without tensors: `complete` reports every parameter as missing.
-            self._reload = LayerwiseReload(self.model, self.model_config, self.device)
-        self._reload.complete()
-        self._reload = None
+        if self._reload is not None or self.require_receiver().gets_base:
+            # For a plan without tensors too: `complete` reports every parameter as missing.
+            self._begin_reload().complete()
+            self._end_reload()
+        if self._slot is not None:
+            # `finish_update` restores it, as vLLM drops all adapters before.
+            self._slot.stage()
