@@ -91,6 +91,31 @@ def test_the_base_is_sent_once(transport, num_buffers):
         assert pair.good_refit(6, adapters_only=False).bytes_sent == full.bytes_sent
 
 
+def test_adapters_are_under_two_percent_of_the_weights():
+    """Rank 4 on layers of 1,024 dims, counted on both sides, with the buckets of any model."""
+    base = {f"{layer}.weight": torch.zeros(1024, 1024) for layer in LAYERS}
+    adapters = {}
+    for layer in LAYERS:
+        adapters |= {layer + DOWN: torch.zeros(4, 1024), layer + UP: torch.zeros(1024, 4)}
+    reports = []
+    with RefitSender(
+        TensorSource(base), adapters=TensorSource(adapters), timeout_s=LIMIT_S
+    ) as sender:
+        engine = Engine(sender.address)
+        for version, only in ((1, False), (2, True)):
+            both = outcomes(
+                lambda v=version: engine.refit(v),
+                lambda v=version, o=only: sender.send(v, adapters_only=o),
+            )
+            must(both)
+            sender.commit(version)
+            reports.append(both)
+        engine.receiver.close()
+    for full, alone in zip(*reports, strict=True):
+        assert full.bytes_sent == alone.bytes
+        assert 0 < alone.bytes_sent < 0.02 * full.bytes_sent
+
+
 def test_a_rank_without_receivers_reads_what_the_others_send():
     base, adapters = some_base(), some_adapters()
     read = []

@@ -21,7 +21,6 @@ from rl_refit.vllm import (
     flip,
     holds_base,
     init_info,
-    is_staged,
     on_workers,
     require_ready,
     stage,
@@ -29,7 +28,14 @@ from rl_refit.vllm import (
 )
 from rl_refit.vllm import refit as receive_on_workers
 from vllm.lora.request import LoRARequest
-from vllm_refits import OTHER, PROMPTS, build_model, change, errors_by_version
+from vllm_refits import (
+    OTHER,
+    PROMPTS,
+    build_model,
+    change,
+    errors_by_version,
+    wait_until_staged,
+)
 
 # float32 on two implementations, one of which adds the product of two factors to its sums.
 SAME = 1e-4
@@ -129,8 +135,7 @@ def stage_while_sampling(llm, sender, version, *, kv_cache="drop"):
     thread = threading.Thread(target=sender.send, args=(version,), kwargs={"adapters_only": True})
     thread.start()
     step()
-    while not is_staged(llm):
-        pass
+    wait_until_staged(llm)
     thread.join()
     flip(llm, version, kv_cache=kv_cache)
     sender.commit(version)
@@ -172,8 +177,7 @@ def check_failed_staging(llm, sender, adapters, *, version):
     with pytest.raises(OSError, match="breaks off"):
         sender.send(version, adapters_only=True)
     with pytest.raises(RefitError, match="breaks off"):
-        while not is_staged(llm):
-            pass
+        wait_until_staged(llm)
     sender._adapters = source
     assert set(on_workers(llm, require_ready)) == {version - 1}
     assert worst_difference(llm, kept) < SAME
