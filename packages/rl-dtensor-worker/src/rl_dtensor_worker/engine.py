@@ -68,7 +68,12 @@ from rl_dtensor_worker.parallel.plans import (
     refusing_shards,
 )
 from rl_dtensor_worker.parallel.styles import TensorParallel
-from rl_dtensor_worker.weights import ModelWeights, persistent_state, trained_state
+from rl_dtensor_worker.weights import (
+    AdapterWeights,
+    ModelWeights,
+    persistent_state,
+    trained_state,
+)
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Generator, Iterator, Mapping
@@ -281,6 +286,24 @@ class DTensorEngine:
         return ModelWeights(
             self.model, wire_dtype=dtype, group=self.meshes.shards, device=self._device
         )
+
+    def adapter_sources(self, dtype: torch.dtype) -> tuple[ModelWeights, AdapterWeights]:
+        """Return the weights without adapters, and the adapters, both in `dtype`.
+
+        Raises:
+            ValueError: There are no adapters, or an engine could not apply them apart.
+        """
+        base = ModelWeights(
+            self.model,
+            wire_dtype=dtype,
+            group=self.meshes.shards,
+            device=self._device,
+            merges=False,
+        )
+        adapters = AdapterWeights(
+            base, self.model, wire_dtype=dtype, group=self.meshes.shards, device=self._device
+        )
+        return base, adapters
 
     def export(self) -> HfExport:
         """See `Engine.export`; names are those of the checkpoint that was loaded."""

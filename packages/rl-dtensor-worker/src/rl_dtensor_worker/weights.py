@@ -21,6 +21,7 @@ from rl_interfaces.backend.transfer import (
     check_names,
     overlap_gathers,
 )
+from rl_refit.adapters import DOWN, UP
 from rl_refit.source import block_of
 from torch.distributed.tensor import DTensor, Shard
 from torch.distributed.tensor.placement_types import _StridedShard
@@ -35,6 +36,7 @@ from rl_dtensor_worker.model.lora import (
     without_adapters,
 )
 from rl_dtensor_worker.parallel.fsdp import local_tensor
+from rl_dtensor_worker.parallel.structure import class_name
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Mapping
@@ -235,6 +237,7 @@ class ModelWeights(LayeredSource):
         wire_dtype: The dtype of floating-point tensors on the wire; others keep theirs.
         group: The ranks that hold the shards of one copy. None: nothing is sharded.
         device: Where the full tensors are.
+        merges: Whether adapters are merged; else the weights are those of the base.
     """
 
     def __init__(
@@ -244,11 +247,13 @@ class ModelWeights(LayeredSource):
         wire_dtype: torch.dtype,
         device: torch.device,
         group: dist.ProcessGroup | None = None,
+        merges: bool = True,
     ) -> None:
         self._model = model
         self._wire_dtype = wire_dtype
         self._group = group
         self._device = device
+        self._merges = merges
 
     def metadata(self) -> list[WeightMeta]:
         """See `LayeredSource.metadata`."""
@@ -291,7 +296,7 @@ class ModelWeights(LayeredSource):
 
     def _layers(self, names: list[str], weights: Tensors, adapters: Tensors) -> Iterator[_Layer]:
         """Start the gathers of each layer of `names`."""
-        adapted = adapted_weights(self._model)
+        adapted = adapted_weights(self._model) if self._merges else {}
         for _, group in groupby(names, key=block_of):
             wanted = set(group)
             places = sorted({self._conversion_of[name] for name in wanted})
@@ -321,6 +326,116 @@ class ModelWeights(LayeredSource):
 
     def _dtype_of(self, tensor: torch.Tensor) -> torch.dtype:
         return self._wire_dtype if tensor.is_floating_point() else tensor.dtype
+
+    def names_in_checkpoint(self) -> dict[str, WeightMeta]:
+        """Return what each tensor of the model is in the checkpoint, if it is one tensor there."""
+        return {
+            group.reversal.names[0]: group.converted[0]
+            for group in self._conversions
+            if len(group.reversal.names) == len(group.converted) == 1
+        }
+
+
+class AdapterWeights(LayeredSource):
+    """The factors of a sharded model's adapters, as `rl_refit.adapters` names them.
+
+    B is multiplied by its scale before the cast to the wire dtype.
+
+    Args:
+        base: The weights that the adapters belong to, see `ModelWeights`.
+        model: The model, with adapters.
+        wire_dtype: The dtype of the factors on the wire.
+        group: The ranks that hold the shards of one copy. None: nothing is sharded.
+        device: Where the full tensors are.
+
+    Raises:
+        ValueError: There are no adapters, or one of a weight that the checkpoint has not as it is.
+    """
+
+    def __init__(
+        self,
+        base: ModelWeights,
+        model: PreTrainedModel,
+        *,
+        wire_dtype: torch.dtype,
+        device: torch.device,
+        group: dist.ProcessGroup | None = None,
+    ) -> None:
+        self._model = model
+        self._wire_dtype = wire_dtype
+        self._group = group
+        self._device = device
+        self._adapters = _named_as_sent(base, model)
+
+    def metadata(self) -> list[WeightMeta]:
+        """See `LayeredSource.metadata`."""
+        factors = adapters_of(dict(self._model.named_parameters()))
+        return [
+            WeightMeta(name, self._wire_dtype, tuple(factors[source].shape))
+            for layer, adapter in self._adapters.items()
+            for name, source in ((layer + DOWN, adapter.down), (layer + UP, adapter.up))
+        ]
+
+    @torch.no_grad()
+    def gather(self, names: Iterable[str]) -> Iterator[tuple[str, torch.Tensor]]:
+        """See `LayeredSource.gather`."""
+        known = {meta.name: None for meta in self.metadata()}
+        yield from overlap_gathers(self._layers(check_names(names, known)))
+
+    def _layers(self, names: list[str]) -> Iterator[_Factors]:
+        """Start the gathers of each layer of `names`."""
+        factors = adapters_of(dict(self._model.named_parameters()))
+        for _, group in groupby(names, key=block_of):
+            sources: Tensors = {}
+            scales: dict[str, float] = {}
+            for name in group:
+                adapter = self._adapters[name.removesuffix(DOWN).removesuffix(UP)]
+                is_up = name.endswith(UP)
+                sources[name] = factors[adapter.up if is_up else adapter.down]
+                scales[name] = adapter.scaling if is_up else 1.0
+            gathers = BucketGather.start(
+                list(sources.items()),
+                # Scaled before the cast, so that a product is rounded once.
+                [torch.float32] * len(sources),
+                group=self._group,
+                device=self._device,
+            )
+            yield _Factors(gathers=gathers, scales=scales, dtype=self._wire_dtype)
+
+
+def _named_as_sent(base: ModelWeights, model: PreTrainedModel) -> dict[str, AdaptedWeight]:
+    """Return the adapters by the layer's name in the checkpoint."""
+    found: dict[str, AdaptedWeight] = {}
+    known = base.names_in_checkpoint()
+    factors = adapters_of(dict(model.named_parameters()))
+    for name, adapter in adapted_weights(model).items():
+        meta = known.get(name)
+        shape = (factors[adapter.up].shape[0], factors[adapter.down].shape[1])
+        if meta is None or meta.shape != shape or adapter.is_transposed:
+            raise ValueError(
+                f"the adapter of {name} cannot be sent alone: {class_name(model)} has no "
+                f"{list(shape)} tensor of that layer in its checkpoints. Leave the layer out of "
+                "policy.dtensor_cfg.lora.target_modules, or set refit.adapters to 'merged'"
+            )
+        found[meta.name.removesuffix(".weight")] = adapter
+    if not found:
+        raise ValueError("adapters are sent alone only with policy.dtensor_cfg.lora.enabled=True")
+    return found
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class _Factors:
+    """The gathers of one layer's adapters."""
+
+    gathers: BucketGather
+    scales: Mapping[str, float]
+    dtype: torch.dtype
+
+    def finish(self) -> Iterator[tuple[str, torch.Tensor]]:
+        """Wait for them; yield name and full tensor."""
+        for name, factor in self.gathers.finish():
+            scale = self.scales[name]
+            yield name, (factor if scale == 1 else factor * scale).to(self.dtype)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

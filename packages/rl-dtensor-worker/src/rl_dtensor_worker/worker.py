@@ -20,7 +20,7 @@ from rl_dtensor_worker.model.lora import write_peft_directory
 from rl_dtensor_worker.parallel.structure import decoder_layers
 
 if TYPE_CHECKING:
-    from collections.abc import Generator
+    from collections.abc import Generator, Mapping
     from contextlib import AbstractContextManager
 
     from rl_batched_data import BatchedDataDict
@@ -65,6 +65,39 @@ class DTensorPolicyWorker(EngineWorker):
         """
         self._require("score")
         return self._score_rows(lambda output: {"scores": output.logits()}, data, micro_batch_size)
+
+    def open_refit(
+        self, *, adapters: str = "merged", **options: Any
+    ) -> Mapping[str, str | int] | None:
+        """Return the address that this rank's receivers connect to, see `WeightTransfer.open`.
+
+        Args:
+            adapters: "merged" into the weights that are sent, or "alone", which `send_adapters`
+                sends.
+            options: See `WeightTransfer.open`.
+
+        Raises:
+            ValueError: Adapters cannot be sent alone, or there are none.
+        """
+        if adapters not in ("merged", "alone"):
+            raise ValueError(f"adapters={adapters!r} is neither 'merged' nor 'alone'")
+        if adapters == "alone":
+            base, factors = self._engine.adapter_sources(self._engine.info.wire_dtype)
+            options |= {"source": base, "adapters": factors}
+        return super().open_refit(**options)
+
+    def send_adapters(self, version: int) -> dict[str, float]:
+        """Stream adapters to receivers that hold the weights that these belong to. Collective.
+
+        Returns:
+            See `send_weights`.
+
+        Raises:
+            RefitError: A receiver failed, did not answer in time, or does not hold those weights.
+            ResidencyError: The model is offloaded.
+        """
+        self._require("send_weights")
+        return self._transfer.send(version, adapters_only=True)
 
     def save_adapters(self, path: str) -> None:
         """Write a directory that `peft.PeftModel.from_pretrained` loads onto the model.

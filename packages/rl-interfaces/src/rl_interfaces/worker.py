@@ -409,6 +409,19 @@ class AdapterSavingWorker(Protocol):
 
 
 @runtime_checkable
+class AdapterSendingWorker(Protocol):
+    """Optional: a worker that sends adapters apart from the weights that they belong to.
+
+    Its `open_refit` takes `adapters="alone"`. `send_weights` then sends the weights without
+    adapters, and the adapters.
+    """
+
+    def send_adapters(self, version: int) -> dict[str, float]:
+        """Stream the adapters to receivers that hold those weights, like `send_weights`."""
+        ...
+
+
+@runtime_checkable
 class WeightSendingWorker(Protocol):
     """Optional: a worker that sends its weights to inference engines."""
 

@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any
 from rl_batched_data import BatchedDataDict
 from rl_interfaces import (
     AdapterSavingWorker,
+    AdapterSendingWorker,
     ColocatablePolicyInterface,
     GenerationInterface,
     MultiAdapterWorker,
@@ -509,6 +510,7 @@ class Policy(ColocatablePolicyInterface, GenerationInterface):
         *,
         is_paired: bool = False,
         transport: str = "shm",
+        adapters: str = "merged",
         **options: object,
     ) -> list[Mapping[str, object]]:
         """Open a sender on each rank with receivers; return each receiver's address to connect to.
@@ -519,12 +521,19 @@ class Policy(ColocatablePolicyInterface, GenerationInterface):
             num_receivers: Ranks of the inference engines.
             is_paired: Whether receiver `i` shares the device of rank `i`, its sender then.
             transport: A name of the entry-point group `rl_refit.transports`.
+            adapters: "merged" into the weights, or "alone": `send_weights` then sends the weights
+                without them as well, and `send_adapters` nothing else.
             options: Further arguments of `rl_refit.RefitSender`, such as `bucket_bytes`, `verify`.
 
         Raises:
-            ValueError: The transport does not reach receivers on the ranks' own GPUs.
+            ValueError: The transport does not reach receivers on the ranks' own GPUs, or the policy
+                has no adapters that can be sent alone.
+            NotImplementedError: The backend does not send weights, or adapters alone.
         """
         self._backend.require_sending()
+        if adapters != "merged":
+            self._backend.require(AdapterSendingWorker, lack="send adapters alone")
+            options["adapters"] = adapters
         if is_paired and transport == "collective" and self._is_on_gpu:
             raise ValueError(
                 "transport='collective' with is_paired=True: NCCL refuses two ranks on one GPU, "
@@ -553,12 +562,30 @@ class Policy(ColocatablePolicyInterface, GenerationInterface):
             ResidencyError: The model is not on the device.
             RuntimeError: `open_refit` was not called.
         """
+        return self._send("send_weights", version)
+
+    def send_adapters(self, version: int) -> dict[str, float]:
+        """Stream the adapters alone to receivers that hold the weights they belong to.
+
+        Returns:
+            See `send_weights`; `refit_bytes` are of weights and adapters, `refit_bytes_sent` of
+            the adapters.
+
+        Raises:
+            RefitError: A receiver failed, did not answer in time, or does not hold the weights:
+                call `send_weights`.
+            ResidencyError: The model is not on the device.
+            RuntimeError: `open_refit` was not called.
+        """
+        return self._send("send_adapters", version)
+
+    def _send(self, method: str, version: int) -> dict[str, float]:
         self.require_ready_to_send()
         if self._routes is None:
-            raise RuntimeError("send_weights needs receivers: call open_refit first")
+            raise RuntimeError(f"{method} needs receivers: call open_refit first")
         # A rank whose receiver fails still takes part in the other ranks' gathers, which may take
         # longer than the usual few seconds of grace: those would kill a healthy group.
-        call = self._group.submit_all("send_weights", version)
+        call = self._group.submit_all(method, version)
         reports = self._group.wait(call, grace_s=self.config["timeout_s"])
         return self._routes.merge_reports(reports)
 

@@ -78,6 +78,14 @@ class StagingEngines(RefittedEngines[CallT], Protocol[CallT]):
         ...
 
 
+class AdapterEngines(RefittedEngines[CallT], Protocol[CallT]):
+    """Engines that apply adapters to weights that they hold."""
+
+    def holds_base(self) -> bool:
+        """Return whether all of them hold the sender's weights without adapters."""
+        ...
+
+
 class SharedEngines(RefittedEngines[CallT], Protocol[CallT]):
     """Engines that share their devices with a policy."""
 
@@ -193,6 +201,9 @@ class WeightLink(Generic[CallT]):
             that engines other than `StagingEngines` can.
         kv_cache: What happens then to the cache of requests that run, see
             `VllmGeneration.begin_update`.
+        adapters: "merged" into the weights that are sent, or "alone", for `AdapterEngines`: the
+            weights that they belong to are sent once, and again to engines that lack them. For that
+            engines pause, as nothing but adapters is staged.
         options: Further arguments of `rl_refit.RefitSender`.
     """
 
@@ -205,14 +216,20 @@ class WeightLink(Generic[CallT]):
         transport: str,
         staging: str = "off",
         kv_cache: str = "drop",
+        adapters: str = "merged",
         **options: object,
     ) -> None:
         self._policy = policy
+        self._adapters = adapters
         self._engines = engines
         self._staging = staging
         self._kv_cache = kv_cache
         addresses = policy.open_refit(
-            engines.num_receivers, is_paired=is_paired, transport=transport, **options
+            engines.num_receivers,
+            is_paired=is_paired,
+            transport=transport,
+            adapters=adapters,
+            **options,
         )
         engines.init_transfer(addresses)
 
@@ -234,18 +251,21 @@ class WeightLink(Generic[CallT]):
         # Before the transaction opens, as engines would wait for a sender that never starts.
         self._policy.require_ready_to_send()
         begun_at = monotonic()
-        self._begin(version)
+        adapters_only = self._adapters == "alone" and self._adapter_engines.holds_base()
+        staging = self._staging if adapters_only or self._adapters == "merged" else "off"
+        self._begin(version, staging)
         # Receivers first, without waiting for them: a send returns only once they have loaded all.
         receiving = self._engines.update(version)
         try:
-            report = self._policy.send_weights(version)
+            send = self._policy.send_adapters if adapters_only else self._policy.send_weights
+            report = send(version)
         except Exception as error:
             self._drain(receiving, error)
             raise
         # Raises what an engine reports after its last bucket, before the version is committed.
         self._engines.wait_for_update(receiving)
         self._engines.commit_update(version)
-        if self._staging == "off":
+        if staging == "off":
             return {**report, "refit_pause_s": monotonic() - begun_at, "refit_staged": 0.0}
         return {**report, **self._staging_engines.update_metrics()}
 
@@ -253,13 +273,15 @@ class WeightLink(Generic[CallT]):
     def _staging_engines(self) -> StagingEngines[CallT]:
         return cast("StagingEngines[CallT]", self._engines)
 
-    def _begin(self, version: int) -> None:
-        if self._staging == "off":
+    @property
+    def _adapter_engines(self) -> AdapterEngines[CallT]:
+        return cast("AdapterEngines[CallT]", self._engines)
+
+    def _begin(self, version: int, staging: str) -> None:
+        if staging == "off":
             self._engines.begin_update(version)
         else:
-            self._staging_engines.begin_update(
-                version, staging=self._staging, kv_cache=self._kv_cache
-            )
+            self._staging_engines.begin_update(version, staging=staging, kv_cache=self._kv_cache)
 
     def _drain(self, receiving: CallT, error: Exception) -> None:
         """Wait for the receivers of a failed refit, so that the engines can take the next call.

@@ -144,18 +144,23 @@ class WeightTransfer:
         self._group: BroadcastGroup | None = None
 
     def open(
-        self, *, receivers_per_rank: list[int], **options: Any
+        self,
+        *,
+        receivers_per_rank: list[int],
+        source: GatheredSource | None = None,
+        **options: Any,
     ) -> Mapping[str, str | int] | None:
         """Return the address that this rank's receivers connect to, None if it has none.
 
         Args:
             receivers_per_rank: How many receivers each trainer rank sends to.
+            source: What is sent to them; None: the weights.
             options: Further arguments of `rl_refit.RefitSender`.
         """
         self._close_sender()
         num_receivers = receivers_per_rank[self._rank]
         self._sender = RefitSender(
-            self._source,
+            self._source if source is None else source,
             num_receivers=num_receivers,
             timeout_s=self._timeout_s,
             device=self._device,
@@ -166,15 +171,19 @@ class WeightTransfer:
         )
         return self._sender.address if num_receivers else None
 
-    def send(self, version: int) -> dict[str, float]:
+    def send(self, version: int, *, adapters_only: bool = False) -> dict[str, float]:
         """Stream every tensor to this rank's receivers; return the report's metrics. Collective.
+
+        Args:
+            version: Of the tensors.
+            adapters_only: See `rl_refit.RefitSender.send`.
 
         Raises:
             RefitError: A receiver failed or did not answer in time.
         """
         if self._sender is None:
             raise RuntimeError("no refit is open: call open_refit() first")
-        return self._sender.send(version).as_metrics()
+        return self._sender.send(version, adapters_only=adapters_only).as_metrics()
 
     def sizes(self) -> tuple[list[tuple[str, int]], float]:
         """Return name and wire bytes of every tensor, and the device's free bytes."""

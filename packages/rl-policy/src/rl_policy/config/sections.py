@@ -230,6 +230,11 @@ class RefitSection(Section):
     full weights: for engines on other machines, whose network is slower than memory. The trainer
     and every worker of an engine keep a copy of the weights in host memory; where that has no room,
     and to a new engine, everything is sent. Not yet from GPUs."""
+    adapters: Literal["merged", "alone"] = "merged"
+    """How low-rank adapters (policy.dtensor_cfg.lora) reach engines: `merged` into all weights, for
+    any engine; `alone`: engines get the weights that they belong to once, and the adapters with each
+    refit, which vLLM applies itself. That is far fewer bytes, and two more products per layer in
+    every step of an engine."""
     kv_cache: Literal["drop", "keep"] = "drop"
     """What becomes of requests that run when staged weights take over: `drop` computes their keys
     and values again with the new weights, `keep` goes on with the old ones."""

@@ -35,7 +35,11 @@ from rl_policy.data.datasets import open_stream
 from rl_policy.losses import DistillationLoss
 from rl_policy.policy import Policy
 from rl_policy.recipes import Recipe
-from rl_policy.recipes.grpo_config import check_delta, check_refit
+from rl_policy.recipes.grpo_config import (
+    check_adapters_alone,
+    check_delta,
+    check_refit,
+)
 from rl_policy.recipes.sft import SFT, SftSection, fine_tune, prepare_sft, sft_policy
 from rl_policy.run.directory import RunState
 from rl_policy.run.evaluation import greedy_accuracy, sample
@@ -150,6 +154,7 @@ def check_distill(config: RunConfig) -> None:
         raise ValueError(f"distill.teacher={section.teacher!r} is no directory")
     check_refit(refit, config.policy["generation"])
     check_delta(config)
+    check_adapters_alone(config)
     if refit.verify == "logprobs":
         raise ValueError(
             "refit.verify='logprobs' compares log-probabilities that a distillation does not "

@@ -10,9 +10,11 @@ from collections.abc import Mapping
 from typing import Any, Literal
 
 from pydantic import Field, field_validator, model_validator
+from rl_interfaces import AdapterSendingWorker
 from rl_interfaces.config.resolve import merge_sections
 from rl_interfaces.config.schema import MOST
 
+from rl_policy.backends import TrainingBackend
 from rl_policy.config import (
     EnvironmentSection,
     RefitSection,
@@ -22,6 +24,7 @@ from rl_policy.config import (
     Settings,
 )
 from rl_policy.environments.pool import GivenEnvironment
+from rl_policy.generation.vllm.config import complete_section
 from rl_policy.losses import ClippedPGLoss, Clipping, ImportanceMode, KLEstimator, RatioLevel
 from rl_policy.recipes.async_rollouts import AsyncPlan, AsyncSection
 from rl_policy.recipes.sft import sft_policy
@@ -302,6 +305,7 @@ def check_grpo(config: RunConfig) -> None:
         _check_routes(config, generation)
     check_refit(config.section(RefitSection), generation)
     check_delta(config)
+    check_adapters_alone(config)
     _check_async(config)
     _check_objective(
         config.section(GrpoSection),
@@ -423,6 +427,54 @@ def check_delta(config: RunConfig) -> None:
     for is_met, reason in contradictions:
         if is_met:
             raise ValueError(f"refit.delta=True contradicts {reason}")
+
+
+def check_adapters_alone(config: RunConfig) -> None:
+    """Raise `ValueError` if `refit.adapters` is "alone" where adapters cannot be sent so."""
+    refit, generation = config.section(RefitSection), config.policy["generation"]
+    if refit.adapters == "merged" or not config.has_engines:
+        return
+    backend = TrainingBackend.of_config(config.policy)
+    has_own = backend.name == "dtensor"
+    lora = config.policy["dtensor_cfg"]["lora"]
+    engines = generation.get("vllm_cfg") or {}
+    contradictions = [
+        (
+            has_own and not lora["enabled"],
+            "policy.dtensor_cfg.lora.enabled=False: there are none; leave refit.adapters out",
+        ),
+        (
+            generation["backend"] != "vllm",
+            f"policy.generation.backend={generation['backend']!r}: of the engines, 'vllm' applies "
+            "adapters; set refit.adapters to 'merged'",
+        ),
+        (
+            refit.delta,
+            "refit.delta=True: adapters change as a whole; leave one of them out",
+        ),
+        (
+            refit.verify == "none",
+            "refit.verify='none': only a digest shows that engines hold the weights that the "
+            "adapters belong to; use 'digest'",
+        ),
+        (
+            config.is_colocated and complete_section(generation)["sleep_level"] == 2,
+            "policy.generation.vllm_cfg.sleep_level=2: engines would need all weights after each "
+            "sleep; set it to 1",
+        ),
+        (
+            engines.get("max_lora_rank") not in (None, lora["r"]),
+            f"policy.generation.vllm_cfg.max_lora_rank={engines.get('max_lora_rank')}: it is "
+            f"policy.dtensor_cfg.lora.r={lora['r']} then; leave it out",
+        ),
+    ]
+    for is_met, reason in contradictions:
+        if is_met:
+            raise ValueError(f"refit.adapters='alone' contradicts {reason}")
+    try:
+        backend.require(AdapterSendingWorker, lack="send adapters alone")
+    except NotImplementedError as error:
+        raise ValueError(f"refit.adapters='alone' is not possible: {error}") from error
 
 
 def plan_rollouts(config: RunConfig) -> AsyncPlan | None:

@@ -518,7 +518,17 @@ def _check_backend(config: RunConfig, policies: Sequence[Settings]) -> None:
 
 def engine_section(config: RunConfig, *, model: str) -> Settings:
     """Return the `GenerationConfig` of the engines: the policy's, completed."""
-    return {**generation_of_policy(config.policy), "model_name": model}
+    section = {**generation_of_policy(config.policy), "model_name": model}
+    if sends_adapters(config):
+        rank = config.policy["dtensor_cfg"]["lora"]["r"]
+        section["vllm_cfg"] = {**section["vllm_cfg"], "max_lora_rank": rank}
+    return section
+
+
+def sends_adapters(config: RunConfig) -> bool:
+    """Return whether the engines get adapters apart from the weights that these belong to."""
+    has_refits = RefitSection in find_recipe(config.recipe).sections.values()
+    return has_refits and config.section(RefitSection).adapters == "alone"
 
 
 def keeps_weights(config: RunConfig) -> bool:

@@ -173,6 +173,7 @@ def open_sampler(
             # `check_mismatch` verifies by log-probabilities, where the trainer's are known.
             verify="digest" if refit.verify == "logprobs" else refit.verify,
             delta=refit.delta,
+            adapters=refit.adapters,
         )
         if config.is_colocated:
             # The policy trains or scores first, and needs the memory of the shared devices.

@@ -137,6 +137,9 @@ class TransferEngine(Protocol):
         """Return whether adapters alone can be received."""
         ...
 
+    def forget_base(self) -> None:
+        """Ask for the base once more."""
+
     def start_adapters(self) -> None:
         """Serve an adapter of zeros, which refits replace."""
 
@@ -428,7 +431,7 @@ def holds_base(worker: Worker) -> bool:
 
 def forget_base(worker: Worker) -> None:
     """Ask for the base once more, if a worker has lost its weights."""
-    _engine(worker).require_receiver().forget_base()
+    _engine(worker).forget_base()
 
 
 def _find_room(worker: Worker, only_host: bool) -> Room:

@@ -298,6 +298,11 @@ class RefitWeightTransferEngine(WeightTransferEngine[RefitInitInfo, RefitUpdateI
         """Return whether the engine has the base that its sender has sent, and takes adapters."""
         return self.receiver is not None and self.receiver.held_base is not None
 
+    def forget_base(self) -> None:
+        """Ask for the base once more, as the engine has lost its weights."""
+        if self.receiver is not None:
+            self.receiver.forget_base()
+
     def start_adapters(self) -> None:
         """Serve an adapter of zeros, which refits replace.
 

@@ -21,6 +21,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 
 from rl_refit.vllm import (
+    ADAPTER_ID,
     KvCache,
     abandon,
     abandon_staging,
@@ -28,11 +29,14 @@ from rl_refit.vllm import (
     find_room,
     finish_update,
     flip,
+    forget_base,
+    holds_base,
     is_staged,
     last_report,
     on_workers,
     release_staging,
     stage,
+    start_adapters,
     start_update,
 )
 from transformers import AutoConfig
@@ -181,6 +185,8 @@ class VllmEngine:
         self._update = UpdateTimes()
         self._kv_cache: KvCache = "drop"
         self._llm: Any = None
+        # Named by every request of an engine with adapters.
+        self._adapter: Any = None
         self._resources = ExitStack()
         self._thread = EngineThread()
         self._requests = RequestLoop(self._thread, step=self._step, abort=self._abort)
@@ -211,6 +217,11 @@ class VllmEngine:
         )
         # The types of vLLM are installed with vLLM only.
         self._llm = vllm.LLM(**arguments)
+        if config.max_lora_rank is not None:
+            self._on_workers(start_adapters)
+            # vLLM never reads the path, as the adapter is there already.
+            request = import_module("vllm.lora.request").LoRARequest
+            self._adapter = request("policy", ADAPTER_ID, "refit")
         # The label of the tokens that are sampled from now on.
         self._llm.llm_engine.set_weight_version(str(self._state.version))
 
@@ -319,6 +330,8 @@ class VllmEngine:
             # A sleeping engine gives its memory away.
             self._on_workers(release_staging)
         level = self._config.sleep_level
+        if level == 2 and self._adapter is not None:
+            self._on_workers(forget_base)
         asleep = self._state.asleep()
         self._state.sleep(level=level)
         if self._can_sleep and len(asleep) < len(TAGS):
@@ -356,6 +369,11 @@ class VllmEngine:
     def find_room(self, *, only_host: bool) -> tuple[str | None, str]:
         """Return where a second set of weights can be held, or None and why nowhere."""
         return find_room(self._llm, only_host=only_host)
+
+    @in_turn
+    def holds_base(self) -> bool:
+        """Return whether every worker holds its sender's weights without adapters."""
+        return all(self._on_workers(holds_base))
 
     def begin_update(
         self, version: int, *, place: str | None = None, kv_cache: KvCache = "drop"
@@ -519,6 +537,7 @@ class VllmEngine:
             thread=self._thread,
             requests=self._requests,
             state=self._state,
+            adapter=self._adapter,
             timeout_s=self._config.generate_timeout_s,
         )
         port = settings.port + self._index if settings.port else 0
@@ -615,6 +634,7 @@ class VllmEngine:
             names = self._llm.enqueue(
                 [{"prompt_token_ids": prompt, "cache_salt": salt} for prompt in prompts],
                 [self._make_parameters(**row) for row in arguments],
+                lora_request=self._adapter,
                 use_tqdm=False,
             )
         return self._requests.add(names)

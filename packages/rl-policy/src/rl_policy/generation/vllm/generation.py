@@ -380,6 +380,13 @@ class VllmGeneration(GenerationInterface):
             if version != self._version:
                 self._version, self._calls_since_version = version, 0
 
+    def holds_base(self) -> bool:
+        """Return whether every engine holds its sender's weights without adapters.
+
+        Adapters alone are then enough, see `vllm_cfg.max_lora_rank`.
+        """
+        return all(self._on_engines_beside("holds_base"))
+
     def update_metrics(self) -> dict[str, float]:
         """Return how the last update went.
 

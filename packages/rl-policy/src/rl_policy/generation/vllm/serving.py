@@ -67,6 +67,7 @@ class EngineClient:
         thread: Its thread.
         requests: The requests that run in it.
         state: Of the engine.
+        adapter: vLLM's `LoRARequest` that every request names; None for none.
         timeout_s: How long a request waits for the engine to be refitted, or to wake.
     """
 
@@ -81,6 +82,7 @@ class EngineClient:
         thread: EngineThread,
         requests: RequestLoop,
         state: EngineState,
+        adapter: Any,
         timeout_s: float,
     ) -> None:
         self.vllm_config = engine.vllm_config
@@ -91,6 +93,7 @@ class EngineClient:
         self._thread = thread
         self._requests = requests
         self._state = state
+        self._adapter = adapter
         self._timeout_s = timeout_s
         self._names = count()
 
@@ -184,7 +187,9 @@ class EngineClient:
         self._state.require_generate()
         # Prefixes that were computed with other weights must not be found.
         salt = f"{self._state.version}/{prompt.get('cache_salt', '')}"
-        internal = self._engine.add_request(name, {**prompt, "cache_salt": salt}, params)
+        internal = self._engine.add_request(
+            name, {**prompt, "cache_salt": salt}, params, lora_request=self._adapter
+        )
         self._requests.add_stream(name, internal=internal, deliver=deliver)
 
 
