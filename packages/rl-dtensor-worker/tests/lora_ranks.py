@@ -57,6 +57,18 @@ def sent_by(worker):
     return {name: tensor.clone() for name, tensor in worker.weight_source}
 
 
+def sources_of(*, config, dtype=torch.float32):
+    """Return the base and the factors as they are sent, gathered in order and one at a time."""
+    with worker_for(config) as worker:
+        base, factors = worker._engine.adapter_sources(dtype)
+        sent = {name: tensor.clone() for name, tensor in factors}
+        for name, tensor in factors.gather(reversed(sent)):
+            assert torch.equal(tensor, sent[name])
+        info = {meta.name: (meta.dtype, meta.shape) for meta in factors.metadata()}
+        assert info == {name: (each.dtype, tuple(each.shape)) for name, each in sent.items()}
+        return {name: tensor.clone() for name, tensor in base}, sent
+
+
 def describe(*, config):
     with worker_for(config) as worker:
         model = worker.model

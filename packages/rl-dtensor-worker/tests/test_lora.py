@@ -366,6 +366,41 @@ def sharing(tmp_path):
     return model
 
 
+@pytest.mark.slow_beyond(3, every=3)
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_base_and_factors_are_sent_apart(pools, layout, base, adapters):
+    """The base is the model that was loaded, and with the factors it is what peft merges."""
+    config = config_of(base, layout, lora={"adapter_path": adapters})
+    plain = dict(load(base).named_parameters())
+    with_adapters = with_peft(base, adapters)
+    factors = {
+        name.removeprefix("base_model.model.").replace(".default.", "."): tensor
+        for name, tensor in with_adapters.named_parameters()
+        if "lora_" in name
+    }
+    wanted = merged(with_adapters)
+    for result in pools(LAYOUTS[layout][0]).run(lora_ranks.sources_of, config=config):
+        sent_base, sent = result
+        assert_equal_parameters(sent_base, plain, 0.0)
+        assert sent.keys() == factors.keys()
+        for name, tensor in sent.items():
+            scale = 5 / 3 if "lora_B" in name else 1
+            assert torch.equal(tensor, factors[name] * scale)
+        for layer in {name.rpartition(".lora_")[0] for name in sent}:
+            change = sent[f"{layer}.lora_B.weight"] @ sent[f"{layer}.lora_A.weight"]
+            total = sent_base[f"{layer}.weight"] + change
+            torch.testing.assert_close(total, wanted[f"{layer}.weight"], rtol=1e-6, atol=1e-6)
+
+
+def test_factors_are_scaled_before_they_are_rounded(pools, base, adapters):
+    config = config_of(base, "one", lora={"adapter_path": adapters})
+    (result,) = pools(1).run(lora_ranks.sources_of, config=config, dtype=torch.bfloat16)
+    for name, parameter in with_peft(base, adapters).named_parameters():
+        if "lora_B" in name:
+            sent = result[1][name.removeprefix("base_model.model.").replace(".default.", ".")]
+            assert torch.equal(sent, (parameter * (5 / 3)).bfloat16())
+
+
 def adapters_of(targets):
     return AdapterConfig(
         r=2, lora_alpha=2, lora_dropout=0.0, target_modules=targets, adapter_path=None

@@ -232,8 +232,8 @@ class RefitSection(Section):
     and to a new engine, everything is sent. Not yet from GPUs."""
     adapters: Literal["merged", "alone"] = "merged"
     """How low-rank adapters (policy.dtensor_cfg.lora) reach engines: `merged` into all weights, for
-    any engine; `alone`: engines get the weights that they belong to once, and the adapters with each
-    refit, which vLLM applies itself. That is far fewer bytes, and two more products per layer in
+    any engine; `alone`: engines get the weights that they belong to once, and with each refit the
+    adapters, which vLLM applies itself. That is far fewer bytes, and two more products per layer in
     every step of an engine."""
     kv_cache: Literal["drop", "keep"] = "drop"
     """What becomes of requests that run when staged weights take over: `drop` computes their keys
