@@ -12,6 +12,7 @@ from rl_policy.config import (
 from rl_policy.losses import ClippedPGLoss
 from rl_policy.recipes.grpo_config import has_warm_up
 from rl_policy.recipes.sft import sft_policy
+from rl_policy.run.inputs import engine_section
 
 OWN_MODEL = "policy.model_name=some/model"
 
@@ -234,6 +235,41 @@ def test_deltas_that_cannot_be_are_refused(overrides, message):
         load_run_config("grpo", overrides=["refit.delta=true", *allowed])
     with pytest.raises(ValueError, match=r"refit\.delta=True " + message):
         load_run_config("grpo", overrides=["refit.delta=true", *overrides])
+
+
+LORA = "policy.dtensor_cfg.lora.enabled=true"
+
+
+@pytest.mark.parametrize(
+    ("overrides", "message"),
+    [
+        (APART, r"contradicts policy\.dtensor_cfg\.lora\.enabled=False: there are none"),
+        ([*APART, LORA, "refit.delta=true"], r"contradicts refit\.delta=True"),
+        ([*APART, LORA, "refit.verify=none"], r"contradicts refit\.verify='none'.*use 'digest'"),
+        (
+            [APART[0], LORA, "policy.generation.vllm_cfg.sleep_level=2"],
+            r"contradicts policy\.generation\.vllm_cfg\.sleep_level=2: .*set it to 1",
+        ),
+        (
+            [*APART, LORA, "policy.generation.vllm_cfg.adapter_rank=64"],
+            r"contradicts .*\.adapter_rank=64: it is policy\.dtensor_cfg\.lora\.r=16 then",
+        ),
+    ],
+)
+@pytest.mark.parametrize("recipe", ["grpo", "distill"])
+def test_adapters_alone_that_cannot_be_are_refused(recipe, overrides, message):
+    for allowed in ([], [*APART, LORA], [*APART[:1], LORA]):
+        load_run_config(recipe, overrides=["refit.adapters=alone", *allowed])
+    with pytest.raises(ValueError, match=r"refit\.adapters='alone' " + message):
+        load_run_config(recipe, overrides=["refit.adapters=alone", *overrides])
+
+
+def test_engines_take_the_rank_of_the_adapters_that_they_get():
+    overrides = [*APART, LORA, "policy.dtensor_cfg.lora.r=5"]
+    for way, rank in (("merged", None), ("alone", 5)):
+        config = load_run_config("grpo", overrides=[*overrides, f"refit.adapters={way}"])
+        section = engine_section(config, model="model")
+        assert section["vllm_cfg"].get("adapter_rank") == rank
 
 
 @pytest.mark.parametrize(

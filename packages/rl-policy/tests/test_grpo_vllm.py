@@ -43,16 +43,8 @@ MEGATRON = [
 ]
 
 
-@pytest.mark.parametrize(
-    "settings",
-    [
-        ["refit.verify=logprobs", f"refit.max_mismatch={MISMATCH}"],
-        ["policy.generation.colocated.enabled=false", "refit.delta=true"],
-        [*MEGATRON, "refit.transport=golden", "policy.generation.vllm_cfg.sleep_level=2"],
-    ],
-    ids=["colocated", "apart", "megatron-golden"],
-)
-def test_samples_come_from_the_weights_of_the_step_before(settings, tmp_path):
+def run_grpo(settings, tmp_path):
+    """Run the command; return the rows of its metrics."""
     pytest.importorskip("vllm")
     problems = [{"prompt": f"{number}?", "answer": str(number % 2)} for number in range(200)]
     (tmp_path / "problems.jsonl").write_text("".join(json.dumps(each) + "\n" for each in problems))
@@ -71,7 +63,20 @@ def test_samples_come_from_the_weights_of_the_step_before(settings, tmp_path):
         check=False,
     )
     assert done.returncode == 0, done.stderr[-6000:]
-    rows = read_metrics(tmp_path / "out" / "metrics.jsonl")
+    return read_metrics(tmp_path / "out" / "metrics.jsonl")
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        ["refit.verify=logprobs", f"refit.max_mismatch={MISMATCH}"],
+        ["policy.generation.colocated.enabled=false", "refit.delta=true"],
+        [*MEGATRON, "refit.transport=golden", "policy.generation.vllm_cfg.sleep_level=2"],
+    ],
+    ids=["colocated", "apart", "megatron-golden"],
+)
+def test_samples_come_from_the_weights_of_the_step_before(settings, tmp_path):
+    rows = run_grpo(settings, tmp_path)
     assert [row["step"] for row in rows] == [0, 1, 2, 3]
     for row in rows:
         assert row["mismatch_mean_abs"] <= row["mismatch_max_abs"] < MISMATCH
@@ -97,3 +102,33 @@ def test_samples_come_from_the_weights_of_the_step_before(settings, tmp_path):
     assert drops or versions == [0, 0, 1, 2]
     # The weights did change: a policy that stands still would agree without any refit.
     assert len({row["loss"] for row in rows[1:]}) == 3
+
+
+ADAPTERS = [
+    "policy.dtensor_cfg.lora.enabled=true",
+    "policy.dtensor_cfg.lora.r=4",
+    "sft.policy.dtensor_cfg.lora.enabled=false",
+    "policy.generation.max_new_tokens=4",
+]
+
+
+@pytest.mark.parametrize("is_apart", [True, False], ids=["apart", "colocated"])
+def test_adapters_alone_do_what_merged_weights_do(is_apart, tmp_path):
+    place = f"policy.generation.colocated.enabled={not is_apart}".lower()
+    runs = {}
+    for way in ("merged", "alone"):
+        (tmp_path / way).mkdir()
+        runs[way] = run_grpo([*ADAPTERS, place, f"refit.adapters={way}"], tmp_path / way)
+    for merged, alone in zip(runs["merged"], runs["alone"], strict=True):
+        for rows in (merged, alone):
+            assert rows["mismatch_max_abs"] < MISMATCH
+        assert merged["reward"] == alone["reward"]
+        assert alone["refit_bytes"] > merged["refit_bytes"] == merged["refit_bytes_sent"]
+        assert merged["weight_version"] == alone["weight_version"]
+    # The base once, which pauses the engines; what follows is a part of it, even of this model.
+    sent = [row["refit_bytes_sent"] for row in runs["alone"]]
+    full = runs["alone"][0]["refit_bytes"]
+    assert sent[:2] == [full, full]
+    assert all(0 < each < 0.1 * full for each in sent[2:])
+    staged = [row["refit_staged"] for row in runs["alone"]]
+    assert staged == [0.0, 0.0, float(is_apart), float(is_apart)]

@@ -58,6 +58,16 @@ def test_none_means_not_set():
         ({"gpu_memory_utilization": 1.2}, "gpu_memory_utilization=1.2 must lie in (0, 1]"),
         ({"precision": "int3"}, "vllm_cfg.precision='int3' must be one of"),
         ({"sleep_level": 3}, "vllm_cfg.sleep_level=3 must be 1 or 2"),
+        ({"adapter_rank": 0}, "vllm_cfg.adapter_rank=0 must be at least 1"),
+        ({"adapter_rank": 513}, "vllm_cfg.adapter_rank=513: vLLM takes at most 512"),
+        (
+            {"adapter_rank": 8, "weight_transfer": False},
+            "adapter_rank=8 contradicts generation.vllm_cfg.weight_transfer=False",
+        ),
+        (
+            {"adapter_rank": 8, "engine_kwargs": {"max_loras": 2}},
+            "engine_kwargs.max_loras contradicts generation.vllm_cfg.adapter_rank=8",
+        ),
         ({"generate_timeout_s": 0}, "generate_timeout_s=0 must be positive and finite"),
         (
             {"engine_kwargs": {"dtype": "float32"}},
@@ -160,6 +170,13 @@ def test_further_arguments_are_passed_on():
 def test_what_vllm_is_passed_cannot_be_passed_a_second_time(argument):
     with pytest.raises(ValueError, match=rf"engine_kwargs\.{argument} is already set by \w+"):
         engine({"engine_kwargs": {argument: None}})
+
+
+def test_an_engine_with_adapters_has_room_for_one_of_that_rank():
+    assert not {"enable_lora", "max_lora_rank"} & arguments().keys()
+    for rank, room in ((1, 1), (2, 8), (8, 8), (65, 128), (512, 512)):
+        found = arguments(adapter_rank=rank)
+        assert (found["enable_lora"], found["max_lora_rank"], found["max_loras"]) == (True, room, 1)
 
 
 def test_without_weight_transfer_vllm_is_told_nothing_of_it():

@@ -10,11 +10,10 @@ from collections.abc import Mapping
 from typing import Any, Literal
 
 from pydantic import Field, field_validator, model_validator
-from rl_interfaces import AdapterSendingWorker
 from rl_interfaces.config.resolve import merge_sections
 from rl_interfaces.config.schema import MOST
 
-from rl_policy.backends import TrainingBackend
+from rl_policy.backends import enabled_backend
 from rl_policy.config import (
     EnvironmentSection,
     RefitSection,
@@ -434,13 +433,12 @@ def check_adapters_alone(config: RunConfig) -> None:
     refit, generation = config.section(RefitSection), config.policy["generation"]
     if refit.adapters == "merged" or not config.has_engines:
         return
-    backend = TrainingBackend.of_config(config.policy)
-    has_own = backend.name == "dtensor"
     lora = config.policy["dtensor_cfg"]["lora"]
     engines = generation.get("vllm_cfg") or {}
     contradictions = [
         (
-            has_own and not lora["enabled"],
+            # Whether another backend sends adapters is what `check_engines` asks.
+            enabled_backend(config.policy) == "dtensor" and not lora["enabled"],
             "policy.dtensor_cfg.lora.enabled=False: there are none; leave refit.adapters out",
         ),
         (
@@ -463,18 +461,14 @@ def check_adapters_alone(config: RunConfig) -> None:
             "sleep; set it to 1",
         ),
         (
-            engines.get("max_lora_rank") not in (None, lora["r"]),
-            f"policy.generation.vllm_cfg.max_lora_rank={engines.get('max_lora_rank')}: it is "
+            engines.get("adapter_rank") not in (None, lora["r"]),
+            f"policy.generation.vllm_cfg.adapter_rank={engines.get('adapter_rank')}: it is "
             f"policy.dtensor_cfg.lora.r={lora['r']} then; leave it out",
         ),
     ]
     for is_met, reason in contradictions:
         if is_met:
             raise ValueError(f"refit.adapters='alone' contradicts {reason}")
-    try:
-        backend.require(AdapterSendingWorker, lack="send adapters alone")
-    except NotImplementedError as error:
-        raise ValueError(f"refit.adapters='alone' is not possible: {error}") from error
 
 
 def plan_rollouts(config: RunConfig) -> AsyncPlan | None:

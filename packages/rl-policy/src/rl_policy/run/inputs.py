@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 import torch
+from rl_interfaces import AdapterSendingWorker
 from rl_interfaces.backend.generation import SamplingConfig
 from rl_interfaces.backend.torch_optim import check_schedule_length, parse_scheduler
 from rl_interfaces.config.schema import check_typed_dict
@@ -521,7 +522,7 @@ def engine_section(config: RunConfig, *, model: str) -> Settings:
     section = {**generation_of_policy(config.policy), "model_name": model}
     if sends_adapters(config):
         rank = config.policy["dtensor_cfg"]["lora"]["r"]
-        section["vllm_cfg"] = {**section["vllm_cfg"], "max_lora_rank": rank}
+        section["vllm_cfg"] = {**section["vllm_cfg"], "adapter_rank": rank}
     return section
 
 
@@ -564,7 +565,7 @@ def check_engines(config: RunConfig) -> None:
     if not config.has_engines:
         return
     if sends_weights:
-        backends.TrainingBackend.of_config(config.policy).require_sending()
+        _check_sending(config)
     uses_gpus = config.cluster.use_gpus
     check_shared_devices(
         transport,
@@ -586,6 +587,18 @@ def check_engines(config: RunConfig) -> None:
         raise ValueError(
             "policy.generation.vllm_cfg.weight_transfer=False: a run gives its engines new weights"
         )
+
+
+def _check_sending(config: RunConfig) -> None:
+    backend = backends.TrainingBackend.of_config(config.policy)
+    backend.require_sending()
+    if sends_adapters(config):
+        try:
+            backend.require(AdapterSendingWorker, lack="send adapters alone")
+        except NotImplementedError as error:
+            raise ValueError(
+                f"refit.adapters='alone' is not possible, set it to 'merged': {error}"
+            ) from error
 
 
 def staging_mode(config: RunConfig, engine_class: type) -> str:

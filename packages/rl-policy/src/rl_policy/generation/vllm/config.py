@@ -58,9 +58,9 @@ class VllmSection:
     weight_transfer: bool = True
     """Whether the engine can be refitted, through the plug-in of `rl-refit`."""
     # Merged weights need no support of the engine.
-    max_lora_rank: int | None = None
-    """Largest rank of the adapters that the engine applies in place of merged weights. A run with
-    `refit.adapters=alone` sets it to the policy's. None: the engine applies none."""
+    adapter_rank: int | None = None
+    """Rank of the adapter that the engine applies in place of merged weights. A run with
+    `refit.adapters=alone` sets it to that of the policy. None: the engine applies none."""
     # An hour: longer than a healthy batch, shorter than a night.
     generate_timeout_s: float = 3600.0
     """Limit of one call of `generate`, in seconds."""
@@ -90,11 +90,11 @@ _POSITIVE_COUNTS = (
     "max_model_len",
     "kv_cache_memory_bytes",
     "max_requests_in_flight",
-    "max_lora_rank",
+    "adapter_rank",
 )
 # Ranks that vLLM allocates memory for.
 _LORA_RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)
-_LORA_KEYS = ("enable_lora", "max_loras", "max_cpu_loras", "lora_dtype")
+_LORA_KEYS = ("enable_lora", "max_lora_rank", "max_loras", "max_cpu_loras", "lora_dtype")
 # By default vLLM sizes the cache by the machine's memory, which other processes need as well.
 _CPU_CACHE_BYTES = 1 << 30
 # Keys of the section that are arguments of `LLM` by the same name.
@@ -281,10 +281,10 @@ def engine_arguments(
             arguments["attention_backend"] = "CPU_MLA"
     if config.weight_transfer:
         arguments["weight_transfer_config"] = {"backend": "rl_refit"}
-    if config.max_lora_rank is not None:
+    if config.adapter_rank is not None:
         arguments |= {
             "enable_lora": True,
-            "max_lora_rank": min(rank for rank in _LORA_RANKS if rank >= config.max_lora_rank),
+            "max_lora_rank": min(rank for rank in _LORA_RANKS if rank >= config.adapter_rank),
             # All requests have the same adapter.
             "max_loras": 1,
         }
@@ -306,8 +306,8 @@ def _check_section(section: VllmSection, *, path: str) -> None:
     if not 0 < section.generate_timeout_s < math.inf:
         value = section.generate_timeout_s
         raise ValueError(f"{path}.generate_timeout_s={value} must be positive and finite")
-    if section.max_lora_rank is not None:
-        _check_adapters(section, section.max_lora_rank, path=path)
+    if section.adapter_rank is not None:
+        _check_adapters(section, section.adapter_rank, path=path)
     for key in section.engine_kwargs:
         if key in _OWNERS:
             raise ValueError(f"{path}.engine_kwargs.{key} is already set by {_OWNERS[key]}")
@@ -315,16 +315,16 @@ def _check_section(section: VllmSection, *, path: str) -> None:
 
 def _check_adapters(section: VllmSection, rank: int, *, path: str) -> None:
     if rank > _LORA_RANKS[-1]:
-        raise ValueError(f"{path}.max_lora_rank={rank}: vLLM takes at most {_LORA_RANKS[-1]}")
+        raise ValueError(f"{path}.adapter_rank={rank}: vLLM takes at most {_LORA_RANKS[-1]}")
     if not section.weight_transfer:
         raise ValueError(
-            f"{path}.max_lora_rank={rank} contradicts {path}.weight_transfer=False: adapters come "
+            f"{path}.adapter_rank={rank} contradicts {path}.weight_transfer=False: adapters come "
             "by a refit"
         )
     for key in _LORA_KEYS:
         if key in section.engine_kwargs:
             raise ValueError(
-                f"{path}.engine_kwargs.{key} contradicts {path}.max_lora_rank={rank}, with which "
+                f"{path}.engine_kwargs.{key} contradicts {path}.adapter_rank={rank}, with which "
                 "the engine applies one adapter, the policy's"
             )
 

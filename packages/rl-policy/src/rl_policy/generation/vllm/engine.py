@@ -217,7 +217,7 @@ class VllmEngine:
         )
         # The types of vLLM are installed with vLLM only.
         self._llm = vllm.LLM(**arguments)
-        if config.max_lora_rank is not None:
+        if config.adapter_rank is not None:
             self._on_workers(start_adapters)
             # vLLM never reads the path, as the adapter is there already.
             request = import_module("vllm.lora.request").LoRARequest

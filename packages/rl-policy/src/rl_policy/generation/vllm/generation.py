@@ -383,7 +383,7 @@ class VllmGeneration(GenerationInterface):
     def holds_base(self) -> bool:
         """Return whether every engine holds its sender's weights without adapters.
 
-        Adapters alone are then enough, see `vllm_cfg.max_lora_rank`.
+        Adapters alone are then enough, see `vllm_cfg.adapter_rank`.
         """
         return all(self._on_engines_beside("holds_base"))
 
