@@ -393,6 +393,50 @@ def test_a_staged_refit_reports_what_the_engines_say_of_it():
     assert calls[-2:] == ["engines.commit_update(3)", "engines.update_metrics()"]
 
 
+def test_adapters_go_alone_to_engines_that_hold_the_base():
+    """Without it engines pause for everything; with it they stage what is new."""
+    calls = []
+    policy = Recorder("policy", calls, {"send_weights": {}, "send_adapters": {}})
+    holds = {"holds_base": False, "update_metrics": {"refit_staged": 1.0}}
+    engines = Engines("engines", calls, holds)
+    link = WeightLink(
+        policy, engines, is_paired=False, transport="shm", staging="host", adapters="alone"
+    )
+    assert any("open_refit" in call and "adapters='alone'" in call for call in calls)
+    sent = []
+    for version, is_held in ((1, False), (2, True), (3, True), (4, False)):
+        engines._answers["holds_base"] = is_held
+        calls.clear()
+        report = link.refit(version)
+        begun = next(call for call in calls if "begin_update" in call)
+        assert ("staging='host'" in begun) == is_held == (report["refit_staged"] == 1.0)
+        sent += [call for call in calls if "policy.send" in call]
+    assert sent == [
+        "policy.send_weights(1)",
+        "policy.send_adapters(2)",
+        "policy.send_adapters(3)",
+        "policy.send_weights(4)",
+    ]
+
+
+def test_merged_weights_ask_engines_for_nothing_new():
+    calls = []
+    staged_link(calls, {"refit_pause_s": 0.25, "refit_staged": 1.0}).refit(1)
+    assert not any("holds_base" in call for call in calls)
+
+
+def test_a_backend_that_sends_no_adapters_is_named(monkeypatch):
+    pytest.importorskip("rl_megatron_worker")
+    monkeypatch.setattr("rl_policy.generation.vllm.generation.require_vllm", lambda: None)
+    overrides = ["policy.dtensor_cfg.enabled=false", "policy.megatron_cfg.enabled=true"]
+    config = load("policy.generation.backend=vllm", "refit.adapters=alone", *overrides)
+    told = r"refit\.adapters='alone' .* 'megatron' does not send adapters alone.*send_adapters"
+    with pytest.raises(ValueError, match=told):
+        check_engines(config)
+    adapters = "policy.dtensor_cfg.lora.enabled=true"
+    check_engines(load("policy.generation.backend=vllm", "refit.adapters=alone", adapters))
+
+
 ENGINES = ["policy.generation.backend=vllm", "policy.generation.colocated.enabled=false"]
 
 

@@ -9,7 +9,7 @@ Messages in order, S from the sender and R from each receiver. Once per connecti
 and for each refit:
 
     S  Begin(v)
-    R  Ready(v, b)      only if `begin(v)` was called; it holds a copy of version b
+    R  Ready(v, b, h)   only if `begin(v)` was called; it holds a copy of version b, and the base h
     S  Start(v)         all are ready; from here on a lost connection fails the refit
     S  Filled(v, k)     for each bucket k, at most `num_buffers` ahead of `Loaded`
     R  Loaded(v, k)
@@ -30,6 +30,12 @@ loaded, as long as the connections last. If every `Ready` names the version of t
 copy, `Start` says that buckets may arrive as patches of it, see `rl_refit.delta`; otherwise, as
 after a failure or with a new receiver, all buckets are sent in full. The digest of a `Filled` is
 that of the full bucket in either case.
+
+A sender with adapters sends their base first and the adapters behind it, in buckets of their own.
+Every engine that has loaded all of them names the digest of the base in its next `Ready`, also on a
+new connection. If all name that of the sender, `Start` may say that the buckets begin with those of
+adapters; whether they do is decided before the refit, as trainer ranks without receivers have to
+know it too. An engine that lacks the base fails such a refit.
 
 States of a receiver, held by `WeightVersion`, the only owner of its version:
 
