@@ -13,8 +13,10 @@ from collections.abc import Iterable, Sequence
 
 from rl_refit.plan import Metadata, TensorSpec, read_specs
 
-DOWN, UP = ".lora_A.weight", ".lora_B.weight"
-"""The ends of the names of A and B."""
+DOWN = ".lora_A.weight"
+"""The end of the name of A."""
+UP = ".lora_B.weight"
+"""The end of the name of B."""
 _WEIGHT = ".weight"
 
 
