@@ -112,23 +112,32 @@ ADAPTERS = [
 ]
 
 
-@pytest.mark.parametrize("is_apart", [True, False], ids=["apart", "colocated"])
-def test_adapters_alone_do_what_merged_weights_do(is_apart, tmp_path):
-    place = f"policy.generation.colocated.enabled={not is_apart}".lower()
-    runs = {}
+def check_adapters_alone(rows, *, is_apart):
+    """The base goes once, which pauses the engines, and adapters of a tiny model in its place."""
+    assert all(row["mismatch_max_abs"] < MISMATCH for row in rows)
+    full = rows[0]["refit_bytes"]
+    assert {row["refit_bytes"] for row in rows} == {full}
+    sent = [row["refit_bytes_sent"] for row in rows]
+    assert all(each >= full for each in sent[:2])
+    assert all(0 < each < 0.1 * full for each in sent[2:])
+    staged = [row["refit_staged"] for row in rows]
+    assert staged == [0.0, 0.0, float(is_apart), float(is_apart)]
+    assert [row["weight_version"] for row in rows] == [0, 0, 1, 2]
+    assert len({row["loss"] for row in rows[1:]}) == 3
+
+
+def test_adapters_alone_do_what_merged_weights_do(tmp_path):
+    apart, runs = "policy.generation.colocated.enabled=false", {}
     for way in ("merged", "alone"):
         (tmp_path / way).mkdir()
-        runs[way] = run_grpo([*ADAPTERS, place, f"refit.adapters={way}"], tmp_path / way)
+        runs[way] = run_grpo([*ADAPTERS, apart, f"refit.adapters={way}"], tmp_path / way)
+    check_adapters_alone(runs["alone"], is_apart=True)
     for merged, alone in zip(runs["merged"], runs["alone"], strict=True):
-        for rows in (merged, alone):
-            assert rows["mismatch_max_abs"] < MISMATCH
-        assert merged["reward"] == alone["reward"]
-        assert alone["refit_bytes"] > merged["refit_bytes"] == merged["refit_bytes_sent"]
-        assert merged["weight_version"] == alone["weight_version"]
-    # The base once, which pauses the engines; what follows is a part of it, even of this model.
-    sent = [row["refit_bytes_sent"] for row in runs["alone"]]
-    full = runs["alone"][0]["refit_bytes"]
-    assert sent[:2] == [full, full]
-    assert all(0 < each < 0.1 * full for each in sent[2:])
-    staged = [row["refit_staged"] for row in runs["alone"]]
-    assert staged == [0.0, 0.0, float(is_apart), float(is_apart)]
+        assert merged["mismatch_max_abs"] < MISMATCH
+        assert merged["reward_mean"] == alone["reward_mean"]
+        assert merged["loss"] == pytest.approx(alone["loss"], abs=MISMATCH)
+        assert alone["refit_bytes"] > merged["refit_bytes"]
+
+
+def test_colocated_engines_get_adapters_alone(tmp_path):
+    check_adapters_alone(run_grpo([*ADAPTERS, "refit.adapters=alone"], tmp_path), is_apart=False)
