@@ -10,6 +10,8 @@ from rl_refit.vllm import attempt, finish_update, on_workers
 class Worker:
     """What the functions need of vLLM's."""
 
+    weight_transfer_engine = None
+
     def __init__(self):
         self.calls = []
 

@@ -421,7 +421,8 @@ def start_adapters(worker: Worker) -> None:
 
 
 def _restore_adapters(worker: Worker) -> None:
-    _engine(worker).restore_adapters()
+    if worker.weight_transfer_engine is not None:
+        worker.weight_transfer_engine.restore_adapters()
 
 
 def holds_base(worker: Worker) -> bool:
