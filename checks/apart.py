@@ -33,7 +33,7 @@ EXTRA_MODULES = {
     },
     "rl-policy": {"tinker": ["rl_policy.tinker.server"]},
     "rl-refit": {
-        "vllm": ["rl_refit.vllm.engine", "rl_refit.vllm.reload", "rl_refit.vllm.staging"],
+        "vllm": [f"rl_refit.vllm.{name}" for name in ("adapters", "engine", "reload", "staging")],
     },
 }
 # What an extra makes possible.
