@@ -1,7 +1,8 @@
 """Advantages of sampled completions, which `ClippedPGLoss` weighs their tokens by.
 
 Rewards are `[batch]`; the completions of a prompt, its group, are adjacent. An advantage is of a
-completion, `[batch]`, or of each of its tokens, `[batch, seq]`.
+completion, `[batch]`, or of each of its tokens, `[batch, seq]`. With a value model, rewards and
+values are of each token too, see `generalized_advantages`.
 """
 
 from __future__ import annotations
@@ -190,3 +191,105 @@ def reward_to_go_penalty(penalties: torch.Tensor, mask: torch.Tensor) -> torch.T
     """
     masked = torch.where(mask > 0, penalties, 0.0)
     return masked.flip(1).cumsum(1).flip(1)
+
+
+def token_values(scores: torch.Tensor) -> torch.Tensor:
+    """Return the value of the state in which each token is sampled, `[batch, seq]`.
+
+    Args:
+        scores: `[batch, seq]`, the values of `Policy.score` under `head: value`: column `t` is the
+            value after token `t`. Column `t` of what is returned is of token `t`, and column 0 is 0.
+    """
+    return torch.nn.functional.pad(scores[:, :-1], (1, 0))
+
+
+def token_rewards(
+    rewards: torch.Tensor, mask: torch.Tensor, penalties: torch.Tensor | None = None
+) -> torch.Tensor:
+    """Return the reward of each token: that of a completion at its last target token.
+
+    Example, `rewards = [1]`, `mask = [[0, 1, 1, 0]]`, `penalties = [[9, 0.1, 0.2, 9]]`:
+        [[0, -0.1, 0.8, 0]]
+
+    Args:
+        rewards: `[batch]`, any float.
+        mask: `[batch, seq]`, 1 for target tokens. A row without any gets no reward.
+        penalties: `[batch, seq]`, subtracted at the target tokens, as in Ziegler et al. 2019. None:
+            there are none.
+
+    Returns:
+        `[batch, seq]` float64.
+    """
+    is_target = mask > 0
+    # The last target is the one after which there is no other.
+    is_last = is_target & (is_target.flip(1).cumsum(1).flip(1) == 1)
+    tokens = torch.where(is_last, rewards.double()[:, None], 0.0)
+    if penalties is not None:
+        tokens = tokens - torch.where(is_target, penalties.double(), 0.0)
+    return tokens
+
+
+def generalized_advantages(
+    rewards: torch.Tensor,
+    values: torch.Tensor,
+    mask: torch.Tensor,
+    *,
+    gamma: float = 1.0,
+    lam: float = 0.95,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return the advantage of each target token, and its return, which a value model learns.
+
+    Generalized advantage estimation (Schulman et al. 2016, equation 16), with `t + 1` the next
+    target token, so that the observations between the turns of an episode take no time, and no value
+    after the last one, whether the model has ended there or a limit of tokens has:
+
+        delta[t] = r[t] + gamma * V[t + 1] - V[t]
+        A[t] = delta[t] + gamma * lam * A[t + 1]
+        R[t] = A[t] + V[t]
+
+    Example, two targets, `r = [0, 1]`, `V = [0.5, 0.6]`, `gamma = 1`, `lam = 0.5`:
+        delta = [0.1, 0.4], A = [0.3, 0.4], R = [0.8, 1.0]
+
+    Args:
+        rewards: `[batch, seq]`, any float, see `token_rewards`.
+        values: `[batch, seq]`, of the state in which each token is sampled, see `token_values`.
+        mask: `[batch, seq]`, 1 for target tokens.
+        gamma: Discount of a token, in [0, 1].
+        lam: Between 0, whose advantages rely on the value of the next token alone, and 1, which
+            sums all rewards.
+
+    Returns:
+        Advantages and returns, `[batch, seq]` float32, 0 where there is no target.
+    """
+    is_target = mask > 0
+    # In float64: an error of a value is carried through all tokens before it.
+    reward, value = rewards.double(), values.double()
+    advantages = torch.zeros_like(value)
+    running = next_value = torch.zeros_like(value[:, 0])
+    for at in reversed(range(value.shape[1])):
+        delta = reward[:, at] + gamma * next_value - value[:, at]
+        running = torch.where(is_target[:, at], delta + gamma * lam * running, running)
+        next_value = torch.where(is_target[:, at], value[:, at], next_value)
+        advantages[:, at] = torch.where(is_target[:, at], running, 0.0)
+    returns = torch.where(is_target, advantages + value, 0.0)
+    return advantages.float(), returns.float()
+
+
+def explained_variance(values: torch.Tensor, returns: torch.Tensor, mask: torch.Tensor) -> float:
+    """Return the share of the variance of returns that values explain: 1 at best.
+
+    0 is that of a constant; below it, values are worse than none. NaN where all returns are equal.
+
+    Example, `values = [0, 1, 1]`, `returns = [0, 1, 2]`:
+        the variance of the differences is 2/9, that of the returns 2/3: 1 - 1/3 = 0.6667
+
+    Args:
+        values: `[batch, seq]`, before the update.
+        returns: `[batch, seq]`.
+        mask: `[batch, seq]`, 1 for target tokens.
+    """
+    is_target = mask > 0
+    known, total = values[is_target].double(), returns[is_target].double()
+    if not len(total) or bool((total == total[0]).all()):
+        return float("nan")
+    return 1 - float((total - known).var(correction=0) / total.var(correction=0))

@@ -26,14 +26,19 @@ def target_column(
 ) -> torch.Tensor:
     """Return `data[key]` without column 0, `[batch, seq - 1]`.
 
+    Args:
+        data: The batch.
+        key: Of a column `[batch, seq]`.
+        logprobs: What the loss is called with for each token but the first, `[batch, seq - 1]`.
+
     Raises:
-        ValueError: Its shape is not that of the log-probabilities.
+        ValueError: Its shape is not that of what the loss is called with.
     """
     values = data[key][:, 1:]
     if values.shape != logprobs.shape:
         raise ValueError(
-            f"{key} has shape {tuple(data[key].shape)}, "
-            f"the log-probabilities {(logprobs.shape[0], logprobs.shape[1] + 1)}"
+            f"{key} has shape {tuple(data[key].shape)}, what the loss is called with "
+            f"{(logprobs.shape[0], logprobs.shape[1] + 1)}"
         )
     return values
 
