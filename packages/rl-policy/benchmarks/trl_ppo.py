@@ -2,9 +2,9 @@
 
     python packages/rl-policy/benchmarks/trl_ppo.py packages/rl-policy/tests/trl_ppo.json
 
-needs `pip install trl==1.12.0 pandas rich`, the last release with PPO, in an environment of its own.
-`tests/test_losses_trl_ppo.py` holds ours against the numbers. TRL has no functions for them:
-`PPOTrainer.train` is one body, whose variables are read where it calls `empty_cache` and `backward`.
+needs `pip install trl==1.12.0 pandas rich`, the last release with PPO, in an environment of its
+own. `tests/test_losses_trl_ppo.py` holds ours against the numbers. TRL has no functions for them:
+`PPOTrainer.train` is one body, whose variables are read where it calls others.
 """
 
 from __future__ import annotations
@@ -18,6 +18,7 @@ from typing import Any
 
 os.environ["TRL_EXPERIMENTAL_SILENCE"] = "1"
 
+import numpy as np
 import torch
 import trl
 from datasets import Dataset
@@ -84,13 +85,20 @@ class Reader:
     def after_phase(self) -> None:
         """Keep the batch, once it is complete, and the numbers of the last epoch."""
         seen = sys._getframe(1).f_locals
-        if "padding_mask_p1" in seen and "raw_advantages" in self.found and "batch" not in self.found:
+        if (
+            "padding_mask_p1" in seen
+            and "raw_advantages" in self.found
+            and "batch" not in self.found
+        ):
             names = ("logprobs", "ref_logprobs", "values", "rewards", "advantages", "returns")
             self.found["batch"] = {name: seen[name].clone() for name in (*names, "scores")}
             self.found["is_token"] = (~seen["padding_mask"]).int()
             self.found["is_value"] = (~seen["padding_mask_p1"]).int()
         if "vf_clipfrac_stats" in seen:
-            stats = {"clip_fraction": "pg_clipfrac_stats", "value_clip_fraction": "vf_clipfrac_stats"}
+            stats = {
+                "clip_fraction": "pg_clipfrac_stats",
+                "value_clip_fraction": "vf_clipfrac_stats",
+            }
             self.found |= {name: float(seen[key][1, 0, 0]) for name, key in stats.items()}
 
     def backward(self, loss: torch.Tensor) -> None:
@@ -109,6 +117,9 @@ class Reader:
 
 def run(settings: dict[str, Any]) -> dict[str, Any]:
     """Return what an update of two epochs computes."""
+    # Of the order of rows, which TRL leaves as it is.
+    np.random.seed(SEED)
+    torch.set_num_threads(1)
     reader = Reader()
     ppo_trainer.masked_whiten, ppo_trainer.empty_cache = reader.whiten, reader.after_phase
     tokenizer = make_tokenizer()

@@ -197,8 +197,8 @@ def token_values(scores: torch.Tensor) -> torch.Tensor:
     """Return the value of the state in which each token is sampled, `[batch, seq]`.
 
     Args:
-        scores: `[batch, seq]`, the values of `Policy.score` under `head: value`: column `t` is the
-            value after token `t`. Column `t` of what is returned is of token `t`, and column 0 is 0.
+        scores: `[batch, seq]` of `Policy.score` under `head: value`: column `t` is the value after
+            token `t`. Column `t` of what is returned is of token `t`, and column 0 is 0.
     """
     return torch.nn.functional.pad(scores[:, :-1], (1, 0))
 
@@ -239,8 +239,8 @@ def generalized_advantages(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Return the advantage of each target token, and its return, which a value model learns.
 
-    Generalized advantage estimation (Schulman et al. 2016, equation 16), with `t + 1` the next
-    target token, so that the observations between the turns of an episode take no time, and no value
+    Generalized advantage estimation (Schulman et al. 2016, equation 16). `t + 1` is the next target
+    token, so that the observations between the turns of an episode take no time. There is no value
     after the last one, whether the model has ended there or a limit of tokens has:
 
         delta[t] = r[t] + gamma * V[t + 1] - V[t]

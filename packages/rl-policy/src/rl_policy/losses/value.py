@@ -22,8 +22,8 @@ from rl_policy.losses.reduction import (
 class ValueLoss:
     """The clipped value loss of PPO, as the code of Schulman et al. 2017 (baselines, ppo2) has it.
 
-    With the value `v` of the state in which a target token is sampled, its return `R`, and the value
-    `o` before the update, a token costs
+    With the value `v` of the state in which a target token is sampled, its return `R`, and the
+    value `o` before the update, a token costs
 
         max((v - R) ** 2, (clip(v, o - clip, o + clip) - R) ** 2) / 2
 

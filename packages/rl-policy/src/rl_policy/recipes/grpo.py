@@ -9,13 +9,12 @@ The algorithm: group relative policy optimization (Shao et al. 2024).
 
 from __future__ import annotations
 
-import logging
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, closing, contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import ClassVar, cast
+from typing import cast
 
 import torch
 from rl_interfaces import GenerationInterface
@@ -28,8 +27,8 @@ from rl_policy.config import (
     RunConfig,
     Settings,
 )
-from rl_policy.data.batches import Batch, ProblemEncoder, completion_batch
-from rl_policy.data.datasets import Problem, open_stream
+from rl_policy.data.batches import Batch, completion_batch
+from rl_policy.data.datasets import open_stream
 from rl_policy.data.rewards import mean_parts
 from rl_policy.environments.rollouts import episode_metrics
 from rl_policy.generation.stream import GenerationStream
@@ -46,158 +45,75 @@ from rl_policy.recipes.groups import CompletionGroups, EpisodeGroups, GroupSampl
 from rl_policy.recipes.grpo_config import (
     GrpoSection,
     LossSection,
-    build_loss,
     check_grpo,
     expand_preset,
-    has_warm_up,
     plan_rollouts,
 )
 from rl_policy.recipes.objectives import mean_advantages, step_advantages
-from rl_policy.recipes.resampling import Rollout, resample
-from rl_policy.recipes.sft import SFT, SftSection, fine_tune, prepare_sft, sft_policy
+from rl_policy.recipes.policy_gradient import (
+    DIAGNOSTICS,
+    PHASES,
+    BatchScorer,
+    PolicyGradientMetrics,
+    Rollout,
+    describe_completions,
+    draw_rollout,
+    measure_start,
+    open_sampled_policy,
+    prepare_rollouts,
+    reward_rollout,
+    train_epochs,
+    valid_rewards,
+    warm_up,
+)
+from rl_policy.recipes.policy_gradient_config import build_loss, has_warm_up
+from rl_policy.recipes.resampling import resample
+from rl_policy.recipes.sft import SFT, SftSection, sft_policy
 from rl_policy.run.directory import RunState
-from rl_policy.run.evaluation import (
-    check_mismatch,
-    complete,
-    greedy_accuracy,
-    rewards_of,
-    sample,
-    sampler_mismatch,
-)
+from rl_policy.run.evaluation import greedy_accuracy
 from rl_policy.run.flops import DeviceSpeed
-from rl_policy.run.inputs import (
-    ProblemInputs,
-    check_schedule,
-    prepare_episodes,
-    prepare_problems,
-)
-from rl_policy.run.metrics import StepMetrics, mean_metrics, plot_reward, read_metrics
-from rl_policy.run.samplers import Sampler, counting_move, open_sampler, weight_version
-from rl_policy.run.session import Session, open_policy, run_loop
+from rl_policy.run.inputs import ProblemInputs
+from rl_policy.run.metrics import plot_reward, read_metrics
+from rl_policy.run.samplers import Sampler, counting_move, weight_version
+from rl_policy.run.session import Session, run_loop
 from rl_policy.run.timeline import Timeline, plot_timeline, read_timeline
-
-_LOGGER = logging.getLogger(__name__)
-_PHASES = ("step_s", "move_s", "generate_s", "reward_s", "logprob_s", "train_s")
-_DIAGNOSTICS = (
-    "clip_fraction",
-    "importance_outside",
-    "policy_loss",
-    "probs_ratio",
-    "sampler_trainer_ratio",
-)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class GrpoMetrics(StepMetrics):
+class GrpoMetrics(PolicyGradientMetrics):
     """The metrics of a GRPO step; None if not measured.
 
-    With engines, `extra` has the report of the refit whose weights generated the samples
-    (`refit_bytes`, `refit_bytes_sent`, `refit_load_s` ..., and with `refit.delta` `refit_changed`,
-    the share of the weights that the step before has changed), its `weight_version`, and the
-    mismatch of the engines' log-probabilities with the trainer's (`mismatch_mean_abs` ..., see
-    `sampler_mismatch`). With dynamic sampling it has what `resample` measures, with penalties in
-    the reward what `step_advantages` does, and with an environment what `episode_metrics` does.
+    With dynamic sampling, `extra` has what `resample` measures, with penalties in the reward what
+    `step_advantages` does.
 
     Attributes:
-        reward_mean: Mean reward of the samples; at step 0, of one per held-out problem.
-        reward_std: Standard deviation of the samples' rewards, of all groups together.
         zero_advantage_share: Share of the prompts whose completions all have one reward, and so no
             advantage.
-        completion_length_mean: Mean number of tokens of the completions.
-        completion_length_max: The most tokens of a completion.
-        truncated_share: Share of the completions that `max_new_tokens` has ended; of episodes,
-            those in which a limit of tokens has ended a turn or the episode.
         staleness: Optimizer steps that sampled tokens are behind the weights that are updated
             first, as a mean over tokens: 0 if each step samples anew, see the section `async`.
-        accuracy: Fraction of the held-out problems that greedy decoding solves after the step.
-        loss: Mean over the optimizer steps.
-        grad_norm: Mean over the optimizer steps, before clipping.
-        kl: KL against the reference per token, by `loss.kl_estimator`.
-        entropy: Of the policy per token in nats, estimated from the sampled tokens.
-        tokens_per_s: Tokens of prompts and completions per second of the step.
-        tokens_per_s_per_device: The same for each device of policy and engines.
-        tflops_per_s_per_device: Model TFLOPs of the optimizer steps per second of `train_s` and
-            device of the policy, see `rl_policy.run.flops`.
-        mfu: Model FLOPs utilization: these over the peak of the device; None if no peak is known.
-        peak_memory_gib: The most memory that a rank of the policy has had allocated since the
-            start: of its device, without one of its process.
-        step_s: Seconds of the step, without evaluation.
-        move_s: Seconds of moving state on and off the devices and of handing them over between
-            policy and engines, without the refit.
-        generate_s: Seconds of sampling.
-        reward_s: Seconds of completions' texts, rewards and advantages, and of environments.
-        logprob_s: Seconds of old and reference log-probabilities.
-        train_s: Seconds of optimizer steps.
-        refit_s: Seconds of sending weights to inference engines; 0.0 without engines.
     """
 
-    reward_mean: float | None = None
-    reward_std: float | None = None
     zero_advantage_share: float | None = None
-    completion_length_mean: float | None = None
-    completion_length_max: float | None = None
-    truncated_share: float | None = None
     staleness: float | None = None
-    accuracy: float | None = None
-    loss: float | None = None
-    grad_norm: float | None = None
-    kl: float | None = None
-    entropy: float | None = None
-    tokens_per_s: float | None = None
-    tokens_per_s_per_device: float | None = None
-    tflops_per_s_per_device: float | None = None
-    mfu: float | None = None
-    peak_memory_gib: float | None = None
-    step_s: float | None = None
-    move_s: float | None = None
-    generate_s: float | None = None
-    reward_s: float | None = None
-    logprob_s: float | None = None
-    train_s: float | None = None
-    refit_s: float = 0.0
-    score_column: ClassVar[str | None] = "accuracy"
-    headline: ClassVar[Mapping[str, str]] = {"reward": "reward_mean", "accuracy": "accuracy"}
-
-
-def prepare_grpo(config: RunConfig, encoder: ProblemEncoder) -> ProblemInputs:
-    """Return the problems of the run, also checked for the warm-up if there is one."""
-    grpo = config.section(GrpoSection)
-    check_schedule(
-        config.policy,
-        num_steps=grpo.steps * grpo.epochs_per_step,
-        key=f"grpo.steps={grpo.steps}, grpo.epochs_per_step={grpo.epochs_per_step}",
-    )
-    if has_warm_up(config):
-        inputs = prepare_sft(config, encoder)
-    else:
-        has_environment = config.section(EnvironmentSection).function is not None
-        inputs = prepare_problems(config, encoder, has_environment=has_environment)
-    return prepare_episodes(config, inputs)
 
 
 def run_grpo(session: Session[ProblemInputs], model: str) -> None:
     """Train a model with GRPO, or resume; write it to the run's directory."""
-    config = session.config
-    grpo = config.section(GrpoSection)
-    warn_of_truncation(config.policy["generation"])
-    if has_warm_up(config):
-        model = fine_tune(session, session.directory.warm_up, model=model)
-    has_reference = config.section(LossSection).kl_coef > 0
-    with open_policy(session, config.policy, model=model, has_reference=has_reference) as opened:
-        policy, start = opened
-        with open_sampler(session, policy, model=model, start=start) as sampler:
-            trainer = GrpoTrainer(session, policy, sampler, start=start, model=model)
-            with closing(trainer):
-                run_loop(
-                    session,
-                    trainer,
-                    policy,
-                    name="GRPO",
-                    num_steps=grpo.steps,
-                    eval_every=grpo.eval_every,
-                    start=start,
-                    save_also=trainer.save,
-                )
+    grpo = session.config.section(GrpoSection)
+    model = warm_up(session, model)
+    with open_sampled_policy(session, model) as (policy, sampler, start):
+        trainer = GrpoTrainer(session, policy, sampler, start=start, model=model)
+        with closing(trainer):
+            run_loop(
+                session,
+                trainer,
+                policy,
+                name="GRPO",
+                num_steps=grpo.steps,
+                eval_every=grpo.eval_every,
+                start=start,
+                save_also=trainer.save,
+            )
     plot_reward(read_metrics(session.directory.metrics), session.directory.plot)
     if session.directory.timeline.exists():
         plot_timeline(read_timeline(session.directory.timeline), session.directory.timeline_plot)
@@ -205,31 +121,9 @@ def run_grpo(session: Session[ProblemInputs], model: str) -> None:
 
 def measure_grpo(session: Session[ProblemInputs], model: str) -> GrpoMetrics:
     """Return sampled reward and greedy accuracy of the run's model on the held-out problems."""
-    with (
-        open_policy(
-            session, session.config.policy, model=model, has_reference=False, is_trained=False
-        ) as (policy, start),
-        open_sampler(session, policy, model=model, start=start) as sampler,
-    ):
+    with open_sampled_policy(session, model, is_trained=False) as (policy, sampler, start):
         metrics = GrpoTrainer(session, policy, sampler, model=model, start=start).measure_start()
     return replace(metrics, step=start.step)
-
-
-def warn_of_truncation(generation: Settings) -> None:
-    """Log a warning if `policy.generation` truncates the distribution that the trainer scores."""
-    untruncated = {"top_k": None, "top_p": 1.0}
-    truncations = [
-        f"policy.generation.{key}={generation[key]}"
-        for key, off in untruncated.items()
-        if generation.get(key, off) != off
-    ]
-    if truncations:
-        _LOGGER.warning(
-            "%s: completions are sampled from a truncated distribution, whose log-probabilities "
-            "differ from the trainer's; sampler_trainer_ratio in a tracker of logger measures by "
-            "how much",
-            " and ".join(truncations),
-        )
 
 
 class GrpoTrainer:
@@ -256,14 +150,13 @@ class GrpoTrainer:
         self._inputs = session.inputs
         self._run_config = session.config
         self._config = session.config.section(GrpoSection)
-        loss = session.config.section(LossSection)
-        self._has_reference = loss.kl_coef > 0
         self._policy = policy
         self._sampler = sampler
-        self._has_engines = session.config.has_engines
-        self._max_mismatch = session.config.section(RefitSection).max_mismatch
+        self._scorer = BatchScorer(session.config, policy)
         self._max_new_tokens = int(session.config.policy["generation"]["max_new_tokens"])
-        self._loss = build_loss(loss, max_new_tokens=self._max_new_tokens)
+        self._loss = build_loss(
+            session.config.section(LossSection), max_new_tokens=self._max_new_tokens
+        )
         self._samples = session.samples
         self._speed = DeviceSpeed.of_run(session.config, model=model)
         self._stream = open_stream(
@@ -299,21 +192,14 @@ class GrpoTrainer:
 
     def measure_start(self) -> GrpoMetrics:
         """Evaluate before the first update: sampled reward and greedy accuracy, both held-out."""
-        heldout = self._inputs.problems.heldout
-        with self._after_step(0) as source:
-            rewards, generated = complete(source, heldout, inputs=self._inputs)
-            accuracy = self._measure(source, step=0)
-            refit = self._sampler.report()
-        extra: dict[str, float] = {}
-        if self._has_engines:
-            # Before the first update, a difference is due to the engines or to the refit alone.
-            self._policy.prepare_for_lp_inference()
-            batch = completion_batch(generated)
-            scores = self._policy.get_logprobs(batch)["logprobs"]
-            extra = {**refit, **self._mismatch(batch, scores)}
-        extra |= mean_parts(rewards)
-        reward_mean = sum(rewards) / len(rewards)
-        return GrpoMetrics(step=0, reward_mean=reward_mean, accuracy=accuracy, extra=extra)
+        columns = measure_start(
+            self._after_step(0),
+            self._sampler,
+            self._scorer,
+            inputs=self._inputs,
+            samples=self._samples,
+        )
+        return GrpoMetrics(step=0, **columns)
 
     def take_step(self, step: int, *, is_measured: bool, needs_score: bool) -> GrpoMetrics:
         """Sample completions, compute rewards and log-probabilities, and train."""
@@ -331,11 +217,17 @@ class GrpoTrainer:
             batch = completion_batch(generated)
             with self._policy.keeping_batches():
                 with self._timeline.span("score", step):
-                    extra |= self._score(batch, watch)
+                    extra |= self._scorer.score(batch, watch)
                 with watch.phase("reward_s"):
                     extra |= self._add_advantages(batch, rewards)
                 with self._timeline.span("train", step):
-                    trained = self._train(batch, watch)
+                    trained = train_epochs(
+                        self._policy,
+                        batch,
+                        self._loss,
+                        num_epochs=self._config.epochs_per_step,
+                        watch=watch,
+                    )
             if self._async is not None:
                 self._async.finish(step)
                 self._timeline.flush()
@@ -367,28 +259,23 @@ class GrpoTrainer:
             kl=trained.get("kl"),
             entropy=trained["entropy"],
             extra=extra,
-            diagnostics={name: trained[name] for name in _DIAGNOSTICS if name in trained},
-            **{name: watch.of(name) for name in _PHASES},
+            diagnostics={name: trained[name] for name in DIAGNOSTICS if name in trained},
+            **{name: watch.of(name) for name in PHASES},
         )
 
     def _describe(
         self, rewards: Sequence[float], generated: Mapping[str, torch.Tensor]
     ) -> dict[str, float]:
         """Return the columns that describe the completions of a step and their rewards."""
-        values = torch.tensor(rewards, dtype=torch.float64)
-        if "sample_mask" in generated:
-            values = values[generated["sample_mask"].bool()]
-        groups = values.view(-1, self._config.samples_per_prompt)
-        lengths = generated["generation_lengths"].double()
+        groups = valid_rewards(rewards, generated).view(-1, self._config.samples_per_prompt)
         return {
-            "reward_mean": float(values.mean()),
-            "reward_std": float(values.std()),
-            "zero_advantage_share": float((groups == groups[:, :1]).all(1).double().mean()),
-            "completion_length_mean": float(lengths.mean()),
-            "completion_length_max": float(lengths.max()),
-            "truncated_share": self._inputs.encoder.truncated_share(
-                generated, max_new_tokens=self._max_new_tokens
+            **describe_completions(
+                rewards,
+                generated,
+                encoder=self._inputs.encoder,
+                max_new_tokens=self._max_new_tokens,
             ),
+            "zero_advantage_share": float((groups == groups[:, :1]).all(1).double().mean()),
         }
 
     @contextmanager
@@ -428,7 +315,10 @@ class GrpoTrainer:
                 taken = self._async.take(
                     cast("GenerationStream", source), step, weights_step=self.weight_version
                 )
-            return self._rewarded(taken.problems, taken.generated, watch), taken.metrics
+            rollout = reward_rollout(
+                taken.problems, taken.generated, inputs=self._inputs, watch=watch
+            )
+            return rollout, taken.metrics
         if not self._config.dynamic_sampling:
             return self._rollout(source, self._config.prompts_per_step, watch), {}
         return resample(
@@ -442,80 +332,25 @@ class GrpoTrainer:
 
     def _rollout(self, source: GenerationInterface, num_prompts: int, watch: Stopwatch) -> Rollout:
         """Sample a group of completions of each of the next problems, and reward them."""
-        group_size = self._config.samples_per_prompt
-        drawn = self._stream.take(num_prompts)
-        problems = [problem for problem in drawn for _ in range(group_size)]
-        generated = sample(
-            source, problems, inputs=self._inputs, group_size=group_size, watch=watch
+        return draw_rollout(
+            source,
+            self._stream.take(num_prompts),
+            inputs=self._inputs,
+            group_size=self._config.samples_per_prompt,
+            watch=watch,
         )
-        return self._rewarded(problems, generated, watch)
-
-    def _rewarded(self, problems: Sequence[Problem], generated: Batch, watch: Stopwatch) -> Rollout:
-        with watch.phase("reward_s"):
-            rewards = rewards_of(generated, problems, inputs=self._inputs)
-        return Rollout(problems=problems, generated=generated, rewards=rewards)
 
     def _add_advantages(self, batch: Batch, rewards: Sequence[float]) -> dict[str, float]:
         """Add the advantage of each token to a scored batch; return what was put into them."""
         batch["advantages"], measured = step_advantages(batch, rewards, config=self._run_config)
         return measured
 
-    def _score(self, batch: Batch, watch: Stopwatch) -> dict[str, float]:
-        """Add the old log-probabilities and, if the loss needs them, the reference's to the batch.
-
-        Returns:
-            The mismatch of engines' and trainer's log-probabilities; empty without engines.
-        """
-        own = self._config.old_logprobs == "trainer"
-        mismatch: dict[str, float] = {}
-        if own or self._has_engines or self._has_reference:
-            with watch.phase("move_s"):
-                self._policy.prepare_for_lp_inference()
-        with watch.phase("logprob_s"):
-            if own or self._has_engines:
-                scored = self._policy.get_logprobs(batch)
-                scores = scored["logprobs"]
-                if "routed_experts" in scored:
-                    batch["routed_experts"] = scored["routed_experts"]
-                batch["prev_logprobs"] = scores if own else batch["generation_logprobs"]
-                if self._has_engines:
-                    mismatch = self._mismatch(batch, scores)
-            else:
-                batch["prev_logprobs"] = batch["generation_logprobs"]
-            if self._has_reference:
-                reference = self._policy.get_reference_policy_logprobs(batch)
-                batch["reference_logprobs"] = reference["reference_logprobs"]
-        return mismatch
-
-    def _mismatch(self, batch: Batch, trainer_logprobs: torch.Tensor) -> dict[str, float]:
-        measured = sampler_mismatch(batch, trainer_logprobs)
-        check_mismatch(measured, limit=self._max_mismatch)
-        return measured
-
-    def _train(self, batch: Batch, watch: Stopwatch) -> dict[str, float]:
-        """Train on the batch; return the means of the metrics."""
-        with watch.phase("move_s"):
-            self._policy.prepare_for_training()
-        # `prev_logprobs` is computed once per step: from the second update on, the ratio differs
-        # from 1 and is clipped.
-        with watch.phase("train_s"):
-            epochs = [
-                mean_metrics(self._policy.train(batch, self._loss))
-                for _ in range(self._config.epochs_per_step)
-            ]
-        with watch.phase("move_s"):
-            self._policy.finish_training()
-        return {name: sum(each[name] for each in epochs) / len(epochs) for name in epochs[0]}
-
     def _accuracy(self, step: int) -> float:
         with self._after_step(step) as source:
-            return self._measure(source, step=step)
-
-    def _measure(self, source: GenerationInterface, *, step: int) -> float:
-        heldout = self._inputs.problems.heldout
-        return greedy_accuracy(
-            source, heldout, inputs=self._inputs, samples=self._samples, step=step
-        )
+            heldout = self._inputs.problems.heldout
+            return greedy_accuracy(
+                source, heldout, inputs=self._inputs, samples=self._samples, step=step
+            )
 
 
 def _open_rollouts(
@@ -572,7 +407,7 @@ GRPO = Recipe(
         "async": AsyncSection,
     },
     metrics=GrpoMetrics,
-    prepare=prepare_grpo,
+    prepare=prepare_rollouts,
     run=run_grpo,
     measure=measure_grpo,
     check=check_grpo,

@@ -18,6 +18,7 @@ from rl_policy.losses import (
     whiten,
 )
 from rl_policy.recipes.grpo_config import GrpoSection, LossSection
+from rl_policy.recipes.policy_gradient_config import PolicyLossSection
 
 
 def step_advantages(
@@ -59,7 +60,7 @@ def step_advantages(
         weights.append(1.0)
     kl = None
     if loss.kl_coef and loss.kl_in != "loss":
-        kl = loss.kl_coef * _penalty(batch, mask, loss)
+        kl = loss.kl_coef * kl_estimates(batch, mask, loss)
         measured["reward_kl"] = float(kl.sum(1).mean()) / loss.kl_coef
     if kl is not None and loss.kl_in == "reward":
         values = values - kl.sum(1)
@@ -87,10 +88,16 @@ def mean_advantages(advantages: torch.Tensor, token_mask: torch.Tensor) -> torch
     return ((advantages.double() * mask).sum(1) / mask.sum(1).clamp(min=1)).float()
 
 
-def _penalty(
-    batch: Mapping[str, torch.Tensor], mask: torch.Tensor, loss: LossSection
+def kl_estimates(
+    batch: Mapping[str, torch.Tensor], mask: torch.Tensor, loss: PolicyLossSection
 ) -> torch.Tensor:
-    """Return the KL estimate of each target token before the update, 0 elsewhere."""
+    """Return the KL estimate of each target token before the update, 0 elsewhere.
+
+    Args:
+        batch: `prev_logprobs` and `reference_logprobs`, `[batch, seq]`.
+        mask: `[batch, seq]`, 1 for target tokens.
+        loss: By whose `kl_estimator` and clamps.
+    """
     log_ratio = batch["reference_logprobs"] - batch["prev_logprobs"]
     return estimate_kl(
         torch.where(mask > 0, log_ratio, 0.0),

@@ -6,32 +6,15 @@ From DAPO (Yu et al. 2025), with a bound on how often.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 
 import torch
 from rl_batched_data import BatchedDataDict
 
-from rl_policy.data.batches import Batch
-from rl_policy.data.datasets import Problem
 from rl_policy.data.rewards import Rewards
 from rl_policy.generation.state import NOT_SAMPLED
 from rl_policy.losses import groups_with_signal
 from rl_policy.recipes.objectives import reward_columns
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Rollout:
-    """Completions of some problems, each as often as its group is large.
-
-    Attributes:
-        problems: Of each row.
-        generated: A `GenerationOutputSpec`, `[batch, seq]`.
-        rewards: Of each row.
-    """
-
-    problems: Sequence[Problem]
-    generated: Batch
-    rewards: Sequence[float]
+from rl_policy.recipes.policy_gradient import Rollout
 
 
 def resample(
