@@ -30,7 +30,6 @@ def judges(tmp_path_factory):
         path = tmp_path_factory.mktemp(head)
         build_tiny_model(base)
         config = Qwen2Config.from_pretrained(base, num_labels=1, pad_token_id=None)
-        config.classifier_dropout = 0.0
         torch.manual_seed(1)
         model = model_class(config)
         torch.nn.init.normal_(model.score.weight, std=0.2)

@@ -479,7 +479,9 @@ class DTensorEngine:
 
     def _write_config(self, directory: Path) -> None:
         # The rates that this worker has set to 0 belong to the model all the same.
-        rates = {} if self.config.model_dropout else disable_dropout(load_model_config(self.config))
+        rates = {}
+        if not self.config.model_dropout:
+            rates = disable_dropout(load_model_config(self.config), head=self.config.head)
         with dropout_restored(self.model.config, rates):
             # Without tensors: the config, the generation config and the code of a remote model.
             self.model.save_pretrained(directory, state_dict={})

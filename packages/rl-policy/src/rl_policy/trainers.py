@@ -348,6 +348,16 @@ class GRPOTrainer(RecipeTrainer):
     recipe = "grpo"
 
 
+class PPOTrainer(RecipeTrainer):
+    """PPO with a value model on problems with rewards, see `rl_policy.recipes.ppo`.
+
+    Example:
+        PPOTrainer("my-model", "problems.jsonl", reward=share_of_right_digits).train()
+    """
+
+    recipe = "ppo"
+
+
 class SFTTrainer(RecipeTrainer):
     """Supervised fine-tuning on prompts and answers, see `rl_policy.recipes.sft`.
 

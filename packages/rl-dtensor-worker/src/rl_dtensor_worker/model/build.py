@@ -100,7 +100,7 @@ def empty_model(config: EngineConfig) -> PreTrainedModel:
     check_attention(model_config, config)
     take_quantization(model_config, config.model_name)
     if not config.model_dropout:
-        disable_dropout(model_config)
+        disable_dropout(model_config, head=config.head)
     check_sizes(
         model_config,
         tensor_parallel_size=config.layout.tensor_parallel,

@@ -27,13 +27,21 @@ _KEPT = {"phimoe": ("router_jitter_noise",)}
 # Routers that draw the experts at random in training mode, whatever their config says.
 _DRAWING = ("PhimoeTopKRouter",)
 
-Rates = dict[tuple[str, ...], float]
-"""Rates above 0, by the names of nested configs and, last, of the attribute."""
+Rates = dict[tuple[str, ...], float | None]
+"""Rates that are not 0, by the names of nested configs and, last, of the attribute."""
 
 
-def disable_dropout(config: PreTrainedConfig) -> Rates:
-    """Set every rate of a config and of its nested ones to 0, and return what they were."""
-    rates = dict(_rates(config, ()))
+def disable_dropout(config: PreTrainedConfig, *, head: str) -> Rates:
+    """Set every rate of a config and of its nested ones to 0, and return what they were.
+
+    Args:
+        config: The config.
+        head: `policy.head` of the model that is built by it.
+    """
+    rates: Rates = dict(_rates(config, ()))
+    if head == "value" and getattr(config, "classifier_dropout", None) is None:
+        # transformers' token classifiers have a rate of 0.1 where their config has none.
+        rates["classifier_dropout",] = None
     _set(config, dict.fromkeys(rates, 0.0))
     return rates
 

@@ -48,11 +48,11 @@ from rl_policy.run.inputs import (
     check_language_model,
     check_sampling,
     check_schedule,
+    check_vocabulary,
     is_missing_directory,
     prepare_problems,
-    read_tokenizer,
 )
-from rl_policy.run.machine import check_model_files, model_config
+from rl_policy.run.machine import check_model_files
 from rl_policy.run.metrics import StepMetrics, mean_metrics
 from rl_policy.run.samplers import Sampler, counting_move, open_sampler, weight_version
 from rl_policy.run.session import Session, open_policy, run_loop
@@ -175,7 +175,7 @@ def prepare_distill(config: RunConfig, encoder: ProblemEncoder) -> ProblemInputs
     size = len(encoder.tokenizer)
     if section.teacher is not None:
         check_model_files(teacher, key="distill.teacher")
-        size = _check_vocabulary(teacher, encoder)
+        size = check_vocabulary(teacher, encoder, key="distill.teacher")
     if section.top_k > size:
         raise ValueError(
             f"distill.top_k={section.top_k} is more than the {size} tokens of the vocabulary"
@@ -189,23 +189,6 @@ def prepare_distill(config: RunConfig, encoder: ProblemEncoder) -> ProblemInputs
     if section.teacher is None:
         return prepare_sft(config, encoder)
     return prepare_problems(config, encoder)
-
-
-def _check_vocabulary(teacher: Settings, encoder: ProblemEncoder) -> int:
-    """Check that the teacher has the run's tokens; return the size of its vocabulary."""
-    name = teacher["model_name"]
-    tokenizer = read_tokenizer(
-        name, key="distill.teacher", trust_remote_code=teacher["trust_remote_code"]
-    )
-    own, other = encoder.tokenizer.get_vocab(), tokenizer.get_vocab()
-    if own != other:
-        different = sum(own.get(token) != id_ for token, id_ in other.items())
-        raise ValueError(
-            f"distill.teacher={name!r} has another vocabulary than the model: {len(other)} tokens "
-            f"and {len(own)}, {different} of the teacher's are not the model's; a token of both "
-            "must have one id"
-        )
-    return int(model_config(teacher).get_text_config().vocab_size)
 
 
 def run_distill(session: Session[ProblemInputs], model: str) -> None:

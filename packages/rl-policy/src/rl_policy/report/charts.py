@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 RunRows: TypeAlias = Mapping[str, Sequence[Row]]
 """The rows of each run, by its name."""
 
-PHASES = ("generate_s", "reward_s", "logprob_s", "train_s", "refit_s", "move_s")
+PHASES = ("generate_s", "reward_s", "logprob_s", "value_s", "train_s", "refit_s", "move_s")
 """The columns whose sum is nearly `step_s`."""
 
 # Distinct for the colour-blind (Okabe and Ito 2008).
@@ -46,9 +46,12 @@ CHARTS = (
     Chart("Reward", "mean of the samples", ("reward_mean", "reward_std")),
     Chart("Held-out accuracy", "share", ("accuracy", "pass_rate")),
     Chart("Loss", "loss", ("loss",)),
+    Chart("Loss of the value model", "per token", ("value_loss",)),
+    Chart("Returns explained by the values", "share of the variance", ("explained_variance",)),
+    Chart("Clipped tokens", "share", ("clip_fraction", "value_clip_fraction")),
     Chart("KL to the reference", "nats per token", ("kl",)),
     Chart("Entropy", "nats per token", ("entropy",)),
-    Chart("Gradient norm", "norm", ("grad_norm",)),
+    Chart("Gradient norm", "norm", ("grad_norm", "value_grad_norm")),
     Chart("Completion lengths", "tokens", ("completion_length_mean", "completion_length_max")),
     Chart(
         "Truncated completions, prompts without advantage",

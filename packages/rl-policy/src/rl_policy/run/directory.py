@@ -200,6 +200,10 @@ class Checkpoint:
         """The tokenizer."""
         return self.path / "tokenizer"
 
+    def within(self, name: str) -> Checkpoint:
+        """Return the checkpoint of another policy of the run, in a directory of this one."""
+        return Checkpoint(self.path / name, self.state)
+
 
 class CheckpointManager:
     """The checkpoints `step_N` below a directory.

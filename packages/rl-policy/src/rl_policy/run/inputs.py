@@ -397,6 +397,30 @@ def read_tokenizer(name: str, *, key: str, trust_remote_code: bool) -> PreTraine
         ) from error
 
 
+def check_vocabulary(policy: Settings, encoder: ProblemEncoder, *, key: str) -> int:
+    """Check that another model has the run's tokens; return the size of its vocabulary.
+
+    Args:
+        policy: The complete section of the other model.
+        encoder: Of the run.
+        key: The key that names the model.
+
+    Raises:
+        ValueError: Its tokenizer cannot be loaded, or has other tokens.
+    """
+    name = policy["model_name"]
+    tokenizer = read_tokenizer(name, key=key, trust_remote_code=policy["trust_remote_code"])
+    own, other = encoder.tokenizer.get_vocab(), tokenizer.get_vocab()
+    if own != other:
+        different = sum(own.get(token) != id_ for token, id_ in other.items())
+        raise ValueError(
+            f"{key}={name!r} has another vocabulary than the model: {len(other)} tokens and "
+            f"{len(own)}, {different} of the former are not the model's; a token of both must have "
+            "one id"
+        )
+    return int(model_config(policy).get_text_config().vocab_size)
+
+
 def _check_tokens(config: RunConfig, tokenizer: PreTrainedTokenizerBase) -> None:
     """Check that the tokens of the section `generation` are in the vocabulary."""
     generation: Settings = config.policy.get("generation") or {}
