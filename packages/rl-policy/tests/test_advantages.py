@@ -1,13 +1,20 @@
 """Advantages beyond the group's, against numbers computed by hand."""
 
+import math
+
+import numpy as np
 import pytest
 import torch
 from rl_policy.losses import (
+    explained_variance,
+    generalized_advantages,
     group_relative_advantages,
     groups_with_signal,
     overlong_penalties,
     per_reward_advantages,
     reward_to_go_penalty,
+    token_rewards,
+    token_values,
     whiten,
 )
 
@@ -90,3 +97,63 @@ def test_a_token_is_charged_with_what_follows_it():
     mask = torch.tensor([[0, 1, 0, 1], [0, 0, 1, 0]])
     expected = [[4.0, 4.0, 3.0, 3.0], [5.0, 5.0, 5.0, 0.0]]
     assert reward_to_go_penalty(penalties, mask).tolist() == expected
+
+
+def test_advantages_by_a_value_model_look_ahead_by_lam():
+    # Targets 1 and 2; deltas 0.6 - 0.5 = 0.1 and 1 - 0.6 = 0.4.
+    rewards = torch.tensor([[7.0, 0.0, 1.0, 7.0]])
+    values = torch.tensor([[9.0, 0.5, 0.6, 9.0]])
+    mask = torch.tensor([[0, 1, 1, 0]])
+    half = generalized_advantages(rewards, values, mask, gamma=1.0, lam=0.5)
+    torch.testing.assert_close(half[0], torch.tensor([[0.0, 0.3, 0.4, 0.0]]))
+    torch.testing.assert_close(half[1], torch.tensor([[0.0, 0.8, 1.0, 0.0]]))
+    # One token ahead, and the whole return; with gamma 0.5 the first delta is 0.3 - 0.5.
+    next_alone, _ = generalized_advantages(rewards, values, mask, gamma=1.0, lam=0.0)
+    torch.testing.assert_close(next_alone, torch.tensor([[0.0, 0.1, 0.4, 0.0]]))
+    advantages, returns = generalized_advantages(rewards, values, mask, gamma=0.5, lam=1.0)
+    torch.testing.assert_close(returns, torch.tensor([[0.0, 0.5, 1.0, 0.0]]))
+    torch.testing.assert_close(advantages, torch.tensor([[0.0, 0.0, 0.4, 0.0]]))
+
+
+def test_what_is_no_target_takes_no_time_and_has_no_value():
+    """An episode of two turns equals one completion without what is between them."""
+    generator = torch.Generator().manual_seed(3)
+    rewards, values = (torch.randn(4, 5, generator=generator) for _ in range(2))
+    settings = {"gamma": 0.9, "lam": 0.8}
+    expected = generalized_advantages(rewards, values, torch.ones(4, 5), **settings)
+    place, mask = [1, 2, 5, 6, 8], torch.zeros(4, 10)
+    mask[:, place] = 1
+    # Whatever is there: rewards of other tokens, and values that are not finite.
+    wide = [torch.full((4, 10), fill) for fill in (3.0, float("nan"))]
+    wide[0][:, place], wide[1][:, place] = rewards, values
+    found = generalized_advantages(*wide, mask, **settings)
+    for ours, narrow in zip(found, expected, strict=True):
+        torch.testing.assert_close(ours[:, place], narrow)
+        assert not ours[mask == 0].any()
+
+
+def test_values_are_of_the_state_in_which_a_token_is_sampled():
+    scores = torch.tensor([[0.1, 0.2, 0.3]])
+    assert torch.equal(token_values(scores), torch.tensor([[0.0, 0.1, 0.2]]))
+
+
+def test_the_reward_is_at_the_last_target_and_penalties_at_all():
+    mask = torch.tensor([[0, 1, 1, 0], [0, 1, 0, 1], [0, 0, 0, 0]])
+    rewards = torch.tensor([1.0, 2.0, 3.0])
+    expected = torch.tensor([[0.0, 0, 1, 0], [0, 0, 0, 2], [0, 0, 0, 0]]).double()
+    assert torch.equal(token_rewards(rewards, mask), expected)
+    penalties = torch.tensor([[float("inf"), 0.25, 0.5, 9.0]]).expand(3, 4)
+    expected -= torch.tensor([[0, 0.25, 0.5, 0], [0, 0.25, 0, 9], [0, 0, 0, 0]]).double()
+    assert torch.equal(token_rewards(rewards, mask, penalties), expected)
+
+
+def test_the_explained_variance_is_that_of_numpy():
+    generator = torch.Generator().manual_seed(4)
+    values, returns = (torch.randn(6, 7, generator=generator) for _ in range(2))
+    mask = torch.rand(6, 7, generator=generator) < 0.6
+    known, total = values[mask].double().numpy(), returns[mask].double().numpy()
+    expected = 1 - np.var(total - known) / np.var(total)
+    assert explained_variance(values, returns, mask) == pytest.approx(expected, rel=1e-12)
+    assert explained_variance(returns, returns, mask) == 1
+    assert explained_variance(returns + 3, returns, mask) == pytest.approx(1)
+    assert math.isnan(explained_variance(values, torch.ones(6, 7), mask))

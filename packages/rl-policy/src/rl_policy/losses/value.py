@@ -10,6 +10,7 @@ import torch
 from rl_interfaces import LossInput, LossType
 
 from rl_policy.losses.reduction import (
+    masked_difference,
     require_keys,
     share_of,
     target_column,
@@ -85,18 +86,17 @@ class ValueLoss:
         mask = target_mask(data)
         values = next_token_logits[:, :-1]
         returns = target_column(data, "returns", values)
-        cost = (values - returns) ** 2
+        # Masked first: beyond the targets a return may be anything, and so would be the gradient.
+        cost = masked_difference(values, returns, mask) ** 2
         is_clipped = torch.zeros_like(cost)
         if self.clip is not None:
             before = target_column(data, "prev_values", values)
             bounded = before + (values - before).clamp(-self.clip, self.clip)
-            bounded_cost = (bounded - returns) ** 2
+            bounded_cost = masked_difference(bounded, returns, mask) ** 2
             is_clipped = (bounded_cost > cost).float()
             cost = torch.maximum(cost, bounded_cost)
-        # Beyond the targets a return may be anything, and infinity times 0 is NaN.
-        cost = torch.where(mask > 0, cost / 2, 0.0)
         measured = {"value_mean": values, "value_clip_fraction": is_clipped}
         shares = {
             key: share_of(each.detach(), mask, global_valid_toks) for key, each in measured.items()
         }
-        return share_of(cost, mask, global_valid_toks), with_samples(shares, data)
+        return share_of(cost / 2, mask, global_valid_toks), with_samples(shares, data)

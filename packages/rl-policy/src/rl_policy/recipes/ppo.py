@@ -18,6 +18,7 @@ from pathlib import Path
 import torch
 from pydantic import Field, model_validator
 from rl_interfaces.config.resolve import merge_sections
+from rl_interfaces.config.schema import MOST
 from rl_refit.report import Stopwatch
 
 from rl_policy.config import (
@@ -44,6 +45,7 @@ from rl_policy.losses import (
 )
 from rl_policy.policy import Policy
 from rl_policy.recipes import Recipe
+from rl_policy.recipes.async_rollouts import AsyncSection
 from rl_policy.recipes.objectives import kl_estimates, mean_advantages
 from rl_policy.recipes.policy_gradient import (
     DIAGNOSTICS,
@@ -90,6 +92,8 @@ _VALUE = "value"
 class PpoSection(PolicyGradientSection):
     """Proximal policy optimization with a value model."""
 
+    prompts_per_step: int = Field(default=128, ge=1, le=MOST)
+    """Prompts per step."""
     gamma: float = Field(default=1.0, ge=0, le=1)
     """Discount of a token."""
     lam: float = Field(default=0.95, ge=0, le=1)
@@ -185,6 +189,13 @@ def check_ppo(config: RunConfig) -> None:
         raise ValueError(
             "policy.generation.temperature=0 makes all completions of a prompt equal: PPO learns "
             "from those that differ"
+        )
+    # A section of another recipe, which a file of several may have.
+    asynchronous = getattr(config, "async", None)
+    if isinstance(asynchronous, AsyncSection) and asynchronous.max_staleness:
+        raise ValueError(
+            f"async.max_staleness={asynchronous.max_staleness}: PPO samples anew in each step, set "
+            "it to 0"
         )
     value = value_policy(config)
     if value["head"] != _VALUE:
@@ -540,7 +551,7 @@ PPO = Recipe(
     builtin={
         **SFT.builtin,
         "ppo": {
-            "steps": 60,
+            "steps": 30,
             "prompts_per_step": 512,
             "epochs_per_step": 2,
             "value_policy": {"optimizer": {"kwargs": {"lr": 1.0e-3}}},

@@ -8,7 +8,7 @@ import tempfile
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
 from rl_interfaces import AdapterSendingWorker
@@ -50,6 +50,9 @@ from rl_policy.generation.vllm.config import (
 from rl_policy.recipes import find_recipe
 from rl_policy.run.machine import check_devices, check_model_files, model_config
 from rl_policy.run.trackers import check_trackers
+
+if TYPE_CHECKING:
+    from rl_interfaces import PolicyWorker
 
 ItemT = TypeVar("ItemT")
 
@@ -514,14 +517,8 @@ def _longest(problems: Iterable[Problem], lengths: Iterable[int]) -> tuple[str, 
 
 def _check_backend(config: RunConfig, policies: Sequence[Settings]) -> None:
     """Let the backend validate the sections `policy` that the run is going to use."""
-    name = backends.enabled_backend(config.policy)
-    try:
-        worker_class = backends.load(name)
-    except backends.BackendNotInstalledError as error:
-        raise backends.BackendNotInstalledError(
-            f"policy.{name}_cfg.enabled=True: {error}"
-        ) from error
-    for policy in policies:
+    for policy in (config.policy, *policies):
+        _load_backend(policy)
         backends.check_generation_backend(policy)
     world_size = sum(config.cluster.bundle_ct_per_node_list)
     with tempfile.TemporaryDirectory() as directory:
@@ -538,7 +535,19 @@ def _check_backend(config: RunConfig, policies: Sequence[Settings]) -> None:
                 for policy in policies
             ]
         for policy in policies:
-            worker_class.validate_config(policy, world_size=world_size, init_optimizer=True)
+            _load_backend(policy).validate_config(
+                policy, world_size=world_size, init_optimizer=True
+            )
+
+
+def _load_backend(policy: Settings) -> type[PolicyWorker]:
+    name = backends.enabled_backend(policy)
+    try:
+        return backends.load(name)
+    except backends.BackendNotInstalledError as error:
+        raise backends.BackendNotInstalledError(
+            f"policy.{name}_cfg.enabled=True: {error}"
+        ) from error
 
 
 def engine_section(config: RunConfig, *, model: str) -> Settings:
