@@ -190,7 +190,7 @@ class Rule:
 
 RULES = [
     Rule(
-        r"(uv run )?rl-policy (grpo|sft|distill|dpo|rm)\b"
+        r"(uv run )?rl-policy (grpo|ppo|sft|distill|dpo|rm)\b"
         r"(?!.*(--show-config|--out quick|--resume quick))",
         "a run takes minutes, or a GPU",
         check_run,

@@ -52,7 +52,7 @@ BASE = {
 RECIPES = ["grpo", "sft", "dpo"]
 SECTIONS = (
     "policy|cluster|tiny_model|data|checkpoint|reward|refit|loss|sft|grpo|dpo|seed|recipe|"
-    "report|logger|tracking|eval|rm|environment|async|distill"
+    "report|logger|tracking|eval|rm|environment|async|distill|ppo"
 )
 NAMED = re.compile(rf"\b(?:{SECTIONS})\b")
 # What a key decides that the line does not name: the number of ranks.

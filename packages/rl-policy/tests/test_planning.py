@@ -109,11 +109,12 @@ def test_experts_are_planned_in_bfloat16_alone(tmp_path):
 
 
 @pytest.mark.slow
-def test_a_recipe_of_several_policies_is_refused():
-    result = run("--recipe", "distill", "--gpus", "2", "--memory", "80GB")
+@pytest.mark.parametrize("recipe", ["distill", "ppo"])
+def test_a_recipe_of_several_policies_is_refused(recipe):
+    result = run("--recipe", recipe, "--gpus", "2", "--memory", "80GB")
     assert result.exit_code == 2, result.output
     (line,) = result.stderr.splitlines()
-    assert "recipe='distill' has 2 policies on the same devices" in line
+    assert f"recipe='{recipe}' has 2 policies on the same devices" in line
 
 
 def trace(*, layers, state=True):

@@ -36,8 +36,8 @@ def register(tmp_path, monkeypatch):
 
 def test_ours_are_registered_like_a_strangers(register):
     register("echo = stranger_recipe:ECHO")
-    assert installed_recipes() == ["distill", "dpo", "echo", "eval", "grpo", "rm", "sft"]
-    for name in ("distill", "dpo", "eval", "grpo", "rm", "sft"):
+    assert installed_recipes() == ["distill", "dpo", "echo", "eval", "grpo", "ppo", "rm", "sft"]
+    for name in ("distill", "dpo", "eval", "grpo", "ppo", "rm", "sft"):
         recipe = find_recipe(name)
         assert recipe.name == name == next(iter(recipe.sections))
 
@@ -45,7 +45,7 @@ def test_ours_are_registered_like_a_strangers(register):
 def test_the_command_line_lists_what_is_registered_without_importing_it(register):
     register("echo = stranger_recipe:ECHO", "gone = no_such_package.module:X")
     listed = CliRunner().invoke(build_app(), ["--help"], env={"COLUMNS": "200"}).output
-    recipes = ("distill", "dpo", "echo", "eval", "grpo", "rm", "sft")
+    recipes = ("distill", "dpo", "echo", "eval", "grpo", "ppo", "rm", "sft")
     for name in (*recipes, "merge", "plan", "serve ", "serve-tinker"):
         assert name in listed
     assert "Repeat the prompts" in listed
@@ -110,9 +110,9 @@ def test_a_strangers_recipe_has_a_trainer_too(register):
 
 def test_what_cannot_be_found_is_named(register):
     with pytest.raises(
-        ValueError, match=r"'ppo' is not installed \(installed recipes: distill, dpo, eval"
+        ValueError, match=r"'dqn' is not installed \(installed recipes: distill, dpo, eval"
     ):
-        find_recipe("ppo")
+        find_recipe("dqn")
     register("echo = stranger_recipe:EchoTrainer", "sft = stranger_recipe:ECHO")
     with pytest.raises(TypeError, match=r"must be a Recipe with name='echo'"):
         find_recipe("echo")
