@@ -551,7 +551,7 @@ PPO = Recipe(
     builtin={
         **SFT.builtin,
         "ppo": {
-            "steps": 30,
+            "steps": 20,
             "prompts_per_step": 512,
             "epochs_per_step": 2,
             "value_policy": {"optimizer": {"kwargs": {"lr": 1.0e-3}}},
