@@ -11,11 +11,9 @@ KEYS = [
     "step",
     "reward_mean",
     "reward_std",
-    "zero_advantage_share",
     "completion_length_mean",
     "completion_length_max",
     "truncated_share",
-    "staleness",
     "accuracy",
     "loss",
     "grad_norm",
@@ -33,6 +31,8 @@ KEYS = [
     "logprob_s",
     "train_s",
     "refit_s",
+    "zero_advantage_share",
+    "staleness",
 ]
 
 
