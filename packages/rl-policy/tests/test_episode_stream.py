@@ -4,6 +4,7 @@ import json
 import random
 import re
 import time
+from functools import partial
 
 import pytest
 import torch
@@ -209,15 +210,23 @@ def plan_of(**numbers):
     return AsyncPlan(**defaults | numbers)
 
 
-def rollouts_of(plan, directory, player, *, step=0, limit_s=20.0):
+def rollouts_of(plan, directory, player, *, step=0, limit_s=20.0, too_old="drop"):
     return AsyncRollouts(
         plan,
-        too_old="drop",
+        too_old=too_old,
         open_stream=lambda position: open_stream(PROBLEMS, weights=None, seed=0, position=position),
         sampler=EpisodeGroups(player, group_size=GROUP, limit_s=limit_s),
         ledger=TrainedLedger(directory / "trained.jsonl", step=step),
         timeout_s=60.0,
     )
+
+
+def check_age(taken, *, step, plan):
+    """Compare the age of what is trained with the bound."""
+    versions = taken.generated["weight_versions"]
+    oldest = int(versions[versions != NOT_SAMPLED].min())
+    staleness = (step - 1 - oldest) * plan.versions_per_step
+    assert staleness <= taken.metrics["staleness_max"] <= plan.max_staleness
 
 
 def check_rows(taken, encoder, *, step, plan):
@@ -254,9 +263,18 @@ def check_rows(taken, encoder, *, step, plan):
     versions_per_step=st.integers(1, 2),
     refit_every=st.integers(1, 3),
     limit=st.sampled_from([1, 4, 1000]),
+    too_old=st.sampled_from(["drop", "wait"]),
 )
 def test_every_problem_is_trained_on_once_whenever_the_run_is_killed(
-    tmp_path_factory, place, echo, seed, max_steps_ahead, versions_per_step, refit_every, limit
+    tmp_path_factory,
+    place,
+    echo,
+    seed,
+    max_steps_ahead,
+    versions_per_step,
+    refit_every,
+    limit,
+    too_old,
 ):
     directory, chance = tmp_path_factory.mktemp("run"), random.Random(seed)
     plan = plan_of(
@@ -266,7 +284,9 @@ def test_every_problem_is_trained_on_once_whenever_the_run_is_killed(
     )
     plan.check()
     engines = Engines(chance, echo.encoder, limit=limit)
-    rollouts = rollouts_of(plan, directory, echo)
+    new = partial(rollouts_of, plan, directory, echo, too_old=too_old)
+    rollouts = new()
+    most_dropped = {"drop": 1000, "wait": 0}[too_old]
     step = saved = 0
     while step < plan.num_steps:
         if chance.random() < 0.2:
@@ -278,7 +298,7 @@ def test_every_problem_is_trained_on_once_whenever_the_run_is_killed(
             step = saved
             engines = Engines(chance, echo.encoder, limit=limit)
             engines.version = step
-            rollouts = rollouts_of(plan, directory, echo, step=step)
+            rollouts = new(step=step)
             if saved:
                 rollouts.load(directory)
         step += 1
@@ -293,15 +313,13 @@ def test_every_problem_is_trained_on_once_whenever_the_run_is_killed(
             rollouts.close()
             engines = Engines(chance, echo.encoder, limit=limit)
             engines.version = saved
-            rollouts = rollouts_of(plan, directory, echo, step=saved)
+            rollouts = new(step=saved)
             step = saved
             if saved:
                 rollouts.load(directory)
             continue
-        versions = taken.generated["weight_versions"]
-        oldest = int(versions[versions != NOT_SAMPLED].min())
-        staleness = (step - 1 - oldest) * plan.versions_per_step
-        assert staleness <= taken.metrics["staleness_max"] <= plan.max_staleness
+        check_age(taken, step=step, plan=plan)
+        assert taken.metrics["rollouts_dropped"] <= most_dropped
         check_rows(taken, echo.encoder, step=step, plan=plan)
         rollouts.finish(step)
         if chance.random() < 0.4:

@@ -97,9 +97,12 @@ def trained_once_despite_a_kill(begin, workplace, run):
     return rows
 
 
-def test_a_run_that_is_killed_trains_on_each_problem_once(begin, workplace):
-    rows = trained_once_despite_a_kill(begin, workplace, RUN)
+@pytest.mark.parametrize("too_old", ["drop", "wait"])
+def test_a_run_that_is_killed_trains_on_each_problem_once(begin, workplace, too_old):
+    rows = trained_once_despite_a_kill(begin, workplace, [*RUN, f"async.too_old={too_old}"])
     for row in rows:
+        assert 0 <= row["oldest_wait_s"] <= row["generate_s"]
+        assert too_old == "drop" or row["rollouts_dropped"] == 0
         assert row["refit_staged"] == 1
         assert row["rollouts_trained"] == (row["step"] - 1) * GROUPS
     assert max(row["staleness_max"] for row in rows) > 0
@@ -115,7 +118,8 @@ def test_a_run_that_is_killed_trains_on_each_problem_once(begin, workplace):
     assert (content["complete"], content["reopened"]) == ({}, [])
 
 
-def test_a_run_of_episodes_that_is_killed_trains_on_each_problem_once(begin, workplace):
+@pytest.mark.parametrize("too_old", ["drop", "wait"])
+def test_a_run_of_episodes_that_is_killed_trains_on_each_problem_once(begin, workplace, too_old):
     (workplace / "my_environment.py").write_text(ENVIRONMENT)
     (workplace / "die").touch()
     run = [
@@ -125,9 +129,11 @@ def test_a_run_of_episodes_that_is_killed_trains_on_each_problem_once(begin, wor
         "grpo.warm_up=false",
         f"report.samples={GROUPS * 4}",
         "grpo.eval_every=1",
+        f"async.too_old={too_old}",
     ]
     rows = trained_once_despite_a_kill(begin, workplace, run)
     for row in rows:
+        assert too_old == "drop" or row["rollouts_dropped"] == 0
         assert 2 <= row["turns_mean"] <= 3
     # One process has died, which is lost with its step if that is taken again.
     assert sum(row["environment_failures"] for row in rows) <= 1

@@ -15,11 +15,11 @@ from __future__ import annotations
 
 import json
 import os
+import time
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal
 
 from pydantic import Field
 from rl_interfaces.config.schema import MOST
@@ -29,7 +29,7 @@ from rl_policy.data.batches import Batch
 from rl_policy.data.datasets import Problem, Stream
 from rl_policy.generation.stream import GenerationStream
 from rl_policy.recipes.groups import GroupSampler, SampledGroup
-from rl_policy.rollout_buffer import RolloutBuffer, RolloutGroup
+from rl_policy.rollout_buffer import RolloutBuffer, RolloutGroup, TooOld
 from rl_policy.run.metrics import keep_steps
 
 _BUFFER = "rollouts.safetensors"
@@ -43,9 +43,10 @@ class AsyncSection(Section):
     trained on with. 0: each step samples and then trains."""
     refit_every: int = Field(default=1, ge=1, le=MOST)
     """Steps between two refits of the engines; a measurement of accuracy needs one as well."""
-    too_old: Literal["drop", "rescore"] = "drop"
+    too_old: TooOld = "drop"
     """What becomes of completions that have become too old, as others have overtaken them: they are
-    sampled anew, or are trained on."""
+    sampled anew (`drop`), or are trained on (`rescore`). `wait`: none become too old, as a step
+    waits for the oldest that are not complete where later steps could not train on all in time."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -139,7 +140,8 @@ class TakenRollouts:
     generated: Batch
     """A `GenerationOutputSpec` of all groups, padded to the longest row."""
     metrics: dict[str, float]
-    """`staleness_max`, and `rollouts_*`: what the buffer holds and has seen."""
+    """`staleness_max`, `rollouts_*`: what the buffer holds and has seen, and `oldest_wait_s`: the
+    seconds in which enough groups were complete, and older ones that had to come first were not."""
 
 
 class AsyncRollouts:
@@ -158,7 +160,7 @@ class AsyncRollouts:
         self,
         plan: AsyncPlan,
         *,
-        too_old: Literal["drop", "rescore"],
+        too_old: TooOld,
         open_stream: Callable[[int], Stream[Problem]],
         sampler: GroupSampler,
         ledger: TrainedLedger,
@@ -218,6 +220,7 @@ class AsyncRollouts:
         """
         self._receive(source, timeout_s=0.0)
         self._submit(source, step, weights_step=weights_step)
+        oldest_wait_s = 0.0
         while not (groups := self._buffer.take()):
             # What was too old is sampled anew.
             self._submit(source, step, weights_step=weights_step)
@@ -228,7 +231,10 @@ class AsyncRollouts:
                     f"{room} rows that engines take at a time: raise "
                     "policy.generation.vllm_cfg.max_requests_in_flight"
                 )
-            if not self._receive(source, timeout_s=self._timeout_s):
+            waits_for_oldest, since = self._buffer.waits_for_oldest, time.monotonic()
+            finished = self._receive(source, timeout_s=self._timeout_s)
+            oldest_wait_s += (time.monotonic() - since) * waits_for_oldest
+            if not finished:
                 raise TimeoutError(
                     f"no completion of step {step} has finished within {self._timeout_s:.0f} s: "
                     f"{self._buffer.counts}"
@@ -238,7 +244,7 @@ class AsyncRollouts:
         return TakenRollouts(
             problems=[self._problem(id) for id in self._taken for _ in range(size)],
             generated=self._sampler.join([group.rows for group in groups]),
-            metrics=self._metrics(groups),
+            metrics=self._metrics(groups) | {"oldest_wait_s": oldest_wait_s},
         )
 
     def finish(self, step: int) -> None:
