@@ -9,9 +9,9 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from rl_batched_data import BatchedDataDict
+from rl_interfaces import NOT_SAMPLED, FinishedSubmission
 from rl_policy.data.datasets import Problem, open_stream
-from rl_policy.generation.state import NOT_SAMPLED
-from rl_policy.generation.stream import FinishedSubmission, require_known, require_room
+from rl_policy.generation.stream import require_known, require_room
 from rl_policy.recipes.async_rollouts import AsyncPlan, AsyncRollouts, TrainedLedger
 from rl_policy.recipes.groups import CompletionGroups
 

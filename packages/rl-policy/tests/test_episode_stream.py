@@ -12,6 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from recipe_runs import wait_until
 from rl_batched_data import BatchedDataDict
+from rl_interfaces import NOT_SAMPLED, FinishedSubmission, TicketsLostError
 from rl_policy.data.batches import ProblemEncoder, completion_batch
 from rl_policy.data.datasets import Problem, open_stream
 from rl_policy.data.tiny_model import build_tokenizer
@@ -19,13 +20,7 @@ from rl_policy.environments.exchange import MARGIN_S
 from rl_policy.environments.pool import ProcessPool
 from rl_policy.environments.rollouts import EnvironmentFailure, EpisodePlayer, episode_metrics
 from rl_policy.environments.stream import EpisodeStream
-from rl_policy.generation.state import NOT_SAMPLED
-from rl_policy.generation.stream import (
-    FinishedSubmission,
-    TicketsLostError,
-    require_known,
-    require_room,
-)
+from rl_policy.generation.stream import require_known, require_room
 from rl_policy.recipes.async_rollouts import AsyncPlan, AsyncRollouts, TrainedLedger
 from rl_policy.recipes.groups import EpisodeGroups
 

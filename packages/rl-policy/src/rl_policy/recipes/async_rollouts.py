@@ -22,12 +22,12 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from pydantic import Field
+from rl_interfaces import GenerationStream
 from rl_interfaces.config.schema import MOST
 
 from rl_policy.config import Section
 from rl_policy.data.batches import Batch
 from rl_policy.data.datasets import Problem, Stream
-from rl_policy.generation.stream import GenerationStream
 from rl_policy.recipes.groups import GroupSampler, SampledGroup
 from rl_policy.rollout_buffer import RolloutBuffer, RolloutGroup, TooOld
 from rl_policy.run.metrics import keep_steps

@@ -9,6 +9,7 @@ from typing import Protocol, cast
 
 import torch
 from rl_batched_data import BatchedDataDict
+from rl_interfaces import NOT_SAMPLED, GenerationStream
 
 from rl_policy.data.batches import Batch
 from rl_policy.data.datasets import Problem
@@ -21,8 +22,6 @@ from rl_policy.environments.stream import (
     with_texts,
     with_texts_as_bytes,
 )
-from rl_policy.generation.state import NOT_SAMPLED
-from rl_policy.generation.stream import GenerationStream
 
 # Rows of episodes that may be opened: the plan's bound alone holds, and places are waited for.
 _ANY_NUMBER = 1 << 30

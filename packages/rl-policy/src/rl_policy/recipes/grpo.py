@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import ClassVar, cast
 
 import torch
-from rl_interfaces import GenerationInterface
+from rl_interfaces import GenerationInterface, GenerationStream
 from rl_refit.report import Stopwatch
 
 from rl_policy.config import (
@@ -32,7 +32,6 @@ from rl_policy.data.batches import Batch, ProblemEncoder, completion_batch
 from rl_policy.data.datasets import Problem, open_stream
 from rl_policy.data.rewards import mean_parts
 from rl_policy.environments.rollouts import episode_metrics
-from rl_policy.generation.stream import GenerationStream
 from rl_policy.generation.vllm.config import complete_section
 from rl_policy.generation.vllm.requests import mean_staleness
 from rl_policy.policy import Policy

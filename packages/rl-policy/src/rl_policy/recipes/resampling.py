@@ -10,11 +10,11 @@ from dataclasses import dataclass
 
 import torch
 from rl_batched_data import BatchedDataDict
+from rl_interfaces import NOT_SAMPLED
 
 from rl_policy.data.batches import Batch
 from rl_policy.data.datasets import Problem
 from rl_policy.data.rewards import Rewards
-from rl_policy.generation.state import NOT_SAMPLED
 from rl_policy.losses import groups_with_signal
 from rl_policy.recipes.objectives import reward_columns
 

@@ -15,13 +15,9 @@ from typing import TYPE_CHECKING, Any
 
 import ray
 from ray.exceptions import GetTimeoutError, RayError
+from rl_interfaces import FinishedSubmission, TicketsLostError
 
-from rl_policy.generation.stream import (
-    FinishedSubmission,
-    TicketsLostError,
-    require_known,
-    require_room,
-)
+from rl_policy.generation.stream import require_known, require_room
 from rl_policy.ray.worker_group import RayWorkerGroup, WorkerDiedError
 
 if TYPE_CHECKING:
