@@ -9,7 +9,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from rl_batched_data import BatchedDataDict
-from rl_interfaces import NOT_SAMPLED, FinishedSubmission
+from rl_interfaces import NOT_SAMPLED, FinishedSubmission, TicketsLostError
 from rl_policy.data.datasets import Problem, open_stream
 from rl_policy.generation.stream import require_known, require_room
 from rl_policy.recipes.async_rollouts import AsyncPlan, AsyncRollouts, TrainedLedger
@@ -158,6 +158,11 @@ def test_every_problem_is_trained_on_once_whenever_the_run_is_killed(
             if saved:
                 rollouts.load(directory)
         step += 1
+        if chance.random() < 0.1:
+            # Engines are replaced, and receive weights before they sample.
+            rollouts.sample_anew()
+            engines = Engines(chance, limit)
+            engines.version = step - 1
         if plan.is_refit_due(step=step, weights_step=engines.version):
             engines.version = step - 1
         taken = rollouts.take(engines, step, weights_step=engines.version)
@@ -263,6 +268,28 @@ def test_a_step_waits_for_a_group_that_would_be_too_old_after_it(tmp_path):
     assert taken.metrics["rollouts_dropped"] == taken.metrics["rollouts_rescored"] == 0
     assert waits[1] >= 0.05
     assert not any(waits[:1] + waits[3:])
+
+
+def test_what_engines_that_die_were_sampling_is_sampled_again(tmp_path):
+    class Dying(Engines):
+        """Dies when it has finished two groups."""
+
+        def collect(self, tickets, *, timeout_s):
+            wanted = require_known(tickets, self.running)
+            if len(wanted) == 10:
+                raise TicketsLostError("dead", tickets=wanted)
+            return [self.finish(wanted[-1])] if timeout_s else []
+
+    rollouts = rollouts_of(plan_of(), tmp_path, step=0)
+    with pytest.raises(TicketsLostError):
+        rollouts.take(Dying(random.Random(0)), 1, weights_step=0)
+    rollouts.sample_anew()
+    engines = Engines(random.Random(0))
+    taken = rollouts.take(engines, 1, weights_step=0)
+    # What had finished was not sampled again, and all others were.
+    assert engines.tickets == 10
+    assert taken.metrics["rollouts_in_flight"] + taken.metrics["rollouts_complete"] == 8
+    assert rollouts.num_opened == 12
 
 
 def test_a_group_that_engines_never_have_room_for_is_refused(tmp_path):

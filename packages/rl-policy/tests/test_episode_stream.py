@@ -508,6 +508,30 @@ def test_a_step_without_a_group_left_ends_the_run(player, tmp_path):
     assert not engines.tickets
 
 
+def test_groups_are_played_again_after_their_engines_have_died(echo, tmp_path):
+    class Lost(Engines):
+        def collect(self, tickets, *, timeout_s):
+            if len(self.prompts) > 10:
+                raise TicketsLostError("on purpose", tickets=tickets)
+            return super().collect(tickets, timeout_s=timeout_s)
+
+    plan = plan_of(num_steps=3)
+    rollouts = rollouts_of(plan, tmp_path, echo, too_old="wait")
+    engines = Lost(random.Random(0), echo.encoder)
+    with pytest.raises(TicketsLostError, match="on purpose"):
+        rollouts.take(engines, 1, weights_step=0)
+    rollouts.sample_anew()
+    engines = Engines(random.Random(0), echo.encoder)
+    for step in (1, 2, 3):
+        engines.version = step - 1
+        taken = rollouts.take(engines, step, weights_step=step - 1)
+        check_rows(taken, echo.encoder, step=step, plan=plan)
+        rollouts.finish(step)
+    rollouts.close()
+    lines = [json.loads(line) for line in (tmp_path / "trained.jsonl").read_text().splitlines()]
+    assert sorted(id for line in lines for id in line["ids"]) == list(range(6))
+
+
 def test_an_evaluation_plays_beside_the_stream(echo):
     """Both have processes of their own in one pool."""
     engines = Engines(random.Random(0), echo.encoder)

@@ -104,6 +104,7 @@ def test_every_problem_is_trained_on_once_within_the_bound(
         sampled_by |= dict.fromkeys(opened, weights)
         counts = buffer.counts
         assert conserved(counts)
+        assert buffer.in_flight == sorted(sampled_by)
         assert counts.in_flight + counts.complete <= buffer.capacity
         move = chance.random()
         if sampled_by and move < 0.6:

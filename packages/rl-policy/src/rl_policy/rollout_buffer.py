@@ -152,6 +152,11 @@ class RolloutBuffer:
         return self._capacity(lag=0)
 
     @property
+    def in_flight(self) -> list[int]:
+        """The ids of the groups that are being sampled, ascending."""
+        return sorted(self._in_flight)
+
+    @property
     def counts(self) -> BufferCounts:
         """What is where, and what has been."""
         return BufferCounts(

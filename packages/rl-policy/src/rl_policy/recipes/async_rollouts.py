@@ -204,6 +204,12 @@ class AsyncRollouts:
         """End what is sampled. May be called again."""
         self._sampler.close()
 
+    def sample_anew(self) -> None:
+        """Open again what is in flight, as the engines that have sampled it have ended."""
+        self._sampler.close()
+        self._ids.clear()
+        self._buffer.reopen(self._buffer.in_flight)
+
     def take(self, source: GenerationStream, step: int, *, weights_step: int) -> TakenRollouts:
         """Return the oldest complete groups; submit what may be, and wait until enough are.
 

@@ -73,7 +73,7 @@ class GroupSampler(Protocol):
         ...
 
     def close(self) -> None:
-        """End what is sampled. May be called again."""
+        """End what is sampled. May be called again, and others may be submitted after it."""
         ...
 
 
@@ -200,6 +200,7 @@ class EpisodeGroups:
         """See `GroupSampler`."""
         if self._stream is not None:
             self._stream.close()
+            self._stream = None
 
     def _sampled(self, finished: FinishedEpisodes) -> SampledGroup:
         self._last_failure = finished.failure or self._last_failure

@@ -11,11 +11,11 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, closing, contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import ClassVar, cast
+from typing import ClassVar, TypeVar, cast
 
 import torch
 from rl_interfaces import GenerationInterface, GenerationStream
@@ -35,6 +35,7 @@ from rl_policy.environments.rollouts import episode_metrics
 from rl_policy.generation.vllm.config import complete_section
 from rl_policy.generation.vllm.requests import mean_staleness
 from rl_policy.policy import Policy
+from rl_policy.ray.worker_group import WorkerDiedError, death_behind
 from rl_policy.recipes import Recipe
 from rl_policy.recipes.async_rollouts import (
     AsyncRollouts,
@@ -71,11 +72,22 @@ from rl_policy.run.inputs import (
     prepare_problems,
 )
 from rl_policy.run.metrics import StepMetrics, mean_metrics, plot_reward, read_metrics
-from rl_policy.run.samplers import Sampler, counting_move, open_sampler, weight_version
+from rl_policy.run.samplers import (
+    EngineSampler,
+    Sampler,
+    counting_move,
+    open_sampler,
+    weight_version,
+)
 from rl_policy.run.session import Session, open_policy, run_loop
 from rl_policy.run.timeline import Timeline, plot_timeline, read_timeline
 
 _LOGGER = logging.getLogger(__name__)
+
+ResultT = TypeVar("ResultT")
+
+# In one step or evaluation: engines that die again and again have a cause of their own.
+_MOST_REPLACEMENTS = 3
 _PHASES = ("step_s", "move_s", "generate_s", "reward_s", "logprob_s", "train_s")
 _DIAGNOSTICS = (
     "clip_fraction",
@@ -274,6 +286,7 @@ class GrpoTrainer:
         is_asynchronous = plan_rollouts(session.config) is not None
         self._timeline = Timeline(session.directory.timeline if is_asynchronous else None)
         self._async = _open_rollouts(session, start, timeline=self._timeline)
+        self._num_replacements = 0
 
     @property
     def data_position(self) -> int:
@@ -298,6 +311,9 @@ class GrpoTrainer:
 
     def measure_start(self) -> GrpoMetrics:
         """Evaluate before the first update: sampled reward and greedy accuracy, both held-out."""
+        return self._replacing_engines(self._measure_start)
+
+    def _measure_start(self) -> GrpoMetrics:
         heldout = self._inputs.problems.heldout
         with self._after_step(0) as source:
             rewards, generated = complete(source, heldout, inputs=self._inputs)
@@ -318,14 +334,11 @@ class GrpoTrainer:
         """Sample completions, compute rewards and log-probabilities, and train."""
         watch = Stopwatch()
         with watch.phase("step_s"):
-            moved = self._after_step(self._weights_step(step))
-            with counting_move(self._sampler, moved, watch) as source:
-                extra = self._sampler.report()
-                rollout, resampled = self._sample(source, step, watch)
+            rollout, extra = self._replacing_engines(lambda: self._sample_for(step, watch))
             rewards, generated = rollout.rewards, rollout.generated
             # Now, as measuring the accuracy may send the weights after this step.
             staleness = self._staleness(generated, step)
-            extra |= mean_parts(rewards) | resampled
+            extra |= mean_parts(rewards)
             extra |= episode_metrics(generated, group_size=self._config.samples_per_prompt)
             batch = completion_batch(generated)
             with self._policy.keeping_batches():
@@ -404,6 +417,34 @@ class GrpoTrainer:
                     self._timeline.record("refit", step, begun_at, time.monotonic())
             yield source
 
+    def _replacing_engines(self, run: Callable[[], ResultT]) -> ResultT:
+        """Return what `run` returns; where an engine of an asynchronous run dies, run it again.
+
+        All engines are replaced then, as a refit and an evaluation need all of them, and what they
+        were sampling is sampled again.
+        """
+        for _ in range(_MOST_REPLACEMENTS):
+            try:
+                return run()
+            except Exception as error:
+                death = self._death_of_engine(error)
+                if self._async is None or death is None:
+                    raise
+                _LOGGER.warning(
+                    "%s: %s; all engines are replaced, and what they were sampling is sampled "
+                    "again",
+                    death.summary,
+                    death.reason,
+                )
+            self._async.sample_anew()
+            cast("EngineSampler", self._sampler).replace_engines()
+            self._num_replacements += 1
+        return run()
+
+    def _death_of_engine(self, error: Exception) -> WorkerDiedError | None:
+        is_lost = isinstance(self._sampler, EngineSampler) and self._sampler.has_lost_engine
+        return death_behind(error) if is_lost else None
+
     def _weights_step(self, step: int) -> int:
         """Return after which step the weights are that samplers have before `step` is taken."""
         if self._async is None or self._async.plan.is_refit_due(
@@ -418,6 +459,14 @@ class GrpoTrainer:
         # Of engines apart, a version is the number of a step.
         return mean_staleness(generated, step - 1) * self._async.plan.versions_per_step
 
+    def _sample_for(self, step: int, watch: Stopwatch) -> tuple[Rollout, dict[str, float]]:
+        """Return the completions of a step, and what was measured of refit and sampling."""
+        moved = self._after_step(self._weights_step(step))
+        with counting_move(self._sampler, moved, watch) as source:
+            refit = self._sampler.report()
+            rollout, sampled = self._sample(source, step, watch)
+        return rollout, refit | sampled
+
     def _sample(
         self, source: GenerationInterface, step: int, watch: Stopwatch
     ) -> tuple[Rollout, dict[str, float]]:
@@ -427,7 +476,9 @@ class GrpoTrainer:
                 taken = self._async.take(
                     cast("GenerationStream", source), step, weights_step=self.weight_version
                 )
-            return self._rewarded(taken.problems, taken.generated, watch), taken.metrics
+            replaced = {"engine_replacements": float(self._num_replacements)}
+            rollout = self._rewarded(taken.problems, taken.generated, watch)
+            return rollout, taken.metrics | replaced
         if not self._config.dynamic_sampling:
             return self._rollout(source, self._config.prompts_per_step, watch), {}
         return resample(
@@ -507,8 +558,11 @@ class GrpoTrainer:
         return {name: sum(each[name] for each in epochs) / len(epochs) for name in epochs[0]}
 
     def _accuracy(self, step: int) -> float:
-        with self._after_step(step) as source:
-            return self._measure(source, step=step)
+        def measure() -> float:
+            with self._after_step(step) as source:
+                return self._measure(source, step=step)
+
+        return self._replacing_engines(measure)
 
     def _measure(self, source: GenerationInterface, *, step: int) -> float:
         heldout = self._inputs.problems.heldout

@@ -180,6 +180,11 @@ class VllmGeneration(GenerationInterface):
         """The number of processes that receive weights: all ranks of all engines."""
         return self._engines.sharding.size
 
+    @property
+    def has_lost_engine(self) -> bool:
+        """Whether an engine is known to have died: a refit and `generate` need all of them."""
+        return self._engines.has_ended or self._stream.has_lost_engine
+
     def generate(
         self, data: BatchedDataDict[GenerationDatumSpec], greedy: bool = False
     ) -> BatchedDataDict[GenerationOutputSpec]:

@@ -85,6 +85,11 @@ class EngineStream:
         return self._limit - self._num_in_flight
 
     @property
+    def has_lost_engine(self) -> bool:
+        """Whether an engine is known to have died."""
+        return not all(engine.is_alive for engine in self._engines)
+
+    @property
     def _num_in_flight(self) -> int:
         finished = sum(each.output.size for each in self._finished.values())
         return finished + sum(sum(engine.rows.values()) for engine in self._engines)
