@@ -532,6 +532,27 @@ def test_groups_are_played_again_after_their_engines_have_died(echo, tmp_path):
     assert sorted(id for line in lines for id in line["ids"]) == list(range(6))
 
 
+def test_groups_that_had_failed_are_played_again_after_a_resume(echo, tmp_path):
+    plan = plan_of(num_groups=2, num_steps=2, max_staleness=1)
+    before = rollouts_of(plan, tmp_path, echo)
+    for id in before._buffer.open():
+        rows = BatchedDataDict(sample_mask=torch.zeros(GROUP))
+        before._buffer.put(id, rows, version=0)
+    before.save(tmp_path)
+    before.close()
+    resumed = rollouts_of(plan, tmp_path, echo)
+    resumed.load(tmp_path)
+    engines = Engines(random.Random(0), echo.encoder)
+    for step in (1, 2):
+        engines.version = step - 1
+        taken = resumed.take(engines, step, weights_step=step - 1)
+        assert taken.generated["sample_mask"].all()
+        resumed.finish(step)
+    resumed.close()
+    lines = [json.loads(line) for line in (tmp_path / "trained.jsonl").read_text().splitlines()]
+    assert sorted(id for line in lines for id in line["ids"]) == [0, 1, 2, 3]
+
+
 def test_an_evaluation_plays_beside_the_stream(echo):
     """Both have processes of their own in one pool."""
     engines = Engines(random.Random(0), echo.encoder)

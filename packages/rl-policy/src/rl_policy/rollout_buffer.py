@@ -27,7 +27,7 @@ The buffer is a plain object of one thread: it neither waits nor samples.
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal, TypeAlias, get_args
@@ -257,6 +257,13 @@ class RolloutBuffer:
                 raise ValueError(f"group {id} is {self._where(id)}: it is not being sampled")
         for id in ids:
             self._in_flight.pop(id, None)
+        self._reopened.update(ids)
+
+    def discard_where(self, is_useless: Callable[[RolloutGroup], bool]) -> None:
+        """Sample complete groups anew of which `is_useless` says so."""
+        ids = [id for id, group in self._complete.items() if is_useless(group)]
+        for id in ids:
+            del self._complete[id]
         self._reopened.update(ids)
 
     def take(self) -> list[RolloutGroup]:

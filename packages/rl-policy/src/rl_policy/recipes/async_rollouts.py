@@ -190,6 +190,8 @@ class AsyncRollouts:
     def load(self, checkpoint: Path) -> None:
         """Continue from what `save` wrote into the directory of a checkpoint."""
         self._buffer.load(checkpoint / _BUFFER)
+        # A step of such groups alone ends a run, which could then never be continued.
+        self._buffer.discard_where(_has_failed)
         self._stream = self._open_stream(self.num_opened)
 
     def save(self, checkpoint: Path) -> None:
@@ -305,3 +307,8 @@ class AsyncRollouts:
             "rollouts_dropped": float(counts.num_dropped),
             "rollouts_rescored": float(counts.num_rescored),
         }
+
+
+def _has_failed(group: RolloutGroup) -> bool:
+    """Return whether an environment has cost a group, whose rows are masked."""
+    return "sample_mask" in group.rows and not bool(group.rows["sample_mask"].any())
