@@ -504,6 +504,8 @@ def test_a_step_without_a_group_left_ends_the_run(player, tmp_path):
     engines = Engines(random.Random(0), own.encoder)
     with pytest.raises(EnvironmentFailure, match=r"in all 2 groups .*a prompt of 99 tokens"):
         rollouts.take(engines, 1, weights_step=0)
+    # The run saves what it has.
+    rollouts.save(tmp_path)
     rollouts.close()
     assert not engines.tickets
 

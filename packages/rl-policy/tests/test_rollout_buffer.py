@@ -120,6 +120,10 @@ def test_every_problem_is_trained_on_once_within_the_bound(
             assert buffer.counts.num_trained == before.num_trained
             assert buffer.counts.reopened == before.reopened + before.in_flight
         taken = buffer.take()
+        if taken and chance.random() < 0.2:
+            buffer.give_back(taken)
+            assert conserved(buffer.counts)
+            assert [group.id for group in buffer.take()] == [group.id for group in taken]
         for group in taken:
             staleness = buffer.version - group.version
             assert group.is_too_old == (staleness > max_staleness)
@@ -290,6 +294,7 @@ def test_what_a_checkpoint_holds_is_what_was_there(tmp_path):
         (lambda each: each.put(0, rows(0), version=-1), "version -1, and was opened for version 0"),
         (lambda each: each.put(0, BatchedDataDict(t=["a"]), version=0), "'t' of group 0 is a list"),
         (lambda each: each.reopen([1]), "group 1 is complete"),
+        (lambda each: each.give_back([each._complete[1]]), "group 1 is complete: it is not taken"),
         (lambda each: each.open(version=1), "version 1 cannot sample while .* at version 0"),
         (lambda each: each.finish(version=1), "no groups are taken"),
         (lambda each: RolloutBuffer(groups_per_take=0, max_staleness=0), "groups_per_take=0"),

@@ -291,6 +291,19 @@ class RolloutBuffer:
         self._taken.update(ids)
         return groups
 
+    def give_back(self, groups: Iterable[RolloutGroup]) -> None:
+        """Undo a take whose groups cannot be trained on.
+
+        Raises:
+            ValueError: One is not taken.
+        """
+        for group in groups:
+            if group.id not in self._taken:
+                raise ValueError(f"group {group.id} is {self._where(group.id)}: it is not taken")
+            self._taken.remove(group.id)
+            self._complete[group.id] = group
+            self._num_rescored -= group.is_too_old
+
     def finish(self, *, version: int) -> None:
         """Count what was taken as trained, by which the weights have got a version.
 

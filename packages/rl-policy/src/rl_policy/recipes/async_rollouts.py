@@ -247,11 +247,17 @@ class AsyncRollouts:
                     f"no completion of step {step} has finished within {self._timeout_s:.0f} s: "
                     f"{self._buffer.counts}"
                 )
+        try:
+            generated = self._sampler.join([group.rows for group in groups])
+        except Exception:
+            # A checkpoint follows, of the step before.
+            self._buffer.give_back(groups)
+            raise
         self._taken = [group.id for group in groups]
         size = self.plan.group_size
         return TakenRollouts(
             problems=[self._problem(id) for id in self._taken for _ in range(size)],
-            generated=self._sampler.join([group.rows for group in groups]),
+            generated=generated,
             metrics=self._metrics(groups) | {"oldest_wait_s": oldest_wait_s},
         )
 

@@ -30,7 +30,7 @@ from rl_policy.config import (
 )
 from rl_policy.data.batches import Batch, ProblemEncoder, completion_batch
 from rl_policy.data.datasets import Problem, open_stream
-from rl_policy.data.rewards import mean_parts
+from rl_policy.data.rewards import RewardError, mean_parts
 from rl_policy.environments.rollouts import episode_metrics
 from rl_policy.generation.vllm.config import complete_section
 from rl_policy.generation.vllm.requests import mean_staleness
@@ -361,7 +361,11 @@ class GrpoTrainer:
                 rewards,
                 advantages=mean_advantages(batch["advantages"], batch["token_mask"]),
             )
-            accuracy = self._accuracy(step)
+            try:
+                accuracy = self._accuracy(step)
+            except RewardError as error:
+                error.policy_has_changed = True
+                raise
         return GrpoMetrics(
             step=step,
             accuracy=accuracy,
