@@ -1,8 +1,18 @@
 """A generation backend over a table of bigrams: small, right, and broken rule by rule."""
 
 import torch
-from rl_interfaces import GenerationInterface
-from rl_interfaces.testing.generation import DecodesText, GenerationCase, ReceivesWeights
+from rl_interfaces import (
+    NOT_SAMPLED,
+    FinishedSubmission,
+    GenerationInterface,
+    StreamFullError,
+)
+from rl_interfaces.testing.generation import (
+    DecodesText,
+    GenerationCase,
+    ReceivesWeights,
+    RefitsMeanwhile,
+)
 
 VOCABULARY, PAD, END, MAX_LENGTH = 24, 0, 1, 16
 DEFAULTS = {
@@ -79,10 +89,17 @@ class Bigrams(GenerationInterface):
                 raise ValueError(f"'input_lengths'[{row}]={length} has no room in {MAX_LENGTH}")
 
     def complete(self, prompt, texts, greedy):
-        tokens, logprobs = [], []
+        completion = [], [], []
+        self.extend(completion, prompt, texts, greedy)
+        return completion
+
+    def extend(self, completion, prompt, texts, greedy, most=MAX_LENGTH):
+        """Append up to so many tokens; return whether the row has ended."""
+        tokens, logprobs, versions = completion
         room = min(self.sampling["max_new_tokens"], MAX_LENGTH - len(prompt))
         stops = [*(self.sampling["stop_strings"] or ()), *(texts or ())]
-        while len(tokens) < room:
+        end = min(room, len(tokens) + most)
+        while len(tokens) < end:
             row = self.engine.table[[*prompt, *tokens][-1]].double()
             chances = self.whole(row) if greedy else self.distribution(row)
             if greedy:
@@ -91,9 +108,10 @@ class Bigrams(GenerationInterface):
                 token = int(torch.multinomial(chances, 1, generator=self.engine.generator))
             tokens.append(token)
             logprobs.append(float(self.logprob(row, chances, token)))
+            versions.append(self.engine.version)
             if self.ends(tokens, stops):
-                break
-        return tokens, logprobs
+                return True
+        return len(tokens) == room
 
     def ends(self, tokens, stops):
         if tokens[-1] in (END, *(self.sampling["stop_token_ids"] or ())):
@@ -115,19 +133,22 @@ class Bigrams(GenerationInterface):
         return chances[token].log()
 
     def assemble(self, rows):
-        width = max(len(prompt) + len(tokens) for prompt, tokens, _ in rows)
+        width = max(len(prompt) + len(tokens) for prompt, tokens, *_ in rows)
         output_ids = torch.full((len(rows), width), PAD)
         logprobs = torch.zeros(len(rows), width)
-        for row, (prompt, tokens, scores) in enumerate(rows):
+        weight_versions = torch.full((len(rows), width), NOT_SAMPLED)
+        for row, (prompt, tokens, scores, versions) in enumerate(rows):
             end = len(prompt) + len(tokens)
             output_ids[row, :end] = torch.tensor(prompt + tokens)
             logprobs[row, len(prompt) : end] = torch.tensor(scores)
+            weight_versions[row, len(prompt) : end] = torch.tensor(versions)
         return {
             "output_ids": output_ids,
-            "generation_lengths": torch.tensor([len(tokens) for _, tokens, _ in rows]),
-            "unpadded_sequence_lengths": torch.tensor([len(p) + len(t) for p, t, _ in rows]),
+            "generation_lengths": torch.tensor([len(tokens) for _, tokens, *_ in rows]),
+            "unpadded_sequence_lengths": torch.tensor([len(p) + len(t) for p, t, *_ in rows]),
             "logprobs": logprobs,
-            "weight_version": torch.full((len(rows),), self.engine.version),
+            "weight_version": torch.tensor([min(versions) for *_, versions in rows]),
+            "weight_versions": weight_versions,
         }
 
     def prepare_for_generation(self, *args, **kwargs):
@@ -155,6 +176,83 @@ class Bigrams(GenerationInterface):
             raise StateError(f"version {version} has not arrived")
         engine.table, engine.version = engine.arrived.clone(), version
         engine.incoming, engine.arrived, engine.lost = None, None, False
+
+
+class Streaming(Bigrams):
+    """Samples two tokens when something is submitted, and the others when it is collected."""
+
+    LIMIT = 200
+
+    def __init__(self, engine, sampling):
+        super().__init__(engine, sampling)
+        self.next_ticket = 0
+        self.running = {}
+        self.finished = {}
+
+    @property
+    def room(self):
+        rows = sum(len(rows) for rows in self.running.values())
+        return self.LIMIT - rows - sum(len(rows) for rows in self.finished.values())
+
+    def submit(self, data, greedy=False):
+        self.require_ready()
+        self.check(data)
+        num_rows = len(data["input_ids"])
+        if num_rows > self.LIMIT:
+            raise ValueError(f"{num_rows} rows are more than {self.LIMIT}")
+        if num_rows > self.room:
+            raise StreamFullError(f"{num_rows} rows do not fit in {self.room}")
+        ticket, self.next_ticket = self.next_ticket, self.next_ticket + 1
+        rows = []
+        for ids, length in zip(data["input_ids"], data["input_lengths"], strict=True):
+            prompt, completion = ids[:length].tolist(), ([], [], [])
+            has_ended = self.extend(completion, prompt, None, greedy, most=2)
+            rows.append((prompt, completion, greedy, has_ended))
+        self.running[ticket] = rows
+        return ticket
+
+    def collect(self, tickets=None, *, timeout_s):
+        known = self.running.keys() | self.finished.keys()
+        wanted = set(known if tickets is None else tickets)
+        self.require_known(wanted, known)
+        for ticket in [*self.running]:
+            self.finish(ticket)
+        return [self.hand_out(ticket) for ticket in self.due(wanted)]
+
+    def due(self, wanted):
+        return sorted(wanted & self.finished.keys())
+
+    def hand_out(self, ticket):
+        rows = self.finished.pop(ticket)
+        limit = self.sampling["max_new_tokens"]
+        reasons = ("length" if self.is_cut(row[1], limit) else "stop" for row in rows)
+        return FinishedSubmission(
+            ticket=ticket, output=self.assemble(rows), finish_reasons=tuple(reasons)
+        )
+
+    def is_cut(self, tokens, limit):
+        return len(tokens) == limit and not self.ends(tokens, ())
+
+    def finish(self, ticket):
+        rows = []
+        for prompt, completion, greedy, has_ended in self.running.pop(ticket):
+            if not has_ended:
+                self.go_on(completion, prompt, greedy)
+            rows.append((prompt, *completion))
+        self.finished[ticket] = rows
+
+    def go_on(self, completion, prompt, greedy):
+        self.extend(completion, prompt, None, greedy)
+
+    def cancel(self, tickets):
+        self.require_known(set(tickets), self.running.keys() | self.finished.keys())
+        for ticket in tickets:
+            self.running.pop(ticket, None)
+            self.finished.pop(ticket, None)
+
+    def require_known(self, wanted, known):
+        if unknown := sorted(wanted - known):
+            raise ValueError(f"tickets {unknown} are unknown")
 
 
 class PlainBigrams(GenerationCase):
@@ -195,3 +293,16 @@ class WholeBigrams(PlainBigrams, DecodesText, ReceivesWeights):
     def fail_refit(self, backend, version):
         backend.begin_update(version)
         backend.fail()
+
+
+class StreamingBigrams(WholeBigrams, RefitsMeanwhile):
+    """With submissions, too."""
+
+    def __init__(self, backend_class=Streaming):
+        super().__init__(backend_class)
+
+    def stream(self, backend):
+        return backend
+
+    def refit_meanwhile(self, backend, version):
+        self.refit(backend, version)

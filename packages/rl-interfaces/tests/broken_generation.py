@@ -1,7 +1,8 @@
 """Backends over bigrams, each of which breaks one rule of the conformance kit."""
 
 import torch
-from bigram_generation import END, Bigrams, StateError
+from bigram_generation import END, Bigrams, StateError, Streaming
+from rl_interfaces import TicketsLostError
 
 
 class SaysNoVersion(Bigrams):
@@ -226,3 +227,144 @@ class WakesInSilence(Bigrams):
         if not self.engine.awake:
             raise StateError("not now")
         super().require_ready()
+
+
+class ScoresSubmissionsUntempered(Streaming):
+    """Only those that are not greedy: `generate` is right."""
+
+    def go_on(self, completion, prompt, greedy):
+        super().go_on(completion, prompt, greedy)
+        if self.sampling["temperature"] == 0.7 and not greedy:
+            completion[1][-1] -= 0.5
+
+
+class SubmissionsRepeatThemselves(Streaming):
+    def submit(self, data, greedy=False):
+        self.engine.generator.manual_seed(0)
+        return super().submit(data, greedy)
+
+    def go_on(self, completion, prompt, greedy):
+        self.engine.generator.manual_seed(1)
+        super().go_on(completion, prompt, greedy)
+
+
+class AlwaysSaysLength(Streaming):
+    def is_cut(self, tokens, limit):
+        return True
+
+
+class HandsOutTwice(Streaming):
+    """What is collected with others stays, in a copy."""
+
+    def hand_out(self, ticket):
+        rows = self.finished[ticket]
+        finished = super().hand_out(ticket)
+        if len(rows) == 1:
+            self.finished[ticket] = rows
+        return finished
+
+
+class HandsOutEverything(Streaming):
+    def due(self, wanted):
+        return sorted(self.finished if self.sampling["max_new_tokens"] == 1 else wanted)
+
+
+class KeepsRoomForWhatItRefuses(Streaming):
+    refused = 0
+
+    @property
+    def room(self):
+        return super().room - self.refused
+
+    def submit(self, data, greedy=False):
+        if self.room < len(data["input_ids"]) <= self.LIMIT:
+            self.refused = 1
+        return super().submit(data, greedy)
+
+
+class FailsWithARefusedOne(Streaming):
+    """A prompt without room takes what was submitted before it along."""
+
+    def submit(self, data, greedy=False):
+        try:
+            return super().submit(data, greedy)
+        except ValueError:
+            if len(data["input_ids"]) == 1 and self.running:
+                self.lost = sorted(self.running)
+                self.running.clear()
+            raise
+
+    def collect(self, tickets=None, *, timeout_s):
+        if lost := getattr(self, "lost", []):
+            self.lost = []
+            raise TicketsLostError("gone", tickets=lost)
+        return super().collect(tickets, timeout_s=timeout_s)
+
+
+class CancelsBesideAnUnknownOne(Streaming):
+    def cancel(self, tickets):
+        for ticket in tickets:
+            if ticket in self.running and len(tickets) > 1:
+                del self.running[ticket]
+        super().cancel(tickets)
+
+
+class GivesNoRoomBack(Streaming):
+    cancelled = 0
+
+    @property
+    def room(self):
+        return super().room - self.cancelled
+
+    def cancel(self, tickets):
+        self.cancelled = sum(len(self.running.get(ticket, ())) for ticket in tickets)
+        super().cancel(tickets)
+
+
+class KeepsWhatHasFinished(Streaming):
+    """Cancels what runs alone."""
+
+    def cancel(self, tickets):
+        self.require_known(set(tickets), self.running.keys() | self.finished.keys())
+        for ticket in tickets:
+            self.running.pop(ticket, None)
+
+
+class CancelsANeighboursTokens(Streaming):
+    def cancel(self, tickets):
+        super().cancel(tickets)
+        for rows in self.running.values():
+            for _, completion, greedy, _ in rows:
+                if greedy and completion[0]:
+                    completion[0][-1] = 2
+
+
+class ForgetsTheVersionsOfTokens(Streaming):
+    """Says the present version of every token, also of the prompt."""
+
+    def assemble(self, rows):
+        output = super().assemble(rows)
+        output["weight_versions"][:] = output["weight_version"][:, None]
+        return output
+
+
+class SaysTheLastVersion(Streaming):
+    """Of a row that a refit has met, all tokens are said to be of the new weights."""
+
+    def assemble(self, rows):
+        renewed = [(p, t, s, [max(versions)] * len(versions)) for p, t, s, versions in rows]
+        return super().assemble(renewed)
+
+
+class StartsAgainAfterARefit(Streaming):
+    """Samples all tokens anew, and says that the first ones are those of before."""
+
+    def go_on(self, completion, prompt, greedy):
+        if completion[2][0] != self.engine.version:
+            completion[0][:], completion[1][:] = [], []
+            versions = [*completion[2]]
+            super().go_on(completion, prompt, greedy)
+            completion[2][: len(versions)] = versions
+            del completion[2][len(completion[0]) :]
+        else:
+            super().go_on(completion, prompt, greedy)

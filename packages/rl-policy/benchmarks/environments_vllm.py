@@ -1,9 +1,12 @@
 """Measure GRPO with a slow tool: each step waits for its episodes, or trains while others go on.
 
+A way is named after `async.too_old` and `async.max_staleness`.
+
 A tiny model answers whether a number is odd. The tool that checks an answer takes 1 to 10 times as
 long as a step without it, by a Pareto law: one answer in eight takes more than five times as long.
-A wrong answer has a second try. Both ways start from the same model and take as many steps, in
-turns, and the accuracy at the end is that of greedy episodes of held-out problems.
+A wrong answer has a second try. All ways start from the same model and run in turns, for as many
+steps as the synchronous one or for `--async-steps`, and the accuracy at the end is that of greedy
+episodes of held-out problems.
 
 Needs vLLM: `nox -s bench-vllm -- rl-policy`.
 """
@@ -44,13 +47,20 @@ class Checked:
 SYNCHRONOUS = "synchronous"
 WAYS: Mapping[str, Sequence[str]] = {
     SYNCHRONOUS: [],
-    "staleness 2": ["async.max_staleness=2", "async.too_old=rescore"],
-    "staleness 4": ["async.max_staleness=4", "async.too_old=rescore"],
+    **{
+        f"{too_old} {staleness}": [
+            f"async.max_staleness={staleness}",
+            f"async.too_old={too_old}",
+        ]
+        for too_old in ("wait", "rescore")
+        for staleness in (1, 2, 3, 4)
+    },
 }
+DEFAULT_WAYS = (SYNCHRONOUS, "wait 2", "wait 4", "rescore 4")
 PROMPTS, SAMPLES = 8, 8
 CONFIG = {
     "cluster": {"bundle_ct_per_node_list": [1]},
-    "data": {"path": "problems.jsonl", "num_heldout": 32, "num_validation": 32},
+    "data": {"path": "problems.jsonl", "num_heldout": 64, "num_validation": 32},
     "policy": {
         "max_total_sequence_length": 32,
         "train_global_batch_size": PROMPTS * SAMPLES,
@@ -80,13 +90,18 @@ START = {
 
 
 def main() -> None:
-    """Print a table of both ways."""
+    """Print a table of all ways."""
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--steps", type=int, default=60, help="of each run")
+    parser.add_argument("--steps", type=int, default=60, help="of the synchronous run")
+    parser.add_argument(
+        "--async-steps", type=int, help="of the others, if a step of theirs is worth less"
+    )
     parser.add_argument("--rounds", type=int, default=1, help="how often each way runs, in turns")
-    parser.add_argument("--ways", nargs="+", default=[*WAYS], choices=[*WAYS])
+    parser.add_argument("--ways", nargs="+", default=[*DEFAULT_WAYS], choices=[*WAYS])
     parser.add_argument("--out", type=Path, help="a directory for the runs; else they are removed")
     options = parser.parse_args()
+    num_steps = dict.fromkeys(WAYS, options.async_steps or options.steps)
+    num_steps[SYNCHRONOUS] = options.steps
     with tempfile.TemporaryDirectory() as scratch:
         place = Path(scratch) if options.out is None else options.out
         place.mkdir(parents=True, exist_ok=True)
@@ -94,7 +109,7 @@ def main() -> None:
         run(place, "sft", ["--config", "start.json"], out="start", unit_s=0.0)
         unit_s = measure_unit(place)
         rows = [
-            {"way": way, "round": number, **measure(place, way, number, options.steps, unit_s)}
+            {"way": way, "round": number, **measure(place, way, number, num_steps[way], unit_s)}
             for number in range(options.rounds)
             for way in options.ways
         ]
@@ -132,11 +147,13 @@ def measure(place: Path, way: str, number: int, steps: int, unit_s: float) -> di
     trained = metrics[1:]
     stale = [row.get("staleness_max", 0.0) for row in trained]
     return {
+        "steps": steps,
         "seconds": sum(row["step_s"] for row in trained),
         "accuracy": trained[-1]["accuracy"],
         "reward": statistics.mean(row["reward_mean"] for row in trained[-5:]),
         "staleness": statistics.mean(row["staleness"] for row in trained),
         "staleness_max": max(stale),
+        "oldest_wait": sum(row.get("oldest_wait_s", 0.0) for row in trained),
         "rescored": trained[-1].get("rollouts_rescored", 0.0),
     }
 
@@ -155,13 +172,16 @@ def train(
 def print_table(rows: Sequence[Mapping[str, Any]]) -> None:
     """Print what was measured, and how many times as fast each run was as the synchronous one."""
     base = {row["round"]: row["seconds"] for row in rows if row["way"] == SYNCHRONOUS}
-    print(f"{'':16}{'seconds':>9}{'faster':>8}{'accuracy':>10}{'reward':>8}{'staleness, most':>17}")
+    print(
+        f"{'':16}{'steps':>6}{'seconds':>9}{'faster':>8}{'accuracy':>10}{'reward':>8}"
+        f"{'staleness, most':>17}{'for the oldest':>16}{'too old':>9}"
+    )
     for row in rows:
         faster = f"{base[row['round']] / row['seconds']:.1f} x" if base else ""
         stale = f"{row['staleness']:.1f}, {row['staleness_max']:.0f}"
         print(
-            f"{row['way']:16}{row['seconds']:9.0f}{faster:>8}{row['accuracy']:10.2f}"
-            f"{row['reward']:8.2f}{stale:>17}"
+            f"{row['way']:16}{row['steps']:6}{row['seconds']:9.0f}{faster:>8}{row['accuracy']:10.2f}"
+            f"{row['reward']:8.2f}{stale:>17}{row['oldest_wait']:14.0f} s{row['rescored']:9.0f}"
         )
 
 

@@ -2,15 +2,16 @@
 
 import json
 import random
+import time
 
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from rl_batched_data import BatchedDataDict
+from rl_interfaces import NOT_SAMPLED, FinishedSubmission, TicketsLostError
 from rl_policy.data.datasets import Problem, open_stream
-from rl_policy.generation.state import NOT_SAMPLED
-from rl_policy.generation.stream import FinishedSubmission, require_known, require_room
+from rl_policy.generation.stream import require_known, require_room
 from rl_policy.recipes.async_rollouts import AsyncPlan, AsyncRollouts, TrainedLedger
 from rl_policy.recipes.groups import CompletionGroups
 
@@ -132,9 +133,10 @@ def trained_ids(directory):
     versions_per_step=st.integers(1, 2),
     refit_every=st.integers(1, 3),
     limit=st.sampled_from([2, 7, 1000]),
+    too_old=st.sampled_from(["drop", "wait"]),
 )
 def test_every_problem_is_trained_on_once_whenever_the_run_is_killed(
-    tmp_path_factory, seed, max_steps_ahead, versions_per_step, refit_every, limit
+    tmp_path_factory, seed, max_steps_ahead, versions_per_step, refit_every, limit, too_old
 ):
     directory, chance = tmp_path_factory.mktemp("run"), random.Random(seed)
     plan = plan_of(
@@ -144,17 +146,23 @@ def test_every_problem_is_trained_on_once_whenever_the_run_is_killed(
         refit_every=min(refit_every, max_steps_ahead + 1),
     )
     plan.check()
-    rollouts, engines = rollouts_of(plan, directory, step=0), Engines(chance, limit)
-    step, saved = 0, 0
+    rollouts = rollouts_of(plan, directory, step=0, too_old=too_old)
+    engines, step, saved = Engines(chance, limit), 0, 0
     while step < plan.num_steps:
         if chance.random() < 0.1:
             # The driver is killed: what is not in the checkpoint is lost, but for the ledger.
             step = saved
-            rollouts, engines = rollouts_of(plan, directory, step=step), Engines(chance, limit)
+            rollouts = rollouts_of(plan, directory, step=step, too_old=too_old)
+            engines = Engines(chance, limit)
             engines.version = step
             if saved:
                 rollouts.load(directory)
         step += 1
+        if chance.random() < 0.1:
+            # Engines are replaced, and receive weights before they sample.
+            rollouts.sample_anew()
+            engines = Engines(chance, limit)
+            engines.version = step - 1
         if plan.is_refit_due(step=step, weights_step=engines.version):
             engines.version = step - 1
         taken = rollouts.take(engines, step, weights_step=engines.version)
@@ -164,6 +172,7 @@ def test_every_problem_is_trained_on_once_whenever_the_run_is_killed(
         oldest = versions[versions != NOT_SAMPLED].min()
         staleness = (step - 1 - int(oldest)) * versions_per_step
         assert taken.metrics["staleness_max"] == staleness <= plan.max_staleness
+        assert too_old == "drop" or taken.metrics["rollouts_dropped"] == 0
         assert ((taken.generated["output_ids"] == PAD) == (versions == NOT_SAMPLED)).all()
         rollouts.finish(step)
         if chance.random() < 0.3:
@@ -202,14 +211,17 @@ def test_less_is_submitted_where_the_engines_are_not_refitted(tmp_path):
     assert opened == [12, 12, 20]
 
 
+class Stubborn(Engines):
+    """Finishes the group of the first ticket last."""
+
+    hold = True
+
+    def collect(self, tickets, *, timeout_s):
+        later = set(require_known(tickets, self.running)) - {1}
+        return super().collect(later if self.hold else tickets, timeout_s=timeout_s)
+
+
 def test_a_group_that_is_too_old_is_dropped_or_trained_on(tmp_path):
-    class Stubborn(Engines):
-        """Finishes the group of the first ticket last."""
-
-        def collect(self, tickets, *, timeout_s):
-            later = set(require_known(tickets, self.running)) - {1}
-            return super().collect(later if self.hold else tickets, timeout_s=timeout_s)
-
     for too_old in ("drop", "rescore"):
         plan = plan_of(num_groups=1, num_steps=6, max_staleness=1)
         engines = Stubborn(random.Random(0))
@@ -224,6 +236,60 @@ def test_a_group_that_is_too_old_is_dropped_or_trained_on(tmp_path):
         assert counts["rollouts_rescored"] == (too_old == "rescore")
         lines = trained_ids(tmp_path)[-6:]
         assert sorted(id for line in lines for id in line["ids"]) == list(range(6))
+
+
+def test_a_step_waits_for_a_group_that_would_be_too_old_after_it(tmp_path):
+    class Patient(Stubborn):
+        """Finishes the first ticket's group when nothing else has been for some calls."""
+
+        calls_in_vain = 0
+
+        def collect(self, tickets, *, timeout_s):
+            finished = super().collect(tickets, timeout_s=timeout_s)
+            if finished or not timeout_s:
+                return finished
+            time.sleep(0.05)
+            self.calls_in_vain += 1
+            return [self.finish(1)]
+
+    plan = plan_of(num_groups=1, num_steps=6, max_staleness=1)
+    engines, ids, waits = Patient(random.Random(0)), [], []
+    rollouts = rollouts_of(plan, tmp_path, step=0, too_old="wait")
+    for step in range(1, 7):
+        engines.version = step - 1
+        taken = rollouts.take(engines, step, weights_step=step - 1)
+        waits.append(taken.metrics["oldest_wait_s"])
+        assert taken.metrics["staleness_max"] <= 1
+        rollouts.finish(step)
+        ids.append(trained_ids(tmp_path)[-1]["ids"])
+    # Group 1 may come first, as one more step can train on group 0.
+    assert ids == [[1], [0], [2], [3], [4], [5]]
+    assert engines.calls_in_vain == 1
+    assert taken.metrics["rollouts_dropped"] == taken.metrics["rollouts_rescored"] == 0
+    assert waits[1] >= 0.05
+    assert not any(waits[:1] + waits[3:])
+
+
+def test_what_engines_that_die_were_sampling_is_sampled_again(tmp_path):
+    class Dying(Engines):
+        """Dies when it has finished two groups."""
+
+        def collect(self, tickets, *, timeout_s):
+            wanted = require_known(tickets, self.running)
+            if len(wanted) == 10:
+                raise TicketsLostError("dead", tickets=wanted)
+            return [self.finish(wanted[-1])] if timeout_s else []
+
+    rollouts = rollouts_of(plan_of(), tmp_path, step=0)
+    with pytest.raises(TicketsLostError):
+        rollouts.take(Dying(random.Random(0)), 1, weights_step=0)
+    rollouts.sample_anew()
+    engines = Engines(random.Random(0))
+    taken = rollouts.take(engines, 1, weights_step=0)
+    # What had finished was not sampled again, and all others were.
+    assert engines.tickets == 10
+    assert taken.metrics["rollouts_in_flight"] + taken.metrics["rollouts_complete"] == 8
+    assert rollouts.num_opened == 12
 
 
 def test_a_group_that_engines_never_have_room_for_is_refused(tmp_path):

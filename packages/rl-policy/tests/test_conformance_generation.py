@@ -12,10 +12,12 @@ from rl_interfaces.testing.generation import (
     DecodesText,
     GenerationCase,
     GenerationConformance,
-    ReceivesWeights,
+    RefitsMeanwhile,
+    Streams,
 )
 from rl_policy import Policy, RayVirtualCluster
 from rl_policy.generation.state import EngineStateError
+from rl_policy.generation.stream import SampledAtCollect
 from rl_policy.generation.vllm import VllmGeneration
 from transformers import AutoModelForCausalLM
 from vllm_oracles import MAX_MODEL_LEN, ascii_tokenizer, generation_config, refit, save_llama
@@ -53,8 +55,11 @@ class LlamaCase(GenerationCase, DecodesText):
         return self.tokenizer.decode(tokens)
 
 
-class PolicyCase(LlamaCase):
-    """The policy's own generation; it is its residency that sleeps."""
+class PolicyCase(LlamaCase, Streams):
+    """The policy's own generation; it is its residency that sleeps.
+
+    Its stream is the one over whatever samples batches.
+    """
 
     state_error = ResidencyError
     is_chosen_by_name = False
@@ -70,13 +75,22 @@ class PolicyCase(LlamaCase):
 
         hosts = self.running.worker_group._hosts
         ray.get([host.__ray_call__.remote(change) for host in hosts], timeout=60)
+        self.fields = fields
         return self.running
+
+    def stream(self, backend):
+        return SampledAtCollect(
+            backend,
+            max_new_tokens=self.fields["max_new_tokens"],
+            stop_token_ids=self.fields["stop_token_ids"],
+            limit=32,
+        )
 
     def sleep(self, backend):
         backend.offload_after_refit()
 
 
-class VllmCase(LlamaCase, ReceivesWeights):
+class VllmCase(LlamaCase, RefitsMeanwhile):
     """Engines of vLLM, and a sender of the plain model's weights."""
 
     state_error = EngineStateError
@@ -92,9 +106,15 @@ class VllmCase(LlamaCase, ReceivesWeights):
             for parameter in self.model.parameters():
                 parameter.add_(torch.randn(parameter.shape, generator=generator) * 0.05)
 
-    def refit(self, backend, version):
+    def stream(self, backend):
+        return backend
+
+    def refit(self, backend, version, **options):
         with self.sender(rl_refit.TensorSource(self.model.state_dict())) as sender:
-            refit(backend, sender, version)
+            refit(backend, sender, version, **options)
+
+    def refit_meanwhile(self, backend, version):
+        self.refit(backend, version, staging="host", kv_cache="drop")
 
     def fail_refit(self, backend, version):
         source = BreaksHalfWay(rl_refit.TensorSource(self.model.state_dict()))

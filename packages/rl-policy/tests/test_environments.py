@@ -193,6 +193,22 @@ def test_a_failure_costs_its_group_and_nothing_else(pool, text, reason):
     assert after[1] != before[1]
 
 
+def test_a_parent_that_is_killed_costs_the_episodes_that_go_on_and_is_replaced_once(pool):
+    processes = pool()
+    started(processes)
+    server = processes._server._process
+    os.kill(server.pid, signal.SIGKILL)
+    server.wait(30)
+    # One starts, for which there is another parent; the others have lost their environments.
+    outcomes = processes.play({0: {0: PROBLEM}, 1: {0: "x"}, 2: {0: "x"}})
+    assert outcomes[0] == {0: {"prompt": "pa1"}}
+    for group in (1, 2):
+        assert outcomes[group].reason == "the parent of its processes has died, and they with it"
+    replaced = processes._server._process.pid
+    assert started(processes)[2] == {0: {"prompt": "pa1"}, 1: {"prompt": "pa1"}}
+    assert processes._server._process.pid == replaced
+
+
 def test_what_is_said_may_be_messages(pool):
     processes = pool()
     started(processes, groups=1, episodes=1)
@@ -228,22 +244,6 @@ def test_the_parent_that_is_killed_is_replaced(pool):
     outcomes = processes.play({group: {0: "x"} for group in range(3)})
     assert all(isinstance(outcome, Failure) for outcome in outcomes.values())
     assert started(processes)[2] == {0: {"prompt": "pa1"}, 1: {"prompt": "pa1"}}
-
-
-def test_what_has_died_with_its_parent_does_not_harm_the_next_one(pool):
-    processes = pool()
-    started(processes)
-    before = pids(processes)
-    processes._server._process.kill()
-    processes._server._process.wait()
-    wait_until(lambda: all(map(is_gone, before.values())), limit_s=10)
-    # The new group starts the next parent before the old groups are known to be lost.
-    outcomes = processes.play({3: {0: PROBLEM}, **{group: {0: "x"} for group in range(3)}})
-    assert outcomes.pop(3) == {0: {"prompt": "pa1"}}
-    assert {outcome.reason for outcome in outcomes.values()} == {
-        "the parent of its process had died, and it with it"
-    }
-    assert processes.play({3: {0: "end"}})[3][0]["done"]
 
 
 def test_what_is_awaited_waits_together_in_one_loop(pool):

@@ -4,6 +4,7 @@ import json
 import random
 import re
 import time
+from functools import partial
 
 import pytest
 import torch
@@ -11,6 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from recipe_runs import wait_until
 from rl_batched_data import BatchedDataDict
+from rl_interfaces import NOT_SAMPLED, FinishedSubmission, TicketsLostError
 from rl_policy.data.batches import ProblemEncoder, completion_batch
 from rl_policy.data.datasets import Problem, open_stream
 from rl_policy.data.tiny_model import build_tokenizer
@@ -18,13 +20,7 @@ from rl_policy.environments.exchange import MARGIN_S
 from rl_policy.environments.pool import ProcessPool
 from rl_policy.environments.rollouts import EnvironmentFailure, EpisodePlayer, episode_metrics
 from rl_policy.environments.stream import EpisodeStream
-from rl_policy.generation.state import NOT_SAMPLED
-from rl_policy.generation.stream import (
-    FinishedSubmission,
-    TicketsLostError,
-    require_known,
-    require_room,
-)
+from rl_policy.generation.stream import require_known, require_room
 from rl_policy.recipes.async_rollouts import AsyncPlan, AsyncRollouts, TrainedLedger
 from rl_policy.recipes.groups import EpisodeGroups
 
@@ -209,15 +205,23 @@ def plan_of(**numbers):
     return AsyncPlan(**defaults | numbers)
 
 
-def rollouts_of(plan, directory, player, *, step=0, limit_s=20.0):
+def rollouts_of(plan, directory, player, *, step=0, limit_s=20.0, too_old="drop"):
     return AsyncRollouts(
         plan,
-        too_old="drop",
+        too_old=too_old,
         open_stream=lambda position: open_stream(PROBLEMS, weights=None, seed=0, position=position),
         sampler=EpisodeGroups(player, group_size=GROUP, limit_s=limit_s),
         ledger=TrainedLedger(directory / "trained.jsonl", step=step),
         timeout_s=60.0,
     )
+
+
+def check_age(taken, *, step, plan):
+    """Compare the age of what is trained with the bound."""
+    versions = taken.generated["weight_versions"]
+    oldest = int(versions[versions != NOT_SAMPLED].min())
+    staleness = (step - 1 - oldest) * plan.versions_per_step
+    assert staleness <= taken.metrics["staleness_max"] <= plan.max_staleness
 
 
 def check_rows(taken, encoder, *, step, plan):
@@ -254,9 +258,18 @@ def check_rows(taken, encoder, *, step, plan):
     versions_per_step=st.integers(1, 2),
     refit_every=st.integers(1, 3),
     limit=st.sampled_from([1, 4, 1000]),
+    too_old=st.sampled_from(["drop", "wait"]),
 )
 def test_every_problem_is_trained_on_once_whenever_the_run_is_killed(
-    tmp_path_factory, place, echo, seed, max_steps_ahead, versions_per_step, refit_every, limit
+    tmp_path_factory,
+    place,
+    echo,
+    seed,
+    max_steps_ahead,
+    versions_per_step,
+    refit_every,
+    limit,
+    too_old,
 ):
     directory, chance = tmp_path_factory.mktemp("run"), random.Random(seed)
     plan = plan_of(
@@ -266,7 +279,9 @@ def test_every_problem_is_trained_on_once_whenever_the_run_is_killed(
     )
     plan.check()
     engines = Engines(chance, echo.encoder, limit=limit)
-    rollouts = rollouts_of(plan, directory, echo)
+    new = partial(rollouts_of, plan, directory, echo, too_old=too_old)
+    rollouts = new()
+    most_dropped = {"drop": 1000, "wait": 0}[too_old]
     step = saved = 0
     while step < plan.num_steps:
         if chance.random() < 0.2:
@@ -278,7 +293,7 @@ def test_every_problem_is_trained_on_once_whenever_the_run_is_killed(
             step = saved
             engines = Engines(chance, echo.encoder, limit=limit)
             engines.version = step
-            rollouts = rollouts_of(plan, directory, echo, step=step)
+            rollouts = new(step=step)
             if saved:
                 rollouts.load(directory)
         step += 1
@@ -293,15 +308,13 @@ def test_every_problem_is_trained_on_once_whenever_the_run_is_killed(
             rollouts.close()
             engines = Engines(chance, echo.encoder, limit=limit)
             engines.version = saved
-            rollouts = rollouts_of(plan, directory, echo, step=saved)
+            rollouts = new(step=saved)
             step = saved
             if saved:
                 rollouts.load(directory)
             continue
-        versions = taken.generated["weight_versions"]
-        oldest = int(versions[versions != NOT_SAMPLED].min())
-        staleness = (step - 1 - oldest) * plan.versions_per_step
-        assert staleness <= taken.metrics["staleness_max"] <= plan.max_staleness
+        check_age(taken, step=step, plan=plan)
+        assert taken.metrics["rollouts_dropped"] <= most_dropped
         check_rows(taken, echo.encoder, step=step, plan=plan)
         rollouts.finish(step)
         if chance.random() < 0.4:
@@ -491,8 +504,55 @@ def test_a_step_without_a_group_left_ends_the_run(player, tmp_path):
     engines = Engines(random.Random(0), own.encoder)
     with pytest.raises(EnvironmentFailure, match=r"in all 2 groups .*a prompt of 99 tokens"):
         rollouts.take(engines, 1, weights_step=0)
+    # The run saves what it has.
+    rollouts.save(tmp_path)
     rollouts.close()
     assert not engines.tickets
+
+
+def test_groups_are_played_again_after_their_engines_have_died(echo, tmp_path):
+    class Lost(Engines):
+        def collect(self, tickets, *, timeout_s):
+            if len(self.prompts) > 10:
+                raise TicketsLostError("on purpose", tickets=tickets)
+            return super().collect(tickets, timeout_s=timeout_s)
+
+    plan = plan_of(num_steps=3)
+    rollouts = rollouts_of(plan, tmp_path, echo, too_old="wait")
+    engines = Lost(random.Random(0), echo.encoder)
+    with pytest.raises(TicketsLostError, match="on purpose"):
+        rollouts.take(engines, 1, weights_step=0)
+    rollouts.sample_anew()
+    engines = Engines(random.Random(0), echo.encoder)
+    for step in (1, 2, 3):
+        engines.version = step - 1
+        taken = rollouts.take(engines, step, weights_step=step - 1)
+        check_rows(taken, echo.encoder, step=step, plan=plan)
+        rollouts.finish(step)
+    rollouts.close()
+    lines = [json.loads(line) for line in (tmp_path / "trained.jsonl").read_text().splitlines()]
+    assert sorted(id for line in lines for id in line["ids"]) == list(range(6))
+
+
+def test_groups_that_had_failed_are_played_again_after_a_resume(echo, tmp_path):
+    plan = plan_of(num_groups=2, num_steps=2, max_staleness=1)
+    before = rollouts_of(plan, tmp_path, echo)
+    for id in before._buffer.open():
+        rows = BatchedDataDict(sample_mask=torch.zeros(GROUP))
+        before._buffer.put(id, rows, version=0)
+    before.save(tmp_path)
+    before.close()
+    resumed = rollouts_of(plan, tmp_path, echo)
+    resumed.load(tmp_path)
+    engines = Engines(random.Random(0), echo.encoder)
+    for step in (1, 2):
+        engines.version = step - 1
+        taken = resumed.take(engines, step, weights_step=step - 1)
+        assert taken.generated["sample_mask"].all()
+        resumed.finish(step)
+    resumed.close()
+    lines = [json.loads(line) for line in (tmp_path / "trained.jsonl").read_text().splitlines()]
+    assert sorted(id for line in lines for id in line["ids"]) == [0, 1, 2, 3]
 
 
 def test_an_evaluation_plays_beside_the_stream(echo):

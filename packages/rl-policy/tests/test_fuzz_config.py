@@ -81,7 +81,7 @@ OTHERS = {
     "stop_token_ids": [[0], [1, 200], [257], [258]],
     "stop_strings": [["a"], ["\n", "END"], [""]],
     "old_logprobs": ["trainer", "sampler"],
-    "too_old": ["drop", "rescore"],
+    "too_old": ["drop", "rescore", "wait"],
     "loss_type": ["token_level", "sequence_level"],
     "preset": ["dapo", "dr_grpo", "gspo", "rloo", "reinforce_pp", "gdpo", "icepop"],
     "ratio_level": ["token", "sequence"],

@@ -14,8 +14,9 @@ import pytest
 import ray
 import torch
 from rl_batched_data import BatchedDataDict
+from rl_interfaces import StreamFullError, TicketsLostError
 from rl_policy import RayVirtualCluster, RayWorkerGroup
-from rl_policy.generation.stream import SampledAtCollect, StreamFullError, TicketsLostError
+from rl_policy.generation.stream import SampledAtCollect
 from rl_policy.generation.vllm.running import EndedSubmission, RequestLoop
 from rl_policy.generation.vllm.stream import LANES, EngineLostError, EngineStream
 from rl_policy.generation.vllm.turns import EngineThread

@@ -1,12 +1,21 @@
-"""GRPO while real vLLM engines sample beside it: staleness, and a run that is killed."""
+"""GRPO while real vLLM engines sample beside it: staleness, and a run that is killed.
+
+`ROLLOUT_DRILLS` is how many random kills the drill makes; a few unless it says more.
+"""
 
 import json
+import logging
 import os
+import random
 import signal
+import subprocess
+import time
+from contextlib import suppress
+from pathlib import Path
 
 import pytest
 import yaml
-from recipe_runs import CONFIG, wait_until, write_workplace
+from recipe_runs import CONFIG, MODULE, descendants, wait_until, write_workplace
 from rl_policy.run.metrics import read_metrics
 from rl_policy.run.samples import read_samples
 from rl_policy.run.timeline import read_timeline
@@ -25,6 +34,12 @@ RUN = [
     *["policy.generation.backend=vllm", "policy.generation.colocated.enabled=false"],
     # Two optimizer steps a step.
     *["async.max_staleness=4", "async.refit_every=2"],
+]
+
+EPISODES = [
+    "environment.function=my_environment.py:Rows",
+    "policy.max_total_sequence_length=32",
+    "grpo.warm_up=false",
 ]
 
 # Two turns, or three for every third problem; the observation has the turn and its length, as what
@@ -51,6 +66,9 @@ class Rows:
         done = self.turn == 2 + (self.number % 3 == 0)
         return f"{self.turn}{len(text)}:", float(text.startswith("1")), done
 """
+
+
+NUM_KILLS = int(os.environ.get("ROLLOUT_DRILLS", "4"))
 
 
 @pytest.fixture
@@ -84,22 +102,142 @@ def trained_once_despite_a_kill(begin, workplace, run):
     resumed = begin("grpo", "--resume", "out")
     _, errors = resumed.communicate(timeout=600)
     assert resumed.returncode == 0, errors[-6000:]
-    lines = ledger(workplace)
-    assert [line["step"] for line in lines] == list(range(1, STEPS + 1))
-    ids = [id for line in lines for id in line["ids"]]
-    assert sorted(ids) == list(range(STEPS * GROUPS))
     # What the checkpoint has is not taken again.
-    assert lines[:2] == before[:2]
+    assert ledger(workplace)[:2] == before[:2]
+    return rows_of_a_whole_run(workplace)
+
+
+def rows_of_a_whole_run(workplace, *, steps=STEPS):
+    """Hold that each problem was trained on once, within the bound; return the steps' metrics."""
+    lines = ledger(workplace)
+    assert [line["step"] for line in lines] == list(range(1, steps + 1))
+    ids = [id for line in lines for id in line["ids"]]
+    assert sorted(ids) == list(range(steps * GROUPS))
     rows = read_metrics(workplace / "out" / "metrics.jsonl")[1:]
-    assert [row["step"] for row in rows] == list(range(1, STEPS + 1))
+    assert [row["step"] for row in rows] == list(range(1, steps + 1))
     for row in rows:
         assert row["staleness"] <= row["staleness_max"] <= 4
     return rows
 
 
-def test_a_run_that_is_killed_trains_on_each_problem_once(begin, workplace):
-    rows = trained_once_despite_a_kill(begin, workplace, RUN)
+class Runs:
+    """A run and those that continue it, one at a time; their output is in a file.
+
+    One ends with its driver, or where the parent of the environments costs a step all its groups.
+    """
+
+    def __init__(self, workplace):
+        self.workplace, self.log = workplace, workplace / "log"
+        self.current, self.killed = None, ""
+
+    def __enter__(self):
+        return self
+
+    def __exit__(self, *raised):
+        if self.current is not None:
+            self.current.kill()
+            self.current.wait(60)
+
+    def begin(self, *arguments):
+        self.killed = ""
+        with self.log.open("a") as log:
+            self.current = subprocess.Popen(
+                [*MODULE, *arguments],
+                cwd=self.workplace,
+                env={**os.environ, "RAY_ADDRESS": "local"},
+                stdout=log,
+                stderr=log,
+            )
+
+    @property
+    def has_ended(self):
+        """Whether it has come to its end; it is continued where it was killed."""
+        status = self.current.poll()
+        if status in (None, 0):
+            return status == 0
+        text = self.log.read_text()[-6000:]
+        assert self.killed == "driver" or "has failed in all" in text, text
+        self.begin("grpo", "--resume", "out")
+        return False
+
+    def go_on_to_the_end(self):
+        wait_until(lambda: self.has_ended, limit_s=900)
+
+
+def processes_of(driver):
+    """Return the ids of a run's processes by what they are, as far as they have started."""
+    kinds = ("worker", "engine", "environment", "parent")
+    found = {"driver": [driver.pid]} | {kind: [] for kind in kinds}
+    for pid in descendants(driver.pid):
+        try:
+            command = Path(f"/proc/{pid}/cmdline").read_text()
+            maps = Path(f"/proc/{pid}/maps").read_text() if "WorkerHost" in command else ""
+            above = int(Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()[1])
+        except (FileNotFoundError, ProcessLookupError, PermissionError):
+            continue
+        if "rl_policy.environments.server" in command:
+            found["parent" if above == driver.pid else "environment"].append(pid)
+        elif maps:
+            found["engine" if "/vllm/" in maps else "worker"].append(pid)
+    return found
+
+
+@pytest.mark.parametrize("kind", ["completions", "episodes"])
+def test_an_engine_that_dies_is_replaced_while_the_run_goes_on(begin, workplace, kind):
+    (workplace / "my_environment.py").write_text(ENVIRONMENT)
+    run = begin(*RUN, "async.too_old=wait", *(EPISODES if kind == "episodes" else ()))
+
+    def is_past():
+        assert run.poll() is None, run.stderr.read()
+        return len(ledger(workplace)) >= 3
+
+    wait_until(is_past, limit_s=600)
+    (engine,) = processes_of(run)["engine"]
+    os.kill(engine, signal.SIGKILL)
+    _, errors = run.communicate(timeout=600)
+    assert run.returncode == 0, errors[-6000:]
+    assert "all engines are replaced, and what they were sampling is sampled again" in errors
+    assert errors.count("rank 0 of vllm died") == 1
+    rows = rows_of_a_whole_run(workplace)
+    replacements = [row["engine_replacements"] for row in rows]
+    assert (replacements[0], replacements[-1]) == (0, 1)
+    assert {row["rollouts_dropped"] for row in rows} == {0}
+
+
+@pytest.mark.timeout(900 + 120 * NUM_KILLS)
+def test_a_drill_of_random_kills_loses_no_sample_and_trains_on_none_twice(workplace):
+    """Whatever a run consists of dies at random moments, also while others start."""
+    (workplace / "my_environment.py").write_text(ENVIRONMENT)
+    chance, steps, killed = random.Random(0), 4 + 4 * NUM_KILLS, []
+    options = [f"grpo.steps={steps}", "grpo.eval_every=3", "cluster.restarts=1000"]
+    with Runs(workplace) as runs:
+        runs.begin(*RUN, *EPISODES, *options, "async.too_old=wait")
+        # From the first checkpoint on, the run can be continued.
+        checkpoints = workplace / "out" / "checkpoints"
+        wait_until(lambda: runs.has_ended or [*checkpoints.glob("step_*")], limit_s=600)
+        while len(killed) < NUM_KILLS and not runs.has_ended:
+            time.sleep(chance.uniform(0, 12))
+            target = chance.choice(["driver", "worker", "engine", "environment", "parent"])
+            pids = processes_of(runs.current)[target]
+            with suppress(ProcessLookupError):
+                for pid in pids[:1]:
+                    os.kill(pid, signal.SIGKILL)
+                    killed.append(target)
+                    runs.killed = target
+            if target == "driver":
+                runs.current.wait(60)
+        runs.go_on_to_the_end()
+    logging.getLogger(__name__).warning("killed: %s", ", ".join(killed))
+    assert killed
+    rows_of_a_whole_run(workplace, steps=steps)
+
+
+@pytest.mark.parametrize("too_old", ["drop", "wait"])
+def test_a_run_that_is_killed_trains_on_each_problem_once(begin, workplace, too_old):
+    rows = trained_once_despite_a_kill(begin, workplace, [*RUN, f"async.too_old={too_old}"])
     for row in rows:
+        assert 0 <= row["oldest_wait_s"] <= row["generate_s"]
+        assert too_old == "drop" or row["rollouts_dropped"] == 0
         assert row["refit_staged"] == 1
         assert row["rollouts_trained"] == (row["step"] - 1) * GROUPS
     assert max(row["staleness_max"] for row in rows) > 0
@@ -115,19 +253,20 @@ def test_a_run_that_is_killed_trains_on_each_problem_once(begin, workplace):
     assert (content["complete"], content["reopened"]) == ({}, [])
 
 
-def test_a_run_of_episodes_that_is_killed_trains_on_each_problem_once(begin, workplace):
+@pytest.mark.parametrize("too_old", ["drop", "wait"])
+def test_a_run_of_episodes_that_is_killed_trains_on_each_problem_once(begin, workplace, too_old):
     (workplace / "my_environment.py").write_text(ENVIRONMENT)
     (workplace / "die").touch()
     run = [
         *RUN,
-        "environment.function=my_environment.py:Rows",
-        "policy.max_total_sequence_length=32",
-        "grpo.warm_up=false",
+        *EPISODES,
         f"report.samples={GROUPS * 4}",
         "grpo.eval_every=1",
+        f"async.too_old={too_old}",
     ]
     rows = trained_once_despite_a_kill(begin, workplace, run)
     for row in rows:
+        assert too_old == "drop" or row["rollouts_dropped"] == 0
         assert 2 <= row["turns_mean"] <= 3
     # One process has died, which is lost with its step if that is taken again.
     assert sum(row["environment_failures"] for row in rows) <= 1

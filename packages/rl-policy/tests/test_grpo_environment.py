@@ -40,6 +40,9 @@ def takes(marker):
         return False
     return True
 
+def num_resets():
+    return Path("resets").stat().st_size
+
 class Rows:
     '''Two turns, or three for every third problem; more reward for smaller first bytes.'''
 
@@ -51,11 +54,16 @@ class Rows:
     def reset(self, problem):
         self.number = int(problem.prompt[:-1])
         self.turn = 0
+        with open("resets", "a") as file:
+            file.write(".")
         return f"{self.number % 4}?"
 
     def step(self, text):
         self.turn += 1
         # Evaluations have one episode in a process.
+        limit = Path("most resets")
+        if limit.exists() and num_resets() > int(limit.read_text()):
+            raise RuntimeError("on purpose")
         if self.turn == 2 and (takes("die") or (Rows.made > 1 and takes("die in a group"))):
             os.kill(os.getpid(), signal.SIGKILL)
         while Path("wait").exists():
@@ -121,6 +129,22 @@ def test_a_run_outlives_a_killed_environment_and_says_so(shared_ray, workplace, 
         observed = [token for token, own in zip(each.tokens, each.sampled, strict=True) if not own]
         texts = [turn["text"] for turn in each.turns if turn["role"] == "environment"]
         assert "".join(observed) == "".join(texts)
+
+
+@pytest.mark.slow
+def test_a_step_whose_evaluation_fails_is_taken_again(shared_ray, workplace):
+    assert grpo("checkpoint.every=5", "grpo.steps=2", out="whole").exit_code == 0
+    # The last four are those of the last evaluation.
+    Path("most resets").write_text(str(Path("resets").stat().st_size - 4))
+    Path("resets").unlink()
+    result = grpo("checkpoint.every=5", "grpo.steps=2")
+    assert result.exit_code == 1
+    assert "on purpose" in result.output + str(result.exception)
+    # Its weights would be those of step 2.
+    assert not list(Path("out/checkpoints").glob("step_1"))
+    Path("most resets").unlink()
+    assert CliRunner().invoke(build_app(), ["grpo", "--resume", "out"]).exit_code == 0
+    assert measured(Path("out")) == measured(Path("whole"))
 
 
 @pytest.mark.slow

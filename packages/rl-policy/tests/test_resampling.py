@@ -3,9 +3,9 @@
 import pytest
 import torch
 from rl_batched_data import BatchedDataDict
+from rl_interfaces import NOT_SAMPLED
 from rl_policy.data.datasets import Problem
 from rl_policy.data.rewards import Rewards
-from rl_policy.generation.state import NOT_SAMPLED
 from rl_policy.recipes.policy_gradient import Rollout
 from rl_policy.recipes.resampling import resample
 

@@ -107,6 +107,33 @@ def test_policy_and_engines_take_turns_on_a_shared_device():
     assert calls == [call for call in taken if call not in refit(0)]
 
 
+def test_engines_that_are_replaced_get_the_weights_again_under_the_same_version():
+    others = []
+
+    def restart():
+        others.append(Engines("others", calls))
+        link = WeightLink(policy, others[0], is_paired=False, transport="shm")
+        return others[0], link
+
+    calls, engines, sampler = build(is_colocated=False, restart=restart)
+    policy = Recorder("policy", calls, {"send_weights": {"refit_s": 1.5}})
+    with sampler.after_step(3) as source:
+        assert source is engines
+    calls.clear()
+    sampler.replace_engines()
+    assert calls[0] == "engines.shutdown()"
+    assert calls[1].startswith("policy.open_refit(2, ")
+    assert calls[2:] == ["others.init_transfer(None)"]
+    calls.clear()
+    with sampler.after_step(3) as source:
+        assert source is others[0]
+    assert calls[1:4] == ["others.begin_update(3)", "others.update(3)", "policy.send_weights(3)"]
+    assert sampler.report()["weight_version"] == 3
+    calls.clear()
+    sampler.close()
+    assert calls == ["others.shutdown()"]
+
+
 def test_the_device_comes_back_also_after_an_error():
     calls, _, sampler = build(is_colocated=True)
     with pytest.raises(KeyError, match="planted"), sampler.after_step(0):

@@ -7,10 +7,10 @@ import pytest
 import rl_refit
 import torch
 from recipe_runs import wait_until
+from rl_interfaces import NOT_SAMPLED
 from rl_policy import Policy, RayVirtualCluster
 from rl_policy.data.batches import completion_batch
 from rl_policy.generation.answers import join_stream, read_answers
-from rl_policy.generation.state import NOT_SAMPLED
 from rl_policy.generation.vllm import VllmGeneration
 from rl_policy.generation.vllm.serving import ServerSettings
 from rl_policy.losses import ClippedPGLoss

@@ -11,8 +11,9 @@ import pytest
 import ray
 import rl_refit
 import torch
+from rl_interfaces import NOT_SAMPLED
 from rl_policy import RayVirtualCluster
-from rl_policy.generation.state import NOT_SAMPLED, EngineStateError
+from rl_policy.generation.state import EngineStateError
 from rl_policy.generation.vllm import VllmGeneration
 from rl_refit.testing import DrillSender, Fault
 from vllm_oracles import (

@@ -9,9 +9,9 @@ import pytest
 import ray
 import rl_refit
 import torch
+from rl_interfaces import NOT_SAMPLED, StreamFullError, TicketsLostError
 from rl_policy import RayVirtualCluster
-from rl_policy.generation.state import NOT_SAMPLED, EngineStateError
-from rl_policy.generation.stream import StreamFullError, TicketsLostError
+from rl_policy.generation.state import EngineStateError
 from rl_policy.generation.vllm import VllmGeneration
 from rl_policy.generation.vllm.stream import EngineLostError
 from vllm_oracles import (

@@ -148,9 +148,13 @@ def greedy_completion(model, prompt, *, num_tokens, stops):
     return ids[len(prompt) :]
 
 
-def refit(engines, sender, version):
-    """Send a version of the weights to its end; return the receivers' reports."""
-    engines.begin_update(version)
+def refit(engines, sender, version, **options):
+    """Send a version of the weights to its end; return the receivers' reports.
+
+    Args:
+        options: Of `begin_update`.
+    """
+    engines.begin_update(version, **options)
     call = engines.update(version)
     sender.send(version)
     reports = engines.wait_for_update(call)

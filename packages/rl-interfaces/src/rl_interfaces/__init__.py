@@ -44,6 +44,14 @@ from rl_interfaces.policy import (
     TrainOutputSpec,
 )
 from rl_interfaces.residency import Residency, ResidencyError, ResidencyState
+from rl_interfaces.streaming import (
+    NOT_SAMPLED,
+    FinishedSubmission,
+    FinishReason,
+    GenerationStream,
+    StreamFullError,
+    TicketsLostError,
+)
 from rl_interfaces.weights import (
     DeviceHandles,
     RefitInfo,
@@ -73,6 +81,7 @@ from rl_interfaces.worker import (
 __all__ = [
     "CONTRACT_VERSION",
     "GENERATION_DEFAULTS",
+    "NOT_SAMPLED",
     "POLICY_DEFAULTS",
     "AdamOptions",
     "AdapterSavingWorker",
@@ -88,10 +97,13 @@ __all__ = [
     "Environment",
     "EnvironmentProblem",
     "EnvironmentStep",
+    "FinishReason",
+    "FinishedSubmission",
     "GenerationConfig",
     "GenerationDatumSpec",
     "GenerationInterface",
     "GenerationOutputSpec",
+    "GenerationStream",
     "GpuInfo",
     "LogprobOutputSpec",
     "LoraConfig",
@@ -122,7 +134,9 @@ __all__ = [
     "SinglePytorchSchedulerConfig",
     "SplitTrainingPolicy",
     "SplitTrainingWorker",
+    "StreamFullError",
     "TensorSpec",
+    "TicketsLostError",
     "TokenizerConfig",
     "TopkLogitsOutputSpec",
     "TopkLogitsWorker",

@@ -116,6 +116,10 @@ class GenerationOutputSpec(TypedDict):
     logprobs: torch.Tensor
     """`[batch, seq]` float32: of each generated token, under the distribution it was sampled from
     (temperature and truncation applied); 0 elsewhere."""
+    weight_version: NotRequired[torch.Tensor]
+    """`[batch]` int64: the version of the weights that sampled the row's oldest token."""
+    weight_versions: NotRequired[torch.Tensor]
+    """`[batch, seq]` int64: the version that sampled each token; `NOT_SAMPLED` elsewhere."""
 
 
 class GenerationInterface(ABC):

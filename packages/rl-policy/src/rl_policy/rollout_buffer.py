@@ -17,7 +17,9 @@ are open at a time, those are taken within max_staleness versions. Weights that 
 trainer's when they sample a group have used up some of max_staleness already: `open` then counts
 with what is left of it. With max_staleness = 0 a group is opened only when the one before it has
 been trained on: the synchronous algorithm. Only a group that others overtake, as it takes longer,
-can become too old.
+can become too old. With `wait` none does: each group that is open has a last take, after which it
+would be too old, and a take is refused that would leave more groups for the takes up to some later
+one than those take. What is open always fits, so that the trainer waits for nothing but sampling.
 
 The buffer is a plain object of one thread: it neither waits nor samples.
 """
@@ -25,10 +27,10 @@ The buffer is a plain object of one thread: it neither waits nor samples.
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal, TypeAlias
+from typing import Literal, TypeAlias, get_args
 
 import torch
 from rl_batched_data import BatchedDataDict
@@ -37,8 +39,8 @@ from safetensors.torch import save_file
 
 __all__ = ["BufferCounts", "RolloutBuffer", "RolloutGroup", "TooOld"]
 
-TooOld: TypeAlias = Literal["drop", "rescore"]
-"""What becomes of a group whose staleness is over the bound."""
+TooOld: TypeAlias = Literal["drop", "rescore", "wait"]
+"""What becomes of a group whose staleness is over the bound; with `wait`, that of no group is."""
 
 _FORMAT = "1"
 
@@ -78,7 +80,8 @@ class BufferCounts:
     num_trained: int
     """Groups that were trained on."""
     num_dropped: int
-    """Times that a complete group was too old and was thrown away."""
+    """Times that a complete group was too old and was thrown away; with `wait` only after a
+    checkpoint was loaded with less staleness than it was saved with."""
     num_rescored: int
     """Groups that were too old and were taken all the same."""
 
@@ -93,6 +96,7 @@ class RolloutBuffer:
         versions_per_take: Versions, that is optimizer steps, by which a take advances the trainer.
         too_old: `drop`: a group over the bound is sampled anew. `rescore`: it is taken, with
             `is_too_old`, which problems need that always take longer than the bound allows.
+            `wait`: no group becomes too old, as others are not taken before it where it then would.
 
     Raises:
         ValueError: A number is out of its range; names it and its value.
@@ -122,8 +126,8 @@ class RolloutBuffer:
                 raise ValueError(f"{name}={value} must be at least 1")
         if max_staleness < 0:
             raise ValueError(f"max_staleness={max_staleness} must not be negative")
-        if too_old not in ("drop", "rescore"):
-            raise ValueError(f"too_old={too_old!r} must be 'drop' or 'rescore'")
+        if too_old not in get_args(TooOld):
+            raise ValueError(f"too_old={too_old!r} must be 'drop', 'rescore' or 'wait'")
         self.groups_per_take = groups_per_take
         self.max_staleness = max_staleness
         self.versions_per_take = versions_per_take
@@ -131,7 +135,8 @@ class RolloutBuffer:
         self._version = 0
         self._next_id = 0
         self._reopened: set[int] = set()
-        self._in_flight: set[int] = set()
+        # With the version of the weights that they were opened for.
+        self._in_flight: dict[int, int] = {}
         self._complete: dict[int, RolloutGroup] = {}
         self._taken: set[int] = set()
         self._num_trained = self._num_dropped = self._num_rescored = 0
@@ -145,6 +150,11 @@ class RolloutBuffer:
     def capacity(self) -> int:
         """Most groups that are open at a time, if the trainer's present weights sample them."""
         return self._capacity(lag=0)
+
+    @property
+    def in_flight(self) -> list[int]:
+        """The ids of the groups that are being sampled, ascending."""
+        return sorted(self._in_flight)
 
     @property
     def counts(self) -> BufferCounts:
@@ -163,7 +173,13 @@ class RolloutBuffer:
     @property
     def is_ready(self) -> bool:
         """Whether a take would find its groups."""
-        return not self._taken and len(self._complete) >= self.groups_per_take
+        return not self._taken and bool(self._next_ids())
+
+    @property
+    def waits_for_oldest(self) -> bool:
+        """Whether enough groups are complete, and older ones have to be trained on first."""
+        has_enough = len(self._complete) >= self.groups_per_take
+        return has_enough and not self._taken and not self._next_ids()
 
     def open(self, limit: int | None = None, *, version: int | None = None) -> list[int]:
         """Return the ids of groups that may be sampled now, ascending: those to sample anew first.
@@ -193,7 +209,7 @@ class RolloutBuffer:
         num_new = max(0, room - len(ids) - len(self._reopened))
         ids.extend(range(self._next_id, self._next_id + num_new))
         self._next_id += num_new
-        self._in_flight.update(ids)
+        self._in_flight |= dict.fromkeys(ids, self._version - lag)
         return ids
 
     def put(self, id: int, rows: BatchedDataDict[dict[str, torch.Tensor]], *, version: int) -> None:
@@ -205,8 +221,8 @@ class RolloutBuffer:
             version: That of the weights that sampled its oldest token.
 
         Raises:
-            ValueError: The group is not being sampled, its version is from the future, or a column
-                is no tensor.
+            ValueError: The group is not being sampled, its version is from the future or from
+                before it was opened, or a column is no tensor.
         """
         if id not in self._in_flight:
             raise ValueError(f"group {id} is {self._where(id)}: it is not being sampled")
@@ -215,13 +231,18 @@ class RolloutBuffer:
                 f"group {id} was sampled by weights of version {version}, and the trainer is at "
                 f"version {self._version}"
             )
+        if version < self._in_flight[id]:
+            raise ValueError(
+                f"group {id} was sampled by weights of version {version}, and was opened for "
+                f"version {self._in_flight[id]}"
+            )
         for key, column in rows.items():
             if not isinstance(column, torch.Tensor):
                 raise ValueError(
                     f"column {key!r} of group {id} is a {type(column).__name__}: a checkpoint "
                     "holds tensors"
                 )
-        self._in_flight.remove(id)
+        del self._in_flight[id]
         self._complete[id] = RolloutGroup(id=id, version=version, rows=rows)
 
     def reopen(self, ids: Iterable[int]) -> None:
@@ -234,35 +255,54 @@ class RolloutBuffer:
         for id in ids:
             if id not in self._in_flight:
                 raise ValueError(f"group {id} is {self._where(id)}: it is not being sampled")
-        self._in_flight.difference_update(ids)
+        for id in ids:
+            self._in_flight.pop(id, None)
+        self._reopened.update(ids)
+
+    def discard_where(self, is_useless: Callable[[RolloutGroup], bool]) -> None:
+        """Sample complete groups anew of which `is_useless` says so."""
+        ids = [id for id, group in self._complete.items() if is_useless(group)]
+        for id in ids:
+            del self._complete[id]
         self._reopened.update(ids)
 
     def take(self) -> list[RolloutGroup]:
-        """Return the oldest complete groups, by their ids, for a step of the trainer.
+        """Return the oldest complete groups for a step of the trainer.
 
+        The oldest are those of the lowest ids, and with `too_old="wait"` of the oldest weights.
         Groups that have become too old are dropped and opened anew, or are marked, see `too_old`.
 
         Returns:
-            `groups_per_take` groups; none if fewer are complete and not too old: sample on.
+            `groups_per_take` groups; none if fewer are complete and not too old, or if they have to
+            wait for older ones: sample on.
 
         Raises:
             RuntimeError: What was taken before is not finished.
         """
         if self._taken:
             raise RuntimeError(f"the groups {sorted(self._taken)} are taken and not finished")
-        if self._too_old == "drop":
-            old = [id for id, group in self._complete.items() if self._is_too_old(group)]
-            for id in old:
-                del self._complete[id]
-            self._reopened.update(old)
-            self._num_dropped += len(old)
-        if not self.is_ready:
-            return []
-        ids = sorted(self._complete)[: self.groups_per_take]
+        for id in self._ids_to_drop():
+            del self._complete[id]
+            self._reopened.add(id)
+            self._num_dropped += 1
+        ids = self._next_ids()
         groups = [self._marked(self._complete.pop(id)) for id in ids]
         self._num_rescored += sum(group.is_too_old for group in groups)
         self._taken.update(ids)
         return groups
+
+    def give_back(self, groups: Iterable[RolloutGroup]) -> None:
+        """Undo a take whose groups cannot be trained on.
+
+        Raises:
+            ValueError: One is not taken.
+        """
+        for group in groups:
+            if group.id not in self._taken:
+                raise ValueError(f"group {group.id} is {self._where(group.id)}: it is not taken")
+            self._taken.remove(group.id)
+            self._complete[group.id] = group
+            self._num_rescored -= group.is_too_old
 
     def finish(self, *, version: int) -> None:
         """Count what was taken as trained, by which the weights have got a version.
@@ -291,7 +331,7 @@ class RolloutBuffer:
             "version": self._version,
             "next_id": self._next_id,
             # What is in flight is lost with its process.
-            "reopened": sorted(self._reopened | self._in_flight),
+            "reopened": sorted(self._reopened | self._in_flight.keys()),
             "complete": {
                 id: {"version": group.version, "columns": list(group.rows)}
                 for id, group in self._complete.items()
@@ -341,8 +381,49 @@ class RolloutBuffer:
         self._num_rescored = int(content["num_rescored"])
 
     def _capacity(self, *, lag: int) -> int:
-        takes_ahead = (self.max_staleness - lag) // self.versions_per_take
-        return max(0, self.groups_per_take * (1 + takes_ahead))
+        return max(0, self.groups_per_take * (1 + self._takes_left(self._version - lag)))
+
+    def _takes_left(self, version: int) -> int:
+        """Return after how many takes one still takes a group in time; negative: none does."""
+        return (self.max_staleness - (self._version - version)) // self.versions_per_take
+
+    def _versions(self) -> dict[int, int]:
+        """Return the versions of the groups that are open, the oldest first, by their ids.
+
+        That of a group in flight is of the weights it was opened for: it is no older.
+        """
+        complete = {id: group.version for id, group in self._complete.items()}
+        versions = self._in_flight | complete
+        return dict(sorted(versions.items(), key=lambda item: (item[1], item[0])))
+
+    def _next_ids(self) -> list[int]:
+        """Return what is taken next; nothing if too little is complete or has to wait."""
+        if len(self._complete) < self.groups_per_take:
+            return []
+        if self._too_old != "wait":
+            return sorted(self._complete)[: self.groups_per_take]
+        versions = self._versions()
+        ids = [id for id in versions if id in self._complete][: self.groups_per_take]
+        later = [version for id, version in versions.items() if id not in ids]
+        is_in_time = all(
+            1 + place // self.groups_per_take <= self._takes_left(version)
+            for place, version in enumerate(later)
+        )
+        return ids if is_in_time else []
+
+    def _ids_to_drop(self) -> list[int]:
+        if self._too_old == "rescore":
+            return []
+        if self._too_old == "drop":
+            return [id for id, group in self._complete.items() if self._is_too_old(group)]
+        late, place = [], 0
+        for id, version in self._versions().items():
+            if place // self.groups_per_take <= self._takes_left(version):
+                place += 1
+            else:
+                late.append(id)
+        # Nothing is late, but after a checkpoint of a run with another bound.
+        return [id for id in late if id in self._complete]
 
     def _is_too_old(self, group: RolloutGroup) -> bool:
         return self._version - group.version > self.max_staleness

@@ -34,7 +34,13 @@ class Reward(Protocol):
 
 
 class RewardError(RuntimeError):
-    """A reward function gave no rewards. The message names it, the sample, and what was wrong."""
+    """A reward function gave no rewards. The message names it, the sample, and what was wrong.
+
+    Attributes:
+        policy_has_changed: Whether the step that it has ended had trained the policy before.
+    """
+
+    policy_has_changed: bool = False
 
 
 class Rewards(list[float]):

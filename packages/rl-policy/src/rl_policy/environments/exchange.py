@@ -37,8 +37,12 @@ class NoProcessError(Exception):
 class Processes(Protocol):
     """The processes of an exchange."""
 
-    def process(self, group: int) -> Process:
+    def process(self, group: int, *, starts: bool) -> Process:
         """Return the process of a group, which is started if there is none.
+
+        Args:
+            group: The group.
+            starts: Whether its episodes start, so that a process without a parent is replaced.
 
         Raises:
             NoProcessError: There is none to be had.
@@ -139,7 +143,9 @@ class CallExchange:
         process = self._running.get(group)
         if process is None:
             try:
-                process = self._pool.process(self._first_group + group)
+                process = self._pool.process(
+                    self._first_group + group, starts=not isinstance(argument, str)
+                )
             except NoProcessError as error:
                 self._failed[group] = Failure(str(error))
                 return

@@ -89,6 +89,8 @@ class ProcessPool:
         self.name, self.max_groups = name, max_groups
         self._limit_s, self._load_limit_s = limit_s, load_limit_s
         self._processes: dict[int, Process] = {}
+        # The server of each process, which may have ended.
+        self._parents: dict[int, _Server] = {}
         # Of the processes and the server, whose answers are in the order of its requests.
         self._lock = threading.Lock()
         try:
@@ -127,18 +129,26 @@ class ProcessPool:
         self._processes.clear()
         self._server.close()
 
-    def process(self, group: int) -> Process:
+    def process(self, group: int, *, starts: bool) -> Process:
         """Return the process of a group, which is started if there is none.
+
+        Args:
+            group: The group.
+            starts: Whether its episodes start: they do not need a process that has died with its
+                parent, as others do, which have lost what was in it.
 
         Raises:
             NoProcessError: There is none to be had.
         """
         with self._lock:
+            if starts and group in self._processes and self._parents[group].has_ended:
+                self._processes.pop(group).connection.close()
             if group not in self._processes:
                 if self._server.has_ended:
                     _LOGGER.warning("the parent of the processes of %s=%r has died", KEY, self.name)
                     self._server = self._start_server()
                 self._processes[group] = self._server.fork()
+                self._parents[group] = self._server
             return self._processes[group]
 
     def _start_server(self) -> _Server:
@@ -150,7 +160,8 @@ class ProcessPool:
             process = self._processes.pop(group)
             process.connection.close()
             try:
-                status = self._server.end(process)
+                # Its own: another server that has taken the place of this one knows no such child.
+                status = self._parents[group].end(process)
             except NoProcessError as error:
                 return Failure(str(error))
         return failure if failure.reason else Failure(f"its process ended with status {status}")
@@ -215,12 +226,9 @@ class _Server:
         """Kill a process, unless it has died; return its exit status.
 
         Raises:
-            NoProcessError: The server has died, and the process with it; or the one before has.
+            NoProcessError: The server has died, and the process with it.
         """
-        reply = self._ask({"end": process.pid})
-        if "error" in reply:
-            raise NoProcessError(reply["error"])
-        return reply["status"]
+        return self._ask({"end": process.pid})["status"]
 
     def close(self) -> None:
         """End the server and all of its processes. May be called again."""

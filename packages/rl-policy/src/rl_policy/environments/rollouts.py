@@ -20,7 +20,7 @@ from typing import Any
 
 import torch
 from rl_batched_data import BatchedDataDict
-from rl_interfaces import GenerationInterface
+from rl_interfaces import NOT_SAMPLED, GenerationInterface
 from rl_refit.report import Stopwatch
 
 from rl_policy.data.batches import Batch, ProblemEncoder
@@ -29,7 +29,6 @@ from rl_policy.data.rewards import RewardError
 from rl_policy.environments.exchange import Failure
 from rl_policy.environments.host import Reply
 from rl_policy.environments.pool import KEY, EnvironmentPool, Turn
-from rl_policy.generation.state import NOT_SAMPLED
 
 _LOGGER = logging.getLogger(__name__)
 

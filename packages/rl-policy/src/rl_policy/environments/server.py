@@ -39,7 +39,6 @@ MESSAGE_BYTES = 1 << 16
 """Most bytes of a request or its answer."""
 
 _ERROR_LENGTH = 4096
-_DIED = "the parent of its process had died, and it with it"
 # How soon a process that has ended by itself is reaped.
 _REAP_S = 1.0
 
@@ -83,9 +82,7 @@ class _Server:
                 if "fork" in request:
                     self._fork(descriptors[0])
                 else:
-                    status = self._end(request["end"])
-                    known = {"error": _DIED} if status is None else {"status": status}
-                    _send(self._control, known)
+                    _send(self._control, {"status": self._end(request["end"])})
         finally:
             for pid in tuple(self._processes):
                 self._end(pid)
@@ -124,17 +121,14 @@ class _Server:
             sys.stderr.flush()
             os._exit(status)
 
-    def _end(self, pid: int) -> int | None:
-        """Kill a process with all that it has started; return its exit status.
-
-        None for one of a former server, with which it has died.
-        """
+    def _end(self, pid: int) -> int:
+        """Kill a process with all that it has started; return its exit status."""
         self._reap()
         if pid in self._processes:
             # It may not have its session yet.
             os.kill(pid, signal.SIGKILL)
             self._take_status(pid, os.waitpid(pid, 0)[1])
-        return self._statuses.pop(pid, None)
+        return self._statuses.pop(pid)
 
     def _reap(self) -> None:
         for pid in tuple(self._processes):

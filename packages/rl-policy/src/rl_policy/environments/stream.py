@@ -23,6 +23,7 @@ from typing import Any, Literal, TypeAlias
 
 import torch
 from rl_batched_data import BatchedDataDict
+from rl_interfaces import NOT_SAMPLED, GenerationStream
 
 from rl_policy.data.batches import Batch
 from rl_policy.data.datasets import Problem
@@ -30,8 +31,6 @@ from rl_policy.environments.exchange import CallExchange, Failure
 from rl_policy.environments.host import Reply
 from rl_policy.environments.pool import ProcessPool
 from rl_policy.environments.rollouts import Episode, EpisodePlayer, describe_failure, take_prompt
-from rl_policy.generation.state import NOT_SAMPLED
-from rl_policy.generation.stream import GenerationStream
 
 _LOGGER = logging.getLogger(__name__)
 

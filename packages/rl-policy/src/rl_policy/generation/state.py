@@ -24,9 +24,6 @@ from rl_refit.protocol import State, WeightVersion
 INITIAL_VERSION = -1
 """The version of the weights that an engine has loaded by itself, before any refit."""
 
-NOT_SAMPLED = -2
-"""In place of a version: the token is of the prompt, or padding."""
-
 TAGS = ("weights", "kv_cache")
 """The parts of an engine's memory that can wake separately."""
 

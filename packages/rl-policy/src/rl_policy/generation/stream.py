@@ -1,103 +1,23 @@
-"""Completions without waiting for them: tickets now, results as they finish.
+"""A stream of completions over whatever samples batches, and what streams check.
 
-    ticket = stream.submit(prompts)            enters what is sampled already
-    finished = stream.collect(timeout_s=30)    whatever has finished, in any order
-    stream.cancel([ticket])                    frees what it takes
-
-A submission is a batch that finishes as one, such as the completions of one problem. What was
-submitted and not collected is bounded: `submit` refuses more than `room` rows.
+`rl_interfaces.GenerationStream` is the protocol.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
 from itertools import count
-from typing import TYPE_CHECKING, Literal, Protocol, TypeAlias
+from typing import TYPE_CHECKING
 
-from rl_batched_data import BatchedDataDict
+from rl_interfaces import FinishedSubmission, StreamFullError, TicketsLostError
 
 if TYPE_CHECKING:
-    from rl_interfaces import GenerationDatumSpec, GenerationInterface, GenerationOutputSpec
-
-FinishReason: TypeAlias = Literal["stop", "length"]
-"""What ended a row: a stop token or string, or a limit of tokens."""
-
-
-class StreamFullError(RuntimeError):
-    """As much is in flight as the stream allows."""
-
-
-class TicketsLostError(RuntimeError):
-    """Submissions have failed; the others go on.
-
-    Attributes:
-        tickets: Theirs, ascending. The stream has forgotten them.
-    """
-
-    def __init__(self, message: str, *, tickets: Iterable[int]) -> None:
-        super().__init__(message)
-        self.tickets = sorted(tickets)
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class FinishedSubmission:
-    """A submission whose rows have all finished."""
-
-    ticket: int
-    """Its ticket."""
-    output: BatchedDataDict[GenerationOutputSpec]
-    """A row per prompt, in the order of the submission; what `generate` would have returned."""
-    finish_reasons: tuple[FinishReason, ...]
-    """Of each row."""
-
-
-class GenerationStream(Protocol):
-    """Samples submissions that nobody waits for."""
-
-    @property
-    def room(self) -> int:
-        """Rows that may be submitted now."""
-        ...
-
-    def submit(self, data: BatchedDataDict[GenerationDatumSpec], greedy: bool = False) -> int:
-        """Start to sample a completion per row; return the submission's ticket.
-
-        Args:
-            data: The prompts, see `GenerationDatumSpec`.
-            greedy: Take the most likely token every time.
-
-        Raises:
-            ValueError: A prompt cannot be continued, or there are more rows than the limit.
-            StreamFullError: There are more rows than `room`.
-        """
-        ...
-
-    def collect(
-        self, tickets: Iterable[int] | None = None, *, timeout_s: float
-    ) -> list[FinishedSubmission]:
-        """Wait until a submission has finished; return all that have, each once.
-
-        Args:
-            tickets: Of those to wait for. None: all.
-            timeout_s: Most seconds to wait. 0: take what has arrived.
-
-        Returns:
-            Ascending by ticket; nothing after `timeout_s`, or where there is nothing to wait for.
-
-        Raises:
-            ValueError: A ticket is unknown: it was collected, cancelled or lost, or never given.
-            TicketsLostError: Submissions have failed.
-        """
-        ...
-
-    def cancel(self, tickets: Iterable[int]) -> None:
-        """Abort submissions and forget them, also such as have finished.
-
-        Raises:
-            ValueError: A ticket is unknown.
-        """
-        ...
+    from rl_batched_data import BatchedDataDict
+    from rl_interfaces import (
+        FinishReason,
+        GenerationDatumSpec,
+        GenerationInterface,
+    )
 
 
 def require_room(num_rows: int, *, num_in_flight: int, limit: int) -> None:
@@ -172,9 +92,13 @@ class SampledAtCollect:
     def collect(
         self, tickets: Iterable[int] | None = None, *, timeout_s: float
     ) -> list[FinishedSubmission]:
-        """See `GenerationStream`; `timeout_s` is not needed, as nothing else samples."""
+        """Sample the oldest of `tickets`, see `GenerationStream`.
+
+        `timeout_s` is not needed, as nothing else samples. The others are left for later calls: a
+        submission that fails costs no other one.
+        """
         wanted = require_known(self._submitted if tickets is None else tickets, self._submitted)
-        return [self._sample(ticket) for ticket in wanted]
+        return [self._sample(ticket) for ticket in wanted[:1]]
 
     def cancel(self, tickets: Iterable[int]) -> None:
         """See `GenerationStream`."""
@@ -183,7 +107,12 @@ class SampledAtCollect:
 
     def _sample(self, ticket: int) -> FinishedSubmission:
         data, greedy = self._submitted.pop(ticket)
-        output = self._source.generate(data, greedy=greedy)
+        try:
+            output = self._source.generate(data, greedy=greedy)
+        except ValueError as error:
+            raise TicketsLostError(
+                f"the submission {ticket} was refused: {error}", tickets=[ticket]
+            ) from error
         ends = output["unpadded_sequence_lengths"].tolist()
         lengths = output["generation_lengths"].tolist()
         last = [row[end - 1] for row, end in zip(output["output_ids"].tolist(), ends, strict=True)]

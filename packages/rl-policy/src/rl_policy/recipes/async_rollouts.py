@@ -15,21 +15,21 @@ from __future__ import annotations
 
 import json
 import os
+import time
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal
 
 from pydantic import Field
+from rl_interfaces import GenerationStream
 from rl_interfaces.config.schema import MOST
 
 from rl_policy.config import Section
 from rl_policy.data.batches import Batch
 from rl_policy.data.datasets import Problem, Stream
-from rl_policy.generation.stream import GenerationStream
 from rl_policy.recipes.groups import GroupSampler, SampledGroup
-from rl_policy.rollout_buffer import RolloutBuffer, RolloutGroup
+from rl_policy.rollout_buffer import RolloutBuffer, RolloutGroup, TooOld
 from rl_policy.run.metrics import keep_steps
 
 _BUFFER = "rollouts.safetensors"
@@ -43,9 +43,10 @@ class AsyncSection(Section):
     trained on with. 0: each step samples and then trains."""
     refit_every: int = Field(default=1, ge=1, le=MOST)
     """Steps between two refits of the engines; a measurement of accuracy needs one as well."""
-    too_old: Literal["drop", "rescore"] = "drop"
+    too_old: TooOld = "drop"
     """What becomes of completions that have become too old, as others have overtaken them: they are
-    sampled anew, or are trained on."""
+    sampled anew (`drop`), or are trained on (`rescore`). `wait`: none become too old, as a step
+    waits for the oldest that are not complete where later steps could not train on all in time."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -139,7 +140,8 @@ class TakenRollouts:
     generated: Batch
     """A `GenerationOutputSpec` of all groups, padded to the longest row."""
     metrics: dict[str, float]
-    """`staleness_max`, and `rollouts_*`: what the buffer holds and has seen."""
+    """`staleness_max`, `rollouts_*`: what the buffer holds and has seen, and `oldest_wait_s`: the
+    seconds in which enough groups were complete, and older ones that had to come first were not."""
 
 
 class AsyncRollouts:
@@ -158,7 +160,7 @@ class AsyncRollouts:
         self,
         plan: AsyncPlan,
         *,
-        too_old: Literal["drop", "rescore"],
+        too_old: TooOld,
         open_stream: Callable[[int], Stream[Problem]],
         sampler: GroupSampler,
         ledger: TrainedLedger,
@@ -188,6 +190,8 @@ class AsyncRollouts:
     def load(self, checkpoint: Path) -> None:
         """Continue from what `save` wrote into the directory of a checkpoint."""
         self._buffer.load(checkpoint / _BUFFER)
+        # A step of such groups alone ends a run, which could then never be continued.
+        self._buffer.discard_where(_has_failed)
         self._stream = self._open_stream(self.num_opened)
 
     def save(self, checkpoint: Path) -> None:
@@ -201,6 +205,12 @@ class AsyncRollouts:
     def close(self) -> None:
         """End what is sampled. May be called again."""
         self._sampler.close()
+
+    def sample_anew(self) -> None:
+        """Open again what is in flight, as the engines that have sampled it have ended."""
+        self._sampler.close()
+        self._ids.clear()
+        self._buffer.reopen(self._buffer.in_flight)
 
     def take(self, source: GenerationStream, step: int, *, weights_step: int) -> TakenRollouts:
         """Return the oldest complete groups; submit what may be, and wait until enough are.
@@ -218,6 +228,7 @@ class AsyncRollouts:
         """
         self._receive(source, timeout_s=0.0)
         self._submit(source, step, weights_step=weights_step)
+        oldest_wait_s = 0.0
         while not (groups := self._buffer.take()):
             # What was too old is sampled anew.
             self._submit(source, step, weights_step=weights_step)
@@ -228,17 +239,26 @@ class AsyncRollouts:
                     f"{room} rows that engines take at a time: raise "
                     "policy.generation.vllm_cfg.max_requests_in_flight"
                 )
-            if not self._receive(source, timeout_s=self._timeout_s):
+            waits_for_oldest, since = self._buffer.waits_for_oldest, time.monotonic()
+            finished = self._receive(source, timeout_s=self._timeout_s)
+            oldest_wait_s += (time.monotonic() - since) * waits_for_oldest
+            if not finished:
                 raise TimeoutError(
                     f"no completion of step {step} has finished within {self._timeout_s:.0f} s: "
                     f"{self._buffer.counts}"
                 )
+        try:
+            generated = self._sampler.join([group.rows for group in groups])
+        except Exception:
+            # A checkpoint follows, of the step before.
+            self._buffer.give_back(groups)
+            raise
         self._taken = [group.id for group in groups]
         size = self.plan.group_size
         return TakenRollouts(
             problems=[self._problem(id) for id in self._taken for _ in range(size)],
-            generated=self._sampler.join([group.rows for group in groups]),
-            metrics=self._metrics(groups),
+            generated=generated,
+            metrics=self._metrics(groups) | {"oldest_wait_s": oldest_wait_s},
         )
 
     def finish(self, step: int) -> None:
@@ -293,3 +313,8 @@ class AsyncRollouts:
             "rollouts_dropped": float(counts.num_dropped),
             "rollouts_rescored": float(counts.num_rescored),
         }
+
+
+def _has_failed(group: RolloutGroup) -> bool:
+    """Return whether an environment has cost a group, whose rows are masked."""
+    return "sample_mask" in group.rows and not bool(group.rows["sample_mask"].any())

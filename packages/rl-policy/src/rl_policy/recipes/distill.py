@@ -42,7 +42,7 @@ from rl_policy.recipes.policy_gradient_config import (
 )
 from rl_policy.recipes.sft import SFT, SftSection, fine_tune, prepare_sft, sft_policy
 from rl_policy.run.directory import RunState
-from rl_policy.run.evaluation import greedy_accuracy, sample
+from rl_policy.run.evaluation import greedy_accuracy, measuring_a_step, sample
 from rl_policy.run.inputs import (
     ProblemInputs,
     check_language_model,
@@ -307,9 +307,13 @@ class DistillTrainer:
             self._add_teacher(batch, watch)
             means = self._train(batch, watch)
         lengths = generated["generation_lengths"].double()
+        accuracy = None
+        if is_measured or needs_score:
+            with measuring_a_step():
+                accuracy = self._accuracy(step)
         return DistillMetrics(
             step=step,
-            accuracy=self._accuracy(step) if is_measured or needs_score else None,
+            accuracy=accuracy,
             loss=means["loss"],
             grad_norm=means["grad_norm"],
             teacher_agreement=means["teacher_agreement"],

@@ -9,6 +9,7 @@ from typing import Protocol, cast
 
 import torch
 from rl_batched_data import BatchedDataDict
+from rl_interfaces import NOT_SAMPLED, GenerationStream
 
 from rl_policy.data.batches import Batch
 from rl_policy.data.datasets import Problem
@@ -21,8 +22,6 @@ from rl_policy.environments.stream import (
     with_texts,
     with_texts_as_bytes,
 )
-from rl_policy.generation.state import NOT_SAMPLED
-from rl_policy.generation.stream import GenerationStream
 
 # Rows of episodes that may be opened: the plan's bound alone holds, and places are waited for.
 _ANY_NUMBER = 1 << 30
@@ -74,7 +73,7 @@ class GroupSampler(Protocol):
         ...
 
     def close(self) -> None:
-        """End what is sampled. May be called again."""
+        """End what is sampled. May be called again, and others may be submitted after it."""
         ...
 
 
@@ -201,6 +200,7 @@ class EpisodeGroups:
         """See `GroupSampler`."""
         if self._stream is not None:
             self._stream.close()
+            self._stream = None
 
     def _sampled(self, finished: FinishedEpisodes) -> SampledGroup:
         self._last_failure = finished.failure or self._last_failure

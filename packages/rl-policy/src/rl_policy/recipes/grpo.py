@@ -9,15 +9,16 @@ The algorithm: group relative policy optimization (Shao et al. 2024).
 
 from __future__ import annotations
 
+import logging
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, closing, contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import cast
+from typing import TypeVar, cast
 
 import torch
-from rl_interfaces import GenerationInterface
+from rl_interfaces import GenerationInterface, GenerationStream
 from rl_refit.report import Stopwatch
 
 from rl_policy.config import (
@@ -31,10 +32,10 @@ from rl_policy.data.batches import Batch, completion_batch
 from rl_policy.data.datasets import open_stream
 from rl_policy.data.rewards import mean_parts
 from rl_policy.environments.rollouts import episode_metrics
-from rl_policy.generation.stream import GenerationStream
 from rl_policy.generation.vllm.config import complete_section
 from rl_policy.generation.vllm.requests import mean_staleness
 from rl_policy.policy import Policy
+from rl_policy.ray.worker_group import WorkerDiedError, death_behind
 from rl_policy.recipes import Recipe
 from rl_policy.recipes.async_rollouts import (
     AsyncRollouts,
@@ -70,13 +71,20 @@ from rl_policy.recipes.policy_gradient_config import build_loss, has_warm_up
 from rl_policy.recipes.resampling import resample
 from rl_policy.recipes.sft import SFT, SftSection, sft_policy
 from rl_policy.run.directory import RunState
-from rl_policy.run.evaluation import greedy_accuracy
+from rl_policy.run.evaluation import greedy_accuracy, measuring_a_step
 from rl_policy.run.flops import DeviceSpeed
 from rl_policy.run.inputs import ProblemInputs
 from rl_policy.run.metrics import plot_reward, read_metrics
-from rl_policy.run.samplers import Sampler, counting_move, weight_version
+from rl_policy.run.samplers import EngineSampler, Sampler, counting_move, weight_version
 from rl_policy.run.session import Session, run_loop
 from rl_policy.run.timeline import Timeline, plot_timeline, read_timeline
+
+_LOGGER = logging.getLogger(__name__)
+
+ResultT = TypeVar("ResultT")
+
+# In one step or evaluation: engines that die again and again have a cause of their own.
+_MOST_REPLACEMENTS = 3
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -168,6 +176,7 @@ class GrpoTrainer:
         is_asynchronous = plan_rollouts(session.config) is not None
         self._timeline = Timeline(session.directory.timeline if is_asynchronous else None)
         self._async = _open_rollouts(session, start, timeline=self._timeline)
+        self._num_replacements = 0
 
     @property
     def data_position(self) -> int:
@@ -192,12 +201,14 @@ class GrpoTrainer:
 
     def measure_start(self) -> GrpoMetrics:
         """Evaluate before the first update: sampled reward and greedy accuracy, both held-out."""
-        columns = measure_start(
-            self._after_step(0),
-            self._sampler,
-            self._scorer,
-            inputs=self._inputs,
-            samples=self._samples,
+        columns = self._replacing_engines(
+            lambda: measure_start(
+                self._after_step(0),
+                self._sampler,
+                self._scorer,
+                inputs=self._inputs,
+                samples=self._samples,
+            )
         )
         return GrpoMetrics(step=0, **columns)
 
@@ -205,14 +216,11 @@ class GrpoTrainer:
         """Sample completions, compute rewards and log-probabilities, and train."""
         watch = Stopwatch()
         with watch.phase("step_s"):
-            moved = self._after_step(self._weights_step(step))
-            with counting_move(self._sampler, moved, watch) as source:
-                extra = self._sampler.report()
-                rollout, resampled = self._sample(source, step, watch)
+            rollout, extra = self._replacing_engines(lambda: self._sample_for(step, watch))
             rewards, generated = rollout.rewards, rollout.generated
             # Now, as measuring the accuracy may send the weights after this step.
             staleness = self._staleness(generated, step)
-            extra |= mean_parts(rewards) | resampled
+            extra |= mean_parts(rewards)
             extra |= episode_metrics(generated, group_size=self._config.samples_per_prompt)
             batch = completion_batch(generated)
             with self._policy.keeping_batches():
@@ -241,7 +249,8 @@ class GrpoTrainer:
                 rewards,
                 advantages=mean_advantages(batch["advantages"], batch["token_mask"]),
             )
-            accuracy = self._accuracy(step)
+            with measuring_a_step():
+                accuracy = self._accuracy(step)
         return GrpoMetrics(
             step=step,
             accuracy=accuracy,
@@ -292,6 +301,34 @@ class GrpoTrainer:
                     self._timeline.record("refit", step, begun_at, time.monotonic())
             yield source
 
+    def _replacing_engines(self, run: Callable[[], ResultT]) -> ResultT:
+        """Return what `run` returns; where an engine of an asynchronous run dies, run it again.
+
+        All engines are replaced then, as a refit and an evaluation need all of them, and what they
+        were sampling is sampled again.
+        """
+        for _ in range(_MOST_REPLACEMENTS):
+            try:
+                return run()
+            except Exception as error:
+                death = self._death_of_engine(error)
+                if self._async is None or death is None:
+                    raise
+                _LOGGER.warning(
+                    "%s: %s; all engines are replaced, and what they were sampling is sampled "
+                    "again",
+                    death.summary,
+                    death.reason,
+                )
+            self._async.sample_anew()
+            cast("EngineSampler", self._sampler).replace_engines()
+            self._num_replacements += 1
+        return run()
+
+    def _death_of_engine(self, error: Exception) -> WorkerDiedError | None:
+        is_lost = isinstance(self._sampler, EngineSampler) and self._sampler.has_lost_engine
+        return death_behind(error) if is_lost else None
+
     def _weights_step(self, step: int) -> int:
         """Return after which step the weights are that samplers have before `step` is taken."""
         if self._async is None or self._async.plan.is_refit_due(
@@ -306,6 +343,14 @@ class GrpoTrainer:
         # Of engines apart, a version is the number of a step.
         return mean_staleness(generated, step - 1) * self._async.plan.versions_per_step
 
+    def _sample_for(self, step: int, watch: Stopwatch) -> tuple[Rollout, dict[str, float]]:
+        """Return the completions of a step, and what was measured of refit and sampling."""
+        moved = self._after_step(self._weights_step(step))
+        with counting_move(self._sampler, moved, watch) as source:
+            refit = self._sampler.report()
+            rollout, sampled = self._sample(source, step, watch)
+        return rollout, refit | sampled
+
     def _sample(
         self, source: GenerationInterface, step: int, watch: Stopwatch
     ) -> tuple[Rollout, dict[str, float]]:
@@ -315,10 +360,11 @@ class GrpoTrainer:
                 taken = self._async.take(
                     cast("GenerationStream", source), step, weights_step=self.weight_version
                 )
+            replaced = {"engine_replacements": float(self._num_replacements)}
             rollout = reward_rollout(
                 taken.problems, taken.generated, inputs=self._inputs, watch=watch
             )
-            return rollout, taken.metrics
+            return rollout, taken.metrics | replaced
         if not self._config.dynamic_sampling:
             return self._rollout(source, self._config.prompts_per_step, watch), {}
         return resample(
@@ -346,11 +392,14 @@ class GrpoTrainer:
         return measured
 
     def _accuracy(self, step: int) -> float:
-        with self._after_step(step) as source:
-            heldout = self._inputs.problems.heldout
-            return greedy_accuracy(
-                source, heldout, inputs=self._inputs, samples=self._samples, step=step
-            )
+        def measure() -> float:
+            with self._after_step(step) as source:
+                heldout = self._inputs.problems.heldout
+                return greedy_accuracy(
+                    source, heldout, inputs=self._inputs, samples=self._samples, step=step
+                )
+
+        return self._replacing_engines(measure)
 
 
 def _open_rollouts(

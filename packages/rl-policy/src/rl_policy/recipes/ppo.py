@@ -73,7 +73,7 @@ from rl_policy.recipes.policy_gradient_config import (
 )
 from rl_policy.recipes.sft import SFT, SftSection, sft_policy
 from rl_policy.run.directory import RunState
-from rl_policy.run.evaluation import greedy_accuracy
+from rl_policy.run.evaluation import greedy_accuracy, measuring_a_step
 from rl_policy.run.flops import DeviceSpeed
 from rl_policy.run.inputs import (
     ProblemInputs,
@@ -398,7 +398,8 @@ class PpoTrainer:
         accuracy = None
         if is_measured or needs_score:
             self._record(step, rollout, batch)
-            accuracy = self._accuracy(step)
+            with measuring_a_step():
+                accuracy = self._accuracy(step)
         return PpoMetrics(
             step=step,
             accuracy=accuracy,

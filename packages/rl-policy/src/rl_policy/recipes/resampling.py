@@ -9,9 +9,9 @@ from collections.abc import Callable, Sequence
 
 import torch
 from rl_batched_data import BatchedDataDict
+from rl_interfaces import NOT_SAMPLED
 
 from rl_policy.data.rewards import Rewards
-from rl_policy.generation.state import NOT_SAMPLED
 from rl_policy.losses import groups_with_signal
 from rl_policy.recipes.objectives import reward_columns
 from rl_policy.recipes.policy_gradient import Rollout

@@ -33,7 +33,7 @@ from rl_policy.losses import NLLLoss
 from rl_policy.policy import Policy
 from rl_policy.recipes import Recipe
 from rl_policy.run.directory import RunDirectory, RunState
-from rl_policy.run.evaluation import greedy_accuracy, pass_rate
+from rl_policy.run.evaluation import greedy_accuracy, measuring_a_step, pass_rate
 from rl_policy.run.inputs import (
     ProblemInputs,
     check_language_model,
@@ -225,7 +225,8 @@ class SftTrainer:
         step_s = perf_counter() - started
         accuracy, rate = None, None
         if is_measured or needs_score:
-            accuracy, rate = self._measure(step, needs_pass_rate=is_measured)
+            with measuring_a_step():
+                accuracy, rate = self._measure(step, needs_pass_rate=is_measured)
         self.is_done = self._meets_criterion(rate)
         return SftMetrics(
             step=step,

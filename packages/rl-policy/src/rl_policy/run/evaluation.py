@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
 import torch
@@ -10,6 +11,7 @@ from rl_refit import VerificationError
 from rl_refit.report import Stopwatch
 
 from rl_policy.data.datasets import Problem
+from rl_policy.data.rewards import RewardError
 from rl_policy.run.inputs import ProblemInputs
 from rl_policy.run.samples import SampleLog
 
@@ -39,6 +41,16 @@ def greedy_accuracy(
     if samples is not None:
         samples.record(step, "eval", problems, generated, rewards)
     return sum(rewards) / len(rewards)
+
+
+@contextmanager
+def measuring_a_step() -> Iterator[None]:
+    """Say of a failure of rewards that the policy was trained since the last step on record."""
+    try:
+        yield
+    except RewardError as error:
+        error.policy_has_changed = True
+        raise
 
 
 def pass_rate(

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager
-from typing import Any, Protocol
+from typing import Any, Protocol, TypeAlias
 
 from rl_interfaces import GenerationInterface
 from rl_refit.report import Stopwatch
@@ -19,6 +19,9 @@ from rl_policy.refit import WeightLink, engines_on_device
 from rl_policy.run.directory import RunState
 from rl_policy.run.inputs import engine_section, keeps_weights, staging_mode
 from rl_policy.run.session import AnySession, open_policy
+
+StartEngines: TypeAlias = Callable[[], tuple[VllmGeneration, WeightLink[Any]]]
+"""Starts engines, and opens the link by which they receive weights."""
 
 
 class Sampler(Protocol):
@@ -62,6 +65,7 @@ class EngineSampler:
         keeps_weights: Whether engines keep their weights while they sleep.
         last_version: The last version that engines of the run had before it was resumed. Versions
             of engines that lose their weights continue from there, as if it had not been.
+        restart: Starts other engines and a link to them. None: they are not replaced.
     """
 
     def __init__(
@@ -73,8 +77,10 @@ class EngineSampler:
         is_colocated: bool,
         keeps_weights: bool,
         last_version: int = INITIAL_VERSION,
+        restart: StartEngines | None = None,
     ) -> None:
         self._policy = policy
+        self._restart = restart
         self._engines = engines
         self._link = link
         self._is_colocated = is_colocated
@@ -107,6 +113,26 @@ class EngineSampler:
     def report(self) -> dict[str, float]:
         """Return `refit_s`, `refit_bytes` and the other numbers, and `weight_version`."""
         return {**self._report, "weight_version": self._engines.weight_version}
+
+    @property
+    def has_lost_engine(self) -> bool:
+        """Whether an engine is known to have died."""
+        return self._engines.has_lost_engine
+
+    def replace_engines(self) -> None:
+        """End all engines and start others, which receive weights before they sample.
+
+        Raises:
+            TimeoutError: They have not started in time.
+        """
+        assert self._restart is not None, "these engines are not replaced"
+        self._engines.shutdown()
+        self._engines, self._link = self._restart()
+        self._sent_step = None
+
+    def close(self) -> None:
+        """End the engines."""
+        self._engines.shutdown()
 
     def _record(self, step: int, report: dict[str, float] | None) -> None:
         if report is not None:
@@ -157,36 +183,37 @@ def open_sampler(
     if not config.has_engines:
         yield WorkerSampler(policy)
         return
-    refit = config.section(RefitSection)
     if config.is_colocated:
         # An engine starts only if `gpu_memory_utilization` of the device is free.
         policy.offload_after_refit()
-    with _open_engines(session, model=model) as engines:
-        link = WeightLink(
-            policy,
-            engines,
-            is_paired=config.is_colocated,
-            transport=_transport(config, policy),
-            staging=staging_mode(config, type(engines)),
-            kv_cache=refit.kv_cache,
-            bucket_bytes=None if refit.bucket_mib is None else refit.bucket_mib * 2**20,
-            # `check_mismatch` verifies by log-probabilities, where the trainer's are known.
-            verify="digest" if refit.verify == "logprobs" else refit.verify,
-            delta=refit.delta,
-            adapters=refit.adapters,
-        )
-        if config.is_colocated:
-            # The policy trains or scores first, and needs the memory of the shared devices.
-            engines.finish_generation()
-            policy.prepare_for_lp_inference()
-        yield EngineSampler(
+    with _open_engine_cluster(session) as cluster:
+
+        def start_engines() -> tuple[VllmGeneration, WeightLink[Any]]:
+            engines = _start_engines(session, cluster, model=model)
+            try:
+                return engines, _link(config, policy, engines)
+            except BaseException:
+                engines.shutdown()
+                raise
+
+        engines, link = start_engines()
+        sampler = EngineSampler(
             policy,
             engines,
             link,
             is_colocated=config.is_colocated,
             keeps_weights=keeps_weights(config),
             last_version=start.weight_version,
+            restart=start_engines,
         )
+        try:
+            if config.is_colocated:
+                # The policy trains or scores first, and needs the memory of the shared devices.
+                engines.finish_generation()
+                policy.prepare_for_lp_inference()
+            yield sampler
+        finally:
+            sampler.close()
 
 
 @contextmanager
@@ -198,8 +225,12 @@ def open_source(session: AnySession, *, model: str) -> Iterator[GenerationInterf
         model: Name or directory of the model.
     """
     if session.config.has_engines:
-        with _open_engines(session, model=model) as engines:
-            yield engines
+        with _open_engine_cluster(session) as cluster:
+            engines = _start_engines(session, cluster, model=model)
+            try:
+                yield engines
+            finally:
+                engines.shutdown()
         return
     with open_policy(
         session, session.config.policy, model=model, has_reference=False, is_trained=False
@@ -208,22 +239,35 @@ def open_source(session: AnySession, *, model: str) -> Iterator[GenerationInterf
         yield policy
 
 
-@contextmanager
-def _open_engines(session: AnySession, *, model: str) -> Iterator[VllmGeneration]:
+def _start_engines(
+    session: AnySession, cluster: RayVirtualCluster, *, model: str
+) -> VllmGeneration:
     config = session.config
     engine_class: Any = load_engine(config.policy["generation"]["backend"])
-    with _open_engine_cluster(session) as cluster:
-        engines: VllmGeneration = engine_class(
-            cluster,
-            engine_section(config, model=model),
-            session.inputs.tokenizer,
-            seed=config.policy["seed"],
-            timeout_s=config.policy["timeout_s"],
-        )
-        try:
-            yield engines
-        finally:
-            engines.shutdown()
+    return engine_class(
+        cluster,
+        engine_section(config, model=model),
+        session.inputs.tokenizer,
+        seed=config.policy["seed"],
+        timeout_s=config.policy["timeout_s"],
+    )
+
+
+def _link(config: RunConfig, policy: Policy, engines: VllmGeneration) -> WeightLink[Any]:
+    refit = config.section(RefitSection)
+    return WeightLink(
+        policy,
+        engines,
+        is_paired=config.is_colocated,
+        transport=_transport(config, policy),
+        staging=staging_mode(config, type(engines)),
+        kv_cache=refit.kv_cache,
+        bucket_bytes=None if refit.bucket_mib is None else refit.bucket_mib * 2**20,
+        # `check_mismatch` verifies by log-probabilities, where the trainer's are known.
+        verify="digest" if refit.verify == "logprobs" else refit.verify,
+        delta=refit.delta,
+        adapters=refit.adapters,
+    )
 
 
 @contextmanager

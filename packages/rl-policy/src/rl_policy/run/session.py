@@ -288,9 +288,10 @@ def run_loop(
                     is_measured=step % eval_every == 0 or step == num_steps,
                     needs_score=is_saved,
                 )
-            except RewardError:
-                # What was trained is whole: it is for the reward alone to be mended.
-                if state.step > saved:
+            except RewardError as error:
+                # What was trained is whole: it is for the reward alone to be mended. But weights
+                # after a step that is not recorded are not those of the state.
+                if state.step > saved and not error.policy_has_changed:
                     log.sync()
                     _save_if_there_is_room(session, policy, state, save_also)
                 raise

@@ -1,5 +1,8 @@
 """Conformance of a generation backend: its samples against a plain model, and what it rejects.
 
+A case says by further base classes what its backend can do beyond `generate`: `DecodesText`,
+`ReceivesWeights`, `Streams` and `RefitsMeanwhile`. The rules on what it cannot are skipped.
+
 As pytest tests, with a fixture that may be shared by all of a module's tests:
 
     from rl_interfaces.testing.generation import GenerationCase, GenerationConformance
@@ -31,6 +34,8 @@ from rl_interfaces.testing.report import check_each, require_assertions
 if TYPE_CHECKING:
     import pytest
     import torch
+
+    from rl_interfaces.streaming import GenerationStream
 
 RULES = {
     "contract": ("the_contracts_version_is_declared",),
@@ -74,8 +79,28 @@ RULES = {
         "a_failed_refit_is_healed_by_a_full_one_alone",
         "a_stale_version_changes_nothing",
     ),
+    "streaming": (
+        "a_submission_gets_what_generate_returns",
+        "every_submission_samples_anew",
+        "finish_reasons_say_what_has_ended_a_row",
+        "submissions_are_collected_once_each",
+        "only_the_named_submissions_are_collected",
+        "room_is_what_may_be_submitted",
+        "a_refused_submission_costs_no_other",
+        "an_unknown_ticket_is_refused_and_changes_nothing",
+    ),
+    "cancelling": (
+        "a_cancelled_submission_is_gone_and_its_room_is_free",
+        "what_has_finished_can_be_cancelled",
+        "a_cancelled_submission_changes_no_other",
+    ),
+    "token versions": (
+        "every_token_has_the_version_that_sampled_it",
+        "tokens_before_a_refit_keep_their_version_and_log_probabilities",
+    ),
 }
 """The names of the rules by subject."""
+_STREAM_GROUPS = ("streaming", "cancelling", "token versions")
 
 Backend: TypeAlias = Any
 """A `GenerationInterface`, and a `WeightReceiver` where the case is a `ReceivesWeights`."""
@@ -164,6 +189,28 @@ class ReceivesWeights(ABC):
         """Begin an update and break the transfer after some weights have arrived; raise nothing."""
 
 
+class Streams(ABC):
+    """Implemented by a case whose backend offers a `GenerationStream`.
+
+    Attributes:
+        collect_timeout_s: Most seconds until one of few submissions has finished.
+    """
+
+    collect_timeout_s: float = 60.0
+
+    @abstractmethod
+    def stream(self, backend: Backend) -> GenerationStream:
+        """Return the stream of a backend that `backend` has returned; it may be the backend."""
+
+
+class RefitsMeanwhile(Streams, ReceivesWeights):
+    """Implemented by a case whose backend goes on with its submissions while it gets weights."""
+
+    @abstractmethod
+    def refit_meanwhile(self, backend: Backend, version: int) -> None:
+        """Do as `refit`, beside submissions; what depends on old weights is computed again."""
+
+
 def rule_names() -> list[str]:
     """Return the names of the rules."""
     return [name for names in RULES.values() for name in names]
@@ -178,11 +225,16 @@ def check_rule(name: str, case: GenerationCase) -> None:
         RuntimeError: Python runs without assertions.
     """
     require_assertions()
-    (group,) = (group for group, names in RULES.items() if name in names)
-    lacking = _lacking(group, name, case)
+    lacking = _lacking(_group_of(name), name, case)
     if lacking:
         raise SkipTest(f"{type(case).__name__} lacks {lacking}")
-    getattr(import_module(f"{__name__}.rules"), name)(case)
+    rule_of(name)(case)
+
+
+def rule_of(name: str) -> Callable[[GenerationCase], None]:
+    """Return the function that checks one rule of `rule_names()`; its docstring says more."""
+    module = "stream_rules" if _group_of(name) in _STREAM_GROUPS else "rules"
+    return getattr(import_module(f"{__name__}.{module}"), name)
 
 
 def check_generation(case: GenerationCase) -> list[str]:
@@ -212,13 +264,22 @@ class GenerationConformance:
         check_rule(rule, generation_case)
 
 
+def _group_of(name: str) -> str:
+    (group,) = (group for group, names in RULES.items() if name in names)
+    return group
+
+
 def _lacking(group: str, name: str, case: GenerationCase) -> str:
     if group == "contract" and not case.is_chosen_by_name:
         return "is_chosen_by_name: no config names the backend"
     if "stop_string" in name and not isinstance(case, DecodesText):
         return "DecodesText: the backend knows no stop strings"
-    if group == "refits" and not isinstance(case, ReceivesWeights):
+    if group in _STREAM_GROUPS and not isinstance(case, Streams):
+        return "Streams: the backend samples nothing that is not waited for"
+    if group in ("refits", "token versions") and not isinstance(case, ReceivesWeights):
         return "ReceivesWeights: the backend gets no weights from a trainer"
+    if "before_a_refit" in name and not isinstance(case, RefitsMeanwhile):
+        return "RefitsMeanwhile: the backend gets no weights while it samples"
     if group in ("sleep", "refits") and case.state_error is None:
         return "state_error: the backend never sleeps"
     return ""

@@ -11,11 +11,11 @@ from typing import TYPE_CHECKING, Any, Literal, TypeVar
 
 import numpy as np
 from rl_batched_data import BatchedDataDict
-from rl_interfaces import GenerationInterface
+from rl_interfaces import NOT_SAMPLED, GenerationInterface
 from transformers import AutoTokenizer
 
 from rl_policy import dispatch
-from rl_policy.generation.state import INITIAL_VERSION, NOT_SAMPLED
+from rl_policy.generation.state import INITIAL_VERSION
 from rl_policy.generation.vllm.config import (
     check_sampling,
     count_engines,
@@ -37,6 +37,7 @@ if TYPE_CHECKING:
     from rl_interfaces import (
         Cluster,
         DeviceHandles,
+        FinishedSubmission,
         GenerationConfig,
         GenerationDatumSpec,
         GenerationOutputSpec,
@@ -45,7 +46,6 @@ if TYPE_CHECKING:
     from rl_refit.vllm import KvCache
     from transformers import PreTrainedTokenizerBase
 
-    from rl_policy.generation.stream import FinishedSubmission
     from rl_policy.generation.vllm.serving import ServerSettings
 
 logger = logging.getLogger(__name__)
@@ -179,6 +179,11 @@ class VllmGeneration(GenerationInterface):
     def num_receivers(self) -> int:
         """The number of processes that receive weights: all ranks of all engines."""
         return self._engines.sharding.size
+
+    @property
+    def has_lost_engine(self) -> bool:
+        """Whether an engine is known to have died: a refit and `generate` need all of them."""
+        return self._engines.has_ended or self._stream.has_lost_engine
 
     def generate(
         self, data: BatchedDataDict[GenerationDatumSpec], greedy: bool = False

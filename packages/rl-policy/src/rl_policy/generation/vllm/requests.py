@@ -16,11 +16,9 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from rl_batched_data import BatchedDataDict
+from rl_interfaces import NOT_SAMPLED, FinishReason
 from rl_interfaces.backend.generation import check_room
 from rl_interfaces.backend.steps import check_scoring_batch
-
-from rl_policy.generation.state import NOT_SAMPLED
-from rl_policy.generation.stream import FinishReason
 
 if TYPE_CHECKING:
     from rl_interfaces import GenerationDatumSpec, GenerationOutputSpec

@@ -23,9 +23,7 @@ from rl_policy.generation.vllm.turns import EngineThread
 
 if TYPE_CHECKING:
     from rl_batched_data import BatchedDataDict
-    from rl_interfaces import GenerationOutputSpec
-
-    from rl_policy.generation.stream import FinishReason
+    from rl_interfaces import FinishReason, GenerationOutputSpec
 
 Outputs: TypeAlias = list[Any]
 """vLLM's `RequestOutput` of each request of a batch, in the order in which they were added."""

@@ -15,13 +15,9 @@ from typing import TYPE_CHECKING, Any
 
 import ray
 from ray.exceptions import GetTimeoutError, RayError
+from rl_interfaces import FinishedSubmission, TicketsLostError
 
-from rl_policy.generation.stream import (
-    FinishedSubmission,
-    TicketsLostError,
-    require_known,
-    require_room,
-)
+from rl_policy.generation.stream import require_known, require_room
 from rl_policy.ray.worker_group import RayWorkerGroup, WorkerDiedError
 
 if TYPE_CHECKING:
@@ -87,6 +83,11 @@ class EngineStream:
     def room(self) -> int:
         """Rows that may be submitted now."""
         return self._limit - self._num_in_flight
+
+    @property
+    def has_lost_engine(self) -> bool:
+        """Whether an engine is known to have died."""
+        return not all(engine.is_alive for engine in self._engines)
 
     @property
     def _num_in_flight(self) -> int:
