@@ -63,6 +63,9 @@ def thread():
     thread.close()
 
 
+ADAPTER = object()
+
+
 def client_on(thread, step):
     """Return a client of an engine that is its steps alone, and its requests."""
     engine = SimpleNamespace(
@@ -70,11 +73,16 @@ def client_on(thread, step):
         model_config=None,
         renderer=None,
         input_processor=None,
-        add_request=lambda name, prompt, params: f"{name}-abc",
+        add_request=lambda name, prompt, params, lora_request: f"{name}-abc",
     )
     requests = RequestLoop(thread, step=step, abort=list)
     client = EngineClient(
-        engine, thread=thread, requests=requests, state=EngineState(), timeout_s=LIMIT_S
+        engine,
+        thread=thread,
+        requests=requests,
+        state=EngineState(),
+        adapter=ADAPTER,
+        timeout_s=LIMIT_S,
     )
     return client, requests
 
@@ -82,7 +90,14 @@ def client_on(thread, step):
 def test_no_prefix_is_shared_by_two_versions_of_the_weights(thread):
     added = []
     client, _ = client_on(thread, step=list)
-    client._engine.add_request = lambda name, prompt, params: added.append(prompt) or name
+
+    def add_request(name, prompt, params, lora_request):
+        # What the trainer's adapters are: every request is sampled with them.
+        assert lora_request is ADAPTER
+        added.append(prompt)
+        return name
+
+    client._engine.add_request = add_request
     for version in (4, 5):
         client._state = EngineState(version)
         for prompt in ({"prompt_token_ids": [1]}, {"prompt_token_ids": [1], "cache_salt": "mine"}):

@@ -70,6 +70,7 @@ def running_server(model, state):
             target=lambda: asyncio.run(server.serve(sockets=[listening])), daemon=True
         )
         thread.start()
+        listening.listen()
         try:
             yield f"http://127.0.0.1:{listening.getsockname()[1]}"
         finally:

@@ -208,6 +208,8 @@ def serve(config: ServerConfig, options: ServerOptions, *, tell: Callable[[str],
             tell(f"{host} is reachable from other machines, and HTTP is not encrypted")
         if KEY_VARIABLE not in os.environ:
             tell(f"the API key, for clients' {KEY_VARIABLE}, is in {store.root / 'api_key'}")
+        # Who reads the next line may connect.
+        listening.listen()
         tell(f"serving {options.name} on http://{shown}:{port}")
         number = asyncio.run(
             _run(service, listening, failures, api_key=api_key, limit=section.max_request_bytes)
