@@ -27,7 +27,7 @@ tinker = pytest.importorskip("tinker", reason="the client is no dependency of it
 types = tinker.types
 
 # Of a start of Ray and a rank on a machine that is busy.
-START_S, END_S = 300, 60
+START_S, END_S = 300, 180
 
 
 @pytest.fixture(scope="module")
