@@ -1,7 +1,9 @@
 """Agents that speak OpenAI's protocol, by its own client, as environments in processes."""
 
 import json
+import logging
 import re
+import socket
 import threading
 import urllib.request
 from pathlib import Path
@@ -14,7 +16,13 @@ from rl_policy.cli import build_app
 from rl_policy.data.batches import ProblemEncoder
 from rl_policy.data.datasets import Problem
 from rl_policy.data.tiny_model import build_tokenizer
-from rl_policy.environments.endpoint import MODEL, Endpoint, RequestError, read_request
+from rl_policy.environments.endpoint import (
+    MODEL,
+    Endpoint,
+    RequestError,
+    own_endpoint,
+    read_request,
+)
 from rl_policy.environments.exchange import Failure
 from rl_policy.environments.pool import GivenEnvironment, ProcessPool, ThreadPool
 from rl_policy.environments.rollouts import EpisodePlayer
@@ -292,6 +300,45 @@ def test_an_agent_of_the_program_is_in_a_thread():
     assert ended == {0: {0: {"observation": "", "reward": 200.0, "done": True}}}
     assert seen == ["agent", "a turn"]
     pool.close()
+
+
+def test_an_agent_whose_environment_is_dropped_waits_no_longer():
+    answers = []
+
+    def play(problem, endpoint):
+        body = {"model": endpoint.model, "messages": OPENING}
+        url = f"{endpoint.base_url}/chat/completions"
+        answers.append(request(url, endpoint.api_key, body))
+        return 0.0
+
+    pool = ThreadPool(GivenEnvironment(play), limit_s=30.0, max_groups=1)
+    pool.play({0: {0: PROBLEM}})
+    assert not answers
+    pool.close()
+    wait_until(lambda: answers, limit_s=30)
+    assert answers == [(400, "the episode has ended")]
+    assert not own_endpoint()._conversations
+
+
+def test_a_client_that_leaves_is_no_error(endpoint, caplog):
+    answering = threading.Event()
+
+    class Slow:
+        def ask(self, messages):
+            answering.wait(60)
+            return "x" * 10_000_000
+
+    body = json.dumps({"model": MODEL, "messages": OPENING})
+    with socket.create_connection(endpoint.server_address) as client:
+        head = f"POST /v1/chat/completions HTTP/1.1\r\nContent-Length: {len(body)}\r\n"
+        key = f"Authorization: Bearer {endpoint.add(Slow())}\r\n\r\n"
+        client.sendall((head + key + body).encode())
+    with caplog.at_level(logging.DEBUG):
+        answering.set()
+        wait_until(lambda: "has failed" in caplog.text, limit_s=30)
+    assert {each.levelno for each in caplog.records if "has failed" in each.getMessage()} == {
+        logging.DEBUG
+    }
 
 
 class Sampler:

@@ -17,6 +17,7 @@ import asyncio
 import inspect
 import logging
 import threading
+import weakref
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field
@@ -170,6 +171,7 @@ class AgentEnvironment:
     def __init__(self, agent: Agent) -> None:
         self._agent = agent
         self._episode: _AgentEpisode | None = None
+        self._end_episode: Callable[[], object] = lambda: None
 
     async def reset(self, problem: EnvironmentProblem) -> Sequence[Mapping[str, str]]:
         """Start the agent, and return the messages of its first request.
@@ -177,12 +179,13 @@ class AgentEnvironment:
         Raises:
             UnusableError: It ends without one.
         """
-        if self._episode is not None:
-            self._episode.end()
-        self._episode = _AgentEpisode(self._agent, problem)
-        event = await self._episode.next_event()
+        self._end_episode()
+        episode = self._episode = _AgentEpisode(self._agent, problem)
+        # Also when this environment is dropped: nobody answers its agent any more.
+        self._end_episode = weakref.finalize(self, episode.end)
+        event = await episode.next_event()
         if not isinstance(event, _Request):
-            self._episode.end()
+            self._end_episode()
             if isinstance(event, BaseException):
                 raise event
             raise UnusableError(f"it returned {event} without a request: there is no turn to train")
@@ -196,7 +199,7 @@ class AgentEnvironment:
         event = await episode.next_event()
         if isinstance(event, _Request):
             return EnvironmentStep(event.messages[event.num_known :], 0.0, done=False)
-        episode.end()
+        self._end_episode()
         if isinstance(event, BaseException):
             raise event
         return EnvironmentStep("", event, done=True)

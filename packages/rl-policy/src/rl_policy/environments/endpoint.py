@@ -11,6 +11,7 @@ import logging
 import mmap
 import os
 import secrets
+import sys
 import threading
 import time
 from collections.abc import Callable, Sequence
@@ -63,11 +64,19 @@ class Endpoint(ThreadingHTTPServer):
     """An HTTP server on the loopback interface, which serves in a thread until its process ends."""
 
     daemon_threads = True
+    # Agents of a large group connect at once, and a full queue costs each a second.
+    request_queue_size = 1024
 
     def __init__(self) -> None:
         super().__init__(("127.0.0.1", 0), _Handler)
         self._conversations: dict[str, Conversation] = {}
         threading.Thread(target=self.serve_forever, name="agents", daemon=True).start()
+
+    def handle_error(self, request: Any, client_address: Any) -> None:
+        """Log what a request has raised; a client that did not wait for its answer is no error."""
+        is_left = isinstance(sys.exception(), ConnectionError)
+        level = logging.DEBUG if is_left else logging.ERROR
+        _LOGGER.log(level, "a request from %s has failed", client_address, exc_info=True)
 
     @property
     def base_url(self) -> str:

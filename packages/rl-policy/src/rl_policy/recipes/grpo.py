@@ -50,10 +50,9 @@ from rl_policy.recipes.grpo_config import (
     expand_preset,
     plan_rollouts,
 )
-from rl_policy.recipes.objectives import mean_advantages, step_advantages
+from rl_policy.recipes.objectives import step_advantages
 from rl_policy.recipes.policy_gradient import (
     DIAGNOSTICS,
-    PHASES,
     BatchScorer,
     PolicyGradientMetrics,
     Rollout,
@@ -62,7 +61,9 @@ from rl_policy.recipes.policy_gradient import (
     measure_start,
     open_sampled_policy,
     prepare_rollouts,
+    record_rollout,
     reward_rollout,
+    step_columns,
     train_epochs,
     valid_rewards,
     warm_up,
@@ -241,35 +242,24 @@ class GrpoTrainer:
                 self._timeline.flush()
         accuracy = None
         if is_measured or needs_score:
-            self._samples.record(
-                step,
-                "train",
-                rollout.problems,
-                generated,
-                rewards,
-                advantages=mean_advantages(batch["advantages"], batch["token_mask"]),
-            )
+            record_rollout(self._samples, step, rollout, batch)
             with measuring_a_step():
                 accuracy = self._accuracy(step)
         return GrpoMetrics(
             step=step,
             accuracy=accuracy,
             staleness=staleness,
-            peak_memory_gib=self._policy.peak_memory_gib(),
             **self._describe(rewards, generated),
-            **self._speed.measure(
-                batch["input_lengths"],
-                step_s=watch.of("step_s"),
-                train_s=watch.of("train_s"),
+            **step_columns(
+                self._policy,
+                batch,
+                trained,
+                speed=self._speed,
                 num_epochs=self._config.epochs_per_step,
+                watch=watch,
             ),
-            loss=trained["loss"],
-            grad_norm=trained["grad_norm"],
-            kl=trained.get("kl"),
-            entropy=trained["entropy"],
             extra=extra,
             diagnostics={name: trained[name] for name in DIAGNOSTICS if name in trained},
-            **{name: watch.of(name) for name in PHASES},
         )
 
     def _describe(

@@ -21,6 +21,7 @@ from rl_policy.data.batches import Batch, ProblemEncoder, completion_batch
 from rl_policy.data.datasets import Problem
 from rl_policy.data.rewards import mean_parts
 from rl_policy.policy import Policy
+from rl_policy.recipes.objectives import mean_advantages
 from rl_policy.recipes.policy_gradient_config import (
     PolicyGradientSection,
     PolicyLossSection,
@@ -36,6 +37,7 @@ from rl_policy.run.evaluation import (
     sample,
     sampler_mismatch,
 )
+from rl_policy.run.flops import DeviceSpeed
 from rl_policy.run.inputs import (
     ProblemInputs,
     check_schedule,
@@ -348,6 +350,51 @@ def train_epochs(
     with watch.phase("move_s"):
         policy.finish_training()
     return {name: sum(each[name] for each in epochs) / len(epochs) for name in epochs[0]}
+
+
+def step_columns(
+    policy: Policy,
+    batch: Batch,
+    trained: Mapping[str, float],
+    *,
+    speed: DeviceSpeed,
+    num_epochs: int,
+    watch: Stopwatch,
+) -> dict[str, Any]:
+    """Return the columns of a step's training, its speed and its times.
+
+    Args:
+        policy: What was trained.
+        batch: Of the step.
+        trained: What `train_epochs` has returned.
+        speed: Of the run.
+        num_epochs: Over the batch.
+        watch: Has counted the phases.
+    """
+    return {
+        "peak_memory_gib": policy.peak_memory_gib(),
+        **speed.measure(
+            batch["input_lengths"],
+            step_s=watch.of("step_s"),
+            train_s=watch.of("train_s"),
+            num_epochs=num_epochs,
+        ),
+        **{name: trained[name] for name in ("loss", "grad_norm", "entropy")},
+        "kl": trained.get("kl"),
+        **{name: watch.of(name) for name in PHASES},
+    }
+
+
+def record_rollout(samples: SampleLog, step: int, rollout: Rollout, batch: Batch) -> None:
+    """Record some of the completions that a step was trained on, with their advantages."""
+    samples.record(
+        step,
+        "train",
+        rollout.problems,
+        rollout.generated,
+        rollout.rewards,
+        advantages=mean_advantages(batch["advantages"], batch["token_mask"]),
+    )
 
 
 def measure_start(

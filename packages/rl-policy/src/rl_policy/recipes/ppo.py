@@ -46,10 +46,9 @@ from rl_policy.losses import (
 from rl_policy.policy import Policy
 from rl_policy.recipes import Recipe
 from rl_policy.recipes.async_rollouts import AsyncSection
-from rl_policy.recipes.objectives import kl_estimates, mean_advantages
+from rl_policy.recipes.objectives import kl_estimates
 from rl_policy.recipes.policy_gradient import (
     DIAGNOSTICS,
-    PHASES,
     BatchScorer,
     PolicyGradientMetrics,
     Rollout,
@@ -58,7 +57,9 @@ from rl_policy.recipes.policy_gradient import (
     measure_start,
     open_sampled_policy,
     prepare_rollouts,
+    record_rollout,
     schedule_length,
+    step_columns,
     train_epochs,
     warm_up,
 )
@@ -397,29 +398,26 @@ class PpoTrainer:
                 extra["reward_kl"] = estimated.pop("reward_kl")
         accuracy = None
         if is_measured or needs_score:
-            self._record(step, rollout, batch)
+            record_rollout(self._samples, step, rollout, batch)
             with measuring_a_step():
                 accuracy = self._accuracy(step)
         return PpoMetrics(
             step=step,
             accuracy=accuracy,
-            peak_memory_gib=self._policy.peak_memory_gib(),
             **describe_completions(
                 rollout.rewards,
                 rollout.generated,
                 encoder=self._inputs.encoder,
                 max_new_tokens=self._max_new_tokens,
             ),
-            **self._speed.measure(
-                batch["input_lengths"],
-                step_s=watch.of("step_s"),
-                train_s=watch.of("train_s"),
+            **step_columns(
+                self._policy,
+                batch,
+                trained,
+                speed=self._speed,
                 num_epochs=self._config.epochs_per_step,
+                watch=watch,
             ),
-            loss=trained["loss"],
-            grad_norm=trained["grad_norm"],
-            kl=trained.get("kl"),
-            entropy=trained["entropy"],
             clip_fraction=trained["clip_fraction"],
             value_loss=learnt["loss"],
             value_grad_norm=learnt["grad_norm"],
@@ -433,7 +431,6 @@ class PpoTrainer:
                 if name in trained and name != "clip_fraction"
             }
             | {"value_mean": learnt["value_mean"]},
-            **{name: watch.of(name) for name in PHASES},
         )
 
     def _sample(self, step: int, watch: Stopwatch) -> tuple[Rollout, dict[str, float]]:
@@ -468,17 +465,6 @@ class PpoTrainer:
             rewards = torch.tensor(rollout.rewards)
             estimated = add_advantages(batch, rewards, ppo=self._config, loss=self._loss_config)
         return estimated, self._values.train(batch, watch)
-
-    def _record(self, step: int, rollout: Rollout, batch: Batch) -> None:
-        advantages = mean_advantages(batch["advantages"], batch["token_mask"])
-        self._samples.record(
-            step,
-            "train",
-            rollout.problems,
-            rollout.generated,
-            rollout.rewards,
-            advantages=advantages,
-        )
 
     def _accuracy(self, step: int) -> float:
         heldout = self._inputs.problems.heldout
