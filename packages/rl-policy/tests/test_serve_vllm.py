@@ -261,7 +261,7 @@ def test_a_policy_trains_on_what_an_agent_collects(client, cluster, models, toke
             "train_global_batch_size": 4,
             "train_micro_batch_size": 4,
             "logprob_batch_size": 4,
-            "optimizer": {"name": "torch.optim.AdamW", "kwargs": {"lr": 1e-2}},
+            "optimizer": {"name": "torch.optim.AdamW", "kwargs": {"lr": 1e-4}},
             "dtensor_cfg": {"enabled": True},
         },
         tokenizer,
@@ -273,7 +273,8 @@ def test_a_policy_trains_on_what_an_agent_collects(client, cluster, models, toke
         assert (scores - batch["generation_logprobs"])[mask].abs().max() < TOLERANCE
         policy.train(batch | {"prev_logprobs": scores}, ClippedPGLoss())
         changed = policy.get_logprobs(batch)["logprobs"] - scores
-        gained = (changed * mask).sum(-1)
-        assert gained[0] > 0 > gained[1]
+        # The loss's own slope: one completion by itself may go the other way.
+        gained = (batch["advantages"] * changed * mask).sum()
+        assert gained > 0
     finally:
         policy.shutdown()
