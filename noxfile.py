@@ -16,6 +16,7 @@ import os
 import shutil
 import sys
 import tempfile
+from collections.abc import Sequence
 from pathlib import Path
 
 import nox
@@ -347,20 +348,35 @@ def grpo_vllm(session: nox.Session) -> None:
 
 @nox.session(name="bench-vllm", venv_backend="none", default=False)
 def bench_vllm(session: nox.Session) -> None:
-    """Run the benchmarks with a real vLLM, on the CPU: `nox -s bench-vllm -- [PACKAGE] [OPTIONS]`.
+    """Run benchmarks with a real vLLM: `nox -s bench-vllm -- [PACKAGE] [BENCHMARK...] [OPTIONS]`.
 
-    Without a package, those of rl-refit.
+    Without a package, those of rl-refit; without a name, all that it has.
     """
     require_linux(session)
     given = list(session.posargs)
     package = given.pop(0) if given and given[0] in PROJECTS else "rl-refit"
-    scripts = sorted(ROOT.glob(f"packages/{package}/benchmarks/*_vllm.py"))
-    if not scripts:
-        session.skip(f"packages/{package} has no benchmarks with vLLM")
+    scripts, options = chosen_benchmarks(session, package, given, with_vllm=True)
     install_vllm(session, *editable(BENCHED_WITH_VLLM_AS[package]), *group("bench"))
     python = str(WITH_VLLM / "bin" / "python")
     for script in scripts:
-        session.run(python, str(script), *given, env=BENCH_ENVIRONMENT, external=True)
+        session.run(python, str(script), *options, env=BENCH_ENVIRONMENT, external=True)
+
+
+def chosen_benchmarks(
+    session: nox.Session, package: str, given: Sequence[str], *, with_vllm: bool
+) -> tuple[list[Path], list[str]]:
+    """Return the benchmarks of a package that are named, or all, and the options for each."""
+    files = sorted(ROOT.glob(f"packages/{package}/benchmarks/*.py"))
+    found = {file.stem: file for file in files if file.stem.endswith("_vllm") == with_vllm}
+    if not found:
+        session.skip(f"packages/{package} has no benchmarks{' with vLLM' * with_vllm}")
+    options = list(given)
+    names: list[str] = []
+    while options and not options[0].startswith("-"):
+        names.append(options.pop(0))
+    if unknown := sorted(set(names) - found.keys()):
+        session.error(f"{', '.join(unknown)}: the benchmarks of {package} are {', '.join(found)}")
+    return [found[name] for name in names or found], options
 
 
 def require_linux(session: nox.Session) -> None:
@@ -517,15 +533,12 @@ def release_check(session: nox.Session, package: str) -> None:
 @nox.session(default=False, reuse_venv=True)
 @per_package
 def bench(session: nox.Session, package: str) -> None:
-    """Run a package's benchmarks, which print what they measure."""
-    found = sorted(ROOT.glob(f"packages/{package}/benchmarks/*.py"))
-    scripts = [script for script in found if not script.stem.endswith("_vllm")]
-    if not scripts:
-        session.skip(f"packages/{package} has no benchmarks")
+    """Run benchmarks: `nox -s "bench(PACKAGE)" -- [BENCHMARK...] [OPTIONS]`; all without a name."""
+    scripts, options = chosen_benchmarks(session, package, session.posargs, with_vllm=False)
     compared = [part for name in BENCHED_BESIDE.get(package, []) for part in editable(name)]
     install(session, *editable(TESTED_AS.get(package, package)), *compared, *group("bench"))
     for script in scripts:
-        session.run("python", str(script), *session.posargs, env=BENCH_ENVIRONMENT)
+        session.run("python", str(script), *options, env=BENCH_ENVIRONMENT)
 
 
 @nox.session(default=False)

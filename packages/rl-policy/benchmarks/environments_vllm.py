@@ -8,7 +8,7 @@ A wrong answer has a second try. All ways start from the same model and run in t
 steps as the synchronous one or for `--async-steps`, and the accuracy at the end is that of greedy
 episodes of held-out problems.
 
-Needs vLLM: `nox -s bench-vllm -- rl-policy`.
+Needs vLLM: `nox -s bench-vllm -- rl-policy environments_vllm`.
 """
 
 from __future__ import annotations

@@ -3,7 +3,7 @@
 The rest is as in `grpo_step`. TRL's colocated mode takes part if asked for, `--with-trl`: with
 vLLM's build for the CPU its first hand-over of weights fails.
 
-Needs vLLM: `nox -s bench-vllm -- rl-policy`.
+Needs vLLM: `nox -s bench-vllm -- rl-policy grpo_step_vllm`.
 """
 
 from __future__ import annotations

@@ -15,8 +15,8 @@ A GRPO run as a whole, in turns with TRL's `GRPOTrainer` on the same model, prob
 size, completion lengths, optimizer and batch sizes, each started as a user starts it. This page is
 written by the benchmark:
 
-    nox -s "bench(rl-policy)" -- --page docs/pages/benchmarks.md
-    nox -s bench-vllm -- rl-policy --page docs/pages/benchmarks.md
+    nox -s "bench(rl-policy)" -- grpo_step --page docs/pages/benchmarks.md
+    nox -s bench-vllm -- rl-policy grpo_step_vllm --page docs/pages/benchmarks.md
 
 A cell is the ratio of ours to TRL's, and in brackets the two numbers in seconds; below 1, ours is
 faster. Wall clock is that of the driver or of TRL's first rank, processor time that of the whole
