@@ -222,8 +222,8 @@ RULES = [
     Rule(r"python agent.py", "needs the server", check_agent),
     Rule(r"rl-policy serve-tinker", "runs until it is ended", check_serve),
     Rule(r"python learn.py", "needs the server", check_client),
-    Rule(r"torchrun .* zero3.py", "needs DeepSpeed", check_program),
-    Rule(r"python own_backend.py", "needs vLLM, and CUDA", check_program),
+    Rule(r"torchrun .* trainers/zero3.py", "needs DeepSpeed", check_program),
+    Rule(r"python trainers/own_backend.py", "needs vLLM, and CUDA", check_program),
     Rule(r"rl-policy doctor", "this machine may lack something", check_doctor),
     Rule(
         r"(uv run )?rl-policy (report|compare|watch) (?!quick)",

@@ -199,7 +199,7 @@ def test_a_change_of_a_page_with_vllm_runs_it(name):
 
 def test_a_trainer_needs_few_lines_of_its_users():
     page = ROOT / "docs/pages/how-to/any-trainer.md"
-    marked = re.findall(r'title="(\S+)" hl_lines="([\d -]+)"', page.read_text())
+    marked = re.findall(r'title="trainers/(\S+)" hl_lines="([\d -]+)"', page.read_text())
     assert {name for name, _ in marked} >= {"fsdp2.py", "callback.py", "zero3.py"}
     for name, lines in marked:
         ranges = [each.split("-") for each in lines.split()]

@@ -1,4 +1,4 @@
-"""Refit a real vLLM on a GPU by vLLM's own `ipc` backend from our source; run by `test_vllm_backends.py`.
+"""Refit a real vLLM on a GPU by vLLM's own `ipc` backend; run by `test_vllm_backends.py`.
 
 Usage: python vllm_own_backend.py DIRECTORY
 """
