@@ -16,6 +16,7 @@ ALONE = "rl-megatron-worker"
 WITH_ENGINES = "rl-policy"
 # Prose whose programs run with the engines.
 PROSE_WITH_ENGINES = (
+    "docs/pages/how-to/any-trainer.md",
     "docs/pages/how-to/async.md",
     "docs/pages/how-to/vllm-apart.md",
     "docs/tests/",

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import ast
 import re
 import shlex
 import tomllib
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cache
+from importlib import import_module
 from importlib.util import find_spec
 from itertools import pairwise
 from pathlib import Path
@@ -114,6 +116,19 @@ def check_verb(command: str) -> None:
     assert "holds no run" in result.stderr, f"{command}: {result.stderr}"
 
 
+def check_program(command: str) -> None:
+    """Find what the page's program imports of these packages; it compiles."""
+    (name,) = re.findall(r"\S+\.py", command)
+    found = 0
+    for node in ast.walk(ast.parse(Path(name).read_text())):
+        if isinstance(node, ast.ImportFrom) and (node.module or "").startswith("rl_"):
+            module = import_module(node.module or "")
+            for alias in node.names:
+                assert hasattr(module, alias.name), f"{name}: no {alias.name} in {node.module}"
+                found += 1
+    assert found, f"{name} imports none of the packages"
+
+
 def check_nox(command: str) -> None:
     """Find the nox sessions that are named."""
     named = re.findall(r'-s (?:"([^"]+)"|(\S+))', command)
@@ -207,6 +222,8 @@ RULES = [
     Rule(r"python agent.py", "needs the server", check_agent),
     Rule(r"rl-policy serve-tinker", "runs until it is ended", check_serve),
     Rule(r"python learn.py", "needs the server", check_client),
+    Rule(r"torchrun .* trainers/zero3.py", "needs DeepSpeed", check_program),
+    Rule(r"python trainers/own_backend.py", "needs vLLM, and CUDA", check_program),
     Rule(r"rl-policy doctor", "this machine may lack something", check_doctor),
     Rule(
         r"(uv run )?rl-policy (report|compare|watch) (?!quick)",

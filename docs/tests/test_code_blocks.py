@@ -57,6 +57,7 @@ GROUPS = {
 # Programs that need a real vLLM: the nox session `vllm` runs them.
 NEEDS_VLLM = {
     "packages/rl-refit/README.md": "from vllm import LLM",
+    "docs/pages/how-to/any-trainer.md": "from vllm import LLM",
     "docs/pages/how-to/async.md": "engines = VllmGeneration(",
     "docs/pages/how-to/vllm-apart.md": "engines = VllmGeneration(",
 }
@@ -64,6 +65,7 @@ NEEDS_VLLM = {
 # installed, as the workspace's environment has that of an example beside them.
 SLOW_PAGES = {
     "docs/pages/first-run.md",
+    "docs/pages/how-to/any-trainer.md",
     "docs/pages/how-to/checkpoints.md",
     "docs/pages/how-to/data.md",
     "docs/pages/how-to/environments.md",
@@ -193,6 +195,16 @@ def test_a_program_with_vllm_runs(name, workspace):
 def test_a_change_of_a_page_with_vllm_runs_it(name):
     matrix = json.loads(changed.job_matrix(changed.touched_packages([name]), [name]))
     assert matrix["vllm"]
+
+
+def test_a_trainer_needs_few_lines_of_its_users():
+    page = ROOT / "docs/pages/how-to/any-trainer.md"
+    marked = re.findall(r'title="trainers/(\S+)" hl_lines="([\d -]+)"', page.read_text())
+    assert {name for name, _ in marked} >= {"fsdp2.py", "callback.py", "zero3.py"}
+    for name, lines in marked:
+        ranges = [each.split("-") for each in lines.split()]
+        count = sum(int(each[-1]) - int(each[0]) + 1 for each in ranges)
+        assert count <= 25, f"{name} highlights {count} lines"
 
 
 def check_files_are_read(blocks, steps):

@@ -17,12 +17,11 @@ from rl_batched_data import round_up
 from rl_interfaces.backend.runtime import all_gather_single
 from rl_interfaces.backend.transfer import (
     LayeredSource,
-    WeightMeta,
     check_names,
     overlap_gathers,
 )
 from rl_refit.adapters import DOWN, UP
-from rl_refit.source import block_of
+from rl_refit.source import WeightMeta, block_of
 from torch.distributed.tensor import DTensor, Shard
 from torch.distributed.tensor.placement_types import _StridedShard
 

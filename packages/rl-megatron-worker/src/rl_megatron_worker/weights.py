@@ -19,11 +19,10 @@ from megatron.core.process_groups_config import ProcessGroupCollection
 from rl_interfaces.backend.runtime import all_gather_single
 from rl_interfaces.backend.transfer import (
     LayeredSource,
-    WeightMeta,
     check_names,
     overlap_gathers,
 )
-from rl_refit.source import block_of
+from rl_refit.source import WeightMeta, block_of
 
 from rl_megatron_worker.model.load import held_parameters, place_of
 

@@ -14,10 +14,11 @@ from rl_refit.plan import RefitPlan, TensorSpec, layer_of
 from rl_refit.receiver import RefitReceiver
 from rl_refit.report import RefitReport
 from rl_refit.sender import RefitSender
-from rl_refit.source import TensorSource
+from rl_refit.source import ModuleSource, TensorSource
 
 __all__ = [
     "AuthenticationError",
+    "ModuleSource",
     "PlanMismatchError",
     "PoisonedError",
     "RefitError",

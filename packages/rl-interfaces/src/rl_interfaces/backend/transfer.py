@@ -7,17 +7,16 @@ IPC handles and the broadcast group.
 from __future__ import annotations
 
 import os
-from abc import ABC, abstractmethod
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from itertools import groupby, islice
-from typing import Any, NamedTuple, Protocol
+from abc import abstractmethod
+from collections.abc import Iterable, Iterator, Mapping
+from typing import Any, Protocol
 
 import torch
 from rl_refit import RefitSender
 from rl_refit.compat.broadcast import BroadcastGroup
 from rl_refit.compat.handles import HandleOwner
 from rl_refit.protocol.endpoint import address_towards
-from rl_refit.source import WeightSource, block_of
+from rl_refit.source import BlockwiseSource, WeightSource
 
 from rl_interfaces.weights import DeviceHandles
 
@@ -30,16 +29,6 @@ class GatheredSource(WeightSource, Protocol):
         ...
 
 
-class WeightMeta(NamedTuple):
-    """Metadata of a tensor, known before it is gathered."""
-
-    name: str
-    dtype: torch.dtype
-    """The wire dtype."""
-    shape: tuple[int, ...]
-    """The full shape."""
-
-
 class PendingGather(Protocol):
     """The gathers of one layer, in flight."""
 
@@ -48,16 +37,8 @@ class PendingGather(Protocol):
         ...
 
 
-class LayeredSource(ABC):
-    """A `GatheredSource` whose tensors are gathered a layer at a time on all trainer ranks.
-
-    vLLM's own weight-transfer engines take it as well: `held_names`, `groups` and `iter_groups` are
-    their calls.
-    """
-
-    @abstractmethod
-    def metadata(self) -> Sequence[WeightMeta]:
-        """Return name, wire dtype and full shape of every tensor, without moving any."""
+class LayeredSource(BlockwiseSource):
+    """A `GatheredSource` whose tensors are gathered a layer at a time on all trainer ranks."""
 
     @abstractmethod
     def gather(self, names: Iterable[str]) -> Iterator[tuple[str, torch.Tensor]]:
@@ -70,20 +51,6 @@ class LayeredSource(ABC):
     def __iter__(self) -> Iterator[tuple[str, torch.Tensor]]:
         """Yield name and full tensor in the order of `metadata`. Collective."""
         return self.gather(meta.name for meta in self.metadata())
-
-    def held_names(self) -> None:  # noqa: B027 - the answer is None
-        """Return None: every rank has all tensors after the gather."""
-
-    def groups(self) -> list[list[str]]:
-        """Return the names of the tensors gathered together, in the order of `metadata`."""
-        names = (meta.name for meta in self.metadata())
-        return [list(group) for _, group in groupby(names, key=block_of)]
-
-    def iter_groups(self) -> Iterator[tuple[list[str], list[torch.Tensor]]]:
-        """Yield names and full tensors of each of `groups`. Collective."""
-        tensors = iter(self)
-        for group in self.groups():
-            yield group, [tensor for _, tensor in islice(tensors, len(group))]
 
 
 def overlap_gathers(layers: Iterable[PendingGather]) -> Iterator[tuple[str, torch.Tensor]]:
