@@ -565,7 +565,8 @@ def run_cases(
     broken: list[str] = []
     for package in LONGEST_FIRST:
         files = sorted(path for path in found if path.is_relative_to(ROOT / "packages" / package))
-        results = Path(session.create_tmp()) / f"{package}.xml"
+        # Not of the session's folder for temporary files, which is too long for Ray's sockets.
+        results = Path(session.virtualenv.location) / f"results-{package}.xml"
         results.unlink(missing_ok=True)
         wanted = [*map(str, files), "-m", expression, *ways, "--continue-on-collection-errors"]
         # 1: tests failed, which the results say; 5: none of a package's tests is selected.

@@ -12,6 +12,7 @@ import re
 import subprocess
 import sys
 import xml.etree.ElementTree as ElementTree
+from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from functools import cache
@@ -298,8 +299,14 @@ def summarise(
         passed=passed,
         failed=len(failed),
         skipped=sum(case.result == "skipped" for case in own),
-        note="; ".join(failed),
+        note="; ".join(_named(failed)),
     )
+
+
+def _named(failed: Iterable[str]) -> list[str]:
+    """Return the tests that failed, the cases of each as a number."""
+    tests = Counter(test.partition("[")[0].removeprefix("packages/") for test in failed)
+    return [f"{test} ({count})" if count > 1 else test for test, count in tests.items()]
 
 
 def _beside(dependency: str, installed: Mapping[str, str]) -> dict[str, str]:

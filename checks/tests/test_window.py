@@ -100,9 +100,19 @@ def test_a_line_is_of_the_tests_that_use_the_dependency():
     _, found = of("ray", ["passed", "skipped", "passed"])
     assert (found.outcome, found.passed, found.failed, found.skipped) == ("passed", 2, 0, 1)
     assert found.beside == {"torch": "2.13.0+cpu", "vllm": "0.32.0"}
-    path, found = of("ray", ["passed", "failed"])
-    assert (found.outcome, found.passed, found.failed) == ("failed", 1, 1)
-    assert found.note == f"{path}::test_1"
+    path, found = of("ray", ["passed", "failed", "failed"])
+    assert (found.outcome, found.passed, found.failed) == ("failed", 1, 2)
+    short = path.removeprefix("packages/")
+    assert found.note == f"{short}::test_1; {short}::test_2"
+
+
+def test_the_cases_of_a_test_that_fail_are_a_number():
+    cases = [
+        Case(test=f"packages/rl-policy/tests/test_ppo.py::test_a[{n}]", result="failed")
+        for n in "12"
+    ]
+    facts = {"version": "1", "python": "3.11", "date": "", "installed": {}}
+    assert summarise("ray", cases, **facts).note == "rl-policy/tests/test_ppo.py::test_a (2)"
 
 
 def test_a_package_without_results_and_a_run_without_tests_have_failed():
