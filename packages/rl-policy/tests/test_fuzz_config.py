@@ -48,8 +48,9 @@ BASE = {
     "sft": {"steps": 2, "policy": {}},
     "grpo": {"steps": 2, "prompts_per_step": 2, "samples_per_prompt": 4},
     "dpo": {"steps": 2},
+    "ppo": {"steps": 2, "prompts_per_step": 8},
 }
-RECIPES = ["grpo", "sft", "dpo"]
+RECIPES = ["grpo", "sft", "dpo", "ppo"]
 SECTIONS = (
     "policy|cluster|tiny_model|data|checkpoint|reward|refit|loss|sft|grpo|dpo|seed|recipe|"
     "report|logger|tracking|eval|rm|environment|async|distill|ppo"

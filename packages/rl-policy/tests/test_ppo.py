@@ -2,6 +2,7 @@
 
 import json
 import math
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -15,6 +16,7 @@ from rl_policy.losses import ValueLoss
 from rl_policy.recipes.ppo import PpoLossSection, PpoSection, add_advantages, value_policy
 from rl_policy.run.inputs import prepare_inputs
 from rl_policy.run.metrics import read_metrics
+from rl_policy.run.samples import read_samples
 from transformers import AutoModelForCausalLM, AutoModelForTokenClassification
 from typer.testing import CliRunner
 
@@ -69,6 +71,75 @@ def test_a_resumed_run_measures_what_an_uninterrupted_one_does(shared_ray, tmp_p
     resumed = PPOTrainer(resume="parted", progress=False)
     accuracy = resumed.evaluate()["accuracy"]
     assert accuracy == rows[-1]["accuracy"]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "settings",
+    [
+        ["policy.dtensor_cfg.lora.enabled=true", "policy.dtensor_cfg.lora.r=4"],
+        pytest.param(
+            [
+                "policy.dtensor_cfg.enabled=false",
+                "policy.megatron_cfg.enabled=true",
+                "ppo.value_policy.dtensor_cfg.enabled=true",
+            ],
+            marks=pytest.mark.needs("rl-policy[megatron]"),
+        ),
+    ],
+    ids=["lora", "megatron"],
+)
+def test_an_adapted_policy_and_one_of_another_backend_learn_and_resume(
+    shared_ray, tmp_path, monkeypatch, settings
+):
+    monkeypatch.chdir(write_workplace(tmp_path))
+    begin = ["--config", "run.yaml", "data.path=problems.jsonl", *SETTINGS, *settings]
+    run("--out", "out", *begin, "ppo.steps=2")
+    run("--resume", "out", "ppo.steps=4")
+    rows = measured(Path("out"))
+    assert [row["step"] for row in rows] == [0, 1, 2, 3, 4]
+    # The reference of the first step is the policy itself.
+    assert rows[1]["reward_kl"] == pytest.approx(0, abs=1e-5)
+    assert all(row["reward_kl"] != 0 and row["grad_norm"] > 0 for row in rows[2:])
+    losses = [row["value_loss"] for row in rows[1:]]
+    assert losses[-1] < losses[0] / 2
+    final = AutoModelForCausalLM.from_pretrained("out/final").state_dict()
+    start = AutoModelForCausalLM.from_pretrained("out/tiny_model").state_dict()
+    assert final.keys() == start.keys()
+    assert any(not torch.equal(final[key], start[key]) for key in final)
+
+
+EPISODES = """
+class Bytes:
+    def reset(self, problem):
+        self.fails = int(problem.prompt[:-1]) % 4 == 0
+        self.turn = 0
+        return problem.prompt
+
+    def step(self, text):
+        self.turn += 1
+        if self.fails:
+            raise RuntimeError("on purpose")
+        return f"{self.turn}:", 1 - (text.encode() or b"0")[0] / 256, self.turn == 2
+"""
+
+
+@pytest.mark.slow
+def test_episodes_train_both_models_and_those_that_fail_neither(shared_ray, tmp_path, monkeypatch):
+    monkeypatch.chdir(write_workplace(tmp_path))
+    Path("my_environment.py").write_text(EPISODES)
+    given = ["environment.function=my_environment.py:Bytes", "policy.max_total_sequence_length=24"]
+    begin = ["--config", "run.yaml", "data.path=problems.jsonl", *SETTINGS, *given]
+    run("--out", "out", *begin, "ppo.steps=2")
+    rows = measured(Path("out"))[1:]
+    assert [row["turns_mean"] for row in rows] == [2.0, 2.0]
+    assert all(row["environment_failures"] > 0 for row in rows)
+    assert all(0 < row["return_mean"] < 2 and row["value_grad_norm"] > 0 for row in rows)
+    trained = [each for each in read_samples(Path("out/samples.jsonl")) if each.kind == "train"]
+    # The policy's turns, and what the environment says between them.
+    failed = [each for each in trained if len(each.turns) < 3]
+    assert 0 < len(failed) < len(trained)
+    assert {(each.reward, each.advantage) for each in failed} == {(0, 0)}
 
 
 @pytest.fixture(scope="module")

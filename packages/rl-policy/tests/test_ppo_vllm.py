@@ -17,7 +17,8 @@ pytestmark = [
 MISMATCH = 1e-4
 
 
-def test_engines_sample_from_the_policys_weights_alone(tmp_path):
+@pytest.mark.parametrize("colocated", ["true", "false"], ids=["colocated", "apart"])
+def test_engines_sample_from_the_policys_weights_alone(tmp_path, colocated):
     pytest.importorskip("vllm")
     write_workplace(tmp_path)
     done = subprocess.run(
@@ -26,6 +27,7 @@ def test_engines_sample_from_the_policys_weights_alone(tmp_path):
             *["ppo", "--config", "run.yaml", "--out", "out", "data.path=problems.jsonl"],
             *["ppo.warm_up=false", "ppo.steps=2", "ppo.prompts_per_step=16", "ppo.eval_every=2"],
             *["policy.generation.backend=vllm", "policy.generation.vllm_cfg.enforce_eager=true"],
+            f"policy.generation.colocated.enabled={colocated}",
             *["refit.verify=logprobs", f"refit.max_mismatch={MISMATCH}"],
         ],
         cwd=tmp_path,

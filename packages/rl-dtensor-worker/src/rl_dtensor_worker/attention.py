@@ -34,7 +34,7 @@ if TYPE_CHECKING:
     from rl_batched_data.packing.context_shards import ContextChunks
     from rl_batched_data.packing.shared_prefixes import SharedPrefixes
     from torch import nn
-    from transformers import PreTrainedModel
+    from transformers import PreTrainedConfig, PreTrainedModel
 
 NAME = "rl_packed_sdpa"
 # The attribute of a mask that says how the sequences are laid out.
@@ -309,10 +309,21 @@ def use_packed_attention(model: PreTrainedModel) -> bool:
     return True
 
 
+def has_soft_cap(config: PreTrainedConfig) -> bool:
+    """Return whether a config caps attention scores, as torch's attention does not."""
+    return getattr(config.get_text_config(), "attn_logit_softcapping", None) is not None
+
+
 def use_soft_cap(model: PreTrainedModel) -> None:
-    """Switch a model whose config caps attention scores from `sdpa`, which does not, to this."""
-    if getattr(model.config.get_text_config(), "attn_logit_softcapping", None) is not None:
-        use_packed_attention(model)
+    """Switch a model whose config caps attention scores from its default attention to this.
+
+    `sdpa` does not cap them, which is why newer versions of transformers have `eager` as the
+    default of such models.
+    """
+    default = "sdpa" if model._supports_sdpa else "eager"
+    if has_soft_cap(model.config) and model.config._attn_implementation == default:
+        register_attention()
+        model.config._attn_implementation = NAME
 
 
 def require_packed_attention(model: PreTrainedModel) -> None:

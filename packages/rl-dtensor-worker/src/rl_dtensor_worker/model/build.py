@@ -20,7 +20,7 @@ from transformers import (
 )
 from transformers.models.auto.modeling_auto import MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES
 
-from rl_dtensor_worker.attention import use_soft_cap
+from rl_dtensor_worker.attention import has_soft_cap, use_soft_cap
 from rl_dtensor_worker.config import load_model_config
 from rl_dtensor_worker.model.convert import Conversion, plan_conversions
 from rl_dtensor_worker.model.dropout import disable_dropout, keep_routers_in_eval_mode
@@ -107,7 +107,7 @@ def empty_model(config: EngineConfig) -> PreTrainedModel:
         has_custom_plan=config.custom_parallel_plan is not None,
     )
     dtype = torch.float32 if config.adapters is None else config.compute_dtype
-    chosen = config.attn_implementation
+    chosen = _library_attention(model_config, config)
     options = {} if chosen is None else {"attn_implementation": chosen}
     try:
         with torch.device("meta"):
@@ -119,10 +119,18 @@ def empty_model(config: EngineConfig) -> PreTrainedModel:
         if chosen is None:
             raise
         raise ValueError(f"{_ATTENTION_KEY}={chosen!r} is not available: {error}") from error
-    use_soft_cap(model)
+    if chosen is None:
+        use_soft_cap(model)
     if not config.model_dropout:
         keep_routers_in_eval_mode(model)
     return model
+
+
+def _library_attention(model_config: PreTrainedConfig, config: EngineConfig) -> str | None:
+    """Return the attention that transformers is asked for; None for its default."""
+    chosen = config.attn_implementation
+    # Of models whose scores are capped the class may lack it; `use_soft_cap` has one that caps.
+    return None if chosen == "sdpa" and has_soft_cap(model_config) else chosen
 
 
 def check_modules(config: EngineConfig) -> None:
@@ -178,7 +186,7 @@ def check_attention(model_config: PreTrainedConfig, config: EngineConfig) -> Non
     Raises:
         ValueError: It does not; the message names key and class.
     """
-    chosen = config.attn_implementation
+    chosen = _library_attention(model_config, config)
     mapping = auto_class(config.head, model_config)._model_mapping
     # The class of a remote model is not known before its code is loaded.
     if chosen is None or type(model_config) not in mapping:
