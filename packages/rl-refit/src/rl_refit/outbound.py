@@ -234,8 +234,9 @@ class Receivers:
             if silent[rank] >= limit and self._may_drop:
                 selector.unregister(self._channels[rank])
                 self._drop(rank, RefitTimeoutError(f"no {waited_for} within {limit:g} s"))
-        left = [limit - seconds for rank, seconds in silent.items() if rank in self._channels]
-        return max(0.0, min(left, default=0.0)) if self._may_drop else math.inf
+                # Nobody may be missing any more.
+                return 0.0
+        return max(0.0, limit - max(silent.values()))
 
     @property
     def _may_drop(self) -> bool:
