@@ -47,9 +47,7 @@ class Replacements:
     def ranks_of(self, engines: Iterable[int]) -> list[int]:
         """Return the ranks of some engines, ascending."""
         count = self._ranks_per_engine
-        return [
-            rank for each in sorted(engines) for rank in range(each * count, (each + 1) * count)
-        ]
+        return [each * count + place for each in sorted(engines) for place in range(count)]
 
     def advance(self) -> None:
         """Start what was lost since the last call, and note what has started.
