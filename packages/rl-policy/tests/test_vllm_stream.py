@@ -53,11 +53,11 @@ def start_engines(tmp_path_factory, tokenizer, models, shared_ray):
     tokenizer.save_pretrained(path)
     started = []
 
-    def start(num_engines):
+    def start(num_engines, **options):
         cluster = RayVirtualCluster([num_engines])
         started.append(cluster)
         config = generation_config(path, max_model_len=1024, engine_kwargs={"block_size": 32})
-        config = config | {"max_new_tokens": NEW_TOKENS, "temperature": TEMPERATURE}
+        config = config | {"max_new_tokens": NEW_TOKENS, "temperature": TEMPERATURE} | options
         engines = VllmGeneration(cluster, config, tokenizer, timeout_s=LIMIT_S)
         started.append(engines)
         return engines
@@ -200,7 +200,7 @@ def test_a_cancelled_submission_frees_the_engine(engines, tokenizer):
 
 def test_an_engine_that_dies_is_replaced_while_the_other_goes_on(start_engines, models, tokenizer):
     """What it was sampling is sampled again; it catches up alone, and is in the next refit."""
-    engines = start_engines(2)
+    engines = start_engines(2, colocated={"enabled": False})
     sender = rl_refit.RefitSender(
         rl_refit.TensorSource(models[1].state_dict()),
         num_receivers=2,
