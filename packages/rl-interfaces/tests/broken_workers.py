@@ -152,8 +152,8 @@ class SendingEveryHandle(CapableWorker):
 
 
 class SendingOldWeights(CapableWorker):
-    def send_weights(self, version):
-        super().send_weights(version)
+    def send_weights(self, version, *, receivers=None):
+        super().send_weights(version, receivers=receivers)
         self.sent[version] = self.sent[1]
 
 

@@ -418,7 +418,7 @@ class CapableWorker(PlainWorker):
         self.sent = {}
         return {}
 
-    def send_weights(self, version):
+    def send_weights(self, version, *, receivers=None):
         self.residency.require("send_weights")
         self.sent[version] = {name: each.detach().clone() for name, each in self.weights()}
         return {}

@@ -204,6 +204,25 @@ def test_an_engine_that_dies_is_replaced_while_the_run_goes_on(begin, workplace,
     assert {row["rollouts_dropped"] for row in rows} == {0}
 
 
+def test_one_of_two_engines_that_dies_is_replaced_alone(begin, workplace):
+    run = begin(*RUN, "async.too_old=wait", "policy.generation.colocated.resources.gpus_per_node=2")
+
+    def is_past():
+        assert run.poll() is None, run.stderr.read()
+        return len(ledger(workplace)) >= 2
+
+    wait_until(is_past, limit_s=600)
+    first, _ = processes_of(run)["engine"]
+    os.kill(first, signal.SIGKILL)
+    _, errors = run.communicate(timeout=600)
+    assert run.returncode == 0, errors[-6000:]
+    assert "has died and is started anew" in errors
+    assert "all engines are replaced" not in errors
+    rows = rows_of_a_whole_run(workplace)
+    replacements = [row["engine_replacements"] for row in rows]
+    assert (replacements[0], replacements[-1]) == (0, 1)
+
+
 @pytest.mark.timeout(900 + 120 * NUM_KILLS)
 def test_a_drill_of_random_kills_loses_no_sample_and_trains_on_none_twice(workplace):
     """Whatever a run consists of dies at random moments, also while others start."""

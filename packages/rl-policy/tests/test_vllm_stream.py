@@ -53,11 +53,11 @@ def start_engines(tmp_path_factory, tokenizer, models, shared_ray):
     tokenizer.save_pretrained(path)
     started = []
 
-    def start(num_engines):
+    def start(num_engines, **options):
         cluster = RayVirtualCluster([num_engines])
         started.append(cluster)
         config = generation_config(path, max_model_len=1024, engine_kwargs={"block_size": 32})
-        config = config | {"max_new_tokens": NEW_TOKENS, "temperature": TEMPERATURE}
+        config = config | {"max_new_tokens": NEW_TOKENS, "temperature": TEMPERATURE} | options
         engines = VllmGeneration(cluster, config, tokenizer, timeout_s=LIMIT_S)
         started.append(engines)
         return engines
@@ -198,11 +198,64 @@ def test_a_cancelled_submission_frees_the_engine(engines, tokenizer):
     assert finished.finish_reasons == ("stop",) * 8
 
 
-def test_an_engine_that_dies_is_named_with_what_it_sampled(start_engines, tokenizer):
-    engines = start_engines(2)
+def test_an_engine_that_dies_is_replaced_while_the_other_goes_on(start_engines, models, tokenizer):
+    """What it was sampling is sampled again; it catches up alone, and is in the next refit."""
+    engines = start_engines(2, colocated={"enabled": False})
+    sender = rl_refit.RefitSender(
+        rl_refit.TensorSource(models[1].state_dict()),
+        num_receivers=2,
+        min_receivers=1,
+        timeout_s=60.0,
+    )
+    engines.init_transfer(sender.address)
+
+    def send(version):
+        call = engines.update(version)
+        sender.send(version, receivers=engines.receivers)
+        engines.wait_for_update(call)
+        engines.commit_update(version)
+
+    engines.begin_update(1)
+    send(1)
+    tickets = [engines.submit(prompts_of(tokenizer, [LONG])) for _ in range(4)]
+    dead = engines.facts[0].process_id
+    os.kill(dead, signal.SIGKILL)
+    finished = collect_all(engines, tickets)
+    assert finished.keys() == set(tickets)
+    for each in finished.values():
+        versions = each.output["weight_versions"]
+        assert set(versions[versions != NOT_SAMPLED].tolist()) == {1}
+    assert (engines.num_replaced, engines.has_lost_engine) == (1, False)
+    # Of the one that is left.
+    assert engines.generate(short_prompts(tokenizer, 3))["weight_version"].tolist() == [1] * 3
+
+    deadline = time.monotonic() + LIMIT_S
+    while not engines.has_joined:
+        assert time.monotonic() < deadline
+        time.sleep(0.1)
+    beside = engines.submit(prompts_of(tokenizer, [LONG]))
+    engines.begin_catch_up(1)
+    assert engines.receivers == [0]
+    send(1)
+    assert not engines.has_joined
+    assert engines.facts[0].process_id != dead
+    assert collect_all(engines, [beside]).keys() == {beside}
+    # Rows of both, with the weights that the sender has.
+    output = engines.generate(prompts_of(tokenizer, TEXTS))
+    assert output["weight_version"].tolist() == [1] * len(TEXTS)
+    expected = expected_logprobs(models[1], output, temperature=TEMPERATURE)
+    assert (output["logprobs"] - expected).abs().max() < TOLERANCE
+    engines.begin_update(2, staging="host")
+    assert engines.receivers == [0, 1]
+    send(2)
+    assert engines.update_metrics()["refit_staged"] == 1.0
+    assert engines.generate(short_prompts(tokenizer, 4))["weight_version"].tolist() == [2] * 4
+    sender.close()
+
+
+def test_engines_that_have_all_died_are_named_with_what_they_sampled(engines, tokenizer):
     tickets = [engines.submit(prompts_of(tokenizer, [LONG])) for _ in range(2)]
     os.kill(engines.facts[0].process_id, signal.SIGKILL)
     with pytest.raises(EngineLostError, match="rank 0 of vllm died") as error:
         engines.collect(tickets[:1], timeout_s=LIMIT_S)
-    assert error.value.tickets == tickets[:1]
-    assert collect_all(engines, tickets[1:]).keys() == {tickets[1]}
+    assert error.value.tickets == tickets

@@ -291,6 +291,25 @@ class SendsEverything(Broken):
         return super().open_sender(weights, **options)
 
 
+class WaitsForAll(Broken):
+    def open_sender(self, weights, *, min_receivers=None, **options):
+        return super().open_sender(weights, **options)
+
+
+class CommitsForOne(Broken):
+    def open_sender(self, weights, *, min_receivers=None, **options):
+        least = None if min_receivers is None else 1
+        return super().open_sender(weights, min_receivers=least, **options)
+
+
+class LosesWeightsWithTheConnection(Broken):
+    class receiver_class(RefitReceiver):
+        def _disconnect(self):
+            if self._weights.state is State.READY:
+                self._weights.poison("the sender is gone")
+            super()._disconnect()
+
+
 class OverwritesWhatIsServed(Broken):
     class receiver_class(RefitReceiver):
         def receive(self, version, load=None, **options):

@@ -1,5 +1,6 @@
 """Receivers in processes of their own, which the conformance kit drives as if they were here."""
 
+import os
 import pickle
 from functools import partial
 
@@ -55,6 +56,9 @@ class ReceiverApart:
 
     def require_ready(self):
         return self._call("require_ready")
+
+    def signal(self, number):
+        os.kill(self._process.pid, number)
 
     def kill(self):
         self._process.kill()

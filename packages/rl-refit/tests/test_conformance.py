@@ -8,7 +8,7 @@ from rl_refit.testing import RefitPair, TransportConformance
 
 pytestmark = pytest.mark.needs("rl-refit[testing]")
 
-WITHOUT_DRILLS = ("round_trips", "versions", "staging", "deltas")
+WITHOUT_DRILLS = ("round_trips", "versions", "staging", "deltas", "losses")
 
 
 class TestShm(TransportConformance):

@@ -81,6 +81,24 @@ BROKEN = {
         ),
         (lambda: broken.BlindTo("_SpoiledPatch"), {"a_changed_patch_is_detected"}),
     ],
+    "losses": [
+        (
+            broken.WaitsForAll,
+            {
+                "a_silent_receiver_is_dropped_after_its_limit",
+                "a_missing_receiver_is_dropped_until_it_connects",
+            },
+        ),
+        (
+            broken.CommitsWhatFailed,
+            {"a_silent_receiver_is_dropped_after_its_limit", "too_few_receivers_commit_nothing"},
+        ),
+        (broken.CommitsForOne, {"too_few_receivers_commit_nothing"}),
+        (
+            broken.LosesWeightsWithTheConnection,
+            {"an_engine_that_joins_gets_the_present_version_alone"},
+        ),
+    ],
 }
 PAIRS = [
     pytest.param(group, make, rules, id=min(rules))
@@ -147,7 +165,17 @@ def test_a_killed_sender_that_takes_the_served_version_with_it_is_found():
 
 
 @pytest.mark.timeout(120)
-@pytest.mark.parametrize("rule", rule_names(["kills"]))
+def test_a_sender_that_waits_for_a_killed_receiver_is_found():
+    with pytest.raises(AssertionError, match="the sender ended with RefitError"):
+        check_rule("others_commit_without_a_killed_receiver", broken.WaitsForAll(), num_cases=10)
+
+
+# Without the one in which no survivor fails.
+FAILING = [rule for rule in rule_names(["kills"]) if "commit_without" not in rule]
+
+
+@pytest.mark.timeout(120)
+@pytest.mark.parametrize("rule", FAILING)
 @pytest.mark.parametrize(
     ("pair", "patience_s", "message"),
     [

@@ -20,7 +20,7 @@ from rl_dtensor_worker.model.lora import write_peft_directory
 from rl_dtensor_worker.parallel.structure import decoder_layers
 
 if TYPE_CHECKING:
-    from collections.abc import Generator, Mapping
+    from collections.abc import Generator, Mapping, Sequence
     from contextlib import AbstractContextManager
 
     from rl_batched_data import BatchedDataDict
@@ -86,8 +86,14 @@ class DTensorPolicyWorker(EngineWorker):
             options |= {"source": base, "adapters": factors}
         return super().open_refit(**options)
 
-    def send_adapters(self, version: int) -> dict[str, float]:
+    def send_adapters(
+        self, version: int, *, receivers: Sequence[int] | None = None
+    ) -> dict[str, float]:
         """Stream adapters to receivers that hold the weights that these belong to. Collective.
+
+        Args:
+            version: Of the weights.
+            receivers: The ranks of those that take part. None: all.
 
         Returns:
             See `send_weights`.
@@ -97,7 +103,7 @@ class DTensorPolicyWorker(EngineWorker):
             ResidencyError: The model is offloaded.
         """
         self._require("send_weights")
-        return self._transfer.send(version, adapters_only=True)
+        return self._transfer.send(version, adapters_only=True, receivers=receivers)
 
     def save_adapters(self, path: str) -> None:
         """Write a directory that `peft.PeftModel.from_pretrained` loads onto the model.

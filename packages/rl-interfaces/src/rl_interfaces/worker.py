@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, NotRequired, Protocol, TypeGuard, cast, runtim
 from typing_extensions import TypedDict
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
+    from collections.abc import Mapping, Sequence
 
     import torch
     from rl_batched_data import BatchedDataDict
@@ -416,7 +416,9 @@ class AdapterSendingWorker(Protocol):
     adapters, and the adapters.
     """
 
-    def send_adapters(self, version: int) -> dict[str, float]:
+    def send_adapters(
+        self, version: int, *, receivers: Sequence[int] | None = None
+    ) -> dict[str, float]:
         """Stream the adapters to receivers that hold those weights, like `send_weights`."""
         ...
 
@@ -444,10 +446,17 @@ class WeightSendingWorker(Protocol):
         """
         ...
 
-    def send_weights(self, version: int) -> dict[str, float]:
+    def send_weights(
+        self, version: int, *, receivers: Sequence[int] | None = None
+    ) -> dict[str, float]:
         """Stream the weights; return the numbers of `rl_refit.RefitReport`. Collective.
 
         A rank whose receiver fails still takes part in the all-gathers.
+
+        Args:
+            version: Of the weights.
+            receivers: The ranks of those that take part, see `rl_refit.RefitSender.send`. Given
+                only where engines of several have been lost, or have joined.
         """
         ...
 

@@ -550,8 +550,14 @@ class Policy(ColocatablePolicyInterface, GenerationInterface):
         )
         return self._routes.addresses(addresses)
 
-    def send_weights(self, version: int) -> dict[str, float]:
+    def send_weights(
+        self, version: int, *, receivers: Sequence[int] | None = None
+    ) -> dict[str, float]:
         """Stream the weights to the receivers of `open_refit`, which receive at the same time.
+
+        Args:
+            version: Of the weights.
+            receivers: Ranks of the receivers that take part. None: all.
 
         Returns:
             `refit_s`, `refit_bytes`, `refit_gb_per_s`, `refit_slowest_rank`, and the seconds of
@@ -561,11 +567,18 @@ class Policy(ColocatablePolicyInterface, GenerationInterface):
             RefitError: A receiver failed or did not answer in time. Call again, for all of them.
             ResidencyError: The model is not on the device.
             RuntimeError: `open_refit` was not called.
+            ValueError: `receivers` of a policy whose ranks each send to their own.
         """
-        return self._send("send_weights", version)
+        return self._send("send_weights", version, receivers)
 
-    def send_adapters(self, version: int) -> dict[str, float]:
+    def send_adapters(
+        self, version: int, *, receivers: Sequence[int] | None = None
+    ) -> dict[str, float]:
         """Stream the adapters alone to receivers that hold the weights they belong to.
+
+        Args:
+            version: Of the weights.
+            receivers: See `send_weights`.
 
         Returns:
             See `send_weights`; `refit_bytes` are of weights and adapters, `refit_bytes_sent` of
@@ -577,15 +590,21 @@ class Policy(ColocatablePolicyInterface, GenerationInterface):
             ResidencyError: The model is not on the device.
             RuntimeError: `open_refit` was not called.
         """
-        return self._send("send_adapters", version)
+        return self._send("send_adapters", version, receivers)
 
-    def _send(self, method: str, version: int) -> dict[str, float]:
+    def _send(self, method: str, version: int, receivers: Sequence[int] | None) -> dict[str, float]:
         self.require_ready_to_send()
         if self._routes is None:
             raise RuntimeError(f"{method} needs receivers: call open_refit first")
         # A rank whose receiver fails still takes part in the other ranks' gathers, which may take
         # longer than the usual few seconds of grace: those would kill a healthy group.
-        call = self._group.submit_all(method, version)
+        options = {} if receivers is None else {"receivers": list(receivers)}
+        if options and sum(map(bool, self._routes.receivers_per_rank)) > 1:
+            raise ValueError(
+                f"receivers={options['receivers']} of several senders: with is_paired=True every "
+                "rank sends to its own receiver, and all take part"
+            )
+        call = self._group.submit_all(method, version, **options)
         reports = self._group.wait(call, grace_s=self.config["timeout_s"])
         return self._routes.merge_reports(reports)
 

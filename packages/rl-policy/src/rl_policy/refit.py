@@ -13,11 +13,12 @@ exchange at `commit_update`, and keep the old version if the refit fails.
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from time import monotonic
-from typing import TYPE_CHECKING, Generic, Protocol, TypeVar, cast
+from typing import TYPE_CHECKING, Any, Generic, Protocol, TypeVar, cast
 
 from rl_refit.compat.handles import group_keys
 
@@ -25,6 +26,8 @@ from rl_policy.ray.worker_group import WorkerDiedError
 
 if TYPE_CHECKING:
     from rl_policy.policy import Policy
+
+logger = logging.getLogger(__name__)
 
 CallT = TypeVar("CallT")
 
@@ -84,6 +87,35 @@ class AdapterEngines(RefittedEngines[CallT], Protocol[CallT]):
     def holds_base(self) -> bool:
         """Return whether all of them hold the sender's weights without adapters."""
         ...
+
+
+class ElasticEngines:
+    """Engines of which one that dies is started anew while the others go on."""
+
+    @property
+    def num_losses(self) -> int:
+        """How many processes of engines are known to have died so far."""
+        raise NotImplementedError
+
+    @property
+    def num_replaced(self) -> int:
+        """How often an engine was started anew."""
+        raise NotImplementedError
+
+    @property
+    def is_usable(self) -> bool:
+        """Whether some engine samples."""
+        raise NotImplementedError
+
+    @property
+    def has_joined(self) -> bool:
+        """Whether engines have been started anew that have not received weights yet."""
+        raise NotImplementedError
+
+    @property
+    def receivers(self) -> list[int] | None:
+        """Ranks of the receivers of the update that has begun. None: all, as ever."""
+        raise NotImplementedError
 
 
 class SharedEngines(RefittedEngines[CallT], Protocol[CallT]):
@@ -224,6 +256,9 @@ class WeightLink(Generic[CallT]):
         self._engines = engines
         self._staging = staging
         self._kv_cache = kv_cache
+        if isinstance(engines, ElasticEngines) and not is_paired:
+            # An engine that dies does not keep the others from new weights.
+            options = {"min_receivers": 1, **options}
         addresses = policy.open_refit(
             engines.num_receivers,
             is_paired=is_paired,
@@ -233,11 +268,17 @@ class WeightLink(Generic[CallT]):
         )
         engines.init_transfer(addresses)
 
-    def refit(self, version: int) -> dict[str, float]:
+    def refit(self, version: int, *, only_joined: bool = False) -> dict[str, float]:
         """Send the policy's weights to the engines as `version`; return `send_weights`' report.
 
         The version is committed once every receiver has loaded all of it. If this fails, the
         engines refuse to sample until a call succeeds; staging engines sample from the old version.
+        If one of `ElasticEngines` dies meanwhile, the others receive the version again without it.
+
+        Args:
+            version: Of the weights.
+            only_joined: Send it to engines alone that have joined, for `ElasticEngines`: the others
+                have it, and sample meanwhile.
 
         Returns:
             The report, of which `refit_pause_s` are the seconds in which engines did not sample,
@@ -248,24 +289,40 @@ class WeightLink(Generic[CallT]):
             ValueError: `version` is not newer than the engines' version.
             ResidencyError: The policy's model is not on the device; the engines are unchanged.
         """
+        engines = self._engines
+        if not isinstance(engines, ElasticEngines):
+            return self._refit(version, only_joined=False)
+        while True:
+            num_losses = engines.num_losses
+            try:
+                return self._refit(version, only_joined=only_joined)
+            except WorkerDiedError as death:
+                # Bounded: each time there is one engine less.
+                if engines.num_losses == num_losses or not engines.is_usable:
+                    raise
+                logger.warning("%s: version %d is sent without it", death.summary, version)
+                if only_joined:
+                    return {}
+
+    def _refit(self, version: int, *, only_joined: bool) -> dict[str, float]:
         # Before the transaction opens, as engines would wait for a sender that never starts.
         self._policy.require_ready_to_send()
         begun_at = monotonic()
         adapters_only = self._adapters == "alone" and self._adapter_engines.holds_base()
         staging = self._staging if adapters_only or self._adapters == "merged" else "off"
-        self._begin(version, staging)
+        options = self._begin(version, staging, only_joined=only_joined)
         # Receivers first, without waiting for them: a send returns only once they have loaded all.
         receiving = self._engines.update(version)
         try:
             send = self._policy.send_adapters if adapters_only else self._policy.send_weights
-            report = send(version)
+            report = send(version, **options)
         except Exception as error:
             self._drain(receiving, error)
             raise
         # Raises what an engine reports after its last bucket, before the version is committed.
         self._engines.wait_for_update(receiving)
         self._engines.commit_update(version)
-        if staging == "off":
+        if staging == "off" or only_joined:
             return {**report, "refit_pause_s": monotonic() - begun_at, "refit_staged": 0.0}
         return {**report, **self._staging_engines.update_metrics()}
 
@@ -277,11 +334,17 @@ class WeightLink(Generic[CallT]):
     def _adapter_engines(self) -> AdapterEngines[CallT]:
         return cast("AdapterEngines[CallT]", self._engines)
 
-    def _begin(self, version: int, staging: str) -> None:
-        if staging == "off":
-            self._engines.begin_update(version)
+    def _begin(self, version: int, staging: str, *, only_joined: bool) -> dict[str, Any]:
+        """Open the transaction; return arguments for the policy's `send_weights`."""
+        engines: Any = self._engines
+        if only_joined:
+            engines.begin_catch_up(version)
+        elif staging == "off":
+            engines.begin_update(version)
         else:
-            self._staging_engines.begin_update(version, staging=staging, kv_cache=self._kv_cache)
+            engines.begin_update(version, staging=staging, kv_cache=self._kv_cache)
+        receivers = engines.receivers if isinstance(engines, ElasticEngines) else None
+        return {} if receivers is None else {"receivers": receivers}
 
     def _drain(self, receiving: CallT, error: Exception) -> None:
         """Wait for the receivers of a failed refit, so that the engines can take the next call.

@@ -7,8 +7,11 @@ the receivers' load of k overlap.
 
 from __future__ import annotations
 
+import logging
+import math
 import selectors
-from collections.abc import Callable, Generator, Iterator, Mapping
+import time
+from collections.abc import Callable, Generator, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial
@@ -18,7 +21,7 @@ import torch
 from rl_refit.buffers import PieceViews, Run, copy_all, zero_ranges
 from rl_refit.delta import Base, PatchWriter, words_of
 from rl_refit.digest import DIGESTS, RunningDigest, bytes_of
-from rl_refit.errors import RefitError
+from rl_refit.errors import RefitError, RefitTimeoutError
 from rl_refit.plan import Bucket, RefitPlan, TensorSpec
 from rl_refit.protocol.channel import (
     Accepted,
@@ -40,6 +43,8 @@ from rl_refit.protocol.waiting import Deadline, poll_briefly
 from rl_refit.report import Stopwatch, Traffic
 from rl_refit.transports import SendingSide
 
+logger = logging.getLogger(__name__)
+
 NamedTensors = Iterator[tuple[str, torch.Tensor]]
 
 _GRACE_S = 1.0
@@ -50,10 +55,11 @@ _GRACE_S = 1.0
 class Connections:
     """The channels to all receivers, and the buffers that they have opened.
 
-    Reused by every refit until one fails or a receiver is replaced.
+    Reused by every refit until one fails or a receiver is replaced. A receiver that is dropped is
+    taken out of `channels`.
     """
 
-    channels: Mapping[int, Channel]
+    channels: dict[int, Channel]
     side: SendingSide
     views: PieceViews
     base: Base | None
@@ -73,13 +79,34 @@ class Connections:
         self.side.close()
 
 
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Quorum:
+    """When a refit goes on without a receiver that is lost.
+
+    Attributes:
+        least: Receivers that have to load the version.
+        silence_s: Seconds without a message that is waited for, after which one is lost.
+        obstacle: Why the transport cannot go on without one; empty if it can.
+    """
+
+    least: int
+    silence_s: float
+    obstacle: str = ""
+
+
 class Receivers:
     """The receivers of one refit, with the progress that each has reported.
 
+    One is lost if its process ends or if it is silent for too long. It is dropped where the quorum
+    allows it, so that no wait is for it any more, and fails the refit otherwise. One that reports a
+    failure always fails it.
+
     Args:
-        channels: By rank.
+        channels: By rank; those that are dropped are closed and removed.
         version: Of the refit.
         deadline: For all waits.
+        quorum: How many may be dropped, and when.
+        dropped: Takes why each receiver was dropped, by rank.
         first_bucket: Index of the first bucket that is sent.
 
     Attributes:
@@ -90,15 +117,20 @@ class Receivers:
 
     def __init__(
         self,
-        channels: Mapping[int, Channel],
+        channels: dict[int, Channel],
         version: int,
         deadline: Deadline,
         *,
+        quorum: Quorum,
+        dropped: dict[int, str],
         first_bucket: int = 0,
     ) -> None:
         self._channels = channels
         self._version = version
         self._deadline = deadline
+        self._quorum = quorum
+        self._heard_at: dict[int, float] = {}
+        self._dropped = dropped
         self._last_loaded = dict.fromkeys(channels, first_bucket - 1)
         self._accepted: set[int] = set()
         self._ready: set[int] = set()
@@ -108,16 +140,17 @@ class Receivers:
 
     def send(self, message: Message) -> None:
         """Send a message to all."""
-        for rank, channel in self._channels.items():
-            with _naming(rank):
-                channel.send(message, self._deadline)
+        for rank in list(self._channels):
+            with self._dropping(rank):
+                self._channels[rank].send(message, self._send_limit(rank))
 
     def send_offer(self, rank: int, offer: Offer, descriptors: list[int]) -> None:
         """Send an offer to one receiver, and the file descriptors that belong to it."""
-        with _naming(rank):
-            self._channels[rank].send(offer, self._deadline)
+        with self._dropping(rank):
+            channel, limit = self._channels[rank], self._send_limit(rank)
+            channel.send(offer, limit)
             if descriptors:
-                self._channels[rank].send_descriptors(descriptors, self._deadline)
+                channel.send_descriptors(descriptors, limit)
 
     def wait_accepted(self) -> None:
         """Wait until all have opened their buffers."""
@@ -148,8 +181,8 @@ class Receivers:
 
     def read_pending(self) -> None:
         """Process all received messages; raises if a receiver has failed or is gone."""
-        for rank, channel in self._channels.items():
-            while channel.has_input():
+        for rank, channel in list(self._channels.items()):
+            while rank in self._channels and channel.has_input():
                 self._receive(rank)
 
     def _wait(
@@ -161,6 +194,7 @@ class Receivers:
         tensor: str | None = None,
         until: Endpoint | None = None,
     ) -> bool:
+        began_at = time.monotonic()
         with selectors.DefaultSelector() as selector:
             for rank, channel in self._channels.items():
                 selector.register(channel, selectors.EVENT_READ, rank)
@@ -170,24 +204,92 @@ class Receivers:
                 left = self._deadline.remaining(
                     waited_for, rank=min(ranks), bucket=bucket, tensor=tensor
                 )
+                left = min(left, self._drop_silent(ranks, waited_for, selector, began_at))
                 interrupted = False
                 for key, _ in poll_briefly(partial(selector.select, 0)) or selector.select(left):
                     if key.fileobj is until:
                         interrupted = True
-                    else:
-                        self._receive(key.data)
+                        continue
+                    self._receive(key.data)
+                    if key.data not in self._channels:
+                        selector.unregister(key.fileobj)
                 # After the receivers' messages, which a flood of connections must not hold up.
                 if interrupted and missing():
                     return False
         return True
+
+    def _drop_silent(
+        self,
+        ranks: set[int],
+        waited_for: str,
+        selector: selectors.BaseSelector,
+        began_at: float,
+    ) -> float:
+        """Drop those that are silent for too long; return in how many seconds to look again."""
+        if not self._may_drop:
+            return math.inf
+        now, limit = time.monotonic(), self._quorum.silence_s
+        silent = {rank: now - max(began_at, self._heard_at.get(rank, began_at)) for rank in ranks}
+        for rank in sorted(silent):
+            if silent[rank] >= limit and self._may_drop:
+                selector.unregister(self._channels[rank])
+                self._drop(rank, RefitTimeoutError(f"no {waited_for} within {limit:g} s"))
+                # Nobody may be missing any more.
+                return 0.0
+        return max(0.0, limit - max(silent.values()))
+
+    @property
+    def _may_drop(self) -> bool:
+        return not self._quorum.obstacle and len(self._channels) > self._quorum.least
+
+    def _drop(self, rank: int, reason: Exception) -> None:
+        """Go on without a receiver; it cannot commit, as it is never told that all have loaded."""
+        said = str(reason)
+        self._dropped[rank] = said
+        logger.warning("version %d goes on without receiver %d: %s", self._version, rank, said)
+        channel = self._channels.pop(rank)
+        channel.close(
+            RefitError(f"the refit to version {self._version} goes on without it: {said}")
+        )
+        for known in (self._last_loaded, self.done, self.bases, self.held):
+            known.pop(rank, None)
+        self._accepted.discard(rank)
+        self._ready.discard(rank)
+
+    def _send_limit(self, rank: int) -> Deadline:
+        left = self._deadline.remaining("room for a message", rank=rank)
+        return Deadline(min(left, self._quorum.silence_s)) if self._may_drop else self._deadline
+
+    @contextmanager
+    def _dropping(self, rank: int) -> Generator[None]:
+        """Drop a receiver whose connection is lost inside, or raise `RefitError`."""
+        try:
+            yield
+        except ChannelClosed as error:
+            self._lose(rank, f"the receiver is gone: {error}", error)
+        except RefitTimeoutError as error:
+            if not self._may_drop:
+                raise
+            self._drop(rank, error)
+
+    def _lose(self, rank: int, reason: str, cause: Exception) -> None:
+        if self._may_drop:
+            self._drop(rank, RefitError(reason))
+            return
+        quorum = self._quorum
+        if len(self._channels) > quorum.least:
+            reason = f"{reason}; {quorum.obstacle}"
+        bucket = self._last_loaded[rank] + 1
+        raise RefitError(reason, rank=rank, bucket=bucket) from cause
 
     def _receive(self, rank: int) -> None:
         try:
             # Past the limit too: the frame that has begun to arrive may explain the timeout.
             message = self._channels[rank].receive(self._deadline.at_least(_GRACE_S))
         except ChannelClosed as error:
-            bucket = self._last_loaded[rank] + 1
-            raise RefitError(f"the receiver is gone: {error}", rank=rank, bucket=bucket) from error
+            self._lose(rank, f"the receiver is gone: {error}", error)
+            return
+        self._heard_at[rank] = time.monotonic()
         match message:
             case Failure():
                 raise_failure(message, origin=f"receiver {rank}")
@@ -204,14 +306,6 @@ class Receivers:
                 self.done[rank] = message
             case _:
                 raise RefitError(f"unexpected {message}", rank=rank)
-
-
-@contextmanager
-def _naming(rank: int) -> Generator[None]:
-    try:
-        yield
-    except ChannelClosed as error:
-        raise RefitError(f"the receiver is gone: {error}", rank=rank) from error
 
 
 @dataclass(kw_only=True)

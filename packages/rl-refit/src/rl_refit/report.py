@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Generator
+from collections.abc import Generator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, field, fields
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -33,6 +33,8 @@ class RefitReport:
         slowest_rank: The receiver that verified and loaded longest; None without receivers.
         staged: Whether the weights were received beside those that the engine serves; for a sender,
             by every receiver.
+        dropped: For a sender with `min_receivers`: the receivers without which the version was
+            sent, with the reason of each.
     """
 
     version: int
@@ -50,6 +52,7 @@ class RefitReport:
     resume_s: float = 0.0
     slowest_rank: int | None = None
     staged: bool = False
+    dropped: Mapping[int, str] = field(default_factory=dict[int, str])
 
     @property
     def gb_per_s(self) -> float:
@@ -64,11 +67,12 @@ class RefitReport:
             "refit_bytes_sent": self.bytes_sent,
             "refit_gb_per_s": self.gb_per_s,
             "refit_staged": float(self.staged),
+            "refit_dropped": len(self.dropped),
         }
         metrics |= {
-            f"refit_{field.name}": getattr(self, field.name)
-            for field in fields(self)
-            if field.name.endswith("_s")
+            f"refit_{each.name}": getattr(self, each.name)
+            for each in fields(self)
+            if each.name.endswith("_s")
         }
         if self.changed is not None:
             metrics["refit_changed"] = self.changed
@@ -133,6 +137,7 @@ class Stopwatch:
         traffic: Traffic | None = None,
         slowest_rank: int | None = None,
         staged: bool = False,
+        dropped: Mapping[int, str] | None = None,
     ) -> RefitReport:
         """Return the report of a refit that ends now.
 
@@ -142,6 +147,7 @@ class Stopwatch:
             traffic: What was sent; None without receivers.
             slowest_rank: See `RefitReport`.
             staged: See `RefitReport`.
+            dropped: See `RefitReport`; None for none.
         """
         phases = ("pause", "join", "gather", "pack", "wire", "load", "verify", "resume")
         traffic = traffic or Traffic()
@@ -153,5 +159,6 @@ class Stopwatch:
             changed=traffic.changed,
             slowest_rank=slowest_rank,
             staged=staged,
+            dropped=dict(dropped or {}),
             **{f"{phase}_s": self.of(phase) for phase in phases},
         )

@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import secrets
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from typing import Literal
 
 import torch
@@ -15,10 +15,12 @@ from rl_refit.buffers import PieceViews
 from rl_refit.delta import Base, base_bytes
 from rl_refit.digest import digest_of_all
 from rl_refit.errors import RefitError
+from rl_refit.membership import Membership
 from rl_refit.outbound import (
     Connections,
     NamedTensors,
     OutboundStream,
+    Quorum,
     Receivers,
     check_exhausted,
     take_tensor,
@@ -37,6 +39,9 @@ Verify = Literal["none", "digest", "weights"]
 VERIFY_MODES = ("none", "digest", "weights")
 NUM_BUFFERS = 2
 """One is filled while the other is loaded. A third costs memory and only hides uneven loads."""
+
+_SETTLE_S = 0.1
+"""How long a refit waits for the handshake of a receiver that was dropped and connects again."""
 
 
 class RefitSender(Closing):
@@ -66,6 +71,14 @@ class RefitSender(Closing):
             receiver then keep a copy of all tensors in host memory; where that has no room, or a
             receiver is new, everything is sent in full. Worth it where the transport is slower
             than memory. Needs `verify`, and tensors that are sent from host memory.
+        min_receivers: How many receivers have to hold a version before it can be committed. One
+            that is lost is dropped as long as so many are left: its process has ended, or it was
+            silent for `receiver_timeout_s`. One that reports a failure is not lost, and fails the
+            refit. It takes part again once it has connected before a refit begins, or is named in
+            `send`. A transport without `survives_loss` drops those alone that are lost before a
+            refit begins. None: all of them, so that none is ever dropped.
+        receiver_timeout_s: Seconds of silence, where a message is waited for, after which a
+            receiver is lost. None: half of `timeout_s`.
 
     Raises:
         ValueError: An argument is out of range, the transport is not registered, or `delta` cannot
@@ -88,6 +101,8 @@ class RefitSender(Closing):
         host: str = "127.0.0.1",
         delta: bool = False,
         adapters: WeightSource | None = None,
+        min_receivers: int | None = None,
+        receiver_timeout_s: float | None = None,
     ) -> None:
         if verify not in VERIFY_MODES:
             raise ValueError(f"verify={verify!r} is not among {VERIFY_MODES}")
@@ -98,6 +113,12 @@ class RefitSender(Closing):
         if delta:
             _check_delta(verify, torch.device(device))
         Deadline(timeout_s)
+        self._members = Membership(
+            num_receivers,
+            min_receivers=min_receivers,
+            timeout_s=timeout_s,
+            receiver_timeout_s=receiver_timeout_s,
+        )
         specs, adapters_from = read_specs(source.metadata()), None
         if adapters is not None:
             _check_adapters(verify, delta=delta)
@@ -108,8 +129,9 @@ class RefitSender(Closing):
         self._source = source
         self._adapters = adapters
         self._base_digest: int | None = None
-        # Of the refit that is being sent.
+        # Of the refit that is being sent; the ranks that it is sent to, None for all.
         self._adapters_only = False
+        self._ranks: frozenset[int] | None = None
         self._transport_name = transport
         self._transport = find_transport(transport)
         self._num_receivers = num_receivers
@@ -144,7 +166,13 @@ class RefitSender(Closing):
             "verify": self._verify,
         }
 
-    def send(self, version: int, *, adapters_only: bool = False) -> RefitReport:
+    def send(
+        self,
+        version: int,
+        *,
+        adapters_only: bool = False,
+        receivers: Collection[int] | None = None,
+    ) -> RefitReport:
         """Send every tensor; return when every receiver has loaded all of them.
 
         The source is iterated once, and to its end even if a receiver or the transport fails, as
@@ -154,6 +182,10 @@ class RefitSender(Closing):
             version: Of the tensors.
             adapters_only: Send adapters alone, to engines that hold the base. A digest of it shows
                 that they do.
+            receivers: Send to these ranks alone, and wait for them: what is known to be lost is
+                left out, and an engine that has joined is brought to the version that the others
+                have, which serve meanwhile. Empty: only iterate over the source. None: all that
+                were not dropped.
 
         Raises:
             ValueError: `adapters_only` for a sender without adapters.
@@ -168,9 +200,10 @@ class RefitSender(Closing):
         self._sent_version = None
         deadline, watch = Deadline(self._timeout_s), Stopwatch()
         self._adapters_only = adapters_only
+        self._ranks = None if receivers is None else frozenset(receivers)
         tensors = self._tensors()
         try:
-            if self._num_receivers:
+            if self._num_receivers and self._ranks != frozenset():
                 report = self._stream(version, tensors, deadline, watch)
             else:
                 report = self._exhaust(version, tensors, watch)
@@ -186,6 +219,9 @@ class RefitSender(Closing):
     def commit(self, version: int) -> None:
         """Commit a version at all receivers, which process the message at their next call.
 
+        One that was lost since `send` is dropped, if `min_receivers` allows it. Otherwise no
+        receiver is told to commit, and all are told that the refit has failed.
+
         Raises:
             RefitError: The version was not the last one sent, or a receiver is gone.
         """
@@ -195,11 +231,23 @@ class RefitSender(Closing):
             )
         if self._connections is None:
             return
-        for rank, channel in self._connections.channels.items():
+        channels = self._connections.channels
+        gone = [rank for rank, channel in channels.items() if channel.has_hung_up()]
+        try:
+            self._members.require_enough(version, channels.keys() - gone, gone)
+        except RefitError as error:
+            self._sent_version = None
+            self._disconnect(error)
+            raise
+        for rank, channel in list(channels.items()):
             try:
                 channel.send(Commit(version), Deadline(self._timeout_s))
             except ChannelClosed as error:
-                raise RefitError(f"the receiver is gone: {error}", rank=rank) from error
+                # It cannot be taken back: others may have committed already.
+                gone.append(rank)
+                self._members.dropped[rank] = f"the receiver is gone: {error}"
+                channels.pop(rank).close()
+                self._members.require_enough(version, channels, gone)
 
     def close(self) -> None:
         """Release connections, buffers and the endpoint. May be called again."""
@@ -225,6 +273,8 @@ class RefitSender(Closing):
         base, traffic = connections.base, Traffic()
         if base is not None:
             base.version = None
+        members = self._members
+        members.begin(connections.channels)
         stream = self._stream_class(
             plan=self.plan,
             side=connections.side,
@@ -240,6 +290,7 @@ class RefitSender(Closing):
             first_bucket=self._first_bucket,
         )
         stream.run(tensors)
+        members.finish(version, connections.channels)
         if self._adapters is not None and not self._adapters_only:
             self._base_digest = digest_of_all(stream.digests[: self.plan.first_adapter_bucket])
         if base is not None:
@@ -250,8 +301,14 @@ class RefitSender(Closing):
         watch.add("pause", max(done.pause_s for done in receivers.done.values()))
         slowest = max(spent, key=spent.__getitem__)
         staged = all(done.staged for done in receivers.done.values())
+        ranks = members.dropped.keys() if self._ranks is None else self._ranks
         return watch.report(
-            version, self.plan.nbytes, traffic=traffic, slowest_rank=slowest, staged=staged
+            version,
+            self.plan.nbytes,
+            traffic=traffic,
+            slowest_rank=slowest,
+            staged=staged,
+            dropped={rank: why for rank, why in members.dropped.items() if rank in ranks},
         )
 
     @property
@@ -278,12 +335,7 @@ class RefitSender(Closing):
         assert self._endpoint is not None
         while True:
             connections = self._connect(version, deadline)
-            receivers = Receivers(
-                connections.channels,
-                version,
-                deadline,
-                first_bucket=self._first_bucket,
-            )
+            receivers = self._receivers(connections.channels, version, deadline)
             receivers.send(Begin(version, self.plan.hash))
             # `_admit_newcomer` drops the connections if a receiver was replaced: then start over.
             while self._connections is connections:
@@ -309,16 +361,70 @@ class RefitSender(Closing):
 
     def _connect(self, version: int, deadline: Deadline) -> Connections:
         assert self._endpoint is not None
-        if self._connections is not None and not self._connections.are_intact():
+        if self._members.dropped:
+            self._keep_newcomers(self._endpoint.admit(settle_s=_SETTLE_S))
+        if self._connections is not None and not self._fits(self._connections):
             self._disconnect(None)
         if self._connections is None:
+            channels = self._accept(version, deadline)
+            self._connections = self._open(dict(sorted(channels.items())), version, deadline)
+        return self._connections
+
+    def _fits(self, connections: Connections) -> bool:
+        """Return whether connections are those of the receivers that are sent to."""
+        ranks = connections.channels.keys()
+        if self._ranks is None:
+            is_complete = len(ranks) >= self._members.num_expected
+        else:
+            is_complete = ranks == self._ranks
+        return is_complete and connections.are_intact()
+
+    def _accept(self, version: int, deadline: Deadline) -> dict[int, Channel]:
+        """Return the channels of all receivers that are sent to, once they have connected."""
+        assert self._endpoint is not None
+        members, wanted = self._members, self._ranks
+        least = members.least_of(version, wanted)
+        while True:
+            count = max(members.num_expected, least) if wanted is None else len(wanted)
             # `accept` owns them from here on, and closes them if receivers are missing.
             present, self._newcomers = self._newcomers, {}
             channels = self._endpoint.accept(
-                self._num_receivers, deadline=deadline, present=present
+                count,
+                deadline=deadline,
+                present=present,
+                ranks=wanted,
+                least=least,
+                patience_s=members.patience_s,
             )
-            self._connections = self._open(dict(sorted(channels.items())), version, deadline)
-        return self._connections
+            self._newcomers = {
+                rank: channels.pop(rank)
+                for rank in list(channels)
+                if wanted is not None and rank not in wanted
+            }
+            members.connect(channels)
+            if len(channels) < count:
+                members.drop_missing(channels, wanted=wanted)
+            if wanted is not None or len(channels) >= members.num_expected:
+                return channels
+            # One that was dropped has come before one that is expected.
+            self._newcomers = channels
+
+    def _receivers(
+        self, channels: dict[int, Channel], version: int, deadline: Deadline
+    ) -> Receivers:
+        obstacle = f"transport={self._transport_name!r} cannot go on without one that has connected"
+        return Receivers(
+            channels,
+            version,
+            deadline,
+            quorum=Quorum(
+                least=self._members.least_of(version, self._ranks),
+                silence_s=self._members.silence_s,
+                obstacle="" if self._transport.survives_loss else obstacle,
+            ),
+            dropped=self._members.dropped,
+            first_bucket=self._first_bucket,
+        )
 
     def _admit_newcomer(self) -> None:
         """Drop all connections if a new receiver has authenticated, to start over with it.
@@ -326,8 +432,15 @@ class RefitSender(Closing):
         A stranger that cannot authenticate, or says nothing, changes nothing and delays nobody.
         """
         assert self._endpoint is not None
-        if newcomers := self._endpoint.admit():
-            self._newcomers = newcomers
+        self._keep_newcomers(self._endpoint.admit())
+
+    def _keep_newcomers(self, newcomers: dict[int, Channel]) -> None:
+        """Note who has connected; drop all connections if this refit is sent to one of them."""
+        for rank, channel in newcomers.items():
+            if rank in self._newcomers:
+                self._newcomers[rank].close()
+            self._newcomers[rank] = channel
+        if any(self._ranks is None or rank in self._ranks for rank in newcomers):
             self._disconnect(None)
 
     def _open(self, channels: dict[int, Channel], version: int, deadline: Deadline) -> Connections:
@@ -340,9 +453,9 @@ class RefitSender(Closing):
         connections = Connections(channels, side, PieceViews(self.plan, side.buffers), None)
         try:
             connections.base = self._open_base()
-            receivers = Receivers(channels, version, deadline)
+            receivers = self._receivers(channels, version, deadline)
             # All offers before the first wait, so that receivers open their buffers concurrently.
-            for rank in channels:
+            for rank in list(channels):
                 grant, descriptors = side.grant(rank)
                 offer = self._make_offer(
                     side, grant, len(descriptors), delta=connections.base is not None

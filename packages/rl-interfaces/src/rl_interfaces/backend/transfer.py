@@ -138,19 +138,27 @@ class WeightTransfer:
         )
         return self._sender.address if num_receivers else None
 
-    def send(self, version: int, *, adapters_only: bool = False) -> dict[str, float]:
+    def send(
+        self,
+        version: int,
+        *,
+        adapters_only: bool = False,
+        receivers: Sequence[int] | None = None,
+    ) -> dict[str, float]:
         """Stream every tensor to this rank's receivers; return the report's metrics. Collective.
 
         Args:
             version: Of the tensors.
             adapters_only: See `rl_refit.RefitSender.send`.
+            receivers: See `rl_refit.RefitSender.send`.
 
         Raises:
             RefitError: A receiver failed or did not answer in time.
         """
         if self._sender is None:
             raise RuntimeError("no refit is open: call open_refit() first")
-        return self._sender.send(version, adapters_only=adapters_only).as_metrics()
+        report = self._sender.send(version, adapters_only=adapters_only, receivers=receivers)
+        return report.as_metrics()
 
     def sizes(self) -> tuple[list[tuple[str, int]], float]:
         """Return name and wire bytes of every tensor, and the device's free bytes."""

@@ -760,15 +760,21 @@ class EngineWorker:
         """Return the address that this rank's receivers connect to, see `WeightTransfer.open`."""
         return self._transfer.open(**options)
 
-    def send_weights(self, version: int) -> dict[str, float]:
+    def send_weights(
+        self, version: int, *, receivers: Sequence[int] | None = None
+    ) -> dict[str, float]:
         """Stream the weights to the receivers; return the seconds of each phase and the bytes.
+
+        Args:
+            version: Of the weights.
+            receivers: The ranks of those that take part. None: all.
 
         Raises:
             RefitError: A receiver failed or did not answer in time.
             ResidencyError: The model is offloaded.
         """
         self._require("send_weights")
-        return self._transfer.send(version)
+        return self._transfer.send(version, receivers=receivers)
 
     def prepare_weights_for_ipc(self) -> tuple[list[tuple[str, int]], float]:
         """Return name and wire bytes of every tensor, and the device's free bytes."""

@@ -11,7 +11,7 @@ import logging
 import os
 import pickle
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from functools import partial
@@ -241,6 +241,8 @@ class RankCall:
     """One future per rank."""
     result_ranks: list[int]
     """The ranks whose results are used; the others hold the same and return None."""
+    ranks: list[int] | None = None
+    """The rank of each future. None: 0, 1, ..."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -280,6 +282,8 @@ class RayWorkerGroup:
         takes_calls_beside: Whether `submit_beside` is used: its calls run in a thread of their own,
             and the worker's others no longer in the process's main thread.
         lanes: Names of further such threads, each for the calls of `submit_to` that name it.
+        ranks_stand_alone: Whether the ranks do not need each other. One that dies then leaves the
+            group usable: calls go to the others, until `replace` and `restore` bring it back.
 
     Raises:
         ValueError: The number of bundles is not the number of ranks of `sharding`.
@@ -300,22 +304,27 @@ class RayWorkerGroup:
         start_timeout_s: float = 600.0,
         takes_calls_beside: bool = False,
         lanes: Sequence[str] = (),
+        ranks_stand_alone: bool = False,
     ) -> None:
+        self.ranks_stand_alone = ranks_stand_alone
+        self._lost: set[int] = set()
+        self._dead_actors: set[str] = set()
+        self.num_deaths = [0] * sharding.size
         self.name = name
         self.sharding = sharding
         self._hosts: list[ActorHandle] = []
         self._failure: Exception | None = None
         self._ended_in_order: bool | None = None
         threads = [*([_BESIDE] if takes_calls_beside else []), *lanes]
+        self._lanes = threads
         groups = cluster.get_placement_groups()
         bundles = rank_bundles(bundle_nodes(cluster), workers_per_node=workers_per_node)
         if len(bundles) != sharding.size:
             raise ValueError(f"{len(bundles)} bundles do not fit {sharding.size} ranks")
         try:
-            for rank, (node, bundle) in enumerate(bundles):
-                self._hosts.append(
-                    _create_host(groups[node], bundle, name=name, rank=rank, lanes=threads)
-                )
+            self._places = [(groups[node], bundle) for node, bundle in bundles]
+            for rank in range(sharding.size):
+                self._hosts.append(self._create_host(rank))
             self._start((worker_class, worker_args, worker_kwargs or {}), start_timeout_s)
         except BaseException:  # an interrupt too: actors outlive a constructor that fails
             self._kill()
@@ -330,6 +339,43 @@ class RayWorkerGroup:
     def has_ended(self) -> bool:
         """Whether calls are refused, after a failure or `shutdown`."""
         return self._failure is not None
+
+    @property
+    def ranks(self) -> list[int]:
+        """The ranks that calls go to: all but those that were lost."""
+        return [rank for rank in range(self.world_size) if rank not in self._lost]
+
+    @property
+    def lost_ranks(self) -> list[int]:
+        """The ranks that have died and were not restored, of ranks that stand alone."""
+        return sorted(self._lost)
+
+    def lose(self, ranks: Iterable[int]) -> None:
+        """Count a death of some ranks, to which no more calls go, of ranks that stand alone."""
+        for rank in ranks:
+            self._lost.add(rank)
+            self.num_deaths[rank] += 1
+        if not self.ranks and self._failure is None:
+            summary, reason = f"every rank of {self.name} died", "see the log of the driver"
+            self._failure = WorkerDiedError(summary, reason=reason, details=reason)
+            self._kill()
+
+    def replace(self, rank: int) -> ray.ObjectRef[None]:
+        """Start a rank that was lost anew, in its place; return the future of its construction.
+
+        Calls do not go to it before `restore`, except those that name it.
+        """
+        self._refuse_after_end()
+        assert rank in self._lost, "it was lost"
+        ray.kill(self._hosts[rank])
+        host = self._hosts[rank] = self._create_host(rank)
+        # In this order, as an actor's calls of one kind are.
+        host.set_environment.remote(self._environments[rank])
+        return host.construct.remote(*self._construction)
+
+    def restore(self, ranks: Iterable[int]) -> None:
+        """Make calls to some ranks again."""
+        self._lost.difference_update(ranks)
 
     def run_all(self, method: str, *args: object, **kwargs: object) -> list[Any]:
         """Call `method` with the same arguments on every rank; return one result per rank."""
@@ -358,8 +404,11 @@ class RayWorkerGroup:
 
     def submit_all(self, method: str, *args: object, **kwargs: object) -> RankCall:
         """Start what `run_all` runs, without waiting for it."""
-        calls = [partial(_call, host, method, args=args, kwargs=kwargs) for host in self._hosts]
-        return self._submit(method, calls, result_ranks=list(range(self.world_size)))
+        ranks = self.ranks
+        calls = [
+            partial(_call, self._hosts[rank], method, args=args, kwargs=kwargs) for rank in ranks
+        ]
+        return self._submit(method, calls, ranks=ranks, result_ranks=ranks)
 
     def submit_beside(self, method: str, *args: object, **kwargs: object) -> RankCall:
         """Start a call on every rank that does not wait for the others that run there.
@@ -367,11 +416,20 @@ class RayWorkerGroup:
         Calls of this kind run one after another. The worker's method must allow that another one of
         its methods runs in another thread.
         """
+        return self.submit_beside_on(self.ranks, method, *args, **kwargs)
+
+    def submit_beside_on(
+        self, ranks: Sequence[int], method: str, *args: object, **kwargs: object
+    ) -> RankCall:
+        """Do as `submit_beside`, on some ranks, in ascending order."""
+        chosen = list(ranks)
         calls = [
-            partial(_call_in_lane, host, method, lane=_BESIDE, args=args, kwargs=kwargs)
-            for host in self._hosts
+            partial(
+                _call_in_lane, self._hosts[rank], method, lane=_BESIDE, args=args, kwargs=kwargs
+            )
+            for rank in chosen
         ]
-        return self._submit(method, calls, result_ranks=list(range(self.world_size)))
+        return self._submit(method, calls, ranks=chosen, result_ranks=chosen)
 
     def submit_to(
         self, rank: int, method: str, *args: object, lane: str, **kwargs: object
@@ -399,6 +457,7 @@ class RayWorkerGroup:
 
         It is the worker's own, or `WorkerDiedError` if the rank's process has ended.
         """
+        self._note_death(rank, failure)
         return to_exception(failure, rank=rank, group=self.name, method=method)
 
     def submit_sharded(
@@ -410,10 +469,12 @@ class RayWorkerGroup:
         # Pickled once, not once per rank: a loss comes with what it closes over.
         arguments = ray.put(kwargs)
         calls: list[Callable[[bool], ray.ObjectRef]] = []
-        for rank, host in enumerate(self._hosts):
-            own = placed[self._coordinates[rank]][self._nodes[rank]]
+        ranks = self.ranks
+        for rank in ranks:
+            host, own = self._hosts[rank], placed[self._coordinates[rank]][self._nodes[rank]]
             calls.append(partial(_call_on_rows, host, method, arguments=arguments, rows=own))
-        return self._submit(method, calls, result_ranks=self._leaders)
+        leaders = [rank for rank in self._leaders if rank in ranks]
+        return self._submit(method, calls, ranks=ranks, result_ranks=leaders)
 
     def keeping_batches(self) -> AbstractContextManager[None]:
         """Return a context in which a column is sent once, see `BatchStore.keeping`."""
@@ -431,7 +492,7 @@ class RayWorkerGroup:
             grace_s: Seconds that the other ranks have to finish once one has failed; the group is
                 killed if one has not by then.
         """
-        outcome = wait_for_ranks(call.refs, timeout_s=timeout_s, grace_s=grace_s)
+        outcome = wait_for_ranks(call.refs, call.ranks, timeout_s=timeout_s, grace_s=grace_s)
         if outcome.failures:
             self._fail(outcome, call.method)
         if outcome.unfinished:
@@ -455,7 +516,9 @@ class RayWorkerGroup:
         if self._ended_in_order is None:
             self._ended_in_order = False  # remains if this is interrupted
             try:
-                self._ended_in_order = self._failure is None and self._shut_workers_down(timeout_s)
+                self._ended_in_order = (
+                    self._failure is None and self._shut_workers_down(timeout_s) and not self._lost
+                )
             finally:
                 self._failure = self._failure or WorkerGroupError("it was shut down")
                 self._kill()
@@ -487,8 +550,9 @@ class RayWorkerGroup:
         # Before the class is sent, whose import may already read the environment.
         self.wait(RankCall(method="set_environment", refs=refs, result_ranks=ranks), timeout_s)
         # Pickled once for all ranks, not once per rank.
-        stored = [ray.put(part) for part in construction]
-        refs = [host.construct.remote(*stored) for host in self._hosts]
+        self._construction = [ray.put(part) for part in construction]
+        self._environments = environments
+        refs = [host.construct.remote(*self._construction) for host in self._hosts]
         self.wait(RankCall(method="__init__", refs=refs, result_ranks=ranks), timeout_s)
 
     def _place(self, nodes: Sequence[str]) -> None:
@@ -510,25 +574,26 @@ class RayWorkerGroup:
         method: str,
         calls: Sequence[Callable[[bool], ray.ObjectRef]],
         *,
+        ranks: list[int],
         result_ranks: list[int],
     ) -> RankCall:
-        """Start a call on every rank, in rank order."""
+        """Start a call on some ranks, in rank order."""
         self._refuse_after_end()
         # The other ranks return None: copies of a result would only fill the object store.
         kept = set(result_ranks)
         refs: list[ray.ObjectRef] = []
         try:
-            for rank, call in enumerate(calls):
+            for rank, call in zip(ranks, calls, strict=True):
                 refs.append(call(rank in kept))
         except BaseException:
             # Some ranks have received a call that the others never will: they would wait for them
             # in the next collective.
             if refs:
-                reached = f"{method} reached {len(refs)} of {self.world_size} ranks"
+                reached = f"{method} reached {len(refs)} of {len(ranks)} ranks"
                 self._failure = WorkerGroupError(reached)
                 self._kill()
             raise
-        return RankCall(method=method, refs=refs, result_ranks=result_ranks)
+        return RankCall(method=method, refs=refs, result_ranks=result_ranks, ranks=ranks)
 
     def _refuse_after_end(self) -> None:
         if self._failure is not None:
@@ -540,21 +605,37 @@ class RayWorkerGroup:
         others = sorted(set(outcome.failures) - {rank})
         if others:
             error.add_note(f"ranks {others} failed as well")
+        if self.ranks_stand_alone:
+            for other, failure in outcome.failures.items():
+                self._note_death(other, failure)
         # A busy rank waits in a collective for one that has left it, and would never take a call.
-        if not outcome.is_idle:
+        elif not outcome.is_idle:
             self._failure = error
             self._kill()
         raise error
 
+    def _note_death(self, rank: int, failure: Exception) -> None:
+        """Lose a rank that stands alone; calls that its process has left behind count once."""
+        if not self.ranks_stand_alone or not isinstance(failure, RayActorError):
+            return
+        if failure.actor_id not in self._dead_actors:
+            self._dead_actors.add(failure.actor_id)
+            self.lose([rank])
+
     def _shut_workers_down(self, timeout_s: float) -> bool:
         if not ray.is_initialized():
             return False
-        outcome = wait_for_ranks(self._call_hosts("shutdown").refs, timeout_s=timeout_s)
+        refs = [self._hosts[rank].shutdown.remote() for rank in self.ranks]
+        outcome = wait_for_ranks(refs, self.ranks, timeout_s=timeout_s)
         for rank, failure in outcome.failures.items():
             logger.warning("rank %d of %s did not end in order: %s", rank, self.name, failure)
         for rank in outcome.unfinished:
             logger.warning("rank %d of %s was still busy and is killed", rank, self.name)
         return not outcome.failures and not outcome.unfinished
+
+    def _create_host(self, rank: int) -> ActorHandle:
+        group, bundle = self._places[rank]
+        return _create_host(group, bundle, name=self.name, rank=rank, lanes=self._lanes)
 
     def _kill(self) -> None:
         if ray.is_initialized():
@@ -563,16 +644,21 @@ class RayWorkerGroup:
 
 
 def wait_for_ranks(
-    refs: Sequence[ray.ObjectRef], *, timeout_s: float | None = None, grace_s: float = GRACE_S
+    refs: Sequence[ray.ObjectRef],
+    ranks: Sequence[int] | None = None,
+    *,
+    timeout_s: float | None = None,
+    grace_s: float = GRACE_S,
 ) -> Outcome:
     """Wait until all ranks have finished, or for `grace_s` after the first failure.
 
     Args:
         refs: The future of each rank's call, in rank order.
+        ranks: The rank of each of them. None: 0, 1, ...
         timeout_s: Limit in seconds. None: as long as every rank is alive.
         grace_s: Seconds that the other ranks have to finish once one has failed.
     """
-    waiting = {ref: rank for rank, ref in enumerate(refs)}
+    waiting = dict(zip(refs, range(len(refs)) if ranks is None else ranks, strict=True))
     deadline = float("inf") if timeout_s is None else monotonic() + timeout_s
     outcome = Outcome()
     while waiting and (left := deadline - monotonic()) > 0:

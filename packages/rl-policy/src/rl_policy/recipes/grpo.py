@@ -294,8 +294,8 @@ class GrpoTrainer:
     def _replacing_engines(self, run: Callable[[], ResultT]) -> ResultT:
         """Return what `run` returns; where an engine of an asynchronous run dies, run it again.
 
-        All engines are replaced then, as a refit and an evaluation need all of them, and what they
-        were sampling is sampled again.
+        All engines are replaced then, and what they were sampling is sampled again: none was left,
+        as `VllmGeneration` replaces one of several by itself.
         """
         for _ in range(_MOST_REPLACEMENTS):
             try:
@@ -335,8 +335,12 @@ class GrpoTrainer:
 
     def _sample_for(self, step: int, watch: Stopwatch) -> tuple[Rollout, dict[str, float]]:
         """Return the completions of a step, and what was measured of refit and sampling."""
-        moved = self._after_step(self._weights_step(step))
+        weights_step = self._weights_step(step)
+        moved = self._after_step(weights_step)
         with counting_move(self._sampler, moved, watch) as source:
+            # Otherwise engines that were started anew wait for the next refit.
+            if self._async is not None and weights_step == step - 1:
+                cast("EngineSampler", self._sampler).catch_up()
             refit = self._sampler.report()
             rollout, sampled = self._sample(source, step, watch)
         return rollout, refit | sampled
@@ -350,7 +354,8 @@ class GrpoTrainer:
                 taken = self._async.take(
                     cast("GenerationStream", source), step, weights_step=self.weight_version
                 )
-            replaced = {"engine_replacements": float(self._num_replacements)}
+            one_by_one = cast("EngineSampler", self._sampler).num_replaced
+            replaced = {"engine_replacements": float(self._num_replacements + one_by_one)}
             rollout = reward_rollout(
                 taken.problems, taken.generated, inputs=self._inputs, watch=watch
             )

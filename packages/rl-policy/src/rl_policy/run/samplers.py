@@ -15,7 +15,7 @@ from rl_policy.generation.state import INITIAL_VERSION
 from rl_policy.generation.vllm import VllmGeneration
 from rl_policy.policy import Policy
 from rl_policy.ray.cluster import RayVirtualCluster
-from rl_policy.refit import WeightLink, engines_on_device
+from rl_policy.refit import ElasticEngines, WeightLink, engines_on_device
 from rl_policy.run.directory import RunState
 from rl_policy.run.inputs import engine_section, keeps_weights, staging_mode
 from rl_policy.run.session import AnySession, open_policy
@@ -87,6 +87,7 @@ class EngineSampler:
         self._keeps_weights = keeps_weights or not is_colocated
         self._first_version = 0 if self._keeps_weights else last_version + 1
         self._sent_step: int | None = None
+        self._num_replaced = 0
         self._report: dict[str, float] = {}
 
     @contextmanager
@@ -110,6 +111,22 @@ class EngineSampler:
             self._record(step, None if version is None else self._link.refit(version))
             yield self._engines
 
+    def catch_up(self) -> None:
+        """Bring engines that were started anew to the version that the others have.
+
+        The policy's weights must still be those of that version.
+        """
+        engines = self._engines
+        if isinstance(engines, ElasticEngines) and engines.has_joined:
+            self._link.refit(engines.weight_version, only_joined=True)
+
+    @property
+    def num_replaced(self) -> int:
+        """How often one of several engines was started anew while the others went on."""
+        engines = self._engines
+        now = engines.num_replaced if isinstance(engines, ElasticEngines) else 0
+        return self._num_replaced + now
+
     def report(self) -> dict[str, float]:
         """Return `refit_s`, `refit_bytes` and the other numbers, and `weight_version`."""
         return {**self._report, "weight_version": self._engines.weight_version}
@@ -126,6 +143,7 @@ class EngineSampler:
             TimeoutError: They have not started in time.
         """
         assert self._restart is not None, "these engines are not replaced"
+        self._num_replaced = self.num_replaced
         self._engines.shutdown()
         self._engines, self._link = self._restart()
         self._sent_step = None

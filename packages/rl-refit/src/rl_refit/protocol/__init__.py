@@ -10,7 +10,7 @@ and for each refit:
 
     S  Begin(v)
     R  Ready(v, b, h)   only if `begin(v)` was called; it holds a copy of version b, and the base h
-    S  Start(v)         all are ready; from here on a lost connection fails the refit
+    S  Start(v)         all are ready; from here on a lost connection fails or drops
     S  Filled(v, k)     for each bucket k, at most `num_buffers` ahead of `Loaded`
     R  Loaded(v, k)
     S  End(v)
@@ -24,6 +24,15 @@ connection, reports it to the other receivers and drops all connections, so that
 starts on new ones without unread messages. Before `Start`, a receiver whose connection is dropped
 reconnects and waits. If a new receiver of a known rank connects before `Start`, the sender drops
 all connections in the same way.
+
+A sender with `min_receivers` drops a receiver that is lost, as long as so many are left: one whose
+connection ended, or that was silent for too long. It sends it a `Failure`, closes its channel and
+waits for it no more; a dropped receiver never gets `AllLoaded`, so that it cannot commit, and
+learns that it is behind when it reads on. `Commit` is sent to nobody unless enough receivers are
+connected. A dropped receiver takes part again if it has connected before `Begin`, or if the refit
+is to it: `RefitSender.send(v, receivers=ranks)` has connections to these ranks alone, so that one
+that joins gets the version that the others have, while these serve. Whose connections are closed
+for it connects again with its next refit.
 
 A sender with `delta=True` and its receivers keep a copy of the version that all of them have
 loaded, as long as the connections last. If every `Ready` names the version of the sender's own

@@ -17,13 +17,14 @@ from __future__ import annotations
 
 import errno
 import hmac
+import math
 import os
 import secrets
 import selectors
 import socket
 import struct
 import time
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -94,6 +95,11 @@ class _PendingConnections(Closing):
             # The listener stays readable: without a pause, the caller's loop would spin.
             time.sleep(_NO_ROOM_PAUSE_S)
         return complete
+
+    @property
+    def num_pending(self) -> int:
+        """How many are not authenticated."""
+        return len(self._pending)
 
     def fileno(self) -> int:
         """Return a descriptor that is readable if `wait` has something to do."""
@@ -209,7 +215,14 @@ class Endpoint:
         return self._pending.fileno()
 
     def accept(
-        self, count: int, *, deadline: Deadline, present: Mapping[int, Channel] | None = None
+        self,
+        count: int,
+        *,
+        deadline: Deadline,
+        present: Mapping[int, Channel] | None = None,
+        ranks: Collection[int] | None = None,
+        least: int | None = None,
+        patience_s: float = math.inf,
     ) -> dict[int, Channel]:
         """Return the channels of `count` receivers by rank, once that many are connected.
 
@@ -220,14 +233,23 @@ class Endpoint:
             count: Number of ranks to wait for.
             deadline: Limit for all of them together.
             present: Channels of ranks that are connected already; closed if this call fails.
+            ranks: The ranks to wait for, `count` of them; others that connect are returned as well.
+                None: any.
+            least: How many are enough after `patience_s`. None: `count`.
+            patience_s: How long to wait for more than `least`, in seconds.
 
         Raises:
             RefitTimeoutError: Fewer ranks connected in time.
         """
         channels: dict[int, Channel] = dict(present or {})
+        impatient_at = time.monotonic() + patience_s
         try:
-            while len(channels) < count:
+            while (found := _num_wanted(channels, ranks)) < count:
                 left = deadline.remaining(f"connection: {sorted(channels)} of {count} receivers")
+                if least is not None and found >= least:
+                    left = min(left, impatient_at - time.monotonic())
+                    if left <= 0:
+                        break
                 self._admit(left, channels)
         except BaseException as error:
             for channel in channels.values():
@@ -237,13 +259,19 @@ class Endpoint:
             self._pending.close_pending()
         return channels
 
-    def admit(self) -> dict[int, Channel]:
-        """Return the channels of those that have authenticated by now, by rank, without waiting.
+    def admit(self, *, settle_s: float = 0.0) -> dict[int, Channel]:
+        """Return the channels of those that have authenticated by now, by rank.
 
         The handshakes that have begun go on at the next call.
+
+        Args:
+            settle_s: How long to wait for the end of handshakes that have begun, in seconds.
         """
         channels: dict[int, Channel] = {}
+        give_up = time.monotonic() + settle_s
         self._admit(0.0, channels)
+        while self._pending.num_pending and (left := give_up - time.monotonic()) > 0:
+            self._admit(left, channels)
         return channels
 
     def close(self) -> None:
@@ -266,6 +294,10 @@ class Endpoint:
             if rank in channels:
                 channels[rank].close()
             channels[rank] = channel
+
+
+def _num_wanted(channels: Mapping[int, Channel], ranks: Collection[int] | None) -> int:
+    return len(channels) if ranks is None else len(channels.keys() & set(ranks))
 
 
 def dial(address: str, deadline: Deadline) -> socket.socket:

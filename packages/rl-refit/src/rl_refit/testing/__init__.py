@@ -18,7 +18,7 @@ from collections.abc import Callable, Iterable, Sequence
 from typing import TYPE_CHECKING
 from unittest import SkipTest
 
-from rl_refit.testing import deltas, faults, kills, rules, staging
+from rl_refit.testing import deltas, faults, kills, losses, rules, staging
 from rl_refit.testing.pair import (
     Announcement,
     DrillSender,
@@ -90,9 +90,16 @@ RULES: dict[str, tuple[Rule, ...]] = {
         deltas.changes_alone_arrive_bit_exact,
         deltas.a_changed_patch_is_detected,
     ),
+    "losses": (
+        losses.a_silent_receiver_is_dropped_after_its_limit,
+        losses.too_few_receivers_commit_nothing,
+        losses.a_missing_receiver_is_dropped_until_it_connects,
+        losses.an_engine_that_joins_gets_the_present_version_alone,
+    ),
     "kills": (
         kills.receivers_survive_a_killed_sender,
         kills.others_survive_a_killed_receiver,
+        kills.others_commit_without_a_killed_receiver,
         kills.staging_receivers_serve_on_if_the_sender_is_killed,
     ),
 }

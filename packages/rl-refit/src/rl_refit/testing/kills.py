@@ -18,8 +18,10 @@ from pathlib import Path
 import torch
 
 from rl_refit.errors import RefitError
+from rl_refit.report import RefitReport
 from rl_refit.testing.leftovers import private_tempdir, shared_memory
-from rl_refit.testing.pair import Engine, RefitPair, require_same, some_tensors
+from rl_refit.testing.losses import require_surviving
+from rl_refit.testing.pair import Engine, RefitPair, SenderOptions, require_same, some_tensors
 from rl_refit.testing.staging import StagingEngine
 
 LIMIT_S = 20.0
@@ -111,14 +113,20 @@ class Actor:
         self.pipe.close()
 
 
-def run_sender(pipe: Connection, pair: RefitPair, directory: str) -> None:
+def run_sender(
+    pipe: Connection, pair: RefitPair, directory: str, min_receivers: int | None
+) -> None:
     """Send and commit on command; reply to each command with its outcome."""
     _settle(directory)
-    sender = pair.open_sender(
-        SlowSource(), num_receivers=NUM_RECEIVERS, timeout_s=LIMIT_S, bucket_bytes=8 << 10
-    )
+    options: SenderOptions = {"timeout_s": LIMIT_S, "bucket_bytes": 8 << 10}
+    if min_receivers is not None:
+        options["min_receivers"] = min_receivers
+    sender = pair.open_sender(SlowSource(), num_receivers=NUM_RECEIVERS, **options)
     pipe.send(dict(sender.address))
     while (command := pipe.recv())[0] != "end":
+        if command[0] == "send to":
+            pipe.send(_outcome(lambda c=command: sender.send(c[1], receivers=[c[2]])))
+            continue
         call = sender.send if command[0] == "send" else sender.commit
         pipe.send(_outcome(lambda c=call, v=command[1]: c(v)))
     sender.close()
@@ -161,11 +169,13 @@ def _require_ready(engine: Engine, version: int) -> None:
 
 
 def _outcome(call: Callable[[], object]) -> object:
-    """Return "done" or the error of a refit; any other error ends the process."""
+    """Return "done", or whom a refit has dropped, or its error; others end the process."""
     try:
-        call()
+        report = call()
     except RefitError as error:
         return error
+    if isinstance(report, RefitReport) and report.dropped:
+        return sorted(report.dropped)
     return "done"
 
 
@@ -179,8 +189,10 @@ class Cluster:
         context: ProcessContext,
         *,
         is_staging: bool = False,
+        min_receivers: int | None = None,
     ) -> None:
         self.pair = pair
+        self.min_receivers = min_receivers
         self.is_staging = is_staging
         self.context = context
         self.directory = str(directory)
@@ -191,7 +203,7 @@ class Cluster:
 
     def start_sender(self) -> None:
         """Start a sender, and attach the receivers to it."""
-        self.sender = self._actor(run_sender)
+        self.sender = self._actor(run_sender, self.min_receivers)
         self.address = self.sender.result()
         for receiver in self.receivers:
             receiver.run("attach", self.address)
@@ -247,6 +259,35 @@ class Cluster:
         self.receivers[index].run("attach", self.address)
         return failed
 
+    def kill_receiver_of_some(self, rng: random.Random) -> bool:
+        """Kill a receiver in a refit that the others commit, and let a new one catch up alone.
+
+        Returns:
+            Whether the refit has dropped it.
+        """
+        self.start_refit()
+        time.sleep(rng.uniform(0, LATEST_S))
+        index = rng.randrange(NUM_RECEIVERS)
+        self.receivers[index].kill()
+        others = [other for other in self.receivers if other is not self.receivers[index]]
+        sent = self.sender.result()
+        assert sent in ("done", [index]), f"the sender ended with {sent!r}"
+        for other in others:
+            answer = other.result()
+            assert answer == "done", f"receiver beside the killed one ended with {answer!r}"
+        self.sender.run("commit", self.version)
+        for other in others:
+            other.run("ready", self.version)
+        new = self.receivers[index] = self._receiver(index)
+        new.run("attach", self.address)
+        self.sender.send("send to", self.version, index)
+        new.run("refit", self.version)
+        assert self.sender.result() == "done"
+        self.sender.run("commit", self.version)
+        for receiver in self.receivers:
+            receiver.run("ready", self.version)
+        return sent != "done"
+
     def close(self) -> None:
         """End all processes."""
         for actor in (self.sender, *self.receivers):
@@ -285,6 +326,7 @@ def _drill(
     kill: Callable[[Cluster, random.Random], bool],
     *,
     is_staging: bool = False,
+    min_receivers: int | None = None,
 ) -> None:
     # Before temporary files are redirected, as the fork server keeps a directory of its own there.
     preload = ["torch", type(pair).__module__, __name__]
@@ -293,7 +335,9 @@ def _drill(
         forkserver.ensure_running()
     failed = 0
     with private_tempdir() as directory:
-        cluster = Cluster(pair, directory, context, is_staging=is_staging)
+        cluster = Cluster(
+            pair, directory, context, is_staging=is_staging, min_receivers=min_receivers
+        )
         try:
             cluster.good_refit()
             alive = len(list(directory.iterdir()))
@@ -320,6 +364,14 @@ def receivers_survive_a_killed_sender(pair: RefitPair, num_cases: int) -> None:
 def others_survive_a_killed_receiver(pair: RefitPair, num_cases: int) -> None:
     """Killed at a random moment of a refit; a complete refit with a new receiver heals."""
     _drill(pair, num_cases, "receiver", Cluster.kill_receiver)
+
+
+def others_commit_without_a_killed_receiver(pair: RefitPair, num_cases: int) -> None:
+    """Killed at a random moment of a refit; a new one is brought to the same version alone."""
+    require_surviving(pair)
+    _drill(
+        pair, num_cases, "receiver", Cluster.kill_receiver_of_some, min_receivers=NUM_RECEIVERS - 1
+    )
 
 
 def staging_receivers_serve_on_if_the_sender_is_killed(pair: RefitPair, num_cases: int) -> None:

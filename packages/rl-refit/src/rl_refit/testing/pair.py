@@ -45,6 +45,8 @@ class SenderOptions(TypedDict, total=False):
     num_buffers: int
     timeout_s: float
     delta: bool
+    min_receivers: int | None
+    receiver_timeout_s: float | None
 
 
 @dataclass(frozen=True, slots=True)
@@ -160,6 +162,8 @@ class RefitPair:
         num_buffers: int = 2,
         timeout_s: float = 20.0,
         delta: bool = False,
+        min_receivers: int | None = None,
+        receiver_timeout_s: float | None = None,
     ) -> DrillSender:
         """Return a sender; one with `num_receivers=0` only iterates over its weights."""
         return DrillSender(
@@ -172,6 +176,8 @@ class RefitPair:
             verify=self.verify,
             device=self.device,
             delta=delta,
+            min_receivers=min_receivers,
+            receiver_timeout_s=receiver_timeout_s,
         )
 
     def open_receiver(
@@ -245,16 +251,37 @@ class World(Closing):
             for rank in range(num_receivers)
         ]
 
-    def refit(self, version: int) -> list[RefitReport | Exception]:
-        """Return the report or the error of the sender and of each engine."""
+    def refit(
+        self,
+        version: int,
+        *,
+        receivers: Sequence[int] | None = None,
+        after_send: Callable[[], object] = lambda: None,
+    ) -> list[RefitReport | Exception]:
+        """Return the report or the error of the sender and of each engine.
+
+        Args:
+            version: Of the refit.
+            receivers: Of `RefitSender.send`.
+            after_send: Called when the sender has returned.
+        """
+
+        def send() -> RefitReport:
+            try:
+                if receivers is None:
+                    return self.sender.send(version)
+                return self.sender.send(version, receivers=receivers)
+            finally:
+                after_send()
+
         calls = [lambda e=engine: e.refit(version) for engine in self.engines]
         # The sender last: a receiver that begins after the failure of a refit waits for the next.
-        *received, sent = outcomes(*calls, lambda: self.sender.send(version))
+        *received, sent = outcomes(*calls, send)
         return [sent, *received]
 
-    def good_refit(self, version: int) -> None:
+    def good_refit(self, version: int, *, receivers: Sequence[int] | None = None) -> None:
         """Refit, commit, and compare every engine with the tensors."""
-        must(self.refit(version))
+        must(self.refit(version, receivers=receivers))
         self.sender.commit(version)
         for rank, engine in enumerate(self.engines):
             ready = engine.receiver.require_ready()

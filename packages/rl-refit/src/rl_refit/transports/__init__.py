@@ -162,9 +162,12 @@ class Transport(ABC):
 
     Attributes:
         crosses_hosts: Whether receivers may be on other machines; the control endpoint is then TCP.
+        survives_loss: Whether a refit can go on if a receiver is gone or reads no more: none of the
+            sending side's calls may wait for it, and it may read on in buffers that are refilled.
     """
 
     crosses_hosts: ClassVar[bool] = False
+    survives_loss: ClassVar[bool] = False
 
     @abstractmethod
     def open_sender(self, context: SenderContext) -> SendingSide:

@@ -33,6 +33,8 @@ class _Entry(msgspec.Struct):
 class GoldenTransport(Transport):
     """One file per buffer, rewritten for every bucket. The others are tested against it."""
 
+    survives_loss = True
+
     def open_sender(self, context: SenderContext) -> SendingSide:
         """Return buffers in this process's memory, and a file for each."""
         return _GoldenSender(context)

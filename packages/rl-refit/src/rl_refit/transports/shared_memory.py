@@ -52,6 +52,8 @@ _FAILED = ctypes.c_void_p(-1).value
 class ShmTransport(Transport):
     """All receivers map the same memory, read-only."""
 
+    survives_loss = True
+
     def open_sender(self, context: SenderContext) -> SendingSide:
         """Return newly created shared memory."""
         return _ShmSender(context)
@@ -102,6 +104,8 @@ class CudaIpcTransport(Transport):
     Raises:
         ValueError: The environment makes torch allocate memory that it does not export.
     """
+
+    survives_loss = True
 
     def __init__(self) -> None:
         if (setting := expandable_segments(os.environ)) is not None:

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any, Literal, TypeVar
 
 import numpy as np
 from rl_batched_data import BatchedDataDict
+from rl_batched_data.sharding import ShardPlan
 from rl_interfaces import NOT_SAMPLED, GenerationInterface
 from transformers import AutoTokenizer
 
@@ -27,10 +28,12 @@ from rl_policy.generation.vllm.engine import (
     require_vllm,
     start_on_rank,
 )
+from rl_policy.generation.vllm.replacement import Replacements
 from rl_policy.generation.vllm.requests import check_prompts, row_seeds
 from rl_policy.generation.vllm.stream import LANES, EngineStream
 from rl_policy.ray.cluster import bundle_nodes, bundles_per_node, rank_bundles
-from rl_policy.ray.worker_group import NamedSharding, RankCall, RayWorkerGroup
+from rl_policy.ray.worker_group import NamedSharding, RankCall, RayWorkerGroup, WorkerDiedError
+from rl_policy.refit import ElasticEngines
 
 if TYPE_CHECKING:
     import ray
@@ -60,7 +63,7 @@ _PAD_VALUES = {"weight_versions": NOT_SAMPLED}
 _ROW_KEYS = ("input_ids", "input_lengths", "stop_strings")
 
 
-class VllmGeneration(GenerationInterface):
+class VllmGeneration(GenerationInterface, ElasticEngines):
     """vLLM engines on the bundles of a cluster, with the calls of an RL algorithm.
 
     Each engine has `vllm_cfg.tensor_parallel_size` bundles of one node, and the rows of a batch are
@@ -69,6 +72,11 @@ class VllmGeneration(GenerationInterface):
     Samples are reproducible: the random numbers of a row depend on `seed`, the weights' version,
     how many calls of `generate` and `submit` have sampled from that version, and the row in its
     call, but not on the number of engines.
+
+    One of several engines that do not share their devices with a policy is started anew when it
+    dies. The others sample again what it was sampling, and go on; it takes part in the next update,
+    or in one of its own (`begin_catch_up`), and samples from its commit on. If all have died, or
+    they serve clients, calls raise `WorkerDiedError`.
 
     `submit`, `collect` and `cancel` sample without waiting, see `GenerationStream`: submissions and
     calls of `generate` share an engine's steps, and staged refits go on beside them.
@@ -133,6 +141,14 @@ class VllmGeneration(GenerationInterface):
         self._refit_info: RefitInfo = {}
         per_node = bundles_per_node(cluster, workers_per_node)
         sharding = _engine_grid(cluster, per_node, engine.tensor_parallel_size)
+        is_elastic = not engine.is_colocated and sharding.get_axis_size("data_parallel") > 1
+        self._has_adapters = engine.adapter_rank is not None
+        self._first_version = weight_version
+        self._addresses: list[Mapping[str, object]] = []
+        # Of the update that has begun: its ranks, and engines among them that have joined.
+        self._updated: list[int] | None = None
+        self._catching_up: list[int] = []
+        self._membership = threading.RLock()
         self._group = RayWorkerGroup(
             cluster,
             start_on_rank,
@@ -143,7 +159,9 @@ class VllmGeneration(GenerationInterface):
             start_timeout_s=timeout_s,
             takes_calls_beside=True,
             lanes=LANES,
+            ranks_stand_alone=is_elastic,
         )
+        self._replacements = Replacements(self._group, ranks_per_engine=engine.tensor_parallel_size)
         self.facts: list[EngineFacts] = self._on_engines("describe")
         per_engine = engine.max_requests_in_flight or 2 * engine.max_num_seqs
         self._stream = EngineStream(
@@ -182,8 +200,36 @@ class VllmGeneration(GenerationInterface):
 
     @property
     def has_lost_engine(self) -> bool:
-        """Whether an engine is known to have died: a refit and `generate` need all of them."""
+        """Whether engines have died so that a refit and `generate` cannot go on."""
+        if self._engines.ranks_stand_alone:
+            return self._engines.has_ended
         return self._engines.has_ended or self._stream.has_lost_engine
+
+    @property
+    def num_losses(self) -> int:
+        """See `ElasticEngines`."""
+        return sum(self._engines.num_deaths)
+
+    @property
+    def num_replaced(self) -> int:
+        """How often an engine was started anew."""
+        return self._replacements.num_replaced
+
+    @property
+    def is_usable(self) -> bool:
+        """See `ElasticEngines`."""
+        return self._engines.ranks_stand_alone and not self._engines.has_ended
+
+    @property
+    def has_joined(self) -> bool:
+        """See `ElasticEngines`."""
+        self._advance()
+        return bool(self._replacements.joining)
+
+    @property
+    def receivers(self) -> list[int] | None:
+        """See `ElasticEngines`."""
+        return list(self._updated or []) if self.num_losses else None
 
     def generate(
         self, data: BatchedDataDict[GenerationDatumSpec], greedy: bool = False
@@ -206,12 +252,17 @@ class VllmGeneration(GenerationInterface):
         """
         with self._counting:
             batch = self._seeded(data)
-            plans = dispatch.plan_in_order(batch, data_parallel=self.num_engines)
-            call = self._engines.submit_sharded(
-                "generate", batch, plans, sampling=self._sampling, greedy=greedy
-            )
+            call = self._submit_generate(batch, greedy=greedy)
             self._count_call(greedy=greedy)
-        parts = self._engines.wait(call, timeout_s=self._generate_timeout_s)
+        while True:
+            try:
+                parts = self._engines.wait(call, timeout_s=self._generate_timeout_s)
+                break
+            except WorkerDiedError as death:
+                if not self.is_usable:
+                    raise
+                logger.warning("%s: its rows are sampled again", death.summary)
+                call = self._submit_generate(batch, greedy=greedy)
         assert self._sampling.pad_token_id is not None, "parsing has resolved it"
         return dispatch.gather_generations(
             parts, pad_token_id=self._sampling.pad_token_id, pad_values=_PAD_VALUES
@@ -239,6 +290,7 @@ class VllmGeneration(GenerationInterface):
                 there are more rows than the limit.
             StreamFullError: There are more rows than `room`.
         """
+        self._advance()
         with self._counting:
             batch = self._seeded(data)
             ticket = self._stream.submit(batch, sampling=self._sampling, greedy=greedy)
@@ -256,9 +308,12 @@ class VllmGeneration(GenerationInterface):
             ValueError: A ticket is unknown.
             TicketsLostError: Submissions have failed, as the engine sleeps or is being refitted
                 without staging, or a refit has lost its weights.
-            EngineLostError: An engine has died. What others sample can still be collected.
+            EngineLostError: Every engine has died, or one of those that are not replaced. What
+                others sample can still be collected.
         """
-        return self._stream.collect(tickets, timeout_s=timeout_s)
+        finished = self._stream.collect(tickets, timeout_s=timeout_s)
+        self._advance()
+        return finished
 
     def cancel(self, tickets: Iterable[int]) -> None:
         """Abort submissions and free what they take, see `GenerationStream`."""
@@ -302,6 +357,8 @@ class VllmGeneration(GenerationInterface):
         Raises:
             ValueError: A port is taken, or the engines serve already.
         """
+        # A client has the address of one engine.
+        self._engines.ranks_stand_alone = False
         return self._on_engines("serve", settings)
 
     def is_serving(self) -> bool:
@@ -331,6 +388,7 @@ class VllmGeneration(GenerationInterface):
                 f"{len(addresses)} addresses do not fit {self.num_receivers} receivers"
             )
         self._on_engines_beside("init_transfer", addresses, timeout_s=self._timeout_s)
+        self._addresses = addresses
 
     def begin_update(
         self, version: int, *, staging: Staging = "off", kv_cache: KvCache = "drop"
@@ -352,13 +410,35 @@ class VllmGeneration(GenerationInterface):
                 room for `staging="host"`; `kv_cache="keep"` where vLLM schedules ahead.
             EngineStateError: The weights of an engine are asleep.
         """
+        # With adapters, `holds_base` has decided who takes part.
+        if not self._has_adapters:
+            self._advance()
         place = self._find_place(version, staging)
         if place is None:
             # Engines that pause end first what was submitted before.
             self._stream.settle()
+        serving = self._engines.ranks
         call = self._engines.submit_beside("begin_update", version, place=place, kv_cache=kv_cache)
         # An engine without room ends its requests first.
         self._engines.wait(call, timeout_s=self._timeout_s + self._generate_timeout_s)
+        self._updated = sorted([*serving, *self._begin_joining(version)])
+
+    def begin_catch_up(self, version: int) -> None:
+        """Open a transaction on the engines that have joined; the others sample meanwhile.
+
+        Args:
+            version: The one that the others have.
+        """
+        self._updated = self._begin_joining(version)
+
+    def _begin_joining(self, version: int) -> list[int]:
+        """Open a transaction on engines that have joined; return their ranks."""
+        self._catching_up = list(self._replacements.joining)
+        ranks = self._replacements.ranks_of(self._catching_up)
+        if ranks:
+            self._on_ranks(ranks, "init_transfer", self._addresses, timeout_s=self._timeout_s)
+            self._on_ranks(ranks, "begin_update", version)
+        return ranks
 
     def update(self, version: int) -> RankCall:
         """Start to receive and load all weights on every engine, while the sender sends.
@@ -372,7 +452,8 @@ class VllmGeneration(GenerationInterface):
             A running call for `wait_for_update`. If it fails, the engines refuse to sample until a
             full resend is committed, except those whose update was staged.
         """
-        return self._engines.submit_beside("update", version)
+        ranks = self._engines.ranks if self._updated is None else self._updated
+        return self._engines.submit_beside_on(ranks, "update", version)
 
     def commit_update(self, version: int) -> None:
         """Sample from the loaded weights from now on, with `version` as their `weight_version`.
@@ -380,7 +461,8 @@ class VllmGeneration(GenerationInterface):
         Raises:
             EngineStateError: An engine has not loaded all weights of `version`.
         """
-        self._on_engines_beside("commit_update", version)
+        self._commit(version)
+        self._restore(self._catching_up)
         with self._counting:
             if version != self._version:
                 self._version, self._calls_since_version = version, 0
@@ -390,7 +472,8 @@ class VllmGeneration(GenerationInterface):
 
         Adapters alone are then enough, see `vllm_cfg.adapter_rank`.
         """
-        return all(self._on_engines_beside("holds_base"))
+        self._advance()
+        return not self._replacements.joining and all(self._on_engines_beside("holds_base"))
 
     def update_metrics(self) -> dict[str, float]:
         """Return how the last update went.
@@ -399,7 +482,10 @@ class VllmGeneration(GenerationInterface):
             `refit_pause_s`, the seconds in which the engine that paused longest could not sample,
             and `refit_staged`, 1.0 if all engines sampled while they received.
         """
-        reports = self._on_engines_beside("update_metrics")
+        # Those that have joined have sampled nothing that they could have paused.
+        joined = set(self._replacements.ranks_of(self._catching_up))
+        ranks = [rank for rank in self._engines.ranks if rank not in joined]
+        reports = self._on_ranks(ranks, "update_metrics")
         return {
             "refit_pause_s": max(report["refit_pause_s"] for report in reports),
             "refit_staged": min(report["refit_staged"] for report in reports),
@@ -517,8 +603,71 @@ class VllmGeneration(GenerationInterface):
 
     def _on_engines_beside(self, method: str, *args: object, **kwargs: object) -> list[Any]:
         """Do as `_on_engines`, also while `generate` runs."""
-        call = self._engines.submit_beside(method, *args, **kwargs)
+        return self._on_ranks(self._engines.ranks, method, *args, **kwargs)
+
+    def _on_ranks(
+        self, ranks: Sequence[int], method: str, *args: object, **kwargs: object
+    ) -> list[Any]:
+        call = self._engines.submit_beside_on(ranks, method, *args, **kwargs)
         return self._of_engines(self._engines.wait(call, timeout_s=self._timeout_s))
+
+    def _advance(self) -> None:
+        """Start engines anew that have died; let those sample that need no weights."""
+        if not self.is_usable:
+            return
+        with self._membership:
+            self._replacements.advance()
+            if self._version == self._first_version and self._replacements.joining:
+                # They have loaded by themselves what the others sample from.
+                ranks = self._replacements.ranks_of(self._replacements.joining)
+                if self._addresses:
+                    self._on_ranks(
+                        ranks, "init_transfer", self._addresses, timeout_s=self._timeout_s
+                    )
+                self._restore(self._replacements.joining)
+
+    def _commit(self, version: int) -> None:
+        """Commit at all engines of the update that live: what some have committed stays."""
+        ranks = self._engines.ranks if self._updated is None else self._updated
+        while ranks:
+            deaths = list(self._engines.num_deaths)
+            try:
+                self._on_ranks(ranks, "commit_update", version)
+                return
+            except WorkerDiedError:
+                if not self.is_usable:
+                    raise
+                ranks = [each for each in ranks if self._engines.num_deaths[each] == deaths[each]]
+                joined = self._replacements.ranks_of
+                self._catching_up = [
+                    each for each in self._catching_up if joined([each])[0] in ranks
+                ]
+
+    def _restore(self, joined: Sequence[int]) -> None:
+        """Give work to engines that have joined and hold the weights."""
+        if not joined:
+            return
+        with self._membership:
+            engines = list(joined)
+            self._replacements.restore(engines)
+            for engine in engines:
+                rank = self._replacements.ranks_of([engine])[0]
+                (self.facts[engine],) = self._on_ranks([rank], "describe")
+                self._stream.revive(rank)
+
+    def _submit_generate(self, batch: BatchedDataDict[Any], *, greedy: bool) -> RankCall:
+        self._advance()
+        ranks = set(self._engines.ranks)
+        per_engine = self.num_receivers // self.num_engines
+        alive = [each for each in range(self.num_engines) if each * per_engine in ranks]
+        shards = dispatch.plan_in_order(batch, data_parallel=len(alive))
+        # Nothing is sent to an engine without rows that has died.
+        plans = [ShardPlan(rows=[], elem_counts_per_gb=[0])] * self.num_engines
+        for engine, plan in zip(alive, shards, strict=True):
+            plans[engine] = plan
+        return self._engines.submit_sharded(
+            "generate", batch, plans, sampling=self._sampling, greedy=greedy
+        )
 
     def _of_engines(self, results: Sequence[ResultT]) -> list[ResultT]:
         """Return the results of the ranks with an engine, the first of each group."""

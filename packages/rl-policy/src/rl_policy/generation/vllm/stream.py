@@ -7,7 +7,8 @@ has one more call, which waits there until a submission has ended. Their futures
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+import logging
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from itertools import count
 from time import monotonic
@@ -24,6 +25,8 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from rl_batched_data import BatchedDataDict
+
+logger = logging.getLogger(__name__)
 
 LANES = ("submit", "collect")
 """The lanes of a worker group that an `EngineStream` uses."""
@@ -45,12 +48,20 @@ class EngineLostError(WorkerDiedError):
         self.add_note(f"the submissions {self.tickets} are lost")
 
 
+@dataclass(frozen=True, slots=True)
+class _Submission:
+    data: BatchedDataDict
+    arguments: Mapping[str, object]
+
+
 @dataclass(slots=True)
 class _Engine:
     rank: int
     is_alive: bool = True
     rows: dict[int, int] = field(default_factory=dict)
     """Of each ticket that it samples."""
+    submissions: dict[int, _Submission] = field(default_factory=dict)
+    """Of each ticket, to be sampled by another engine if this one dies."""
     handed_over: dict[ray.ObjectRef[None], int] = field(default_factory=dict)
     """Ticket of each call that hands a submission over."""
     waiting: ray.ObjectRef[Any] | None = None
@@ -60,7 +71,8 @@ class _Engine:
 class EngineStream:
     """Submissions to the engines of a worker group, each to the engine with the fewest rows.
 
-    A plain object of one thread.
+    A plain object of one thread. What a dead engine was sampling is sampled again by the others, if
+    the group's ranks stand alone and others are left.
 
     Args:
         group: Started with `LANES`.
@@ -78,6 +90,8 @@ class EngineStream:
         self._timeout_s = timeout_s
         self._tickets = count()
         self._finished: dict[int, FinishedSubmission] = {}
+        # Of engines that have died, until another engine takes them.
+        self._orphans: dict[int, _Submission] = {}
 
     @property
     def room(self) -> int:
@@ -92,7 +106,8 @@ class EngineStream:
     @property
     def _num_in_flight(self) -> int:
         finished = sum(each.output.size for each in self._finished.values())
-        return finished + sum(sum(engine.rows.values()) for engine in self._engines)
+        orphans = sum(each.data.size for each in self._orphans.values())
+        return finished + orphans + sum(sum(engine.rows.values()) for engine in self._engines)
 
     def submit(self, data: BatchedDataDict, **arguments: object) -> int:
         """Give rows to an engine, and return their ticket without waiting for it.
@@ -102,17 +117,62 @@ class EngineStream:
             arguments: Of the engine's `submit`.
         """
         require_room(data.size, num_in_flight=self._num_in_flight, limit=self._limit)
+        self._leave_lost()
+        ticket = next(self._tickets)
+        self._hand_over(ticket, _Submission(data, arguments))
+        return ticket
+
+    def revive(self, rank: int) -> None:
+        """Give submissions to an engine again that was started anew."""
+        for engine in self._engines:
+            if engine.rank == rank:
+                self._leave(engine)
+                engine.is_alive = True
+
+    def _hand_over(self, ticket: int, submission: _Submission) -> None:
         alive = [engine for engine in self._engines if engine.is_alive]
         if not alive:
             raise TicketsLostError("every engine has died", tickets=[])
         engine = min(alive, key=lambda each: sum(each.rows.values()))
-        ticket = next(self._tickets)
-        engine.rows[ticket] = data.size
+        engine.rows[ticket] = submission.data.size
+        if self._group.ranks_stand_alone:
+            engine.submissions[ticket] = submission
         call = self._group.submit_to(
-            engine.rank, "submit", ticket, data, lane="submit", **arguments
+            engine.rank,
+            "submit",
+            ticket,
+            submission.data,
+            lane="submit",
+            **submission.arguments,
         )
         engine.handed_over[call] = ticket
-        return ticket
+
+    def _leave_lost(self) -> None:
+        """Use engines no more of which another call has shown that they have died."""
+        lost = set(self._group.lost_ranks)
+        for engine in self._engines:
+            if engine.is_alive and engine.rank in lost:
+                self._leave(engine)
+        if self._group.ranks_stand_alone and not any(each.is_alive for each in self._engines):
+            summary, reason = f"every engine of {self._group.name} died", "see the log"
+            death = WorkerDiedError(summary, reason=reason, details=reason)
+            raise EngineLostError(death, tickets=self._known())
+
+    def _leave(self, engine: _Engine) -> None:
+        """Use an engine no more; what it samples waits for another one, if there is one."""
+        engine.is_alive, engine.waiting = False, None
+        if self._group.ranks_stand_alone and any(each.is_alive for each in self._engines):
+            if engine.rows:
+                logger.warning(
+                    "%d submissions of rank %d of %s, which has died, are sampled again",
+                    len(engine.rows),
+                    engine.rank,
+                    self._group.name,
+                )
+            self._orphans |= {ticket: engine.submissions[ticket] for ticket in engine.rows}
+        engine.rows.clear()
+        engine.submissions.clear()
+        engine.handed_over.clear()
 
     def settle(self) -> None:
         """Wait until the engines have taken all submissions, so that other calls come after them.
@@ -121,6 +181,7 @@ class EngineStream:
             TicketsLostError: One has refused some, or has died.
             TimeoutError: One has not taken them in time.
         """
+        self._leave_lost()
         deadline = monotonic() + self._timeout_s
         while waiting := [call for engine in self._engines for call in engine.handed_over]:
             left = deadline - monotonic()
@@ -136,10 +197,14 @@ class EngineStream:
         self, tickets: Iterable[int] | None = None, *, timeout_s: float
     ) -> list[FinishedSubmission]:
         """Return what has finished, see `GenerationStream.collect`."""
-        known = [*self._finished, *(ticket for each in self._engines for ticket in each.rows)]
+        known = self._known()
         wanted = require_known(known if tickets is None else tickets, known)
         deadline = monotonic() + timeout_s
         while wanted:
+            self._leave_lost()
+            # Not before: engines refuse them while they pause for new weights.
+            for ticket in list(self._orphans):
+                self._hand_over(ticket, self._orphans.pop(ticket))
             left = max(0.0, deadline - monotonic())
             ready = [ticket for ticket in wanted if ticket in self._finished]
             # What has arrived is taken along, so that one call does not return them one by one.
@@ -153,14 +218,16 @@ class EngineStream:
 
     def cancel(self, tickets: Iterable[int]) -> None:
         """Abort submissions, see `GenerationStream.cancel`."""
-        known = [*self._finished, *(ticket for each in self._engines for ticket in each.rows)]
-        wanted = set(require_known(tickets, known))
+        wanted = set(require_known(tickets, self._known()))
+        for ticket in wanted.intersection(self._orphans):
+            del self._orphans[ticket]
         for ticket in wanted.intersection(self._finished):
             del self._finished[ticket]
         for engine in self._engines:
             running = sorted(wanted.intersection(engine.rows))
             for ticket in running:
                 del engine.rows[ticket]
+                engine.submissions.pop(ticket, None)
             if running:
                 self._cancel(engine, running)
 
@@ -174,7 +241,12 @@ class EngineStream:
                 f"{self._timeout_s:.0f} s"
             ) from None
         except RayError as error:
-            raise self._failure(engine, "cancel", error) from error
+            if (failure := self._failure(engine, "cancel", error)) is not None:
+                raise failure from error
+
+    def _known(self) -> list[int]:
+        running = (ticket for each in self._engines for ticket in each.rows)
+        return [*self._finished, *self._orphans, *running]
 
     def _receive(self, wanted: Sequence[int], *, timeout_s: float) -> None:
         """Wait for the engines that have some of `wanted`, and keep what has ended there."""
@@ -203,17 +275,22 @@ class EngineStream:
             calls = [*engine.handed_over]
             ready, _ = ray.wait(calls, num_returns=len(calls), timeout=0) if calls else ([], [])
             for call in ready:
-                ticket = engine.handed_over.pop(call)
+                # None: the engine was found dead by an earlier one.
+                ticket = engine.handed_over.pop(call, None)
+                if ticket is None:
+                    break
                 try:
                     ray.get(call)
                 except RayError as error:
-                    raise self._refusal(engine, ticket, error) from error
+                    if (refusal := self._refusal(engine, ticket, error)) is not None:
+                        raise refusal from error
 
-    def _refusal(self, engine: _Engine, ticket: int, error: RayError) -> Exception:
+    def _refusal(self, engine: _Engine, ticket: int, error: RayError) -> Exception | None:
         failure = self._failure(engine, "submit", error)
-        if isinstance(failure, EngineLostError):
+        if failure is None or isinstance(failure, EngineLostError):
             return failure
         engine.rows.pop(ticket, None)
+        engine.submissions.pop(ticket, None)
         return TicketsLostError(
             f"rank {engine.rank} of {self._group.name} has refused the submission {ticket}: "
             f"{failure}",
@@ -225,12 +302,15 @@ class EngineStream:
         try:
             ended = ray.get(call)
         except RayError as error:
-            raise self._failure(engine, "next_ended", error) from error
+            if (failure := self._failure(engine, "next_ended", error)) is not None:
+                raise failure from error
+            return
         failures: dict[int, str] = {}
         for each in ended:
             # A cancelled one may have ended before its engine was told.
             if engine.rows.pop(each.key, None) is None:
                 continue
+            engine.submissions.pop(each.key, None)
             if each.output is None:
                 failures[each.key] = each.error
             else:
@@ -245,13 +325,17 @@ class EngineStream:
                 tickets=failures,
             )
 
-    def _failure(self, engine: _Engine, method: str, error: RayError) -> Exception:
-        """Return what to raise; if the engine has died, it is used no more."""
+    def _failure(self, engine: _Engine, method: str, error: RayError) -> Exception | None:
+        """Return what to raise; if the engine has died, it is used no more.
+
+        Returns:
+            None if it has died, and others sample what it was sampling.
+        """
         failure = self._group.failure_of(engine.rank, method, error)
         if not isinstance(failure, WorkerDiedError):
             return failure
         lost = [*engine.rows]
-        engine.is_alive, engine.waiting = False, None
-        engine.rows.clear()
-        engine.handed_over.clear()
-        return EngineLostError(failure, tickets=lost)
+        self._leave(engine)
+        if self._group.ranks_stand_alone and any(each.is_alive for each in self._engines):
+            return None
+        return EngineLostError(failure, tickets=[*lost, *self._orphans])
