@@ -17,7 +17,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from time import monotonic
-from typing import TYPE_CHECKING, Generic, Protocol, TypeVar, cast
+from typing import TYPE_CHECKING, Generic, Protocol, TypeVar, cast, runtime_checkable
 
 from rl_refit.compat.handles import group_keys
 
@@ -83,6 +83,15 @@ class AdapterEngines(RefittedEngines[CallT], Protocol[CallT]):
 
     def holds_base(self) -> bool:
         """Return whether all of them hold the sender's weights without adapters."""
+        ...
+
+
+@runtime_checkable
+class QuantizedEngines(Protocol):
+    """Engines that may hold weights in 8 bits."""
+
+    def quantized_tensors(self) -> Sequence[str]:
+        """Return the tensors that have to be sent in block-FP8, see `rl_refit.block_fp8`."""
         ...
 
 
@@ -205,6 +214,8 @@ class WeightLink(Generic[CallT]):
             weights that they belong to are sent once, and again to engines that lack them. For that
             engines pause, as nothing but adapters is staged.
         options: Further arguments of `rl_refit.RefitSender`.
+
+    `QuantizedEngines` are sent the tensors that they hold in 8 bits in that format.
     """
 
     def __init__(
@@ -224,6 +235,9 @@ class WeightLink(Generic[CallT]):
         self._engines = engines
         self._staging = staging
         self._kv_cache = kv_cache
+        quantized = engines.quantized_tensors() if isinstance(engines, QuantizedEngines) else ()
+        if quantized:
+            options["quantized"] = quantized
         addresses = policy.open_refit(
             engines.num_receivers,
             is_paired=is_paired,

@@ -27,6 +27,7 @@ from rl_policy.generation.vllm.engine import (
     require_vllm,
     start_on_rank,
 )
+from rl_policy.generation.vllm.quantized import block_fp8_tensors
 from rl_policy.generation.vllm.requests import check_prompts, row_seeds
 from rl_policy.generation.vllm.stream import LANES, EngineStream
 from rl_policy.ray.cluster import bundle_nodes, bundles_per_node, rank_bundles
@@ -122,6 +123,7 @@ class VllmGeneration(GenerationInterface):
             tokenizer,  # pyright: ignore[reportArgumentType] # its ids are set at run time
             batch_size=engine.max_num_seqs,
         )
+        self._model = (engine.model_name, engine.trust_remote_code)
         self._timeout_s = timeout_s
         self._generate_timeout_s = engine.generate_timeout_s
         self._seed = seed
@@ -169,6 +171,15 @@ class VllmGeneration(GenerationInterface):
     def weight_version(self) -> int:
         """The committed version of the weights; before the first refit, that of the model."""
         return self._version
+
+    def quantized_tensors(self) -> list[str]:
+        """Return which of the model's tensors engines hold in 8 bits, and have to be sent so.
+
+        Raises:
+            ValueError: The model is quantised in a format that no weights can be sent in.
+        """
+        name, trust_remote_code = self._model
+        return block_fp8_tensors(name, trust_remote_code=trust_remote_code)
 
     @property
     def num_engines(self) -> int:
