@@ -9,6 +9,7 @@ from family_models import EXPERTS, build_family
 from oracle import load
 from rl_dtensor_worker.model.convert import Reversal
 from rl_dtensor_worker.weights import ModelWeights
+from rl_refit import block_fp8
 from rl_refit.source import block_of
 from safetensors.torch import load_file
 from tiny_model import build_tiny_model, make_config
@@ -40,6 +41,41 @@ def test_every_rank_gets_every_tensor_bit_for_bit(pools, model, num_ranks, preci
         for tensors in gathered.passes:
             assert [name for name, _ in tensors] == list(expected)
             assert all(torch.equal(tensor, expected[name]) for name, tensor in tensors)
+
+
+@pytest.mark.slow_beyond(1)
+@pytest.mark.parametrize(
+    ("model_type", "num_ranks", "tensor_parallel_size"),
+    # 160 rows over three ranks: a block lies on two of them, and begins within a shard.
+    [("qwen2", 3, 1), ("qwen2", 2, 2), ("qwen2", 4, 2), ("qwen3_moe", 2, 1), ("gpt_oss", 2, 1)],
+)
+def test_blocks_are_those_of_the_full_tensors(
+    pools, tmp_path, model_type, num_ranks, tensor_parallel_size
+):
+    if model_type == "qwen2":
+        path = build_tiny_model(tmp_path / "model", tied=False, width=160)
+    else:
+        path = build_family(tmp_path / "model", model_type, **EXPERTS[model_type])
+    section = {"enabled": True, "tensor_parallel_size": tensor_parallel_size}
+    config = make_config(
+        path, precision="bfloat16", train_global_batch_size=12, dtensor_cfg=section
+    )
+    expected = {}
+    for name, tensor in load_file(f"{path}/model.safetensors").items():
+        expected[name] = tensor.bfloat16()
+        if tensor.ndim > 1:
+            values, scales = block_fp8.quantize(expected[name])
+            expected |= {name: values.view(torch.uint8), name + block_fp8.SCALES: scales}
+    for gathered in pools(num_ranks).run(weights_ranks.gather_quantized, config=config):
+        early, late, some = map(dict, gathered.passes)
+        assert list(early) == list(late) == [meta.name for meta in gathered.metadata]
+        assert early.keys() == expected.keys()
+        assert list(some) == list(early)[1::3]
+        shapes = {meta.name: meta.shape for meta in gathered.metadata}
+        for found in (early, late, some):
+            for name, tensor in found.items():
+                assert torch.equal(tensor, expected[name]), name
+                assert tuple(tensor.shape) == shapes[name]
 
 
 @pytest.mark.slow_beyond(7, every=3)

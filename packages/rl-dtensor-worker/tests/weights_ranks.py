@@ -5,6 +5,7 @@ from typing import NamedTuple
 import torch
 from losses_for_tests import make_loss
 from ranks import my_rows, parameters_of, this_rank, worker_for
+from rl_interfaces.backend.transfer import QuantizedSource
 from tiny_model import make_batch
 
 
@@ -36,6 +37,28 @@ def gather_weights(*, config):
         source = worker.weight_source
         passes = [[(name, tensor.clone()) for name, tensor in source] for _ in range(2)]
         return Gathered(source.metadata(), passes)
+
+
+def _bits(tensor):
+    """Return a copy; of float8 its bytes, which a pipe takes."""
+    return tensor.view(torch.uint8).clone() if tensor.dtype.itemsize == 1 else tensor.clone()
+
+
+def gather_quantized(*, config):
+    """Gather in block-FP8, quantised before the gather and, in the second pass, after it."""
+    with worker_for(config, init_reference_model=False) as worker:
+        plain = worker.weight_source
+        names = [meta.name for meta in plain.metadata() if len(meta.shape) > 1]
+        early, late = plain.quantized(names), QuantizedSource(plain, names)
+        assert early.metadata() == late.metadata()
+        some = [meta.name for meta in early.metadata()][1::3]
+        passes = [
+            [(name, _bits(tensor)) for name, tensor in each]
+            for each in (early, late, early.gather(some))
+        ]
+        dtypes = [tensor.dtype for _, tensor in early]
+        assert dtypes == [meta.dtype for meta in early.metadata()]
+        return Gathered(early.metadata(), passes)
 
 
 def gather_and_export(*, config, directory):

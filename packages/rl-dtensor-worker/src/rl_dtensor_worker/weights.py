@@ -6,24 +6,23 @@ current one is consumed.
 
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import groupby, islice
 from typing import TYPE_CHECKING
 
 import torch
-from rl_batched_data import round_up
-from rl_interfaces.backend.runtime import all_gather_single
 from rl_interfaces.backend.transfer import (
     LayeredSource,
+    check_blocks,
     check_names,
     overlap_gathers,
+    quantized_metadata,
+    quantized_pair,
 )
+from rl_refit import block_fp8
 from rl_refit.adapters import DOWN, UP
 from rl_refit.source import WeightMeta, block_of
-from torch.distributed.tensor import DTensor, Shard
-from torch.distributed.tensor.placement_types import _StridedShard
 
 from rl_dtensor_worker.model.convert import plan_reversals
 from rl_dtensor_worker.model.lora import (
@@ -34,174 +33,18 @@ from rl_dtensor_worker.model.lora import (
     trained_parameters,
     without_adapters,
 )
-from rl_dtensor_worker.parallel.fsdp import local_tensor
+from rl_dtensor_worker.parallel.gather import BucketGather, QuantizedGather
 from rl_dtensor_worker.parallel.structure import class_name
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Iterator, Mapping
+    from collections.abc import Collection, Iterable, Iterator, Mapping
 
     import torch.distributed as dist
     from transformers import PreTrainedModel
 
     from rl_dtensor_worker.model.convert import Reversal
 
-NamedTensors = list[tuple[str, torch.Tensor]]
 Tensors = dict[str, torch.Tensor]
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class _ShardLayout:
-    """A tensor sharded by FSDP along dim 0, of its tensor-parallel shard.
-
-    Rank `d * tp + t` has chunk `d` of the rows of tensor-parallel shard `t`.
-    """
-
-    fsdp: int
-    """Ranks over which FSDP shards dim 0."""
-    tp: int
-    """Tensor-parallel ranks."""
-    dim: int | None
-    """The dim that tensor parallelism shards; None: replicated."""
-
-    @classmethod
-    def of(cls, tensor: torch.Tensor) -> _ShardLayout | None:
-        """Return the layout of `tensor`; None if it is not sharded, or in another way."""
-        if not isinstance(tensor, DTensor):
-            return None
-        sizes: dict[str, int] = {}
-        dims: dict[str, int] = {}
-        mesh = tensor.device_mesh
-        for axis, placement in enumerate(tensor.placements):
-            name = (mesh.mesh_dim_names or ("",) * mesh.ndim)[axis]
-            sizes[name] = mesh.size(axis)
-            if isinstance(placement, (Shard, _StridedShard)):
-                dims[name] = placement.dim
-        known = sizes.keys() <= {"dp_replicate", "dp_shard_cp", "tp"}
-        # Any other placement, as of a user's plan, is gathered by DTensor itself, see `_full`.
-        if not known or dims.get("dp_shard_cp") != 0 or "dp_replicate" in dims:
-            return None
-        layout = cls(fsdp=sizes["dp_shard_cp"], tp=sizes.get("tp", 1), dim=dims.get("tp"))
-        return layout if layout._is_even(tensor.shape) else None
-
-    @property
-    def num_ranks(self) -> int:
-        """Ranks that hold one copy."""
-        return self.fsdp * self.tp
-
-    def padded_tp_shape(self, shape: torch.Size) -> list[int]:
-        """Return the shape of a tensor-parallel shard, its rows padded to equal FSDP chunks."""
-        padded = list(shape)
-        # FSDP's chunks have `ceil(rows / ranks)` rows; the last ones are shorter, or empty.
-        if self.dim is not None:
-            padded[self.dim] //= self.tp
-        padded[0] = round_up(padded[0], self.fsdp)
-        return padded
-
-    def assemble(self, shards: torch.Tensor, shape: torch.Size) -> torch.Tensor:
-        """Return the full tensor from padded shards `[ranks, elements]`."""
-        padded = self.padded_tp_shape(shape)
-        rows = padded[0] // self.fsdp
-        # Ranks count tensor parallelism fastest, while rows of one tensor-parallel shard must meet.
-        stacked = shards.view(self.fsdp, self.tp, rows, *padded[1:]).transpose(0, 1)
-        num_rows = shape[0] // self.tp if self.dim == 0 else shape[0]
-        blocks = stacked.reshape(self.tp, *padded)[:, :num_rows]
-        if self.tp == 1 or self.dim is None:
-            return blocks[0]
-        return torch.cat(list(blocks), dim=self.dim)
-
-    def _is_even(self, shape: torch.Size) -> bool:
-        # Uneven tensor-parallel shards have no common slot size: DTensor gathers them itself.
-        return self.num_ranks > 1 and (self.dim is None or shape[self.dim] % self.tp == 0)
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class _Slot:
-    """The range of a tensor's shard in the bucket that every rank contributes."""
-
-    start: int
-    end: int
-    shape: torch.Size
-    """Of the full tensor."""
-    layout: _ShardLayout
-
-
-@dataclass(kw_only=True, slots=True)
-class BucketGather:
-    """An all-gather of some tensors that is in flight."""
-
-    unsharded: dict[str, torch.Tensor]
-    """Tensors that this collective does not carry."""
-    slots: dict[str, _Slot]
-    names: list[str]
-    gathered: torch.Tensor | None = None
-    work: dist.Work | None = None
-
-    @classmethod
-    def start(
-        cls,
-        tensors: NamedTensors,
-        dtypes: list[torch.dtype],
-        *,
-        group: dist.ProcessGroup | None,
-        device: torch.device,
-    ) -> BucketGather:
-        """Start the all-gather of sharded tensors; take replicated ones as they are.
-
-        Args:
-            tensors: Names and tensors; sharded ones all have the same wire dtype.
-            dtypes: The wire dtype of each.
-            group: The ranks that hold one copy. None: nothing is sharded.
-            device: Where the full tensors are.
-        """
-        gather = cls(unsharded={}, slots={}, names=[name for name, _ in tensors])
-        shards: list[tuple[torch.Tensor, torch.dtype]] = []
-        end = 0
-        for (name, tensor), dtype in zip(tensors, dtypes, strict=True):
-            layout = _ShardLayout.of(tensor)
-            if layout is None or group is None or layout.num_ranks != group.size():
-                gather.unsharded[name] = _full(tensor, dtype, device)
-                continue
-            # The size is that of a padded shard: every rank contributes equally many elements.
-            start, end = end, end + math.prod(layout.padded_tp_shape(tensor.shape)) // layout.fsdp
-            gather.slots[name] = _Slot(start=start, end=end, shape=tensor.shape, layout=layout)
-            shards.append((local_tensor(tensor), dtype))
-        if shards and group is not None:
-            gather._send(shards, end, group, device)
-        return gather
-
-    def _send(
-        self,
-        shards: list[tuple[torch.Tensor, torch.dtype]],
-        num_elements: int,
-        group: dist.ProcessGroup,
-        device: torch.device,
-    ) -> None:
-        (dtype,) = {dtype for _, dtype in shards}
-        own = torch.empty(num_elements, dtype=dtype, device=device)
-        for (shard, _), slot in zip(shards, self.slots.values(), strict=True):
-            # The copy casts. A last shard may be shorter than its slot, whose end stays unset.
-            own[slot.start : slot.start + shard.numel()].view(shard.shape).copy_(shard)
-        self.gathered = torch.empty(group.size(), num_elements, dtype=dtype, device=device)
-        self.work = all_gather_single(self.gathered.view(-1), own, group=group, async_op=True)
-
-    def finish(self) -> Iterator[tuple[str, torch.Tensor]]:
-        """Wait for the collective; yield name and full tensor, in the order of `start`."""
-        if self.work is not None:
-            # On a GPU it is the current stream that waits, not the host.
-            self.work.wait()
-        for name in self.names:
-            slot = self.slots.get(name)
-            if slot is None:
-                yield name, self.unsharded[name]
-                continue
-            assert self.gathered is not None
-            yield name, slot.layout.assemble(self.gathered[:, slot.start : slot.end], slot.shape)
-
-
-def _full(tensor: torch.Tensor, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
-    # Cast before the gather, for which a narrower wire dtype means fewer bytes.
-    cast = tensor.detach().to(device=device, dtype=dtype)
-    return cast.full_tensor() if isinstance(cast, DTensor) else cast
 
 
 def trained_state(model: PreTrainedModel) -> dict[str, torch.Tensor]:
@@ -237,6 +80,9 @@ class ModelWeights(LayeredSource):
         group: The ranks that hold the shards of one copy. None: nothing is sharded.
         device: Where the full tensors are.
         merges: Whether adapters are merged; else the weights are those of the base.
+        quantized: Names of the checkpoint whose tensors are in block-FP8. One that is the model's
+            as it is has a byte per element in the all-gather too; one that is converted, or into
+            which adapters are merged, is quantised after it.
     """
 
     def __init__(
@@ -247,20 +93,34 @@ class ModelWeights(LayeredSource):
         device: torch.device,
         group: dist.ProcessGroup | None = None,
         merges: bool = True,
+        quantized: Collection[str] = (),
     ) -> None:
         self._model = model
         self._wire_dtype = wire_dtype
         self._group = group
         self._device = device
         self._merges = merges
+        self._quantized = frozenset(quantized)
+
+    def quantized(self, names: Collection[str]) -> ModelWeights:
+        """See `GatheredSource.quantized`."""
+        check_blocks(names, self.metadata())
+        return ModelWeights(
+            self._model,
+            wire_dtype=self._wire_dtype,
+            device=self._device,
+            group=self._group,
+            merges=self._merges,
+            quantized=names,
+        )
 
     def metadata(self) -> list[WeightMeta]:
         """See `LayeredSource.metadata`."""
-        return [meta for group in self._conversions for meta in group.converted]
+        return [meta for group in self._conversions for meta in self._sent(group)]
 
     def converted_together(self) -> list[list[str]]:
         """Return the names of the tensors that one gather and conversion makes, in order."""
-        return [[meta.name for meta in group.converted] for group in self._conversions]
+        return [[meta.name for meta in self._sent(group)] for group in self._conversions]
 
     @torch.no_grad()
     def gather(self, names: Iterable[str]) -> Iterator[tuple[str, torch.Tensor]]:
@@ -293,6 +153,13 @@ class ModelWeights(LayeredSource):
         groups = enumerate(self.converted_together())
         return {name: place for place, names in groups for name in names}
 
+    def _sent(self, group: _Conversion) -> list[WeightMeta]:
+        return [
+            each
+            for meta in group.converted
+            for each in (quantized_metadata(meta) if meta.name in self._quantized else [meta])
+        ]
+
     def _layers(self, names: list[str], weights: Tensors, adapters: Tensors) -> Iterator[_Layer]:
         """Start the gathers of each layer of `names`."""
         adapted = adapted_weights(self._model) if self._merges else {}
@@ -302,12 +169,24 @@ class ModelWeights(LayeredSource):
             reversals = [self._conversions[place].reversal for place in places]
             chosen = {name: weights[name] for each in reversals for name in each.names}
             merges = {name: adapted[name] for name in chosen if name in adapted}
+            early = {
+                each.names[0]: chosen.pop(each.names[0])
+                for each in reversals
+                if each.is_renaming
+                and each.target in self._quantized
+                and each.names[0] not in merges
+                and chosen[each.names[0]].ndim == 2
+            }
             factors = [name for merge in merges.values() for name in (merge.down, merge.up)]
             yield _Layer(
                 model=self._model,
                 reversals=reversals,
                 wanted=wanted,
                 weights=self._start(chosen),
+                early=QuantizedGather.start(
+                    list(early.items()), self._wire_dtype, group=self._group, device=self._device
+                ),
+                quantized=self._quantized,
                 # Factors are multiplied before the cast: in the wire dtype they would be rounded.
                 factors=self._start({name: adapters[name] for name in factors}, torch.float32),
                 merges=merges,
@@ -455,18 +334,33 @@ class _Layer:
     wanted: set[str]
     """Names of the checkpoint."""
     weights: BucketGather
+    early: QuantizedGather
+    """Of the weights that are quantised before."""
+    quantized: Collection[str]
+    """Names of the checkpoint that are quantised, before or after."""
     factors: BucketGather
     merges: Mapping[str, AdaptedWeight]
 
     def finish(self) -> Iterator[tuple[str, torch.Tensor]]:
         """Wait for them; yield name and full tensor."""
+        for name, tensor in self._all():
+            if name in self.wanted:
+                yield name, tensor
+
+    def _all(self) -> Iterator[tuple[str, torch.Tensor]]:
         factors = dict(self.factors.finish())
-        weights = self.weights.finish()
+        weights, early = self.weights.finish(), self.early.finish()
         for reversal in self.reversals:
+            if reversal.names[0] in self.early.scales:
+                _, values, scales = next(early)
+                yield from quantized_pair(reversal.target, values, scales)
+                continue
             merged: Tensors = {}
             for name, weight in islice(weights, len(reversal.names)):
                 merge = self.merges.get(name)
                 merged[name] = weight if merge is None else merge.merge(weight, factors)
             for name, tensor in reversal.convert(self.model, merged).items():
-                if name in self.wanted:
+                if name in self.quantized:
+                    yield from quantized_pair(name, *block_fp8.quantize(tensor))
+                else:
                     yield name, tensor

@@ -523,7 +523,8 @@ class Policy(ColocatablePolicyInterface, GenerationInterface):
             transport: A name of the entry-point group `rl_refit.transports`.
             adapters: "merged" into the weights, or "alone": `send_weights` then sends the weights
                 without them as well, and `send_adapters` nothing else.
-            options: Further arguments of `rl_refit.RefitSender`, such as `bucket_bytes`, `verify`.
+            options: Further arguments of `rl_refit.RefitSender`, such as `bucket_bytes`, `verify`;
+                and `quantized`, the tensors that are sent in block-FP8.
 
         Raises:
             ValueError: The transport does not reach receivers on the ranks' own GPUs, or the policy

@@ -18,7 +18,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from time import monotonic
-from typing import TYPE_CHECKING, Any, Generic, Protocol, TypeVar, cast
+from typing import TYPE_CHECKING, Any, Generic, Protocol, TypeVar, cast, runtime_checkable
 
 from rl_refit.compat.handles import group_keys
 
@@ -116,6 +116,15 @@ class ElasticEngines:
     def receivers(self) -> list[int] | None:
         """Ranks of the receivers of the update that has begun. None: all, as ever."""
         raise NotImplementedError
+
+
+@runtime_checkable
+class QuantizedEngines(Protocol):
+    """Engines that may hold weights in 8 bits."""
+
+    def quantized_tensors(self) -> Sequence[str]:
+        """Return the tensors that have to be sent in block-FP8, see `rl_refit.block_fp8`."""
+        ...
 
 
 class SharedEngines(RefittedEngines[CallT], Protocol[CallT]):
@@ -237,6 +246,8 @@ class WeightLink(Generic[CallT]):
             weights that they belong to are sent once, and again to engines that lack them. For that
             engines pause, as nothing but adapters is staged.
         options: Further arguments of `rl_refit.RefitSender`.
+
+    `QuantizedEngines` are sent the tensors that they hold in 8 bits in that format.
     """
 
     def __init__(
@@ -259,6 +270,9 @@ class WeightLink(Generic[CallT]):
         if isinstance(engines, ElasticEngines) and not is_paired:
             # An engine that dies does not keep the others from new weights.
             options = {"min_receivers": 1, **options}
+        quantized = engines.quantized_tensors() if isinstance(engines, QuantizedEngines) else ()
+        if quantized:
+            options["quantized"] = quantized
         addresses = policy.open_refit(
             engines.num_receivers,
             is_paired=is_paired,

@@ -132,6 +132,11 @@ class Reversal:
         """The names in the model."""
         return [name for names in self.sources.values() for name in names]
 
+    @property
+    def is_renaming(self) -> bool:
+        """Whether the one tensor is that of the checkpoint, but for its name."""
+        return self.converter is None
+
     @torch.no_grad()
     def convert(
         self, model: PreTrainedModel, tensors: Mapping[str, torch.Tensor]

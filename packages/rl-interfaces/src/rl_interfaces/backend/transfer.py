@@ -8,15 +8,15 @@ from __future__ import annotations
 
 import os
 from abc import abstractmethod
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from typing import Any, Protocol
 
 import torch
-from rl_refit import RefitSender
+from rl_refit import RefitSender, block_fp8
 from rl_refit.compat.broadcast import BroadcastGroup
 from rl_refit.compat.handles import HandleOwner
 from rl_refit.protocol.endpoint import address_towards
-from rl_refit.source import BlockwiseSource, WeightSource
+from rl_refit.source import BlockwiseSource, WeightMeta, WeightSource
 
 from rl_interfaces.weights import DeviceHandles
 
@@ -26,6 +26,14 @@ class GatheredSource(WeightSource, Protocol):
 
     def gather(self, names: Iterable[str]) -> Iterator[tuple[str, torch.Tensor]]:
         """Yield name and full tensor of each of `names`. Collective."""
+        ...
+
+    def quantized(self, names: Collection[str]) -> GatheredSource:
+        """Return a source with the tensors `names` in block-FP8, and their scales after them.
+
+        Raises:
+            ValueError: There is no such tensor, or it is no matrix.
+        """
         ...
 
 
@@ -51,6 +59,77 @@ class LayeredSource(BlockwiseSource):
     def __iter__(self) -> Iterator[tuple[str, torch.Tensor]]:
         """Yield name and full tensor in the order of `metadata`. Collective."""
         return self.gather(meta.name for meta in self.metadata())
+
+    def quantized(self, names: Collection[str]) -> LayeredSource:
+        """See `GatheredSource.quantized`. A tensor is quantised when it has been gathered."""
+        return QuantizedSource(self, names)
+
+
+class QuantizedSource(LayeredSource):
+    """A source of which some tensors are in block-FP8, see `rl_refit.block_fp8`.
+
+    Args:
+        source: What is quantised, after it was gathered.
+        names: Which of its tensors.
+
+    Raises:
+        ValueError: There is no such tensor, or it is no matrix.
+    """
+
+    def __init__(self, source: LayeredSource, names: Collection[str]) -> None:
+        check_blocks(names, source.metadata())
+        self._source = source
+        self._names = frozenset(names)
+
+    def metadata(self) -> list[WeightMeta]:
+        """See `LayeredSource.metadata`."""
+        return [each for meta in self._source.metadata() for each in self._sent(meta)]
+
+    @torch.no_grad()
+    def gather(self, names: Iterable[str]) -> Iterator[tuple[str, torch.Tensor]]:
+        """See `LayeredSource.gather`; a tensor and its scales are gathered at once."""
+        wanted = check_names(names, {meta.name: None for meta in self.metadata()})
+        chosen = set(wanted)
+        owners = dict.fromkeys(self._owner(name) for name in wanted)
+        for name, tensor in self._source.gather(owners):
+            if name not in self._names:
+                yield name, tensor
+                continue
+            for each, part in quantized_pair(name, *block_fp8.quantize(tensor)):
+                if each in chosen:
+                    yield each, part
+
+    def _sent(self, meta: WeightMeta) -> list[WeightMeta]:
+        if meta.name not in self._names:
+            return [meta]
+        return quantized_metadata(meta)
+
+    def _owner(self, name: str) -> str:
+        owner = name.removesuffix(block_fp8.SCALES)
+        return owner if owner in self._names else name
+
+
+def check_blocks(names: Collection[str], metadata: Sequence[WeightMeta]) -> None:
+    """Raise `ValueError` unless each of `names` is a tensor that has blocks."""
+    shapes = {meta.name: meta.shape for meta in metadata}
+    for name in check_names(names, shapes):
+        if len(shapes[name]) < 2:
+            raise ValueError(f"{name!r} of shape {list(shapes[name])} has no blocks to quantise")
+
+
+def quantized_pair(
+    name: str, values: torch.Tensor, scales: torch.Tensor
+) -> list[tuple[str, torch.Tensor]]:
+    """Return a tensor in block-FP8 under the two names of a checkpoint."""
+    return [(name, values), (name + block_fp8.SCALES, scales)]
+
+
+def quantized_metadata(meta: WeightMeta) -> list[WeightMeta]:
+    """Return what becomes of a tensor in block-FP8: its values and its scales."""
+    return [
+        WeightMeta(meta.name, block_fp8.DTYPE, meta.shape),
+        WeightMeta(meta.name + block_fp8.SCALES, torch.float32, block_fp8.scales_shape(meta.shape)),
+    ]
 
 
 def overlap_gathers(layers: Iterable[PendingGather]) -> Iterator[tuple[str, torch.Tensor]]:
@@ -115,6 +194,7 @@ class WeightTransfer:
         *,
         receivers_per_rank: list[int],
         source: GatheredSource | None = None,
+        quantized: Collection[str] = (),
         **options: Any,
     ) -> Mapping[str, str | int] | None:
         """Return the address that this rank's receivers connect to, None if it has none.
@@ -122,12 +202,14 @@ class WeightTransfer:
         Args:
             receivers_per_rank: How many receivers each trainer rank sends to.
             source: What is sent to them; None: the weights.
+            quantized: The names of the tensors that are sent in block-FP8.
             options: Further arguments of `rl_refit.RefitSender`.
         """
         self._close_sender()
         num_receivers = receivers_per_rank[self._rank]
+        source = self._source if source is None else source
         self._sender = RefitSender(
-            self._source if source is None else source,
+            source.quantized(quantized) if quantized else source,
             num_receivers=num_receivers,
             timeout_s=self._timeout_s,
             device=self._device,

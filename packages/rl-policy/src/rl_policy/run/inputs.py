@@ -47,6 +47,7 @@ from rl_policy.generation.vllm.config import (
     complete_section,
     generation_of_policy,
 )
+from rl_policy.generation.vllm.quantized import block_fp8_tensors
 from rl_policy.recipes import find_recipe
 from rl_policy.run.machine import check_devices, check_model_files, model_config
 from rl_policy.run.trackers import check_trackers
@@ -625,6 +626,14 @@ def check_engines(config: RunConfig) -> None:
 def _check_sending(config: RunConfig) -> None:
     backend = backends.TrainingBackend.of_config(config.policy)
     backend.require_sending()
+    is_quantized = not config.has_builtin_model and block_fp8_tensors(
+        config.policy["model_name"], trust_remote_code=config.policy["trust_remote_code"]
+    )
+    if is_quantized and sends_adapters(config):
+        raise ValueError(
+            f"refit.adapters='alone' contradicts policy.model_name={config.policy['model_name']!r}:"
+            " engines hold it in block-FP8, and are sent merged weights; set it to 'merged'"
+        )
     if sends_adapters(config):
         try:
             backend.require(AdapterSendingWorker, lack="send adapters alone")

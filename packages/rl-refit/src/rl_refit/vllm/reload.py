@@ -110,7 +110,7 @@ class LayerwiseReload:
         vLLM itself assumes that a layer with some of its elements is padded, and leaves the rest
         uninitialised; a layer without any keeps its old weights. Neither raises.
         """
-        if self._model_config.quantization is not None:
+        if self._model_config.quantization is not None and not _holds_block_fp8(self._model):
             return  # vLLM computes the scales itself, or reads them from a checkpoint
         # Multimodal models may declare tied embeddings in the outer config alone.
         configs = (self._model_config.hf_config, self._model_config.hf_text_config)
@@ -123,6 +123,12 @@ class LayerwiseReload:
                 f"the sender's tensors leave out shards of {len(missing)} of vLLM's parameters: "
                 f"{listed}"
             )
+
+
+def _holds_block_fp8(model: VllmModel) -> bool:
+    """Return whether the model's checkpoint is in block-FP8: all scales come with the weights."""
+    methods = (getattr(layer, "quant_method", None) for layer in model.modules())
+    return any(getattr(method, "block_quant", False) for method in methods)
 
 
 def _name_loaders(model: VllmModel) -> None:

@@ -28,6 +28,7 @@ from rl_policy.generation.vllm.engine import (
     require_vllm,
     start_on_rank,
 )
+from rl_policy.generation.vllm.quantized import block_fp8_tensors
 from rl_policy.generation.vllm.replacement import Replacements
 from rl_policy.generation.vllm.requests import check_prompts, row_seeds
 from rl_policy.generation.vllm.stream import LANES, EngineStream
@@ -130,6 +131,7 @@ class VllmGeneration(GenerationInterface, ElasticEngines):
             tokenizer,  # pyright: ignore[reportArgumentType] # its ids are set at run time
             batch_size=engine.max_num_seqs,
         )
+        self._model = (engine.model_name, engine.trust_remote_code)
         self._timeout_s = timeout_s
         self._generate_timeout_s = engine.generate_timeout_s
         self._seed = seed
@@ -187,6 +189,15 @@ class VllmGeneration(GenerationInterface, ElasticEngines):
     def weight_version(self) -> int:
         """The committed version of the weights; before the first refit, that of the model."""
         return self._version
+
+    def quantized_tensors(self) -> list[str]:
+        """Return which of the model's tensors engines hold in 8 bits, and have to be sent so.
+
+        Raises:
+            ValueError: The model is quantised in a format that no weights can be sent in.
+        """
+        name, trust_remote_code = self._model
+        return block_fp8_tensors(name, trust_remote_code=trust_remote_code)
 
     @property
     def num_engines(self) -> int:
