@@ -495,7 +495,8 @@ def versions_window(session: nox.Session) -> None:
             window.add_to_record(line)
     broken = [line for line in lines if line.outcome != "passed" and window.is_declared(line)]
     if broken:
-        session.error(f"declared, and not so: {', '.join(line.dependency for line in broken)}")
+        named = ", ".join(f"{line.dependency} {line.version}" for line in broken)
+        session.error(f"not passed within the declared range: {named}; mend it or narrow the range")
 
 
 def test_versions(session: nox.Session, wanted: dict[str, str]) -> list[window.Line]:
