@@ -104,6 +104,7 @@ WITH_VLLM = ROOT / ".nox" / f"with-vllm-{sys.version_info.major}.{sys.version_in
 
 # What `uv run nox` runs of the tests; the sessions tagged `full` run the others.
 FAST = f"not slow and {NO_DEVICE}"
+FAST_WITH_ENGINES = "vllm and not (slow or gpu)"
 # Of the fast tests a sample shows that an installation has what they need.
 AFTER_FAST = ("--sample-fast", "--durations=10")
 # No test may fetch a model or report usage, whatever the machine could reach. Tests start processes
@@ -240,7 +241,7 @@ def vllm(session: nox.Session) -> None:
     beside = [str(ROOT / "examples" / name) for name in TESTED_BESIDE["rl-policy"]]
     install_vllm(session, *editable("rl-policy[all]"), *beside, *group("test"))
     marked = files_with("pytest.mark.vllm", "rl-policy")
-    run_with_vllm(session, "pytest", *marked, "-m", "vllm and not (slow or gpu)", *session.posargs)
+    run_with_vllm(session, "pytest", *marked, "-m", FAST_WITH_ENGINES, *session.posargs)
 
 
 @nox.session(venv_backend="none", name="apart-vllm", tags=["full"], requires=["wheels"])
@@ -494,7 +495,8 @@ def versions_window(session: nox.Session) -> None:
             window.add_to_record(line)
     broken = [line for line in lines if line.outcome != "passed" and window.is_declared(line)]
     if broken:
-        session.error(f"declared, and not so: {', '.join(line.dependency for line in broken)}")
+        named = ", ".join(f"{line.dependency} {line.version}" for line in broken)
+        session.error(f"not passed within the declared range: {named}; mend it or narrow the range")
 
 
 def test_versions(session: nox.Session, wanted: dict[str, str]) -> list[window.Line]:
@@ -558,9 +560,9 @@ def run_cases(
     names = list(dependencies)
     found = {path for name in names for path in window.files_using(name)}
     # Engines take a machine's processors each.
-    with_engines = "vllm" in names
-    ways = [] if with_engines else ["--numprocesses=2", "--dist=loadfile"]
-    expression = "vllm and not (slow or gpu)" if with_engines else FAST
+    ways = [] if "vllm" in names else ["--numprocesses=2", "--dist=loadfile"]
+    fast = {FAST_WITH_ENGINES if name == "vllm" else FAST for name in names}
+    expression = " or ".join(f"({each})" for each in sorted(fast))
     cases: list[window.Case] = []
     broken: list[str] = []
     for package in LONGEST_FIRST:

@@ -252,11 +252,14 @@ def _uv(
 
 
 def reason_of(output: str) -> str:
-    """Return what uv prints of a failure, as one line of ASCII: its frame is of other signs."""
+    """Return what uv prints of a failure, as one line of ASCII: its frame is of other signs.
+
+    Never empty, also where uv was killed before it printed anything.
+    """
     text = re.sub(r"[^\x00-\x7f]", " ", output)
     # Wheels of our own have the path of the checkout.
     text = re.sub(r" @ file://\S+", "", text)
-    return " ".join(text.partition("hint:")[0].split())
+    return " ".join(text.partition("hint:")[0].split()) or "uv gives no reason"
 
 
 # What is kept of it.

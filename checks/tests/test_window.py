@@ -9,7 +9,7 @@ from packaging.version import Version
 
 from checks import window
 from checks.window import Case, Line, add_to_record, files_using, read_cases, summarise
-from checks.workspace import ROOT
+from checks.workspace import ROOT, WORKSPACE
 
 TESTS = """
 import pytest
@@ -144,6 +144,23 @@ def test_a_reason_is_one_line_without_paths():
         "error: No solution found when resolving dependencies cause: Because there is no version "
         "of a==9 and x needs it, we can conclude that your requirements are unsatisfiable."
     )
+
+
+def test_a_failure_without_a_reason_is_one():
+    assert window.reason_of("") == "uv gives no reason"
+
+
+def test_other_dependencies_have_the_versions_of_all_checks(tmp_path, monkeypatch):
+    monkeypatch.setenv("UV_OFFLINE", "1")
+    wanted = {"megatron-core": "0.99", "transformers": "5.999"}
+    found = window.resolve([], wanted, python=sys.executable, folder=tmp_path)
+    assert found[0] is None
+    assert "0.99" in found[1] or "5.999" in found[1]
+    pins = WORKSPACE["tool"]["uv"]["constraint-dependencies"]
+    others = [each for each in pins if each.startswith(("torch==", "ray=="))]
+    assert (tmp_path / "constraints.txt").read_text().splitlines() == others
+    # The range of transformers has no end.
+    assert (tmp_path / "overrides.txt").read_text().splitlines() == ["megatron-core==0.99"]
 
 
 def test_a_range_is_what_all_packages_accept():

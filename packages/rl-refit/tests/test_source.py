@@ -8,6 +8,7 @@ import torch.multiprocessing as mp
 from rl_refit import ModuleSource, TensorSource
 from rl_refit.source import WeightMeta
 from torch import nn
+from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 from torch.distributed.tensor import DTensor
 
 NAMES = [
@@ -110,11 +111,20 @@ def test_replaced_parameters_and_extra_state():
             return torch.zeros(1)
 
     module = Extra(2, 3)
+    module.own_extra_state = nn.Parameter(torch.ones(2))
+    module.inner = Extra(1, 1, bias=False)
     source = ModuleSource(module)
     module.weight = nn.Parameter(torch.ones(3, 2))
-    assert [meta.name for meta in source.metadata()] == ["weight", "bias"]
+    names = [meta.name for meta in source.metadata()]
+    assert names == ["weight", "bias", "own_extra_state", "inner.weight"]
     assert torch.equal(dict(source)["weight"], torch.ones(3, 2))
     assert not dict(source)["weight"].requires_grad
+
+
+def test_names_are_without_the_wrappers_of_activation_checkpointing():
+    module = nn.Sequential(checkpoint_wrapper(nn.Linear(2, 3)))
+    assert [meta.name for meta in ModuleSource(module).metadata()] == ["0.weight", "0.bias"]
+    assert list(dict(ModuleSource(module))) == ["0.weight", "0.bias"]
 
 
 @pytest.fixture
@@ -138,6 +148,12 @@ def test_dtensors_of_one_rank_are_gathered(one_rank, layout):
     assert not any(isinstance(tensor, DTensor) for tensor in got.values())
     for name, tensor in got.items():
         torch.testing.assert_close(tensor, expected[name], **CLOSE)
+
+
+@pytest.mark.parametrize("layout", ["plain", "fsdp"])
+def test_shards_are_moved_to_the_device(one_rank, layout):
+    source = ModuleSource(source_ranks.sharded(layout), device="meta")
+    assert {tensor.device.type for _, tensor in source} == {"meta"}
 
 
 def test_tensors_that_are_sharded_need_a_module(one_rank):

@@ -14,7 +14,7 @@ from torch import nn
 _BLOCK = re.compile(r"^.*?\.\d+\.")
 
 _EXTRA_STATE = "_extra_state"
-"""Ends the name under which a module's state dict has what `get_extra_state` returns."""
+"""The last part of the name under which a state dict has what `get_extra_state` returns."""
 
 NamedTensors = Mapping[str, torch.Tensor] | Iterable[tuple[str, torch.Tensor]]
 Convert = Callable[[str, torch.Tensor], Iterable[tuple[str, torch.Tensor]]]
@@ -194,7 +194,7 @@ class ModuleSource(BlockwiseSource):
         found: dict[int, str] = {}
         state: dict[str, torch.Tensor] = self._module.state_dict(keep_vars=True)
         for name, tensor in state.items():
-            if not name.endswith(_EXTRA_STATE):
+            if name.rpartition(".")[2] != _EXTRA_STATE:
                 found.setdefault(id(tensor), name)
         return {name: state[name].detach() for name in found.values()}
 
