@@ -179,6 +179,9 @@ class SleepyEngine:
     def num_running(self):
         return len(self._timers)
 
+    def process_id(self):
+        return os.getpid()
+
     def next_ended(self, timeout_s):
         ended = []
         try:
@@ -310,6 +313,32 @@ def test_a_dead_engine_is_named_with_its_tickets_and_the_other_goes_on(group):
     (last,) = stream.collect(timeout_s=LIMIT_S)
     assert last.ticket == again
     assert pid_of(last) == pid_of(finished[1])
+
+
+@slow
+def test_engines_that_another_call_has_found_dead_are_named_with_all_their_tickets(cluster):
+    sharding = NamedSharding(np.arange(2), ["data_parallel"])
+    group = RayWorkerGroup(
+        cluster,
+        SleepyEngine,
+        sharding=sharding,
+        name="sleepy",
+        lanes=LANES,
+        ranks_stand_alone=True,
+    )
+    try:
+        stream = stream_of(group)
+        # To either engine, in turn.
+        tickets = [stream.submit(rows(LIMIT_S)), stream.submit(rows(LIMIT_S))]
+        for process_id in group.run_all("process_id"):
+            os.kill(process_id, signal.SIGKILL)
+        with pytest.raises(WorkerDiedError):
+            group.run_all("num_running")
+        with pytest.raises(EngineLostError, match="every engine of sleepy died") as error:
+            stream.collect(tickets, timeout_s=LIMIT_S)
+        assert error.value.tickets == tickets
+    finally:
+        group.shutdown()
 
 
 class Echo:

@@ -184,6 +184,17 @@ def test_others_that_hold_the_version_count():
         members.least_of(1, [2])
 
 
+def test_one_that_was_dropped_and_comes_back_holds_nothing():
+    members = membership(min_receivers=3)
+    members.connect([0, 1, 2])
+    members.finish(1, [0, 1])
+    assert members.least_of(1, [2]) == 1
+    members.drop_missing([], wanted=[1])
+    members.connect([1])
+    with pytest.raises(RefitError, match=r"receivers=\[2\] and 1 others that hold version 1"):
+        members.least_of(1, [2])
+
+
 @pytest.mark.parametrize("least", [0, 4])
 def test_a_number_that_cannot_be_is_refused(least):
     with pytest.raises(ValueError, match=f"min_receivers={least} is not between 1 and"):

@@ -82,7 +82,7 @@ def block_maxima(
 def scales_of(maxima: torch.Tensor) -> torch.Tensor:
     """Return the scales that map each block's largest value to the largest of float8."""
     scales = maxima / _LARGEST
-    # A block of zeros, or of values whose scale would be one.
+    # Blocks of zeros, or of values so small that their scale is rounded to zero, have scale 1.
     return torch.where(scales > 0, scales, torch.ones_like(scales))
 
 

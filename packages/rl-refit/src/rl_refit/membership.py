@@ -89,7 +89,9 @@ class Membership:
         """Record who is connected, and so takes part again."""
         for rank in ranks:
             self._known.add(rank)
-            self.dropped.pop(rank, None)
+            if self.dropped.pop(rank, None) is not None:
+                # Its process may be a new one, which has loaded nothing.
+                self._loaded.pop(rank, None)
 
     def drop_missing(self, ranks: Collection[int], *, wanted: Collection[int] | None) -> None:
         """Drop those that have not connected in time.

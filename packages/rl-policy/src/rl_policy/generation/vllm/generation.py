@@ -147,8 +147,9 @@ class VllmGeneration(GenerationInterface, ElasticEngines):
         self._has_adapters = engine.adapter_rank is not None
         self._first_version = weight_version
         self._addresses: list[Mapping[str, object]] = []
-        # Of the update that has begun: its ranks, and engines among them that have joined.
-        self._updated: list[int] | None = None
+        # Of the update that has begun: how often each of its ranks had died before, and engines
+        # among them that have joined.
+        self._updated: dict[int, int] | None = None
         self._catching_up: list[int] = []
         self._membership = threading.RLock()
         self._group = RayWorkerGroup(
@@ -428,11 +429,12 @@ class VllmGeneration(GenerationInterface, ElasticEngines):
         if place is None:
             # Engines that pause end first what was submitted before.
             self._stream.settle()
-        serving = self._engines.ranks
+        serving, deaths = self._engines.ranks, list(self._engines.num_deaths)
         call = self._engines.submit_beside("begin_update", version, place=place, kv_cache=kv_cache)
         # An engine without room ends its requests first.
         self._engines.wait(call, timeout_s=self._timeout_s + self._generate_timeout_s)
-        self._updated = sorted([*serving, *self._begin_joining(version)])
+        ranks = sorted([*serving, *self._begin_joining(version)])
+        self._updated = {rank: deaths[rank] for rank in ranks}
 
     def begin_catch_up(self, version: int) -> None:
         """Open a transaction on the engines that have joined; the others sample meanwhile.
@@ -440,7 +442,8 @@ class VllmGeneration(GenerationInterface, ElasticEngines):
         Args:
             version: The one that the others have.
         """
-        self._updated = self._begin_joining(version)
+        deaths = list(self._engines.num_deaths)
+        self._updated = {rank: deaths[rank] for rank in self._begin_joining(version)}
 
     def _begin_joining(self, version: int) -> list[int]:
         """Open a transaction on engines that have joined; return their ranks."""
@@ -463,7 +466,7 @@ class VllmGeneration(GenerationInterface, ElasticEngines):
             A running call for `wait_for_update`. If it fails, the engines refuse to sample until a
             full resend is committed, except those whose update was staged.
         """
-        ranks = self._engines.ranks if self._updated is None else self._updated
+        ranks = self._engines.ranks if self._updated is None else list(self._updated)
         return self._engines.submit_beside_on(ranks, "update", version)
 
     def commit_update(self, version: int) -> None:
@@ -472,7 +475,13 @@ class VllmGeneration(GenerationInterface, ElasticEngines):
         Raises:
             EngineStateError: An engine has not loaded all weights of `version`.
         """
-        self._commit(version)
+        # What some have committed stays, whoever dies meanwhile.
+        self._on_updated("commit_update", version)
+        living = set(self._left_of_update())
+        ranks_of = self._replacements.ranks_of
+        self._catching_up = [
+            each for each in self._catching_up if living.issuperset(ranks_of([each]))
+        ]
         self._restore(self._catching_up)
         with self._counting:
             if version != self._version:
@@ -494,18 +503,17 @@ class VllmGeneration(GenerationInterface, ElasticEngines):
             and `refit_staged`, 1.0 if all engines sampled while they received.
         """
         # Those that have joined have sampled nothing that they could have paused.
-        joined = set(self._replacements.ranks_of(self._catching_up))
-        ranks = [rank for rank in self._engines.ranks if rank not in joined]
-        reports = self._on_ranks(ranks, "update_metrics")
+        joined = self._replacements.ranks_of(self._catching_up)
+        reports = self._on_updated("update_metrics", without=joined)
         return {
-            "refit_pause_s": max(report["refit_pause_s"] for report in reports),
-            "refit_staged": min(report["refit_staged"] for report in reports),
+            "refit_pause_s": max((each["refit_pause_s"] for each in reports), default=0.0),
+            "refit_staged": min((each["refit_staged"] for each in reports), default=1.0),
         }
 
     def wait_for_update(self, call: RankCall) -> list[dict[str, float]]:
         """Wait for a call of `update`; return a report per receiver, or raise its root failure."""
         results = self._engines.wait(call, timeout_s=self._timeout_s + _MARGIN_S)
-        return [report for reports in self._of_engines(results) for report in reports]
+        return [report for reports in self._of_engines(call, results) for report in reports]
 
     def prepare_refit_info(self, info: RefitInfo) -> None:
         """Set `{name: (shape, wire dtype)}` of all tensors that the calls below load."""
@@ -597,8 +605,10 @@ class VllmGeneration(GenerationInterface, ElasticEngines):
         """Return where all engines stage; None if they pause, as some would refuse requests."""
         if staging == "off":
             return None
-        rooms = self._on_engines_beside("find_room", only_host=staging == "host")
-        for engine, (place, reason) in enumerate(rooms):
+        engines = self._alive
+        ranks = [self._replacements.ranks_of([engine])[0] for engine in engines]
+        rooms = self._on_ranks(ranks, "find_room", only_host=staging == "host")
+        for engine, (place, reason) in zip(engines, rooms, strict=True):
             if place is None:
                 reason = f"engine {engine}: {reason}"
                 if staging == "host":
@@ -610,7 +620,7 @@ class VllmGeneration(GenerationInterface, ElasticEngines):
     def _on_engines(self, method: str, *args: object, **kwargs: object) -> list[Any]:
         """Call `method` on every engine; return one result per engine."""
         call = self._engines.submit_all(method, *args, **kwargs)
-        return self._of_engines(self._engines.wait(call, timeout_s=self._timeout_s))
+        return self._of_engines(call, self._engines.wait(call, timeout_s=self._timeout_s))
 
     def _on_engines_beside(self, method: str, *args: object, **kwargs: object) -> list[Any]:
         """Do as `_on_engines`, also while `generate` runs."""
@@ -620,7 +630,7 @@ class VllmGeneration(GenerationInterface, ElasticEngines):
         self, ranks: Sequence[int], method: str, *args: object, **kwargs: object
     ) -> list[Any]:
         call = self._engines.submit_beside_on(ranks, method, *args, **kwargs)
-        return self._of_engines(self._engines.wait(call, timeout_s=self._timeout_s))
+        return self._of_engines(call, self._engines.wait(call, timeout_s=self._timeout_s))
 
     def _advance(self) -> None:
         """Start engines anew that have died; let those sample that need no weights."""
@@ -637,22 +647,23 @@ class VllmGeneration(GenerationInterface, ElasticEngines):
                     )
                 self._restore(self._replacements.joining)
 
-    def _commit(self, version: int) -> None:
-        """Commit at all engines of the update that live: what some have committed stays."""
-        ranks = self._engines.ranks if self._updated is None else self._updated
-        while ranks:
-            deaths = list(self._engines.num_deaths)
+    def _on_updated(self, method: str, *args: object, without: Sequence[int] = ()) -> list[Any]:
+        """Call `method` on the ranks of the update, and again without those that die."""
+        while True:
+            ranks = [rank for rank in self._left_of_update() if rank not in without]
             try:
-                self._on_ranks(ranks, "commit_update", version)
-                return
+                return self._on_ranks(ranks, method, *args)
             except WorkerDiedError:
-                if not self.is_usable:
+                # Bounded: each time there is one rank less.
+                if not self.is_usable or set(ranks) <= set(self._left_of_update()):
                     raise
-                ranks = [each for each in ranks if self._engines.num_deaths[each] == deaths[each]]
-                joined = self._replacements.ranks_of
-                self._catching_up = [
-                    each for each in self._catching_up if joined([each])[0] in ranks
-                ]
+
+    def _left_of_update(self) -> list[int]:
+        """Return the ranks of the update that live, as far as it is known."""
+        if self._updated is None:
+            return self._engines.ranks
+        deaths = self._engines.num_deaths
+        return [rank for rank, before in self._updated.items() if deaths[rank] == before]
 
     def _restore(self, joined: Sequence[int]) -> None:
         """Give work to engines that have joined and hold the weights."""
@@ -663,14 +674,19 @@ class VllmGeneration(GenerationInterface, ElasticEngines):
             self._replacements.restore(engines)
             for engine in engines:
                 rank = self._replacements.ranks_of([engine])[0]
-                (self.facts[engine],) = self._on_ranks([rank], "describe")
+                try:
+                    (self.facts[engine],) = self._on_ranks([rank], "describe")
+                except WorkerDiedError:
+                    # It is lost again, and started anew by the next `_advance`.
+                    if not self.is_usable:
+                        raise
+                    continue
                 self._stream.revive(rank)
 
     def _submit_generate(self, batch: BatchedDataDict[Any], *, greedy: bool) -> RankCall:
         self._advance()
-        ranks = set(self._engines.ranks)
-        per_engine = self.num_receivers // self.num_engines
-        alive = [each for each in range(self.num_engines) if each * per_engine in ranks]
+        # Where none is left, the group refuses the call.
+        alive = self._alive or list(range(self.num_engines))
         shards = dispatch.plan_in_order(batch, data_parallel=len(alive))
         # Nothing is sent to an engine without rows that has died.
         plans = [ShardPlan(rows=[], elem_counts_per_gb=[0])] * self.num_engines
@@ -680,9 +696,21 @@ class VllmGeneration(GenerationInterface, ElasticEngines):
             "generate", batch, plans, sampling=self._sampling, greedy=greedy
         )
 
-    def _of_engines(self, results: Sequence[ResultT]) -> list[ResultT]:
+    @property
+    def _alive(self) -> list[int]:
+        """The engines that calls go to."""
+        per_engine = self.num_receivers // self.num_engines
+        return [rank // per_engine for rank in self._engines.ranks if rank % per_engine == 0]
+
+    def _of_engines(self, call: RankCall, results: Sequence[ResultT]) -> list[ResultT]:
         """Return the results of the ranks with an engine, the first of each group."""
-        return list(results[:: self.num_receivers // self.num_engines])
+        per_engine = self.num_receivers // self.num_engines
+        # By rank, as some ranks of an engine may be lost before the others are.
+        return [
+            result
+            for rank, result in zip(call.result_ranks, results, strict=True)
+            if rank % per_engine == 0
+        ]
 
 
 def _engine_grid(

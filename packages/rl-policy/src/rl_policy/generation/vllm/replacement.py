@@ -90,15 +90,17 @@ class Replacements:
         if len(ready) < len(starting):
             return
         del self._starting[engine]
-        try:
-            ray.get(starting)
-        except RayError as error:
-            failures = self._failures[engine] = self._failures.get(engine, 0) + 1
-            if failures >= _MOST_FAILURES:
-                raise self._group.failure_of(engine, "__init__", error) from error
-            logger.warning("engine %d did not start, and is started again: %s", engine, error)
-            self._start(engine, self.ranks_of([engine]))
-            return
+        ranks = self.ranks_of([engine])
+        for rank, start in zip(ranks, starting, strict=True):
+            try:
+                ray.get(start)
+            except RayError as error:
+                failures = self._failures[engine] = self._failures.get(engine, 0) + 1
+                if failures >= _MOST_FAILURES:
+                    raise self._group.failure_of(rank, "__init__", error) from error
+                logger.warning("engine %d did not start, and is started again: %s", engine, error)
+                self._start(engine, ranks)
+                return
         self.joining.append(engine)
 
     def _deaths(self, ranks: Iterable[int]) -> int:

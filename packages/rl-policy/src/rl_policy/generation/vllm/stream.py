@@ -149,14 +149,14 @@ class EngineStream:
 
     def _leave_lost(self) -> None:
         """Use engines no more of which another call has shown that they have died."""
-        lost = set(self._group.lost_ranks)
+        lost, known = set(self._group.lost_ranks), self._known()
         for engine in self._engines:
             if engine.is_alive and engine.rank in lost:
                 self._leave(engine)
         if self._group.ranks_stand_alone and not any(each.is_alive for each in self._engines):
             summary, reason = f"every engine of {self._group.name} died", "see the log"
             death = WorkerDiedError(summary, reason=reason, details=reason)
-            raise EngineLostError(death, tickets=self._known())
+            raise EngineLostError(death, tickets=known)
 
     def _leave(self, engine: _Engine) -> None:
         """Use an engine no more; what it samples waits for another one, if there is one."""

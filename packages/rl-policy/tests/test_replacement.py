@@ -1,0 +1,93 @@
+"""Engines of several ranks that are started anew, without vLLM."""
+
+import os
+import signal
+import sys
+import time
+
+import numpy as np
+import pytest
+import ray
+from rl_policy import RayVirtualCluster, RayWorkerGroup
+from rl_policy.generation.vllm import replacement
+from rl_policy.generation.vllm.replacement import Replacements
+from rl_policy.ray.worker_group import NamedSharding, WorkerDiedError
+
+# Workers cannot import this module, whose class is sent to them.
+ray.cloudpickle.register_pickle_by_value(sys.modules[__name__])
+
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
+
+LIMIT_S = 300
+
+
+class Rank:
+    """Does not start on the rank that a file names, while there is one."""
+
+    def __init__(self, path):
+        if path.exists() and path.read_text() == os.environ["RANK"]:
+            raise RuntimeError("no room")
+
+    def process_id(self):
+        return os.getpid()
+
+    def shutdown(self):
+        pass
+
+
+@pytest.fixture
+def broken(tmp_path):
+    return tmp_path / "broken"
+
+
+@pytest.fixture
+def group(shared_ray, broken):
+    cluster = RayVirtualCluster([4])
+    sharding = NamedSharding(np.arange(4).reshape(2, 2), ["data_parallel", "tensor_parallel"])
+    group = RayWorkerGroup(
+        cluster, Rank, (broken,), sharding=sharding, name="ranks", ranks_stand_alone=True
+    )
+    yield group
+    group.shutdown()
+    cluster.shutdown()
+
+
+def advance_until(replacements, is_done):
+    deadline = time.monotonic() + LIMIT_S
+    while not is_done():
+        assert time.monotonic() < deadline
+        replacements.advance()
+        time.sleep(0.05)
+
+
+def test_an_engine_comes_back_with_all_its_ranks_or_is_named_by_the_one_that_fails(
+    group, broken, monkeypatch
+):
+    monkeypatch.setattr(replacement, "_MOST_FAILURES", 2)
+    replacements = Replacements(group, ranks_per_engine=2)
+    before = group.run_all("process_id")
+    os.kill(before[2], signal.SIGKILL)
+    with pytest.raises(WorkerDiedError, match="rank 2 of ranks died"):
+        group.run_all("process_id")
+    # A start that fails is repeated.
+    broken.write_text("3")
+    advance_until(replacements, lambda: replacements.num_replaced == 2)
+    broken.unlink()
+    advance_until(replacements, lambda: replacements.joining == [1])
+    assert group.ranks == [0, 1]
+    assert group.run_all("process_id") == before[:2]
+    replacements.restore([1])
+    assert (replacements.joining, group.ranks) == ([], [0, 1, 2, 3])
+    after = group.run_all("process_id")
+    assert after[:2] == before[:2]
+    assert set(after[2:]).isdisjoint(before)
+
+    broken.write_text("3")
+    os.kill(after[2], signal.SIGKILL)
+    with pytest.raises(WorkerDiedError):
+        group.run_all("process_id")
+    with pytest.raises(RuntimeError, match="no room") as error:
+        advance_until(replacements, lambda: replacements.joining)
+    assert "raised on rank 3 of ranks during __init__" in error.value.__notes__
+    # The other engine is as it was.
+    assert group.run_all("process_id") == before[:2]
