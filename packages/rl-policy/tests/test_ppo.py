@@ -73,42 +73,6 @@ def test_a_resumed_run_measures_what_an_uninterrupted_one_does(shared_ray, tmp_p
     assert accuracy == rows[-1]["accuracy"]
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    "settings",
-    [
-        ["policy.dtensor_cfg.lora.enabled=true", "policy.dtensor_cfg.lora.r=4"],
-        pytest.param(
-            [
-                "policy.dtensor_cfg.enabled=false",
-                "policy.megatron_cfg.enabled=true",
-                "ppo.value_policy.dtensor_cfg.enabled=true",
-            ],
-            marks=pytest.mark.needs("rl-policy[megatron]"),
-        ),
-    ],
-    ids=["lora", "megatron"],
-)
-def test_an_adapted_policy_and_one_of_another_backend_learn_and_resume(
-    shared_ray, tmp_path, monkeypatch, settings
-):
-    monkeypatch.chdir(write_workplace(tmp_path))
-    begin = ["--config", "run.yaml", "data.path=problems.jsonl", *SETTINGS, *settings]
-    run("--out", "out", *begin, "ppo.steps=2")
-    run("--resume", "out", "ppo.steps=4")
-    rows = measured(Path("out"))
-    assert [row["step"] for row in rows] == [0, 1, 2, 3, 4]
-    # The reference of the first step is the policy itself.
-    assert rows[1]["reward_kl"] == pytest.approx(0, abs=1e-5)
-    assert all(row["reward_kl"] != 0 and row["grad_norm"] > 0 for row in rows[2:])
-    losses = [row["value_loss"] for row in rows[1:]]
-    assert losses[-1] < losses[0] / 2
-    final = AutoModelForCausalLM.from_pretrained("out/final").state_dict()
-    start = AutoModelForCausalLM.from_pretrained("out/tiny_model").state_dict()
-    assert final.keys() == start.keys()
-    assert any(not torch.equal(final[key], start[key]) for key in final)
-
-
 EPISODES = """
 class Bytes:
     def reset(self, problem):

@@ -1,0 +1,54 @@
+"""PPO of adapters, and with a value model of another backend than the policy's."""
+
+import pytest
+import torch
+from recipe_runs import write_workplace
+from rl_policy.cli import build_app
+from rl_policy.run.metrics import read_metrics
+from transformers import AutoModelForCausalLM
+from typer.testing import CliRunner
+
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.timeout(300),
+    pytest.mark.needs("rl-policy[all]"),
+]
+
+SETTINGS = [
+    "ppo.warm_up=false",
+    "ppo.prompts_per_step=16",
+    "ppo.epochs_per_step=2",
+    "ppo.eval_every=2",
+    "ppo.value_policy.optimizer.kwargs.lr=3e-3",
+    "checkpoint.every=2",
+]
+LORA = ["policy.dtensor_cfg.lora.enabled=true", "policy.dtensor_cfg.lora.r=4"]
+MEGATRON = [
+    "policy.dtensor_cfg.enabled=false",
+    "policy.megatron_cfg.enabled=true",
+    "ppo.value_policy.dtensor_cfg.enabled=true",
+]
+
+
+def run(*arguments):
+    result = CliRunner().invoke(build_app(), ["ppo", *arguments], catch_exceptions=False)
+    assert result.exit_code == 0, result.output
+
+
+@pytest.mark.parametrize("settings", [LORA, MEGATRON], ids=["lora", "megatron"])
+def test_policy_and_value_model_learn_and_resume(shared_ray, tmp_path, monkeypatch, settings):
+    monkeypatch.chdir(write_workplace(tmp_path))
+    begin = ["--config", "run.yaml", "data.path=problems.jsonl", *SETTINGS, *settings]
+    run("--out", "out", *begin, "ppo.steps=2")
+    run("--resume", "out", "ppo.steps=4")
+    rows = read_metrics(tmp_path / "out" / "metrics.jsonl")
+    assert [row["step"] for row in rows] == [0, 1, 2, 3, 4]
+    # The reference of the first step is the policy itself.
+    assert rows[1]["reward_kl"] == pytest.approx(0, abs=1e-5)
+    assert all(row["reward_kl"] != 0 and row["grad_norm"] > 0 for row in rows[2:])
+    losses = [row["value_loss"] for row in rows[1:]]
+    assert losses[-1] < losses[0] / 2
+    final = AutoModelForCausalLM.from_pretrained("out/final").state_dict()
+    start = AutoModelForCausalLM.from_pretrained("out/tiny_model").state_dict()
+    assert final.keys() == start.keys()
+    assert any(not torch.equal(final[key], start[key]) for key in final)
