@@ -485,7 +485,10 @@ def versions_window(session: nox.Session) -> None:
     All that are named are in one environment; one without a version has the newest on the index.
     `--record` writes what became of them to the documentation's page.
     """
-    wanted = window.wanted_versions([word for word in session.posargs if word != "--record"])
+    try:
+        wanted = window.wanted_versions([word for word in session.posargs if word != "--record"])
+    except ValueError as error:
+        session.error(str(error))
     lines = test_versions(session, wanted)
     for line in lines:
         session.log(f"{line.dependency} {line.version}: {line.outcome} {window.counts(line)}")
@@ -567,17 +570,18 @@ def run_cases(
     broken: list[str] = []
     for package in LONGEST_FIRST:
         files = sorted(path for path in found if path.is_relative_to(ROOT / "packages" / package))
-        # Not of the session's folder for temporary files, which is too long for Ray's sockets.
+        if not files:
+            continue
+        # Not in nox's folder for temporary files, whose path is too long for Ray's sockets.
         results = Path(session.virtualenv.location) / f"results-{package}.xml"
         results.unlink(missing_ok=True)
-        wanted = [*map(str, files), "-m", expression, *ways, "--continue-on-collection-errors"]
+        options = ["-m", expression, *ways, "--continue-on-collection-errors"]
+        command = ["pytest", *map(str, files), *options, f"--junitxml={results}"]
         # 1: tests failed, which the results say; 5: none of a package's tests is selected.
         codes = [0, 1, 5]
         try:
-            if files:
-                written = f"--junitxml={results}"
-                session.run("pytest", *wanted, written, env=ENVIRONMENT, success_codes=codes)
-                cases += window.read_cases(results, package)
+            session.run(*command, env=ENVIRONMENT, success_codes=codes)
+            cases += window.read_cases(results, package)
         except CommandFailed:
             broken.append(package)
     return cases, broken

@@ -8,9 +8,9 @@ import numpy as np
 import pytest
 import torch
 from backend_runs import ADAMW, TOLERANCE, batch, config, make_tokenizer, save_model
+from ppo_runs import SETTINGS, run
 from recipe_runs import CONFIG, TIMES, write_workplace
 from rl_policy import Policy, PPOTrainer, RayVirtualCluster
-from rl_policy.cli import build_app
 from rl_policy.config import load_run_config
 from rl_policy.losses import ValueLoss
 from rl_policy.recipes.ppo import PpoLossSection, PpoSection, add_advantages, value_policy
@@ -18,26 +18,12 @@ from rl_policy.run.inputs import prepare_inputs
 from rl_policy.run.metrics import read_metrics
 from rl_policy.run.samples import read_samples
 from transformers import AutoModelForCausalLM, AutoModelForTokenClassification
-from typer.testing import CliRunner
 
 pytestmark = [pytest.mark.timeout(300), pytest.mark.needs("rl-policy[dtensor]")]
 
 BUDGETS = {"enabled": True, "train_mb_tokens": 24, "logprob_mb_tokens": 24}
 PACKED = {**BUDGETS, "algorithm": "modified_first_fit_decreasing"}
 DYNAMIC = {**BUDGETS, "sequence_length_round": 4}
-SETTINGS = [
-    "ppo.warm_up=false",
-    "ppo.prompts_per_step=16",
-    "ppo.epochs_per_step=2",
-    "ppo.eval_every=2",
-    "ppo.value_policy.optimizer.kwargs.lr=3e-3",
-    "checkpoint.every=2",
-]
-
-
-def run(*arguments):
-    result = CliRunner().invoke(build_app(), ["ppo", *arguments], catch_exceptions=False)
-    assert result.exit_code == 0, result.output
 
 
 def measured(path):

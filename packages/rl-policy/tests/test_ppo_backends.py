@@ -2,11 +2,10 @@
 
 import pytest
 import torch
+from ppo_runs import SETTINGS, run
 from recipe_runs import write_workplace
-from rl_policy.cli import build_app
 from rl_policy.run.metrics import read_metrics
 from transformers import AutoModelForCausalLM
-from typer.testing import CliRunner
 
 pytestmark = [
     pytest.mark.slow,
@@ -14,25 +13,12 @@ pytestmark = [
     pytest.mark.needs("rl-policy[all]"),
 ]
 
-SETTINGS = [
-    "ppo.warm_up=false",
-    "ppo.prompts_per_step=16",
-    "ppo.epochs_per_step=2",
-    "ppo.eval_every=2",
-    "ppo.value_policy.optimizer.kwargs.lr=3e-3",
-    "checkpoint.every=2",
-]
 LORA = ["policy.dtensor_cfg.lora.enabled=true", "policy.dtensor_cfg.lora.r=4"]
 MEGATRON = [
     "policy.dtensor_cfg.enabled=false",
     "policy.megatron_cfg.enabled=true",
     "ppo.value_policy.dtensor_cfg.enabled=true",
 ]
-
-
-def run(*arguments):
-    result = CliRunner().invoke(build_app(), ["ppo", *arguments], catch_exceptions=False)
-    assert result.exit_code == 0, result.output
 
 
 @pytest.mark.parametrize("settings", [LORA, MEGATRON], ids=["lora", "megatron"])

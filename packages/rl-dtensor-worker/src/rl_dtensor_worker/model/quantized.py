@@ -13,18 +13,18 @@ from typing import TYPE_CHECKING, Any, cast
 
 import torch
 from rl_interfaces.backend.checkpoint.hf_files import SafetensorsFiles, take
+from rl_refit.block_fp8 import BLOCK, SCALES
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping, Sequence
 
     from transformers import PreTrainedConfig
 
-_SCALE = "_scale_inv"
 _BLOCKS, _EXPONENTS = "_blocks", "_scales"
 _EXPONENT_BIAS = 127
 # The values of 4 bits: sign, two bits of exponent, one of mantissa.
 _E2M1 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0, -0.0, -0.5, -1.0, -1.5, -2.0, -3.0, -4.0, -6.0)
-_BLOCK_SIZE = (128, 128)  # transformers' default
+_BLOCK_SIZE = (BLOCK, BLOCK)  # transformers' default
 
 
 def take_quantization(model_config: PreTrainedConfig, model_name: str) -> dict[str, Any] | None:
@@ -74,10 +74,10 @@ class BlockFp8Files(SafetensorsFiles):
         with self:
             for name in self.names:
                 stored = self._file_of(name).get_slice(name).get_dtype()
-                if stored.startswith("F8") and name + _SCALE not in self._paths:
+                if stored.startswith("F8") and name + SCALES not in self._paths:
                     raise ValueError(
                         f"policy.model_name: the checkpoint's {name} is in float8 ({stored}), and "
-                        f"there is no {name + _SCALE}: other formats with quant_method='fp8' than "
+                        f"there is no {name + SCALES}: other formats with quant_method='fp8' than "
                         "block-FP8 cannot be trained; give a checkpoint in full precision"
                     )
 
@@ -86,14 +86,14 @@ class BlockFp8Files(SafetensorsFiles):
         """The names of all tensors; scales are part of those that they scale."""
         names = super().names
         present = set(names)
-        return [n for n in names if not (n.endswith(_SCALE) and n.removesuffix(_SCALE) in present)]
+        return [n for n in names if not (n.endswith(SCALES) and n.removesuffix(SCALES) in present)]
 
     def read(self, name: str, indices: Sequence[torch.Tensor] | None = None) -> torch.Tensor:
         """See `SafetensorsFiles.read`; a tensor with scales is returned in float32."""
         values = super().read(name, indices)
-        if name + _SCALE not in self._paths:
+        if name + SCALES not in self._paths:
             return values
-        scales = super().read(name + _SCALE).float()
+        scales = super().read(name + SCALES).float()
         if scales.numel() > 1:
             for dim, size in zip((-2, -1), self._block_size, strict=True):
                 length = self.shape(name)[dim]
@@ -105,7 +105,7 @@ class BlockFp8Files(SafetensorsFiles):
 
     def equal(self, left: str, right: str) -> bool:
         """See `SafetensorsFiles.equal`."""
-        scales = [name + _SCALE for name in (left, right) if name + _SCALE in self._paths]
+        scales = [name + SCALES for name in (left, right) if name + SCALES in self._paths]
         if len(scales) == 1 or not super().equal(left, right):
             return False
         return not scales or super().equal(*scales)
