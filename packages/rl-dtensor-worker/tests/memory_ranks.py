@@ -9,6 +9,8 @@ Two ways to measure, which hold each other:
   add up, so that it is for one rank.
 """
 
+import gc
+import time
 import weakref
 from contextlib import contextmanager
 from types import SimpleNamespace
@@ -32,12 +34,22 @@ class Storages(TorchDispatchMode):
     def live(self):
         return sum(storage.nbytes() for storage in self._alive)
 
+    def settled(self, unchanged_s=0.25, timeout_s=10.0):
+        """Return what is alive once gloo's threads have let go of the buffers of finished calls."""
+        gc.collect()  # cycles are freed whenever Python comes to it
+        live, since, start = self.live(), time.monotonic(), time.monotonic()
+        while (now := time.monotonic()) - since < unchanged_s and now - start < timeout_s:
+            time.sleep(0.01)
+            if (latest := self.live()) != live:
+                live, since = latest, now
+        return live
+
     @contextmanager
     def counting(self):
         found = SimpleNamespace()
-        self.peak = self.live()
+        self.peak = self.settled()
         yield found
-        found.growth, found.peak = self.live(), self.peak
+        found.growth, found.peak = self.settled(), self.peak
 
     def watch(self, tensors):
         for tensor in tensors:
