@@ -11,10 +11,11 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from refit_pairs import LIMIT_S, DeltaPair
-from rl_refit import RefitError, RefitSender, TensorSource, VerificationError, outbound
+from rl_refit import RefitError, RefitSender, TensorSource, VerificationError
 from rl_refit import delta as delta_module
 from rl_refit.delta import FULL, SLICE_WORDS, Base, PatchWriter, apply_patch, slices_of, words_of
 from rl_refit.digest import RunningDigest
+from rl_refit.ends import outbound
 from rl_refit.plan import RefitPlan
 from rl_refit.testing import check_rule, rule_names
 from rl_refit.testing.pair import (

@@ -7,7 +7,7 @@ from pair_apart import PairApart
 from refit_pairs import Engine as ThreadEngine
 from refit_pairs import make_sender, must, outcomes, refit, same, some_tensors
 from rl_refit import RefitError, RefitReport, RefitSender
-from rl_refit.membership import Membership
+from rl_refit.ends.membership import Membership
 from rl_refit.testing.pair import Engine, World
 
 pytestmark = [pytest.mark.needs("rl-refit[testing]"), pytest.mark.timeout(120)]

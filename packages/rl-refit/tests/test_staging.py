@@ -7,7 +7,7 @@ import pytest
 import torch
 from refit_pairs import LIMIT_S, make_sender, some_tensors
 from rl_refit import RefitError, RefitReceiver, RefitSender, TensorSource
-from rl_refit import session as session_module
+from rl_refit.ends import session as session_module
 from rl_refit.host_memory import available_bytes
 
 

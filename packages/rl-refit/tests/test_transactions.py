@@ -17,7 +17,7 @@ from rl_refit import (
     TensorSource,
     VerificationError,
 )
-from rl_refit.outbound import Connections, Receivers
+from rl_refit.ends.outbound import Connections, Receivers
 from rl_refit.protocol.channel import Channel
 from rl_refit.protocol.endpoint import MAGIC, NONCE_BYTES, dial
 from rl_refit.protocol.waiting import Deadline

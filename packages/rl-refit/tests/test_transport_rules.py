@@ -2,7 +2,8 @@
 
 import broken_pairs as broken
 import pytest
-from rl_refit import digest, outbound
+from rl_refit import digest
+from rl_refit.ends import outbound
 from rl_refit.testing import check_rule, kills, leftovers, rule_names
 from rl_refit.testing import pair as pair_module
 

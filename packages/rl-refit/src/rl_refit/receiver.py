@@ -12,8 +12,9 @@ from typing import NoReturn
 import torch
 
 from rl_refit.digest import digest_of_all
+from rl_refit.ends.inbound import InboundStream, LiveWeights, Load
+from rl_refit.ends.session import Connector, Session, require_message
 from rl_refit.errors import PlanMismatchError, RefitError
-from rl_refit.inbound import InboundStream, LiveWeights, Load
 from rl_refit.protocol import State, WeightVersion
 from rl_refit.protocol.channel import (
     Begin,
@@ -27,7 +28,6 @@ from rl_refit.protocol.channel import (
 from rl_refit.protocol.endpoint import remove_remains
 from rl_refit.protocol.waiting import Closing, Deadline
 from rl_refit.report import RefitReport, Stopwatch, Traffic
-from rl_refit.session import Connector, Session, require_message
 
 logger = logging.getLogger(__name__)
 

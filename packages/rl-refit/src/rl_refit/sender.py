@@ -14,9 +14,8 @@ from rl_refit.adapters import check_adapters
 from rl_refit.buffers import PieceViews
 from rl_refit.delta import Base, base_bytes
 from rl_refit.digest import digest_of_all
-from rl_refit.errors import RefitError
-from rl_refit.membership import Membership
-from rl_refit.outbound import (
+from rl_refit.ends.membership import Membership
+from rl_refit.ends.outbound import (
     Connections,
     NamedTensors,
     OutboundStream,
@@ -25,6 +24,7 @@ from rl_refit.outbound import (
     check_exhausted,
     take_tensor,
 )
+from rl_refit.errors import RefitError
 from rl_refit.plan import RefitPlan, default_bucket_bytes, read_specs
 from rl_refit.protocol.channel import Begin, Channel, ChannelClosed, Commit, Join, Offer, Start
 from rl_refit.protocol.endpoint import Endpoint

@@ -13,7 +13,7 @@ from typing import TypedDict, TypeVar, Unpack
 import msgspec
 import torch
 
-from rl_refit.outbound import Connections, NamedTensors, OutboundStream, Receivers
+from rl_refit.ends.outbound import Connections, NamedTensors, OutboundStream, Receivers
 from rl_refit.plan import Bucket, WirePlan
 from rl_refit.protocol.channel import Filled, Offer
 from rl_refit.protocol.waiting import Closing, Deadline

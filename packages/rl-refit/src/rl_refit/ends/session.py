@@ -11,8 +11,8 @@ from dataclasses import dataclass
 import torch
 
 from rl_refit.delta import Base, base_bytes
+from rl_refit.ends.inbound import Unpacker
 from rl_refit.errors import PlanMismatchError, RefitError
-from rl_refit.inbound import Unpacker
 from rl_refit.plan import RefitPlan, TensorSpec, WirePlan, differences, read_specs
 from rl_refit.protocol.channel import (
     Accepted,
