@@ -360,14 +360,22 @@ class RayWorkerGroup:
             self._failure = WorkerDiedError(summary, reason=reason, details=reason)
             self._kill()
 
+    def end_lost(self, ranks: Iterable[int]) -> None:
+        """End the processes of lost ranks that still run, so that their bundles are free."""
+        for rank in ranks:
+            assert rank in self._lost, "it was lost"
+            host = self._hosts[rank]
+            # Calls that it leaves behind are no deaths of the process that follows it.
+            self._dead_actors.add(host._actor_id.hex())
+            ray.kill(host)
+
     def replace(self, rank: int) -> ray.ObjectRef[None]:
         """Start a rank that was lost anew, in its place; return the future of its construction.
 
         Calls do not go to it before `restore`, except those that name it.
         """
         self._refuse_after_end()
-        assert rank in self._lost, "it was lost"
-        ray.kill(self._hosts[rank])
+        self.end_lost([rank])
         host = self._hosts[rank] = self._create_host(rank)
         # In this order, as an actor's calls of one kind are.
         host.set_environment.remote(self._environments[rank])

@@ -94,7 +94,8 @@ class VllmGeneration(GenerationInterface, ElasticEngines):
         name_prefix: Prefix of the engines' names in errors and in their output.
         workers_per_node: How many bundles of each node to use. None: all.
         seed: Seed of the samples.
-        timeout_s: Limit of the start and of each call but `generate`, in seconds.
+        timeout_s: Limit of the start and of each call but `generate`, in seconds. Of a start anew
+            too: one that takes longer is repeated.
         weight_version: Of the weights in `model_name`.
 
     Raises:
@@ -164,7 +165,11 @@ class VllmGeneration(GenerationInterface, ElasticEngines):
             lanes=LANES,
             ranks_stand_alone=is_elastic,
         )
-        self._replacements = Replacements(self._group, ranks_per_engine=engine.tensor_parallel_size)
+        self._replacements = Replacements(
+            self._group,
+            ranks_per_engine=engine.tensor_parallel_size,
+            start_timeout_s=timeout_s,
+        )
         self.facts: list[EngineFacts] = self._on_engines("describe")
         per_engine = engine.max_requests_in_flight or 2 * engine.max_num_seqs
         self._stream = EngineStream(
