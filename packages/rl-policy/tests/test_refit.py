@@ -159,6 +159,13 @@ def test_a_report_has_what_was_sent_and_had_changed_where_it_is_known():
     assert "refit_changed" not in merged
 
 
+def test_a_report_counts_the_receivers_that_any_sender_has_dropped():
+    routes = RefitRoutes(receivers_per_rank=(2, 2, 0))
+    reports = [report(2.0, 1.5, 0, refit_dropped=dropped) for dropped in (1, 2, 5)]
+    assert routes.merge_reports(reports)["refit_dropped"] == 3
+    assert "refit_dropped" not in routes.merge_reports([report(2.0, 1.5, 0)] * 3)
+
+
 def test_ranks_that_only_gather_do_not_count():
     merged = RefitRoutes(receivers_per_rank=(2, 0)).merge_reports(
         [report(2.0, 1.5, 1), report(9.0, 0.0)]

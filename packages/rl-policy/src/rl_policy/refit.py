@@ -34,6 +34,7 @@ CallT = TypeVar("CallT")
 _GIB = 2**30
 _RATE = "refit_gb_per_s"
 # Of workers that report them.
+_DROPPED = "refit_dropped"
 _TRAFFIC = ("refit_bytes_sent", "refit_changed")
 
 
@@ -185,7 +186,8 @@ class RefitRoutes:
         """Return one report of a refit from those of all trainer ranks.
 
         Seconds are the maximum over the senders. Bytes are the model's, counted once; what was sent
-        in their place, and the share that had changed, are those of the slowest sender.
+        in their place, and the share that had changed, are those of the slowest sender. Receivers
+        that were dropped are those of all senders.
 
         Args:
             reports: Of each trainer rank, see `rl_refit.RefitReport.as_metrics`.
@@ -200,8 +202,10 @@ class RefitRoutes:
             # The rate ends in `_s` too, but is no duration.
             if name.endswith("_s") and name != _RATE
         }
+        dropped = [report[_DROPPED] for report in senders if _DROPPED in report]
         return {
             **seconds,
+            **({_DROPPED: sum(dropped)} if dropped else {}),
             "refit_bytes": slowest["refit_bytes"],
             "refit_staged": min(report["refit_staged"] for report in senders),
             _RATE: slowest["refit_bytes"] / slowest["refit_s"] / 1e9,

@@ -658,10 +658,11 @@ class VllmGeneration(GenerationInterface, ElasticEngines):
             ranks = [rank for rank in self._left_of_update() if rank not in without]
             try:
                 return self._on_ranks(ranks, method, *args)
-            except WorkerDiedError:
+            except WorkerDiedError as death:
                 # Bounded: each time there is one rank less.
                 if not self.is_usable or set(ranks) <= set(self._left_of_update()):
                     raise
+                logger.warning("%s: the update goes on without it", death.summary)
 
     def _left_of_update(self) -> list[int]:
         """Return the ranks of the update that live, as far as it is known."""
