@@ -68,9 +68,9 @@ from rl_policy.recipes.policy_gradient import (
     valid_rewards,
     warm_up,
 )
-from rl_policy.recipes.policy_gradient_config import build_loss, has_warm_up
+from rl_policy.recipes.policy_gradient_config import build_loss, warm_up_policies
 from rl_policy.recipes.resampling import resample
-from rl_policy.recipes.sft import SFT, SftSection, sft_policy
+from rl_policy.recipes.sft import SFT, SftSection
 from rl_policy.run.directory import RunState
 from rl_policy.run.evaluation import greedy_accuracy, measuring_a_step
 from rl_policy.run.flops import DeviceSpeed
@@ -435,8 +435,8 @@ def _group_sampler(config: RunConfig, inputs: ProblemInputs, *, timeline: Timeli
     return CompletionGroups(encoder.prompt_batch, group_size=group_size, pad_id=encoder.pad_id)
 
 
-def _policies(config: RunConfig) -> list[Settings]:
-    return [config.policy, *([sft_policy(config)] if has_warm_up(config) else [])]
+def _policies(config: RunConfig) -> dict[str, Settings]:
+    return {"policy": config.policy} | warm_up_policies(config)
 
 
 GRPO = Recipe(

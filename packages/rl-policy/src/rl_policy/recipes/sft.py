@@ -47,6 +47,9 @@ from rl_policy.run.session import Session, open_policy, run_loop
 
 _LOGGER = logging.getLogger(__name__)
 
+SFT_PATH = "sft.policy"
+"""Of the overrides of `policy` for supervised fine-tuning."""
+
 
 class SftSection(Section):
     """Supervised fine-tuning on prompt and answer, alone or as the warm-up of GRPO."""
@@ -105,13 +108,13 @@ def sft_policy(config: RunConfig) -> Settings:
     merged = merge_policy(config.policy, own)
     # Only meaningful with engines: `colocated.enabled=False` contradicts sampling on the workers.
     merged.get("generation", {}).pop("colocated", None)
-    return resolve_policy(merged, path="sft.policy")
+    return resolve_policy(merged, path=SFT_PATH)
 
 
 def check_sft(config: RunConfig) -> None:
     """Raise `ValueError` if keys contradict each other."""
     check_sampling(config)
-    check_language_model(sft_policy(config), path="sft.policy")
+    check_language_model(sft_policy(config), path=SFT_PATH)
 
 
 def prepare_sft(config: RunConfig, encoder: ProblemEncoder) -> ProblemInputs:
@@ -122,10 +125,10 @@ def prepare_sft(config: RunConfig, encoder: ProblemEncoder) -> ProblemInputs:
     """
     sft = config.section(SftSection)
     key = f"sft.steps={sft.steps}"
-    check_schedule(sft_policy(config), num_steps=sft.steps, key=key, path="sft.policy")
+    check_schedule(sft_policy(config), num_steps=sft.steps, key=key, path=SFT_PATH)
     num_validation = 0 if sft.stop_pass_rate is None else config.data.num_validation
     inputs = prepare_problems(config, encoder, num_validation=num_validation, imitates_answers=True)
-    key = "sft.policy" if "max_total_sequence_length" in sft.policy else "policy"
+    key = SFT_PATH if "max_total_sequence_length" in sft.policy else "policy"
     check_rows(
         inputs.problems.demonstrations,
         encoder=encoder,
@@ -259,6 +262,11 @@ class SftTrainer:
         return accuracy, rate
 
 
+def _policies(config: RunConfig) -> dict[str, Settings]:
+    has_overrides = bool(config.section(SftSection).policy)
+    return {SFT_PATH if has_overrides else "policy": sft_policy(config)}
+
+
 SFT = Recipe(
     name="sft",
     sections={"sft": SftSection, "reward": RewardSection},
@@ -267,7 +275,7 @@ SFT = Recipe(
     run=run_sft,
     measure=measure_sft,
     check=check_sft,
-    policies=lambda config: [sft_policy(config)],
+    policies=_policies,
     builtin={
         "sft": {
             "steps": 1000,

@@ -12,7 +12,7 @@ from typing import Any, Generic, Protocol, TypeAlias, TypeVar
 
 import yaml
 
-from rl_policy.config import RunConfig, Settings, render_run_config
+from rl_policy.config import RunConfig, Settings, naming_section, render_run_config
 from rl_policy.data.rewards import RewardError
 from rl_policy.data.tiny_model import build_tiny_model, tiny_model_config
 from rl_policy.policy import Policy
@@ -153,6 +153,7 @@ def open_policy(
     session: AnySession,
     policy: Settings,
     *,
+    path: str = "policy",
     model: str,
     has_reference: bool,
     is_trained: bool = True,
@@ -162,7 +163,8 @@ def open_policy(
 
     Args:
         session: The run.
-        policy: The section `policy` of the configuration.
+        policy: The section `policy` of the configuration, complete.
+        path: The section's path, which its errors name.
         model: Name or directory of the model to start from, which is the reference too.
         has_reference: Whether to keep the reference.
         is_trained: Whether it has an optimizer.
@@ -171,15 +173,16 @@ def open_policy(
     """
     checkpoint = checkpoint or session.checkpoints().latest()
     config: Any = {**policy, "model_name": model}  # a PolicyConfig, and third parties' sections
-    opened = Policy(
-        session.cluster,
-        config,
-        session.inputs.tokenizer,
-        weights_path=None if checkpoint is None else checkpoint.weights,
-        optimizer_path=checkpoint.optimizer if checkpoint and is_trained else None,
-        init_optimizer=is_trained,
-        init_reference_model=has_reference,
-    )
+    with naming_section(path):
+        opened = Policy(
+            session.cluster,
+            config,
+            session.inputs.tokenizer,
+            weights_path=None if checkpoint is None else checkpoint.weights,
+            optimizer_path=checkpoint.optimizer if checkpoint and is_trained else None,
+            init_optimizer=is_trained,
+            init_reference_model=has_reference,
+        )
     try:
         yield opened, RunState() if checkpoint is None else checkpoint.state
     finally:
