@@ -173,6 +173,20 @@ def test_memory_that_there_was_no_room_for_sleeps_on():
     assert memory.calls == ["sleep", "wake weights", *["wake kv_cache"] * 3]
 
 
+def test_clients_that_wait_are_woken_by_all_that_lets_an_engine_sample():
+    engine, woken = engine_on(DeviceMemory(room=TAGS)), []
+    with engine._requests.waking(lambda: woken.append(engine._state.version)):
+        engine.sleep()
+        woken.clear()
+        engine.wake(None)
+        assert woken == [-1]
+        engine._state.begin_update(3)
+        engine._state.receive()
+        engine._loaded = {"by name"}
+        engine.commit_update(3)
+        assert woken == [-1, 3]
+
+
 @pytest.mark.parametrize(
     ("woken", "calls"),
     [("weights", ["sleep"]), ("kv_cache", ["wake weights", "sleep"])],

@@ -105,6 +105,31 @@ def test_batches_share_steps_and_finish_out_of_order(thread, scheduler):
     assert names_of(thread.run(scheduler.loop.add, [])) == []
 
 
+def test_a_failure_reaches_all_that_wait_though_one_cannot_take_it(thread, scheduler, caplog):
+    scheduler.gate.clear()
+    scheduler.breaks_at = 1
+    received = []
+
+    def refuse(error):
+        raise OSError("the client has gone")
+
+    def add():
+        batch = scheduler.add(r0=9)
+        for name, deliver in (("1", received.append), ("2", refuse), ("3", received.append)):
+            scheduler.left[f"{name}-abc"] = 9
+            scheduler.loop.add_stream(name, internal=f"{name}-abc", deliver=deliver)
+        return batch
+
+    batch = thread.run(add)
+    scheduler.gate.set()
+    with pytest.raises(ValueError, match="broken"):
+        batch.result(LIMIT_S)
+    assert scheduler.loop.wait_idle(LIMIT_S)
+    assert [str(error) for error in received] == ["broken", "broken"]
+    assert "2-abc: a client did not take the failure" in caplog.text
+    assert "the client has gone" in caplog.text
+
+
 def test_a_cancelled_batch_is_aborted_and_the_others_go_on(thread, scheduler):
     scheduler.gate.clear()
     first, second = thread.run(scheduler.add_all, {"r0": 1, "r1": 1000}, {"r2": 3})

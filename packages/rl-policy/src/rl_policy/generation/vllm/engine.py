@@ -347,6 +347,7 @@ class VllmEngine:
         if asleep and self._can_sleep:
             self._llm.wake_up(asleep)
         self._state.wake(asleep)  # after the call: it fails if the device has no room
+        self._requests.wake_clients()
         return not self._state.asleep()
 
     @in_turn
@@ -520,6 +521,7 @@ class VllmEngine:
             elif not self._loaded:
                 self._on_workers(commit, version)
         self._state.commit()
+        self._requests.wake_clients()
         self._update.pause_s = time.perf_counter() - self._update.begun_at
 
     # Clients
