@@ -32,7 +32,6 @@ from rl_policy.config import (
     resolve_policy,
 )
 from rl_policy.data.batches import Batch, ProblemEncoder, completion_batch
-from rl_policy.data.datasets import open_stream
 from rl_policy.losses import DistillationLoss
 from rl_policy.policy import Policy
 from rl_policy.recipes import Recipe
@@ -50,7 +49,7 @@ from rl_policy.recipes.sft import (
     sft_policy,
 )
 from rl_policy.run.directory import RunState
-from rl_policy.run.evaluation import greedy_accuracy, measuring_a_step, sample
+from rl_policy.run.evaluation import heldout_accuracy, measuring_a_step, sample
 from rl_policy.run.inputs import (
     ProblemInputs,
     check_language_model,
@@ -288,11 +287,8 @@ class DistillTrainer:
         self._sampler = sampler
         self._teacher = teacher
         self._samples = session.samples
-        self._stream = open_stream(
-            session.inputs.problems.train,
-            weights=session.config.data.weights,
-            seed=session.config.seed,
-            position=start.data_position,
+        self._stream = session.open_stream(
+            session.inputs.problems.train, position=start.data_position
         )
 
     @property
@@ -372,11 +368,8 @@ class DistillTrainer:
         return means
 
     def _accuracy(self, step: int) -> float:
-        heldout = self._inputs.problems.heldout
-        with self._sampler.after_step(step) as source:
-            return greedy_accuracy(
-                source, heldout, inputs=self._inputs, samples=self._samples, step=step
-            )
+        moved = self._sampler.after_step(step)
+        return heldout_accuracy(moved, inputs=self._inputs, samples=self._samples, step=step)
 
 
 def _policies(config: RunConfig) -> dict[str, Settings]:

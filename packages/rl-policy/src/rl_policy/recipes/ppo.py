@@ -32,7 +32,6 @@ from rl_policy.config import (
     resolve_policy,
 )
 from rl_policy.data.batches import Batch, ProblemEncoder, completion_batch
-from rl_policy.data.datasets import open_stream
 from rl_policy.data.rewards import mean_parts
 from rl_policy.environments.rollouts import episode_metrics
 from rl_policy.losses import (
@@ -75,7 +74,7 @@ from rl_policy.recipes.policy_gradient_config import (
 )
 from rl_policy.recipes.sft import SFT, SftSection
 from rl_policy.run.directory import RunState
-from rl_policy.run.evaluation import greedy_accuracy, measuring_a_step
+from rl_policy.run.evaluation import heldout_accuracy, measuring_a_step
 from rl_policy.run.flops import DeviceSpeed
 from rl_policy.run.inputs import (
     ProblemInputs,
@@ -356,11 +355,8 @@ class PpoTrainer:
         self._scorer = BatchScorer(session.config, policy)
         self._samples = session.samples
         self._speed = DeviceSpeed.of_run(session.config, model=model)
-        self._stream = open_stream(
-            session.inputs.problems.train,
-            weights=session.config.data.weights,
-            seed=session.config.seed,
-            position=start.data_position,
+        self._stream = session.open_stream(
+            session.inputs.problems.train, position=start.data_position
         )
 
     @property
@@ -473,11 +469,8 @@ class PpoTrainer:
         return estimated, self._values.train(batch, watch)
 
     def _accuracy(self, step: int) -> float:
-        heldout = self._inputs.problems.heldout
-        with self._sampler.after_step(step) as source:
-            return greedy_accuracy(
-                source, heldout, inputs=self._inputs, samples=self._samples, step=step
-            )
+        moved = self._sampler.after_step(step)
+        return heldout_accuracy(moved, inputs=self._inputs, samples=self._samples, step=step)
 
 
 def add_advantages(

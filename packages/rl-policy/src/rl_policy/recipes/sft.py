@@ -28,7 +28,6 @@ from rl_policy.config import (
     resolve_policy,
 )
 from rl_policy.data.batches import ProblemEncoder
-from rl_policy.data.datasets import open_stream
 from rl_policy.losses import NLLLoss
 from rl_policy.policy import Policy
 from rl_policy.recipes import Recipe
@@ -202,11 +201,8 @@ class SftTrainer:
         self._batch_size = sft_policy(session.config)["train_global_batch_size"]
         self._policy = policy
         self._samples = session.samples
-        self._stream = open_stream(
-            session.inputs.problems.demonstrations,
-            weights=session.config.data.weights,
-            seed=session.config.seed,
-            position=start.data_position,
+        self._stream = session.open_stream(
+            session.inputs.problems.demonstrations, position=start.data_position
         )
 
     @property

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from importlib.util import find_spec
@@ -13,6 +13,7 @@ from typing import Any, Generic, Protocol, TypeAlias, TypeVar
 import yaml
 
 from rl_policy.config import RunConfig, Settings, naming_section, render_run_config
+from rl_policy.data.datasets import SourcedT, Stream, open_stream
 from rl_policy.data.rewards import RewardError
 from rl_policy.data.tiny_model import build_tiny_model, tiny_model_config
 from rl_policy.policy import Policy
@@ -62,6 +63,16 @@ class Session(Generic[InputsT]):
         """The completions that are recorded for the report."""
         limit = self.config.report.samples
         return SampleLog(self.directory.samples, limit=limit, encoder=self.inputs.encoder)
+
+    def open_stream(self, items: Sequence[SourcedT], *, position: int) -> Stream[SourcedT]:
+        """Return the stream of items, in the order of the run's seed and by its weights.
+
+        Args:
+            items: With the numbers of their sources.
+            position: Items that were drawn before.
+        """
+        config = self.config
+        return open_stream(items, weights=config.data.weights, seed=config.seed, position=position)
 
     def checkpoints(self) -> CheckpointManager:
         """Return the checkpoints of the run's directory, less what an interruption left behind."""
