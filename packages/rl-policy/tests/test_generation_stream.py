@@ -20,7 +20,8 @@ from rl_policy.generation.stream import SampledAtCollect
 from rl_policy.generation.vllm.running import EndedSubmission, RequestLoop
 from rl_policy.generation.vllm.stream import LANES, EngineLostError, EngineStream
 from rl_policy.generation.vllm.turns import EngineThread
-from rl_policy.ray.worker_group import NamedSharding, WorkerDiedError
+from rl_policy.ray.failures import WorkerDiedError
+from rl_policy.ray.sharding import NamedSharding
 
 # Workers cannot import this module, whose class is sent to them.
 ray.cloudpickle.register_pickle_by_value(sys.modules[__name__])

@@ -3,7 +3,7 @@
 from contextlib import nullcontext
 
 import pytest
-from rl_policy.ray.worker_group import WorkerDiedError
+from rl_policy.ray.failures import WorkerDiedError
 from rl_policy.refit import RefitRoutes, WeightLink, engines_on_device, group_for_ipc
 from rl_refit import RefitError
 

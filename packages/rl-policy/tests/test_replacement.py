@@ -11,7 +11,8 @@ import ray
 from rl_policy import RayVirtualCluster, RayWorkerGroup
 from rl_policy.generation.vllm import replacement
 from rl_policy.generation.vllm.replacement import Replacements
-from rl_policy.ray.worker_group import NamedSharding, WorkerDiedError
+from rl_policy.ray.failures import WorkerDiedError
+from rl_policy.ray.sharding import NamedSharding
 
 # Workers cannot import this module, whose class is sent to them.
 ray.cloudpickle.register_pickle_by_value(sys.modules[__name__])

@@ -8,7 +8,7 @@ import pytest
 import ray
 from rl_batched_data import BatchedDataDict
 from rl_policy import NamedSharding, RayVirtualCluster, RayWorkerGroup
-from rl_policy.ray.worker_group import WorkerDiedError, WorkerGroupError
+from rl_policy.ray.failures import WorkerDiedError, WorkerGroupError
 
 pytestmark = pytest.mark.timeout(180)
 

@@ -22,7 +22,7 @@ from typing import TYPE_CHECKING, Any, Generic, Protocol, TypeVar, cast, runtime
 
 from rl_refit.compat.handles import group_keys
 
-from rl_policy.ray.worker_group import WorkerDiedError
+from rl_policy.ray.failures import WorkerDiedError
 
 if TYPE_CHECKING:
     from rl_policy.policy import Policy

@@ -30,7 +30,7 @@ from rl_policy.generation.state import INITIAL_VERSION
 from rl_policy.generation.vllm.config import generation_of_policy
 from rl_policy.generation.vllm.serving import MAX_REQUEST_BYTES, ServerSettings, listen
 from rl_policy.ray.cluster import RayVirtualCluster
-from rl_policy.ray.worker_group import WorkerGroupError
+from rl_policy.ray.failures import WorkerGroupError
 from rl_policy.run.directory import CheckpointManager, RunDirectory, keep_secret
 
 if TYPE_CHECKING:

@@ -34,7 +34,7 @@ from rl_policy.environments.rollouts import episode_metrics
 from rl_policy.generation.vllm.config import complete_section
 from rl_policy.generation.vllm.requests import mean_staleness
 from rl_policy.policy import Policy
-from rl_policy.ray.worker_group import WorkerDiedError, death_behind
+from rl_policy.ray.failures import WorkerDiedError, death_behind
 from rl_policy.recipes import Recipe
 from rl_policy.recipes.async_rollouts import (
     AsyncRollouts,

@@ -18,7 +18,7 @@ from rl_policy.data.rewards import RewardError
 from rl_policy.data.tiny_model import build_tiny_model, tiny_model_config
 from rl_policy.policy import Policy
 from rl_policy.ray.cluster import SESSION, RayVirtualCluster
-from rl_policy.ray.worker_group import death_behind
+from rl_policy.ray.failures import death_behind
 from rl_policy.recipes import Recipe, find_recipe
 from rl_policy.run.directory import (
     Checkpoint,

@@ -33,7 +33,9 @@ from rl_policy.generation.vllm.replacement import Replacements
 from rl_policy.generation.vllm.requests import check_prompts, row_seeds
 from rl_policy.generation.vllm.stream import LANES, EngineStream
 from rl_policy.ray.cluster import bundle_nodes, bundles_per_node, rank_bundles
-from rl_policy.ray.worker_group import NamedSharding, RankCall, RayWorkerGroup, WorkerDiedError
+from rl_policy.ray.failures import WorkerDiedError
+from rl_policy.ray.sharding import NamedSharding
+from rl_policy.ray.worker_group import RankCall, RayWorkerGroup
 from rl_policy.refit import ElasticEngines
 
 if TYPE_CHECKING:
