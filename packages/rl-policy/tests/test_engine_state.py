@@ -4,9 +4,10 @@ from types import SimpleNamespace
 
 import pytest
 from rl_policy.generation.state import TAGS, EngineState, EngineStateError
-from rl_policy.generation.vllm.engine import UpdateTimes, VllmEngine
-from rl_policy.generation.vllm.running import RequestLoop
-from rl_policy.generation.vllm.turns import EngineThread
+from rl_policy.generation.vllm.engine.running import RequestLoop
+from rl_policy.generation.vllm.engine.turns import EngineThread
+from rl_policy.generation.vllm.engine.updates import EngineUpdates
+from rl_policy.generation.vllm.engine.vllm_engine import VllmEngine
 
 
 @pytest.fixture
@@ -153,8 +154,16 @@ def engine_on(memory):
     engine = object.__new__(VllmEngine)
     engine._state, engine._llm, engine._can_sleep = EngineState(), memory, True
     engine._config = SimpleNamespace(sleep_level=1, generate_timeout_s=60)
-    engine._update, engine._thread = UpdateTimes(), EngineThread()
+    engine._thread = EngineThread()
     engine._requests = RequestLoop(engine._thread, step=dict, abort=list)  # of none
+    engine._updates = EngineUpdates(
+        memory,
+        config=engine._config,
+        thread=engine._thread,
+        requests=engine._requests,
+        state=engine._state,
+        first_receiver=0,
+    )
     return engine
 
 
@@ -182,7 +191,7 @@ def test_clients_that_wait_are_woken_by_all_that_lets_an_engine_sample():
         assert woken == [-1]
         engine._state.begin_update(3)
         engine._state.receive()
-        engine._loaded = {"by name"}
+        engine._updates._loaded = {"by name"}
         engine.commit_update(3)
         assert woken == [-1, 3]
 

@@ -17,9 +17,9 @@ from rl_batched_data import BatchedDataDict
 from rl_interfaces import StreamFullError, TicketsLostError
 from rl_policy import RayVirtualCluster, RayWorkerGroup
 from rl_policy.generation.stream import SampledAtCollect
-from rl_policy.generation.vllm.running import EndedSubmission, RequestLoop
+from rl_policy.generation.vllm.engine.running import EndedSubmission, RequestLoop
+from rl_policy.generation.vllm.engine.turns import EngineThread
 from rl_policy.generation.vllm.stream import LANES, EngineLostError, EngineStream
-from rl_policy.generation.vllm.turns import EngineThread
 from rl_policy.ray.failures import WorkerDiedError
 from rl_policy.ray.sharding import NamedSharding
 

@@ -26,14 +26,14 @@ from rl_policy.generation.vllm.answers import (
     answer_in_progress,
     asking_for_tokens,
 )
-from rl_policy.generation.vllm.running import RequestLoop
+from rl_policy.generation.vllm.engine.running import RequestLoop
+from rl_policy.generation.vllm.engine.turns import EngineThread
 from rl_policy.generation.vllm.serving import (
     MAX_REQUEST_BYTES,
     ApiServer,
     EngineClient,
     ServerSettings,
 )
-from rl_policy.generation.vllm.turns import EngineThread
 from rl_policy.run import export
 from rl_policy.run.directory import CheckpointManager, RunDirectory, RunState
 from typer.testing import CliRunner

@@ -23,11 +23,9 @@ from rl_policy.generation.vllm.config import (
     parse_engine_config,
     parse_sampling_config,
 )
-from rl_policy.generation.vllm.engine import (
-    EngineFacts,
-    require_vllm,
-    start_on_rank,
-)
+from rl_policy.generation.vllm.engine.environment import require_vllm
+from rl_policy.generation.vllm.engine.start import start_on_rank
+from rl_policy.generation.vllm.engine.vllm_engine import EngineFacts
 from rl_policy.generation.vllm.quantized import block_fp8_tensors
 from rl_policy.generation.vllm.replacement import Replacements
 from rl_policy.generation.vllm.requests import check_prompts, row_seeds

@@ -24,9 +24,9 @@ from typing import TYPE_CHECKING, Any
 
 from rl_policy.generation.state import EngineState, EngineStateError
 from rl_policy.generation.vllm.answers import TrainableAnswers, answer_in_progress
+from rl_policy.generation.vllm.engine.running import RequestLoop
+from rl_policy.generation.vllm.engine.turns import EngineThread
 from rl_policy.generation.vllm.requests import versions_of
-from rl_policy.generation.vllm.running import RequestLoop
-from rl_policy.generation.vllm.turns import EngineThread
 
 if TYPE_CHECKING:
     from starlette.types import ASGIApp

@@ -20,8 +20,8 @@ from queue import Empty, SimpleQueue
 from typing import TYPE_CHECKING, Any, TypeAlias
 
 from rl_policy.generation.state import EngineStateError
+from rl_policy.generation.vllm.engine.turns import EngineThread
 from rl_policy.generation.vllm.requests import Completion, assemble_output, versions_of
-from rl_policy.generation.vllm.turns import EngineThread
 
 if TYPE_CHECKING:
     from rl_batched_data import BatchedDataDict
@@ -54,7 +54,7 @@ class RequestLoop:
     """Steps an engine as long as requests run.
 
     All methods are called in the engine's thread, but `wait_idle`, `is_idle`, `hold`, `release`,
-    `waking` and `wake_clients`.
+    `holding`, `waking` and `wake_clients`.
 
     Args:
         thread: The engine's.
@@ -152,6 +152,15 @@ class RequestLoop:
         with self._lock:
             self._num_holds -= 1
         self.wake_clients()
+
+    @contextmanager
+    def holding(self) -> Iterator[None]:
+        """Have clients' requests wait inside, see `hold`."""
+        self.hold()
+        try:
+            yield
+        finally:
+            self.release()
 
     @contextmanager
     def waking(self, wake: Callable[[], None]) -> Iterator[None]:
