@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from functools import partial
 from importlib import import_module
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Protocol, TypeVar
+from typing import TYPE_CHECKING, Any, Protocol
 
 from rl_refit.vllm import (
     ADAPTER_ID,
@@ -52,9 +52,6 @@ if TYPE_CHECKING:
     from transformers import PreTrainedConfig, PreTrainedTokenizerBase
 
     from rl_policy.generation.vllm.config import EngineConfig
-
-ArgumentT = TypeVar("ArgumentT")
-
 
 _POLL_S = 0.01
 """Between two looks at whether clients' requests have ended."""
