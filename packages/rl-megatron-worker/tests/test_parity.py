@@ -30,6 +30,7 @@ MODELS = {
     # Of its layers all but the first have windows.
     "qwen3": {"kind": "qwen3", "sliding_window": 4, **LATER_LAYERS},
     "qwen3_moe": {"kind": "qwen3_moe"},
+    "gpt_oss": {"kind": "gpt_oss"},
     "mixtral": {"kind": "mixtral", "sliding_window": 4},
     "deepseek_v2": {"kind": "deepseek_v2"},
     "deepseek_v3": {"kind": "deepseek_v3"},

@@ -10,6 +10,7 @@ from transformers import (
     Gemma3TextConfig,
     Glm4Config,
     Glm4MoeConfig,
+    GptOssConfig,
     LlamaConfig,
     MistralConfig,
     MixtralConfig,
@@ -88,6 +89,24 @@ KINDS = {
         Glm4MoeConfig,
         {**_WIDE_HEADS, **_EXPERTS_AFTER_DENSE, "attention_bias": True, "use_qk_norm": True},
     ),
+    "gpt_oss": (
+        GptOssConfig,
+        {
+            **_WIDE_HEADS,
+            "num_local_experts": 4,
+            "num_experts_per_tok": 2,
+            "sliding_window": 4,
+            # Reached by some gates and some of what they multiply.
+            "swiglu_limit": 0.5,
+            "rope_parameters": {
+                "rope_type": "yarn",
+                "rope_theta": 1e4,
+                "factor": 8.0,
+                "original_max_position_embeddings": 8,
+                "truncate": False,
+            },
+        },
+    ),
     "llama": (LlamaConfig, {}),
     "mistral": (MistralConfig, {**_WIDE_HEADS, "sliding_window": None}),
     "mixtral": (
@@ -104,7 +123,15 @@ KINDS = {
     "qwen3": (Qwen3Config, _WIDE_HEADS),
     "qwen3_moe": (Qwen3MoeConfig, {**_WIDE_HEADS, **_EXPERTS, "norm_topk_prob": True}),
 }
-WITH_EXPERTS = ("deepseek_v2", "deepseek_v3", "glm4_moe", "mixtral", "qwen2_moe", "qwen3_moe")
+WITH_EXPERTS = (
+    "deepseek_v2",
+    "deepseek_v3",
+    "glm4_moe",
+    "gpt_oss",
+    "mixtral",
+    "qwen2_moe",
+    "qwen3_moe",
+)
 
 
 def tiny_config(kind, *, tied=False, **settings):

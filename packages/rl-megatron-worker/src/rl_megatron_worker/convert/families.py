@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from functools import partial
 from typing import TYPE_CHECKING
 
 import torch
@@ -29,6 +30,7 @@ _LLAMA3 = {
 
 # Kinds of scaling whose frequencies do not depend on the tokens.
 _FREQUENCIES = ("linear", "llama3", "yarn")
+_SUPPORTED_SCALING = "'default' and " + ", ".join(map(repr, _FREQUENCIES))
 # Families that rotate a part of each head; in others transformers rotates all of it regardless.
 _PARTLY_ROTARY = ("glm4", "glm4_moe")
 
@@ -114,6 +116,44 @@ def _mixtral(hf_config: PreTrainedConfig) -> Fields:
         "moe_router_pre_softmax": False,
         "moe_router_score_function": "softmax",
     }
+
+
+def _gpt_oss(hf_config: PreTrainedConfig) -> Fields:
+    # Biases of attention, routers and experts are one setting of Megatron-core.
+    _require(hf_config, "attention_bias", True)
+    fields = _mixtral(hf_config)
+    return (
+        fields
+        | {
+            "add_bias_linear": True,
+            "softmax_type": "learnable",
+            "own_layers": True,
+            "activation_func": partial(_swish, factor=hf_config.swiglu_alpha),
+            "activation_func_clamp_value": hf_config.swiglu_limit,
+            "glu_linear_offset": 1.0,
+        }
+        | _scaled_frequencies(hf_config)
+    )
+
+
+def _swish(gate: torch.Tensor, *, factor: float) -> torch.Tensor:
+    return gate * torch.sigmoid(factor * gate)
+
+
+def _scaled_frequencies(hf_config: PreTrainedConfig) -> Fields:
+    """Return the fields of rotary embeddings that are scaled, the same in all layers.
+
+    Raises:
+        ValueError: The kind of scaling is not supported.
+    """
+    kind = hf_config.rope_parameters["rope_type"]
+    if kind == "default":
+        return {}
+    if kind not in _FREQUENCIES:
+        raise _refusal(hf_config, f"rope_type={kind!r}", _SUPPORTED_SCALING)
+    # Their values are transformers' own.
+    frequencies, scale = ROPE_INIT_FUNCTIONS[kind](hf_config, torch.device("cpu"))
+    return {"rotary_frequencies": tuple(frequencies.tolist()), "rotary_scale": scale}
 
 
 def _qwen2(hf_config: PreTrainedConfig) -> Fields:
@@ -298,8 +338,7 @@ def _rotary_fields(hf_config: PreTrainedConfig) -> Fields:
     if full["rope_type"] == "default":
         return fields
     if full["rope_type"] not in _FREQUENCIES:
-        supported = "'default' and " + ", ".join(map(repr, _FREQUENCIES))
-        raise _refusal(hf_config, f"rope_type={full['rope_type']!r}", supported)
+        raise _refusal(hf_config, f"rope_type={full['rope_type']!r}", _SUPPORTED_SCALING)
     # Their values are transformers' own.
     frequencies, scale = ROPE_INIT_FUNCTIONS[full["rope_type"]](
         hf_config, torch.device("cpu"), layer_type="full_attention"
@@ -466,6 +505,11 @@ CONVERTERS = {
     "glm4": DecoderConverter(family_fields=_glm4, names=LayerNames(fused_mlp="gate_up_proj")),
     "glm4_moe": DecoderConverter(
         family_fields=_glm4_moe, names=LayerNames(shared_expert="shared_experts")
+    ),
+    "gpt_oss": DecoderConverter(
+        family_fields=_gpt_oss,
+        rotary=_theta,
+        names=LayerNames(router="router", stacked_experts=True),
     ),
     "llama": DecoderConverter(family_fields=_llama),
     "mistral": DecoderConverter(family_fields=_mistral),

@@ -43,7 +43,12 @@ from torch import nn
 
 from rl_megatron_worker.attention import PackedAttention
 from rl_megatron_worker.model.config import padded_vocab_size, uses_transformer_engine
-from rl_megatron_worker.model.experts import GroupedExperts, expert_layers, prepare_routers
+from rl_megatron_worker.model.experts import (
+    ExpertOutput,
+    GroupedExperts,
+    expert_layers,
+    prepare_routers,
+)
 from rl_megatron_worker.model.latent_attention import LatentAttention
 from rl_megatron_worker.model.layers import (
     NormOfAllHeads,
@@ -277,7 +282,7 @@ class _LocalModules(LocalSpecProvider):
     ) -> tuple[type, MLPSubmodules | None]:
         """Return the experts' module and their layers."""
         return GroupedExperts, MLPSubmodules(
-            linear_fc1=self.column_parallel_linear(), linear_fc2=self.row_parallel_linear()
+            linear_fc1=self.column_parallel_linear(), linear_fc2=ExpertOutput
         )
 
 
