@@ -79,6 +79,7 @@ VARIANTS |= {
     "glm4_moe, one group": ("glm4_moe", {"n_group": 1, "topk_group": 1, "use_qk_norm": False}),
     "glm4_moe, one expert": ("glm4_moe", {"num_experts_per_tok": 1, "norm_topk_prob": False}),
     "glm4_moe, all dense": ("glm4_moe", {"first_k_dense_replace": 4}),
+    "gpt_oss, not scaled": ("gpt_oss", {"rope_parameters": {"rope_type": "default"} | THETA}),
     "olmo3, yarn": (
         "olmo3",
         {
@@ -96,6 +97,8 @@ VARIANTS |= {
     "qwen2_moe, some dense": ("qwen2_moe", {"decoder_sparse_step": 2, "norm_topk_prob": True}),
     "qwen3_moe, as they are": ("qwen3_moe", {"norm_topk_prob": False}),
     "qwen3_moe, one expert": ("qwen3_moe", {"norm_topk_prob": False, "num_experts_per_tok": 1}),
+    "qwen3_next, some dense": ("qwen3_next", {"mlp_only_layers": [0, 1]}),
+    "qwen3_next, all dense": ("qwen3_next", {"num_experts": 0, "linear_conv_kernel_dim": 2}),
     "qwen3_moe, some dense": ("qwen3_moe", {"decoder_sparse_step": 2, "mlp_only_layers": [3]}),
 }
 

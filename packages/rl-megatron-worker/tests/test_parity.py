@@ -45,6 +45,7 @@ MODELS = {
     "glm4_moe": {"kind": "glm4_moe", "seed": 1},
     "olmo2": {"kind": "olmo2"},
     "olmo3": {"kind": "olmo3"},
+    "qwen3_next": {"kind": "qwen3_next"},
     # With seed 0 one gradient nearly vanishes, where Adam's direction is that of rounding.
     "qwen2_moe": {"kind": "qwen2_moe", "seed": 1},
 }

@@ -218,7 +218,8 @@ class KeyValueCache:
     longest: int
     """The largest of `lengths`, on the host: layers read it at every step."""
     layers: dict[int, Pair] = field(default_factory=dict)
-    """By layer, `[rows, capacity, query_groups, head_size]` each."""
+    """By layer, `[rows, capacity, query_groups, head_size]` each. Linear attention keeps the last
+    inputs of its convolution, and its state."""
 
     def positions(self, num_tokens: int) -> torch.Tensor:
         """Return the position in its row of each token of a decoding step, `[num_tokens]` int64."""

@@ -32,7 +32,7 @@ _LLAMA3 = {
 _FREQUENCIES = ("linear", "llama3", "yarn")
 _SUPPORTED_SCALING = "'default' and " + ", ".join(map(repr, _FREQUENCIES))
 # Families that rotate a part of each head; in others transformers rotates all of it regardless.
-_PARTLY_ROTARY = ("glm4", "glm4_moe")
+_PARTLY_ROTARY = ("glm4", "glm4_moe", "qwen3_next")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -166,17 +166,42 @@ def _qwen3(hf_config: PreTrainedConfig) -> Fields:
 
 
 def _qwen2_moe(hf_config: PreTrainedConfig) -> Fields:
-    fields = _qwen_experts(hf_config)
-    if fields:
-        fields |= {
-            "moe_shared_expert_intermediate_size": hf_config.shared_expert_intermediate_size,
-            "moe_shared_expert_gate": True,
-        }
+    fields = _qwen_experts(hf_config) | _gated_expert(hf_config)
     return {"add_qkv_bias": hf_config.qkv_bias} | _windows(hf_config) | fields
 
 
 def _qwen3_moe(hf_config: PreTrainedConfig) -> Fields:
     return _qwen3(hf_config) | _qwen_experts(hf_config)
+
+
+def _qwen3_next(hf_config: PreTrainedConfig) -> Fields:
+    _require(hf_config, "attention_bias", False)
+    linear = [int(kind == "linear_attention") for kind in hf_config.layer_types]
+    others = {*hf_config.layer_types} - {"linear_attention", "full_attention"}
+    if others:
+        raise _refusal(
+            hf_config, f"{min(others)!r} among its layer_types", "linear and full attention"
+        )
+    names = ("conv_kernel_dim", "key_head_dim", "value_head_dim", "num_key_heads")
+    sizes = [f"linear_{name}" for name in (*names, "num_value_heads")]
+    return {
+        "own_layers": True,
+        "layernorm_zero_centered_gamma": True,
+        "qk_layernorm": True,
+        "attention_output_gate": True,
+        "linear_attention_freq": linear,
+        **{name: getattr(hf_config, name) for name in sizes},
+    } | (_qwen_experts(hf_config) | _gated_expert(hf_config))
+
+
+def _gated_expert(hf_config: PreTrainedConfig) -> Fields:
+    """Return the fields of the expert that all tokens go to; empty without other experts."""
+    if not _qwen_experts(hf_config):
+        return {}
+    return {
+        "moe_shared_expert_intermediate_size": hf_config.shared_expert_intermediate_size,
+        "moe_shared_expert_gate": True,
+    }
 
 
 def _qwen_experts(hf_config: PreTrainedConfig) -> Fields:
@@ -525,4 +550,5 @@ CONVERTERS = {
     "qwen2_moe": DecoderConverter(family_fields=_qwen2_moe),
     "qwen3": DecoderConverter(family_fields=_qwen3),
     "qwen3_moe": DecoderConverter(family_fields=_qwen3_moe),
+    "qwen3_next": DecoderConverter(family_fields=_qwen3_next),
 }

@@ -9,6 +9,7 @@ grouped queries and gated MLPs.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from itertools import accumulate
 from typing import TYPE_CHECKING, NamedTuple, Protocol
 
 if TYPE_CHECKING:
@@ -200,6 +201,38 @@ class FusedGateUp(GateUp):
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
+class Reordered(Mapping):
+    """The rows of its sources in another order, in which every rank has the next ones."""
+
+    order: tuple[Piece, ...]
+    dim: int | None = 0
+
+    def all_pieces(self, *, size: int, length: int) -> list[Piece]:
+        """Return them in this order."""
+        return [*self.order]
+
+
+def _sections(name: str, *sizes: int, num_groups: int) -> tuple[Piece, ...]:
+    """Return the order in which groups follow each other, each with its share of all sections.
+
+    Args:
+        name: The source: section after section.
+        sizes: Rows of each section.
+        num_groups: Number of groups.
+    """
+    ends = list(accumulate(sizes))
+    return tuple(
+        Piece(
+            name,
+            end - size + group * size // num_groups,
+            end - size + (group + 1) * size // num_groups,
+        )
+        for group in range(num_groups)
+        for size, end in zip(sizes, ends, strict=True)
+    )
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
 class StackedExpert(Mapping):
     """An expert's parameter, whose one source stacks those of all experts, as gpt-oss has them.
 
@@ -358,6 +391,67 @@ def _latent_attention(fields: Fields, ours: str, theirs: str) -> list[Mapping]:
     ]
 
 
+def _gated_qkv(fields: Fields, ours: str, theirs: str) -> Mapping:
+    """Return the QKV projection of attention whose queries have gates: after those of a group."""
+    hidden_size, size = fields["hidden_size"], fields["kv_channels"]
+    num_heads, num_groups = fields["num_attention_heads"], fields["num_query_groups"]
+    query, key, value = (f"{theirs}.{name}_proj.weight" for name in ("q", "k", "v"))
+    order: list[Piece] = []
+    for group in range(num_groups):
+        heads = range(group * num_heads // num_groups, (group + 1) * num_heads // num_groups)
+        # Each head's gate is after its query.
+        order += [Piece(query, 2 * head * size, (2 * head + 1) * size) for head in heads]
+        order += [Piece(query, (2 * head + 1) * size, (2 * head + 2) * size) for head in heads]
+        order += [Piece(name, group * size, (group + 1) * size) for name in (key, value)]
+    return Reordered(
+        names=(f"{ours}.linear_qkv.weight",),
+        sources={
+            query: (2 * num_heads * size, hidden_size),
+            key: (num_groups * size, hidden_size),
+            value: (num_groups * size, hidden_size),
+        },
+        order=tuple(order),
+    )
+
+
+def _gated_delta_net(fields: Fields, ours: str, theirs: str) -> list[Mapping]:
+    """Return linear attention: what belongs to a key's head is together, see `GatedDeltaNet`."""
+    hidden_size, kernel = fields["hidden_size"], fields["linear_conv_kernel_dim"]
+    num_keys, num_values = fields["linear_num_key_heads"], fields["linear_num_value_heads"]
+    keys = num_keys * fields["linear_key_head_dim"]
+    values = num_values * fields["linear_value_head_dim"]
+    conv = f"{theirs}.conv1d.weight"
+    found: list[Mapping] = [
+        Qkv(
+            names=(f"{ours}.in_proj.weight",),
+            sources={
+                f"{theirs}.in_proj_qkvz.weight": (2 * keys + 2 * values, hidden_size),
+                f"{theirs}.in_proj_ba.weight": (2 * num_values, hidden_size),
+            },
+            num_groups=num_keys,
+        ),
+        Reordered(
+            names=(f"{ours}.conv_weight",),
+            sources={conv: (2 * keys + values, 1, kernel)},
+            order=_sections(conv, keys, keys, values, num_groups=num_keys),
+        ),
+        Mapping(
+            names=(f"{ours}.norm_weight",),
+            sources={f"{theirs}.norm.weight": (fields["linear_value_head_dim"],)},
+        ),
+        Mapping(
+            names=(f"{ours}.out_proj.weight",),
+            sources={f"{theirs}.out_proj.weight": (hidden_size, values)},
+            dim=1,
+        ),
+    ]
+    found += [
+        Mapping(names=(f"{ours}.{name}",), sources={f"{theirs}.{name}": (num_values,)}, dim=0)
+        for name in ("dt_bias", "A_log")
+    ]
+    return found
+
+
 def _attention(architecture: Architecture, layer: int) -> list[Mapping]:
     fields = architecture.transformer
     hidden_size, head_size = fields["hidden_size"], fields["kv_channels"]
@@ -365,6 +459,8 @@ def _attention(architecture: Architecture, layer: int) -> list[Mapping]:
     ours, theirs = f"decoder.layers.{layer}.self_attention", f"model.layers.{layer}.self_attn"
     if fields.get("multi_latent_attention"):
         return _latent_attention(fields, ours, theirs)
+    if architecture.is_linear(layer):
+        return _gated_delta_net(fields, ours, f"model.layers.{layer}.linear_attn")
     rows = {"q_proj": num_heads, "k_proj": num_groups, "v_proj": num_groups}
     rows = {f"{theirs}.{name}": heads * head_size for name, heads in rows.items()}
     mappings: list[Mapping] = [
@@ -374,6 +470,8 @@ def _attention(architecture: Architecture, layer: int) -> list[Mapping]:
             num_groups=num_groups,
         )
     ]
+    if fields.get("attention_output_gate"):
+        mappings = [_gated_qkv(fields, ours, theirs)]
     has_biases = fields["add_bias_linear"]
     if fields["add_qkv_bias"] or has_biases:
         mappings.append(

@@ -49,6 +49,11 @@ class Architecture:
             return False
         return self.transformer["moe_layer_freq"][layer] == 1
 
+    def is_linear(self, layer: int) -> bool:
+        """Return whether the attention of a layer, counted from 0, is linear."""
+        pattern = self.transformer.get("linear_attention_freq")
+        return pattern is not None and pattern[layer] == 1
+
 
 @dataclass
 class DecoderConfig(MLATransformerConfig):
