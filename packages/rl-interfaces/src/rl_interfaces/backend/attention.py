@@ -58,8 +58,10 @@ def attend(
             may attend to nothing (arXiv:2309.17453, section 3.2, and the model card of gpt-oss).
     """
     if sinks is not None:
-        scale = query.shape[3] ** -0.5 if scale is None else scale
-        query, key, value, mask = _with_sink(query, key, value, mask, scores=sinks / scale)
+        # That of the heads, before they get another dim.
+        own = query.shape[3] ** -0.5 if scale is None else scale
+        query, key, value, mask = _with_sink(query, key, value, mask, scores=sinks / own)
+        scale = own
     shared = query.shape[1] // key.shape[1]
     takes_shared = takes_shared_keys(query.device.type, query.dtype, head_size=query.shape[3])
     if shared > 1 and not (mask is None and takes_shared):

@@ -108,12 +108,13 @@ class GroupedExperts(SequentialMLP):
         # An expert with the weights of all: its activation is Megatron-core's, fused or not.
         together: Any = copy.copy(self.local_experts[0])
         together._modules = {}
-        first = [expert.linear_fc1.bias for expert in self.local_experts]
+        experts = cast("list[Any]", [*self.local_experts])
+        first = [expert.linear_fc1.bias for expert in experts]
         together.linear_fc1 = _GroupedLinear(self._weights("linear_fc1"), ends, biases=first)
         together.linear_fc2 = _GroupedLinear(self._weights("linear_fc2"), ends)
         output, _ = together.forward(permuted_local_hidden_states, permuted_probs)
         if self.config.add_bias_linear:
-            last = [expert.linear_fc2.shared_bias() for expert in self.local_experts]
+            last = [expert.linear_fc2.shared_bias() for expert in experts]
             biases = _of_tokens(last, ends, num_tokens=len(output))
             output = output + (biases * permuted_probs[:, None]).type_as(output)
         return output, None

@@ -79,15 +79,16 @@ def gated_delta_rule(
     query = query * total.exp()[..., None]
     last = total[..., -1:]
     key = key * (last - total).exp()[..., None]
-    if state is None:
-        state = value.new_zeros(*value.shape[:2], key.shape[-1], value_size)
+    before = state
+    if before is None:
+        before = value.new_zeros(*value.shape[:2], key.shape[-1], value_size)
     outputs: list[torch.Tensor] = []
     for chunk in range(value.shape[2]):
-        new = written[:, :, chunk] - replaced[:, :, chunk] @ state
-        outputs.append(query[:, :, chunk] @ state + within[:, :, chunk] @ new)
-        kept = last[:, :, chunk, :, None].exp() * state
-        state = kept + key[:, :, chunk].mT @ new
-    return torch.stack(outputs, 2).flatten(2, 3)[:, :, :width], state
+        new = written[:, :, chunk] - replaced[:, :, chunk] @ before
+        outputs.append(query[:, :, chunk] @ before + within[:, :, chunk] @ new)
+        kept = last[:, :, chunk, :, None].exp() * before
+        before = kept + key[:, :, chunk].mT @ new
+    return torch.stack(outputs, 2).flatten(2, 3)[:, :, :width], before
 
 
 def _chunks(values: torch.Tensor, size: int) -> torch.Tensor:
@@ -124,34 +125,39 @@ class GatedDeltaNet(MegatronModule):
         self.layer_number = layer_number
         self.tp_group = pg_collection.tp
         num_ranks = config.tensor_model_parallel_size
-        num_keys, num_values = config.linear_num_key_heads, config.linear_num_value_heads
-        key_size, value_size = config.linear_key_head_dim, config.linear_value_head_dim
-        assert num_keys and num_values and key_size and value_size
-        assert config.linear_conv_kernel_dim
+        # Annotated as optional: other models have none.
+        num_keys = cast("int", config.linear_num_key_heads)
+        num_values = cast("int", config.linear_num_value_heads)
+        key_size = cast("int", config.linear_key_head_dim)
+        value_size = cast("int", config.linear_value_head_dim)
+        kernel = cast("int", config.linear_conv_kernel_dim)
         self._num_keys = num_keys // num_ranks
         self._key_size, self._value_size = key_size, value_size
         self._values_per_key = num_values // num_keys
         mixed_size = 2 * key_size + self._values_per_key * value_size
         # Of each key's head: what is mixed, gates, and two rates of each value's head.
         self._sizes = [mixed_size, self._values_per_key * value_size, 2 * self._values_per_key]
-        linear = {"config": config, "bias": False, "is_expert": False, "tp_group": self.tp_group}
+        linear: dict[str, Any] = {
+            "config": config,
+            "init_method": config.init_method,
+            "bias": False,
+            "is_expert": False,
+            "tp_group": self.tp_group,
+        }
         self.in_proj = ColumnParallelLinear(
             config.hidden_size,
             num_keys * sum(self._sizes),
-            init_method=config.init_method,
             gather_output=False,
             **linear,
         )
         self.out_proj = RowParallelLinear(
             num_values * value_size,
             config.hidden_size,
-            init_method=config.output_layer_init_method,
             input_is_parallel=True,
             skip_bias_add=True,
             **linear,
         )
-        channels, kernel = self._num_keys * mixed_size, config.linear_conv_kernel_dim
-        self.conv_weight = _parameter(config, channels, 1, kernel)
+        self.conv_weight = _parameter(config, self._num_keys * mixed_size, 1, kernel)
         self.dt_bias = _parameter(config, num_values // num_ranks)
         self.A_log = _parameter(config, num_values // num_ranks)
         for name in _SHARDED:
