@@ -59,9 +59,10 @@ def attend(
     """
     if sinks is not None:
         # That of the heads, before they get another dim.
-        own = query.shape[3] ** -0.5 if scale is None else scale
+        own, size = query.shape[3] ** -0.5 if scale is None else scale, value.shape[3]
         query, key, value, mask = _with_sink(query, key, value, mask, scores=sinks / own)
-        scale = own
+        output = attend(query, key, value, mask, dropout=dropout, scale=own)
+        return output[..., :size]
     shared = query.shape[1] // key.shape[1]
     takes_shared = takes_shared_keys(query.device.type, query.dtype, head_size=query.shape[3])
     if shared > 1 and not (mask is None and takes_shared):
@@ -91,6 +92,8 @@ def _with_sink(
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor | None]:
     """Return the arguments of `attend` with one more key, in one more dim of queries and keys.
 
+    Heads are as large in all of them.
+
     Args:
         query: See `attend`, like the next three.
         key: `[rows, key_value_heads, keys, head_size]`.
@@ -104,7 +107,9 @@ def _with_sink(
     own = query.new_zeros(*query.shape[:3], extra)
     own[..., 0] = scores.to(query.dtype)[:, None]
     # The first key, which causal masks that are aligned to the last one show to every query.
-    key, value = F.pad(key, (0, extra, 1, 0)), F.pad(value, (0, 0, 1, 0))
+    # Values are as wide, which the flash kernel wants.
+    key = F.pad(key, (0, extra, 1, 0))
+    value = F.pad(value, (0, size + extra - value.shape[3], 1, 0))
     key[..., 0, size] = 1.0
     if mask is not None:
         mask = F.pad(mask, (1, 0), value=True if mask.dtype == torch.bool else 0.0)
