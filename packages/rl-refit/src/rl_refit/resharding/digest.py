@@ -77,7 +77,7 @@ def _contract(bits: torch.Tensor, keys: Sequence[torch.Tensor]) -> int:
 
 def _keys(name: str, dim: int, start: int, size: int, device: torch.device) -> torch.Tensor:
     # splitmix64 (Steele, Lea and Flood 2014) of the index, from a seed per tensor and dim.
-    seed = np.uint64(xxhash.xxh3_64_intdigest(name, seed=dim))
+    seed = np.uint64(xxhash.xxh3_64_intdigest(name.encode(), seed=dim))
     with np.errstate(over="ignore"):
         state = np.arange(start + 1, start + size + 1, dtype=np.uint64)
         state = state * np.uint64(0x9E3779B97F4A7C15) + seed
