@@ -9,11 +9,13 @@ import torch.multiprocessing as mp
 def run(tmp_path, world, *, fails=False, **case):
     """Return what each rank has seen; None of one that has left nothing."""
     results = str(tmp_path / "seen")
-    context = mp.spawn(
+    # Forked, as each spawned process imports torch, which takes longer than the test.
+    context = mp.start_processes(
         resharding_ranks.run,
         (world, tmp_path / "store", case, results),
         nprocs=world,
         join=not fails,
+        start_method="fork",
     )
     if fails:
         for process in context.processes:
