@@ -77,9 +77,7 @@ class Consumers:
     unused: tuple[str, ...]
 
 
-def record(
-    load: Loader, metadata: Metadata, targets: Mapping[str, torch.Tensor]
-) -> Consumers:
+def record(load: Loader, metadata: Metadata, targets: Mapping[str, torch.Tensor]) -> Consumers:
     """Run a loader on tensors without values; return what it takes of each, and where it goes.
 
     Args:
@@ -90,7 +88,10 @@ def record(
     specs = read_specs(metadata)
     recorder = _Recorder(targets)
     sources = [
-        (spec.name, recorder.source(spec.name, torch.empty(spec.shape, device="meta", dtype=spec.dtype)))
+        (
+            spec.name,
+            recorder.source(spec.name, torch.empty(spec.shape, device="meta", dtype=spec.dtype)),
+        )
         for spec in specs
     ]
     with torch.no_grad(), recorder:
@@ -174,9 +175,7 @@ class _Recorder(TorchDispatchMode):
             (start, target.stride()),
             tuple(full.shape),
         ):
-            self.slices.append(
-                Consumed(name, tuple(full.shape), box, param_name, offset, strides)
-            )
+            self.slices.append(Consumed(name, tuple(full.shape), box, param_name, offset, strides))
 
     def _through_copy(
         self, view: torch.Tensor, target: torch.Tensor
@@ -306,7 +305,9 @@ def _is_metadata(func: Any) -> bool:
 
 def _flat(values: Iterable[Any]) -> list[Any]:
     return [
-        inner for each in values for inner in (_flat(each) if isinstance(each, list | tuple) else [each])
+        inner
+        for each in values
+        for inner in (_flat(each) if isinstance(each, list | tuple) else [each])
     ]
 
 

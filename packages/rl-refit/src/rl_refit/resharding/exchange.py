@@ -195,9 +195,7 @@ class Exchange:
                 self._pack(indices, data, sums)
             if peer != self._rank:
                 call = dist.isend if is_out else dist.irecv
-                operations.append(
-                    dist.P2POp(call, data, group=self._group, group_peer=peer)
-                )
+                operations.append(dist.P2POp(call, data, group=self._group, group_peer=peer))
         self._wait_all(operations, deadline)
         if (self._rank, False) in messages:
             messages[self._rank, False] = messages[self._rank, True]
@@ -356,9 +354,7 @@ class Exchange:
         pairs = zip(rows, sizes, strict=True)
         return [row[:size].cpu().numpy().tobytes() for row, size in pairs]
 
-    def _all_gather(
-        self, rows: list[torch.Tensor], own: torch.Tensor, deadline: Deadline
-    ) -> None:
+    def _all_gather(self, rows: list[torch.Tensor], own: torch.Tensor, deadline: Deadline) -> None:
         work = dist.all_gather(rows, own, group=self._group, async_op=True)
         assert work is not None
         self._wait(work, "offer of all ranks", deadline)

@@ -119,7 +119,9 @@ class ParallelLayout:
             if getattr(self, name) < 1:
                 raise ValueError(f"{name}={getattr(self, name)} is not positive")
         if self.stage_ranks % self.ep:
-            raise ValueError(f"ep={self.ep} does not divide the {self.stage_ranks} ranks of a stage")
+            raise ValueError(
+                f"ep={self.ep} does not divide the {self.stage_ranks} ranks of a stage"
+            )
 
     @property
     def stage_ranks(self) -> int:
@@ -171,9 +173,7 @@ class ParallelLayout:
             if dim is not None:
                 size = spec.shape[dim] // parts
                 offset = tuple(part * size * (axis == dim) for axis in range(len(spec.shape)))
-                shape = tuple(
-                    size if axis == dim else full for axis, full in enumerate(spec.shape)
-                )
+                shape = tuple(size if axis == dim else full for axis, full in enumerate(spec.shape))
                 box = Box(offset, shape)
             for index, (start, size) in enumerate(_chunks(box.shape[0], self.fsdp)):
                 rows = Box((box.offset[0] + start, *box.offset[1:]), (size, *box.shape[1:]))

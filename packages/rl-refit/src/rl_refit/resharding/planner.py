@@ -100,9 +100,7 @@ class ReshardPlan:
         """Return the most bytes that a rank sends or receives in one round."""
         peaks = [0]
         for ranks in (self.pieces.sender, self.pieces.receiver):
-            _, slot = np.unique(
-                np.stack([self.pieces.round, ranks]), axis=1, return_inverse=True
-            )
+            _, slot = np.unique(np.stack([self.pieces.round, ranks]), axis=1, return_inverse=True)
             peaks += np.bincount(slot.ravel(), weights=self.pieces.nbytes).astype(int).tolist()
         return max(peaks)
 
@@ -260,13 +258,9 @@ def _intersections(have: _Boxes, want: _Boxes) -> _Atoms:
     nth = np.arange(len(wants)) - np.repeat(np.cumsum(counts) - counts, counts)
     haves = first[wants] + nth
     start = np.maximum(have.offset[haves], want.offset[wants])
-    end = np.minimum(
-        have.offset[haves] + have.shape[haves], want.offset[wants] + want.shape[wants]
-    )
+    end = np.minimum(have.offset[haves] + have.shape[haves], want.offset[wants] + want.shape[wants])
     some = (end > start).all(axis=1)
-    return _Atoms(
-        have=haves[some], want=wants[some], offset=start[some], shape=(end - start)[some]
-    )
+    return _Atoms(have=haves[some], want=wants[some], offset=start[some], shape=(end - start)[some])
 
 
 def _check_disjoint(specs: Sequence[TensorSpec], held: Sequence[Placed]) -> None:

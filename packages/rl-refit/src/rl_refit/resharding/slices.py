@@ -43,9 +43,7 @@ class Box(NamedTuple):
     def intersect(self, other: Box) -> Box | None:
         """Return the elements that both have; None if there are none."""
         starts = tuple(map(max, self.offset, other.offset))
-        ends = tuple(
-            min(a + m, b + n) for a, m, b, n in zip(*self, *other, strict=True)
-        )
+        ends = tuple(min(a + m, b + n) for a, m, b, n in zip(*self, *other, strict=True))
         shape = tuple(end - start for start, end in zip(starts, ends, strict=True))
         return Box(starts, shape) if all(size > 0 for size in shape) else None
 
