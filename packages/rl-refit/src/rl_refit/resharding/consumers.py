@@ -1,16 +1,16 @@
 """What an engine's rank consumes, found by running its own loader on tensors without values.
 
 The loader gets tensors on the meta device. Whatever it takes of them by views (narrow, chunk,
-transpose, index, reshape) shares their storage, with an offset and strides that say which elements
-it is. A dispatch mode watches for the copy into a parameter, whose view says where they go, and runs
-no copy: the engine's weights stay as they are. Fusions (qkv, gate and up, stacks of experts) and the
-shards of tensor parallelism come out by themselves.
+transpose, index, reshape) shares their storage, with an offset and strides that say which
+elements it is. A dispatch mode watches for the copy into a parameter, whose view says where they
+go, and runs no copy: the engine's weights stay as they are. Fusions (qkv, gate and up, stacks of
+experts) and the shards of tensor parallelism come out by themselves.
 """
 
 # torch annotates its dispatch modes only in part.
 # pyright: reportUnknownMemberType=false, reportUnknownVariableType=false
 # pyright: reportUnknownArgumentType=false, reportMissingParameterType=false
-# pyright: reportUnknownParameterType=false, reportIncompatibleMethodOverride=false
+# pyright: reportPrivateUsage=false, reportUnknownParameterType=false, reportIncompatibleMethodOverride=false
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ class Consumed(NamedTuple):
     def want(self, targets: Mapping[str, torch.Tensor]) -> Want:
         """Return the place of the slice, in the parameters that were recorded."""
         tensor = targets[self.target].detach()
-        start = tensor.storage_offset() + self.offset
+        start = int(tensor.storage_offset()) + self.offset
         return Want(
             self.name, self.shape, self.box, tensor.as_strided(self.box.shape, self.strides, start)
         )
@@ -168,10 +168,10 @@ class _Recorder(TorchDispatchMode):
         if source.shape != target.shape:
             source = source.expand(target.shape)
         param_name, parameter = self._targets[_storage(target)]
-        start = target.storage_offset() - parameter.storage_offset()
+        start = int(target.storage_offset()) - int(parameter.storage_offset())
         for box, offset, strides in slices_of(
             source.shape,
-            (source.storage_offset(), source.stride()),
+            (int(source.storage_offset()), source.stride()),
             (start, target.stride()),
             tuple(full.shape),
         ):
@@ -184,8 +184,8 @@ class _Recorder(TorchDispatchMode):
         original, copy = self._copies[_storage(view)]
         found = slices_of(
             view.shape,
-            (view.storage_offset(), view.stride()),
-            (target.storage_offset(), target.stride()),
+            (int(view.storage_offset()), view.stride()),
+            (int(target.storage_offset()), target.stride()),
             tuple(copy.shape),
         )
         if len(found) != 1:

@@ -158,8 +158,8 @@ class Exchange:
         sums: dict[tuple[int, int], int] = {}
         for _, members in groupby(self._own, key=lambda index: int(pieces.round[index])):
             messages = self._run_round(list(members), sums, deadline)
-            out = sum(data.numel() for (peer, is_out), data in messages.items() if is_out)
-            into = sum(data.numel() for (peer, is_out), data in messages.items() if not is_out)
+            out = sum(data.numel() for (_, is_out), data in messages.items() if is_out)
+            into = sum(data.numel() for (_, is_out), data in messages.items() if not is_out)
             sent, received, peak = sent + out, received + into, max(peak, out + into)
             num_rounds += 1
         problem = self._verify(sums, deadline)

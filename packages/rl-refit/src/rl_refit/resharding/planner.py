@@ -218,15 +218,21 @@ class _Boxes:
     def of(cls, placed: Sequence[Placed], index: dict[str, int], dims: int) -> _Boxes:
         tensor = np.array([index[each.name] for each in placed], dtype=np.int64)
         order = np.argsort(tensor, kind="stable")
-        chosen = [placed[position] for position in order]
+        chosen: list[Placed] = [placed[int(position)] for position in order.tolist()]
         pad = [(0,) * (dims - len(each.box.shape)) for each in chosen]
         groups: dict[tuple[int, ...], int] = {}
         num_ranks = np.array([len(each.ranks) for each in chosen], dtype=np.int64)
         return cls(
             tensor=tensor[order],
-            offset=_table([each.box.offset + zeros for each, zeros in zip(chosen, pad)], dims),
+            offset=_table(
+                [each.box.offset + zeros for each, zeros in zip(chosen, pad, strict=True)], dims
+            ),
             shape=_table(
-                [each.box.shape + tuple(1 for _ in zeros) for each, zeros in zip(chosen, pad)], dims
+                [
+                    each.box.shape + tuple(1 for _ in zeros)
+                    for each, zeros in zip(chosen, pad, strict=True)
+                ],
+                dims,
             ),
             ranks=np.array([rank for each in chosen for rank in each.ranks], dtype=np.int64),
             first=np.cumsum(num_ranks) - num_ranks,
